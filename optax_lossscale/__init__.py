@@ -1,0 +1,47 @@
+"""Loss scaling for JAX, as an optax gradient transformation.
+
+In float16 small gradients become 0. Loss scaling multiplies the loss by S
+before the backward pass and divides the gradients by S after it:
+
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  opt_state = tx.init(params)
+
+  loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  params = optax.apply_updates(params, updates)
+
+If a gradient overflowed, the updates are -0.0, the optimizer's state stays bit
+for bit, and S shrinks; after a while without overflow it grows.
+"""
+
+from optax_lossscale._checks import nonfinite
+from optax_lossscale._checks import saturated
+from optax_lossscale._gradients import scale_loss
+from optax_lossscale._gradients import scaled_value_and_grad
+from optax_lossscale._gradients import unscale
+from optax_lossscale._loss_scaling import loss_scaling
+from optax_lossscale._metrics import loss_scale_metrics
+from optax_lossscale._rules import DynamicLossScale
+from optax_lossscale._rules import FixedLossScale
+from optax_lossscale._rules import LossScale
+from optax_lossscale._select import select_on_skip
+from optax_lossscale._state import get_loss_scale
+from optax_lossscale._state import LossScalingState
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "DynamicLossScale",
+  "FixedLossScale",
+  "LossScale",
+  "LossScalingState",
+  "get_loss_scale",
+  "loss_scale_metrics",
+  "loss_scaling",
+  "nonfinite",
+  "saturated",
+  "scale_loss",
+  "scaled_value_and_grad",
+  "select_on_skip",
+  "unscale",
+]

@@ -1,0 +1,114 @@
+"""What a person may pass: each check names the argument and the remedy."""
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# S and 1/S are both normal float32 numbers between these two, so neither is
+# flushed to zero by a backend that flushes subnormals.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+# Counters are int32 and stop at this value instead of wrapping around.
+LARGEST_COUNT = 2**31 - 1
+
+
+def check_number(name: str, value: Any) -> float:
+  """Returns `value` as a finite Python float.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed; any real scalar but a bool.
+
+  Raises:
+    TypeError: if it is not a real number known now.
+    ValueError: if it is NaN or infinite.
+  """
+  if isinstance(value, jax.core.Tracer):
+    raise TypeError(
+      f"`{name}` must be known when the rule is made, got the traced value "
+      f"{value}; what changes during training lives in the state."
+    )
+  is_scalar_array = isinstance(value, (jax.Array, np.ndarray)) and (
+    value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+  )
+  is_number = isinstance(value, (numbers.Real, np.number)) or is_scalar_array
+  if not is_number or isinstance(value, bool):
+    raise TypeError(
+      f"`{name}` must be a number, got {value!r} of type "
+      f"{type(value).__name__}."
+    )
+  number = float(value)
+  if not math.isfinite(number):
+    raise ValueError(f"`{name}` must be finite, got {value!r}.")
+  return number
+
+
+def check_scale(name: str, value: Any) -> float:
+  """Returns `value` as a float that is a usable loss scale.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed.
+
+  Raises:
+    TypeError: if it is not a number.
+    ValueError: if it is not positive, or S or 1/S would leave the normal
+      float32 numbers.
+  """
+  number = check_number(name, value)
+  if number <= 0:
+    raise ValueError(f"`{name}` must be positive, got {value!r}.")
+  if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+    raise ValueError(
+      f"`{name}` must be between 2**-126 and 2**126, where a loss scale and "
+      f"its inverse are both normal float32 numbers, got {value!r}."
+    )
+  return number
+
+
+def check_count(name: str, value: Any) -> int:
+  """Returns `value` as an int from 1 to the largest int32.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed, in steps.
+
+  Raises:
+    TypeError: if it is not an integer.
+    ValueError: if it is out of range.
+  """
+  try:
+    if isinstance(value, (bool, jax.core.Tracer)):
+      raise TypeError
+    count = operator.index(value)
+  except TypeError:
+    raise TypeError(
+      f"`{name}` must be an integer number of steps, got {value!r} of type "
+      f"{type(value).__name__}."
+    ) from None
+  if not 1 <= count <= LARGEST_COUNT:
+    raise ValueError(
+      f"`{name}` must be between 1 and 2**31 - 1 steps, got {value!r}."
+    )
+  return count
+
+
+def check_flag(name: str, value: Any) -> bool:
+  """Returns `value`, which must be True or False.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed.
+
+  Raises:
+    TypeError: if it is not a bool.
+  """
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return bool(value)

@@ -1,0 +1,202 @@
+"""What counts as an overflow, and how it is seen: NaN, inf, and amax.
+
+amax is taken over the bits of |x|, read as integers. Bit patterns of one sign
+order as the values do, inf above every finite number and NaN above inf, so one
+maximum carries the largest value, inf and NaN alike. A maximum over floats
+would not: XLA's CPU kernels and the collectives drop NaN.
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """Which gradients count as an overflow. Made by `nonfinite` or `saturated`.
+
+  Attributes:
+    saturating: whether the largest finite value already counts.
+    dtype: the computation's dtype; None stands for each leaf's own.
+  """
+
+  saturating: bool
+  dtype: Any = None
+
+  def __post_init__(self) -> None:
+    if self.dtype is None:
+      return
+    try:
+      dtype = jnp.dtype(self.dtype)
+    except TypeError as error:
+      raise TypeError(
+        "`dtype` must be a floating-point dtype such as jnp.float16, got "
+        f"{self.dtype!r}."
+      ) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        "`dtype` must be a floating-point dtype such as jnp.float16, got "
+        f"{dtype.name}."
+      )
+    object.__setattr__(self, "dtype", dtype)
+
+  def limit(self, leaf_dtype: Any) -> float:
+    """Returns the largest finite value that a leaf of this dtype may show."""
+    own = float(jnp.finfo(leaf_dtype).max)
+    if self.dtype is None:
+      return own
+    # A leaf narrower than the computation clips or overflows at its own limit.
+    return min(own, float(jnp.finfo(self.dtype).max))
+
+
+def nonfinite(dtype: Any = None) -> Check:
+  """Returns the check for hardware that produces inf and NaN (IEEE 754).
+
+  A step overflows if a scaled gradient is NaN, infinite, or beyond the largest
+  finite value of the dtype in which it was computed.
+
+  Args:
+    dtype: the computation's dtype, for gradients that are stored wider than
+      they were computed; without it each leaf's own.
+
+  Returns:
+    A check for `loss_scaling`.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> check = ols.nonfinite()
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> _, state = tx.update({"w": jnp.array([jnp.nan, 0.0])}, state)
+    >>> print(state.overflow, state.nan)
+    True True
+  """
+  return Check(saturating=False, dtype=dtype)
+
+
+def saturated(dtype: Any = None) -> Check:
+  """Returns the check for hardware that clips instead of producing inf.
+
+  In saturation mode an overflow leaves the largest finite value behind, 65504
+  in float16, and no inf. So a step overflows if a scaled gradient reaches that
+  value; NaN and inf count as well.
+
+  Args:
+    dtype: the computation's dtype. Float32 gradients of float32 parameters do
+      not show in which dtype they were computed, so say it here; without it
+      each leaf's own is taken.
+
+  Returns:
+    A check for `loss_scaling`.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> check = ols.saturated(jnp.float16)
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
+    >>> print(state.overflow, state.nan)
+    True False
+  """
+  return Check(saturating=True, dtype=dtype)
+
+
+class Finding(NamedTuple):
+  """What a check found in the scaled gradients of one step.
+
+  Attributes:
+    overflow: bool[], the gradients are not usable.
+    amax: float32[], their largest absolute value; NaN if one of them was NaN.
+  """
+
+  overflow: jax.Array
+  amax: jax.Array
+
+
+def examine(check: Check, gradients: Any) -> Finding:
+  """Looks at every element of every gradient.
+
+  Args:
+    check: what counts as an overflow.
+    gradients: a pytree; its floating and complex leaves are looked at, of any
+      shape. The magnitude of a complex number is the larger of its two parts',
+      since they overflow one by one.
+  """
+  bits_of_dtype: dict[Any, list[jax.Array]] = {}
+  for gradient in filter(_leaves.is_gradient, jax.tree.leaves(gradients)):
+    part_dtype = jnp.finfo(gradient.dtype).dtype
+    bits_of_dtype.setdefault(part_dtype, []).append(_magnitude_bits(gradient))
+
+  overflow = jnp.full((), False)
+  bits_of_amax = [jnp.full((), 0, jnp.uint32)]
+  for dtype, bits in bits_of_dtype.items():
+    amax = lax.bitcast_convert_type(jnp.max(jnp.stack(bits)), _carrier(dtype))
+    limit = check.limit(dtype)
+    within = amax < limit if check.saturating else amax <= limit
+    # `not within` and not the opposite comparison: NaN is within no limit.
+    overflow |= ~within
+    bits_of_amax.append(_magnitude_bits(_to_float32(amax)))
+  return Finding(
+    overflow=overflow, amax=_bits_to_float32(jnp.max(jnp.stack(bits_of_amax)))
+  )
+
+
+def agree(finding: Finding, axis_name: Any) -> Finding:
+  """Returns what all devices along the named axes found together.
+
+  One maximum over integers: it carries NaN, which a maximum over floats drops.
+
+  Args:
+    finding: what this device found.
+    axis_name: one mapped axis or a tuple of them.
+  """
+  flag = finding.overflow.astype(jnp.uint32)
+  flag_and_bits = jnp.stack([flag, _magnitude_bits(finding.amax)])
+  flag, bits = lax.pmax(flag_and_bits, axis_name)
+  return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
+
+
+def _carrier(dtype: Any) -> Any:
+  """Returns the dtype whose bits stand for a leaf of this real dtype."""
+  # The 8-bit formats differ in where they keep NaN; float32 holds them all.
+  return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+  """Returns the largest |x| as an unsigned integer: the bits of its carrier."""
+  if jnp.iscomplexobj(x):
+    return jnp.maximum(_magnitude_bits(x.real), _magnitude_bits(x.imag))
+  x = x.astype(_carrier(x.dtype))
+  unsigned = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+  all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
+  bits = lax.bitcast_convert_type(x, unsigned) & all_but_sign
+  return jnp.max(bits, initial=0)
+
+
+def _bits_to_float32(bits: jax.Array) -> jax.Array:
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _to_float32(amax: jax.Array) -> jax.Array:
+  """Returns `amax` as float32[]; inf only if it was inf."""
+  if amax.dtype == jnp.float64:
+    # A finite float64 beyond float32's range must not be reported as inf.
+    largest = float(jnp.finfo(jnp.float32).max)
+    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, largest), amax)
+  return amax.astype(jnp.float32)

@@ -1,0 +1,201 @@
+"""Gradients of S times the loss, and back."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _arguments
+from optax_lossscale import _leaves
+from optax_lossscale import _state
+
+
+def scaled_value_and_grad(
+  fun: Callable[..., Any],
+  opt_state: Any,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  allow_int: bool = False,
+  path: str | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a function for the loss and its *scaled* gradients.
+
+  It is `jax.value_and_grad` of S times `fun`, but the value is that of `fun`.
+  The gradients stay scaled: hand them to the `update` of `loss_scaling` with
+  the same `opt_state`.
+
+  A loss in float16 works: the product with S is formed in float32. Where S is
+  beyond the normal numbers of the loss's dtype, the backward pass could only
+  start from inf or, in saturation mode, from a clipped S; the gradients are
+  then inf, so that the wrapper sees an overflow and S comes down.
+
+  Args:
+    fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
+    opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    allow_int: whether to allow differentiation with respect to integers.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A function with the arguments of `fun` that returns
+    `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
+
+  Raises:
+    ValueError: if `opt_state` holds no scale or several; when called, if a
+      function being jitted has closed over `opt_state` and would keep its S.
+    TypeError: when called, if `fun` does not return a floating-point scalar.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1024.0))
+    >>> params = jnp.array([1.0, 2.0])
+    >>> opt_state = tx.init(params)
+    >>> loss_fn = lambda params: jnp.sum(params**2)
+    >>> loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+    >>> print(loss, grads)
+    5.0 [2048. 4096.]
+  """
+  loss_scale = _state.get_loss_scale(opt_state, path=path)
+
+  def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    value = fun(*args, **kwargs)
+    loss = value[0] if has_aux else value
+    _check_loss(loss)
+    return scale_loss(loss, loss_scale), (loss, value)
+
+  value_and_grad = jax.value_and_grad(
+    scaled_fun, argnums, has_aux=True, allow_int=allow_int
+  )
+
+  @functools.wraps(fun)
+  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    _state.refuse_frozen(opt_state, path)
+    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
+    return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
+
+  return scaled_value_and_grad_fun
+
+
+def scale_loss(
+  loss: jax.Array, opt_state: Any, *, path: str | None = None
+) -> jax.Array:
+  """Returns S times the loss, in float32 at least.
+
+  The step by hand, for a gradient that `scaled_value_and_grad` does not fit:
+  differentiate what this returns, and hand the gradients to `update` or to
+  `unscale`. On hardware in saturation mode let the loss be float32, since an S
+  above 65504 would be clipped on its way into a float16 one.
+
+  Args:
+    loss: a floating-point array, mostly a scalar.
+    opt_state: an optimizer's state that holds a loss scale, or a scale.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    An array like `loss`, float32 where `loss` is narrower.
+
+  Raises:
+    TypeError: if `loss` is not floating point.
+    ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.scale_loss(jnp.float16(2.0), 2.0**16))
+    131072.0
+  """
+  _check_float("loss", loss)
+  loss_scale = _state.get_loss_scale(opt_state, path=path)
+  # In float32: S itself may be inf in the loss's dtype.
+  return loss * loss_scale.astype(jnp.promote_types(loss.dtype, jnp.float32))
+
+
+def unscale(
+  scaled_gradients: Any, opt_state: Any, *, path: str | None = None
+) -> Any:
+  """Returns the gradients divided by S, in float32 at least.
+
+  For gradients that are used outside the wrapper: to log their norm, to hand
+  them to a line search as `grad=`. `update` itself takes them scaled.
+
+  Args:
+    scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
+      of Flax's `overwrite_with_gradient` collection are returned as they are.
+    opt_state: an optimizer's state that holds a loss scale, or a scale.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A pytree like it; real leaves narrower than float32 are float32.
+
+  Raises:
+    ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.unscale(jnp.array([2.0, 4.0], jnp.float16), 2.0**25))
+    [5.9604645e-08 1.1920929e-07]
+  """
+  loss_scale = _state.get_loss_scale(opt_state, path=path)
+  scaled_gradients = _leaves.as_arrays(scaled_gradients)
+  is_gradient = _leaves.resolve_mask(None, scaled_gradients)
+  return _leaves.merge(
+    is_gradient,
+    _leaves.unscale_tree(
+      _leaves.leave_out(is_gradient, scaled_gradients), loss_scale
+    ),
+    scaled_gradients,
+  )
+
+
+def _inf_where_unusable(
+  loss_scale: jax.Array, loss_dtype: Any, gradients: Any
+) -> Any:
+  """Returns inf for every gradient if a loss of this dtype cannot carry S."""
+  finfo = jnp.finfo(loss_dtype)
+  smallest, largest = float(finfo.smallest_normal), float(finfo.max)
+  if (
+    smallest <= _arguments.SMALLEST_SCALE
+    and largest >= _arguments.LARGEST_SCALE
+  ):
+    return gradients
+  is_usable = (loss_scale >= smallest) & (loss_scale <= largest)
+  is_gradient = _leaves.resolve_mask(None, gradients)
+  return jax.tree.map(
+    lambda is_gradient, x: (
+      jnp.where(is_usable, x, jnp.asarray(jnp.inf, x.dtype))
+      if is_gradient and _leaves.is_gradient(x)
+      else x
+    ),
+    is_gradient,
+    gradients,
+  )
+
+
+def _check_loss(loss: Any) -> None:
+  if isinstance(loss, (tuple, list)):
+    raise TypeError(
+      f"`fun` must return a scalar loss, got a {type(loss).__name__} of "
+      f"{len(loss)}; for (loss, aux) pass has_aux=True."
+    )
+  _check_float("the loss that `fun` returns", loss)
+  if jnp.shape(loss) != ():
+    raise TypeError(
+      "`fun` must return a scalar loss, got an array of shape "
+      f"{jnp.shape(loss)}; take its mean or sum."
+    )
+
+
+def _check_float(name: str, value: Any) -> None:
+  if not hasattr(value, "dtype") or not jnp.issubdtype(
+    value.dtype, jnp.floating
+  ):
+    kind = getattr(value, "dtype", type(value).__name__)
+    raise TypeError(f"{name} must be a floating-point array, got {kind}.")

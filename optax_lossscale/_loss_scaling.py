@@ -1,0 +1,255 @@
+"""The wrapper: check, agree, unscale, update, select, and move S."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _arguments
+from optax_lossscale import _checks
+from optax_lossscale import _leaves
+from optax_lossscale import _rules
+from optax_lossscale import _select
+from optax_lossscale import _state
+
+
+def loss_scaling(
+  inner: optax.GradientTransformation | optax.MultiSteps,
+  rule: _rules.LossScale,
+  *,
+  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  axis_name: Any = None,
+  mask: _leaves.Mask | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it takes scaled gradients.
+
+  `update` looks for an overflow in the scaled gradients, divides them by S in
+  float32, lets the inner optimizer make its step, and takes the step back if
+  there was an overflow: the updates are then -0.0 and the inner state stays as
+  it was, bit for bit. Then the rule moves S.
+
+  Everything that is to see true gradients goes inside: clipping, noise, weight
+  decay, accumulation, schedules. Schedules inside count applied steps.
+
+  Args:
+    inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
+      parameters or gradients are narrower than float32 it gets float32 copies,
+      so its state is float32 from the start.
+    rule: where S starts and how each step moves it.
+    check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
+    axis_name: a mapped axis, or several, over which all devices decide
+      together, under `shard_map` or `pmap`. Under plain jit none is needed. The
+      flag is reduced, the gradients are not.
+    mask: which leaves are gradients: a tree of bools of which the parameters
+      are an extension, or a function from the parameters to one. The others go
+      around the wrapper and the optimizer and come out of `update` as their
+      next value: the one that went in, or on a skip the old one. Without it,
+      these are the leaves of Flax's `overwrite_with_gradient` collection.
+
+  Returns:
+    A transformation whose state is a `LossScalingState`. Its `update` takes the
+    scaled gradients and, beside the inner optimizer's extra arguments,
+    `overflow=`: a bool, number or array of which any non-zero entry makes the
+    step an overflow. The updates have the dtypes of the parameters, where those
+    are passed.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: from `init`, if `inner` holds loss scaling already, or if the
+      rule starts with an unusable S.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
+    >>> params = jnp.array([1.0, 2.0])
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(jnp.array([8.0, 16.0]), state, params)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-0.5 -1. ] 8.0
+    >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-0. -0.] 4.0
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018.
+  """
+  if isinstance(inner, optax.MultiSteps):
+    inner = inner.gradient_transformation()
+  _check_arguments(inner, rule, check)
+  inner = optax.with_extra_args_support(inner)
+
+  def init(params: optax.Params) -> _state.LossScalingState:
+    is_gradient = _leaves.resolve_mask(mask, params)
+    inner_state = inner.init(
+      _leaves.widen(_leaves.leave_out(is_gradient, params))
+    )
+    loss_scale_state = _strong(rule.init())
+    _check_states(loss_scale_state, inner_state)
+    return _state.LossScalingState(
+      loss_scale_state=loss_scale_state,
+      inner_state=_strong(inner_state),
+      overflow=jnp.full((), False),
+      nan=jnp.full((), False),
+      skipped=jnp.full((), False),
+      stalled=jnp.full((), False),
+      amax=jnp.full((), 0, jnp.float32),
+      applied_steps=jnp.full((), 0, jnp.int32),
+      skipped_steps=jnp.full((), 0, jnp.int32),
+    )
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    *,
+    overflow: Any = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, _state.LossScalingState]:
+    if not isinstance(state, _state.LossScalingState):
+      raise TypeError(
+        "`state` must be the LossScalingState that init made, got "
+        f"{type(state).__name__}."
+      )
+    scaled = _leaves.as_arrays(updates)
+    is_gradient = _leaves.resolve_mask(mask, scaled)
+    scaled_gradients = _leaves.leave_out(is_gradient, scaled)
+
+    finding = _checks.examine(check, scaled_gradients)
+    finding = finding._replace(overflow=finding.overflow | _any(overflow))
+    if axis_name is not None:
+      finding = _checks.agree(finding, axis_name)
+    skipped = finding.overflow if rule.skip else jnp.full((), False)
+
+    inner_params = _leaves.leave_out(is_gradient, params)
+    inner_updates, inner_state = inner.update(
+      _leaves.unscale_tree(scaled_gradients, _state.get_loss_scale(state)),
+      state.inner_state,
+      _leaves.widen(inner_params),
+      **extra_args,
+    )
+    _select.check_structure(
+      "the state of `inner` must keep the structure that its init made",
+      inner_state,
+      state.inner_state,
+    )
+    inner_updates = _leaves.narrow_like(inner_updates, inner_params)
+
+    loss_scale_state, stalled = _move(rule, state.loss_scale_state, finding)
+    return (
+      _leaves.merge(
+        is_gradient,
+        _select.zero_updates(skipped, inner_updates),
+        _next_values(skipped, rule, is_gradient, scaled, params),
+      ),
+      _state.LossScalingState(
+        loss_scale_state=loss_scale_state,
+        inner_state=_select.select(skipped, state.inner_state, inner_state),
+        overflow=finding.overflow,
+        nan=jnp.isnan(finding.amax),
+        skipped=skipped,
+        stalled=stalled,
+        amax=finding.amax,
+        applied_steps=_count_if(~skipped, state.applied_steps),
+        skipped_steps=_count_if(skipped, state.skipped_steps),
+      ),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _move(
+  rule: _rules.LossScale, state: Any, finding: _checks.Finding
+) -> tuple[Any, jax.Array]:
+  """Returns the rule's next state, and whether S is stalled."""
+  moved = rule.update(state, finding.overflow, amax=finding.amax)
+  # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
+  # end the training silently, so the state before it is held instead.
+  is_usable = (moved.loss_scale >= _arguments.SMALLEST_SCALE) & (
+    moved.loss_scale <= _arguments.LARGEST_SCALE
+  )
+  stalled = finding.overflow & (rule.at_floor(state) | ~is_usable)
+  return _select.select(~is_usable, state, moved), stalled
+
+
+def _next_values(
+  skipped: jax.Array,
+  rule: _rules.LossScale,
+  is_gradient: Any,
+  updates: optax.Updates,
+  params: optax.Params | None,
+) -> optax.Updates:
+  """Returns, for the leaves that are no gradients, what they are to become."""
+  if all(jax.tree.leaves(is_gradient)) or not rule.skip:
+    return updates
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update where leaves go around the optimizer "
+      "(see `mask`): a skipped step returns their old values."
+    )
+  return _select.select(skipped, params, updates)
+
+
+def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
+  return jnp.where(condition, optax.safe_increment(count), count)
+
+
+def _any(overflow: Any) -> jax.Array:
+  # NaN is not 0, so a flag that went wrong counts as an overflow.
+  return jnp.any(jnp.asarray(overflow) != 0)
+
+
+def _strong(state: Any) -> Any:
+  """Returns `state` with Python numbers and weak types made strong.
+
+  Otherwise the second step would be another compilation.
+  """
+
+  def strengthen(x: Any) -> Any:
+    if isinstance(x, (bool, int, float, complex)):
+      return jnp.asarray(x, jnp.result_type(x))
+    if isinstance(x, jax.Array) and x.weak_type:
+      return jnp.asarray(x, x.dtype)
+    return x
+
+  return jax.tree.map(strengthen, state)
+
+
+def _check_arguments(inner: Any, rule: Any, check: Any) -> None:
+  if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    raise TypeError(
+      "`inner` must be an optax gradient transformation, got "
+      f"{type(inner).__name__}; loss_scaling takes the optimizer first, then "
+      "the rule."
+    )
+  if not isinstance(rule, _rules.LossScale):
+    raise TypeError(
+      f"`rule` must be a LossScale, got {rule!r}; for a fixed S pass "
+      "FixedLossScale(1024.0), for one that adapts DynamicLossScale()."
+    )
+  if not isinstance(check, _checks.Check):
+    raise TypeError(
+      f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
+    )
+
+
+def _check_states(loss_scale_state: Any, inner_state: Any) -> None:
+  if not hasattr(loss_scale_state, "loss_scale"):
+    raise TypeError(
+      "the state of `rule` must have a `loss_scale`, got "
+      f"{type(loss_scale_state).__name__}."
+    )
+  if not isinstance(loss_scale_state.loss_scale, jax.core.Tracer):
+    _arguments.check_scale(
+      "loss_scale of the rule's first state", loss_scale_state.loss_scale
+    )
+  paths = _state.find_states(inner_state)
+  if paths:
+    raise ValueError(
+      "`inner` must not contain loss_scaling, got it at "
+      f"inner_state/{next(iter(paths))}: gradients would be unscaled twice. "
+      "Wrap the optimizer once, outermost."
+    )

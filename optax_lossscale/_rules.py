@@ -1,0 +1,282 @@
+"""The rules that move the loss scale S: configuration here, arrays in state."""
+
+import abc
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _arguments
+from optax_lossscale import _engine
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale(abc.ABC):
+  """A rule for the loss scale S: where it starts and how each step moves it.
+
+  Subclass it for a rule of your own: a frozen dataclass for the configuration
+  and any pytree of arrays with a `loss_scale` for the state. Everything in this
+  library takes it as it takes the rules below.
+
+  Attributes:
+    skip: whether an overflow skips the step. False: the inner update runs as it
+      comes, and the overflow is only reported, also to the rule.
+
+  Examples:
+    A rule that halves S every step and starts over at an overflow:
+
+    >>> import dataclasses
+    >>> from typing import NamedTuple
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> class HalvingState(NamedTuple):
+    ...   loss_scale: jax.Array
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Halving(ols.LossScale):
+    ...   start: float = 1024.0
+    ...
+    ...   def init(self):
+    ...     return HalvingState(jnp.float32(self.start))
+    ...
+    ...   def update(self, state, overflow, *, amax=None):
+    ...     halved = state.loss_scale / 2
+    ...     return HalvingState(jnp.where(overflow, self.start, halved))
+    >>> rule = Halving()
+    >>> state = rule.update(rule.init(), overflow=False)
+    >>> print(state.loss_scale)
+    512.0
+  """
+
+  skip: bool = dataclasses.field(default=True, kw_only=True)
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "skip", _arguments.check_flag("skip", self.skip))
+
+  @abc.abstractmethod
+  def init(self) -> Any:
+    """Returns the state before the first step, with S as `loss_scale`."""
+
+  @abc.abstractmethod
+  def update(
+    self,
+    state: Any,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> Any:
+    """Returns the state after a step.
+
+    It runs inside jit, so it is pure and decides with `jnp.where`.
+
+    Args:
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
+      amax: float32[], the largest absolute value among the scaled gradients,
+        NaN if one of them was NaN; None if nobody measured it.
+    """
+
+  def at_floor(self, state: Any) -> jax.Array:
+    """Returns bool[]: S has a floor and stands on it.
+
+    An overflow there cannot be answered by a smaller S; the wrapper reports it
+    as `stalled`.
+
+    Args:
+      state: this rule's state.
+    """
+    del state
+    return jnp.full((), False)
+
+
+class FixedLossScaleState(NamedTuple):
+  """State of a loss scale that never moves.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+  """
+
+  loss_scale: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S: what unscaling multiplies by."""
+    return _engine.reciprocal(self.loss_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+  """A loss scale that never moves.
+
+  It is the right rule when a good S is known: there is nothing to tune and no
+  step is lost to finding it. S is an array in the state, so another S in the
+  same state is not another compilation.
+
+  Attributes:
+    scale: the loss scale S, between 2**-126 and 2**126. A power of two makes
+      scaling exact.
+    skip: whether an overflow skips the step (keyword only).
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if `scale` is not a usable loss scale.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.FixedLossScale(1024.0)
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, state.inv_scale)
+    1024.0 0.0009765625
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2.
+  """
+
+  scale: float = 2.0**10
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    object.__setattr__(
+      self, "scale", _arguments.check_scale("scale", self.scale)
+    )
+
+  def init(self) -> FixedLossScaleState:
+    """Returns the state, which is the same at every step."""
+    return FixedLossScaleState(jnp.full((), self.scale, jnp.float32))
+
+  def update(
+    self,
+    state: FixedLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> FixedLossScaleState:
+    """Returns `state`. See `LossScale.update`."""
+    del overflow, amax
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+  """A loss scale that grows on clean steps and shrinks on overflow.
+
+  It finds S by itself and follows the gradients as they shrink during training,
+  at the price of a skipped step now and then.
+
+  Attributes:
+    init_scale: the first S. The default is the largest power of two that
+      float16 holds, so a loss in float16 works from the first step.
+    growth_factor: S is multiplied by it on growth; above 1.
+    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
+    growth_interval: S grows on exactly this many clean steps in a row, counted
+      from the last overflow or growth.
+    hysteresis: S shrinks on this many overflows in a row, and on each further
+      one of that row. A clean step ends the row.
+    min_scale: the floor. The default is the smallest normal float16.
+    max_scale: the ceiling, at most 2**126, where 1/S is still a normal float32.
+    skip: whether an overflow skips the step.
+
+  All but the first are keyword only. Factors that are powers of two make
+  scaling exact.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.DynamicLossScale(2.0**15, growth_interval=2)
+    >>> state = rule.init()
+    >>> for overflow in (True, False, False):
+    ...   state = rule.update(state, overflow)
+    ...   print(state.loss_scale)
+    16384.0
+    16384.0
+    32768.0
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` is Megatron-LM's
+    as its documentation tells it.
+  """
+
+  init_scale: float = 2.0**15
+  _: dataclasses.KW_ONLY
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  hysteresis: int = 1
+  min_scale: float = 2.0**-14
+  max_scale: float = _arguments.LARGEST_SCALE
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checked = {
+      "init_scale": _arguments.check_scale("init_scale", self.init_scale),
+      "min_scale": _arguments.check_scale("min_scale", self.min_scale),
+      "max_scale": _arguments.check_scale("max_scale", self.max_scale),
+      "growth_factor": _arguments.check_number(
+        "growth_factor", self.growth_factor
+      ),
+      "backoff_factor": _arguments.check_number(
+        "backoff_factor", self.backoff_factor
+      ),
+      "growth_interval": _arguments.check_count(
+        "growth_interval", self.growth_interval
+      ),
+      "hysteresis": _arguments.check_count("hysteresis", self.hysteresis),
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+    # Compared in float32, where S lives: 1 + 1e-9 would be 1 there, and S
+    # would never move.
+    if np.float32(self.growth_factor) <= 1:
+      raise ValueError(
+        "`growth_factor` must be above 1 (in float32), got "
+        f"{self.growth_factor!r}; for an S that never moves use FixedLossScale."
+      )
+    if not 0 < np.float32(self.backoff_factor) < 1:
+      raise ValueError(
+        "`backoff_factor` must be between 0 and 1, both excluded (in float32), "
+        f"got {self.backoff_factor!r}."
+      )
+    if not self.min_scale <= self.init_scale <= self.max_scale:
+      raise ValueError(
+        "`init_scale` must lie between `min_scale` and `max_scale`, got "
+        f"`init_scale`={self.init_scale!r}, `min_scale`={self.min_scale!r}, "
+        f"`max_scale`={self.max_scale!r}."
+      )
+
+  @property
+  def _as_engine(self) -> _engine.Engine:
+    return _engine.Engine(
+      growth_factor=self.growth_factor,
+      backoff_factor=self.backoff_factor,
+      growth_interval=self.growth_interval,
+      hysteresis=self.hysteresis,
+      min_scale=self.min_scale,
+      max_scale=self.max_scale,
+    )
+
+  def init(self) -> _engine.DynamicLossScaleState:
+    """Returns the state before the first step."""
+    return self._as_engine.init(self.init_scale)
+
+  def update(
+    self,
+    state: _engine.DynamicLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> _engine.DynamicLossScaleState:
+    """Returns the state after a step. See `LossScale.update`."""
+    del amax
+    return self._as_engine.update(state, overflow)
+
+  def at_floor(self, state: _engine.DynamicLossScaleState) -> jax.Array:
+    """Returns bool[]: S is at `min_scale`."""
+    return self._as_engine.at_floor(state)

@@ -1,0 +1,111 @@
+"""The atomic skip: all of it moves, or all of it stays bit for bit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _state
+
+
+def select(skipped: jax.Array, old: Any, new: Any) -> Any:
+  """Returns `old` where the step is skipped and `new` elsewhere.
+
+  Nothing is multiplied, so NaN in `new` stays out. The dtypes are those of
+  `old`: what init made is what every step returns, and nothing recompiles.
+
+  Args:
+    skipped: bool[].
+    old: a pytree of arrays.
+    new: a pytree of the same structure.
+  """
+
+  def choose(old_leaf: Any, new_leaf: Any) -> Any:
+    if not is_array(old_leaf):
+      return new_leaf
+    if jnp.issubdtype(old_leaf.dtype, jax.dtypes.extended):
+      return jnp.where(skipped, old_leaf, new_leaf)  # Typed random keys.
+    return jnp.where(skipped, old_leaf, jnp.asarray(new_leaf, old_leaf.dtype))
+
+  return jax.tree.map(choose, old, new)
+
+
+def select_on_skip(
+  opt_state: Any, new: Any, old: Any, *, path: str | None = None
+) -> Any:
+  """Returns `old` if the last step was skipped, else `new`.
+
+  For what a step changes outside the optimizer: batch statistics, a moving
+  average of the parameters, a random key, a step counter. They move with the
+  parameters or not at all.
+
+  Args:
+    opt_state: the optimizer's state after `update`.
+    new: a pytree of arrays as the step made it.
+    old: the same pytree before the step; its dtypes are kept.
+    path: which state, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A pytree like `old`.
+
+  Raises:
+    ValueError: if `opt_state` holds no `LossScalingState`, or several and no
+      path, or if `new` and `old` differ in structure.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale())
+    >>> state = tx.init(jnp.zeros(2))
+    >>> _, state = tx.update(jnp.array([jnp.inf, 0.0]), state)
+    >>> print(ols.select_on_skip(state, new=8, old=7))
+    7
+  """
+  check_structure("`new` and `old` must have the same structure", new, old)
+  old = jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), old)
+  return select(_state.find_state(opt_state, path).skipped, old, new)
+
+
+def zero_updates(skipped: jax.Array, updates: Any) -> Any:
+  """Returns -0.0 for every update where the step is skipped.
+
+  Adding -0.0 changes no number; adding 0.0 would turn -0.0 into 0.0.
+
+  Args:
+    skipped: bool[].
+    updates: a pytree of arrays.
+  """
+
+  def choose(update: Any) -> Any:
+    if not is_array(update) or not jnp.issubdtype(update.dtype, jnp.number):
+      return update
+    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
+    return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
+
+  return jax.tree.map(choose, updates)
+
+
+def is_array(x: Any) -> bool:
+  """Returns whether `x` is an array that can be selected; float0 is none."""
+  return (
+    isinstance(x, (jax.Array, np.ndarray, np.generic))
+    and x.dtype != jax.dtypes.float0
+  )
+
+
+def check_structure(rule: str, new: Any, old: Any) -> None:
+  """Raises if two trees differ in structure.
+
+  Args:
+    rule: what must be the same, for the error.
+    new: a pytree.
+    old: a pytree.
+
+  Raises:
+    ValueError: if they differ.
+  """
+  structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+  if structures[0] != structures[1]:
+    raise ValueError(f"{rule}, got {structures[0]} and {structures[1]}.")

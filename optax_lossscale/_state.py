@@ -1,0 +1,173 @@
+"""The wrapper's state, and how it is found inside any optimizer's state."""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _arguments
+from optax_lossscale import _engine
+
+
+class LossScalingState(NamedTuple):
+  """State of `loss_scaling`: the loss scale, the optimizer, the last step.
+
+  Attributes:
+    loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
+    inner_state: the wrapped optimizer's state.
+    overflow: bool[], the last step's gradients were not usable.
+    nan: bool[], one of them was NaN. Overflow without it means inf, saturation,
+      or the flag passed by the caller.
+    skipped: bool[], the last step was skipped.
+    stalled: bool[], the last step overflowed although S stood at its floor.
+    amax: float32[], the largest absolute value among the last step's scaled
+      gradients; NaN if `nan`.
+    applied_steps: int32[], steps on which the inner optimizer ran.
+    skipped_steps: int32[], steps on which nothing but the loss scale moved.
+  """
+
+  loss_scale_state: Any
+  inner_state: Any
+  overflow: jax.Array
+  nan: jax.Array
+  skipped: jax.Array
+  stalled: jax.Array
+  amax: jax.Array
+  applied_steps: jax.Array
+  skipped_steps: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S for the next step, whatever the rule."""
+    return _engine.reciprocal(
+      jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
+    )
+
+
+def find_states(tree: Any) -> dict[str, LossScalingState]:
+  """Returns every `LossScalingState` in a pytree by its path.
+
+  They are found by their type, so a parameter may be called anything.
+
+  Args:
+    tree: any pytree.
+  """
+  leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_state)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in leaves
+    if _is_state(leaf)
+  }
+
+
+def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
+  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`.
+
+  Args:
+    opt_state: an optimizer's state, or any pytree that holds one.
+    path: where to look, as the error for several scales lists it, or the
+      beginning of it up to a slash.
+
+  Raises:
+    ValueError: if there is none, or none at `path`, or several.
+  """
+  states = find_states(opt_state)
+  if not states:
+    raise ValueError(
+      "`opt_state` must hold the state of `loss_scaling`, got a "
+      f"{type(opt_state).__name__} without one; wrap the optimizer: "
+      "tx = loss_scaling(inner, rule), opt_state = tx.init(params)."
+    )
+  chosen = {
+    key: state
+    for key, state in states.items()
+    if path is None or key == path or key.startswith(f"{path}/")
+  }
+  if len(chosen) == 1:
+    return next(iter(chosen.values()))
+  listed = ", ".join(repr(key) for key in states)
+  if not chosen:
+    raise ValueError(
+      f"`path` must lead to a loss scale in `opt_state`, got {path!r}; there "
+      f"are scales at {listed}."
+    )
+  raise ValueError(
+    f"`opt_state` must hold one loss scale, got {len(chosen)}; choose one by "
+    f"its path: path= one of {listed}."
+  )
+
+
+def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
+  """Returns the loss scale S, wherever in `opt_state` it is.
+
+  Args:
+    opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
+      or any pytree around it; or a loss scale itself, which is returned.
+    path: which one, if `opt_state` holds several: the path that the error lists
+      or the beginning of it.
+
+  Returns:
+    float32[], the S that the next backward pass is to use.
+
+  Raises:
+    TypeError: if a scale is passed that is not a number.
+    ValueError: if there is no scale, or several and no path, or a Python number
+      that is not a usable scale.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = optax.chain(ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale()))
+    >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
+    1024.0
+  """
+  if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
+    if opt_state.ndim != 0:
+      raise ValueError(
+        "a loss scale must be a scalar, got an array of shape "
+        f"{opt_state.shape}."
+      )
+    return jnp.asarray(opt_state, jnp.float32)
+  if isinstance(opt_state, (bool, int, float, str)):
+    scale = _arguments.check_scale("opt_state", opt_state)
+    return jnp.full((), scale, jnp.float32)
+  state = find_state(opt_state, path)
+  return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
+
+
+def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
+  """Raises if a jitted function would hold this state's S for ever.
+
+  A state that is an array while a function is being traced has been closed
+  over: the compiled function keeps that S, while the wrapper's moves on.
+
+  Args:
+    opt_state: what the caller passed, a state or a scale. A scale on its own is
+      taken to be meant.
+    path: which state, if there are several.
+
+  Raises:
+    ValueError: if the state is a constant of a function being traced.
+  """
+  if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
+    return
+  # A constant is traced only where a function is being staged out: under jit,
+  # not under an eager grad or vmap, where S is used once and now.
+  is_staged = isinstance(jnp.zeros(()), jax.core.Tracer)
+  loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
+  if is_staged and not isinstance(loss_scale, jax.core.Tracer):
+    raise ValueError(
+      "`opt_state` must be an argument of the jitted function, got one that "
+      "was closed over: the compiled function would use its loss scale "
+      f"{float(loss_scale)} for ever. Pass it in: "
+      "jax.jit(lambda params, opt_state, batch: scaled_value_and_grad("
+      "loss_fn, opt_state)(params, batch)). If a constant is what you mean, "
+      "pass get_loss_scale(opt_state) instead."
+    )
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, LossScalingState)
