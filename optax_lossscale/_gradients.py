@@ -114,7 +114,8 @@ def scale_loss(
   _check_float("loss", loss)
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   # In float32: S itself may be inf in the loss's dtype.
-  return loss * loss_scale.astype(jnp.promote_types(loss.dtype, jnp.float32))
+  dtype = jnp.promote_types(loss.dtype, jnp.float32)
+  return loss.astype(dtype) * loss_scale.astype(dtype)
 
 
 def unscale(

@@ -211,7 +211,7 @@ def _strong(state: Any) -> Any:
   def strengthen(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex)):
       return jnp.asarray(x, jnp.result_type(x))
-    if isinstance(x, jax.Array) and x.weak_type:
+    if getattr(x, "weak_type", False):
       return jnp.asarray(x, x.dtype)
     return x
 

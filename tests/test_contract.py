@@ -1,0 +1,210 @@
+"""One battery for all: every property, for every inner optimizer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import optimizers
+
+RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
+
+each_optimizer = pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+
+
+@functools.cache
+def wrapped(name):
+  return ols.loss_scaling(optimizers.OPTIMIZERS[name](), RULE)
+
+
+def extra_args(loss, grads):
+  """Returns what line searches and schedules on the loss ask for."""
+  return {"value": loss, "grad": grads, "value_fn": optimizers.loss_fn}
+
+
+def scaled_step(tx, params, opt_state, bad):
+  """Runs one step; a `bad` one has a NaN and an inf in its gradients."""
+  loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(params)
+  true_grads = ols.unscale(grads, opt_state)
+  grads["bias"] = jnp.where(bad, jnp.nan, grads["bias"])
+  grads["kernel"] = jnp.where(bad, -jnp.inf, grads["kernel"])
+  updates, opt_state = tx.update(
+    grads, opt_state, params, **extra_args(loss, true_grads)
+  )
+  return updates, opt_state
+
+
+def bare_step(tx, params, opt_state):
+  loss, grads = jax.value_and_grad(optimizers.loss_fn)(params)
+  return tx.update(grads, opt_state, params, **extra_args(loss, grads))
+
+
+@functools.cache
+def jitted_scaled_step(name):
+  """Returns the compiled step, shared by the tests of one optimizer."""
+  return jax.jit(functools.partial(scaled_step, wrapped(name)))
+
+
+def to_bits(tree):
+  """Returns the bytes of every leaf, so that NaN and -0.0 compare too."""
+  return [
+    np.asarray(
+      jax.random.key_data(leaf)
+      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+      else leaf
+    ).tobytes()
+    for leaf in jax.tree.leaves(tree)
+  ]
+
+
+def describe(tree):
+  """Returns what must stay the same for a program not to recompile."""
+  return jax.tree.map(
+    lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
+  )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@each_optimizer
+def test_guarantee_6_a_skipped_step_changes_no_bit(name, dtype):
+  step = jitted_scaled_step(name)
+  params = optimizers.make_params(dtype)
+  opt_state = wrapped(name).init(params)
+  for bad in (False, False, True, True, False):
+    updates, after = step(params, opt_state, bad)
+    assert after.skipped == bad
+    if bad:
+      for update in jax.tree.leaves(updates):
+        assert np.all(np.asarray(update) == 0)
+        assert np.all(np.signbit(np.asarray(update, np.float32)))
+      assert to_bits(after.inner_state) == to_bits(opt_state.inner_state)
+      assert to_bits(optax.apply_updates(params, updates)) == to_bits(params)
+    params, opt_state = optax.apply_updates(params, updates), after
+  assert opt_state.applied_steps == 3
+  assert opt_state.skipped_steps == 2
+
+
+@each_optimizer
+def test_an_applied_step_is_that_of_the_bare_optimizer(name):
+  # Factors and S are powers of two, so scaling loses nothing. The compiled
+  # programs differ, and so may the last bit.
+  bare = optimizers.bare(optimizers.OPTIMIZERS[name]())
+  step = jax.jit(functools.partial(bare_step, bare))
+  params = optimizers.make_params()
+  bare_params = params
+  opt_state, bare_state = wrapped(name).init(params), bare.init(params)
+  for _ in range(3):
+    updates, opt_state = jitted_scaled_step(name)(params, opt_state, False)
+    params = optax.apply_updates(params, updates)
+    updates, bare_state = step(bare_params, bare_state)
+    bare_params = optax.apply_updates(bare_params, updates)
+  for leaf, bare_leaf in zip(
+    jax.tree.leaves(params), jax.tree.leaves(bare_params), strict=True
+  ):
+    np.testing.assert_allclose(leaf, bare_leaf, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@each_optimizer
+def test_guarantee_8_narrow_parameters_have_float32_state(name, dtype):
+  narrow = optimizers.make_params(dtype)
+  wide = optimizers.make_params(jnp.float32)
+  narrow_state = wrapped(name).init(narrow)
+  bare = optimizers.bare(optimizers.OPTIMIZERS[name]())
+  wide_state = bare.init(wide)
+  assert [x.dtype for x in jax.tree.leaves(narrow_state.inner_state)] == [
+    jnp.asarray(x).dtype for x in jax.tree.leaves(wide_state)
+  ]
+  updates, after = jitted_scaled_step(name)(narrow, narrow_state, False)
+  assert describe(after) == describe(narrow_state)
+  assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+
+
+@each_optimizer
+def test_guarantee_8_float16_gradients_of_float32_parameters(name):
+  params = optimizers.make_params()
+  opt_state = wrapped(name).init(params)
+
+  @jax.jit
+  def step(params, opt_state):
+    loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(
+      params
+    )
+    extra = extra_args(loss, ols.unscale(grads, opt_state))
+    halves = jax.tree.map(lambda x: x.astype(jnp.float16), grads)
+    return wrapped(name).update(halves, opt_state, params, **extra)
+
+  updates, after = step(params, opt_state)
+  assert not after.skipped
+  assert describe(after) == describe(opt_state)
+  assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+@each_optimizer
+def test_guarantee_9_one_compilation_and_scan(name):
+  traces = []
+
+  def step(carry, bad):
+    traces.append(bad)
+    params, opt_state = carry
+    updates, opt_state = scaled_step(wrapped(name), params, opt_state, bad)
+    return (optax.apply_updates(params, updates), opt_state), opt_state.skipped
+
+  params = optimizers.make_params()
+  carry = (params, wrapped(name).init(params))
+  jitted = jax.jit(step)
+  bads = jnp.array([False, True, False])
+  for bad in bads:
+    carry, _ = jitted(carry, bad)
+  assert len(traces) == 1
+  _, skipped = jax.jit(lambda carry: jax.lax.scan(step, carry, bads))(carry)
+  assert skipped.tolist() == bads.tolist()
+
+
+@each_optimizer
+def test_init_works_on_shapes_alone(name):
+  params = optimizers.make_params(jnp.float16)
+  shapes = jax.eval_shape(lambda: params)
+  from_values = jax.eval_shape(wrapped(name).init, params)
+  from_shapes = jax.eval_shape(wrapped(name).init, shapes)
+  assert jax.tree.structure(from_values) == jax.tree.structure(from_shapes)
+  real = jax.eval_shape(lambda: wrapped(name).init(params))
+  assert describe(real) == describe(from_shapes)
+
+
+@pytest.mark.parametrize("name", ["adam", "clipped", "schedule_free", "sgd"])
+def test_tree_map_params_reaches_the_parameters_in_the_state(name):
+  opt_state = wrapped(name).init(optimizers.make_params())
+  doubled = optax.tree_map_params(wrapped(name), lambda x: x + 1, opt_state)
+  assert describe(doubled) == describe(opt_state)
+  assert to_bits(doubled.loss_scale_state) == to_bits(
+    opt_state.loss_scale_state
+  )
+  assert to_bits(doubled.inner_state) != to_bits(opt_state.inner_state)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_seeds_are_trained_side_by_side_under_vmap(name):
+  tx = wrapped(name)
+  params = jax.tree.map(
+    lambda x: jnp.stack([x, x]), optimizers.make_params()
+  )
+  opt_state = jax.vmap(tx.init)(params)
+  bads = jnp.array([False, True])
+  step = jax.jit(jax.vmap(functools.partial(scaled_step, tx)))
+  _, opt_state = step(params, opt_state, bads)
+  assert opt_state.skipped.tolist() == [False, True]
+  assert opt_state.loss_scale_state.loss_scale.tolist() == [1024.0, 512.0]
+
+
+def test_the_compiled_step_never_calls_the_host():
+  params = optimizers.make_params()
+  opt_state = wrapped("adam").init(params)
+  step = jitted_scaled_step("adam")
+  text = step.lower(params, opt_state, False).compile().as_text()
+  for word in ("infeed", "outfeed", "callback", "send(", "recv("):
+    assert word not in text
