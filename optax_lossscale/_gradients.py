@@ -114,7 +114,7 @@ def scale_loss(
   _check_float("loss", loss)
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   # In float32: S itself may be inf in the loss's dtype.
-  dtype = jnp.promote_types(loss.dtype, jnp.float32)
+  dtype = _leaves.at_least_float32(loss.dtype)
   return loss.astype(dtype) * loss_scale.astype(dtype)
 
 

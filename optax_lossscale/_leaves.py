@@ -72,6 +72,17 @@ def merge(mask: Any, kept: Any, left_out: Any) -> Any:
   )
 
 
+def at_least_float32(dtype: Any) -> Any:
+  """Returns float32 for a narrower real dtype, and any other as it is.
+
+  Args:
+    dtype: a floating or complex dtype.
+  """
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    return dtype
+  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def widen(tree: Any) -> Any:
   """Returns a tree whose real leaves below float32 are float32.
 
@@ -82,11 +93,11 @@ def widen(tree: Any) -> Any:
   """
 
   def widen_leaf(x: Any) -> Any:
-    if not is_gradient(x) or x.dtype == _at_least_float32(x.dtype):
+    if not is_gradient(x) or x.dtype == at_least_float32(x.dtype):
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
-      return x.update(dtype=_at_least_float32(x.dtype))
-    return jnp.asarray(x, _at_least_float32(x.dtype))
+      return x.update(dtype=at_least_float32(x.dtype))
+    return jnp.asarray(x, at_least_float32(x.dtype))
 
   return jax.tree.map(widen_leaf, tree)
 
@@ -123,7 +134,7 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     if not is_gradient(x):
       return x
     # Before the product: 1/S may be 0 in float16, and the product may be.
-    x = jnp.asarray(x, _at_least_float32(x.dtype))
+    x = jnp.asarray(x, at_least_float32(x.dtype))
     # The inverse in the leaf's own precision, so float64 loses nothing.
     inverse = _engine.reciprocal(loss_scale.astype(jnp.finfo(x.dtype).dtype))
     if jnp.iscomplexobj(x):
@@ -132,12 +143,6 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     return x * inverse
 
   return jax.tree.map(unscale_leaf, tree)
-
-
-def _at_least_float32(dtype: Any) -> Any:
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    return dtype
-  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _overwrites(path: tuple[Any, ...]) -> bool:

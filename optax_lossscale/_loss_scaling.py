@@ -199,7 +199,7 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
 
 def _any(overflow: Any) -> jax.Array:
   # NaN is not 0, so a flag that went wrong counts as an overflow.
-  return jnp.any(jnp.asarray(overflow) != 0)
+  return jnp.any(jnp.asarray(overflow).astype(bool))
 
 
 def _strong(state: Any) -> Any:

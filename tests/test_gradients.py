@@ -1,0 +1,306 @@
+"""Scaled gradients: made, found to be what they should, and brought back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+
+def make(rule=None):
+  """Returns parameters, a transformation and its state."""
+  params = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
+  tx = ols.loss_scaling(optax.sgd(0.1), rule or ols.FixedLossScale(1024.0))
+  return params, tx, tx.init(params)
+
+
+def loss_fn(params, batch, *, power=2):
+  return jnp.mean((batch @ params["w"] + params["b"]) ** power)
+
+
+BATCH = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+
+
+def test_it_is_value_and_grad_of_s_times_the_loss():
+  params, _, state = make()
+  loss, scaled = ols.scaled_value_and_grad(loss_fn, state)(params, BATCH)
+  expected, gradients = jax.value_and_grad(loss_fn)(params, BATCH)
+  assert loss == expected
+  for name, gradient in gradients.items():
+    np.testing.assert_array_equal(scaled[name], 1024.0 * gradient)
+  unscaled = ols.unscale(scaled, state)
+  for name, gradient in gradients.items():
+    np.testing.assert_array_equal(unscaled[name], gradient)
+
+
+def test_the_step_by_hand_gives_the_same_gradients():
+  params, _, state = make()
+  by_hand = jax.grad(
+    lambda params: ols.scale_loss(loss_fn(params, BATCH), state)
+  )(params)
+  _, scaled = ols.scaled_value_and_grad(loss_fn, state)(params, BATCH)
+  for name, gradient in scaled.items():
+    np.testing.assert_array_equal(by_hand[name], gradient)
+
+
+def test_argnums_has_aux_and_keywords_are_those_of_jax():
+  params, _, state = make()
+
+  def fun(batch, params, *, power):
+    loss = loss_fn(params, batch, power=power)
+    return loss, {"loss twice": 2 * loss}
+
+  mirror = functools.partial(ols.scaled_value_and_grad, fun, state)
+  (loss, aux), scaled = mirror(argnums=1, has_aux=True)(BATCH, params, power=4)
+  assert aux == {"loss twice": 2 * loss}
+  assert jax.tree.structure(scaled) == jax.tree.structure(params)
+  _, pair = mirror((0, 1), True)(BATCH, params, power=4)
+  assert isinstance(pair, tuple)
+  assert pair[0].shape == BATCH.shape
+
+
+def test_no_keyword_of_ours_collides_with_one_of_the_function():
+  params, _, state = make()
+
+  def fun(params, *, opt_state, path, argnums, has_aux, allow_int):
+    return params["b"] * (opt_state + path + argnums + has_aux + allow_int)
+
+  _, scaled = ols.scaled_value_and_grad(fun, state)(
+    params, opt_state=1.0, path=2.0, argnums=3.0, has_aux=4.0, allow_int=5.0
+  )
+  assert scaled["b"] == 15.0 * 1024.0
+
+
+def test_allow_int_gives_float0_that_update_passes_on():
+  params = {"w": jnp.array([1.0]), "step": jnp.array([3])}
+  tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(8.0))
+  state = tx.init(params)
+  _, scaled = ols.scaled_value_and_grad(
+    lambda p: jnp.sum(p["w"] ** 2), state, allow_int=True
+  )(params)
+  assert scaled["step"].dtype == jax.dtypes.float0
+  updates, _ = tx.update(scaled, state, params)
+  assert updates["step"].dtype == jax.dtypes.float0
+  assert updates["w"] == 2.0
+  assert ols.unscale(scaled, state)["step"].dtype == jax.dtypes.float0
+
+
+def test_a_scale_itself_is_accepted():
+  params, _, _ = make()
+  for scale in (8.0, 8, np.float32(8.0), jnp.float32(8.0)):
+    assert ols.get_loss_scale(scale) == 8.0
+    _, scaled = ols.scaled_value_and_grad(loss_fn, scale)(params, BATCH)
+    np.testing.assert_array_equal(
+      scaled["b"], 8.0 * jax.grad(loss_fn)(params, BATCH)["b"]
+    )
+
+
+def half_loss(params):
+  """Returns a loss of 3000 in float16 with small gradients."""
+  return (
+    jnp.float16(3000.0) + jnp.sum(params.astype(jnp.float16)) * 2.0**-10
+  ).astype(jnp.float16)
+
+
+def test_guarantee_7_a_float16_loss_keeps_its_true_value():
+  _, _, state = make(ols.DynamicLossScale())
+  params = jnp.zeros(3)
+  run = jax.jit(
+    lambda params, state: ols.scaled_value_and_grad(half_loss, state)(params)
+  )
+  loss, scaled = run(params, state)
+  assert loss.dtype == jnp.float16
+  assert loss == 3000.0
+  # 3000 * 2**15 is far above 65504: S times the loss is not a float16 number.
+  np.testing.assert_array_equal(scaled, jnp.full(3, 2.0**15 * 2.0**-10))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**-20])
+def test_guarantee_7_an_s_beyond_the_losss_dtype_is_an_overflow(scale, dtype):
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
+  params = jnp.zeros(3, dtype)
+  state = tx.init(params)
+  loss, scaled = ols.scaled_value_and_grad(half_loss, state)(params)
+  assert loss == 3000.0
+  _, state = tx.update(scaled, state, params)
+  assert state.overflow and state.skipped
+
+
+@jax.custom_vjp
+def saturating(x):
+  """An identity whose cotangent is clipped as in saturation mode."""
+  return x
+
+
+def _clip_cotangent(_, cotangent):
+  largest = jnp.finfo(cotangent.dtype).max
+  clipped = jnp.clip(cotangent, -largest, largest)
+  return (jnp.where(jnp.isnan(cotangent), 0, clipped),)
+
+
+saturating.defvjp(lambda x: (x, None), _clip_cotangent)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**16, 2.0**20])
+def test_guarantee_7_also_on_saturating_hardware(scale, dtype):
+  check = ols.saturated(jnp.float16)
+  tx = ols.loss_scaling(
+    optax.identity(), ols.FixedLossScale(scale), check=check
+  )
+  params = jnp.zeros(3, dtype)
+  state = tx.init(params)
+  _, scaled = ols.scaled_value_and_grad(
+    lambda params: saturating(half_loss(params)), state
+  )(params)
+  updates, state = tx.update(scaled, state)
+  if scale < 2.0**16:
+    assert not state.overflow
+    np.testing.assert_array_equal(updates, jnp.full(3, 2.0**-10))
+  else:
+    assert state.overflow
+
+
+def test_guarantee_7_nothing_is_added_for_a_loss_that_holds_every_s():
+  params, _, state = make()
+
+  def count(dtype):
+    jaxpr = jax.make_jaxpr(
+      lambda params, state: ols.scaled_value_and_grad(
+        lambda params: params["b"].astype(dtype), state
+      )(params)
+    )(params, state)
+    return str(jaxpr).count("inf")
+
+  assert count(jnp.float32) == count(jnp.bfloat16) == 0
+  assert count(jnp.float16) > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
+def test_the_loss_keeps_its_dtype(dtype):
+  with jax.enable_x64(True):
+    loss, _ = ols.scaled_value_and_grad(
+      lambda x: x.astype(dtype), jnp.float32(4.0)
+    )(jnp.float32(3.0))
+    assert loss.dtype == dtype
+    scaled = ols.scale_loss(jnp.asarray(3.0, dtype), 4.0)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    assert scaled.dtype == wide
+
+
+def test_scale_loss_takes_losses_of_any_shape():
+  scaled = ols.scale_loss(jnp.ones((2, 3), jnp.float16), 2.0**17)
+  np.testing.assert_array_equal(scaled, np.full((2, 3), 2.0**17))
+
+
+def test_unscale_leaves_alone_what_is_no_gradient():
+  key = jax.random.key(0)
+  tree = {
+    "w": jnp.array([8.0], jnp.float16),
+    "n": jnp.array([8]),
+    "key": key,
+    "none": None,
+    "overwrite_with_gradient": {"scale": jnp.array([8.0])},
+  }
+  unscaled = ols.unscale(tree, 8.0)
+  assert unscaled["w"].dtype == jnp.float32
+  assert unscaled["w"] == 1.0
+  assert unscaled["n"] == 8
+  assert unscaled["key"] == key
+  assert unscaled["overwrite_with_gradient"]["scale"] == 8.0
+
+
+def test_guarantee_1_a_frozen_s_is_refused():
+  params, _, state = make()
+  frozen = jax.jit(ols.scaled_value_and_grad(loss_fn, state))
+  with pytest.raises(ValueError, match="must be an argument of the jitted"):
+    frozen(params, BATCH)
+
+
+def test_guarantee_1_a_state_that_is_passed_in_is_not_refused():
+  params, tx, state = make()
+
+  @jax.jit
+  def whole_training(params):
+    # A state made inside the jitted function is traced, and may be used there.
+    state = tx.init(params)
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params, BATCH)
+    return tx.update(grads, state, params)[1].applied_steps
+
+  assert whole_training(params) == 1
+  step = jax.jit(
+    lambda params, state: ols.scaled_value_and_grad(loss_fn, state)(
+      params, BATCH
+    )
+  )
+  step(params, state)
+
+
+def test_guarantee_1_eager_transformations_are_not_refused():
+  params, _, state = make()
+  both = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+  grad_fn = ols.scaled_value_and_grad(loss_fn, state)
+  jax.vmap(grad_fn, in_axes=(0, None))(both, BATCH)
+  jax.grad(lambda params: grad_fn(params, BATCH)[0])(params)
+  with jax.disable_jit():
+    jax.jit(grad_fn)(params, BATCH)
+
+
+def test_guarantee_1_a_bare_scale_is_taken_to_be_meant():
+  params, _, state = make()
+  scale = ols.get_loss_scale(state)
+  jax.jit(ols.scaled_value_and_grad(loss_fn, scale))(params, BATCH)
+  jax.jit(ols.scaled_value_and_grad(loss_fn, 1024.0))(params, BATCH)
+
+
+@pytest.mark.parametrize(
+  ("fun", "message"),
+  [
+    (lambda x: (jnp.sum(x), 1), "got a tuple of 2; .*has_aux=True"),
+    (lambda x: x, r"array of shape \(2,\); take its mean"),
+    (lambda x: jnp.sum(x).astype(int), "floating-point array, got int32"),
+    (lambda x: jnp.sum(x) * 1j, "floating-point array, got complex64"),
+    (lambda x: 3.0, "floating-point array, got float"),
+    (lambda x: None, "floating-point array, got NoneType"),
+  ],
+)
+def test_a_function_that_returns_no_scalar_loss_is_refused(fun, message):
+  with pytest.raises(TypeError, match=message):
+    ols.scaled_value_and_grad(fun, 1024.0)(jnp.ones(2))
+
+
+def test_scale_loss_refuses_integers():
+  with pytest.raises(TypeError, match="loss must be a floating.* got int32"):
+    ols.scale_loss(jnp.array(3), 8.0)
+
+
+@pytest.mark.parametrize(
+  ("scale", "error", "message"),
+  [
+    (0.0, ValueError, "must be positive, got 0.0"),
+    (float("nan"), ValueError, "must be finite, got nan"),
+    (float("inf"), ValueError, "must be finite, got inf"),
+    (True, TypeError, "must be a number, got True"),
+    ("dynamic", TypeError, "must be a number, got 'dynamic'"),
+    (np.ones(3), ValueError, r"must be a scalar, got an array of shape \(3,\)"),
+  ],
+)
+def test_an_unusable_scale_is_refused(scale, error, message):
+  with pytest.raises(error, match=message):
+    ols.get_loss_scale(scale)
+
+
+def test_an_s_that_is_no_power_of_two_scales_within_one_rounding():
+  generator = np.random.default_rng(0)
+  gradients = generator.normal(size=1000).astype(np.float32)
+  for scale in (3.0, 1000.0, 0.7):
+    _, scaled = ols.scaled_value_and_grad(lambda x: x @ gradients, scale)(
+      jnp.zeros(1000)
+    )
+    true = np.asarray(ols.unscale(scaled, scale), np.float64)
+    np.testing.assert_allclose(true, gradients, rtol=3 * 2.0**-24)

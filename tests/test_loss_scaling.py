@@ -1,0 +1,611 @@
+"""The wrapper: what the optimizer sees, what the state says, what it refuses."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+
+class Recorded(NamedTuple):
+  updates: object
+  params: object
+  extra_args: object
+
+
+def recording(calls):
+  """Returns a transformation that notes what reaches it and passes it on."""
+
+  def init(params):
+    calls.append(Recorded(None, params, None))
+    return optax.EmptyState()
+
+  def update(updates, state, params=None, **extra_args):
+    calls.append(Recorded(updates, params, extra_args))
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("scale", [1024.0, 3.0, 1e-3, 2.0**100])
+def test_guarantee_2_gradients_are_unscaled_in_float32(scale):
+  calls = []
+  tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(scale))
+  gradients = {
+    "half": jnp.array([1.0, 6e-8, -3.0], jnp.float16),
+    "single": jnp.array([1.0, 1e-3, -3.0], jnp.float32),
+  }
+  jax.jit(tx.update)(gradients, tx.init(gradients))
+  # The number that unscaling multiplies by, and the product, in float32.
+  inverse = np.float32(1) / np.float32(scale)
+  for name, unscaled in calls[-1].updates.items():
+    assert unscaled.dtype == jnp.float32, name
+  updates, state = jax.jit(tx.update)(gradients, tx.init(gradients))
+  for name, gradient in gradients.items():
+    expected = np.asarray(gradient, np.float32) * inverse
+    np.testing.assert_array_equal(updates[name], expected)
+  assert state.inv_scale == inverse
+  assert state.loss_scale_state.inv_scale == inverse
+
+
+def test_guarantee_2_float16_gradients_at_a_large_scale_do_not_become_zero():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(2.0**25))
+  gradients = jnp.array([2.0**-14, 1.0], jnp.float16)
+  updates, _ = tx.update(gradients, tx.init(gradients))
+  np.testing.assert_array_equal(updates, [-(2.0**-39), -(2.0**-25)])
+
+
+def test_guarantee_2_float64_and_complex_keep_their_dtype():
+  with jax.enable_x64(True):
+    tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1000.0))
+    gradients = {
+      "double": jnp.array([np.pi * 1000], jnp.float64),
+      "complex": jnp.array([1000.0 + 2000.0j], jnp.complex64),
+      "wide": jnp.array([1000j * np.pi], jnp.complex128),
+    }
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(gradients))
+    assert updates["double"].dtype == jnp.float64
+    assert updates["complex"].dtype == jnp.complex64
+    assert updates["wide"].dtype == jnp.complex128
+    # Nothing of float64's precision is lost to a float32 inverse.
+    np.testing.assert_allclose(updates["double"], np.pi, rtol=1e-15)
+    np.testing.assert_allclose(updates["complex"], 1 + 2j, rtol=1e-6)
+    np.testing.assert_allclose(updates["wide"], 1j * np.pi, rtol=1e-15)
+
+
+def test_a_complex_inf_stays_an_inf_when_it_is_unscaled():
+  rule = ols.FixedLossScale(4.0, skip=False)
+  tx = ols.loss_scaling(optax.identity(), rule)
+  gradient = jnp.array([complex(np.inf, 8.0)])
+  updates, _ = tx.update(gradient, tx.init(gradient))
+  assert updates[0] == complex(np.inf, 2.0)
+
+
+@pytest.mark.parametrize("growth_interval", [1, 2])
+def test_guarantee_1_the_step_on_which_s_grows_uses_the_old_s(growth_interval):
+  rule = ols.DynamicLossScale(4.0, growth_interval=growth_interval)
+  tx = ols.loss_scaling(optax.identity(), rule)
+  params = jnp.array([1.0, -2.0])
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state):
+    _, grads = ols.scaled_value_and_grad(lambda p: jnp.sum(p**2), state)(params)
+    return tx.update(grads, state, params)
+
+  scales = []
+  for _ in range(4):
+    updates, state = step(params, state)
+    np.testing.assert_array_equal(updates, 2 * params)
+    scales.append(float(ols.get_loss_scale(state)))
+  assert scales == [4.0 * 2 ** (n // growth_interval) for n in range(1, 5)]
+
+
+def test_guarantee_6_nan_is_never_multiplied_by_a_mask():
+  def poisoned(updates, state, params=None):
+    del params
+    return jax.tree.map(lambda x: x * jnp.nan, updates), state * jnp.nan
+
+  inner = optax.GradientTransformation(lambda _: jnp.ones(3), poisoned)
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  state = tx.init(jnp.zeros(2))
+  updates, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), state)
+  assert np.all(np.signbit(updates)) and np.all(updates == 0)
+  np.testing.assert_array_equal(state.inner_state, jnp.ones(3))
+
+
+def test_guarantee_6_minus_zero_keeps_the_sign_of_a_zero_parameter():
+  params = jnp.array([0.0, -0.0])
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  updates, _ = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+  after = optax.apply_updates(params, updates)
+  assert np.signbit(after).tolist() == [False, True]
+
+
+def test_guarantee_6_every_kind_of_leaf_is_kept_on_a_skip():
+  kept = {
+    "integer": jnp.array([1, 2]),
+    "flag": jnp.array(True),
+    "key": jax.random.key(0),
+    "complex": jnp.array([1.0 + 2.0j]),
+    "nothing": None,
+    "half": jnp.array([1.0], jnp.bfloat16),
+  }
+
+  def move(updates, state, params=None):
+    del params
+    moved = {
+      "integer": state["integer"] + 1,
+      "flag": ~state["flag"],
+      "key": jax.random.split(state["key"])[0],
+      "complex": state["complex"] * jnp.nan,
+      "nothing": None,
+      "half": state["half"] * 2,
+    }
+    return {**updates, "complex": jnp.array([1j])}, moved
+
+  inner = optax.GradientTransformation(lambda _: kept, move)
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  state = tx.init({"complex": jnp.zeros(1, jnp.complex64)})
+  gradients = {"complex": jnp.array([complex(np.nan, 0.0)])}
+  updates, after = jax.jit(tx.update)(gradients, state)
+  parts = np.array([updates["complex"].real, updates["complex"].imag])
+  assert np.all(np.signbit(parts)) and np.all(parts == 0)
+  after = after.inner_state
+  assert jnp.all(after["key"] == kept["key"])
+  for name in ("integer", "flag", "complex", "half"):
+    np.testing.assert_array_equal(after[name], kept[name])
+
+
+def test_guarantee_8_the_inner_transformation_sees_float32_copies():
+  calls = []
+  tx = ols.loss_scaling(recording(calls), ols.FixedLossScale())
+  params = {
+    "half": jnp.ones(2, jnp.float16),
+    "brain": jnp.ones(2, jnp.bfloat16),
+    "integer": jnp.ones(2, jnp.int32),
+  }
+  gradients = {**params, "integer": jnp.zeros(2, jnp.int32)}
+  state = tx.init(params)
+  updates, _ = tx.update(gradients, state, params)
+  for seen in (calls[0].params, calls[1].params, calls[1].updates):
+    assert seen["half"].dtype == seen["brain"].dtype == jnp.float32
+    assert seen["integer"].dtype == jnp.int32
+  assert updates["half"].dtype == jnp.float16
+  assert updates["brain"].dtype == jnp.bfloat16
+
+
+def test_guarantee_9_python_numbers_never_enter_the_state():
+  class WeakState(NamedTuple):
+    loss_scale: float
+    steps: int
+
+  @dataclasses.dataclass(frozen=True)
+  class Weak(ols.LossScale):
+    def init(self):
+      return WeakState(8.0, 0)
+
+    def update(self, state, overflow, *, amax=None):
+      return WeakState(jnp.where(overflow, 4.0, 8.0), state.steps + 1)
+
+  inner = optax.GradientTransformation(
+    lambda _: {"count": 0, "rate": 0.5},
+    lambda u, s, p=None: (u, {"count": s["count"] + 1, "rate": s["rate"] * 1}),
+  )
+  tx = ols.loss_scaling(inner, Weak())
+  state = tx.init(jnp.zeros(2))
+  update = jax.jit(tx.update)
+  for _ in range(3):
+    before = jax.tree.map(lambda x: (x.dtype, x.weak_type), state)
+    _, state = update(jnp.ones(2), state)
+    assert jax.tree.map(lambda x: (x.dtype, x.weak_type), state) == before
+  assert not any(jax.tree.leaves(jax.tree.map(lambda x: x.weak_type, state)))
+  assert update._cache_size() == 1
+  assert state.loss_scale_state.loss_scale.dtype == jnp.float32
+
+
+def test_guarantee_12_leaves_that_are_no_gradients_pass_through():
+  key = jax.random.key(0)
+  tree = {
+    "none": None,
+    "masked": optax.MaskedNode(),
+    "integer": jnp.array([2**30, 7]),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "key": key,
+    "empty": jnp.zeros((0,)),
+    "weight": jnp.array([8.0]),
+  }
+  tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(8.0))
+  state = tx.init(tree)
+  updates, state = tx.update(tree, state, tree)
+  assert not state.overflow
+  assert updates["none"] is None
+  assert isinstance(updates["masked"], optax.MaskedNode)
+  np.testing.assert_array_equal(updates["integer"], [2**30, 7])
+  assert updates["float0"].dtype == jax.dtypes.float0
+  assert updates["key"] == key
+  assert updates["empty"].shape == (0,)
+  np.testing.assert_array_equal(updates["weight"], [1.0])
+
+
+@pytest.mark.parametrize("tree", [{}, (), None, []])
+def test_guarantee_12_empty_trees_pass_through(tree):
+  tx = ols.loss_scaling(optax.adam(1.0), ols.DynamicLossScale())
+  updates, state = tx.update(tree, tx.init(tree), tree)
+  assert updates == tree
+  assert not state.overflow
+  assert state.applied_steps == 1
+
+
+def variables_with_fp8():
+  params = {"params": {"kernel": jnp.array([1.0, 2.0])}}
+  params["overwrite_with_gradient"] = {"scale": jnp.array([3.0])}
+  return params
+
+
+def test_guarantee_12_fp8_collections_go_around_the_wrapper():
+  calls = []
+  params = variables_with_fp8()
+  tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(8.0))
+  state = tx.init(params)
+  # The next scale of an FP8 layer may be anything, also inf.
+  gradients = {
+    "params": {"kernel": jnp.array([8.0, 16.0])},
+    "overwrite_with_gradient": {"scale": jnp.array([jnp.inf])},
+  }
+  updates, state = jax.jit(tx.update)(gradients, state, params)
+  assert not state.overflow
+  assert state.amax == 16.0
+  np.testing.assert_array_equal(updates["params"]["kernel"], [1.0, 2.0])
+  next_scale = updates["overwrite_with_gradient"]["scale"]
+  np.testing.assert_array_equal(next_scale, [jnp.inf])
+  for call in calls:
+    seen = jax.tree.leaves(call.params)
+    assert len(seen) == 1
+
+
+def test_guarantee_12_a_skip_keeps_the_old_value_of_an_fp8_collection():
+  params = variables_with_fp8()
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
+  gradients = jax.tree.map(lambda x: x * jnp.inf, params)
+  updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  assert state.skipped
+  assert np.all(np.signbit(updates["params"]["kernel"]))
+  np.testing.assert_array_equal(
+    updates["overwrite_with_gradient"]["scale"], [3.0]
+  )
+  with pytest.raises(ValueError, match="`params` must be passed to update"):
+    tx.update(gradients, tx.init(params))
+
+
+@pytest.mark.parametrize(
+  "mask",
+  [
+    {"a": True, "b": False},
+    lambda tree: {"a": True, "b": jax.tree.map(lambda _: False, tree["b"])},
+  ],
+  ids=["prefix", "function"],
+)
+def test_guarantee_12_a_mask_names_what_is_no_gradient(mask):
+  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(1), "d": jnp.ones(1)}}
+  tx = ols.loss_scaling(optax.adam(1.0), ols.FixedLossScale(8.0), mask=mask)
+  state = tx.init(params)
+  gradients = {
+    "a": jnp.ones(2),
+    "b": {"c": jnp.full(1, jnp.nan), "d": jnp.full(1, 7.0)},
+  }
+  updates, state = tx.update(gradients, state, params)
+  assert not state.overflow
+  assert jnp.isnan(updates["b"]["c"][0])
+  assert updates["b"]["d"] == 7.0
+
+
+def test_guarantee_13_extra_arguments_reach_the_inner_transformation():
+  calls = []
+  tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(8.0))
+  value, grad = object(), {"not": "touched"}
+  state = tx.init(jnp.zeros(2))
+  tx.update(jnp.ones(2), state, None, overflow=True, value=value, grad=grad)
+  assert calls[-1].extra_args == {"value": value, "grad": grad}
+  assert calls[-1].extra_args["value"] is value
+
+
+def test_guarantee_13_extra_arguments_are_fine_where_nobody_wants_them():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
+  tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), value=1.0)
+
+
+@pytest.mark.parametrize(
+  ("flag", "expected"),
+  [
+    (True, True),
+    (False, False),
+    (np.bool_(True), True),
+    (0, False),
+    (2, True),
+    (0.0, False),
+    (0.25, True),
+    (jnp.nan, True),
+    (jnp.array([0, 0, 3]), True),
+    (jnp.zeros((2, 2)), False),
+    (jnp.array([], jnp.float32), False),
+  ],
+)
+def test_the_callers_flag_is_any_non_zero(flag, expected):
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
+  state = tx.init(jnp.zeros(2))
+  _, state = tx.update(jnp.ones(2), state, overflow=flag)
+  assert state.overflow == state.skipped == expected
+  assert not state.nan
+  assert ols.get_loss_scale(state) == (4.0 if expected else 8.0)
+
+
+def test_a_threshold_on_the_gradient_norm_is_one_line():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
+  state = tx.init(jnp.zeros(2))
+
+  @jax.jit
+  def step(grads, state):
+    norm = optax.tree.norm(ols.unscale(grads, state))
+    return tx.update(grads, state, overflow=norm > 10.0)[1].skipped
+
+  assert not step(jnp.array([48.0, 64.0]), state)
+  assert step(jnp.array([48.0, 65.0]), state)
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [
+    ols.DynamicLossScale(8.0, min_scale=2.0, skip=False),
+    ols.FixedLossScale(8.0, skip=False),
+  ],
+)
+def test_without_skip_an_overflow_is_only_reported(rule):
+  tx = ols.loss_scaling(optax.sgd(1.0), rule)
+  state = tx.init(jnp.zeros(2))
+  update = jax.jit(tx.update)
+  updates, state = update(jnp.array([8.0, jnp.inf]), state)
+  np.testing.assert_array_equal(updates, [-1.0, -jnp.inf])
+  assert state.overflow
+  assert not state.skipped
+  assert (state.applied_steps, state.skipped_steps) == (1, 0)
+  moved = isinstance(rule, ols.DynamicLossScale)
+  assert ols.get_loss_scale(state) == (4.0 if moved else 8.0)
+
+
+def test_nan_is_told_apart_from_inf():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
+  state = tx.init(jnp.zeros(3))
+  for value, nan in ((jnp.inf, False), (jnp.nan, True), (-jnp.inf, False)):
+    _, after = tx.update(jnp.array([1.0, value, -value]), state)
+    assert after.overflow
+    assert after.nan == nan
+    assert jnp.isnan(after.amax) == nan
+
+
+def test_guarantee_17_an_overflow_at_the_floor_is_reported_as_stalled():
+  rule = ols.DynamicLossScale(8.0, min_scale=2.0, growth_interval=1)
+  tx = ols.loss_scaling(optax.sgd(1.0), rule)
+  state = tx.init(jnp.zeros(1))
+  told = []
+  for bad in (True, True, True, True, False, True):
+    _, state = tx.update(jnp.where(bad, jnp.inf, jnp.ones(1)), state)
+    told.append((float(ols.get_loss_scale(state)), bool(state.stalled)))
+  assert told == [
+    (4.0, False),
+    (2.0, False),
+    (2.0, True),
+    (2.0, True),
+    (4.0, False),
+    (2.0, False),
+  ]
+
+
+def test_guarantee_17_a_fixed_scale_never_stalls():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
+  state = tx.init(jnp.zeros(1))
+  for _ in range(3):
+    _, state = tx.update(jnp.full(1, jnp.inf), state)
+    assert state.skipped
+    assert not state.stalled
+
+
+def test_guarantee_17_nothing_is_applied_because_it_failed_too_often():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale())
+  params = jnp.ones(2)
+
+  def step(state, _):
+    updates, state = tx.update(jnp.full(2, jnp.nan), state, params)
+    return state, jnp.all(updates == 0) & jnp.all(jnp.signbit(updates))
+
+  state, untouched = jax.lax.scan(step, tx.init(params), length=5_000)
+  assert jnp.all(untouched)
+  assert (state.applied_steps, state.skipped_steps) == (0, 5_000)
+  assert state.stalled and state.nan
+
+
+def test_guarantee_18_schedules_inside_count_applied_steps():
+  schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+  tx = ols.loss_scaling(
+    optax.sgd(schedule), ols.DynamicLossScale(1.0, min_scale=1.0)
+  )
+  state = tx.init(jnp.zeros(1))
+  steps = []
+  for bad in (False, True, True, False, True, False):
+    updates, state = tx.update(jnp.where(bad, jnp.inf, jnp.ones(1)), state)
+    steps.append(float(updates[0]))
+  assert steps == [-1.0, 0.0, 0.0, -0.5, 0.0, -0.25]
+  assert optax.tree.get(state, "count") == state.applied_steps == 3
+
+
+class AnyState(NamedTuple):
+  loss_scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Reckless(ols.LossScale):
+  """A rule that multiplies S by anything, with no bound."""
+
+  factor: float = 1.0
+
+  def init(self):
+    return AnyState(jnp.float32(1.0))
+
+  def update(self, state, overflow, *, amax=None):
+    return AnyState(state.loss_scale * self.factor)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 0.0, jnp.inf, jnp.nan, -1.0])
+def test_guarantee_4_a_reckless_rule_is_held(factor):
+  tx = ols.loss_scaling(optax.sgd(1.0), Reckless(factor))
+  state = tx.init(jnp.zeros(1))
+
+  def step(state, _):
+    _, state = tx.update(jnp.full(1, jnp.nan), state)
+    return state, (ols.get_loss_scale(state), state.inv_scale)
+
+  state, scales = jax.lax.scan(step, state, length=300)
+  tiny = jnp.finfo(jnp.float32).smallest_normal
+  for values in scales:
+    assert jnp.all(jnp.isfinite(values)) and jnp.all(values >= tiny)
+  assert state.stalled
+
+
+def test_a_rule_that_starts_with_an_unusable_s_is_refused():
+  @dataclasses.dataclass(frozen=True)
+  class Zero(Reckless):
+    def init(self):
+      return AnyState(jnp.float32(0.0))
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Zero())
+  with pytest.raises(ValueError, match="first state` must be positive, got"):
+    tx.init(jnp.zeros(1))
+
+
+def test_a_rule_whose_state_has_no_loss_scale_is_refused():
+  @dataclasses.dataclass(frozen=True)
+  class Nameless(Reckless):
+    def init(self):
+      return (jnp.float32(1.0),)
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Nameless())
+  with pytest.raises(TypeError, match="must have a `loss_scale`, got tuple"):
+    tx.init(jnp.zeros(1))
+
+
+def test_the_rule_is_given_amax():
+  @dataclasses.dataclass(frozen=True)
+  class Follower(Reckless):
+    def update(self, state, overflow, *, amax=None):
+      return AnyState(amax * 2)
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Follower())
+  state = tx.init(jnp.zeros(2))
+  _, state = tx.update(jnp.array([-24.0, 3.0]), state)
+  assert ols.get_loss_scale(state) == 48.0
+  assert state.amax == 24.0
+
+
+@pytest.mark.usefixtures("strict_promotion")
+def test_the_wrapper_promotes_nothing_implicitly():
+  params = {"half": jnp.ones(2, jnp.float16), "single": jnp.ones(2)}
+  inner = optax.identity()
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(2.0, growth_interval=2))
+
+  def loss_fn(params):
+    return jnp.sum(params["half"]) * jnp.float16(2.0)
+
+  @jax.jit
+  def step(params, state):
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    return tx.update(grads, state, params, overflow=False)
+
+  updates, _ = step(params, tx.init(params))
+  np.testing.assert_array_equal(updates["half"], [2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error", "message"),
+  [
+    (
+      (ols.FixedLossScale(), optax.sgd(1.0)),
+      TypeError,
+      "`rule` must be a LossScale, got Gradient",
+    ),
+    ((optax.sgd(1.0), 1024.0), TypeError, "`rule` must be .* got 1024.0; for"),
+    (
+      (optax.sgd(1.0), ols.DynamicLossScale),
+      TypeError,
+      "`rule` must be a LossScale, got <class",
+    ),
+    (
+      ("adam", ols.FixedLossScale()),
+      TypeError,
+      "`inner` must be an optax gradient transformation, got str",
+    ),
+  ],
+)
+def test_swapped_or_wrong_arguments_are_refused(arguments, error, message):
+  with pytest.raises(error, match=message):
+    ols.loss_scaling(*arguments)
+
+
+def test_a_check_must_be_a_check():
+  with pytest.raises(TypeError, match="`check` must be made by nonfinite"):
+    ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=ols.nonfinite)
+
+
+def test_guarantee_16_what_people_swap_is_keyword_only():
+  with pytest.raises(TypeError, match="positional"):
+    ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), ols.saturated())
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  state = tx.init(jnp.zeros(1))
+  with pytest.raises(TypeError, match="positional"):
+    tx.update(jnp.ones(1), state, None, True)
+
+
+def test_update_refuses_a_state_of_something_else():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  with pytest.raises(TypeError, match="`state` must be the LossScalingState"):
+    tx.update(jnp.ones(1), optax.sgd(1.0).init(jnp.ones(1)))
+
+
+def test_an_inner_state_that_changes_its_structure_is_refused():
+  inner = optax.GradientTransformation(
+    lambda _: {}, lambda updates, state, params=None: (updates, {"new": 1.0})
+  )
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  with pytest.raises(ValueError, match="`inner` must keep the structure"):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_skip_together_over_a_named_axis(check_vma):
+  tx = ols.loss_scaling(
+    optax.sgd(1.0), ols.DynamicLossScale(8.0), axis_name="data"
+  )
+  state = tx.init(jnp.zeros(3))
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=mesh,
+    in_specs=(jax.P("data"), jax.P()),
+    out_specs=(jax.P("data"), jax.P()),
+    check_vma=check_vma,
+  )
+  def update(gradients, state):
+    return tx.update(gradients, state)
+
+  gradients = jnp.ones((8, 3)).at[5, 2].set(jnp.nan)
+  updates, state = update(gradients, state)
+  assert np.all(updates == 0)
+  assert state.skipped and state.nan
+  assert ols.get_loss_scale(state) == 4.0

@@ -1,0 +1,58 @@
+"""The promise as a whole: names, imports, and a test for each guarantee."""
+
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import optax_lossscale as ols
+
+PACKAGE = pathlib.Path(ols.__file__).parent
+TESTS = pathlib.Path(__file__).parent
+
+# Guarantees of the design that this version gives.
+GUARANTEES = [*range(1, 10), *range(12, 15), *range(16, 19)]
+
+
+def test_the_public_names_are_few_and_documented():
+  assert len(ols.__all__) <= 25
+  assert ols.__all__ == sorted(ols.__all__)
+  for name in ols.__all__:
+    assert getattr(ols, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+  "name", [n for n in ols.__all__ if n not in ("LossScalingState",)]
+)
+def test_every_public_name_has_an_example(name):
+  assert ">>> " in getattr(ols, name).__doc__
+
+
+def test_the_version_is_that_of_the_installed_package():
+  assert ols.__version__ == importlib.metadata.version("optax-lossscale")
+
+
+@pytest.mark.parametrize(
+  "module", ["flax", "matplotlib", "rich", "sklearn", "orbax"]
+)
+def test_importing_the_library_does_not_load(module):
+  program = f"import sys, optax_lossscale; print({module!r} in sys.modules)"
+  result = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+  )
+  assert result.stdout.strip() == "False"
+
+
+def test_only_public_interfaces_of_jax_and_optax_are_used():
+  for file in PACKAGE.rglob("*.py"):
+    found = re.findall(r"(?:jax|optax|flax)\._src", file.read_text())
+    assert not found, file
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_each_guarantee_has_a_test_named_after_it(guarantee):
+  text = "".join(file.read_text() for file in TESTS.glob("test_*.py"))
+  assert re.search(rf"\ndef test_guarantee_{guarantee}_", text)
