@@ -1,6 +1,5 @@
 """What a person may pass: each check names the argument and the remedy."""
 
-import math
 import numbers
 import operator
 from typing import Any
@@ -14,12 +13,14 @@ import numpy as np
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
 
 
 def check_number(name: str, value: Any) -> float:
-  """Returns `value` as a finite Python float.
+  """Returns `value` as a Python float that is finite in float32.
 
   Args:
     name: the argument's name, for the error.
@@ -27,26 +28,29 @@ def check_number(name: str, value: Any) -> float:
 
   Raises:
     TypeError: if it is not a real number known now.
-    ValueError: if it is NaN or infinite.
+    ValueError: if it is NaN, or infinite in float32.
   """
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
       f"`{name}` must be known when the rule is made, got the traced value "
       f"{value}; what changes during training lives in the state."
     )
-  is_scalar_array = isinstance(value, (jax.Array, np.ndarray)) and (
-    value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
-  )
-  is_number = isinstance(value, (numbers.Real, np.number)) or is_scalar_array
-  if not is_number or isinstance(value, bool):
+  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    is_number = value.ndim == 0 and (
+      jnp.issubdtype(value.dtype, jnp.integer)
+      or jnp.issubdtype(value.dtype, jnp.floating)
+    )
+  else:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_number:
     raise TypeError(
       f"`{name}` must be a number, got {value!r} of type "
       f"{type(value).__name__}."
     )
-  number = float(value)
-  if not math.isfinite(number):
-    raise ValueError(f"`{name}` must be finite, got {value!r}.")
-  return number
+  # Compared with float32's range, where S lives; an int may exceed float's.
+  if not abs(value) <= _LARGEST_FLOAT32:
+    raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
+  return float(value)
 
 
 def check_scale(name: str, value: Any) -> float:

@@ -25,12 +25,12 @@ class DynamicLossScaleState(NamedTuple):
     loss_scale: float32[], the loss scale S.
     clean_steps: int32[], steps without overflow since S last moved or the last
       overflow, whichever is later.
-    overflow_row: int32[], overflows that count towards the hysteresis.
+    overflows: int32[], overflows that count towards the hysteresis.
   """
 
   loss_scale: jax.Array
   clean_steps: jax.Array
-  overflow_row: jax.Array
+  overflows: jax.Array
 
   @property
   def inv_scale(self) -> jax.Array:
@@ -52,7 +52,8 @@ class Engine:
     growth_test: how the count of clean steps meets the interval: "at_least" it;
       "equal" to it, so that a count which is past the interval never grows; or
       a "multiple" of it, where the count runs on after growth.
-    refill: what sets the count of overflows back: "clean" steps, "growth".
+    refill: what forgives the overflows counted so far: a "clean" step, a
+      "growth", a "backoff".
     clean_steps_after_overflow: where the count of clean steps starts again;
       -1 makes the first growth after an overflow wait one step more.
   """
@@ -78,7 +79,7 @@ class Engine:
     return DynamicLossScaleState(
       loss_scale=jnp.full((), init_scale, jnp.float32),
       clean_steps=jnp.full((), self.clean_steps_after_overflow, jnp.int32),
-      overflow_row=jnp.full((), 0, jnp.int32),
+      overflows=jnp.full((), 0, jnp.int32),
     )
 
   def update(
@@ -96,16 +97,16 @@ class Engine:
       jnp.int32(self.clean_steps_after_overflow),
       optax.safe_increment(state.clean_steps),
     )
-    kept_row = (
-      jnp.zeros_like(state.overflow_row)
+    kept_overflows = (
+      jnp.zeros_like(state.overflows)
       if "clean" in self.refill
-      else state.overflow_row
+      else state.overflows
     )
-    overflow_row = jnp.where(
-      overflow, optax.safe_increment(state.overflow_row), kept_row
+    overflows = jnp.where(
+      overflow, optax.safe_increment(state.overflows), kept_overflows
     )
 
-    shrinks = overflow & (overflow_row >= self.hysteresis)
+    shrinks = overflow & (overflows >= self.hysteresis)
     grows = ~overflow & self._is_time_to_grow(clean_steps)
 
     # A product that leaves float32 is inf or 0, and the bound catches it.
@@ -124,11 +125,13 @@ class Engine:
     if self.growth_test != "multiple":
       clean_steps = jnp.where(grows, 0, clean_steps)
     if "growth" in self.refill:
-      overflow_row = jnp.where(grows, 0, overflow_row)
+      overflows = jnp.where(grows, 0, overflows)
+    if "backoff" in self.refill:
+      overflows = jnp.where(shrinks, 0, overflows)
     return state._replace(
       loss_scale=loss_scale,
       clean_steps=clean_steps,
-      overflow_row=overflow_row,
+      overflows=overflows,
     )
 
   def at_floor(self, state: DynamicLossScaleState) -> jax.Array:

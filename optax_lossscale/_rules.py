@@ -232,8 +232,8 @@ class DynamicLossScale(LossScale):
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)
-    # Compared in float32, where S lives: 1 + 1e-9 would be 1 there, and S
-    # would never move.
+    # Compared in float32, where S lives: 1 + 1e-9 is 1 there, and S would
+    # never move.
     if np.float32(self.growth_factor) <= 1:
       raise ValueError(
         "`growth_factor` must be above 1 (in float32), got "
@@ -244,7 +244,11 @@ class DynamicLossScale(LossScale):
         "`backoff_factor` must be between 0 and 1, both excluded (in float32), "
         f"got {self.backoff_factor!r}."
       )
-    if not self.min_scale <= self.init_scale <= self.max_scale:
+    if not (
+      np.float32(self.min_scale)
+      <= np.float32(self.init_scale)
+      <= np.float32(self.max_scale)
+    ):
       raise ValueError(
         "`init_scale` must lie between `min_scale` and `max_scale`, got "
         f"`init_scale`={self.init_scale!r}, `min_scale`={self.min_scale!r}, "

@@ -283,8 +283,8 @@ def test_scale_loss_refuses_integers():
   ("scale", "error", "message"),
   [
     (0.0, ValueError, "must be positive, got 0.0"),
-    (float("nan"), ValueError, "must be finite, got nan"),
-    (float("inf"), ValueError, "must be finite, got inf"),
+    (float("nan"), ValueError, "must be finite in float32, got nan"),
+    (float("inf"), ValueError, "must be finite in float32, got inf"),
     (True, TypeError, "must be a number, got True"),
     ("dynamic", TypeError, "must be a number, got 'dynamic'"),
     (np.ones(3), ValueError, r"must be a scalar, got an array of shape \(3,\)"),

@@ -1,4 +1,4 @@
-"""The wrapper: what the optimizer sees, what the state says, what it refuses."""
+"""The wrapper: what the optimizer sees, what the state says, its errors."""
 
 import dataclasses
 from typing import NamedTuple

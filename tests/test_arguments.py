@@ -1,0 +1,187 @@
+"""The arguments of the rules: what is refused, and how the error says it."""
+
+import itertools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+_SMALLEST = 2.0**-126  # The smallest normal float32.
+_LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
+
+
+def _pairs(first, second):
+  return list(itertools.product(first, second))
+
+
+def _id(value):
+  """A test id without spaces, so that `pytest -k` can select it."""
+  if isinstance(value, dict):
+    return ",".join(f"{name}={value[name]}" for name in value)
+  return repr(value).replace(" ", "")
+
+
+def _refused(error, name, value):
+  """Expects an error that names the argument and tells what it got."""
+  match = rf"(?s)(?=.*`{name}`)(?=.*got .*{re.escape(repr(value))})"
+  return pytest.raises(error, match=match)
+
+
+_FLOATS = [
+  "init_scale",
+  "growth_factor",
+  "backoff_factor",
+  "min_scale",
+  "max_scale",
+]
+_INTEGERS = ["growth_interval", "hysteresis"]
+_NOT_FINITE = [math.nan, math.inf, -math.inf]
+_NOT_FLOATS = ["2.0", None, True, np.True_, 1j, np.complex64(2), [2.0]]
+_NOT_INTEGERS = ["2", None, True, np.True_, 1.5, 2.0, [2]]
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -2.0])
+def test_a_growth_factor_of_one_or_less_is_refused(value):
+  with _refused(ValueError, "growth_factor", value):
+    ols.DynamicLossScale(growth_factor=value)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0, 0.0, -0.5])
+def test_a_backoff_factor_outside_zero_and_one_is_refused(value):
+  with _refused(ValueError, "backoff_factor", value):
+    ols.DynamicLossScale(backoff_factor=value)
+
+
+def test_a_growth_factor_that_float32_rounds_to_one_is_refused():
+  with _refused(ValueError, "growth_factor", 1.00000001):
+    ols.DynamicLossScale(growth_factor=1.00000001)
+
+
+def test_a_backoff_factor_that_float32_rounds_to_one_is_refused():
+  with _refused(ValueError, "backoff_factor", 0.99999999):
+    ols.DynamicLossScale(backoff_factor=0.99999999)
+
+
+def test_a_growth_factor_beyond_float32_is_refused():
+  with _refused(ValueError, "growth_factor", 1e39):
+    ols.DynamicLossScale(growth_factor=1e39)
+
+
+def test_a_backoff_factor_that_float32_rounds_to_zero_is_refused():
+  with _refused(ValueError, "backoff_factor", 1e-50):
+    ols.DynamicLossScale(backoff_factor=1e-50)
+
+
+@pytest.mark.parametrize("name, value", _pairs(_INTEGERS, [0, -1]))
+def test_a_count_below_one_is_refused(name, value):
+  with _refused(ValueError, name, value):
+    ols.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("name", _INTEGERS)
+def test_a_count_beyond_int32_is_refused(name):
+  with _refused(ValueError, name, 2**31):
+    ols.DynamicLossScale(**{name: 2**31})
+
+
+@pytest.mark.parametrize(
+  "name, value", _pairs(_INTEGERS, _NOT_INTEGERS), ids=_id
+)
+def test_a_count_that_is_not_an_integer_is_refused(name, value):
+  with _refused(TypeError, name, value):
+    ols.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0])
+def test_a_floor_of_zero_or_less_is_refused(value):
+  with _refused(ValueError, "min_scale", value):
+    ols.DynamicLossScale(min_scale=value)
+
+
+@pytest.mark.parametrize("value", [2.0**-127, 2.0**-149, 2.0**-200])
+def test_a_floor_that_float32_holds_as_a_subnormal_is_refused(value):
+  with _refused(ValueError, "min_scale", value):
+    ols.DynamicLossScale(min_scale=value)
+
+
+@pytest.mark.parametrize("value", [2.0**126 + 2.0**103, 2.0**127, 2.0**200])
+def test_a_cap_with_a_subnormal_reciprocal_is_refused(value):
+  with _refused(ValueError, "max_scale", value):
+    ols.DynamicLossScale(max_scale=value)
+
+
+@pytest.mark.parametrize("value", [0.5, 8.0, 0.0, -2.0])
+def test_an_initial_scale_outside_the_bounds_is_refused(value):
+  with _refused(ValueError, "init_scale", value):
+    ols.DynamicLossScale(value, min_scale=1.0, max_scale=4.0)
+
+
+@pytest.mark.parametrize("value", [2.0**-15, 2.0**127])
+def test_an_initial_scale_outside_the_default_bounds_is_refused(value):
+  with _refused(ValueError, "init_scale", value):
+    ols.DynamicLossScale(value)
+
+
+def test_a_floor_above_the_cap_is_refused():
+  with _refused(ValueError, "min_scale", 4.0):
+    ols.DynamicLossScale(2.0, min_scale=4.0, max_scale=1.0)
+
+
+@pytest.mark.parametrize("name, value", _pairs(_FLOATS, _NOT_FINITE))
+def test_a_number_that_is_not_finite_is_refused(name, value):
+  with _refused(ValueError, name, value):
+    ols.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("name", _FLOATS)
+def test_an_integer_beyond_every_float_is_refused(name):
+  with pytest.raises(ValueError, match=f"`{name}`"):
+    ols.DynamicLossScale(**{name: 10**400})
+
+
+def test_a_traced_argument_is_refused():
+  with pytest.raises(TypeError, match="`init_scale`"):
+    jax.jit(lambda scale: ols.DynamicLossScale(scale).init())(8.0)
+
+
+@pytest.mark.parametrize("name, value", _pairs(_FLOATS, _NOT_FLOATS), ids=_id)
+def test_a_value_that_is_not_a_number_is_refused(name, value):
+  with _refused(TypeError, name, value):
+    ols.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize(
+  "rule, value",
+  _pairs([ols.DynamicLossScale, ols.FixedLossScale], [0, 1, "yes", None]),
+)
+def test_a_skip_that_is_not_a_bool_is_refused(rule, value):
+  with _refused(TypeError, "skip", value):
+    rule(skip=value)
+
+
+@pytest.mark.parametrize(
+  "value", [0.0, -1.0, *_NOT_FINITE, 2.0**-127, 2.0**127]
+)
+def test_a_fixed_scale_without_a_normal_value_and_reciprocal_is_refused(value):
+  with _refused(ValueError, "scale", value):
+    ols.FixedLossScale(value)
+
+
+@pytest.mark.parametrize("value", _NOT_FLOATS, ids=_id)
+def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
+  with _refused(TypeError, "scale", value):
+    ols.FixedLossScale(value)
+
+
+@pytest.mark.parametrize("scale", [_SMALLEST, _LARGEST])
+def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
+  assert ols.FixedLossScale(scale).init().loss_scale == scale
+
+
+def test_an_unknown_argument_is_refused():
+  with pytest.raises(TypeError, match="growth_rate"):
+    ols.DynamicLossScale(growth_rate=2.0)
