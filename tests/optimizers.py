@@ -1,6 +1,8 @@
-"""The inner optimizers that every property is tested with."""
+"""The inner optimizers, parameters and loss of the batteries of tests."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 OPTIMIZERS = {
@@ -40,9 +42,6 @@ OPTIMIZERS = {
   "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
 }
 
-# A run-time while loop makes these slow to compile and worth testing once.
-LINE_SEARCHES = ("backtracking", "lbfgs")
-
 
 def bare(inner):
   """Returns the optimizer as it is used without loss scaling."""
@@ -55,8 +54,9 @@ def make_params(dtype=jnp.float32):
   """Returns parameters with a leaf of two dimensions and one of one."""
   return {
     "bias": jnp.array([0.5, -0.25, 1.0], dtype),
-    "kernel": (jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 8 - 0.5)
-    .astype(dtype),
+    "kernel": (
+      jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 8 - 0.5
+    ).astype(dtype),
   }
 
 
@@ -64,3 +64,22 @@ def loss_fn(params):
   """Returns a loss whose gradients are neither tiny nor huge."""
   params = {name: jnp.float32(leaf) for name, leaf in params.items()}
   return jnp.sum(jnp.sin(params["bias"])) + jnp.sum(params["kernel"] ** 2)
+
+
+def to_bits(tree):
+  """Returns the bytes of every leaf, so that NaN and -0.0 compare too."""
+  return [
+    np.asarray(
+      jax.random.key_data(leaf)
+      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+      else leaf
+    ).tobytes()
+    for leaf in jax.tree.leaves(tree)
+  ]
+
+
+def describe(tree):
+  """Returns what must stay the same for a program not to recompile."""
+  return jax.tree.map(
+    lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
+  )

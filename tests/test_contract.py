@@ -10,6 +10,8 @@ import pytest
 
 import optax_lossscale as ols
 from tests import optimizers
+from tests.optimizers import describe
+from tests.optimizers import to_bits
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
 
@@ -47,25 +49,6 @@ def bare_step(tx, params, opt_state):
 def jitted_scaled_step(name):
   """Returns the compiled step, shared by the tests of one optimizer."""
   return jax.jit(functools.partial(scaled_step, wrapped(name)))
-
-
-def to_bits(tree):
-  """Returns the bytes of every leaf, so that NaN and -0.0 compare too."""
-  return [
-    np.asarray(
-      jax.random.key_data(leaf)
-      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-      else leaf
-    ).tobytes()
-    for leaf in jax.tree.leaves(tree)
-  ]
-
-
-def describe(tree):
-  """Returns what must stay the same for a program not to recompile."""
-  return jax.tree.map(
-    lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
-  )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
@@ -190,9 +173,7 @@ def test_tree_map_params_reaches_the_parameters_in_the_state(name):
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_seeds_are_trained_side_by_side_under_vmap(name):
   tx = wrapped(name)
-  params = jax.tree.map(
-    lambda x: jnp.stack([x, x]), optimizers.make_params()
-  )
+  params = jax.tree.map(lambda x: jnp.stack([x, x]), optimizers.make_params())
   opt_state = jax.vmap(tx.init)(params)
   bads = jnp.array([False, True])
   step = jax.jit(jax.vmap(functools.partial(scaled_step, tx)))
