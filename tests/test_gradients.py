@@ -193,6 +193,13 @@ def test_the_loss_keeps_its_dtype(dtype):
     assert scaled.dtype == wide
 
 
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**20])
+def test_guarantee_7_s_times_a_float16_loss_is_formed_in_float32(scale):
+  scaled = jax.jit(ols.scale_loss)(jnp.float16(3000.0), jnp.float32(scale))
+  assert scaled.dtype == jnp.float32
+  assert scaled == 3000.0 * scale
+
+
 def test_scale_loss_takes_losses_of_any_shape():
   scaled = ols.scale_loss(jnp.ones((2, 3), jnp.float16), 2.0**17)
   np.testing.assert_array_equal(scaled, np.full((2, 3), 2.0**17))

@@ -209,6 +209,22 @@ def test_guarantee_9_python_numbers_never_enter_the_state():
   assert state.loss_scale_state.loss_scale.dtype == jnp.float32
 
 
+def test_guarantee_9_the_dtypes_of_the_inner_state_are_those_of_init():
+  inner = optax.GradientTransformation(
+    lambda _: {"trace": jnp.zeros(2, jnp.bfloat16), "count": jnp.int32(0)},
+    lambda updates, state, params=None: (
+      updates,
+      {"trace": state["trace"] + updates, "count": state["count"] + 0.5},
+    ),
+  )
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  state = tx.init(jnp.zeros(2))
+  _, after = jax.jit(tx.update)(jnp.full(2, 1024.0), state)
+  assert after.inner_state["trace"].dtype == jnp.bfloat16
+  assert after.inner_state["count"].dtype == jnp.int32
+  np.testing.assert_array_equal(after.inner_state["trace"], [1.0, 1.0])
+
+
 def test_guarantee_12_leaves_that_are_no_gradients_pass_through():
   key = jax.random.key(0)
   tree = {

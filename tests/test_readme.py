@@ -1,0 +1,65 @@
+"""What the README shows works as it stands there."""
+
+import pathlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def python_blocks():
+  return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_examples_run_one_after_the_other():
+  model = nn.Dense(3, dtype=jnp.float16)
+  batch = np.ones((4, 5), np.float32)
+  params = model.init(jax.random.key(0), batch)
+
+  def loss_fn(params, batch):
+    return jnp.mean(jnp.float32(model.apply(params, batch)) ** 2)
+
+  names = {"params": params, "loss_fn": loss_fn, "batch": batch}
+  step, threshold, selection = python_blocks()
+  exec(step, names)
+  before = loss_fn(params, batch)
+  for _ in range(5):
+    names["params"], names["opt_state"], loss = names["train_step"](
+      names["params"], names["opt_state"], batch
+    )
+  assert loss < before
+  assert names["opt_state"].applied_steps == 5
+
+  _, names["grads"] = ols.scaled_value_and_grad(loss_fn, names["opt_state"])(
+    names["params"], batch
+  )
+  exec(threshold, names)
+  assert not names["opt_state"].skipped
+
+  names["ema"] = names["params"]
+  names["new_ema"] = optax.apply_updates(names["params"], names["updates"])
+  exec(selection, names)
+  assert jax.tree.all(
+    jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
+  )
+
+
+def test_the_train_step_is_that_of_the_demo():
+  demo = (ROOT / "optax_lossscale/demo/training.py").read_text()
+  body = re.search(r"def train_step.*?\n(.*?)  return", README, re.DOTALL)
+  for line in body.group(1).splitlines():
+    assert line.strip() in demo
+
+
+def test_the_table_of_names_is_complete():
+  table = README[README.index("## Names") : README.index("## The command")]
+  for name in ols.__all__:
+    assert f"`{name}" in table, name
