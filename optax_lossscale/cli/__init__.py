@@ -1,0 +1,36 @@
+"""The command line, installed as `optax-lossscale`."""
+
+from collections.abc import Sequence
+import sys
+
+from optax_lossscale.cli import _parser
+from optax_lossscale.cli import train
+
+_COMMANDS = (train,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one sub-command.
+
+  Args:
+    argv: the words after the program's name; those of this process by default.
+
+  Returns:
+    The exit code: 0, 2 for bad input, 130 after Ctrl-C.
+  """
+  parser = _parser.Parser(
+    prog="optax-lossscale",
+    description="Loss scaling for JAX, as an optax transformation.",
+  )
+  subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+  for command in _COMMANDS:
+    command.add_parser(subparsers)
+  try:
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+  except _parser.BadInputError as error:
+    print(error, file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("Interrupted.", file=sys.stderr)
+    return 130

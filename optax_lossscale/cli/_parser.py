@@ -1,0 +1,79 @@
+"""An argument parser that answers bad input with one line, and types for it."""
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Iterable
+import pathlib
+import tempfile
+from typing import NoReturn
+
+
+class BadInputError(Exception):
+  """What the user asked for cannot be done; its text is the line to print."""
+
+
+class Parser(argparse.ArgumentParser):
+  """argparse without abbreviations, and without the usage before an error."""
+
+  def __init__(self, **kwargs: object) -> None:
+    super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+
+  def error(self, message: str) -> NoReturn:
+    """Raises `BadInputError`.
+
+    Args:
+      message: what is wrong; line breaks in it become spaces.
+    """
+    raise BadInputError(f"{self.prog}: error: {' '.join(message.split())}")
+
+
+def one_of(names: Iterable[str], kind: str) -> Callable[[str], str]:
+  """Returns an argparse type that takes one of `names`.
+
+  Args:
+    names: what may be given.
+    kind: what the names are called, for the error.
+  """
+  names = tuple(names)
+
+  def parse(text: str) -> str:
+    if text not in names:
+      raise argparse.ArgumentTypeError(
+        f"unknown {kind} {text!r}; choose from {', '.join(names)}"
+      )
+    return text
+
+  return parse
+
+
+def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+  """Returns an argparse type that takes an integer from `least` to `most`."""
+
+  def parse(text: str) -> int:
+    try:
+      value = int(text)
+    except ValueError:
+      raise argparse.ArgumentTypeError(
+        f"must be an integer, got {text!r}"
+      ) from None
+    if not least <= value <= most:
+      raise argparse.ArgumentTypeError(
+        f"must be from {least} to {most}, got {text!r}"
+      )
+    return value
+
+  return parse
+
+
+def make_writable(directory: pathlib.Path) -> None:
+  """Makes a directory, and makes sure that files can be written in it.
+
+  Args:
+    directory: it may exist.
+
+  Raises:
+    OSError: if it is no directory or files cannot be written in it.
+  """
+  directory.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryFile(dir=directory):
+    pass

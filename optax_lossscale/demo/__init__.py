@@ -1,0 +1,1 @@
+"""What `optax-lossscale train` trains, how, and what it tells about it."""

@@ -1,0 +1,156 @@
+"""What is kept of the runs: a record of each step, a summary of each run."""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+
+class Record(NamedTuple):
+  """One training step. The last four are None without loss scaling.
+
+  Attributes:
+    run: the run's label.
+    seed: the run's seed.
+    step: from 1.
+    loss: of the step's batch, before the step.
+    loss_scale: the loss scale S that the step used.
+    overflow: whether its gradients were not usable.
+    skipped: whether the optimizer did not run.
+    amax: the largest absolute value among its scaled gradients.
+  """
+
+  run: str
+  seed: int
+  step: int
+  loss: float
+  loss_scale: float | None = None
+  overflow: bool | None = None
+  skipped: bool | None = None
+  amax: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """One run with one seed, as far as it came.
+
+  Attributes:
+    run: the run's label.
+    seed: the run's seed.
+    loss: of the last step.
+    held_out: the score after the last step; None if it did not come so far.
+    applied_steps: steps on which the optimizer ran.
+    skipped_steps: steps on which it did not.
+    loss_scale: S of the last step; None without loss scaling.
+  """
+
+  run: str
+  seed: int
+  loss: float
+  held_out: float | None
+  applied_steps: int
+  skipped_steps: int
+  loss_scale: float | None
+
+
+def by_run(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
+  """Returns the records of each run and seed, in the order they came."""
+  runs: dict[tuple[str, int], list[Record]] = {}
+  for record in records:
+    runs.setdefault((record.run, record.seed), []).append(record)
+  return runs
+
+
+def summarize(
+  records: Iterable[Record], held_out: Mapping[tuple[str, int], float]
+) -> list[Summary]:
+  """Returns a summary of each run and seed that has a record.
+
+  Args:
+    records: of all runs.
+    held_out: the score of each run and seed that was trained to its end.
+  """
+  return [
+    Summary(
+      run=run,
+      seed=seed,
+      loss=steps[-1].loss,
+      held_out=held_out.get((run, seed)),
+      applied_steps=sum(not step.skipped for step in steps),
+      skipped_steps=sum(bool(step.skipped) for step in steps),
+      loss_scale=steps[-1].loss_scale,
+    )
+    for (run, seed), steps in by_run(records).items()
+  ]
+
+
+def write_csv(path: pathlib.Path, records: Iterable[Record]) -> None:
+  """Writes a line for each record; what is None is left empty.
+
+  Args:
+    path: is replaced as a whole.
+    records: their fields are the columns, True and False as 1 and 0.
+  """
+  with (
+    replacing(path) as temporary,
+    temporary.open("w", newline="", encoding="utf-8") as file,
+  ):
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(Record._fields)
+    for record in records:
+      writer.writerow(
+        int(value) if isinstance(value, bool) else value for value in record
+      )
+
+
+def write_json(
+  path: pathlib.Path,
+  configuration: Mapping[str, Any],
+  summaries: Sequence[Summary],
+) -> None:
+  """Writes the configuration and the summaries.
+
+  JSON has no inf or NaN, so these are the strings "inf", "-inf" and "nan".
+
+  Args:
+    path: is replaced as a whole.
+    configuration: what was run, and with what.
+    summaries: under the key "runs".
+  """
+  runs = [
+    {key: _jsonable(value) for key, value in dataclasses.asdict(run).items()}
+    for run in summaries
+  ]
+  text = json.dumps({**configuration, "runs": runs}, indent=2, allow_nan=False)
+  with replacing(path) as temporary:
+    temporary.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a temporary path that becomes `path` when all went well.
+
+  Args:
+    path: what is there stays until the new file is complete.
+  """
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    yield temporary
+    temporary.replace(path)
+  finally:
+    temporary.unlink(missing_ok=True)
+
+
+def _jsonable(value: Any) -> Any:
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  return value

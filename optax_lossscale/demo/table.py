@@ -1,0 +1,76 @@
+"""The table at the end."""
+
+from collections.abc import Sequence
+import math
+import statistics
+import textwrap
+
+import rich.box
+import rich.table
+
+from optax_lossscale.demo import history
+
+
+def make_table(
+  summaries: Sequence[history.Summary], *, score_name: str
+) -> rich.table.Table:
+  """Returns a row for each run: the mean and the spread over its seeds.
+
+  Args:
+    summaries: of every run and seed.
+    score_name: what the held-out score is.
+  """
+  runs: dict[str, list[history.Summary]] = {}
+  for summary in summaries:
+    runs.setdefault(summary.run, []).append(summary)
+  seeds = max(map(len, runs.values()), default=0)
+
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+  )
+  table.add_column("precision, loss scale", overflow="fold", vertical="top")
+  for name in ("final loss", score_name, "steps applied", "skipped", "last S"):
+    # Wrapped here, so that a narrow terminal folds the labels, not the numbers.
+    header = textwrap.fill(name, 9, break_long_words=False)
+    table.add_column(header, justify="right", no_wrap=True)
+  for label, rows in runs.items():
+    table.add_row(
+      label,
+      _spread([row.loss for row in rows], ".4f"),
+      _spread([row.held_out for row in rows], ".4f"),
+      _spread([row.applied_steps for row in rows], ".0f"),
+      _spread([row.skipped_steps for row in rows], ".0f"),
+      _scales([row.loss_scale for row in rows]),
+    )
+  if seeds > 1:
+    table.caption = f"mean ± standard deviation over {seeds} seeds"
+    table.caption_justify = "left"
+  return table
+
+
+def _spread(values: Sequence[float | None], form: str) -> str:
+  """Returns the mean, and for several values their standard deviation."""
+  known = [value for value in values if value is not None]
+  if not known:
+    return "-"
+  if len(known) == 1:
+    return format(known[0], form)
+  if not all(map(math.isfinite, known)):
+    return "\n".join(format(value, form) for value in known)
+  form = ".1f" if form == ".0f" else form
+  mean, deviation = statistics.mean(known), statistics.stdev(known)
+  return f"{mean:{form}}\n± {deviation:{form}}"
+
+
+def _scales(values: Sequence[float | None]) -> str:
+  """Returns the loss scales, from the smallest to the largest."""
+  known = [value for value in values if value is not None]
+  if not known:
+    return "-"
+  low, high = (_power_of_two(end) for end in (min(known), max(known)))
+  return low if low == high else f"{low}\nto {high}"
+
+
+def _power_of_two(value: float) -> str:
+  mantissa, exponent = math.frexp(value)
+  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

@@ -1,0 +1,54 @@
+"""The text form of a rule."""
+
+import re
+
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale.cli import _loss_scale
+
+
+@pytest.mark.parametrize(
+  ("text", "rule"),
+  [
+    ("none", None),
+    ("fixed", ols.FixedLossScale()),
+    ("fixed:1024", ols.FixedLossScale(1024.0)),
+    ("fixed:scale=2**-3", ols.FixedLossScale(0.125)),
+    ("dynamic", ols.DynamicLossScale()),
+    ("dynamic:", ols.DynamicLossScale()),
+    ("dynamic:2**10", ols.DynamicLossScale(1024.0)),
+    (
+      "dynamic:init_scale=2**15, growth_interval=200, skip=False",
+      ols.DynamicLossScale(2.0**15, growth_interval=200, skip=False),
+    ),
+  ],
+)
+def test_text_stands_for_rule(text, rule):
+  assert _loss_scale.parse(text) == (text, rule)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("nope", "unknown rule 'nope'; choose from none, fixed, dynamic"),
+    ("none:1", "unknown rule 'none:1'"),
+    ("", "unknown rule ''"),
+    ("fixed:-1", "`scale` must be positive, got -1"),
+    ("fixed:scale=True", "`scale` must be a number, got True"),
+    ("dynamic:growth_interval=0.5", "`growth_interval` must be an integer"),
+    ("dynamic:growth=2", "dynamic has no argument 'growth'; choose from init"),
+    ("dynamic:8,init_scale=8", "dynamic got 'init_scale' twice"),
+    ("fixed:1024,", "must be a number such as 1024, 0.5 or 2**15, got ''"),
+    ("fixed:big", "scale must be a number such as 1024, 0.5 or 2**15"),
+    ("fixed:'8'", "scale must be a number"),
+    ("fixed:1j", "scale must be a number"),
+    ("fixed:__import__('os')", "scale must be a number"),
+    ("fixed:9**9**9**9", "scale must be a number"),
+    ("fixed:0**-1", "scale must be a number"),
+    ("fixed:" + "(" * 9999, "scale must be a number"),
+  ],
+)
+def test_text_that_is_no_rule_is_refused(text, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    _loss_scale.parse(text)

@@ -1,0 +1,274 @@
+"""`train`: bad input, what comes out, and Ctrl-C."""
+
+import csv
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from optax_lossscale import cli
+from optax_lossscale.demo import digits
+from optax_lossscale.demo import history
+from tests.demo import tiny
+
+
+@pytest.fixture
+def tiny_digits(monkeypatch):
+  """Puts a linear classifier in the place of LeNet-5."""
+  task = tiny.make_task()
+  monkeypatch.setattr(digits, "make_task", lambda *, quick: task)
+  return task
+
+
+def train(*arguments):
+  return cli.main(["train", "--task", "digits", *map(str, arguments)])
+
+
+def read_history(directory, task="digits"):
+  with (directory / f"{task}.csv").open(newline="") as file:
+    return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+  ("option", "arguments"),
+  [
+    ("--task", ["--task", "images"]),
+    ("--precision", ["--precision", "float8"]),
+    ("--loss-scale", ["--loss-scale", "magic"]),
+    ("--loss-scale", ["--loss-scale", "fixed:0"]),
+    ("--loss-scale", ["--loss-scale", "dynamic:backoff_factor=2"]),
+    ("--steps", ["--steps", "0"]),
+    ("--steps", ["--steps", "many"]),
+    ("--seed", ["--seed", "-1"]),
+    ("--seeds", ["--seeds", "0"]),
+    ("--compare", ["--compare", "--precision", "float16"]),
+    ("--compare", ["--compare", "--loss-scale", "none"]),
+    ("--outptu", ["--outptu", "x"]),
+    ("--prec", ["--prec", "float16"]),
+  ],
+)
+def test_bad_input_is_answered_with_one_line(
+  option, arguments, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert train(*arguments) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.startswith("optax-lossscale") and err.count("\n") == 1
+  assert option in err
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_rules_own_words_are_passed_on(capsys):
+  assert train("--loss-scale", "dynamic:growth_factor=1") == 2
+  err = capsys.readouterr().err
+  assert "--loss-scale" in err
+  assert "`growth_factor` must be above 1 (in float32), got 1.0" in err
+
+
+def test_unwritable_output_is_refused_before_training(
+  tmp_path, tiny_digits, capsys
+):
+  (tmp_path / "file").write_text("")
+  for output in (tmp_path / "file", tmp_path / "file" / "folder"):
+    assert train("--output", output) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "--output" in err and str(output) in err
+  assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  assert train("--output", tmp_path / "out") == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert "matplotlib" in err and 'pip install "optax-lossscale[demo]"' in err
+  assert not (tmp_path / "out").exists()
+
+
+def test_missing_sources_are_told(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+  output = tmp_path / "out"
+  assert cli.main(["train", "--output", str(output)]) == 2
+  err = capsys.readouterr().err
+  assert err.count("\n") == 1 and "--task" in err and "0 characters" in err
+  assert not output.exists()
+
+
+def test_bad_input_is_answered_before_anything_heavy_is_imported():
+  code = (
+    "import sys; from optax_lossscale import cli;"
+    "assert cli.main(['train', '--steps', '0']) == 2;"
+    "heavy = {'flax', 'matplotlib', 'rich', 'sklearn'} & set(sys.modules);"
+    "assert not heavy, heavy"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_module_is_the_command():
+  command = [sys.executable, "-m", "optax_lossscale", "train", "--task", "x"]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 2
+  assert done.stderr.startswith("optax-lossscale train: error: argument --task")
+
+
+def test_help_is_not_an_error(capsys):
+  with pytest.raises(SystemExit) as stop:
+    cli.main(["train", "--help"])
+  assert stop.value.code == 0
+  assert "--loss-scale" in capsys.readouterr().out
+
+
+def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
+  assert train("--output", tmp_path / "a" / "b") == 0
+  runs = [
+    "float32, none",
+    "float16, none",
+    "float16, fixed:1024",
+    "float16, dynamic:growth_interval=50",
+  ]
+  out = capsys.readouterr().out
+  heading = ["final", "held-out", "accuracy", "applied", "skipped", "last S"]
+  for word in [*heading, "fixed:1024", "growth_interval=50", "2^10", "2^15"]:
+    assert word in out
+  output = tmp_path / "a" / "b"
+  names = ["digits.csv", "digits.json", "digits.png"]
+  assert sorted(path.name for path in output.iterdir()) == names
+  rows = read_history(output)
+  assert [(row["run"], int(row["step"])) for row in rows] == list(
+    itertools.product(runs, range(1, 5))
+  )
+  report = json.loads((output / "digits.json").read_text())
+  assert [run["run"] for run in report["runs"]] == runs
+  assert report["steps"] == 4 and report["seeds"] == [0]
+  assert set(report["versions"]) >= {"jax", "flax", "optax"}
+
+
+@pytest.mark.parametrize(
+  ("arguments", "run"),
+  [
+    (["--precision", "float16"], "float16, dynamic"),
+    (["--precision", "float32"], "float32, none"),
+    (["--precision", "bfloat16"], "bfloat16, none"),
+    (["--loss-scale", "fixed:8"], "float16, fixed:8"),
+    (["--precision", "float32", "--loss-scale", "none"], "float32, none"),
+  ],
+)
+def test_one_run_fills_in_what_is_not_said(
+  arguments, run, tmp_path, tiny_digits
+):
+  assert train(*arguments, "--steps", 1, "--output", tmp_path) == 0
+  assert {row["run"] for row in read_history(tmp_path)} == {run}
+
+
+def test_seeds_are_trained_one_after_another(tmp_path, tiny_digits, capsys):
+  arguments = ("--precision", "float32", "--seed", 3, "--seeds", 2)
+  assert train(*arguments, "--steps", 2, "--output", tmp_path) == 0
+  rows = read_history(tmp_path)
+  assert [row["seed"] for row in rows] == ["3", "3", "4", "4"]
+  first, second = rows[1]["loss"], rows[3]["loss"]
+  assert first != second
+  out = capsys.readouterr().out
+  assert "seeds 3 to 4" in " ".join(out.split())
+  assert "over 2 seeds" in out
+  assert f"{(float(first) + float(second)) / 2:.4f}" in out and "±" in out
+
+
+def test_quick_is_the_tasks_affair(tmp_path, tiny_digits, monkeypatch, capsys):
+  def make_task(*, quick):
+    note = "Quicker than the wind." if quick else ""
+    return dataclasses.replace(tiny_digits, steps=2 if quick else 3, note=note)
+
+  monkeypatch.setattr(digits, "make_task", make_task)
+  for options, steps in (
+    ([], 3),
+    (["--quick"], 2),
+    (["--quick", "--steps=1"], 1),
+  ):
+    assert train("--precision=float32", "--output", tmp_path, *options) == 0
+    assert len(read_history(tmp_path)) == steps
+    out = capsys.readouterr().out
+    assert ("Quicker than the wind." in out) == (options != [])
+
+
+def test_full_disk_does_not_hide_the_table(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  def refuse(path, records):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(history, "write_csv", refuse)
+  assert train("--precision=float32", "--output", tmp_path) == 2
+  out, err = capsys.readouterr()
+  assert "float32, none" in out
+  assert "--output" in err and "No space left on device" in err
+
+
+def test_interrupt_keeps_what_was_recorded(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  def three_batches(seed):
+    yield from itertools.islice(tiny_digits.batches(seed), 3)
+    raise KeyboardInterrupt
+
+  interrupted = dataclasses.replace(tiny_digits, batches=three_batches)
+  monkeypatch.setattr(digits, "make_task", lambda *, quick: interrupted)
+  assert train("--output", tmp_path) == 130
+  # The third step was still in the device's queue.
+  assert [row["step"] for row in read_history(tmp_path)] == ["1", "2"]
+  report = json.loads((tmp_path / "digits.json").read_text())
+  assert report["interrupted"] is True
+  assert report["runs"][0]["held_out"] is None
+  assert (tmp_path / "digits.png").stat().st_size > 0
+  assert "Interrupted" in capsys.readouterr().out
+
+
+def test_interrupt_before_the_first_step_writes_nothing(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  def no_batches(seed):
+    raise KeyboardInterrupt
+    yield
+
+  interrupted = dataclasses.replace(tiny_digits, batches=no_batches)
+  monkeypatch.setattr(digits, "make_task", lambda *, quick: interrupted)
+  assert train("--output", tmp_path) == 130
+  assert list(tmp_path.iterdir()) == []
+  assert "nothing to save" in capsys.readouterr().out
+
+
+def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
+  # A shell may have told its background jobs to ignore Ctrl-C.
+  code = (
+    "import signal, sys; from optax_lossscale import cli;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "sys.exit(cli.main())"
+  )
+  arguments = ["--task", "digits", "--precision", "float16"]
+  arguments += ["--steps", "1000000", "--output", str(tmp_path)]
+  with subprocess.Popen(
+    [sys.executable, "-c", code, "train", *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    # The progress bar as on a terminal, to see when the first step is done.
+    env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "120"},
+  ) as process:
+    seen = b""
+    while b"loss" not in seen.rpartition(b"compiling")[2]:
+      chunk = os.read(process.stderr.fileno(), 4096)
+      assert chunk, seen.decode()
+      seen += chunk
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+  assert process.returncode == 130
+  assert b"Interrupted" in out
+  assert read_history(tmp_path)
+  names = ["digits.csv", "digits.json", "digits.png"]
+  assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -1,0 +1,183 @@
+"""The files, the table and the picture."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+import rich.console
+
+from optax_lossscale.demo import figure
+from optax_lossscale.demo import history
+from optax_lossscale.demo import table
+
+
+def make_record(run="a", seed=0, step=1, loss=1.0, scale=None, skipped=None):
+  amax = None if scale is None else math.inf if skipped else 8.0
+  return history.Record(run, seed, step, loss, scale, skipped, skipped, amax)
+
+
+def test_summary_counts_steps():
+  records = [
+    make_record(step=1, scale=16.0, skipped=True),
+    make_record(step=2, loss=3.0, scale=8.0, skipped=False),
+    make_record(step=3, loss=2.0, scale=8.0, skipped=False),
+    make_record("b", step=1, loss=math.nan),
+  ]
+  first, second = history.summarize(records, {("a", 0): 0.5})
+  assert first == history.Summary("a", 0, 2.0, 0.5, 2, 1, 8.0)
+  assert math.isnan(second.loss)
+  assert dataclasses.astuple(second)[3:] == (None, 1, 0, None)
+
+
+def test_csv_holds_every_record(tmp_path):
+  path = tmp_path / "history.csv"
+  records = [
+    make_record("float16, none", loss=math.nan),
+    make_record("float16, fixed:8", 1, 2, 0.1, 8.0, True),
+  ]
+  history.write_csv(path, records)
+  with path.open(newline="") as file:
+    rows = list(csv.reader(file))
+  assert rows == [
+    [
+      "run",
+      "seed",
+      "step",
+      "loss",
+      "loss_scale",
+      "overflow",
+      "skipped",
+      "amax",
+    ],
+    ["float16, none", "0", "1", "nan", "", "", "", ""],
+    ["float16, fixed:8", "1", "2", "0.1", "8.0", "1", "1", "inf"],
+  ]
+
+
+def test_json_is_json_whatever_the_loss(tmp_path):
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  path = tmp_path / "summary.json"
+  summaries = history.summarize([make_record(loss=math.inf)], {})
+  history.write_json(path, {"steps": 1}, summaries)
+  report = json.loads(path.read_text(), parse_constant=refuse)
+  assert report["steps"] == 1
+  assert report["runs"][0]["loss"] == "inf"
+  assert report["runs"][0]["held_out"] is None
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path):
+  path = tmp_path / "file"
+  path.write_text("old")
+  with (
+    pytest.raises(KeyboardInterrupt),
+    history.replacing(path) as temporary,
+  ):
+    temporary.write_text("half")
+    raise KeyboardInterrupt
+  assert path.read_text() == "old"
+  with history.replacing(path) as temporary:
+    temporary.write_text("new")
+    assert path.read_text() == "old"
+  assert path.read_text() == "new"
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def printed(summaries, width=80):
+  console = rich.console.Console(file=io.StringIO(), width=width)
+  console.print(table.make_table(summaries, score_name="held-out accuracy"))
+  return console.file.getvalue()
+
+
+def test_table_tells_every_figure():
+  lines = printed(
+    [
+      history.Summary("float32, none", 0, 2.44597, 0.97214, 60, 0, None),
+      history.Summary("float16, dynamic", 0, math.nan, None, 56, 4, 2.0**21),
+    ]
+  ).splitlines()
+  rows = [line.split() for line in lines]
+  assert ["float32,", "none", "2.4460", "0.9721", "60", "0", "-"] in rows
+  assert ["float16,", "dynamic", "nan", "-", "56", "4", "2^21"] in rows
+
+
+def test_table_keeps_its_figures_on_a_narrow_terminal():
+  label = "float16, dynamic:init_scale=2**15,growth_interval=200"
+  summary = history.Summary(label, 0, 2.4459, 0.9721, 1234, 56, 2.0**-10)
+  words = printed([summary], width=60).split()
+  for figure_ in ("2.4459", "0.9721", "1234", "56", "2^-10"):
+    assert figure_ in words
+
+
+def test_table_gives_mean_and_spread_of_several_seeds():
+  out = printed(
+    [
+      history.Summary("a", 0, 1.0, 0.5, 9, 1, 8.0),
+      history.Summary("a", 1, 2.0, 0.5, 10, 0, 12.0),
+      history.Summary("b", 0, math.nan, 0.5, 10, 0, None),
+      history.Summary("b", 1, 2.0, 0.5, 10, 0, None),
+    ]
+  )
+  for part in ("1.5000", "± 0.7071", "9.5", "2^3", "to 12", "nan", "2 seeds"):
+    assert part in out
+
+
+@pytest.mark.parametrize(
+  "records",
+  [
+    [make_record()],
+    [make_record("a"), make_record("b", 0, 1, 1.0, 8.0, False)],
+    [make_record("a", 0, 1, math.inf, 8.0, True)],
+    [make_record("a", 0, step, math.nan) for step in (1, 2)],
+    [
+      make_record(run, seed, step, 10.0**-step, 2.0**step, step == 2)
+      for run in "abcdef"
+      for seed in (0, 1)
+      for step in (1, 2, 3)
+    ],
+    [make_record("a", 0, 1), make_record("b", 1, 1)],
+  ],
+  ids=["one", "two", "inf", "nan", "many", "apart"],
+)
+def test_figure_draws_any_history(records, tmp_path):
+  path = tmp_path / "figure.png"
+  figure.write_figure(path, records, title="Title")
+  assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_figure_marks_skipped_and_lost_steps(tmp_path, monkeypatch):
+  drawn = []
+  monkeypatch.setattr(
+    figure.Figure,
+    "savefig",
+    lambda self, path, **_: drawn.append(self) or path.write_bytes(b""),
+  )
+  records = [
+    make_record("a", step=1),
+    make_record("a", step=2, loss=math.nan),
+    make_record("b", 0, 1, 1.5, 16.0, True),
+    make_record("b", 0, 2, 1.5, 8.0, False),
+  ]
+  figure.write_figure(tmp_path / "figure.png", records, title="Title")
+  losses, differences, scales = drawn[0].axes
+  lines = {
+    line.get_label(): [list(xy) for xy in line.get_data()]
+    for axes in (losses, scales)
+    for line in axes.get_lines()
+  }
+  assert lines["a: loss not finite"] == [[2], [1.0]]
+  assert lines["skipped step"] == [[1], [16.0]]
+  assert lines["b"] == [[1, 2], [1.5, 1.5]]
+  above = differences.get_lines()[1].get_ydata()
+  assert above[0] == 0.5 and math.isnan(above[1])
+  assert [axes.get_ylabel() for axes in drawn[0].axes] == [
+    "training loss",
+    "loss minus that of\na",
+    "loss scale S",
+  ]
+  assert differences.get_shared_x_axes().joined(losses, scales)

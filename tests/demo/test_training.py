@@ -1,0 +1,136 @@
+"""The runs: same start, same batches, and what is recorded of each step."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale.demo import comparison
+from optax_lossscale.demo import training
+from tests.demo import tiny
+
+FLOAT32 = training.Run("float32", "none", None)
+UNSCALED = training.Run("float16", "none", None)
+FIXED = training.Run("float16", "fixed:1024", ols.FixedLossScale(1024.0))
+# 2**40 overflows at once in float16.
+TOO_LARGE = training.Run(
+  "float16",
+  "dynamic:2**40",
+  ols.DynamicLossScale(2.0**40, backoff_factor=2.0**-30),
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_task():
+  return tiny.make_task()
+
+
+def records_of(run, task, *, seed=0, steps=3):
+  records = []
+  score = training.train(
+    run, task, seed=seed, steps=steps, on_step=records.append
+  )
+  return records, score
+
+
+def test_first_loss_does_not_depend_on_loss_scaling(tiny_task):
+  runs = (FLOAT32, UNSCALED, FIXED, TOO_LARGE)
+  losses = [records_of(run, tiny_task, steps=1)[0][0].loss for run in runs]
+  assert losses[1] == losses[2] == losses[3]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+  assert losses[0] != losses[1]
+
+
+def test_training_lowers_the_loss(tiny_task):
+  records, score = records_of(FIXED, tiny_task, steps=150)
+  assert records[-1].loss < records[0].loss / 1.2
+  assert 0.5 < score <= 1
+
+
+def test_same_seed_gives_the_same_history(tiny_task):
+  first, _ = records_of(FIXED, tiny_task, seed=1)
+  again, _ = records_of(FIXED, tiny_task, seed=1)
+  other, _ = records_of(FIXED, tiny_task, seed=2)
+  assert first == again
+  assert first[0].loss != other[0].loss
+
+
+def test_record_holds_the_scale_that_the_step_used(tiny_task):
+  records, _ = records_of(TOO_LARGE, tiny_task, steps=3)
+  assert [record.step for record in records] == [1, 2, 3]
+  assert [record.loss_scale for record in records] == [
+    2.0**40,
+    2.0**10,
+    2.0**10,
+  ]
+  assert [record.overflow for record in records] == [True, False, False]
+  assert [record.skipped for record in records] == [True, False, False]
+  assert not math.isfinite(records[0].amax)
+  assert 0 < records[1].amax < 65504
+
+
+def test_skipped_step_leaves_the_model_alone(tiny_task):
+  records, _ = records_of(TOO_LARGE, tiny_task, steps=1)
+  same_batch = dataclasses.replace(
+    tiny_task,
+    batches=lambda seed: itertools.repeat(next(tiny_task.batches(seed))),
+  )
+  again, _ = records_of(TOO_LARGE, same_batch, steps=3)
+  assert records[0].loss == again[0].loss == again[1].loss != again[2].loss
+
+
+def test_unscaled_run_records_no_scale(tiny_task):
+  records, _ = records_of(UNSCALED, tiny_task, steps=1)
+  assert records[0][4:] == (None, None, None, None)
+
+
+def test_unscaled_step_holds_nothing_of_ours(tiny_task):
+  model = tiny_task.model(jnp.dtype("float16"))
+  params = model.init(jax.random.key(0), tiny_task.held_out[0][0][:1])
+  step = training.make_plain_train_step(
+    training.make_loss_fn(model), tiny_task.optimizer
+  )
+  opt_state = tiny_task.optimizer.init(params)
+  _, opt_state, metrics = step(params, opt_state, next(tiny_task.batches(0)))
+  assert list(metrics) == ["loss"]
+  with pytest.raises(ValueError):
+    ols.get_loss_scale(opt_state)
+
+
+def test_host_reads_a_step_after_the_next_was_dispatched(tiny_task):
+  dispatched, seen = [], []
+
+  def batches(seed):
+    for batch in tiny_task.batches(seed):
+      dispatched.append(batch)
+      yield batch
+
+  task = dataclasses.replace(tiny_task, batches=batches)
+  training.train(
+    FIXED, task, seed=0, steps=3, on_step=lambda _: seen.append(len(dispatched))
+  )
+  assert seen == [2, 3, 3]
+
+
+def test_comparison_gives_every_run_the_same_batches(tiny_task):
+  plan = comparison.Comparison(
+    tiny_task, [FLOAT32, FIXED], seeds=range(2), steps=2
+  )
+  results = comparison.train(plan)
+  assert not results.interrupted
+  assert [record[:3] for record in results.records] == [
+    (run.label, seed, step)
+    for seed in range(2)
+    for run in (FLOAT32, FIXED)
+    for step in (1, 2)
+  ]
+  losses = [record.loss for record in results.records]
+  assert losses[0:2] == pytest.approx(losses[2:4], rel=1e-2)
+  assert losses[0:2] != pytest.approx(losses[4:6], rel=1e-2)
+  assert set(results.held_out) == {
+    (run.label, seed) for run in (FLOAT32, FIXED) for seed in range(2)
+  }
