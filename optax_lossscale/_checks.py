@@ -39,7 +39,8 @@ class Check:
         "`dtype` must be a floating-point dtype such as jnp.float16, got "
         f"{self.dtype!r}."
       ) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
+    # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
       raise TypeError(
         "`dtype` must be a floating-point dtype such as jnp.float16, got "
         f"{dtype.name}."
@@ -168,7 +169,11 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
   """
   flag = finding.overflow.astype(jnp.uint32)
   flag_and_bits = jnp.stack([flag, _magnitude_bits(finding.amax)])
-  flag, bits = lax.pmax(flag_and_bits, axis_name)
+  # Axis by axis: the finding may differ along some of them only, and JAX then
+  # refuses to reduce over all at once.
+  for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+    flag_and_bits = lax.pmax(flag_and_bits, name)
+  flag, bits = flag_and_bits
   return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
 
 

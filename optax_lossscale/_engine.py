@@ -6,16 +6,12 @@ are data and the machine is one, so another system's rule is another `Engine`.
 """
 
 import dataclasses
+from typing import Literal
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-
-
-def reciprocal(loss_scale: jax.Array) -> jax.Array:
-  """Returns 1/S, the number that unscaling multiplies by, in S's dtype."""
-  return 1 / loss_scale
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -34,8 +30,8 @@ class DynamicLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S: what unscaling multiplies by."""
-    return reciprocal(self.loss_scale)
+    """float32[], 1/S, by which float32 gradients are multiplied."""
+    return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +50,8 @@ class Engine:
       a "multiple" of it, where the count runs on after growth.
     refill: what forgives the overflows counted so far: a "clean" step, a
       "growth", a "backoff".
-    clean_steps_after_overflow: where the count of clean steps starts again;
-      -1 makes the first growth after an overflow wait one step more.
+    initial_clean_steps: where the count of clean steps starts, at first and
+      after an overflow; -1 makes the growth after it wait one step more.
   """
 
   growth_factor: float
@@ -64,9 +60,21 @@ class Engine:
   hysteresis: int
   min_scale: float
   max_scale: float
-  growth_test: str = "at_least"
+  growth_test: Literal["at_least", "equal", "multiple"] = "at_least"
   refill: frozenset[str] = frozenset({"clean"})
-  clean_steps_after_overflow: int = 0
+  initial_clean_steps: int = 0
+
+  def __post_init__(self) -> None:
+    if self.growth_test not in ("at_least", "equal", "multiple"):
+      raise ValueError(
+        "`growth_test` must be 'at_least', 'equal' or 'multiple', got "
+        f"{self.growth_test!r}."
+      )
+    if not self.refill <= {"clean", "growth", "backoff"}:
+      raise ValueError(
+        "`refill` must be made of 'clean', 'growth' and 'backoff', got "
+        f"{set(self.refill)}."
+      )
 
   def init(self, init_scale: float) -> DynamicLossScaleState:
     """Returns the state of a machine that has seen no step.
@@ -74,11 +82,9 @@ class Engine:
     Args:
       init_scale: the first S.
     """
-    # `jnp.full` and not `jnp.asarray`: under jit it gives a traced value, so a
-    # state made there is not mistaken for one frozen into the function.
     return DynamicLossScaleState(
       loss_scale=jnp.full((), init_scale, jnp.float32),
-      clean_steps=jnp.full((), self.clean_steps_after_overflow, jnp.int32),
+      clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
     )
 
@@ -94,7 +100,7 @@ class Engine:
     overflow = jnp.asarray(overflow, bool)
     clean_steps = jnp.where(
       overflow,
-      jnp.int32(self.clean_steps_after_overflow),
+      jnp.int32(self.initial_clean_steps),
       optax.safe_increment(state.clean_steps),
     )
     kept_overflows = (
@@ -146,7 +152,3 @@ class Engine:
         return clean_steps == self.growth_interval
       case "multiple":
         return (clean_steps > 0) & (clean_steps % self.growth_interval == 0)
-    raise ValueError(
-      "`growth_test` must be 'at_least', 'equal' or 'multiple', got "
-      f"{self.growth_test!r}."
-    )

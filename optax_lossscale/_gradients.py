@@ -28,10 +28,11 @@ def scaled_value_and_grad(
   The gradients stay scaled: hand them to the `update` of `loss_scaling` with
   the same `opt_state`.
 
-  A loss in float16 works: the product with S is formed in float32. Where S is
-  beyond the normal numbers of the loss's dtype, the backward pass could only
-  start from inf or, in saturation mode, from a clipped S; the gradients are
-  then inf, so that the wrapper sees an overflow and S comes down.
+  A loss in float16 works: the product with S is formed in float32. Where the
+  loss's dtype does not hold S, the backward pass could only start from inf or,
+  in saturation mode, from a clipped S; the gradients are then inf, so that the
+  wrapper sees an overflow and S comes down. An S that is no power of two is
+  rounded to the loss's dtype, like every number there.
 
   Args:
     fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
@@ -47,8 +48,10 @@ def scaled_value_and_grad(
 
   Raises:
     ValueError: if `opt_state` holds no scale or several; when called, if a
-      function being jitted has closed over `opt_state` and would keep its S.
-    TypeError: when called, if `fun` does not return a floating-point scalar.
+      function being traced (jit, scan, shard_map ...) has closed over
+      `opt_state` and would keep its S.
+    TypeError: if `argnums` is not made of integers; when called, if `fun` does
+      not return a floating-point scalar.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -63,10 +66,11 @@ def scaled_value_and_grad(
     5.0 [2048. 4096.]
   """
   loss_scale = _state.get_loss_scale(opt_state, path=path)
+  _check_argnums(argnums)
 
   def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
     value = fun(*args, **kwargs)
-    loss = value[0] if has_aux else value
+    loss = _check_pair(value)[0] if has_aux else value
     _check_loss(loss)
     return scale_loss(loss, loss_scale), (loss, value)
 
@@ -111,7 +115,8 @@ def scale_loss(
     >>> print(ols.scale_loss(jnp.float16(2.0), 2.0**16))
     131072.0
   """
-  _check_float("loss", loss)
+  _check_float("`loss`", loss)
+  _state.refuse_frozen(opt_state, path)
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   # In float32: S itself may be inf in the loss's dtype.
   dtype = _leaves.at_least_float32(loss.dtype)
@@ -128,7 +133,8 @@ def unscale(
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
-      of Flax's `overwrite_with_gradient` collection are returned as they are.
+      of Flax's `_overwrite_with_gradient` collection are returned as they are;
+      what else a `mask` leaves out of the wrapper is not known here.
     opt_state: an optimizer's state that holds a loss scale, or a scale.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -144,6 +150,7 @@ def unscale(
     >>> print(ols.unscale(jnp.array([2.0, 4.0], jnp.float16), 2.0**25))
     [5.9604645e-08 1.1920929e-07]
   """
+  _state.refuse_frozen(opt_state, path)
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   scaled_gradients = _leaves.as_arrays(scaled_gradients)
   is_gradient = _leaves.resolve_mask(None, scaled_gradients)
@@ -167,7 +174,10 @@ def _inf_where_unusable(
     and largest >= _arguments.LARGEST_SCALE
   ):
     return gradients
-  is_usable = (loss_scale >= smallest) & (loss_scale <= largest)
+  # Among the subnormals the dtype holds whole multiples of the smallest one.
+  multiple = loss_scale / float(finfo.smallest_subnormal)
+  error = jnp.abs(jnp.round(multiple) - multiple)
+  is_usable = (loss_scale <= largest) & (error <= float(finfo.eps) * multiple)
   is_gradient = _leaves.resolve_mask(None, gradients)
   return jax.tree.map(
     lambda is_gradient, x: (
@@ -178,6 +188,26 @@ def _inf_where_unusable(
     is_gradient,
     gradients,
   )
+
+
+def _check_argnums(argnums: Any) -> None:
+  numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+  for number in numbers:
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+      raise TypeError(
+        "`argnums` must be an integer or integers, got "
+        f"{type(number).__name__}; the arguments of `fun` go to the function "
+        "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
+      )
+
+
+def _check_pair(value: Any) -> tuple[Any, Any]:
+  if not isinstance(value, tuple) or len(value) != 2:
+    raise TypeError(
+      "`fun` must return (loss, aux) if has_aux=True, got "
+      f"{type(value).__name__}."
+    )
+  return value
 
 
 def _check_loss(loss: Any) -> None:

@@ -1,19 +1,19 @@
 """Which leaves of a tree are gradients, and in which precision they travel."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lossscale import _engine
-
-# Flax keeps the scales and amax histories of FP8 layers in this collection.
-# What differentiation returns for them is their next value, not a gradient.
-OVERWRITE_WITH_GRADIENT = "overwrite_with_gradient"
-
-Mask = Any | Callable[[Any], Any]
+# Flax keeps the scales and amax histories of FP8 layers in a collection of this
+# name, which it spells with the underscore. What differentiation returns for
+# them is their next value, not a gradient.
+OVERWRITE_WITH_GRADIENT = {
+  "_overwrite_with_gradient",
+  "overwrite_with_gradient",
+}
 
 
 def is_gradient(x: Any) -> bool:
@@ -22,27 +22,51 @@ def is_gradient(x: Any) -> bool:
 
 
 def as_arrays(tree: Any) -> Any:
-  """Returns `tree` with Python floats as arrays, so that none is overlooked.
+  """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
+
+  So none is overlooked, and no weak type makes the next step recompile.
 
   Args:
-    tree: gradients.
+    tree: gradients or a state.
   """
-  return jax.tree.map(
-    lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree
-  )
+
+  def as_array(x: Any) -> Any:
+    if isinstance(x, (bool, int, float, complex)):
+      return jnp.asarray(x, jnp.result_type(x))
+    if isinstance(x, (np.ndarray, np.generic)):
+      # float0 and text are no numbers to JAX.
+      is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+      return jnp.asarray(x) if is_number else x
+    if getattr(x, "weak_type", False):
+      return jnp.asarray(x, x.dtype)
+    return x
+
+  return jax.tree.map(as_array, tree)
 
 
-def resolve_mask(mask: Mask | None, tree: Any) -> Any:
+def resolve_mask(mask: Any, tree: Any) -> Any:
   """Returns a tree of bools like `tree`: True where a leaf is a gradient.
 
   Args:
     mask: what the caller passed: None, a tree of bools of which `tree` may be
       an extension, or a function that makes one.
     tree: parameters or gradients.
+
+  Raises:
+    ValueError: if the mask does not fit the tree.
   """
   if mask is None:
     return jax.tree.map_with_path(lambda path, _: not _overwrites(path), tree)
-  return jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree)
+  if callable(mask):
+    mask = mask(tree)
+  try:
+    return jax.tree.broadcast(mask, tree)
+  except ValueError as error:
+    raise ValueError(
+      "`mask` must be a tree of bools of which the parameters are an "
+      f"extension, got {jax.tree.structure(mask)} for parameters "
+      f"{jax.tree.structure(tree)}."
+    ) from error
 
 
 def leave_out(mask: Any, tree: Any) -> Any:
@@ -52,8 +76,8 @@ def leave_out(mask: Any, tree: Any) -> Any:
     mask: a tree of bools.
     tree: a tree like it, or None for no tree.
   """
-  if tree is None:
-    return None
+  if tree is None or all(jax.tree.leaves(mask)):
+    return tree
   return jax.tree.map(
     lambda is_kept, leaf: leaf if is_kept else optax.MaskedNode(), mask, tree
   )
@@ -67,6 +91,8 @@ def merge(mask: Any, kept: Any, left_out: Any) -> Any:
     kept: a tree with masked nodes where the mask is False.
     left_out: a tree like the mask.
   """
+  if all(jax.tree.leaves(mask)):
+    return kept
   return jax.tree.map(
     lambda is_kept, a, b: a if is_kept else b, mask, kept, left_out
   )
@@ -119,7 +145,8 @@ def narrow_like(updates: Any, params: Any) -> Any:
     )
     return jnp.asarray(update, param.dtype) if is_real else update
 
-  return jax.tree.map(narrow_leaf, updates, params)
+  # None stands for a parameter without a gradient, which need not be an array.
+  return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
 
 
 def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
@@ -136,7 +163,7 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     # Before the product: 1/S may be 0 in float16, and the product may be.
     x = jnp.asarray(x, at_least_float32(x.dtype))
     # The inverse in the leaf's own precision, so float64 loses nothing.
-    inverse = _engine.reciprocal(loss_scale.astype(jnp.finfo(x.dtype).dtype))
+    inverse = 1 / loss_scale.astype(jnp.finfo(x.dtype).dtype)
     if jnp.iscomplexobj(x):
       # By parts: a product with a complex 1/S would make NaN of inf * 0.
       return jax.lax.complex(x.real * inverse, x.imag * inverse)
@@ -147,5 +174,7 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
 
 def _overwrites(path: tuple[Any, ...]) -> bool:
   """Returns whether a path leads through the collection of that name."""
-  names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-  return OVERWRITE_WITH_GRADIENT in names
+  return any(
+    getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT
+    for key in path
+  )

@@ -20,7 +20,7 @@ def loss_scaling(
   *,
   check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
   axis_name: Any = None,
-  mask: _leaves.Mask | None = None,
+  mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it takes scaled gradients.
 
@@ -45,7 +45,7 @@ def loss_scaling(
       are an extension, or a function from the parameters to one. The others go
       around the wrapper and the optimizer and come out of `update` as their
       next value: the one that went in, or on a skip the old one. Without it,
-      these are the leaves of Flax's `overwrite_with_gradient` collection.
+      these are the leaves of Flax's `_overwrite_with_gradient` collection.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
@@ -55,9 +55,12 @@ def loss_scaling(
     are passed.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument is not of its kind; from `init`, if the state of
+      the rule has no float32[] `loss_scale`; from `update`, if it is given
+      another state than `init` made.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
-      rule starts with an unusable S.
+      rule starts with an unusable S; from `update`, if `inner` or the rule
+      changes the structure of its state.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -78,7 +81,8 @@ def loss_scaling(
     <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
   if isinstance(inner, optax.MultiSteps):
-    inner = inner.gradient_transformation()
+    # Not its `gradient_transformation()`, which drops extra arguments.
+    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
   _check_arguments(inner, rule, check)
   inner = optax.with_extra_args_support(inner)
 
@@ -87,11 +91,11 @@ def loss_scaling(
     inner_state = inner.init(
       _leaves.widen(_leaves.leave_out(is_gradient, params))
     )
-    loss_scale_state = _strong(rule.init())
-    _check_states(loss_scale_state, inner_state)
+    _check_rule(rule)
+    _check_inner_state(inner_state)
     return _state.LossScalingState(
-      loss_scale_state=loss_scale_state,
-      inner_state=_strong(inner_state),
+      loss_scale_state=_leaves.as_arrays(rule.init()),
+      inner_state=_leaves.as_arrays(inner_state),
       overflow=jnp.full((), False),
       nan=jnp.full((), False),
       skipped=jnp.full((), False),
@@ -109,20 +113,18 @@ def loss_scaling(
     overflow: Any = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
-    if not isinstance(state, _state.LossScalingState):
-      raise TypeError(
-        "`state` must be the LossScalingState that init made, got "
-        f"{type(state).__name__}."
-      )
+    _check_state(state, rule)
     scaled = _leaves.as_arrays(updates)
-    is_gradient = _leaves.resolve_mask(mask, scaled)
+    is_gradient = _leaves.resolve_mask(
+      mask, scaled if params is None or mask is None else params
+    )
     scaled_gradients = _leaves.leave_out(is_gradient, scaled)
 
     finding = _checks.examine(check, scaled_gradients)
     finding = finding._replace(overflow=finding.overflow | _any(overflow))
     if axis_name is not None:
       finding = _checks.agree(finding, axis_name)
-    skipped = finding.overflow if rule.skip else jnp.full((), False)
+    skipped = finding.overflow & rule.skip
 
     inner_params = _leaves.leave_out(is_gradient, params)
     inner_updates, inner_state = inner.update(
@@ -136,7 +138,9 @@ def loss_scaling(
       inner_state,
       state.inner_state,
     )
-    inner_updates = _leaves.narrow_like(inner_updates, inner_params)
+    inner_updates = _leaves.narrow_like(
+      _leaves.as_arrays(inner_updates), inner_params
+    )
 
     loss_scale_state, stalled = _move(rule, state.loss_scale_state, finding)
     return (
@@ -166,10 +170,17 @@ def _move(
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
   moved = rule.update(state, finding.overflow, amax=finding.amax)
+  _select.check_structure(
+    "the state of `rule` must keep the structure that its init made",
+    moved,
+    state,
+  )
+  # As it will be kept, in float32: a rule may compute it in another dtype.
+  loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
   # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
   # end the training silently, so the state before it is held instead.
-  is_usable = (moved.loss_scale >= _arguments.SMALLEST_SCALE) & (
-    moved.loss_scale <= _arguments.LARGEST_SCALE
+  is_usable = (loss_scale >= _arguments.SMALLEST_SCALE) & (
+    loss_scale <= _arguments.LARGEST_SCALE
   )
   stalled = finding.overflow & (rule.at_floor(state) | ~is_usable)
   return _select.select(~is_usable, state, moved), stalled
@@ -198,32 +209,27 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _any(overflow: Any) -> jax.Array:
+  if overflow is None or isinstance(overflow, str):
+    raise TypeError(
+      f"`overflow` must be a bool, a number or an array, got {overflow!r}."
+    )
   # NaN is not 0, so a flag that went wrong counts as an overflow.
   return jnp.any(jnp.asarray(overflow).astype(bool))
 
 
-def _strong(state: Any) -> Any:
-  """Returns `state` with Python numbers and weak types made strong.
-
-  Otherwise the second step would be another compilation.
-  """
-
-  def strengthen(x: Any) -> Any:
-    if isinstance(x, (bool, int, float, complex)):
-      return jnp.asarray(x, jnp.result_type(x))
-    if getattr(x, "weak_type", False):
-      return jnp.asarray(x, x.dtype)
-    return x
-
-  return jax.tree.map(strengthen, state)
-
-
 def _check_arguments(inner: Any, rule: Any, check: Any) -> None:
-  if not (hasattr(inner, "init") and hasattr(inner, "update")):
+  if isinstance(inner, _rules.LossScale):
+    raise TypeError(
+      f"`inner` must be an optax gradient transformation, got {inner!r}; "
+      "loss_scaling takes the optimizer first, then the rule."
+    )
+  if isinstance(inner, type) or not (
+    hasattr(inner, "init") and hasattr(inner, "update")
+  ):
+    remedy = "; call it: optax.adam(1e-3)" if callable(inner) else ""
     raise TypeError(
       "`inner` must be an optax gradient transformation, got "
-      f"{type(inner).__name__}; loss_scaling takes the optimizer first, then "
-      "the rule."
+      f"{getattr(inner, '__name__', repr(inner))}{remedy}."
     )
   if not isinstance(rule, _rules.LossScale):
     raise TypeError(
@@ -236,20 +242,44 @@ def _check_arguments(inner: Any, rule: Any, check: Any) -> None:
     )
 
 
-def _check_states(loss_scale_state: Any, inner_state: Any) -> None:
-  if not hasattr(loss_scale_state, "loss_scale"):
-    raise TypeError(
-      "the state of `rule` must have a `loss_scale`, got "
-      f"{type(loss_scale_state).__name__}."
-    )
-  if not isinstance(loss_scale_state.loss_scale, jax.core.Tracer):
-    _arguments.check_scale(
-      "loss_scale of the rule's first state", loss_scale_state.loss_scale
-    )
+def _check_rule(rule: _rules.LossScale) -> None:
+  """Raises if the rule's first state is not one to start with."""
+  # Also where `init` is being traced, the first S is a constant to look at.
+  with jax.ensure_compile_time_eval():
+    state = rule.init()
+    loss_scale = getattr(_leaves.as_arrays(state), "loss_scale", None)
+    if (
+      not isinstance(loss_scale, jax.Array)
+      or loss_scale.dtype != jnp.float32
+      or loss_scale.shape != ()
+    ):
+      got = type(state).__name__ if loss_scale is None else loss_scale
+      raise TypeError(
+        "the state of `rule` must have an attribute `loss_scale`, float32[], "
+        f"got {got!r}."
+      )
+    if not isinstance(loss_scale, jax.core.Tracer):
+      _arguments.check_scale("loss_scale of the rule's first state", loss_scale)
+
+
+def _check_inner_state(inner_state: Any) -> None:
   paths = _state.find_states(inner_state)
   if paths:
+    place = "/".join(filter(None, ["inner_state", next(iter(paths))]))
     raise ValueError(
-      "`inner` must not contain loss_scaling, got it at "
-      f"inner_state/{next(iter(paths))}: gradients would be unscaled twice. "
-      "Wrap the optimizer once, outermost."
+      f"`inner` must not contain loss_scaling, got it at {place}: gradients "
+      "would be unscaled twice. Wrap the optimizer once, outermost."
     )
+
+
+def _check_state(state: Any, rule: _rules.LossScale) -> None:
+  if not isinstance(state, _state.LossScalingState):
+    raise TypeError(
+      "`state` must be the LossScalingState that init made, got "
+      f"{type(state).__name__}."
+    )
+  _select.check_structure(
+    "`state` must hold the state of this `rule`",
+    state.loss_scale_state,
+    jax.eval_shape(rule.init),
+  )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from optax_lossscale import _state
 
@@ -51,11 +52,12 @@ def loss_scale_metrics(
   return {
     "loss_scale": _state.get_loss_scale(state),
     "inv_scale": state.inv_scale,
-    "amax": state.amax,
-    "overflow": state.overflow,
-    "nan": state.nan,
-    "skipped": state.skipped,
-    "stalled": state.stalled,
-    "applied_steps": state.applied_steps,
-    "skipped_steps": state.skipped_steps,
+    # As arrays, also where a framework keeps its own variables in the state.
+    "amax": jnp.asarray(state.amax),
+    "overflow": jnp.asarray(state.overflow),
+    "nan": jnp.asarray(state.nan),
+    "skipped": jnp.asarray(state.skipped),
+    "stalled": jnp.asarray(state.stalled),
+    "applied_steps": jnp.asarray(state.applied_steps),
+    "skipped_steps": jnp.asarray(state.skipped_steps),
   }

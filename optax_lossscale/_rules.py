@@ -18,7 +18,8 @@ class LossScale(abc.ABC):
   """A rule for the loss scale S: where it starts and how each step moves it.
 
   Subclass it for a rule of your own: a frozen dataclass for the configuration
-  and any pytree of arrays with a `loss_scale` for the state. Everything in this
+  and any pytree of arrays with an attribute `loss_scale`, float32[], for the
+  state. Everything in this
   library takes it as it takes the rules below.
 
   Attributes:
@@ -103,8 +104,8 @@ class FixedLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S: what unscaling multiplies by."""
-    return _engine.reciprocal(self.loss_scale)
+    """float32[], 1/S, by which float32 gradients are multiplied."""
+    return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,8 @@ class DynamicLossScale(LossScale):
       from the last overflow or growth.
     hysteresis: S shrinks on this many overflows in a row, and on each further
       one of that row. A clean step ends the row.
-    min_scale: the floor. The default is the smallest normal float16.
+    min_scale: the floor. The default is the smallest normal float16; a loss in
+      float16 cannot carry an S below 2**-24 at all.
     max_scale: the ceiling, at most 2**126, where 1/S is still a normal float32.
     skip: whether an overflow skips the step.
 
@@ -200,8 +202,8 @@ class DynamicLossScale(LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` is Megatron-LM's
-    as its documentation tells it.
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` is what Megatron-LM
+    documents; its code forgives earlier overflows on growth only.
   """
 
   init_scale: float = 2.0**15

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _leaves
 from optax_lossscale import _state
 
 
@@ -22,13 +23,13 @@ def select(skipped: jax.Array, old: Any, new: Any) -> Any:
   """
 
   def choose(old_leaf: Any, new_leaf: Any) -> Any:
-    if not is_array(old_leaf):
+    if not _is_array(old_leaf):
       return new_leaf
     if jnp.issubdtype(old_leaf.dtype, jax.dtypes.extended):
       return jnp.where(skipped, old_leaf, new_leaf)  # Typed random keys.
     return jnp.where(skipped, old_leaf, jnp.asarray(new_leaf, old_leaf.dtype))
 
-  return jax.tree.map(choose, old, new)
+  return jax.tree.map(choose, _leaves.as_arrays(old), new)
 
 
 def select_on_skip(
@@ -64,8 +65,9 @@ def select_on_skip(
     7
   """
   check_structure("`new` and `old` must have the same structure", new, old)
-  old = jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), old)
-  return select(_state.find_state(opt_state, path).skipped, old, new)
+  _state.refuse_frozen(opt_state, path)
+  skipped = _state.find_state(opt_state, path).skipped
+  return select(skipped, old, new)
 
 
 def zero_updates(skipped: jax.Array, updates: Any) -> Any:
@@ -79,20 +81,12 @@ def zero_updates(skipped: jax.Array, updates: Any) -> Any:
   """
 
   def choose(update: Any) -> Any:
-    if not is_array(update) or not jnp.issubdtype(update.dtype, jnp.number):
+    if not _is_array(update) or not jnp.issubdtype(update.dtype, jnp.number):
       return update
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
     return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
 
   return jax.tree.map(choose, updates)
-
-
-def is_array(x: Any) -> bool:
-  """Returns whether `x` is an array that can be selected; float0 is none."""
-  return (
-    isinstance(x, (jax.Array, np.ndarray, np.generic))
-    and x.dtype != jax.dtypes.float0
-  )
 
 
 def check_structure(rule: str, new: Any, old: Any) -> None:
@@ -109,3 +103,16 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
   structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
   if structures[0] != structures[1]:
     raise ValueError(f"{rule}, got {structures[0]} and {structures[1]}.")
+  for (path, new_leaf), old_leaf in zip(
+    jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True
+  ):
+    if np.shape(new_leaf) != np.shape(old_leaf):
+      raise ValueError(
+        f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
+        f"at {jax.tree_util.keystr(path)}."
+      )
+
+
+def _is_array(x: Any) -> bool:
+  """Returns whether `x` is an array of JAX; float0 is none."""
+  return isinstance(x, jax.Array)

@@ -9,6 +9,10 @@ import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale import _engine
+from optax_lossscale import _rules
+
+# What people pass by mistake where the wrapper's state is wanted.
+_RULE_STATES = (_engine.DynamicLossScaleState, _rules.FixedLossScaleState)
 
 
 class LossScalingState(NamedTuple):
@@ -21,7 +25,8 @@ class LossScalingState(NamedTuple):
     nan: bool[], one of them was NaN. Overflow without it means inf, saturation,
       or the flag passed by the caller.
     skipped: bool[], the last step was skipped.
-    stalled: bool[], the last step overflowed although S stood at its floor.
+    stalled: bool[], the last step overflowed and S could not shrink: it stood
+      at the rule's floor, or the rule's next S was unusable.
     amax: float32[], the largest absolute value among the last step's scaled
       gradients; NaN if `nan`.
     applied_steps: int32[], steps on which the inner optimizer ran.
@@ -41,9 +46,7 @@ class LossScalingState(NamedTuple):
   @property
   def inv_scale(self) -> jax.Array:
     """float32[], 1/S for the next step, whatever the rule."""
-    return _engine.reciprocal(
-      jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
-    )
+    return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:
@@ -74,6 +77,12 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
     ValueError: if there is none, or none at `path`, or several.
   """
   states = find_states(opt_state)
+  if isinstance(opt_state, _RULE_STATES):
+    raise ValueError(
+      "`opt_state` must hold the state of `loss_scaling`, got a "
+      f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
+      "`loss_scale`."
+    )
   if not states:
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
@@ -130,19 +139,22 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
         "a loss scale must be a scalar, got an array of shape "
         f"{opt_state.shape}."
       )
+    if isinstance(opt_state, (np.ndarray, np.generic)):
+      _arguments.check_scale("loss scale", opt_state)
     return jnp.asarray(opt_state, jnp.float32)
   if isinstance(opt_state, (bool, int, float, str)):
-    scale = _arguments.check_scale("opt_state", opt_state)
+    scale = _arguments.check_scale("loss scale", opt_state)
     return jnp.full((), scale, jnp.float32)
   state = find_state(opt_state, path)
   return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
 
 
 def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
-  """Raises if a jitted function would hold this state's S for ever.
+  """Raises if a compiled function would hold this state's S for ever.
 
   A state that is an array while a function is being traced has been closed
-  over: the compiled function keeps that S, while the wrapper's moves on.
+  over: the compiled function keeps that S, while the wrapper's moves on. JAX
+  does not tell jit from an eager scan, which also compiles its body.
 
   Args:
     opt_state: what the caller passed, a state or a scale. A scale on its own is
@@ -160,12 +172,12 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
   if is_staged and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
-      "`opt_state` must be an argument of the jitted function, got one that "
-      "was closed over: the compiled function would use its loss scale "
-      f"{float(loss_scale)} for ever. Pass it in: "
-      "jax.jit(lambda params, opt_state, batch: scaled_value_and_grad("
-      "loss_fn, opt_state)(params, batch)). If a constant is what you mean, "
-      "pass get_loss_scale(opt_state) instead."
+      "`opt_state` must be an argument of the function that JAX is tracing "
+      "(jit, scan, shard_map ...), got one that was closed over: what is "
+      f"compiled would use its loss scale {float(loss_scale)} for ever. Pass "
+      "it in, as in jax.jit(lambda params, opt_state, batch: "
+      "scaled_value_and_grad(loss_fn, opt_state)(params, batch)). If this "
+      "constant is what you mean, pass get_loss_scale(opt_state)."
     )
 
 

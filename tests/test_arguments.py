@@ -180,8 +180,3 @@ def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
 @pytest.mark.parametrize("scale", [_SMALLEST, _LARGEST])
 def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
   assert ols.FixedLossScale(scale).init().loss_scale == scale
-
-
-def test_an_unknown_argument_is_refused():
-  with pytest.raises(TypeError, match="growth_rate"):
-    ols.DynamicLossScale(growth_rate=2.0)

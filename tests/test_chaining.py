@@ -52,6 +52,35 @@ def test_around_multi_steps_a_bad_micro_batch_is_dropped():
   assert state.inner_state.gradient_step == 1
 
 
+def test_guarantee_13_extra_arguments_reach_what_multi_steps_wraps():
+  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+  tx = scaling(optax.MultiSteps(inner, 2))
+  state = tx.init(PARAMS)
+  for _ in range(2):
+    updates, state = tx.update(GOOD, state, PARAMS, value=1.0)
+  np.testing.assert_array_equal(updates, [-1.0, -2.0])
+
+
+def test_lookahead_whose_parameters_are_two_trees():
+  tx = scaling(
+    optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
+  )
+  params = optax.LookaheadParams.init_synced(PARAMS)
+  state = tx.init(params)
+  updates, state = tx.update(GOOD, state, params)
+  np.testing.assert_array_equal(updates.fast, [-1.0, -2.0])
+  updates, state = tx.update(BAD, state, params)
+  np.testing.assert_array_equal(updates.fast, [0.0, 0.0])
+
+
+def test_parameters_without_a_gradient_need_not_be_arrays():
+  params = {"w": PARAMS, "activation": jax.nn.relu}
+  tx = scaling(optax.sgd(1.0))
+  state = tx.init({"w": PARAMS, "activation": None})
+  updates, state = tx.update({"w": GOOD, "activation": None}, state, params)
+  np.testing.assert_array_equal(updates["w"], [-1.0, -2.0])
+
+
 def test_multi_steps_outside_keeps_an_inf_for_ever():
   """Records why accumulation belongs inside the wrapper.
 

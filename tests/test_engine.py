@@ -48,7 +48,7 @@ SYSTEMS = {
       hysteresis=2,
       growth_test="multiple",
       refill=frozenset({"growth"}),
-      clean_steps_after_overflow=-1,
+      initial_clean_steps=-1,
       **FLOOR_OF_ONE,
     ),
     lambda s: reference.DeepSpeed(s, scale_window=7),
@@ -59,7 +59,7 @@ SYSTEMS = {
       hysteresis=3,
       growth_test="multiple",
       refill=frozenset({"clean"}),
-      clean_steps_after_overflow=-1,
+      initial_clean_steps=-1,
       **FLOOR_OF_ONE,
     ),
     lambda s: reference.DeepSpeed(
@@ -126,6 +126,20 @@ def test_a_system_is_a_row_of_the_engine(system):
 
 
 def test_an_unknown_growth_test_is_refused():
-  engine = doubling(1, growth_test="sometimes", **UNBOUNDED)
   with pytest.raises(ValueError, match="`growth_test` must be .*'sometimes'"):
-    engine.update(engine.init(1.0), jnp.array(False))
+    doubling(1, growth_test="sometimes", **UNBOUNDED)
+
+
+def test_an_unknown_refill_is_refused():
+  with pytest.raises(ValueError, match="`refill` must be .*'never'"):
+    doubling(1, refill=frozenset({"never"}), **UNBOUNDED)
+
+
+@pytest.mark.parametrize(
+  ("growth_test", "expected"),
+  [("at_least", 2.0), ("equal", 1.0), ("multiple", 1.0)],
+)
+def test_a_count_that_is_past_the_interval(growth_test, expected):
+  engine = doubling(3, growth_test=growth_test, **UNBOUNDED)
+  state = engine.init(1.0)._replace(clean_steps=jnp.int32(4))
+  assert engine.update(state, False).loss_scale == expected

@@ -120,7 +120,7 @@ def test_guarantee_7_a_float16_loss_keeps_its_true_value():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**-20])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**-25, 3e-6])
 def test_guarantee_7_an_s_beyond_the_losss_dtype_is_an_overflow(scale, dtype):
   tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
   params = jnp.zeros(3, dtype)
@@ -212,21 +212,38 @@ def test_unscale_leaves_alone_what_is_no_gradient():
     "n": jnp.array([8]),
     "key": key,
     "none": None,
-    "overwrite_with_gradient": {"scale": jnp.array([8.0])},
+    "_overwrite_with_gradient": {"scale": jnp.array([8.0])},
   }
   unscaled = ols.unscale(tree, 8.0)
   assert unscaled["w"].dtype == jnp.float32
   assert unscaled["w"] == 1.0
   assert unscaled["n"] == 8
   assert unscaled["key"] == key
-  assert unscaled["overwrite_with_gradient"]["scale"] == 8.0
+  assert unscaled["_overwrite_with_gradient"]["scale"] == 8.0
 
 
 def test_guarantee_1_a_frozen_s_is_refused():
   params, _, state = make()
   frozen = jax.jit(ols.scaled_value_and_grad(loss_fn, state))
-  with pytest.raises(ValueError, match="must be an argument of the jitted"):
+  with pytest.raises(ValueError, match="must be an argument of the function"):
     frozen(params, BATCH)
+
+
+@pytest.mark.parametrize(
+  "read",
+  [
+    lambda x, state: ols.scale_loss(jnp.sum(x), state),
+    lambda x, state: ols.unscale(x, state),
+    lambda x, state: ols.select_on_skip(state, x, x),
+  ],
+  ids=["scale_loss", "unscale", "select_on_skip"],
+)
+def test_guarantee_1_a_frozen_state_is_refused_by_hand_too(read):
+  _, _, state = make()
+  with pytest.raises(ValueError, match="must be an argument of the function"):
+    jax.jit(lambda x: read(x, state))(jnp.ones(2))
+  jax.jit(read)(jnp.ones(2), state)
+  read(jnp.ones(2), state)
 
 
 def test_guarantee_1_a_state_that_is_passed_in_is_not_refused():
@@ -281,8 +298,40 @@ def test_a_function_that_returns_no_scalar_loss_is_refused(fun, message):
     ols.scaled_value_and_grad(fun, 1024.0)(jnp.ones(2))
 
 
+@pytest.mark.parametrize("value", [3.0, (3.0, 1, 2), None])
+def test_has_aux_asks_for_a_pair(value):
+  with pytest.raises(TypeError, match=r"`fun` must return \(loss, aux\)"):
+    ols.scaled_value_and_grad(lambda x: value, 8.0, has_aux=True)(1.0)
+
+
+def test_arguments_in_the_wrong_call_are_told_apart():
+  with pytest.raises(TypeError, match="`argnums` must be .* got dict; the arg"):
+    ols.scaled_value_and_grad(loss_fn, 8.0, {"w": 1.0}, BATCH)
+
+
+def test_guarantee_7_subnormal_powers_of_two_are_carried():
+  tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(2.0**-20))
+  params = jnp.zeros(3)
+  state = tx.init(params)
+  _, scaled = ols.scaled_value_and_grad(
+    lambda params: jnp.sum(params.astype(jnp.float16)), state
+  )(params)
+  updates, state = tx.update(scaled, state)
+  assert not state.overflow
+  np.testing.assert_array_equal(updates, jnp.ones(3))
+
+
+def test_guarantee_12_an_fp8_collection_is_not_made_inf_with_the_rest():
+  params = {"w": jnp.ones(2), "_overwrite_with_gradient": jnp.ones(2)}
+  _, scaled = ols.scaled_value_and_grad(
+    lambda params: jnp.sum(params["w"]).astype(jnp.float16), 2.0**20
+  )(params)
+  np.testing.assert_array_equal(scaled["w"], [jnp.inf, jnp.inf])
+  np.testing.assert_array_equal(scaled["_overwrite_with_gradient"], [0.0, 0.0])
+
+
 def test_scale_loss_refuses_integers():
-  with pytest.raises(TypeError, match="loss must be a floating.* got int32"):
+  with pytest.raises(TypeError, match="`loss` must be a floating.* got int32"):
     ols.scale_loss(jnp.array(3), 8.0)
 
 
@@ -294,6 +343,8 @@ def test_scale_loss_refuses_integers():
     (float("inf"), ValueError, "must be finite in float32, got inf"),
     (True, TypeError, "must be a number, got True"),
     ("dynamic", TypeError, "must be a number, got 'dynamic'"),
+    (np.float32(0.0), ValueError, "`loss scale` must be positive"),
+    (np.array(True), TypeError, "must be a number, got array"),
     (np.ones(3), ValueError, r"must be a scalar, got an array of shape \(3,\)"),
   ],
 )

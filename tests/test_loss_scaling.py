@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,13 +200,19 @@ def test_guarantee_9_python_numbers_never_enter_the_state():
   )
   tx = ols.loss_scaling(inner, Weak())
   state = tx.init(jnp.zeros(2))
-  update = jax.jit(tx.update)
+  traces = []
+
+  @jax.jit
+  def update(updates, state):
+    traces.append(updates)
+    return tx.update(updates, state)
+
   for _ in range(3):
     before = jax.tree.map(lambda x: (x.dtype, x.weak_type), state)
     _, state = update(jnp.ones(2), state)
     assert jax.tree.map(lambda x: (x.dtype, x.weak_type), state) == before
   assert not any(jax.tree.leaves(jax.tree.map(lambda x: x.weak_type, state)))
-  assert update._cache_size() == 1
+  assert len(traces) == 1
   assert state.loss_scale_state.loss_scale.dtype == jnp.float32
 
 
@@ -260,7 +267,7 @@ def test_guarantee_12_empty_trees_pass_through(tree):
 
 def variables_with_fp8():
   params = {"params": {"kernel": jnp.array([1.0, 2.0])}}
-  params["overwrite_with_gradient"] = {"scale": jnp.array([3.0])}
+  params["_overwrite_with_gradient"] = {"scale": jnp.array([3.0])}
   return params
 
 
@@ -272,13 +279,13 @@ def test_guarantee_12_fp8_collections_go_around_the_wrapper():
   # The next scale of an FP8 layer may be anything, also inf.
   gradients = {
     "params": {"kernel": jnp.array([8.0, 16.0])},
-    "overwrite_with_gradient": {"scale": jnp.array([jnp.inf])},
+    "_overwrite_with_gradient": {"scale": jnp.array([jnp.inf])},
   }
   updates, state = jax.jit(tx.update)(gradients, state, params)
   assert not state.overflow
   assert state.amax == 16.0
   np.testing.assert_array_equal(updates["params"]["kernel"], [1.0, 2.0])
-  next_scale = updates["overwrite_with_gradient"]["scale"]
+  next_scale = updates["_overwrite_with_gradient"]["scale"]
   np.testing.assert_array_equal(next_scale, [jnp.inf])
   for call in calls:
     seen = jax.tree.leaves(call.params)
@@ -293,7 +300,7 @@ def test_guarantee_12_a_skip_keeps_the_old_value_of_an_fp8_collection():
   assert state.skipped
   assert np.all(np.signbit(updates["params"]["kernel"]))
   np.testing.assert_array_equal(
-    updates["overwrite_with_gradient"]["scale"], [3.0]
+    updates["_overwrite_with_gradient"]["scale"], [3.0]
   )
   with pytest.raises(ValueError, match="`params` must be passed to update"):
     tx.update(gradients, tx.init(params))
@@ -510,7 +517,9 @@ def test_a_rule_whose_state_has_no_loss_scale_is_refused():
       return (jnp.float32(1.0),)
 
   tx = ols.loss_scaling(optax.sgd(1.0), Nameless())
-  with pytest.raises(TypeError, match="must have a `loss_scale`, got tuple"):
+  with pytest.raises(
+    TypeError, match="attribute `loss_scale`, float32.*got .tuple"
+  ):
     tx.init(jnp.zeros(1))
 
 
@@ -525,6 +534,108 @@ def test_the_rule_is_given_amax():
   _, state = tx.update(jnp.array([-24.0, 3.0]), state)
   assert ols.get_loss_scale(state) == 48.0
   assert state.amax == 24.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(ols.LossScale):
+  """A rule that computes S in another dtype than it keeps it in."""
+
+  dtype: str = "int32"
+
+  def init(self):
+    return AnyState(jnp.float32(4.0))
+
+  def update(self, state, overflow, *, amax=None):
+    halved = jnp.where(overflow, state.loss_scale / 2, state.loss_scale * 2)
+    return AnyState(halved.astype(self.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float16"])
+@pytest.mark.parametrize("bad", [True, False])
+def test_guarantee_4_a_rule_that_computes_in_another_dtype_is_held(dtype, bad):
+  tx = ols.loss_scaling(optax.sgd(1.0), Odd(dtype))
+
+  def step(state, _):
+    _, state = tx.update(jnp.where(bad, jnp.nan, jnp.ones(1)), state)
+    return state, ols.get_loss_scale(state)
+
+  _, scales = jax.lax.scan(step, tx.init(jnp.zeros(1)), length=100)
+  assert scales.dtype == jnp.float32
+  assert jnp.all(jnp.isfinite(scales)) and jnp.all(scales > 0)
+
+
+def test_guarantee_4_an_unusable_first_s_is_refused_also_under_jit():
+  @dataclasses.dataclass(frozen=True)
+  class Zero(Reckless):
+    def init(self):
+      return AnyState(jnp.float32(0.0))
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Zero())
+  with pytest.raises(ValueError, match="first state` must be positive, got"):
+    jax.jit(tx.init)(jnp.zeros(1))
+
+
+def test_a_rule_that_changes_its_state_is_refused():
+  @dataclasses.dataclass(frozen=True)
+  class Forgetful(Reckless):
+    def update(self, state, overflow, *, amax=None):
+      return None
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Forgetful())
+  with pytest.raises(ValueError, match="`rule` must keep the structure"):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+def test_python_and_numpy_gradients_are_gradients():
+  tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(8.0))
+  gradients = {
+    "python": 8.0,
+    "numpy": np.full(2, 16.0),
+    "scalar": np.float32(8),
+  }
+  updates, state = tx.update(gradients, tx.init(gradients))
+  assert updates["python"] == updates["scalar"] == 1.0
+  np.testing.assert_array_equal(updates["numpy"], [2.0, 2.0])
+  assert state.amax == 16.0
+  updates, state = tx.update({**gradients, "python": np.nan}, state)
+  assert state.skipped
+
+
+def test_guarantee_6_python_numbers_in_a_skipped_state_and_updates():
+  inner = optax.GradientTransformation(
+    lambda _: {"count": 3},
+    lambda updates, state, params=None: (0.5, {"count": state["count"] + 1}),
+  )
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  state = tx.init(0.0)
+  updates, state = tx.update(jnp.nan, state._replace(inner_state={"count": 3}))
+  assert state.skipped
+  assert updates == 0
+  assert state.inner_state["count"] == 3
+
+
+def test_an_inner_state_that_changes_a_shape_is_refused():
+  inner = optax.GradientTransformation(
+    lambda _: {"trace": jnp.zeros(1)},
+    lambda updates, state, params=None: (updates, {"trace": jnp.zeros(2)}),
+  )
+  tx = ols.loss_scaling(inner, ols.FixedLossScale())
+  with pytest.raises(ValueError, match=r"got \(2,\) and \(1,\) at \['trace'\]"):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+@pytest.mark.parametrize("rule", [ols.FixedLossScale(), ols.DynamicLossScale()])
+def test_a_state_can_be_donated(rule):
+  tx = ols.loss_scaling(optax.sgd(1.0), rule)
+  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+  def step(state):
+    metrics = ols.loss_scale_metrics(state)
+    return tx.update(jnp.ones(2), state)[1], metrics
+
+  state, _ = jax.jit(step, donate_argnums=0)(state)
+  state, _ = jax.jit(step, donate_argnums=0)(state)
+  assert state.applied_steps == 3
 
 
 @pytest.mark.usefixtures("strict_promotion")
@@ -551,6 +662,21 @@ def test_the_wrapper_promotes_nothing_implicitly():
     (
       (ols.FixedLossScale(), optax.sgd(1.0)),
       TypeError,
+      "`inner` must be an optax .* got FixedLossScale.* takes the optimizer",
+    ),
+    (
+      (optax.adam, ols.FixedLossScale()),
+      TypeError,
+      "`inner` must be .* got adam; call it",
+    ),
+    (
+      (optax.MultiSteps, ols.FixedLossScale()),
+      TypeError,
+      "`inner` must be .* got MultiSteps; call it",
+    ),
+    (
+      (optax.sgd(1.0), optax.sgd(1.0)),
+      TypeError,
       "`rule` must be a LossScale, got Gradient",
     ),
     ((optax.sgd(1.0), 1024.0), TypeError, "`rule` must be .* got 1024.0; for"),
@@ -562,7 +688,7 @@ def test_the_wrapper_promotes_nothing_implicitly():
     (
       ("adam", ols.FixedLossScale()),
       TypeError,
-      "`inner` must be an optax gradient transformation, got str",
+      "`inner` must be an optax gradient transformation, got .adam",
     ),
   ],
 )
@@ -585,6 +711,26 @@ def test_guarantee_16_what_people_swap_is_keyword_only():
     tx.update(jnp.ones(1), state, None, True)
 
 
+@pytest.mark.parametrize("overflow", [None, "yes"])
+def test_an_overflow_that_is_no_flag_is_refused(overflow):
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  with pytest.raises(TypeError, match="`overflow` must be a bool, a number"):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)), overflow=overflow)
+
+
+def test_a_mask_that_does_not_fit_is_refused():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), mask={"a": True})
+  with pytest.raises(ValueError, match="`mask` must be a tree of bools"):
+    tx.init({"b": jnp.ones(1)})
+
+
+def test_update_refuses_the_state_of_another_rule():
+  state = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale()).init(0.0)
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale())
+  with pytest.raises(ValueError, match="the state of this `rule`, got .*Fixed"):
+    tx.update(1.0, state)
+
+
 def test_update_refuses_a_state_of_something_else():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
   with pytest.raises(TypeError, match="`state` must be the LossScalingState"):
@@ -598,6 +744,78 @@ def test_an_inner_state_that_changes_its_structure_is_refused():
   tx = ols.loss_scaling(inner, ols.FixedLossScale())
   with pytest.raises(ValueError, match="`inner` must keep the structure"):
     tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+def test_guarantee_12_a_mask_function_sees_the_parameters():
+  def mask(params):
+    return jax.tree.map(lambda x: x.dtype == jnp.float32, params)
+
+  params = {"a": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), mask=mask)
+  gradients = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+  gradients["a"] = gradients["a"] * jnp.nan
+  _, state = tx.update(gradients, tx.init(params), params)
+  assert state.skipped
+
+
+def test_guarantee_12_real_fp8_layers_train_and_skip():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+  model, batch = Model(), jnp.linspace(-1.0, 1.0, 256).reshape(16, 16)
+  params = model.init(jax.random.key(0), batch)
+  collection = "_overwrite_with_gradient"
+  tx = ols.loss_scaling(optax.adam(0.1), ols.DynamicLossScale(1024.0))
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, factor):
+    def loss_fn(params):
+      return jnp.mean(model.apply(params, batch) ** 2) * factor
+
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    updates, state = tx.update(grads, state, params)
+    moved = optax.apply_updates(params["params"], updates["params"])
+    return {"params": moved, collection: updates[collection]}, state
+
+  first, state = step(params, state, 1.0)
+  assert state.applied_steps == 1
+  scales = jax.tree.leaves(first[collection])
+  assert jax.tree.structure(first) == jax.tree.structure(params)
+  assert not any(np.any(scale < 0) for scale in scales)
+  # Nothing of the collection is in the optimizer's state.
+  moments = optax.tree.get(state, "mu")
+  assert len(jax.tree.leaves(moments)) == len(jax.tree.leaves(params["params"]))
+  after, state = step(first, state, jnp.nan)
+  assert state.skipped
+  for old, new in zip(
+    jax.tree.leaves(first), jax.tree.leaves(after), strict=True
+  ):
+    np.testing.assert_array_equal(old, new)
+
+
+def test_devices_agree_where_gradients_vary_over_one_axis_of_two():
+  tx = ols.loss_scaling(
+    optax.sgd(1.0), ols.DynamicLossScale(8.0), axis_name=("data", "model")
+  )
+  state = tx.init(jnp.zeros(3))
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=auto)
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=mesh,
+    in_specs=(jax.P("data"), jax.P()),
+    out_specs=(jax.P("data"), jax.P()),
+  )
+  def update(gradients, state):
+    return tx.update(gradients, state)
+
+  updates, state = update(jnp.ones((4, 3)).at[3, 1].set(jnp.inf), state)
+  assert np.all(updates == 0)
+  assert state.skipped
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

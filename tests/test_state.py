@@ -96,6 +96,11 @@ def test_guarantee_14_every_reader_takes_the_path():
       reader(states)
 
 
+def test_the_state_of_a_rule_alone_is_told_apart():
+  with pytest.raises(ValueError, match="a FixedLossScaleState; for the S of"):
+    ols.get_loss_scale(ols.FixedLossScale().init())
+
+
 def test_optax_reads_and_sets_the_fields_by_name():
   state = optax.chain(scaling()).init({"w": jnp.ones(2)})
   assert optax.tree.get(state, "loss_scale") == 1024.0

@@ -40,11 +40,11 @@ class Comparison:
 
   @property
   def title(self) -> str:
-    """What is trained, in a line."""
+    """What is trained, and for how long, in two lines."""
     seeds = f"seed {self.seeds[0]}"
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
-    return f"{self.task.description}, {self.steps} steps, {seeds}"
+    return f"{self.task.description}\n{self.steps} steps, {seeds}"
 
 
 @dataclasses.dataclass

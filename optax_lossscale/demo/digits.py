@@ -42,7 +42,6 @@ def make_task(*, quick: bool = False) -> task.Task:
     score=lambda logits, labels: logits.argmax(-1) == labels,
     score_name="held-out accuracy",
     steps=100 if quick else 400,
-    note="A quick run: a quarter of the full one's steps." if quick else "",
   )
 
 

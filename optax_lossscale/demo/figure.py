@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import math
 import pathlib
-import textwrap
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -61,7 +60,7 @@ def write_figure(
   column[-1].xaxis.set_major_locator(
     MaxNLocator(integer=True, steps=[1, 2, 5, 10])
   )
-  figure.suptitle(textwrap.fill(title, 80), fontsize="medium")
+  figure.suptitle(title, fontsize="medium")
   with history.replacing(path) as temporary:
     figure.savefig(temporary, format="png", dpi=150)
 

@@ -176,7 +176,7 @@ def test_seeds_are_trained_one_after_another(tmp_path, tiny_digits, capsys):
   first, second = rows[1]["loss"], rows[3]["loss"]
   assert first != second
   out = capsys.readouterr().out
-  assert "seeds 3 to 4" in " ".join(out.split())
+  assert "seeds 3 to 4" in out
   assert "over 2 seeds" in out
   assert f"{(float(first) + float(second)) / 2:.4f}" in out and "±" in out
 

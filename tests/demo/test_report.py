@@ -24,9 +24,10 @@ def test_summary_counts_steps():
     make_record(step=1, scale=16.0, skipped=True),
     make_record(step=2, loss=3.0, scale=8.0, skipped=False),
     make_record(step=3, loss=2.0, scale=8.0, skipped=False),
-    make_record("b", step=1, loss=math.nan),
+    make_record("b", seed=1, step=1, loss=math.nan),
   ]
-  first, second = history.summarize(records, {("a", 0): 0.5})
+  scores = {("a", 0): 0.5, ("b", 0): 0.25}
+  first, second = history.summarize(records, scores)
   assert first == history.Summary("a", 0, 2.0, 0.5, 2, 1, 8.0)
   assert math.isnan(second.loss)
   assert dataclasses.astuple(second)[3:] == (None, 1, 0, None)
@@ -80,6 +81,7 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path):
     temporary.write_text("half")
     raise KeyboardInterrupt
   assert path.read_text() == "old"
+  assert list(tmp_path.iterdir()) == [path]
   with history.replacing(path) as temporary:
     temporary.write_text("new")
     assert path.read_text() == "old"
@@ -108,7 +110,7 @@ def test_table_tells_every_figure():
 def test_table_keeps_its_figures_on_a_narrow_terminal():
   label = "float16, dynamic:init_scale=2**15,growth_interval=200"
   summary = history.Summary(label, 0, 2.4459, 0.9721, 1234, 56, 2.0**-10)
-  words = printed([summary], width=60).split()
+  words = printed([summary], width=46).split()
   for figure_ in ("2.4459", "0.9721", "1234", "56", "2^-10"):
     assert figure_ in words
 
