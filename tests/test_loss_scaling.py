@@ -843,3 +843,43 @@ def test_devices_skip_together_over_a_named_axis(check_vma):
   assert np.all(updates == 0)
   assert state.skipped and state.nan
   assert ols.get_loss_scale(state) == 4.0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_both_ways_to_average_over_devices_give_the_true_gradient(check_vma):
+  def mean(updates, state, params=None):
+    del params
+    return jax.lax.pmean(updates, "data"), state
+
+  pmean = optax.GradientTransformation(lambda _: optax.EmptyState(), mean)
+  inner = optax.identity() if check_vma else pmean
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0), axis_name="data")
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+
+  def loss_fn(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  def local_loss_fn(params, batch):
+    loss = loss_fn(params, batch)
+    # By default JAX sums the gradients of replicated parameters over devices.
+    return jax.lax.pmean(loss, "data") if check_vma else loss
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  def update(params, state, batch):
+    _, grads = ols.scaled_value_and_grad(local_loss_fn, state)(params, batch)
+    return tx.update(grads, state, params)[0]
+
+  params = jnp.array([1.0, -2.0, 3.0])
+  batch = jnp.arange(48.0).reshape(16, 3) / 16
+  np.testing.assert_allclose(
+    update(params, tx.init(params), batch),
+    jax.grad(loss_fn)(params, batch),
+    rtol=1e-6,
+  )

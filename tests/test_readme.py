@@ -28,7 +28,7 @@ def test_the_examples_run_one_after_the_other():
     return jnp.mean(jnp.float32(model.apply(params, batch)) ** 2)
 
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
-  step, threshold, selection = python_blocks()
+  step, metrics, threshold, selection, collection = python_blocks()
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -41,6 +41,9 @@ def test_the_examples_run_one_after_the_other():
   _, names["grads"] = ols.scaled_value_and_grad(loss_fn, names["opt_state"])(
     names["params"], batch
   )
+  exec(metrics, names)
+  assert names["metrics"]["applied_steps"] == 5
+
   exec(threshold, names)
   assert not names["opt_state"].skipped
 
@@ -50,6 +53,12 @@ def test_the_examples_run_one_after_the_other():
   assert jax.tree.all(
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
+
+  names["variables"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 3.0}
+  names["updates"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 5.0}
+  exec(collection, names)
+  assert names["variables"]["_overwrite_with_gradient"] == 5.0
+  assert jnp.all(names["variables"]["params"] == 2.0)
 
 
 def test_the_train_step_is_that_of_the_demo():
