@@ -12,9 +12,9 @@ from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
 _PRECISIONS = ("float32", "float16", "bfloat16")
-# The usual interval is 2000 steps. With these S grows, and overflows, within
-# the few steps of a run.
-_GROWTH_INTERVALS = {"text": 7, "digits": 50}
+# The usual interval is 2000 steps. With these S moves within the few steps of a
+# run: on the text it grows, and on the digits it also overflows.
+_GROWTH_INTERVALS = {"text": 20, "digits": 50}
 _TASKS = tuple(_GROWTH_INTERVALS)
 _DEMO_PACKAGES = ("rich", "matplotlib", "sklearn")
 
