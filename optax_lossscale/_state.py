@@ -22,8 +22,8 @@ class LossScalingState(NamedTuple):
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
     overflow: bool[], the last step's gradients were not usable.
-    nan: bool[], one of them was NaN. Overflow without it means inf, saturation,
-      or the flag passed by the caller.
+    nan: bool[], one of them was NaN, which a backward pass also makes out of
+      inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], the last step overflowed and S could not shrink: it stood
       at the rule's floor, or the rule's next S was unusable.
@@ -31,6 +31,16 @@ class LossScalingState(NamedTuple):
       gradients; NaN if `nan`.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.zeros(1))
+    >>> _, state = tx.update(jnp.array([jnp.nan]), state)
+    >>> print(state.loss_scale_state.loss_scale, state.nan, state.skipped_steps)
+    4.0 True 1
   """
 
   loss_scale_state: Any

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
+import errno
 import pathlib
 import tempfile
 from typing import NoReturn
@@ -65,15 +66,18 @@ def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
   return parse
 
 
-def make_writable(directory: pathlib.Path) -> None:
-  """Makes a directory, and makes sure that files can be written in it.
+def make_writable(paths: Iterable[pathlib.Path]) -> None:
+  """Makes the folders of some files, and makes sure that they can be written.
 
   Args:
-    directory: it may exist.
+    paths: of the files; they may exist, and are not touched.
 
   Raises:
-    OSError: if it is no directory or files cannot be written in it.
+    OSError: if one of them cannot be written; with its name.
   """
-  directory.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryFile(dir=directory):
-    pass
+  for path in paths:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+      raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+      pass

@@ -103,7 +103,7 @@ def _add_how_long(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--quick",
     action="store_true",
-    help="a smaller batch and fewer steps, to see it work",
+    help="fewer steps, and on the text a smaller batch, to see it work",
   )
 
 
@@ -138,7 +138,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     quick=arguments.quick,
   )
   try:
-    _parser.make_writable(arguments.output)
+    _parser.make_writable(plan.paths(arguments.output))
   except OSError as error:
     _refuse_output(parser, arguments, error)
   results = comparison.train(plan)
@@ -203,6 +203,6 @@ def _refuse_output(
   parser: _parser.Parser, arguments: argparse.Namespace, error: OSError
 ) -> NoReturn:
   parser.error(
-    f"argument --output: cannot write in {str(arguments.output)!r}: "
+    f"argument --output: cannot write {error.filename or arguments.output}: "
     f"{error.strerror or error}"
   )

@@ -44,7 +44,18 @@ class Comparison:
     seeds = f"seed {self.seeds[0]}"
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
-    return f"{self.task.description}\n{self.steps} steps, {seeds}"
+    steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+    return f"{self.task.description}\n{steps}, {seeds}"
+
+  def paths(self, output: pathlib.Path) -> list[pathlib.Path]:
+    """Returns where the history, the summaries and the picture go.
+
+    Args:
+      output: the folder.
+    """
+    return [
+      output / f"{self.task.name}.{end}" for end in ("csv", "json", "png")
+    ]
 
 
 @dataclasses.dataclass
@@ -115,9 +126,7 @@ def write(
   Raises:
     OSError: if a file cannot be written.
   """
-  paths = [
-    output / f"{comparison.task.name}.{end}" for end in ("csv", "json", "png")
-  ]
+  paths = comparison.paths(output)
   history.write_csv(paths[0], results.records)
   history.write_json(
     paths[1],

@@ -44,7 +44,9 @@ def write_figure(
   """
   runs = history.by_run(records)
   labels = list(dict.fromkeys(label for label, _ in runs))
-  styles = {label: _STYLES[i % len(_STYLES)] for i, label in enumerate(labels)}
+  # A run on its own has nothing drawn over it, and needs no broad line.
+  choice = _STYLES if len(labels) > 1 else _STYLES[2:3]
+  styles = {label: choice[i % len(choice)] for i, label in enumerate(labels)}
   panels = [_draw_losses]
   if len(labels) > 1:
     panels.append(_draw_differences)

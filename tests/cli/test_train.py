@@ -84,6 +84,17 @@ def test_unwritable_output_is_refused_before_training(
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_file_that_cannot_be_replaced_is_refused_before_training(
+  tmp_path, tiny_digits, capsys
+):
+  (tmp_path / "digits.png").mkdir()
+  assert train("--task", "digits", "--output", tmp_path) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert "--output" in err and "digits.png" in err
+  assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
+
+
 def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   assert train("--output", tmp_path / "out") == 2
