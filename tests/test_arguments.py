@@ -1,6 +1,5 @@
 """The arguments of the rules: what is refused, and how the error says it."""
 
-import itertools
 import math
 import re
 
@@ -9,20 +8,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-
-_SMALLEST = 2.0**-126  # The smallest normal float32.
-_LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
-
-
-def _pairs(first, second):
-  return list(itertools.product(first, second))
-
-
-def _id(value):
-  """A test id without spaces, so that `pytest -k` can select it."""
-  if isinstance(value, dict):
-    return ",".join(f"{name}={value[name]}" for name in value)
-  return repr(value).replace(" ", "")
+from tests import parameters
 
 
 def _refused(error, name, value):
@@ -76,7 +62,7 @@ def test_a_backoff_factor_that_float32_rounds_to_zero_is_refused():
     ols.DynamicLossScale(backoff_factor=1e-50)
 
 
-@pytest.mark.parametrize("name, value", _pairs(_INTEGERS, [0, -1]))
+@pytest.mark.parametrize("name, value", parameters.pairs(_INTEGERS, [0, -1]))
 def test_a_count_below_one_is_refused(name, value):
   with _refused(ValueError, name, value):
     ols.DynamicLossScale(**{name: value})
@@ -89,7 +75,7 @@ def test_a_count_beyond_int32_is_refused(name):
 
 
 @pytest.mark.parametrize(
-  "name, value", _pairs(_INTEGERS, _NOT_INTEGERS), ids=_id
+  "name, value", parameters.pairs(_INTEGERS, _NOT_INTEGERS), ids=parameters.name
 )
 def test_a_count_that_is_not_an_integer_is_refused(name, value):
   with _refused(TypeError, name, value):
@@ -131,7 +117,7 @@ def test_a_floor_above_the_cap_is_refused():
     ols.DynamicLossScale(2.0, min_scale=4.0, max_scale=1.0)
 
 
-@pytest.mark.parametrize("name, value", _pairs(_FLOATS, _NOT_FINITE))
+@pytest.mark.parametrize("name, value", parameters.pairs(_FLOATS, _NOT_FINITE))
 def test_a_number_that_is_not_finite_is_refused(name, value):
   with _refused(ValueError, name, value):
     ols.DynamicLossScale(**{name: value})
@@ -148,7 +134,9 @@ def test_a_traced_argument_is_refused():
     jax.jit(lambda scale: ols.DynamicLossScale(scale).init())(8.0)
 
 
-@pytest.mark.parametrize("name, value", _pairs(_FLOATS, _NOT_FLOATS), ids=_id)
+@pytest.mark.parametrize(
+  "name, value", parameters.pairs(_FLOATS, _NOT_FLOATS), ids=parameters.name
+)
 def test_a_value_that_is_not_a_number_is_refused(name, value):
   with _refused(TypeError, name, value):
     ols.DynamicLossScale(**{name: value})
@@ -156,7 +144,9 @@ def test_a_value_that_is_not_a_number_is_refused(name, value):
 
 @pytest.mark.parametrize(
   "rule, value",
-  _pairs([ols.DynamicLossScale, ols.FixedLossScale], [0, 1, "yes", None]),
+  parameters.pairs(
+    [ols.DynamicLossScale, ols.FixedLossScale], [0, 1, "yes", None]
+  ),
 )
 def test_a_skip_that_is_not_a_bool_is_refused(rule, value):
   with _refused(TypeError, "skip", value):
@@ -171,12 +161,12 @@ def test_a_fixed_scale_without_a_normal_value_and_reciprocal_is_refused(value):
     ols.FixedLossScale(value)
 
 
-@pytest.mark.parametrize("value", _NOT_FLOATS, ids=_id)
+@pytest.mark.parametrize("value", _NOT_FLOATS, ids=parameters.name)
 def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
   with _refused(TypeError, "scale", value):
     ols.FixedLossScale(value)
 
 
-@pytest.mark.parametrize("scale", [_SMALLEST, _LARGEST])
+@pytest.mark.parametrize("scale", [parameters.SMALLEST, parameters.LARGEST])
 def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
   assert ols.FixedLossScale(scale).init().loss_scale == scale

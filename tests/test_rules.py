@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests import parameters
 from tests import reference
-
-_SMALLEST = 2.0**-126  # The smallest normal float32.
-_LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,17 +66,6 @@ def _expected(arguments, init_scales, overflows):
   return scales, stalled
 
 
-def _pairs(first, second):
-  return list(itertools.product(first, second))
-
-
-def _id(value):
-  """A test id without spaces, so that `pytest -k` can select it."""
-  if isinstance(value, dict):
-    return ",".join(f"{name}={value[name]}" for name in value)
-  return repr(value).replace(" ", "")
-
-
 def _values(state):
   return [leaf.item() for leaf in jax.tree.leaves(state)]
 
@@ -104,7 +91,7 @@ _each_rule = pytest.mark.parametrize("rule", _RULES.values(), ids=_RULES.keys())
 
 
 @pytest.mark.parametrize(
-  "growth_interval, hysteresis", _pairs([1, 2, 3], [1, 2, 3])
+  "growth_interval, hysteresis", parameters.pairs([1, 2, 3], [1, 2, 3])
 )
 def test_every_short_sequence_gives_the_scales_of_the_model(
   growth_interval, hysteresis
@@ -156,9 +143,13 @@ def _random_overflows():
       "min_scale": 0.1,
       "max_scale": 1e6 / 3,
     },
-    {"growth_interval": 2, "min_scale": _SMALLEST, "max_scale": _LARGEST},
+    {
+      "growth_interval": 2,
+      "min_scale": parameters.SMALLEST,
+      "max_scale": parameters.LARGEST,
+    },
   ],
-  ids=_id,
+  ids=parameters.name,
 )
 def test_long_random_sequences_give_the_scales_of_the_model(arguments):
   rule, overflows = ols.DynamicLossScale(**arguments), _random_overflows()
@@ -386,7 +377,7 @@ def test_growth_leaves_the_floor():
 
 
 def test_a_fixed_loss_scale_is_never_at_its_floor():
-  rule = ols.FixedLossScale(_SMALLEST)
+  rule = ols.FixedLossScale(parameters.SMALLEST)
   at_floor = rule.at_floor(rule.init())
   assert (at_floor.shape, at_floor.dtype) == ((), jnp.bool_)
   assert not at_floor
@@ -426,7 +417,7 @@ def test_guarantee_3_clean_steps_before_an_overflow_do_not_count():
 @pytest.mark.parametrize(
   "factors",
   [(2.0, 0.5), (1.7, 0.3), (1e30, 1e-30), (3e38, 2e-38)],
-  ids=_id,
+  ids=parameters.name,
 )
 def test_guarantee_4_500_overflows_and_500_growths_keep_a_usable_scale(factors):
   growth_factor, backoff_factor = factors
@@ -434,19 +425,26 @@ def test_guarantee_4_500_overflows_and_500_growths_keep_a_usable_scale(factors):
     growth_factor=growth_factor,
     backoff_factor=backoff_factor,
     growth_interval=1,
-    min_scale=_SMALLEST,
-    max_scale=_LARGEST,
+    min_scale=parameters.SMALLEST,
+    max_scale=parameters.LARGEST,
   )
-  from_bounds = np.asarray([_SMALLEST, 1.0, _LARGEST], np.float32)
+  from_bounds = np.asarray(
+    [parameters.SMALLEST, 1.0, parameters.LARGEST], np.float32
+  )
   overflows = np.repeat(
     [[True, False, True], [False, True, False]], 500, axis=1
   )
   scales = np.asarray(_trajectories(rule, from_bounds, overflows)[0])
   # A comparison with NaN is false, so this also says that there is none.
-  assert np.all((scales >= _SMALLEST) & (scales <= _LARGEST))
-  assert np.all(np.float32(1) / scales >= _SMALLEST)
+  assert np.all(
+    (scales >= parameters.SMALLEST) & (scales <= parameters.LARGEST)
+  )
+  assert np.all(np.float32(1) / scales >= parameters.SMALLEST)
   ends = scales[:, :, [499, 999, 1499]].tolist()
-  down, up = [_SMALLEST, _LARGEST, _SMALLEST], [_LARGEST, _SMALLEST, _LARGEST]
+  down, up = (
+    [parameters.SMALLEST, parameters.LARGEST, parameters.SMALLEST],
+    [parameters.LARGEST, parameters.SMALLEST, parameters.LARGEST],
+  )
   assert ends == [[down, up]] * 3
 
 
@@ -557,7 +555,7 @@ def test_rules_with_equal_arguments_have_equal_hashes():
     {"max_scale": 2.0**24},
     {"skip": False},
   ],
-  ids=_id,
+  ids=parameters.name,
 )
 def test_rules_with_different_arguments_differ(arguments):
   assert ols.DynamicLossScale(**arguments) != ols.DynamicLossScale()
