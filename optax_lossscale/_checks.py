@@ -165,13 +165,14 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
 
   Args:
     finding: what this device found.
-    axis_name: one mapped axis or a tuple of them.
+    axis_name: one mapped axis, or a tuple or list of them.
   """
   flag = finding.overflow.astype(jnp.uint32)
   flag_and_bits = jnp.stack([flag, _magnitude_bits(finding.amax)])
   # Axis by axis: the finding may differ along some of them only, and JAX then
   # refuses to reduce over all at once.
-  for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+  names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  for name in names:
     flag_and_bits = lax.pmax(flag_and_bits, name)
   flag, bits = flag_and_bits
   return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))

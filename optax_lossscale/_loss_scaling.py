@@ -41,8 +41,8 @@ def loss_scaling(
     axis_name: a mapped axis, or several, over which all devices decide
       together, under `shard_map` or `pmap`. Under plain jit none is needed. The
       flag is reduced, the gradients are not.
-    mask: which leaves are gradients: a tree of bools of which the parameters
-      are an extension, or a function from the parameters to one. The others go
+    mask: True for the leaves that are gradients: a tree of bools of which the
+      parameters are an extension, or a function from them to one. The others go
       around the wrapper and the optimizer and come out of `update` as their
       next value: the one that went in, or on a skip the old one. Without it,
       these are the leaves of Flax's `_overwrite_with_gradient` collection.
@@ -60,7 +60,8 @@ def loss_scaling(
       another state than `init` made.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if `inner` or the rule
-      changes the structure of its state.
+      changes the structure of its state, or if leaves go around the optimizer
+      and no `params` are passed; from both, if `mask` does not fit.
 
   Examples:
     >>> import jax.numpy as jnp

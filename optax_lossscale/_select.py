@@ -23,8 +23,8 @@ def select(skipped: jax.Array, old: Any, new: Any) -> Any:
   """
 
   def choose(old_leaf: Any, new_leaf: Any) -> Any:
-    if not _is_array(old_leaf):
-      return new_leaf
+    if not isinstance(old_leaf, jax.Array):
+      return new_leaf  # float0, which has no value.
     if jnp.issubdtype(old_leaf.dtype, jax.dtypes.extended):
       return jnp.where(skipped, old_leaf, new_leaf)  # Typed random keys.
     return jnp.where(skipped, old_leaf, jnp.asarray(new_leaf, old_leaf.dtype))
@@ -81,7 +81,9 @@ def zero_updates(skipped: jax.Array, updates: Any) -> Any:
   """
 
   def choose(update: Any) -> Any:
-    if not _is_array(update) or not jnp.issubdtype(update.dtype, jnp.number):
+    if not isinstance(update, jax.Array) or not jnp.issubdtype(
+      update.dtype, jnp.number
+    ):
       return update
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
     return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
@@ -111,8 +113,3 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
         f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
         f"at {jax.tree_util.keystr(path)}."
       )
-
-
-def _is_array(x: Any) -> bool:
-  """Returns whether `x` is an array of JAX; float0 is none."""
-  return isinstance(x, jax.Array)

@@ -86,13 +86,13 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   Raises:
     ValueError: if there is none, or none at `path`, or several.
   """
-  states = find_states(opt_state)
   if isinstance(opt_state, _RULE_STATES):
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
       f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
       "`loss_scale`."
     )
+  states = find_states(opt_state)
   if not states:
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "

@@ -786,9 +786,10 @@ def test_guarantee_12_real_fp8_layers_train_and_skip():
     np.testing.assert_array_equal(old, new)
 
 
-def test_devices_agree_where_gradients_vary_over_one_axis_of_two():
+@pytest.mark.parametrize("axis_name", [("data", "model"), ["data", "model"]])
+def test_devices_agree_where_gradients_vary_over_one_axis_of_two(axis_name):
   tx = ols.loss_scaling(
-    optax.sgd(1.0), ols.DynamicLossScale(8.0), axis_name=("data", "model")
+    optax.sgd(1.0), ols.DynamicLossScale(8.0), axis_name=axis_name
   )
   state = tx.init(jnp.zeros(3))
   auto = (jax.sharding.AxisType.Auto,) * 2
