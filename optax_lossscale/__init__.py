@@ -14,8 +14,10 @@ If a gradient overflowed, the updates are -0.0, the optimizer's state stays bit
 for bit, and S shrinks; after a while without overflow it grows.
 """
 
+from optax_lossscale import presets
 from optax_lossscale._checks import nonfinite
 from optax_lossscale._checks import saturated
+from optax_lossscale._failures import raise_if_failed
 from optax_lossscale._gradients import scale_loss
 from optax_lossscale._gradients import scaled_value_and_grad
 from optax_lossscale._gradients import unscale
@@ -39,6 +41,8 @@ __all__ = [
   "loss_scale_metrics",
   "loss_scaling",
   "nonfinite",
+  "presets",
+  "raise_if_failed",
   "saturated",
   "scale_loss",
   "scaled_value_and_grad",

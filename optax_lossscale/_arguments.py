@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# S and 1/S are both normal float32 numbers between these two, so neither is
-# flushed to zero by a backend that flushes subnormals.
+# S is a normal float32 number: a backend may flush the subnormal ones to zero.
 SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
@@ -48,7 +45,7 @@ def check_number(name: str, value: Any) -> float:
       f"{type(value).__name__}."
     )
   # Compared with float32's range, where S lives; an int may exceed float's.
-  if not abs(value) <= _LARGEST_FLOAT32:
+  if not abs(value) <= LARGEST_SCALE:
     raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
   return float(value)
 
@@ -62,16 +59,57 @@ def check_scale(name: str, value: Any) -> float:
 
   Raises:
     TypeError: if it is not a number.
-    ValueError: if it is not positive, or S or 1/S would leave the normal
-      float32 numbers.
+    ValueError: if it is not positive, or subnormal in float32.
   """
   number = check_number(name, value)
   if number <= 0:
     raise ValueError(f"`{name}` must be positive, got {value!r}.")
-  if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+  if number < SMALLEST_SCALE:
     raise ValueError(
-      f"`{name}` must be between 2**-126 and 2**126, where a loss scale and "
-      f"its inverse are both normal float32 numbers, got {value!r}."
+      f"`{name}` must be at least 2**-126, the smallest normal float32 number, "
+      f"got {value!r}."
+    )
+  return number
+
+
+def check_growth_factor(name: str, value: Any) -> float:
+  """Returns `value` as a float above 1.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed.
+
+  Raises:
+    TypeError: if it is not a number.
+    ValueError: if S would not grow by it.
+  """
+  number = check_number(name, value)
+  # Compared in float32, where S lives: 1 + 1e-9 is 1 there, and S would
+  # never move.
+  if np.float32(number) <= 1:
+    raise ValueError(
+      f"`{name}` must be above 1 (in float32), got {value!r}; for an S that "
+      "never moves use FixedLossScale."
+    )
+  return number
+
+
+def check_backoff_factor(name: str, value: Any) -> float:
+  """Returns `value` as a float between 0 and 1.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed.
+
+  Raises:
+    TypeError: if it is not a number.
+    ValueError: if S would not shrink by it, or become 0.
+  """
+  number = check_number(name, value)
+  if not 0 < np.float32(number) < 1:
+    raise ValueError(
+      f"`{name}` must be between 0 and 1, both excluded (in float32), got "
+      f"{value!r}."
     )
   return number
 

@@ -169,10 +169,9 @@ def _inf_where_unusable(
   """Returns inf for every gradient if a loss of this dtype cannot carry S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  if (
-    smallest <= _arguments.SMALLEST_SCALE
-    and largest >= _arguments.LARGEST_SCALE
-  ):
+  # Of the largest powers of two, so that bfloat16 passes: what is above its
+  # largest value becomes inf in it, which shows by itself.
+  if smallest <= _arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
   # Among the subnormals the dtype holds whole multiples of the smallest one.
   multiple = loss_scale / float(finfo.smallest_subnormal)

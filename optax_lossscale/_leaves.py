@@ -156,6 +156,9 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     tree: scaled gradients; leaves that are none are returned as they are.
     loss_scale: float32[].
   """
+  # Above 2**126 the inverse is subnormal, which a backend may flush to 0: there
+  # it is applied in two factors.
+  quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
 
   def unscale_leaf(x: Any) -> Any:
     if not is_gradient(x):
@@ -163,11 +166,12 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     # Before the product: 1/S may be 0 in float16, and the product may be.
     x = jnp.asarray(x, at_least_float32(x.dtype))
     # The inverse in the leaf's own precision, so float64 loses nothing.
-    inverse = 1 / loss_scale.astype(jnp.finfo(x.dtype).dtype)
+    inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
+    shift = quarter.astype(inverse.dtype)
     if jnp.iscomplexobj(x):
       # By parts: a product with a complex 1/S would make NaN of inf * 0.
-      return jax.lax.complex(x.real * inverse, x.imag * inverse)
-    return x * inverse
+      return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
+    return x * inverse * shift
 
   return jax.tree.map(unscale_leaf, tree)
 

@@ -183,7 +183,7 @@ def _move(
   is_usable = (loss_scale >= _arguments.SMALLEST_SCALE) & (
     loss_scale <= _arguments.LARGEST_SCALE
   )
-  stalled = finding.overflow & (rule.at_floor(state) | ~is_usable)
+  stalled = rule.stalled(state, finding.overflow) | ~is_usable
   return _select.select(~is_usable, state, moved), stalled
 
 

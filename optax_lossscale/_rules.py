@@ -80,16 +80,16 @@ class LossScale(abc.ABC):
         NaN if one of them was NaN; None if nobody measured it.
     """
 
-  def at_floor(self, state: Any) -> jax.Array:
-    """Returns bool[]: S has a floor and stands on it.
+  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+    """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
 
-    An overflow there cannot be answered by a smaller S; the wrapper reports it
-    as `stalled`.
+    The wrapper reports it.
 
     Args:
-      state: this rule's state.
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
     """
-    del state
+    del state, overflow
     return jnp.full((), False)
 
 
@@ -104,7 +104,7 @@ class FixedLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S, by which float32 gradients are multiplied."""
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -117,8 +117,8 @@ class FixedLossScale(LossScale):
   same state is not another compilation.
 
   Attributes:
-    scale: the loss scale S, between 2**-126 and 2**126. A power of two makes
-      scaling exact.
+    scale: the loss scale S, a normal float32. A power of two makes scaling
+      exact.
     skip: whether an overflow skips the step (keyword only).
 
   Raises:
@@ -179,7 +179,8 @@ class DynamicLossScale(LossScale):
       one of that row. A clean step ends the row.
     min_scale: the floor. The default is the smallest normal float16; a loss in
       float16 cannot carry an S below 2**-24 at all.
-    max_scale: the ceiling, at most 2**126, where 1/S is still a normal float32.
+    max_scale: the ceiling. The default is the largest power of two whose
+      inverse is a normal float32.
     skip: whether an overflow skips the step.
 
   All but the first are keyword only. Factors that are powers of two make
@@ -213,7 +214,7 @@ class DynamicLossScale(LossScale):
   growth_interval: int = 2000
   hysteresis: int = 1
   min_scale: float = 2.0**-14
-  max_scale: float = _arguments.LARGEST_SCALE
+  max_scale: float = 2.0**126
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -221,10 +222,10 @@ class DynamicLossScale(LossScale):
       "init_scale": _arguments.check_scale("init_scale", self.init_scale),
       "min_scale": _arguments.check_scale("min_scale", self.min_scale),
       "max_scale": _arguments.check_scale("max_scale", self.max_scale),
-      "growth_factor": _arguments.check_number(
+      "growth_factor": _arguments.check_growth_factor(
         "growth_factor", self.growth_factor
       ),
-      "backoff_factor": _arguments.check_number(
+      "backoff_factor": _arguments.check_backoff_factor(
         "backoff_factor", self.backoff_factor
       ),
       "growth_interval": _arguments.check_count(
@@ -234,18 +235,6 @@ class DynamicLossScale(LossScale):
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)
-    # Compared in float32, where S lives: 1 + 1e-9 is 1 there, and S would
-    # never move.
-    if np.float32(self.growth_factor) <= 1:
-      raise ValueError(
-        "`growth_factor` must be above 1 (in float32), got "
-        f"{self.growth_factor!r}; for an S that never moves use FixedLossScale."
-      )
-    if not 0 < np.float32(self.backoff_factor) < 1:
-      raise ValueError(
-        "`backoff_factor` must be between 0 and 1, both excluded (in float32), "
-        f"got {self.backoff_factor!r}."
-      )
     if not (
       np.float32(self.min_scale)
       <= np.float32(self.init_scale)
@@ -260,6 +249,7 @@ class DynamicLossScale(LossScale):
   @property
   def _as_engine(self) -> _engine.Engine:
     return _engine.Engine(
+      init_scale=self.init_scale,
       growth_factor=self.growth_factor,
       backoff_factor=self.backoff_factor,
       growth_interval=self.growth_interval,
@@ -270,7 +260,7 @@ class DynamicLossScale(LossScale):
 
   def init(self) -> _engine.DynamicLossScaleState:
     """Returns the state before the first step."""
-    return self._as_engine.init(self.init_scale)
+    return self._as_engine.init()
 
   def update(
     self,
@@ -283,6 +273,8 @@ class DynamicLossScale(LossScale):
     del amax
     return self._as_engine.update(state, overflow)
 
-  def at_floor(self, state: _engine.DynamicLossScaleState) -> jax.Array:
-    """Returns bool[]: S is at `min_scale`."""
-    return self._as_engine.at_floor(state)
+  def stalled(
+    self, state: _engine.DynamicLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `min_scale`."""
+    return self._as_engine.stalled(state, overflow)

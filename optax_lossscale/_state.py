@@ -25,8 +25,8 @@ class LossScalingState(NamedTuple):
     nan: bool[], one of them was NaN, which a backward pass also makes out of
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
-    stalled: bool[], the last step overflowed and S could not shrink: it stood
-      at the rule's floor, or the rule's next S was unusable.
+    stalled: bool[], S could not follow the last step: it overflowed with S at
+      the rule's floor, or the rule's next S was unusable.
     amax: float32[], the largest absolute value among the last step's scaled
       gradients; NaN if `nan`.
     applied_steps: int32[], steps on which the inner optimizer ran.
@@ -55,7 +55,7 @@ class LossScalingState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S for the next step, whatever the rule."""
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
     return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
 
 

@@ -28,7 +28,7 @@ def test_the_examples_run_one_after_the_other():
     return jnp.mean(jnp.float32(model.apply(params, batch)) ** 2)
 
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
-  step, metrics, threshold, selection, collection = python_blocks()
+  step, port, metrics, threshold, selection, collection = python_blocks()
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -37,6 +37,17 @@ def test_the_examples_run_one_after_the_other():
     )
   assert loss < before
   assert names["opt_state"].applied_steps == 5
+
+  saved = {
+    "scale": np.array([4096.0], np.float32),
+    "growth_tracker": 499,
+    "hysteresis_tracker": 2,
+  }
+  ported = names | {"checkpoint": {"optimizer": {"grad_scaler": saved}}}
+  exec(port, ported)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  _, opt_state = ported["tx"].update(zeros, ported["opt_state"], params)
+  assert ols.get_loss_scale(opt_state) == 8192.0
 
   _, names["grads"] = ols.scaled_value_and_grad(loss_fn, names["opt_state"])(
     names["params"], batch

@@ -33,7 +33,7 @@ def _trajectories(rule, init_scales, overflows):
   """
 
   def step(state, overflow):
-    stalled = rule.at_floor(state) & overflow
+    stalled = rule.stalled(state, overflow)
     state = rule.update(state, overflow)
     return state, (state.loss_scale, stalled)
 
@@ -244,7 +244,7 @@ def test_the_state_is_the_same_with_64_bit_types_enabled(rule):
 def test_no_step_promotes_a_dtype_implicitly(rule):
   state = rule.update(rule.init(), True)
   state = jax.jit(rule.update)(state, False)
-  assert rule.at_floor(state) | (state.inv_scale > 0)
+  assert rule.stalled(state, True) | (state.inv_scale > 0)
 
 
 @_each_rule
@@ -351,36 +351,42 @@ def test_inv_scale_is_a_strongly_typed_float32(rule):
 # The floor.
 
 
-def test_at_floor_is_a_bool_scalar():
-  at_floor = ols.DynamicLossScale().at_floor(ols.DynamicLossScale().init())
-  assert (at_floor.shape, at_floor.dtype) == ((), jnp.bool_)
+def test_stalled_is_a_bool_scalar():
+  rule = ols.DynamicLossScale()
+  stalled = rule.stalled(rule.init(), True)
+  assert (stalled.shape, stalled.dtype) == ((), jnp.bool_)
 
 
-def test_at_floor_holds_exactly_at_min_scale():
+def test_an_overflow_stalls_exactly_at_min_scale():
   rule = ols.DynamicLossScale(init_scale=4.0, min_scale=1.0)
   state, seen = rule.init(), []
   for _ in range(4):
-    seen.append(bool(rule.at_floor(state)))
+    seen.append(bool(rule.stalled(state, True)))
     state = rule.update(state, True)
   assert seen == [False, False, True, True]
 
 
-def test_at_floor_holds_at_a_floor_that_float32_rounds():
+def test_an_overflow_stalls_at_a_floor_that_float32_rounds():
   rule = ols.DynamicLossScale(init_scale=0.15, min_scale=0.1)
   state = rule.update(rule.init(), True)
-  assert rule.at_floor(state)
+  assert rule.stalled(state, True)
+
+
+def test_a_clean_step_at_the_floor_does_not_stall():
+  rule = ols.DynamicLossScale(init_scale=1.0, min_scale=1.0)
+  assert not rule.stalled(rule.init(), False)
 
 
 def test_growth_leaves_the_floor():
   rule = ols.DynamicLossScale(init_scale=1.0, growth_interval=1, min_scale=1.0)
-  assert not rule.at_floor(rule.update(rule.init(), False))
+  assert not rule.stalled(rule.update(rule.init(), False), True)
 
 
-def test_a_fixed_loss_scale_is_never_at_its_floor():
+def test_a_fixed_loss_scale_never_stalls():
   rule = ols.FixedLossScale(parameters.SMALLEST)
-  at_floor = rule.at_floor(rule.init())
-  assert (at_floor.shape, at_floor.dtype) == ((), jnp.bool_)
-  assert not at_floor
+  stalled = rule.stalled(rule.init(), True)
+  assert (stalled.shape, stalled.dtype) == ((), jnp.bool_)
+  assert not stalled
 
 
 def test_a_fixed_loss_scale_does_not_move():
@@ -684,4 +690,4 @@ def test_a_subclass_of_the_users_own_skips_by_default():
 
 def test_a_subclass_of_the_users_own_has_no_floor_by_default():
   rule = _Countdown()
-  assert not rule.at_floor(rule.init())
+  assert not rule.stalled(rule.init(), True)

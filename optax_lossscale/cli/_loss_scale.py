@@ -1,7 +1,8 @@
 """The text form of a rule: `none`, `fixed:1024`, `dynamic:growth_interval=20`.
 
-A name, then its arguments in any order, by name or the first one without. A
-number is a Python literal or a power of two literals, as in `2**15`.
+A name, which may be a preset's, then its arguments in any order, by name or the
+first one without; a preset's by name only. A number is a Python literal or a
+power of two literals, as in `2**15`.
 """
 
 import ast
@@ -11,12 +12,11 @@ import math
 from typing import NamedTuple
 
 import optax_lossscale as ols
+from optax_lossscale.presets._checkpoints import PRESETS
 
 _NONE = "none"
-_RULES: dict[str, Callable[..., ols.LossScale]] = {
-  "fixed": ols.FixedLossScale,
-  "dynamic": ols.DynamicLossScale,
-}
+_OWN = {"fixed": ols.FixedLossScale, "dynamic": ols.DynamicLossScale}
+_RULES: dict[str, Callable[..., ols.LossScale]] = {**_OWN, **PRESETS}
 
 
 class LossScaleOption(NamedTuple):
@@ -60,8 +60,12 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool]:
   arguments: dict[str, float | bool] = {}
   for item in text.split(",") if text else ():
     name, equals, value = (part.strip() for part in item.partition("="))
-    if not equals:
+    if not equals and rule in _OWN:
       name, value = names[0], name
+    elif not equals:
+      raise ValueError(
+        f"{rule} takes its arguments by name, as in {rule}:{names[0]}=1"
+      )
     if name not in names:
       raise ValueError(
         f"{rule} has no argument {name!r}; choose from {', '.join(names)}"

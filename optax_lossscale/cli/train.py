@@ -67,7 +67,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     type=_loss_scale_option,
     metavar="RULE",
     help="train once, with this rule: none, fixed:1024, dynamic, "
-    "dynamic:init_scale=2**15,growth_interval=200 (default: dynamic with "
+    "dynamic:init_scale=2**15,growth_interval=200, or a preset, "
+    "megatron:initial_scale=2**20 (default: dynamic with "
     "--precision float16, none with the others)",
   )
   parser.add_argument(

@@ -18,6 +18,11 @@ from optax_lossscale.cli import _loss_scale
     ("dynamic", ols.DynamicLossScale()),
     ("dynamic:", ols.DynamicLossScale()),
     ("dynamic:2**10", ols.DynamicLossScale(1024.0)),
+    ("megatron", ols.presets.megatron()),
+    (
+      "mindspore:scale_factor=4,scale_window=3000",
+      ols.presets.mindspore(scale_factor=4, scale_window=3000),
+    ),
     (
       "dynamic:init_scale=2**15, growth_interval=200, skip=False",
       ols.DynamicLossScale(2.0**15, growth_interval=200, skip=False),
@@ -38,6 +43,9 @@ def test_text_stands_for_rule(text, rule):
     ("fixed:scale=True", "`scale` must be a number, got True"),
     ("dynamic:growth_interval=0.5", "`growth_interval` must be an integer"),
     ("dynamic:growth=2", "dynamic has no argument 'growth'; choose from init"),
+    ("mindspore:4,3000", "mindspore takes its arguments by name, as in"),
+    ("mindspore:scale_window=0", "`scale_window` must be between 1 and"),
+    ("mindspore_cell", "missing 3 required keyword-only arguments"),
     ("dynamic:8,init_scale=8", "dynamic got 'init_scale' twice"),
     ("fixed:1024,", "must be a number such as 1024, 0.5 or 2**15, got ''"),
     ("fixed:big", "scale must be a number such as 1024, 0.5 or 2**15"),

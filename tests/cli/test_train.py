@@ -69,7 +69,7 @@ def test_rules_own_words_are_passed_on(capsys):
   assert train("--loss-scale", "dynamic:growth_factor=1") == 2
   err = capsys.readouterr().err
   assert "--loss-scale" in err
-  assert "`growth_factor` must be above 1 (in float32), got 1.0" in err
+  assert "`growth_factor` must be above 1 (in float32), got 1;" in err
 
 
 def test_unwritable_output_is_refused_before_training(

@@ -1,0 +1,74 @@
+"""Other systems' loss scales, step for step the same S, and their checkpoints.
+
+One function a system, with that system's own argument names and defaults, all
+keyword-only. What they return is a rule as any other:
+
+  >>> import optax
+  >>> import optax_lossscale as ols
+  >>> rule = ols.presets.megatron(initial_scale=2.0**32, hysteresis=2)
+  >>> tx = ols.loss_scaling(optax.adam(1e-3), rule)
+
+S is the system's bit for bit where the factors are powers of two. Otherwise it
+is within one rounding for each change, since some systems compute in double,
+and S and the factors are float32 here. Where a system's S would become 0,
+subnormal or infinite, it is held here, and the wrapper's state says `stalled`.
+Where a system would end the run, `raise_if_failed` raises.
+"""
+
+from optax_lossscale._failures import raise_if_failed
+from optax_lossscale.presets._checkpoints import from_state_dict
+from optax_lossscale.presets._checkpoints import to_state_dict
+from optax_lossscale.presets._jax import flax
+from optax_lossscale.presets._jax import jmp
+from optax_lossscale.presets._mindspore import mindspore
+from optax_lossscale.presets._mindspore import mindspore_amp
+from optax_lossscale.presets._mindspore import mindspore_cell
+from optax_lossscale.presets._mindspore import mindspore_fixed
+from optax_lossscale.presets._paddle import paddle
+from optax_lossscale.presets._paddle import paddle_op
+from optax_lossscale.presets._pytorch import apex
+from optax_lossscale.presets._pytorch import apex_hysteresis
+from optax_lossscale.presets._pytorch import colossalai
+from optax_lossscale.presets._pytorch import deepspeed
+from optax_lossscale.presets._pytorch import deepspeed_legacy
+from optax_lossscale.presets._pytorch import fairseq
+from optax_lossscale.presets._pytorch import megatron
+from optax_lossscale.presets._pytorch import megatron_constant
+from optax_lossscale.presets._pytorch import metaseq
+from optax_lossscale.presets._pytorch import torch
+from optax_lossscale.presets._pytorch import torch_sharded
+from optax_lossscale.presets._tensorflow import keras
+from optax_lossscale.presets._tensorflow import npu_exponential
+from optax_lossscale.presets._tensorflow import npu_fixed
+from optax_lossscale.presets._tensorflow import tensorflow
+from optax_lossscale.presets._tensorflow import tf_exponential
+
+__all__ = [
+  "apex",
+  "apex_hysteresis",
+  "colossalai",
+  "deepspeed",
+  "deepspeed_legacy",
+  "fairseq",
+  "flax",
+  "from_state_dict",
+  "jmp",
+  "keras",
+  "megatron",
+  "megatron_constant",
+  "metaseq",
+  "mindspore",
+  "mindspore_amp",
+  "mindspore_cell",
+  "mindspore_fixed",
+  "npu_exponential",
+  "npu_fixed",
+  "paddle",
+  "paddle_op",
+  "raise_if_failed",
+  "tensorflow",
+  "tf_exponential",
+  "to_state_dict",
+  "torch",
+  "torch_sharded",
+]

@@ -1,0 +1,92 @@
+"""The scalers that JAX had before: Flax's and jmp's."""
+
+from optax_lossscale.presets import _preset
+
+# `locals()`, at the top of each function, is its arguments.
+
+
+def flax(
+  *,
+  scale: float = 65536.0,
+  growth_factor: float = 2.0,
+  backoff_factor: float = 0.5,
+  growth_interval: int = 2000,
+  minimum_scale: float | None = 2.0**-126,
+) -> _preset.PresetLossScale:
+  """Flax's `DynamicScale`.
+
+  S shrinks on every overflow and grows after `growth_interval` + 1 clean steps
+  in a row: the documentation says `growth_interval`.
+
+  Args:
+    scale: the first S.
+    growth_factor: S is multiplied by it on growth, up to the largest float32;
+      above 1.
+    backoff_factor: S is multiplied by it on overflow; between 0 and 1.
+    growth_interval: one less than the clean steps before S grows.
+    minimum_scale: the floor; None for none.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.flax(growth_interval=1)
+    >>> state = rule.init()
+    >>> for _ in range(2):
+    ...   state = rule.update(state, overflow=False)
+    ...   print(state.loss_scale)
+    65536.0
+    131072.0
+
+  References:
+    Flax 0.12.12, flax/training/dynamic_scale.py.
+  """
+  return _preset.dynamic("flax", locals())
+
+
+def jmp(
+  *,
+  loss_scale: float,
+  period: int = 2000,
+  factor: float = 2,
+  min_loss_scale: float = 1.0,
+) -> _preset.PresetLossScale:
+  """Jmp's `DynamicLossScale`.
+
+  S shrinks on every overflow and grows after `period` clean steps in a row.
+  Under jit jmp forgets `min_loss_scale` and takes 1; it holds here.
+
+  Args:
+    loss_scale: the first S.
+    period: clean steps in a row before S grows.
+    factor: S is multiplied or divided by it; above 1.
+    min_loss_scale: the floor.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.jmp(loss_scale=2.0**15, period=1)
+    >>> print(rule.update(rule.init(), overflow=False).loss_scale)
+    65536.0
+
+  References:
+    jmp 0.0.4, jmp/_src/loss_scale.py.
+  """
+  return _preset.dynamic("jmp", locals())
+
+
+PRESETS = (
+  flax,
+  jmp,
+)

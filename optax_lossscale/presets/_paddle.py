@@ -1,0 +1,103 @@
+"""PaddlePaddle's scalers."""
+
+from optax_lossscale import _arguments
+from optax_lossscale.presets import _preset
+
+# `locals()`, at the top of each function, is its arguments.
+
+
+def paddle(
+  *,
+  enable: bool = True,
+  init_loss_scaling: float = 2.0**16,
+  incr_ratio: float = 2.0,
+  decr_ratio: float = 0.5,
+  incr_every_n_steps: int = 2000,
+  decr_every_n_nan_or_inf: int = 1,
+  use_dynamic_loss_scaling: bool = True,
+) -> _preset.PresetLossScale:
+  """PaddlePaddle's `paddle.amp.GradScaler`, the one of dygraph mode.
+
+  S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row, and then
+  counts anew. The documentation says "accumulated", but a clean step forgives.
+
+  Args:
+    enable: False leaves S at 1 and skips no step.
+    init_loss_scaling: the first S.
+    incr_ratio: S is multiplied by it on growth; above 1.
+    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+    incr_every_n_steps: clean steps in a row before S grows.
+    decr_every_n_nan_or_inf: overflows in a row before S shrinks.
+    use_dynamic_loss_scaling: False leaves S at `init_loss_scaling`.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.paddle(decr_every_n_nan_or_inf=2)
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
+    65536.0 32768.0
+
+  References:
+    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
+    there, is held here.
+  """
+  if not _arguments.check_flag("enable", enable):
+    return _preset.disabled("paddle", locals())
+  if not _arguments.check_flag(
+    "use_dynamic_loss_scaling", use_dynamic_loss_scaling
+  ):
+    return _preset.fixed("paddle", locals(), "init_loss_scaling")
+  return _preset.dynamic("paddle", locals())
+
+
+def paddle_op(
+  *,
+  init_loss_scaling: float = 2.0**16,
+  incr_every_n_steps: int = 2000,
+  decr_every_n_nan_or_inf: int = 1,
+  incr_ratio: float = 2.0,
+  decr_ratio: float = 0.5,
+) -> _preset.PresetLossScale:
+  """PaddlePaddle's operator `update_loss_scaling`, of the static graph.
+
+  The rule of `paddle`, with a floor of 1.
+
+  Args:
+    init_loss_scaling: the first S.
+    incr_every_n_steps: clean steps in a row before S grows.
+    decr_every_n_nan_or_inf: overflows in a row before S shrinks.
+    incr_ratio: S is multiplied by it on growth; above 1.
+    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+
+  Returns:
+    The rule. The operator sets overflowing gradients to 0 and lets the
+    optimizer run; here the step is skipped.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.paddle_op(init_loss_scaling=1.0)
+    >>> print(rule.update(rule.init(), overflow=True).loss_scale)
+    1.0
+
+  References:
+    PaddlePaddle 3.3.1, paddle/phi/kernels/impl/amp_kernel_impl.h; defaults of
+    paddle.static.amp.decorate.
+  """
+  return _preset.dynamic("paddle_op", locals())
+
+
+PRESETS = (
+  paddle,
+  paddle_op,
+)

@@ -1,0 +1,205 @@
+"""The rule that a preset returns: a row of the table, filled and checked."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+
+from optax_lossscale import _arguments
+from optax_lossscale import _engine
+from optax_lossscale import _rules
+from optax_lossscale.presets import _table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PresetLossScale(_rules.LossScale):
+  """Another system's rule, under that system's own argument names.
+
+  Attributes:
+    system: the preset's name, by which the state dictionary is written.
+    arguments: the arguments that the preset was called with, and their values.
+    machine: what moves S.
+    skip: whether an overflow skips the step.
+  """
+
+  system: str
+  arguments: tuple[tuple[str, Any], ...]
+  machine: _engine.Engine | _rules.FixedLossScale
+
+  def init(self) -> Any:
+    """Returns the state before the first step."""
+    return self.machine.init()
+
+  def update(
+    self,
+    state: Any,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> Any:
+    """Returns the state after a step. See `LossScale.update`."""
+    del amax
+    return self.machine.update(state, overflow)
+
+  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+    """Returns bool[]: S cannot follow. See `LossScale.stalled`."""
+    return self.machine.stalled(state, overflow)
+
+  def __repr__(self) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+    return f"presets.{self.system}({arguments})"
+
+
+def dynamic(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
+  """Returns the rule that a row of the table makes of arguments.
+
+  Args:
+    system: the row's name.
+    arguments: by the system's own names.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if one is out of its range, or out of the system's own.
+  """
+  row = _table.SYSTEMS[system]
+  checked: dict[str, Any] = dict(arguments)
+  cells: dict[str, Any] = {}
+  is_checked: set[str] = set()
+  for column, cell in row.columns.items():
+    if not isinstance(cell, _table.Argument):
+      cells[column] = cell
+      continue
+    # An argument in several columns is of the kind of the first.
+    if cell.name not in is_checked:
+      checked[cell.name] = _CHECKS[column](cell.name, arguments[cell.name])
+      is_checked.add(cell.name)
+    value = checked[cell.name]
+    cells[column] = cell.convert(value) if cell.convert else value
+  for column, missing in (("min_scale", 0.0), ("max_scale", math.inf)):
+    if cells.get(column, missing) is None:
+      cells[column] = missing
+  _check_start(row, cells)
+  # As they came where they are integers: some systems save them so.
+  checked |= {k: x for k, x in arguments.items() if isinstance(x, int)}
+  return PresetLossScale(
+    system, tuple(checked.items()), _engine.Engine(**cells)
+  )
+
+
+def fixed(
+  system: str,
+  arguments: Mapping[str, Any],
+  scale: str,
+  *,
+  least: float = 0.0,
+  skip: bool = True,
+) -> PresetLossScale:
+  """Returns the rule of a system whose S does not move.
+
+  Args:
+    system: the preset's name.
+    arguments: by the system's own names.
+    scale: the name of the argument that is S.
+    least: the system refuses an S below this.
+    skip: whether an overflow skips the step.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if S is not a usable loss scale, or below `least`.
+  """
+  loss_scale = _arguments.check_scale(scale, arguments[scale])
+  _check_least(scale, loss_scale, least)
+  return PresetLossScale(
+    system,
+    tuple({**arguments, scale: loss_scale}.items()),
+    _rules.FixedLossScale(loss_scale),
+    skip=skip,
+  )
+
+
+def disabled(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
+  """Returns the rule of a scaler that is switched off.
+
+  Args:
+    system: the preset's name.
+    arguments: by the system's own names.
+  """
+  return PresetLossScale(
+    system,
+    tuple(arguments.items()),
+    _rules.FixedLossScale(1.0),
+    skip=False,
+  )
+
+
+def _check_start(row: _table.Row, cells: Mapping[str, Any]) -> None:
+  init_scale = row.columns["init_scale"].name
+  _check_least(init_scale, cells["init_scale"], row.least_init_scale)
+  if not row.starts_within_bounds:
+    return
+  for bound, word, is_beyond in (
+    ("min_scale", "most", operator.gt),
+    ("max_scale", "least", operator.lt),
+  ):
+    value = cells.get(bound)
+    if value is not None and is_beyond(value, cells["init_scale"]):
+      raise ValueError(
+        f"`{bound}` must be at {word} `{init_scale}`, got `{bound}`={value!r} "
+        f"and `{init_scale}`={cells['init_scale']!r}."
+      )
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+  if value < least:
+    raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}.")
+
+
+def _check_bound(name: str, value: Any) -> float | None:
+  if value is None:
+    return None
+  number = _arguments.check_number(name, value)
+  if number < 0:
+    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+  return number
+
+
+def _check_ceiling(name: str, value: Any) -> float | None:
+  return None if value is None else _arguments.check_scale(name, value)
+
+
+def _check_share(name: str, value: Any) -> float:
+  number = _arguments.check_number(name, value)
+  if not 0 <= number <= 1:
+    raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
+  return number
+
+
+def _check_refill(name: str, value: Any) -> Any:
+  if name != "refill":
+    return _arguments.check_flag(name, value)
+  if value not in ("growth", "clean"):
+    raise ValueError(
+      "`refill` must be 'growth', as the code does, or 'clean', as its "
+      f"documentation says, got {value!r}."
+    )
+  return value
+
+
+# What kind of value a column takes.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+  "init_scale": _arguments.check_scale,
+  "growth_factor": _arguments.check_growth_factor,
+  "backoff_factor": _arguments.check_backoff_factor,
+  "growth_interval": _arguments.check_count,
+  "hysteresis": _arguments.check_count,
+  "min_scale": _check_bound,
+  "max_scale": _check_ceiling,
+  "hold_below": _check_bound,
+  "tolerance": _check_share,
+  "refill": _check_refill,
+  "failure": _arguments.check_flag,
+}

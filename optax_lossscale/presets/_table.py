@@ -1,0 +1,276 @@
+"""What differs between systems: one row each, in columns of the one engine."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from optax_lossscale._engine import Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """A cell that the user fills, by an argument of the system's own.
+
+  Attributes:
+    name: the argument's name.
+    convert: what makes the cell of its value; None for the value itself.
+  """
+
+  name: str
+  convert: Callable[[Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A system.
+
+  Attributes:
+    original: what the system calls its scaler.
+    columns: fields of the engine, with a constant or an `Argument` each.
+    least_init_scale: the system refuses to start below this.
+    starts_within_bounds: the system refuses to start beyond its own bounds.
+  """
+
+  original: str
+  columns: Mapping[str, Any]
+  least_init_scale: float = 0.0
+  starts_within_bounds: bool = False
+
+
+def row(
+  original: str,
+  *,
+  least_init_scale: float = 0.0,
+  starts_within_bounds: bool = False,
+  **columns: Any,
+) -> Row:
+  """Returns a row; the columns are fields of `Engine`."""
+  return Row(original, columns, least_init_scale, starts_within_bounds)
+
+
+def _inverse(factor: float) -> float:
+  return 1 / factor
+
+
+def _one_more(steps: int) -> int:
+  return steps + 1
+
+
+def _just_above(bound: float | None) -> float:
+  """Returns the float32 above a bound: S < it, if and only if S <= bound."""
+  nearest = np.float32(bound or 0)
+  if float(nearest) > (bound or 0):
+    return float(nearest)
+  return float(np.nextafter(nearest, np.float32(np.inf)))
+
+
+def _refilled_by(event: str) -> frozenset[str]:
+  return frozenset({event})
+
+
+def _deepspeed_refill(consecutive: bool) -> frozenset[str]:
+  return frozenset({"clean" if consecutive else "growth"})
+
+
+def _deepspeed_failure(raises: bool) -> Failure | None:
+  return Failure.AT_MINIMUM if raises else None
+
+
+def _npu_growth_below(incr_ratio: float) -> float:
+  return 3.4e38 / incr_ratio
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+_TORCH: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_factor": Argument("growth_factor"),
+  "backoff_factor": Argument("backoff_factor"),
+  "growth_interval": Argument("growth_interval"),
+  "growth_test": "equal",
+}
+_MEGATRON: dict[str, Any] = _TORCH | {
+  "init_scale": Argument("initial_scale"),
+  "min_scale": Argument("min_scale"),
+  "hysteresis": Argument("hysteresis"),
+}
+_DEEPSPEED: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_interval": Argument("scale_window"),
+  "hysteresis": Argument("delayed_shift"),
+  "min_scale": Argument("min_scale"),
+  "growth_test": "multiple",
+  "refill": Argument("consecutive_hysteresis", _deepspeed_refill),
+  "failure": Argument("raise_error_at_min_scale", _deepspeed_failure),
+  "counts_steps": True,
+}
+_FAIRSEQ: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_factor": Argument("scale_factor"),
+  "backoff_factor": Argument("scale_factor"),
+  "backoff_divides": True,
+  "growth_interval": Argument("scale_window"),
+  "growth_test": "multiple",
+  "min_scale": Argument("threshold"),
+  "tolerance": Argument("tolerance"),
+}
+_TF_EXPONENTIAL: dict[str, Any] = {
+  "init_scale": Argument("init_loss_scale"),
+  "growth_factor": Argument("incr_ratio"),
+  "backoff_factor": Argument("decr_ratio"),
+  "growth_interval": Argument("incr_every_n_steps"),
+  "hysteresis": Argument("decr_every_n_nan_or_inf"),
+  "refill": frozenset({"growth", "backoff"}),
+  "min_scale": 1.0,
+}
+_PADDLE: dict[str, Any] = {
+  "init_scale": Argument("init_loss_scaling"),
+  "growth_factor": Argument("incr_ratio"),
+  "backoff_factor": Argument("decr_ratio"),
+  "growth_interval": Argument("incr_every_n_steps"),
+  "growth_test": "equal",
+  "hysteresis": Argument("decr_every_n_nan_or_inf"),
+  "refill": frozenset({"clean", "backoff"}),
+}
+
+SYSTEMS: dict[str, Row] = {
+  "torch": row("torch.amp.GradScaler", **_TORCH),
+  "torch_sharded": row("torch.distributed.fsdp.ShardedGradScaler", **_TORCH),
+  "megatron": row(
+    "Megatron-LM's DynamicGradScaler",
+    **_MEGATRON,
+    refill=Argument("refill", _refilled_by),
+    starts_within_bounds=True,
+  ),
+  "colossalai": row(
+    "ColossalAI's DynamicGradScaler",
+    **_MEGATRON,
+    refill=frozenset({"growth"}),
+    max_scale=Argument("max_scale"),
+    starts_within_bounds=True,
+  ),
+  "deepspeed": row(
+    "DeepSpeed's DynamicLossScaler",
+    **_DEEPSPEED,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    initial_clean_steps=-1,
+  ),
+  "deepspeed_legacy": row(
+    "DeepSpeed's DynamicLossScaler before 0.17.1",
+    **_DEEPSPEED,
+    growth_factor=Argument("scale_factor"),
+    backoff_factor=Argument("scale_factor"),
+    backoff_divides=True,
+  ),
+  "apex": row(
+    "apex.amp's LossScaler",
+    init_scale=Argument("init_scale"),
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=Argument("scale_window"),
+    growth_test="equal",
+    min_scale=Argument("min_loss_scale"),
+    max_scale=Argument("max_loss_scale"),
+  ),
+  "apex_hysteresis": row(
+    "Apex's update_scale_hysteresis",
+    **_TORCH,
+    hysteresis=Argument("hysteresis"),
+  ),
+  "fairseq": row(
+    "fairseq's DynamicLossScaler",
+    **_FAIRSEQ,
+    hold_below=Argument("min_loss_scale", _just_above),
+    failure=Failure.BELOW_MINIMUM,
+  ),
+  "metaseq": row(
+    "metaseq's DynamicLossScaler",
+    **_FAIRSEQ,
+    hold_below=Argument("min_loss_scale"),
+    interval_factor=Argument("scale_factor"),
+  ),
+  "tf_exponential": row(
+    "tf.contrib's ExponentialUpdateLossScaleManager", **_TF_EXPONENTIAL
+  ),
+  "npu_exponential": row(
+    "npu_bridge's ExponentialUpdateLossScaleManager",
+    **_TF_EXPONENTIAL,
+    growth_below=Argument("incr_ratio", _npu_growth_below),
+  ),
+  "tensorflow": row(
+    "TensorFlow's DynamicLossScale",
+    init_scale=Argument("initial_loss_scale"),
+    growth_factor=Argument("multiplier"),
+    backoff_factor=Argument("multiplier"),
+    backoff_divides=True,
+    growth_interval=Argument("increment_period"),
+    min_scale=1.0,
+  ),
+  "keras": row(
+    "Keras's LossScaleOptimizer",
+    init_scale=Argument("initial_scale"),
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=Argument("dynamic_growth_steps"),
+    growth_test="equal",
+  ),
+  "mindspore": row(
+    "MindSpore's DynamicLossScaleManager",
+    init_scale=Argument("init_loss_scale"),
+    growth_factor=Argument("scale_factor"),
+    backoff_factor=Argument("scale_factor", _inverse),
+    growth_interval=Argument("scale_window"),
+    growth_test="multiple",
+    min_scale=1.0,
+    failure=Failure.TOO_MANY_OVERFLOWS,
+    counts_steps=True,
+    least_init_scale=1.0,
+  ),
+  "mindspore_amp": row(
+    "mindspore.amp.DynamicLossScaler",
+    init_scale=Argument("scale_value"),
+    growth_factor=Argument("scale_factor"),
+    backoff_factor=Argument("scale_factor"),
+    backoff_divides=True,
+    growth_interval=Argument("scale_window"),
+    growth_test="multiple",
+    min_scale=1.0,
+    least_init_scale=1.0,
+  ),
+  "mindspore_cell": row(
+    "MindSpore's DynamicLossScaleUpdateCell",
+    init_scale=Argument("loss_scale_value"),
+    growth_factor=Argument("scale_factor"),
+    backoff_factor=Argument("scale_factor", _inverse),
+    growth_interval=Argument("scale_window"),
+    min_scale=1.0,
+    counts_steps=True,
+  ),
+  "paddle": row("paddle.amp.GradScaler", **_PADDLE),
+  "paddle_op": row("Paddle's update_loss_scaling", **_PADDLE, min_scale=1.0),
+  "flax": row(
+    "Flax's DynamicScale",
+    init_scale=Argument("scale"),
+    growth_factor=Argument("growth_factor"),
+    backoff_factor=Argument("backoff_factor"),
+    # It compares before it counts.
+    growth_interval=Argument("growth_interval", _one_more),
+    growth_test="equal",
+    min_scale=Argument("minimum_scale"),
+    max_scale=_FLOAT32_MAX,
+  ),
+  "jmp": row(
+    "jmp.DynamicLossScale",
+    init_scale=Argument("loss_scale"),
+    growth_factor=Argument("factor"),
+    backoff_factor=Argument("factor"),
+    backoff_divides=True,
+    growth_interval=Argument("period"),
+    growth_test="multiple",
+    min_scale=Argument("min_loss_scale"),
+  ),
+}

@@ -1,0 +1,165 @@
+"""Records how the original loss scalers move S, one file a system.
+
+The traces beside this file are what the ordinary tests compare the presets
+with; the originals themselves are big and do not share one environment. To
+record again, install one of them and run, from the repository's root:
+
+  python -m tests.traces.record keras tensorflow
+
+Only the standard library and the original are needed; this file also runs on
+Python 3.7, for TensorFlow 1. A trace holds the version it was recorded from,
+and for each run the arguments, the overflows, S after every step, the state
+dictionary in the middle, and S after a second original has continued from it.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import pathlib
+import random
+import sys
+
+# Which module of `originals/` drives which systems.
+MODULES = {
+  "pytorch": "torch torch_sharded megatron megatron_constant deepspeed "
+  "deepspeed_legacy apex apex_hysteresis fairseq metaseq colossalai",
+  "tensorflow": "tensorflow keras tf_exponential npu_exponential npu_fixed",
+  "mindspore": "mindspore mindspore_fixed mindspore_amp mindspore_cell",
+  "paddle": "paddle paddle_op",
+  "jax": "flax jmp",
+}
+FOLDER = pathlib.Path(__file__).parent
+STEPS = 160
+
+
+def sequences(seed):
+  """Yields overflow sequences of all kinds: rare, frequent, in bursts, all."""
+  generator = random.Random(seed)
+  for rate in (0.0, 0.02, 0.15, 0.5, 0.9, 1.0):
+    yield [generator.random() < rate for _ in range(STEPS)]
+  # Both ways far enough to meet each bound: down, up, and down again.
+  yield [
+    generator.random() < (0.8, 0.05, 0.7)[3 * i // STEPS] for i in range(STEPS)
+  ]
+  # Bursts, as a real run has them.
+  burst = []
+  while len(burst) < STEPS:
+    burst += [True] * generator.randint(1, 5) + [False] * generator.randint(
+      1, 30
+    )
+  yield burst[:STEPS]
+
+
+def changes(scales):
+  """Returns [step, S] for each step on which S is another than before."""
+  return [
+    [step, scale]
+    for step, scale in enumerate(scales)
+    if step == 0 or scale != scales[step - 1]
+  ]
+
+
+def run(original, arguments, overflows):
+  """Returns the record of one original on one sequence of overflows."""
+  scaler = original(**arguments)
+  scales, raised, saved = [], None, None
+  for step, overflow in enumerate(overflows):
+    if step == len(overflows) // 2:
+      saved = scaler.state_dict()
+    try:
+      scaler.update(overflow)
+    except original.FAILURES as error:
+      raised = {
+        "step": step,
+        "error": type(error).__name__,
+        "message": str(error),
+      }
+      break
+    scales.append(scaler.scale())
+  record = {
+    "arguments": arguments,
+    "overflows": "".join("01"[overflow] for overflow in overflows),
+    "scales": changes(scales),
+    "raised": raised,
+  }
+  if saved is not None:
+    record["state_dict"] = describe(saved)
+    record["resumed"] = resume(original, arguments, saved, overflows)
+  return record
+
+
+def resume(original, arguments, saved, overflows):
+  """Returns S after each step of a second original that continues the first."""
+  scaler = original(**arguments)
+  scaler.load_state_dict(saved)
+  scales, raised = [], None
+  for step, overflow in enumerate(overflows[len(overflows) // 2 :]):
+    try:
+      scaler.update(overflow)
+    except original.FAILURES as error:
+      raised = {
+        "step": step,
+        "error": type(error).__name__,
+        "message": str(error),
+      }
+      break
+    scales.append(scaler.scale())
+  return {"scales": changes(scales), "raised": raised}
+
+
+def describe(value):
+  """Returns a state dictionary with the type of each value beside it."""
+  if isinstance(value, dict):
+    return {key: describe(item) for key, item in value.items()}
+  kind = type(value).__name__
+  if hasattr(value, "tolist"):  # A NumPy value, or an array of a framework.
+    kind = f"{str(value.dtype).rpartition('.')[2]}{list(value.shape)}"
+    value = value.tolist()
+  if not isinstance(value, (bool, int, float, list)):
+    value = str(value)
+  return {"type": kind, "value": value}
+
+
+def record(name):
+  """Returns the trace of a system."""
+  (module,) = (key for key, names in MODULES.items() if name in names.split())
+  original = importlib.import_module(f"{__package__}.originals.{module}")
+  original = original.SYSTEMS[name]
+  runs = [
+    run(original, arguments, overflows)
+    for seed, arguments in enumerate(original.ARGUMENTS)
+    for overflows in sequences(seed)
+  ]
+  # Rules that need longer sequences bring them, as (arguments, overflows).
+  for arguments, overflows in getattr(original, "EXTRA_SEQUENCES", ()):
+    runs.append(run(original, arguments, overflows))
+  return {
+    "system": name,
+    "original": original.ORIGINAL,
+    "version": original.version(),
+    "runs": runs,
+  }
+
+
+def write(trace):
+  """Writes a trace beside this file; the same trace gives the same bytes."""
+  path = FOLDER / f"{trace['system']}.json.gz"
+  text = json.dumps(trace, separators=(",", ":"))
+  path.write_bytes(_compress(text.encode()))
+  steps = sum(len(run["overflows"]) for run in trace["runs"])
+  runs = len(trace["runs"])
+  print(f"{path.name}: {trace['version']}, {runs} runs, {steps} steps")
+
+
+def _compress(data):
+  # gzip.compress has no `mtime` on Python 3.7.
+  buffer = io.BytesIO()
+  with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0, filename="") as file:
+    file.write(data)
+  return buffer.getvalue()
+
+
+if __name__ == "__main__":
+  for name in sys.argv[1:]:
+    write(record(name))
