@@ -75,7 +75,8 @@ def from_state_dict(
   lose their counters at a restart; so does this.
 
   Args:
-    system: the preset's name; or a rule, whose dictionary it is.
+    system: the preset's name; or a rule, whose arguments then go before what
+      the dictionary holds.
     state_dict: the system's own keys. Values may be numbers, NumPy arrays, or
       tensors on the CPU, of one element.
     **arguments: of the preset.

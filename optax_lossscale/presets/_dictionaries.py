@@ -41,7 +41,13 @@ def write(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
   state = jax.device_get(state)
   if isinstance(rule, _preset.PresetLossScale):
     keys = _layouts.layout(rule.system, dict(rule.arguments))
-    return _nest({path: _value(key, rule, state) for path, key in keys.items()})
+    return _nest(
+      {
+        path: _value(key, rule, state)
+        for path, key in keys.items()
+        if not isinstance(key, _layouts.Unneeded)
+      }
+    )
   return {path: np.asarray(x)[()] for path, x in _own_leaves(state).items()}
 
 
@@ -193,6 +199,8 @@ def _read(
   values, problems = {}, []
   for path, key in keys.items():
     if path not in came:
+      if isinstance(key, _layouts.Unneeded):
+        continue
       problems.append(f"{_name(path)} is missing")
       continue
     try:

@@ -59,7 +59,7 @@ def jmp(
   """Jmp's `DynamicLossScale`.
 
   S shrinks on every overflow and grows after `period` clean steps in a row.
-  Under jit jmp forgets `min_loss_scale` and takes 1; it holds here.
+  On its way into jit, jmp forgets `min_loss_scale` and takes 1; here it holds.
 
   Args:
     loss_scale: the first S.

@@ -76,6 +76,15 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unneeded:
+  """A key that is neither written nor used, but may come."""
+
+  def read(self, value: Any) -> Any:
+    """Returns the value."""
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
 class Own:
   """A key that holds a leaf of a state of this library's own.
 
@@ -114,7 +123,9 @@ class Derived:
     return _read_number(value)
 
 
-Layout = Mapping[tuple[str, ...], Key | Argument | Derived | Constant | Own]
+Layout = Mapping[
+  tuple[str, ...], Key | Argument | Derived | Constant | Unneeded | Own
+]
 
 
 def layout(system: str, arguments: Mapping[str, Any]) -> Layout:
@@ -215,6 +226,7 @@ _DEEPSPEED: dict[str, Any] = {
   "consecutive_hysteresis": Argument("consecutive_hysteresis", bool),
   "raise_error_at_min_scale": Argument("raise_error_at_min_scale", bool),
   "dynamic": Constant(True),
+  "dtype": Unneeded(),  # torch.float16, among the object's attributes.
 }
 _FAIRSEQ: dict[str, Any] = {"loss_scale": Key("loss_scale", float)}
 _TF_EXPONENTIAL: dict[str, Any] = {

@@ -18,6 +18,7 @@ def mindspore(
   `scale_window` clean steps in a row. After more than 1000 overflows in a row
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
   passes (scale_factor, scale_window) by position and so sets the wrong two.
+  Where `Model.train` runs on Ascend, S is that of `mindspore_cell`.
 
   Args:
     init_loss_scale: the first S, at least 1.
@@ -38,8 +39,8 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore, mindspore/python/mindspore/train/loss_scale_manager.py. S grows
-    to inf there, is held here.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. S grows to inf
+    there, in double, and is held here.
   """
   return _preset.dynamic("mindspore", locals())
 
@@ -67,7 +68,7 @@ def mindspore_fixed(
     False
 
   References:
-    MindSpore, mindspore/python/mindspore/train/loss_scale_manager.py.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
   _arguments.check_flag("drop_overflow_update", drop_overflow_update)
   return _preset.fixed(
@@ -108,7 +109,7 @@ def mindspore_amp(
     2048.0
 
   References:
-    MindSpore, mindspore/python/mindspore/amp.py.
+    MindSpore 2.10.0, mindspore/amp.py.
   """
   return _preset.dynamic("mindspore_amp", locals())
 
@@ -143,8 +144,8 @@ def mindspore_cell(
     2048.0
 
   References:
-    MindSpore, mindspore/python/mindspore/nn/wrap/loss_scale.py. S grows to inf
-    there, is held here.
+    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S grows to inf there and
+    is held here.
   """
   return _preset.dynamic("mindspore_cell", locals())
 

@@ -46,7 +46,7 @@ def paddle(
 
   References:
     PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
-    there, is held here.
+    there and is held here.
   """
   if not _arguments.check_flag("enable", enable):
     return _preset.disabled("paddle", locals())
@@ -67,10 +67,12 @@ def paddle_op(
 ) -> _preset.PresetLossScale:
   """PaddlePaddle's operator `update_loss_scaling`, of the static graph.
 
-  The rule of `paddle`, with a floor of 1.
+  The rule of `paddle`, with a floor of 1. The defaults are those of
+  `paddle.static.amp.decorate(optimizer)`; with `use_pure_fp16`, and in the
+  operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8.
 
   Args:
-    init_loss_scaling: the first S.
+    init_loss_scaling: the first S; one below 1 is raised to 1 by a shrink.
     incr_every_n_steps: clean steps in a row before S grows.
     decr_every_n_nan_or_inf: overflows in a row before S shrinks.
     incr_ratio: S is multiplied by it on growth; above 1.
@@ -91,8 +93,8 @@ def paddle_op(
     1.0
 
   References:
-    PaddlePaddle 3.3.1, paddle/phi/kernels/impl/amp_kernel_impl.h; defaults of
-    paddle.static.amp.decorate.
+    PaddlePaddle 3.3.1, paddle/phi/kernels/impl/amp_kernel_impl.h and
+    python/paddle/static/amp/decorator.py.
   """
   return _preset.dynamic("paddle_op", locals())
 

@@ -75,7 +75,8 @@ def dynamic(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
       continue
     # An argument in several columns is of the kind of the first.
     if cell.name not in is_checked:
-      checked[cell.name] = _CHECKS[column](cell.name, arguments[cell.name])
+      check = _CHECKS.get(cell.name) or _CHECKS[column]
+      checked[cell.name] = check(cell.name, arguments[cell.name])
       is_checked.add(cell.name)
     value = checked[cell.name]
     cells[column] = cell.convert(value) if cell.convert else value
@@ -158,13 +159,15 @@ def _check_least(name: str, value: float, least: float) -> None:
     raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}.")
 
 
-def _check_bound(name: str, value: Any) -> float | None:
-  if value is None:
-    return None
+def _check_bound(name: str, value: Any) -> float:
   number = _arguments.check_number(name, value)
   if number < 0:
     raise ValueError(f"`{name}` must not be negative, got {value!r}.")
   return number
+
+
+def _check_floor(name: str, value: Any) -> float | None:
+  return None if value is None else _check_bound(name, value)
 
 
 def _check_ceiling(name: str, value: Any) -> float | None:
@@ -179,27 +182,26 @@ def _check_share(name: str, value: Any) -> float:
 
 
 def _check_refill(name: str, value: Any) -> Any:
-  if name != "refill":
-    return _arguments.check_flag(name, value)
   if value not in ("growth", "clean"):
     raise ValueError(
-      "`refill` must be 'growth', as the code does, or 'clean', as its "
+      f"`{name}` must be 'growth', as the code does, or 'clean', as its "
       f"documentation says, got {value!r}."
     )
   return value
 
 
-# What kind of value a column takes.
+# What kind of value a column takes, or an argument that differs from it.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "init_scale": _arguments.check_scale,
   "growth_factor": _arguments.check_growth_factor,
   "backoff_factor": _arguments.check_backoff_factor,
   "growth_interval": _arguments.check_count,
   "hysteresis": _arguments.check_count,
-  "min_scale": _check_bound,
+  "min_scale": _check_floor,
   "max_scale": _check_ceiling,
   "hold_below": _check_bound,
   "tolerance": _check_share,
   "refill": _check_refill,
+  "consecutive_hysteresis": _arguments.check_flag,
   "failure": _arguments.check_flag,
 }

@@ -44,7 +44,7 @@ def torch(
 
   References:
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
-    _amp_update_scale_. S goes to 0 there, is held here.
+    _amp_update_scale_. S goes to 0 there and is held here.
   """
   if not _arguments.check_flag("enabled", enabled):
     return _preset.disabled("torch", locals())
@@ -61,8 +61,8 @@ def torch_sharded(
 ) -> _preset.PresetLossScale:
   """PyTorch's `torch.distributed.fsdp.ShardedGradScaler`.
 
-  The rule of `torch`. By position its factors stand the other way round than
-  GradScaler's, so they are keywords here.
+  The rule of `torch`. Its signature has the factors the other way round than
+  GradScaler's, and than its own documentation: by position they get swapped.
 
   Args:
     init_scale: the first S.
@@ -84,8 +84,8 @@ def torch_sharded(
     8.0
 
   References:
-    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. With S on
-    the CPU it grows to inf there; it is held here, as on a GPU.
+    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
+    there, with S on the CPU also to inf, and is held here.
   """
   if not _arguments.check_flag("enabled", enabled):
     return _preset.disabled("torch_sharded", locals())
@@ -137,8 +137,8 @@ def megatron(
     4.0
 
   References:
-    Megatron-LM core, megatron/core/optimizer/grad_scaler.py. S grows to inf
-    there, is held here.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to
+    inf there and is held here.
   """
   return _preset.dynamic("megatron", locals())
 
@@ -163,7 +163,7 @@ def megatron_constant(*, initial_scale: float) -> _preset.PresetLossScale:
     {}
 
   References:
-    Megatron-LM core, megatron/core/optimizer/grad_scaler.py.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
   """
   return _preset.fixed("megatron_constant", locals(), "initial_scale")
 
@@ -214,8 +214,9 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf there, is
-    held here. DeepSpeed unscales by the S after the step; see guarantee 1.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
+    there, in double, and is held here. DeepSpeed divides the gradients by the S
+    of the next step, which halves them where S doubles; the wrapper does not.
   """
   return _preset.dynamic("deepspeed", locals())
 
@@ -260,8 +261,8 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.16, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
-    there, is held here.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
+    there, in double, and is held here.
   """
   return _preset.dynamic("deepspeed_legacy", locals())
 
@@ -303,7 +304,7 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py. Without a floor S goes to 0 there, in
-    double; it is held at a normal float32 here.
+    double, and is held here.
   """
   if scale_factor != 2:
     raise ValueError(
@@ -326,7 +327,8 @@ def apex_hysteresis(
   """NVIDIA Apex's kernel `update_scale_hysteresis`, NeMo's GradScaler.
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
-  and on each further one of that row.
+  and on each further one of that row. NeMo saves where in such a row it is, but
+  does not find it again (it reads a key spelled otherwise); so it is here.
 
   Args:
     init_scale: the first S.
@@ -350,8 +352,8 @@ def apex_hysteresis(
     8.0 4.0
 
   References:
-    NVIDIA Apex, csrc/update_scale_hysteresis.cu; defaults of NVIDIA NeMo.
-    S goes to 0 there, is held here.
+    NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
+    the defaults of NVIDIA NeMo 2.7.3. S goes to 0 there and is held here.
   """
   return _preset.dynamic("apex_hysteresis", locals())
 
@@ -403,7 +405,7 @@ def fairseq(
 
   References:
     fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. S grows to inf there,
-    is held here.
+    in double, and is held here.
   """
   return _preset.dynamic("fairseq", locals())
 
@@ -450,8 +452,8 @@ def metaseq(
     16.0
 
   References:
-    metaseq, metaseq/optim/dynamic_loss_scaler.py. S grows to inf there, is
-    held here; the window is a float32 here.
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. S grows to inf
+    there, in double, and is held here; the window is a float32 here.
   """
   return _preset.dynamic("metaseq", locals())
 
@@ -476,9 +478,12 @@ def colossalai(
     growth_factor: S is multiplied by it on growth; above 1.
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
     growth_interval: clean steps in a row before S grows.
-    min_scale: the floor; None for none.
-    max_scale: the ceiling; None for none.
-    hysteresis: overflows since the last growth before S shrinks.
+    min_scale: the floor, at most `initial_scale`; None for none. ColossalAI's
+      optimizers pass 1.
+    max_scale: the ceiling, at least `initial_scale`; None for none.
+      ColossalAI's optimizers pass 2**32.
+    hysteresis: overflows since the last growth before S shrinks. ColossalAI
+      takes 0 for 1.
 
   Returns:
     The rule.
@@ -494,8 +499,9 @@ def colossalai(
     65536.0
 
   References:
-    ColossalAI, colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py.
-    Without bounds S goes to 0 or inf there, is held here.
+    ColossalAI 0.5.0,
+    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds
+    S goes to 0 or inf there and is held here.
   """
   return _preset.dynamic("colossalai", locals())
 

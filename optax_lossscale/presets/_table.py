@@ -59,10 +59,10 @@ def _one_more(steps: int) -> int:
   return steps + 1
 
 
-def _just_above(bound: float | None) -> float:
+def _just_above(bound: float) -> float:
   """Returns the float32 above a bound: S < it, if and only if S <= bound."""
-  nearest = np.float32(bound or 0)
-  if float(nearest) > (bound or 0):
+  nearest = np.float32(bound)
+  if float(nearest) > bound:
     return float(nearest)
   return float(np.nextafter(nearest, np.float32(np.inf)))
 

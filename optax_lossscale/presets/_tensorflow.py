@@ -18,7 +18,7 @@ def tf_exponential(
 
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow since it last moved:
   clean steps between them do not matter. The documentation says that a shrink
-  below 1 is not applied; the code shrinks to 1.
+  below 1 is not applied; in the code S is then 1.
 
   Args:
     init_loss_scale: the first S.
@@ -46,7 +46,7 @@ def tf_exponential(
     4.0
 
   References:
-    TensorFlow 1.15,
+    TensorFlow 1.15.5,
     tensorflow/contrib/mixed_precision/python/loss_scale_manager.py.
   """
   return _preset.dynamic("tf_exponential", locals())
@@ -63,7 +63,8 @@ def npu_exponential(
   """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
 
   The rule of `tf_exponential`, but S grows only from below
-  3.4e38 / `incr_ratio`. With hardware in saturation mode take
+  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages; they
+  are factors. On hardware in saturation mode give the wrapper
   `check=ols.saturated(jnp.float16)`.
 
   Args:
@@ -90,7 +91,7 @@ def npu_exponential(
     True 1
 
   References:
-    Ascend npu_bridge for TensorFlow 1, loss_scale_manager.py.
+    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
   """
   return _preset.dynamic("npu_exponential", locals())
 
@@ -117,7 +118,7 @@ def npu_fixed(
     False
 
   References:
-    Ascend npu_bridge for TensorFlow 1, loss_scale_manager.py.
+    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
   """
   _arguments.check_flag("enable_overflow_check", enable_overflow_check)
   return _preset.fixed(
@@ -134,10 +135,12 @@ def tensorflow(
   """TensorFlow's `DynamicLossScale`.
 
   S shrinks on every overflow, to 1 at the least, and grows after
-  `increment_period` clean steps in a row.
+  `increment_period` clean steps in a row. Inside a `tf.function` TensorFlow
+  multiplies by the reciprocal of the multiplier, which rounds otherwise; here S
+  is divided, as it is outside.
 
   Args:
-    initial_loss_scale: the first S.
+    initial_loss_scale: the first S; one below 1 is raised to 1 by an overflow.
     increment_period: clean steps in a row before S grows.
     multiplier: S is multiplied or divided by it; above 1.
 
@@ -155,7 +158,7 @@ def tensorflow(
     1.0
 
   References:
-    TensorFlow 2, tensorflow/python/training/experimental/loss_scale.py.
+    TensorFlow 2.21.0, tensorflow/python/training/experimental/loss_scale.py.
   """
   return _preset.dynamic("tensorflow", locals())
 
@@ -166,7 +169,8 @@ def keras(
   """Keras 3's `LossScaleOptimizer`.
 
   S halves on every overflow and doubles after `dynamic_growth_steps` clean
-  steps in a row. There is neither floor nor ceiling.
+  steps in a row. There is neither floor nor ceiling. A saved file numbers the
+  optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
   Args:
     initial_scale: the first S.
@@ -186,8 +190,8 @@ def keras(
     65536.0
 
   References:
-    Keras 3, keras/src/optimizers/loss_scale_optimizer.py. S goes to 0 and inf
-    there, is held here.
+    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S goes to 0 and
+    inf there and is held here.
   """
   return _preset.dynamic("keras", locals())
 
