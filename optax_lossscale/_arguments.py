@@ -114,6 +114,23 @@ def check_backoff_factor(name: str, value: Any) -> float:
   return number
 
 
+def check_not_negative(name: str, value: Any) -> float:
+  """Returns `value` as a float of 0 or more.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed.
+
+  Raises:
+    TypeError: if it is not a number.
+    ValueError: if it is negative.
+  """
+  number = check_number(name, value)
+  if number < 0:
+    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+  return number
+
+
 def check_count(name: str, value: Any) -> int:
   """Returns `value` as an int from 1 to the largest int32.
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from optax_lossscale import _engine
 from optax_lossscale import _state
@@ -72,8 +73,11 @@ go on with raise_error_at_min_scale=False; S is 1.0.
         "`opt_state` must have values, got a traced one; call raise_if_failed "
         "between the steps, outside jit."
       )
-    if failure:
+    # Several, if the runs were stacked by vmap.
+    failures = np.ravel(failure)
+    if failures.any():
+      first = int(np.argmax(failures != 0))
+      loss_scale = np.ravel(loss_scale_state.loss_scale)[first]
       raise FloatingPointError(
-        f"{_CONDITIONS[_engine.Failure(int(failure))]}; S is "
-        f"{float(loss_scale_state.loss_scale)}."
+        f"{_CONDITIONS[_engine.Failure(failures[first])]}; S is {loss_scale}."
       )

@@ -8,11 +8,11 @@ keyword-only. What they return is a rule as any other:
   >>> rule = ols.presets.megatron(initial_scale=2.0**32, hysteresis=2)
   >>> tx = ols.loss_scaling(optax.adam(1e-3), rule)
 
-S is the system's bit for bit where the factors are powers of two. Otherwise it
-is within one rounding for each change, since some systems compute in double,
-and S and the factors are float32 here. Where a system's S would become 0,
-subnormal or infinite, it is held here, and the wrapper's state says `stalled`.
-Where a system would end the run, `raise_if_failed` raises.
+S is the system's bit for bit where the factors are powers of two. Otherwise
+each change may bring 2**-23 of S between the two, since S and the factors are
+float32 here, and some systems compute in double. Where a system's S would
+become 0, subnormal or infinite, it is held here, and the wrapper's state says
+`stalled`. Where a system would end the run, `raise_if_failed` raises.
 """
 
 from optax_lossscale._failures import raise_if_failed

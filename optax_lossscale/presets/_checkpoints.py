@@ -120,14 +120,22 @@ def from_state_dict(
         f"the rule {system!r}, which has its arguments already."
       )
     return system, _dictionaries.read(system, state_dict)
-  if system not in PRESETS:
+  if not isinstance(system, str) or system not in PRESETS:
     raise ValueError(
       f"`system` must be a rule or one of {', '.join(PRESETS)}, got {system!r}."
     )
   preset = PRESETS[system]
-  saved = _dictionaries.parse(
-    system, _layouts.layout(system, arguments), state_dict
-  )
+  keys = _layouts.layout(system, arguments)
+  try:
+    saved = _dictionaries.parse(system, keys, state_dict)
+  except ValueError as error:
+    switch = {"enabled", "enable"} & set(inspect.signature(preset).parameters)
+    if state_dict or not switch:
+      raise
+    raise ValueError(
+      f"{error} A scaler that is switched off saves nothing: pass "
+      f"{switch.pop()}=False."
+    ) from None
   arguments = saved.arguments | arguments
   first_scale = _first_scale(system)
   if first_scale is not None and "loss_scale" in saved.held:

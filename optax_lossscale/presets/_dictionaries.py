@@ -139,7 +139,10 @@ def read(rule: _rules.LossScale, dictionary: Mapping[str, Any]) -> Any:
   leaves = _own_leaves(state)
   values = _read(
     type(rule).__name__,
-    {(path,): _layouts.Own(x.dtype, x.shape) for path, x in leaves.items()},
+    {
+      (path,): _layouts.Own(x.dtype, x.shape, path == "loss_scale")
+      for path, x in leaves.items()
+    },
     dictionary,
   )
   return jax.tree.unflatten(
@@ -209,9 +212,14 @@ def _read(
       problems.append(f"{_name(path)} {error}")
   problems += [f"{_name(path)} is unknown" for path in came if path not in keys]
   if problems:
-    names = ", ".join(map(_name, keys)) or "nothing"
+    names = ", ".join(
+      _name(path)
+      for path, key in keys.items()
+      if not isinstance(key, _layouts.Unneeded)
+    )
     raise ValueError(
-      f"`state_dict` of {system} must hold {names}: {'; '.join(problems)}."
+      f"`state_dict` of {system} must hold {names or 'nothing'}: "
+      f"{'; '.join(problems)}."
     )
   return values
 

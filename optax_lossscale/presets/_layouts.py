@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arguments
@@ -70,7 +71,8 @@ class Constant:
 
   def read(self, value: Any) -> Any:
     """Returns the value, which must be the constant."""
-    if value != self.value:
+    scalar = _read_scalar(value)
+    if not isinstance(scalar, (bool, int, float)) or scalar != self.value:
       raise ValueError(f"must be {self.value!r}, got {value!r}")
     return self.value
 
@@ -91,10 +93,12 @@ class Own:
   Attributes:
     dtype: the leaf's dtype.
     shape: its shape.
+    is_loss_scale: whether it is S.
   """
 
   dtype: Any
   shape: tuple[int, ...]
+  is_loss_scale: bool = False
 
   def read(self, value: Any) -> np.ndarray:
     """Returns the value as an array."""
@@ -103,6 +107,12 @@ class Own:
       array.dtype, self.dtype, "same_kind"
     ):
       raise TypeError(f"must be {self.dtype}{list(self.shape)}, got {value!r}")
+    if self.is_loss_scale:
+      _read_scale(value)
+    if jnp.issubdtype(self.dtype, jnp.integer) and np.any(
+      array != array.astype(self.dtype)
+    ):
+      raise ValueError(f"must fit into {self.dtype}, got {value!r}")
     return array
 
 
@@ -186,9 +196,14 @@ def _as_given(value: float) -> float:
   return value
 
 
+def _read_as_given(value: Any) -> float:
+  number = _read_number(value)
+  return int(number) if isinstance(_read_scalar(value), int) else number
+
+
 _READERS: dict[Any, Callable[[Any], Any]] = {
   float: _read_number,
-  _as_given: _read_scalar,
+  _as_given: _read_as_given,
   int: _read_integer,
   bool: _read_flag,
 }
@@ -220,7 +235,7 @@ _DEEPSPEED: dict[str, Any] = {
   "cur_iter": Key("steps", int),
   "last_overflow_iter": Key("last_overflow", int),
   "scale_window": Argument("scale_window", int),
-  "min_scale": Argument("min_scale", float),
+  "min_scale": Argument("min_scale", _as_given),
   "delayed_shift": Argument("delayed_shift", int),
   "cur_hysteresis": Key("hysteresis_left", int, least=1),
   "consecutive_hysteresis": Argument("consecutive_hysteresis", bool),

@@ -70,7 +70,9 @@ def mindspore_fixed(
   References:
     MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
-  _arguments.check_flag("drop_overflow_update", drop_overflow_update)
+  drop_overflow_update = _arguments.check_flag(
+    "drop_overflow_update", drop_overflow_update
+  )
   return _preset.fixed(
     "mindspore_fixed",
     locals(),

@@ -48,12 +48,16 @@ def paddle(
     PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
     there and is held here.
   """
-  if not _arguments.check_flag("enable", enable):
-    return _preset.disabled("paddle", locals())
-  if not _arguments.check_flag(
+  enable = _arguments.check_flag("enable", enable)
+  use_dynamic_loss_scaling = _arguments.check_flag(
     "use_dynamic_loss_scaling", use_dynamic_loss_scaling
-  ):
-    return _preset.fixed("paddle", locals(), "init_loss_scaling")
+  )
+  if not enable:
+    return _preset.switched_off("paddle", locals())
+  if not use_dynamic_loss_scaling:
+    return _preset.switched_off(
+      "paddle", locals(), "init_loss_scaling", skip=True
+    )
   return _preset.dynamic("paddle", locals())
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -66,28 +65,24 @@ def dynamic(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
     ValueError: if one is out of its range, or out of the system's own.
   """
   row = _table.SYSTEMS[system]
-  checked: dict[str, Any] = dict(arguments)
+  checked: dict[str, Any] = {}
   cells: dict[str, Any] = {}
-  is_checked: set[str] = set()
   for column, cell in row.columns.items():
     if not isinstance(cell, _table.Argument):
       cells[column] = cell
       continue
+    value = arguments[cell.name]
+    if value is None and cell.is_optional:
+      continue
     # An argument in several columns is of the kind of the first.
-    if cell.name not in is_checked:
-      check = _CHECKS.get(cell.name) or _CHECKS[column]
-      checked[cell.name] = check(cell.name, arguments[cell.name])
-      is_checked.add(cell.name)
+    if cell.name not in checked:
+      check = cell.check or _CHECKS[column]
+      checked[cell.name] = check(cell.name, value)
     value = checked[cell.name]
     cells[column] = cell.convert(value) if cell.convert else value
-  for column, missing in (("min_scale", 0.0), ("max_scale", math.inf)):
-    if cells.get(column, missing) is None:
-      cells[column] = missing
   _check_start(row, cells)
-  # As they came where they are integers: some systems save them so.
-  checked |= {k: x for k, x in arguments.items() if isinstance(x, int)}
   return PresetLossScale(
-    system, tuple(checked.items()), _engine.Engine(**cells)
+    system, _as_given(arguments, checked), _engine.Engine(**cells)
   )
 
 
@@ -116,24 +111,45 @@ def fixed(
   _check_least(scale, loss_scale, least)
   return PresetLossScale(
     system,
-    tuple({**arguments, scale: loss_scale}.items()),
+    _as_given(arguments, {scale: loss_scale}),
     _rules.FixedLossScale(loss_scale),
     skip=skip,
   )
 
 
-def disabled(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
-  """Returns the rule of a scaler that is switched off.
+def switched_off(
+  system: str,
+  arguments: Mapping[str, Any],
+  scale: str | None = None,
+  *,
+  skip: bool = False,
+) -> PresetLossScale:
+  """Returns the rule of a scaler in the table that is told to leave S alone.
 
   Args:
-    system: the preset's name.
+    system: the row's name.
     arguments: by the system's own names.
+    scale: the name of the argument that is S; None for an S of 1.
+    skip: whether an overflow skips the step.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if one is out of its range, or out of the system's own.
   """
-  return PresetLossScale(
-    system,
-    tuple(arguments.items()),
-    _rules.FixedLossScale(1.0),
-    skip=False,
+  rule = dynamic(system, arguments)
+  loss_scale = 1.0 if scale is None else dict(rule.arguments)[scale]
+  return dataclasses.replace(
+    rule, machine=_rules.FixedLossScale(loss_scale), skip=skip
+  )
+
+
+def _as_given(
+  arguments: Mapping[str, Any], checked: Mapping[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+  """Returns the checked arguments, integers where they came as such."""
+  return tuple(
+    (name, value if type(value) is int else checked.get(name, value))
+    for name, value in arguments.items()
   )
 
 
@@ -159,19 +175,11 @@ def _check_least(name: str, value: float, least: float) -> None:
     raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}.")
 
 
-def _check_bound(name: str, value: Any) -> float:
-  number = _arguments.check_number(name, value)
-  if number < 0:
-    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
-  return number
-
-
-def _check_floor(name: str, value: Any) -> float | None:
-  return None if value is None else _check_bound(name, value)
-
-
-def _check_ceiling(name: str, value: Any) -> float | None:
-  return None if value is None else _arguments.check_scale(name, value)
+def _check_steps(name: str, value: Any) -> int:
+  # Megatron keeps its window as a float, 1000.0.
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
+  return _arguments.check_count(name, value)
 
 
 def _check_share(name: str, value: Any) -> float:
@@ -190,18 +198,17 @@ def _check_refill(name: str, value: Any) -> Any:
   return value
 
 
-# What kind of value a column takes, or an argument that differs from it.
+# What kind of value a column takes, unless the argument says otherwise.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "init_scale": _arguments.check_scale,
   "growth_factor": _arguments.check_growth_factor,
   "backoff_factor": _arguments.check_backoff_factor,
-  "growth_interval": _arguments.check_count,
-  "hysteresis": _arguments.check_count,
-  "min_scale": _check_floor,
-  "max_scale": _check_ceiling,
-  "hold_below": _check_bound,
+  "growth_interval": _check_steps,
+  "hysteresis": _check_steps,
+  "min_scale": _arguments.check_not_negative,
+  "max_scale": _arguments.check_scale,
+  "hold_below": _arguments.check_not_negative,
   "tolerance": _check_share,
   "refill": _check_refill,
-  "consecutive_hysteresis": _arguments.check_flag,
   "failure": _arguments.check_flag,
 }

@@ -46,8 +46,9 @@ def torch(
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
     _amp_update_scale_. S goes to 0 there and is held here.
   """
-  if not _arguments.check_flag("enabled", enabled):
-    return _preset.disabled("torch", locals())
+  enabled = _arguments.check_flag("enabled", enabled)
+  if not enabled:
+    return _preset.switched_off("torch", locals())
   return _preset.dynamic("torch", locals())
 
 
@@ -87,8 +88,9 @@ def torch_sharded(
     PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
     there, with S on the CPU also to inf, and is held here.
   """
-  if not _arguments.check_flag("enabled", enabled):
-    return _preset.disabled("torch_sharded", locals())
+  enabled = _arguments.check_flag("enabled", enabled)
+  if not enabled:
+    return _preset.switched_off("torch_sharded", locals())
   return _preset.dynamic("torch_sharded", locals())
 
 
@@ -226,7 +228,7 @@ def deepspeed_legacy(
   init_scale: float = 2.0**32,
   scale_factor: float = 2.0,
   scale_window: int = 1000,
-  min_scale: float = 1.0,
+  min_scale: float = 1,
   delayed_shift: int = 1,
   consecutive_hysteresis: bool = False,
   raise_error_at_min_scale: bool = True,
@@ -306,14 +308,20 @@ def apex(
     NVIDIA Apex, apex/amp/scaler.py. Without a floor S goes to 0 there, in
     double, and is held here.
   """
+  scale_factor = _arguments.check_number("scale_factor", scale_factor)
   if scale_factor != 2:
     raise ValueError(
       f"`scale_factor` must be 2, got {scale_factor!r}: Apex moves S by 2 "
       "whatever it is given."
     )
-  if loss_scale != "dynamic":
-    return _preset.fixed("apex", locals(), "loss_scale", skip=False)
-  return _preset.dynamic("apex", locals())
+  if loss_scale == "dynamic":
+    return _preset.dynamic("apex", locals())
+  if isinstance(loss_scale, str):
+    raise TypeError(
+      f"`loss_scale` must be 'dynamic' or a number, got {loss_scale!r}."
+    )
+  loss_scale = _arguments.check_scale("loss_scale", loss_scale)
+  return _preset.switched_off("apex", locals(), "loss_scale")
 
 
 def apex_hysteresis(
@@ -461,7 +469,7 @@ def metaseq(
 def colossalai(
   *,
   initial_scale: float = 2.0**16,
-  growth_factor: float = 2.0,
+  growth_factor: float = 2,
   backoff_factor: float = 0.5,
   growth_interval: int = 1000,
   min_scale: float | None = None,

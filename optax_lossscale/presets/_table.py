@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 
+from optax_lossscale import _arguments
 from optax_lossscale._engine import Failure
 
 
@@ -17,10 +19,14 @@ class Argument:
   Attributes:
     name: the argument's name.
     convert: what makes the cell of its value; None for the value itself.
+    check: what refuses a bad value; None for what its column checks.
+    is_optional: whether None leaves the cell empty.
   """
 
   name: str
   convert: Callable[[Any], Any] | None = None
+  check: Callable[[str, Any], Any] | None = None
+  is_optional: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,11 @@ def _inverse(factor: float) -> float:
 
 
 def _one_more(steps: int) -> int:
-  return steps + 1
+  return min(steps + 1, _arguments.LARGEST_COUNT)
+
+
+def _unless_zero(bound: float) -> float:
+  return bound or math.inf
 
 
 def _just_above(bound: float) -> float:
@@ -83,8 +93,6 @@ def _npu_growth_below(incr_ratio: float) -> float:
   return 3.4e38 / incr_ratio
 
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 _TORCH: dict[str, Any] = {
   "init_scale": Argument("init_scale"),
   "growth_factor": Argument("growth_factor"),
@@ -94,7 +102,6 @@ _TORCH: dict[str, Any] = {
 }
 _MEGATRON: dict[str, Any] = _TORCH | {
   "init_scale": Argument("initial_scale"),
-  "min_scale": Argument("min_scale"),
   "hysteresis": Argument("hysteresis"),
 }
 _DEEPSPEED: dict[str, Any] = {
@@ -103,7 +110,9 @@ _DEEPSPEED: dict[str, Any] = {
   "hysteresis": Argument("delayed_shift"),
   "min_scale": Argument("min_scale"),
   "growth_test": "multiple",
-  "refill": Argument("consecutive_hysteresis", _deepspeed_refill),
+  "refill": Argument(
+    "consecutive_hysteresis", _deepspeed_refill, check=_arguments.check_flag
+  ),
   "failure": Argument("raise_error_at_min_scale", _deepspeed_failure),
   "counts_steps": True,
 }
@@ -114,7 +123,7 @@ _FAIRSEQ: dict[str, Any] = {
   "backoff_divides": True,
   "growth_interval": Argument("scale_window"),
   "growth_test": "multiple",
-  "min_scale": Argument("threshold"),
+  "min_scale": Argument("threshold", is_optional=True),
   "tolerance": Argument("tolerance"),
 }
 _TF_EXPONENTIAL: dict[str, Any] = {
@@ -142,14 +151,21 @@ SYSTEMS: dict[str, Row] = {
   "megatron": row(
     "Megatron-LM's DynamicGradScaler",
     **_MEGATRON,
+    min_scale=Argument("min_scale", check=_arguments.check_scale),
     refill=Argument("refill", _refilled_by),
     starts_within_bounds=True,
   ),
   "colossalai": row(
     "ColossalAI's DynamicGradScaler",
     **_MEGATRON,
+    min_scale=Argument("min_scale", is_optional=True),
+    max_scale=Argument(
+      "max_scale",
+      _unless_zero,
+      check=_arguments.check_not_negative,
+      is_optional=True,
+    ),
     refill=frozenset({"growth"}),
-    max_scale=Argument("max_scale"),
     starts_within_bounds=True,
   ),
   "deepspeed": row(
@@ -173,7 +189,7 @@ SYSTEMS: dict[str, Row] = {
     backoff_factor=0.5,
     growth_interval=Argument("scale_window"),
     growth_test="equal",
-    min_scale=Argument("min_loss_scale"),
+    min_scale=Argument("min_loss_scale", is_optional=True),
     max_scale=Argument("max_loss_scale"),
   ),
   "apex_hysteresis": row(
@@ -260,8 +276,8 @@ SYSTEMS: dict[str, Row] = {
     # It compares before it counts.
     growth_interval=Argument("growth_interval", _one_more),
     growth_test="equal",
-    min_scale=Argument("minimum_scale"),
-    max_scale=_FLOAT32_MAX,
+    min_scale=Argument("minimum_scale", is_optional=True),
+    max_scale=_arguments.LARGEST_SCALE,
   ),
   "jmp": row(
     "jmp.DynamicLossScale",

@@ -120,7 +120,9 @@ def npu_fixed(
   References:
     Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
   """
-  _arguments.check_flag("enable_overflow_check", enable_overflow_check)
+  enable_overflow_check = _arguments.check_flag(
+    "enable_overflow_check", enable_overflow_check
+  )
   return _preset.fixed(
     "npu_fixed", locals(), "loss_scale", least=1.0, skip=enable_overflow_check
   )

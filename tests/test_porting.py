@@ -1,0 +1,308 @@
+"""What docs/porting.md shows works as it stands there, and its numbers hold."""
+
+import ast
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests.presets import traces
+
+PAGE = pathlib.Path(__file__).parents[1].joinpath("docs/porting.md").read_text()
+PRESETS = sorted(
+  set(ols.presets.__all__)
+  - {"from_state_dict", "raise_if_failed", "to_state_dict"}
+)
+# What the old lines also set, and no preset does.
+OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
+
+
+def blocks(text, language):
+  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def rows():
+  """Returns the old and the new side of each row, by the preset's name."""
+  pattern = (
+    r'id="(\w+)">\n\n\*\*`\1`\*\*:.*?<tr valign.*?>(.*?)</td><td>(.*?)</td>'
+  )
+  found = re.findall(pattern, PAGE, flags=re.DOTALL)
+  assert len(found) == PAGE.count('<td colspan="2" id=')
+  return {name: (old, new) for name, old, new in found}
+
+
+OLD = {name: old for name, (old, _) in rows().items()}
+NEW = {name: new for name, (_, new) in rows().items()}
+SYSTEMS = sorted(OLD)
+
+
+def section(title, level="##"):
+  text = PAGE[PAGE.index(f"\n{level} {title}\n") + 1 :]
+  return text[: text.find("\n## ", 1)]
+
+
+def cells(text):
+  """Returns the cells of a Markdown table's rows, but for its head."""
+  lines = [line for line in text.splitlines() if line.startswith("|")]
+  return [
+    [cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]
+  ]
+
+
+def statements(system, language_block):
+  return ast.parse("\n".join(blocks(language_block[system], "python"))).body
+
+
+def run(nodes, names):
+  code = ast.unparse(ast.Module(list(nodes), []))
+  exec(compile(code, "docs/porting.md", "exec"), names)
+
+
+def keywords(call):
+  return {
+    item.arg: eval(ast.unparse(item.value), {"jnp": jnp})
+    for item in call.keywords
+    if item.arg not in OTHERS
+  }
+
+
+def names_in_configurations(system):
+  """Returns the preset's argument for each name of a configuration."""
+  return {
+    name: re.match(r"`(\w+)`", argument)[1]
+    for systems, configured, argument in cells(
+      section("Names in configuration files", "###")
+    )
+    if f"`{system}`" in systems
+    for name in re.findall(r"`([^`]+)`", configured)
+  }
+
+
+def old_arguments(system):
+  """Yields what each block of the old lines gives for the preset."""
+  translation = names_in_configurations(system)
+  for text in blocks(OLD[system], "json"):
+    configured = json.loads(text)["fp16"]
+    assert configured.pop("loss_scale") == 0  # DeepSpeed's word for dynamic.
+    configured["initial_scale_power"] = 2 ** configured["initial_scale_power"]
+    yield {
+      translation[key]: value
+      for key, value in configured.items()
+      if key not in OTHERS
+    }
+  for text in blocks(OLD[system], "sh"):
+    yield {
+      translation[flag]: float(value)
+      for flag, _, value in (line.partition(" ") for line in text.splitlines())
+      if flag not in OTHERS
+    }
+  first = statements(system, OLD)[0].value
+  if isinstance(first, ast.Call) and first.keywords:
+    is_config = ast.unparse(first.func) == "OptimizerConfig"
+    yield {
+      translation[name] if is_config else name: value
+      for name, value in keywords(first).items()
+    }
+
+
+def recorded(system):
+  """Returns a run with a dictionary that can be read."""
+  runs = traces.load(system)["runs"]
+  return next(run for run in runs if traces.is_importable(system, run))
+
+
+def checkpoint(system, saved):
+  """Returns the names that the old lines find the original's state under."""
+  checkpoints = {
+    "torch": {"scaler": saved},
+    "torch_sharded": {"scaler": saved},
+    "paddle": {"scaler": saved},
+    "apex": {"amp": saved},
+    "apex_hysteresis": {"PipelineMixedPrecisionPlugin": saved},
+    "fairseq": {"last_optimizer_state": {**saved, "param_groups": []}},
+    "metaseq": {"last_optimizer_state": {**saved, "param_groups": []}},
+    "colossalai": {"grad_scaler": saved},
+    "flax": {"dynamic_scale": saved},
+  }
+  scaler = SimpleNamespace(dtype="torch.float16", **saved)
+
+  def parameter(name):
+    return SimpleNamespace(name=name, asnumpy=lambda: saved[name])
+
+  def load_checkpoint(path):
+    return {name: parameter(name) for name in saved}
+
+  def read(path):
+    prefix, suffix = "loss_scale/", "/.ATTRIBUTES/VARIABLE_VALUE"
+    if system != "tensorflow":
+      prefix = suffix = ""
+    tensors = {prefix + name + suffix: saved[name] for name in saved}
+    return SimpleNamespace(get_tensor=tensors.__getitem__)
+
+  return {
+    "np": np,
+    "path": "",
+    "plugin": "PipelineMixedPrecisionPlugin",
+    "optimizer": None,
+    "checkpoint": checkpoints.get(system),
+    "sd": {"optimizer": {"grad_scaler": saved}},
+    "zero": {"optimizer_state_dict": {"loss_scaler": scaler}},
+    "file": {"optimizer/vars": saved},
+    "manager": SimpleNamespace(**saved),
+    "loss_scale": SimpleNamespace(**saved),
+    "scaler": SimpleNamespace(
+      scale_value=parameter("scale_value"), counter=parameter("counter")
+    ),
+    "program": SimpleNamespace(state_dict=lambda: saved),
+    "mindspore": SimpleNamespace(load_checkpoint=load_checkpoint),
+    "tf": SimpleNamespace(train=SimpleNamespace(load_checkpoint=read)),
+    "NPULossScaleOptimizer": lambda optimizer, manager: None,
+  }
+
+
+def test_the_table_has_one_row_for_each_preset():
+  assert SYSTEMS == PRESETS
+  links = re.findall(r"\[(\w+)\]\(#(\w+)\)", PAGE)
+  assert [name for name, target in links if name == target] == list(OLD)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_new_lines_make_the_preset_and_read_what_the_original_saved(system):
+  recording = recorded(system)
+  saved = traces.saved_dict(system, recording)
+  names = {"ols": ols, "saved": saved}
+  fresh, resumed = statements(system, NEW)
+  run([fresh], names)
+  assert names["rule"].system == system
+  assert "state" not in names
+  run([resumed], names)
+  assert names["rule"].system == system
+  steps = len(recording["overflows"])
+  scale = traces.scales(recording["scales"], steps)[steps // 2 - 1]
+  if saved:
+    assert names["state"].loss_scale == np.float32(scale)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_new_lines_have_the_arguments_of_the_old_ones(system):
+  new = keywords(statements(system, NEW)[0].value)
+  given = list(old_arguments(system))
+  assert given
+  assert given == [new] * len(given)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_checkpoint_gives_the_rule_of_a_fresh_start(system):
+  names = {"ols": ols}
+  fresh, resumed = statements(system, NEW)
+  run([fresh], names)
+  rule = names["rule"]
+  names["saved"] = ols.presets.to_state_dict(rule, rule.init())
+  run([resumed], names)
+  assert names["rule"].skip == rule.skip
+  assert jax.tree.all(
+    jax.tree.map(jnp.array_equal, names["state"], rule.init())
+  )
+  # The first S is in the state by now, whatever the rule would start with.
+  machines = [names["rule"].machine, rule.machine]
+  if hasattr(rule.machine, "init_scale"):
+    machines = [dataclasses.replace(x, init_scale=1e4) for x in machines]
+  assert machines[0] == machines[1]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_old_lines_find_the_dictionary_in_the_checkpoint(system):
+  recording = recorded(system)
+  expected = traces.saved_dict(system, recording)
+  raw = expected
+  if system == "keras":  # Numbered there: the page gives them their names.
+    raw = traces.state_dict(recording["state_dict"])
+  names = checkpoint(system, raw)
+  # All but the constructors, which need the originals.
+  run(
+    (
+      node
+      for node in statements(system, OLD)
+      if not getattr(node.value, "keywords", None)
+    ),
+    names,
+  )
+  saved = dict(names["saved"])
+  assert (saved.pop("dtype", None) is not None) == ("deepspeed" in system)
+  assert saved == expected
+  _, resumed = statements(system, NEW)
+  run([resumed], {"ols": ols, "saved": names["saved"]})
+
+
+def test_the_train_step_runs():
+  (step,) = blocks(section("The train step"), "python")
+  rule = ols.presets.torch(init_scale=8.0)
+  names = {
+    "jax": jax,
+    "ols": ols,
+    "optax": optax,
+    "inner": optax.sgd(0.5),
+    "rule": rule,
+    "state": rule.init()._replace(loss_scale=jnp.float32(4.0)),
+    "params": jnp.ones(2),
+    "loss_fn": lambda params, batch: jnp.sum(params * batch),
+  }
+  exec(step, names)
+  params, opt_state, loss = names["train_step"](
+    names["params"], names["opt_state"], jnp.ones(2)
+  )
+  assert loss == 2.0
+  assert jnp.all(params == 0.5)
+  assert ols.get_loss_scale(opt_state) == 4.0
+  opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(1024.0))
+  assert ols.get_loss_scale(opt_state) == 1024.0
+
+
+def test_what_the_page_names_of_the_library_exists():
+  for path in set(re.findall(r"\bols\.(\w+(?:\.\w+)?)", PAGE)):
+    value = ols
+    for name in path.split("."):
+      value = getattr(value, name)
+  for field in set(re.findall(r"\bopt_state\.(\w+)", PAGE)):
+    assert field in ols.LossScalingState._fields
+
+
+def test_the_worked_example_prints_what_the_page_shows():
+  text = section("A Megatron run, continued")
+  (example,), (shown,) = blocks(text, "python"), blocks(text, "text")
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed):
+    exec(example, {})
+  assert printed.getvalue() == shown
+
+
+def reference_row(system):
+  outcomes = traces.outcomes(system)
+  return [
+    f"`{system}`",
+    traces.load(system)["version"],
+    str(len(outcomes)),
+    str(sum(outcome.compared for outcome in outcomes)),
+    str(sum(outcome.mismatches for outcome in outcomes)),
+  ]
+
+
+@pytest.mark.parametrize("system", traces.SYSTEMS)
+def test_the_numbers_of_the_comparison_are_those_of_the_replay(system):
+  table = {row[0]: row for row in cells(section("How this was compared"))}
+  assert table[f"`{system}`"] == reference_row(system)
+
+
+def test_the_comparison_lists_each_trace_once():
+  table = cells(section("How this was compared"))
+  assert [row[0] for row in table] == [f"`{x}`" for x in traces.SYSTEMS]
