@@ -43,3 +43,10 @@ def test_a_count_that_is_past_the_interval(growth_test, expected):
     state = engine.update(state, False)
     scales.append(float(state.loss_scale) / 2.0**24)
   assert scales == expected
+
+
+def test_growth_needs_an_s_below_its_bound_and_not_at_it():
+  engine = doubling(1, growth_below=2.0**24)
+  assert engine.update(engine.init(), False).loss_scale == 2.0**24
+  engine = doubling(1, growth_below=2.0**24 + 2)
+  assert engine.update(engine.init(), False).loss_scale == 2.0**25
