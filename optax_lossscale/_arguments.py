@@ -106,10 +106,10 @@ def check_backoff_factor(name: str, value: Any) -> float:
     ValueError: if S would not shrink by it, or become 0.
   """
   number = check_number(name, value)
-  if not 0 < np.float32(number) < 1:
+  if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
     raise ValueError(
-      f"`{name}` must be between 0 and 1, both excluded (in float32), got "
-      f"{value!r}."
+      f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
+      f"at least 2**-126), got {value!r}."
     )
   return number
 

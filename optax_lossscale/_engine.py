@@ -68,6 +68,14 @@ class DynamicLossScaleState(NamedTuple):
     """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
     return 1 / self.loss_scale
 
+  def __repr__(self) -> str:
+    fields = ", ".join(
+      f"{name}={value!r}"
+      for name, value in self._asdict().items()
+      if value is not None
+    )
+    return f"{type(self).__name__}({fields})"
+
 
 class _Step(NamedTuple):
   """What one step does: S as the rule wants it, and what moves with it."""
@@ -93,6 +101,8 @@ class Engine:
     backoff_divides: S is divided by `backoff_factor` instead.
     growth_interval: clean steps that growth waits for.
     hysteresis: overflows that a shrink waits for.
+    shrink_test: how the count of overflows meets the hysteresis: "at_least" it,
+      or "equal" to it, so that a count which is past it never shrinks S.
     min_scale: S shrinks to this at the least; 0 for no floor.
     max_scale: S grows to this at the most; inf for no ceiling.
     growth_test: how the count of clean steps meets the interval: "at_least" it;
@@ -105,10 +115,11 @@ class Engine:
     growth_below: S grows only from below this.
     hold_below: where a shrink would take S below this, S stays instead.
     tolerance: the share of overflows, among the steps since S last moved, that
-      a shrink waits for; 0 for any.
+      a shrink waits for; None for a rule that does not know such a share.
     interval_factor: the growth interval is multiplied by it on growth, and
       divided by it, rounded down, when S shrinks.
     failure: where the system gives up; None for nowhere.
+    notes_failure: whether that is noted in the state.
     counts_steps: whether the state has `total_steps`.
   """
 
@@ -118,6 +129,7 @@ class Engine:
   backoff_divides: bool = False
   growth_interval: int
   hysteresis: int = 1
+  shrink_test: Literal["at_least", "equal"] = "at_least"
   min_scale: float = 0.0
   max_scale: float = math.inf
   growth_test: GrowthTest = "at_least"
@@ -125,9 +137,10 @@ class Engine:
   initial_clean_steps: int = 0
   growth_below: float = math.inf
   hold_below: float = 0.0
-  tolerance: float = 0.0
+  tolerance: float | None = None
   interval_factor: float = 1.0
   failure: Failure | None = None
+  notes_failure: bool = True
   counts_steps: bool = False
 
   def __post_init__(self) -> None:
@@ -161,8 +174,8 @@ class Engine:
         # In float32, since a factor of 1.5 leaves the integers.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
-      steps_since_move=count(0, self.tolerance > 0),
-      overflows_since_shrink=count(0, self.tolerance > 0),
+      steps_since_move=count(0, self.tolerance is not None),
+      overflows_since_shrink=count(0, self.tolerance is not None),
       failure=count(0, self.failure is not None),
     )
 
@@ -198,7 +211,7 @@ class Engine:
       state = state._replace(total_steps=_increment(state.total_steps))
     if self.interval_factor != 1:
       state = state._replace(growth_interval=self._next_interval(state, step))
-    if self.tolerance > 0:
+    if self.tolerance is not None:
       since_move, since_shrink = _count_share(state, overflow)
       state = state._replace(
         steps_since_move=jnp.where(step.grows | step.shrinks, 0, since_move),
@@ -220,7 +233,7 @@ class Engine:
     """
     overflow = jnp.asarray(overflow, bool)
     step = self._step(state, overflow)
-    at_floor = state.loss_scale <= jnp.float32(self.min_scale)
+    at_floor = state.loss_scale == jnp.float32(self.min_scale)
     return overflow & at_floor | self._is_held(step) | ~_is_usable(step.wanted)
 
   def _step(self, state: DynamicLossScaleState, overflow: jax.Array) -> _Step:
@@ -236,8 +249,12 @@ class Engine:
     )
     overflows = jnp.where(overflow, _increment(state.overflows), kept_overflows)
 
-    shrinks = overflow & (overflows >= self.hysteresis)
-    if self.tolerance > 0:
+    shrinks = overflow & (
+      overflows == self.hysteresis
+      if self.shrink_test == "equal"
+      else overflows >= self.hysteresis
+    )
+    if self.tolerance is not None:
       since_move, since_shrink = _count_share(state, overflow)
       shrinks &= since_shrink / since_move >= jnp.float32(self.tolerance)
     grows = ~overflow & self._is_time_to_grow(state, clean_steps)
@@ -308,6 +325,8 @@ class Engine:
         fails = self._is_held(step)
       case Failure.TOO_MANY_OVERFLOWS:
         fails = step.overflows > MOST_OVERFLOWS_IN_A_ROW
+    if not self.notes_failure:
+      return jnp.zeros_like(state.failure)
     failure = jnp.where(fails, jnp.int32(self.failure), 0)
     return jnp.where(state.failure == 0, failure, state.failure)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from optax_lossscale import _rules
 from optax_lossscale.presets import _dictionaries
+from optax_lossscale.presets import _fairseq
 from optax_lossscale.presets import _jax
 from optax_lossscale.presets import _layouts
+from optax_lossscale.presets import _megatron
 from optax_lossscale.presets import _mindspore
 from optax_lossscale.presets import _paddle
 from optax_lossscale.presets import _preset
@@ -18,7 +20,15 @@ from optax_lossscale.presets import _tensorflow
 
 PRESETS: dict[str, Callable[..., _preset.PresetLossScale]] = {
   preset.__name__: preset
-  for family in (_pytorch, _tensorflow, _mindspore, _paddle, _jax)
+  for family in (
+    _pytorch,
+    _megatron,
+    _fairseq,
+    _tensorflow,
+    _mindspore,
+    _paddle,
+    _jax,
+  )
   for preset in family.PRESETS
 }
 
@@ -83,7 +93,8 @@ def from_state_dict(
 
   Returns:
     rule: as the preset returns it.
-    state: its state, to be set into that of the optimizer as below.
+    state: its state, to be set into that of the optimizer as below. (Of several
+      optimizers do it with the state of the one.)
 
   Raises:
     TypeError: if `state_dict` is no dictionary, or an argument is not of its
@@ -125,6 +136,9 @@ def from_state_dict(
       f"`system` must be a rule or one of {', '.join(PRESETS)}, got {system!r}."
     )
   preset = PRESETS[system]
+  if _layouts.is_switched_off(arguments):
+    rule = preset(**arguments)
+    return rule, rule.init()  # As the system, which then reads nothing.
   keys = _layouts.layout(system, arguments)
   try:
     saved = _dictionaries.parse(system, keys, state_dict)

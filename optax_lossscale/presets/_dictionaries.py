@@ -1,5 +1,6 @@
 """State dictionaries: a rule's state as its system saves it, and back."""
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _arguments
 from optax_lossscale import _engine
 from optax_lossscale import _rules
 from optax_lossscale import _select
+from optax_lossscale import _state
+from optax_lossscale.presets import _keys
 from optax_lossscale.presets import _layouts
 from optax_lossscale.presets import _preset
 
@@ -24,14 +28,15 @@ def write(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
     state: its state.
 
   Raises:
-    TypeError: if the state is traced.
+    TypeError: if the state is traced, or the wrapper's.
     ValueError: if it is not a state of this rule.
   """
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+  if isinstance(state, _state.LossScalingState):
     raise TypeError(
-      "`state` must have values, got a traced one; call to_state_dict outside "
-      "jit."
+      "`state` must be the state of `rule`, got the optimizer's whole "
+      "LossScalingState; pass its `loss_scale_state`."
     )
+  _refuse_traced("state", jax.tree.leaves(state), "to_state_dict")
   _select.check_structure(
     "`state` must be the state of `rule`: of an optimizer's state the "
     "`loss_scale_state`",
@@ -40,15 +45,23 @@ def write(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
   )
   state = jax.device_get(state)
   if isinstance(rule, _preset.PresetLossScale):
-    keys = _layouts.layout(rule.system, dict(rule.arguments))
     return _nest(
       {
         path: _value(key, rule, state)
-        for path, key in keys.items()
-        if not isinstance(key, _layouts.Unneeded)
+        for path, key in layout(rule).items()
+        if not isinstance(key, _keys.UnneededKey)
       }
     )
   return {path: np.asarray(x)[()] for path, x in _own_leaves(state).items()}
+
+
+def layout(rule: _preset.PresetLossScale) -> _layouts.Layout:
+  """Returns the keys that a rule's system saves.
+
+  Args:
+    rule: made by a preset.
+  """
+  return _layouts.layout(rule.system, dict(rule.arguments))
 
 
 class Saved(NamedTuple):
@@ -56,7 +69,7 @@ class Saved(NamedTuple):
 
   Attributes:
     arguments: the system's arguments.
-    held: what belongs into the state, by what `Key` says it holds.
+    held: what belongs into the state, by what a `StateKey` says it holds.
   """
 
   arguments: dict[str, Any]
@@ -81,9 +94,9 @@ def parse(
   saved = Saved({}, {})
   for path, key in keys.items():
     match key:
-      case _layouts.Argument(name):
+      case _keys.ArgumentKey(name):
         saved.arguments[name] = values[path]
-      case _layouts.Key(holds, first=first, is_lost=False):
+      case _keys.StateKey(holds, first=first, is_lost=False):
         saved.held[holds] = values[path] - first
   return saved
 
@@ -98,25 +111,14 @@ def fill(rule: _preset.PresetLossScale, held: Mapping[str, Any]) -> Any:
   state = rule.init()
   if "loss_scale" in held:
     state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
-  engine = rule.machine
-  if isinstance(engine, _rules.FixedLossScale):
+  if isinstance(rule.machine, _rules.FixedLossScale):
     return state  # Nothing is counted where S does not move.
-  counts = {}
-  if "clean_steps" in held:
-    counts["clean_steps"] = held["clean_steps"]
-  if "window_steps" in held:
-    counts["clean_steps"] = held["window_steps"]
-  if "overflows" in held:
-    counts["overflows"] = held["overflows"]
-  if "hysteresis_left" in held:
-    counts["overflows"] = engine.hysteresis - held["hysteresis_left"]
-  if "steps" in held:
-    counts["total_steps"] = held["steps"]
-    counts["clean_steps"] = (
-      held["steps"] - held["last_overflow"] - 1 + engine.initial_clean_steps
-    )
+  largest = _arguments.LARGEST_COUNT
   return state._replace(
-    **{name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
+    **{
+      name: jnp.int32(np.clip(count, -largest, largest))
+      for name, count in _counters(rule.machine, held).items()
+    }
   )
 
 
@@ -133,14 +135,13 @@ def read(rule: _rules.LossScale, dictionary: Mapping[str, Any]) -> Any:
     ValueError: if keys are missing, unknown or of another type; all are listed.
   """
   if isinstance(rule, _preset.PresetLossScale):
-    keys = _layouts.layout(rule.system, dict(rule.arguments))
-    return fill(rule, parse(rule.system, keys, dictionary).held)
+    return fill(rule, parse(rule.system, layout(rule), dictionary).held)
   state = rule.init()
   leaves = _own_leaves(state)
   values = _read(
     type(rule).__name__,
     {
-      (path,): _layouts.Own(x.dtype, x.shape, path == "loss_scale")
+      (path,): _keys.OwnKey(x.dtype, x.shape, path == "loss_scale")
       for path, x in leaves.items()
     },
     dictionary,
@@ -153,30 +154,68 @@ def read(rule: _rules.LossScale, dictionary: Mapping[str, Any]) -> Any:
 
 def _value(key: Any, rule: _preset.PresetLossScale, state: Any) -> Any:
   match key:
-    case _layouts.Constant(value):
+    case _keys.ConstantKey(value):
       return value
-    case _layouts.Argument(name, make) | _layouts.Derived(name, make):
+    case _keys.ArgumentKey(name, make) | _keys.DerivedKey(name, make):
       return make(dict(rule.arguments)[name])
-    case _layouts.Key("loss_scale", make):
+    case _keys.StateKey("loss_scale", make):
       return make(float(state.loss_scale))
   if isinstance(rule.machine, _rules.FixedLossScale):
     return key.make(0)  # Nothing is counted where S does not move.
-  count = _count(key.holds, rule.machine, state)
-  return key.make(max(count + key.first, key.least))
+  return key.make(_count(key.holds, rule.machine, state) + key.first)
 
 
 def _count(holds: str, engine: _engine.Engine, state: Any) -> int:
+  """Returns the number that a `StateKey` holds; `_counters` undoes it."""
   match holds:
     case "window_steps":
-      return int(state.clean_steps) % engine.growth_interval
+      return max(int(state.clean_steps), 0) % engine.growth_interval
     case "hysteresis_left":
       return engine.hysteresis - int(state.overflows)
+    case "overflows_to_shrink":
+      return max(engine.hysteresis - int(state.overflows), 1)
     case "steps":
       return int(state.total_steps)
     case "last_overflow":
       clean_steps = int(state.clean_steps) - engine.initial_clean_steps
       return int(state.total_steps) - 1 - clean_steps
   return int(getattr(state, holds))
+
+
+def _counters(
+  engine: _engine.Engine, held: Mapping[str, Any]
+) -> dict[str, int]:
+  """Returns the counters of a state, of the numbers that `StateKey`s hold."""
+  counters: dict[str, int] = {}
+  for holds, number in held.items():
+    match holds:
+      case "clean_steps" | "overflows":
+        counters[holds] = number
+      case "window_steps":
+        counters["clean_steps"] = _unwrap(number, engine.growth_interval)
+      case "hysteresis_left":
+        counters["overflows"] = engine.hysteresis - number
+      case "overflows_to_shrink":
+        # A hysteresis of 1 shrinks S whatever the count was.
+        is_counted = engine.hysteresis > 1
+        counters["overflows"] = engine.hysteresis - number if is_counted else 0
+      case "steps":
+        counters["total_steps"] = number
+        counters["clean_steps"] = (
+          number - held["last_overflow"] - 1 + engine.initial_clean_steps
+        )
+  return counters
+
+
+def _unwrap(steps: int, interval: int) -> int:
+  """Returns the clean steps that a count stands for which starts over.
+
+  A count past the interval, which has become shorter, starts over without a
+  growth: at 0 on the next step, where `interval` clean steps would grow S.
+  """
+  if steps < interval:
+    return steps
+  return (steps + 1) % interval - 1
 
 
 def _own_leaves(state: Any) -> dict[str, Any]:
@@ -187,7 +226,7 @@ def _own_leaves(state: Any) -> dict[str, Any]:
 
 
 def _read(
-  system: str, keys: _layouts.Layout, dictionary: Mapping[str, Any]
+  system: str, keys: Mapping[tuple[str, ...], Any], dictionary: Any
 ) -> dict[tuple[str, ...], Any]:
   """Returns the values of a dictionary by their paths, or lists what is wrong.
 
@@ -199,33 +238,59 @@ def _read(
       "of an object pass vars(object)."
     )
   came = dict(_flatten(dictionary, keys))
+  _refuse_traced("state_dict", came.values(), "from_state_dict")
   values, problems = {}, []
   for path, key in keys.items():
-    if path not in came:
-      if isinstance(key, _layouts.Unneeded):
-        continue
+    if path in came:
+      try:
+        values[path] = key.read(came[path])
+      except (TypeError, ValueError) as error:
+        problems.append(f"{_name(path)} {str(error).rstrip('.')}")
+    elif not isinstance(key, _keys.UnneededKey):
       problems.append(f"{_name(path)} is missing")
-      continue
-    try:
-      values[path] = key.read(came[path])
-    except (TypeError, ValueError) as error:
-      problems.append(f"{_name(path)} {error}")
   problems += [f"{_name(path)} is unknown" for path in came if path not in keys]
   if problems:
-    names = ", ".join(
-      _name(path)
-      for path, key in keys.items()
-      if not isinstance(key, _layouts.Unneeded)
-    )
     raise ValueError(
-      f"`state_dict` of {system} must hold {names or 'nothing'}: "
-      f"{'; '.join(problems)}."
+      f"`state_dict` of {system} must hold {_list_names(keys)}: "
+      f"{'; '.join(problems)}.{_hint(keys, dictionary)}"
     )
   return values
 
 
+def _hint(
+  keys: Mapping[tuple[str, ...], Any], dictionary: Mapping[Any, Any]
+) -> str:
+  """Returns where the dictionary is, if a whole checkpoint came."""
+  wanted = {
+    path[0]
+    for path, key in keys.items()
+    if not isinstance(key, _keys.UnneededKey)
+  }
+  for name, value in dictionary.items():
+    if isinstance(value, Mapping) and wanted and wanted <= set(value):
+      return f" All of them are in state_dict[{name!r}]: pass that."
+  return ""
+
+
+def _list_names(keys: Mapping[tuple[str, ...], Any]) -> str:
+  names = [
+    _name(path)
+    for path, key in keys.items()
+    if not isinstance(key, _keys.UnneededKey)
+  ]
+  return ", ".join(names) or "nothing"
+
+
+def _refuse_traced(name: str, values: Iterable[Any], function: str) -> None:
+  if any(isinstance(x, jax.core.Tracer) for x in values):
+    raise TypeError(
+      f"`{name}` must have values, got a traced one; call {function} outside "
+      "jit."
+    )
+
+
 def _flatten(
-  dictionary: Mapping[Any, Any], keys: _layouts.Layout
+  dictionary: Mapping[Any, Any], keys: Mapping[tuple[str, ...], Any]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
   """Yields the values by their paths, two levels deep where the keys are."""
   outer = {path[0] for path in keys if len(path) == 2}

@@ -24,7 +24,8 @@ def flax(
       above 1.
     backoff_factor: S is multiplied by it on overflow; between 0 and 1.
     growth_interval: one less than the clean steps before S grows.
-    minimum_scale: the floor; None for none.
+    minimum_scale: the floor; None for none: then S goes to 0 in Flax and is
+      held here.
 
   Returns:
     The rule.
@@ -65,7 +66,7 @@ def jmp(
     loss_scale: the first S.
     period: clean steps in a row before S grows.
     factor: S is multiplied or divided by it; above 1.
-    min_loss_scale: the floor.
+    min_loss_scale: the floor; at 0 S goes to 0 in jmp and is held here.
 
   Returns:
     The rule.

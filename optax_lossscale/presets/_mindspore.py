@@ -18,7 +18,9 @@ def mindspore(
   `scale_window` clean steps in a row. After more than 1000 overflows in a row
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
   passes (scale_factor, scale_window) by position and so sets the wrong two.
-  Where `Model.train` runs on Ascend, S is that of `mindspore_cell`.
+  `Model` and `build_train_network` take the manager's update cell instead: for
+  them it is `mindspore_cell`, with the same values. A factor that is no power
+  of two may bring 2**-23 of S between the two with each change.
 
   Args:
     init_loss_scale: the first S, at least 1.

@@ -210,5 +210,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "hold_below": _arguments.check_not_negative,
   "tolerance": _check_share,
   "refill": _check_refill,
-  "failure": _arguments.check_flag,
+  "notes_failure": _arguments.check_flag,
 }

@@ -1,7 +1,6 @@
-"""PyTorch's scalers, and those of the systems built on it."""
+"""The scalers of PyTorch and of NVIDIA Apex."""
 
 from typing import Any
-from typing import Literal
 
 from optax_lossscale import _arguments
 from optax_lossscale.presets import _preset
@@ -20,7 +19,8 @@ def torch(
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
-  row. There is no floor.
+  row. There is no floor. A factor that float32 does not hold, such as 0.8, may
+  bring 2**-23 of S between the two with each change.
 
   Args:
     init_scale: the first S.
@@ -94,181 +94,6 @@ def torch_sharded(
   return _preset.dynamic("torch_sharded", locals())
 
 
-def megatron(
-  *,
-  initial_scale: float = 2.0**32,
-  min_scale: float = 1.0,
-  growth_factor: float = 2.0,
-  backoff_factor: float = 0.5,
-  growth_interval: int = 1000,
-  hysteresis: int = 2,
-  refill: Literal["growth", "clean"] = "growth",
-) -> _preset.PresetLossScale:
-  """Megatron-LM's `DynamicGradScaler`, with the defaults of OptimizerConfig.
-
-  S shrinks on the `hysteresis`-th overflow since it last grew, and on each one
-  after that until it grows. Megatron's documentation says "consecutive", but in
-  its code a clean step forgives no overflow.
-
-  Args:
-    initial_scale: the first S.
-    min_scale: the floor, at most `initial_scale`.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
-    hysteresis: overflows before S shrinks.
-    refill: what forgives overflows: "growth", as in the code, or "clean", any
-      clean step, as documented. This one is not Megatron's.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.megatron(initial_scale=8.0)
-    >>> state = rule.init()
-    >>> for overflow in (True, False, True):
-    ...   state = rule.update(state, overflow)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
-    4.0
-
-  References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to
-    inf there and is held here.
-  """
-  return _preset.dynamic("megatron", locals())
-
-
-def megatron_constant(*, initial_scale: float) -> _preset.PresetLossScale:
-  """Megatron-LM's `ConstantGradScaler`: S stays.
-
-  Args:
-    initial_scale: S.
-
-  Returns:
-    The rule; an overflow skips the step.
-
-  Raises:
-    TypeError: if S is not a number.
-    ValueError: if S is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.megatron_constant(initial_scale=4096.0)
-    >>> ols.presets.to_state_dict(rule, rule.init())
-    {}
-
-  References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
-  """
-  return _preset.fixed("megatron_constant", locals(), "initial_scale")
-
-
-def deepspeed(
-  *,
-  init_scale: float = 2.0**16,
-  scale_window: int = 1000,
-  min_scale: float = 1.0,
-  delayed_shift: int = 2,
-  consecutive_hysteresis: bool = False,
-  raise_error_at_min_scale: bool = True,
-) -> _preset.PresetLossScale:
-  """DeepSpeed's `DynamicLossScaler` since 0.17.1, with the config's defaults.
-
-  S halves on the `delayed_shift`-th overflow since it last grew and on each one
-  after that, and doubles. The first growth after the start or an overflow waits
-  for `scale_window` + 1 clean steps, each one after that for `scale_window`.
-  The config calls these `initial_scale_power` (the exponent),
-  `loss_scale_window`, `min_loss_scale`, `hysteresis`, `consecutive_hysteresis`.
-
-  Args:
-    init_scale: the first S.
-    scale_window: clean steps in a row before S grows.
-    min_scale: the floor. An `init_scale` below it is raised to it by the first
-      overflow.
-    delayed_shift: overflows before S shrinks.
-    consecutive_hysteresis: whether every clean step forgives earlier overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step
-      overflowed with S at `min_scale`.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.deepspeed(init_scale=8.0, scale_window=2)
-    >>> state = rule.init()
-    >>> for _ in range(3):
-    ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
-    16.0
-
-  References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
-    there, in double, and is held here. DeepSpeed divides the gradients by the S
-    of the next step, which halves them where S doubles; the wrapper does not.
-  """
-  return _preset.dynamic("deepspeed", locals())
-
-
-def deepspeed_legacy(
-  *,
-  init_scale: float = 2.0**32,
-  scale_factor: float = 2.0,
-  scale_window: int = 1000,
-  min_scale: float = 1,
-  delayed_shift: int = 1,
-  consecutive_hysteresis: bool = False,
-  raise_error_at_min_scale: bool = True,
-) -> _preset.PresetLossScale:
-  """DeepSpeed's `DynamicLossScaler` before 0.17.1.
-
-  As `deepspeed`, but every growth waits for `scale_window` clean steps, and the
-  factor is an argument.
-
-  Args:
-    init_scale: the first S.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows.
-    min_scale: the floor. An `init_scale` below it is raised to it by the first
-      overflow.
-    delayed_shift: overflows before S shrinks.
-    consecutive_hysteresis: whether every clean step forgives earlier overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step
-      overflowed with S at `min_scale`.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.deepspeed_legacy(init_scale=8.0, scale_window=1)
-    >>> print(rule.update(rule.init(), overflow=False).loss_scale)
-    16.0
-
-  References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
-    there, in double, and is held here.
-  """
-  return _preset.dynamic("deepspeed_legacy", locals())
-
-
 def apex(
   *,
   loss_scale: Any = "dynamic",
@@ -305,8 +130,8 @@ def apex(
     16777216.0
 
   References:
-    NVIDIA Apex, apex/amp/scaler.py. Without a floor S goes to 0 there, in
-    double, and is held here.
+    NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
+    Without a floor S goes to 0 there, in double, and is held here.
   """
   scale_factor = _arguments.check_number("scale_factor", scale_factor)
   if scale_factor != 2:
@@ -336,7 +161,8 @@ def apex_hysteresis(
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
   and on each further one of that row. NeMo saves where in such a row it is, but
-  does not find it again (it reads a key spelled otherwise); so it is here.
+  does not find it again (it reads a key spelled otherwise); so it is here. In
+  NeMo's configuration the first arguments have a prefix, `native_amp_`.
 
   Args:
     init_scale: the first S.
@@ -366,164 +192,9 @@ def apex_hysteresis(
   return _preset.dynamic("apex_hysteresis", locals())
 
 
-def fairseq(
-  *,
-  init_scale: float = 2.0**15,
-  scale_factor: float = 2.0,
-  scale_window: int = 2000,
-  tolerance: float = 0.0,
-  threshold: float | None = None,
-  min_loss_scale: float = 1e-4,
-) -> _preset.PresetLossScale:
-  """Fairseq's `DynamicLossScaler`.
-
-  S shrinks on an overflow, if the overflows since it last shrank are a share of
-  at least `tolerance` of the steps since it last moved. It grows after every
-  `scale_window` clean steps in a row. Where it would shrink to
-  `min_loss_scale`, fairseq ends the run; here S is held and `raise_if_failed`
-  raises. A checkpoint holds S alone, so a resumed run counts anew.
-
-  Args:
-    init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows; the trainer's own
-      default is 2**14 over the numbers of workers and of accumulated batches.
-    tolerance: share of overflows before S shrinks, between 0 and 1.
-    threshold: the floor; None for none.
-    min_loss_scale: S stays above it.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.fairseq(init_scale=8.0, tolerance=0.5)
-    >>> state = rule.init()
-    >>> for overflow in (False, False, True, True):
-    ...   state = rule.update(state, overflow)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
-    8.0
-    4.0
-
-  References:
-    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. S grows to inf there,
-    in double, and is held here.
-  """
-  return _preset.dynamic("fairseq", locals())
-
-
-def metaseq(
-  *,
-  init_scale: float = 4.0,
-  scale_factor: float = 2.0,
-  scale_window: int = 256,
-  tolerance: float = 0.0,
-  threshold: float | None = None,
-  min_loss_scale: float = 2.0**-5,
-) -> _preset.PresetLossScale:
-  """Metaseq's `DynamicLossScaler`.
-
-  The rule of `fairseq`, but `scale_window` moves with S, and S that would
-  shrink below `min_loss_scale` stays, without an end of the run. A checkpoint
-  holds S alone, so a resumed run counts anew, from the first window.
-
-  Args:
-    init_scale: the first S.
-    scale_factor: S and the window are multiplied or divided by it; above 1.
-    scale_window: the first window, in clean steps in a row before S grows.
-    tolerance: share of overflows before S shrinks, between 0 and 1.
-    threshold: the floor; None for none.
-    min_loss_scale: S does not shrink below it.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.metaseq(scale_window=1)
-    >>> state = rule.init()
-    >>> for _ in range(3):
-    ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    8.0
-    16.0
-    16.0
-
-  References:
-    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. S grows to inf
-    there, in double, and is held here; the window is a float32 here.
-  """
-  return _preset.dynamic("metaseq", locals())
-
-
-def colossalai(
-  *,
-  initial_scale: float = 2.0**16,
-  growth_factor: float = 2,
-  backoff_factor: float = 0.5,
-  growth_interval: int = 1000,
-  min_scale: float | None = None,
-  max_scale: float | None = None,
-  hysteresis: int = 2,
-) -> _preset.PresetLossScale:
-  """ColossalAI's `DynamicGradScaler`.
-
-  The rule of `megatron`, with a ceiling. A checkpoint lacks both counters, so a
-  resumed run counts anew.
-
-  Args:
-    initial_scale: the first S.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
-    min_scale: the floor, at most `initial_scale`; None for none. ColossalAI's
-      optimizers pass 1.
-    max_scale: the ceiling, at least `initial_scale`; None for none.
-      ColossalAI's optimizers pass 2**32.
-    hysteresis: overflows since the last growth before S shrinks. ColossalAI
-      takes 0 for 1.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)
-    >>> print(rule.update(rule.init(), overflow=False).loss_scale)
-    65536.0
-
-  References:
-    ColossalAI 0.5.0,
-    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds
-    S goes to 0 or inf there and is held here.
-  """
-  return _preset.dynamic("colossalai", locals())
-
-
 PRESETS = (
   torch,
   torch_sharded,
-  megatron,
-  megatron_constant,
-  deepspeed,
-  deepspeed_legacy,
   apex,
   apex_hysteresis,
-  fairseq,
-  metaseq,
-  colossalai,
 )

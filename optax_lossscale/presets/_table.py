@@ -57,7 +57,7 @@ def row(
   return Row(original, columns, least_init_scale, starts_within_bounds)
 
 
-def _inverse(factor: float) -> float:
+def inverse(factor: float) -> float:
   return 1 / factor
 
 
@@ -85,10 +85,6 @@ def _deepspeed_refill(consecutive: bool) -> frozenset[str]:
   return frozenset({"clean" if consecutive else "growth"})
 
 
-def _deepspeed_failure(raises: bool) -> Failure | None:
-  return Failure.AT_MINIMUM if raises else None
-
-
 def _npu_growth_below(incr_ratio: float) -> float:
   return 3.4e38 / incr_ratio
 
@@ -113,7 +109,8 @@ _DEEPSPEED: dict[str, Any] = {
   "refill": Argument(
     "consecutive_hysteresis", _deepspeed_refill, check=_arguments.check_flag
   ),
-  "failure": Argument("raise_error_at_min_scale", _deepspeed_failure),
+  "failure": Failure.AT_MINIMUM,
+  "notes_failure": Argument("raise_error_at_min_scale"),
   "counts_steps": True,
 }
 _FAIRSEQ: dict[str, Any] = {
@@ -142,6 +139,7 @@ _PADDLE: dict[str, Any] = {
   "growth_interval": Argument("incr_every_n_steps"),
   "growth_test": "equal",
   "hysteresis": Argument("decr_every_n_nan_or_inf"),
+  "shrink_test": "equal",
   "refill": frozenset({"clean", "backoff"}),
 }
 
@@ -238,7 +236,7 @@ SYSTEMS: dict[str, Row] = {
     "MindSpore's DynamicLossScaleManager",
     init_scale=Argument("init_loss_scale"),
     growth_factor=Argument("scale_factor"),
-    backoff_factor=Argument("scale_factor", _inverse),
+    backoff_factor=Argument("scale_factor", inverse),
     growth_interval=Argument("scale_window"),
     growth_test="multiple",
     min_scale=1.0,
@@ -261,7 +259,7 @@ SYSTEMS: dict[str, Row] = {
     "MindSpore's DynamicLossScaleUpdateCell",
     init_scale=Argument("loss_scale_value"),
     growth_factor=Argument("scale_factor"),
-    backoff_factor=Argument("scale_factor", _inverse),
+    backoff_factor=Argument("scale_factor", inverse),
     growth_interval=Argument("scale_window"),
     min_scale=1.0,
     counts_steps=True,

@@ -1,6 +1,7 @@
 """State dictionaries: recorded from the originals, in and out again."""
 
 import dataclasses
+import inspect
 import json
 import pathlib
 import pickle
@@ -588,7 +589,7 @@ def test_an_unknown_system_is_told_the_names(system):
 def test_the_state_of_the_optimizer_is_refused_with_the_remedy():
   rule = presets.torch()
   opt_state = ols.loss_scaling(optax.sgd(0.1), rule).init(jnp.ones(2))
-  with pytest.raises(ValueError, match="`state` must .*`loss_scale_state`"):
+  with pytest.raises(TypeError, match="`state` must .*`loss_scale_state`"):
     presets.to_state_dict(rule, opt_state)
   presets.to_state_dict(rule, opt_state.loss_scale_state)
 
@@ -943,3 +944,134 @@ def test_no_framework_is_imported():
     cwd=pathlib.Path(__file__).parents[2],
   )
   assert output.stdout == "[]\n"
+
+
+# What a shorter window or a smaller hysteresis makes of a saved counter, by
+# each system's own test of it. S is 8 at first.
+OTHER_ARGUMENTS = [
+  # The tracker is compared with ==: past the window S never grows.
+  ("torch", "_growth_tracker", 9, {"growth_interval": 5}, "c" * 8, [8] * 8),
+  ("megatron", "growth_tracker", 9, {"growth_interval": 5}, "c" * 8, [8] * 8),
+  ("keras", "step_counter", 9, {"dynamic_growth_steps": 5}, "c" * 8, [8] * 8),
+  # With >= it grows at once.
+  ("tensorflow", "good_steps", 9, {"increment_period": 5}, "cc", [16, 16]),
+  # These count in a circle: 9 becomes 0, and then a whole window has to pass.
+  ("jmp", "counter", 9, {"period": 5}, "c" * 7, [8] * 5 + [16] * 2),
+  ("jmp", "counter", 7, {"period": 5}, "c" * 4, [8, 8, 16, 16]),
+  (
+    "mindspore_amp",
+    "counter",
+    9,
+    {"scale_window": 5, "scale_factor": 2},
+    "c" * 7,
+    [8] * 5 + [16] * 2,
+  ),
+  # Megatron counts down, to 0.
+  ("megatron", "hysteresis_tracker", 2, {"hysteresis": 1}, "xxx", [8, 4, 2]),
+  ("megatron", "hysteresis_tracker", 1, {"hysteresis": 3}, "xx", [4, 2]),
+  # DeepSpeed to 1, which it does not look at where it never had more.
+  ("deepspeed", "cur_hysteresis", 2, {"delayed_shift": 1}, "xx", [4, 2]),
+  (
+    "deepspeed",
+    "cur_hysteresis",
+    3,
+    {"delayed_shift": 2},
+    "xxxx",
+    [8, 8, 4, 2],
+  ),
+  ("deepspeed", "cur_hysteresis", 1, {"delayed_shift": 3}, "xx", [4, 2]),
+  # Paddle compares with ==, and forgives on a clean step.
+  (
+    "paddle",
+    "decr_count",
+    3,
+    {"decr_every_n_nan_or_inf": 2},
+    "xxxcxx",
+    [8, 8, 8, 8, 8, 4],
+  ),
+  (
+    "paddle_op",
+    "num_bad_steps_0",
+    3,
+    {"decr_every_n_nan_or_inf": 2},
+    "xxxcxx",
+    [8, 8, 8, 8, 8, 4],
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  ("system", "key", "count", "arguments", "steps", "expected"), OTHER_ARGUMENTS
+)
+def test_a_saved_counter_meets_other_arguments(
+  system, key, count, arguments, steps, expected
+):
+  first = _first_scale(system)
+  rule = getattr(presets, system)(**{first: 8.0}, **arguments)
+  saved = presets.to_state_dict(rule, rule.init())
+  saved[key] = type(saved[key])(count) if np.ndim(saved[key]) == 0 else [count]
+  rule, state = presets.from_state_dict(system, saved, **arguments)
+  scales = []
+  for step in steps:
+    state = rule.update(state, step == "x")
+    scales.append(float(state.loss_scale))
+  assert scales == expected
+
+
+def _first_scale(system):
+  names = inspect.signature(getattr(presets, system)).parameters
+  return next(name for name in names if "scal" in name and name != "factor")
+
+
+@pytest.mark.parametrize(
+  ("system", "one", "other"),
+  [
+    (
+      "deepspeed",
+      {"raise_error_at_min_scale": True},
+      {"raise_error_at_min_scale": False},
+    ),
+    ("fairseq", {"tolerance": 0.0}, {"tolerance": 0.25}),
+    ("metaseq", {"scale_factor": 2.0}, {"scale_factor": 4.0}),
+  ],
+)
+def test_other_arguments_leave_the_structure_of_a_state(system, one, other):
+  preset = getattr(presets, system)
+  structures = [
+    jax.tree.structure(preset(**arguments).init()) for arguments in (one, other)
+  ]
+  assert structures[0] == structures[1]
+
+
+def test_a_whole_checkpoint_gets_a_hint():
+  rule = presets.torch()
+  checkpoint = {"scaler": presets.to_state_dict(rule, rule.init()), "epoch": 3}
+  with pytest.raises(ValueError, match=r"state_dict\['scaler'\]: pass that"):
+    presets.from_state_dict("torch", checkpoint)
+
+
+def test_a_traced_dictionary_is_refused():
+  def load(scale):
+    saved = {"scale": scale, "growth_tracker": 0, "hysteresis_tracker": 2}
+    return presets.from_state_dict("megatron", saved)[1]
+
+  with pytest.raises(TypeError, match="`state_dict` must have values.*outside"):
+    jax.jit(load)(jnp.ones(1))
+
+
+def test_the_attributes_of_a_deepspeed_scaler_may_hold_its_dtype():
+  rule = presets.deepspeed()
+  saved = presets.to_state_dict(rule, rule.init())
+  assert "dtype" not in saved
+  _, state = presets.from_state_dict("deepspeed", saved | {"dtype": object()})
+  assert state == rule.init()
+
+
+def test_a_counter_at_the_end_of_int32_is_read():
+  saved = {
+    "scale": 8.0,
+    "growth_tracker": 0,
+    "hysteresis_tracker": -(2**31) + 1,
+  }
+  rule, state = presets.from_state_dict("megatron", saved)
+  assert rule.update(state, True).loss_scale == 4.0

@@ -1,0 +1,119 @@
+"""The scalers of fairseq and of metaseq."""
+
+from optax_lossscale.presets import _preset
+
+# `locals()`, at the top of each function, is its arguments.
+
+
+def fairseq(
+  *,
+  init_scale: float = 2.0**15,
+  scale_factor: float = 2.0,
+  scale_window: int = 2000,
+  tolerance: float = 0.0,
+  threshold: float | None = None,
+  min_loss_scale: float = 1e-4,
+) -> _preset.PresetLossScale:
+  """Fairseq's `DynamicLossScaler`.
+
+  S shrinks on an overflow, if the overflows since it last shrank are a share of
+  at least `tolerance` of the steps since it last moved. It grows after every
+  `scale_window` clean steps in a row. Where it would shrink to
+  `min_loss_scale`, fairseq ends the run; here S is held and `raise_if_failed`
+  raises. A checkpoint holds S alone, so a resumed run counts anew. A factor
+  that is no power of two may bring 2**-23 of S between the two with each
+  change, and the end of the run on a neighbouring overflow. The command line
+  calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
+  `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`.
+
+  Args:
+    init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
+    scale_factor: S is multiplied or divided by it; above 1.
+    scale_window: clean steps in a row before S grows; the trainer's own
+      default is 2**14 over the numbers of workers and of accumulated batches.
+    tolerance: share of overflows before S shrinks, between 0 and 1; rounded
+      to float32.
+    threshold: the floor; None for none.
+    min_loss_scale: S stays above it.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.fairseq(init_scale=8.0, tolerance=0.5)
+    >>> state = rule.init()
+    >>> for overflow in (False, False, True, True):
+    ...   state = rule.update(state, overflow)
+    ...   print(state.loss_scale)
+    8.0
+    8.0
+    8.0
+    4.0
+
+  References:
+    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. S grows to inf there,
+    in double, and is held here.
+  """
+  return _preset.dynamic("fairseq", locals())
+
+
+def metaseq(
+  *,
+  init_scale: float = 4.0,
+  scale_factor: float = 2.0,
+  scale_window: int = 256,
+  tolerance: float = 0.0,
+  threshold: float | None = None,
+  min_loss_scale: float = 2.0**-5,
+) -> _preset.PresetLossScale:
+  """Metaseq's `DynamicLossScaler`.
+
+  The rule of `fairseq`, but `scale_window` moves with S, and S that would
+  shrink below `min_loss_scale` stays, without an end of the run. A checkpoint
+  holds S alone, so a resumed run counts anew, from the first window. S and the
+  window are float32 here: with a factor such as 1.1, whose windows have to be
+  rounded, growth may come on another step.
+
+  Args:
+    init_scale: the first S.
+    scale_factor: S and the window are multiplied or divided by it; above 1.
+    scale_window: the first window, in clean steps in a row before S grows.
+    tolerance: share of overflows before S shrinks, between 0 and 1; rounded
+      to float32.
+    threshold: the floor; None for none.
+    min_loss_scale: S does not shrink below it.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.metaseq(scale_window=1)
+    >>> state = rule.init()
+    >>> for _ in range(3):
+    ...   state = rule.update(state, overflow=False)
+    ...   print(state.loss_scale)
+    8.0
+    16.0
+    16.0
+
+  References:
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. S grows to inf
+    there, in double, and is held here.
+  """
+  return _preset.dynamic("metaseq", locals())
+
+
+PRESETS = (
+  fairseq,
+  metaseq,
+)
