@@ -233,10 +233,13 @@ def _check_arguments(inner: Any, rule: Any, check: Any) -> None:
       f"{getattr(inner, '__name__', repr(inner))}{remedy}."
     )
   if not isinstance(rule, _rules.LossScale):
-    raise TypeError(
-      f"`rule` must be a LossScale, got {rule!r}; for a fixed S pass "
-      "FixedLossScale(1024.0), for one that adapts DynamicLossScale()."
+    remedy = (
+      f"call it: {rule.__name__}(...)"
+      if callable(rule) and hasattr(rule, "__name__")
+      else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
+      "DynamicLossScale()"
     )
+    raise TypeError(f"`rule` must be a LossScale, got {rule!r}; {remedy}.")
   if not isinstance(check, _checks.Check):
     raise TypeError(
       f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
