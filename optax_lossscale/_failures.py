@@ -5,22 +5,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale import _engine
 from optax_lossscale import _state
+from optax_lossscale._engine_state import Failure
+from optax_lossscale._engine_state import MOST_OVERFLOWS_IN_A_ROW
 
 _CONDITIONS = {
-  _engine.Failure.AT_MINIMUM: (
+  Failure.AT_MINIMUM: (
     "a step overflowed with the loss scale at its minimum, where DeepSpeed "
     "ends the run; find out what makes the gradients overflow, or go on with "
     "raise_error_at_min_scale=False"
   ),
-  _engine.Failure.BELOW_MINIMUM: (
+  Failure.BELOW_MINIMUM: (
     "an overflow would have taken the loss scale to `min_loss_scale` or below, "
     "where fairseq ends the run; lower the learning rate, clip the gradients, "
     "or take a larger batch"
   ),
-  _engine.Failure.TOO_MANY_OVERFLOWS: (
-    f"more than {_engine.MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, "
+  Failure.TOO_MANY_OVERFLOWS: (
+    f"more than {MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, "
     "where MindSpore ends the run; find out what makes the gradients overflow"
   ),
 }
@@ -79,5 +80,5 @@ go on with raise_error_at_min_scale=False; S is 1.0.
       first = int(np.argmax(failures != 0))
       loss_scale = np.ravel(loss_scale_state.loss_scale)[first]
       raise FloatingPointError(
-        f"{_CONDITIONS[_engine.Failure(failures[first])]}; S is {loss_scale}."
+        f"{_CONDITIONS[Failure(failures[first])]}; S is {loss_scale}."
       )

@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale import _engine
+from optax_lossscale import _engine_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,23 +259,23 @@ class DynamicLossScale(LossScale):
       max_scale=self.max_scale,
     )
 
-  def init(self) -> _engine.DynamicLossScaleState:
+  def init(self) -> _engine_state.DynamicLossScaleState:
     """Returns the state before the first step."""
     return self._as_engine.init()
 
   def update(
     self,
-    state: _engine.DynamicLossScaleState,
+    state: _engine_state.DynamicLossScaleState,
     overflow: jax.Array | bool,
     *,
     amax: jax.Array | None = None,
-  ) -> _engine.DynamicLossScaleState:
+  ) -> _engine_state.DynamicLossScaleState:
     """Returns the state after a step. See `LossScale.update`."""
     del amax
     return self._as_engine.update(state, overflow)
 
   def stalled(
-    self, state: _engine.DynamicLossScaleState, overflow: jax.Array | bool
+    self, state: _engine_state.DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
     """Returns bool[]: an overflow with S at `min_scale`."""
     return self._as_engine.stalled(state, overflow)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arguments
-from optax_lossscale import _engine
+from optax_lossscale import _engine_state
 from optax_lossscale import _rules
 
 # What people pass by mistake where the wrapper's state is wanted.
-_RULE_STATES = (_engine.DynamicLossScaleState, _rules.FixedLossScaleState)
+_RULE_STATES = (_engine_state.DynamicLossScaleState, _rules.FixedLossScaleState)
 
 
 class LossScalingState(NamedTuple):

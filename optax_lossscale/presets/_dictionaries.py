@@ -234,8 +234,8 @@ def _read(
   """
   if not isinstance(dictionary, Mapping):
     raise TypeError(
-      f"`state_dict` must be a dictionary, got {dictionary!r}; of an object pass "
-      "its vars(...)."
+      f"`state_dict` must be a dictionary, got {type(dictionary).__name__}; of "
+      "an object pass its vars(...)."
     )
   came = dict(_flatten(dictionary, keys))
   _refuse_traced("state_dict", came.values(), "from_state_dict")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optax_lossscale import _arguments
-from optax_lossscale._engine import Failure
+from optax_lossscale._engine_state import Failure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -556,7 +556,7 @@ def test_an_unusable_scale_is_refused_by_its_name(system, value):
 )
 def test_what_is_no_dictionary_is_refused_with_a_remedy(system, dictionary):
   name = type(dictionary).__name__
-  match = rf"`state_dict` must be a dictionary, got a {name}; .*vars\("
+  match = rf"`state_dict` must be a dictionary, got {name}; .*vars\("
   with pytest.raises(TypeError, match=match):
     presets.from_state_dict(system, dictionary)
 
