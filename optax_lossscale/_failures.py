@@ -31,10 +31,10 @@ def raise_if_failed(opt_state: Any) -> None:
   """Raises if the rule's system would have raised by now.
 
   DeepSpeed, fairseq and MindSpore end a run whose loss scale cannot help any
-  more. Nothing raises inside jit, so their presets note it in the state, once
-  and for all, and go on skipping; call this between steps, as often as you
-  log. It waits for the step that made `opt_state`. With other rules it never
-  raises.
+  more. Nothing raises inside jit, so their presets note it in the state, where
+  it stays, and go on skipping; call this between steps, as often as you log.
+  It waits for the step that made `opt_state`. With other rules it never raises,
+  nor after a step of a rule that was made with raise_error_at_min_scale=False.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.

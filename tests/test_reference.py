@@ -1029,7 +1029,7 @@ CHECKPOINTS = {
   "paddle_op": (
     reference.PaddleOp(8.0, decr_every_n_nan_or_inf=3),
     "..xx",
-    {"loss_scaling": 8.0, "num_good_steps": 0, "num_bad_steps": 2},
+    {"loss_scaling_0": 8.0, "num_good_steps_0": 0, "num_bad_steps_0": 2},
   ),
   "flax": (reference.Flax(8.0), "x..", {"fin_steps": 2, "scale": 4.0}),
   "jmp": (

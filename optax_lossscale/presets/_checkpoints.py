@@ -48,7 +48,8 @@ def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
     A new dictionary; {} for a system that saves nothing.
 
   Raises:
-    TypeError: if the state is traced: call it outside jit.
+    TypeError: if the state is traced (call it outside jit), or is the whole
+      state of the optimizer.
     ValueError: if the state is not one of this rule.
 
   Examples:
@@ -97,8 +98,8 @@ def from_state_dict(
       optimizers do it with the state of the one.)
 
   Raises:
-    TypeError: if `state_dict` is no dictionary, or an argument is not of its
-      kind.
+    TypeError: if `state_dict` is no dictionary, or traced, or an argument is
+      not of its kind.
     ValueError: if keys are missing, unknown or of another type, of which all
       are listed; or if `system` is unknown.
 

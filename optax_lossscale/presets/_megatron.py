@@ -99,9 +99,9 @@ def deepspeed(
   S halves on the `delayed_shift`-th overflow since it last grew and on each one
   after that. It doubles after clean steps in a row: the first time since the
   start or an overflow after `scale_window` + 1 of them, then after each
-  `scale_window`.
-  The config calls these `initial_scale_power` (the exponent),
-  `loss_scale_window`, `min_loss_scale`, `hysteresis`, `consecutive_hysteresis`.
+  `scale_window`. The config calls the arguments `initial_scale_power` (the
+  exponent), `loss_scale_window`, `min_loss_scale`, `hysteresis` and
+  `consecutive_hysteresis`.
 
   Args:
     init_scale: the first S.

@@ -164,8 +164,9 @@ def _check_start(row: _table.Row, cells: Mapping[str, Any]) -> None:
   ):
     value = cells.get(bound)
     if value is not None and is_beyond(value, cells["init_scale"]):
+      name = row.columns[bound].name
       raise ValueError(
-        f"`{bound}` must be at {word} `{init_scale}`, got `{bound}`={value!r} "
+        f"`{name}` must be at {word} `{init_scale}`, got `{name}`={value!r} "
         f"and `{init_scale}`={cells['init_scale']!r}."
       )
 

@@ -34,30 +34,28 @@ class Row:
   """A system.
 
   Attributes:
-    original: what the system calls its scaler.
     columns: fields of the engine, with a constant or an `Argument` each.
     least_init_scale: the system refuses to start below this.
     starts_within_bounds: the system refuses to start beyond its own bounds.
   """
 
-  original: str
   columns: Mapping[str, Any]
   least_init_scale: float = 0.0
   starts_within_bounds: bool = False
 
 
 def row(
-  original: str,
   *,
   least_init_scale: float = 0.0,
   starts_within_bounds: bool = False,
   **columns: Any,
 ) -> Row:
   """Returns a row; the columns are fields of `Engine`."""
-  return Row(original, columns, least_init_scale, starts_within_bounds)
+  return Row(columns, least_init_scale, starts_within_bounds)
 
 
 def inverse(factor: float) -> float:
+  """Returns 1 / factor."""
   return 1 / factor
 
 
@@ -144,17 +142,15 @@ _PADDLE: dict[str, Any] = {
 }
 
 SYSTEMS: dict[str, Row] = {
-  "torch": row("torch.amp.GradScaler", **_TORCH),
-  "torch_sharded": row("torch.distributed.fsdp.ShardedGradScaler", **_TORCH),
+  "torch": row(**_TORCH),
+  "torch_sharded": row(**_TORCH),
   "megatron": row(
-    "Megatron-LM's DynamicGradScaler",
     **_MEGATRON,
     min_scale=Argument("min_scale", check=_arguments.check_scale),
     refill=Argument("refill", _refilled_by),
     starts_within_bounds=True,
   ),
   "colossalai": row(
-    "ColossalAI's DynamicGradScaler",
     **_MEGATRON,
     min_scale=Argument("min_scale", is_optional=True),
     max_scale=Argument(
@@ -167,21 +163,18 @@ SYSTEMS: dict[str, Row] = {
     starts_within_bounds=True,
   ),
   "deepspeed": row(
-    "DeepSpeed's DynamicLossScaler",
     **_DEEPSPEED,
     growth_factor=2.0,
     backoff_factor=0.5,
     initial_clean_steps=-1,
   ),
   "deepspeed_legacy": row(
-    "DeepSpeed's DynamicLossScaler before 0.17.1",
     **_DEEPSPEED,
     growth_factor=Argument("scale_factor"),
     backoff_factor=Argument("scale_factor"),
     backoff_divides=True,
   ),
   "apex": row(
-    "apex.amp's LossScaler",
     init_scale=Argument("init_scale"),
     growth_factor=2.0,
     backoff_factor=0.5,
@@ -191,32 +184,25 @@ SYSTEMS: dict[str, Row] = {
     max_scale=Argument("max_loss_scale"),
   ),
   "apex_hysteresis": row(
-    "Apex's update_scale_hysteresis",
     **_TORCH,
     hysteresis=Argument("hysteresis"),
   ),
   "fairseq": row(
-    "fairseq's DynamicLossScaler",
     **_FAIRSEQ,
     hold_below=Argument("min_loss_scale", _just_above),
     failure=Failure.BELOW_MINIMUM,
   ),
   "metaseq": row(
-    "metaseq's DynamicLossScaler",
     **_FAIRSEQ,
     hold_below=Argument("min_loss_scale"),
     interval_factor=Argument("scale_factor"),
   ),
-  "tf_exponential": row(
-    "tf.contrib's ExponentialUpdateLossScaleManager", **_TF_EXPONENTIAL
-  ),
+  "tf_exponential": row(**_TF_EXPONENTIAL),
   "npu_exponential": row(
-    "npu_bridge's ExponentialUpdateLossScaleManager",
     **_TF_EXPONENTIAL,
     growth_below=Argument("incr_ratio", _npu_growth_below),
   ),
   "tensorflow": row(
-    "TensorFlow's DynamicLossScale",
     init_scale=Argument("initial_loss_scale"),
     growth_factor=Argument("multiplier"),
     backoff_factor=Argument("multiplier"),
@@ -225,7 +211,6 @@ SYSTEMS: dict[str, Row] = {
     min_scale=1.0,
   ),
   "keras": row(
-    "Keras's LossScaleOptimizer",
     init_scale=Argument("initial_scale"),
     growth_factor=2.0,
     backoff_factor=0.5,
@@ -233,7 +218,6 @@ SYSTEMS: dict[str, Row] = {
     growth_test="equal",
   ),
   "mindspore": row(
-    "MindSpore's DynamicLossScaleManager",
     init_scale=Argument("init_loss_scale"),
     growth_factor=Argument("scale_factor"),
     backoff_factor=Argument("scale_factor", inverse),
@@ -245,7 +229,6 @@ SYSTEMS: dict[str, Row] = {
     least_init_scale=1.0,
   ),
   "mindspore_amp": row(
-    "mindspore.amp.DynamicLossScaler",
     init_scale=Argument("scale_value"),
     growth_factor=Argument("scale_factor"),
     backoff_factor=Argument("scale_factor"),
@@ -256,7 +239,6 @@ SYSTEMS: dict[str, Row] = {
     least_init_scale=1.0,
   ),
   "mindspore_cell": row(
-    "MindSpore's DynamicLossScaleUpdateCell",
     init_scale=Argument("loss_scale_value"),
     growth_factor=Argument("scale_factor"),
     backoff_factor=Argument("scale_factor", inverse),
@@ -264,10 +246,9 @@ SYSTEMS: dict[str, Row] = {
     min_scale=1.0,
     counts_steps=True,
   ),
-  "paddle": row("paddle.amp.GradScaler", **_PADDLE),
-  "paddle_op": row("Paddle's update_loss_scaling", **_PADDLE, min_scale=1.0),
+  "paddle": row(**_PADDLE),
+  "paddle_op": row(**_PADDLE, min_scale=1.0),
   "flax": row(
-    "Flax's DynamicScale",
     init_scale=Argument("scale"),
     growth_factor=Argument("growth_factor"),
     backoff_factor=Argument("backoff_factor"),
@@ -278,7 +259,6 @@ SYSTEMS: dict[str, Row] = {
     max_scale=_arguments.LARGEST_SCALE,
   ),
   "jmp": row(
-    "jmp.DynamicLossScale",
     init_scale=Argument("loss_scale"),
     growth_factor=Argument("factor"),
     backoff_factor=Argument("factor"),

@@ -365,3 +365,21 @@ def test_nothing_raises_inside_jit_and_steps_are_skipped(system):
   assert opt_state.stalled
   with pytest.raises(FloatingPointError):
     ols.raise_if_failed(opt_state)
+
+
+def test_a_run_goes_on_after_the_advice_of_the_error():
+  def make(raises):
+    rule = presets.deepspeed(
+      init_scale=1.0, delayed_shift=1, raise_error_at_min_scale=raises
+    )
+    return ols.loss_scaling(optax.sgd(0.1), rule)
+
+  bad = jnp.full(1, jnp.inf)
+  _, opt_state = make(True).update(bad, make(True).init(bad))
+  with pytest.raises(
+    FloatingPointError, match="raise_error_at_min_scale=False"
+  ):
+    ols.raise_if_failed(opt_state)
+  _, opt_state = make(False).update(bad, opt_state)
+  ols.raise_if_failed(opt_state)
+  assert opt_state.skipped_steps == 2

@@ -27,7 +27,7 @@ def test_a_trace_shows_what_it_is_to_show(system):
   assert any("state_dict" in run for run in runs)
   # Most of the steps, resumed ones included, are comparable.
   compared = sum(outcome.compared for outcome in traces.outcomes(system))
-  assert compared > 0.5 * sum(len(run["overflows"]) for run in runs)
+  assert compared > 0.8 * sum(len(run["overflows"]) for run in runs)
   if system not in ("megatron_constant", "mindspore_fixed", "npu_fixed"):
     moves = [len(run["scales"]) for run in runs]
     assert max(moves) > 20

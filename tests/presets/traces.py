@@ -1,9 +1,9 @@
 """The traces that were recorded from the original loss scalers, and replayed.
 
 `replay` runs a preset over a trace and counts where S is another than the
-original's. Two of a trace's steps are not compared, and counted apart: those
-after the original's S has left the normal float32 numbers, where S is held here
-(guarantee 4), and those after the original has ended the run.
+original's. Two kinds of steps are not compared: those after the original's S
+has left the normal float32 numbers, where S is held here (guarantee 4), and
+those after the original has ended the run.
 """
 
 import functools

@@ -99,7 +99,7 @@ class PaddleOp(Model):
 
   def state_dict(self):
     return {
-      "loss_scaling": self.scale,
-      "num_good_steps": self.num_good_steps,
-      "num_bad_steps": self.num_bad_steps,
+      "loss_scaling_0": self.scale,
+      "num_good_steps_0": self.num_good_steps,
+      "num_bad_steps_0": self.num_bad_steps,
     }
