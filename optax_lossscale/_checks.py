@@ -1,10 +1,4 @@
-"""What counts as an overflow, and how it is seen: NaN, inf, and amax.
-
-amax is taken over the bits of |x|, read as integers. Bit patterns of one sign
-order as the values do, inf above every finite number and NaN above inf, so one
-maximum carries the largest value, inf and NaN alike. A maximum over floats
-would not: XLA's CPU kernels and the collectives drop NaN.
-"""
+"""What counts as an overflow, and how devices agree on it."""
 
 import dataclasses
 from typing import Any
@@ -14,6 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from optax_lossscale import _amax
 from optax_lossscale import _leaves
 
 
@@ -139,23 +134,22 @@ def examine(check: Check, gradients: Any) -> Finding:
       shape. The magnitude of a complex number is the larger of its two parts',
       since they overflow one by one.
   """
-  bits_of_dtype: dict[Any, list[jax.Array]] = {}
+  parts_of_dtype: dict[Any, list[jax.Array]] = {}
   for gradient in filter(_leaves.is_gradient, jax.tree.leaves(gradients)):
-    part_dtype = jnp.finfo(gradient.dtype).dtype
-    bits_of_dtype.setdefault(part_dtype, []).append(_magnitude_bits(gradient))
+    is_complex = jnp.iscomplexobj(gradient)
+    parts = [gradient.real, gradient.imag] if is_complex else [gradient]
+    parts_of_dtype.setdefault(parts[0].dtype, []).extend(parts)
 
   overflow = jnp.full((), False)
-  bits_of_amax = [jnp.full((), 0, jnp.uint32)]
-  for dtype, bits in bits_of_dtype.items():
-    amax = lax.bitcast_convert_type(jnp.max(jnp.stack(bits)), _carrier(dtype))
+  amaxes = [jnp.full((), 0, jnp.float32)]
+  for dtype, parts in parts_of_dtype.items():
+    amax = _amax.amax(parts)
     limit = check.limit(dtype)
     within = amax < limit if check.saturating else amax <= limit
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
-    bits_of_amax.append(_magnitude_bits(_to_float32(amax)))
-  return Finding(
-    overflow=overflow, amax=_bits_to_float32(jnp.max(jnp.stack(bits_of_amax)))
-  )
+    amaxes.append(_to_float32(amax))
+  return Finding(overflow=overflow, amax=_amax.amax(amaxes))
 
 
 def agree(finding: Finding, axis_name: Any) -> Finding:
@@ -168,7 +162,7 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
     axis_name: one mapped axis, or a tuple or list of them.
   """
   flag = finding.overflow.astype(jnp.uint32)
-  flag_and_bits = jnp.stack([flag, _magnitude_bits(finding.amax)])
+  flag_and_bits = jnp.stack([flag, _amax.magnitude_bits(finding.amax)])
   # Axis by axis: the finding may differ along some of them only, and JAX then
   # refuses to reduce over all at once.
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -176,23 +170,6 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
     flag_and_bits = lax.pmax(flag_and_bits, name)
   flag, bits = flag_and_bits
   return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
-
-
-def _carrier(dtype: Any) -> Any:
-  """Returns the dtype whose bits stand for a leaf of this real dtype."""
-  # The 8-bit formats differ in where they keep NaN; float32 holds them all.
-  return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
-
-
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-  """Returns the largest |x| as an unsigned integer: the bits of its carrier."""
-  if jnp.iscomplexobj(x):
-    return jnp.maximum(_magnitude_bits(x.real), _magnitude_bits(x.imag))
-  x = x.astype(_carrier(x.dtype))
-  unsigned = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-  all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
-  bits = lax.bitcast_convert_type(x, unsigned) & all_but_sign
-  return jnp.max(bits, initial=0)
 
 
 def _bits_to_float32(bits: jax.Array) -> jax.Array:

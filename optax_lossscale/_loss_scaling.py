@@ -125,34 +125,41 @@ def loss_scaling(
     finding = finding._replace(overflow=finding.overflow | _any(overflow))
     if axis_name is not None:
       finding = _checks.agree(finding, axis_name)
+    # Once: without a barrier XLA computes it again wherever it is used.
+    finding = _checks.Finding(*jax.lax.optimization_barrier(finding))
     skipped = finding.overflow & rule.skip
 
     inner_params = _leaves.leave_out(is_gradient, params)
-    inner_updates, inner_state = inner.update(
-      _leaves.unscale_tree(scaled_gradients, _state.get_loss_scale(state)),
-      state.inner_state,
-      _leaves.widen(inner_params),
-      **extra_args,
-    )
-    _select.check_structure(
-      "the state of `inner` must keep the structure that its init made",
-      inner_state,
-      state.inner_state,
-    )
-    inner_updates = _leaves.narrow_like(
-      _leaves.as_arrays(inner_updates), inner_params
+
+    def inner_update() -> tuple[optax.Updates, optax.OptState]:
+      inner_updates, inner_state = inner.update(
+        _leaves.unscale_tree(scaled_gradients, _state.get_loss_scale(state)),
+        state.inner_state,
+        _leaves.widen(inner_params),
+        **extra_args,
+      )
+      _select.check_structure(
+        "the state of `inner` must keep the structure that its init made",
+        inner_state,
+        state.inner_state,
+      )
+      inner_updates = _leaves.as_arrays(inner_updates)
+      return _leaves.narrow_like(inner_updates, inner_params), inner_state
+
+    new_updates, inner_state = _select.update_unless(
+      skipped, inner_update, state.inner_state
     )
 
     loss_scale_state, stalled = _move(rule, state.loss_scale_state, finding)
     return (
       _leaves.merge(
         is_gradient,
-        _select.zero_updates(skipped, inner_updates),
+        new_updates,
         _next_values(skipped, rule, is_gradient, scaled, params),
       ),
       _state.LossScalingState(
         loss_scale_state=loss_scale_state,
-        inner_state=_select.select(skipped, state.inner_state, inner_state),
+        inner_state=inner_state,
         overflow=finding.overflow,
         nan=jnp.isnan(finding.amax),
         skipped=skipped,

@@ -1,5 +1,7 @@
 """The atomic skip: all of it moves, or all of it stays bit for bit."""
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -8,27 +10,42 @@ import numpy as np
 
 from optax_lossscale import _leaves
 from optax_lossscale import _state
+from optax_lossscale import jaxpr
+
+
+def update_unless(
+  skipped: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any
+) -> tuple[Any, Any]:
+  """Returns the updates and state that `update` makes, or those of a skip.
+
+  Args:
+    skipped: bool[].
+    update: returns updates and a new state.
+    old_state: the state before; its dtypes are kept.
+  """
+  old_state = _leaves.as_arrays(old_state)
+  choose = functools.partial(_choose, skipped)
+  if _state.is_staged():
+    updates, state = jaxpr.select_at_definition(update, old_state, choose)
+  else:
+    updates, state = update()
+    state = jax.tree.map(choose, old_state, state)
+  # What was recorded as a constant comes back as a NumPy array.
+  return _zero_updates(skipped, _leaves.as_arrays(updates)), state
 
 
 def select(skipped: jax.Array, old: Any, new: Any) -> Any:
   """Returns `old` where the step is skipped and `new` elsewhere.
 
-  Nothing is multiplied, so NaN in `new` stays out. The dtypes are those of
-  `old`: what init made is what every step returns, and nothing recompiles.
+  The dtypes are those of `old`: what init made is what every step returns, and
+  nothing recompiles.
 
   Args:
     skipped: bool[].
     old: a pytree of arrays.
     new: a pytree of the same structure.
   """
-
-  def choose(old_leaf: Any, new_leaf: Any) -> Any:
-    if not isinstance(old_leaf, jax.Array):
-      return new_leaf  # float0, which has no value.
-    if jnp.issubdtype(old_leaf.dtype, jax.dtypes.extended):
-      return jnp.where(skipped, old_leaf, new_leaf)  # Typed random keys.
-    return jnp.where(skipped, old_leaf, jnp.asarray(new_leaf, old_leaf.dtype))
-
+  choose = functools.partial(_choose, skipped)
   return jax.tree.map(choose, _leaves.as_arrays(old), new)
 
 
@@ -70,27 +87,6 @@ def select_on_skip(
   return select(skipped, old, new)
 
 
-def zero_updates(skipped: jax.Array, updates: Any) -> Any:
-  """Returns -0.0 for every update where the step is skipped.
-
-  Adding -0.0 changes no number; adding 0.0 would turn -0.0 into 0.0.
-
-  Args:
-    skipped: bool[].
-    updates: a pytree of arrays.
-  """
-
-  def choose(update: Any) -> Any:
-    if not isinstance(update, jax.Array) or not jnp.issubdtype(
-      update.dtype, jnp.number
-    ):
-      return update
-    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-    return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
-
-  return jax.tree.map(choose, updates)
-
-
 def check_structure(rule: str, new: Any, old: Any) -> None:
   """Raises if two trees differ in structure.
 
@@ -113,3 +109,29 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
         f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
         f"at {jax.tree_util.keystr(path)}."
       )
+
+
+def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
+  """Returns one of two leaves. Nothing is multiplied, so NaN stays out."""
+  if not isinstance(old, jax.Array):
+    return new  # float0, which has no value.
+  if jnp.issubdtype(old.dtype, jax.dtypes.extended):
+    return jnp.where(skipped, old, new)  # Typed random keys.
+  return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
+
+
+def _zero_updates(skipped: jax.Array, updates: Any) -> Any:
+  """Returns -0.0 for every update where the step is skipped.
+
+  Adding -0.0 changes no number; adding 0.0 would turn -0.0 into 0.0.
+  """
+
+  def choose(update: Any) -> Any:
+    if not isinstance(update, jax.Array) or not jnp.issubdtype(
+      update.dtype, jnp.number
+    ):
+      return update
+    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
+    return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
+
+  return jax.tree.map(choose, updates)

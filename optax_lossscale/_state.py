@@ -159,6 +159,15 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
   return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
 
 
+def is_staged() -> bool:
+  """Returns whether JAX is recording a function, to compile it.
+
+  So it does under jit, scan and the like, not under an eager grad or vmap,
+  where each operation runs now.
+  """
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   """Raises if a compiled function would hold this state's S for ever.
 
@@ -176,11 +185,8 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   """
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
     return
-  # A constant is traced only where a function is being staged out: under jit,
-  # not under an eager grad or vmap, where S is used once and now.
-  is_staged = isinstance(jnp.zeros(()), jax.core.Tracer)
   loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
-  if is_staged and not isinstance(loss_scale, jax.core.Tracer):
+  if is_staged() and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "
       "(jit, scan, shard_map ...), got one that was closed over: what is "

@@ -1,0 +1,111 @@
+"""The largest magnitude in many arrays: one read of them, NaN and inf included.
+
+It is taken over the bits of |x|, read as integers. Bit patterns of one sign
+order as the values do, inf above every finite number and NaN above inf, so one
+maximum carries the largest value, inf and NaN alike. A maximum over floats
+would not: XLA's CPU kernels and the collectives drop NaN.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+# How many elements XLA's CPU backend reduces in one vectorized loop, at the
+# speed of memory, and how many such reductions side by side fill its vectors. A
+# longer reduction over integers first writes all of them to memory.
+_FOLD = 32
+_LANES = 16
+
+# Below this many elements a copy costs less than another kernel.
+_SMALL = 4096
+
+
+def carrier(dtype: Any) -> Any:
+  """Returns the dtype whose bits stand for a real dtype.
+
+  Args:
+    dtype: a floating dtype.
+  """
+  # The 8-bit formats differ in where they keep NaN; float32 holds them all.
+  return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
+
+
+def amax(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest |x|, a scalar of the carrier; NaN if any x is NaN.
+
+  Args:
+    arrays: at least one; any shapes, one floating dtype.
+  """
+  dtype = carrier(arrays[0].dtype)
+  arrays = [x.astype(dtype) for x in arrays]
+  largest = (
+    _largest_by_folding(arrays) if _is_one_cpu() else _largest_by_leaf(arrays)
+  )
+  return lax.bitcast_convert_type(largest, dtype)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+  """Returns |x| as unsigned integers that order as the values do.
+
+  Args:
+    x: a floating array of at least 16 bits.
+  """
+  unsigned = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+  all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
+  return lax.bitcast_convert_type(x, unsigned) & all_but_sign
+
+
+def _is_one_cpu() -> bool:
+  """Returns whether no array can be spread over devices, nor be on a GPU."""
+  return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest bits by one reduction an array, in the shape it has.
+
+  Another shape could move a sharded array between devices. Where arrays are
+  sharded, XLA joins the reductions over devices of one dtype into one, so all
+  that fit into 32 bits are reduced in 32.
+  """
+  bits = [magnitude_bits(x) for x in arrays]
+  unsigned = bits[0].dtype
+  wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
+  largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
+  return jnp.max(jnp.stack(largest)).astype(unsigned)
+
+
+def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest bits by reductions that the CPU backend vectorizes."""
+  small, partial = [], []
+  # One of the maxima so far. It is let into the next array, so that this waits
+  # for the one before it: XLA would keep the partial maxima of all at once.
+  so_far = jnp.zeros((), magnitude_bits(arrays[0]).dtype)
+  for x in arrays:
+    x = x.reshape(-1)
+    blocks, rest = _blocks(x) if x.size > _SMALL else (x[:0], x)
+    small.append(rest)
+    if blocks.size:
+      folded, rest = _blocks(_fold(jnp.maximum(magnitude_bits(blocks), so_far)))
+      partial += [_fold(folded), rest]
+      so_far = jnp.max(partial[-1 if rest.size else -2][:1], initial=0)
+  blocks, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
+  partial += [_fold(magnitude_bits(blocks)), magnitude_bits(rest)]
+  return jnp.max(lax.optimization_barrier(jnp.concatenate(partial)), initial=0)
+
+
+def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the part of `x` that can be folded, and the rest."""
+  whole = x.size - x.size % (_FOLD * _LANES)
+  return x[:whole], x[whole:]
+
+
+def _fold(bits: jax.Array) -> jax.Array:
+  """Returns maxima over all of `bits`, 1/32 as many."""
+  largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
+  # Without a barrier XLA joins two maxima in a row into one long one, and the
+  # flat shape into the loop, which is then not vectorized.
+  separate: jax.Array = lax.optimization_barrier(largest)
+  return separate.reshape(-1)

@@ -1,0 +1,82 @@
+"""The interpreter: evaluates a jaxpr one equation at a time."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives
+
+# Takes an equation and the values of its inputs, returns those of its outputs.
+Rule = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
+
+
+def evaluate(
+  jaxpr: core.Jaxpr, arguments: Sequence[Any], rule: Rule
+) -> list[Any]:
+  """Returns the outputs of a jaxpr, each equation evaluated by `rule`.
+
+  Scopes (`jax.named_scope`) and the contexts that JAX keeps with an equation
+  are those of the recording. The lines of code that a profiler shows are not:
+  JAX has no public way to pass them on.
+
+  Args:
+    jaxpr: what `jax.make_jaxpr` returned, or the jaxpr of an equation.
+    arguments: one value for each of its inputs.
+    rule: what to do with an equation; `bind` evaluates it as it is.
+  """
+  values: dict[core.Var, Any] = {}
+
+  def read(atom: core.Var | core.Literal) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+  values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+  values.update(zip(jaxpr.jaxpr.invars, arguments, strict=True))
+  for equation in jaxpr.eqns:
+    with equation.ctx.manager, _scope(equation):
+      outputs = rule(equation, [read(atom) for atom in equation.invars])
+    values.update(zip(equation.outvars, outputs, strict=True))
+  return [read(atom) for atom in jaxpr.jaxpr.outvars]
+
+
+def _scope(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+  name = str(equation.source_info.name_stack)
+  return jax.named_scope(name) if name else contextlib.nullcontext()
+
+
+def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+  """Returns the outputs of one equation as it is.
+
+  Args:
+    equation: of any primitive; derivative rules and control flow stay in it.
+    inputs: the values of its inputs.
+  """
+  primitive = equation.primitive
+  parameters = primitive.get_bind_params(equation.params)
+  outputs = primitive.bind(*inputs, **parameters)
+  return outputs if primitive.multiple_results else [outputs]
+
+
+def inner_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | None:
+  """Returns the jaxpr of a call to a jitted function, None for anything else.
+
+  Also None where the call says how its values are laid out or compiled: that
+  would be lost if its equations were evaluated one by one.
+
+  Args:
+    equation: of any primitive.
+  """
+  if equation.primitive is not primitives.jit_p:
+    return None
+  shardings = (
+    *equation.params["in_shardings"],
+    *equation.params["out_shardings"],
+  )
+  if equation.params["compiler_options_kvs"] or any(
+    isinstance(sharding, jax.sharding.Sharding) for sharding in shardings
+  ):
+    return None
+  jaxpr: core.Jaxpr = equation.params["jaxpr"]
+  return jaxpr

@@ -1,0 +1,113 @@
+"""Select at definition: the skip of a step that costs no memory.
+
+A new state selected after the update that made it is there twice for a while,
+and the compiler keeps both. Selected at the place where each value is defined,
+it goes into the buffer of the old one, and what is computed from it reads the
+selected value. On an applied step that is the same. On a skipped step all of it
+is thrown away.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_lossscale.jaxpr import _evaluate
+
+# Takes an old value and a new one, returns the one that is to be kept.
+Select = Callable[[Any, Any], Any]
+
+
+def select_at_definition(
+  function: Callable[[], tuple[Any, Any]], old_state: Any, select: Select
+) -> tuple[Any, Any]:
+  """Returns what `function` returns, its state selected against the old one.
+
+  Args:
+    function: returns a pytree of anything and a new state. What it closes over
+      are its inputs.
+    old_state: a pytree of arrays, of the structure of the new state.
+    select: chooses between an old leaf and a new one, elementwise.
+
+  Returns:
+    The first result, for use where the new state is kept, and the selected
+    state.
+  """
+  jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
+  split = len(jax.tree.leaves(result))
+  olds = [None] * split + jax.tree.leaves(old_state)
+  outputs = _evaluate_selected(jaxpr, [], olds, select)
+  return (
+    jax.tree.unflatten(jax.tree.structure(result), outputs[:split]),
+    jax.tree.unflatten(jax.tree.structure(state), outputs[split:]),
+  )
+
+
+def find_definitions(
+  jaxpr: core.Jaxpr, olds: Sequence[Any]
+) -> dict[core.Var, Any]:
+  """Returns the variables that can be selected where they are defined.
+
+  Not among them: an output that is an input or a constant, which has no
+  definition, and the second of two outputs that are one variable, which can be
+  selected against one old value only. These take a select of their own.
+
+  Args:
+    jaxpr: any.
+    olds: the old value of each of its outputs, None where there is none.
+
+  Returns:
+    The old value of each such variable.
+  """
+  defined = {
+    variable for equation in jaxpr.eqns for variable in equation.outvars
+  }
+  old_of: dict[core.Var, Any] = {}
+  for atom, old in zip(jaxpr.jaxpr.outvars, olds, strict=True):
+    if (
+      old is not None
+      and not isinstance(atom, core.Literal)
+      and atom in defined
+      # Selected in another dtype, it would not fit where it is used.
+      and getattr(atom.aval, "dtype", None) == old.dtype
+    ):
+      old_of.setdefault(atom, old)
+  return old_of
+
+
+def _evaluate_selected(
+  jaxpr: core.Jaxpr,
+  inputs: Sequence[Any],
+  olds: Sequence[Any],
+  select: Select,
+) -> list[Any]:
+  """Returns the outputs of a jaxpr, those with an old value selected."""
+  old_of = find_definitions(jaxpr, olds)
+
+  def rule(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    olds = [old_of.get(variable) for variable in equation.outvars]
+    if all(old is None for old in olds):
+      return _evaluate.bind(equation, inputs)
+    # What a jitted function returns is defined in there, and may be used there.
+    inner = _evaluate.inner_jaxpr(equation)
+    if inner is not None:
+      return _evaluate_selected(inner, inputs, olds, select)
+    outputs = _evaluate.bind(equation, inputs)
+    return [
+      new if old is None else select(old, new)
+      for old, new in zip(olds, outputs, strict=True)
+    ]
+
+  outputs = _evaluate.evaluate(jaxpr, inputs, rule)
+
+  def is_selected(atom: core.Var | core.Literal, old: Any) -> bool:
+    return old is None or (
+      not isinstance(atom, core.Literal) and old_of.get(atom) is old
+    )
+
+  return [
+    new if is_selected(atom, old) else select(old, new)
+    for atom, old, new in zip(jaxpr.jaxpr.outvars, olds, outputs, strict=True)
+  ]
