@@ -163,11 +163,14 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
   """
   flag = finding.overflow.astype(jnp.uint32)
   flag_and_bits = jnp.stack([flag, _amax.magnitude_bits(finding.amax)])
-  # Axis by axis: the finding may differ along some of them only, and JAX then
-  # refuses to reduce over all at once.
-  names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  names = (
+    tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  )
+  # JAX reduces over all axes at once only what may differ along all of them.
+  # The position on an axis does, and 0 times it is nothing to add.
   for name in names:
-    flag_and_bits = lax.pmax(flag_and_bits, name)
+    flag_and_bits += 0 * lax.axis_index(name).astype(jnp.uint32)
+  flag_and_bits = lax.pmax(flag_and_bits, names)
   flag, bits = flag_and_bits
   return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
 

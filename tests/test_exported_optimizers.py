@@ -1,49 +1,53 @@
-"""Every optimizer that optax exports, found by looking, so none is missed."""
+"""What holds for every transformation that optax exports."""
 
-import inspect
+import functools
+import math
 
 import jax
+from jax.extend import core
+from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.jaxpr import _select as select
+from tests import compiled
+from tests import exported
 from tests import optimizers
 
-# What has a `learning_rate` and is no optimizer that takes plain gradients.
-LEFT_OUT = {
-  "optax._deprecated_dpsgd": "optax calls it private and deprecated",
-  "optax.scale_by_learning_rate": "it is the last link of the others",
-  "contrib.dpsgd": "it takes one gradient per example",
-  "contrib.schedule_free": "it takes another optimizer; its aliases are here",
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:Specifying a key will be required"),
+  pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
+
+# Whose state keeps old arrays, or the parameters, as they are: these have no
+# definition in the update, and take a select of their own.
+WITHOUT_DEFINITION = {
+  "contrib.cocob",
+  "contrib.dog",
+  "contrib.dowg",
+  "contrib.madgrad",
+  "contrib.mechanize",
+  "contrib.prodigy",
+  "contrib.scale_by_cocob",
+  "contrib.scale_by_madgrad",
+  "optax.lbfgs",
+  "optax.scale_by_distance_over_gradients",
+  "optax.scale_by_lbfgs",
 }
 
 
-def exported():
-  """Returns every function of optax that makes an optimizer from a rate."""
-  found = {}
-  for place, module in (("optax", optax), ("contrib", optax.contrib)):
-    for name, function in inspect.getmembers(module, inspect.isfunction):
-      if "learning_rate" in inspect.signature(function).parameters:
-        found[f"{place}.{name}"] = function
-  return found
-
-
-EXPORTED = exported()
-
-
 def test_what_is_left_out_is_still_exported():
-  assert set(LEFT_OUT) <= set(EXPORTED)
+  for name in exported.LEFT_OUT:
+    place, _, attribute = name.partition(".")
+    assert hasattr(optax if place == "optax" else optax.contrib, attribute)
 
 
-@pytest.mark.filterwarnings("ignore:Specifying a key will be required")
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(set(EXPORTED) - set(LEFT_OUT)))
+@pytest.mark.parametrize("name", exported.OPTIMIZERS)
 def test_guarantees_6_and_8_hold_for(name):
-  tx = ols.loss_scaling(
-    EXPORTED[name](learning_rate=2.0**-6), ols.DynamicLossScale(1024.0)
-  )
+  tx = ols.loss_scaling(exported.make_inner(name), ols.DynamicLossScale(1024.0))
 
   traces = []
 
@@ -51,13 +55,9 @@ def test_guarantees_6_and_8_hold_for(name):
   def step(params, state, bad):
     traces.append(params)
     loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, state)(params)
-    extra_args = {
-      "value": loss,
-      "grad": ols.unscale(grads, state),
-      "value_fn": optimizers.loss_fn,
-    }
-    if name == "contrib.sophia":  # It estimates the Hessian of this.
-      extra_args["obj_fn"] = optimizers.loss_fn
+    extra_args = exported.extra_args(
+      name, optimizers.loss_fn, loss, ols.unscale(grads, state)
+    )
     grads = jax.tree.map(
       lambda x: jnp.where(bad, jnp.nan, x).astype(jnp.float16), grads
     )
@@ -80,3 +80,109 @@ def test_guarantees_6_and_8_hold_for(name):
     assert to_bits(skipped.inner_state) == to_bits(state.inner_state)
     assert to_bits(after) == to_bits(params)
   assert len(traces) == 2  # One for each dtype.
+
+
+@pytest.mark.parametrize("name", exported.NAMES)
+def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
+  name, one_cpu
+):
+  inner = optax.with_extra_args_support(exported.make_inner(name))
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(1024.0))
+
+  def bare_step(params, state, grads):
+    loss = exported.loss_fn(params)
+    updates, state = inner.update(
+      grads,
+      state,
+      params,
+      **exported.extra_args(name, exported.loss_fn, loss, grads),
+    )
+    return optax.apply_updates(params, updates), state
+
+  def step(params, state, scaled_grads):
+    loss = exported.loss_fn(params)
+    grads = ols.unscale(scaled_grads, state)
+    updates, state = tx.update(
+      scaled_grads,
+      state,
+      params,
+      **exported.extra_args(name, exported.loss_fn, loss, grads),
+    )
+    return optax.apply_updates(params, updates), state
+
+  params = exported.make_params(128)
+  grads = jax.grad(exported.loss_fn)(params)
+  scaled_grads = jax.tree.map(lambda x: 1024 * x, grads)
+  bare_state, state = inner.init(params), tx.init(params)
+  bare = compiled.compile_donated(bare_step, params, bare_state, grads)
+  scaling = compiled.compile_donated(step, params, state, scaled_grads)
+  arguments = exported.extra_args(name, exported.loss_fn, 1.0, grads)
+  update = functools.partial(inner.update, **arguments)
+  if is_elementwise(jax.make_jaxpr(update)(grads, bare_state, params)):
+    extra = compiled.temporaries(scaling) - compiled.temporaries(bare)
+    assert extra <= 0.02 * compiled.size(params)
+
+  bare_params = params
+  for _ in range(3):
+    bare_params, bare_state = bare(*copy((bare_params, bare_state)), grads)
+    params, state = scaling(*copy((params, state)), scaled_grads)
+  assert (state.applied_steps, state.skipped_steps) == (3, 0)
+  jax.tree.map(
+    assert_close, (params, state.inner_state), (bare_params, bare_state)
+  )
+
+  scaled_grads["layer_2"] = scaled_grads["layer_2"].at[7, 7].set(jnp.inf)
+  after, skipped = scaling(*copy((params, state)), scaled_grads)
+  to_bits = optimizers.to_bits
+  assert (skipped.applied_steps, skipped.skipped_steps) == (3, 1)
+  assert to_bits(skipped.inner_state) == to_bits(state.inner_state)
+  assert to_bits(after) == to_bits(params)
+
+
+def test_whose_state_is_not_selected_where_it_is_defined():
+  found = set()
+  params = exported.make_params(8)
+  grads = jax.grad(exported.loss_fn)(params)
+  for name in exported.NAMES:
+    inner = optax.with_extra_args_support(exported.make_inner(name))
+    state = inner.init(params)
+
+    def update(inner=inner, name=name, state=state):
+      unscaled = ols.unscale(grads, 1024.0)
+      arguments = exported.extra_args(name, exported.loss_fn, 1.0, unscaled)
+      return inner.update(unscaled, state, params, **arguments)
+
+    jaxpr, (updates, _) = jax.make_jaxpr(update, return_shape=True)()
+    olds = [None] * len(jax.tree.leaves(updates)) + jax.tree.leaves(state)
+    defined = [id(x) for x in select.find_definitions(jaxpr, olds).values()]
+    if any(id(x) not in defined for x in jax.tree.leaves(state) if x.ndim == 2):
+      found.add(name)
+  assert found == WITHOUT_DEFINITION
+
+
+def copy(tree):
+  """Returns a tree whose buffers may be given away."""
+  return jax.tree.map(jnp.copy, tree)
+
+
+def assert_close(actual, desired):
+  """Raises if two arrays differ by more than 1e-6 of the largest element."""
+  if jnp.issubdtype(desired.dtype, jax.dtypes.prng_key):
+    actual, desired = map(jax.random.key_data, (actual, desired))
+  largest = np.max(np.abs(desired), initial=0)
+  np.testing.assert_allclose(actual, desired, rtol=0, atol=1e-6 * largest)
+
+
+def is_elementwise(jaxpr):
+  """Returns whether no array is made out of a larger one, nor in a branch."""
+  for equation in jaxpr.eqns:
+    if equation.primitive is primitives.cond_p:
+      return False  # What a branch returns is selected after it.
+    size_in = max((math.prod(x.aval.shape) for x in equation.invars), default=0)
+    size_out = max(
+      (math.prod(x.aval.shape) for x in equation.outvars), default=0
+    )
+    inner = core.jaxprs_in_params(equation.params)
+    if size_out < size_in or not all(map(is_elementwise, inner)):
+      return False
+  return True

@@ -1,0 +1,95 @@
+"""One maximum that carries NaN, inf and amax, by both ways to take it."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from optax_lossscale import _amax
+
+WAYS = {
+  "by_leaf": _amax._largest_by_leaf,
+  "by_folding": _amax._largest_by_folding,
+}
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
+# Around a block of 32 * 16, a block of blocks, and the size of small arrays.
+SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
+
+
+@pytest.fixture(params=sorted(WAYS))
+def amax(request, monkeypatch):
+  """Returns the jitted amax by one way."""
+  is_one_cpu = request.param == "by_folding"
+  monkeypatch.setattr(_amax, "_is_one_cpu", lambda: is_one_cpu)
+  return jax.jit(lambda arrays: _amax.amax(arrays))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax_is_the_largest_magnitude_wherever_it_is(amax, dtype):
+  rng = np.random.default_rng(0)
+  for size in SIZES:
+    for place in {0, size // 2, size - 1, *rng.integers(size, size=4)}:
+      x = rng.uniform(-1, 1, size).astype(dtype)
+      x[place] = -3.0
+      assert amax([jnp.asarray(x)]) == 3.0, (size, place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_guarantee_5_nan_and_inf_are_seen_wherever_they_are(amax, dtype, bad):
+  rng = np.random.default_rng(1)
+  for size in SIZES:
+    for place in {0, size // 2, size - 1, *rng.integers(size, size=4)}:
+      x = rng.normal(size=size).astype(dtype)
+      x[place] = bad
+      np.testing.assert_array_equal(
+        np.float32(amax([jnp.asarray(x)])), np.abs(np.float32(bad))
+      )
+
+
+def test_nan_is_told_from_inf_beside_it(amax):
+  x = np.full(40_000, np.inf, np.float32)
+  x[20_001] = np.nan
+  assert np.isnan(amax([jnp.asarray(x)]))
+
+
+def test_every_array_counts_and_empty_ones_do_not(amax):
+  sizes = (0, 7, 5000, 0, 600, 70_000, 1)
+  for largest in range(len(sizes)):
+    arrays = [np.zeros((size, 1), np.float32) for size in sizes]
+    arrays[largest][-1:] = 2.0
+    expected = 2.0 if sizes[largest] else 0.0
+    assert amax([jnp.asarray(x) for x in arrays]) == expected
+
+
+def test_arrays_of_any_rank_are_read_whole(amax):
+  for shape in ((), (3, 5, 7), (64, 2, 300), (1, 50_000)):
+    x = np.zeros(shape, np.float16)
+    x[tuple(n - 1 for n in shape)] = -0.5
+    assert amax([jnp.asarray(x)]) == 0.5
+
+
+def test_subnormals_and_zeros_are_kept_apart(amax):
+  smallest = np.float32(np.finfo(np.float32).smallest_subnormal)
+  assert amax([jnp.zeros(5000)]) == 0
+  bits = np.asarray(amax([jnp.full(5000, -smallest)])).view(np.uint32)
+  assert bits == 1
+
+
+def test_amax_under_vmap_is_that_of_each_row(amax):
+  x = np.random.default_rng(2).normal(size=(3, 5000)).astype(np.float32)
+  x[1, 4999] = np.nan
+  rows = jax.vmap(lambda row: amax([row, row[:9]]))(jnp.asarray(x))
+  np.testing.assert_array_equal(rows, np.max(np.abs(x), axis=1))
+
+
+def test_the_way_is_chosen_by_the_devices(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  assert _amax._is_one_cpu()
+  monkeypatch.setattr(jax, "device_count", lambda: 2)
+  assert not _amax._is_one_cpu()
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert not _amax._is_one_cpu()

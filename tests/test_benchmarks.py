@@ -1,0 +1,203 @@
+"""The benchmark of the update phase: that it runs, and what it writes."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import cases
+from benchmarks import checks
+from benchmarks import machine
+from benchmarks import measurement
+from benchmarks import peers
+from benchmarks import report
+from benchmarks import rounds
+from benchmarks import summary
+from benchmarks.peers import bare
+from benchmarks.peers import this_library
+
+# What needs nothing beyond the library and its tests.
+PEERS = ("bare", "one more read", "optax_lossscale", "flax", "apply_if_finite")
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+  path = tmp_path_factory.mktemp("benchmarks") / "new" / "update.json"
+  options = ["--quick", "--cases", "10", "--rounds", "3", "--compilations", "1"]
+  code = command.main([*options, "--peers", *PEERS, "--output", str(path)])
+  assert code == 0
+  return json.loads(path.read_text())
+
+
+def test_everybody_does_what_is_measured(content):
+  for case in content["cases"]:
+    for row in case["contenders"]:
+      assert row["problem"] == ""
+      is_bare = row["name"] in ("bare", "one more read")
+      assert row["check"] is None if is_bare else row["check"]["passed"]
+  assert content["all_checks_passed"]
+
+
+def test_every_case_has_every_contender(content):
+  cases = [(case["name"], case["gradients"]) for case in content["cases"]]
+  assert cases == [("10", "float16"), ("10", "float32")]
+  for case in content["cases"]:
+    assert [row["name"] for row in case["contenders"]] == list(PEERS)
+    assert case["parameters"] == 2 * 16 * 8
+
+
+def test_every_raw_figure_is_written(content):
+  for case in content["cases"]:
+    for row in case["contenders"]:
+      assert len(row["seconds"]) == 3
+      assert len(row["compilations"]) == 1
+      assert row["median_seconds"] == sorted(row["seconds"])[1]
+      assert row["ratio"].keys() == {"low", "median", "high"}
+      assert row["temporaries_percent"] >= 0
+      assert row["compilation_ratio"] > 0
+
+
+def test_machine_versions_and_date_are_told(content):
+  description = content["machine"]
+  assert content["command"].startswith("python -m benchmarks --quick")
+  headline = machine.headline(
+    {**description, "versions": {"a": "1", "b": None}}
+  )
+  for part in (description["cpu"], "a 1", "not installed: b", "20"):
+    assert part in headline
+  for package in ("jax", "jaxlib", "optax", "flax", "optax-lossscale"):
+    assert description["versions"][package]
+
+
+def check(contender):
+  """Checks a contender against the bare optimizer."""
+  case = cases.make_case("10", "float16", quick=True)
+  params, gradients = case.make_params(), case.make_scaled_gradients()
+  contender.start(params)
+  contender.compile(gradients)
+  return checks.check(
+    contender,
+    params=params,
+    gradients=gradients,
+    overflowing=cases.overflowing(gradients),
+    expected=bare.bare().reference(params, cases.unscaled(gradients)),
+  )
+
+
+def test_check_notices_who_neither_unscales_nor_skips():
+  found = check(bare.bare())
+  assert found.difference > 1e-4
+  assert not found.skips
+  assert not found.passed
+
+
+def test_check_notices_who_takes_no_step():
+  contender = this_library.loss_scaling()
+  contender.update = lambda state, gradients: state
+  found = check(contender)
+  assert found.skips
+  assert not found.passed
+
+
+def test_peer_that_makes_nan_can_be_written():
+  case = cases.make_case("10", "float32", quick=True)
+  found = checks.Check(difference=float("nan"), skips=True)
+  result = measurement.Result("bare", check=found, seconds=[1.0])
+  (row,) = summary.summarize(case, {"bare": result})["contenders"]
+  assert row["check"] == {"difference": None, "skips": True, "passed": False}
+  assert summary.cells(row)[0] == "bare (its check failed)"
+
+
+def test_peer_that_fails_is_told_and_the_others_are_measured(monkeypatch):
+  def fail():
+    raise RuntimeError("no such thing")
+
+  absent = peers.Peer(fail, ("no_such_module",))
+  monkeypatch.setitem(peers.PEERS, "broken", peers.Peer(fail))
+  monkeypatch.setitem(peers.PEERS, "absent", absent)
+  case = cases.make_case("10", "float32", quick=True)
+  plan = measurement.Plan(rounds=2, compilations=1)
+  results = measurement.measure(case, ["bare", "broken", "absent"], plan)
+  assert results["broken"].problem == "RuntimeError: no such thing"
+  assert results["absent"].problem == "not installed"
+  assert len(results["bare"].seconds) == 2
+  rows = summary.summarize(case, results)["contenders"]
+  assert [row["ratio"] is None for row in rows] == [False, True, True]
+
+
+def test_every_contender_has_one_turn_in_each_round():
+  calls = []
+  turns = {
+    name: rounds.Turn(
+      run=lambda name=name: calls.append(name),
+      prepare=lambda: calls.append("prepare"),
+    )
+    for name in "abc"
+  }
+  seconds = rounds.interleave(turns, 20)
+  assert {name: len(times) for name, times in seconds.items()} == {
+    "a": 20,
+    "b": 20,
+    "c": 20,
+  }
+  assert set(calls[::2]) == {"prepare"}
+  orders = [tuple(calls[start : start + 6 : 2]) for start in range(1, 126, 6)]
+  assert len(orders) == 21
+  assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+  assert len(set(orders)) == 6
+
+
+def test_ratio_is_taken_within_the_round():
+  assert rounds.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+  with pytest.raises(ValueError):
+    rounds.ratios([2.0], [1.0, 3.0])
+
+
+def test_quartiles():
+  assert rounds.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+  assert rounds.quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_growth_is_that_of_trace_and_compile_together():
+  def case(name, trace, compile_):
+    row = {"median_trace_seconds": trace, "median_compile_seconds": compile_}
+    uncompiled = dict.fromkeys(row)
+    return {
+      "name": name,
+      "gradients": "float16",
+      "contenders": [{"name": "a", **row}, {"name": "b", **uncompiled}],
+    }
+
+  few, many = case("100-small", 1.0, 2.0), case("1000-small", 6.0, 24.0)
+  assert summary.growth([few, many]) == [
+    {"name": "a", "gradients": "float16", "growth": 10.0}
+  ]
+  assert summary.growth([many]) == []
+
+
+def test_table_is_markdown():
+  table = report.markdown(["", "ms"], [["bare", "1.00"], ["a", "10.25"]])
+  assert table.splitlines() == [
+    "|      |    ms |",
+    "| ---- | ----: |",
+    "| bare |  1.00 |",
+    "| a    | 10.25 |",
+  ]
+
+
+def test_what_is_not_finite_is_not_written(tmp_path):
+  path = tmp_path / "results.json"
+  with pytest.raises(ValueError):
+    report.write(path, {"ratio": float("nan")})
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+  "option",
+  [["--peers", "nobody"], ["--rounds", "0"], ["--cases", "7"]],
+  ids=["peer", "rounds", "case"],
+)
+def test_bad_option_is_refused(option, capsys):
+  with pytest.raises(SystemExit):
+    command.main(["update", *option])
+  assert option[0] in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""What loss scaling costs, as XLA compiles it: memory, traffic, size."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import compiled
+
+RULE = ols.DynamicLossScale(1024.0)
+
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def make_step(tx):
+  """Returns the update phase of a train step."""
+
+  def step(params, state, scaled_grads):
+    updates, state = tx.update(scaled_grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def make_leaves(count, size, dtype=jnp.float32):
+  """Returns a dict of equal arrays."""
+  return {f"layer_{i}": jnp.ones(size, dtype) for i in range(count)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+  "inner",
+  [optax.adamw(1e-3), optax.lion(1e-3), optax.sgd(1e-3, momentum=0.9)],
+  ids=["adamw", "lion", "sgd"],
+)
+def test_a_step_keeps_no_second_copy_of_anything(inner, dtype, one_cpu):
+  tx = ols.loss_scaling(inner, RULE)
+  params = make_leaves(8, 100_000)
+  grads = make_leaves(8, 100_000, dtype)
+  bare = compiled.compile_donated(
+    make_step(inner), params, inner.init(params), grads
+  )
+  scaling = compiled.compile_donated(
+    make_step(tx), params, tx.init(params), grads
+  )
+  extra = compiled.temporaries(scaling) - compiled.temporaries(bare)
+  assert extra <= 0.01 * compiled.size(params)
+
+
+@pytest.mark.parametrize("check", ["nonfinite()", "saturated(jnp.float16)"])
+def test_a_user_with_one_cpu_gets_the_check_that_copies_nothing(check):
+  # In a process of its own: this one has eight devices.
+  code = f"""
+import jax
+import jax.numpy as jnp
+import optax
+import optax_lossscale as ols
+from tests import compiled
+from tests import test_cost
+
+assert jax.device_count() == 1
+inner = optax.adamw(1e-3)
+tx = ols.loss_scaling(inner, test_cost.RULE, check=ols.{check})
+params = test_cost.make_leaves(8, 100_000)
+grads = test_cost.make_leaves(8, 100_000, jnp.float16)
+step = compiled.compile_donated(
+  test_cost.make_step(tx), params, tx.init(params), grads
+)
+assert compiled.temporaries(step) <= 0.01 * compiled.size(params)
+"""
+  root = pathlib.Path(__file__).parents[1]
+  subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_guarantee_9_nothing_is_sent_to_the_host(one_cpu):
+  tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
+  params = make_leaves(3, 5000)
+  step = compiled.compile_donated(
+    make_step(tx), params, tx.init(params), make_leaves(3, 5000, jnp.float16)
+  )
+  assert compiled.to_the_host(step) == []
+
+
+@pytest.mark.parametrize("count", [3, 60])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_all_leaves_share_one_reduction_over_devices(axis_type, count):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+  tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
+  with jax.set_mesh(mesh):
+    params = shard(make_leaves(count, (16, 4)), mesh, "data")
+    grads = {
+      name: leaf.astype(DTYPES[i % 3])
+      for i, (name, leaf) in enumerate(params.items())
+    }
+    step = compiled.compile_donated(
+      make_step(tx), params, tx.init(params), shard(grads, mesh, "data")
+    )
+  (line,) = compiled.between_devices(step)
+  assert "all-reduce(" in line
+  assert reduced_elements(line) == count
+
+
+def test_two_sharded_dimensions_make_two_reductions_over_devices():
+  mesh = jax.make_mesh((4, 2), ("data", "model"))
+  tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
+  params = shard(make_leaves(40, (16, 4)), mesh, "data", "model")
+  step = compiled.compile_donated(
+    make_step(tx), params, tx.init(params), params
+  )
+  assert len(compiled.between_devices(step)) == 2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [("data",), ("model",), ("data", "model")])
+def test_named_axes_are_agreed_over_at_once(spec, check_vma):
+  mesh = jax.make_mesh(
+    (4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+  )
+  tx = ols.loss_scaling(optax.sgd(1e-3), RULE, axis_name=("data", "model"))
+  grads = make_leaves(20, (16,))
+  state = tx.init(grads)
+  overflow = jax.shard_map(
+    lambda grads, state: tx.update(grads, state)[1].overflow,
+    mesh=mesh,
+    in_specs=(PartitionSpec(spec), PartitionSpec()),
+    out_specs=PartitionSpec(),
+    check_vma=check_vma,
+  )
+  step = jax.jit(overflow).lower(grads, state).compile()
+  (line,) = compiled.between_devices(step)
+  assert reduced_elements(line) == 2  # The flag and amax.
+
+  grads["layer_7"] = grads["layer_7"].at[15].set(np.nan)
+  assert jax.jit(overflow)(grads, state)
+
+
+def test_the_step_grows_with_the_leaves_and_no_faster(one_cpu):
+  tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
+
+  def equations(count):
+    params = make_leaves(count, 5000)
+    jaxpr = jax.make_jaxpr(make_step(tx))(params, tx.init(params), params)
+    return count_equations(jaxpr)
+
+  ten, twenty, forty = map(equations, (10, 20, 40))
+  assert forty - twenty <= 2 * (twenty - ten)
+
+
+def test_many_small_leaves_are_read_by_a_few_kernels(one_cpu):
+  tx = ols.loss_scaling(optax.sgd(1e-3), RULE)
+
+  @jax.jit
+  def overflow(grads, state):
+    return tx.update(grads, state)[1].overflow
+
+  def kernels(count):
+    grads = make_leaves(count, 1000)
+    hlo = overflow.lower(grads, tx.init(grads)).compile().as_text()
+    return hlo.count(" fusion(")
+
+  assert kernels(300) <= kernels(3) + 8
+
+
+def shard(tree, mesh, *spec):
+  """Returns a tree whose leaves are spread over a mesh."""
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  return jax.device_put(tree, sharding)
+
+
+def reduced_elements(line):
+  """Returns how many numbers an all-reduce in HLO reduces."""
+  shapes = line.split(" all-reduce(")[0].split(" = ")[1]
+  return sum(
+    int(dimension.split("]")[0] or 1) for dimension in shapes.split("[")[1:]
+  )
+
+
+def count_equations(jaxpr):
+  """Returns the number of equations in a jaxpr and all within it."""
+  return sum(
+    1 + sum(map(count_equations, core.jaxprs_in_params(equation.params)))
+    for equation in jaxpr.eqns
+  )
