@@ -79,21 +79,24 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
-  small, partial = [], []
+  small, maxima = [], []
   # One of the maxima so far. It is let into the next array, so that this waits
-  # for the one before it: XLA would keep the partial maxima of all at once.
+  # for the one before it: XLA would keep the first maxima of all at once.
   so_far = jnp.zeros((), magnitude_bits(arrays[0]).dtype)
   for x in arrays:
     x = x.reshape(-1)
-    blocks, rest = _blocks(x) if x.size > _SMALL else (x[:0], x)
+    if x.size < _SMALL:
+      small.append(x)
+      continue
+    blocks, rest = _blocks(x)
     small.append(rest)
-    if blocks.size:
-      folded, rest = _blocks(_fold(jnp.maximum(magnitude_bits(blocks), so_far)))
-      partial += [_fold(folded), rest]
-      so_far = jnp.max(partial[-1 if rest.size else -2][:1], initial=0)
+    blocks, rest = _blocks(_fold(jnp.maximum(magnitude_bits(blocks), so_far)))
+    maxima.append(jnp.concatenate([_fold(blocks), rest]))
+    so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
+  # Behind a barrier, or XLA would read each of them by a kernel of its own.
   blocks, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
-  partial += [_fold(magnitude_bits(blocks)), magnitude_bits(rest)]
-  return jnp.max(lax.optimization_barrier(jnp.concatenate(partial)), initial=0)
+  maxima += [_fold(magnitude_bits(blocks)), magnitude_bits(rest)]
+  return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
 
 
 def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ from benchmarks import cases
 from benchmarks import checks
 from benchmarks import machine
 from benchmarks import measurement
+from benchmarks import patience
 from benchmarks import peers
 from benchmarks import report
 from benchmarks import rounds
@@ -35,7 +36,7 @@ def test_everybody_does_what_is_measured(content):
       assert row["problem"] == ""
       is_bare = row["name"] in ("bare", "one more read")
       assert row["check"] is None if is_bare else row["check"]["passed"]
-  assert content["all_checks_passed"]
+  assert summary.all_checks_passed(content["cases"])
 
 
 def test_every_case_has_every_contender(content):
@@ -106,6 +107,7 @@ def test_peer_that_makes_nan_can_be_written():
   (row,) = summary.summarize(case, {"bare": result})["contenders"]
   assert row["check"] == {"difference": None, "skips": True, "passed": False}
   assert summary.cells(row)[0] == "bare (its check failed)"
+  assert not summary.all_checks_passed([{"contenders": [row]}])
 
 
 def test_peer_that_fails_is_told_and_the_others_are_measured(monkeypatch):
@@ -123,6 +125,15 @@ def test_peer_that_fails_is_told_and_the_others_are_measured(monkeypatch):
   assert len(results["bare"].seconds) == 2
   rows = summary.summarize(case, results)["contenders"]
   assert [row["ratio"] is None for row in rows] == [False, True, True]
+
+
+def test_who_takes_too_long_to_compile_is_left_out(monkeypatch):
+  monkeypatch.setattr(patience, "_MANY_LEAVES", 1)
+  case = cases.make_case("10", "float32", quick=True)
+  plan = measurement.Plan(rounds=1, compilations=1, patience=0.01)
+  results = measurement.measure(case, ["bare"], plan)
+  assert "to compile it takes more than 0.01 s" in results["bare"].problem
+  assert results["bare"].seconds == []
 
 
 def test_every_contender_has_one_turn_in_each_round():

@@ -41,11 +41,6 @@ def evaluate(
   return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
 
-def _scope(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-  name = str(equation.source_info.name_stack)
-  return jax.named_scope(name) if name else contextlib.nullcontext()
-
-
 def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
   """Returns the outputs of one equation as it is.
 
@@ -80,3 +75,8 @@ def inner_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | None:
     return None
   jaxpr: core.Jaxpr = equation.params["jaxpr"]
   return jaxpr
+
+
+def _scope(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+  name = str(equation.source_info.name_stack)
+  return jax.named_scope(name) if name else contextlib.nullcontext()

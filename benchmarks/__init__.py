@@ -1,0 +1,1 @@
+"""This library and its peers, side by side in one run."""

@@ -1,0 +1,30 @@
+"""`python -m benchmarks [update | train-step]`, from the repository's root."""
+
+from collections.abc import Sequence
+import importlib
+import sys
+
+# Imported when called, so that one does not need what the other one needs.
+_COMMANDS = {
+  "update": "benchmarks.update_phase",
+  "train-step": "benchmarks.train_step",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one benchmark, the update phase unless told otherwise.
+
+  Args:
+    argv: the words after the program's name.
+
+  Returns:
+    The exit code.
+  """
+  command, rest = "update", list(argv)
+  if rest and rest[0] in _COMMANDS:
+    command = rest.pop(0)
+  return int(importlib.import_module(_COMMANDS[command]).main(rest))
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

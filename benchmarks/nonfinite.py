@@ -1,0 +1,195 @@
+"""Whether the wrapper sees every NaN and inf on this device.
+
+Bit patterns are placed in otherwise finite gradients of many sizes, and the
+compiled update of `loss_scaling` must skip that step, and no other.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+DTYPES = ("float16", "bfloat16", "float32")
+# Around the sizes at which kernels change: vectors, warps, blocks, and more
+# than one block can hold.
+SIZES = (1, 2, 7, 31, 33, 1000, 1025, 4097, 65537, 1_000_003, 10_000_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One value at one place.
+
+  Attributes:
+    dtype: of the gradients.
+    size: elements of the leaf that holds the value.
+    place: where in the leaf.
+    value: what it is called in `values`.
+  """
+
+  dtype: str
+  size: int
+  place: int
+  value: str
+
+  def __str__(self) -> str:
+    """Returns the case as a report names it."""
+    return f"{self.value} at {self.place} of {self.dtype}[{self.size}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What was tried, and what went wrong.
+
+  Attributes:
+    tried: how many cases.
+    failures: a line for each case that was not answered as it must be.
+  """
+
+  tried: int
+  failures: Sequence[str]
+
+
+def values(dtype: str) -> dict[str, int]:
+  """Returns the bit patterns to place, by name; among them a finite one.
+
+  Args:
+    dtype: a floating-point dtype.
+  """
+  info = jnp.finfo(dtype)
+  sign = 1 << (info.bits - 1)
+  infinity = ((1 << info.nexp) - 1) << info.nmant
+  # The first bit of the mantissa tells a quiet NaN from a signalling one.
+  quiet = infinity | 1 << (info.nmant - 1)
+  return {
+    "largest finite": infinity - 1,
+    "inf": infinity,
+    "-inf": infinity | sign,
+    "NaN": quiet,
+    "-NaN": quiet | sign,
+    "NaN, all bits": infinity | sign | (1 << info.nmant) - 1,
+    "signalling NaN": infinity | 1,
+    "-signalling NaN": infinity | 1 | sign,
+  }
+
+
+def run(
+  *,
+  seed: int,
+  largest: int,
+  random_places: int,
+  on_leaf: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+  """Places every value in every leaf and looks at what the wrapper answers.
+
+  Args:
+    seed: of the gradients and the random places.
+    largest: elements of the largest leaf to try.
+    random_places: how many, beside the first and the last.
+    on_leaf: called with a line before each leaf.
+  """
+  rng = np.random.default_rng(seed)
+  tried, failures = 0, []
+  for dtype in DTYPES:
+    for size in (size for size in SIZES if size <= largest):
+      on_leaf(f"NaN and inf in {dtype}[{size}]")
+      places = {0, size - 1, *rng.integers(size, size=random_places).tolist()}
+      answer = _make_answer(dtype, size, seed)
+      for case in _cases(dtype, size, sorted(places)):
+        tried += 1
+        wrong = _wrong(case, answer(case))
+        if wrong:
+          failures.append(f"{case}: {wrong}")
+  return Outcome(tried, failures)
+
+
+def _cases(dtype: str, size: int, places: Sequence[int]) -> Iterator[Case]:
+  for place in places:
+    for value in values(dtype):
+      yield Case(dtype, size, place, value)
+
+
+def _make_answer(
+  dtype: str, size: int, seed: int
+) -> Callable[[Case], dict[str, Any]]:
+  """Returns a function from a case to what the wrapper says of it."""
+  unsigned = jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
+  # The leaf stands between others, as in a model.
+  shapes = {"first": (3,), "leaf": (size,), "last": (4, 5)}
+  params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+  state = jax.jit(tx.init)(params)
+
+  @jax.jit
+  def make() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+      name: jax.random.normal(key, shape).astype(dtype)
+      for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+  # Placed as bits, on the device, apart from the update: arithmetic, and some
+  # conversions, would make a quiet NaN of a signalling one.
+  @functools.partial(jax.jit, donate_argnums=0)
+  def place(
+    leaf: jax.Array, index: jax.Array, bits: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    old = lax.bitcast_convert_type(leaf, unsigned)
+    return (
+      lax.bitcast_convert_type(old.at[index].set(bits), leaf.dtype),
+      old[index],
+    )
+
+  @jax.jit
+  def update(grads: Any, state: Any, params: Any) -> dict[str, jax.Array]:
+    updates, state = tx.update(grads, state, params)
+    bits = [
+      lax.bitcast_convert_type(leaf, jnp.uint32)
+      for leaf in jax.tree.leaves(updates)
+    ]
+    # -0.0 is the sign bit alone.
+    held = [jnp.all(leaf == jnp.uint32(1 << 31)) for leaf in bits]
+    return {
+      "overflow": state.overflow,
+      "nan": state.nan,
+      "skipped": state.skipped,
+      "held": jnp.all(jnp.stack(held)),
+    }
+
+  grads = make()
+
+  def answer(case: Case) -> dict[str, Any]:
+    bits = unsigned.type(values(case.dtype)[case.value])
+    grads["leaf"], old = place(grads["leaf"], case.place, bits)
+    answers = update(grads, state, params)
+    grads["leaf"], placed = place(grads["leaf"], case.place, old)
+    return jax.device_get({**answers, "placed": placed == bits})
+
+  return answer
+
+
+def _wrong(case: Case, answers: dict[str, Any]) -> str:
+  """Returns what is wrong with the answers; nothing if they are right."""
+  if not answers["placed"]:
+    return "the device did not keep the bits, so nothing was tested"
+  finite = case.value == "largest finite"
+  expected = {
+    "overflow": not finite,
+    "nan": "NaN" in case.value,
+    "skipped": not finite,
+    "held": not finite,
+  }
+  return ", ".join(
+    f"{name} is {bool(answers[name])}"
+    for name, value in expected.items()
+    if bool(answers[name]) != value
+  )

@@ -1,0 +1,49 @@
+"""The optimizer without loss scaling: what the others are compared with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.peers import contender
+from benchmarks.peers import settings
+
+
+def bare() -> contender.JaxContender:
+  """Returns `optax.adamw` and `optax.apply_updates`, nothing else."""
+  return _make(lambda gradients: ())
+
+
+def one_more_read() -> contender.JaxContender:
+  """Returns the same, and the largest gradient.
+
+  Whoever looks for an overflow before the step reads the gradients once more,
+  so this is the limit.
+  """
+  return _make(_amax)
+
+
+def _make(
+  look: Callable[[list[jax.Array]], Any],
+) -> contender.JaxContender:
+  tx = settings.adamw()
+
+  def init(params: list[jax.Array]) -> contender.State:
+    return contender.State(params, tx.init(params), look(params))
+
+  def update(
+    state: contender.State, gradients: list[jax.Array]
+  ) -> contender.State:
+    updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return contender.State(params, opt_state, look(gradients))
+
+  return contender.JaxContender(init, update, unscales=False)
+
+
+def _amax(leaves: list[jax.Array]) -> jax.Array:
+  amax = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]))
+  # One number, of one dtype whatever that of the gradients.
+  return amax.astype(jnp.float32)
