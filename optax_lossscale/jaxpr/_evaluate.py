@@ -1,6 +1,7 @@
 """The interpreter: evaluates a jaxpr one equation at a time."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 from typing import Any
@@ -18,10 +19,6 @@ def evaluate(
 ) -> list[Any]:
   """Returns the outputs of a jaxpr, each equation evaluated by `rule`.
 
-  Scopes (`jax.named_scope`) and the contexts that JAX keeps with an equation
-  are those of the recording. The lines of code that a profiler shows are not:
-  JAX has no public way to pass them on.
-
   Args:
     jaxpr: what `jax.make_jaxpr` returned, or the jaxpr of an equation.
     arguments: one value for each of its inputs.
@@ -35,8 +32,7 @@ def evaluate(
   values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
   values.update(zip(jaxpr.jaxpr.invars, arguments, strict=True))
   for equation in jaxpr.eqns:
-    with equation.ctx.manager, _scope(equation):
-      outputs = rule(equation, [read(atom) for atom in equation.invars])
+    outputs = rule(equation, [read(atom) for atom in equation.invars])
     values.update(zip(equation.outvars, outputs, strict=True))
   return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
@@ -50,33 +46,52 @@ def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
   """
   primitive = equation.primitive
   parameters = primitive.get_bind_params(equation.params)
-  outputs = primitive.bind(*inputs, **parameters)
+  with _context(equation):
+    outputs = primitive.bind(*inputs, **parameters)
   return outputs if primitive.multiple_results else [outputs]
 
 
 def inner_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | None:
-  """Returns the jaxpr of a call to a jitted function, None for anything else.
+  """Returns the jaxpr of a call of a jitted function, None for anything else.
 
-  Also None where the call says how its values are laid out or compiled: that
-  would be lost if its equations were evaluated one by one.
+  Also None where the call says where its values lie: that would be lost if its
+  equations were evaluated one by one.
 
   Args:
     equation: of any primitive.
   """
   if equation.primitive is not primitives.jit_p:
     return None
-  shardings = (
-    *equation.params["in_shardings"],
-    *equation.params["out_shardings"],
-  )
-  if equation.params["compiler_options_kvs"] or any(
-    isinstance(sharding, jax.sharding.Sharding) for sharding in shardings
-  ):
-    return None
+  for name in ("in_shardings", "out_shardings"):
+    shardings = equation.params[name]
+    if any(isinstance(x, jax.sharding.Sharding) for x in shardings):
+      return None
   jaxpr: core.Jaxpr = equation.params["jaxpr"]
   return jaxpr
 
 
-def _scope(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-  name = str(equation.source_info.name_stack)
-  return jax.named_scope(name) if name else contextlib.nullcontext()
+@contextlib.contextmanager
+def inside(call: core.JaxprEqn) -> Iterator[None]:
+  """Restores what holds inside of a jitted function, to evaluate its jaxpr.
+
+  Args:
+    call: an equation that has an `inner_jaxpr`.
+  """
+  function = f"jit({call.params['name']})"
+  with _context(call), jax.named_scope(function):
+    yield
+
+
+@contextlib.contextmanager
+def _context(equation: core.JaxprEqn) -> Iterator[None]:
+  """Restores the scopes and settings under which an equation was recorded.
+
+  The lines of code that a profiler shows are not among them: JAX has no public
+  way to pass them on.
+  """
+  scope = str(equation.source_info.name_stack)
+  with (
+    equation.ctx.manager,
+    jax.named_scope(scope) if scope else contextlib.nullcontext(),
+  ):
+    yield

@@ -9,6 +9,7 @@ is thrown away.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import jax
@@ -38,7 +39,11 @@ def select_at_definition(
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
-  outputs = _evaluate_selected(jaxpr, [], olds, select)
+  outputs, are_selected = _evaluate_selecting(jaxpr, [], olds, select)
+  outputs = [
+    new if old is None or is_selected else select(old, new)
+    for old, new, is_selected in zip(olds, outputs, are_selected, strict=True)
+  ]
   return (
     jax.tree.unflatten(jax.tree.structure(result), outputs[:split]),
     jax.tree.unflatten(jax.tree.structure(state), outputs[split:]),
@@ -77,37 +82,55 @@ def find_definitions(
   return old_of
 
 
-def _evaluate_selected(
+def _evaluate_selecting(
   jaxpr: core.Jaxpr,
   inputs: Sequence[Any],
   olds: Sequence[Any],
   select: Select,
-) -> list[Any]:
-  """Returns the outputs of a jaxpr, those with an old value selected."""
+) -> tuple[list[Any], list[bool]]:
+  """Returns the outputs of a jaxpr, and which of them are selected."""
   old_of = find_definitions(jaxpr, olds)
+  selected: set[core.Var] = set()
 
   def rule(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
     olds = [old_of.get(variable) for variable in equation.outvars]
     if all(old is None for old in olds):
       return _evaluate.bind(equation, inputs)
-    # What a jitted function returns is defined in there, and may be used there.
     inner = _evaluate.inner_jaxpr(equation)
     if inner is not None:
-      return _evaluate_selected(inner, inputs, olds, select)
-    outputs = _evaluate.bind(equation, inputs)
-    return [
-      new if old is None else select(old, new)
-      for old, new in zip(olds, outputs, strict=True)
-    ]
+      # What the function returns is defined in there, and may be used there.
+      with _evaluate.inside(equation):
+        outputs, are_selected = _evaluate_selecting(inner, inputs, olds, select)
+    else:
+      news = _evaluate.bind(equation, inputs)
+      outputs = [
+        new if old is None else _select_if_it_fits(select, old, new)
+        for old, new in zip(olds, news, strict=True)
+      ]
+      are_selected = [a is not b for a, b in zip(outputs, news, strict=True)]
+    selected.update(itertools.compress(equation.outvars, are_selected))
+    return outputs
 
   outputs = _evaluate.evaluate(jaxpr, inputs, rule)
-
-  def is_selected(atom: core.Var | core.Literal, old: Any) -> bool:
-    return old is None or (
-      not isinstance(atom, core.Literal) and old_of.get(atom) is old
-    )
-
-  return [
-    new if is_selected(atom, old) else select(old, new)
-    for atom, old, new in zip(jaxpr.jaxpr.outvars, olds, outputs, strict=True)
+  return outputs, [
+    not isinstance(atom, core.Literal)
+    and atom in selected
+    and old_of[atom] is old
+    for atom, old in zip(jaxpr.jaxpr.outvars, olds, strict=True)
   ]
+
+
+def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
+  """Returns the selected value, or `new` if that is of another type.
+
+  Under `shard_map` a type says over which devices a value may vary. One that
+  varies with the old value or with the skip would not fit where the new one is
+  used.
+  """
+  selected = select(old, new)
+  return selected if _type(selected) == _type(new) else new
+
+
+def _type(x: Any) -> Any:
+  aval = jax.typeof(x)
+  return aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval
