@@ -35,7 +35,8 @@ def loss_scaling(
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
       parameters or gradients are narrower than float32 it gets float32 copies,
-      so its state is float32 from the start.
+      so its state is float32 from the start. Under jit its update is recorded
+      first and then evaluated, so it must be pure.
     rule: where S starts and how each step moves it.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several, over which all devices decide
@@ -125,9 +126,9 @@ def loss_scaling(
     finding = finding._replace(overflow=finding.overflow | _any(overflow))
     if axis_name is not None:
       finding = _checks.agree(finding, axis_name)
-    # Once: without a barrier XLA computes it again wherever it is used.
-    finding = _checks.Finding(*jax.lax.optimization_barrier(finding))
-    skipped = finding.overflow & rule.skip
+    # Computed once: without a barrier XLA would do it again at every use.
+    overflowed = jax.lax.optimization_barrier(finding.overflow)
+    skipped = overflowed & rule.skip
 
     inner_params = _leaves.leave_out(is_gradient, params)
 

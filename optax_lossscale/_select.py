@@ -115,8 +115,6 @@ def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
   """Returns one of two leaves. Nothing is multiplied, so NaN stays out."""
   if not isinstance(old, jax.Array):
     return new  # float0, which has no value.
-  if jnp.issubdtype(old.dtype, jax.dtypes.extended):
-    return jnp.where(skipped, old, new)  # Typed random keys.
   return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
 
 

@@ -1,5 +1,7 @@
 """What XLA made of a function: memory, kernels, traffic between devices."""
 
+import contextlib
+import logging
 import re
 
 import jax
@@ -48,3 +50,23 @@ def to_the_host(compiled):
     for line in compiled.as_text().splitlines()
     if re.search(rf" ({operations})(-start)?\(", line)
   ]
+
+
+@contextlib.contextmanager
+def listening_to_compilations(names):
+  """Appends the name of every function that JAX compiles meanwhile."""
+
+  class Handler(logging.Handler):
+    def emit(self, record):
+      match = re.search(r"Compiling (?:jit\()?(\w+)", record.getMessage())
+      if match:
+        names.append(match.group(1))
+
+  logger = logging.getLogger("jax")
+  handler = Handler()
+  logger.addHandler(handler)
+  try:
+    with jax.log_compiles():
+      yield
+  finally:
+    logger.removeHandler(handler)

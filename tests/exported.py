@@ -81,10 +81,14 @@ def extra_args(name, loss_fn, loss, grads):
   return arguments
 
 
+def _is_function(x):
+  return callable(x) and not inspect.isclass(x)  # Some are partials.
+
+
 def _find():
   found = []
   for place, module in (("optax", optax), ("contrib", optax.contrib)):
-    for attribute, function in inspect.getmembers(module, inspect.isfunction):
+    for attribute, function in inspect.getmembers(module, _is_function):
       name = f"{place}.{attribute}"
       signature = inspect.signature(function)
       makes_one = "GradientTransformation" in str(signature.return_annotation)

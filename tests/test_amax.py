@@ -2,26 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import ml_dtypes
 import numpy as np
 import pytest
 
 from optax_lossscale import _amax
 
-WAYS = {
-  "by_leaf": _amax._largest_by_leaf,
-  "by_folding": _amax._largest_by_folding,
-}
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
 # Around a block of 32 * 16, a block of blocks, and the size of small arrays.
 SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
 
 
-@pytest.fixture(params=sorted(WAYS))
+@pytest.fixture(params=["by_folding", "by_leaf"])
 def amax(request, monkeypatch):
   """Returns the jitted amax by one way."""
-  is_one_cpu = request.param == "by_folding"
-  monkeypatch.setattr(_amax, "_is_one_cpu", lambda: is_one_cpu)
+  has_mesh = request.param == "by_leaf"
+  monkeypatch.setattr(_amax, "_has_mesh", lambda x: has_mesh)
   return jax.jit(lambda arrays: _amax.amax(arrays))
 
 
@@ -84,12 +83,25 @@ def test_amax_under_vmap_is_that_of_each_row(amax):
   np.testing.assert_array_equal(rows, np.max(np.abs(x), axis=1))
 
 
-def test_the_way_is_chosen_by_the_devices(monkeypatch):
-  monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-  monkeypatch.setattr(jax, "device_count", lambda: 1)
-  assert _amax._is_one_cpu()
-  monkeypatch.setattr(jax, "device_count", lambda: 2)
-  assert not _amax._is_one_cpu()
-  monkeypatch.setattr(jax, "device_count", lambda: 1)
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert not _amax._is_one_cpu()
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [(), ("data",), (None, "data")])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_arrays_of_a_mesh_are_read_in_their_own_shape(devices, spec, axis_type):
+  mesh = jax.make_mesh(
+    (devices,),
+    ("data",),
+    axis_types=(axis_type,),
+    devices=jax.devices()[:devices],
+  )
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  x = jax.device_put(jnp.ones((64, 200)).at[63, 199].set(-4.0), sharding)
+  jitted = jax.jit(_amax.amax)
+  assert jitted([x]) == 4.0
+  assert "reshape" not in jitted.lower([x]).as_text()
+  with jax.set_mesh(mesh):
+    assert jitted([x]) == 4.0
+
+
+def test_an_array_without_a_mesh_is_folded():
+  jaxpr = jax.make_jaxpr(_amax.amax)([jnp.ones((64, 200))])
+  assert "reshape" in str(jaxpr)

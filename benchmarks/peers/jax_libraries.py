@@ -131,9 +131,8 @@ def optax_apply_if_finite() -> contender.JaxContender:
   def update(
     state: contender.State, gradients: list[jax.Array]
   ) -> contender.State:
-    unscaled = [
-      leaf.astype(jnp.float32) / state.loss_scale for leaf in gradients
-    ]
+    inverse = 1 / state.loss_scale
+    unscaled = [leaf.astype(jnp.float32) * inverse for leaf in gradients]
     updates, opt_state = tx.update(unscaled, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return contender.State(params, opt_state, state.loss_scale)

@@ -10,6 +10,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
+# `core.Jaxpr` below is what `jax.make_jaxpr` returns; up to jax 0.10 that was
+# named `ClosedJaxpr`, with the same attributes.
+
 # Takes an equation and the values of its inputs, returns those of its outputs.
 Rule = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
@@ -63,8 +66,10 @@ def inner_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | None:
   if equation.primitive is not primitives.jit_p:
     return None
   for name in ("in_shardings", "out_shardings"):
-    shardings = equation.params[name]
-    if any(isinstance(x, jax.sharding.Sharding) for x in shardings):
+    if any(isinstance(x, jax.sharding.Sharding) for x in equation.params[name]):
+      return None
+  for name in ("in_layouts", "out_layouts"):
+    if any(x is not None for x in equation.params[name]):
       return None
   jaxpr: core.Jaxpr = equation.params["jaxpr"]
   return jaxpr

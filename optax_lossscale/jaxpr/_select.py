@@ -125,7 +125,7 @@ def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
 
   Under `shard_map` a type says over which devices a value may vary. One that
   varies with the old value or with the skip would not fit where the new one is
-  used.
+  used; then the new one is selected at the end, as if it had no definition.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new
