@@ -883,3 +883,26 @@ def test_both_ways_to_average_over_devices_give_the_true_gradient(check_vma):
     jax.grad(loss_fn)(params, batch),
     rtol=1e-6,
   )
+
+
+def test_an_overflow_of_one_device_leaves_amax_the_same_on_all():
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(1.0))
+  gradients = jnp.array([1.0, -3.0])
+
+  def step(overflow):
+    _, state = tx.update(gradients, tx.init(gradients), overflow=overflow)
+    return state.amax, state.skipped[None]
+
+  amax, skipped = jax.jit(
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=jax.P("data"),
+      out_specs=(jax.P(), jax.P("data")),
+    )
+  )(jnp.arange(8) == 3)
+  assert amax == 3.0
+  assert skipped.tolist() == [i == 3 for i in range(8)]
