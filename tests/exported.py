@@ -4,6 +4,7 @@ Whatever optax adds is found and tried with its default arguments, or with a
 `learning_rate` alone. What needs more is listed here with what it needs.
 """
 
+import functools
 import inspect
 
 import jax
@@ -82,7 +83,7 @@ def extra_args(name, loss_fn, loss, grads):
 
 
 def _is_function(x):
-  return callable(x) and not inspect.isclass(x)  # Some are partials.
+  return inspect.isfunction(x) or isinstance(x, functools.partial)
 
 
 def _find():
