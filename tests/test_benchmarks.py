@@ -54,7 +54,8 @@ def test_every_raw_figure_is_written(content):
       assert len(row["compilations"]) == 1
       assert row["median_seconds"] == sorted(row["seconds"])[1]
       assert row["ratio"].keys() == {"low", "median", "high"}
-      assert row["temporaries_percent"] >= 0
+      share = row["temporary_bytes"] / (4 * case["parameters"])
+      assert row["temporaries_percent"] == pytest.approx(100 * share)
       assert row["compilation_ratio"] > 0
 
 
