@@ -1,14 +1,17 @@
 """What counts as an overflow, and how devices agree on it."""
 
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _amax
+from optax_lossscale import _devices
 from optax_lossscale import _leaves
 
 
@@ -18,37 +21,17 @@ class Check:
 
   Attributes:
     saturating: whether the largest finite value already counts.
-    dtype: the computation's dtype; None stands for each leaf's own.
+    dtype: the computation's dtype, a tree of such dtypes, or a function from a
+      leaf's path to one; None stands for a leaf's own.
   """
 
   saturating: bool
   dtype: Any = None
 
   def __post_init__(self) -> None:
-    if self.dtype is None:
-      return
-    try:
-      dtype = jnp.dtype(self.dtype)
-    except TypeError as error:
-      raise TypeError(
-        "`dtype` must be a floating-point dtype such as jnp.float16, got "
-        f"{self.dtype!r}."
-      ) from error
-    # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
-      raise TypeError(
-        "`dtype` must be a floating-point dtype such as jnp.float16, got "
-        f"{dtype.name}."
-      )
-    object.__setattr__(self, "dtype", dtype)
-
-  def limit(self, leaf_dtype: Any) -> float:
-    """Returns the largest finite value that a leaf of this dtype may show."""
-    own = float(jnp.finfo(leaf_dtype).max)
-    if self.dtype is None:
-      return own
-    # A leaf narrower than the computation clips or overflows at its own limit.
-    return min(own, float(jnp.finfo(self.dtype).max))
+    if not _is_function(self.dtype):
+      dtype = jax.tree.map_with_path(_as_dtype, self.dtype, is_leaf=_is_none)
+      object.__setattr__(self, "dtype", dtype)
 
 
 def nonfinite(dtype: Any = None) -> Check:
@@ -59,13 +42,18 @@ def nonfinite(dtype: Any = None) -> Check:
 
   Args:
     dtype: the computation's dtype, for gradients that are stored wider than
-      they were computed; without it each leaf's own.
+      they were computed; without it each leaf's own. Per leaf it is a tree of
+      dtypes, of which the gradients may be an extension, or a function from a
+      leaf's path, such as "params/Dense_0/kernel", to a dtype; None in either
+      stands for the leaf's own.
 
   Returns:
     A check for `loss_scaling`.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype.
+    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
+      none; from `update`, if a function returned none.
+    ValueError: from `update`, if a tree does not fit the gradients.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -86,18 +74,36 @@ def saturated(dtype: Any = None) -> Check:
 
   In saturation mode an overflow leaves the largest finite value behind, 65504
   in float16, and no inf. So a step overflows if a scaled gradient reaches that
-  value; NaN and inf count as well.
+  value; NaN and inf count as well. An exact 65504 is also what true values
+  between 65488 and 65520 are rounded to: such a false alarm costs one step.
+
+  Gradients are float8 where parameters are stored in a float8 dtype, since
+  differentiation returns them in the dtype of the parameters, or where a
+  cotangent is cast to one and handed on as it is. Flax's FP8 layers do
+  neither: inside, they divide cotangents by a scale, clip them to float8_e5m2
+  and multiply by the scale again. So the gradients are in the computation's
+  dtype, which is the one to name here, and the largest float8 value means
+  nothing in them. No check of gradients sees an inf or a saturated value that
+  such a layer receives: in the gradients of its kernel and of all that comes
+  before it, it is clipped to the largest amax of the steps before. NaN passes.
+  The first entry of the layer's new `output_grad_amax_history` shows all of
+  them, and a flag made from it can be passed as `overflow=` to `update`.
 
   Args:
     dtype: the computation's dtype. Float32 gradients of float32 parameters do
       not show in which dtype they were computed, so say it here; without it
-      each leaf's own is taken.
+      each leaf's own is taken. Where layers differ, it is a tree of dtypes, of
+      which the gradients may be an extension, or a function from a leaf's path,
+      such as "params/Dense_0/kernel", to a dtype; None in either stands for the
+      leaf's own.
 
   Returns:
     A check for `loss_scaling`.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype.
+    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
+      none; from `update`, if a function returned none.
+    ValueError: from `update`, if a tree does not fit the gradients.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -109,6 +115,14 @@ def saturated(dtype: Any = None) -> Check:
     >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
     >>> print(state.overflow, state.nan)
     True False
+
+    A layer that computes in float32 may have larger gradients:
+
+    >>> check = ols.saturated(lambda path: None if path == "w" else "float16")
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
+    >>> print(state.overflow)
+    False
   """
   return Check(saturating=True, dtype=dtype)
 
@@ -133,18 +147,22 @@ def examine(check: Check, gradients: Any) -> Finding:
     gradients: a pytree; its floating and complex leaves are looked at, of any
       shape. The magnitude of a complex number is the larger of its two parts',
       since they overflow one by one.
+
+  Raises:
+    TypeError: if the check's function returns what is no floating-point dtype.
+    ValueError: if the check's tree of dtypes does not fit the gradients.
   """
-  parts_of_dtype: dict[Any, list[jax.Array]] = {}
-  for gradient in filter(_leaves.is_gradient, jax.tree.leaves(gradients)):
+  parts_of: dict[Any, list[jax.Array]] = {}
+  for gradient, dtype in _with_computation_dtypes(check, gradients):
     is_complex = jnp.iscomplexobj(gradient)
     parts = [gradient.real, gradient.imag] if is_complex else [gradient]
-    parts_of_dtype.setdefault(parts[0].dtype, []).extend(parts)
+    own = parts[0].dtype
+    parts_of.setdefault((own, _limit(own, dtype)), []).extend(parts)
 
   overflow = jnp.full((), False)
   amaxes = [jnp.full((), 0, jnp.float32)]
-  for dtype, parts in parts_of_dtype.items():
+  for (_, limit), parts in parts_of.items():
     amax = _amax.amax(parts)
-    limit = check.limit(dtype)
     within = amax < limit if check.saturating else amax <= limit
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
@@ -163,9 +181,7 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
   """
   flag = finding.overflow.astype(jnp.uint32)
   flag_and_bits = jnp.stack([flag, _amax.magnitude_bits(finding.amax)])
-  names = (
-    tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-  )
+  names = _devices.axis_names("axis_name", axis_name)
   # JAX reduces over all axes at once only what may differ along all of them.
   # The position on an axis does, and 0 times it is nothing to add.
   for name in names:
@@ -173,6 +189,82 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
   flag_and_bits = lax.pmax(flag_and_bits, names)
   flag, bits = flag_and_bits
   return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
+
+
+def _with_computation_dtypes(
+  check: Check, gradients: Any
+) -> list[tuple[jax.Array, Any]]:
+  """Returns each gradient with its computation's dtype, None for its own."""
+  if _is_function(check.dtype):
+    return [
+      (leaf, _as_dtype(path, check.dtype(_name(path))))
+      for path, leaf in jax.tree.leaves_with_path(gradients)
+      if _leaves.is_gradient(leaf)
+    ]
+  dtypes = jax.tree.leaves(check.dtype, is_leaf=_is_none)
+  structure: Any = jax.tree.structure(check.dtype, is_leaf=_is_none)
+  try:
+    subtrees = structure.flatten_up_to(gradients)
+  except ValueError as error:
+    raise ValueError(
+      "`dtype` must be a tree of dtypes of which the gradients are an "
+      f"extension, got {structure} for gradients "
+      f"{jax.tree.structure(gradients)}."
+    ) from error
+  return [
+    (leaf, dtype)
+    for dtype, subtree in zip(dtypes, subtrees, strict=True)
+    for leaf in filter(_leaves.is_gradient, jax.tree.leaves(subtree))
+  ]
+
+
+def _limit(own: Any, dtype: Any) -> float:
+  """Returns the largest finite value that a leaf may show.
+
+  Args:
+    own: the leaf's dtype.
+    dtype: the computation's dtype, or None for the leaf's own.
+  """
+  # A leaf narrower than the computation clips or overflows at its own limit.
+  dtypes = [own] if dtype is None else [own, dtype]
+  return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
+
+
+def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+  """Returns the dtype that a caller named for a leaf, None as it is."""
+  if dtype is None:
+    return None
+  place = f" for {_name(path)!r}" if path else ""
+  rule = "`dtype` must be a floating-point dtype such as jnp.float16, got "
+  # Not whatever NumPy reads as one: arrays, and objects with such an attribute.
+  if not isinstance(dtype, (str, type, np.dtype)):
+    raise TypeError(f"{rule}{dtype!r}{place}.")
+  try:
+    found = jnp.dtype(dtype)
+  except TypeError as error:
+    raise TypeError(f"{rule}{dtype!r}{place}.") from error
+  # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
+  if not jnp.issubdtype(found, jnp.floating) or found.itemsize > 8:
+    raise TypeError(f"{rule}{found.name}{place}.")
+  return found
+
+
+def _is_function(dtype: Any) -> bool:
+  # What else can be called: a type such as jnp.float16, and a tree that is a
+  # layer. jax.tree_util.Partial is a tree to JAX, and a function to us.
+  is_tree = not jax.tree_util.all_leaves([dtype])
+  is_partial = isinstance(dtype, functools.partial)
+  return callable(dtype) and (
+    is_partial or not (is_tree or isinstance(dtype, type))
+  )
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _bits_to_float32(bits: jax.Array) -> jax.Array:

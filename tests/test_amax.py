@@ -12,6 +12,16 @@ import pytest
 from optax_lossscale import _amax
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
+EIGHT_BITS = (
+  ml_dtypes.float8_e3m4,
+  ml_dtypes.float8_e4m3,
+  ml_dtypes.float8_e4m3b11fnuz,
+  ml_dtypes.float8_e4m3fn,
+  ml_dtypes.float8_e4m3fnuz,
+  ml_dtypes.float8_e5m2,
+  ml_dtypes.float8_e5m2fnuz,
+  ml_dtypes.float8_e8m0fnu,
+)
 # Around a block of 32 * 16, a block of blocks, and the size of small arrays.
 SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
 
@@ -45,6 +55,30 @@ def test_guarantee_5_nan_and_inf_are_seen_wherever_they_are(amax, dtype, bad):
       np.testing.assert_array_equal(
         np.float32(amax([jnp.asarray(x)])), np.abs(np.float32(bad))
       )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *EIGHT_BITS])
+def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax, dtype):
+  unsigned = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+  values = np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(dtype)
+  found = jax.vmap(lambda x: amax([x]))(jnp.asarray(values))
+  assert found.dtype == _amax.carrier(dtype)
+  np.testing.assert_array_equal(
+    np.float32(found), np.abs(values.astype(np.float32))
+  )
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_the_largest_of_many_8_bit_values_is_found(amax, dtype):
+  values = np.arange(256, dtype=np.uint8).view(dtype)
+  values = values[~np.isnan(values.astype(np.float32))]
+  magnitudes = np.abs(values.astype(np.float32))
+  smallest = values[magnitudes.argmin()]
+  for size in (512, 4097, 16896):
+    for value, magnitude in zip(values, magnitudes, strict=True):
+      x = np.full(size, smallest)
+      x[size // 3] = value
+      assert amax([jnp.asarray(x)]) == magnitude, (size, value)
 
 
 def test_nan_is_told_from_inf_beside_it(amax):

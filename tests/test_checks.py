@@ -1,10 +1,17 @@
 """NaN, inf and saturation are seen in every leaf, at every place."""
 
 import functools
+from typing import Any
+from typing import NamedTuple
 
+import flax.linen as nn
+from flax.linen import fp8_ops
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -21,6 +28,20 @@ WITH_INF = [
 ]
 WITH_NAN = [*WITH_INF, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 SIZES = (3, 5_000, 200_000)
+
+# Every float8 dtype that JAX has.
+FLOAT8 = [
+  "float8_e3m4",
+  "float8_e4m3",
+  "float8_e4m3b11fnuz",
+  "float8_e4m3fn",
+  "float8_e4m3fnuz",
+  "float8_e5m2",
+  "float8_e5m2fnuz",
+  "float8_e8m0fnu",
+]
+
+FLOAT8_WITH_INF = {"float8_e3m4", "float8_e4m3", "float8_e5m2"}
 
 
 @functools.cache
@@ -42,6 +63,110 @@ def findings_at_every_place(dtype, size, value, check):
   examine = compiled_examine(dtype, size, check)
   value = jnp.asarray(value).astype(dtype)
   return [examine(index, value) for index in (0, size // 2, size - 1)]
+
+
+def every_value(dtype):
+  """Returns all values of a dtype of 16 bits or fewer, as NumPy's."""
+  dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+  return np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(dtype)
+
+
+def expected_overflow(values, *, saturating):
+  """Returns for each of all values of a dtype if it is one, by NumPy."""
+  with np.errstate(invalid="ignore"):
+    magnitudes = np.abs(values.astype(np.float64))
+  finite = np.isfinite(magnitudes)
+  if not saturating:
+    return ~finite
+  return ~finite | (magnitudes == magnitudes[finite].max())
+
+
+def find_each(check, values):
+  """Returns what the check finds in each of the values alone."""
+  examine = jax.jit(jax.vmap(functools.partial(_checks.examine, check)))
+  return examine(jnp.asarray(values))
+
+
+class Layer(NamedTuple):
+  """What a layer's gradients or their dtypes are kept in."""
+
+  kernel: Any
+  bias: Any
+
+
+class CallableLayer(Layer):
+  """A tree that can be called, as the layers of some libraries."""
+
+  def __call__(self, x):
+    return x
+
+
+# Computed in float16, in float32, and in bfloat16, all kept in float32.
+LAYERS = {
+  "half": Layer(jnp.ones((2, 3)), jnp.ones(3)),
+  "rest": {
+    "single": [jnp.ones(2), jnp.ones(2)],
+    "brain": jnp.ones(5),
+  },
+}
+HALF_PATHS = {"half/kernel", "half/bias"}
+
+# The same dtypes, said in several ways.
+PER_LEAF = {
+  "tree": {
+    "half": Layer(jnp.float16, "float16"),
+    "rest": {"single": [None, jnp.float32], "brain": jnp.bfloat16},
+  },
+  "prefix": {
+    "half": jnp.float16,
+    "rest": {"single": None, "brain": "bfloat16"},
+  },
+  "function": lambda path: {
+    "half/kernel": np.float16,
+    "half/bias": jnp.dtype("float16"),
+    "rest/brain": ml_dtypes.bfloat16,
+  }.get(path),
+  "partial": jax.tree_util.Partial(
+    lambda half, path: half if path.startswith("half/") else None, "float16"
+  ),
+}
+
+
+def paths_of(tree):
+  """Returns the path of each leaf, as a function of the path gets it."""
+  return [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree.leaves_with_path(tree)
+  ]
+
+
+def with_one_bad_leaf(tree, bad_path, value):
+  """Returns the tree with the last element of one leaf replaced."""
+
+  def replace(path, leaf):
+    path = jax.tree_util.keystr(path, simple=True, separator="/")
+    return leaf.at[..., -1].set(value) if path == bad_path else leaf
+
+  return jax.tree.map_with_path(replace, tree)
+
+
+def make_shard_mapped(tx, state, check_vma):
+  """Returns the jitted update's overflow, on eight devices."""
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+  def overflow(stacked):
+    return tx.update(jax.tree.map(lambda x: x[0], stacked), state)[1].overflow
+
+  return jax.jit(
+    jax.shard_map(
+      overflow,
+      mesh=mesh,
+      in_specs=jax.P("data"),
+      out_specs=jax.P(),
+      check_vma=check_vma,
+    )
+  )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -209,3 +334,247 @@ def test_checks_are_frozen_equal_and_hashable():
   assert ols.saturated(jnp.float16) != ols.nonfinite(jnp.float16)
   with pytest.raises(AttributeError):
     ols.nonfinite().dtype = jnp.float16
+
+
+@pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
+def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
+  values = every_value(dtype)
+  found = find_each(make_check(), values)
+  np.testing.assert_array_equal(
+    found.overflow,
+    expected_overflow(values, saturating=make_check is ols.saturated),
+  )
+  np.testing.assert_array_equal(
+    found.amax, np.abs(values.astype(np.float32)), strict=True
+  )
+
+
+@pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
+def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
+  values = every_value(dtype)
+  found = find_each(make_check(dtype), values.astype(np.float32))
+  np.testing.assert_array_equal(
+    found.overflow,
+    expected_overflow(values, saturating=make_check is ols.saturated),
+  )
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_types_with_inf_are_those_known_to_have_it(dtype):
+  has_inf = np.isinf(every_value(dtype).astype(np.float32)).any()
+  assert has_inf == (dtype in FLOAT8_WITH_INF)
+
+
+def test_gradients_of_float8_parameters_are_float8():
+  params = jnp.ones(3, jnp.float8_e4m3fn)
+
+  @jax.jit
+  def examine(cotangent):
+    _, pullback = jax.vjp(lambda w: w.astype(jnp.float16), params)
+    (gradients,) = pullback(cotangent)
+    assert gradients.dtype == params.dtype
+    return _checks.examine(ols.saturated(jnp.float16), gradients).overflow
+
+  assert not examine(jnp.full(3, 416.0, jnp.float16))
+  assert examine(jnp.full(3, 448.0, jnp.float16))
+  assert examine(jnp.full(3, 30_000.0, jnp.float16))
+
+
+@pytest.mark.parametrize("value", [jnp.inf, float(jnp.finfo("bfloat16").max)])
+def test_an_fp8_layer_shows_an_overflow_in_its_amax_history_alone(value):
+  layer = nn.Dense(
+    3,
+    use_bias=False,
+    dtype=jnp.bfloat16,
+    dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp,
+  )
+  x = jnp.ones((4, 8), jnp.bfloat16)
+  variables = layer.init(jax.random.key(0), x)
+
+  @jax.jit
+  def gradients_of(variables, cotangent):
+    return jax.vjp(lambda v: layer.apply(v, x), variables)[1](cotangent)[0]
+
+  cotangent = jnp.ones((4, 3), jnp.bfloat16)
+  overwritten = "_overwrite_with_gradient"
+  for _ in range(2):  # The scale comes from the amax of the step before.
+    clean = gradients_of(variables, cotangent)
+    variables = {**variables, overwritten: clean[overwritten]}
+  clean = gradients_of(variables, cotangent)
+  bad = gradients_of(variables, cotangent.at[0, 0].set(value))
+
+  np.testing.assert_array_equal(
+    bad["params"]["kernel"], clean["params"]["kernel"]
+  )
+  (scalings,) = bad[overwritten].values()
+  history = scalings["output_grad_amax_history"]
+  assert _checks.examine(ols.saturated("bfloat16"), history[0]).overflow
+
+
+@pytest.mark.parametrize("bad_path", paths_of(LAYERS))
+@pytest.mark.parametrize("way", PER_LEAF)
+def test_each_leaf_is_judged_by_the_dtype_that_computed_it(way, bad_path):
+  check = ols.saturated(PER_LEAF[way])
+  examine = jax.jit(functools.partial(_checks.examine, check))
+  assert not examine(LAYERS).overflow
+  found = examine(with_one_bad_leaf(LAYERS, bad_path, -65504.0))
+  assert found.overflow == (bad_path in HALF_PATHS)
+  assert found.amax == 65504.0
+  assert examine(with_one_bad_leaf(LAYERS, bad_path, jnp.nan)).overflow
+
+
+@pytest.mark.parametrize("way", ["tree", "prefix", "function"])
+def test_leaves_computed_in_bfloat16_have_its_limit(way):
+  largest = float(jnp.finfo(jnp.bfloat16).max)
+  check = ols.saturated(PER_LEAF[way])
+  gradients = with_one_bad_leaf(LAYERS, "rest/brain", largest)
+  assert _checks.examine(check, gradients).overflow
+  gradients = with_one_bad_leaf(LAYERS, "rest/single/0", largest)
+  assert not _checks.examine(check, gradients).overflow
+
+
+def test_the_other_check_takes_dtypes_per_leaf_as_well():
+  check = ols.nonfinite({"half": "float16", "rest": None})
+  for value, expected in ((65504.0, False), (65505.0, True)):
+    gradients = with_one_bad_leaf(LAYERS, "half/bias", value)
+    assert _checks.examine(check, gradients).overflow == expected
+  gradients = with_one_bad_leaf(LAYERS, "rest/brain", 65505.0)
+  assert not _checks.examine(check, gradients).overflow
+
+
+def test_a_tree_that_can_be_called_is_a_tree():
+  check = ols.saturated(CallableLayer("float16", None))
+  gradients = CallableLayer(jnp.ones(2), jnp.full(2, 65504.0))
+  assert not _checks.examine(check, gradients).overflow
+  gradients = CallableLayer(jnp.full(2, 65504.0), jnp.ones(2))
+  assert _checks.examine(check, gradients).overflow
+
+
+def test_a_function_is_asked_for_the_paths_of_gradients_only():
+  paths = []
+  gradients = {
+    "params": {"Dense_0": {"kernel": jnp.ones(2), "bias": None}},
+    "complex": [jnp.ones(1, complex), jnp.arange(3)],
+    "integer": np.zeros(2, jax.dtypes.float0),
+    "key": jax.random.key(0),
+    "masked": optax.MaskedNode(),
+  }
+  _checks.examine(ols.saturated(paths.append), gradients)
+  assert sorted(paths) == ["complex/0", "params/Dense_0/kernel"]
+
+
+def test_leaves_that_are_no_gradients_need_no_dtype_and_may_have_one():
+  gradients = {
+    "none": None,
+    "integers": jnp.full(2, 70_000),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "key": jax.random.key(0),
+    "masked": optax.MaskedNode(),
+    "numbers": jnp.ones(2),
+  }
+  for dtype in (None, jnp.float16):
+    check = ols.saturated(dict.fromkeys(gradients, dtype))
+    found = _checks.examine(check, gradients)
+    assert not found.overflow
+    assert found.amax == 1.0
+
+
+@pytest.mark.parametrize("way", PER_LEAF)
+def test_leaves_left_out_by_the_mask_keep_their_place_in_the_dtypes(way):
+  mask = {"half": Layer(True, False), "rest": True}
+  tx = ols.loss_scaling(
+    optax.sgd(1.0),
+    ols.FixedLossScale(),
+    check=ols.saturated(PER_LEAF[way]),
+    mask=mask,
+  )
+  state = tx.init(LAYERS)
+
+  @jax.jit
+  def overflow(gradients):
+    return tx.update(gradients, state, LAYERS)[1].overflow
+
+  for bad_path in paths_of(LAYERS):
+    gradients = with_one_bad_leaf(LAYERS, bad_path, 65504.0)
+    assert overflow(gradients) == (bad_path == "half/kernel")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("way", PER_LEAF)
+def test_devices_agree_on_what_one_leaf_of_one_of_them_shows(way, check_vma):
+  check = ols.saturated(PER_LEAF[way])
+  tx = ols.loss_scaling(
+    optax.sgd(1.0), ols.FixedLossScale(), check=check, axis_name="data"
+  )
+  overflow = make_shard_mapped(tx, tx.init(LAYERS), check_vma)
+  clean = jax.tree.map(lambda x: jnp.stack([x] * 8), LAYERS)
+  for bad_path in paths_of(LAYERS):
+    for device in (0, 5, 7):
+      bad = with_one_bad_leaf(LAYERS, bad_path, 65504.0)
+      gradients = jax.tree.map(
+        lambda all_, one, device=device: all_.at[device].set(one), clean, bad
+      )
+      assert overflow(gradients) == (bad_path in HALF_PATHS)
+
+
+def test_leaves_of_one_limit_are_read_together_however_it_is_said():
+  gradients = [jnp.ones(5000), jnp.ones(7), jnp.ones(5000)]
+
+  def lowered(dtype):
+    check = ols.saturated(dtype)
+    # Through one function, so that the texts name it alike.
+    return jax.jit(lambda x: _checks.examine(check, x)).lower(gradients)
+
+  uniform = lowered("float16").as_text()
+  assert lowered(["float16"] * 3).as_text() == uniform
+  assert lowered(lambda path: "float16").as_text() == uniform
+  assert lowered(["float16", None, "float16"]).as_text() != uniform
+
+
+@pytest.mark.parametrize(
+  "dtype",
+  [
+    {"half": jnp.float16},
+    {"half": [jnp.float16, None], "rest": None},
+    {"half": Layer({"w": None}, None), "rest": None},
+    [jnp.float16, None],
+  ],
+)
+def test_dtypes_that_do_not_fit_the_gradients_are_shown_beside_them(dtype):
+  check = ols.saturated(dtype)
+  with pytest.raises(ValueError, match="`dtype` must be a tree of") as caught:
+    _checks.examine(check, LAYERS)
+  assert str(jax.tree.structure(LAYERS)) in str(caught.value)
+  said = jax.tree.structure(dtype, is_leaf=lambda x: x is None)
+  assert f"got {said} for" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [jnp.int32, "float61", 2.0, len])
+@pytest.mark.parametrize("check", [ols.nonfinite, ols.saturated])
+def test_a_check_names_the_leaf_that_has_no_floating_dtype(check, wrong):
+  with pytest.raises(TypeError, match=r"`dtype` must be .*got .*'a/1/kernel'"):
+    check({"a": [None, Layer(wrong, jnp.float16)]})
+
+
+def test_a_check_refuses_arrays_in_place_of_their_dtypes():
+  for wrong in (jnp.ones(2), LAYERS, np.ones(2, np.float16)):
+    with pytest.raises(TypeError, match="`dtype` must be a floating-point"):
+      ols.saturated(wrong)
+
+
+@pytest.mark.parametrize("wrong", [jnp.int32, "float61", 16, {}])
+def test_what_a_function_returns_is_checked_while_tracing(wrong):
+  check = ols.saturated(lambda path: wrong if path == "half/bias" else None)
+  with pytest.raises(TypeError, match=r"`dtype` must be .*got .*'half/bias'"):
+    jax.jit(functools.partial(_checks.examine, check))(LAYERS)
+
+
+def test_checks_of_a_function_or_a_tuple_of_dtypes_are_hashable():
+  def half(path):
+    return jnp.float16
+
+  assert hash(ols.saturated(half)) == hash(ols.saturated(half))
+  assert ols.saturated((jnp.float16, None)) == ols.saturated(("float16", None))
+  assert len({ols.saturated((jnp.float16,)), ols.saturated(("float16",))}) == 1
