@@ -17,6 +17,8 @@ for bit, and S shrinks; after a while without overflow it grows.
 from optax_lossscale import presets
 from optax_lossscale._checks import nonfinite
 from optax_lossscale._checks import saturated
+from optax_lossscale._devices import make_varying
+from optax_lossscale._devices import pmean_gradients
 from optax_lossscale._failures import raise_if_failed
 from optax_lossscale._gradients import scale_loss
 from optax_lossscale._gradients import scaled_value_and_grad
@@ -29,6 +31,9 @@ from optax_lossscale._rules import LossScale
 from optax_lossscale._select import select_on_skip
 from optax_lossscale._state import get_loss_scale
 from optax_lossscale._state import LossScalingState
+from optax_lossscale._status_tap import status_tap
+from optax_lossscale.jaxpr import float_status
+from optax_lossscale.jaxpr import saturating
 
 __version__ = "0.1.0"
 
@@ -37,15 +42,20 @@ __all__ = [
   "FixedLossScale",
   "LossScale",
   "LossScalingState",
+  "float_status",
   "get_loss_scale",
   "loss_scale_metrics",
   "loss_scaling",
+  "make_varying",
   "nonfinite",
+  "pmean_gradients",
   "presets",
   "raise_if_failed",
   "saturated",
+  "saturating",
   "scale_loss",
   "scaled_value_and_grad",
   "select_on_skip",
+  "status_tap",
   "unscale",
 ]

@@ -8,7 +8,9 @@ import optax
 
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
+from optax_lossscale import _devices
 from optax_lossscale import _leaves
+from optax_lossscale import _requirements
 from optax_lossscale import _rules
 from optax_lossscale import _select
 from optax_lossscale import _state
@@ -20,6 +22,7 @@ def loss_scaling(
   *,
   check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
   axis_name: Any = None,
+  average_scaled: Any = None,
   mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it takes scaled gradients.
@@ -39,9 +42,20 @@ def loss_scaling(
       first and then evaluated, so it must be pure.
     rule: where S starts and how each step moves it.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
-    axis_name: a mapped axis, or several, over which all devices decide
-      together, under `shard_map` or `pmap`. Under plain jit none is needed. The
-      flag is reduced, the gradients are not.
+    axis_name: a mapped axis, or several in a tuple or list, over which all
+      devices decide together, under `shard_map` or `pmap`. Under plain jit none
+      is needed. The flag is reduced, the gradients are not. Name every axis
+      along which gradients or the caller's flag vary, unless each device has a
+      model and a state of its own: a missing one lets devices fall out of step.
+      It is an error where JAX tracks what varies, under `shard_map` with
+      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows.
+    average_scaled: a mapped axis, or several, over which the scaled gradients
+      are averaged, in their own dtype, after the check: float16 gradients
+      travel as float16. Devices decide together over these axes as well. Each
+      divides before the sum, which thus does not overflow, but loses low bits
+      of what is subnormal. Without it nothing is averaged here; see
+      `pmean_gradients`, which does it in float32. Both are for parameters of
+      which every device has a copy.
     mask: True for the leaves that are gradients: a tree of bools of which the
       parameters are an extension, or a function from them to one. The others go
       around the wrapper and the optimizer and come out of `update` as their
@@ -61,8 +75,10 @@ def loss_scaling(
       another state than `init` made.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if `inner` or the rule
-      changes the structure of its state, or if leaves go around the optimizer
-      and no `params` are passed; from both, if `mask` does not fit.
+      changes the structure of its state, if a tree of dtypes in `check` does
+      not fit, if leaves go around the optimizer and no `params` are passed, or, as far as JAX tracks what varies by device, if
+      devices that share an S could decide differently or what is to be averaged
+      has been reduced already; from both, if `mask` does not fit.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -85,16 +101,21 @@ def loss_scaling(
   if isinstance(inner, optax.MultiSteps):
     # Not its `gradient_transformation()`, which drops extra arguments.
     inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-  _check_arguments(inner, rule, check)
+  _requirements.check_arguments(inner, rule, check)
   inner = optax.with_extra_args_support(inner)
+  averaged = _devices.axis_names("average_scaled", average_scaled)
+  # Where gradients are averaged, no device may skip alone.
+  agreed = _devices.axis_names(
+    "axis_name", (*_devices.axis_names("axis_name", axis_name), *averaged)
+  )
 
   def init(params: optax.Params) -> _state.LossScalingState:
     is_gradient = _leaves.resolve_mask(mask, params)
     inner_state = inner.init(
       _leaves.widen(_leaves.leave_out(is_gradient, params))
     )
-    _check_rule(rule)
-    _check_inner_state(inner_state)
+    _requirements.check_rule(rule)
+    _requirements.check_inner_state(inner_state)
     return _state.LossScalingState(
       loss_scale_state=_leaves.as_arrays(rule.init()),
       inner_state=_leaves.as_arrays(inner_state),
@@ -115,7 +136,7 @@ def loss_scaling(
     overflow: Any = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
-    _check_state(state, rule)
+    _requirements.check_state(state, rule)
     scaled = _leaves.as_arrays(updates)
     is_gradient = _leaves.resolve_mask(
       mask, scaled if params is None or mask is None else params
@@ -124,17 +145,23 @@ def loss_scaling(
 
     finding = _checks.examine(check, scaled_gradients)
     finding = finding._replace(overflow=finding.overflow | _any(overflow))
-    if axis_name is not None:
-      finding = _checks.agree(finding, axis_name)
+    if agreed:
+      finding = _checks.agree(finding, agreed)
+    loss_scale = _state.get_loss_scale(state)
+    _devices.refuse_divergence(finding.overflow, loss_scale, agreed)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
+    if averaged:
+      scaled_gradients = _devices.average_scaled(
+        scaled_gradients, averaged, overflowed
+      )
 
     inner_params = _leaves.leave_out(is_gradient, params)
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
       inner_updates, inner_state = inner.update(
-        _leaves.unscale_tree(scaled_gradients, _state.get_loss_scale(state)),
+        _leaves.unscale_tree(scaled_gradients, loss_scale),
         state.inner_state,
         _leaves.widen(inner_params),
         **extra_args,
@@ -224,74 +251,3 @@ def _any(overflow: Any) -> jax.Array:
     )
   # NaN is not 0, so a flag that went wrong counts as an overflow.
   return jnp.any(jnp.asarray(overflow).astype(bool))
-
-
-def _check_arguments(inner: Any, rule: Any, check: Any) -> None:
-  if isinstance(inner, _rules.LossScale):
-    raise TypeError(
-      f"`inner` must be an optax gradient transformation, got {inner!r}; "
-      "loss_scaling takes the optimizer first, then the rule."
-    )
-  if isinstance(inner, type) or not (
-    hasattr(inner, "init") and hasattr(inner, "update")
-  ):
-    remedy = "; call it: optax.adam(1e-3)" if callable(inner) else ""
-    raise TypeError(
-      "`inner` must be an optax gradient transformation, got "
-      f"{getattr(inner, '__name__', repr(inner))}{remedy}."
-    )
-  if not isinstance(rule, _rules.LossScale):
-    remedy = (
-      f"call it: {rule.__name__}(...)"
-      if callable(rule) and hasattr(rule, "__name__")
-      else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
-      "DynamicLossScale()"
-    )
-    raise TypeError(f"`rule` must be a LossScale, got {rule!r}; {remedy}.")
-  if not isinstance(check, _checks.Check):
-    raise TypeError(
-      f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
-    )
-
-
-def _check_rule(rule: _rules.LossScale) -> None:
-  """Raises if the rule's first state is not one to start with."""
-  # Also where `init` is being traced, the first S is a constant to look at.
-  with jax.ensure_compile_time_eval():
-    state = rule.init()
-    loss_scale = getattr(_leaves.as_arrays(state), "loss_scale", None)
-    if (
-      not isinstance(loss_scale, jax.Array)
-      or loss_scale.dtype != jnp.float32
-      or loss_scale.shape != ()
-    ):
-      got = type(state).__name__ if loss_scale is None else loss_scale
-      raise TypeError(
-        "the state of `rule` must have an attribute `loss_scale`, float32[], "
-        f"got {got!r}."
-      )
-    if not isinstance(loss_scale, jax.core.Tracer):
-      _arguments.check_scale("loss_scale of the rule's first state", loss_scale)
-
-
-def _check_inner_state(inner_state: Any) -> None:
-  paths = _state.find_states(inner_state)
-  if paths:
-    place = "/".join(filter(None, ["inner_state", next(iter(paths))]))
-    raise ValueError(
-      f"`inner` must not contain loss_scaling, got it at {place}: gradients "
-      "would be unscaled twice. Wrap the optimizer once, outermost."
-    )
-
-
-def _check_state(state: Any, rule: _rules.LossScale) -> None:
-  if not isinstance(state, _state.LossScalingState):
-    raise TypeError(
-      "`state` must be the LossScalingState that init made, got "
-      f"{type(state).__name__}."
-    )
-  _select.check_structure(
-    "`state` must hold the state of this `rule`",
-    state.loss_scale_state,
-    jax.eval_shape(rule.init),
-  )

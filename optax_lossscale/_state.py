@@ -10,6 +10,7 @@ import numpy as np
 from optax_lossscale import _arguments
 from optax_lossscale import _engine_state
 from optax_lossscale import _rules
+from optax_lossscale import jaxpr
 
 # What people pass by mistake where the wrapper's state is wanted.
 _RULE_STATES = (_engine_state.DynamicLossScaleState, _rules.FixedLossScaleState)
@@ -186,6 +187,8 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
     return
   loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
+  if jaxpr.is_recording():
+    return  # What is recorded is evaluated at once, with this S.
   if is_staged() and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "

@@ -893,7 +893,9 @@ def test_an_overflow_of_one_device_leaves_amax_the_same_on_all():
   gradients = jnp.array([1.0, -3.0])
 
   def step(overflow):
-    _, state = tx.update(gradients, tx.init(gradients), overflow=overflow)
+    # One model a device, so that each may decide for itself.
+    state = ols.make_varying(tx.init(gradients), "data")
+    _, state = tx.update(gradients, state, overflow=overflow)
     return state.amax, state.skipped[None]
 
   amax, skipped = jax.jit(

@@ -1,5 +1,6 @@
 """What the README shows works as it stands there."""
 
+import functools
 import pathlib
 import re
 
@@ -28,7 +29,10 @@ def test_the_examples_run_one_after_the_other():
     return jnp.mean(jnp.float32(model.apply(params, batch)) ** 2)
 
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
-  step, port, metrics, threshold, selection, collection = python_blocks()
+  names |= {"jnp": jnp, "functools": functools}
+  blocks = python_blocks()
+  step, status, rehearsal, port, metrics, threshold, selection = blocks[:7]
+  devices, collection = blocks[7:]
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -37,6 +41,12 @@ def test_the_examples_run_one_after_the_other():
     )
   assert loss < before
   assert names["opt_state"].applied_steps == 5
+
+  exec(status, names)
+  assert not names["overflowed"]
+  assert names["opt_state"].applied_steps == 6
+  exec(rehearsal, names)
+  assert jnp.isfinite(names["loss"])
 
   saved = {
     "scale": np.array([4096.0], np.float32),
@@ -53,7 +63,7 @@ def test_the_examples_run_one_after_the_other():
     names["params"], batch
   )
   exec(metrics, names)
-  assert names["metrics"]["applied_steps"] == 5
+  assert names["metrics"]["applied_steps"] == 6
 
   exec(threshold, names)
   assert not names["opt_state"].skipped
@@ -64,6 +74,14 @@ def test_the_examples_run_one_after_the_other():
   assert jax.tree.all(
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
+
+  exec(devices, names)
+  by_rows = jax.NamedSharding(names["mesh"], jax.P("data"))
+  batch = jax.device_put(np.ones((8, 5), np.float32), by_rows)
+  opt_state = names["tx"].init(params)
+  _, opt_state, loss = names["train_step"](params, opt_state, batch)
+  assert opt_state.applied_steps == 1
+  np.testing.assert_allclose(loss, before, rtol=1e-2)
 
   names["variables"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 3.0}
   names["updates"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 5.0}

@@ -1,5 +1,13 @@
 """Functions as JAX records them, evaluated again with something changed."""
 
+from optax_lossscale.jaxpr._float_status import float_status
+from optax_lossscale.jaxpr._record import is_recording
+from optax_lossscale.jaxpr._saturating import saturating
 from optax_lossscale.jaxpr._select import select_at_definition
 
-__all__ = ["select_at_definition"]
+__all__ = [
+  "float_status",
+  "is_recording",
+  "saturating",
+  "select_at_definition",
+]

@@ -18,7 +18,10 @@ Rule = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
 
 def evaluate(
-  jaxpr: core.Jaxpr, arguments: Sequence[Any], rule: Rule
+  jaxpr: core.Jaxpr,
+  arguments: Sequence[Any],
+  rule: Rule,
+  consts: Sequence[Any] | None = None,
 ) -> list[Any]:
   """Returns the outputs of a jaxpr, each equation evaluated by `rule`.
 
@@ -26,13 +29,16 @@ def evaluate(
     jaxpr: what `jax.make_jaxpr` returned, or the jaxpr of an equation.
     arguments: one value for each of its inputs.
     rule: what to do with an equation; `bind` evaluates it as it is.
+    consts: values in place of the jaxpr's own constants.
   """
   values: dict[core.Var, Any] = {}
+  if consts is None:
+    consts = jaxpr.consts
 
   def read(atom: core.Var | core.Literal) -> Any:
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
-  values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+  values.update(zip(jaxpr.jaxpr.constvars, consts, strict=True))
   values.update(zip(jaxpr.jaxpr.invars, arguments, strict=True))
   for equation in jaxpr.eqns:
     outputs = rule(equation, [read(atom) for atom in equation.invars])
@@ -49,7 +55,7 @@ def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
   """
   primitive = equation.primitive
   parameters = primitive.get_bind_params(equation.params)
-  with _context(equation):
+  with context(equation):
     outputs = primitive.bind(*inputs, **parameters)
   return outputs if primitive.multiple_results else [outputs]
 
@@ -83,16 +89,19 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
     call: an equation that has an `inner_jaxpr`.
   """
   function = f"jit({call.params['name']})"
-  with _context(call), jax.named_scope(function):
+  with context(call), jax.named_scope(function):
     yield
 
 
 @contextlib.contextmanager
-def _context(equation: core.JaxprEqn) -> Iterator[None]:
+def context(equation: core.JaxprEqn) -> Iterator[None]:
   """Restores the scopes and settings under which an equation was recorded.
 
   The lines of code that a profiler shows are not among them: JAX has no public
   way to pass them on.
+
+  Args:
+    equation: of any primitive.
   """
   scope = str(equation.source_info.name_stack)
   with (

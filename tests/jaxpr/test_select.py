@@ -881,7 +881,9 @@ def test_guarantee_10_a_skip_may_differ_by_device_where_the_state_does_not(
   tx = ols.loss_scaling(optax.adam(0.5), ols.FixedLossScale(8.0))
 
   def step(grads):
-    updates, state = tx.update(grads, tx.init(grads))
+    state = tx.init(grads)
+    scale = ols.make_varying(state.loss_scale_state, "data")
+    updates, state = tx.update(grads, state._replace(loss_scale_state=scale))
     return updates, state.skipped[None]
 
   spread = jax.shard_map(

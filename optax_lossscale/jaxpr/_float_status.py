@@ -1,0 +1,255 @@
+"""A status register: did an operation overflow?"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _checks
+from optax_lossscale import _reached
+from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _operations
+from optax_lossscale.jaxpr import _record
+from optax_lossscale.jaxpr import _throughout
+
+
+class StatusCounts(NamedTuple):
+  """How many operations did what, each time they ran, on every device.
+
+  Attributes:
+    overflow: int32[], operations whose result was too large for its dtype.
+    undefined: int32[], operations that had no finite value for their inputs:
+      division by zero, log 0, sqrt(-1).
+  """
+
+  overflow: jax.Array
+  undefined: jax.Array
+
+
+def float_status(
+  fun: Callable[..., Any],
+  dtypes: Any = (jnp.float16,),
+  *,
+  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  counts: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a function for the result of `fun` and whether it overflowed.
+
+  It is the status register of an accelerator as a function: set by any
+  operation that overflows and not cleared by those after it. So it sees what
+  gradients cannot show, an overflow behind a small layer scale, in the forward
+  pass only, or averaged away. Put it around the function that makes the
+  gradients, and hand the flag to `update(..., overflow=flag)`.
+
+  An operation overflowed when it made inf or NaN out of finite inputs. What an
+  inf that was there before turns into, such as the -inf of an attention mask,
+  does not count, and neither does what has no finite value in any dtype:
+  division by zero, log 0, sqrt(-1), also in the branch of a `jnp.where` that is
+  not taken. These are counted apart. But exp(1000) is an overflow, taken or
+  not, and so is casting -1e9 to float16, or subtracting a row's maximum of 17
+  from finfo.min: mask with -inf.
+
+  Operations are looked at wherever they are, in loops, branches, calls, and in
+  the parts of a `shard_map`. What is not known element by element (convolution,
+  linear algebra, FFT, scatter-add, sums over devices, kernels) overflowed when
+  all its inputs were finite, on all those devices, and some result was not.
+
+  Args:
+    fun: any function that JAX can trace. Arguments that are no arrays, such as
+      `train=True`, it gets as they are.
+    dtypes: the floating dtypes whose operations are looked at, one or several.
+      Of a complex dtype the parts count.
+    check: `nonfinite()`; or `saturated()`, for hardware that saturates: an
+      operation then overflowed when it reached the largest finite value of its
+      dtype out of inputs below theirs.
+    counts: whether to return, in place of the flag, a tuple of two numbers:
+      how many operations overflowed, and how many were undefined. As
+      `overflow=` that tuple counts both; `counts.overflow` is the flag.
+
+  Returns:
+    A function with the arguments of `fun` that returns its result and a bool[],
+    the flag. Inside `shard_map` and `pmap` it is each device's own. It traces
+    `fun` on each call, so jit it, or what is around it.
+
+  Raises:
+    TypeError: if `dtypes` holds anything but floating dtypes, or `check` is no
+      check, or one for another dtype.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> x = jnp.array([0.0, 300.0], jnp.float16)
+    >>> fun = lambda x: jnp.sum(1 / (1 + x * x))
+    >>> result, overflowed = ols.float_status(fun)(x)
+    >>> print(result, overflowed)
+    1.0 True
+    >>> _, counts = ols.float_status(lambda x: 1 / x, counts=True)(x)
+    >>> print(counts.overflow, counts.undefined)
+    0 1
+
+  References:
+    Ascend's NPUAllocFloatStatus, NPUGetFloatStatus and NPUClearFloatStatus.
+  """
+  dtypes = _dtypes.check_dtypes(dtypes)
+  if not isinstance(check, _checks.Check):
+    raise TypeError(
+      f"`check` must be made by nonfinite() or saturated(), got {check!r}."
+    )
+  is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
+  if check.dtype is not None and not is_one:
+    raise TypeError(
+      "`check` must be without a dtype, or with one of `dtypes`, since each "
+      f"operation is held against its own, got {check!r}."
+    )
+
+  @functools.wraps(fun)
+  def float_status_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    recording = _record.record(fun, args, kwargs)
+    run = _differentiable(recording, dtypes, check.saturating)
+    outputs, counted = run(*recording.operands)
+    result = jax.tree.unflatten(recording.treedef, outputs)
+    return result, counted if counts else counted.overflow > 0
+
+  return float_status_fun
+
+
+def _differentiable(
+  recording: _record.Recording, dtypes: frozenset[Any], saturating: bool
+) -> Callable[..., tuple[list[Any], StatusCounts]]:
+  """Returns the recorded function and its counts, with its own derivative."""
+
+  @jax.custom_jvp
+  def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
+    consts, arguments = recording.consts_and_arguments(operands)
+    zero = jnp.zeros((), jnp.int32)
+    outputs, counts = _throughout.evaluate_throughout(
+      recording.jaxpr,
+      arguments,
+      functools.partial(_count_equation, dtypes, saturating),
+      zero=StatusCounts(zero, zero),
+      consts=consts,
+    )
+    return outputs, counts
+
+  @run.defjvp
+  def derivative(primals: Any, tangents: Any) -> Any:
+    # Of the function as it was recorded, so that rules of its own are kept and
+    # what only the derivative computes is not counted.
+    _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
+    of_count: Any = np.zeros((), jax.dtypes.float0)
+    return run(*primals), (of_outputs, StatusCounts(of_count, of_count))
+
+  return run
+
+
+def _count_equation(
+  dtypes: frozenset[Any],
+  saturating: bool,
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+) -> tuple[Sequence[Any], StatusCounts]:
+  """The rule: an operation as it is, and whether it overflowed."""
+  outputs = _evaluate.bind(equation, inputs)
+  counts = StatusCounts(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+  if _operations.moves(equation):
+    return outputs, counts
+  reached = [
+    _reached_limit(saturating, output)
+    for variable, output in zip(equation.outvars, outputs, strict=True)
+    if _dtypes.part_dtype(variable.aval) in dtypes
+  ]
+  if not reached:
+    return outputs, counts
+  undefined = _operations.undefined(equation, inputs)
+  before = _reached_before(saturating, equation, inputs)
+  return outputs, StatusCounts(
+    _count_operation([x & ~before & ~undefined for x in reached]),
+    _count_operation([x & ~before & undefined for x in reached]),
+  )
+
+
+def _count_operation(elements: Sequence[Any]) -> jax.Array:
+  """Returns 1 if any element of any output is set, else 0, as int32[]."""
+  return functools.reduce(
+    jnp.logical_or, [jnp.any(x) for x in elements]
+  ).astype(jnp.int32)
+
+
+def _reached_limit(saturating: bool, x: Any) -> Any:
+  """Returns where `x` is not finite, or, saturating, at the largest value."""
+  dtype = _dtypes.part_dtype(x)
+  # A mutable array has a dtype, but only what is read from it has a value.
+  if dtype is None or isinstance(x, jax.Ref):
+    return np.zeros(np.shape(x), bool)
+  limit = float(jnp.finfo(dtype).max)
+  return _reached.reached(x, limit, inclusive=saturating)
+
+
+def _reached_before(
+  saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
+) -> Any:
+  """Returns where an output is made of inputs that had reached it already."""
+  name, parameters = equation.primitive.name, equation.params
+  reached = [_reached_limit(saturating, x) for x in inputs]
+  if name in _operations.ELEMENTWISE:
+    return functools.reduce(jnp.logical_or, reached)
+  if name in _operations.REDUCTIONS:
+    return jnp.any(reached[0], axis=parameters["axes"])
+  if name in _operations.CUMULATIVE:
+    return lax.cummax(
+      jnp.asarray(reached[0], jnp.int8),
+      axis=parameters["axis"],
+      reverse=parameters["reverse"],
+    ).astype(bool)
+  if name == "dot_general":
+    return _reached_before_dot(parameters["dimension_numbers"], *reached)
+  anywhere = functools.reduce(
+    jnp.logical_or, [jnp.any(x) for x in reached], jnp.full((), False)
+  )
+  if name in _operations.DEVICE_SUMS:
+    return _on_any_device(anywhere, parameters)
+  return anywhere
+
+
+def _on_any_device(flag: Any, parameters: Any) -> Any:
+  """Returns whether a flag is set on any device of those that are summed."""
+  axes = parameters["axes" if "axes" in parameters else "axis_name"]
+  return lax.pmax(
+    flag.astype(jnp.int32),
+    axes,
+    axis_index_groups=parameters.get("axis_index_groups"),
+  ).astype(bool)
+
+
+def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
+  """Returns where a row of `left` or a column of `right` holds a True."""
+  contracting, batch = dimension_numbers
+  # The result has the batch axes, then the free ones of the left and the right.
+  sides = [
+    _without(x, contracted, batched)
+    for x, contracted, batched in zip(
+      (left, right), contracting, batch, strict=True
+    )
+  ]
+  num_batch = len(batch[0])
+  free = [x.ndim - num_batch for x in sides]
+  rows = jnp.expand_dims(
+    sides[0], range(sides[0].ndim, sides[0].ndim + free[1])
+  )
+  columns = jnp.expand_dims(sides[1], range(num_batch, num_batch + free[0]))
+  return rows | columns
+
+
+def _without(x: Any, contracted: Any, batched: Any) -> Any:
+  """Returns whether any is True along the contracted axes, batch axes first."""
+  free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
+  x = jnp.transpose(x, (*batched, *free, *contracted))
+  return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))
