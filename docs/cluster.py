@@ -1,0 +1,142 @@
+"""Trains a small float16 model on any number of processes, data-parallel.
+
+Where a cluster manager starts the processes (Slurm, TPU pods, Open MPI ...),
+JAX finds the others by itself:
+
+  srun python cluster.py
+
+Elsewhere start each process by hand, and tell it where the first one is:
+
+  python cluster.py --coordinator localhost:1234 --processes 2 --process 0 &
+  python cluster.py --coordinator localhost:1234 --processes 2 --process 1
+
+Loss scaling needs nothing for this: no process group, no start-up call. Where
+one device's gradients overflow, all of them skip the step.
+"""
+
+import argparse
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+RULE = ols.DynamicLossScale(growth_interval=20)
+
+
+def main():
+  """Joins the processes, trains, and prints from the first one."""
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--coordinator", help="host:port of the first process")
+  parser.add_argument("--processes", type=int, help="how many there are")
+  parser.add_argument("--process", type=int, help="which one this is, from 0")
+  parser.add_argument("--steps", type=int, default=200)
+  args = parser.parse_args()
+  # Before anything else of JAX. What is None, JAX asks the cluster manager for.
+  jax.distributed.initialize(args.coordinator, args.processes, args.process)
+  train(local_batches(args.steps), report=print_now_and_then)
+
+
+def local_batches(steps):
+  """Yields this process's part of each batch: 64 rows for each device of it."""
+  random = np.random.default_rng(jax.process_index())
+  rows = 64 * jax.local_device_count()
+  for _ in range(steps):
+    x = random.normal(size=(rows, 16)).astype(np.float32)
+    yield {"x": x, "y": np.sin(x[:, :1]) + x[:, 1:2]}
+
+
+def init_params(key):
+  """Returns float32 parameters, the same in every process."""
+  keys = jax.random.split(key)
+  return {
+    "hidden": jax.random.normal(keys[0], (16, 64)) / 4,
+    "out": jax.random.normal(keys[1], (64, 1)) / 8,
+  }
+
+
+def loss_fn(params, batch):
+  """Returns the mean loss of some rows: float16 inside, the loss in float32."""
+  hidden, out = (params[k].astype(jnp.float16) for k in ("hidden", "out"))
+  prediction = jnp.tanh(batch["x"].astype(jnp.float16) @ hidden) @ out
+  return jnp.mean((prediction.astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def train(batches, loss_fn=loss_fn, rule=RULE, report=lambda *_: None):
+  """Trains, and calls `report(step, params, opt_state, metrics)` after each.
+
+  Args:
+    batches: yields this process's part of each batch, a tree of NumPy arrays.
+    loss_fn: of the parameters and the rows of one device, their mean loss.
+    rule: how S moves.
+    report: called in every process, with arrays that are equal in all.
+  """
+  mesh = jax.make_mesh((jax.device_count(),), ("data",))  # Of all processes.
+  replicated = jax.NamedSharding(mesh, jax.P())
+  by_rows = jax.NamedSharding(mesh, jax.P("data"))
+  tx = ols.loss_scaling(
+    # The mean over devices goes inside: the check is to see what each device
+    # computed, since a mean may hide a saturated value.
+    optax.chain(ols.pmean_gradients("data"), optax.adam(1e-2)),
+    rule,
+    check=ols.saturated(jnp.float16),  # inf and NaN count as well.
+    axis_name="data",  # Over which all devices agree on an overflow.
+  )
+
+  @functools.partial(jax.jit, out_shardings=replicated)
+  def init():
+    params = init_params(jax.random.key(0))
+    return params, tx.init(params)
+
+  params, opt_state = init()
+  train_step = make_train_step(loss_fn, tx, mesh)
+  for step, rows in enumerate(batches):
+    batch = jax.make_array_from_process_local_data(by_rows, rows)
+    params, opt_state, metrics = train_step(params, opt_state, batch)
+    report(step, params, opt_state, metrics)
+
+
+def make_train_step(loss_fn, tx, mesh):
+  """Returns the compiled step, of which each device runs its part."""
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=jax.P(),
+  )
+  def train_step(params, opt_state, batch):
+    # Made varying, so that JAX leaves each device its own gradients and does
+    # not add them up before they are checked.
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      ols.make_varying(params, "data"), batch
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    # In here, since all processes must run the same computations: one alone
+    # may print what they gave, and start none of its own.
+    metrics = ols.loss_scale_metrics(opt_state)
+    return params, opt_state, metrics | {"loss": lax.pmean(loss, "data")}
+
+  return train_step
+
+
+def print_now_and_then(step, params, opt_state, metrics):
+  """Prints from the first process; the others have the same to say."""
+  del params, opt_state  # To save them, call what saves from every process.
+  if jax.process_index() == 0 and step % 20 == 19:
+    print(
+      f"step {step + 1}: loss {metrics['loss']:.4f}, "
+      f"S {metrics['loss_scale']:g}, applied {metrics['applied_steps']}, "
+      f"skipped {metrics['skipped_steps']}",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  main()
