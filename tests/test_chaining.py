@@ -1,5 +1,7 @@
 """Where the wrapper may stand in an optax program, and where it may not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,25 @@ BAD = jnp.array([jnp.inf, 1.0])
 GOOD = jnp.array([8.0, 16.0])
 PARAMS = jnp.array([1.0, 2.0])
 
+CONSTRUCTORS = {
+  "loss_scaling": ols.loss_scaling,
+  # True, which under plain jit needs no axis, so that its own update runs.
+  "npu_loss_scale_optimizer": functools.partial(
+    ols.presets.npu_loss_scale_optimizer, is_distributed=True
+  ),
+}
 
-def scaling(inner=None, scale=8.0, **kwargs):
-  rule = ols.DynamicLossScale(scale, growth_interval=100)
-  return ols.loss_scaling(inner or optax.sgd(1.0), rule, **kwargs)
+
+@pytest.fixture(params=CONSTRUCTORS)
+def scaling(request):
+  """Returns what wraps an optimizer, by each of the constructors."""
+  construct = CONSTRUCTORS[request.param]
+
+  def wrap(inner=None):
+    rule = ols.DynamicLossScale(8.0, growth_interval=100)
+    return construct(inner or optax.sgd(1.0), rule)
+
+  return wrap
 
 
 def run(tx, gradients, params=PARAMS):
@@ -29,14 +46,14 @@ def run(tx, gradients, params=PARAMS):
   return every, state
 
 
-def test_inside_chain_what_follows_sees_minus_zero_on_a_skip():
+def test_inside_chain_what_follows_sees_minus_zero_on_a_skip(scaling):
   tx = optax.chain(scaling(), optax.scale(10.0))
   every, _ = run(tx, [GOOD, BAD])
   assert every == [[-10.0, -20.0], [0.0, 0.0]]
   assert np.all(np.signbit(every[1]))
 
 
-def test_outside_chain_everything_inside_sees_true_gradients():
+def test_outside_chain_everything_inside_sees_true_gradients(scaling):
   tx = scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
   every, state = run(tx, [jnp.array([24.0, 32.0]), BAD])
   np.testing.assert_allclose(every[0], [-0.6, -0.8], rtol=1e-6)
@@ -44,7 +61,7 @@ def test_outside_chain_everything_inside_sees_true_gradients():
   assert state.skipped_steps == 1
 
 
-def test_around_multi_steps_a_bad_micro_batch_is_dropped():
+def test_around_multi_steps_a_bad_micro_batch_is_dropped(scaling):
   tx = scaling(optax.MultiSteps(optax.sgd(1.0), 2))
   # The overflow halves S, and the second half is scaled by the new one.
   every, state = run(tx, [GOOD, BAD, GOOD / 2])
@@ -52,7 +69,7 @@ def test_around_multi_steps_a_bad_micro_batch_is_dropped():
   assert state.inner_state.gradient_step == 1
 
 
-def test_guarantee_13_extra_arguments_reach_what_multi_steps_wraps():
+def test_guarantee_13_extra_arguments_reach_what_multi_steps_wraps(scaling):
   inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
   tx = scaling(optax.MultiSteps(inner, 2))
   state = tx.init(PARAMS)
@@ -61,7 +78,7 @@ def test_guarantee_13_extra_arguments_reach_what_multi_steps_wraps():
   np.testing.assert_array_equal(updates, [-1.0, -2.0])
 
 
-def test_lookahead_whose_parameters_are_two_trees():
+def test_lookahead_whose_parameters_are_two_trees(scaling):
   tx = scaling(
     optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
   )
@@ -73,7 +90,7 @@ def test_lookahead_whose_parameters_are_two_trees():
   np.testing.assert_array_equal(updates.fast, [0.0, 0.0])
 
 
-def test_parameters_without_a_gradient_need_not_be_arrays():
+def test_parameters_without_a_gradient_need_not_be_arrays(scaling):
   params = {"w": PARAMS, "activation": jax.nn.relu}
   tx = scaling(optax.sgd(1.0))
   state = tx.init({"w": PARAMS, "activation": None})
@@ -81,7 +98,7 @@ def test_parameters_without_a_gradient_need_not_be_arrays():
   np.testing.assert_array_equal(updates["w"], [-1.0, -2.0])
 
 
-def test_multi_steps_outside_keeps_an_inf_for_ever():
+def test_multi_steps_outside_keeps_an_inf_for_ever(scaling):
   """Records why accumulation belongs inside the wrapper.
 
   The accumulator sums scaled gradients before anybody has looked at them. A
@@ -97,13 +114,13 @@ def test_multi_steps_outside_keeps_an_inf_for_ever():
   assert metrics["loss_scale"] == 8.0 / 2**4
 
 
-def test_a_wrapper_inside_a_wrapper_is_refused():
+def test_a_wrapper_inside_a_wrapper_is_refused(scaling):
   twice = scaling(optax.chain(optax.identity(), scaling()))
   with pytest.raises(ValueError, match=r"must not contain loss_scaling.*/1:"):
     twice.init(PARAMS)
 
 
-def test_one_wrapper_per_group_leaves_several_scales_and_is_refused():
+def test_one_wrapper_per_group_leaves_several_scales_and_is_refused(scaling):
   """Records why the groups belong inside one wrapper.
 
   Each group would decide for itself: one steps where the other skips, and the
@@ -124,7 +141,7 @@ def test_one_wrapper_per_group_leaves_several_scales_and_is_refused():
   assert [bool(s["skipped"]) for s in states] == [True, False]
 
 
-def test_a_shared_flag_keeps_one_wrapper_per_group_in_step():
+def test_a_shared_flag_keeps_one_wrapper_per_group_in_step(scaling):
   params = {"a": PARAMS, "b": PARAMS}
   tx = optax.multi_transform(
     {"fast": scaling(), "slow": scaling()}, {"a": "fast", "b": "slow"}
@@ -140,7 +157,7 @@ def test_a_shared_flag_keeps_one_wrapper_per_group_in_step():
     np.testing.assert_array_equal(update, [0.0, 0.0])
 
 
-def test_groups_inside_one_wrapper_skip_together():
+def test_groups_inside_one_wrapper_skip_together(scaling):
   params = {"a": PARAMS, "b": PARAMS}
   tx = scaling(
     optax.multi_transform(
@@ -153,7 +170,7 @@ def test_groups_inside_one_wrapper_skip_together():
   np.testing.assert_array_equal(updates["b"], [0.0, 0.0])
 
 
-def test_masked_around_the_wrapper_leaves_the_rest_scaled():
+def test_masked_around_the_wrapper_leaves_the_rest_scaled(scaling):
   """Records why `optax.masked` belongs inside: what it masks stays scaled."""
   params = {"a": PARAMS, "b": PARAMS}
   tx = optax.masked(scaling(optax.identity()), {"a": True, "b": False})
@@ -166,7 +183,7 @@ def test_masked_around_the_wrapper_leaves_the_rest_scaled():
   np.testing.assert_array_equal(updates["b"], GOOD / 8)
 
 
-def test_inject_hyperparams_inside_and_outside():
+def test_inject_hyperparams_inside_and_outside(scaling):
   inside = scaling(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
   state = inside.init(PARAMS)
   state = optax.tree.set(state, learning_rate=jnp.float32(0.5))
@@ -191,7 +208,9 @@ def test_inject_hyperparams_inside_and_outside():
   ],
   ids=["lbfgs", "backtracking"],
 )
-def test_a_line_search_takes_the_true_loss_and_unscaled_gradients(search):
+def test_a_line_search_takes_the_true_loss_and_unscaled_gradients(
+  scaling, search
+):
   def loss_fn(params):
     return jnp.sum((params - 3.0) ** 2 * jnp.array([1.0, 10.0]))
 
@@ -216,7 +235,7 @@ def test_a_line_search_takes_the_true_loss_and_unscaled_gradients(search):
   np.testing.assert_allclose(params, [3.0, 3.0], rtol=1e-2)
 
 
-def test_schedule_free_gives_its_evaluation_parameters():
+def test_schedule_free_gives_its_evaluation_parameters(scaling):
   tx = scaling(optax.contrib.schedule_free_sgd(0.1))
   state = tx.init(PARAMS)
   updates, state = tx.update(GOOD, state, PARAMS)

@@ -21,7 +21,12 @@ from tests.presets import traces
 PAGE = pathlib.Path(__file__).parents[1].joinpath("docs/porting.md").read_text()
 PRESETS = sorted(
   set(ols.presets.__all__)
-  - {"from_state_dict", "raise_if_failed", "to_state_dict"}
+  - {
+    "from_state_dict",
+    "npu_loss_scale_optimizer",
+    "raise_if_failed",
+    "to_state_dict",
+  }
 )
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
@@ -284,6 +289,134 @@ def test_the_worked_example_prints_what_the_page_shows():
   with contextlib.redirect_stdout(printed):
     exec(example, {})
   assert printed.getvalue() == shown
+
+
+NPU = section("NPULossScaleOptimizer, on Ascend")
+
+
+def run_npu_lines(batches):
+  """Runs the lines for Ascend as one script, and returns its names."""
+  _, wrap, step, watch, _ = blocks(NPU, "python")
+
+  def loss_fn(params, batch):
+    return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
+
+  names = {
+    "jax": jax,
+    "ols": ols,
+    "optax": optax,
+    "opt": optax.sgd(0.5),
+    "params": jnp.zeros(()),
+    "loss_fn": loss_fn,
+    "batches": batches,
+  }
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed):
+    for lines in (wrap, step, watch):
+      exec(lines, names)
+  return names | {"printed": printed.getvalue()}
+
+
+def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
+  old, new, *_ = (ast.parse(lines).body for lines in blocks(NPU, "python"))
+  assert keywords(old[0].value) == keywords(new[0].value)
+  old_wrap, new_wrap = old[2].value, new[2].value
+  assert ast.unparse(old_wrap).removeprefix("NPULossScaleOptimizer(") in (
+    ast.unparse(new_wrap).replace(", axis_name='data'", "")
+  )
+
+
+def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
+  names = run_npu_lines([jnp.ones(16)] * 100)
+  state = names["opt_state"]
+  # The gradient of each worker is S, finite in float16 up to 2**15, and each
+  # halving takes two skipped steps.
+  assert ols.get_loss_scale(state) == 2.0**15
+  assert (state.skipped_steps, state.applied_steps) == (34, 66)
+  assert names["params"] == -0.5 * 66
+  assert names["printed"].splitlines() == [
+    "S 32768, dropped 17 times",
+    "last step finite: True",
+    "applied 66",
+    "skipped 34",
+  ]
+
+
+def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
+  # Of two rows of a worker: with S = 2**15 their gradient is 65504, and that of
+  # the other workers and the mean of all are far below.
+  clean = jnp.ones(16)
+  saturated = clean.at[5].set(65504.0 / 2**14 - 1)
+  names = run_npu_lines([clean] * 35 + [saturated])
+  assert names["opt_state"].skipped
+  assert names["opt_state"].amax == 65504.0
+  assert names["opt_state"].applied_steps == 1
+
+
+def create_optimizer(*args, **kwargs):
+  """Calls the page's function of that name."""
+  names = {"ols": ols}
+  exec(blocks(NPU, "python")[-1], names)
+  return names["create_optimizer"](*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+  ("flag", "use_fp16"),
+  [(1024.0, False), (0.5, False), (None, True), (-1, True)],
+)
+def test_the_flag_for_no_loss_scaling_gives_the_bare_optimizer(flag, use_fp16):
+  opt = optax.sgd(1.0)
+  assert create_optimizer(opt, flag, use_fp16) is opt
+  loss_fn = jnp.square
+  loss, grad = ols.scaled_value_and_grad(loss_fn, 1.0)(jnp.float32(3.0))
+  assert (loss, grad) == (9.0, 6.0)
+
+
+def test_the_flag_0_gives_a_dynamic_loss_scale():
+  tx = create_optimizer(optax.sgd(1.0), 0)
+  rule = ols.presets.npu_exponential(
+    init_loss_scale=2.0**32,
+    incr_every_n_steps=1000,
+    decr_every_n_nan_or_inf=2,
+    incr_ratio=2,
+    decr_ratio=0.5,
+  )
+  params = jnp.float32(0.0)
+  state, expected = tx.init(params), rule.init()
+  update, move = jax.jit(tx.update), jax.jit(rule.update)
+  for bad in [True, False, True, *[False] * 1001, True, True]:
+    # 65504: the check is that for hardware in saturation mode.
+    _, state = update(jnp.where(bad, 65504.0, 1.0), state, params)
+    expected = move(expected, bad)
+    assert ols.get_loss_scale(state) == expected.loss_scale
+  assert expected.loss_scale == 2.0**31
+
+
+@pytest.mark.parametrize("flag", [1, 1024.0])
+def test_the_flag_of_1_and_above_gives_a_fixed_loss_scale(flag):
+  tx = create_optimizer(optax.sgd(1.0), flag)
+  params = jnp.float32(0.0)
+  state = tx.init(params)
+  for gradient, skipped in ((8.0, False), (65504.0, True)):
+    updates, state = tx.update(jnp.float32(gradient), state, params)
+    assert ols.get_loss_scale(state) == flag
+    assert state.skipped == skipped
+    assert updates == (0.0 if skipped else -8.0 / flag)
+
+
+@pytest.mark.parametrize("flag", [0.5, -2, float("nan")])
+def test_any_other_flag_is_an_error(flag):
+  with pytest.raises(ValueError, match=f"^Invalid loss scale: {flag}$"):
+    create_optimizer(optax.sgd(1.0), flag)
+
+
+def test_the_flag_goes_together_with_is_distributed():
+  tx = create_optimizer(
+    optax.sgd(1.0), 8.0, is_distributed=True, axis_name="data"
+  )
+  state = tx.init(jnp.float32(0.0))
+  update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
+  assert jax.jit(update)(jnp.array([8.0, 65504.0])).tolist() == [0.0, 0.0]
 
 
 def reference_row(system):

@@ -13,6 +13,9 @@ each change may bring 2**-23 of S between the two, since S and the factors are
 float32 here, and some systems compute in double. Where a system's S would
 become 0, subnormal or infinite, it is held here, and the wrapper's state says
 `stalled`. Where a system would end the run, `raise_if_failed` raises.
+
+`npu_loss_scale_optimizer` is no rule: it wraps an optimizer, as the original on
+Ascend does, and takes a rule as its manager.
 """
 
 from optax_lossscale._failures import raise_if_failed
@@ -31,6 +34,7 @@ from optax_lossscale.presets._mindspore import mindspore
 from optax_lossscale.presets._mindspore import mindspore_amp
 from optax_lossscale.presets._mindspore import mindspore_cell
 from optax_lossscale.presets._mindspore import mindspore_fixed
+from optax_lossscale.presets._npu import npu_loss_scale_optimizer
 from optax_lossscale.presets._paddle import paddle
 from optax_lossscale.presets._paddle import paddle_op
 from optax_lossscale.presets._pytorch import apex
@@ -63,6 +67,7 @@ __all__ = [
   "mindspore_fixed",
   "npu_exponential",
   "npu_fixed",
+  "npu_loss_scale_optimizer",
   "paddle",
   "paddle_op",
   "raise_if_failed",

@@ -1,0 +1,132 @@
+"""The optimizer of npu_bridge on Ascend, which is given a loss scale."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _arguments
+from optax_lossscale import _checks
+from optax_lossscale import _devices
+from optax_lossscale import _loss_scaling
+from optax_lossscale import _rules
+
+
+def npu_loss_scale_optimizer(
+  opt: optax.GradientTransformation | optax.MultiSteps,
+  loss_scale_manager: _rules.LossScale,
+  is_distributed: bool = False,
+  *,
+  axis_name: Any = None,
+  check: _checks.Check = _checks.saturated(jnp.float16),  # noqa: B008 - frozen.
+) -> optax.GradientTransformationExtraArgs:
+  """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
+
+  It is `loss_scaling` with that optimizer's three arguments, by position as
+  there, and with the check for hardware in saturation mode. A discarded step
+  advances nothing: schedules and bias corrections inside `opt` count applied
+  steps, and so does `applied_steps` of the state, the original's global step.
+
+  There the overflow is read from a status register of the device, here from the
+  scaled gradients. An overflow that does not reach them has to be found some
+  other way and handed to `update` as `overflow=`.
+
+  Args:
+    opt: the optimizer, `inner` of `loss_scaling`.
+    loss_scale_manager: the rule, mostly `npu_fixed` or `npu_exponential`.
+    is_distributed: whether the workers decide together. True needs `axis_name`
+      under `shard_map` and `pmap`, and nothing under plain jit, where the
+      gradients are those of all workers. With False each worker decides alone,
+      which `loss_scaling` refuses where JAX shows that they share one S, and
+      `axis_name` is not used, so that a script may toggle the flag.
+    axis_name: the mapped axis, or several, that the workers are along. The flag
+      is reduced, the gradients are not: see `pmean_gradients`.
+    check: what counts as an overflow. The dtype in it is the computation's.
+
+  Returns:
+    A transformation as `loss_scaling` returns it, with a `LossScalingState`.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
+      if `is_distributed` is True and there is no `axis_name`. Both errors also
+      where `loss_scaling` raises them.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> manager = ols.presets.npu_exponential(
+    ...   init_loss_scale=8.0,
+    ...   incr_every_n_steps=1000,
+    ...   decr_every_n_nan_or_inf=1,
+    ...   decr_ratio=0.5,
+    ... )
+    >>> opt = ols.presets.npu_loss_scale_optimizer(optax.sgd(0.5), manager)
+    >>> state = opt.init(jnp.zeros(2))
+    >>> updates, state = opt.update(jnp.array([8.0, 65504.0]), state)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-0. -0.] 4.0
+    >>> updates, state = opt.update(jnp.array([8.0, 16.0]), state)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-1. -2.] 4.0
+
+  References:
+    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_optimizer.py.
+  """
+  _check_arguments(opt, loss_scale_manager)
+  is_distributed = _arguments.check_flag("is_distributed", is_distributed)
+  names = _devices.axis_names("axis_name", axis_name)
+  tx = _loss_scaling.loss_scaling(
+    opt,
+    loss_scale_manager,
+    check=check,
+    axis_name=names if is_distributed else None,
+  )
+  if names or not is_distributed:
+    return tx
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    _refuse_mapped_axes()
+    updates, state = tx.update(updates, state, params, **extra_args)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _refuse_mapped_axes() -> None:
+  """Raises inside shard_map and pmap, where a worker sees its part alone."""
+  # Empty under plain jit, also with sharded arrays, and under vmap.
+  axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+  if axes:
+    raise ValueError(
+      "`axis_name` must be given where `is_distributed` is True inside "
+      f"shard_map or pmap, got None with the mapped axes {', '.join(axes)}; "
+      "pass the one that the workers are along, or several in a tuple: "
+      "npu_loss_scale_optimizer(..., is_distributed=True, "
+      f"axis_name={axes[0]!r}). Under pmap it is the `axis_name=` given to it."
+    )
+
+
+def _check_arguments(opt: Any, loss_scale_manager: Any) -> None:
+  """Raises under the names that these arguments have here."""
+  if isinstance(opt, (type, _rules.LossScale)) or not (
+    hasattr(opt, "init") and hasattr(opt, "update")
+  ):
+    raise TypeError(
+      f"`opt` must be an optax gradient transformation, got {opt!r}; the "
+      "optimizer comes first, then the manager: "
+      "npu_loss_scale_optimizer(optax.adam(1e-3), loss_scale_manager)."
+    )
+  if not isinstance(loss_scale_manager, _rules.LossScale):
+    raise TypeError(
+      "`loss_scale_manager` must be a LossScale, got "
+      f"{loss_scale_manager!r}; make one by presets.npu_fixed(loss_scale=...) "
+      "or presets.npu_exponential(...)."
+    )
