@@ -52,13 +52,17 @@ def saturating(
       casts to it.
 
   Examples:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> x = jnp.array([12.0, 40000.0, -1.0], jnp.float16)
-    >>> print(ols.saturating(jnp.exp)(x))
-    [6.5504e+04 6.5504e+04 3.6792e-01]
-    >>> print(ols.saturating(lambda x: jnp.sqrt(x) + 65504)(x))
-    [65504. 65504. 65504.]
+    >>> print(ols.saturating(jnp.exp)(jnp.float16(12.0)))
+    65504.0
+    >>> print(ols.saturating(jnp.sqrt)(jnp.float16(-1.0)))
+    0.0
+    >>> loss_fn = lambda x: x * 40000 + x * 40000
+    >>> loss, grad = jax.value_and_grad(ols.saturating(loss_fn))(jnp.float16(1))
+    >>> print(loss, grad)
+    65504.0 65504.0
 
   References:
     Ascend 910A's saturation mode; MindSpore's `MS_ASCEND_CHECK_OVERFLOW_MODE`.
