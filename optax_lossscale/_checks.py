@@ -13,6 +13,7 @@ import numpy as np
 from optax_lossscale import _amax
 from optax_lossscale import _devices
 from optax_lossscale import _leaves
+from optax_lossscale import _reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,8 @@ def examine(check: Check, gradients: Any) -> Finding:
     is_complex = jnp.iscomplexobj(gradient)
     parts = [gradient.real, gradient.imag] if is_complex else [gradient]
     own = parts[0].dtype
-    parts_of.setdefault((own, _limit(own, dtype)), []).extend(parts)
+    limit = _reached.limit(own, dtype)
+    parts_of.setdefault((own, limit), []).extend(parts)
 
   overflow = jnp.full((), False)
   amaxes = [jnp.full((), 0, jnp.float32)]
@@ -216,18 +218,6 @@ def _with_computation_dtypes(
     for dtype, subtree in zip(dtypes, subtrees, strict=True)
     for leaf in filter(_leaves.is_gradient, jax.tree.leaves(subtree))
   ]
-
-
-def _limit(own: Any, dtype: Any) -> float:
-  """Returns the largest finite value that a leaf may show.
-
-  Args:
-    own: the leaf's dtype.
-    dtype: the computation's dtype, or None for the leaf's own.
-  """
-  # A leaf narrower than the computation clips or overflows at its own limit.
-  dtypes = [own] if dtype is None else [own, dtype]
-  return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
 
 
 def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:

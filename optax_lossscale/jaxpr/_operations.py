@@ -25,7 +25,7 @@ MOVES = _names("""
   squeeze stack swap tile top_k transpose unstack
   clamp cummax cummin max min pmax pmin reduce_max reduce_min reduce_window_max
   reduce_window_min scatter-max scatter-min select_n
-  abs conj imag neg real sign
+  abs conj imag neg real sign stop_gradient
 """)
 
 # Each element of the result is made of those at its place in the inputs.
