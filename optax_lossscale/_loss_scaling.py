@@ -76,9 +76,10 @@ def loss_scaling(
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if `inner` or the rule
       changes the structure of its state, if a tree of dtypes in `check` does
-      not fit, if leaves go around the optimizer and no `params` are passed, or, as far as JAX tracks what varies by device, if
-      devices that share an S could decide differently or what is to be averaged
-      has been reduced already; from both, if `mask` does not fit.
+      not fit, if leaves go around the optimizer and no `params` are passed, or,
+      as far as JAX tracks what varies by device, if devices that share an S
+      could decide differently or what is to be averaged has been reduced
+      already; from both, if `mask` does not fit.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -115,8 +115,8 @@ def float_status(
     recording = _record.record(fun, args, kwargs)
     run = _differentiable(recording, dtypes, check.saturating)
     outputs, counted = run(*recording.operands)
-    result = jax.tree.unflatten(recording.treedef, outputs)
-    return result, counted if counts else counted.overflow > 0
+    status = counted if counts else counted.overflow > 0
+    return recording.result(outputs), status
 
   return float_status_fun
 
@@ -158,22 +158,24 @@ def _count_equation(
 ) -> tuple[Sequence[Any], StatusCounts]:
   """The rule: an operation as it is, and whether it overflowed."""
   outputs = _evaluate.bind(equation, inputs)
-  counts = StatusCounts(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+  nothing = StatusCounts(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
   if _operations.moves(equation):
-    return outputs, counts
-  reached = [
-    _reached_limit(saturating, output)
-    for variable, output in zip(equation.outvars, outputs, strict=True)
-    if _dtypes.part_dtype(variable.aval) in dtypes
-  ]
-  if not reached:
-    return outputs, counts
-  undefined = _operations.undefined(equation, inputs)
-  before = _reached_before(saturating, equation, inputs)
-  return outputs, StatusCounts(
-    _count_operation([x & ~before & ~undefined for x in reached]),
-    _count_operation([x & ~before & undefined for x in reached]),
-  )
+    return outputs, nothing
+  # Of a function that has another mesh the values do not fit outside.
+  with _evaluate.context(equation):
+    reached = [
+      _reached_limit(saturating, output)
+      for variable, output in zip(equation.outvars, outputs, strict=True)
+      if _dtypes.part_dtype(variable.aval) in dtypes
+    ]
+    if not reached:
+      return outputs, nothing
+    undefined = _operations.undefined(equation, inputs)
+    before = _reached_before(saturating, equation, inputs)
+    return outputs, StatusCounts(
+      _count_operation([x & ~before & ~undefined for x in reached]),
+      _count_operation([x & ~before & undefined for x in reached]),
+    )
 
 
 def _count_operation(elements: Sequence[Any]) -> jax.Array:

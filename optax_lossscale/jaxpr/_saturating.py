@@ -33,8 +33,9 @@ def saturating(
   parts of a `shard_map`. Derivatives are those of `fun`, with every operation
   of the backward pass clamped as well: `jax.grad(saturating(fun))` is
   `saturating(jax.grad(fun))`. There is no forward mode; for that take
-  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. What a kernel computes
-  inside (Pallas, a library call) is one operation.
+  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. Of a `custom_vmap` the
+  rule is used where `fun` itself maps it. What a kernel computes inside
+  (Pallas, a library call) is one operation.
 
   Args:
     fun: any function that JAX can trace. Arguments that are no arrays, such as
@@ -55,13 +56,13 @@ def saturating(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> print(ols.saturating(jnp.exp)(jnp.float16(12.0)))
+    >>> print(float(ols.saturating(jnp.exp)(jnp.float16(12.0))))
     65504.0
-    >>> print(ols.saturating(jnp.sqrt)(jnp.float16(-1.0)))
+    >>> print(float(ols.saturating(jnp.sqrt)(jnp.float16(-1.0))))
     0.0
     >>> loss_fn = lambda x: x * 40000 + x * 40000
     >>> loss, grad = jax.value_and_grad(ols.saturating(loss_fn))(jnp.float16(1))
-    >>> print(loss, grad)
+    >>> print(float(loss), float(grad))
     65504.0 65504.0
 
   References:
@@ -152,9 +153,9 @@ def _saturate_equation(
     # NaN is all that is left of what is too large, so it is clamped before.
     with _evaluate.context(equation):
       inputs = [_clip(x, without_inf[0]) for x in inputs]
-  elif without_inf and name not in _operations.MOVES:
+  elif without_inf and not _operations.moves(equation):
     raise TypeError(
-      f"`saturating` must be able to tell inf from NaN, got the operation "
+      "`saturating` must be able to tell inf from NaN, got the operation "
       f"{name} in {without_inf[0].name}, which has no inf: compute in float16 "
       "or float32 and cast the result."
     )

@@ -7,15 +7,14 @@ functions of JAX, around bodies that the rule has evaluated.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
-import jax.numpy as jnp
 
+from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _evaluate
 
 # Takes an equation and its inputs, returns its outputs and what it counted: a
@@ -26,12 +25,6 @@ CountingRule = Callable[
 
 # From jax 0.11 it is the same as `core.Jaxpr`, and no longer in the stubs.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
-
-# Evaluates a jaxpr of an equation with that rule.
-_Interpret = Callable[[Any, Sequence[Any]], tuple[list[Any], Any]]
-_Call = Callable[
-  [core.JaxprEqn, Sequence[Any], _Interpret, Any], tuple[list[Any], Any]
-]
 
 
 def evaluate_throughout(
@@ -44,7 +37,8 @@ def evaluate_throughout(
   """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
 
   Derivatives are not kept: a function with a rule of its own for them is
-  evaluated as it is written. Evaluate the differentiated function instead.
+  evaluated as it is written. Evaluate the differentiated function instead. So
+  is one with a rule of its own for `vmap`: map it before.
 
   Args:
     jaxpr: as for `evaluate`.
@@ -66,7 +60,7 @@ def evaluate_throughout(
     else:
       with _evaluate.context(equation):
         outputs, more = call(equation, inputs, interpret, zero)
-    counts = _add(counts, more)
+    counts = _control_flow.add(counts, more)
     return outputs
 
   def interpret(inner: Any, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -78,7 +72,7 @@ def evaluate_throughout(
   return _evaluate.evaluate(jaxpr, arguments, rule_throughout, consts), counts
 
 
-def _find_call(equation: core.JaxprEqn) -> _Call | None:
+def _find_call(equation: core.JaxprEqn) -> _control_flow.Call | None:
   primitive = equation.primitive
   return _CALLS.get(primitive) or _CALLS_BY_NAME.get(primitive.name)
 
@@ -86,7 +80,7 @@ def _find_call(equation: core.JaxprEqn) -> _Call | None:
 def _inline(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: _Interpret,
+  interpret: _control_flow.Interpret,
   zero: Any,
 ) -> tuple[list[Any], Any]:
   """A call that is nothing but its jaxpr."""
@@ -102,7 +96,7 @@ def _inline(
 def _jit(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: _Interpret,
+  interpret: _control_flow.Interpret,
   zero: Any,
 ) -> tuple[list[Any], Any]:
   del zero
@@ -117,7 +111,7 @@ def _jit(
 def _remat(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: _Interpret,
+  interpret: _control_flow.Interpret,
   zero: Any,
 ) -> tuple[list[Any], Any]:
   del zero
@@ -130,142 +124,10 @@ def _remat(
   return interpret(parameters["jaxpr"], inputs)
 
 
-def _cond(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _Interpret,
-  zero: Any,
-) -> tuple[list[Any], Any]:
-  index, *operands = inputs
-  branches = equation.params["branches"]
-  platforms = equation.params.get("branches_platforms")
-  if platforms is not None:
-    return _platform_dependent(branches, platforms, operands, interpret)
-
-  def evaluate_branch(jaxpr: Any, *operands: Any) -> tuple[list[Any], Any]:
-    outputs, counts = interpret(jaxpr, operands)
-    return outputs, _add(_varying(zero), counts)
-
-  outputs: tuple[list[Any], Any] = lax.switch(
-    index,
-    [functools.partial(evaluate_branch, branch) for branch in branches],
-    *operands,
-  )
-  return outputs
-
-
-def _platform_dependent(
-  branches: Sequence[Any],
-  platforms: Sequence[Sequence[str] | None],
-  operands: Sequence[Any],
-  interpret: _Interpret,
-) -> tuple[list[Any], Any]:
-  """A cond of which JAX compiles one branch only, that for the platform.
-
-  Code for one kind of device may not even compile for another.
-  """
-  functions = {
-    platform: functools.partial(lambda jaxpr, *x: interpret(jaxpr, x), branch)
-    for branch, of_branch in zip(branches, platforms, strict=True)
-    for platform in of_branch or ("default",)
-  }
-  result: tuple[list[Any], Any] = lax.platform_dependent(*operands, **functions)
-  return result
-
-
-def _scan(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _Interpret,
-  zero: Any,
-) -> tuple[list[Any], Any]:
-  parameters = equation.params
-  num_consts, num_carry = _scan_lengths(equation)
-  consts = inputs[:num_consts]
-  carry = list(inputs[num_consts : num_consts + num_carry])
-  xs = list(inputs[num_consts + num_carry :])
-
-  def body(state: Any, x: list[Any]) -> tuple[Any, list[Any]]:
-    carry, counts = state
-    outputs, more = interpret(parameters["jaxpr"], [*consts, *carry, *x])
-    return (outputs[:num_carry], _add(counts, more)), outputs[num_carry:]
-
-  (carry, counts), ys = lax.scan(
-    body,
-    (carry, _varying(zero)),
-    xs,
-    length=parameters["length"],
-    reverse=parameters["reverse"],
-    unroll=parameters["unroll"],
-  )
-  return [*carry, *ys], counts
-
-
-def _scan_lengths(equation: core.JaxprEqn) -> tuple[int, int]:
-  """Returns how many inputs of a scan are constants, and how many carried."""
-  parameters = equation.params
-  if "num_carry" in parameters:
-    return parameters["num_consts"], parameters["num_carry"]
-  # From jax 0.11 a scan holds them as the parts of a tree, which is not a
-  # public class; a part's length is all that is read of it.
-  consts, carry, _ = parameters["ft_in"].unpack()
-  return len(consts), len(carry)
-
-
-def _while(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _Interpret,
-  zero: Any,
-) -> tuple[list[Any], Any]:
-  parameters = equation.params
-  num_cond, num_body = parameters["cond_nconsts"], parameters["body_nconsts"]
-  cond_consts = inputs[:num_cond]
-  body_consts = inputs[num_cond : num_cond + num_body]
-
-  def test(carry: Sequence[Any]) -> tuple[Any, Any]:
-    (goes_on,), counts = interpret(
-      parameters["cond_jaxpr"], [*cond_consts, *carry]
-    )
-    return goes_on, counts
-
-  # The condition is tested where the values are made, so that what it counts
-  # can be carried along.
-  def body(state: Any) -> Any:
-    goes_on, carry, counts = state
-    outputs, in_body = interpret(
-      parameters["body_jaxpr"], [*body_consts, *carry]
-    )
-    # Under `vmap` there is a condition for each example, and those that are
-    # through stay as they are.
-    outputs = [
-      _where_goes_on(goes_on, new, old)
-      for new, old in zip(outputs, carry, strict=True)
-    ]
-    goes_on, in_test = test(outputs)
-    return goes_on, outputs, _add(_add(counts, in_body), in_test)
-
-  carry = list(inputs[num_cond + num_body :])
-  goes_on, counts = test(carry)
-  _, carry, counts = lax.while_loop(
-    lambda state: jnp.any(state[0]),
-    body,
-    (goes_on, carry, _add(_varying(zero), counts)),
-  )
-  return carry, counts
-
-
-def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
-  if jnp.ndim(goes_on) == 0:
-    return new  # The loop has ended where it is False.
-  shape = goes_on.shape + (1,) * (jnp.ndim(new) - goes_on.ndim)
-  return jnp.where(goes_on.reshape(shape), new, old)
-
-
 def _shard_map(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: _Interpret,
+  interpret: _control_flow.Interpret,
   zero: Any,
 ) -> tuple[list[Any], Any]:
   parameters = equation.params
@@ -273,7 +135,7 @@ def _shard_map(
 
   def body(*inputs: Any) -> tuple[list[Any], Any]:
     outputs, counts = interpret(parameters["jaxpr"], inputs)
-    counts = _add(_varying(zero), counts)
+    counts = _control_flow.add(_control_flow.varying(zero), counts)
     return outputs, jax.tree.map(lambda x: lax.psum(x, axes), counts)
 
   result: tuple[list[Any], Any] = jax.shard_map(
@@ -290,23 +152,6 @@ def _shard_map(
   return result
 
 
-def _varying(zero: Any) -> Any:
-  """Returns `zero` as a value that may differ between devices.
-
-  What a loop carries and what branches return must have one type. Under
-  `shard_map` the type says along which axes of the mesh a value may vary, and
-  the position on an axis varies along it.
-  """
-  for axis in jax.sharding.get_abstract_mesh().manual_axes:
-    position = lax.axis_index(axis)
-    zero = jax.tree.map(lambda x, p=position: x + 0 * p, zero)
-  return zero
-
-
-def _add(counts: Any, more: Any) -> Any:
-  return jax.tree.map(jnp.add, counts, more)
-
-
 def _constrain(shardings: Sequence[Any], values: Sequence[Any]) -> list[Any]:
   """Returns values that lie where a jitted function says that they do."""
   return [
@@ -317,12 +162,12 @@ def _constrain(shardings: Sequence[Any], values: Sequence[Any]) -> list[Any]:
   ]
 
 
-_CALLS: dict[core.Primitive, _Call] = {
+_CALLS: dict[core.Primitive, _control_flow.Call] = {
   primitives.jit_p: _jit,
   primitives.remat_p: _remat,
-  primitives.cond_p: _cond,
-  primitives.scan_p: _scan,
-  primitives.while_p: _while,
+  primitives.cond_p: _control_flow.cond,
+  primitives.scan_p: _control_flow.scan,
+  primitives.while_p: _control_flow.while_loop,
   primitives.call_p: _inline,
   primitives.closed_call_p: _inline,
   primitives.custom_jvp_call_p: _inline,
@@ -330,7 +175,7 @@ _CALLS: dict[core.Primitive, _Call] = {
 }
 
 # These have no public handle.
-_CALLS_BY_NAME: dict[str, _Call] = {
+_CALLS_BY_NAME: dict[str, _control_flow.Call] = {
   "shard_map": _shard_map,
   "custom_vmap_call": _inline,
   "composite": _inline,

@@ -619,6 +619,18 @@ def test_a_sharded_array_is_looked_at_where_it_lies(axis_type):
       assert counts == (int(device is not None), 1)
 
 
+def test_an_operation_on_automatic_axes_of_an_explicit_mesh_is_seen():
+  mesh = make_mesh(jax.sharding.AxisType.Explicit)
+
+  @functools.partial(jax.sharding.auto_axes, out_sharding=jax.P("data"))
+  def square(x):
+    return x * x
+
+  with jax.set_mesh(mesh):
+    x = jax.device_put(half(*[1.0] * 7, 300.0), jax.P("data"))
+    assert count(lambda x: square(x) * 2, x) == (1, 0)
+
+
 # The result, and its derivative -----------------------------------------------
 
 
