@@ -159,7 +159,7 @@ def _on_this_mesh(count: jax.Array) -> jax.Array:
   """
   mesh = jax.sharding.get_abstract_mesh()
   mesh_there = jax.typeof(count).sharding.mesh
-  if mesh_there.empty or mesh_there == mesh:
+  if mesh.empty or mesh_there.empty or mesh_there == mesh:
     return count
   here: jax.Array = jax.sharding.reshard(
     count, jax.NamedSharding(mesh, jax.P())

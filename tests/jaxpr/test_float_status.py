@@ -905,7 +905,9 @@ def test_a_check_that_is_none_is_refused(check):
 
 
 @pytest.mark.parametrize(
-  "dtype", [jnp.float32, {"w": HALF}, [HALF], lambda path: HALF, ()], ids=str
+  "dtype",
+  [jnp.float32, {"w": HALF}, [HALF], lambda path: HALF, ()],
+  ids=["float32", "dict", "list", "function", "tuple"],
 )
 def test_a_check_for_other_dtypes_is_refused(dtype):
   with pytest.raises(TypeError, match="`check` must be without a dtype, or"):
