@@ -16,6 +16,20 @@ _PRECISIONS = ("float32", "float16", "bfloat16")
 # run: on the text it grows, and on the digits it also overflows.
 _GROWTH_INTERVALS = {"text": 20, "digits": 50}
 _TASKS = tuple(_GROWTH_INTERVALS)
+_HARDWARE = ("ieee", "saturating")
+_CHECKS = ("nonfinite", "saturated")
+# On saturating hardware the rules of a comparison are trained with both checks.
+# 2**32 is where S starts in scripts for such hardware, and too large here. The
+# emulation doubles the time of the text, so only that rule is left there: with
+# the others nothing overflows.
+_SATURATING_RULES = {
+  "text": ("dynamic:2**32,growth_interval=20",),
+  "digits": (
+    "fixed:1024",
+    "dynamic:growth_interval=50",
+    "dynamic:2**32,growth_interval=50",
+  ),
+}
 _DEMO_PACKAGES = ("rich", "matplotlib", "sklearn")
 
 
@@ -34,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     ),
   )
   _add_what(parser)
+  _add_hardware(parser)
   _add_how_long(parser)
   parser.add_argument(
     "--output",
@@ -76,7 +91,28 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="train in float32, and in float16 without loss scaling, with a fixed "
     "and with a dynamic loss scale (default if there is neither a --precision "
-    "nor a --loss-scale)",
+    "nor a --loss-scale); with --hardware saturating with other rules, each "
+    "with both checks",
+  )
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--hardware",
+    type=_parser.one_of(_HARDWARE, "hardware"),
+    default="ieee",
+    metavar="|".join(_HARDWARE),
+    help="how float16 is computed: as this machine does it, or emulated as by "
+    "hardware in saturation mode, which makes 65504 of inf and 0 of NaN; "
+    "float32 and bfloat16 stay as they are (default: ieee)",
+  )
+  parser.add_argument(
+    "--check",
+    type=_parser.one_of(_CHECKS, "check"),
+    metavar="|".join(_CHECKS),
+    help="what counts as an overflow: inf and NaN only, or the largest finite "
+    "value as well (default: nonfinite; with --hardware saturating, saturated, "
+    "and both in a comparison)",
   )
 
 
@@ -131,12 +167,13 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   plan = comparison.Comparison(
     task=task,
     runs=[
-      training.Run(precision, option.text, option.rule)
-      for precision, option in options
+      training.Run(precision, option.text, option.rule, check)
+      for precision, option, check in options
     ],
     seeds=range(arguments.seed, arguments.seed + arguments.seeds),
     steps=arguments.steps or task.steps,
     quick=arguments.quick,
+    saturating=arguments.hardware == "saturating",
   )
   try:
     _parser.make_writable(plan.paths(arguments.output))
@@ -163,20 +200,14 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
 def _options(
   parser: _parser.Parser, arguments: argparse.Namespace
-) -> list[tuple[str, _loss_scale.LossScaleOption]]:
-  """Returns the precision and the rule of each run."""
+) -> list[tuple[str, _loss_scale.LossScaleOption, str | None]]:
+  """Returns the precision, the rule and the check of each run.
+
+  No check is the default one. On saturating hardware it is always named.
+  """
   precision, loss_scale = arguments.precision, arguments.loss_scale
   if precision is None and loss_scale is None:
-    interval = _GROWTH_INTERVALS[arguments.task]
-    return [
-      (name, _loss_scale.parse(text))
-      for name, text in (
-        ("float32", "none"),
-        ("float16", "none"),
-        ("float16", "fixed:1024"),
-        ("float16", f"dynamic:growth_interval={interval}"),
-      )
-    ]
+    return _compared(arguments)
   if arguments.compare:
     parser.error(
       "argument --compare: it trains in several precisions, so it does not go "
@@ -188,7 +219,41 @@ def _options(
     loss_scale = _loss_scale.parse(
       "dynamic" if precision == "float16" else "none"
     )
-  return [(precision, loss_scale)]
+  check = arguments.check
+  if loss_scale.rule is None:
+    if check is not None:
+      parser.error(
+        "argument --check: without loss scaling there is no check; give a "
+        "--loss-scale, such as dynamic"
+      )
+  elif check is None and arguments.hardware == "saturating":
+    check = "saturated"
+  return [(precision, loss_scale, check)]
+
+
+def _compared(
+  arguments: argparse.Namespace,
+) -> list[tuple[str, _loss_scale.LossScaleOption, str | None]]:
+  """Returns the same for the runs of a comparison."""
+  rules: tuple[str, ...]
+  checks: tuple[str | None, ...]
+  if arguments.hardware == "saturating":
+    rules, checks = _SATURATING_RULES[arguments.task], _CHECKS
+  else:
+    interval = _GROWTH_INTERVALS[arguments.task]
+    rules = ("fixed:1024", f"dynamic:growth_interval={interval}")
+    checks = (None,)
+  if arguments.check is not None:
+    checks = (arguments.check,)
+  return [
+    ("float32", _loss_scale.parse("none"), None),
+    ("float16", _loss_scale.parse("none"), None),
+    *(
+      ("float16", _loss_scale.parse(rule), check)
+      for rule in rules
+      for check in checks
+    ),
+  ]
 
 
 def _check_demo_extra(parser: _parser.Parser) -> None:

@@ -30,6 +30,7 @@ class Comparison:
     seeds: each run is trained with each of them.
     steps: of each run.
     quick: whether the task is the quick one.
+    saturating: whether float16 is computed in emulated saturation mode.
   """
 
   task: task_lib.Task
@@ -37,6 +38,7 @@ class Comparison:
   seeds: range
   steps: int
   quick: bool = False
+  saturating: bool = False
 
   @property
   def title(self) -> str:
@@ -45,7 +47,14 @@ class Comparison:
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
     steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-    return f"{self.task.description}\n{steps}, {seeds}"
+    mode = ", float16 in emulated saturation mode" if self.saturating else ""
+    return f"{self.task.description}\n{steps}, {seeds}{mode}"
+
+  @property
+  def label_name(self) -> str:
+    """What the labels of the runs are made of."""
+    parts = dict.fromkeys(name for run in self.runs for name in run.parts)
+    return ", ".join(parts)
 
   def paths(self, output: pathlib.Path) -> list[pathlib.Path]:
     """Returns where the history, the summaries and the picture go.
@@ -107,6 +116,7 @@ def train(comparison: Comparison) -> Results:
             seed=seed,
             steps=comparison.steps,
             on_step=on_step,
+            saturating=comparison.saturating,
           )
   except KeyboardInterrupt:
     results.interrupted = True
@@ -136,7 +146,12 @@ def write(
     },
     results.summaries,
   )
-  figure.write_figure(paths[2], results.records, title=comparison.title)
+  figure.write_figure(
+    paths[2],
+    results.records,
+    title=comparison.title,
+    label_name=comparison.label_name,
+  )
   return paths
 
 
@@ -150,7 +165,11 @@ def show(comparison: Comparison, results: Results) -> None:
   console = rich.console.Console(highlight=False)
   console.print(comparison.title)
   console.print(
-    table.make_table(results.summaries, score_name=comparison.task.score_name)
+    table.make_table(
+      results.summaries,
+      score_name=comparison.task.score_name,
+      label_name=comparison.label_name,
+    )
   )
   if comparison.task.note:
     console.print(comparison.task.note)
@@ -179,6 +198,7 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
     "steps": comparison.steps,
     "seeds": list(comparison.seeds),
     "quick": comparison.quick,
+    "hardware": "saturating" if comparison.saturating else "ieee",
     "device": jax.devices()[0].device_kind,
     "versions": {
       "python": platform.python_version(),

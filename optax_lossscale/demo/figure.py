@@ -20,6 +20,7 @@ class _Style(NamedTuple):
   color: str
   linewidth: float
   zorder: float
+  linestyle: str = "-"
 
 
 # Okabe and Ito's colours, which colour-blind people can tell apart. Later runs
@@ -29,11 +30,19 @@ _STYLES = (
   _Style("#E69F00", 3.5, 2.2),
   _Style("#0072B2", 2.0, 2.3),
   _Style("#000000", 0.8, 2.4),
+  _Style("#D55E00", 3.5, 2.5, "--"),
+  _Style("#56B4E9", 2.0, 2.6, "--"),
+  _Style("#009E73", 2.0, 2.7, ":"),
+  _Style("#CC79A7", 1.6, 2.8, "-."),
 )
 
 
 def write_figure(
-  path: pathlib.Path, records: Sequence[history.Record], *, title: str
+  path: pathlib.Path,
+  records: Sequence[history.Record],
+  *,
+  title: str,
+  label_name: str,
 ) -> None:
   """Draws the runs as a PNG: their loss, how it differs, and S.
 
@@ -41,6 +50,7 @@ def write_figure(
     path: is replaced as a whole.
     records: of all runs. The others are compared with the first one.
     title: above the picture.
+    label_name: what the labels of the runs are made of.
   """
   runs = history.by_run(records)
   labels = list(dict.fromkeys(label for label, _ in runs))
@@ -62,6 +72,7 @@ def write_figure(
   column[-1].xaxis.set_major_locator(
     MaxNLocator(integer=True, steps=[1, 2, 5, 10])
   )
+  column[0].get_legend().set_title(label_name, {"size": "small"})
   figure.suptitle(title, fontsize="medium")
   with history.replacing(path) as temporary:
     figure.savefig(temporary, format="png", dpi=150)
@@ -98,9 +109,7 @@ def _draw_losses(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
   if losses and min(losses) > 0 and max(losses) > 10 * min(losses):
     axes.set_yscale("log")
   axes.set_ylabel("training loss")
-  axes.legend(
-    fontsize="small", title="precision, loss scale", title_fontsize="small"
-  )
+  axes.legend(fontsize="small")
 
 
 def _draw_differences(

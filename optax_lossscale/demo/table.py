@@ -12,13 +12,14 @@ from optax_lossscale.demo import history
 
 
 def make_table(
-  summaries: Sequence[history.Summary], *, score_name: str
+  summaries: Sequence[history.Summary], *, score_name: str, label_name: str
 ) -> rich.table.Table:
   """Returns a row for each run: the mean and the spread over its seeds.
 
   Args:
     summaries: of every run and seed.
     score_name: what the held-out score is.
+    label_name: what the labels of the runs are made of.
   """
   runs: dict[str, list[history.Summary]] = {}
   for summary in summaries:
@@ -28,7 +29,7 @@ def make_table(
   table = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
   )
-  table.add_column("precision, loss scale", overflow="fold", vertical="top")
+  table.add_column(label_name, overflow="fold", vertical="top")
   for name in ("final loss", score_name, "steps applied", "skipped", "last S"):
     # Wrapped here, so that a narrow terminal folds the labels, not the numbers.
     header = textwrap.fill(name, 9, break_long_words=False)

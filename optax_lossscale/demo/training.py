@@ -22,6 +22,12 @@ import optax_lossscale as ols
 from optax_lossscale.demo import history
 from optax_lossscale.demo import task as task_lib
 
+_CHECKS = {
+  "nonfinite": lambda _: ols.nonfinite(),
+  # The parameters are float32, so their gradients are in any precision.
+  "saturated": ols.saturated,
+}
+
 LossFn = Callable[[optax.Params, task_lib.Batch], jax.Array]
 StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
@@ -29,22 +35,31 @@ TrainStep = Callable[..., StepResult]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One way to train: a precision, and a rule of loss scaling.
+  """One way to train: a precision, a rule of loss scaling, and its check.
 
   Attributes:
     precision: the dtype that the model computes in.
     loss_scale: the rule as on the command line.
     rule: the rule; None is no loss scaling.
+    check: "nonfinite" or "saturated"; None is the one that `loss_scaling` has
+      by default, which the label does not name.
   """
 
   precision: str
   loss_scale: str
   rule: ols.LossScale | None
+  check: str | None = None
+
+  @property
+  def parts(self) -> dict[str, str]:
+    """What the label is made of, by what it is."""
+    parts = {"precision": self.precision, "loss scale": self.loss_scale}
+    return parts if self.check is None else {**parts, "check": self.check}
 
   @property
   def label(self) -> str:
     """What the run is called in the table, the plot and the files."""
-    return f"{self.precision}, {self.loss_scale}"
+    return ", ".join(self.parts.values())
 
 
 def make_loss_fn(model: nn.Module) -> LossFn:
@@ -112,6 +127,7 @@ def train(
   seed: int,
   steps: int,
   on_step: Callable[[history.Record], None],
+  saturating: bool = False,
 ) -> float:
   """Trains a model and returns its score on the held-out batches.
 
@@ -124,9 +140,14 @@ def train(
     steps: how many batches to train on.
     on_step: called with the record of each step, while the device computes the
       next one.
+    saturating: whether what is float16 is computed, and scored, as hardware in
+      saturation mode does it.
   """
   model = task.model(jnp.dtype(run.precision))
-  loss_fn = make_loss_fn(model)
+  loss_fn, score_fn = make_loss_fn(model), _make_score_fn(model, task)
+  # The other dtypes do not saturate here, so their runs stay as they are.
+  if saturating and run.precision == "float16":
+    loss_fn, score_fn = ols.saturating(loss_fn), ols.saturating(score_fn)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
   loss_scale = None
   if run.rule is None:
@@ -134,7 +155,8 @@ def train(
     opt_state = tx.init(params)
     train_step = make_plain_train_step(loss_fn, tx)
   else:
-    tx = ols.loss_scaling(task.optimizer, run.rule)
+    check = _CHECKS[run.check or "nonfinite"](run.precision)
+    tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
     opt_state = tx.init(params)
     train_step = make_train_step(loss_fn, tx)
     loss_scale = float(ols.get_loss_scale(opt_state))
@@ -145,7 +167,8 @@ def train(
     params, metrics = outcome[0], jax.device_get(outcome[1])
     on_step(_record(run, seed, step, loss_scale, metrics))
     loss_scale = metrics.get("loss_scale")
-  return _held_out_score(model, task, params)
+  score = jax.jit(score_fn)
+  return float(np.mean([score(params, batch) for batch in task.held_out]))
 
 
 def _steps(
@@ -196,19 +219,16 @@ def _record(
   )
 
 
-def _held_out_score(
-  model: nn.Module, task: task_lib.Task, params: optax.Params
-) -> float:
-  """Returns the mean score over the held-out batches."""
+def _make_score_fn(model: nn.Module, task: task_lib.Task) -> LossFn:
+  """Returns the mean score over a batch."""
 
-  @jax.jit
   def score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
     inputs, labels = batch
     return jnp.mean(
       task.score(_logits(model, params, inputs), jnp.asarray(labels))
     )
 
-  return float(np.mean([score(params, batch) for batch in task.held_out]))
+  return score
 
 
 def _logits(

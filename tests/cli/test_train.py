@@ -15,6 +15,7 @@ import pytest
 from optax_lossscale import cli
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import history
+from optax_lossscale.demo import text
 from tests.demo import tiny
 
 
@@ -47,6 +48,10 @@ def read_history(directory, task="digits"):
     ("--steps", ["--steps", "many"]),
     ("--seed", ["--seed", "-1"]),
     ("--seeds", ["--seeds", "0"]),
+    ("--hardware", ["--hardware", "clipping"]),
+    ("--check", ["--check", "finite"]),
+    ("--check", ["--check", "saturated", "--loss-scale", "none"]),
+    ("--check", ["--check", "nonfinite", "--precision", "float32"]),
     ("--compare", ["--compare", "--precision", "float16"]),
     ("--compare", ["--compare", "--loss-scale", "none"]),
     ("--outptu", ["--outptu", "x"]),
@@ -159,7 +164,90 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   report = json.loads((output / "digits.json").read_text())
   assert [run["run"] for run in report["runs"]] == runs
   assert report["steps"] == 4 and report["seeds"] == [0]
+  assert report["hardware"] == "ieee"
   assert set(report["versions"]) >= {"jax", "flax", "optax"}
+
+
+def test_saturating_hardware_is_trained_with_both_checks(
+  tmp_path, tiny_digits, capsys
+):
+  assert train("--hardware=saturating", "--output", tmp_path) == 0
+  out = capsys.readouterr().out
+  for words in ("emulated saturation mode", "precision, loss scale, check"):
+    assert words in out
+  report = json.loads((tmp_path / "digits.json").read_text())
+  assert report["hardware"] == "saturating"
+  rules = [
+    "fixed:1024",
+    "dynamic:growth_interval=50",
+    "dynamic:2**32,growth_interval=50",
+  ]
+  labels = [
+    f"float16, {rule}, {check}"
+    for rule in rules
+    for check in ("nonfinite", "saturated")
+  ]
+  skipped = {run["run"]: run["skipped_steps"] for run in report["runs"]}
+  assert list(skipped) == ["float32, none", "float16, none", *labels]
+  *others, last = skipped.values()
+  assert not any(others) and last > 0
+
+
+def test_text_is_trained_on_saturating_hardware_with_one_rule(
+  tmp_path, tiny_digits, monkeypatch
+):
+  monkeypatch.setattr(text, "make_task", digits.make_task)
+  arguments = ["--hardware=saturating", "--steps=1", f"--output={tmp_path}"]
+  assert cli.main(["train", *arguments]) == 0
+  assert [row["run"] for row in read_history(tmp_path)] == [
+    "float32, none",
+    "float16, none",
+    "float16, dynamic:2**32,growth_interval=20, nonfinite",
+    "float16, dynamic:2**32,growth_interval=20, saturated",
+  ]
+
+
+def test_a_comparison_takes_one_check(tmp_path, tiny_digits):
+  arguments = ("--check=saturated", "--steps", 1)
+  assert train(*arguments, "--output", tmp_path) == 0
+  runs = list(dict.fromkeys(row["run"] for row in read_history(tmp_path)))
+  assert runs == [
+    "float32, none",
+    "float16, none",
+    "float16, fixed:1024, saturated",
+    "float16, dynamic:growth_interval=50, saturated",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "run"),
+  [
+    (["--hardware", "saturating"], "float16, dynamic, saturated"),
+    (
+      ["--hardware", "saturating", "--check", "nonfinite"],
+      "float16, dynamic, nonfinite",
+    ),
+    (["--check", "saturated"], "float16, dynamic, saturated"),
+    (["--check", "nonfinite"], "float16, dynamic, nonfinite"),
+  ],
+)
+def test_check_follows_the_hardware_unless_it_is_said(
+  arguments, run, tmp_path, tiny_digits
+):
+  precision = ("--precision", "float16", "--steps", 1)
+  assert train(*precision, *arguments, "--output", tmp_path) == 0
+  assert {row["run"] for row in read_history(tmp_path)} == {run}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_other_precisions_do_not_mind_saturating_hardware(
+  precision, tmp_path, tiny_digits
+):
+  arguments = ("--hardware=saturating", "--precision", precision, "--steps=1")
+  assert train(*arguments, "--output", tmp_path) == 0
+  assert {row["run"] for row in read_history(tmp_path)} == {
+    f"{precision}, none"
+  }
 
 
 @pytest.mark.parametrize(

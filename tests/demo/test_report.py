@@ -13,6 +13,8 @@ from optax_lossscale.demo import figure
 from optax_lossscale.demo import history
 from optax_lossscale.demo import table
 
+LABEL_NAME = "precision, loss scale, check"
+
 
 def make_record(run="a", seed=0, step=1, loss=1.0, scale=None, skipped=None):
   amax = None if scale is None else math.inf if skipped else 8.0
@@ -91,7 +93,11 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 def printed(summaries, width=80):
   console = rich.console.Console(file=io.StringIO(), width=width)
-  console.print(table.make_table(summaries, score_name="held-out accuracy"))
+  console.print(
+    table.make_table(
+      summaries, score_name="held-out accuracy", label_name=LABEL_NAME
+    )
+  )
   return console.file.getvalue()
 
 
@@ -102,6 +108,7 @@ def test_table_tells_every_figure():
       history.Summary("float16, dynamic", 0, math.nan, None, 56, 4, 2.0**21),
     ]
   ).splitlines()
+  assert any(line.strip().startswith(LABEL_NAME) for line in lines)
   rows = [line.split() for line in lines]
   assert ["float32,", "none", "2.4460", "0.9721", "60", "0", "-"] in rows
   assert ["float16,", "dynamic", "nan", "-", "56", "4", "2^21"] in rows
@@ -147,25 +154,33 @@ def test_table_gives_mean_and_spread_of_several_seeds():
 )
 def test_figure_draws_any_history(records, tmp_path):
   path = tmp_path / "figure.png"
-  figure.write_figure(path, records, title="Title")
+  figure.write_figure(path, records, title="Title", label_name=LABEL_NAME)
   assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
   assert list(tmp_path.iterdir()) == [path]
 
 
-def test_figure_marks_skipped_and_lost_steps(tmp_path, monkeypatch):
-  drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+  """The figures that are saved."""
+  figures = []
   monkeypatch.setattr(
     figure.Figure,
     "savefig",
-    lambda self, path, **_: drawn.append(self) or path.write_bytes(b""),
+    lambda self, path, **_: figures.append(self) or path.write_bytes(b""),
   )
+  return figures
+
+
+def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
   records = [
     make_record("a", step=1),
     make_record("a", step=2, loss=math.nan),
     make_record("b", 0, 1, 1.5, 16.0, True),
     make_record("b", 0, 2, 1.5, 8.0, False),
   ]
-  figure.write_figure(tmp_path / "figure.png", records, title="Title")
+  figure.write_figure(
+    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+  )
   losses, differences, scales = drawn[0].axes
   lines = {
     line.get_label(): [list(xy) for xy in line.get_data()]
@@ -183,3 +198,13 @@ def test_figure_marks_skipped_and_lost_steps(tmp_path, monkeypatch):
     "loss scale S",
   ]
   assert differences.get_shared_x_axes().joined(losses, scales)
+  assert losses.get_legend().get_title().get_text() == LABEL_NAME
+
+
+def test_figure_draws_each_of_eight_runs_in_a_way_of_its_own(tmp_path, drawn):
+  records = [make_record(run) for run in "abcdefgh"]
+  figure.write_figure(
+    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+  )
+  lines = drawn[0].axes[0].get_lines()
+  assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8

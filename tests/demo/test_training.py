@@ -22,6 +22,16 @@ TOO_LARGE = training.Run(
   "dynamic:2**40",
   ols.DynamicLossScale(2.0**40, backoff_factor=2.0**-30),
 )
+NONFINITE = dataclasses.replace(TOO_LARGE, check="nonfinite")
+SATURATED = dataclasses.replace(TOO_LARGE, check="saturated")
+
+
+class Huge(tiny.Linear):
+  """A linear classifier of which no float16 holds the logits."""
+
+  def __call__(self, images):
+    factor = self.dtype.type(2**15)
+    return super().__call__(images) * factor * factor
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +39,10 @@ def tiny_task():
   return tiny.make_task()
 
 
-def records_of(run, task, *, seed=0, steps=3):
+def records_of(run, task, *, seed=0, steps=3, **options):
   records = []
   score = training.train(
-    run, task, seed=seed, steps=steps, on_step=records.append
+    run, task, seed=seed, steps=steps, on_step=records.append, **options
   )
   return records, score
 
@@ -99,6 +109,66 @@ def test_unscaled_step_holds_nothing_of_ours(tiny_task):
   assert list(metrics) == ["loss"]
   with pytest.raises(ValueError):
     ols.get_loss_scale(opt_state)
+
+
+def test_label_names_the_check_that_was_asked_for():
+  assert TOO_LARGE.label == "float16, dynamic:2**40"
+  assert SATURATED.label == "float16, dynamic:2**40, saturated"
+
+
+def test_saturation_mode_hides_an_overflow_from_nonfinite(tiny_task):
+  records, _ = records_of(NONFINITE, tiny_task, saturating=True)
+  assert [record.loss_scale for record in records] == [2.0**40] * 3
+  assert not any(record.overflow or record.skipped for record in records)
+  assert [record.amax for record in records] == [65504.0] * 3
+
+
+def test_saturated_sees_there_what_nonfinite_sees_on_ieee_hardware(tiny_task):
+  seen, seen_score = records_of(SATURATED, tiny_task, saturating=True)
+  assert [record.overflow for record in seen] == [True, False, False]
+  assert seen[0].amax == 65504.0
+  expected, expected_score = records_of(NONFINITE, tiny_task)
+  assert seen[0].loss_scale == expected[0].loss_scale
+  assert seen_score == expected_score
+  for record, other in zip(seen[1:], expected[1:], strict=True):
+    assert record[1:] == other[1:]
+
+
+@pytest.mark.parametrize("run", [UNSCALED, FIXED], ids=["unscaled", "fixed"])
+def test_loss_and_score_of_float16_saturate(run, tiny_task):
+  huge = dataclasses.replace(
+    tiny_task,
+    model=lambda dtype: Huge(dtype=dtype),
+    score=lambda logits, labels: logits.max(-1),
+  )
+  records, score = records_of(run, huge, steps=1)
+  assert not math.isfinite(records[0].loss) and not math.isfinite(score)
+  records, score = records_of(run, huge, steps=1, saturating=True)
+  assert 0 < records[0].loss <= 2 * 65504
+  assert 0 < score <= 65504
+
+
+@pytest.mark.parametrize(
+  ("run", "saturating"),
+  [(FLOAT32, True), (UNSCALED, False), (FIXED, False)],
+  ids=["float32", "unscaled", "scaled"],
+)
+def test_nothing_is_emulated_unless_it_saturates(
+  run, saturating, tiny_task, monkeypatch
+):
+  def refuse(fun):
+    raise AssertionError(fun)
+
+  monkeypatch.setattr(ols, "saturating", refuse)
+  records_of(run, tiny_task, steps=1, saturating=saturating)
+
+
+def test_saturated_knows_the_precision_of_the_run(tiny_task):
+  run = training.Run(
+    "float32", "fixed:2**40", ols.FixedLossScale(2.0**40), "saturated"
+  )
+  records, _ = records_of(run, tiny_task, steps=1)
+  assert records[0].amax > 65504 and not records[0].overflow
 
 
 def test_host_reads_a_step_after_the_next_was_dispatched(tiny_task):
