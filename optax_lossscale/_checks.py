@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _amax
+from optax_lossscale import _arguments
 from optax_lossscale import _devices
 from optax_lossscale import _leaves
 from optax_lossscale import _reached
@@ -165,7 +165,9 @@ def examine(check: Check, gradients: Any) -> Finding:
   amaxes = [jnp.full((), 0, jnp.float32)]
   for (_, limit), parts in parts_of.items():
     amax = _amax.amax(parts)
-    within = amax < limit if check.saturating else amax <= limit
+    # Wide enough for the limit: bfloat16 would round that of float16.
+    wide = amax.astype(_leaves.at_least_float32(amax.dtype))
+    within = wide < limit if check.saturating else wide <= limit
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
     amaxes.append(_to_float32(amax))
@@ -224,18 +226,13 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
   """Returns the dtype that a caller named for a leaf, None as it is."""
   if dtype is None:
     return None
-  place = f" for {_name(path)!r}" if path else ""
-  rule = "`dtype` must be a floating-point dtype such as jnp.float16, got "
-  # Not whatever NumPy reads as one: arrays, and objects with such an attribute.
-  if not isinstance(dtype, (str, type, np.dtype)):
-    raise TypeError(f"{rule}{dtype!r}{place}.")
-  try:
-    found = jnp.dtype(dtype)
-  except TypeError as error:
-    raise TypeError(f"{rule}{dtype!r}{place}.") from error
-  # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
-  if not jnp.issubdtype(found, jnp.floating) or found.itemsize > 8:
-    raise TypeError(f"{rule}{found.name}{place}.")
+  found = _arguments.as_float_dtype(dtype)
+  if found is None:
+    place = f" for {_name(path)!r}" if path else ""
+    raise TypeError(
+      "`dtype` must be a floating-point dtype such as jnp.float16, got "
+      f"{dtype!r}{place}."
+    )
   return found
 
 

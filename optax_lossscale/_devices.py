@@ -39,9 +39,9 @@ def pmean_gradients(
 
   Raises:
     TypeError: if `axis_name` names no axis.
-    ValueError: from `update`, while it is traced, if a gradient does not vary
-      along the axis: it has been summed already. JAX shows this under
-      `shard_map` with `check_vma=True`.
+    ValueError: from `update`, while it is traced, if there is no such axis, or
+      if a gradient does not vary along it: it has been summed already. JAX
+      shows this under `shard_map` with `check_vma=True`.
 
   Examples:
     >>> import jax
@@ -66,6 +66,7 @@ def pmean_gradients(
 
   def mean(updates: optax.Updates, params: Any = None) -> optax.Updates:
     del params
+    check_mapped("axis_name", names)
     _refuse_reduced("pmean_gradients", updates, names)
     return _map_gradients(lambda x: _mean(x, names), updates)
 
@@ -91,6 +92,7 @@ def make_varying(tree: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
   Raises:
     TypeError: if `axis_name` is no axis name.
+    ValueError: if there is no such axis.
 
   Examples:
     >>> import jax
@@ -116,6 +118,7 @@ def make_varying(tree: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     -1.0
   """
   names = axis_names("axis_name", axis_name)
+  check_mapped("axis_name", names)
 
   def make_leaf_varying(x: Any) -> Any:
     if not isinstance(x, jax.Array):
@@ -149,6 +152,26 @@ def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
       f"got {axis_name!r}."
     )
   return tuple(dict.fromkeys(names))
+
+
+def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
+  """Raises where a name is not that of an axis around the caller.
+
+  Args:
+    argument: what the names are called there, for the error.
+    names: the axes.
+
+  Raises:
+    ValueError: if JAX does not know one of them.
+  """
+  for name in names:
+    try:
+      lax.axis_size(name)
+    except NameError as error:
+      raise ValueError(
+        f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
+        f"this, got {name!r}, which is none; under plain jit leave it out."
+      ) from error
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

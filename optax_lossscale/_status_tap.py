@@ -36,8 +36,9 @@ def status_tap(
     x: an array or a pytree, for example a layer's output. Leaves that are not
       floating or complex pass.
     status: float32[], zero; an argument of the loss function.
-    check: which cotangents count: `saturated(dtype)` or `nonfinite(dtype)`,
-      with the computation's dtype, or without for that of each cotangent.
+    check: which cotangents count: `saturated(dtype)`, which sees inf and NaN
+      as well and so fits any hardware, or `nonfinite(dtype)`; with the
+      computation's dtype, or without for that of each cotangent.
 
   Returns:
     `x`.
@@ -68,10 +69,12 @@ def status_tap(
       "`check` must be for one dtype, or without one for that of each "
       f"cotangent, got {check!r}; give the taps of other layers another."
     )
-  if jnp.shape(status) != () or jnp.result_type(status) != jnp.float32:
+  dtype = getattr(status, "dtype", None)
+  if dtype != jnp.float32 or jnp.shape(status) != ():
+    got = repr(status) if dtype is None else f"{dtype}{list(status.shape)}"
     raise TypeError(
       "`status` must be float32[], an argument of the loss function such as "
-      f"jnp.float32(0), got {jnp.result_type(status)}{list(jnp.shape(status))}."
+      f"jnp.float32(0), got {got}."
     )
 
   def tap_leaf(leaf: Any) -> Any:

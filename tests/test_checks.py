@@ -578,3 +578,12 @@ def test_checks_of_a_function_or_a_tuple_of_dtypes_are_hashable():
   assert hash(ols.saturated(half)) == hash(ols.saturated(half))
   assert ols.saturated((jnp.float16, None)) == ols.saturated(("float16", None))
   assert len({ols.saturated((jnp.float16,)), ols.saturated(("float16",))}) == 1
+
+
+def test_bfloat16_does_not_round_the_limit_of_float16():
+  # 65536 is the bfloat16 next to 65504, and above it.
+  check = ols.nonfinite(jnp.float16)
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+  for value, overflow in ((65280.0, False), (65536.0, True)):
+    gradient = jnp.full(3, value, jnp.bfloat16)
+    assert tx.update(gradient, tx.init(gradient))[1].overflow == overflow

@@ -538,3 +538,23 @@ def test_averages_promote_nothing_implicitly(order):
   }
   for dtype, updates in update(gradients).items():
     assert updates.tolist() == [[0.125] * 2] * 8, dtype
+
+
+def update_alone(gradient):
+  rule = ols.FixedLossScale(8.0)
+  tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name="data")
+  return tx.update(gradient, tx.init(gradient))
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda x: ols.make_varying(x, "data"),
+    lambda x: ols.pmean_gradients("data").update(x, ()),
+    update_alone,
+  ],
+  ids=["make_varying", "pmean_gradients", "loss_scaling"],
+)
+def test_an_axis_that_is_not_there_is_named(function):
+  with pytest.raises(ValueError, match="must name an axis of .* got 'data'"):
+    jax.jit(function)(jnp.ones(3))

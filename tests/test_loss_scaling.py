@@ -710,7 +710,7 @@ def test_guarantee_16_what_people_swap_is_keyword_only():
     tx.update(jnp.ones(1), state, None, True)
 
 
-@pytest.mark.parametrize("overflow", [None, "yes"])
+@pytest.mark.parametrize("overflow", [None, "yes", {"a": 1}, jnp.isnan])
 def test_an_overflow_that_is_no_flag_is_refused(overflow):
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
   with pytest.raises(TypeError, match="`overflow` must be a bool, a number"):

@@ -75,11 +75,10 @@ def test_the_examples_run_one_after_the_other():
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
 
+  names["batch"] = np.ones((8, 5), np.float32)
   exec(devices, names)
-  by_rows = jax.NamedSharding(names["mesh"], jax.P("data"))
-  batch = jax.device_put(np.ones((8, 5), np.float32), by_rows)
   opt_state = names["tx"].init(params)
-  _, opt_state, loss = names["train_step"](params, opt_state, batch)
+  _, opt_state, loss = names["train_step"](params, opt_state, names["batch"])
   assert opt_state.applied_steps == 1
   np.testing.assert_allclose(loss, before, rtol=1e-2)
 

@@ -5,6 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _arguments
+from optax_lossscale import _checks
+
 
 def check_dtypes(dtypes: Any) -> frozenset[Any]:
   """Returns `dtypes` as a set.
@@ -45,17 +48,28 @@ def has_inf(dtype: Any) -> bool:
 
 
 def _check_dtype(dtype: Any) -> Any:
-  rule = "`dtypes` must hold signed floating dtypes of 8 bits at least"
-  try:
-    checked = jnp.dtype(dtype)
-  except TypeError as error:
-    raise TypeError(f"{rule}, such as jnp.float16, got {dtype!r}.") from error
-  if (
-    dtype is None
-    or not jnp.issubdtype(checked, jnp.floating)
-    or not 8 <= jnp.finfo(checked).bits <= 64
-    # float8_e8m0fnu: powers of two, no zero.
-    or float(jnp.finfo(checked).min) >= 0
-  ):
-    raise TypeError(f"{rule}, such as jnp.float16, got {dtype!r}.")
-  return checked
+  found = _arguments.as_float_dtype(dtype)
+  # float8_e8m0fnu has powers of two, and neither a sign nor 0.
+  if found is None or jnp.finfo(found).bits < 8 or jnp.finfo(found).min >= 0:
+    remedy = "; pass it as check=" if isinstance(dtype, _checks.Check) else ""
+    raise TypeError(
+      "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
+      f"jnp.float16, got {dtype!r}{remedy}."
+    )
+  return found
+
+
+def check_function(fun: Any) -> None:
+  """Raises if what was passed as `fun` is no function.
+
+  Args:
+    fun: what the caller passed.
+
+  Raises:
+    TypeError: if it cannot be called.
+  """
+  if not callable(fun):
+    raise TypeError(
+      f"`fun` must be a function, got {type(fun).__name__}; pass the function "
+      "itself, and its arguments to what is returned."
+    )

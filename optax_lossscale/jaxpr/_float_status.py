@@ -58,9 +58,12 @@ def float_status(
   from finfo.min: mask with -inf.
 
   Operations are looked at wherever they are, in loops, branches, calls, and in
-  the parts of a `shard_map`. What is not known element by element (convolution,
-  linear algebra, FFT, scatter-add, sums over devices, kernels) overflowed when
-  all its inputs were finite, on all those devices, and some result was not.
+  the parts of a `shard_map`, also if nothing comes of their result and a
+  compiler would leave them out. What is not known element by element
+  (convolution, linear algebra, FFT, scatter-add, sums over devices), or holds a
+  program of its own (a kernel, a reduction by a function of yours), overflowed
+  when all its inputs were finite, on all those devices, and some result was
+  not.
 
   Args:
     fun: any function that JAX can trace. Arguments that are no arrays, such as
@@ -80,8 +83,8 @@ def float_status(
     `fun` on each call, so jit it, or what is around it.
 
   Raises:
-    TypeError: if `dtypes` holds anything but floating dtypes, or `check` is no
-      check, or one for another dtype.
+    TypeError: if `fun` is no function, `dtypes` holds anything but floating
+      dtypes, or `check` is no check, or one for another dtype.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -98,6 +101,7 @@ def float_status(
   References:
     Ascend's NPUAllocFloatStatus, NPUGetFloatStatus and NPUClearFloatStatus.
   """
+  _dtypes.check_function(fun)
   dtypes = _dtypes.check_dtypes(dtypes)
   if not isinstance(check, _checks.Check):
     raise TypeError(

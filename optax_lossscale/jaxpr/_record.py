@@ -107,4 +107,7 @@ def _recording(is_at_once: bool) -> Iterator[None]:
 
 
 def _is_array(x: Any) -> bool:
-  return isinstance(x, (jax.Array, np.ndarray, np.generic))
+  # NumPy's bool is a flag, such as `train`, as Python's is.
+  return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not isinstance(
+    x, np.bool_
+  )

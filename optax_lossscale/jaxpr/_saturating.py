@@ -34,8 +34,9 @@ def saturating(
   of the backward pass clamped as well: `jax.grad(saturating(fun))` is
   `saturating(jax.grad(fun))`. There is no forward mode; for that take
   `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. Of a `custom_vmap` the
-  rule is used where `fun` itself maps it. What a kernel computes inside
-  (Pallas, a library call) is one operation.
+  rule is used where `fun` itself maps it. One operation is what holds a program
+  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
+  reduction by a function of yours, and `custom_root` on newer JAX.
 
   Args:
     fun: any function that JAX can trace. Arguments that are no arrays, such as
@@ -48,9 +49,9 @@ def saturating(
     it, or what is around it.
 
   Raises:
-    TypeError: if `dtypes` holds anything but floating dtypes; when called, if
-      `fun` computes in a float8 dtype of `dtypes` that has no inf, beyond
-      casts to it.
+    TypeError: if `fun` is no function, or `dtypes` holds anything but floating
+      dtypes; when called, if `fun` computes in a float8 dtype of `dtypes` that
+      has no inf, beyond casts to it.
 
   Examples:
     >>> import jax
@@ -68,6 +69,7 @@ def saturating(
   References:
     Ascend 910A's saturation mode; MindSpore's `MS_ASCEND_CHECK_OVERFLOW_MODE`.
   """
+  _dtypes.check_function(fun)
   dtypes = _dtypes.check_dtypes(dtypes)
 
   @functools.wraps(fun)

@@ -152,6 +152,22 @@ def _shard_map(
   return result
 
 
+def _linear_solve(
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  interpret: _control_flow.Interpret,
+  zero: Any,
+) -> tuple[list[Any], Any]:
+  """Forward it is the function that solves, which comes third of four."""
+  del zero
+  lengths = equation.params["const_lengths"]
+  start = lengths.matvec + lengths.vecmat
+  consts = inputs[start : start + lengths.solve]
+  return interpret(
+    equation.params["jaxprs"].solve, [*consts, *inputs[sum(lengths) :]]
+  )
+
+
 def _constrain(shardings: Sequence[Any], values: Sequence[Any]) -> list[Any]:
   """Returns values that lie where a jitted function says that they do."""
   return [
@@ -172,6 +188,7 @@ _CALLS: dict[core.Primitive, _control_flow.Call] = {
   primitives.closed_call_p: _inline,
   primitives.custom_jvp_call_p: _inline,
   primitives.custom_vjp_call_p: _inline,
+  primitives.linear_solve_p: _linear_solve,
 }
 
 # These have no public handle.

@@ -898,6 +898,29 @@ def test_dtypes_that_are_none_are_refused(dtypes):
     ols.float_status(hide, dtypes)
 
 
+def test_a_check_in_the_place_of_dtypes_is_refused():
+  with pytest.raises(TypeError, match="`dtypes` must hold.*pass it as check="):
+    ols.float_status(hide, ols.saturated(HALF))
+
+
+@pytest.mark.parametrize("factory", [ols.float_status, ols.saturating])
+def test_what_a_function_returned_is_no_function(factory):
+  with pytest.raises(
+    TypeError, match="`fun` must be a function, got ArrayImpl"
+  ):
+    factory(hide(half(1.0)))
+
+
+def test_an_eager_look_at_a_sharded_array():
+  # Without a mesh that is set: it comes with the array, or with the function.
+  mesh = make_mesh(jax.sharding.AxisType.Explicit)
+  x = jax.device_put(
+    half(*[1.0] * 7, 300.0), jax.NamedSharding(mesh, jax.P("data"))
+  )
+  status = ols.float_status(lambda x: x * x, counts=True)
+  assert status(x)[1].overflow == 1
+
+
 @pytest.mark.parametrize("check", [None, "saturated", ols.saturated, True])
 def test_a_check_that_is_none_is_refused(check):
   with pytest.raises(TypeError, match="`check` must be made by nonfinite"):

@@ -146,3 +146,11 @@ def test_what_a_function_closes_over_comes_before_its_arguments():
   np.testing.assert_array_equal(
     recording.evaluate(weights + 1, X)[0], (X * (weights + 1)) ** 2
   )
+
+
+def test_a_flag_of_numpy_is_a_flag():
+  def fun(x, train):
+    return x * 2 if train else x
+
+  for train in (True, np.True_, np.False_):
+    assert ols.saturating(fun)(jnp.float16(3), train) == (6 if train else 3)

@@ -127,6 +127,16 @@ SINES = {
     ),
     8,
   ),
+  "shard_map inside of scan": (
+    lambda x: lax.scan(lambda c, _: (sharded(True)(c), None), x, X[:2])[0],
+    16,
+  ),
+  "custom_linear_solve": (
+    lambda x: lax.custom_linear_solve(
+      lambda y: y * x[3], x, lambda _, b: jnp.sin(b) * x[3]
+    ),
+    1,
+  ),
   "platform_dependent": (platform_dependent, 1),
   "platform_dependent on each device": (
     jax.shard_map(
