@@ -16,22 +16,22 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 LARGEST_COUNT = 2**31 - 1
 
 
-def as_float_dtype(dtype: Any) -> Any:
-  """Returns a floating dtype as NumPy spells it, or None if it is none.
+def read_dtype(dtype: Any) -> tuple[Any, str]:
+  """Returns a floating dtype, or None if it is none, and its name for an error.
 
   Args:
     dtype: a dtype, a type such as jnp.float16, or a name. Not whatever else
       NumPy reads as one: arrays, and objects that have such an attribute.
   """
   if not isinstance(dtype, (str, type, np.dtype)):
-    return None
+    return None, repr(dtype)
   try:
     found = jnp.dtype(dtype)
   except TypeError:
-    return None
+    return None, repr(dtype)
   # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
   is_float = jnp.issubdtype(found, jnp.floating) and found.itemsize <= 8
-  return found if is_float else None
+  return found if is_float else None, found.name
 
 
 def check_number(name: str, value: Any) -> float:

@@ -226,12 +226,12 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
   """Returns the dtype that a caller named for a leaf, None as it is."""
   if dtype is None:
     return None
-  found = _arguments.as_float_dtype(dtype)
+  found, name = _arguments.read_dtype(dtype)
   if found is None:
     place = f" for {_name(path)!r}" if path else ""
     raise TypeError(
       "`dtype` must be a floating-point dtype such as jnp.float16, got "
-      f"{dtype!r}{place}."
+      f"{name}{place}."
     )
   return found
 

@@ -11,3 +11,15 @@ def strict_promotion():
   """Forbids implicit promotion, so that every cast in the source is meant."""
   with jax.numpy_dtype_promotion("strict"):
     yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Compiles without LLVM's optimizations, where no test is about them.
+
+  The program is the same operation for operation; it takes a quarter less time
+  to compile. What XLA's vectorized kernels do with NaN, say, is not tested so.
+  """
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

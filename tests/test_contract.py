@@ -13,6 +13,8 @@ from tests import optimizers
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
 
 each_optimizer = pytest.mark.parametrize("name", optimizers.OPTIMIZERS)

@@ -17,6 +17,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
 DEVICES = 4

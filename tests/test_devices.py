@@ -15,6 +15,8 @@ from optax_lossscale import _checks
 from optax_lossscale import _devices
 from tests import compiled
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SATURATED = ols.saturated(jnp.float16)
 
 # How a step is mapped, and over which axes of the mesh.

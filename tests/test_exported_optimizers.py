@@ -18,6 +18,7 @@ from tests import exported
 from tests import optimizers
 
 pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
   pytest.mark.filterwarnings("ignore:Specifying a key will be required"),
   pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
 ]

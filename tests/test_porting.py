@@ -18,6 +18,8 @@ import pytest
 import optax_lossscale as ols
 from tests.presets import traces
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PAGE = pathlib.Path(__file__).parents[1].joinpath("docs/porting.md").read_text()
 PRESETS = sorted(
   set(ols.presets.__all__)

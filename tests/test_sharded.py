@@ -13,6 +13,8 @@ import pytest
 import optax_lossscale as ols
 from tests import compiled
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RULE = ols.DynamicLossScale(8.0)
 SATURATED = ols.saturated(jnp.float16)
 

@@ -48,13 +48,17 @@ def has_inf(dtype: Any) -> bool:
 
 
 def _check_dtype(dtype: Any) -> Any:
-  found = _arguments.as_float_dtype(dtype)
+  found, name = _arguments.read_dtype(dtype)
   # float8_e8m0fnu has powers of two, and neither a sign nor 0.
-  if found is None or jnp.finfo(found).bits < 8 or jnp.finfo(found).min >= 0:
+  if (
+    found is None
+    or jnp.finfo(found).bits < 8
+    or float(jnp.finfo(found).min) >= 0
+  ):
     remedy = "; pass it as check=" if isinstance(dtype, _checks.Check) else ""
     raise TypeError(
       "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
-      f"jnp.float16, got {dtype!r}{remedy}."
+      f"jnp.float16, got {name}{remedy}."
     )
   return found
 

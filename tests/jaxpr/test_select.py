@@ -14,6 +14,8 @@ from tests import optimizers
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RULE = ols.FixedLossScale(1.0)  # Unscales exactly.
 PARAMS = jnp.array([0.5, -0.25, 1.0])
 GRADS = jnp.array([1.0, -2.0, 0.5])

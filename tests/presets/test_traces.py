@@ -5,6 +5,8 @@ import pytest
 from optax_lossscale import presets
 from tests.presets import traces
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OTHERS = {
   "from_state_dict",
   "npu_loss_scale_optimizer",

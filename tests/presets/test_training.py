@@ -10,6 +10,8 @@ import optax_lossscale as ols
 from tests.optimizers import describe
 from tests.presets import test_million_steps
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OVERFLOWS = np.random.default_rng(0).random((2, 64)) < 0.3
 
 each_preset = pytest.mark.parametrize(
