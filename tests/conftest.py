@@ -1,5 +1,7 @@
 """Eight devices in the test process, on any machine."""
 
+import os
+
 import jax
 import pytest
 
@@ -22,4 +24,6 @@ def quick_compilation():
   """
   jax.config.update("jax_disable_most_optimizations", True)
   yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  # Unless all tests are run without them.
+  stays = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") != "0"
+  jax.config.update("jax_disable_most_optimizations", stays)
