@@ -32,6 +32,7 @@ from optax_lossscale._select import select_on_skip
 from optax_lossscale._state import get_loss_scale
 from optax_lossscale._state import LossScalingState
 from optax_lossscale._status_tap import status_tap
+from optax_lossscale.jaxpr import autocast
 from optax_lossscale.jaxpr import float_status
 from optax_lossscale.jaxpr import saturating
 
@@ -42,6 +43,7 @@ __all__ = [
   "FixedLossScale",
   "LossScale",
   "LossScalingState",
+  "autocast",
   "float_status",
   "get_loss_scale",
   "loss_scale_metrics",

@@ -1,11 +1,13 @@
 """Functions as JAX records them, evaluated again with something changed."""
 
+from optax_lossscale.jaxpr._autocast import autocast
 from optax_lossscale.jaxpr._float_status import float_status
 from optax_lossscale.jaxpr._record import is_recording
 from optax_lossscale.jaxpr._saturating import saturating
 from optax_lossscale.jaxpr._select import select_at_definition
 
 __all__ = [
+  "autocast",
   "float_status",
   "is_recording",
   "saturating",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,6 +37,20 @@ ELEMENTWISE = _names("""
   log2 logistic mul nextafter one_minus_square polygamma pow reduce_precision
   regularized_incomplete_beta rem round rsqrt sin sinh sqrt square sub tan tanh
   zeta
+""")
+
+# Truth of two elements.
+COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
+
+# Moves that take several values of one dtype.
+JOINS = _names("""
+  clamp concatenate dynamic_update_slice max min pad ragged_all_to_all scatter
+  scatter-max scatter-min select_and_gather_add select_n stack
+""")
+
+# Moves that neither repeat nor leave out anything.
+REARRANGES = _names("""
+  copy reshape rev squeeze stop_gradient transpose
 """)
 
 # Each element of the result is made of the inputs along some axes.
@@ -75,6 +90,33 @@ def moves(equation: core.JaxprEqn) -> bool:
     # Of `x.at[...].apply(function)` the function is here.
     return parameters.get("update_jaxpr") is None
   return name in MOVES
+
+
+# The names that an operation may have in the lists of `autocast`.
+NAMES = frozenset(
+  getattr(primitives, attribute).name
+  for attribute in dir(primitives)
+  if attribute.endswith("_p")
+) | _names("cube reciprocal square")
+
+_POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
+
+
+def listed_name(equation: core.JaxprEqn) -> str:
+  """Returns the name of an operation in the lists of `autocast`.
+
+  Args:
+    equation: of any primitive. Powers and quotients are called what they
+      compute, however they are written.
+  """
+  name, inputs = equation.primitive.name, equation.invars
+  if name == "integer_pow":
+    return _POWERS.get(equation.params["y"], name)
+  if name == "mul" and inputs[0] is inputs[1]:
+    return "square"
+  if name == "div" and isinstance(inputs[0], core.Literal):
+    return "reciprocal"
+  return name
 
 
 def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:

@@ -115,21 +115,32 @@ def _remat(
   zero: Any,
 ) -> tuple[list[Any], Any]:
   del zero
+  return interpret(equation.params["jaxpr"], recomputed(equation, inputs))
+
+
+def recomputed(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+  """Returns the inputs of a remat, for its jaxpr to be evaluated in place.
+
+  Args:
+    equation: the remat.
+    inputs: arrays.
+  """
   parameters = equation.params
-  if parameters["differentiated"] and parameters["prevent_cse"]:
-    # As JAX lowers it: what is computed again must not be found to be the same
-    # as what was computed before. One by one, or under `shard_map` all would
-    # vary as any of them does.
-    inputs = [lax.optimization_barrier(x) for x in inputs]
-  return interpret(parameters["jaxpr"], inputs)
+  if not (parameters["differentiated"] and parameters["prevent_cse"]):
+    return inputs
+  # As JAX lowers it: what is computed again must not be found to be the same as
+  # what was computed before. One by one, or under `shard_map` all would vary as
+  # any of them does.
+  return [lax.optimization_barrier(x) for x in inputs]
 
 
-def _shard_map(
+def shard_map(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
   zero: Any,
 ) -> tuple[list[Any], Any]:
+  """`jax.shard_map`, and `jax.pmap`, which is one."""
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
 
@@ -193,7 +204,7 @@ _CALLS: dict[core.Primitive, _control_flow.Call] = {
 
 # These have no public handle.
 _CALLS_BY_NAME: dict[str, _control_flow.Call] = {
-  "shard_map": _shard_map,
+  "shard_map": shard_map,
   "custom_vmap_call": _inline,
   "composite": _inline,
 }

@@ -1,0 +1,134 @@
+"""Mixed precision for any function."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_lossscale.jaxpr import _calls
+from optax_lossscale.jaxpr import _demand
+from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _mixed_program
+from optax_lossscale.jaxpr import _operations
+from optax_lossscale.jaxpr import _record
+from optax_lossscale.jaxpr import _value
+from optax_lossscale.precision import _recipe
+
+
+def autocast(
+  fun: Callable[..., Any],
+  level: str = "O1",
+  *,
+  dtype: DTypeLike = jnp.float16,
+  overrides: Mapping[str, DTypeLike] | None = None,
+  operations: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[..., Any]:
+  """Returns `fun` in mixed precision: every operation in the dtype it needs.
+
+  `fun` is written in float32 and knows nothing of it. When it is traced, its
+  matrix products and convolutions get inputs in `dtype`, forward and backward,
+  and what would lose range or accuracy stays in float32. Nothing of this is
+  left when the program runs.
+
+  What `fun` returns has the dtypes that it has without, and so have gradients.
+  A value is converted once for all operations that want it in a dtype. Sums
+  are accumulated in float32. The derivative rules of `custom_jvp` and
+  `custom_vjp` hold, loops carry the dtypes that they are written for, and
+  `remat` computes again what it did. Only what is written in float32 or in
+  `dtype` takes part: integers, keys, float64 and other dtypes are left alone.
+
+  The levels:
+
+  - "O0": as written, but for `overrides` and `operations`.
+  - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
+    norms and losses in float32; the others follow their inputs. Where a value
+    that was computed meets one that was given, such as a bias, the given one
+    follows.
+  - "O2": everything in `dtype` but norms and losses.
+  - "O3": everything in `dtype` but losses.
+  - "auto": as "O1", and additions and concatenations are in the widest dtype
+    among their inputs, a bias included.
+
+  A norm is known by its scope ("*Norm*" in a part of it) or by its operations.
+  A loss is known by its scope ("*loss*", "*cross_entropy*") or by its place:
+  what follows the last matrix product of `fun` is in float32 at every level.
+  So the loss is the same whether `fun` is the model and the loss is taken
+  outside, or `fun` is the whole loss function.
+
+  Args:
+    fun: any function that JAX can trace: a loss function, `model.apply`.
+      Arguments that are no arrays, such as `train=True`, it gets as they are.
+    level: "O0", "O1", "O2", "O3" or "auto".
+    dtype: the low precision, float16 or bfloat16.
+    overrides: dtypes by scope, such as `{"LeNet5/conv1": jnp.float16}`. They
+      are float16, bfloat16 or float32, and for all operations inside, whatever
+      the level says. Flax Linen names scopes after modules; elsewhere
+      `jax.named_scope` does. A pattern matches a scope from its first part on,
+      "*" stands for anything, and of several that match the longest one wins.
+    operations: edits the lists of the level, such as `{"black": ["tanh"],
+      "gray": ["exp"]}`. What is in "white" is in `dtype`, in "black" in
+      float32, in "gray" it follows its inputs, in "promote" it is in the widest
+      dtype among them. The names are those of JAX's primitives, and "square",
+      "cube" and "reciprocal".
+
+  Returns:
+    A function with the arguments of `fun`. It traces `fun` on each call, so jit
+    it, or what is around it.
+
+  Raises:
+    TypeError: if `fun` is no function, or another argument of a wrong type.
+    ValueError: if there is no such level, list or dtype; when called, if a
+      pattern matches no scope of `fun`, or JAX has no operation of a name.
+
+  Warns:
+    UserWarning: when called, of an operation that holds a program which nothing
+      is known of, such as a kernel. It runs as written.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> x, weights = jnp.ones((1, 2)), jnp.eye(2)
+    >>> model = ols.autocast(lambda x: jnp.exp(x @ weights), "O1")
+    >>> for equation in jax.make_jaxpr(model)(x).eqns:
+    ...   print(equation.primitive, equation.outvars[0].aval)
+    convert_element_type float16[1,2]
+    convert_element_type float16[2,2]
+    dot_general float16[1,2]
+    convert_element_type float32[1,2]
+    exp float32[1,2]
+
+  References:
+    The levels of Apex and MindSpore, PyTorch 2.13's autocast; Micikevicius et
+    al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
+  """
+  _dtypes.check_function(fun)
+  recipe = _recipe.make_recipe(level, dtype, overrides, operations)
+
+  if recipe.is_idle:
+    return fun
+
+  @functools.wraps(fun)
+  def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    recording = _record.record(fun, args, kwargs)
+    jaxpr = recording.jaxpr
+    recipe.check(set(_calls.operations(jaxpr)), _operations.NAMES)
+    variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+    consts, inputs = recording.consts_and_arguments(
+      [
+        _value.given(x, variable.aval)
+        for x, variable in zip(recording.operands, variables, strict=True)
+      ]
+    )
+    outputs = _mixed_program.MixedProgram(recipe).evaluate(
+      jaxpr, inputs, [_demand.Use()] * len(jaxpr.out_avals), consts
+    )
+    return recording.result(
+      [x.in_dtype(x.written) if x.is_float else x.array for x in outputs]
+    )
+
+  return autocast_fun

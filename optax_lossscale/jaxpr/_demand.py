@@ -1,0 +1,226 @@
+"""What becomes of the values of a program, seen from its end.
+
+An operation is decided on where it is evaluated, by its name, its scope and its
+inputs. What it cannot know there is found here before: whether a matrix product
+is still to come, and whether all that uses its result is in float32.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import operator
+from typing import Any
+from typing import NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale.jaxpr import _calls
+from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _operations
+from optax_lossscale.precision import _levels
+from optax_lossscale.precision import _operation_lists
+from optax_lossscale.precision import _recipe
+from optax_lossscale.precision import _scopes
+
+
+class Use(NamedTuple):
+  """What becomes of a value.
+
+  Attributes:
+    leads_to_product: whether a product is computed from it, however late.
+    is_full: whether all operations that take it are in float32.
+  """
+
+  leads_to_product: bool = False
+  is_full: bool = True
+
+  def __or__(self, other: "Use") -> "Use":
+    """Returns what becomes of a value that is used in both ways."""
+    return Use(
+      self.leads_to_product or other.leads_to_product,
+      self.is_full and other.is_full,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+  """The result for one jaxpr.
+
+  Attributes:
+    is_full: the equations that are in float32 for what comes after them, by id.
+    outputs: what becomes of the outputs of each equation, by id.
+    inputs: what becomes of the inputs of the jaxpr.
+    has_product: whether there is a product in low precision in it.
+  """
+
+  is_full: frozenset[int]
+  outputs: dict[int, list[Use]]
+  inputs: list[Use]
+  has_product: bool
+
+
+# They keep nothing for the backward pass, so that it costs nothing to have them
+# in float32; with a constant, multiplication is one of them.
+_LINEAR = _operations.JOINS | {
+  "abs",
+  "add",
+  "add_any",
+  "neg",
+  "reduce_max",
+  "reduce_min",
+  "stop_gradient",
+  "sub",
+}
+_LINEAR_WITH_CONSTANT = frozenset(["div", "mul"])
+# Not linear, but what they are summed up to is the only reason to have them.
+_BEFORE_SUMS = frozenset(["cube", "square"])
+
+
+def find_demand(
+  jaxpr: Any, recipe: _recipe.Recipe, scope: str, outputs: Sequence[Use]
+) -> Demand:
+  """Returns what becomes of the values of a jaxpr.
+
+  Args:
+    jaxpr: with constants.
+    recipe: of the `autocast`.
+    scope: of the jaxpr.
+    outputs: what becomes of its outputs.
+  """
+  uses: dict[core.Var, Use] = {}
+  constants = _constants(jaxpr)
+  is_full = set()
+  of_outputs = {}
+  has_product = False
+
+  def note(atom: core.Var | core.Literal, use: Use) -> None:
+    if isinstance(atom, core.Var):
+      uses[atom] = uses.get(atom, Use()) | use
+
+  for atom, use in zip(jaxpr.jaxpr.outvars, outputs, strict=True):
+    note(atom, use)
+  for equation in reversed(jaxpr.jaxpr.eqns):
+    after = [uses.get(variable, Use()) for variable in equation.outvars]
+    of_outputs[id(equation)] = after
+    where = _scopes.join(scope, str(equation.source_info.name_stack))
+    if _calls.bodies(equation):
+      of_inputs, product = _call(equation, recipe, where, after)
+    else:
+      of_input, product, full = _operation(
+        equation,
+        recipe,
+        where,
+        functools.reduce(operator.or_, after, Use()),
+        constants,
+      )
+      of_inputs = [of_input] * len(equation.invars)
+      if full:
+        is_full.add(id(equation))
+    has_product |= product
+    for atom, use in zip(equation.invars, of_inputs, strict=True):
+      note(atom, use)
+  return Demand(
+    frozenset(is_full),
+    of_outputs,
+    [uses.get(variable, Use()) for variable in jaxpr.jaxpr.invars],
+    has_product,
+  )
+
+
+def in_loop(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Sequence[Use],
+) -> tuple[Use, bool]:
+  """Returns what becomes of all values of a loop, and if it has a product.
+
+  Args:
+    equation: a loop: what is computed in one round is used in the next.
+    recipe: of the `autocast`.
+    scope: of the loop.
+    after: what becomes of its outputs.
+  """
+  has_product = any(
+    find_demand(
+      body, recipe, scope, [Use()] * len(body.jaxpr.outvars)
+    ).has_product
+    for body in _calls.bodies(equation)
+  )
+  leads = has_product or any(use.leads_to_product for use in after)
+  return Use(leads, is_full=not leads), has_product
+
+
+def _call(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Sequence[Use],
+) -> tuple[list[Use], bool]:
+  """Returns what becomes of the inputs, and if there is a product inside."""
+  if _calls.is_loop(equation):
+    use, has_product = in_loop(equation, recipe, scope, after)
+    return [use] * len(equation.invars), has_product
+  inside = [
+    find_demand(body, recipe, scope, after) for body in _calls.bodies(equation)
+  ]
+  inputs = [
+    functools.reduce(operator.or_, of_input)
+    for of_input in zip(*(demand.inputs for demand in inside), strict=True)
+  ]
+  # Of the branches of a cond: the first input says which one it is.
+  first = [Use()] * (len(equation.invars) - len(inputs))
+  return first + inputs, any(demand.has_product for demand in inside)
+
+
+def _operation(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Use,
+  constants: set[core.Var],
+) -> tuple[Use, bool, bool]:
+  """Returns what becomes of the inputs, if it is a product, and if float32."""
+  name = _operations.listed_name(equation)
+  decision = recipe.decide(name, scope)
+  treatment = decision.treatment
+  is_move = _operations.moves(equation) or name == "convert_element_type"
+  if is_move and name not in _LINEAR:
+    return after, False, False
+  is_product = treatment is _levels.Treatment.WHITE or (
+    name in _operation_lists.PRODUCTS
+    and treatment in (_levels.Treatment.LOW, _levels.Treatment.LOW_BUT_NORMS)
+  )
+  leads = is_product or after.leads_to_product
+  if treatment is _levels.Treatment.WRITTEN:
+    return Use(leads), False, False
+  is_full = treatment is _levels.Treatment.BLACK
+  if name in _operation_lists.SUMS:
+    # Whatever they give, they take float32.
+    return Use(leads), False, not leads and not decision.is_override
+  if not (decision.is_override or is_product):
+    is_linear = name in _LINEAR | _BEFORE_SUMS or (
+      name in _LINEAR_WITH_CONSTANT
+      and any(
+        isinstance(atom, core.Literal) or atom in constants
+        for atom in equation.invars
+      )
+    )
+    is_full |= not leads or (is_linear and after.is_full)
+  # What is made of a value that is not a float is not in its precision.
+  is_float = any(
+    _dtypes.part_dtype(variable.aval) for variable in equation.outvars
+  )
+  return Use(leads, is_full or not is_float), is_product, is_full
+
+
+def _constants(jaxpr: Any) -> set[core.Var]:
+  """Returns what is made of the numbers in a jaxpr alone."""
+  constants: set[core.Var] = set()
+  for equation in jaxpr.jaxpr.eqns:
+    if equation.invars and all(
+      isinstance(atom, core.Literal) or atom in constants
+      for atom in equation.invars
+    ):
+      constants.update(equation.outvars)
+  return constants

@@ -1,0 +1,339 @@
+"""One operation in mixed precision: in which dtype it runs, and how."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _operations
+from optax_lossscale.jaxpr import _value
+from optax_lossscale.precision import _levels
+from optax_lossscale.precision import _operation_lists
+from optax_lossscale.precision import _recipe
+
+_Kind = _value.Kind
+_Treatment = _levels.Treatment
+_FLOAT32 = _recipe.FLOAT32
+
+# They do not say in which precision to compute.
+_NEUTRAL = (_Kind.GIVEN, _Kind.CONSTANT)
+_OF_NORMS = (_Kind.STATISTIC, _Kind.ROOT, _Kind.NORMALIZING)
+_ELEMENTWISE = _operations.ELEMENTWISE | _operations.JOINS
+_SUMS = _operation_lists.SUMS
+# They are about the bits of a dtype.
+_OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
+
+
+def evaluate(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+  dtypes: frozenset[Any],
+) -> list[_value.Value]:
+  """Returns the outputs of an operation.
+
+  Args:
+    equation: one that holds no jaxpr.
+    inputs: the values of its inputs.
+    decision: what to do with it.
+    dtypes: among which values are moved; what was written in another one stays.
+  """
+  name = equation.primitive.name
+  if (
+    decision.treatment is _Treatment.WRITTEN
+    or name in _OF_BITS
+    or not _is_among(equation, dtypes)
+  ):
+    return _as_written(equation, inputs)
+  if name == "convert_element_type":
+    return _conversion(equation, inputs)
+  if name in _operation_lists.PRODUCTS:
+    return _product(equation, inputs, decision)
+  if name in _SUMS:
+    return _sum(equation, inputs, decision)
+  if name in _operations.COMPARISONS:
+    return _in_dtype(equation, inputs, _widest(inputs))
+  if _operations.moves(equation) and not (
+    name in _operations.JOINS or decision.treatment is _Treatment.BLACK
+  ):
+    return _move(equation, inputs)
+  if name in _ELEMENTWISE or _operations.moves(equation):
+    dtype, kind = _choose(equation, inputs, decision)
+    return _in_dtype(equation, inputs, dtype, kind)
+  return _as_written(equation, inputs)
+
+
+def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
+  """Returns whether an operation is on floats, and of these dtypes only."""
+  avals: list[Any] = [
+    atom.aval for atom in (*equation.invars, *equation.outvars)
+  ]
+  # Not on what is stored in a `jax.Ref`, which keeps its dtype.
+  if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
+    return False
+  floats = {aval.dtype for aval in avals if _dtypes.part_dtype(aval)}
+  return bool(floats) and floats <= dtypes
+
+
+def _as_written(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  with _evaluate.context(equation):
+    arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
+  # Positions, noise and the like are made of nothing that has a precision.
+  kind = _Kind.COMPUTED if any(x.is_float for x in inputs) else _Kind.GIVEN
+  return _bind(equation, arrays, kind)
+
+
+def _conversion(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  """A conversion in the program itself, which is what the program wants."""
+  (x,) = inputs
+  dtype = equation.params["new_dtype"]
+  if not x.is_float or _dtypes.part_dtype(equation.outvars[0].aval) is None:
+    # Of integers and truth values, or to them: nothing is known of precision.
+    if x.is_float:
+      return _bind(equation, [x.array])
+    return _bind(equation, [x.array], _Kind.GIVEN)
+  if x.written == dtype:
+    return [x]
+  with _evaluate.context(equation):
+    return [x.converted(dtype)]
+
+
+def _product(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> list[_value.Value]:
+  parameters = equation.params
+  if _has_algorithm(parameters.get("precision")):
+    # It names the dtypes of its inputs.
+    return _as_written(equation, inputs)
+  floats = [x for x in inputs if x.is_float]
+  if decision.treatment is _Treatment.BLACK:
+    dtype = _FLOAT32
+  elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    promotes = decision.treatment is _Treatment.PROMOTE
+    dtype = _widest(floats, promotes=promotes)
+  else:
+    dtype = decision.dtype
+  emitted = parameters["preferred_element_type"]
+  if emitted is not None and all(x.written == _FLOAT32 for x in floats):
+    # What is written in low precision and asks for more, is to have it.
+    equation = equation.replace(
+      params={**parameters, "preferred_element_type": dtype}
+    )
+  return _in_dtype(equation, inputs, dtype)
+
+
+def _sum(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> list[_value.Value]:
+  """A sum, accumulated in float32 whatever comes in and goes out."""
+  treatment = decision.treatment
+  kind = _Kind.COMPUTED
+  if treatment is _Treatment.LOW_BUT_NORMS or all(
+    x.kind in (*_NEUTRAL, _Kind.STATISTIC) for x in inputs if x.is_float
+  ):
+    kind = _Kind.STATISTIC
+  outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
+  if kind is _Kind.STATISTIC or treatment in (
+    _Treatment.BLACK,
+    _Treatment.PROMOTE,
+  ):
+    return outputs
+  dtype = decision.dtype
+  if treatment is _Treatment.GRAY:
+    dtype = _widest(inputs)
+  with _evaluate.context(equation):
+    return [_value.Value(x.in_dtype(dtype), x.written) for x in outputs]
+
+
+def _move(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  """An operation that leaves every value in the dtype that it has."""
+  outputs = _bind(equation, _value.arrays(inputs))
+  if len(inputs) == len(outputs):
+    # Each by itself.
+    sources = list(inputs)
+  else:
+    sources = [next((x for x in inputs if x.is_float), inputs[0])] * len(
+      outputs
+    )
+  is_one = len([x for x in inputs if x.is_float]) == 1 and len(outputs) == 1
+  for output, source in zip(outputs, sources, strict=True):
+    if not output.is_float:
+      continue
+    output.kind = source.kind
+    if equation.primitive.name not in ("abs", "neg", "sign"):
+      output.number = source.number
+    if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
+      # An embedding is what the network computes with.
+      output.kind = _Kind.STATISTIC
+    if is_one and _commutes(equation, source):
+      output.source = (equation, source)
+  return outputs
+
+
+def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
+  """Returns whether the source is better converted before it is moved.
+
+  If it does not grow, for one conversion then serves all that is made of it.
+  What is broadcast is converted after that, so that the backward pass sums it
+  up in float32; of constants there is no backward pass.
+  """
+  name = equation.primitive.name
+  if source.kind is _Kind.CONSTANT:
+    return len(equation.invars) == 1
+  return (
+    source.kind is _Kind.GIVEN
+    and name in _operations.REARRANGES
+    and len(equation.invars) == 1
+  )
+
+
+def _choose(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> tuple[Any, _value.Kind]:
+  """Returns the dtype that an operation runs in, and what its result is."""
+  floats = [x for x in inputs if x.is_float]
+  treatment = decision.treatment
+  kinds = {x.kind for x in floats}
+  if kinds == {_Kind.CONSTANT}:
+    return _FLOAT32, _Kind.CONSTANT
+  is_given = all(x.kind in (*_NEUTRAL, _Kind.STATISTIC) for x in floats)
+  name = _operations.listed_name(equation)
+  if treatment is _Treatment.BLACK:
+    return _FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+  if is_given and not (decision.is_override or treatment is _Treatment.WHITE):
+    return _widest(floats), _kind_in_norm(name, floats)
+  if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    # What is subtracted is a mean or a target, rather than a parameter.
+    promotes = treatment is _Treatment.PROMOTE or name == "sub"
+    return _widest(floats, promotes=promotes), _Kind.COMPUTED
+  kind = _Kind.COMPUTED
+  if treatment is _Treatment.LOW_BUT_NORMS:
+    kind = _kind_in_norm(name, floats)
+  if kind is not _Kind.COMPUTED:
+    return _FLOAT32, kind
+  # Of a choice the numbers beyond the range are there to be beyond it: they are
+  # clipped. Anything else is computed with them, where there is room.
+  has_room = name in _operations.JOINS or all(
+    x.holds(decision.dtype) for x in floats
+  )
+  return (decision.dtype if has_room else _FLOAT32), kind
+
+
+def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
+  """Returns which part of a norm an operation is, COMPUTED if of none.
+
+  A norm subtracts a mean, squares and sums (these two are in float32 anyway),
+  takes a root and divides by it. What it gives goes on in low precision.
+
+  Args:
+    name: of the operation.
+    floats: its inputs.
+  """
+  kinds = {x.kind for x in floats if x.kind not in _NEUTRAL}
+  if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
+    is_root = name in ("sqrt", "rsqrt") or _Kind.ROOT in kinds
+    return _Kind.ROOT if is_root else _Kind.STATISTIC
+  if name == "sub" and (
+    _Kind.STATISTIC in kinds or any(x.kind is _Kind.GIVEN for x in floats)
+  ):
+    return _Kind.NORMALIZING
+  if name in ("mul", "div") and _Kind.ROOT in kinds:
+    return _Kind.NORMALIZING
+  if name in ("add", "sub", "mul", "div", "neg") and kinds <= set(_OF_NORMS):
+    return _Kind.NORMALIZING
+  return _Kind.COMPUTED
+
+
+def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
+  """Returns the widest dtype of those inputs that have a say.
+
+  Constants follow the others where there is room for them, and given values do
+  so unless it `promotes`.
+  """
+  floats = [x for x in inputs if x.is_float]
+  computed = [x for x in floats if x.kind not in _NEUTRAL]
+  if promotes or not computed:
+    computed += [x for x in floats if x.kind is _Kind.GIVEN]
+  dtypes = [x.dtype for x in computed]
+  dtypes += [
+    x.written
+    for x in floats
+    if x.kind is _Kind.CONSTANT and not all(map(x.holds, dtypes))
+  ]
+  if not dtypes:
+    dtypes = [x.dtype for x in floats]
+  return functools.reduce(jnp.promote_types, dtypes)
+
+
+def _in_dtype(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  dtype: Any,
+  kind: _value.Kind = _Kind.COMPUTED,
+) -> list[_value.Value]:
+  """Returns the outputs of an operation that runs in `dtype`."""
+  with _evaluate.context(equation):
+    arrays = [
+      _converted(x, dtype, equation) if x.is_float else x.array for x in inputs
+    ]
+  return _bind(equation, arrays, kind)
+
+
+def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
+  """Returns an input of an operation that runs in `dtype`."""
+  if x.number is not None and not x.holds(dtype):
+    # In a choice, see `_choose`.
+    limit = float(jnp.finfo(dtype).max)
+    clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
+    return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
+  output: Any = equation.outvars[0].aval
+  if (
+    x.kind is _Kind.GIVEN
+    and equation.primitive.name in _operations.ELEMENTWISE
+    and x.dtype != dtype
+    and x.array.shape != output.shape
+    and jax.sharding.get_abstract_mesh().empty
+  ):
+    # Such as a bias: broadcast before it is converted, so that its gradient is
+    # summed up in float32.
+    x = _value.Value(jnp.broadcast_to(x.array, output.shape), x.written)
+  return x.in_dtype(dtype)
+
+
+def _bind(
+  equation: core.JaxprEqn,
+  arrays: Sequence[Any],
+  kind: _value.Kind = _Kind.COMPUTED,
+) -> list[_value.Value]:
+  return [
+    _value.Value(array, getattr(variable.aval, "dtype", None), kind)
+    for variable, array in zip(
+      equation.outvars, _evaluate.bind(equation, arrays), strict=True
+    )
+  ]
+
+
+def _has_algorithm(precision: Any) -> bool:
+  return isinstance(
+    precision, (str, lax.DotAlgorithm, lax.DotAlgorithmPreset)
+  ) and precision not in (lax.DotAlgorithmPreset.DEFAULT,)

@@ -1,0 +1,164 @@
+"""A value of a program in mixed precision, and its versions by dtype."""
+
+from collections.abc import Sequence
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import numpy as np
+
+from optax_lossscale.jaxpr import _dtypes
+
+
+class Kind(enum.Enum):
+  """Where a value comes from, which says how much its dtype counts."""
+
+  # What the network computes.
+  COMPUTED = "computed"
+  # An argument, or what the function closed over; also moved or reshaped.
+  GIVEN = "given"
+  # A number in the program.
+  CONSTANT = "constant"
+  # A sum, or derived from given values alone: float32, and not a precision
+  # that anybody asked for, so it does not count where others have one.
+  STATISTIC = "statistic"
+  # The root of a statistic, or its reciprocal, as norms divide by.
+  ROOT = "root"
+  # Centered or squared or normalized: what a norm is in the middle of.
+  NORMALIZING = "normalizing"
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+  """A value as it is held, and in what other dtypes it was wanted.
+
+  Attributes:
+    array: the value, in the dtype that it was computed or given in.
+    written: the dtype that it has in the original program.
+    kind: where it comes from.
+    number: of a constant, if it is known.
+    source: the move that made it of another value, if the order of moving and
+      converting does not matter: the other one is then converted, once for all
+      that is made of it.
+  """
+
+  array: Any
+  written: Any
+  kind: Kind = Kind.COMPUTED
+  number: float | None = None
+  source: "tuple[core.JaxprEqn, Value] | None" = None
+  _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def dtype(self) -> Any:
+    """The dtype in which the value is held."""
+    return self.array.dtype
+
+  @property
+  def is_float(self) -> bool:
+    """Whether it has a real floating dtype."""
+    dtype = _dtypes.part_dtype(self.array)
+    return dtype is not None and dtype == self.array.dtype
+
+  def in_dtype(self, dtype: Any) -> Any:
+    """Returns the array in a dtype, converted once whoever asks for it.
+
+    Args:
+      dtype: a floating dtype, or the one it has.
+    """
+    if self.dtype == dtype:
+      return self.array
+    if dtype not in self._versions:
+      self._versions[dtype] = self._convert(dtype)
+    return self._versions[dtype]
+
+  def converted(self, dtype: Any) -> "Value":
+    """Returns the value that the program itself converts it to.
+
+    Args:
+      dtype: a floating dtype.
+    """
+    result = Value(
+      self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number
+    )
+    if np.finfo(np.dtype(dtype)).bits > _bits(self.dtype):
+      # Nothing was lost, so back it is what it was.
+      result._versions[self.dtype] = self.array
+    return result
+
+  def received(self, array: Any) -> "Value":
+    """Returns the value as the body of a loop or another function gets it.
+
+    A known number is the same everywhere. Of any other array there may be only
+    a part: what a scan goes over, or what is sharded.
+
+    Args:
+      array: what stands there for this value's array.
+    """
+    if self.number is not None and isinstance(self.array, np.ndarray):
+      return self
+    return Value(array, self.written, self.kind, self.number)
+
+  def holds(self, dtype: Any) -> bool:
+    """Returns whether `dtype` has room for it, if it is a known constant.
+
+    Neither overflow nor underflow; rounding does not count.
+
+    Args:
+      dtype: a floating dtype.
+    """
+    if self.number is None or self.number == 0 or not np.isfinite(self.number):
+      return True
+    limits = jax.numpy.finfo(dtype)
+    magnitude = abs(self.number)
+    return bool(float(limits.tiny) <= magnitude <= float(limits.max))
+
+  def _convert(self, dtype: Any) -> Any:
+    if isinstance(self.array, np.ndarray | np.generic):
+      return np.asarray(self.array).astype(dtype)
+    if self.source is None:
+      return lax.convert_element_type(self.array, dtype)
+    move, value = self.source
+    parameters = move.primitive.get_bind_params(move.params)
+    return move.primitive.bind(value.in_dtype(dtype), **parameters)
+
+
+def given(array: Any, aval: Any) -> Value:
+  """Returns the value of an argument.
+
+  Args:
+    array: what was passed.
+    aval: its type in the program: JAX narrows what NumPy has in float64.
+  """
+  dtype = getattr(aval, "dtype", None)
+  if isinstance(array, np.ndarray | np.generic):
+    array = np.asarray(array, dtype)
+  return Value(array, dtype, Kind.GIVEN)
+
+
+def constant(number: Any, aval: Any) -> Value:
+  """Returns the value of a literal.
+
+  Args:
+    number: what stands in the jaxpr.
+    aval: its type.
+  """
+  if not hasattr(aval, "dtype") or not _dtypes.part_dtype(aval):
+    return Value(number, getattr(aval, "dtype", None), Kind.CONSTANT)
+  array = np.asarray(number, aval.dtype)
+  known = None
+  if array.ndim == 0 and not np.iscomplexobj(array):
+    known = float(array)
+  return Value(array, aval.dtype, Kind.CONSTANT, known)
+
+
+def arrays(values: Sequence[Value]) -> list[Any]:
+  """Returns the arrays of values, as they are held."""
+  return [value.array for value in values]
+
+
+def _bits(dtype: Any) -> int:
+  return int(jax.numpy.finfo(dtype).bits)

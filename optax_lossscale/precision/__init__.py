@@ -1,0 +1,1 @@
+"""Which operation runs in which precision: levels, lists, scopes."""

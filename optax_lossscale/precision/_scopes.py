@@ -1,0 +1,87 @@
+"""Scopes: the names that JAX records with operations, and patterns for them."""
+
+from collections.abc import Collection
+from collections.abc import Iterable
+import fnmatch
+import re
+
+# What JAX writes around scopes when it transforms a function, or in their place
+# when it calls one: those are not scopes of the model.
+_INSIDE = r"([^()]*(?:\([^()]*\)[^()]*)*)"
+_TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
+_FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
+
+
+def join(scope: str, name_stack: str) -> str:
+  """Returns the scope of an equation.
+
+  Args:
+    scope: of the equation that holds the jaxpr, such as a scan.
+    name_stack: what JAX recorded with the equation.
+  """
+  count = 1
+  while count:
+    name_stack, count = _TRANSFORM.subn(r"\1", name_stack)
+  parts = [scope, *_FUNCTION.sub("", name_stack).split("/")]
+  return "/".join(part for part in parts if part)
+
+
+def ancestors(scope: str) -> list[str]:
+  """Returns a scope and all that it lies in, the outermost first.
+
+  Args:
+    scope: such as "LeNet5/conv1".
+  """
+  parts = scope.split("/") if scope else []
+  return ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def matches(scope: str, pattern: str) -> bool:
+  """Returns whether a pattern covers a scope.
+
+  Args:
+    scope: such as "LeNet5/conv1".
+    pattern: of a scope, from its first part on; "*" stands for anything.
+  """
+  return any(fnmatch.fnmatchcase(x, pattern) for x in ancestors(scope))
+
+
+def has_part(scope: str, patterns: Iterable[str]) -> bool:
+  """Returns whether any part of a scope matches one of the patterns.
+
+  Args:
+    scope: such as "LeNet5/conv1".
+    patterns: for one part of it each.
+  """
+  return any(
+    fnmatch.fnmatchcase(part, pattern)
+    for part in scope.split("/")
+    for pattern in patterns
+  )
+
+
+def check_patterns(
+  patterns: Iterable[str], found_scopes: Collection[str]
+) -> None:
+  """Raises if a pattern matches nothing.
+
+  Args:
+    patterns: of `overrides`.
+    found_scopes: all scopes of a function.
+
+  Raises:
+    ValueError: if a pattern matches no scope; it lists those there are.
+  """
+  for pattern in patterns:
+    if any(matches(scope, pattern) for scope in found_scopes):
+      continue
+    known = sorted({x for scope in found_scopes for x in ancestors(scope)})
+    there_are = (
+      f"the scopes are {', '.join(map(repr, known))}"
+      if known
+      else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
+    )
+    raise ValueError(
+      "Each pattern of `overrides` must match a scope of the function, got "
+      f"{pattern!r}; {there_are}."
+    )

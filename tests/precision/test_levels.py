@@ -1,0 +1,281 @@
+"""In which dtype each level runs an operation, seen in the jaxpr."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests.precision.programs import conversions
+from tests.precision.programs import dtypes_of
+from tests.precision.programs import products
+from tests.precision.programs import recorded
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+
+each_mixed_level = pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+
+
+def between(operation):
+  """Returns a function with an operation between two products."""
+  return lambda x: operation(x @ W) @ W
+
+
+def dtypes_at(level, name, operation, **kwargs):
+  """Returns the dtypes that a level gives an operation between two products."""
+  return set(
+    dtypes_of(name, ols.autocast(between(operation), level, **kwargs), X)
+  )
+
+
+@each_mixed_level
+def test_products_are_in_low_precision_forward_and_backward(level):
+  loss_fn = ols.autocast(lambda w: jnp.sum(jnp.tanh(X @ w) @ w), level)
+  found = products(jax.grad(loss_fn), W)
+  # Two forward, and for each of them one or two backward.
+  assert len(found) >= 2 * 5
+  assert set(found) == {"float16"}
+
+
+@each_mixed_level
+def test_bfloat16_is_a_low_precision_as_well(level):
+  mixed = ols.autocast(between(jnp.tanh), level, dtype=jnp.bfloat16)
+  assert set(products(mixed, X)) == {"bfloat16"}
+  assert mixed(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+  ("name", "operation"),
+  [
+    ("exp", jnp.exp),
+    ("log", lambda x: jnp.log(jnp.abs(x))),
+    ("log1p", lambda x: jnp.log1p(jnp.abs(x))),
+    ("rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
+    ("integer_pow", lambda x: x**4),
+    ("pow", lambda x: jnp.abs(x) ** 0.3),
+    ("tan", jnp.tan),
+    ("div", lambda x: 1 / x),
+    ("reduce_sum", lambda x: x + jnp.sum(x, axis=0)),
+    ("cumsum", lambda x: jnp.cumsum(x, axis=0)),
+    ("erf_inv", lambda x: lax.erf_inv(jnp.tanh(x))),
+    ("lgamma", lax.lgamma),
+  ],
+  ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_steep_operations_and_sums_are_in_float32_at_o1(name, operation):
+  assert dtypes_at("O1", name, operation) == {"float32"}
+
+
+@pytest.mark.parametrize(
+  ("name", "operation"),
+  [
+    ("tanh", jnp.tanh),
+    ("logistic", jax.nn.sigmoid),
+    ("max", jax.nn.relu),
+    ("mul", lambda x: x * jax.nn.sigmoid(x)),
+    ("square", lambda x: jnp.square(jax.nn.relu(x))),
+    ("integer_pow", jax.nn.gelu),
+    ("select_n", jax.nn.leaky_relu),
+    ("reduce_max", lambda x: x - jnp.max(x, axis=0)),
+  ],
+  ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_others_follow_their_inputs_at_o1(name, operation):
+  assert dtypes_at("O1", name, operation) == {"float16"}
+
+
+def test_what_follows_float32_is_in_float32_at_o1():
+  assert dtypes_at("O1", "tanh", lambda x: jnp.tanh(jnp.exp(x))) == {"float32"}
+
+
+def test_computed_values_of_both_precisions_meet_in_float32_at_o1():
+  assert dtypes_at("O1", "add", lambda x: x + jnp.exp(x)) == {"float32"}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_bias_follows(level):
+  bias = jnp.arange(8.0)
+  assert dtypes_at(level, "add", lambda x: x + bias) == {"float16"}
+
+
+def test_a_bias_does_not_follow_at_auto():
+  assert dtypes_at("auto", "add", lambda x: x + jnp.arange(8.0)) == {"float32"}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_everything_is_in_low_precision_at(level):
+  assert dtypes_at(level, "exp", jnp.exp) == {"float16"}
+  assert dtypes_at(level, "add", lambda x: x + jnp.exp(x)) == {"float16"}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_special_functions_are_in_float32_at_every_level(level):
+  assert dtypes_at(level, "lgamma", lax.lgamma) == {"float32"}
+
+
+@each_mixed_level
+def test_sums_are_accumulated_in_float32_at_every_level(level):
+  # In float16 2048 + 1 is 2048.
+  ones = jnp.ones((1, 1))
+
+  def count(x):
+    return (
+      jnp.sum(jnp.broadcast_to(x @ ones, (1, 4096)), axis=1)[:, None] @ ones
+    )
+
+  assert float(ols.autocast(count, level)(ones)[0, 0]) == 4096
+
+
+@each_mixed_level
+def test_the_gradient_of_a_bias_is_summed_up_in_float32(level):
+  rows, one = jnp.ones((4096, 1)), jnp.ones((1, 1))
+  loss_fn = ols.autocast(lambda bias: jnp.sum((rows @ one + bias) @ one), level)
+  np.testing.assert_array_equal(jax.grad(loss_fn)(jnp.zeros(1)), [4096.0])
+
+
+def layer_norm(x):
+  mean = jnp.mean(x, axis=-1, keepdims=True)
+  variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+  return (x - mean) * lax.rsqrt(variance + 1e-6) * SCALE + BIAS
+
+
+def rms_norm(x):
+  return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * SCALE
+
+
+def batch_norm_with_given_statistics(x):
+  return (x - BIAS) * (lax.rsqrt(jnp.abs(SCALE) + 1e-5) * SCALE) + BIAS
+
+
+SCALE, BIAS = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 8)
+NORMS = [layer_norm, rms_norm, batch_norm_with_given_statistics]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("level", ["O1", "O2", "auto"])
+def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
+  mixed = ols.autocast(between(norm), level)
+  low = {
+    equation.primitive.name
+    for equation in recorded(mixed, X)
+    if equation.outvars[0].aval.dtype == jnp.float16
+  }
+  # What is left are the products and what they take.
+  assert low == {"convert_element_type", "dot_general"}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_is_in_low_precision_at_o3(norm):
+  assert "float16" in dtypes_at("O3", "mul", norm)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_after_a_norm_it_goes_on_in_low_precision(level):
+  operation = lambda x: x + jnp.tanh(layer_norm(x))  # noqa: E731
+  assert dtypes_at(level, "tanh", operation) == {"float16"}
+
+
+def test_a_norm_in_a_scope_is_in_float32_at_o2():
+  def norm(x):
+    with jax.named_scope("BatchNorm_3"):
+      return jnp.tanh(x)
+
+  assert dtypes_at("O2", "tanh", norm) == {"float32"}
+  assert dtypes_at("O3", "tanh", norm) == {"float16"}
+
+
+@each_mixed_level
+def test_a_loss_in_a_scope_is_in_float32_wherever_it_is(level):
+  def with_loss(x):
+    with jax.named_scope("auxiliary_loss"):
+      return jnp.tanh(x)
+
+  assert dtypes_at(level, "tanh", with_loss) == {"float32"}
+
+
+@each_mixed_level
+def test_what_follows_the_last_product_is_in_float32(level):
+  mixed = ols.autocast(lambda x: jnp.tanh(x @ W), level)
+  assert dtypes_of("tanh", mixed, X) == ["float32"]
+
+
+LOSSES = {
+  "cross_entropy": lambda logits: (
+    optax.losses.softmax_cross_entropy_with_integer_labels(
+      logits, jnp.arange(4)
+    )
+  ),
+  "squared": lambda logits: optax.losses.squared_error(logits, 70000 * X),
+  "absolute": lambda logits: jnp.abs(logits - 70000 * X),
+  "huber": lambda logits: optax.losses.huber_loss(logits, X, delta=0.5),
+  "sigmoid": lambda logits: optax.losses.sigmoid_binary_cross_entropy(
+    logits, jax.nn.sigmoid(X)
+  ),
+  "focal": lambda logits: optax.losses.sigmoid_focal_loss(
+    logits, (X > 0).astype(jnp.float32), alpha=0.25
+  ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@each_mixed_level
+def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):
+  def model(w):
+    return jnp.tanh(X @ w) @ w + BIAS
+
+  around_model = ols.autocast(model, level)
+  take_loss = LOSSES[loss]
+  outside = jax.value_and_grad(lambda w: jnp.mean(take_loss(around_model(w))))
+  inside = jax.value_and_grad(
+    ols.autocast(lambda w: jnp.mean(take_loss(model(w))), level)
+  )
+  for a, b in zip(jax.jit(outside)(W), jax.jit(inside)(W), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-6)
+    assert np.all(np.isfinite(a))
+
+
+def test_scale_and_mask_before_a_softmax_are_in_float32():
+  mask = jnp.tril(jnp.ones((4, 4), bool))
+
+  def attention(x):
+    scores = jnp.where(mask, x @ x.T / 3, -1e9)
+    return jax.nn.softmax(scores) @ x
+
+  mixed = ols.autocast(attention, "O1")
+  assert set(dtypes_of("div", mixed, X)) == {"float32"}
+  # The input, the scores up, the probabilities down, the result up.
+  assert len(conversions(mixed, X)) == 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("number", [1e-7, 1e6])
+def test_a_number_that_float16_cannot_hold_keeps_float32(level, number):
+  operation = lambda x: x * jnp.tanh(x * number)  # noqa: E731
+  mixed = ols.autocast(between(operation), level)
+  expected = between(operation)(X)
+  assert "float32" in dtypes_of("mul", mixed, X)
+  np.testing.assert_allclose(mixed(X), expected, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_fully_masked_row_is_no_nan(level):
+  mask = jnp.zeros((4, 4), bool)
+
+  def attention(x):
+    scores = jnp.where(mask, x @ x.T, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(scores) @ x
+
+  mixed = ols.autocast(attention, level)
+  np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
+
+
+def test_o0_is_the_function_itself():
+  def function(x):
+    return x @ W
+
+  assert ols.autocast(function, "O0") is function
