@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.precision.programs import products
 from tests.presets import traces
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -441,3 +442,20 @@ def test_the_numbers_of_the_comparison_are_those_of_the_replay(system):
 def test_the_comparison_lists_each_trace_once():
   table = cells(section("How this was compared"))
   assert [row[0] for row in table] == [f"`{x}`" for x in traces.SYSTEMS]
+
+
+def test_the_right_side_of_each_row_of_mixed_precision_runs():
+  table = section("Mixed precision: levels and lists")
+  lines = re.findall(r"`(ols\.autocast\(loss_fn.*?\))`(?=,|;| \|)", table)
+  assert len(lines) >= table.count("\n| ") - 1
+  x = jnp.eye(2)
+
+  def loss_fn(x):
+    with jax.named_scope("LeNet5"), jax.named_scope("conv1"):
+      x = x @ x
+    return jnp.sum(jnp.tanh(x) @ x)
+
+  for line in lines:
+    mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
+    low = [x for x in products(mixed, x) if x == "float16"]
+    assert low, line

@@ -4,6 +4,7 @@ import functools
 import pathlib
 import re
 
+from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
+from optax_lossscale.demo import digits
+from tests.precision.programs import dtypes_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,8 +34,9 @@ def test_the_examples_run_one_after_the_other():
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
   names |= {"jnp": jnp, "functools": functools}
   blocks = python_blocks()
-  step, status, rehearsal, port, metrics, threshold, selection = blocks[:7]
-  devices, collection = blocks[7:]
+  step, *precision = blocks[:4]
+  status, rehearsal, port, metrics, threshold, selection = blocks[4:10]
+  devices, collection = blocks[10:]
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -41,6 +45,18 @@ def test_the_examples_run_one_after_the_other():
     )
   assert loss < before
   assert names["opt_state"].applied_steps == 5
+
+  names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
+  for block in precision:
+    exec(block, names)
+  np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
+  images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
+  variables = names["lenet"].init(jax.random.key(0), images)
+  found = dtypes_of(
+    "conv_general_dilated", names["mixed_lenet"], variables, images
+  )
+  assert found == ["float16"] * 2 + ["float32"] * 4
+  assert names["mixed_head"](batch).dtype == jnp.float32
 
   exec(status, names)
   assert not names["overflowed"]

@@ -1,5 +1,8 @@
 """In which dtype each level runs an operation, seen in the jaxpr."""
 
+import pathlib
+import re
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -272,6 +275,56 @@ def test_a_fully_masked_row_is_no_nan(level):
 
   mixed = ols.autocast(attention, level)
   np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
+
+
+def readme_table():
+  """Returns the README's table of levels: a dict for each level."""
+  text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+  lines = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in re.findall(r"^\| (?:level|O\d|auto) .*$", text, re.MULTILINE)
+  ]
+  return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+
+
+@pytest.mark.parametrize("row", readme_table(), ids=lambda row: row["level"])
+def test_the_table_of_levels_in_the_readme(row):
+  assert len(readme_table()) == 5
+
+  def seen(name, operation):
+    mixed = ols.autocast(operation, row["level"])
+    (dtype,) = {
+      equation.outvars[0].aval.dtype.name
+      for equation in recorded(mixed, X)
+      if equation.primitive.name == name
+    }
+    return dtype
+
+  def norm(x):
+    with jax.named_scope("LayerNorm_0"):
+      return jnp.sin(x)
+
+  # Of a sum, what is computed from it says what it gives.
+  def after_sum(x):
+    return jnp.sin(jnp.sum(x, axis=0))
+
+  sums = seen("sin", between(after_sum))
+  if row["level"] != "O0":
+    found = {
+      "products": seen("dot_general", between(jnp.tanh)),
+      "exp, log, powers": seen("exp", between(jnp.exp)),
+      "sums": sums,
+      "norms": seen("sin", between(norm)),
+      "losses": seen("sin", lambda x: jnp.sin(x @ W)),
+      "the others": {
+        ("float16", "float32"): "follow their inputs",
+        ("float16", "float16"): "float16",
+      }[
+        seen("tanh", between(jnp.tanh)),
+        seen("tanh", between(lambda x: jnp.tanh(norm(jnp.exp(x))))),
+      ],
+    }
+    assert row == {"level": row["level"], **found}
 
 
 def test_o0_is_the_function_itself():
