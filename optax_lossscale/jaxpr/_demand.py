@@ -13,6 +13,7 @@ from typing import Any
 from typing import NamedTuple
 
 from jax.extend import core
+import numpy as np
 
 from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _dtypes
@@ -60,17 +61,22 @@ class Demand:
 
 
 # They keep nothing for the backward pass, so that it costs nothing to have them
-# in float32; with a constant, multiplication is one of them.
-_LINEAR = _operations.JOINS | {
-  "abs",
-  "add",
-  "add_any",
-  "neg",
-  "reduce_max",
-  "reduce_min",
-  "stop_gradient",
-  "sub",
-}
+# in float32; with a constant, multiplication is one of them. (The largest value
+# is there for a softmax, which takes no gradient of it.)
+_LINEAR = frozenset(
+  [
+    "add",
+    "add_any",
+    "concatenate",
+    "neg",
+    "pad",
+    "reduce_max",
+    "select_n",
+    "stack",
+    "stop_gradient",
+    "sub",
+  ]
+)
 _LINEAR_WITH_CONSTANT = frozenset(["div", "mul"])
 # Not linear, but what they are summed up to is the only reason to have them.
 _BEFORE_SUMS = frozenset(["cube", "square"])
@@ -185,7 +191,7 @@ def _operation(
   decision = recipe.decide(name, scope)
   treatment = decision.treatment
   is_move = _operations.moves(equation) or name == "convert_element_type"
-  if is_move and name not in _LINEAR:
+  if is_move and name not in _LINEAR | _operations.JOINS:
     return after, False, False
   is_product = treatment is _levels.Treatment.WHITE or (
     name in _operation_lists.PRODUCTS
@@ -199,11 +205,15 @@ def _operation(
     # Whatever they give, they take float32.
     return Use(leads), False, not leads and not decision.is_override
   if not (decision.is_override or is_product):
-    is_linear = name in _LINEAR | _BEFORE_SUMS or (
-      name in _LINEAR_WITH_CONSTANT
-      and any(
-        isinstance(atom, core.Literal) or atom in constants
-        for atom in equation.invars
+    is_linear = (
+      name in _LINEAR | _BEFORE_SUMS
+      or _is_guard(equation)
+      or (
+        name in _LINEAR_WITH_CONSTANT
+        and any(
+          isinstance(atom, core.Literal) or atom in constants
+          for atom in equation.invars
+        )
       )
     )
     is_full |= not leads or (is_linear and after.is_full)
@@ -212,6 +222,14 @@ def _operation(
     _dtypes.part_dtype(variable.aval) for variable in equation.outvars
   )
   return Use(leads, is_full or not is_float), is_product, is_full
+
+
+def _is_guard(equation: core.JaxprEqn) -> bool:
+  """Returns whether it is the maximum with -inf that is in every softmax."""
+  return equation.primitive.name == "max" and any(
+    isinstance(atom, core.Literal) and np.all(np.asarray(atom.val) == -np.inf)
+    for atom in equation.invars
+  )
 
 
 def _constants(jaxpr: Any) -> set[core.Var]:

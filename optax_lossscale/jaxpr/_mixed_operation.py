@@ -144,7 +144,8 @@ def _sum(
   """A sum, accumulated in float32 whatever comes in and goes out."""
   treatment = decision.treatment
   kind = _Kind.COMPUTED
-  if treatment is _Treatment.LOW_BUT_NORMS or all(
+  is_reduction = equation.primitive.name in _operations.REDUCTIONS
+  if (is_reduction and treatment is _Treatment.LOW_BUT_NORMS) or all(
     x.kind in (*_NEUTRAL, _Kind.STATISTIC) for x in inputs if x.is_float
   ):
     kind = _Kind.STATISTIC
