@@ -1,8 +1,6 @@
 """One operation in mixed precision: in which dtype it runs, and how."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 
 from optax_lossscale.jaxpr import _dtypes
 from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _mixed_choice
 from optax_lossscale.jaxpr import _operations
 from optax_lossscale.jaxpr import _value
 from optax_lossscale.precision import _levels
@@ -23,9 +22,6 @@ _Kind = _value.Kind
 _Treatment = _levels.Treatment
 _FLOAT32 = _recipe.FLOAT32
 
-# They do not say in which precision to compute.
-_NEUTRAL = (_Kind.GIVEN, _Kind.CONSTANT)
-_OF_NORMS = (_Kind.STATISTIC, _Kind.ROOT, _Kind.NORMALIZING)
 _ELEMENTWISE = _operations.ELEMENTWISE | _operations.JOINS
 _SUMS = _operation_lists.SUMS
 # They are about the bits of a dtype.
@@ -60,13 +56,13 @@ def evaluate(
   if name in _SUMS:
     return _sum(equation, inputs, decision)
   if name in _operations.COMPARISONS:
-    return _in_dtype(equation, inputs, _widest(inputs))
+    return _in_dtype(equation, inputs, _mixed_choice.widest(inputs))
   if _operations.moves(equation) and not (
     name in _operations.JOINS or decision.treatment is _Treatment.BLACK
   ):
     return _move(equation, inputs)
   if name in _ELEMENTWISE or _operations.moves(equation):
-    dtype, kind = _choose(equation, inputs, decision)
+    dtype, kind = _mixed_choice.choose(equation, inputs, decision)
     return _in_dtype(equation, inputs, dtype, kind)
   return _as_written(equation, inputs)
 
@@ -124,7 +120,7 @@ def _product(
     dtype = _FLOAT32
   elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     promotes = decision.treatment is _Treatment.PROMOTE
-    dtype = _widest(floats, promotes=promotes)
+    dtype = _mixed_choice.widest(floats, promotes=promotes)
   else:
     dtype = decision.dtype
   emitted = parameters["preferred_element_type"]
@@ -146,7 +142,7 @@ def _sum(
   kind = _Kind.COMPUTED
   is_reduction = equation.primitive.name in _operations.REDUCTIONS
   if (is_reduction and treatment is _Treatment.LOW_BUT_NORMS) or all(
-    x.kind in (*_NEUTRAL, _Kind.STATISTIC) for x in inputs if x.is_float
+    x.kind.is_of_given for x in inputs if x.is_float
   ):
     kind = _Kind.STATISTIC
   outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
@@ -157,7 +153,7 @@ def _sum(
     return outputs
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
-    dtype = _widest(inputs)
+    dtype = _mixed_choice.widest(inputs)
   with _evaluate.context(equation):
     return [_value.Value(x.in_dtype(dtype), x.written) for x in outputs]
 
@@ -206,86 +202,6 @@ def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   )
 
 
-def _choose(
-  equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  decision: _recipe.Decision,
-) -> tuple[Any, _value.Kind]:
-  """Returns the dtype that an operation runs in, and what its result is."""
-  floats = [x for x in inputs if x.is_float]
-  treatment = decision.treatment
-  kinds = {x.kind for x in floats}
-  if kinds == {_Kind.CONSTANT}:
-    return _FLOAT32, _Kind.CONSTANT
-  is_given = all(x.kind in (*_NEUTRAL, _Kind.STATISTIC) for x in floats)
-  name = _operations.listed_name(equation)
-  if treatment is _Treatment.BLACK:
-    return _FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
-  if is_given and not (decision.is_override or treatment is _Treatment.WHITE):
-    return _widest(floats), _kind_in_norm(name, floats)
-  if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    # What is subtracted is a mean or a target, rather than a parameter.
-    promotes = treatment is _Treatment.PROMOTE or name == "sub"
-    return _widest(floats, promotes=promotes), _Kind.COMPUTED
-  kind = _Kind.COMPUTED
-  if treatment is _Treatment.LOW_BUT_NORMS:
-    kind = _kind_in_norm(name, floats)
-  if kind is not _Kind.COMPUTED:
-    return _FLOAT32, kind
-  # Of a choice the numbers beyond the range are there to be beyond it: they are
-  # clipped. Anything else is computed with them, where there is room.
-  has_room = name in _operations.JOINS or all(
-    x.holds(decision.dtype) for x in floats
-  )
-  return (decision.dtype if has_room else _FLOAT32), kind
-
-
-def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
-  """Returns which part of a norm an operation is, COMPUTED if of none.
-
-  A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. What it gives goes on in low precision.
-
-  Args:
-    name: of the operation.
-    floats: its inputs.
-  """
-  kinds = {x.kind for x in floats if x.kind not in _NEUTRAL}
-  if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
-    is_root = name in ("sqrt", "rsqrt") or _Kind.ROOT in kinds
-    return _Kind.ROOT if is_root else _Kind.STATISTIC
-  if name == "sub" and (
-    _Kind.STATISTIC in kinds or any(x.kind is _Kind.GIVEN for x in floats)
-  ):
-    return _Kind.NORMALIZING
-  if name in ("mul", "div") and _Kind.ROOT in kinds:
-    return _Kind.NORMALIZING
-  if name in ("add", "sub", "mul", "div", "neg") and kinds <= set(_OF_NORMS):
-    return _Kind.NORMALIZING
-  return _Kind.COMPUTED
-
-
-def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
-  """Returns the widest dtype of those inputs that have a say.
-
-  Constants follow the others where there is room for them, and given values do
-  so unless it `promotes`.
-  """
-  floats = [x for x in inputs if x.is_float]
-  computed = [x for x in floats if x.kind not in _NEUTRAL]
-  if promotes or not computed:
-    computed += [x for x in floats if x.kind is _Kind.GIVEN]
-  dtypes = [x.dtype for x in computed]
-  dtypes += [
-    x.written
-    for x in floats
-    if x.kind is _Kind.CONSTANT and not all(map(x.holds, dtypes))
-  ]
-  if not dtypes:
-    dtypes = [x.dtype for x in floats]
-  return functools.reduce(jnp.promote_types, dtypes)
-
-
 def _in_dtype(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
@@ -303,7 +219,7 @@ def _in_dtype(
 def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
   """Returns an input of an operation that runs in `dtype`."""
   if x.number is not None and not x.holds(dtype):
-    # In a choice, see `_choose`.
+    # In a choice, see `_mixed_choice`.
     limit = float(jnp.finfo(dtype).max)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped

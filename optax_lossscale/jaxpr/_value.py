@@ -30,6 +30,16 @@ class Kind(enum.Enum):
   # Centered or squared or normalized: what a norm is in the middle of.
   NORMALIZING = "normalizing"
 
+  @property
+  def is_neutral(self) -> bool:
+    """Whether it does not say in which precision to compute."""
+    return self in (Kind.GIVEN, Kind.CONSTANT)
+
+  @property
+  def is_of_given(self) -> bool:
+    """Whether the network has computed nothing of it."""
+    return self.is_neutral or self is Kind.STATISTIC
+
 
 @dataclasses.dataclass(eq=False)
 class Value:

@@ -1,0 +1,109 @@
+"""In which dtype an operation runs that could run in several."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale.jaxpr import _operations
+from optax_lossscale.jaxpr import _value
+from optax_lossscale.precision import _levels
+from optax_lossscale.precision import _recipe
+
+_Kind = _value.Kind
+_Treatment = _levels.Treatment
+
+_ARITHMETIC = ("add", "div", "mul", "neg", "sub")
+
+
+def choose(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> tuple[Any, _value.Kind]:
+  """Returns the dtype that an operation runs in, and what its result is.
+
+  Args:
+    equation: one whose results are made of its inputs element by element.
+    inputs: the values of its inputs.
+    decision: what to do with it.
+  """
+  floats = [x for x in inputs if x.is_float]
+  treatment = decision.treatment
+  kinds = {x.kind for x in floats}
+  if kinds == {_Kind.CONSTANT}:
+    return _recipe.FLOAT32, _Kind.CONSTANT
+  is_given = all(x.kind.is_of_given for x in floats)
+  name = _operations.listed_name(equation)
+  if treatment is _Treatment.BLACK:
+    return _recipe.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+  if is_given and not (decision.is_override or treatment is _Treatment.WHITE):
+    return widest(floats), _kind_in_norm(name, floats)
+  if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    # What is subtracted is a mean or a target, rather than a parameter.
+    promotes = treatment is _Treatment.PROMOTE or name == "sub"
+    return widest(floats, promotes=promotes), _Kind.COMPUTED
+  kind = _Kind.COMPUTED
+  if treatment is _Treatment.LOW_BUT_NORMS:
+    kind = _kind_in_norm(name, floats)
+  if kind is not _Kind.COMPUTED:
+    return _recipe.FLOAT32, kind
+  # Of a choice the numbers beyond the range are there to be beyond it: they are
+  # clipped. Anything else is computed with them, where there is room.
+  has_room = name in _operations.JOINS or all(
+    x.holds(decision.dtype) for x in floats
+  )
+  return (decision.dtype if has_room else _recipe.FLOAT32), kind
+
+
+def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
+  """Returns which part of a norm an operation is, COMPUTED if of none.
+
+  A norm subtracts a mean, squares and sums (these two are in float32 anyway),
+  takes a root and divides by it. What it gives goes on in low precision.
+
+  Args:
+    name: of the operation.
+    floats: its inputs.
+  """
+  kinds = {x.kind for x in floats if not x.kind.is_neutral}
+  if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
+    is_root = name in ("sqrt", "rsqrt") or _Kind.ROOT in kinds
+    return _Kind.ROOT if is_root else _Kind.STATISTIC
+  if name == "sub" and (
+    _Kind.STATISTIC in kinds or any(x.kind is _Kind.GIVEN for x in floats)
+  ):
+    return _Kind.NORMALIZING
+  if name in ("mul", "div") and _Kind.ROOT in kinds:
+    return _Kind.NORMALIZING
+  if name in _ARITHMETIC and _Kind.COMPUTED not in kinds:
+    return _Kind.NORMALIZING
+  return _Kind.COMPUTED
+
+
+def widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
+  """Returns the widest dtype of those inputs that have a say.
+
+  Constants follow the others where there is room for them, and given values do
+  so unless it `promotes`.
+
+  Args:
+    inputs: of an operation.
+    promotes: whether given values have a say as well.
+  """
+  floats = [x for x in inputs if x.is_float]
+  computed = [x for x in floats if not x.kind.is_neutral]
+  if promotes or not computed:
+    computed += [x for x in floats if x.kind is _Kind.GIVEN]
+  dtypes = [x.dtype for x in computed]
+  dtypes += [
+    x.written
+    for x in floats
+    if x.kind is _Kind.CONSTANT and not all(map(x.holds, dtypes))
+  ]
+  if not dtypes:
+    dtypes = [x.dtype for x in floats]
+  return functools.reduce(jnp.promote_types, dtypes)
