@@ -26,7 +26,7 @@ class Comparison:
 
   Attributes:
     task: the model and the data.
-    runs: the precisions and rules to compare.
+    runs: the precisions, levels and rules to compare.
     seeds: each run is trained with each of them.
     steps: of each run.
     quick: whether the task is the quick one.
@@ -53,8 +53,8 @@ class Comparison:
   @property
   def label_name(self) -> str:
     """What the labels of the runs are made of."""
-    parts = dict.fromkeys(name for run in self.runs for name in run.parts)
-    return ", ".join(parts)
+    named = {name for run in self.runs for name in run.parts}
+    return ", ".join(name for name in training.PARTS if name in named)
 
   def paths(self, output: pathlib.Path) -> list[pathlib.Path]:
     """Returns where the history, the summaries and the picture go.

@@ -22,6 +22,9 @@ import optax_lossscale as ols
 from optax_lossscale.demo import history
 from optax_lossscale.demo import task as task_lib
 
+# What the label of a run is made of, in this order.
+PARTS = ("precision", "level", "loss scale", "check")
+
 _CHECKS = {
   "nonfinite": lambda _: ols.nonfinite(),
   # The parameters are float32, so their gradients are in any precision.
@@ -35,26 +38,38 @@ TrainStep = Callable[..., StepResult]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One way to train: a precision, a rule of loss scaling, and its check.
+  """One way to train: a precision, a rule of loss scaling, a check, a level.
 
   Attributes:
-    precision: the dtype that the model computes in.
+    precision: the dtype that the model computes in, or that `level` lowers to.
     loss_scale: the rule as on the command line.
     rule: the rule; None is no loss scaling.
     check: "nonfinite" or "saturated"; None is the one that `loss_scaling` has
       by default, which the label does not name.
+    level: of autocast, around a model that computes in float32; None is no
+      autocast.
   """
 
   precision: str
   loss_scale: str
   rule: ols.LossScale | None
   check: str | None = None
+  level: str | None = None
+
+  @property
+  def lowest_precision(self) -> str:
+    """The lowest dtype in which something is computed; O0 lowers nothing."""
+    return "float32" if self.level == "O0" else self.precision
 
   @property
   def parts(self) -> dict[str, str]:
     """What the label is made of, by what it is."""
-    parts = {"precision": self.precision, "loss scale": self.loss_scale}
-    return parts if self.check is None else {**parts, "check": self.check}
+    parts = (self.lowest_precision, self.level, self.loss_scale, self.check)
+    return {
+      name: part
+      for name, part in zip(PARTS, parts, strict=True)
+      if part is not None
+    }
 
   @property
   def label(self) -> str:
@@ -134,7 +149,7 @@ def train(
   A seed gives the same first parameters and the same batches in every run.
 
   Args:
-    run: the precision and the rule.
+    run: the precision, the level and the rule.
     task: the model, the optimizer and the data.
     seed: of the parameters and the batches.
     steps: how many batches to train on.
@@ -143,11 +158,13 @@ def train(
     saturating: whether what is float16 is computed, and scored, as hardware in
       saturation mode does it.
   """
-  model = task.model(jnp.dtype(run.precision))
-  loss_fn, score_fn = make_loss_fn(model), _make_score_fn(model, task)
-  # The other dtypes do not saturate here, so their runs stay as they are.
-  if saturating and run.precision == "float16":
-    loss_fn, score_fn = ols.saturating(loss_fn), ols.saturating(score_fn)
+  # What autocast lowers is written in float32.
+  written_in = run.precision if run.level is None else "float32"
+  model = task.model(jnp.dtype(written_in))
+  loss_fn, score_fn = (
+    _as_computed(run, fun, saturating=saturating)
+    for fun in (make_loss_fn(model), _make_score_fn(model, task))
+  )
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
   loss_scale = None
   if run.rule is None:
@@ -155,7 +172,7 @@ def train(
     opt_state = tx.init(params)
     train_step = make_plain_train_step(loss_fn, tx)
   else:
-    check = _CHECKS[run.check or "nonfinite"](run.precision)
+    check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
     tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
     opt_state = tx.init(params)
     train_step = make_train_step(loss_fn, tx)
@@ -169,6 +186,17 @@ def train(
     loss_scale = metrics.get("loss_scale")
   score = jax.jit(score_fn)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
+
+
+def _as_computed(run: Run, fun: LossFn, *, saturating: bool) -> LossFn:
+  """Returns `fun` at the level of the run, and as its hardware computes it."""
+  if run.level is not None:
+    fun = ols.autocast(fun, run.level, dtype=jnp.dtype(run.precision))
+  # Around autocast, so that what it made float16 saturates too. The other
+  # dtypes do not saturate here, so their runs stay as they are.
+  if saturating and run.lowest_precision == "float16":
+    fun = ols.saturating(fun)
+  return fun
 
 
 def _steps(

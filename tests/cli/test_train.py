@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,10 +14,23 @@ import sys
 import pytest
 
 from optax_lossscale import cli
+from optax_lossscale.demo import comparison
 from optax_lossscale.demo import digits
+from optax_lossscale.demo import figure
 from optax_lossscale.demo import history
 from optax_lossscale.demo import text
 from tests.demo import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto")
+LOSS_SCALES = (
+  "none",
+  "fixed:1024",
+  "dynamic:growth_interval=2",
+  "megatron:initial_scale=2**16",
+  "mindspore",
+)
 
 
 @pytest.fixture
@@ -27,8 +41,26 @@ def tiny_digits(monkeypatch):
   return task
 
 
+@pytest.fixture
+def planned(tiny_digits, monkeypatch):
+  """The comparisons that would be trained; none is."""
+  plans = []
+
+  def keep(plan):
+    plans.append(plan)
+    return comparison.Results()
+
+  monkeypatch.setattr(comparison, "train", keep)
+  return plans
+
+
 def train(*arguments):
   return cli.main(["train", "--task", "digits", *map(str, arguments)])
+
+
+def labels_of(planned):
+  (plan,) = planned
+  return [run.label for run in plan.runs]
 
 
 def read_history(directory, task="digits"):
@@ -41,6 +73,10 @@ def read_history(directory, task="digits"):
   [
     ("--task", ["--task", "images"]),
     ("--precision", ["--precision", "float8"]),
+    ("--level", ["--level", "O4"]),
+    ("--level", ["--level", "o1"]),
+    ("--level", ["--level", "O0", "--precision", "float32"]),
+    ("--level", ["--level", "O1", "--precision", "float32"]),
     ("--loss-scale", ["--loss-scale", "magic"]),
     ("--loss-scale", ["--loss-scale", "fixed:0"]),
     ("--loss-scale", ["--loss-scale", "dynamic:backoff_factor=2"]),
@@ -52,7 +88,9 @@ def read_history(directory, task="digits"):
     ("--check", ["--check", "finite"]),
     ("--check", ["--check", "saturated", "--loss-scale", "none"]),
     ("--check", ["--check", "nonfinite", "--precision", "float32"]),
+    ("--check", ["--check", "nonfinite", "--level", "O0"]),
     ("--compare", ["--compare", "--precision", "float16"]),
+    ("--compare", ["--compare", "--precision", "float16", "--level", "O1"]),
     ("--compare", ["--compare", "--loss-scale", "none"]),
     ("--outptu", ["--outptu", "x"]),
     ("--prec", ["--prec", "float16"]),
@@ -75,6 +113,11 @@ def test_rules_own_words_are_passed_on(capsys):
   err = capsys.readouterr().err
   assert "--loss-scale" in err
   assert "`growth_factor` must be above 1 (in float32), got 1;" in err
+
+
+def test_level_in_float32_is_refused_with_its_remedy(capsys):
+  assert train("--level", "O1", "--precision", "float32") == 2
+  assert "leave --precision out, or give float16 or" in capsys.readouterr().err
 
 
 def test_unwritable_output_is_refused_before_training(
@@ -139,7 +182,9 @@ def test_help_is_not_an_error(capsys):
   with pytest.raises(SystemExit) as stop:
     cli.main(["train", "--help"])
   assert stop.value.code == 0
-  assert "--loss-scale" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  for option in ("--loss-scale RULE", "--level O0|O1|O2|O3|auto"):
+    assert option in out
 
 
 def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
@@ -232,11 +277,10 @@ def test_a_comparison_takes_one_check(tmp_path, tiny_digits):
   ],
 )
 def test_check_follows_the_hardware_unless_it_is_said(
-  arguments, run, tmp_path, tiny_digits
+  arguments, run, tmp_path, planned
 ):
-  precision = ("--precision", "float16", "--steps", 1)
-  assert train(*precision, *arguments, "--output", tmp_path) == 0
-  assert {row["run"] for row in read_history(tmp_path)} == {run}
+  train("--precision", "float16", *arguments, "--output", tmp_path)
+  assert labels_of(planned) == [run]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -258,13 +302,51 @@ def test_other_precisions_do_not_mind_saturating_hardware(
     (["--precision", "bfloat16"], "bfloat16, none"),
     (["--loss-scale", "fixed:8"], "float16, fixed:8"),
     (["--precision", "float32", "--loss-scale", "none"], "float32, none"),
+    (["--level", "O2"], "float16, O2, dynamic"),
+    (["--level", "O0"], "float32, O0, none"),
+    (["--level", "O0", "--precision", "bfloat16"], "float32, O0, none"),
+    (["--level", "O3", "--precision", "bfloat16"], "bfloat16, O3, none"),
+    (["--level", "auto", "--loss-scale", "none"], "float16, auto, none"),
+    (
+      ["--level", "O1", "--hardware", "saturating"],
+      "float16, O1, dynamic, saturated",
+    ),
   ],
 )
-def test_one_run_fills_in_what_is_not_said(
-  arguments, run, tmp_path, tiny_digits
+def test_one_run_fills_in_what_is_not_said(arguments, run, tmp_path, planned):
+  train(*arguments, "--output", tmp_path)
+  assert labels_of(planned) == [run]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_goes_with_every_loss_scale(
+  level, tmp_path, tiny_digits, monkeypatch
 ):
-  assert train(*arguments, "--steps", 1, "--output", tmp_path) == 0
-  assert {row["run"] for row in read_history(tmp_path)} == {run}
+  monkeypatch.setattr(figure, "write_figure", lambda *_, **__: None)
+  precision = "float32" if level == "O0" else "float16"
+  first_losses = []
+  for loss_scale in LOSS_SCALES:
+    arguments = ("--level", level, "--loss-scale", loss_scale, "--steps", 3)
+    assert train(*arguments, "--output", tmp_path) == 0
+    rows = read_history(tmp_path)
+    assert len(rows) == 3
+    for row in rows:
+      assert row["run"] == f"{precision}, {level}, {loss_scale}"
+      assert math.isfinite(float(row["loss"]))
+      assert (row["loss_scale"] == "") == (loss_scale == "none")
+    first_losses.append(float(rows[0]["loss"]))
+  assert first_losses == pytest.approx([first_losses[0]] * 5, rel=1e-6)
+
+
+def test_a_comparison_takes_one_level(tmp_path, planned):
+  train("--compare", "--level", "O1", "--output", tmp_path)
+  assert labels_of(planned) == [
+    "float32, none",
+    "float16, O1, none",
+    "float16, O1, fixed:1024",
+    "float16, O1, dynamic:growth_interval=50",
+  ]
+  assert planned[0].label_name == "precision, level, loss scale"
 
 
 def test_seeds_are_trained_one_after_another(tmp_path, tiny_digits, capsys):

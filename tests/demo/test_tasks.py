@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 
+import optax_lossscale as ols
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import text
 from optax_lossscale.demo import training
@@ -33,6 +34,30 @@ def equations(jaxpr):
       inner = getattr(inner, "jaxpr", inner)
       if hasattr(inner, "eqns"):
         yield from equations(inner)
+
+
+def assert_products_are_in(
+  dtype, task, *, model_dtype, transform=lambda fun: fun
+):
+  """Of the gradient of the loss: forward and backward."""
+  model = task.model(jnp.dtype(model_dtype))
+  inputs, labels = task.held_out[0]
+  batch = inputs[:2], labels[:2]
+  params = jax.eval_shape(model.init, jax.random.key(0), batch[0])
+  gradient = jax.grad(transform(training.make_loss_fn(model)))
+  jaxpr = jax.make_jaxpr(gradient)(params, batch)
+  operands = [
+    (equation.primitive.name, variable.aval.dtype.name)
+    for equation in equations(jaxpr.jaxpr)
+    if equation.primitive.name in ("dot_general", "conv_general_dilated")
+    for variable in (*equation.invars, *equation.outvars)
+  ]
+  # Forward, and backward to the weights and to the activations.
+  assert len(operands) > 3 * 3 * 4
+  assert {dtype for _, dtype in operands} == {dtype}
+  kinds = {kind for kind, _ in operands}
+  assert ("conv_general_dilated" in kinds) == (task.name == "digits")
+  assert {aval.dtype.name for aval in jaxpr.out_avals} == {"float32"}
 
 
 def test_text_is_the_standard_library():
@@ -129,24 +154,18 @@ def test_precision_does_not_change_the_first_parameters(name, tasks):
 @each_task
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_model_computes_in_its_precision(name, precision, tasks):
-  model = tasks[name].model(jnp.dtype(precision))
-  inputs, labels = tasks[name].held_out[0]
-  batch = inputs[:2], labels[:2]
-  params = jax.eval_shape(model.init, jax.random.key(0), batch[0])
-  gradient = jax.grad(training.make_loss_fn(model))
-  jaxpr = jax.make_jaxpr(gradient)(params, batch)
-  operands = [
-    (equation.primitive.name, variable.aval.dtype.name)
-    for equation in equations(jaxpr.jaxpr)
-    if equation.primitive.name in ("dot_general", "conv_general_dilated")
-    for variable in (*equation.invars, *equation.outvars)
-  ]
-  # Forward, and backward to the weights and to the activations.
-  assert len(operands) > 3 * 3 * 4
-  assert {dtype for _, dtype in operands} == {precision}
-  kinds = {kind for kind, _ in operands}
-  assert ("conv_general_dilated" in kinds) == (name == "digits")
-  assert {aval.dtype.name for aval in jaxpr.out_avals} == {"float32"}
+  assert_products_are_in(precision, tasks[name], model_dtype=precision)
+
+
+@each_task
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_level_lowers_every_product_of_the_float32_model(name, level, tasks):
+  assert_products_are_in(
+    "bfloat16",
+    tasks[name],
+    model_dtype="float32",
+    transform=lambda fun: ols.autocast(fun, level, dtype=jnp.bfloat16),
+  )
 
 
 @each_task

@@ -6,12 +6,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.demo import comparison
 from optax_lossscale.demo import training
 from tests.demo import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FLOAT32 = training.Run("float32", "none", None)
 UNSCALED = training.Run("float16", "none", None)
@@ -24,6 +27,9 @@ TOO_LARGE = training.Run(
 )
 NONFINITE = dataclasses.replace(TOO_LARGE, check="nonfinite")
 SATURATED = dataclasses.replace(TOO_LARGE, check="saturated")
+# Nothing is float16 there, whatever the precision.
+O0 = training.Run("float16", "none", None, level="O0")
+O1 = dataclasses.replace(O0, level="O1")
 
 
 class Huge(tiny.Linear):
@@ -116,6 +122,50 @@ def test_label_names_the_check_that_was_asked_for():
   assert SATURATED.label == "float16, dynamic:2**40, saturated"
 
 
+def test_label_names_the_level():
+  run = dataclasses.replace(SATURATED, level="auto")
+  assert run.label == "float16, auto, dynamic:2**40, saturated"
+
+
+def test_label_of_o0_tells_that_it_is_float32():
+  assert O0.label == "float32, O0, none"
+
+
+def test_names_of_the_parts_are_in_the_order_of_the_labels(tiny_task):
+  runs = [FLOAT32, SATURATED, dataclasses.replace(FIXED, level="O1")]
+  plan = comparison.Comparison(tiny_task, runs, seeds=range(1), steps=1)
+  assert plan.label_name == "precision, level, loss scale, check"
+
+
+def test_o0_computes_as_the_float32_model_does(tiny_task):
+  expected, expected_score = records_of(FLOAT32, tiny_task)
+  records, score = records_of(O0, tiny_task)
+  assert [x.loss for x in records] == [x.loss for x in expected]
+  assert score == expected_score
+
+
+def test_loss_and_score_are_computed_at_the_level(tiny_task):
+  still = dataclasses.replace(
+    tiny_task,
+    optimizer=optax.set_to_zero(),
+    score=lambda logits, labels: logits.max(-1),
+  )
+  results = {
+    run.label: [records[0].loss, score]
+    for run in (
+      FLOAT32,
+      *(dataclasses.replace(O0, level=x) for x in ("O1", "O2", "O3", "auto")),
+      dataclasses.replace(O1, precision="bfloat16"),
+    )
+    for records, score in [records_of(run, still, steps=1)]
+  }
+  expected = results.pop("float32, none")
+  for result in results.values():
+    assert result == pytest.approx(expected, rel=2e-2)
+    assert result[0] != expected[0] and result[1] != expected[1]
+  assert results["bfloat16, O1, none"] != results["float16, O1, none"]
+
+
 def test_saturation_mode_hides_an_overflow_from_nonfinite(tiny_task):
   records, _ = records_of(NONFINITE, tiny_task, saturating=True)
   assert [record.loss_scale for record in records] == [2.0**40] * 3
@@ -134,6 +184,17 @@ def test_saturated_sees_there_what_nonfinite_sees_on_ieee_hardware(tiny_task):
     assert record[1:] == other[1:]
 
 
+@pytest.mark.parametrize(
+  ("run", "overflows"),
+  [(NONFINITE, [False] * 3), (SATURATED, [True, False, False])],
+  ids=["nonfinite", "saturated"],
+)
+def test_what_a_level_makes_float16_saturates(run, overflows, tiny_task):
+  run = dataclasses.replace(run, level="O1")
+  records, _ = records_of(run, tiny_task, saturating=True)
+  assert [record.overflow for record in records] == overflows
+
+
 @pytest.mark.parametrize("run", [UNSCALED, FIXED], ids=["unscaled", "fixed"])
 def test_loss_and_score_of_float16_saturate(run, tiny_task):
   huge = dataclasses.replace(
@@ -150,8 +211,8 @@ def test_loss_and_score_of_float16_saturate(run, tiny_task):
 
 @pytest.mark.parametrize(
   ("run", "saturating"),
-  [(FLOAT32, True), (UNSCALED, False), (FIXED, False)],
-  ids=["float32", "unscaled", "scaled"],
+  [(FLOAT32, True), (O0, True), (UNSCALED, False), (FIXED, False)],
+  ids=["float32", "O0", "unscaled", "scaled"],
 )
 def test_nothing_is_emulated_unless_it_saturates(
   run, saturating, tiny_task, monkeypatch
@@ -163,10 +224,14 @@ def test_nothing_is_emulated_unless_it_saturates(
   records_of(run, tiny_task, steps=1, saturating=saturating)
 
 
-def test_saturated_knows_the_precision_of_the_run(tiny_task):
-  run = training.Run(
-    "float32", "fixed:2**40", ols.FixedLossScale(2.0**40), "saturated"
-  )
+@pytest.mark.parametrize(
+  ("precision", "level"),
+  [("float32", None), ("float16", "O0")],
+  ids=["float32", "O0"],
+)
+def test_saturated_knows_the_precision_of_the_run(precision, level, tiny_task):
+  rule = ols.FixedLossScale(2.0**40)
+  run = training.Run(precision, "fixed:2**40", rule, "saturated", level)
   records, _ = records_of(run, tiny_task, steps=1)
   assert records[0].amax > 65504 and not records[0].overflow
 
