@@ -459,3 +459,22 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
     mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
     low = [x for x in products(mixed, x) if x == "float16"]
     assert low, line
+
+
+def test_what_mindspores_model_becomes_runs():
+  (block,) = blocks(section("Mixed precision: levels and lists"), "python")
+  names = {
+    "ols": ols,
+    "optax": optax,
+    "network": SimpleNamespace(apply=lambda params, x: jnp.tanh(x @ params)),
+    "loss": lambda outputs, labels: jnp.mean((outputs - labels) ** 2),
+  }
+  exec(block, names)
+  params, images = jnp.eye(2), jnp.ones((3, 2))
+  assert set(products(names["forward"], params, images)) == {"float16"}
+  opt_state = names["tx"].init(params)
+  value_and_grad = ols.scaled_value_and_grad(names["loss_fn"], opt_state)
+  _, grads = value_and_grad(params, images, images)
+  _, opt_state = names["tx"].update(grads, opt_state, params)
+  assert opt_state.skipped  # S starts at 2**24, which is too large here.
+  assert ols.get_loss_scale(opt_state) == 2.0**23
