@@ -1,4 +1,4 @@
-"""`python -m benchmarks [update | train-step]`, from the repository's root."""
+"""`python -m benchmarks [update | train-step | autocast]`, from the root."""
 
 from collections.abc import Sequence
 import importlib
@@ -8,6 +8,7 @@ import sys
 _COMMANDS = {
   "update": "benchmarks.update_phase",
   "train-step": "benchmarks.train_step",
+  "autocast": "benchmarks.autocast",
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import importlib.util
 import math
 from typing import Any
@@ -50,6 +51,7 @@ class Contest:
     attention: "auto", "cudnn", "xla" or "plain", of the contenders in JAX.
     float32_matmul: "default", "tf32" or "float32", of all.
     torch_compile: whether the contenders in torch are compiled.
+    autocast: levels at which the float32 model takes part as well.
   """
 
   size: gpt2.Size
@@ -61,6 +63,7 @@ class Contest:
   attention: str = "auto"
   float32_matmul: str = "default"
   torch_compile: bool = False
+  autocast: tuple[str, ...] = ()
 
 
 def run(
@@ -78,10 +81,11 @@ def run(
 
   Returns:
     For JSON: `settings`, and `not_run`, the reasons by name; and `contenders`,
-    with `seconds` of a step as quartiles, `over_jax_float16` and
-    `over_own_float16`, the quartiles of the ratios to the step in float16
-    without loss scaling in JAX and in the contender's own framework, the first
-    `losses` and the last one, memory, and where the loss scale ended.
+    with `seconds` of a step as quartiles, the quartiles of its ratios to
+    others' steps without loss scaling (`over_jax_float32`, `over_jax_float16`,
+    `over_torch_float16`, and `over_own_float16`, of the contender's own
+    framework), the first `losses` and the last one, memory, and where the loss
+    scale ended.
   """
   settings: dict[str, str] = {}
   not_run: dict[str, str] = {}
@@ -149,7 +153,9 @@ def _times(
   name: str, seconds: Mapping[str, Sequence[float]]
 ) -> dict[str, rounds_lib.Quartiles | None]:
   baselines = {
+    "over_jax_float32": "jax float32",
     "over_jax_float16": UNSCALED["jax"],
+    "over_torch_float16": UNSCALED["torch"],
     "over_own_float16": UNSCALED[name.split()[0]],
   }
   times: dict[str, rounds_lib.Quartiles | None] = {
@@ -173,7 +179,9 @@ def _in_jax(
   """Returns how to make each contender, and notes the settings."""
   settings |= flax_training.settings(contest.float32_matmul)
 
-  def make(dtype: str, rule: ols.LossScale | None) -> Training:
+  def make(
+    dtype: str, rule: ols.LossScale | None, level: str | None = None
+  ) -> Training:
     attention = gpt2.choose_attention(
       contest.attention,
       contest.size,
@@ -182,8 +190,9 @@ def _in_jax(
       length=contest.length,
     )
     settings[f"jax attention, {dtype}"] = attention
+    model = gpt2.GPT2(contest.size, dtype, attention)
     return flax_training.Training(
-      gpt2.GPT2(contest.size, dtype, attention),
+      model if level is None else gpt2.Autocast(model, level),
       params,
       batches,
       rule=rule,
@@ -197,6 +206,12 @@ def _in_jax(
     "jax float16, loss_scaling": lambda: make(
       "float16", ols.DynamicLossScale(INIT_SCALE)
     ),
+    **{
+      f"jax float16, autocast {level}": functools.partial(
+        make, "float32", None, level
+      )
+      for level in contest.autocast
+    },
   }
 
 

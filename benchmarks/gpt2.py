@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
+import optax_lossscale as ols
+
 Batch = tuple[Any, Any]
 LossFn = Callable[[Any, Batch], jax.Array]
 
@@ -114,7 +116,29 @@ class GPT2(nn.Module):
     return x @ embed.embedding.astype(self.dtype).T
 
 
-def make_loss_fn(model: GPT2) -> LossFn:
+@dataclasses.dataclass(frozen=True)
+class Autocast:
+  """A model with the dtypes that `autocast` gives it.
+
+  Attributes:
+    model: in float32.
+    level: of autocast.
+  """
+
+  model: GPT2
+  level: str
+
+  def apply(self, params: Any, tokens: jax.Array) -> jax.Array:
+    """Returns the logits of each position's next token, float32.
+
+    Args:
+      params: of the model.
+      tokens: int[batch, positions].
+    """
+    return ols.autocast(self.model.apply, self.level)(params, tokens)
+
+
+def make_loss_fn(model: GPT2 | Autocast) -> LossFn:
   """Returns the mean cross-entropy over all positions of a batch."""
 
   def loss_fn(params: Any, batch: Batch) -> jax.Array:

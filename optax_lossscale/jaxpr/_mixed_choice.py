@@ -36,6 +36,11 @@ def choose(
   kinds = {x.kind for x in floats}
   if kinds == {_Kind.CONSTANT}:
     return _recipe.FLOAT32, _Kind.CONSTANT
+  if equation.primitive.name in _operations.JOINS and all(
+    x.kind.is_neutral for x in floats
+  ):
+    # Such as the biases of several gates in one array.
+    return widest(floats), _Kind.GIVEN
   is_given = all(x.kind.is_of_given for x in floats)
   name = _operations.listed_name(equation)
   if treatment is _Treatment.BLACK:

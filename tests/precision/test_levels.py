@@ -101,9 +101,17 @@ def test_computed_values_of_both_precisions_meet_in_float32_at_o1():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_bias_follows(level):
-  bias = jnp.arange(8.0)
-  assert dtypes_at(level, "add", lambda x: x + bias) == {"float16"}
+@pytest.mark.parametrize(
+  "bias",
+  [
+    lambda: BIAS,
+    lambda: BIAS.reshape(2, 4).T.reshape(8),
+    lambda: jnp.concatenate([BIAS[:4], BIAS[4:]]),
+  ],
+  ids=["given", "moved", "joined"],
+)
+def test_a_bias_follows(level, bias):
+  assert dtypes_at(level, "add", lambda x: x + bias()) == {"float16"}
 
 
 def test_a_bias_does_not_follow_at_auto():

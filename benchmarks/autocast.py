@@ -1,0 +1,267 @@
+"""`python -m benchmarks autocast`: what it does to a model, and what it costs.
+
+Each model is given to `autocast` in float32 at every level, and beside it
+stands the same model with `dtype=float16` in its layers, written by hand.
+Counted is the gradient of the loss: in its jaxpr, and in XLA's program for this
+device. On a GPU the train step of GPT-2 is timed as well, beside that of
+`torch.autocast`. On a CPU nothing is timed: XLA computes float16 in float32
+there, so that low precision takes longer whoever asks for it.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import os
+import pathlib
+import shlex
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import autocast_counts as counts
+from benchmarks import autocast_models as models
+from benchmarks import contest as contest_lib
+from benchmarks import gpt2
+from benchmarks import machine
+from benchmarks import report
+import optax_lossscale as ols
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto")
+FLOAT32, BY_HAND = "float32", "float16 by hand"
+_COLUMNS = (
+  "",
+  "products in float16",
+  "conversions",
+  "MB kept",
+  "loss - float32's",
+  "times by hand",
+  "FLOPs, times by hand",
+  "bytes",
+  "temporaries",
+  "unfused bytes",
+)
+_LOW = jnp.float16
+_OF_A_CPU = """\
+XLA computes float16 in float32 on a CPU. So FLOPs, bytes and temporaries, which
+are of its program, say how autocast compares with by hand, and not what float16
+saves; the last column is of the program as it was written, nothing fused.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Counts, on a GPU also times, prints the tables, and writes them as JSON.
+
+  Args:
+    argv: the words after the command's name.
+
+  Returns:
+    The exit code: 1 if a contender failed when it was timed.
+  """
+  arguments = _parse(argv)
+  if arguments.torch:
+    # JAX would take three quarters of a GPU's memory, and torch needs its own.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  content: dict[str, Any] = {
+    "command": shlex.join(["python", "-m", "benchmarks", "autocast", *argv]),
+    "machine": machine.describe(),
+    "backend": jax.default_backend(),
+    "models": {},
+    "step": None,
+  }
+  print(f"{content['command']}\n{machine.headline(content['machine'])}\n")
+  if jax.default_backend() == "cpu":
+    print(_OF_A_CPU)
+  makers = models.makers(
+    quick=arguments.quick, layers=arguments.layers, seed=arguments.seed
+  )
+  for name, make in makers.items():
+    _progress(name)
+    rows = measure(make())
+    content["models"][name] = rows
+    report.show(name, _COLUMNS, [(n, *_cells(r)) for n, r in rows.items()])
+  failed = False
+  if arguments.times or jax.default_backend() == "gpu":
+    content["step"], failed = _time(arguments)
+  if arguments.output is not None:
+    report.write(arguments.output, content)
+    print(f"wrote {arguments.output}")
+  return int(failed)
+
+
+def measure(model: models.Model) -> dict[str, dict[str, Any]]:
+  """Returns the figures of a model, for JSON, by who chose the precision.
+
+  Args:
+    model: any.
+
+  Returns:
+    `products` in float16 and `all_products`; float `conversions` that are not
+    in float32; `kept`, the bytes kept for the backward pass without parameters;
+    `loss`, and its `loss_difference` to float32; what XLA says of the gradient
+    as `compiled`, and `unfused`, as it was written; and `over_by_hand`, the
+    ratios to the model by hand.
+  """
+  written = model.make_loss_fn(jnp.float32)
+  functions = {
+    FLOAT32: written,
+    BY_HAND: model.make_loss_fn(_LOW),
+    **{level: ols.autocast(written, level, dtype=_LOW) for level in LEVELS},
+  }
+  rows = {name: _count(f, model) for name, f in functions.items()}
+  original, by_hand = rows[FLOAT32], rows[BY_HAND]
+  already, true_loss = original["conversions"], original["loss"]
+  for row in rows.values():
+    row["conversions"] -= already
+    row["loss_difference"] = row["loss"] - true_loss
+    row["over_by_hand"] = {
+      "kept": row["kept"] / by_hand["kept"],
+      "compiled": _ratios(row["compiled"], by_hand["compiled"]),
+      "unfused": _ratios(row["unfused"], by_hand["unfused"]),
+    }
+  return rows
+
+
+def _count(loss_fn: models.LossFn, model: models.Model) -> dict[str, Any]:
+  step = jax.jit(jax.value_and_grad(loss_fn))
+  traced = step.trace(model.params, model.batch)
+  lowered = traced.lower()
+  compiled = lowered.compile()
+  loss, _ = compiled(model.params, model.batch)
+  products = counts.products(traced.jaxpr, _LOW)
+  return {
+    "products": products.lowered,
+    "all_products": products.all,
+    "conversions": counts.float_conversions(traced.jaxpr),
+    "kept": counts.bytes_kept(
+      lambda params: loss_fn(params, model.batch), model.params
+    ),
+    "loss": float(loss),
+    "compiled": counts.costs(compiled)._asdict(),
+    "unfused": counts.costs(lowered)._asdict(),
+  }
+
+
+def _ratios(
+  figures: Mapping[str, float | None], baseline: Mapping[str, float | None]
+) -> dict[str, float | None]:
+  """Returns the ratio of each figure; None where there is none."""
+  return {
+    name: value / baseline[name] if value and baseline[name] else None
+    for name, value in figures.items()
+  }
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+  compiled, unfused = (
+    row["over_by_hand"][name] for name in ("compiled", "unfused")
+  )
+  return [
+    f"{row['products']} of {row['all_products']}",
+    str(row["conversions"]),
+    f"{row['kept'] / 1e6:.3f}",
+    f"{row['loss_difference']:+.1e}",
+    *(
+      "-" if ratio is None else f"{ratio:.3f}"
+      for ratio in (
+        row["over_by_hand"]["kept"],
+        compiled["flops"],
+        compiled["bytes_accessed"],
+        compiled["temporaries"],
+        unfused["bytes_accessed"],
+      )
+    ),
+  ]
+
+
+def _time(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+  """Returns the times of GPT-2's train steps, and whether somebody failed."""
+  is_quick = arguments.quick
+  results = contest_lib.run(
+    contest_lib.Contest(
+      size=gpt2.SIZES["tiny" if is_quick else "small"],
+      batch=2 if is_quick else 8,
+      length=16 if is_quick else 1024,
+      rounds=arguments.rounds,
+      steps=1 if is_quick else 10,
+      seed=arguments.seed,
+      # Written out: cuDNN's is a product that autocast does not see.
+      attention="plain",
+      autocast=LEVELS[1:],
+    ),
+    with_torch=arguments.torch,
+    on_contender=_progress,
+  )
+  report.show(
+    f"Train step of GPT-2, medians of {arguments.rounds} rounds",
+    ("", "ms", "/ float32 in JAX", "/ float16 by hand", "/ torch.autocast"),
+    [
+      (
+        name,
+        f"{row['seconds'].median * 1e3:.3f}",
+        *(
+          f"{row[key].median:.3f}" if row[key] else "-"
+          for key in (
+            "over_jax_float32",
+            "over_jax_float16",
+            "over_torch_float16",
+          )
+        ),
+      )
+      for name, row in results["contenders"].items()
+    ],
+  )
+  for name, reason in results["not_run"].items():
+    print(f"{name}: {reason}")
+  return results, bool(set(results["not_run"]) - {"torch"})
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks autocast",
+    description="What `autocast` does to models, beside `dtype=` by hand.",
+    allow_abbrev=False,
+  )
+  parser.add_argument(
+    "--quick", action="store_true", help="small models, to see it work"
+  )
+  parser.add_argument(
+    "--layers",
+    type=int,
+    default=2,
+    metavar="N",
+    help="of the GPT-2 that is counted (default: 2)",
+  )
+  parser.add_argument(
+    "--times",
+    action="store_true",
+    help="time the train step of GPT-2 also where JAX computes on no GPU",
+  )
+  parser.add_argument(
+    "--rounds",
+    type=int,
+    default=20,
+    metavar="N",
+    help="turns of each contender that is timed (default: 20)",
+  )
+  parser.add_argument(
+    "--without-torch",
+    dest="torch",
+    action="store_false",
+    help="leave torch out, also where it is installed",
+  )
+  parser.add_argument(
+    "--seed", type=int, default=0, help="of parameters and data (default: 0)"
+  )
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="write the figures there, as JSON (default: print them only)",
+  )
+  return parser.parse_args(argv)
+
+
+def _progress(line: str) -> None:
+  print(f"... {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,331 @@
+"""autocast beside the same models with each conversion written by hand."""
+
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import autocast_counts as counts
+import optax_lossscale as ols
+
+FLOAT32, FLOAT16 = jnp.float32, jnp.float16
+BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, BLOCKS = 4, 64, 64, 4, 96, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """Which dtype each part of a model has; norms and the loss have float32.
+
+  Attributes:
+    dtype: of matrix products, convolutions and what follows them.
+    stream: of the residual stream, to which blocks add.
+    softmax: of the scale, the mask and the softmax of attention.
+    normalized: of what follows a norm, up to the next product.
+  """
+
+  dtype: Any = FLOAT32
+  stream: Any = FLOAT32
+  softmax: Any = FLOAT32
+  normalized: Any = FLOAT32
+
+
+WRITTEN = Recipe()
+BY_HAND = {
+  "O1": Recipe(FLOAT16),
+  "O2": Recipe(FLOAT16, stream=FLOAT16, softmax=FLOAT16, normalized=FLOAT16),
+}
+
+
+def dense(layer, x, dtype):
+  return biased(layer, x.astype(dtype) @ layer["kernel"].astype(dtype))
+
+
+def biased(layer, x):
+  """Adds a bias so that its gradient is summed up in float32.
+
+  As `bias.astype(float16)` is broadcast, it is summed up in float16 instead.
+  """
+  return x + jnp.broadcast_to(layer["bias"], x.shape).astype(x.dtype)
+
+
+def norm(layer, x, axis):
+  x = x.astype(FLOAT32)
+  mean = jnp.mean(x, axis, keepdims=True)
+  variance = jnp.mean(jnp.square(x - mean), axis, keepdims=True)
+  x = (x - mean) * lax.rsqrt(variance + 1e-5)
+  return x * layer["scale"] + layer["bias"]
+
+
+def mean_cross_entropy(logits, labels):
+  losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+    logits.astype(FLOAT32), labels
+  )
+  return jnp.mean(losses)
+
+
+def attend(query, key, value, recipe):
+  scores = jnp.einsum("bqhw,bkhw->bhqk", query, key).astype(recipe.softmax)
+  scores = scores / query.shape[-1] ** 0.5
+  seen = jnp.tri(query.shape[1], dtype=bool)
+  weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+  return jnp.einsum("bhqk,bkhw->bqhw", weights.astype(recipe.dtype), value)
+
+
+def block(params, x, recipe):
+  heads = (*x.shape[:2], HEADS, -1)
+  y = norm(params["norm_1"], x, -1)
+  y = dense(params["query_key_value"], y, recipe.dtype)
+  y = attend(*(z.reshape(heads) for z in jnp.split(y, 3, axis=-1)), recipe)
+  y = dense(params["attended"], y.reshape(x.shape), recipe.dtype)
+  x = x + y.astype(recipe.stream)
+  y = dense(params["up"], norm(params["norm_2"], x, -1), recipe.dtype)
+  y = dense(params["down"], jax.nn.gelu(y), recipe.dtype)
+  return x + y.astype(recipe.stream)
+
+
+def transformer(params, batch, recipe=WRITTEN):
+  tokens, labels = batch
+  x = params["tokens"].astype(recipe.stream)[tokens]
+  x = x + params["positions"].astype(recipe.stream)
+  for each in params["blocks"]:
+    x = block(each, x, recipe)
+  x = norm(params["norm"], x, -1)
+  return mean_cross_entropy(dense(params["head"], x, recipe.dtype), labels)
+
+
+def convolution(layer, x, dtype):
+  x = lax.conv_general_dilated(
+    x.astype(dtype),
+    layer["kernel"].astype(dtype),
+    (1, 1),
+    "SAME",
+    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+  )
+  return biased(layer, x)
+
+
+def pool(x):
+  window = (1, 2, 2, 1)
+  return lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID")
+
+
+def conv_net(params, batch, recipe=WRITTEN):
+  x, labels = batch
+  for layer in params["convolutions"]:
+    x = convolution(layer, x, recipe.dtype)
+    x = norm(layer["norm"], x, (0, 1, 2)).astype(recipe.normalized)
+    x = pool(jax.nn.relu(x))
+  x = dense(params["hidden"], x.reshape(len(x), -1), recipe.dtype)
+  x = dense(params["head"], jax.nn.relu(x), recipe.dtype)
+  return mean_cross_entropy(x, labels)
+
+
+def normals(*shape, scale=0.1):
+  return jnp.asarray(np.random.default_rng(0).normal(0, scale, shape), FLOAT32)
+
+
+def layer_params(*shape):
+  return {"kernel": normals(*shape), "bias": normals(shape[-1])}
+
+
+def norm_params(width):
+  return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+
+def transformer_arguments():
+  text = np.random.default_rng(0).integers(VOCABULARY, size=(BATCH, LENGTH + 1))
+  block_params = {
+    "norm_1": norm_params(WIDTH),
+    "query_key_value": layer_params(WIDTH, 3 * WIDTH),
+    "attended": layer_params(WIDTH, WIDTH),
+    "norm_2": norm_params(WIDTH),
+    "up": layer_params(WIDTH, 4 * WIDTH),
+    "down": layer_params(4 * WIDTH, WIDTH),
+  }
+  params = {
+    "tokens": normals(VOCABULARY, WIDTH),
+    "positions": normals(LENGTH, WIDTH),
+    "blocks": [block_params] * BLOCKS,
+    "norm": norm_params(WIDTH),
+    "head": layer_params(WIDTH, VOCABULARY),
+  }
+  return params, (text[:, :-1], text[:, 1:])
+
+
+def conv_net_arguments():
+  params = {
+    "convolutions": [
+      {**layer_params(3, 3, *channels), "norm": norm_params(channels[1])}
+      for channels in ((1, 8), (8, 16))
+    ],
+    "hidden": layer_params(4 * 4 * 16, 32),
+    "head": layer_params(32, 10),
+  }
+  return params, (normals(8, 16, 16, 1, scale=1), np.arange(8))
+
+
+MODELS = {
+  "transformer": (transformer, transformer_arguments),
+  "conv_net": (conv_net, conv_net_arguments),
+}
+# Of models and levels.
+CASES = [(model, level) for model in MODELS for level in BY_HAND]
+
+
+class Contenders(NamedTuple):
+  """The same for autocast and by hand."""
+
+  autocast: Any
+  by_hand: Any
+
+
+def contenders(case):
+  """Returns the two loss functions, and their arguments."""
+  model, level = case
+  written, make_arguments = MODELS[model]
+  by_hand = functools.partial(written, recipe=BY_HAND[level])
+  return Contenders(ols.autocast(written, level), by_hand), make_arguments()
+
+
+@functools.cache
+def jaxprs(case):
+  """Returns what the gradients are made of."""
+  functions, arguments = contenders(case)
+  return Contenders(
+    *(jax.make_jaxpr(jax.value_and_grad(f))(*arguments) for f in functions)
+  )
+
+
+@functools.cache
+def lowered(case):
+  """Returns the gradients as XLA gets them."""
+  functions, arguments = contenders(case)
+  return Contenders(
+    *(jax.jit(jax.value_and_grad(f)).lower(*arguments) for f in functions)
+  )
+
+
+@functools.cache
+def compiled(case):
+  """Returns the gradients as XLA computes them here."""
+  return Contenders(*(each.compile() for each in lowered(case)))
+
+
+def assert_costs_no_more(ours, by_hand, margin=0.02):
+  for name, limit in by_hand._asdict().items():
+    if limit is not None:
+      assert getattr(ours, name) <= (1 + margin) * limit, name
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_all_products_forward_and_backward_are_in_float16(case):
+  ours, by_hand = (counts.products(x, FLOAT16) for x in jaxprs(case))
+  assert ours.lowered == ours.all == by_hand.all
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_more_is_converted_than_by_hand(case):
+  ours, by_hand = map(counts.float_conversions, jaxprs(case))
+  assert ours <= by_hand
+
+
+def test_every_conversion_of_a_transformer_is_one_that_is_needed():
+  kernels_and_biases = 4 + 4
+  around_attention = 3  # Norm's result, scores up, weights down.
+  around_network = 1  # Norm's result.
+  to_the_stream = 2
+  a_block = (
+    kernels_and_biases + around_attention + around_network + to_the_stream
+  )
+  # Norm's result, the kernel, its product up; the last bias is in float32.
+  the_end = 3
+  forward = BLOCKS * a_block + the_end
+  ours = jaxprs(("transformer", "O1")).autocast
+  assert counts.float_conversions(ours) == 2 * forward
+
+
+def test_every_conversion_of_a_conv_net_is_one_that_is_needed():
+  a_convolution = 4  # Kernel, bias, up to the norm, and down after it.
+  hidden = 2  # Kernel, bias.
+  the_end = 2  # Kernel, its product up.
+  image = 1  # Has no gradient.
+  ours = jaxprs(("conv_net", "O1")).autocast
+  assert (
+    counts.float_conversions(ours)
+    == 2 * (2 * a_convolution + hidden + the_end) + image
+  )
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
+  functions, (params, batch) = contenders(case)
+  ours, by_hand = (
+    counts.bytes_kept(lambda params, f=f: f(params, batch), params)
+    for f in functions
+  )
+  assert ours <= by_hand
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_operations_as_written_cost_no_more_than_by_hand(case):
+  assert_costs_no_more(*map(counts.costs, lowered(case)))
+
+
+# XLA's CPU computes float16 in float32, by hand as well. So this is about the
+# conversions that it leaves and the fusions that they prevent.
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_compiled_step_costs_no_more_than_by_hand(case):
+  assert_costs_no_more(*map(counts.costs, compiled(case)))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_loss_and_gradients_are_those_by_hand_up_to_rounding(case):
+  _, (params, batch) = contenders(case)
+  (loss, grads), (expected_loss, expected_grads) = (
+    step(params, batch) for step in compiled(case)
+  )
+  assert float(loss) == pytest.approx(float(expected_loss), rel=1e-3)
+  errors = jax.tree.map(
+    lambda x, y: jnp.linalg.norm((x - y).ravel()), grads, expected_grads
+  )
+  # A gradient that is 0 but for rounding has only rounding to compare.
+  largest = max(jnp.linalg.norm(x.ravel()) for x in jax.tree.leaves(grads))
+  assert max(jax.tree.leaves(errors)) <= 0.01 * largest
+  for x, y in zip(*map(jax.tree.leaves, (grads, params)), strict=True):
+    assert x.dtype == y.dtype
+
+
+def test_a_weight_that_is_used_ten_times_is_converted_once():
+  def network(x, weight):
+    for _ in range(10):
+      x = jnp.tanh(x @ weight)
+    return x
+
+  cast = ols.autocast(network, "O1")
+  x = normals(8, 8)
+  # The input, the weight, and the last product, whose tanh is in float32.
+  assert counts.float_conversions(jax.make_jaxpr(cast)(x, x)) == 3
+  gradients = jax.make_jaxpr(lambda *args: jax.vjp(cast, *args)[1](args[0]))
+  assert counts.float_conversions(gradients(x, x)) == 6
+
+
+def test_a_chain_in_low_precision_converts_nothing_in_between():
+  def network(x, weights):
+    first, second, third = weights
+    x = jax.nn.relu(x @ first).reshape(4, 16)[:, ::2].T
+    x = jnp.concatenate([jnp.sin(x), -x]).T @ second
+    return jnp.where(x > 0, jnp.tanh(x), 0.5 * x) @ third
+
+  cast = ols.autocast(network, "O1")
+  arguments = normals(8, 8), (normals(8, 8), normals(16, 8), normals(8, 8))
+  # The input, three weights, and the result.
+  assert counts.float_conversions(jax.make_jaxpr(cast)(*arguments)) == 5
+  gradients = jax.make_jaxpr(lambda x, *args: jax.vjp(cast, x, *args)[1](x[:4]))
+  assert counts.float_conversions(gradients(*arguments)) == 10
