@@ -34,28 +34,18 @@ def custom_jvp(
     inputs: the values of its inputs.
     interpret: evaluates the function, and its rule.
   """
-  types = [atom.aval for atom in equation.invars]
-  run, outputs = _function(equation, inputs, interpret)
-  dtypes = [x.dtype for x in outputs]
-  function = jax.custom_jvp(run)
+  types: list[Any] = [atom.aval for atom in equation.invars]
+  arrays = _value.arrays(inputs)
+  inputs = [x.outline for x in inputs]
+  itself = _Function(equation, inputs, interpret)
+  function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
   def jvp(primals: Any, tangents: Any) -> Any:
     places = [i for i, x in enumerate(tangents) if not _is_zero(x)]
 
-    def rule(primals: Any, tangents: Any) -> Any:
-      def of_places(*active: Any) -> Any:
-        arguments = list(primals)
-        for place, x in zip(places, active, strict=True):
-          arguments[place] = x
-        return _evaluate.bind(equation, arguments)
-
-      outputs, of_outputs = jax.jvp(
-        of_places, [primals[place] for place in places], list(tangents)
-      )
-      return list(outputs), [x for x in of_outputs if _is_float(x)]
-
-    jaxpr = jax.make_jaxpr(rule)(types, [types[place] for place in places])
+    jaxpr = _record_tangents(equation, types, places)
+    dtypes = itself.dtypes
     outputs = interpret(
       jaxpr,
       [
@@ -72,7 +62,7 @@ def custom_jvp(
       for x, dtype in zip(primals_out, dtypes, strict=True)
     ]
 
-  return _values(equation, function(*_value.arrays(inputs)), outputs)
+  return itself.values(function(*arrays))
 
 
 def custom_vjp(
@@ -87,96 +77,164 @@ def custom_vjp(
     inputs: the values of its inputs.
     interpret: evaluates the function, and both parts of its rule.
   """
-  types = [atom.aval for atom in equation.invars]
+  types: list[Any] = [atom.aval for atom in equation.invars]
   is_input = [_is_float(x) for x in types]
   is_output = [_is_float(variable.aval) for variable in equation.outvars]
-  run, outputs = _function(equation, inputs, interpret)
-  dtypes = [x.dtype for x in outputs]
+  arrays = _value.arrays(inputs)
+  inputs = [x.outline for x in inputs]
+  itself = _Function(equation, inputs, interpret)
 
-  @functools.cache
-  def record_forward() -> Any:
-    def forward(*arguments: Any) -> Any:
-      def of_floats(*floats: Any) -> Any:
-        of_place = iter(floats)
-        outputs = _evaluate.bind(
-          equation,
-          [
-            next(of_place) if is_float else x
-            for is_float, x in zip(is_input, arguments, strict=True)
-          ],
-        )
-        return _chosen(outputs, is_output), list(outputs)
-
-      _, vjp, outputs = jax.vjp(
-        of_floats, *_chosen(arguments, is_input), has_aux=True
-      )
-      return outputs, vjp
-
-    return jax.make_jaxpr(forward, return_shape=True)(*types)
+  recorded = functools.cache(
+    lambda: _record_forward(equation, types, is_input, is_output)
+  )
 
   def forward(*arguments: Any) -> Any:
-    jaxpr, (_, vjp) = record_forward()
+    jaxpr, _, _ = recorded()
+    dtypes = itself.dtypes
     results = interpret(jaxpr, _received(inputs, arguments))
     kept = _value.arrays(results[len(dtypes) :])
-    del vjp
     return _cast(results[: len(dtypes)], dtypes), kept
 
   def backward(kept: Any, cotangents: Any) -> Any:
-    _, (of_outputs, vjp) = record_forward()
-    shapes, structure = jax.tree.flatten(vjp)
-
-    def rule(kept: Any, cotangents: Any) -> Any:
-      return jax.tree.unflatten(structure, kept)(cotangents)
-
-    of_floats = _chosen(of_outputs, is_output)
-    jaxpr = jax.make_jaxpr(rule)(shapes, of_floats)
-    results = iter(
-      interpret(
-        jaxpr,
-        [
-          *map(_value.Value, kept, [x.dtype for x in shapes]),
-          *(
-            _value.Value(x, shape.dtype)
-            for x, shape in zip(
-              _chosen(cotangents, is_output), of_floats, strict=True
-            )
-          ),
-        ],
-      )
-    )
+    jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
+    arguments = [*kept, *_chosen(cotangents, is_output)]
+    results = iter(interpret(jaxpr, list(map(_value.Value, arguments, dtypes))))
     return tuple(
       next(results).in_dtype(x.dtype) if is_float else None
       for is_float, x in zip(is_input, inputs, strict=True)
     )
 
-  function = jax.custom_vjp(run)
+  function = jax.custom_vjp(itself.run)
   function.defvjp(forward, backward)
-  return _values(equation, function(*_value.arrays(inputs)), outputs)
+  return itself.values(function(*arrays))
 
 
-def _function(
-  equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  interpret: Interpret,
-) -> tuple[Callable[..., list[Any]], list[Any]]:
-  """Returns the function itself, and the types of what it returns."""
+def _record_tangents(
+  equation: core.JaxprEqn, types: Sequence[Any], places: Sequence[int]
+) -> Any:
+  """Records a rule for tangents.
 
-  def run(*arguments: Any) -> list[Any]:
-    return _value.arrays(
-      interpret(equation.params["call_jaxpr"], _received(inputs, arguments))
+  Args:
+    equation: the call.
+    types: of its inputs.
+    places: of those inputs that have a tangent.
+  """
+
+  def rule(primals: Any, tangents: Any) -> Any:
+    def of_places(*active: Any) -> Any:
+      arguments = list(primals)
+      for place, x in zip(places, active, strict=True):
+        arguments[place] = x
+      return _evaluate.bind(equation, arguments)
+
+    outputs, of_outputs = jax.jvp(
+      of_places, [primals[place] for place in places], list(tangents)
     )
+    return list(outputs), [x for x in of_outputs if _is_float(x)]
 
-  return run, jax.eval_shape(run, *_value.arrays(inputs))
+  return jax.make_jaxpr(rule)(types, [types[place] for place in places])
 
 
-def _values(
-  equation: core.JaxprEqn, arrays: Sequence[Any], types: Sequence[Any]
-) -> list[_value.Value]:
-  del types
-  return [
-    _value.Value(array, variable.aval.dtype)
-    for variable, array in zip(equation.outvars, arrays, strict=True)
-  ]
+def _record_forward(
+  equation: core.JaxprEqn,
+  types: Sequence[Any],
+  is_input: Sequence[bool],
+  is_output: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+  """Records the forward part of a rule.
+
+  Args:
+    equation: the call.
+    types: of its inputs.
+    is_input: which of them are differentiated.
+    is_output: which of its outputs are.
+
+  Returns:
+    The jaxpr, that returns the function's outputs and what the rule keeps; the
+    shapes of the outputs; and the backward part with shapes of what is kept.
+  """
+
+  def forward(*arguments: Any) -> Any:
+    def of_floats(*floats: Any) -> Any:
+      of_place = iter(floats)
+      outputs = _evaluate.bind(
+        equation,
+        [
+          next(of_place) if is_float else x
+          for is_float, x in zip(is_input, arguments, strict=True)
+        ],
+      )
+      return _chosen(outputs, is_output), list(outputs)
+
+    _, vjp, outputs = jax.vjp(
+      of_floats, *_chosen(arguments, is_input), has_aux=True
+    )
+    return outputs, vjp
+
+  jaxpr, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*types)
+  return jaxpr, outputs, vjp
+
+
+def _record_backward(
+  outputs: Sequence[Any], vjp: Any, is_output: Sequence[bool]
+) -> tuple[Any, list[Any]]:
+  """Records the backward part of a rule; returns it, and its inputs' dtypes.
+
+  Args:
+    outputs: as `_record_forward` returns them.
+    vjp: likewise.
+    is_output: which of the outputs are differentiated.
+  """
+  kept, structure = jax.tree.flatten(vjp)
+  of_floats = _chosen(outputs, is_output)
+  jaxpr = jax.make_jaxpr(
+    lambda kept, cotangents: jax.tree.unflatten(structure, kept)(cotangents)
+  )(kept, of_floats)
+  return jaxpr, [x.dtype for x in (*kept, *of_floats)]
+
+
+class _Function:
+  """A function without its rule."""
+
+  def __init__(
+    self,
+    equation: core.JaxprEqn,
+    inputs: Sequence[_value.Value],
+    interpret: Interpret,
+  ) -> None:
+    self._equation = equation
+    self._inputs = inputs
+    self._interpret = interpret
+    self._outputs: list[tuple[Any, _value.Kind]] | None = None
+
+  def run(self, *arguments: Any) -> list[Any]:
+    """Returns what the function returns, and notes what that is."""
+    outputs = self._interpret(
+      self._equation.params["call_jaxpr"],
+      _received(self._inputs, arguments),
+    )
+    self._outputs = [(x.dtype, x.kind) for x in outputs]
+    return _value.arrays(outputs)
+
+  @property
+  def dtypes(self) -> list[Any]:
+    """The dtypes of what it returns."""
+    return [dtype for dtype, _ in self._noted()]
+
+  def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
+    """Returns the values that it returned as arrays."""
+    return [
+      _value.Value(array, getattr(variable.aval, "dtype", None), kind)
+      for variable, array, (_, kind) in zip(
+        self._equation.outvars, arrays, self._noted(), strict=True
+      )
+    ]
+
+  def _noted(self) -> list[tuple[Any, _value.Kind]]:
+    if self._outputs is None:
+      # Differentiated at once, JAX has called the rule alone.
+      jax.eval_shape(self.run, *_value.arrays(self._inputs))
+    return self._outputs or []
 
 
 def _received(

@@ -130,15 +130,24 @@ def _jit(
 def _constrain(shardings: Sequence[Any], values: _Values) -> list[_value.Value]:
   """Returns values that lie where a jitted function says that they do."""
   return [
-    _value.Value(
-      lax.with_sharding_constraint(value.array, sharding),
-      value.written,
-      value.kind,
-    )
+    _value.Value(_lay(value.array, sharding), value.written, value.kind)
     if isinstance(sharding, jax.sharding.Sharding)
     else value
     for sharding, value in zip(shardings, values, strict=True)
   ]
+
+
+def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
+  if isinstance(sharding, jax.NamedSharding) and (
+    jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  ):
+    # Where it lies is a part of its type, and no advice.
+    return jax.jit(_same, out_shardings=sharding)(array)
+  return lax.with_sharding_constraint(array, sharding)
+
+
+def _same(array: Any) -> Any:
+  return array
 
 
 def _in_place(
@@ -160,7 +169,7 @@ def _remat(
 ) -> list[_value.Value]:
   parameters = equation.params
   (jaxpr,) = _calls.bodies(equation)
-  kinds = []
+  kinds: list[_value.Kind] = []
 
   def run(*arrays: Any) -> list[Any]:
     outputs = program.evaluate(jaxpr, _received(inputs, arrays), uses)

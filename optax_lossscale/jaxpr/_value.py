@@ -112,6 +112,15 @@ class Value:
       return self
     return Value(array, self.written, self.kind, self.number)
 
+  @property
+  def outline(self) -> "Value":
+    """The value with its type in place of its array, for what stays around.
+
+    JAX keeps a derivative rule as long as a compiled function, and what was
+    being traced when it was made is not to be kept with it.
+    """
+    return self.received(jax.typeof(self.array))
+
   def holds(self, dtype: Any) -> bool:
     """Returns whether `dtype` has room for it, if it is a known constant.
 
