@@ -49,7 +49,7 @@ def custom_jvp(
     outputs = interpret(
       jaxpr,
       [
-        *_received(inputs, primals),
+        *_value.received(inputs, primals),
         *(_value.Value(tangents[i], types[i].dtype) for i in places),
       ],
     )
@@ -91,7 +91,7 @@ def custom_vjp(
   def forward(*arguments: Any) -> Any:
     jaxpr, _, _ = recorded()
     dtypes = itself.dtypes
-    results = interpret(jaxpr, _received(inputs, arguments))
+    results = interpret(jaxpr, _value.received(inputs, arguments))
     kept = _value.arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
@@ -205,42 +205,31 @@ class _Function:
     self._equation = equation
     self._inputs = inputs
     self._interpret = interpret
-    self._outputs: list[tuple[Any, _value.Kind]] | None = None
+    self._outputs: list[_value.Value] | None = None
 
   def run(self, *arguments: Any) -> list[Any]:
     """Returns what the function returns, and notes what that is."""
     outputs = self._interpret(
       self._equation.params["call_jaxpr"],
-      _received(self._inputs, arguments),
+      _value.received(self._inputs, arguments),
     )
-    self._outputs = [(x.dtype, x.kind) for x in outputs]
+    self._outputs = [x.outline for x in outputs]
     return _value.arrays(outputs)
 
   @property
   def dtypes(self) -> list[Any]:
     """The dtypes of what it returns."""
-    return [dtype for dtype, _ in self._noted()]
+    return [x.dtype for x in self._noted()]
 
   def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
     """Returns the values that it returned as arrays."""
-    return [
-      _value.Value(array, getattr(variable.aval, "dtype", None), kind)
-      for variable, array, (_, kind) in zip(
-        self._equation.outvars, arrays, self._noted(), strict=True
-      )
-    ]
+    return _value.received(self._noted(), arrays)
 
-  def _noted(self) -> list[tuple[Any, _value.Kind]]:
+  def _noted(self) -> list[_value.Value]:
     if self._outputs is None:
       # Differentiated at once, JAX has called the rule alone.
       jax.eval_shape(self.run, *_value.arrays(self._inputs))
     return self._outputs or []
-
-
-def _received(
-  values: Sequence[_value.Value], arrays: Sequence[Any]
-) -> list[_value.Value]:
-  return [x.received(array) for x, array in zip(values, arrays, strict=True)]
 
 
 def _cast(values: Sequence[_value.Value], dtypes: Sequence[Any]) -> list[Any]:

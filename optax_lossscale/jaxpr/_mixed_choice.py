@@ -11,12 +11,21 @@ import jax.numpy as jnp
 from optax_lossscale.jaxpr import _operations
 from optax_lossscale.jaxpr import _value
 from optax_lossscale.precision import _levels
+from optax_lossscale.precision import _operation_lists
 from optax_lossscale.precision import _recipe
 
 _Kind = _value.Kind
 _Treatment = _levels.Treatment
 
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
+# After these a large number is still large. Others are bounded, or make it so
+# much larger or smaller that nothing is known.
+_KEEP_SPAN = (
+  _operations.JOINS
+  | _operation_lists.PRODUCTS
+  | _operation_lists.SUMS
+  | {"abs", "add", "add_any", "mul", "neg", "sqrt", "sub"}
+)
 
 
 def choose(
@@ -45,7 +54,10 @@ def choose(
   name = _operations.listed_name(equation)
   if treatment is _Treatment.BLACK:
     return _recipe.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
-  if is_given and not (decision.is_override or treatment is _Treatment.WHITE):
+  if decision.is_override:
+    # Between a sum and its mean there may be no room.
+    is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
+  if is_given and treatment is not _Treatment.WHITE:
     return widest(floats), _kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     # What is subtracted is a mean or a target, rather than a parameter.
@@ -58,10 +70,36 @@ def choose(
     return _recipe.FLOAT32, kind
   # Of a choice the numbers beyond the range are there to be beyond it: they are
   # clipped. Anything else is computed with them, where there is room.
-  has_room = name in _operations.JOINS or all(
-    x.holds(decision.dtype) for x in floats
+  is_choice = equation.primitive.name in _operations.JOINS
+  has_room = all(
+    x.fits(decision.dtype)
+    or (is_choice and x.number is not None and x.exceeds(decision.dtype))
+    for x in floats
   )
   return (decision.dtype if has_room else _recipe.FLOAT32), kind
+
+
+def span(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> _value.Span:
+  """Returns the span of what an operation computes in float32.
+
+  Args:
+    equation: any.
+    inputs: the values of its inputs.
+  """
+  name = equation.primitive.name
+  floats = [x for x in inputs if x.is_float]
+  if name == "div":
+    floats = floats[:1]
+  elif name not in _KEEP_SPAN:
+    return None
+  found = _value.union(x.span for x in floats)
+  are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
+  if found is not None and (name == "div" or are_computed):
+    # What is small vanishes beside what is not, or is divided by no more.
+    return (found[1], found[1]) if found[1] > 1 else None
+  return found
 
 
 def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
@@ -107,7 +145,7 @@ def widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
   dtypes += [
     x.written
     for x in floats
-    if x.kind is _Kind.CONSTANT and not all(map(x.holds, dtypes))
+    if x.kind is _Kind.CONSTANT and not all(map(x.fits, dtypes))
   ]
   if not dtypes:
     dtypes = [x.dtype for x in floats]

@@ -76,6 +76,11 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
   floats = {aval.dtype for aval in avals if _dtypes.part_dtype(aval)}
+  if equation.params.get("update_jaxpr") is not None and not (
+    equation.primitive.name in _SUMS and floats == {_FLOAT32}
+  ):
+    # How a scatter combines two values is recorded for one dtype.
+    return False
   return bool(floats) and floats <= dtypes
 
 
@@ -123,6 +128,8 @@ def _product(
     dtype = _mixed_choice.widest(floats, promotes=promotes)
   else:
     dtype = decision.dtype
+  if any(x.exceeds(dtype) for x in floats):
+    dtype = _FLOAT32
   emitted = parameters["preferred_element_type"]
   if emitted is not None and all(x.written == _FLOAT32 for x in floats):
     # What is written in low precision and asks for more, is to have it.
@@ -139,21 +146,24 @@ def _sum(
 ) -> list[_value.Value]:
   """A sum, accumulated in float32 whatever comes in and goes out."""
   treatment = decision.treatment
-  kind = _Kind.COMPUTED
   is_reduction = equation.primitive.name in _operations.REDUCTIONS
-  if (is_reduction and treatment is _Treatment.LOW_BUT_NORMS) or all(
+  is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
+  kind = _Kind.COMPUTED
+  if (is_reduction and is_low) or all(
     x.kind.is_of_given for x in inputs if x.is_float
   ):
+    # What is a mean in the end may not fit into low precision before.
     kind = _Kind.STATISTIC
   outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
-  if kind is _Kind.STATISTIC or treatment in (
-    _Treatment.BLACK,
-    _Treatment.PROMOTE,
-  ):
-    return outputs
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
-    dtype = _mixed_choice.widest(inputs)
+    dtype = _mixed_choice.widest(inputs, promotes=False)
+  if (
+    kind is _Kind.STATISTIC
+    or treatment in (_Treatment.BLACK, _Treatment.PROMOTE)
+    or any(x.exceeds(dtype) for x in outputs)
+  ):
+    return outputs
   with _evaluate.context(equation):
     return [_value.Value(x.in_dtype(dtype), x.written) for x in outputs]
 
@@ -175,6 +185,7 @@ def _move(
     if not output.is_float:
       continue
     output.kind = source.kind
+    output.span = source.span
     if equation.primitive.name not in ("abs", "neg", "sign"):
       output.number = source.number
     if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
@@ -213,12 +224,17 @@ def _in_dtype(
     arrays = [
       _converted(x, dtype, equation) if x.is_float else x.array for x in inputs
     ]
-  return _bind(equation, arrays, kind)
+  outputs = _bind(equation, arrays, kind)
+  if dtype == _FLOAT32:
+    span = _mixed_choice.span(equation, inputs)
+    for output in outputs:
+      output.span = span
+  return outputs
 
 
 def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
   """Returns an input of an operation that runs in `dtype`."""
-  if x.number is not None and not x.holds(dtype):
+  if x.number is not None and x.exceeds(dtype):
     # In a choice, see `_mixed_choice`.
     limit = float(jnp.finfo(dtype).max)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)

@@ -1,4 +1,4 @@
-"""A program in mixed precision: its equations, calls, branches and loops.
+"""A program in mixed precision: its equations and calls.
 
 Calls that are nothing but their jaxpr are evaluated in place, so that what is
 known of a value holds inside as well. Where a function of its own must remain
@@ -13,15 +13,14 @@ from typing import Any
 import warnings
 
 import jax
-from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
 from optax_lossscale.jaxpr import _calls
-from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _demand
 from optax_lossscale.jaxpr import _derivative_rules
 from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _mixed_control
 from optax_lossscale.jaxpr import _mixed_operation
 from optax_lossscale.jaxpr import _operations
 from optax_lossscale.jaxpr import _throughout
@@ -96,6 +95,18 @@ class MixedProgram:
       for x, atom in zip(outputs, jaxpr.jaxpr.outvars, strict=True)
     ]
 
+  def use_in_loop(
+    self, equation: core.JaxprEqn, uses: Sequence[_demand.Use]
+  ) -> _demand.Use:
+    """Returns what becomes of all values in the body of a loop.
+
+    Args:
+      equation: the loop.
+      uses: what becomes of its outputs.
+    """
+    use, _ = _demand.in_loop(equation, self.recipe, self.scope, uses)
+    return use
+
   def _warn(self, name: str) -> None:
     if name not in self.warned:
       self.warned.add(name)
@@ -130,24 +141,11 @@ def _jit(
 def _constrain(shardings: Sequence[Any], values: _Values) -> list[_value.Value]:
   """Returns values that lie where a jitted function says that they do."""
   return [
-    _value.Value(_lay(value.array, sharding), value.written, value.kind)
+    value.received(_throughout.lay(value.array, sharding))
     if isinstance(sharding, jax.sharding.Sharding)
     else value
     for sharding, value in zip(shardings, values, strict=True)
   ]
-
-
-def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
-  if isinstance(sharding, jax.NamedSharding) and (
-    jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-  ):
-    # Where it lies is a part of its type, and no advice.
-    return jax.jit(_same, out_shardings=sharding)(array)
-  return lax.with_sharding_constraint(array, sharding)
-
-
-def _same(array: Any) -> Any:
-  return array
 
 
 def _in_place(
@@ -169,21 +167,21 @@ def _remat(
 ) -> list[_value.Value]:
   parameters = equation.params
   (jaxpr,) = _calls.bodies(equation)
-  kinds: list[_value.Kind] = []
+  outlines: list[_value.Value] = []
 
   def run(*arrays: Any) -> list[Any]:
-    outputs = program.evaluate(jaxpr, _received(inputs, arrays), uses)
-    kinds[:] = [x.kind for x in outputs]
+    outputs = program.evaluate(jaxpr, _value.received(inputs, arrays), uses)
+    outlines[:] = [x.outline for x in outputs]
     return _value.arrays(outputs)
 
   with _evaluate.context(equation):
     if parameters["differentiated"]:
       arrays = _throughout.recomputed(equation, _value.arrays(inputs))
-      return program.evaluate(jaxpr, _received(inputs, arrays), uses)
+      return program.evaluate(jaxpr, _value.received(inputs, arrays), uses)
     arrays = jax.checkpoint(
       run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"]
     )(*_value.arrays(inputs))
-  return _results(equation, arrays, kinds)
+  return _value.received(outlines, arrays)
 
 
 def _derivative_rule(
@@ -204,146 +202,8 @@ def _derivative_rule(
     return keep(equation, inputs, interpret)
 
 
-def _cond(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
-  def interpret(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-    outputs = program.evaluate(
-      _calls.close(jaxpr), _received(inputs[1:], arrays), uses
-    )
-    return _as_written(outputs), ()
-
-  return _control(_control_flow.cond, equation, inputs, interpret)
-
-
-def _scan(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
-  num_consts, num_carry = _control_flow.scan_lengths(equation)
-  carry = slice(num_consts, num_consts + num_carry)
-  inputs = [*inputs]
-  inputs[carry] = _carried(inputs[carry])
-
-  def interpret(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-    outputs = program.evaluate(
-      _calls.close(jaxpr),
-      _received(inputs, arrays),
-      _uses_in_loop(program, equation, uses, len(uses)),
-    )
-    return [
-      *_as_written(outputs[:num_carry]),
-      *_value.arrays(outputs[num_carry:]),
-    ], ()
-
-  return _control(_control_flow.scan, equation, inputs, interpret)
-
-
-def _while(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
-  parameters = equation.params
-  num_cond, num_body = parameters["cond_nconsts"], parameters["body_nconsts"]
-  cond_consts = inputs[:num_cond]
-  body_consts = inputs[num_cond : num_cond + num_body]
-  carry = _carried(inputs[num_cond + num_body :])
-
-  def interpret(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-    is_body = jaxpr is parameters["body_jaxpr"]
-    consts = body_consts if is_body else cond_consts
-    outputs = program.evaluate(
-      _calls.close(jaxpr),
-      _received([*consts, *carry], arrays),
-      _uses_in_loop(program, equation, uses, len(carry) if is_body else 1),
-    )
-    return _as_written(outputs), ()
-
-  return _control(
-    _control_flow.while_loop,
-    equation,
-    [*cond_consts, *body_consts, *carry],
-    interpret,
-  )
-
-
-def _shard_map(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
-  def interpret(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-    outputs = program.evaluate(
-      _calls.close(jaxpr), _received(inputs, arrays), uses
-    )
-    return _value.arrays(outputs), ()
-
-  return _control(_throughout.shard_map, equation, inputs, interpret)
-
-
-def _control(
-  call: _control_flow.Call,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  interpret: _control_flow.Interpret,
-) -> list[_value.Value]:
-  """Returns the outputs of an equation around bodies that are evaluated."""
-  with _evaluate.context(equation):
-    arrays, _ = call(equation, _value.arrays(inputs), interpret, ())
-  return _results(equation, arrays)
-
-
-def _carried(values: _Values) -> list[_value.Value]:
-  """Returns what a loop carries: of the dtypes that it is written for."""
-  return [
-    _value.Value(array, x.written)
-    for x, array in zip(values, _as_written(values), strict=True)
-  ]
-
-
-def _uses_in_loop(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  uses: Sequence[_demand.Use],
-  length: int,
-) -> list[_demand.Use]:
-  use, _ = _demand.in_loop(equation, program.recipe, program.scope, uses)
-  return [use] * length
-
-
-def _received(values: _Values, arrays: Sequence[Any]) -> list[_value.Value]:
-  return [x.received(array) for x, array in zip(values, arrays, strict=True)]
-
-
-def _as_written(values: _Values) -> list[Any]:
-  return [x.in_dtype(x.written) if x.is_float else x.array for x in values]
-
-
-def _results(
-  equation: core.JaxprEqn,
-  arrays: Sequence[Any],
-  kinds: Sequence[_value.Kind] | None = None,
-) -> list[_value.Value]:
-  if kinds is None:
-    kinds = [_value.Kind.COMPUTED] * len(arrays)
-  return [
-    _value.Value(array, getattr(variable.aval, "dtype", None), kind)
-    for variable, array, kind in zip(
-      equation.outvars, arrays, kinds, strict=True
-    )
-  ]
-
-
 _CALLS: dict[str, _Call] = {
-  "shard_map": _shard_map,
+  "shard_map": _mixed_control.shard_map,
   **{
     primitive.name: call
     for primitive, call in (
@@ -359,9 +219,9 @@ _CALLS: dict[str, _Call] = {
         primitives.custom_vjp_call_p,
         functools.partial(_derivative_rule, _derivative_rules.custom_vjp),
       ),
-      (primitives.cond_p, _cond),
-      (primitives.scan_p, _scan),
-      (primitives.while_p, _while),
+      (primitives.cond_p, _mixed_control.cond),
+      (primitives.scan_p, _mixed_control.scan),
+      (primitives.while_p, _mixed_control.while_loop),
     )
   },
 }

@@ -182,11 +182,30 @@ def _linear_solve(
 def _constrain(shardings: Sequence[Any], values: Sequence[Any]) -> list[Any]:
   """Returns values that lie where a jitted function says that they do."""
   return [
-    lax.with_sharding_constraint(value, sharding)
+    lay(value, sharding)
     if isinstance(sharding, jax.sharding.Sharding)
     else value
     for sharding, value in zip(shardings, values, strict=True)
   ]
+
+
+def lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
+  """Returns an array that lies where a sharding says.
+
+  Args:
+    array: any.
+    sharding: of a jitted function's input or output.
+  """
+  if isinstance(sharding, jax.NamedSharding) and (
+    jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  ):
+    # Where it lies is a part of its type, and no advice.
+    return jax.jit(_same, out_shardings=sharding)(array)
+  return lax.with_sharding_constraint(array, sharding)
+
+
+def _same(array: Any) -> Any:
+  return array
 
 
 _CALLS: dict[core.Primitive, _control_flow.Call] = {

@@ -1,5 +1,6 @@
 """A value of a program in mixed precision, and its versions by dtype."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import enum
@@ -22,8 +23,8 @@ class Kind(enum.Enum):
   GIVEN = "given"
   # A number in the program.
   CONSTANT = "constant"
-  # A sum, or derived from given values alone: float32, and not a precision
-  # that anybody asked for, so it does not count where others have one.
+  # A sum, or derived from given values alone: float32, though nobody asked for
+  # it, so at levels that lower everything it does not count beside others.
   STATISTIC = "statistic"
   # The root of a statistic, or its reciprocal, as norms divide by.
   ROOT = "root"
@@ -41,6 +42,10 @@ class Kind(enum.Enum):
     return self.is_neutral or self is Kind.STATISTIC
 
 
+# The smallest and the largest magnitude of some numbers, None of none.
+Span = tuple[float, float] | None
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
   """A value as it is held, and in what other dtypes it was wanted.
@@ -50,6 +55,8 @@ class Value:
     written: the dtype that it has in the original program.
     kind: where it comes from.
     number: of a constant, if it is known.
+    span: the smallest and the largest magnitude among the numbers of the
+      program that were added to it, multiplied with it or put into it.
     source: the move that made it of another value, if the order of moving and
       converting does not matter: the other one is then converted, once for all
       that is made of it.
@@ -59,6 +66,7 @@ class Value:
   written: Any
   kind: Kind = Kind.COMPUTED
   number: float | None = None
+  span: Span = None
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -92,9 +100,9 @@ class Value:
       dtype: a floating dtype.
     """
     result = Value(
-      self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number
+      self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
     )
-    if np.finfo(np.dtype(dtype)).bits > _bits(self.dtype):
+    if _bits(dtype) > _bits(self.dtype):
       # Nothing was lost, so back it is what it was.
       result._versions[self.dtype] = self.array
     return result
@@ -110,7 +118,7 @@ class Value:
     """
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
-    return Value(array, self.written, self.kind, self.number)
+    return Value(array, self.written, self.kind, self.number, self.span)
 
   @property
   def outline(self) -> "Value":
@@ -121,23 +129,32 @@ class Value:
     """
     return self.received(jax.typeof(self.array))
 
-  def holds(self, dtype: Any) -> bool:
-    """Returns whether `dtype` has room for it, if it is a known constant.
+  def fits(self, dtype: Any) -> bool:
+    """Returns whether `dtype` has room for the numbers of the program in it.
 
     Neither overflow nor underflow; rounding does not count.
 
     Args:
       dtype: a floating dtype.
     """
-    if self.number is None or self.number == 0 or not np.isfinite(self.number):
+    if self.span is None:
       return True
-    limits = jax.numpy.finfo(dtype)
-    magnitude = abs(self.number)
-    return bool(float(limits.tiny) <= magnitude <= float(limits.max))
+    tiny = float(jax.numpy.finfo(dtype).tiny)
+    return tiny <= self.span[0] and not self.exceeds(dtype)
+
+  def exceeds(self, dtype: Any) -> bool:
+    """Returns whether one of these numbers would be inf in `dtype`.
+
+    Args:
+      dtype: a floating dtype.
+    """
+    largest = float(jax.numpy.finfo(dtype).max)
+    return self.span is not None and self.span[1] > largest
 
   def _convert(self, dtype: Any) -> Any:
     if isinstance(self.array, np.ndarray | np.generic):
-      return np.asarray(self.array).astype(dtype)
+      with np.errstate(over="ignore"):
+        return np.asarray(self.array).astype(dtype)
     if self.source is None:
       return lax.convert_element_type(self.array, dtype)
     move, value = self.source
@@ -168,15 +185,39 @@ def constant(number: Any, aval: Any) -> Value:
   if not hasattr(aval, "dtype") or not _dtypes.part_dtype(aval):
     return Value(number, getattr(aval, "dtype", None), Kind.CONSTANT)
   array = np.asarray(number, aval.dtype)
-  known = None
-  if array.ndim == 0 and not np.iscomplexobj(array):
-    known = float(array)
-  return Value(array, aval.dtype, Kind.CONSTANT, known)
+  if array.ndim or np.iscomplexobj(array):
+    return Value(array, aval.dtype, Kind.CONSTANT)
+  known = float(array)
+  magnitude = abs(known)
+  span = (magnitude, magnitude) if 0 < magnitude < np.inf else None
+  return Value(array, aval.dtype, Kind.CONSTANT, known, span)
+
+
+def union(spans: Iterable[Span]) -> Span:
+  """Returns the span of all numbers in several.
+
+  Args:
+    spans: one after the other.
+  """
+  found = [span for span in spans if span is not None]
+  if not found:
+    return None
+  return min(x[0] for x in found), max(x[1] for x in found)
 
 
 def arrays(values: Sequence[Value]) -> list[Any]:
   """Returns the arrays of values, as they are held."""
   return [value.array for value in values]
+
+
+def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+  """Returns values as the body of another function gets them.
+
+  Args:
+    values: outside of it.
+    arrays: what stands there for the array of each.
+  """
+  return [x.received(array) for x, array in zip(values, arrays, strict=True)]
 
 
 def _bits(dtype: Any) -> int:

@@ -273,16 +273,118 @@ def test_a_number_that_float16_cannot_hold_keeps_float32(level, number):
   np.testing.assert_allclose(mixed(X), expected, rtol=2e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_fully_masked_row_is_no_nan(level):
+@pytest.mark.parametrize(
+  "masked",
+  [
+    lambda scores, mask: jnp.where(mask, scores, jnp.finfo(scores.dtype).min),
+    lambda scores, mask: scores + jnp.where(mask, 0.0, -1e9),
+  ],
+  ids=["chosen", "added"],
+)
+@each_mixed_level
+def test_a_fully_masked_row_is_no_nan(level, masked):
   mask = jnp.zeros((4, 4), bool)
 
   def attention(x):
-    scores = jnp.where(mask, x @ x.T, jnp.finfo(jnp.float32).min)
-    return jax.nn.softmax(scores) @ x
+    return jax.nn.softmax(masked(x @ x.T, mask)) @ x
 
   mixed = ols.autocast(attention, level)
   np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+  "operation",
+  [
+    lambda x: x / (jnp.abs(x) + 1e-10),
+    lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1)[:, None], 1e-12),
+    lambda x: jnp.log(jax.nn.softmax(20 * x) + 1e-12),
+    lambda x: x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))[:, None] + 1e-8),
+  ],
+  ids=["quotient", "norm", "logarithm", "root"],
+)
+@each_mixed_level
+def test_a_small_number_still_keeps_from_dividing_by_zero(level, operation):
+  x = jnp.zeros((4, 8)).at[1].set(X[1])
+  mixed = ols.autocast(between(operation), level)
+  assert np.all(np.isfinite(mixed(x)))
+  if level in ("O1", "auto"):
+    # At the others 1 / 1e-12 goes back through float16.
+    assert np.all(np.isfinite(jax.grad(lambda x: jnp.sum(mixed(x)))(X)))
+
+
+@each_mixed_level
+def test_a_product_of_what_float16_cannot_hold_is_in_float32(level):
+  def function(x):
+    return (x @ W * 1e6) @ W
+
+  mixed = ols.autocast(function, level)
+  assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
+  np.testing.assert_allclose(mixed(X), function(X), rtol=1e-2, atol=1e4)
+
+
+@each_mixed_level
+def test_a_large_number_is_known_after_a_loop_and_a_rule(level):
+  @jax.custom_jvp
+  def identity(x):
+    return x * 1.0
+
+  identity.defjvps(lambda t, _, x: t)
+
+  def function(x):
+    x = lax.scan(lambda c, _: (identity(c) + 1, None), x @ W - 1e6, length=3)[0]
+    return x @ W
+
+  mixed = ols.autocast(function, level)
+  assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
+
+
+@each_mixed_level
+def test_after_a_small_number_the_others_are_not_in_float32(level):
+  operation = lambda x: jnp.tanh(x + (x + 1e-7) * 2.0) @ W  # noqa: E731
+  mixed = ols.autocast(between(operation), level)
+  assert set(products(mixed, X)) == {"float16"}
+
+
+@each_mixed_level
+def test_the_mean_of_many_values_does_not_overflow(level):
+  def function(x):
+    x = jnp.broadcast_to(x @ jnp.eye(1), (1, 100_000))
+    return jnp.tanh(jnp.mean(x, axis=1)[:, None] - 1) @ jnp.eye(1)
+
+  assert float(ols.autocast(function, level)(jnp.ones((1, 1)))[0, 0]) == 0
+
+
+@pytest.mark.parametrize(
+  "scatter",
+  [
+    lambda x: x.at[2].max(0.0),
+    lambda x: x.at[1].apply(jnp.sin),
+    lambda x: x.at[0].add(W[0]),
+    lambda x: x.at[0].set(W[0]),
+    lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 0, 1]), 2),
+  ],
+  ids=["max", "apply", "add", "set", "segment_max"],
+)
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_scatter_runs_in_the_dtype_that_it_was_recorded_for(level, scatter):
+  mixed = ols.autocast(between(scatter), level)
+  np.testing.assert_allclose(mixed(X), between(scatter)(X), atol=2e-2)
+  low = ols.autocast(lambda x: between(scatter)(x.astype(jnp.float16)), level)
+  assert np.all(np.isfinite(low(X)))
+
+
+def test_an_array_beyond_the_range_warns_nobody():
+  mask = np.full(8, -1e9, np.float32)
+  mixed = ols.autocast(between(lambda x: jax.nn.softmax(x + mask)), "O2")
+  assert mixed(X).shape == X.shape
+
+
+def test_what_is_written_in_bfloat16_and_then_in_float32_comes_back():
+  def function(x):
+    return (x.astype(jnp.bfloat16).astype(jnp.float32) @ W) @ W
+
+  mixed = ols.autocast(function, "O1", dtype=jnp.bfloat16)
+  assert set(products(mixed, X)) == {"bfloat16"}
 
 
 def readme_table():
