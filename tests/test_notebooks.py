@@ -37,6 +37,8 @@ def run(notebook, folder):
           # No settings and start-up files of whoever runs this.
           *("--ipython-dir", str(folder / "ipython")),
         ],
+        # It trains more than it compiles: see .ci/run.
+        env={"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
         language="python",
       )
 

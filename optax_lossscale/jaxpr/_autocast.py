@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
+import warnings
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -35,29 +36,31 @@ def autocast(
   left when the program runs.
 
   What `fun` returns has the dtypes that it has without, and so have gradients.
-  A value is converted once for all operations that want it in a dtype. Sums
-  are accumulated in float32. The derivative rules of `custom_jvp` and
-  `custom_vjp` hold, loops carry the dtypes that they are written for, and
-  `remat` computes again what it did. Only what is written in float32 or in
-  `dtype` takes part: integers, keys, float64 and other dtypes are left alone.
+  A value is converted once for all operations that want it in a dtype, and once
+  more inside of a loop, a branch or a `remat`. Sums are accumulated in float32,
+  products of two vectors among them. A number that `dtype` cannot hold keeps
+  what it is added to or multiplied with in float32. The derivative rules of
+  `custom_jvp` and `custom_vjp` hold, loops carry the dtypes that they are
+  written for, and `remat` computes again what it did. Only what is written in
+  float32 or in `dtype` takes part: integers, keys, float64 and other dtypes are
+  left alone.
 
   The levels:
 
   - "O0": as written, but for `overrides` and `operations`.
   - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
-    norms and losses in float32; the others follow their inputs. Where a value
-    that was computed meets one that was given, such as a bias, the given one
-    follows.
+    norms and losses in float32; the others follow their inputs. What is given
+    from outside and added or multiplied with, such as a bias, follows too.
   - "O2": everything in `dtype` but norms and losses.
   - "O3": everything in `dtype` but losses.
   - "auto": as "O1", and additions and concatenations are in the widest dtype
     among their inputs, a bias included.
 
-  A norm is known by its scope ("*Norm*" in a part of it) or by its operations.
-  A loss is known by its scope ("*loss*", "*cross_entropy*") or by its place:
-  what follows the last matrix product of `fun` is in float32 at every level.
-  So the loss is the same whether `fun` is the model and the loss is taken
-  outside, or `fun` is the whole loss function.
+  A norm is known by its scope (a part of it is like "*Norm*", and there is no
+  product inside) or by its operations. A loss is known by its scope ("*loss*",
+  "*cross_entropy*") or by its place: what follows the last matrix product of
+  `fun` is in float32 at every level. So the loss is the same whether `fun` is
+  the model and the loss is taken outside, or the whole loss function.
 
   Args:
     fun: any function that JAX can trace: a loss function, `model.apply`.
@@ -73,7 +76,7 @@ def autocast(
       "gray": ["exp"]}`. What is in "white" is in `dtype`, in "black" in
       float32, in "gray" it follows its inputs, in "promote" it is in the widest
       dtype among them. The names are those of JAX's primitives, and "square",
-      "cube" and "reciprocal".
+      "cube", "reciprocal" and "vecdot".
 
   Returns:
     A function with the arguments of `fun`. It traces `fun` on each call, so jit
@@ -82,7 +85,8 @@ def autocast(
   Raises:
     TypeError: if `fun` is no function, or another argument of a wrong type.
     ValueError: if there is no such level, list or dtype; when called, if a
-      pattern matches no scope of `fun`, or JAX has no operation of a name.
+      pattern matches no scope of `fun`, JAX has no operation of a name, or
+      `fun` changes an object in place, such as an `nnx.Module` in training.
 
   Warns:
     UserWarning: when called, of an operation that holds a program which nothing
@@ -116,7 +120,7 @@ def autocast(
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     recording = _record.record(fun, args, kwargs)
     jaxpr = recording.jaxpr
-    recipe.check(set(_calls.operations(jaxpr)), _operations.NAMES)
+    of_fun = recipe.of(set(_calls.operations(jaxpr)), _operations.NAMES)
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
     consts, inputs = recording.consts_and_arguments(
       [
@@ -124,9 +128,16 @@ def autocast(
         for x, variable in zip(recording.operands, variables, strict=True)
       ]
     )
-    outputs = _mixed_program.MixedProgram(recipe).evaluate(
+    program = _mixed_program.MixedProgram(of_fun)
+    outputs = program.evaluate(
       jaxpr, inputs, [_demand.Use()] * len(jaxpr.out_avals), consts
     )
+    for operation in sorted(program.unknown):
+      warnings.warn(
+        f"`autocast` cannot look into the operation {operation}, which runs as "
+        "written.",
+        stacklevel=2,
+      )
     return recording.result(
       [x.in_dtype(x.written) if x.is_float else x.array for x in outputs]
     )

@@ -29,17 +29,17 @@ class Use(NamedTuple):
 
   Attributes:
     leads_to_product: whether a product is computed from it, however late.
-    is_full: whether all operations that take it are in float32.
+    in_float32: whether all operations that take it are in float32.
   """
 
   leads_to_product: bool = False
-  is_full: bool = True
+  in_float32: bool = True
 
   def __or__(self, other: "Use") -> "Use":
     """Returns what becomes of a value that is used in both ways."""
     return Use(
       self.leads_to_product or other.leads_to_product,
-      self.is_full and other.is_full,
+      self.in_float32 and other.in_float32,
     )
 
 
@@ -48,13 +48,14 @@ class Demand:
   """The result for one jaxpr.
 
   Attributes:
-    is_full: the equations that are in float32 for what comes after them, by id.
+    in_float32: the equations that are in float32 for what comes after them,
+      by id.
     outputs: what becomes of the outputs of each equation, by id.
     inputs: what becomes of the inputs of the jaxpr.
     has_product: whether there is a product in low precision in it.
   """
 
-  is_full: frozenset[int]
+  in_float32: frozenset[int]
   outputs: dict[int, list[Use]]
   inputs: list[Use]
   has_product: bool
@@ -95,7 +96,7 @@ def find_demand(
   """
   uses: dict[core.Var, Use] = {}
   constants = _constants(jaxpr)
-  is_full = set()
+  in_float32 = set()
   of_outputs = {}
   has_product = False
 
@@ -121,12 +122,12 @@ def find_demand(
       )
       of_inputs = [of_input] * len(equation.invars)
       if full:
-        is_full.add(id(equation))
+        in_float32.add(id(equation))
     has_product |= product
     for atom, use in zip(equation.invars, of_inputs, strict=True):
       note(atom, use)
   return Demand(
-    frozenset(is_full),
+    frozenset(in_float32),
     of_outputs,
     [uses.get(variable, Use()) for variable in jaxpr.jaxpr.invars],
     has_product,
@@ -154,7 +155,7 @@ def in_loop(
     for body in _calls.bodies(equation)
   )
   leads = has_product or any(use.leads_to_product for use in after)
-  return Use(leads, is_full=not leads), has_product
+  return Use(leads, in_float32=not leads), has_product
 
 
 def _call(
@@ -200,7 +201,7 @@ def _operation(
   leads = is_product or after.leads_to_product
   if treatment is _levels.Treatment.WRITTEN:
     return Use(leads), False, False
-  is_full = treatment is _levels.Treatment.BLACK
+  in_float32 = treatment is _levels.Treatment.BLACK
   if name in _operation_lists.SUMS:
     # Whatever they give, they take float32.
     return Use(leads), False, not leads and not decision.is_override
@@ -216,12 +217,12 @@ def _operation(
         )
       )
     )
-    is_full |= not leads or (is_linear and after.is_full)
+    in_float32 |= not leads or (is_linear and after.in_float32)
   # What is made of a value that is not a float is not in its precision.
   is_float = any(
     _dtypes.part_dtype(variable.aval) for variable in equation.outvars
   )
-  return Use(leads, is_full or not is_float), is_product, is_full
+  return Use(leads, in_float32 or not is_float), is_product, in_float32
 
 
 def _is_guard(equation: core.JaxprEqn) -> bool:

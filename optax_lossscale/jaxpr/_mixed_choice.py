@@ -17,6 +17,7 @@ from optax_lossscale.precision import _recipe
 _Kind = _value.Kind
 _Treatment = _levels.Treatment
 
+_OF_PARAMETERS = _operations.JOINS | {"add", "add_any", "mul", "square"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
 # After these a large number is still large. Others are bounded, or make it so
 # much larger or smaller that nothing is known.
@@ -50,7 +51,7 @@ def choose(
   ):
     # Such as the biases of several gates in one array.
     return widest(floats), _Kind.GIVEN
-  is_given = all(x.kind.is_of_given for x in floats)
+  is_given = all(x.kind.stays_float32 for x in floats)
   name = _operations.listed_name(equation)
   if treatment is _Treatment.BLACK:
     return _recipe.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
@@ -60,8 +61,9 @@ def choose(
   if is_given and treatment is not _Treatment.WHITE:
     return widest(floats), _kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    # What is subtracted is a mean or a target, rather than a parameter.
-    promotes = treatment is _Treatment.PROMOTE or name == "sub"
+    # A bias is added, and a scale multiplied with. What is subtracted is a mean
+    # or a target, and what is divided by may be of any size.
+    promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
     return widest(floats, promotes=promotes), _Kind.COMPUTED
   kind = _Kind.COMPUTED
   if treatment is _Treatment.LOW_BUT_NORMS:

@@ -51,10 +51,10 @@ def evaluate(
     return _as_written(equation, inputs)
   if name == "convert_element_type":
     return _conversion(equation, inputs)
+  if _operations.listed_name(equation) in _SUMS:
+    return _sum(equation, inputs, decision)
   if name in _operation_lists.PRODUCTS:
     return _product(equation, inputs, decision)
-  if name in _SUMS:
-    return _sum(equation, inputs, decision)
   if name in _operations.COMPARISONS:
     return _in_dtype(equation, inputs, _mixed_choice.widest(inputs))
   if _operations.moves(equation) and not (
@@ -90,7 +90,9 @@ def _as_written(
   with _evaluate.context(equation):
     arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
   # Positions, noise and the like are made of nothing that has a precision.
-  kind = _Kind.COMPUTED if any(x.is_float for x in inputs) else _Kind.GIVEN
+  kind = _Kind.STATISTIC
+  if any(x.is_float for x in inputs):
+    kind = _Kind.COMPUTED
   return _bind(equation, arrays, kind)
 
 
@@ -101,10 +103,10 @@ def _conversion(
   (x,) = inputs
   dtype = equation.params["new_dtype"]
   if not x.is_float or _dtypes.part_dtype(equation.outvars[0].aval) is None:
-    # Of integers and truth values, or to them: nothing is known of precision.
-    if x.is_float:
-      return _bind(equation, [x.array])
-    return _bind(equation, [x.array], _Kind.GIVEN)
+    # A mask follows; positions and counts do not.
+    is_mask = x.array.dtype == np.bool_
+    kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
+    return _bind(equation, [x.array], kind)
   if x.written == dtype:
     return [x]
   with _evaluate.context(equation):
@@ -146,11 +148,12 @@ def _sum(
 ) -> list[_value.Value]:
   """A sum, accumulated in float32 whatever comes in and goes out."""
   treatment = decision.treatment
-  is_reduction = equation.primitive.name in _operations.REDUCTIONS
+  name = _operations.listed_name(equation)
+  is_reduction = name in _operations.REDUCTIONS or name == "vecdot"
   is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
   kind = _Kind.COMPUTED
   if (is_reduction and is_low) or all(
-    x.kind.is_of_given for x in inputs if x.is_float
+    x.kind.stays_float32 for x in inputs if x.is_float
   ):
     # What is a mean in the end may not fit into low precision before.
     kind = _Kind.STATISTIC
@@ -245,12 +248,25 @@ def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
     and equation.primitive.name in _operations.ELEMENTWISE
     and x.dtype != dtype
     and x.array.shape != output.shape
-    and jax.sharding.get_abstract_mesh().empty
   ):
     # Such as a bias: broadcast before it is converted, so that its gradient is
     # summed up in float32.
-    x = _value.Value(jnp.broadcast_to(x.array, output.shape), x.written)
+    x = _value.Value(_broadcast(x.array, output), x.written)
   return x.in_dtype(dtype)
+
+
+def _broadcast(array: Any, output: Any) -> Any:
+  """Returns an array in the shape of an operation's output."""
+  explicit = jax.sharding.AxisType.Explicit
+  if explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    return jnp.broadcast_to(array, output.shape)
+  first = output.ndim - array.ndim
+  return lax.broadcast_in_dim(
+    array,
+    output.shape,
+    tuple(range(first, output.ndim)),
+    out_sharding=output.sharding,
+  )
 
 
 def _bind(

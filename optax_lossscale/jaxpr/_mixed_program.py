@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
-import warnings
 
 import jax
 from jax.extend import core
@@ -38,12 +37,12 @@ class MixedProgram:
   Attributes:
     recipe: of the `autocast`.
     scope: in which the jaxprs are.
-    warned: the names of operations that a warning was given of.
+    unknown: the operations that could not be looked into.
   """
 
   recipe: _recipe.Recipe
   scope: str = ""
-  warned: set[str] = dataclasses.field(default_factory=set)
+  unknown: set[str] = dataclasses.field(default_factory=set)
 
   def evaluate(
     self,
@@ -77,13 +76,14 @@ class MixedProgram:
       call = _CALLS.get(equation.primitive.name)
       if call is not None:
         return call(inner, equation, values, demand.outputs[id(equation)])
-      if id(equation) in demand.is_full:
+      if id(equation) in demand.in_float32:
         decision = self.recipe.in_float32
       else:
         name = _operations.listed_name(equation)
         decision = self.recipe.decide(name, scope)
       if _calls.is_unknown(equation):
-        self._warn(equation.primitive.name)
+        where = f" in {scope}" if scope else ""
+        self.unknown.add(f"{equation.primitive.name}{where}")
         decision = self.recipe.as_written
       return _mixed_operation.evaluate(
         equation, values, decision, self.recipe.dtypes
@@ -106,15 +106,6 @@ class MixedProgram:
     """
     use, _ = _demand.in_loop(equation, self.recipe, self.scope, uses)
     return use
-
-  def _warn(self, name: str) -> None:
-    if name not in self.warned:
-      self.warned.add(name)
-      warnings.warn(
-        f"`autocast` cannot look into the operation {name}, which runs as "
-        "written.",
-        stacklevel=2,
-      )
 
 
 # Each takes the program inside of an equation, the equation, the values of its
@@ -195,7 +186,7 @@ def _derivative_rule(
     jaxpr = _calls.close(jaxpr)
     # A derivative goes with the products that the function goes with.
     leads = any(use.leads_to_product for use in uses)
-    of_rule = _demand.Use(leads, is_full=not leads)
+    of_rule = _demand.Use(leads, in_float32=not leads)
     return program.evaluate(jaxpr, inputs, [of_rule] * len(jaxpr.out_avals))
 
   with _evaluate.context(equation):

@@ -97,7 +97,7 @@ NAMES = frozenset(
   getattr(primitives, attribute).name
   for attribute in dir(primitives)
   if attribute.endswith("_p")
-) | _names("cube reciprocal square")
+) | _names("cube reciprocal square vecdot")
 
 _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 
@@ -116,6 +116,13 @@ def listed_name(equation: core.JaxprEqn) -> str:
     return "square"
   if name == "div" and isinstance(inputs[0], core.Literal):
     return "reciprocal"
+  if name == "dot_general" and all(
+    len(contracting) + len(batch) == len(atom.aval.shape)
+    for contracting, batch, atom in zip(
+      *equation.params["dimension_numbers"], inputs, strict=True
+    )
+  ):
+    return "vecdot"
   return name
 
 

@@ -22,6 +22,9 @@ _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
 )
 
 
+_CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
+
+
 class Recording(NamedTuple):
   """A function's jaxpr for given arguments.
 
@@ -67,6 +70,9 @@ def record(
     args: its positional arguments. Arrays are inputs of the jaxpr, whatever
       else there is (numbers, strings, functions) the function gets as it is.
     kwargs: its keyword arguments, likewise.
+
+  Raises:
+    ValueError: if the function changes an object among its arguments.
   """
   # Under jit what is recorded becomes a part of what JAX compiles; in another
   # recording it becomes a part of that.
@@ -80,11 +86,39 @@ def record(
       inputs[place] = array
     args, kwargs = jax.tree.unflatten(treedef, inputs)
     with _recording(is_at_once):
-      return function(*args, **kwargs)
+      outputs = function(*args, **kwargs)
+    _check_unchanged(arrays, (args, kwargs))
+    return outputs
+
+  # What JAX calls it when the function cannot be traced.
+  flat_function.__name__ = getattr(function, "__name__", "flat_function")
 
   arrays = [leaves[place] for place in places]
   jaxpr, outputs = jax.make_jaxpr(flat_function, return_shape=True)(*arrays)
   return Recording(jaxpr, [*jaxpr.consts, *arrays], jax.tree.structure(outputs))
+
+
+def _check_unchanged(arrays: Sequence[Any], arguments: Any) -> None:
+  """Raises if the function that was called has changed an object.
+
+  Other than with a dict, which is used as a variable of one's own, one relies
+  on that.
+
+  Args:
+    arrays: what was in the arguments before.
+    arguments: the function's own copy of them.
+  """
+  before = {id(array) for array in arrays}
+  for path, leaf in jax.tree.leaves_with_path(arguments):
+    is_new = isinstance(leaf, jax.core.Tracer) and id(leaf) not in before
+    # The last key is of the array in its box, and boxes come in dicts as well.
+    if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
+      raise ValueError(
+        "`fun` must not change its arguments in place, since the change would "
+        f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
+        "it. An nnx.Module that keeps statistics or random keys goes in as "
+        "nnx.split makes it, is merged inside, and its new state returned."
+      )
 
 
 def is_recording() -> bool:

@@ -23,8 +23,9 @@ class Kind(enum.Enum):
   GIVEN = "given"
   # A number in the program.
   CONSTANT = "constant"
-  # A sum, or derived from given values alone: float32, though nobody asked for
-  # it, so at levels that lower everything it does not count beside others.
+  # Float32, though nobody asked for it: a sum, or what is derived from given
+  # values alone, such as positions, noise and an embedding. At the levels that
+  # lower everything it has no say beside what is computed.
   STATISTIC = "statistic"
   # The root of a statistic, or its reciprocal, as norms divide by.
   ROOT = "root"
@@ -37,8 +38,8 @@ class Kind(enum.Enum):
     return self in (Kind.GIVEN, Kind.CONSTANT)
 
   @property
-  def is_of_given(self) -> bool:
-    """Whether the network has computed nothing of it."""
+  def stays_float32(self) -> bool:
+    """Whether it may be left in float32 beside others of that sort."""
     return self.is_neutral or self is Kind.STATISTIC
 
 

@@ -1,10 +1,11 @@
 """The operations of `autocast`, by what low precision does to them.
 
 Names are those of JAX's primitives, and a few more for what has none of its
-own: "square" is also `x * x` and `integer_pow` by 2, "cube" is that by 3, and
-"reciprocal" that by -1 and a number divided by x. The groups are those of
-PyTorch, Apex, MindSpore, TensorFlow and Paddle; where they differ the majority
-decides, and the comment says so.
+own: "square" is also `x * x` and `integer_pow` by 2, "cube" is that by 3,
+"reciprocal" that by -1 and a number divided by x, and "vecdot" a `dot_general`
+of vectors, which is a sum of products rather than a matrix product. The groups
+are those of PyTorch, Apex, MindSpore, TensorFlow and Paddle; where they differ
+the majority decides, and the comment says so.
 """
 
 
@@ -36,7 +37,7 @@ INVERSES = _names("acos acosh asin asinh atanh erf_inv")
 # float32 too. All of softmax, of a mean, of a norm goes on from there.
 SUMS = _names("""
   cumlogsumexp cumprod cumsum psum psum_invariant reduce_prod reduce_scatter
-  reduce_sum reduce_window_sum scatter-add scatter-mul
+  reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
 """)
 
 # Series and continued fractions of many terms: nobody computes them in low

@@ -1,6 +1,7 @@
 """The recipe of an `autocast`: its level, dtype, overrides and lists."""
 
 from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import difflib
@@ -13,10 +14,12 @@ import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale.precision import _levels
+from optax_lossscale.precision import _operation_lists
 from optax_lossscale.precision import _scopes
 
 FLOAT32 = np.dtype(np.float32)
-_DTYPES = ("float16", "bfloat16", "float32")
+_LOW = ("float16", "bfloat16")
+_DTYPES = (*_LOW, "float32")
 
 
 class Decision(NamedTuple):
@@ -42,12 +45,15 @@ class Recipe:
     dtype: of low precision.
     overrides: by pattern, the dtype of all operations in the scope.
     edited: the operations that the caller put in other lists.
+    product_scopes: the scopes that have a product in them: norms and losses do
+      not, whatever they are called.
   """
 
   level: _levels.Level
   dtype: Any
   overrides: tuple[tuple[str, Any], ...]
   edited: frozenset[str]
+  product_scopes: frozenset[str] = frozenset()
 
   @functools.cached_property
   def dtypes(self) -> frozenset[Any]:
@@ -61,10 +67,10 @@ class Recipe:
     """Whether there is nothing to do."""
     return not self.overrides and self.level == _levels.LEVELS["O0"]
 
-  def check(
+  def of(
     self, operations: Collection[tuple[str, str]], names: frozenset[str]
-  ) -> None:
-    """Raises if something in the recipe is not in the function.
+  ) -> "Recipe":
+    """Returns the recipe for a function.
 
     Args:
       operations: the scope and the listed name of each of the function.
@@ -81,11 +87,24 @@ class Recipe:
       *(level.named for level in _levels.LEVELS.values()),
     )
     for name in sorted(self.edited - known):
-      close = ", ".join(map(repr, difflib.get_close_matches(name, known)))
+      close = difflib.get_close_matches(name, known, cutoff=0.75)
+      remedy = (
+        f"did you mean {', '.join(map(repr, close))}?"
+        if close
+        else "a matrix product is 'dot_general', a softmax is made of 'exp', "
+        "'reduce_sum' and 'div': jax.make_jaxpr shows those of a function."
+      )
       raise ValueError(
         "The names in `operations` must be those of JAX's primitives, got "
-        f"{name!r}{f'; did you mean {close}?' if close else '.'}"
+        f"{name!r}; {remedy}"
       )
+    with_product = {
+      ancestor
+      for scope, name in operations
+      if name in _operation_lists.PRODUCTS
+      for ancestor in _scopes.ancestors(scope)
+    }
+    return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
   @property
   def in_float32(self) -> Decision:
@@ -107,12 +126,15 @@ class Recipe:
     overrides = [x for x in self.overrides if _scopes.matches(scope, x[0])]
     if overrides:
       _, dtype = max(overrides, key=lambda x: len(x[0]))
-      is_full = dtype == FLOAT32
-      treatment = _levels.Treatment.BLACK if is_full else _levels.Treatment.LOW
+      is_float32 = dtype == FLOAT32
+      treatment = (
+        _levels.Treatment.BLACK if is_float32 else _levels.Treatment.LOW
+      )
       return Decision(treatment, dtype, is_override=True)
     treatment = self.level.treatment(operation)
-    if treatment is not _levels.Treatment.WHITE and _scopes.has_part(
-      scope, self.level.scopes
+    if treatment is not _levels.Treatment.WHITE and any(
+      _scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
+      for x in _scopes.ancestors(scope)
     ):
       treatment = _levels.Treatment.BLACK
     return Decision(treatment, self.dtype)
@@ -139,22 +161,22 @@ def make_recipe(
   edits = _check_operations(operations)
   return Recipe(
     level=_levels.find_level(level).edit(edits),
-    dtype=_check_dtype("`dtype`", dtype),
+    dtype=_check_dtype("`dtype`", dtype, _LOW),
     overrides=tuple(
-      (pattern, _check_dtype(f"`overrides[{pattern!r}]`", value))
+      (pattern, _check_dtype(f"`overrides[{pattern!r}]`", value, _DTYPES))
       for pattern, value in overrides.items()
     ),
     edited=frozenset().union(*edits.values()),
   )
 
 
-def _check_dtype(name: str, dtype: Any) -> Any:
+def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:
   found, shown = _arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
-      f"{name} must be a dtype, one of {', '.join(_DTYPES)}, got {shown}."
+      f"{name} must be a dtype, one of {', '.join(known)}, got {shown}."
     )
-  if found.name not in _DTYPES:
+  if found.name not in known:
     remedy = (
       "; float8 needs a scale for each tensor, which the layers for it keep, "
       "such as Flax's Fp8 operations"
@@ -162,7 +184,7 @@ def _check_dtype(name: str, dtype: Any) -> Any:
       else ""
     )
     raise ValueError(
-      f"{name} must be one of {', '.join(_DTYPES)}, got {shown}{remedy}."
+      f"{name} must be one of {', '.join(known)}, got {shown}{remedy}."
     )
   return found
 
@@ -178,8 +200,10 @@ def _check_operations(operations: Any) -> dict[str, frozenset[str]]:
         "The lists of `operations` are "
         f"{', '.join(map(repr, _levels.LIST_NAMES))}, got {name!r}."
       )
-    if isinstance(members, str) or not all(
-      isinstance(member, str) for member in members
+    if (
+      isinstance(members, str)
+      or not isinstance(members, Iterable)
+      or not all(isinstance(member, str) for member in members)
     ):
       raise TypeError(
         f"`operations[{name!r}]` must be a list of names, such as {example}, "

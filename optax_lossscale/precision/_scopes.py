@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from collections.abc import Iterable
-import fnmatch
 import re
 
 # What JAX writes around scopes when it transforms a function, or in their place
@@ -43,21 +42,18 @@ def matches(scope: str, pattern: str) -> bool:
     scope: such as "LeNet5/conv1".
     pattern: of a scope, from its first part on; "*" stands for anything.
   """
-  return any(fnmatch.fnmatchcase(x, pattern) for x in ancestors(scope))
+  return any(_is_like(x, pattern) for x in ancestors(scope))
 
 
-def has_part(scope: str, patterns: Iterable[str]) -> bool:
-  """Returns whether any part of a scope matches one of the patterns.
+def ends_in(scope: str, patterns: Iterable[str]) -> bool:
+  """Returns whether the last part of a scope is like one of the patterns.
 
   Args:
     scope: such as "LeNet5/conv1".
-    patterns: for one part of it each.
+    patterns: for one part each.
   """
-  return any(
-    fnmatch.fnmatchcase(part, pattern)
-    for part in scope.split("/")
-    for pattern in patterns
-  )
+  part = scope.rsplit("/", 1)[-1]
+  return any(_is_like(part, pattern) for pattern in patterns)
 
 
 def check_patterns(
@@ -81,7 +77,19 @@ def check_patterns(
       if known
       else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
     )
+    anywhere = f"*{pattern}"
+    hint = (
+      f" It begins at the first part of a scope: {anywhere!r} would match."
+      if any(matches(scope, anywhere) for scope in found_scopes)
+      else ""
+    )
     raise ValueError(
       "Each pattern of `overrides` must match a scope of the function, got "
-      f"{pattern!r}; {there_are}."
+      f"{pattern!r}; {there_are}.{hint}"
     )
+
+
+def _is_like(text: str, pattern: str) -> bool:
+  # Not by fnmatch, in which the brackets of "layers[0]" have a meaning.
+  parts = map(re.escape, pattern.split("*"))
+  return re.fullmatch(".*".join(parts), text) is not None

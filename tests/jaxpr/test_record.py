@@ -1,5 +1,6 @@
 """A state closed over is fine where a function is evaluated at once."""
 
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ X = jnp.array([1.0, 2.0], jnp.float16)
 RECORDING = {
   "saturating": ols.saturating,
   "float_status": lambda fun: lambda *args: ols.float_status(fun)(*args)[0],
+  "autocast": ols.autocast,
 }
 
 
@@ -154,3 +156,32 @@ def test_a_flag_of_numpy_is_a_flag():
 
   for train in (True, np.True_, np.False_):
     assert ols.saturating(fun)(jnp.float16(3), train) == (6 if train else 3)
+
+
+@pytest.mark.parametrize("recording", RECORDING)
+def test_an_object_that_is_changed_in_place_is_an_error(recording):
+  module = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  recorded = RECORDING[recording](lambda module, x: module(x))
+  with pytest.raises(ValueError) as caught:
+    recorded(module, jnp.ones((3, 2)))
+  assert "`fun` must not change its arguments in place" in str(caught.value)
+  assert "mean" in str(caught.value)
+  assert "nnx.split" in str(caught.value)
+
+
+@pytest.mark.parametrize("recording", RECORDING)
+def test_an_object_that_stays_as_it_is_may_be_an_argument(recording):
+  module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  recorded = RECORDING[recording](lambda module, x: module(x))
+  assert recorded(module, jnp.ones((3, 2))).shape == (3, 2)
+
+
+@pytest.mark.parametrize("recording", RECORDING)
+def test_a_dict_may_be_changed_in_place(recording):
+  def fun(batch):
+    batch["x"] = batch["x"] * 2
+    return batch["x"]
+
+  batch = {"x": X}
+  np.testing.assert_array_equal(RECORDING[recording](fun)(batch), [2.0, 4.0])
+  assert batch["x"] is X

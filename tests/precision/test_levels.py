@@ -1,5 +1,6 @@
 """In which dtype each level runs an operation, seen in the jaxpr."""
 
+import functools
 import pathlib
 import re
 
@@ -149,6 +150,62 @@ def test_the_gradient_of_a_bias_is_summed_up_in_float32(level):
   np.testing.assert_array_equal(jax.grad(loss_fn)(jnp.zeros(1)), [4096.0])
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_so_it_is_on_a_mesh_of_devices(kind):
+  axis_type = getattr(jax.sharding.AxisType, kind)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+  rows, one = jnp.ones((100_000, 1)), jnp.ones((1, 1))
+  loss_fn = ols.autocast(lambda bias: jnp.sum((rows @ one + bias) @ one), "O1")
+  with jax.set_mesh(mesh):
+    # The largest float16 is below the sum.
+    np.testing.assert_array_equal(
+      jax.jit(jax.grad(loss_fn))(jnp.zeros(1)), [100_000.0]
+    )
+
+
+def test_so_it_is_inside_of_a_shard_map():
+  mesh = jax.make_mesh(
+    (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  rows, one = jnp.ones((100_000, 1)), jnp.ones((1, 1))
+
+  @functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
+  )
+  def sharded_loss(bias):
+    return jnp.sum((rows @ one + bias) @ one)
+
+  gradient = jax.jit(jax.grad(ols.autocast(sharded_loss, "O1")))(jnp.zeros(1))
+  np.testing.assert_array_equal(gradient, [100_000.0])
+
+
+@each_mixed_level
+def test_a_product_of_vectors_is_a_sum(level):
+  def function(x):
+    x = 100 * x @ W
+    return (x * lax.rsqrt(jnp.vecdot(x, x) / 8 + 1e-6)[:, None]) @ W
+
+  mixed = ols.autocast(function, level)
+  np.testing.assert_allclose(mixed(X), function(X), atol=1e-2)
+
+
+@each_mixed_level
+def test_a_loss_may_end_in_a_product_of_vectors(level):
+  def loss_fn(w):
+    error = (1000 * X @ w).ravel()
+    return jnp.vdot(error, error) / error.size
+
+  mixed = ols.autocast(loss_fn, level)
+  np.testing.assert_allclose(mixed(W), loss_fn(W), rtol=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "auto"])
+def test_what_is_divided_by_or_counted_does_not_follow(level):
+  large, counts = jnp.full(8, 101325.0), jnp.arange(2993, 3001)
+  assert dtypes_at(level, "div", lambda x: x / large) == {"float32"}
+  assert dtypes_at(level, "add", lambda x: x + counts) == {"float32"}
+
+
 def layer_norm(x):
   mean = jnp.mean(x, axis=-1, keepdims=True)
   variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
@@ -183,6 +240,22 @@ def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_is_in_low_precision_at_o3(norm):
   assert "float16" in dtypes_at("O3", "mul", norm)
+
+
+@pytest.mark.parametrize("norm", NORMS[:2])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_statistics_of_a_norm_do_not_overflow(level, norm):
+  function = between(lambda x: norm(1000 * x))
+  mixed = ols.autocast(function, level)
+  np.testing.assert_allclose(mixed(X), function(X), atol=3e-2)
+
+
+def test_a_scope_with_a_product_in_it_is_no_norm_and_no_loss():
+  def block(x):
+    with jax.named_scope("PreNorm_0"), jax.named_scope("WithLossCell"):
+      return jnp.tanh(x @ W) @ W
+
+  assert dtypes_at("O2", "tanh", block) == {"float16"}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

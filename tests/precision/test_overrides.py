@@ -85,7 +85,7 @@ def test_an_override_covers_everything_inside_of_the_scope():
 
 def test_an_asterisk_stands_for_anything():
   assert low_layers("O1", {"*fc*": jnp.float32}) == {"conv1", "conv2"}
-  assert low_layers("O1", {"LeNet5/?onv*": jnp.float32}) == {"fc1", "fc2"}
+  assert low_layers("O1", {"LeNet5/c*v*": jnp.float32}) == {"fc1", "fc2"}
 
 
 def test_the_longest_pattern_wins_whatever_the_order():
@@ -178,6 +178,16 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_lists_the_scopes():
   assert "got 'conv1'" in message
   assert "'LeNet5/conv1'" in message
   assert "'LeNet5/norm1'" in message
+  assert "'*conv1' would match" in message
+
+
+def test_brackets_in_a_scope_are_brackets():
+  @jax.named_scope("layers[0]")
+  def layer(x):
+    return x @ x
+
+  mixed = ols.autocast(layer, "O0", overrides={"layers[0]": jnp.float16})
+  assert dtypes_of("dot_general", mixed, jnp.eye(2)) == ["float16"] * 2
 
 
 def test_a_function_without_scopes_says_how_to_get_them():
@@ -247,7 +257,7 @@ def test_an_operation_that_jax_does_not_have_is_an_error_with_the_nearest():
     ({"level": 1}, ValueError, "got 1"),
     ({"dtype": "half precision"}, TypeError, "`dtype` must be a dtype"),
     ({"dtype": jnp.int8}, TypeError, "got int8"),
-    ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, float32"),
+    ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
     ({"dtype": jnp.float8_e4m3fn}, ValueError, "a scale for each tensor"),
     ({"overrides": ["conv1"]}, TypeError, "`overrides` must be a dict"),
     (
@@ -257,6 +267,7 @@ def test_an_operation_that_jax_does_not_have_is_an_error_with_the_nearest():
     ),
     ({"operations": {"grey": ["exp"]}}, ValueError, "got 'grey'"),
     ({"operations": {"gray": "exp"}}, TypeError, "a list of names"),
+    ({"operations": {"gray": None}}, TypeError, "a list of names"),
     (
       {"operations": {"gray": ["exp"], "black": ["exp"]}},
       ValueError,
