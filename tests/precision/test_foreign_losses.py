@@ -104,7 +104,9 @@ LOSSES = {
 
 def loss_case(name):
   function, *rest = LOSSES[name]
-  return foreign.Case(lambda x: function(x, *rest), (LOGITS,))
+  return foreign.Case(
+    lambda x: function(x, *rest), (LOGITS,), levels=foreign.LEVELS
+  )
 
 
 CASES = foreign.Cases(
@@ -131,6 +133,7 @@ def test_losses_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
+@pytest.mark.values
 @of_losses_without_products
 def test_losses_are_computed_in_float32(name):
   values = CASES.values(name)
@@ -150,6 +153,7 @@ def test_losses_of_float16_predictions_are_rounded_once(name):
     foreign.assert_near(got, want, foreign.ROUNDING)
 
 
+@pytest.mark.values
 @of_losses_without_products
 def test_losses_are_the_same_inside_and_outside_of_autocast(name):
   loss = CASES.case(name).function
