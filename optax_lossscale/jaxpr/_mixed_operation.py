@@ -89,10 +89,10 @@ def _as_written(
 ) -> list[_value.Value]:
   with _evaluate.context(equation):
     arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
-  # Positions, noise and the like are made of nothing that has a precision.
-  kind = _Kind.STATISTIC
-  if any(x.is_float for x in inputs):
-    kind = _Kind.COMPUTED
+  # Positions, noise and the like are made of nothing that the network computes.
+  kind = _Kind.COMPUTED
+  if all(x.kind.stays_float32 for x in inputs if x.is_float):
+    kind = _Kind.STATISTIC
   return _bind(equation, arrays, kind)
 
 

@@ -206,6 +206,17 @@ def test_what_is_divided_by_or_counted_does_not_follow(level):
   assert dtypes_at(level, "add", lambda x: x + counts) == {"float32"}
 
 
+@each_mixed_level
+def test_noise_is_that_of_the_function_without_autocast(level):
+  def function(x):
+    noise = jax.random.truncated_normal(jax.random.key(0), -2.0, 2.0, x.shape)
+    return noise, (x @ W + noise) @ W
+
+  noise, _ = ols.autocast(function, level)(X)
+  # The compiler rounds otherwise when it fuses; in float16 it would be 5e-4.
+  np.testing.assert_allclose(noise, function(X)[0], rtol=2e-6)
+
+
 def layer_norm(x):
   mean = jnp.mean(x, axis=-1, keepdims=True)
   variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
