@@ -16,6 +16,8 @@ from benchmarks import contest
 from benchmarks import flax_training
 from benchmarks import gpt2
 
+pytestmark = pytest.mark.one_end
+
 TINY = gpt2.SIZES["tiny"]
 WEIGHTS = np.ones((4, 4), np.float32)
 

@@ -17,6 +17,8 @@ from benchmarks import nonfinite
 from benchmarks import train_step
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.one_end
+
 TINY = gpt2.SIZES["tiny"]
 SMALL_CONTEST = contest.Contest(
   size=TINY, batch=2, length=16, rounds=1, steps=1, seed=0

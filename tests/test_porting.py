@@ -19,7 +19,10 @@ import optax_lossscale as ols
 from tests.precision.programs import products
 from tests.presets import traces
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 PAGE = pathlib.Path(__file__).parents[1].joinpath("docs/porting.md").read_text()
 PRESETS = sorted(

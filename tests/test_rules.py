@@ -17,6 +17,8 @@ import optax_lossscale as ols
 from tests import parameters
 from tests import reference
 
+pytestmark = pytest.mark.one_end
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _trajectories(rule, init_scales, overflows):

@@ -21,7 +21,10 @@ from optax_lossscale.demo import history
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 LOSS_SCALES = (

@@ -14,7 +14,10 @@ from optax_lossscale.demo import comparison
 from optax_lossscale.demo import training
 from tests.demo import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 FLOAT32 = training.Run("float32", "none", None)
 UNSCALED = training.Run("float16", "none", None)

@@ -10,7 +10,10 @@ import pytest
 import optax_lossscale as ols
 from tests.precision import foreign
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 # --- Functions of jax.nn, between two products as in a network.
 
@@ -105,7 +108,6 @@ def test_functions_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
-@pytest.mark.values
 @of_every_function
 def test_functions_compute_what_they_compute_without_autocast(name):
   CASES.assert_same_values(name)

@@ -11,7 +11,10 @@ import pytest
 import optax_lossscale as ols
 from tests.precision import foreign
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 LOGITS = foreign.normal(6, 5, scale=2)
 SIGNS = np.sign(foreign.normal(6, 5, seed=1))
@@ -133,7 +136,6 @@ def test_losses_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
-@pytest.mark.values
 @of_losses_without_products
 def test_losses_are_computed_in_float32(name):
   values = CASES.values(name)
@@ -153,7 +155,6 @@ def test_losses_of_float16_predictions_are_rounded_once(name):
     foreign.assert_near(got, want, foreign.ROUNDING)
 
 
-@pytest.mark.values
 @of_losses_without_products
 def test_losses_are_the_same_inside_and_outside_of_autocast(name):
   loss = CASES.case(name).function

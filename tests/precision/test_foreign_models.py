@@ -10,7 +10,10 @@ import pytest
 
 from tests.precision import foreign
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 16, 16, 3)
@@ -267,7 +270,6 @@ def test_models_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
-@pytest.mark.values
 @of_every_model
 def test_models_compute_what_they_compute_without_autocast(name):
   CASES.assert_same_values(name)

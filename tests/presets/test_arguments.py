@@ -15,6 +15,8 @@ from optax_lossscale import presets
 from tests import parameters
 from tests import reference
 
+pytestmark = pytest.mark.one_end
+
 SYSTEMS = list(reference.MODELS)
 
 # What kind of value each argument takes.

@@ -8,6 +8,8 @@ from optax_lossscale import presets
 from tests import parameters
 from tests import reference
 
+pytestmark = pytest.mark.one_end
+
 STEPS = 1_000_000
 
 # Short windows, so that a million steps hold many moves; factors of two where

@@ -13,6 +13,8 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests.optimizers import to_bits
 
+pytestmark = pytest.mark.one_end
+
 WORKERS = 8
 LARGEST = 65504.0
 BAD_VALUES = [LARGEST, -LARGEST, np.inf, -np.inf, np.nan]

@@ -5,7 +5,10 @@ import pytest
 from optax_lossscale import presets
 from tests.presets import traces
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 OTHERS = {
   "from_state_dict",
