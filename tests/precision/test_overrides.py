@@ -59,6 +59,11 @@ def test_one_layer_alone_is_in_float16():
   assert low_layers("O0", {"LeNet5/conv1": jnp.float16}) == {"conv1"}
 
 
+def test_between_two_layers_in_float16_it_is_as_written():
+  overrides = {"LeNet5/conv1": jnp.float16, "LeNet5/fc1": jnp.float16}
+  assert low_layers("O0", overrides) == {"conv1", "fc1"}
+
+
 def test_an_override_beats_the_level():
   overrides = {"LeNet5/conv1": jnp.float32}
   assert low_layers("O3", overrides) == {"conv2", "fc1", "fc2"}
