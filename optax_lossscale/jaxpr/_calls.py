@@ -72,7 +72,7 @@ def is_unknown(equation: core.JaxprEqn) -> bool:
     equation: one that has no `bodies`.
   """
   return equation.primitive.name not in _OPERATIONS and any(
-    _is_jaxpr(x)
+    is_jaxpr(x)
     for parameter in equation.params.values()
     for x in (
       parameter if isinstance(parameter, (tuple, list)) else [parameter]
@@ -105,5 +105,10 @@ def close(jaxpr: Any) -> Any:
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
-def _is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: Any) -> bool:
+  """Returns whether a parameter of an equation is a jaxpr.
+
+  Args:
+    x: the parameter.
+  """
   return isinstance(x, (core.Jaxpr, _ClosedJaxpr))

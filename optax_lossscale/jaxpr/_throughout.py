@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _evaluate
 
@@ -22,9 +23,6 @@ from optax_lossscale.jaxpr import _evaluate
 CountingRule = Callable[
   [core.JaxprEqn, Sequence[Any]], tuple[Sequence[Any], Any]
 ]
-
-# From jax 0.11 it is the same as `core.Jaxpr`, and no longer in the stubs.
-_ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
 
 def evaluate_throughout(
@@ -64,10 +62,7 @@ def evaluate_throughout(
     return outputs
 
   def interpret(inner: Any, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
-    # Up to jax 0.10 some equations hold a jaxpr that cannot have constants.
-    if not hasattr(inner, "consts"):
-      inner = _ClosedJaxpr(inner, ())
-    return evaluate_throughout(inner, inputs, rule, zero)
+    return evaluate_throughout(_calls.close(inner), inputs, rule, zero)
 
   return _evaluate.evaluate(jaxpr, arguments, rule_throughout, consts), counts
 
@@ -88,7 +83,7 @@ def _inline(
   jaxpr = next(
     parameter
     for parameter in equation.params.values()
-    if isinstance(parameter, (core.Jaxpr, _ClosedJaxpr))
+    if _calls.is_jaxpr(parameter)
   )
   return interpret(jaxpr, inputs)
 
