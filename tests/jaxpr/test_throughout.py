@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _evaluate
-from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _throughout
 
 X = jnp.arange(8.0)
