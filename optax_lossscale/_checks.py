@@ -140,7 +140,7 @@ class Finding(NamedTuple):
   amax: jax.Array
 
 
-def examine(check: Check, gradients: Any) -> Finding:
+def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
   """Looks at every element of every gradient.
 
   Args:
@@ -148,6 +148,9 @@ def examine(check: Check, gradients: Any) -> Finding:
     gradients: a pytree; its floating and complex leaves are looked at, of any
       shape. The magnitude of a complex number is the larger of its two parts',
       since they overflow one by one.
+    scaled: bool or bool[], whether the check applies. It is for what is
+      computed where the loss is scaled. Elsewhere an overflow is what is not
+      finite in the gradient's own dtype.
 
   Raises:
     TypeError: if the check's function returns what is no floating-point dtype.
@@ -168,6 +171,8 @@ def examine(check: Check, gradients: Any) -> Finding:
     # Wide enough for the limit: bfloat16 would round that of float16.
     wide = amax.astype(_leaves.at_least_float32(amax.dtype))
     within = wide < limit if check.saturating else wide <= limit
+    if scaled is not True:
+      within = jnp.where(scaled, within, jnp.isfinite(wide))
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
     amaxes.append(_to_float32(amax))

@@ -235,6 +235,25 @@ def refuse_divergence(
     )
 
 
+def refuse_different(scaled: Any, loss_scale: jax.Array) -> None:
+  """Raises if devices that share an S could be told different things.
+
+  Args:
+    scaled: bool or bool[], whether the step's loss was scaled.
+    loss_scale: float32[], the S of the state before the step.
+
+  Raises:
+    ValueError: if `scaled` varies along an axis along which S does not.
+  """
+  axes = sorted(varying_axes(scaled) - varying_axes(loss_scale), key=str)
+  if axes:
+    raise ValueError(
+      "`scaled` must be the same on all devices that share a loss scale, got "
+      f"one that varies along {_listed(axes)}; reduce what it depends on, "
+      f"such as a loss: jax.lax.pmean(loss, {_listed(axes)})."
+    )
+
+
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
   """Returns the mean over devices: each divides, then they are summed.
 

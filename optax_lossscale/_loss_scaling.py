@@ -67,8 +67,10 @@ def loss_scaling(
     A transformation whose state is a `LossScalingState`. Its `update` takes the
     scaled gradients and, beside the inner optimizer's extra arguments,
     `overflow=`: a bool, number or array of which any non-zero entry makes the
-    step an overflow. The updates have the dtypes of the parameters, where those
-    are passed.
+    step an overflow, and `scaled=`: bool or bool[], False for a step whose loss
+    was not scaled. S is 1 for this step, what is not finite is an overflow, and
+    the rule's state stays bit for bit. The updates have the dtypes of the
+    parameters, where those are passed.
 
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
@@ -137,22 +139,27 @@ def loss_scaling(
     params: optax.Params | None = None,
     *,
     overflow: Any = False,
+    scaled: Any = True,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
     _requirements.check_state(state, rule)
-    scaled = _leaves.as_arrays(updates)
+    _requirements.check_scaled(scaled)
+    incoming = _leaves.as_arrays(updates)
     is_gradient = _leaves.resolve_mask(
-      mask, scaled if params is None or mask is None else params
+      mask, incoming if params is None or mask is None else params
     )
-    scaled_gradients = _leaves.leave_out(is_gradient, scaled)
+    scaled_gradients = _leaves.leave_out(is_gradient, incoming)
 
-    finding = _checks.examine(check, scaled_gradients)
+    finding = _checks.examine(check, scaled_gradients, scaled)
     finding = finding._replace(overflow=finding.overflow | _any(overflow))
     if agreed:
       _devices.check_mapped("axis_name", agreed)
       finding = _checks.agree(finding, agreed)
     loss_scale = _state.get_loss_scale(state)
+    _devices.refuse_different(scaled, loss_scale)
     _devices.refuse_divergence(finding.overflow, loss_scale, agreed)
+    if scaled is not True:
+      loss_scale = jnp.where(scaled, loss_scale, 1)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
@@ -182,12 +189,14 @@ def loss_scaling(
       skipped, inner_update, state.inner_state
     )
 
-    loss_scale_state, stalled = _move(rule, state.loss_scale_state, finding)
+    loss_scale_state, stalled = _move(
+      rule, state.loss_scale_state, finding, scaled
+    )
     return (
       _leaves.merge(
         is_gradient,
         new_updates,
-        _next_values(skipped, rule, is_gradient, scaled, params),
+        _next_values(skipped, rule, is_gradient, incoming, params),
       ),
       _state.LossScalingState(
         loss_scale_state=loss_scale_state,
@@ -206,7 +215,7 @@ def loss_scaling(
 
 
 def _move(
-  rule: _rules.LossScale, state: Any, finding: _checks.Finding
+  rule: _rules.LossScale, state: Any, finding: _checks.Finding, scaled: Any
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
   moved = rule.update(state, finding.overflow, amax=finding.amax)
@@ -223,7 +232,13 @@ def _move(
     loss_scale <= _arguments.LARGEST_SCALE
   )
   stalled = rule.stalled(state, finding.overflow) | ~is_usable
-  return _select.select(~is_usable, state, moved), stalled
+  if scaled is True:
+    return _select.select(~is_usable, state, moved), stalled
+  # Where nothing is scaled, no S mends an overflow.
+  return (
+    _select.select(~(is_usable & scaled), state, moved),
+    jnp.where(scaled, stalled, finding.overflow),
+  )
 
 
 def _next_values(

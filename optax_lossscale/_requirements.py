@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
@@ -85,3 +86,14 @@ def check_state(state: Any, rule: _rules.LossScale) -> None:
     state.loss_scale_state,
     jax.eval_shape(rule.init),
   )
+
+
+def check_scaled(scaled: Any) -> None:
+  """Raises if `scaled` of `update` is not a bool or bool[]."""
+  is_array = isinstance(scaled, (jax.Array, np.ndarray, np.bool_))
+  if isinstance(scaled, bool) or (
+    is_array and scaled.shape == () and scaled.dtype == bool
+  ):
+    return
+  got = f"{scaled.dtype}{list(scaled.shape)}" if is_array else repr(scaled)
+  raise TypeError(f"`scaled` must be a bool or bool[], got {got}.")
