@@ -1,4 +1,4 @@
-"""Eight devices in the test process, on any machine."""
+"""Eight devices in the test process, on any machine; what runs where."""
 
 import os
 
@@ -6,6 +6,27 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# These take longest. They are begun first, or one worker would still run one
+# of them when the others have nothing left.
+LONGEST = (
+  "tests/test_exported_optimizers.py",
+  "tests/test_notebooks.py",
+  "tests/jaxpr/test_float_status.py",
+  "tests/test_contract.py",
+  "tests/test_porting.py",
+  "tests/jaxpr/test_saturating.py",
+  "tests/cli/test_train.py",
+)
+
+
+def pytest_collection_modifyitems(config, items):
+  """Moves the longest files to the front, where workers share the tests."""
+  if hasattr(config, "workerinput"):
+    rank = {path: i for i, path in enumerate(LONGEST)}
+    items.sort(
+      key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank))
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """One maximum that carries NaN, inf and amax, by both ways to take it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -26,12 +28,18 @@ EIGHT_BITS = (
 SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
 
 
+@functools.cache
+def jitted_amax(way):
+  """Returns the jitted amax, shared by the tests of one way."""
+  return jax.jit(lambda arrays, way=way: _amax.amax(arrays))
+
+
 @pytest.fixture(params=["by_folding", "by_leaf"])
 def amax(request, monkeypatch):
-  """Returns the jitted amax by one way."""
+  """Returns the jitted amax by one way, which is taken when it is traced."""
   has_mesh = request.param == "by_leaf"
   monkeypatch.setattr(_amax, "_has_mesh", lambda x: has_mesh)
-  return jax.jit(lambda arrays: _amax.amax(arrays))
+  return jitted_amax(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

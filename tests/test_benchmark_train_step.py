@@ -17,7 +17,11 @@ from benchmarks import nonfinite
 from benchmarks import train_step
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.one_end
+# The steps take milliseconds here, and compiling them well takes seconds.
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 TINY = gpt2.SIZES["tiny"]
 SMALL_CONTEST = contest.Contest(
@@ -26,20 +30,14 @@ SMALL_CONTEST = contest.Contest(
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, quick_compilation):
   """What the command wrote, after a run in which nothing failed."""
   path = tmp_path_factory.mktemp("benchmark") / "folder" / "figures.json"
   arguments = (
     "--model tiny --batch 2 --length 16 --without-torch --rounds 2 --steps 1 "
     "--calls 2 --copy-size 1 --largest-leaf 1 --random-places 0"
   )
-  # The steps take milliseconds here, and compiling them well takes seconds.
-  before = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
-  try:
-    assert train_step.main([*arguments.split(), "--output", str(path)]) == 0
-  finally:
-    jax.config.update("jax_disable_most_optimizations", before)
+  assert train_step.main([*arguments.split(), "--output", str(path)]) == 0
   return json.loads(path.read_text())
 
 

@@ -88,6 +88,29 @@ def find_each(check, values):
   return examine(jnp.asarray(values))
 
 
+@functools.cache
+def jitted_examine(way):
+  """Returns the jitted examination with these dtypes per leaf."""
+  return jax.jit(
+    functools.partial(_checks.examine, ols.saturated(PER_LEAF[way]))
+  )
+
+
+@functools.cache
+def examine_on_each_device():
+  """Returns the jitted examination of an array over eight devices."""
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  check = ols.saturated(jnp.float16)
+  return jax.jit(
+    jax.shard_map(
+      lambda leaf: _checks.agree(_checks.examine(check, leaf), "data"),
+      mesh=mesh,
+      in_specs=jax.P("data"),
+      out_specs=jax.P(),
+    )
+  )
+
+
 class Layer(NamedTuple):
   """What a layer's gradients or their dtypes are kept in."""
 
@@ -295,22 +318,7 @@ def test_checks_promote_nothing_implicitly():
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 65504.0])
 @pytest.mark.parametrize("device", [0, 3, 7])
 def test_devices_agree_on_what_one_of_them_found(value, device):
-  check = ols.saturated(jnp.float16)
-
-  def examine(leaf):
-    return _checks.agree(_checks.examine(check, leaf), "data")
-
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  mapped = jax.jit(
-    jax.shard_map(
-      examine,
-      mesh=mesh,
-      in_specs=jax.P("data"),
-      out_specs=jax.P(),
-    )
-  )
+  mapped = examine_on_each_device()
   leaf = jnp.ones((8, 5_000), jnp.float16)
   assert not mapped(leaf).overflow
   found = mapped(leaf.at[device, 17].set(value))
@@ -416,8 +424,7 @@ def test_an_fp8_layer_shows_an_overflow_in_its_amax_history_alone(value):
 @pytest.mark.parametrize("bad_path", paths_of(LAYERS))
 @pytest.mark.parametrize("way", PER_LEAF)
 def test_each_leaf_is_judged_by_the_dtype_that_computed_it(way, bad_path):
-  check = ols.saturated(PER_LEAF[way])
-  examine = jax.jit(functools.partial(_checks.examine, check))
+  examine = jitted_examine(way)
   assert not examine(LAYERS).overflow
   found = examine(with_one_bad_leaf(LAYERS, bad_path, -65504.0))
   assert found.overflow == (bad_path in HALF_PATHS)

@@ -125,6 +125,8 @@ def test_neither_errors_nor_warnings_are_stored(path):
       assert output.get("name") != "stderr"
 
 
+# What it uses of the library is tested on every version of JAX elsewhere.
+@pytest.mark.one_end
 @pytest.mark.slow
 @each_notebook
 def test_a_run_shows_what_is_stored(path, tmp_path):

@@ -14,7 +14,6 @@ import pathlib
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import presets
@@ -188,9 +187,7 @@ def replay(system):
   for runs in groups(load(system)):
     rule = getattr(presets, system)(**runs[0]["arguments"])
     overflows = np.stack([overflows_of(run) for run in runs])
-    _, results = trajectories(rule)(
-      _stack([rule.init()] * len(runs)), overflows
-    )
+    results = run_together(rule, [rule.init()] * len(runs), overflows)
     for i, run in enumerate(runs):
       expected = scales(run["scales"], len(run["overflows"]))
       outcome = jax.tree.map(lambda x, i=i: x[i], results)
@@ -202,6 +199,7 @@ def replay_resumed(system):
   """Returns the outcomes of all runs of a trace, from the saved dictionary."""
   outcomes = []
   for runs in groups(load(system)):
+    shape = len(runs), len(runs[0]["overflows"])
     runs = [run for run in runs if is_importable(system, run)]
     if not runs:
       continue
@@ -214,8 +212,16 @@ def replay_resumed(system):
     (rule,) = {rule for rule, _ in imported}
     overflows = np.stack([overflows_of(run) for run in runs])
     overflows = overflows[:, overflows.shape[1] // 2 :]
-    states = _stack([state for _, state in imported])
-    _, results = trajectories(rule)(states, overflows)
+    # As many runs and steps as from the first step, so that one program does
+    # for both. What is added comes after all that is compared.
+    padded = np.zeros(shape, bool)
+    padded[: overflows.shape[0], : overflows.shape[1]] = overflows
+    states = [state for _, state in imported]
+    states += states[:1] * (shape[0] - len(states))
+    results = jax.tree.map(
+      lambda x, steps=overflows.shape[1]: x[:, :steps],
+      run_together(rule, states, padded),
+    )
     for i, run in enumerate(runs):
       resumed = run["resumed"]
       expected = scales(resumed["scales"], overflows.shape[1])
@@ -235,8 +241,11 @@ def is_importable(system, run):
   return comparable(before, None) == steps
 
 
-def _stack(states):
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+def run_together(rule, states, overflows):
+  """Returns S, stalled and failure: [runs, steps], from one state for each."""
+  states = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+  _, results = trajectories(rule)(states, overflows)
+  return jax.tree.map(np.asarray, results)
 
 
 @functools.cache
