@@ -27,7 +27,7 @@ def read_dtype(dtype: Any) -> tuple[Any, str]:
     return None, repr(dtype)
   try:
     found = jnp.dtype(dtype)
-  except TypeError:
+  except (TypeError, ValueError):  # NumPy reads "p:f16,c" as a structure.
     return None, repr(dtype)
   # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
   is_float = jnp.issubdtype(found, jnp.floating) and found.itemsize <= 8
@@ -47,7 +47,7 @@ def check_number(name: str, value: Any) -> float:
   """
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
-      f"`{name}` must be known when the rule is made, got the traced value "
+      f"`{name}` must be a number that is known, got the traced value "
       f"{value}; what changes during training lives in the state."
     )
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -62,6 +62,8 @@ def check_number(name: str, value: Any) -> float:
       f"`{name}` must be a number, got {value!r} of type "
       f"{type(value).__name__}."
     )
+  if hasattr(value, "dtype"):
+    value = value.item()  # NumPy would compare in its dtype.
   # Compared with float32's range, where S lives; an int may exceed float's.
   if not abs(value) <= LARGEST_SCALE:
     raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")

@@ -103,11 +103,8 @@ def loss_scaling(
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  if isinstance(inner, optax.MultiSteps):
-    # Not its `gradient_transformation()`, which drops extra arguments.
-    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
   _requirements.check_arguments(inner, rule, check)
-  inner = optax.with_extra_args_support(inner)
+  inner = _requirements.as_optimizer(inner)
   averaged = _devices.axis_names("average_scaled", average_scaled)
   # Where gradients are averaged, no device may skip alone.
   agreed = _devices.axis_names(

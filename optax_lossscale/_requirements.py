@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
@@ -14,13 +15,18 @@ from optax_lossscale import _select
 from optax_lossscale import _state
 
 
-def check_arguments(inner: Any, rule: Any, check: Any) -> None:
-  """Raises if an argument of `loss_scaling` is not of its kind."""
-  if isinstance(inner, _rules.LossScale):
-    raise TypeError(
-      f"`inner` must be an optax gradient transformation, got {inner!r}; "
-      "loss_scaling takes the optimizer first, then the rule."
-    )
+def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns what a wrapper was given, with extra arguments.
+
+  Args:
+    inner: an optax transformation or `optax.MultiSteps`.
+
+  Raises:
+    TypeError: if it is none of these.
+  """
+  if isinstance(inner, optax.MultiSteps):
+    # Not its `gradient_transformation()`, which drops extra arguments.
+    return optax.GradientTransformationExtraArgs(inner.init, inner.update)
   if isinstance(inner, type) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
   ):
@@ -28,6 +34,16 @@ def check_arguments(inner: Any, rule: Any, check: Any) -> None:
     raise TypeError(
       "`inner` must be an optax gradient transformation, got "
       f"{getattr(inner, '__name__', repr(inner))}{remedy}."
+    )
+  return optax.with_extra_args_support(inner)
+
+
+def check_arguments(inner: Any, rule: Any, check: Any) -> None:
+  """Raises if arguments of `loss_scaling` are not of their kinds."""
+  if isinstance(inner, _rules.LossScale):
+    raise TypeError(
+      f"`inner` must be an optax gradient transformation, got {inner!r}; "
+      "loss_scaling takes the optimizer first, then the rule."
     )
   if not isinstance(rule, _rules.LossScale):
     remedy = (

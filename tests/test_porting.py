@@ -481,3 +481,21 @@ def test_what_mindspores_model_becomes_runs():
   _, opt_state = names["tx"].update(grads, opt_state, params)
   assert opt_state.skipped  # S starts at 2**24, which is too large here.
   assert ols.get_loss_scale(opt_state) == 2.0**23
+
+
+def test_the_lines_for_accelerate_train_mode_run():
+  text = section("Low precision first: accelerate_train_mode, on Ascend")
+  (block,) = blocks(text, "python")
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  params = jnp.ones((2, 2))
+  names = {"ols": ols, "jax": jax, "tx": tx}
+  names["loss_fn"] = lambda params, x: jnp.mean((x @ params) ** 2)
+  exec(block, names)
+  *_, state, _ = names["train_step"](
+    params, tx.init(params), names["schedule_state"], jnp.eye(2)
+  )
+  assert (state.low, state.steps) == (True, 1)
+  lines = re.findall(r"`(ols\.precision_schedule\([^`]*\))`", text)
+  assert len(lines) == 3
+  for line in lines:
+    assert eval(line.replace("\\|", "|")).init().low

@@ -55,6 +55,8 @@ def autocast(
   - "O3": everything in `dtype` but losses.
   - "auto": as "O1", and additions and concatenations are in the widest dtype
     among their inputs, a bias included.
+  - "OD": matrix products and convolutions in `dtype`, everything else as
+    written.
 
   A norm is known by its scope (a part of it is like "*Norm*", and there is no
   product inside) or by its operations. A loss is known by its scope ("*loss*",
@@ -65,7 +67,7 @@ def autocast(
   Args:
     fun: any function that JAX can trace: a loss function, `model.apply`.
       Arguments that are no arrays, such as `train=True`, it gets as they are.
-    level: "O0", "O1", "O2", "O3" or "auto".
+    level: "O0", "O1", "O2", "O3", "auto" or "OD".
     dtype: the low precision, float16 or bfloat16.
     overrides: dtypes by scope, such as `{"LeNet5/conv1": jnp.float16}`. They
       are float16, bfloat16 or float32, and for all operations inside, whatever

@@ -80,8 +80,10 @@ def is_unknown(equation: core.JaxprEqn) -> bool:
   )
 
 
-def operations(jaxpr: Any, scope: str = "") -> Iterator[tuple[str, str]]:
-  """Yields the scope and the listed name of each operation of a jaxpr.
+def equations(
+  jaxpr: Any, scope: str = ""
+) -> Iterator[tuple[str, core.JaxprEqn]]:
+  """Yields the scope and the equation of each operation of a jaxpr.
 
   Args:
     jaxpr: as for `close`.
@@ -91,9 +93,19 @@ def operations(jaxpr: Any, scope: str = "") -> Iterator[tuple[str, str]]:
     where = _scopes.join(scope, str(equation.source_info.name_stack))
     inner = bodies(equation)
     if not inner:
-      yield where, _operations.listed_name(equation)
+      yield where, equation
     for body in inner:
-      yield from operations(body, where)
+      yield from equations(body, where)
+
+
+def operations(jaxpr: Any) -> Iterator[tuple[str, str]]:
+  """Yields the scope and the listed name of each operation of a jaxpr.
+
+  Args:
+    jaxpr: as for `close`.
+  """
+  for scope, equation in equations(jaxpr):
+    yield scope, _operations.listed_name(equation)
 
 
 def close(jaxpr: Any) -> Any:

@@ -93,7 +93,11 @@ def _as_written(
   kind = _Kind.COMPUTED
   if all(x.kind.stays_float32 for x in inputs if x.is_float):
     kind = _Kind.STATISTIC
-  return _bind(equation, arrays, kind)
+  outputs = _bind(equation, arrays, kind)
+  for output in outputs:
+    if output.written == _FLOAT32:
+      output.span = _mixed_choice.span(equation, inputs)
+  return outputs
 
 
 def _conversion(

@@ -87,7 +87,7 @@ def record(
     args, kwargs = jax.tree.unflatten(treedef, inputs)
     with _recording(is_at_once):
       outputs = function(*args, **kwargs)
-    _check_unchanged(arrays, (args, kwargs))
+    check_unchanged(arrays, (args, kwargs))
     return outputs
 
   # What JAX calls it when the function cannot be traced.
@@ -98,19 +98,22 @@ def record(
   return Recording(jaxpr, [*jaxpr.consts, *arrays], jax.tree.structure(outputs))
 
 
-def _check_unchanged(arrays: Sequence[Any], arguments: Any) -> None:
+def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
   """Raises if the function that was called has changed an object.
 
   Other than with a dict, which is used as a variable of one's own, one relies
   on that.
 
   Args:
-    arrays: what was in the arguments before.
+    before: the arrays that were in the arguments.
     arguments: the function's own copy of them.
+
+  Raises:
+    ValueError: if an object among them has a new array.
   """
-  before = {id(array) for array in arrays}
+  known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):
-    is_new = isinstance(leaf, jax.core.Tracer) and id(leaf) not in before
+    is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
     # The last key is of the array in its box, and boxes come in dicts as well.
     if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
       raise ValueError(

@@ -106,6 +106,8 @@ LEVELS: Mapping[str, Level] = {
     promote=lists.PROMOTING,
     scopes=_SCOPES,
   ),
+  # Paddle's: the white list alone.
+  "OD": Level(white=lists.PRODUCTS, rest=Treatment.WRITTEN),
 }
 
 

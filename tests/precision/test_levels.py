@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import re
 
 import jax
 from jax import lax
@@ -22,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
 
-each_mixed_level = pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+each_mixed_level = pytest.mark.parametrize(
+  "level", ["O1", "O2", "O3", "auto", "OD"]
+)
 
 
 def between(operation):
@@ -473,16 +474,18 @@ def test_what_is_written_in_bfloat16_and_then_in_float32_comes_back():
 def readme_table():
   """Returns the README's table of levels: a dict for each level."""
   text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+  table = text[text.index("| level | products |") :].partition("\n\n")[0]
   lines = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in re.findall(r"^\| (?:level|O\d|auto) .*$", text, re.MULTILINE)
+    for line in table.splitlines()
+    if not line.startswith("|---")
   ]
   return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
 @pytest.mark.parametrize("row", readme_table(), ids=lambda row: row["level"])
 def test_the_table_of_levels_in_the_readme(row):
-  assert len(readme_table()) == 5
+  assert len(readme_table()) == 6
 
   def seen(name, operation):
     mixed = ols.autocast(operation, row["level"])
@@ -497,27 +500,28 @@ def test_the_table_of_levels_in_the_readme(row):
     with jax.named_scope("LayerNorm_0"):
       return jnp.sin(x)
 
-  # Of a sum, what is computed from it says what it gives.
-  def after_sum(x):
-    return jnp.sin(jnp.sum(x, axis=0))
-
-  sums = seen("sin", between(after_sum))
-  if row["level"] != "O0":
-    found = {
-      "products": seen("dot_general", between(jnp.tanh)),
-      "exp, log, powers": seen("exp", between(jnp.exp)),
-      "sums": sums,
-      "norms": seen("sin", between(norm)),
-      "losses": seen("sin", lambda x: jnp.sin(x @ W)),
-      "the others": {
-        ("float16", "float32"): "follow their inputs",
-        ("float16", "float16"): "float16",
-      }[
-        seen("tanh", between(jnp.tanh)),
-        seen("tanh", between(lambda x: jnp.tanh(norm(jnp.exp(x))))),
-      ],
-    }
-    assert row == {"level": row["level"], **found}
+  found = {
+    "products": seen("dot_general", between(jnp.tanh)),
+    "exp, log, powers": seen("exp", between(jnp.exp)),
+    # Of a sum, what is computed from it says what it gives.
+    "sums": seen("sin", between(lambda x: jnp.sin(jnp.sum(x, axis=0)))),
+    "norms": seen("sin", between(norm)),
+    "losses": seen("sin", lambda x: jnp.sin(x @ W)),
+    "the others": {
+      ("float16", "float32"): "follow their inputs",
+      ("float16", "float16"): "float16",
+      ("float32", "float32"): "float32",
+    }[
+      seen("tanh", between(jnp.tanh)),
+      seen("tanh", between(lambda x: jnp.tanh(norm(jnp.exp(x))))),
+    ],
+  }
+  # All of these are written in float32.
+  assert found == {
+    name: cell.replace("as written", "float32")
+    for name, cell in row.items()
+    if name != "level"
+  }
 
 
 def test_o0_is_the_function_itself():
@@ -525,3 +529,22 @@ def test_o0_is_the_function_itself():
     return x @ W
 
   assert ols.autocast(function, "O0") is function
+
+
+def test_od_lowers_the_products_and_keeps_all_else_as_written():
+  def function(x):
+    low = jnp.exp(x.astype(jnp.float16)).astype(jnp.float32)
+    return jnp.tanh(low + jnp.sin(x @ W)) @ W
+
+  mixed = ols.autocast(function, "OD")
+  assert set(products(mixed, X)) == {"float16"}
+  assert dtypes_of("exp", mixed, X) == ["float16"]
+  for name in ("add", "sin", "tanh"):
+    assert set(dtypes_of(name, mixed, X)) == {"float32"}
+
+
+def test_od_is_o0_with_a_white_list():
+  white = {"white": ["conv_general_dilated", "dot_general"]}
+  by_hand = ols.autocast(between(jnp.tanh), "O0", operations=white)
+  mixed = ols.autocast(between(jnp.tanh), "OD")
+  assert str(jax.make_jaxpr(mixed)(X)) == str(jax.make_jaxpr(by_hand)(X))

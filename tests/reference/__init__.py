@@ -11,6 +11,8 @@ the point.
 A float32 is held as the Python float of the same value: the double product of
 two float32 values is exact, and their double quotient is precise enough, for
 `float32` of it to be their float32 product or quotient.
+
+`ascend` is apart: it models when `accelerate_train_mode` switches.
 """
 
 from tests.reference.deepspeed import DeepSpeed

@@ -1,0 +1,170 @@
+"""What `precision_schedule` takes: Ascend's grammar, and its bounds."""
+
+import fractions
+import operator
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _arguments
+
+
+class _Mode(NamedTuple):
+  """A mode: the argument that it needs, and its ratio.
+
+  Attributes:
+    needs: the name of the argument.
+    default: the ratio where none is given.
+    least: the smallest ratio.
+    most: the largest ratio.
+  """
+
+  needs: str
+  default: str
+  least: str
+  most: str
+
+
+_DTYPES = {"fast": np.dtype(jnp.float16), "fast1": np.dtype(jnp.bfloat16)}
+_MODES = {
+  "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
+  "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
+}
+# What may be set beside it. The others lower the precision of the whole run.
+_BESIDE = {
+  "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
+  "precision_mode_v2": ("origin",),
+}
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
+
+
+def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
+  """Returns the dtype, the mode and the ratio.
+
+  Args:
+    text: "type|mode|ratio" or "type|mode", as the caller passed it.
+
+  Raises:
+    TypeError: if it is no text.
+    ValueError: if it is not of the grammar.
+  """
+  if not isinstance(text, str):
+    raise TypeError(
+      "`accelerate_train_mode` must be a text such as 'fast|step|0.9', got "
+      f"{text!r} of type {type(text).__name__}."
+    )
+  fields = text.split("|")
+  if len(fields) not in (2, 3):
+    raise ValueError(
+      "`accelerate_train_mode` must be 'type|mode|ratio' or 'type|mode', such "
+      f"as 'fast|step|0.9', got {text!r} with {_count(len(fields), 'field')}."
+    )
+  kind, name, ratio = (*fields, "")[:3]
+  if kind not in _DTYPES:
+    raise ValueError(
+      "the type in `accelerate_train_mode` must be 'fast' (float16) or 'fast1' "
+      f"(bfloat16), got {kind!r} in {text!r}."
+    )
+  if name not in _MODES:
+    raise ValueError(
+      "the mode in `accelerate_train_mode` must be 'step' or 'loss', got "
+      f"{name!r} in {text!r}."
+    )
+  return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
+
+
+def check_end(
+  mode: str, *, total_steps: Any, target_loss: Any
+) -> tuple[int | None, fractions.Fraction | None]:
+  """Returns where training ends: its steps in mode "step", else its loss.
+
+  Args:
+    mode: as parsed.
+    total_steps: as the caller passed it.
+    target_loss: as the caller passed it.
+
+  Raises:
+    TypeError: if what the mode needs is of another type.
+    ValueError: if it is missing or out of range, or the other one is given.
+  """
+  given = {"total_steps": total_steps, "target_loss": target_loss}
+  needed = _MODES[mode].needs
+  if given[needed] is None:
+    raise ValueError(f"`{needed}` must be given in mode {mode!r}, got none.")
+  for name, value in given.items():
+    if name != needed and value is not None:
+      raise ValueError(
+        f"`{name}` must be left out in mode {mode!r}, which goes by "
+        f"`{needed}`, got {value!r}."
+      )
+  if mode == "step":
+    return _check_total(total_steps), None
+  return None, _check_target(target_loss)
+
+
+def check_precision_modes(**modes: Any) -> None:
+  """Raises if something else sets the precision of the run.
+
+  Args:
+    **modes: `precision_mode` and `precision_mode_v2`, as the caller passed
+      them.
+
+  Raises:
+    ValueError: if one of them is not among those that may stand beside it.
+  """
+  for name, mode in modes.items():
+    if mode is not None and not (
+      isinstance(mode, str) and mode in ("", *_BESIDE[name])
+    ):
+      allowed = " or ".join(map(repr, _BESIDE[name]))
+      raise ValueError(
+        f"`{name}` must be {allowed} or empty beside `accelerate_train_mode`, "
+        f"which sets the precision itself, got {mode!r}."
+      )
+
+
+def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
+  mode = _MODES[name]
+  # As fractions: 90 * 0.7 is 63, and less in floating point.
+  default, least, most = map(fractions.Fraction, mode[1:])
+  if not ratio:
+    return default
+  number = fractions.Fraction(ratio) if _NUMBER.fullmatch(ratio) else None
+  if number is None or not least <= number <= most:
+    raise ValueError(
+      "the ratio in `accelerate_train_mode` must be a number from "
+      f"{mode.least} to {mode.most} in mode {name!r}, got {ratio!r} in "
+      f"{text!r}."
+    )
+  return number
+
+
+def _check_total(total_steps: Any) -> int:
+  try:
+    if isinstance(total_steps, bool):
+      raise TypeError
+    total = operator.index(total_steps)
+  except TypeError:
+    raise TypeError(
+      "`total_steps` must be an integer number of steps, got "
+      f"{total_steps!r} of type {type(total_steps).__name__}."
+    ) from None
+  if total < 0:
+    raise ValueError(f"`total_steps` must not be negative, got {total_steps}.")
+  return total
+
+
+def _check_target(target_loss: Any) -> fractions.Fraction:
+  if _arguments.check_number("target_loss", target_loss) <= 0:
+    raise ValueError(f"`target_loss` must be positive, got {target_loss!r}.")
+  if isinstance(target_loss, fractions.Fraction):
+    return target_loss
+  # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
+  return fractions.Fraction(str(np.asarray(target_loss)[()]))
+
+
+def _count(number: int, noun: str) -> str:
+  return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,351 @@
+"""The precision schedule's text and arguments, and the schedule as a value."""
+
+import dataclasses
+import fractions
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from tests import parameters
+from tests.precision.schedules import each_mode
+from tests.precision.schedules import INF
+from tests.precision.schedules import latch
+from tests.precision.schedules import NAN
+from tests.precision.schedules import NEEDS
+from tests.reference import ascend
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+# The grammar.
+
+TYPES = ("fast", "fast1", "fast2", "FAST", "fas", "float16", "", " fast")
+MODES = ("step", "loss", "steps", "Loss", "0.9", "", "step ")
+# The long ones have more places than a float.
+NUMBERS_TAKEN = (
+  *("0.2", "0.20", ".9", "0.9", "0.55", "1.01", "1.05", "1.5"),
+  *("0.20000000000000000001", "0.89999999999999999999"),
+  *("1.01000000000000000001", "1.49999999999999999999"),
+)
+NUMBERS_REFUSED = (
+  *("0.19", "0.91", "1", "0", "1.00", "1.51", "2", "-0.5", "90", "1e999"),
+  *("0.19999999999999999999", "0.90000000000000000001"),
+  *("1.00999999999999999999", "1.50000000000000000001"),
+)
+NO_NUMBERS = (
+  *("nan", "NaN", "snan", "inf", "-inf", "abc", "0,9", "0.9.1", "0.5f", "9/10"),
+  *("3/2", "50%", "0x1", ".", "e", "-", "0.9|", "0.9|1"),
+)
+RATIOS = (None, "", *NUMBERS_TAKEN, *NUMBERS_REFUSED, *NO_NUMBERS)
+
+
+def test_every_text_is_taken_or_refused_as_by_the_model():
+  taken = 0
+  for kind, mode, ratio in itertools.product(TYPES, MODES, RATIOS):
+    text = "|".join([kind, mode] if ratio is None else [kind, mode, ratio])
+    arguments = NEEDS.get(mode, {})
+    try:
+      dtype, model_mode, model_ratio = ascend.parse(text)
+    except ValueError:
+      with pytest.raises(ValueError) as raised:
+        ols.precision_schedule(text, **arguments)
+      assert repr(text) in str(raised.value)
+      continue
+    schedule = ols.precision_schedule(text, **arguments)
+    assert schedule.dtype == jnp.dtype(dtype), text
+    assert schedule.mode == model_mode, text
+    assert schedule.ratio == model_ratio, text
+    taken += 1
+  # A number is taken in one of the two modes, the default in both.
+  assert taken == 2 * (len(NUMBERS_TAKEN) + 4)
+
+
+@pytest.mark.parametrize(
+  "text", ["", "fast", "|", "||", "|||", "fast|", "|step"]
+)
+def test_a_text_with_missing_fields_is_refused(text):
+  with pytest.raises(ValueError, match="got"):
+    ols.precision_schedule(text, total_steps=20)
+
+
+def test_the_ratio_is_the_decimal_number_as_written():
+  for hundredths in range(20, 91):
+    schedule = ols.precision_schedule(
+      f"fast|step|{hundredths / 100}", total_steps=20
+    )
+    assert schedule.ratio == fractions.Fraction(hundredths, 100)
+  for hundredths in range(101, 151):
+    schedule = ols.precision_schedule(
+      f"fast|loss|{hundredths / 100}", target_loss=2.0
+    )
+    assert schedule.ratio == fractions.Fraction(hundredths, 100)
+
+
+def test_a_ratio_left_out_and_an_empty_one_are_the_default():
+  for mode, default in (("step", "0.9"), ("loss", "1.05")):
+    for text in (f"fast|{mode}", f"fast|{mode}|"):
+      schedule = ols.precision_schedule(text, **NEEDS[mode])
+      assert schedule.ratio == fractions.Fraction(default)
+      assert schedule == ols.precision_schedule(
+        f"fast|{mode}|{default}", **NEEDS[mode]
+      )
+
+
+# The arguments.
+
+
+def refused(text, **arguments):
+  """Returns the error's text, of arguments that must be refused."""
+  with pytest.raises((TypeError, ValueError)) as raised:
+    ols.precision_schedule(text, **arguments)
+  return str(raised.value)
+
+
+@pytest.mark.parametrize(
+  "text, arguments, words",
+  [
+    # How many fields.
+    ("fast", {}, ("type|mode", "'fast'")),
+    ("fast|step|0.9|1", {}, ("type|mode", "'fast|step|0.9|1'")),
+    # The type.
+    ("fast2|step", {}, ("'fast'", "'fast1'", "'fast2'")),
+    # The mode.
+    ("fast|steps", {}, ("'step'", "'loss'", "'steps'")),
+    # The ratio.
+    ("fast|step|abc", {}, ("number", "'abc'")),
+    ("fast|step|0.19", {}, ("0.2", "0.9", "'0.19'")),
+    ("fast|step|0.91", {}, ("0.2", "0.9", "'0.91'")),
+    ("fast|step|nan", {}, ("nan",)),
+    ("fast|loss|1", {}, ("1.01", "1.5", "'1'")),
+    ("fast|loss|1.51", {}, ("1.01", "1.5", "'1.51'")),
+  ],
+  ids=parameters.name,
+)
+def test_an_error_of_the_grammar_says_the_rule_and_what_came(
+  text, arguments, words
+):
+  mode = "loss" if "loss" in text else "step"
+  message = refused(text, **NEEDS[mode], **arguments)
+  assert "`accelerate_train_mode`" in message
+  for word in words:
+    assert word in message
+
+
+@pytest.mark.parametrize("text", [None, 0.9, ("fast", "step"), b"fast|step"])
+def test_a_mode_that_is_no_text_is_a_type_error(text):
+  with pytest.raises(TypeError, match="`accelerate_train_mode` .*got"):
+    ols.precision_schedule(text, total_steps=20)
+
+
+@pytest.mark.parametrize("mode", ["step", "loss"])
+def test_what_a_mode_needs_must_be_there(mode):
+  (name,) = NEEDS[mode]
+  message = refused(f"fast|{mode}")
+  assert f"`{name}`" in message
+  assert repr(mode) in message or f"fast|{mode}" in message
+  # None is how one leaves it out.
+  assert refused(f"fast|{mode}", **{name: None}) == message
+
+
+@pytest.mark.parametrize("mode", ["step", "loss"])
+def test_what_the_other_mode_needs_must_not_be_there(mode):
+  both = NEEDS["step"] | NEEDS["loss"]
+  (other,) = both.keys() - NEEDS[mode].keys()
+  message = refused(f"fast|{mode}", **both)
+  assert f"`{other}`" in message
+  assert mode in message
+  # Nor where it is a zero.
+  assert f"`{other}`" in refused(f"fast|{mode}", **NEEDS[mode], **{other: 0})
+
+
+WRONG_COUNTS = (
+  *(20.0, 20.5, "20", True, False, np.bool_(True), np.float32(20), 1j, [20]),
+  *((20,), np.arange(2), np.asarray([20]), NAN, INF, fractions.Fraction(20)),
+)
+
+
+@pytest.mark.parametrize("value", WRONG_COUNTS, ids=repr)
+def test_total_steps_must_be_an_integer(value):
+  with pytest.raises(TypeError, match="`total_steps` .*got"):
+    ols.precision_schedule("fast|step", total_steps=value)
+
+
+@pytest.mark.parametrize("value", [-1, -(2**40), np.int8(-1)], ids=repr)
+def test_total_steps_must_not_be_negative(value):
+  with pytest.raises(ValueError, match="`total_steps` .*got"):
+    ols.precision_schedule("fast|step", total_steps=value)
+
+
+@pytest.mark.parametrize("value", [*WRONG_COUNTS, None], ids=repr)
+def test_steps_per_call_must_be_an_integer(value):
+  with pytest.raises(TypeError, match="`steps_per_call` .*got"):
+    ols.precision_schedule("fast|step", total_steps=20, steps_per_call=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, np.int8(-1)], ids=repr)
+@pytest.mark.parametrize("mode", ["step", "loss"])
+def test_steps_per_call_must_be_one_or_more(mode, value):
+  with pytest.raises(ValueError, match="`steps_per_call` .*got"):
+    ols.precision_schedule(f"fast|{mode}", **NEEDS[mode], steps_per_call=value)
+
+
+@pytest.mark.parametrize(
+  "value", ["2.0", True, 1j, [2.0], np.ones(1), np.bool_(True)], ids=repr
+)
+def test_target_loss_must_be_a_number(value):
+  with pytest.raises(TypeError, match="`target_loss` .*got"):
+    ols.precision_schedule("fast|loss", target_loss=value)
+
+
+@pytest.mark.parametrize(
+  "value", [0, 0.0, -0.0, -2.0, NAN, INF, -INF, np.float32(NAN)], ids=repr
+)
+def test_target_loss_must_be_positive_and_finite(value):
+  with pytest.raises(ValueError, match="`target_loss` .*got"):
+    ols.precision_schedule("fast|loss", target_loss=value)
+
+
+@pytest.mark.parametrize(
+  "name", ["total_steps", "steps_per_call", "target_loss"]
+)
+def test_an_argument_must_be_known_when_the_schedule_is_made(name):
+  mode = "loss" if name == "target_loss" else "step"
+
+  def make(value):
+    arguments = NEEDS[mode] | {name: value}
+    ols.precision_schedule(f"fast|{mode}", **arguments)
+
+  with pytest.raises(TypeError, match=f"`{name}` "):
+    jax.jit(make)(2)
+
+
+def test_all_arguments_but_the_text_are_keyword_only():
+  first, *others = inspect.signature(ols.precision_schedule).parameters.values()
+  assert first.kind == first.POSITIONAL_OR_KEYWORD
+  assert {other.kind for other in others} == {first.KEYWORD_ONLY}
+  schedule = ols.precision_schedule("fast|step", total_steps=20)
+  _, *others = inspect.signature(schedule.update).parameters.values()
+  assert {other.kind for other in others} == {first.KEYWORD_ONLY}
+
+
+# What may stand beside it.
+
+
+@pytest.mark.parametrize(
+  "precision_mode", [None, "", "allow_fp32_to_fp16", "must_keep_origin_dtype"]
+)
+@pytest.mark.parametrize("precision_mode_v2", [None, "", "origin"])
+def test_a_precision_mode_that_goes_with_it_changes_nothing(
+  precision_mode, precision_mode_v2
+):
+  for mode, needs in NEEDS.items():
+    schedule = ols.precision_schedule(
+      f"fast|{mode}",
+      **needs,
+      precision_mode=precision_mode,
+      precision_mode_v2=precision_mode_v2,
+    )
+    assert schedule == ols.precision_schedule(f"fast|{mode}", **needs)
+
+
+V1 = (
+  *("force_fp16", "force_fp32", "cube_fp16in_fp32out", "allow_mix_precision"),
+  *("allow_mix_precision_fp16", "allow_mix_precision_bf16"),
+)
+V2 = ("fp16", "cube_fp16in_fp32out", "mixed_float16", "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("name", ["precision_mode", "precision_mode_v2"])
+def test_any_other_precision_mode_is_an_error(name):
+  v1_and_v2 = {
+    "precision_mode": (*V1, "origin", "ALLOW_FP32_TO_FP16", " ", "O1"),
+    "precision_mode_v2": (*V2, "must_keep_origin_dtype", "allow_fp32_to_fp16"),
+  }
+  for value in v1_and_v2[name]:
+    message = refused("fast|step", total_steps=20, **{name: value})
+    assert f"`{name}`" in message
+    assert repr(value) in message
+    assert "origin" in message
+
+
+@pytest.mark.parametrize("name", ["precision_mode", "precision_mode_v2"])
+@pytest.mark.parametrize("value", [0, False, 1.0, ["origin"]])
+def test_a_precision_mode_that_is_no_text_is_an_error(name, value):
+  assert f"`{name}`" in refused("fast|step", total_steps=20, **{name: value})
+
+
+# The schedule as a value.
+
+
+@each_mode
+def test_a_schedule_is_frozen(mode):
+  schedule = latch(mode)
+  for field in dataclasses.fields(schedule):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      setattr(schedule, field.name, None)
+
+
+def test_the_attributes_are_what_was_passed():
+  schedule = ols.precision_schedule(
+    "fast|step|0.7", total_steps=90, steps_per_call=3
+  )
+  assert isinstance(schedule.dtype, np.dtype)
+  assert (schedule.dtype, schedule.mode) == (np.dtype(np.float16), "step")
+  assert schedule.ratio == fractions.Fraction(7, 10)
+  assert isinstance(schedule.ratio, fractions.Fraction)
+  assert (schedule.total_steps, schedule.steps_per_call) == (90, 3)
+  assert schedule.target_loss is None
+  schedule = ols.precision_schedule("fast1|loss", target_loss=7.1)
+  assert isinstance(schedule.dtype, np.dtype)
+  assert (schedule.dtype, schedule.mode) == (jnp.dtype(jnp.bfloat16), "loss")
+  assert float(schedule.target_loss) == 7.1
+  assert (schedule.total_steps, schedule.steps_per_call) == (None, 1)
+
+
+DIFFERENT = {
+  "fast|step": {"total_steps": 20},
+  "fast1|step": {"total_steps": 20},
+  "fast|step|0.8": {"total_steps": 20},
+  "fast|step|": {"total_steps": 21},
+  "fast|step|0.9": {"total_steps": 20, "steps_per_call": 2},
+  "fast|loss": {"target_loss": 20.0},
+  "fast1|loss": {"target_loss": 20.0},
+  "fast|loss|1.2": {"target_loss": 20.0},
+  "fast|loss|": {"target_loss": 20.5},
+}
+
+
+def test_schedules_are_equal_and_hash_equally_if_their_arguments_are():
+  schedules = [
+    ols.precision_schedule(text, **DIFFERENT[text]) for text in DIFFERENT
+  ]
+  again = [
+    ols.precision_schedule(text, **DIFFERENT[text]) for text in DIFFERENT
+  ]
+  assert schedules == again
+  assert len({*schedules, *again}) == len(DIFFERENT)
+  assert len({repr(schedule) for schedule in schedules}) == len(DIFFERENT)
+  for schedule in schedules:
+    assert schedules.count(schedule) == 1
+    assert schedule != DIFFERENT
+
+
+def test_numbers_written_differently_make_equal_schedules():
+  schedules = {
+    ols.precision_schedule(f"fast|step{ratio}", total_steps=20)
+    for ratio in ("", "|", "|0.9", "|.9", "|0.90")
+  }
+  assert len(schedules) == 1
+
+
+@each_mode
+def test_the_representation_names_every_attribute(mode):
+  schedule = latch(mode)
+  for field in dataclasses.fields(schedule):
+    assert f"{field.name}=" in repr(schedule)
+  assert repr(schedule).startswith("PrecisionSchedule(")

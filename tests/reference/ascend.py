@@ -1,0 +1,70 @@
+"""Ascend's accelerate_train_mode: which calls run in low precision."""
+
+import decimal
+import fractions
+import math
+
+
+def parse(text):
+  """Reads `type|mode|ratio`: returns the dtype's name, the mode, the ratio.
+
+  Two fields or three; a ratio that is absent or empty is the mode's default.
+  The ratio is the decimal number that is written, as a fraction.
+
+  Raises:
+    ValueError: if it is not of this grammar.
+  """
+  fields = text.split("|")
+  if len(fields) not in (2, 3):
+    raise ValueError("fields")
+  kind, mode, written = fields if len(fields) == 3 else [*fields, ""]
+  dtypes = {"fast": "float16", "fast1": "bfloat16"}
+  if kind not in dtypes:
+    raise ValueError("type")
+  # The default, the least and the greatest.
+  ratios = {"step": ("0.9", "0.2", "0.9"), "loss": ("1.05", "1.01", "1.5")}
+  if mode not in ratios:
+    raise ValueError("mode")
+  default, least, greatest = map(decimal.Decimal, ratios[mode])
+  try:
+    ratio = decimal.Decimal(written) if written else default
+  except decimal.InvalidOperation:
+    raise ValueError("ratio") from None
+  if ratio.is_nan() or not least <= ratio <= greatest:
+    raise ValueError("ratio")
+  return dtypes[kind], mode, fractions.Fraction(ratio)
+
+
+class AccelerateTrainMode:
+  """Low precision first, full precision from the switch on.
+
+  `check(step=...)` or `check(loss=...)` runs before every call. `low`: what the
+  call is to run in. A number that is fed is the real number that it stands for;
+  `target_loss` is the decimal number that Python writes for it.
+  """
+
+  def __init__(
+    self, text, total_steps=None, target_loss=None, steps_per_call=1
+  ):
+    self.dtype, self.mode, self.ratio = parse(text)
+    self.steps_per_call = steps_per_call
+    if self.mode == "step":
+      self.total_steps = total_steps
+      self.switch_step = math.floor(total_steps * self.ratio)
+    else:
+      self.switch_loss = fractions.Fraction(repr(target_loss)) * self.ratio
+    self.low = True
+
+  def check(self, step=None, loss=None):
+    """Switches, or not; returns `low`."""
+    if self.mode == "step":
+      due = (
+        step >= self.switch_step
+        or step + self.steps_per_call >= self.total_steps
+      )
+    else:
+      # 0 stands for a loss that was not reported yet.
+      due = loss != 0 and loss <= self.switch_loss
+    if due:
+      self.low = False
+    return self.low
