@@ -1,4 +1,4 @@
-"""`python -m benchmarks [update | train-step | autocast]`, from the root."""
+"""`python -m benchmarks [COMMAND]`, from the root: one of those below."""
 
 from collections.abc import Sequence
 import importlib
@@ -9,6 +9,7 @@ _COMMANDS = {
   "update": "benchmarks.update_phase",
   "train-step": "benchmarks.train_step",
   "autocast": "benchmarks.autocast",
+  "accelerate": "benchmarks.accelerate",
 }
 
 

@@ -35,8 +35,9 @@ def test_the_examples_run_one_after_the_other():
   names |= {"jnp": jnp, "functools": functools}
   blocks = python_blocks()
   step, *precision = blocks[:4]
-  status, rehearsal, port, metrics, threshold, selection = blocks[4:10]
-  devices, collection = blocks[10:]
+  policy, master_weights, schedule = blocks[4:7]
+  status, rehearsal, port, metrics, threshold, selection = blocks[7:13]
+  devices, collection = blocks[13:]
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -57,6 +58,19 @@ def test_the_examples_run_one_after_the_other():
   )
   assert found == ["float16"] * 2 + ["float32"] * 4
   assert names["mixed_head"](batch).dtype == jnp.float32
+
+  # What is written in float32, as these expect it.
+  written = names | {"loss_fn": lambda params, x: jnp.mean(x @ params["w"])}
+  written["params"] = {"w": jnp.ones((5, 3), jnp.float16)}
+  exec(policy, written)
+  assert written["params"]["w"].dtype == jnp.float32
+  mixed = written["mixed_loss_fn"]
+  found = dtypes_of("dot_general", mixed, written["params"], batch)
+  assert found == ["float16"] * 2
+  exec(master_weights, written)
+  written["opt_state"] = written["tx"].init(written["params"])
+  exec(schedule, written)
+  assert (written["state"].low, written["state"].steps) == (True, 1)
 
   exec(status, names)
   assert not names["overflowed"]

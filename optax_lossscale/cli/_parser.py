@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
 import errno
+import math
 import pathlib
 import tempfile
 from typing import NoReturn
@@ -64,6 +65,17 @@ def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     return value
 
   return parse
+
+
+def positive(text: str) -> float:
+  """Parses a positive, finite number; for argparse."""
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if not 0 < value < math.inf:
+    raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+  return value
 
 
 def make_writable(paths: Iterable[pathlib.Path]) -> None:

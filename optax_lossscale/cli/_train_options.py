@@ -3,12 +3,13 @@
 import argparse
 import pathlib
 
+from optax_lossscale.cli import _accelerate
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
 _TASKS = ("text", "digits")
 _PRECISIONS = ("float32", "float16", "bfloat16")
-_LEVELS = ("O0", "O1", "O2", "O3", "auto")
+_LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
 _HARDWARE = ("ieee", "saturating")
 _CHECKS = ("nonfinite", "saturated")
 
@@ -21,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
   """
   _add_what(parser)
   _add_compare(parser)
+  _add_accelerate(parser)
   _add_hardware(parser)
   _add_how_long(parser)
   parser.add_argument(
@@ -57,9 +59,9 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     help="train once, with a model written in float32 that autocast puts into "
     "float16, or into bfloat16 if that is the --precision: nothing of it (O0, "
     "float32 in any case), matrix products, convolutions and what follows them "
-    "(O1), all but norms and the loss (O2), all but the loss (O3), or what "
-    "MindSpore's lists tell (auto) (default: no autocast; the model itself "
-    "computes in the --precision)",
+    "(O1), all but norms and the loss (O2), all but the loss (O3), what "
+    "MindSpore's lists tell (auto), or products alone (OD) (default: no "
+    "autocast; the model itself computes in the --precision)",
   )
   parser.add_argument(
     "--loss-scale",
@@ -78,9 +80,30 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="train in float32, and in float16 without loss scaling, with a fixed "
     "and with a dynamic loss scale (default if there is neither a --precision, "
-    "nor a --level, nor a --loss-scale); with --level the runs in float16 are "
-    "at this level; with --hardware saturating they have other rules, each "
-    "with both checks",
+    "nor a --level, nor a --loss-scale, nor an --accelerate); with --level the "
+    "runs in float16 are at this level; with --hardware saturating they have "
+    "other rules, each with both checks",
+  )
+
+
+def _add_accelerate(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--accelerate",
+    type=_accelerate_option,
+    metavar="TYPE|MODE|RATIO",
+    help="train in float32, in low precision, and in low precision that "
+    "becomes float32 on the way: float16 (fast) or bfloat16 (fast1), for a "
+    "part of the steps, as in 'fast|step|0.9', or until the loss is so many "
+    "times the --target-loss, as in 'fast1|loss|1.05'; in quotes, for the "
+    "shell; --level is that of the low precision (default: O1), --loss-scale "
+    "the rule of float16; experimental",
+  )
+  parser.add_argument(
+    "--target-loss",
+    type=_parser.positive,
+    metavar="LOSS",
+    help="what --accelerate in mode loss goes by: the loss that training "
+    "without it ends at",
   )
 
 
@@ -130,6 +153,13 @@ def _add_how_long(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="fewer steps, and on the text a smaller batch, to see it work",
   )
+
+
+def _accelerate_option(text: str) -> _accelerate.AccelerateOption:
+  try:
+    return _accelerate.parse(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _loss_scale_option(text: str) -> _loss_scale.LossScaleOption:

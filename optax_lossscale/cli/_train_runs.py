@@ -3,6 +3,7 @@
 import argparse
 from typing import NamedTuple
 
+from optax_lossscale.cli import _accelerate
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
@@ -31,12 +32,16 @@ class RunOptions(NamedTuple):
     level: of autocast; None is no autocast.
     loss_scale: the rule.
     check: None is the default one; on saturating hardware it is always named.
+    accelerate: the precision schedule; None is one precision throughout.
+    target_loss: of the schedule, in its mode "loss".
   """
 
   precision: str
   level: str | None
   loss_scale: _loss_scale.LossScaleOption
   check: str | None
+  accelerate: str | None = None
+  target_loss: float | None = None
 
 
 def runs(
@@ -51,6 +56,9 @@ def runs(
   Raises:
     BadInputError: if the options do not go together.
   """
+  _accelerate.check(parser, arguments)
+  if arguments.accelerate is not None:
+    return _accelerated(arguments)
   precision, level = arguments.precision, arguments.level
   if arguments.compare and (precision or arguments.loss_scale):
     parser.error(
@@ -109,4 +117,24 @@ def _compared(arguments: argparse.Namespace) -> list[RunOptions]:
       for rule in rules
       for check in checks
     ),
+  ]
+
+
+def _accelerated(arguments: argparse.Namespace) -> list[RunOptions]:
+  """Returns float32, the low precision, and the one that becomes the other."""
+  option = arguments.accelerate
+  loss_scale = arguments.loss_scale
+  if loss_scale is None:
+    interval = _GROWTH_INTERVALS[arguments.task]
+    is_float16 = option.precision == "float16"
+    loss_scale = _loss_scale.parse(
+      f"dynamic:growth_interval={interval}" if is_float16 else "none"
+    )
+  low = RunOptions(
+    option.precision, arguments.level or "O1", loss_scale, arguments.check
+  )
+  return [
+    RunOptions("float32", None, _loss_scale.parse("none"), None),
+    low,
+    low._replace(accelerate=option.text, target_loss=arguments.target_loss),
   ]

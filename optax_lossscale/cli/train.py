@@ -38,7 +38,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   _check_demo_extra(parser)
   # Only now, so that bad input is answered at once and without the extra.
   from optax_lossscale.demo import comparison
-  from optax_lossscale.demo import training
+  from optax_lossscale.demo import run as run_lib
 
   module = importlib.import_module(f"optax_lossscale.demo.{arguments.task}")
   try:
@@ -48,8 +48,8 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   plan = comparison.Comparison(
     task=task,
     runs=[
-      training.Run(precision, *loss_scale, check=check, level=level)
-      for precision, level, loss_scale, check in options
+      run_lib.Run(precision, *loss_scale, check, level, accelerate, target)
+      for precision, level, loss_scale, check, accelerate, target in options
     ],
     seeds=range(arguments.seed, arguments.seed + arguments.seeds),
     steps=arguments.steps or task.steps,

@@ -1,5 +1,6 @@
 """Several runs side by side: trained, written, shown."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import importlib.metadata
@@ -13,6 +14,7 @@ import rich.progress
 
 from optax_lossscale.demo import figure
 from optax_lossscale.demo import history
+from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
 from optax_lossscale.demo import task as task_lib
 from optax_lossscale.demo import training
@@ -34,7 +36,7 @@ class Comparison:
   """
 
   task: task_lib.Task
-  runs: Sequence[training.Run]
+  runs: Sequence[run_lib.Run]
   seeds: range
   steps: int
   quick: bool = False
@@ -47,14 +49,16 @@ class Comparison:
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
     steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+    targets = {run.target_loss for run in self.runs} - {None}
+    target = "".join(f", target loss {loss}" for loss in targets)
     mode = ", float16 in emulated saturation mode" if self.saturating else ""
-    return f"{self.task.description}\n{steps}, {seeds}{mode}"
+    return f"{self.task.description}\n{steps}, {seeds}{target}{mode}"
 
   @property
   def label_name(self) -> str:
     """What the labels of the runs are made of."""
     named = {name for run in self.runs for name in run.parts}
-    return ", ".join(name for name in training.PARTS if name in named)
+    return ", ".join(name for name in run_lib.PARTS if name in named)
 
   def paths(self, output: pathlib.Path) -> list[pathlib.Path]:
     """Returns where the history, the summaries and the picture go.
@@ -171,11 +175,39 @@ def show(comparison: Comparison, results: Results) -> None:
       label_name=comparison.label_name,
     )
   )
-  if comparison.task.note:
-    console.print(comparison.task.note)
+  for note in (comparison.task.note, *_notes(comparison, results)):
+    if note:
+      console.print(note)
 
 
-def _name(comparison: Comparison, run: training.Run, seed: int) -> str:
+def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
+  """Yields what is to be said about precision schedules."""
+  ended = [s for s in results.summaries if s.held_out is not None]
+  for run in comparison.runs:
+    schedule = run.make_schedule(comparison.steps)
+    if schedule is None:
+      continue
+    stayed = [
+      s.seed for s in ended if s.run == run.label and s.switched_after is None
+    ]
+    if stayed:
+      seeds = ", ".join(map(str, stayed))
+      reason = "since so few of its steps were applied"
+      if schedule.target_loss is not None:
+        limit = float(schedule.target_loss * schedule.ratio)
+        reason = (
+          f"the loss stayed above {limit:g}, {float(schedule.ratio):g} times "
+          "the target loss, until the last step"
+        )
+      yield f"{run.accelerate}, seed {seeds}: never switched, {reason}."
+    if jax.default_backend() == "cpu":
+      yield (
+        "On a CPU low precision is as a rule no faster: this shows the switch, "
+        "not the speed."
+      )
+
+
+def _name(comparison: Comparison, run: run_lib.Run, seed: int) -> str:
   return run.label if len(comparison.seeds) == 1 else f"{run.label}, {seed}"
 
 
@@ -197,6 +229,7 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
     "score": comparison.task.score_name,
     "steps": comparison.steps,
     "seeds": list(comparison.seeds),
+    **_schedule(comparison),
     "quick": comparison.quick,
     "hardware": "saturating" if comparison.saturating else "ieee",
     "device": jax.devices()[0].device_kind,
@@ -205,3 +238,11 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
     },
   }
+
+
+def _schedule(comparison: Comparison) -> dict[str, Any]:
+  """Returns the options of the precision schedule, if a run has one."""
+  for run in comparison.runs:
+    if run.accelerate is not None:
+      return {"accelerate": run.accelerate, "target_loss": run.target_loss}
+  return {}

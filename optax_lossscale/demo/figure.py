@@ -1,4 +1,4 @@
-"""The picture: loss and S over the steps, skipped steps marked."""
+"""The picture: loss and S over the steps, skips and switches marked."""
 
 from collections.abc import Sequence
 import math
@@ -104,12 +104,31 @@ def _draw_losses(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
         transform=axes.get_xaxis_transform(),
         clip_on=False,
       )
+  _draw_switches(axes, runs, styles)
   losses = [s.loss for steps in runs.values() for s in steps]
   losses = [loss for loss in losses if math.isfinite(loss)]
   if losses and min(losses) > 0 and max(losses) > 10 * min(losses):
     axes.set_yscale("log")
   axes.set_ylabel("training loss")
   axes.legend(fontsize="small")
+
+
+def _draw_switches(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
+  """Draws a vertical line where the precision of a run changed."""
+  named: set[str] = set()
+  for (label, _), steps in runs.items():
+    after = history.switched_after(steps)
+    if after is None:
+      continue
+    axes.axvline(
+      # Between the last step before it and the first one after it.
+      after + 0.5,
+      color=styles[label].color,
+      linestyle="--",
+      linewidth=1.2,
+      label="_" if named else f"switch to {steps[-1].precision}",
+    )
+    named.add(label)
 
 
 def _draw_differences(
@@ -131,15 +150,16 @@ def _draw_scales(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
   """Draws S of the runs that have one, and a cross on every skipped step."""
   skips: list[history.Record] = []
   for (label, _), steps in runs.items():
-    if steps[0].loss_scale is None:
+    if all(s.loss_scale is None for s in steps):
       continue
     axes.plot(
       [s.step for s in steps],
-      [s.loss_scale for s in steps],
+      # What is not scaled leaves a gap.
+      [math.nan if s.loss_scale is None else s.loss_scale for s in steps],
       drawstyle="steps-mid",
       **styles[label]._asdict(),
     )
-    skips += [s for s in steps if s.skipped]
+    skips += [s for s in steps if s.skipped and s.loss_scale is not None]
   if skips:
     axes.plot(
       [s.step for s in skips],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -18,10 +19,14 @@ from typing import NamedTuple
 class Record(NamedTuple):
   """One training step. The last four are None without loss scaling.
 
+  In a run with a precision schedule only what is float16 is scaled, and the
+  loss scale alone is None elsewhere.
+
   Attributes:
     run: the run's label.
     seed: the run's seed.
     step: from 1.
+    precision: the lowest dtype in which the step was computed.
     loss: of the step's batch, before the step.
     loss_scale: the loss scale S that the step used.
     overflow: whether its gradients were not usable.
@@ -32,6 +37,7 @@ class Record(NamedTuple):
   run: str
   seed: int
   step: int
+  precision: str
   loss: float
   loss_scale: float | None = None
   overflow: bool | None = None
@@ -50,7 +56,9 @@ class Summary:
     held_out: the score after the last step; None if it did not come so far.
     applied_steps: steps on which the optimizer ran.
     skipped_steps: steps on which it did not.
-    loss_scale: S of the last step; None without loss scaling.
+    loss_scale: the last S that a step used; None without loss scaling.
+    switched_after: the last step before the precision changed; None if it did
+      not.
   """
 
   run: str
@@ -60,6 +68,7 @@ class Summary:
   applied_steps: int
   skipped_steps: int
   loss_scale: float | None
+  switched_after: int | None = None
 
 
 def by_run(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
@@ -87,10 +96,30 @@ def summarize(
       held_out=held_out.get((run, seed)),
       applied_steps=sum(not step.skipped for step in steps),
       skipped_steps=sum(bool(step.skipped) for step in steps),
-      loss_scale=steps[-1].loss_scale,
+      loss_scale=next(
+        (
+          step.loss_scale
+          for step in reversed(steps)
+          if step.loss_scale is not None
+        ),
+        None,
+      ),
+      switched_after=switched_after(steps),
     )
     for (run, seed), steps in by_run(records).items()
   ]
+
+
+def switched_after(steps: Iterable[Record]) -> int | None:
+  """Returns the last step before the precision changed; None if it did not.
+
+  Args:
+    steps: of one run with one seed.
+  """
+  for before, after in itertools.pairwise(steps):
+    if before.precision != after.precision:
+      return before.step
+  return None
 
 
 def write_csv(path: pathlib.Path, records: Iterable[Record]) -> None:

@@ -25,24 +25,30 @@ def make_table(
   for summary in summaries:
     runs.setdefault(summary.run, []).append(summary)
   seeds = max(map(len, runs.values()), default=0)
+  switches = any(row.switched_after is not None for row in summaries)
+  names = ["final loss", score_name, "steps applied", "skipped", "last S"]
+  if switches:
+    names.append("switched after")
 
   table = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
   )
   table.add_column(label_name, overflow="fold", vertical="top")
-  for name in ("final loss", score_name, "steps applied", "skipped", "last S"):
+  for name in names:
     # Wrapped here, so that a narrow terminal folds the labels, not the numbers.
     header = textwrap.fill(name, 9, break_long_words=False)
     table.add_column(header, justify="right", no_wrap=True)
   for label, rows in runs.items():
-    table.add_row(
-      label,
+    cells = [
       _spread([row.loss for row in rows], ".4f"),
       _spread([row.held_out for row in rows], ".4f"),
       _spread([row.applied_steps for row in rows], ".0f"),
       _spread([row.skipped_steps for row in rows], ".0f"),
       _scales([row.loss_scale for row in rows]),
-    )
+    ]
+    if switches:
+      cells.append(_spread([row.switched_after for row in rows], ".0f"))
+    table.add_row(label, *cells)
   if seeds > 1:
     table.caption = f"mean ± standard deviation over {seeds} seeds"
     table.caption_justify = "left"

@@ -8,7 +8,7 @@ wrapped in `loss_scaling`.
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
-import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -20,10 +20,9 @@ import optax
 
 import optax_lossscale as ols
 from optax_lossscale.demo import history
+from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
-
-# What the label of a run is made of, in this order.
-PARTS = ("precision", "level", "loss scale", "check")
+from optax_lossscale.precision import _precision_schedule
 
 _CHECKS = {
   "nonfinite": lambda _: ols.nonfinite(),
@@ -34,47 +33,6 @@ _CHECKS = {
 LossFn = Callable[[optax.Params, task_lib.Batch], jax.Array]
 StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """One way to train: a precision, a rule of loss scaling, a check, a level.
-
-  Attributes:
-    precision: the dtype that the model computes in, or that `level` lowers to.
-    loss_scale: the rule as on the command line.
-    rule: the rule; None is no loss scaling.
-    check: "nonfinite" or "saturated"; None is the one that `loss_scaling` has
-      by default, which the label does not name.
-    level: of autocast, around a model that computes in float32; None is no
-      autocast.
-  """
-
-  precision: str
-  loss_scale: str
-  rule: ols.LossScale | None
-  check: str | None = None
-  level: str | None = None
-
-  @property
-  def lowest_precision(self) -> str:
-    """The lowest dtype in which something is computed; O0 lowers nothing."""
-    return "float32" if self.level == "O0" else self.precision
-
-  @property
-  def parts(self) -> dict[str, str]:
-    """What the label is made of, by what it is."""
-    parts = (self.lowest_precision, self.level, self.loss_scale, self.check)
-    return {
-      name: part
-      for name, part in zip(PARTS, parts, strict=True)
-      if part is not None
-    }
-
-  @property
-  def label(self) -> str:
-    """What the run is called in the table, the plot and the files."""
-    return ", ".join(self.parts.values())
 
 
 def make_loss_fn(model: nn.Module) -> LossFn:
@@ -135,8 +93,45 @@ def make_plain_train_step(
   return train_step
 
 
+def make_accelerated_train_step(
+  schedule: _precision_schedule.PrecisionSchedule,
+  loss_fn: LossFn,
+  tx: optax.GradientTransformation,
+  *,
+  level: str,
+) -> TrainStep:
+  """Returns a train step in low precision that becomes float32 on the way.
+
+  Its state is that of the optimizer and that of the schedule.
+
+  Args:
+    schedule: when it becomes float32.
+    loss_fn: the loss of parameters and a batch, in float32.
+    tx: an optimizer, wrapped in `loss_scaling` where the low precision is
+      float16.
+    level: of autocast, in low precision.
+  """
+  two_precisions = schedule.make_train_step(loss_fn, tx, level=level)
+
+  @jax.jit
+  def train_step(
+    params: optax.Params, state: tuple[Any, Any], batch: task_lib.Batch
+  ) -> tuple[optax.Params, tuple[Any, Any], dict[str, jax.Array]]:
+    opt_state, schedule_state = state
+    low = schedule_state.low
+    params, opt_state, schedule_state, loss = two_precisions(
+      params, opt_state, schedule_state, batch
+    )
+    metrics = {"loss": loss, "low": low}
+    if schedule.dtype == jnp.float16:
+      metrics |= ols.loss_scale_metrics(opt_state)
+    return params, (opt_state, schedule_state), metrics
+
+  return train_step
+
+
 def train(
-  run: Run,
+  run: run_lib.Run,
   task: task_lib.Task,
   *,
   seed: int,
@@ -146,10 +141,11 @@ def train(
 ) -> float:
   """Trains a model and returns its score on the held-out batches.
 
-  A seed gives the same first parameters and the same batches in every run.
+  A seed gives the same first parameters and the same batches in every run. The
+  score is computed in the precision of the last step.
 
   Args:
-    run: the precision, the level and the rule.
+    run: the precision, the level, the rule and the schedule.
     task: the model, the optimizer and the data.
     seed: of the parameters and the batches.
     steps: how many batches to train on.
@@ -161,34 +157,58 @@ def train(
   # What autocast lowers is written in float32.
   written_in = run.precision if run.level is None else "float32"
   model = task.model(jnp.dtype(written_in))
-  loss_fn, score_fn = (
-    _as_computed(run, fun, saturating=saturating)
-    for fun in (make_loss_fn(model), _make_score_fn(model, task))
-  )
+  lower = functools.partial(_as_computed, run, saturating=saturating)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
+  tx = _make_optimizer(run, task)
+  opt_state = tx.init(params)
   loss_scale = None
-  if run.rule is None:
-    tx = task.optimizer
-    opt_state = tx.init(params)
-    train_step = make_plain_train_step(loss_fn, tx)
-  else:
-    check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
-    tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
-    opt_state = tx.init(params)
-    train_step = make_train_step(loss_fn, tx)
+  if run.rule is not None:
     loss_scale = float(ols.get_loss_scale(opt_state))
+  train_step, state = _start(
+    run, make_loss_fn(model), tx, opt_state, steps, lower
+  )
 
   batches = itertools.islice(task.batches(seed), steps)
-  stepping = _steps(train_step, params, opt_state, batches)
+  stepping = _steps(train_step, params, state, batches)
   for step, outcome in enumerate(_one_behind(stepping), 1):
     params, metrics = outcome[0], jax.device_get(outcome[1])
     on_step(_record(run, seed, step, loss_scale, metrics))
     loss_scale = metrics.get("loss_scale")
-  score = jax.jit(score_fn)
+  score = _make_score_fn(model, task)
+  score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
 
 
-def _as_computed(run: Run, fun: LossFn, *, saturating: bool) -> LossFn:
+def _start(
+  run: run_lib.Run,
+  loss_fn: LossFn,
+  tx: optax.GradientTransformation,
+  opt_state: optax.OptState,
+  steps: int,
+  lower: Callable[[LossFn], LossFn],
+) -> tuple[TrainStep, Any]:
+  """Returns the train step of a run, and the first state that it takes."""
+  schedule = run.make_schedule(steps)
+  if schedule is not None:
+    train_step = make_accelerated_train_step(
+      schedule, loss_fn, tx, level=run.level or "O1"
+    )
+    return train_step, (opt_state, schedule.init())
+  make = make_plain_train_step if run.rule is None else make_train_step
+  return make(lower(loss_fn), tx), opt_state
+
+
+def _make_optimizer(
+  run: run_lib.Run, task: task_lib.Task
+) -> optax.GradientTransformation:
+  """Returns the optimizer of the task, with loss scaling if the run has it."""
+  if run.rule is None:
+    return task.optimizer
+  check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
+  return ols.loss_scaling(task.optimizer, run.rule, check=check)
+
+
+def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:
   """Returns `fun` at the level of the run, and as its hardware computes it."""
   if run.level is not None:
     fun = ols.autocast(fun, run.level, dtype=jnp.dtype(run.precision))
@@ -225,26 +245,35 @@ def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _record(
-  run: Run,
+  run: run_lib.Run,
   seed: int,
   step: int,
   loss_scale: float | None,
   metrics: dict[str, Any],
 ) -> history.Record:
-  """Returns what is kept of a step that used `loss_scale`."""
-  loss = float(metrics["loss"])
-  if loss_scale is None:
-    return history.Record(run.label, seed, step, loss)
-  return history.Record(
+  """Returns what is kept of a step before which S was `loss_scale`."""
+  is_low = _is_low(metrics)
+  record = history.Record(
     run.label,
     seed,
     step,
-    loss,
-    loss_scale=float(loss_scale),
+    precision=run.lowest_precision if is_low else "float32",
+    loss=float(metrics["loss"]),
+  )
+  if loss_scale is None:
+    return record
+  return record._replace(
+    # What is not low is not scaled.
+    loss_scale=float(loss_scale) if is_low else None,
     overflow=bool(metrics["overflow"]),
     skipped=bool(metrics["skipped"]),
     amax=float(metrics["amax"]),
   )
+
+
+def _is_low(metrics: dict[str, Any]) -> bool:
+  """Returns whether a step was in the precision that its run is named after."""
+  return bool(metrics.get("low", True))
 
 
 def _make_score_fn(model: nn.Module, task: task_lib.Task) -> LossFn:

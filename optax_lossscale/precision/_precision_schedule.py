@@ -236,7 +236,8 @@ def precision_schedule(
       the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
       mode "loss" it begins when the loss is `target_loss * ratio` or less, the
       ratio being from 1.01 to 1.5 (1.05). The products are exact.
-    total_steps: of the whole training, for mode "step".
+    total_steps: of the whole training, for mode "step". Like all that counts
+      here, applied ones: those that are skipped come on top.
     target_loss: a positive loss, for mode "loss": the one that training without
       the schedule ends at.
     steps_per_call: how many steps are made between two updates of the state.

@@ -26,7 +26,10 @@ pytestmark = [
   pytest.mark.one_end,
 ]
 
-LEVELS = ("O0", "O1", "O2", "O3", "auto")
+LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
+FAST = ("--accelerate", "fast|step|0.5")
+FAST1 = ("--accelerate", "fast1|step|0.5")
+BY_LOSS = ("--accelerate", "fast|loss|1.05")
 LOSS_SCALES = (
   "none",
   "fixed:1024",
@@ -95,6 +98,22 @@ def read_history(directory, task="digits"):
     ("--compare", ["--compare", "--precision", "float16"]),
     ("--compare", ["--compare", "--precision", "float16", "--level", "O1"]),
     ("--compare", ["--compare", "--loss-scale", "none"]),
+    ("--accelerate", ["--accelerate", "fast"]),
+    ("--accelerate", ["--accelerate", "fast|step|0.95"]),
+    ("--accelerate", ["--accelerate", "quick|step"]),
+    ("--target-loss", ["--target-loss", "1"]),
+    ("--target-loss", [*BY_LOSS]),
+    ("--target-loss", [*BY_LOSS, "--target-loss", "0"]),
+    ("--target-loss", [*BY_LOSS, "--target-loss", "nan"]),
+    ("--target-loss", [*BY_LOSS, "--target-loss", "low"]),
+    ("--target-loss", [*FAST, "--target-loss", "1"]),
+    ("--compare", [*FAST, "--compare"]),
+    ("--precision", [*FAST, "--precision", "float16"]),
+    ("--level", [*FAST, "--level", "O0"]),
+    ("--hardware", [*FAST, "--hardware", "saturating"]),
+    ("--loss-scale", [*FAST, "--loss-scale", "none"]),
+    ("--loss-scale", [*FAST1, "--loss-scale", "fixed:8"]),
+    ("--check", [*FAST1, "--check", "saturated"]),
     ("--outptu", ["--outptu", "x"]),
     ("--prec", ["--prec", "float16"]),
   ],
@@ -116,6 +135,13 @@ def test_rules_own_words_are_passed_on(capsys):
   err = capsys.readouterr().err
   assert "--loss-scale" in err
   assert "`growth_factor` must be above 1 (in float32), got 1;" in err
+
+
+def test_schedules_own_words_are_passed_on(capsys):
+  assert train("--accelerate", "fast|step|0.95") == 2
+  err = capsys.readouterr().err
+  assert "argument --accelerate: the ratio in `accelerate_train_mode`" in err
+  assert "got '0.95' in 'fast|step|0.95'" in err
 
 
 def test_level_in_float32_is_refused_with_its_remedy(capsys):
@@ -186,7 +212,7 @@ def test_help_is_not_an_error(capsys):
     cli.main(["train", "--help"])
   assert stop.value.code == 0
   out = capsys.readouterr().out
-  for option in ("--loss-scale RULE", "--level O0|O1|O2|O3|auto"):
+  for option in ("--loss-scale RULE", "--level O0|O1|O2|O3|auto|OD"):
     assert option in out
 
 
@@ -350,6 +376,69 @@ def test_a_comparison_takes_one_level(tmp_path, planned):
     "float16, O1, dynamic:growth_interval=50",
   ]
   assert planned[0].label_name == "precision, level, loss scale"
+
+
+@pytest.mark.parametrize(
+  ("arguments", "low"),
+  [
+    (FAST, "float16, O1, dynamic:growth_interval=50"),
+    (FAST1, "bfloat16, O1, none"),
+    ((*FAST, "--level=OD", "--loss-scale=fixed:8"), "float16, OD, fixed:8"),
+    (
+      (*FAST, "--check", "saturated"),
+      "float16, O1, dynamic:growth_interval=50, saturated",
+    ),
+    ((*FAST1, "--loss-scale", "none"), "bfloat16, O1, none"),
+  ],
+)
+def test_accelerated_run_is_beside_float32_and_its_low_precision(
+  arguments, low, tmp_path, planned
+):
+  train(*arguments, "--output", tmp_path)
+  schedule = arguments[1]
+  assert labels_of(planned) == ["float32, none", low, f"{low}, {schedule}"]
+
+
+def test_switch_is_printed_and_written(tmp_path, tiny_digits, capsys):
+  assert train(*FAST, "--output", tmp_path) == 0
+  out = capsys.readouterr().out
+  assert "fast|step|0.5" in out and "switched" in out
+  assert "never" not in out
+  report = json.loads((tmp_path / "digits.json").read_text())
+  assert report["accelerate"] == "fast|step|0.5"
+  assert [run["switched_after"] for run in report["runs"]] == [None, None, 2]
+  assert all(0 < run["held_out"] < 1 for run in report["runs"])
+  precisions = [row["precision"] for row in read_history(tmp_path)]
+  low, full = ["float16"] * 4, ["float32"] * 4
+  assert precisions == [*full, *low, *low[:2], *full[:2]]
+  assert (tmp_path / "digits.png").stat().st_size > 0
+
+
+def test_loss_that_does_not_come_down_is_told(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  monkeypatch.setattr(figure, "write_figure", lambda *_, **__: None)
+  arguments = ("--accelerate", "fast1|loss|1.5", "--target-loss", "0.1")
+  assert train(*arguments, "--steps", 2, "--output", tmp_path) == 0
+  out = " ".join(capsys.readouterr().out.split())
+  assert "2 steps, seed 0, target loss 0.1" in out
+  assert (
+    "fast1|loss|1.5, seed 0: never switched, the loss stayed above 0.15, 1.5 "
+    "times the target loss, until the last step." in out
+  )
+  assert "switched after" not in out
+  report = json.loads((tmp_path / "digits.json").read_text())
+  assert report["target_loss"] == 0.1
+
+
+def test_too_few_steps_for_a_low_part_are_told(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  monkeypatch.setattr(figure, "write_figure", lambda *_, **__: None)
+  assert train(*FAST1, "--steps", 1, "--output", tmp_path) == 0
+  out = " ".join(capsys.readouterr().out.split())
+  assert "never switched, since so few of its steps were applied." in out
+  assert read_history(tmp_path)[-1]["precision"] == "float32"
 
 
 def test_seeds_are_trained_one_after_another(tmp_path, tiny_digits, capsys):

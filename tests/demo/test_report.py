@@ -16,9 +16,29 @@ from optax_lossscale.demo import table
 LABEL_NAME = "precision, loss scale, check"
 
 
-def make_record(run="a", seed=0, step=1, loss=1.0, scale=None, skipped=None):
+def make_record(
+  run="a",
+  seed=0,
+  step=1,
+  loss=1.0,
+  scale=None,
+  skipped=None,
+  precision="float16",
+):
   amax = None if scale is None else math.inf if skipped else 8.0
-  return history.Record(run, seed, step, loss, scale, skipped, skipped, amax)
+  return history.Record(
+    run, seed, step, precision, loss, scale, skipped, skipped, amax
+  )
+
+
+def switching(switch=3, *, run="a", seed=0, scale=8.0):
+  """Four steps, those from `switch` on in float32, where S is not used."""
+  return [
+    make_record(run, seed, step, scale=scale, skipped=False)
+    if step < switch
+    else make_record(run, seed, step, precision="float32")
+    for step in (1, 2, 3, 4)
+  ]
 
 
 def test_summary_counts_steps():
@@ -32,7 +52,18 @@ def test_summary_counts_steps():
   first, second = history.summarize(records, scores)
   assert first == history.Summary("a", 0, 2.0, 0.5, 2, 1, 8.0)
   assert math.isnan(second.loss)
-  assert dataclasses.astuple(second)[3:] == (None, 1, 0, None)
+  assert dataclasses.astuple(second)[3:] == (None, 1, 0, None, None)
+
+
+@pytest.mark.parametrize(("switch", "after"), [(1, None), (3, 2), (5, None)])
+def test_summary_tells_after_which_step_the_precision_changed(switch, after):
+  (summary,) = history.summarize(switching(switch), {})
+  assert summary.switched_after == after
+
+
+def test_summary_tells_the_last_scale_that_was_used():
+  (summary,) = history.summarize(switching(), {})
+  assert summary.loss_scale == 8.0
 
 
 def test_csv_holds_every_record(tmp_path):
@@ -49,14 +80,15 @@ def test_csv_holds_every_record(tmp_path):
       "run",
       "seed",
       "step",
+      "precision",
       "loss",
       "loss_scale",
       "overflow",
       "skipped",
       "amax",
     ],
-    ["float16, none", "0", "1", "nan", "", "", "", ""],
-    ["float16, fixed:8", "1", "2", "0.1", "8.0", "1", "1", "inf"],
+    ["float16, none", "0", "1", "float16", "nan", "", "", "", ""],
+    [*("float16, fixed:8", "1", "2", "float16", "0.1"), "8.0", "1", "1", "inf"],
   ]
 
 
@@ -135,6 +167,16 @@ def test_table_gives_mean_and_spread_of_several_seeds():
     assert part in out
 
 
+def test_table_tells_after_which_step_if_one_switched():
+  summaries = history.summarize(
+    [*switching(5, run="stays"), *switching(run="goes")], {}
+  )
+  rows = [line.split() for line in printed(summaries).splitlines()]
+  assert ["stays", "1.0000", "-", "4", "0", "2^3", "-"] in rows
+  assert ["goes", "1.0000", "-", "4", "0", "2^3", "2"] in rows
+  assert "switched" not in printed(summaries[:1])
+
+
 @pytest.mark.parametrize(
   "records",
   [
@@ -149,8 +191,10 @@ def test_table_gives_mean_and_spread_of_several_seeds():
       for step in (1, 2, 3)
     ],
     [make_record("a", 0, 1), make_record("b", 1, 1)],
+    [*switching(2), *switching(4, seed=1)],
+    switching(scale=None),
   ],
-  ids=["one", "two", "inf", "nan", "many", "apart"],
+  ids=["one", "two", "inf", "nan", "many", "apart", "switching", "unscaled"],
 )
 def test_figure_draws_any_history(records, tmp_path):
   path = tmp_path / "figure.png"
@@ -199,6 +243,23 @@ def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
   ]
   assert differences.get_shared_x_axes().joined(losses, scales)
   assert losses.get_legend().get_title().get_text() == LABEL_NAME
+
+
+def test_figure_marks_the_switch_and_ends_the_scale_there(tmp_path, drawn):
+  records = [*switching(5, run="stays"), *switching(run="goes")]
+  figure.write_figure(
+    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+  )
+  losses, _, scales = drawn[0].axes
+  (mark,) = (
+    line for line in losses.get_lines() if line.get_linestyle() == "--"
+  )
+  assert mark.get_label() == "switch to float32"
+  assert set(mark.get_xdata()) == {2.5}
+  assert [line.get_ydata().tolist() for line in scales.get_lines()] == [
+    [8.0] * 4,
+    pytest.approx([8.0, 8.0, math.nan, math.nan], nan_ok=True),
+  ]
 
 
 def test_figure_draws_each_of_eight_runs_in_a_way_of_its_own(tmp_path, drawn):

@@ -11,6 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.demo import comparison
+from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import training
 from tests.demo import tiny
 
@@ -19,11 +20,11 @@ pytestmark = [
   pytest.mark.one_end,
 ]
 
-FLOAT32 = training.Run("float32", "none", None)
-UNSCALED = training.Run("float16", "none", None)
-FIXED = training.Run("float16", "fixed:1024", ols.FixedLossScale(1024.0))
+FLOAT32 = run_lib.Run("float32", "none", None)
+UNSCALED = run_lib.Run("float16", "none", None)
+FIXED = run_lib.Run("float16", "fixed:1024", ols.FixedLossScale(1024.0))
 # 2**40 overflows at once in float16.
-TOO_LARGE = training.Run(
+TOO_LARGE = run_lib.Run(
   "float16",
   "dynamic:2**40",
   ols.DynamicLossScale(2.0**40, backoff_factor=2.0**-30),
@@ -31,8 +32,13 @@ TOO_LARGE = training.Run(
 NONFINITE = dataclasses.replace(TOO_LARGE, check="nonfinite")
 SATURATED = dataclasses.replace(TOO_LARGE, check="saturated")
 # Nothing is float16 there, whatever the precision.
-O0 = training.Run("float16", "none", None, level="O0")
+O0 = run_lib.Run("float16", "none", None, level="O0")
 O1 = dataclasses.replace(O0, level="O1")
+LOW = dataclasses.replace(TOO_LARGE, level="O1")
+FAST = dataclasses.replace(LOW, accelerate="fast|step|0.5")
+FAST1 = dataclasses.replace(
+  O1, precision="bfloat16", accelerate="fast1|step|0.5"
+)
 
 
 class Huge(tiny.Linear):
@@ -104,7 +110,7 @@ def test_skipped_step_leaves_the_model_alone(tiny_task):
 
 def test_unscaled_run_records_no_scale(tiny_task):
   records, _ = records_of(UNSCALED, tiny_task, steps=1)
-  assert records[0][4:] == (None, None, None, None)
+  assert records[0][5:] == (None, None, None, None)
 
 
 def test_unscaled_step_holds_nothing_of_ours(tiny_task):
@@ -134,10 +140,76 @@ def test_label_of_o0_tells_that_it_is_float32():
   assert O0.label == "float32, O0, none"
 
 
+def test_label_names_the_schedule():
+  assert FAST1.label == "bfloat16, O1, none, fast1|step|0.5"
+
+
 def test_names_of_the_parts_are_in_the_order_of_the_labels(tiny_task):
   runs = [FLOAT32, SATURATED, dataclasses.replace(FIXED, level="O1")]
   plan = comparison.Comparison(tiny_task, runs, seeds=range(1), steps=1)
   assert plan.label_name == "precision, level, loss scale, check"
+
+
+def test_record_holds_the_precision_of_a_run_without_a_schedule(tiny_task):
+  for run, precision in (
+    (FLOAT32, "float32"),
+    (O0, "float32"),
+    (LOW, "float16"),
+  ):
+    records, _ = records_of(run, tiny_task, steps=1)
+    assert [record.precision for record in records] == [precision]
+
+
+@pytest.fixture(scope="module")
+def fast(tiny_task):
+  """Five steps, of which the first is skipped, and the score."""
+  return records_of(FAST, tiny_task, steps=5)
+
+
+def test_run_with_a_schedule_switches_after_its_share_of_applied_steps(fast):
+  precisions = [record.precision for record in fast[0]]
+  # Half of five is two and a half, and one was skipped.
+  assert precisions == ["float16"] * 3 + ["float32"] * 2
+
+
+def test_low_part_of_a_schedule_is_the_low_run(fast, tiny_task):
+  low, _ = records_of(LOW, tiny_task, steps=5)
+  for record, expected in zip(fast[0][:3], low[:3], strict=True):
+    assert record.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert record.loss_scale == expected.loss_scale
+    assert record.skipped == expected.skipped
+  assert fast[0][4].loss != low[4].loss
+
+
+def test_full_part_of_a_schedule_is_not_scaled(fast):
+  for record in fast[0][3:]:
+    assert record.loss_scale is None
+    assert not record.skipped
+    # Of gradients that S has not multiplied.
+    assert 0 < record.amax < 1
+
+
+@pytest.mark.parametrize(
+  ("target_loss", "precision"), [(1e-3, "bfloat16"), (1e3, "float32")]
+)
+def test_run_with_a_schedule_is_scored_as_it_ends(
+  target_loss, precision, tiny_task
+):
+  task = dataclasses.replace(
+    tiny_task,
+    optimizer=optax.set_to_zero(),
+    score=lambda logits, labels: logits.max(-1),
+  )
+  run = dataclasses.replace(
+    FAST1, accelerate="fast1|loss", target_loss=target_loss
+  )
+  records, score = records_of(run, task, steps=2)
+  assert [x.precision for x in records] == ["bfloat16", precision]
+  assert {x.loss_scale for x in records} == {None}
+  same = dataclasses.replace(O1, precision="bfloat16")
+  if precision == "float32":
+    same = FLOAT32
+  assert score == records_of(same, task, steps=1)[1]
 
 
 def test_o0_computes_as_the_float32_model_does(tiny_task):
@@ -234,7 +306,7 @@ def test_nothing_is_emulated_unless_it_saturates(
 )
 def test_saturated_knows_the_precision_of_the_run(precision, level, tiny_task):
   rule = ols.FixedLossScale(2.0**40)
-  run = training.Run(precision, "fixed:2**40", rule, "saturated", level)
+  run = run_lib.Run(precision, "fixed:2**40", rule, "saturated", level)
   records, _ = records_of(run, tiny_task, steps=1)
   assert records[0].amax > 65504 and not records[0].overflow
 

@@ -1,0 +1,186 @@
+"""`python -m benchmarks accelerate`: what a precision schedule saves and costs.
+
+The train step of the text task, in float32, at O1 in float16 and bfloat16, and
+as `precision_schedule` makes it, in both parts. A schedule costs a second
+compilation, and saves what its low part is faster by. So there is a length of
+training from which on it pays, or there is none: on a CPU XLA computes float16
+in float32. float32 is what JAX makes of it, on NVIDIA's GPUs that is TF32
+unless JAX_DEFAULT_MATMUL_PRECISION says otherwise.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+import shlex
+import statistics
+import sys
+from typing import Any
+
+import jax
+
+from benchmarks import accelerate_steps as steps_lib
+from benchmarks import flax_training
+from benchmarks import machine
+from benchmarks import report
+from benchmarks import rounds as rounds_lib
+import optax_lossscale as ols
+from optax_lossscale.demo import text
+
+_COLUMNS = ("", "trace s", "compile s", "ms", "/ float32", "quartiles")
+
+
+def main(argv: Sequence[str]) -> int:
+  """Measures, prints the tables, and writes the figures as JSON.
+
+  Args:
+    argv: the words after the command's name.
+
+  Returns:
+    The exit code, 0.
+  """
+  arguments = _parse(argv)
+  task = text.make_task(quick=arguments.quick)
+  plan = steps_lib.Plan(
+    rounds=arguments.rounds,
+    steps=arguments.steps or (1 if jax.default_backend() == "cpu" else 20),
+    compilations=arguments.compilations,
+    seed=arguments.seed,
+  )
+  content: dict[str, Any] = {
+    "command": shlex.join(["python", "-m", "benchmarks", "accelerate", *argv]),
+    "machine": machine.describe(),
+    "backend": jax.default_backend(),
+    "settings": flax_training.settings("default"),
+    "plan": dataclasses.asdict(plan),
+  }
+  print(f"{content['command']}\n{machine.headline(content['machine'])}\n")
+  content["contenders"] = rows = steps_lib.measure(task, plan, _progress)
+  content["schedules"] = schedules = {
+    kind: earned_back(
+      *(rows[name] for name in (steps_lib.FLOAT32, *steps_lib.parts(kind)))
+    )
+    for kind in steps_lib.TYPES
+  }
+  report.show(
+    f"Train step, {task.description}: medians of {plan.rounds} rounds",
+    _COLUMNS,
+    [(name, *_cells(row)) for name, row in rows.items()],
+  )
+  for kind, figures in schedules.items():
+    print(f"{kind}|step|{figures['ratio']}: {_verdict(figures)}")
+  if arguments.output is not None:
+    report.write(arguments.output, content)
+    print(f"wrote {arguments.output}")
+  return 0
+
+
+def earned_back(
+  float32: Mapping[str, Any], low: Mapping[str, Any], full: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns from which length on a schedule saves time, for JSON.
+
+  Args:
+    float32: the figures of the plain step, as `measure` returns them.
+    low: of the schedule's low part.
+    full: of its full part.
+
+  Returns:
+    `saved` seconds of the average step at `ratio`, as quartiles over the
+    rounds; `compilation`, how many seconds longer it takes; and the `steps` and
+    `hours` of a run in float32 that takes as long as the accelerated one. These
+    are None if nothing is saved in the middle of the rounds.
+  """
+  ratio = float(ols.precision_schedule("fast|step", total_steps=1).ratio)
+  saved = rounds_lib.quartiles(
+    [
+      plain - (ratio * fast + (1 - ratio) * slow)
+      for plain, fast, slow in zip(
+        *(row["seconds"] for row in (float32, low, full)), strict=True
+      )
+    ]
+  )
+  extra = statistics.median(
+    both - one
+    for both, one in zip(
+      *(map(_compile_seconds, row["compilations"]) for row in (low, float32)),
+      strict=True,
+    )
+  )
+  steps = max(extra, 0) / saved.median if saved.median > 0 else None
+  step_hours = statistics.median(float32["seconds"]) / 3600
+  return {
+    "ratio": ratio,
+    "saved": saved._asdict(),
+    "compilation": extra,
+    "steps": steps,
+    "hours": None if steps is None else steps * step_hours,
+  }
+
+
+def _compile_seconds(cost: Mapping[str, Any]) -> float:
+  return float(cost["trace_seconds"] + cost["compile_seconds"])
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+  ratio = row["ratio"]
+  return [
+    *(
+      f"{statistics.median(x[name] for x in row['compilations']):.2f}"
+      for name in ("trace_seconds", "compile_seconds")
+    ),
+    f"{statistics.median(row['seconds']) * 1e3:.3f}",
+    f"{ratio['median']:.3f}",
+    f"{ratio['low']:.3f} to {ratio['high']:.3f}",
+  ]
+
+
+def _verdict(figures: Mapping[str, Any]) -> str:
+  saved = figures["saved"]
+  low, median, high = (saved[x] * 1e3 for x in ("low", "median", "high"))
+  extra = f"compiling takes {figures['compilation']:.2f} s longer"
+  if figures["steps"] is None:
+    return (
+      f"a step takes {-median:.3f} ms longer ({-high:.3f} to {-low:.3f}) and "
+      f"{extra}; earned back never: low precision is not faster here"
+    )
+  line = (
+    f"a step takes {median:.3f} ms less ({low:.3f} to {high:.3f}) and {extra}; "
+    f"earned back after {figures['steps']:,.0f} steps, "
+    f"{figures['hours']:.2g} hours"
+  )
+  if low <= 0:
+    line += ", if at all: in some rounds nothing was saved"
+  return line
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks accelerate",
+    description="What a precision schedule saves, and when it is earned back.",
+    allow_abbrev=False,
+  )
+  parser.add_argument(
+    "--quick", action="store_true", help="a quarter of the batch"
+  )
+  for name, default, meaning in (
+    ("rounds", 10, "turns of each contender (default: 10)"),
+    ("steps", None, "in each turn (default: 1 on a CPU, else 20)"),
+    ("compilations", 3, "of each program (default: 3)"),
+    ("seed", 0, "of parameters, batches and orders (default: 0)"),
+  ):
+    parser.add_argument(
+      f"--{name}", type=int, default=default, metavar="N", help=meaning
+    )
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="write the figures there, as JSON (default: print them only)",
+  )
+  return parser.parse_args(argv)
+
+
+def _progress(line: str) -> None:
+  print(f"... {line}", file=sys.stderr, flush=True)

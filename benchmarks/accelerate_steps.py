@@ -1,0 +1,218 @@
+"""The train steps of `python -m benchmarks accelerate`, timed in turns."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import compilation
+from benchmarks import flax_training
+from benchmarks import rounds as rounds_lib
+import optax_lossscale as ols
+from optax_lossscale.demo import task as task_lib
+from optax_lossscale.demo import training
+
+FLOAT32 = "float32"
+TYPES = ("fast", "fast1")
+_LEVEL = "O1"
+_BATCHES = 4  # Taken in turns.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How often.
+
+  Attributes:
+    rounds: turns of each contender.
+    steps: in each turn.
+    compilations: of each program.
+    seed: of parameters, batches and orders.
+  """
+
+  rounds: int
+  steps: int
+  compilations: int
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+  """A train step, from a state and a batch to the next state and a loss.
+
+  Attributes:
+    program: what is compiled; two contenders may share it.
+    step: the step.
+    state: the first one.
+  """
+
+  program: str
+  step: Callable[[Any, task_lib.Batch], tuple[Any, jax.Array]]
+  state: Any
+
+
+def make_contenders(task: task_lib.Task, seed: int) -> dict[str, Contender]:
+  """Returns float32; and of each type the low precision and both parts.
+
+  Args:
+    task: the model, the optimizer and the data.
+    seed: of the parameters.
+  """
+  model = task.model(jnp.float32)
+  loss_fn = training.make_loss_fn(model)
+  params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
+  bare = task.optimizer
+  contenders = {
+    FLOAT32: Contender(
+      FLOAT32,
+      flax_training.make_step(loss_fn, bare, is_scaled=False),
+      (params, bare.init(params)),
+    )
+  }
+  for kind in TYPES:
+    # So long that it stays in the part that it is put in.
+    schedule = ols.precision_schedule(f"{kind}|step", total_steps=2**30)
+    is_scaled = schedule.dtype == jnp.float16
+    tx = ols.loss_scaling(bare, ols.DynamicLossScale()) if is_scaled else bare
+    low_loss_fn = ols.autocast(loss_fn, _LEVEL, dtype=schedule.dtype)
+    alone = f"{schedule.dtype.name}, {_LEVEL}"
+    opt_state = tx.init(params)
+    contenders[alone] = Contender(
+      alone,
+      flax_training.make_step(low_loss_fn, tx, is_scaled=is_scaled),
+      (params, opt_state),
+    )
+    step = _two_precisions(schedule.make_train_step(loss_fn, tx, level=_LEVEL))
+    for part, low in zip(parts(kind), (True, False), strict=True):
+      state = schedule.init()._replace(low=jnp.full((), low))
+      contenders[part] = Contender(kind, step, (params, opt_state, state))
+  return contenders
+
+
+def measure(
+  task: task_lib.Task,
+  plan: Plan,
+  on_progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, dict[str, Any]]:
+  """Returns the figures of each contender, for JSON, by its name.
+
+  Args:
+    task: what is trained.
+    plan: how often.
+    on_progress: called with a line about what comes next.
+
+  Returns:
+    `compilations` of its program, the `seconds` of a step in each round, their
+    `ratio` to float32 in the same round, the `last_loss`; and `low`, whether a
+    schedule was in its low part to the end, None without one.
+  """
+  contenders = make_contenders(task, plan.seed)
+  batches = [
+    jax.device_put(batch)
+    for batch in itertools.islice(task.batches(plan.seed), _BATCHES)
+  ]
+  programs, costs = _compile(contenders, batches[0], plan, on_progress)
+  trainings = {
+    name: _Training(programs[contender.program], contender.state, batches, plan)
+    for name, contender in contenders.items()
+  }
+  on_progress("running")
+  turns = rounds_lib.interleave(
+    {name: rounds_lib.Turn(run=x.turn) for name, x in trainings.items()},
+    plan.rounds,
+    seed=plan.seed,
+  )
+  seconds = {x: [s / plan.steps for s in turns[x]] for x in turns}
+  return {
+    name: {
+      "compilations": [
+        cost._asdict() for cost in costs[contenders[name].program]
+      ],
+      "seconds": seconds[name],
+      "ratio": rounds_lib.quartiles(
+        rounds_lib.ratios(seconds[name], seconds[FLOAT32])
+      )._asdict(),
+      "last_loss": float(x.loss),
+      "low": bool(x.state[2].low) if len(x.state) > 2 else None,
+    }
+    for name, x in trainings.items()
+  }
+
+
+def parts(kind: str) -> tuple[str, str]:
+  """Returns the names of the two parts of a schedule.
+
+  Args:
+    kind: its type, "fast" or "fast1".
+  """
+  return f"{kind}, low part", f"{kind}, full part"
+
+
+class _Training:
+  """A contender in training.
+
+  Attributes:
+    state: the current one.
+    loss: of the last step.
+  """
+
+  def __init__(
+    self,
+    step: Callable[[Any, Any], tuple[Any, jax.Array]],
+    state: Any,
+    batches: Sequence[Any],
+    plan: Plan,
+  ) -> None:
+    self._step = step
+    # The step is given its state's memory, which the others start from too.
+    self.state = jax.tree.map(jnp.copy, state)
+    self.loss = jnp.zeros(())
+    self._batches: Iterator[Any] = itertools.cycle(batches)
+    self._steps = plan.steps
+
+  def turn(self) -> None:
+    """Makes its steps, and waits for them."""
+    for _ in range(self._steps):
+      self.state, self.loss = self._step(self.state, next(self._batches))
+    jax.block_until_ready((self.state, self.loss))
+
+
+def _two_precisions(train_step: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns it as a step from one state to the next."""
+
+  def step(state: Any, batch: task_lib.Batch) -> tuple[Any, jax.Array]:
+    *state, loss = train_step(*state, batch)
+    return tuple(state), loss
+
+  return step
+
+
+def _compile(
+  contenders: Mapping[str, Contender],
+  batch: Any,
+  plan: Plan,
+  on_progress: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, list[compilation.Compilation]]]:
+  """Returns the programs, and what each of their compilations cost."""
+  sources = {x.program: x for x in contenders.values()}
+  programs: dict[str, Any] = {}
+  costs: dict[str, list[compilation.Compilation]] = {x: [] for x in sources}
+  generator = random.Random(plan.seed)
+  with compilation.without_persistent_cache():
+    # The first compilation of a process starts XLA as well.
+    first = contenders[FLOAT32]
+    compilation.compile_ahead(first.step, first.state, batch)
+    for _ in range(plan.compilations):
+      for name in generator.sample(list(sources), len(sources)):
+        on_progress(f"compiling {name}")
+        programs[name], cost = compilation.compile_ahead(
+          sources[name].step, sources[name].state, batch
+        )
+        costs[name].append(cost)
+  return programs, costs
