@@ -151,6 +151,44 @@ def check_not_negative(name: str, value: Any) -> float:
   return number
 
 
+def check_integer(name: str, value: Any) -> int:
+  """Returns `value` as an int.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed, in steps.
+
+  Raises:
+    TypeError: if it is not an integer that is known now.
+  """
+  try:
+    if isinstance(value, (bool, jax.core.Tracer)):
+      raise TypeError
+    return operator.index(value)
+  except TypeError:
+    raise TypeError(
+      f"`{name}` must be an integer number of steps, got {value!r} of type "
+      f"{type(value).__name__}."
+    ) from None
+
+
+def check_steps(name: str, value: Any) -> int:
+  """Returns `value` as an int of 0 or more.
+
+  Args:
+    name: the argument's name, for the error.
+    value: what the caller passed, in steps.
+
+  Raises:
+    TypeError: if it is not an integer.
+    ValueError: if it is negative.
+  """
+  steps = check_integer(name, value)
+  if steps < 0:
+    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+  return steps
+
+
 def check_count(name: str, value: Any) -> int:
   """Returns `value` as an int from 1 to the largest int32.
 
@@ -162,15 +200,7 @@ def check_count(name: str, value: Any) -> int:
     TypeError: if it is not an integer.
     ValueError: if it is out of range.
   """
-  try:
-    if isinstance(value, (bool, jax.core.Tracer)):
-      raise TypeError
-    count = operator.index(value)
-  except TypeError:
-    raise TypeError(
-      f"`{name}` must be an integer number of steps, got {value!r} of type "
-      f"{type(value).__name__}."
-    ) from None
+  count = check_integer(name, value)
   if not 1 <= count <= LARGEST_COUNT:
     raise ValueError(
       f"`{name}` must be between 1 and 2**31 - 1 steps, got {value!r}."

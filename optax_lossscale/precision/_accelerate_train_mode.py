@@ -1,7 +1,6 @@
 """What `precision_schedule` takes: Ascend's grammar, and its bounds."""
 
 import fractions
-import operator
 import re
 from typing import Any
 from typing import NamedTuple
@@ -101,7 +100,7 @@ def check_end(
         f"`{needed}`, got {value!r}."
       )
   if mode == "step":
-    return _check_total(total_steps), None
+    return _arguments.check_steps("total_steps", total_steps), None
   return None, _check_target(target_loss)
 
 
@@ -140,21 +139,6 @@ def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
       f"{text!r}."
     )
   return number
-
-
-def _check_total(total_steps: Any) -> int:
-  try:
-    if isinstance(total_steps, bool):
-      raise TypeError
-    total = operator.index(total_steps)
-  except TypeError:
-    raise TypeError(
-      "`total_steps` must be an integer number of steps, got "
-      f"{total_steps!r} of type {type(total_steps).__name__}."
-    ) from None
-  if total < 0:
-    raise ValueError(f"`total_steps` must not be negative, got {total_steps}.")
-  return total
 
 
 def _check_target(target_loss: Any) -> fractions.Fraction:

@@ -7,7 +7,6 @@ import dataclasses
 import fractions
 import math
 import numbers
-import operator
 from typing import Any
 from typing import NamedTuple
 
@@ -299,22 +298,14 @@ def precision_schedule(
 
 def _check_step(step: Any) -> Any:
   """Returns `step` as an int or an integer array."""
-  rule = "`step` must be an integer, the number of finished applied steps"
-  if isinstance(step, jax.Array):
-    if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
-      raise TypeError(f"{rule}, got {step.dtype}{list(step.shape)}.")
-    return step
-  try:
-    if isinstance(step, bool):
-      raise TypeError
-    steps = operator.index(step)
-  except TypeError:
+  if not isinstance(step, jax.Array):
+    return _arguments.check_steps("step", step)
+  if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
     raise TypeError(
-      f"{rule}, got {step!r} of type {type(step).__name__}."
-    ) from None
-  if steps < 0:
-    raise ValueError(f"`step` must not be negative, got {step!r}.")
-  return steps
+      "`step` must be an integer number of steps, got "
+      f"{step.dtype}{list(step.shape)}."
+    )
+  return step
 
 
 def _is_at_least(steps: Any, least: int) -> Any:
