@@ -35,10 +35,10 @@ from optax_lossscale._status_tap import status_tap
 from optax_lossscale.jaxpr import autocast
 from optax_lossscale.jaxpr import float_status
 from optax_lossscale.jaxpr import saturating
+from optax_lossscale.precision._accelerate_train_mode import precision_schedule
 from optax_lossscale.precision._master_weights import master_weights
 from optax_lossscale.precision._policy import Policy
 from optax_lossscale.precision._policy_names import get_policy
-from optax_lossscale.precision._precision_schedule import precision_schedule
 
 __version__ = "0.1.0"
 

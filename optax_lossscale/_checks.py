@@ -148,9 +148,8 @@ def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
     gradients: a pytree; its floating and complex leaves are looked at, of any
       shape. The magnitude of a complex number is the larger of its two parts',
       since they overflow one by one.
-    scaled: bool or bool[], whether the check applies. It is for what is
-      computed where the loss is scaled. Elsewhere an overflow is what is not
-      finite in the gradient's own dtype.
+    scaled: bool or bool[], whether the loss was scaled. Elsewhere the dtype of
+      the check does not count, but each gradient's own.
 
   Raises:
     TypeError: if the check's function returns what is no floating-point dtype.
@@ -161,18 +160,19 @@ def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
     is_complex = jnp.iscomplexobj(gradient)
     parts = [gradient.real, gradient.imag] if is_complex else [gradient]
     own = parts[0].dtype
-    limit = _reached.limit(own, dtype)
-    parts_of.setdefault((own, limit), []).extend(parts)
+    largest = _reached.limit(own, dtype)
+    parts_of.setdefault((own, largest), []).extend(parts)
 
   overflow = jnp.full((), False)
   amaxes = [jnp.full((), 0, jnp.float32)]
-  for (_, limit), parts in parts_of.items():
+  for (own, largest), parts in parts_of.items():
+    limit: Any = largest
+    if scaled is not True:
+      limit = jnp.where(scaled, largest, _reached.limit(own, None))
     amax = _amax.amax(parts)
     # Wide enough for the limit: bfloat16 would round that of float16.
     wide = amax.astype(_leaves.at_least_float32(amax.dtype))
     within = wide < limit if check.saturating else wide <= limit
-    if scaled is not True:
-      within = jnp.where(scaled, within, jnp.isfinite(wide))
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
     amaxes.append(_to_float32(amax))

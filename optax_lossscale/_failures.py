@@ -34,7 +34,8 @@ def raise_if_failed(opt_state: Any) -> None:
   more. Nothing raises inside jit, so their presets note it in the state, where
   it stays, and go on skipping; call this between steps, as often as you log.
   It waits for the step that made `opt_state`. With other rules it never raises,
-  nor after a step of a rule that was made with raise_error_at_min_scale=False.
+  nor after a step of a rule that was made with raise_error_at_min_scale=False,
+  nor because of steps that were not scaled, which the rule does not see.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.

@@ -149,6 +149,20 @@ def narrow_like(updates: Any, params: Any) -> Any:
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
 
 
+def apply_updates(params: Any, updates: Any) -> Any:
+  """Returns the parameters after an update; what is no gradient is stored.
+
+  Args:
+    params: a tree that may have Flax's `_overwrite_with_gradient` collection.
+    updates: what a transformation returned for it.
+  """
+  is_gradient = resolve_mask(None, params)
+  new = optax.apply_updates(
+    leave_out(is_gradient, params), leave_out(is_gradient, updates)
+  )
+  return merge(is_gradient, new, updates)
+
+
 def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
   """Returns the gradients in `tree` divided by S, in float32 at least.
 

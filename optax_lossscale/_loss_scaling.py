@@ -104,7 +104,7 @@ def loss_scaling(
     <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
   _requirements.check_arguments(inner, rule, check)
-  inner = _requirements.as_optimizer(inner)
+  inner = _requirements.as_optimizer("inner", inner)
   averaged = _devices.axis_names("average_scaled", average_scaled)
   # Where gradients are averaged, no device may skip alone.
   agreed = _devices.axis_names(

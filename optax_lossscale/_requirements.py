@@ -15,10 +15,17 @@ from optax_lossscale import _select
 from optax_lossscale import _state
 
 
-def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns what a wrapper was given, with extra arguments.
+class ScaledError(TypeError):
+  """`scaled` arrived at loss scaling, and is neither a bool nor bool[]."""
+
+
+def as_optimizer(
+  name: str, inner: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that takes extra arguments.
 
   Args:
+    name: the argument's name, for the error.
     inner: an optax transformation or `optax.MultiSteps`.
 
   Raises:
@@ -27,12 +34,12 @@ def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
   if isinstance(inner, optax.MultiSteps):
     # Not its `gradient_transformation()`, which drops extra arguments.
     return optax.GradientTransformationExtraArgs(inner.init, inner.update)
-  if isinstance(inner, type) or not (
+  if isinstance(inner, (type, _rules.LossScale)) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
   ):
     remedy = "; call it: optax.adam(1e-3)" if callable(inner) else ""
     raise TypeError(
-      "`inner` must be an optax gradient transformation, got "
+      f"`{name}` must be an optax gradient transformation, got "
       f"{getattr(inner, '__name__', repr(inner))}{remedy}."
     )
   return optax.with_extra_args_support(inner)
@@ -112,4 +119,4 @@ def check_scaled(scaled: Any) -> None:
   ):
     return
   got = f"{scaled.dtype}{list(scaled.shape)}" if is_array else repr(scaled)
-  raise TypeError(f"`scaled` must be a bool or bool[], got {got}.")
+  raise ScaledError(f"`scaled` must be a bool or bool[], got {got}.")

@@ -27,9 +27,11 @@ class LossScalingState(NamedTuple):
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, or the rule's next S was unusable.
-    amax: float32[], the largest absolute value among the last step's scaled
-      gradients; NaN if `nan`.
+      the rule's floor, or without being scaled, or the rule's next S was
+      unusable.
+    amax: float32[], the largest absolute value among the last step's gradients
+      as they came in, so scaled unless `update` was told otherwise; NaN if
+      `nan`.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
 

@@ -10,6 +10,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def make(rule=None):
   """Returns parameters, a transformation and its state."""

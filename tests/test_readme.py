@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.demo import digits
 from tests.precision.programs import dtypes_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,9 +38,9 @@ def test_the_examples_run_one_after_the_other():
   names |= {"jnp": jnp, "functools": functools}
   blocks = python_blocks()
   step, *precision = blocks[:4]
-  policy, master_weights, schedule = blocks[4:7]
-  status, rehearsal, port, metrics, threshold, selection = blocks[7:13]
-  devices, collection = blocks[13:]
+  policy, master_weights, schedule, scheduled_step = blocks[4:8]
+  status, rehearsal, port, metrics, threshold, selection = blocks[8:14]
+  devices, collection = blocks[14:]
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -71,6 +74,11 @@ def test_the_examples_run_one_after_the_other():
   written["opt_state"] = written["tx"].init(written["params"])
   exec(schedule, written)
   assert (written["state"].low, written["state"].steps) == (True, 1)
+  exec(scheduled_step, written)
+  *_, state, _ = written["train_step"](
+    *(written[x] for x in ("params", "opt_state", "state", "batch"))
+  )
+  assert (state.low, state.steps) == (True, 2)
 
   exec(status, names)
   assert not names["overflowed"]

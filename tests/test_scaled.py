@@ -141,6 +141,20 @@ def test_the_computations_dtype_counts_on_scaled_steps_only(convert, check):
     assert after.overflow == scaled
 
 
+@pytest.mark.parametrize(
+  ("check", "overflow"), [("nonfinite", False), ("saturated-float16", True)]
+)
+@pytest.mark.parametrize("convert", [bool, jnp.asarray], ids=["bool", "array"])
+def test_on_unscaled_steps_hardware_saturates_at_the_gradients_own_limit(
+  convert, check, overflow
+):
+  tx, state = make(check=check)
+  largest = jnp.finfo(jnp.float32).max
+  gradients = {"w": jnp.array([largest, 0.0, 0.0]), "b": GRADIENTS["b"]}
+  _, after = tx.update(gradients, state, PARAMS, scaled=convert(False))
+  assert after.overflow == overflow
+
+
 def test_one_program_serves_scaled_and_unscaled_steps():
   tx, state = make(check="saturated-float16")
   update = jax.jit(tx.update)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _demand
 from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _full_precision
 from optax_lossscale.jaxpr import _mixed_program
 from optax_lossscale.jaxpr import _operations
 from optax_lossscale.jaxpr import _record
@@ -120,6 +121,7 @@ def autocast(
 
   @functools.wraps(fun)
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    _full_precision.refuse_autocast()
     recording = _record.record(fun, args, kwargs)
     jaxpr = recording.jaxpr
     of_fun = recipe.of(set(_calls.operations(jaxpr)), _operations.NAMES)

@@ -1,6 +1,9 @@
 """Functions that must be in full precision as they are written."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import functools
 from typing import Any
 
@@ -12,36 +15,69 @@ from optax_lossscale.jaxpr import _operations
 from optax_lossscale.jaxpr import _record
 from optax_lossscale.precision import _operation_lists
 
+_is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
+  "_is_refused", default=False
+)
 
-def in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun`, as a function that refuses to run in low precision.
 
-  That shows in its products, whatever made them so: `autocast` somewhere
-  inside, the dtype of a layer, that of the parameters. What else there is in
-  low precision, such as images that are stored so, does not matter.
+def in_full_precision(
+  fun: Callable[..., Any], *, keeps_products: bool
+) -> Callable[..., Any]:
+  """Returns `fun`, as a function that refuses to be lowered.
+
+  `autocast` inside of it is an error. So are products below float32, by which
+  all else shows: the dtype of a layer or of the parameters, and an `autocast`
+  in a function that jit has traced before. What else there is in low precision,
+  such as images that are stored so, does not matter.
 
   Args:
     fun: any function that JAX can trace.
+    keeps_products: whether products that are written below float32 are meant.
 
   Raises:
-    ValueError: when called, if a product is below float32.
+    ValueError: when called, if it is lowered.
   """
 
   @functools.wraps(fun)
   def checked_fun(*args: Any, **kwargs: Any) -> Any:
-    jaxpr = _record.record(fun, args, kwargs).jaxpr
-    for scope, equation in _calls.equations(jaxpr):
-      name = _operations.listed_name(equation)
-      if name in _operation_lists.PRODUCTS and _is_low(equation):
-        raise ValueError(
-          "`loss_fn` must be in full precision as it is written, since that is "
-          f"how training ends, got {name!r} below float32"
-          f"{f' in the scope {scope!r}' if scope else ''}; leave out autocast "
-          "and `dtype=float16` in layers, and let the parameters be float32."
-        )
-    return fun(*args, **kwargs)
+    with _refused():
+      if not keeps_products:
+        _check_products(_record.record(fun, args, kwargs).jaxpr)
+      return fun(*args, **kwargs)
 
   return checked_fun
+
+
+def refuse_autocast() -> None:
+  """Raises if `autocast` is called where nothing may be lowered."""
+  if _is_refused.get():
+    raise ValueError(
+      "`loss_fn` must not be under autocast where a precision schedule says "
+      "when to lower it; hand it in as it is written, in float32."
+    )
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+  token = _is_refused.set(True)
+  try:
+    yield
+  finally:
+    _is_refused.reset(token)
+
+
+def _check_products(jaxpr: Any) -> None:
+  for scope, equation in _calls.equations(jaxpr):
+    name = _operations.listed_name(equation)
+    if name in _operation_lists.PRODUCTS and _is_low(equation):
+      raise ValueError(
+        "`loss_fn` must be in full precision as it is written, since that is "
+        f"how training ends, got {name!r} below float32"
+        f"{f' in the scope {scope!r}' if scope else ''}; leave out autocast "
+        "and `dtype=float16` in layers, and let the parameters be float32 (or "
+        "cast them in `loss_fn`). If this product is meant, pass "
+        "precision_schedule(..., precision_mode='must_keep_origin_dtype')."
+      )
 
 
 def _is_low(equation: core.JaxprEqn) -> bool:

@@ -1,4 +1,4 @@
-"""What `precision_schedule` takes: Ascend's grammar, and its bounds."""
+"""Precision schedules, made from Ascend's `accelerate_train_mode`."""
 
 import fractions
 import re
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arguments
+from optax_lossscale.precision import _precision_schedule
 
 
 class _Mode(NamedTuple):
@@ -32,12 +33,107 @@ _MODES = {
   "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
   "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
 }
-# What may be set beside it. The others lower the precision of the whole run.
+# What may be set beside it.
 _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
+
+
+def precision_schedule(
+  accelerate_train_mode: str,
+  *,
+  total_steps: int | None = None,
+  target_loss: float | None = None,
+  steps_per_call: int = 1,
+  precision_mode: str | None = None,
+  precision_mode_v2: str | None = None,
+) -> _precision_schedule.PrecisionSchedule:
+  """Returns when to go from low precision to full precision. Experimental.
+
+  The first part of training is in low precision, which is faster where the
+  hardware is, and the rest in full precision, so that it ends where it would
+  have ended. The run must converge without it. It is meant for runs of more
+  than an hour; what a short one gains may be less than what it costs to compile
+  the step twice.
+
+  What it returns is a pure state machine, `init` and `update`, whose
+  `state.low` tells what the next step is in. The switch is a latch. Gradients
+  in both precisions are made by `value_and_grad`, a whole train step by
+  `make_train_step`.
+
+  Args:
+    accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
+      grammar. The type is "fast", float16, or "fast1", bfloat16. In mode "step"
+      full precision begins after `floor(total_steps * ratio)` steps, and with
+      the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
+      mode "loss" it begins when the loss is `target_loss * ratio` or less, the
+      ratio being from 1.01 to 1.5 (1.05). The products are exact.
+    total_steps: of the whole training, for mode "step": as all that counts
+      here, applied steps. A loop of so many steps, skipped ones included, ends
+      before the schedule does, and maybe before the switch.
+    target_loss: a positive loss, for mode "loss": the one that training without
+      the schedule ends at. A single batch below it switches, so feed a mean
+      over steps where batches differ much.
+    steps_per_call: how many steps you make between two updates of the state.
+      The switch may come late by one less. `make_train_step` updates it after
+      each step, so leave it out there.
+    precision_mode: what else the Ascend script sets. "must_keep_origin_dtype"
+      allows products that the loss computes in low precision by itself, at the
+      end of training too, where they are not scaled. "allow_fp32_to_fp16" or
+      nothing: float32 at the end. Another one is an error, as there.
+    precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
+
+  Returns:
+    A `PrecisionSchedule`, with `init`, `update`, `value_and_grad`,
+    `make_train_step`, and the `dtype` of the low precision.
+
+  Raises:
+    TypeError: if an argument is of another type.
+    ValueError: if the mode is not of the grammar, what it needs is missing or
+      of another mode, or something else sets the precision.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> schedule = ols.precision_schedule("fast|step|0.9", total_steps=10)
+    >>> state = schedule.init()
+    >>> for step in (1, 8, 9, 10):
+    ...   state = schedule.update(state, step=step)
+    ...   print(step, state.low)
+    1 True
+    8 True
+    9 False
+    10 False
+    >>> schedule = ols.precision_schedule("fast1|loss|1.5", target_loss=2.0)
+    >>> state = schedule.init()
+    >>> for loss in (3.5, 3.0, 3.5):
+    ...   state = schedule.update(state, loss=jnp.float32(loss))
+    ...   print(loss, state.low)
+    3.5 True
+    3.0 False
+    3.5 False
+
+  References:
+    Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
+  """
+  dtype, mode, ratio = parse(accelerate_train_mode)
+  total, target = _check_end(
+    mode, total_steps=total_steps, target_loss=target_loss
+  )
+  keeps_origin_dtype = _keeps_origin_dtype(
+    precision_mode=precision_mode, precision_mode_v2=precision_mode_v2
+  )
+  return _precision_schedule.PrecisionSchedule(
+    dtype=dtype,
+    mode=mode,
+    ratio=ratio,
+    total_steps=total,
+    target_loss=target,
+    steps_per_call=_arguments.check_count("steps_per_call", steps_per_call),
+    keeps_origin_dtype=keeps_origin_dtype,
+  )
 
 
 def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
@@ -75,7 +171,7 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
   return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
 
 
-def check_end(
+def _check_end(
   mode: str, *, total_steps: Any, target_loss: Any
 ) -> tuple[int | None, fractions.Fraction | None]:
   """Returns where training ends: its steps in mode "step", else its loss.
@@ -104,8 +200,8 @@ def check_end(
   return None, _check_target(target_loss)
 
 
-def check_precision_modes(**modes: Any) -> None:
-  """Raises if something else sets the precision of the run.
+def _keeps_origin_dtype(**modes: Any) -> bool:
+  """Returns whether operations keep the dtypes that they are written in.
 
   Args:
     **modes: `precision_mode` and `precision_mode_v2`, as the caller passed
@@ -123,12 +219,15 @@ def check_precision_modes(**modes: Any) -> None:
         f"`{name}` must be {allowed} or empty beside `accelerate_train_mode`, "
         f"which sets the precision itself, got {mode!r}."
       )
+  return not {"must_keep_origin_dtype", "origin"}.isdisjoint(modes.values())
 
 
 def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
   mode = _MODES[name]
   # As fractions: 90 * 0.7 is 63, and less in floating point.
-  default, least, most = map(fractions.Fraction, mode[1:])
+  default, least, most = map(
+    fractions.Fraction, (mode.default, mode.least, mode.most)
+  )
   if not ratio:
     return default
   number = fractions.Fraction(ratio) if _NUMBER.fullmatch(ratio) else None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale import _arguments
@@ -47,8 +48,11 @@ def master_weights(
   less than half of that is lost when it is added, however often. Here it is
   added to the master, a wider copy in the optimizer's state, where updates add
   up. The update that comes out is the way from the parameter to the master, so
-  that `optax.apply_updates` makes the parameter the master rounded, but for a
-  last bit where the master is about halfway between two numbers, or far away.
+  that `optax.apply_updates` makes the parameter the master rounded: to half of
+  the last bit that the parameter had before the step, since the update is
+  rounded as well. A parameter that came close to 0 in one step may so be some
+  of its smaller bits away. That does not add up: the next step starts from
+  where it is.
 
   The inner optimizer sees the master as its parameters: so does weight decay.
   Nothing that changes updates may come after this wrapper in a chain, as the
@@ -71,8 +75,8 @@ def master_weights(
   at the next step: call `init` on the new ones, which starts the inner
   optimizer anew, or set the master as well, in its own dtypes, with
   `optax.tree.set(opt_state, master=...)`. What no update brings back is a
-  parameter beyond the largest value of its dtype: it becomes inf, then NaN,
-  while the master stays finite.
+  parameter or a step beyond the largest value of the parameter's dtype: it
+  becomes inf, then NaN, while the master stays finite.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
@@ -90,8 +94,8 @@ def master_weights(
   Raises:
     TypeError: if `inner` is no optimizer or `dtype` no floating-point dtype;
       from `update`, if it is given another state than `init` made.
-    ValueError: if `dtype` is narrower than float32; from `update`, without
-      `params`.
+    ValueError: if `dtype` is narrower than float32, or float64 where JAX has it
+      not enabled; from `update`, without `params`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -115,7 +119,7 @@ def master_weights(
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex has it as
     `master_weights` of its level O2.
   """
-  inner = _requirements.as_optimizer(inner)
+  inner = _requirements.as_optimizer("inner", inner)
   dtype = _check_dtype(dtype)
 
   def init(params: optax.Params) -> MasterWeightsState:
@@ -266,6 +270,11 @@ def _check_dtype(dtype: Any) -> Any:
     raise ValueError(
       "`dtype` must be at least as wide as float32, since small updates are to "
       f"add up in it, got {name}; parameters keep the dtype that they have."
+    )
+  if found == np.float64 and not jax.config.jax_enable_x64:
+    raise ValueError(
+      "`dtype` must be a dtype that JAX has enabled, got float64; call "
+      'jax.config.update("jax_enable_x64", True) first, or take float32.'
     )
   return found
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _arguments
+from optax_lossscale.precision import _levels
 from optax_lossscale.precision import _policy
 
 _EXAMPLE = "'params=float32,compute=float16,output=float32'"
@@ -78,7 +79,8 @@ def get_policy(policy: Any) -> _policy.Policy:
   its name, "half" (bfloat16 on a TPU, else float16) and "none", for what there
   is. "level=O1" makes it a policy with that level of `autocast`.
 
-  All other names but "origin" are policies with float32 parameters and output:
+  The other names are policies with float32 parameters and output, but for
+  "origin" and "must_keep_origin_dtype":
 
   - "O1", "O2", "O3", "auto", and "OD", MindSpore's and Paddle's levels:
     float16, at the level of that name. "O0" is float32 as written.
@@ -170,6 +172,9 @@ def _parse(policy: str) -> _policy.Policy:
       )
     values[_KEYS[key]] = value
   level = values.pop("level", None)
+  if level is not None and not values:
+    _levels.find_level(level)
+    return _NAMES[level]
   for key, value in values.items():
     if not _is_dtype(value):
       raise ValueError(

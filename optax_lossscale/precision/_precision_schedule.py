@@ -6,18 +6,15 @@ from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
-import numbers
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-import numpy as np
 import optax
 
-from optax_lossscale import _arguments
-from optax_lossscale.precision import _accelerate_train_mode
+from optax_lossscale.precision import _thresholds
 from optax_lossscale.precision import _two_precisions
 
 
@@ -48,6 +45,7 @@ class PrecisionSchedule:
     total_steps: of the training; None in mode "loss".
     target_loss: which the training ends at; None in mode "step".
     steps_per_call: how many steps are made between two updates of the state.
+    keeps_origin_dtype: whether the loss may compute in low precision by itself.
   """
 
   dtype: Any
@@ -56,6 +54,7 @@ class PrecisionSchedule:
   total_steps: int | None
   target_loss: fractions.Fraction | None
   steps_per_call: int
+  keeps_origin_dtype: bool
 
   def init(self) -> PrecisionScheduleState:
     """Returns the state before the first step.
@@ -77,33 +76,117 @@ class PrecisionSchedule:
     """Returns the state for the next step. Pure, and usable inside jit.
 
     Args:
-      state: the state before.
+      state: the state before; `init()` for a run that is continued without one.
       step: integer[], how many steps have been applied so far, in mode "step".
       loss: float[], the true loss of an applied step, in mode "loss". 0 stands
         for a loss that is not known, and NaN never switches.
 
     Raises:
-      TypeError: if `step` is no integer scalar, or `loss` no real scalar.
+      TypeError: if `state` is another state, `step` no integer scalar, or
+        `loss` no real scalar.
       ValueError: if it is not given what its mode needs, and that alone.
     """
+    _check_state(state)
     fed = {"step": step, "loss": loss}
-    if [name for name, value in fed.items() if value is not None] != [
-      self.mode
-    ]:
-      got = [f"{name}=" for name, value in fed.items() if value is not None]
+    names = [name for name, value in fed.items() if value is not None]
+    if names != [self.mode]:
+      got = " and ".join(f"{name}=" for name in names)
       raise ValueError(
         f"a schedule of mode {self.mode!r} must be updated with `{self.mode}`, "
-        f"got {' and '.join(got) or 'neither `step` nor `loss`'}."
+        f"got {got or 'neither `step` nor `loss`'}."
       )
     if self.mode == "step":
-      steps = _check_step(step)
+      step = _thresholds.check_step(step)
       return PrecisionScheduleState(
-        low=state.low & ~_is_at_least(steps, self._first_full_step),
-        steps=_as_count(steps),
+        low=state.low & ~_thresholds.is_at_least(step, self._first_full_step),
+        steps=_thresholds.as_count(step),
       )
-    loss = _check_loss(loss)
-    reached = (loss != 0) & (loss <= _round_down(self._loss, loss.dtype))
-    return PrecisionScheduleState(low=state.low & ~reached, steps=state.steps)
+    loss = _thresholds.check_loss(loss)
+    return PrecisionScheduleState(
+      low=state.low & ~_thresholds.is_at_most(loss, self._loss),
+      steps=state.steps,
+    )
+
+  def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
+    """Returns whether the next step's loss is scaled: in float16 alone.
+
+    Args:
+      state: of the schedule.
+
+    Returns:
+      bool[], for `scaled=` of the update of `loss_scaling`.
+    """
+    _check_state(state)
+    return jnp.logical_and(state.low, self.dtype == jnp.float16)
+
+  def value_and_grad(
+    self,
+    loss_fn: Callable[..., Any],
+    opt_state: Any,
+    state: PrecisionScheduleState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    level: str = "O1",
+    overrides: Mapping[str, DTypeLike] | None = None,
+    operations: Mapping[str, Sequence[str]] | None = None,
+    path: str | None = None,
+  ) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function for the loss and its gradients, in both precisions.
+
+    It takes the place of `scaled_value_and_grad` in a step of your own. The
+    gradients are scaled if `is_scaled(state)`, and `update` is to be told:
+
+      value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(
+        grads, opt_state, params, scaled=schedule.is_scaled(state)
+      )
+
+    In the low part the loss is that of `autocast(loss_fn, level,
+    dtype=schedule.dtype)`, in the rest that of `loss_fn` as it is written. Both
+    are compiled into one program, which chooses by `state.low`, so the switch
+    compiles nothing.
+
+    Args:
+      loss_fn: the loss, in float32, of float32 parameters; or `(loss, aux)`.
+        Parameters in float16, with `master_weights`, it casts itself.
+      opt_state: the optimizer's state; it holds the loss scale where the low
+        precision is float16.
+      state: the schedule's state.
+      argnums: which positional arguments to differentiate with respect to.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      level: of `autocast`.
+      overrides: of `autocast`.
+      operations: of `autocast`.
+      path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+    Returns:
+      A function with the arguments of `loss_fn`, which returns `(loss,
+      gradients)` or `((loss, aux), gradients)`.
+
+    Raises:
+      TypeError: if an argument is not of its kind.
+      ValueError: if `autocast` does not take its arguments, or does nothing
+        with them; if `opt_state` holds no scale, or several; when called, if
+        `loss_fn` is under `autocast`, or computes products in low precision by
+        the dtype of a layer or of the parameters.
+    """
+    _check_state(state)
+    return _two_precisions.value_and_grad(
+      self,
+      loss_fn,
+      opt_state,
+      state,
+      argnums=argnums,
+      has_aux=has_aux,
+      path=path,
+      autocast={
+        "level": level,
+        "overrides": overrides,
+        "operations": operations,
+      },
+    )
 
   def make_train_step(
     self,
@@ -116,40 +199,37 @@ class PrecisionSchedule:
     has_aux: bool = False,
     axis_name: Any = None,
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
-    """Returns a train step that is compiled in both precisions.
+    """Returns a train step in both precisions: all of it, with the schedule.
 
-    In the low part the loss is that of `autocast(loss_fn, level,
-    dtype=schedule.dtype)`, in the rest that of `loss_fn` as it is written. Both
-    are in one program, which chooses by `state.low`, so the switch compiles
-    nothing. Parameters and the optimizer's state are the same before and after
-    it. Only float16 is scaled: elsewhere S is 1 and the rule's state stays bit
-    for bit, while steps that are not finite are skipped all the same.
+    `value_and_grad`, the optimizer's update, and the update of the schedule.
+    Parameters and the optimizer's state are the same before the switch and
+    after it. Outside of float16 S is 1 and the rule's state stays bit for bit,
+    while steps that are not finite are skipped all the same.
 
     Args:
-      loss_fn: the loss of parameters, in float32, and of what else the step is
-        given; or `(loss, aux)`.
-      tx: the optimizer. For float16 it holds `loss_scaling`; where no scaling
-        is wanted, with `FixedLossScale(1.0)`.
+      loss_fn: as in `value_and_grad`, the parameters being its first argument.
+      tx: the optimizer. For float16 it holds `loss_scaling`, outermost; where
+        no scaling is wanted, with `FixedLossScale(1.0)`. Parameters that its
+        `mask` leaves out need a step of your own.
       level: of `autocast`.
       overrides: of `autocast`.
       operations: of `autocast`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Of a skipped step aux is
+        that of the skipped step: see `select_on_skip`.
       axis_name: the mapped axis, or several, over which `tx` agrees and
         averages under `shard_map`. Gradients are then each device's own, and
-        the loss is averaged.
+        the loss is averaged; aux is not.
 
     Returns:
       A pure function `(params, opt_state, state, *args, **kwargs)` to `(params,
       opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`; with
-      `has_aux` the last is `(loss, aux)`. It updates the schedule's state
-      itself: after each applied step, so it never switches late.
+      `has_aux` the last is `(loss, aux)`. It updates the schedule's state after
+      each step, with what was applied.
 
     Raises:
       TypeError: if an argument is not of its kind.
-      ValueError: if `autocast` does not take its arguments; when called, if
-        `loss_fn` computes products in low precision already, by `autocast`,
-        by the dtype of a layer or of the parameters, or if float16 meets an
-        optimizer without `loss_scaling`.
+      ValueError: as `value_and_grad`; when called, if something that belongs
+        inside of `loss_scaling` is around it.
 
     Examples:
       >>> import jax
@@ -179,7 +259,6 @@ class PrecisionSchedule:
       tx,
       autocast={
         "level": level,
-        "dtype": self.dtype,
         "overrides": overrides,
         "operations": operations,
       },
@@ -207,153 +286,10 @@ class PrecisionSchedule:
     return self.target_loss * self.ratio
 
 
-def precision_schedule(
-  accelerate_train_mode: str,
-  *,
-  total_steps: int | None = None,
-  target_loss: float | None = None,
-  steps_per_call: int = 1,
-  precision_mode: str | None = None,
-  precision_mode_v2: str | None = None,
-) -> PrecisionSchedule:
-  """Returns when to go from low precision to full precision. Experimental.
-
-  The first part of training is in low precision, which is faster where the
-  hardware is, and the rest in full precision, so that it ends where it would
-  have ended. The run must converge without it. It is meant for runs of more
-  than an hour; what a short one gains may be less than what it costs to compile
-  the step twice.
-
-  What it returns is a pure state machine, `init` and `update`, whose
-  `state.low` tells what the next step is in, and `make_train_step`, which
-  builds a step of both precisions. The switch is a latch.
-
-  Args:
-    accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
-      grammar. The type is "fast", float16, or "fast1", bfloat16. In mode "step"
-      full precision begins after `floor(total_steps * ratio)` steps, and with
-      the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
-      mode "loss" it begins when the loss is `target_loss * ratio` or less, the
-      ratio being from 1.01 to 1.5 (1.05). The products are exact.
-    total_steps: of the whole training, for mode "step". Like all that counts
-      here, applied ones: those that are skipped come on top.
-    target_loss: a positive loss, for mode "loss": the one that training without
-      the schedule ends at.
-    steps_per_call: how many steps are made between two updates of the state.
-      The switch may come late by one less.
-    precision_mode: what else the Ascend script sets: "allow_fp32_to_fp16",
-      "must_keep_origin_dtype" or nothing, which all mean the same here; another
-      one lowers the precision of the whole run and is an error.
-    precision_mode_v2: likewise, "origin" or nothing.
-
-  Returns:
-    A `PrecisionSchedule`, with `init`, `update`, `make_train_step` and the
-    `dtype` of the low precision.
-
-  Raises:
-    TypeError: if an argument is of another type.
-    ValueError: if the mode is not of the grammar, what it needs is missing or
-      of another mode, or something else sets the precision.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> schedule = ols.precision_schedule("fast|step|0.9", total_steps=10)
-    >>> state = schedule.init()
-    >>> for step in (1, 8, 9, 10):
-    ...   state = schedule.update(state, step=step)
-    ...   print(step, state.low)
-    1 True
-    8 True
-    9 False
-    10 False
-    >>> schedule = ols.precision_schedule("fast1|loss|1.5", target_loss=2.0)
-    >>> state = schedule.init()
-    >>> for loss in (3.5, 3.0, 3.5):
-    ...   state = schedule.update(state, loss=jnp.float32(loss))
-    ...   print(loss, state.low)
-    3.5 True
-    3.0 False
-    3.5 False
-
-  References:
-    Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
-  """
-  dtype, mode, ratio = _accelerate_train_mode.parse(accelerate_train_mode)
-  total, target = _accelerate_train_mode.check_end(
-    mode, total_steps=total_steps, target_loss=target_loss
-  )
-  _accelerate_train_mode.check_precision_modes(
-    precision_mode=precision_mode, precision_mode_v2=precision_mode_v2
-  )
-  return PrecisionSchedule(
-    dtype=dtype,
-    mode=mode,
-    ratio=ratio,
-    total_steps=total,
-    target_loss=target,
-    steps_per_call=_arguments.check_count("steps_per_call", steps_per_call),
-  )
-
-
-def _check_step(step: Any) -> Any:
-  """Returns `step` as an int or an integer array."""
-  if not isinstance(step, jax.Array):
-    return _arguments.check_steps("step", step)
-  if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
+def _check_state(state: Any) -> None:
+  """Raises if it is not a schedule's state."""
+  if not isinstance(state, PrecisionScheduleState):
     raise TypeError(
-      "`step` must be an integer number of steps, got "
-      f"{step.dtype}{list(step.shape)}."
+      "`state` must be the state that the schedule's init made, got "
+      f"{type(state).__name__}."
     )
-  return step
-
-
-def _is_at_least(steps: Any, least: int) -> Any:
-  """Returns bool[], whether that many steps or more are finished."""
-  if not isinstance(steps, jax.Array):
-    return np.bool_(steps >= least)
-  if least > jnp.iinfo(steps.dtype).max:
-    return np.bool_(False)
-  # In the dtype of the steps, as JAX takes a Python number for an int32.
-  return steps >= np.asarray(least, steps.dtype)
-
-
-def _as_count(steps: Any) -> jax.Array:
-  """Returns int32[]; what is above its largest value becomes that."""
-  largest = _arguments.LARGEST_COUNT
-  if not isinstance(steps, jax.Array):
-    return jnp.full((), min(steps, largest), jnp.int32)
-  if jnp.iinfo(steps.dtype).max > largest:
-    steps = jnp.minimum(steps, jnp.asarray(largest, steps.dtype))
-  return jnp.asarray(steps, jnp.int32)
-
-
-def _check_loss(loss: Any) -> Any:
-  """Returns `loss` as a NumPy or JAX array, float32 or float64, exactly."""
-  rule = "`loss` must be a real scalar"
-  if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
-    # Not in JAX, which would round it to float32.
-    loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
-  if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
-    raise TypeError(f"{rule}, got {loss!r} of type {type(loss).__name__}.")
-  is_real = any(
-    jnp.issubdtype(loss.dtype, kind) for kind in (jnp.integer, jnp.floating)
-  )
-  if loss.shape != () or not is_real:
-    raise TypeError(f"{rule}, got {loss.dtype}{list(loss.shape)}.")
-  is_double = loss.dtype == jnp.float64
-  return loss if is_double else loss.astype(jnp.float32)
-
-
-def _round_down(limit: fractions.Fraction, dtype: Any) -> Any:
-  """Returns the largest number of a dtype that is not above a positive limit.
-
-  A number is at most the limit exactly if it is at most this one.
-  """
-  largest = jnp.finfo(dtype).max
-  if limit >= fractions.Fraction(float(largest)):
-    return largest
-  nearest = np.dtype(dtype).type(float(limit))
-  if fractions.Fraction(float(nearest)) > limit:
-    return np.nextafter(nearest, nearest.dtype.type(0))
-  return nearest

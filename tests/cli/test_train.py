@@ -348,13 +348,15 @@ def test_one_run_fills_in_what_is_not_said(arguments, run, tmp_path, planned):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_goes_with_every_loss_scale(
+def test_every_level_goes_with_loss_scales(
   level, tmp_path, tiny_digits, monkeypatch
 ):
   monkeypatch.setattr(figure, "write_figure", lambda *_, **__: None)
   precision = "float32" if level == "O0" else "float16"
   first_losses = []
-  for loss_scale in LOSS_SCALES:
+  # All of them at one level; what a level does, no rule knows.
+  loss_scales = LOSS_SCALES if level == "O1" else LOSS_SCALES[:2]
+  for loss_scale in loss_scales:
     arguments = ("--level", level, "--loss-scale", loss_scale, "--steps", 3)
     assert train(*arguments, "--output", tmp_path) == 0
     rows = read_history(tmp_path)
@@ -364,7 +366,9 @@ def test_every_level_goes_with_every_loss_scale(
       assert math.isfinite(float(row["loss"]))
       assert (row["loss_scale"] == "") == (loss_scale == "none")
     first_losses.append(float(rows[0]["loss"]))
-  assert first_losses == pytest.approx([first_losses[0]] * 5, rel=1e-6)
+  assert first_losses == pytest.approx(
+    [first_losses[0]] * len(loss_scales), rel=1e-6
+  )
 
 
 def test_a_comparison_takes_one_level(tmp_path, planned):

@@ -146,7 +146,7 @@ def test_precision_does_not_change_the_first_parameters(name, tasks):
   inputs = tasks[name].held_out[0][0][:1]
   key = jax.random.key(0)
   wide, narrow = (
-    tasks[name].model(jnp.dtype(dtype)).init(key, inputs)
+    jax.jit(tasks[name].model(jnp.dtype(dtype)).init)(key, inputs)
     for dtype in ("float32", "float16")
   )
   jax.tree.map(np.testing.assert_array_equal, wide, narrow)

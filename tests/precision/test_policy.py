@@ -411,7 +411,8 @@ def test_an_unknown_level_is_an_error(level):
     ("c=fp16", "got 'fp16' in 'c=fp16'; did you mean 'f16'"),
     ("c=int8", "got 'int8'"),
     ("c=float16,level=o1", "`level` must be one of O0, "),
-    ("level=O1", "`compute_dtype` must be float16 or bfloat16 at level 'O1'"),
+    ("p=f32,level=O1", "`compute_dtype` must be float16 or bfloat16 at level"),
+    ("level=O4", "`level` must be one of O0, "),
   ],
 )
 def test_a_string_that_says_nothing_known_is_an_error(string, message):
@@ -431,3 +432,8 @@ def test_what_is_no_policy_is_an_error(policy):
 def test_a_foreign_policy_with_another_dtype_is_an_error():
   with pytest.raises(TypeError, match="`compute_dtype` must be"):
     ols.get_policy(OfJmp(F32, jnp.int32, F32))
+
+
+def test_a_level_alone_is_the_name_of_that_level():
+  for level in ("O0", "O1", "OD"):
+    assert ols.get_policy(f"level={level}") == ols.get_policy(level)

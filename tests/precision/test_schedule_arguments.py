@@ -240,7 +240,7 @@ def test_all_arguments_but_the_text_are_keyword_only():
   "precision_mode", [None, "", "allow_fp32_to_fp16", "must_keep_origin_dtype"]
 )
 @pytest.mark.parametrize("precision_mode_v2", [None, "", "origin"])
-def test_a_precision_mode_that_goes_with_it_changes_nothing(
+def test_a_precision_mode_that_goes_with_it_changes_no_switch(
   precision_mode, precision_mode_v2
 ):
   for mode, needs in NEEDS.items():
@@ -250,7 +250,10 @@ def test_a_precision_mode_that_goes_with_it_changes_nothing(
       precision_mode=precision_mode,
       precision_mode_v2=precision_mode_v2,
     )
-    assert schedule == ols.precision_schedule(f"fast|{mode}", **needs)
+    # What is written in low precision is then meant.
+    keeps = "origin" in f"{precision_mode} {precision_mode_v2}"
+    plain = ols.precision_schedule(f"fast|{mode}", **needs)
+    assert schedule == dataclasses.replace(plain, keeps_origin_dtype=keeps)
 
 
 V1 = (

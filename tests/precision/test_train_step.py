@@ -261,6 +261,12 @@ def test_level_overrides_and_operations_are_those_of_autocast():
   assert "f32[8,2] = dot_general" in kept
   with pytest.raises(ValueError, match="`level` must be one of"):
     low(level="O4")
+  # Nothing at all is lowered, or one scope.
+  with pytest.raises(ValueError, match="`level` must lower something"):
+    low(level="O0")
+  one = low(level="O0", overrides={"head": jnp.float16})
+  assert "f16[8,2] = dot_general" in one
+  assert "f32[8,2] = dot_general" in one
 
 
 def test_aux_keywords_and_flags_reach_the_loss_function():
@@ -357,35 +363,59 @@ class Head(nn.Module):
     return nn.Dense(2, dtype=self.dtype)(x)
 
 
-LOW_LOSSES = {
-  "autocast": ols.autocast(loss_fn, "O1", dtype=jnp.bfloat16),
-  "autocast inside": lambda params, x, y: jnp.mean(
+def with_layer(params, x, y):
+  dense = {"kernel": params["w"], "bias": params["b"]}
+  h = Head(jnp.float16).apply({"params": {"Dense_0": dense}}, x)
+  return jnp.mean((h - y) ** 2)
+
+
+AUTOCAST_LOSSES = {
+  "around": ols.autocast(loss_fn, "O1", dtype=jnp.bfloat16),
+  "inside": lambda params, x, y: jnp.mean(
     (ols.autocast(lambda w: x @ w)(params["w"]) - y) ** 2
   ),
-  "jitted autocast": jax.jit(ols.autocast(loss_fn, "O2")),
-  "layer": lambda params, x, y: jnp.mean(
-    (
-      Head(jnp.float16).apply(
-        {"params": {"Dense_0": {"kernel": params["w"], "bias": params["b"]}}},
-        x,
-      )
-      - y
-    )
-    ** 2
+  "without-products": ols.autocast(
+    lambda params, x, y: jnp.sum(params["w"] * 2.0), "O3"
   ),
+  "in-a-policy": ols.get_policy("mixed_float16").autocast(loss_fn),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST_LOSSES)
+@pytest.mark.parametrize("mode", ["", "must_keep_origin_dtype"])
+def test_a_loss_under_autocast_is_refused(name, mode):
+  schedule = by_steps(precision_mode=mode)
+  step = schedule.make_train_step(AUTOCAST_LOSSES[name], scaling())
+  with pytest.raises(ValueError, match="`loss_fn` must not be under autocast"):
+    jax.eval_shape(step, *start(), X, Y)
+  # The refusal ends with the step.
+  assert jax.eval_shape(AUTOCAST_LOSSES[name], PARAMS, X, Y).shape == ()
+
+
+LOW_LOSSES = {
+  "layer": with_layer,
+  # JAX does not call it again.
+  "autocast-that-jit-has-kept": jax.jit(ols.autocast(loss_fn, "O2")),
 }
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", LOW_LOSSES, ids=lambda x: x.replace(" ", "-"))
-def test_a_loss_that_is_in_low_precision_already_is_refused(name, kind):
-  low_loss_fn = LOW_LOSSES[name]
-  jax.eval_shape(low_loss_fn, PARAMS, X, Y)  # What jit has kept is seen too.
-  step = by_steps(kind).make_train_step(low_loss_fn, scaling())
+@pytest.mark.parametrize("name", LOW_LOSSES)
+def test_products_in_low_precision_are_refused(name, kind):
+  jax.eval_shape(LOW_LOSSES[name], PARAMS, X, Y)
+  step = by_steps(kind).make_train_step(LOW_LOSSES[name], scaling())
   with pytest.raises(
     ValueError, match="`loss_fn` must be in full precision.*dot_general"
   ):
     jax.eval_shape(step, *start(), X, Y)
+
+
+def test_products_in_low_precision_may_be_meant():
+  schedule = by_steps(precision_mode="must_keep_origin_dtype")
+  step = schedule.make_train_step(with_layer, scaling())
+  full, low = branches(step, start())
+  for branch in (full, low):
+    assert "f16[8,2] = dot_general" in branch
 
 
 def test_parameters_in_low_precision_are_refused():
@@ -404,10 +434,165 @@ def test_data_in_low_precision_is_not():
 def test_float16_without_loss_scaling_is_refused():
   tx = optax.adam(0.1)
   step = by_steps().make_train_step(loss_fn, tx)
-  with pytest.raises(ValueError, match="`tx` must hold loss_scaling.*Fixed"):
+  with pytest.raises(ValueError, match="`opt_state` must hold the state of"):
     jax.eval_shape(step, *start(tx=tx), X, Y)
 
 
-def test_what_is_no_function_is_refused():
-  with pytest.raises(TypeError, match="`fun`"):
-    by_steps().make_train_step(3.0, scaling())
+@pytest.mark.parametrize(
+  ("wrong", "error"),
+  [
+    ((3.0, scaling()), "`fun` must be a function"),
+    ((loss_fn, optax.adam), "`tx` must be an optax .*call it"),
+    ((loss_fn, ols.FixedLossScale(1.0)), "`tx` must be an optax"),
+  ],
+  ids=["number", "factory", "rule"],
+)
+def test_what_is_of_another_kind_is_refused_at_once(wrong, error):
+  with pytest.raises(TypeError, match=error):
+    by_steps().make_train_step(*wrong)
+
+
+def test_a_forgotten_or_swapped_state_is_named():
+  step = by_steps().make_train_step(loss_fn, scaling())
+  params, opt_state, state = start()
+  for arguments in (
+    (params, opt_state, X, Y),
+    (params, state, opt_state, X, Y),
+  ):
+    with pytest.raises(TypeError, match="`state` must be the state that the"):
+      step(*arguments)
+  with pytest.raises(TypeError, match="got LossScalingState"):
+    by_steps().update(opt_state, step=1)
+
+
+def test_a_state_that_is_closed_over_is_refused():
+  step = by_steps().make_train_step(loss_fn, scaling())
+  params, opt_state, state = start()
+  with pytest.raises(ValueError, match="`state` must be an argument.*switch"):
+    jax.eval_shape(lambda p, o: step(p, o, state, X, Y), params, opt_state)
+  with pytest.raises(ValueError, match="`opt_state` must be an argument"):
+    jax.eval_shape(lambda p, s: step(p, opt_state, s, X, Y), params, state)
+
+
+@pytest.mark.parametrize(
+  ("wrap", "error"),
+  [
+    (lambda tx: optax.MultiSteps(tx, 2), "optax.MultiSteps inside"),
+    (
+      lambda tx: optax.chain(optax.MultiSteps(tx, 2).gradient_transformation()),
+      "optax.MultiSteps inside",
+    ),
+    (
+      lambda tx: optax.chain(optax.GradientTransformation(tx.init, tx.update)),
+      "hand the extra argument `scaled` on",
+    ),
+  ],
+  ids=["accumulation", "accumulation-in-a-chain", "no-extra-arguments"],
+)
+def test_what_belongs_inside_of_loss_scaling_is_refused_around_it(wrap, error):
+  tx = wrap(scaling())
+  step = by_steps().make_train_step(loss_fn, tx)
+  with pytest.raises(ValueError, match=error):
+    jax.eval_shape(step, *start(tx=tx), X, Y)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: optax.chain(scaling(), optax.identity()),
+    lambda: ols.loss_scaling(optax.MultiSteps(BARE, 2), ols.FixedLossScale()),
+  ],
+  ids=["chain", "accumulation-inside"],
+)
+def test_what_hands_it_on_and_what_is_inside_is_taken(make):
+  tx = make()
+  step = jax.jit(by_steps().make_train_step(loss_fn, tx))
+  state, _, losses = run(step, start(tx=tx), STEPS)
+  assert not state[2].low
+  assert losses[-1] < losses[0]
+
+
+def test_what_is_no_gradient_is_stored_and_not_added():
+  @jax.custom_vjp
+  def remember(x, amax):
+    return x
+
+  remember.defvjp(
+    lambda x, amax: (x, amax), lambda amax, grad: (grad, 2.0 * amax)
+  )
+
+  def fp8_loss_fn(variables, x, y):
+    params = variables["params"]
+    w = remember(params["w"], variables["_overwrite_with_gradient"])
+    return loss_fn(params | {"w": w}, x, y)
+
+  variables = {"params": PARAMS, "_overwrite_with_gradient": jnp.ones(())}
+  step = jax.jit(by_steps().make_train_step(fp8_loss_fn, scaling()))
+  _, states, _ = run(step, start(params=variables), 5)
+  kept = [float(x["_overwrite_with_gradient"]) for x, *_ in states]
+  assert kept == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+
+
+@pytest.mark.parametrize("position", ["inside", "outside"])
+def test_narrow_parameters_with_a_master_are_cast_in_the_loss(position):
+  def cast_loss_fn(params, x, y):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    return loss_fn(wide, x, y)
+
+  rule = ols.FixedLossScale(1024.0)
+  if position == "inside":
+    tx = ols.loss_scaling(ols.master_weights(BARE), rule)
+  else:
+    tx = ols.master_weights(ols.loss_scaling(BARE, rule))
+  params = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
+  step = jax.jit(by_steps().make_train_step(cast_loss_fn, tx))
+  state, _, losses = run(step, start(tx=tx, params=params), STEPS)
+  assert not state[2].low
+  assert losses[-1] < losses[0]
+  assert state[0]["w"].dtype == jnp.float16
+  assert optax.tree.get(state[1], "master")["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_step_by_hand_is_that_of_make_train_step(kind):
+  schedule, tx = by_steps(kind), scaling()
+
+  @jax.jit
+  def by_hand(params, opt_state, state, x, y):
+    value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
+    loss, grads = value_and_grad(params, x, y)
+    updates, opt_state = tx.update(
+      grads, opt_state, params, scaled=schedule.is_scaled(state)
+    )
+    params = optax.apply_updates(params, updates)
+    state = schedule.update(state, step=opt_state.applied_steps)
+    return params, opt_state, state, loss
+
+  state, _, _ = run(by_hand, start(schedule), STEPS)
+  expected, _, _ = run(jitted(kind), start(schedule), STEPS)
+  assert same_bits(state, expected)
+
+
+def test_gradients_of_other_arguments_by_one_of_several_scales():
+  tx = scaling(ols.FixedLossScale(8.0))
+  other = scaling(ols.FixedLossScale(1024.0))
+  states = {"a": tx.init(PARAMS), "b": other.init(PARAMS)}
+  schedule = by_steps()
+
+  def gradients(states, state):
+    value_and_grad = schedule.value_and_grad(
+      lambda x, params: (loss_fn(params, x, Y), 3),
+      states,
+      state,
+      argnums=1,
+      has_aux=True,
+      path="a",
+    )
+    return value_and_grad(X, PARAMS)
+
+  state = schedule.init()
+  (loss, aux), scaled = jax.jit(gradients)(states, state)
+  _, unscaled = jax.jit(gradients)(states, schedule.update(state, step=3))
+  assert aux == 3
+  assert loss == pytest.approx(float(loss_fn(PARAMS, X, Y)), rel=1e-3)
+  np.testing.assert_allclose(scaled["w"] / 8.0, unscaled["w"], rtol=1e-2)
