@@ -88,8 +88,9 @@ def autocast(
   Raises:
     TypeError: if `fun` is no function, or another argument of a wrong type.
     ValueError: if there is no such level, list or dtype; when called, if a
-      pattern matches no scope of `fun`, JAX has no operation of a name, or
-      `fun` changes an object in place, such as an `nnx.Module` in training.
+      pattern matches no scope of `fun`, JAX has no operation of a name, `fun`
+      changes an object in place, such as an `nnx.Module` in training, or a
+      precision schedule is to lower what it is called in.
 
   Warns:
     UserWarning: when called, of an operation that holds a program which nothing

@@ -668,6 +668,7 @@ def test_python_and_numpy_parameters_have_a_master():
       "as wide as float32.*got bfloat16; para",
     ),
     ((SGD, "float16"), ValueError, "as wide as float32.* got float16"),
+    ((SGD, "float64"), ValueError, "that JAX has enabled, got float64"),
   ],
 )
 def test_wrong_arguments_are_refused(arguments, error, message):
