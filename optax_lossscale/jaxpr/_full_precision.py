@@ -31,7 +31,8 @@ def in_full_precision(
   such as images that are stored so, does not matter.
 
   Args:
-    fun: any function that JAX can trace.
+    fun: any function that JAX can trace; one for gradients as well, so that the
+      backward pass is looked at.
     keeps_products: whether products that are written below float32 are meant.
 
   Raises:
@@ -41,11 +42,30 @@ def in_full_precision(
   @functools.wraps(fun)
   def checked_fun(*args: Any, **kwargs: Any) -> Any:
     with _refused():
-      if not keeps_products:
-        _check_products(_record.record(fun, args, kwargs).jaxpr)
-      return fun(*args, **kwargs)
+      recording = _record.record(fun, args, kwargs)
+    if not keeps_products:
+      _check_products(recording.jaxpr)
+    return recording.result(recording.evaluate(*recording.operands))
 
   return checked_fun
+
+
+def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun`, as a function inside of which `autocast` is an error.
+
+  Args:
+    fun: any function.
+
+  Raises:
+    ValueError: when called, if `autocast` is.
+  """
+
+  @functools.wraps(fun)
+  def refusing_fun(*args: Any, **kwargs: Any) -> Any:
+    with _refused():
+      return fun(*args, **kwargs)
+
+  return refusing_fun
 
 
 def refuse_autocast() -> None:

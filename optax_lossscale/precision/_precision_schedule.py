@@ -76,10 +76,12 @@ class PrecisionSchedule:
     """Returns the state for the next step. Pure, and usable inside jit.
 
     Args:
-      state: the state before; `init()` for a run that is continued without one.
+      state: the state before; `init()` for a run that is continued without one,
+        which then begins with `update(init(), step=n)`.
       step: integer[], how many steps have been applied so far, in mode "step".
       loss: float[], the true loss of an applied step, in mode "loss". 0 stands
-        for a loss that is not known, and NaN never switches.
+        for a loss that is not known, such as that of a skipped step, and NaN
+        never switches.
 
     Raises:
       TypeError: if `state` is another state, `step` no integer scalar, or
@@ -153,7 +155,7 @@ class PrecisionSchedule:
         Parameters in float16, with `master_weights`, it casts itself.
       opt_state: the optimizer's state; it holds the loss scale where the low
         precision is float16.
-      state: the schedule's state.
+      state: the schedule's state before the step, here and in `is_scaled`.
       argnums: which positional arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       level: of `autocast`.
@@ -208,9 +210,10 @@ class PrecisionSchedule:
 
     Args:
       loss_fn: as in `value_and_grad`, the parameters being its first argument.
-      tx: the optimizer. For float16 it holds `loss_scaling`, outermost; where
-        no scaling is wanted, with `FixedLossScale(1.0)`. Parameters that its
-        `mask` leaves out need a step of your own.
+      tx: the optimizer. For float16 it holds `loss_scaling`, outermost: what
+        is around it, such as momentum, would see scaled gradients and then
+        unscaled ones. Where no scaling is wanted take `FixedLossScale(1.0)`.
+        Parameters that its `mask` leaves out need a step of your own.
       level: of `autocast`.
       overrides: of `autocast`.
       operations: of `autocast`.
@@ -228,8 +231,9 @@ class PrecisionSchedule:
 
     Raises:
       TypeError: if an argument is not of its kind.
-      ValueError: as `value_and_grad`; when called, if something that belongs
-        inside of `loss_scaling` is around it.
+      ValueError: as `value_and_grad`; when called, if around `loss_scaling`
+        there is `optax.MultiSteps`, or what does not hand on `scaled`, or if a
+        bare optimizer is given FP8's `_overwrite_with_gradient` collection.
 
     Examples:
       >>> import jax

@@ -18,6 +18,7 @@ from optax_lossscale import _leaves
 from optax_lossscale import _requirements
 from optax_lossscale import _state
 from optax_lossscale import jaxpr
+from optax_lossscale.jaxpr import _dtypes
 
 if typing.TYPE_CHECKING:
   from optax_lossscale.precision import _precision_schedule
@@ -47,12 +48,9 @@ def value_and_grad(
     autocast: what `autocast` gets beside the function and the dtype.
   """
   low_loss_fn = make_low(schedule, loss_fn, autocast)
-  full = jax.value_and_grad(
-    jaxpr.in_full_precision(
-      loss_fn, keeps_products=schedule.keeps_origin_dtype
-    ),
-    argnums,
-    has_aux=has_aux,
+  full = jaxpr.in_full_precision(
+    jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
+    keeps_products=schedule.keeps_origin_dtype,
   )
   low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
   if schedule.dtype == jnp.float16:
@@ -86,8 +84,11 @@ def make_low(
   Raises:
     ValueError: if `autocast` does nothing with these arguments.
   """
-  low_loss_fn = jaxpr.autocast(loss_fn, dtype=schedule.dtype, **autocast)
-  if low_loss_fn is loss_fn:
+  _dtypes.check_function(loss_fn)
+  # Also here: what jit traces in this part it does not trace in the other one.
+  as_written = jaxpr.without_autocast(loss_fn)
+  low_loss_fn = jaxpr.autocast(as_written, dtype=schedule.dtype, **autocast)
+  if low_loss_fn is as_written:
     raise ValueError(
       "`level` must lower something in the first part of training, got 'O0'; "
       "take 'O1', or name in `overrides` what is to be lowered."
@@ -133,11 +134,14 @@ def make_train_step(
     applied = jnp.full((), True)
     if _state.find_states(opt_state):
       _check_order(optimizer, gradients, opt_state, params)
+      before = _state.find_state(opt_state).applied_steps
       updates, opt_state = optimizer.update(
         gradients, opt_state, params, scaled=schedule.is_scaled(state)
       )
-      applied = ~_state.find_state(opt_state).skipped
+      # By the count: what is around it may have rejected the step as a whole.
+      applied = _state.find_state(opt_state).applied_steps != before
     else:
+      _check_gradients_alone(params)
       updates, opt_state = optimizer.update(gradients, opt_state, params)
     params = _leaves.apply_updates(params, updates)
 
@@ -177,8 +181,6 @@ def _check_order(
     ValueError: if it would not hear that a step is not scaled, or would add up
       gradients that are scaled and such that are not.
   """
-  if isinstance(opt_state, _state.LossScalingState):
-    return  # Nothing is around it.
   for x in jax.tree.leaves(opt_state, is_leaf=_is_accumulation):
     if _is_accumulation(x) and _state.find_states(x):
       raise ValueError(
@@ -195,6 +197,16 @@ def _check_order(
     "something around it that does not, so that unscaled gradients would be "
     "divided by S; put it inside: loss_scaling(inner, rule)."
   )
+
+
+def _check_gradients_alone(params: Any) -> None:
+  """Raises if a bare optimizer would take for gradients what is none."""
+  if not all(jax.tree.leaves(_leaves.resolve_mask(None, params))):
+    raise ValueError(
+      "`tx` must hold loss_scaling where parameters are in Flax's "
+      "_overwrite_with_gradient collection, which then goes around the "
+      "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
+    )
 
 
 def _is_accumulation(x: Any) -> bool:

@@ -369,6 +369,21 @@ def with_layer(params, x, y):
   return jnp.mean((h - y) ** 2)
 
 
+def with_rule(backward):
+  """Returns a loss with a derivative rule of its own."""
+
+  @jax.custom_vjp
+  def product(w, x):
+    return x @ w
+
+  product.defvjp(lambda w, x: (x @ w, x), lambda x, g: (backward(x, g), None))
+  return lambda params, x, y: jnp.mean((product(params["w"], x) - y) ** 2)
+
+
+def transposed_product(x, g):
+  return x.T @ g
+
+
 AUTOCAST_LOSSES = {
   "around": ols.autocast(loss_fn, "O1", dtype=jnp.bfloat16),
   "inside": lambda params, x, y: jnp.mean(
@@ -377,6 +392,9 @@ AUTOCAST_LOSSES = {
   "without-products": ols.autocast(
     lambda params, x, y: jnp.sum(params["w"] * 2.0), "O3"
   ),
+  "in-the-backward-pass": lambda params, x, y: with_rule(
+    ols.autocast(transposed_product)
+  )(params, x, y),
   "in-a-policy": ols.get_policy("mixed_float16").autocast(loss_fn),
 }
 
@@ -392,8 +410,23 @@ def test_a_loss_under_autocast_is_refused(name, mode):
   assert jax.eval_shape(AUTOCAST_LOSSES[name], PARAMS, X, Y).shape == ()
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_autocast_of_one_operation_is_seen_inside_of_jit_too(wrap):
+  lowered = wrap(ols.autocast(jnp.sin, "O3"))
+  step = by_steps().make_train_step(
+    lambda params, x, y: jnp.sum(lowered(params["w"])), scaling()
+  )
+  with pytest.raises(ValueError, match="`loss_fn` must not be under autocast"):
+    jax.eval_shape(step, *start(), X, Y)
+
+
 LOW_LOSSES = {
   "layer": with_layer,
+  "backward-pass": with_rule(
+    lambda x, g: transposed_product(
+      x.astype(jnp.float16), g.astype(jnp.float16)
+    ).astype(jnp.float32)
+  ),
   # JAX does not call it again.
   "autocast-that-jit-has-kept": jax.jit(ols.autocast(loss_fn, "O2")),
 }
@@ -486,8 +519,12 @@ def test_a_state_that_is_closed_over_is_refused():
       lambda tx: optax.chain(optax.GradientTransformation(tx.init, tx.update)),
       "hand the extra argument `scaled` on",
     ),
+    (
+      lambda tx: optax.GradientTransformation(tx.init, tx.update),
+      "hand the extra argument `scaled` on",
+    ),
   ],
-  ids=["accumulation", "accumulation-in-a-chain", "no-extra-arguments"],
+  ids=["accumulation", "accumulation-in-a-chain", "chain", "bare"],
 )
 def test_what_belongs_inside_of_loss_scaling_is_refused_around_it(wrap, error):
   tx = wrap(scaling())
@@ -531,6 +568,22 @@ def test_what_is_no_gradient_is_stored_and_not_added():
   _, states, _ = run(step, start(params=variables), 5)
   kept = [float(x["_overwrite_with_gradient"]) for x, *_ in states]
   assert kept == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+
+
+def test_a_bare_optimizer_is_not_given_what_is_no_gradient():
+  step = by_steps("fast1").make_train_step(loss_fn, BARE)
+  params = PARAMS | {"_overwrite_with_gradient": jnp.ones(())}
+  with pytest.raises(ValueError, match="`tx` must hold loss_scaling.*Fixed"):
+    jax.eval_shape(step, *start(tx=BARE, params=params), X, Y)
+
+
+def test_a_step_that_is_rejected_around_loss_scaling_does_not_count():
+  tx = optax.apply_if_finite(scaling(), 5)
+  step = jax.jit(by_steps().make_train_step(loss_fn, tx))
+  *state, _ = step(*start(tx=tx), np.full_like(X, np.inf), Y)
+  assert state[2].steps == 0
+  *state, _ = step(*state, X, Y)
+  assert state[2].steps == 1
 
 
 @pytest.mark.parametrize("position", ["inside", "outside"])
