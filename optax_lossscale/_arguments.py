@@ -34,6 +34,23 @@ def read_dtype(dtype: Any) -> tuple[Any, str]:
   return found if is_float else None, found.name
 
 
+def check_enabled(name: str, dtype: Any) -> None:
+  """Raises if JAX would take another dtype in the place of this one.
+
+  Args:
+    name: the argument's name, for the error.
+    dtype: a floating dtype.
+
+  Raises:
+    ValueError: if it is float64, and JAX has it not enabled.
+  """
+  if dtype == np.float64 and not jax.config.jax_enable_x64:
+    raise ValueError(
+      f"`{name}` must be a dtype that JAX has enabled, got float64; call "
+      'jax.config.update("jax_enable_x64", True) first, or take float32.'
+    )
+
+
 def check_number(name: str, value: Any) -> float:
   """Returns `value` as a Python float that is finite in float32.
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale import _arguments
@@ -48,10 +47,11 @@ def master_weights(
   less than half of that is lost when it is added, however often. Here it is
   added to the master, a wider copy in the optimizer's state, where updates add
   up. The update that comes out is the way from the parameter to the master, so
-  that `optax.apply_updates` makes the parameter the master rounded: to half of
-  the last bit that the parameter had before the step, since the update is
-  rounded as well. A parameter that came close to 0 in one step may so be some
-  of its smaller bits away. That does not add up: the next step starts from
+  that `optax.apply_updates` makes the parameter the master rounded, mostly.
+  Since the way is rounded to the parameter's dtype as well, it may end up to
+  one and a half last bits beside the master: bits of what it was or of what it
+  becomes, whichever is larger. So one that came close to 0 in a single step may
+  be far away for its size. That does not add up: the next step starts from
   where it is.
 
   The inner optimizer sees the master as its parameters: so does weight decay.
@@ -271,11 +271,7 @@ def _check_dtype(dtype: Any) -> Any:
       "`dtype` must be at least as wide as float32, since small updates are to "
       f"add up in it, got {name}; parameters keep the dtype that they have."
     )
-  if found == np.float64 and not jax.config.jax_enable_x64:
-    raise ValueError(
-      "`dtype` must be a dtype that JAX has enabled, got float64; call "
-      'jax.config.update("jax_enable_x64", True) first, or take float32.'
-    )
+  _arguments.check_enabled("dtype", found)
   return found
 
 

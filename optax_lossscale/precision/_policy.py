@@ -190,11 +190,7 @@ def _cast(name: str, dtype: Any, tree: Any) -> Any:
   """
   if dtype is None:
     return tree
-  if dtype == np.float64 and not jax.config.jax_enable_x64:
-    raise ValueError(
-      f"`{name}` must be a dtype that JAX has enabled, got float64; call "
-      'jax.config.update("jax_enable_x64", True) first, or take float32.'
-    )
+  _arguments.check_enabled(name, dtype)
 
   def cast_leaf(is_gradient: bool, x: Any) -> Any:
     is_array = isinstance(
