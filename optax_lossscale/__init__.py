@@ -14,7 +14,11 @@ If a gradient overflowed, the updates are -0.0, the optimizer's state stays bit
 for bit, and S shrinks; after a while without overflow it grows.
 """
 
+import importlib
+from typing import Any
+
 from optax_lossscale import presets
+from optax_lossscale._accumulation import accumulated_value_and_grad
 from optax_lossscale._checks import nonfinite
 from optax_lossscale._checks import saturated
 from optax_lossscale._devices import make_varying
@@ -28,6 +32,7 @@ from optax_lossscale._metrics import loss_scale_metrics
 from optax_lossscale._rules import DynamicLossScale
 from optax_lossscale._rules import FixedLossScale
 from optax_lossscale._rules import LossScale
+from optax_lossscale._scale_cotangent import scale_cotangent
 from optax_lossscale._select import select_on_skip
 from optax_lossscale._state import get_loss_scale
 from optax_lossscale._state import LossScalingState
@@ -48,6 +53,7 @@ __all__ = [
   "LossScale",
   "LossScalingState",
   "Policy",
+  "accumulated_value_and_grad",
   "autocast",
   "float_status",
   "get_loss_scale",
@@ -63,9 +69,23 @@ __all__ = [
   "raise_if_failed",
   "saturated",
   "saturating",
+  "scale_cotangent",
   "scale_loss",
   "scaled_value_and_grad",
   "select_on_skip",
   "status_tap",
   "unscale",
 ]
+
+# Modules that load when they are first used, since they load Flax.
+_ON_DEMAND = frozenset({"checkpoints", "linen", "nnx"})
+
+
+def __getattr__(name: str) -> Any:
+  if name in _ON_DEMAND:
+    return importlib.import_module(f"{__name__}.{name}")
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_ON_DEMAND})

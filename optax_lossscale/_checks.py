@@ -134,10 +134,12 @@ class Finding(NamedTuple):
   Attributes:
     overflow: bool[], the gradients are not usable.
     amax: float32[], their largest absolute value; NaN if one of them was NaN.
+    dropped: bool[], others were not, and have been left out of these.
   """
 
   overflow: jax.Array
   amax: jax.Array
+  dropped: Any = False
 
 
 def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
@@ -188,7 +190,9 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
     finding: what this device found.
     axis_name: one mapped axis, or a tuple or list of them.
   """
-  flag = finding.overflow.astype(jnp.uint32)
+  # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
+  dropped = jnp.asarray(finding.dropped).astype(jnp.uint32)
+  flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
   flag_and_bits = jnp.stack([flag, _amax.magnitude_bits(finding.amax)])
   names = _devices.axis_names("axis_name", axis_name)
   # JAX reduces over all axes at once only what may differ along all of them.
@@ -197,7 +201,9 @@ def agree(finding: Finding, axis_name: Any) -> Finding:
     flag_and_bits += 0 * lax.axis_index(name).astype(jnp.uint32)
   flag_and_bits = lax.pmax(flag_and_bits, names)
   flag, bits = flag_and_bits
-  return Finding(overflow=flag > 0, amax=_bits_to_float32(bits))
+  return Finding(
+    overflow=flag == 2, amax=_bits_to_float32(bits), dropped=flag > 0
+  )
 
 
 def _with_computation_dtypes(

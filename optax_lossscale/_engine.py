@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale import _arguments
@@ -225,9 +226,9 @@ class Engine:
 
   def _grown(self, loss_scale: jax.Array) -> jax.Array:
     larger = jnp.minimum(
-      loss_scale * jnp.float32(self.growth_factor), jnp.float32(self.max_scale)
+      loss_scale * jnp.float32(self.growth_factor), np.float32(self.max_scale)
     )
-    is_below = loss_scale < jnp.float32(self.growth_below)
+    is_below = loss_scale < np.float32(self.growth_below)
     return jnp.where(is_below, larger, loss_scale)
 
   def _is_time_to_grow(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale import _leaves
@@ -68,21 +69,18 @@ def scaled_value_and_grad(
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   _check_argnums(argnums)
 
-  def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-    value = fun(*args, **kwargs)
-    loss = _check_pair(value)[0] if has_aux else value
-    _check_loss(loss)
-    return scale_loss(loss, loss_scale), (loss, value)
-
   value_and_grad = jax.value_and_grad(
-    scaled_fun, argnums, has_aux=True, allow_int=allow_int
+    scaled_loss_fn(fun, loss_scale, has_aux),
+    argnums,
+    has_aux=True,
+    allow_int=allow_int,
   )
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     _state.refuse_frozen(opt_state, path)
     (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
+    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
 
   return scaled_value_and_grad_fun
 
@@ -163,10 +161,41 @@ def unscale(
   )
 
 
-def _inf_where_unusable(
+def scaled_loss_fn(
+  fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
+) -> Callable[..., tuple[jax.Array, Any]]:
+  """Returns a function to differentiate: S times the loss, and the true one.
+
+  Args:
+    fun: returns a loss, or `(loss, aux)` with `has_aux`.
+    loss_scale: float32[].
+    has_aux: whether `fun` returns a pair.
+
+  Returns:
+    A function with the arguments of `fun` that returns
+    `(S * loss, (loss, value))`, where `value` is what `fun` returned.
+  """
+
+  @functools.wraps(fun)
+  def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    value = fun(*args, **kwargs)
+    loss = _check_pair(value)[0] if has_aux else value
+    _check_loss(loss)
+    return scale_loss(loss, loss_scale), (loss, value)
+
+  return scaled_fun
+
+
+def inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: Any, gradients: Any
 ) -> Any:
-  """Returns inf for every gradient if a loss of this dtype cannot carry S."""
+  """Returns inf for every gradient if a loss of this dtype cannot carry S.
+
+  Args:
+    loss_scale: float32[].
+    loss_dtype: of the loss that the gradients come from.
+    gradients: scaled gradients; leaves that are none are returned as they are.
+  """
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
   # Of the largest powers of two, so that bfloat16 passes: what is above its
@@ -180,7 +209,7 @@ def _inf_where_unusable(
   is_gradient = _leaves.resolve_mask(None, gradients)
   return jax.tree.map(
     lambda is_gradient, x: (
-      jnp.where(is_usable, x, jnp.asarray(jnp.inf, x.dtype))
+      jnp.where(is_usable, x, np.asarray(np.inf, x.dtype))
       if is_gradient and _leaves.is_gradient(x)
       else x
     ),

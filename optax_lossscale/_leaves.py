@@ -134,11 +134,20 @@ def narrow_like(updates: Any, params: Any) -> Any:
   Args:
     updates: what the inner transformation returned.
     params: the parameters, or None for nothing to compare with.
+
+  Raises:
+    ValueError: if an update has another shape than its parameter, to which it
+      would be added all the same.
   """
   if params is None:
     return updates
 
   def narrow_leaf(update: Any, param: Any) -> Any:
+    if hasattr(param, "shape") and np.shape(update) != param.shape:
+      raise ValueError(
+        "updates must have the shapes of the parameters, got "
+        f"{np.shape(update)} for {param.shape}."
+      )
     is_real = all(
       hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
       for x in (update, param)

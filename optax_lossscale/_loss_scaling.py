@@ -77,13 +77,13 @@ def loss_scaling(
       the rule has no float32[] `loss_scale`; from `update`, if it is given
       another state than `init` made.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
-      rule starts with an unusable S; from `update`, if `inner` or the rule
-      changes the structure of its state, if a tree of dtypes in `check` does
-      not fit, if there is no axis of that name, if leaves go around the
-      optimizer and no `params` are passed, or, as far as JAX tracks what varies
-      by device, if devices that share an S could decide differently or what is
-      to be averaged has been reduced already; from both, if `mask` does not
-      fit.
+      rule starts with an unusable S; from `update`, if the gradients do not fit
+      the parameters or the optimizer's state, if `inner` or the rule changes
+      the structure of its state, if a tree of dtypes in `check` does not fit,
+      if there is no axis of that name, if leaves go around the optimizer and no
+      `params` are passed, or, as far as JAX tracks what varies by device, if
+      devices that share an S could decide differently or what is to be averaged
+      has been reduced already; from both, if `mask` does not fit.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -136,6 +136,7 @@ def loss_scaling(
     params: optax.Params | None = None,
     *,
     overflow: Any = False,
+    dropped: Any = False,
     scaled: Any = True,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
@@ -148,13 +149,17 @@ def loss_scaling(
     scaled_gradients = _leaves.leave_out(is_gradient, incoming)
 
     finding = _checks.examine(check, scaled_gradients, scaled)
-    finding = finding._replace(overflow=finding.overflow | _any(overflow))
+    finding = finding._replace(
+      overflow=finding.overflow | _any("overflow", overflow),
+      dropped=_any("dropped", dropped),
+    )
     if agreed:
       _devices.check_mapped("axis_name", agreed)
       finding = _checks.agree(finding, agreed)
+    reported = finding.overflow | finding.dropped
     loss_scale = _state.get_loss_scale(state)
     _devices.refuse_different(scaled, loss_scale)
-    _devices.refuse_divergence(finding.overflow, loss_scale, agreed)
+    _devices.refuse_divergence(reported, loss_scale, agreed)
     if scaled is not True:
       loss_scale = jnp.where(scaled, loss_scale, 1)
     # Computed once: without a barrier XLA would do it again at every use.
@@ -168,26 +173,35 @@ def loss_scaling(
     inner_params = _leaves.leave_out(is_gradient, params)
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
-      inner_updates, inner_state = inner.update(
-        _leaves.unscale_tree(scaled_gradients, loss_scale),
-        state.inner_state,
-        _leaves.widen(inner_params),
-        **extra_args,
-      )
+      gradients = _leaves.unscale_tree(scaled_gradients, loss_scale)
+      with _requirements.explained(
+        inner, gradients, state.inner_state, inner_params
+      ):
+        inner_updates, inner_state = inner.update(
+          gradients,
+          state.inner_state,
+          _leaves.widen(inner_params),
+          **extra_args,
+        )
+        inner_updates = _leaves.narrow_like(
+          _leaves.as_arrays(inner_updates), inner_params
+        )
       _select.check_structure(
         "the state of `inner` must keep the structure that its init made",
         inner_state,
         state.inner_state,
       )
-      inner_updates = _leaves.as_arrays(inner_updates)
-      return _leaves.narrow_like(inner_updates, inner_params), inner_state
+      return inner_updates, inner_state
 
     new_updates, inner_state = _select.update_unless(
       skipped, inner_update, state.inner_state
     )
 
     loss_scale_state, stalled = _move(
-      rule, state.loss_scale_state, finding, scaled
+      rule,
+      state.loss_scale_state,
+      finding._replace(overflow=reported),
+      scaled,
     )
     return (
       _leaves.merge(
@@ -198,7 +212,7 @@ def loss_scaling(
       _state.LossScalingState(
         loss_scale_state=loss_scale_state,
         inner_state=inner_state,
-        overflow=finding.overflow,
+        overflow=reported,
         nan=jnp.isnan(finding.amax),
         skipped=skipped,
         stalled=stalled,
@@ -260,13 +274,14 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
 
 
-def _any(overflow: Any) -> jax.Array:
-  rule = "`overflow` must be a bool, a number or an array"
-  if overflow is None or isinstance(overflow, str):
-    raise TypeError(f"{rule}, got {overflow!r}.")
+def _any(name: str, flags: Any) -> jax.Array:
+  """Returns bool[]: one of the caller's flags is not 0."""
+  rule = f"`{name}` must be a bool, a number or an array"
+  if flags is None or isinstance(flags, str):
+    raise TypeError(f"{rule}, got {flags!r}.")
   try:
-    flags = jnp.asarray(overflow)
+    flags = jnp.asarray(flags)
   except (TypeError, ValueError) as error:
-    raise TypeError(f"{rule}, got {overflow!r}.") from error
+    raise TypeError(f"{rule}, got {flags!r}.") from error
   # NaN is not 0, so a flag that went wrong counts as an overflow.
   return jnp.any(flags.astype(bool))

@@ -1,5 +1,7 @@
 """What the wrapper requires of its arguments, its rule and its states."""
 
+from collections.abc import Iterator
+import contextlib
 from typing import Any
 
 import jax
@@ -13,6 +15,14 @@ from optax_lossscale import _leaves
 from optax_lossscale import _rules
 from optax_lossscale import _select
 from optax_lossscale import _state
+from optax_lossscale import _trees
+
+# Orbax and flax.serialization return plain dicts and lists where they are not
+# told what to restore.
+_RESTORE = (
+  "a checkpoint must be restored into the structure of the optimizer's state, "
+  "with tx.init(params) as its target"
+)
 
 
 class ScaledError(TypeError):
@@ -60,6 +70,11 @@ def check_arguments(inner: Any, rule: Any, check: Any) -> None:
       "DynamicLossScale()"
     )
     raise TypeError(f"`rule` must be a LossScale, got {rule!r}; {remedy}.")
+  check_check(check)
+
+
+def check_check(check: Any) -> None:
+  """Raises if it is none of the checks."""
   if not isinstance(check, _checks.Check):
     raise TypeError(
       f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
@@ -100,15 +115,111 @@ def check_inner_state(inner_state: Any) -> None:
 def check_state(state: Any, rule: _rules.LossScale) -> None:
   """Raises if `update` is not given the state that `init` made."""
   if not isinstance(state, _state.LossScalingState):
+    remedy = ""
+    if isinstance(state, dict) and "loss_scale_state" in state:
+      remedy = f"; {_RESTORE}"
+    elif isinstance(state, tuple):
+      remedy = (
+        "; for the state of an optimizer that is wrapped only now, "
+        "checkpoints.with_loss_scaling(state, tx.init(params))"
+      )
     raise TypeError(
       "`state` must be the LossScalingState that init made, got "
-      f"{type(state).__name__}."
+      f"{type(state).__name__}{remedy}."
     )
-  _select.check_structure(
-    "`state` must hold the state of this `rule`",
-    state.loss_scale_state,
-    jax.eval_shape(rule.init),
+  rule_text = "`state` must hold the state of this `rule`"
+  expected, got = jax.eval_shape(rule.init), state.loss_scale_state
+  structures: list[Any] = [
+    jax.tree.structure(got),
+    jax.tree.structure(expected),
+  ]
+  if structures[0] == structures[1]:
+    _select.check_structure(rule_text, got, expected)
+    return
+  remedy = (
+    _RESTORE
+    if isinstance(got, dict)
+    else "to change the rule in mid-run, set its state: "
+    "optax.tree.set(opt_state, loss_scale_state=rule.init())"
   )
+  if hasattr(expected, "_replace") and remedy != _RESTORE:
+    remedy += ", or rule.init()._replace(loss_scale=...) to keep S"
+  raise ValueError(
+    f"{rule_text}, got {_describe(got)} where the rule has "
+    f"{_describe(expected)}; {remedy}."
+  )
+
+
+def _describe(rule_state: Any) -> str:
+  """Returns a rule's state in words: its class and what is in it."""
+  names = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree.leaves_with_path(rule_state)
+  ]
+  return f"{type(rule_state).__name__}({', '.join(names)})"
+
+
+def check_accumulation(opt_state: Any) -> None:
+  """Raises if `optax.MultiSteps` is around loss scaling.
+
+  Args:
+    opt_state: of an optimizer, for which the error has the name `tx`.
+
+  Raises:
+    ValueError: if it is: it adds up scaled gradients, of which S may differ,
+      before anybody looks for an overflow.
+  """
+
+  def accumulates(x: Any) -> bool:
+    return isinstance(x, optax.MultiStepsState)
+
+  for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
+    if accumulates(x) and _state.find_states(x):
+      raise ValueError(
+        "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
+        "around, where it would add up scaled gradients. Write "
+        "loss_scaling(optax.MultiSteps(inner, k), rule)."
+      )
+
+
+@contextlib.contextmanager
+def explained(
+  inner: optax.GradientTransformation,
+  gradients: Any,
+  inner_state: Any,
+  params: Any,
+) -> Iterator[None]:
+  """Says what does not fit where an optimizer fails on its gradients.
+
+  Only where it fails: what an optimizer takes need not look like its
+  parameters, as with `optax.lookahead`.
+
+  Args:
+    inner: the optimizer.
+    gradients: what its `update` is given.
+    inner_state: its state.
+    params: the parameters, or None.
+
+  Raises:
+    ValueError: where the block fails, and they do not fit.
+  """
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    if params is not None:
+      what, found = "parameters", _trees.difference(params, gradients)
+    else:
+      what = "state"
+      try:
+        made = jax.eval_shape(inner.init, gradients)
+      except Exception:  # An optimizer may need any parameters to begin with.
+        raise error from None
+      found = _trees.difference(inner_state, made)
+    if found is None:
+      raise
+    raise ValueError(
+      f"`updates` must be gradients that fit the {what}, got {found}."
+    ) from error
 
 
 def check_scaled(scaled: Any) -> None:

@@ -115,11 +115,13 @@ class FixedLossScale(LossScale):
 
   It is the right rule when a good S is known: there is nothing to tune and no
   step is lost to finding it. S is an array in the state, so another S in the
-  same state is not another compilation.
+  same state is not another compilation. For the same reason another `scale`
+  moves nothing in a run that has begun: set S in the state there,
+  `optax.tree.set(opt_state, loss_scale_state=rule.init())`.
 
   Attributes:
-    scale: the loss scale S, a normal float32. A power of two makes scaling
-      exact.
+    scale: the first S, and every later one, a normal float32. A power of two
+      makes scaling exact.
     skip: whether an overflow skips the step (keyword only).
 
   Raises:
@@ -186,6 +188,11 @@ class DynamicLossScale(LossScale):
 
   All but the first are keyword only. Factors that are powers of two make
   scaling exact.
+
+  A run goes on with other arguments and the same state. They hold from the next
+  step on: with a smaller `growth_interval` S grows on the next clean step if
+  the count is past it, and with other bounds S comes between them on the next
+  step, whether it overflows or not. Another `init_scale` moves nothing.
 
   Raises:
     TypeError: if an argument is not of its kind.
@@ -272,10 +279,16 @@ class DynamicLossScale(LossScale):
   ) -> _engine_state.DynamicLossScaleState:
     """Returns the state after a step. See `LossScale.update`."""
     del amax
-    return self._as_engine.update(state, overflow)
+    state = self._as_engine.update(state, overflow)
+    # Inside of them by itself, unless the bounds or S were changed in mid-run.
+    loss_scale = jnp.minimum(state.loss_scale, jnp.float32(self.max_scale))
+    return state._replace(
+      loss_scale=jnp.maximum(loss_scale, jnp.float32(self.min_scale))
+    )
 
   def stalled(
     self, state: _engine_state.DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `min_scale`."""
-    return self._as_engine.stalled(state, overflow)
+    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    is_below = state.loss_scale < jnp.float32(self.min_scale)
+    return self._as_engine.stalled(state, overflow) | (is_below & overflow)

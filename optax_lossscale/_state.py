@@ -22,7 +22,8 @@ class LossScalingState(NamedTuple):
   Attributes:
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
-    overflow: bool[], the last step's gradients were not usable.
+    overflow: bool[], the last step's gradients were not usable, or such as were
+      not had been left out of them (`dropped=`); only the former is skipped.
     nan: bool[], one of them was NaN, which a backward pass also makes out of
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
@@ -189,6 +190,11 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
     return
   loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
+  # Flax NNX keeps each array of a state in a variable of its own.
+  if not isinstance(loss_scale, jax.Array) and hasattr(
+    loss_scale, "__jax_array__"
+  ):
+    loss_scale = loss_scale.__jax_array__()
   if jaxpr.is_recording():
     return  # What is recorded is evaluated at once, with this S.
   if is_staged() and not isinstance(loss_scale, jax.core.Tracer):

@@ -10,6 +10,7 @@ from optax_lossscale import _checks
 from optax_lossscale import _devices
 from optax_lossscale import _leaves
 from optax_lossscale import _reached
+from optax_lossscale import _requirements
 
 
 def status_tap(
@@ -60,10 +61,7 @@ def status_tap(
     >>> print(gradient, overflows)
     [inf inf] 2.0
   """
-  if not isinstance(check, _checks.Check):
-    raise TypeError(
-      f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
-    )
+  _requirements.check_check(check)
   if not (check.dtype is None or isinstance(check.dtype, np.dtype)):
     raise TypeError(
       "`check` must be for one dtype, or without one for that of each "

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import pathlib
 import re
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import documents
 from tests.precision.programs import products
 from tests.presets import traces
 
@@ -24,7 +24,7 @@ pytestmark = [
   pytest.mark.one_end,
 ]
 
-PAGE = pathlib.Path(__file__).parents[1].joinpath("docs/porting.md").read_text()
+PAGE = documents.read("docs/porting.md")
 PRESETS = sorted(
   set(ols.presets.__all__)
   - {
@@ -36,10 +36,6 @@ PRESETS = sorted(
 )
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
-
-
-def blocks(text, language):
-  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def rows():
@@ -57,9 +53,8 @@ NEW = {name: new for name, (_, new) in rows().items()}
 SYSTEMS = sorted(OLD)
 
 
-def section(title, level="##"):
-  text = PAGE[PAGE.index(f"\n{level} {title}\n") + 1 :]
-  return text[: text.find("\n## ", 1)]
+def section(title):
+  return documents.section(PAGE, title)
 
 
 def cells(text):
@@ -71,7 +66,9 @@ def cells(text):
 
 
 def statements(system, language_block):
-  return ast.parse("\n".join(blocks(language_block[system], "python"))).body
+  return ast.parse(
+    "\n".join(documents.blocks(language_block[system], "python"))
+  ).body
 
 
 def run(nodes, names):
@@ -92,7 +89,7 @@ def names_in_configurations(system):
   return {
     name: re.match(r"`(\w+)`", argument)[1]
     for systems, configured, argument in cells(
-      section("Names in configuration files", "###")
+      section("Names in configuration files")
     )
     if f"`{system}`" in systems
     for name in re.findall(r"`([^`]+)`", configured)
@@ -102,7 +99,7 @@ def names_in_configurations(system):
 def old_arguments(system):
   """Yields what each block of the old lines gives for the preset."""
   translation = names_in_configurations(system)
-  for text in blocks(OLD[system], "json"):
+  for text in documents.blocks(OLD[system], "json"):
     configured = json.loads(text)["fp16"]
     assert configured.pop("loss_scale") == 0  # DeepSpeed's word for dynamic.
     configured["initial_scale_power"] = 2 ** configured["initial_scale_power"]
@@ -111,7 +108,7 @@ def old_arguments(system):
       for key, value in configured.items()
       if key not in OTHERS
     }
-  for text in blocks(OLD[system], "sh"):
+  for text in documents.blocks(OLD[system], "sh"):
     yield {
       translation[flag]: float(value)
       for flag, _, value in (line.partition(" ") for line in text.splitlines())
@@ -256,7 +253,7 @@ def test_the_old_lines_find_the_dictionary_in_the_checkpoint(system):
 
 
 def test_the_train_step_runs():
-  (step,) = blocks(section("The train step"), "python")
+  (step,) = documents.blocks(section("The train step"), "python")
   rule = ols.presets.torch(init_scale=8.0)
   names = {
     "jax": jax,
@@ -290,7 +287,10 @@ def test_what_the_page_names_of_the_library_exists():
 
 def test_the_worked_example_prints_what_the_page_shows():
   text = section("A Megatron run, continued")
-  (example,), (shown,) = blocks(text, "python"), blocks(text, "text")
+  (example,), (shown,) = (
+    documents.blocks(text, "python"),
+    documents.blocks(text, "text"),
+  )
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(example, {})
@@ -302,7 +302,7 @@ NPU = section("NPULossScaleOptimizer, on Ascend")
 
 def run_npu_lines(batches):
   """Runs the lines for Ascend as one script, and returns its names."""
-  _, wrap, step, watch, _ = blocks(NPU, "python")
+  _, wrap, step, watch, _ = documents.blocks(NPU, "python")
 
   def loss_fn(params, batch):
     return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
@@ -324,7 +324,9 @@ def run_npu_lines(batches):
 
 
 def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
-  old, new, *_ = (ast.parse(lines).body for lines in blocks(NPU, "python"))
+  old, new, *_ = (
+    ast.parse(lines).body for lines in documents.blocks(NPU, "python")
+  )
   assert keywords(old[0].value) == keywords(new[0].value)
   old_wrap, new_wrap = old[2].value, new[2].value
   assert ast.unparse(old_wrap).removeprefix("NPULossScaleOptimizer(") in (
@@ -362,7 +364,7 @@ def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
 def create_optimizer(*args, **kwargs):
   """Calls the page's function of that name."""
   names = {"ols": ols}
-  exec(blocks(NPU, "python")[-1], names)
+  exec(documents.blocks(NPU, "python")[-1], names)
   return names["create_optimizer"](*args, **kwargs)
 
 
@@ -465,7 +467,9 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
 
 
 def test_what_mindspores_model_becomes_runs():
-  (block,) = blocks(section("Mixed precision: levels and lists"), "python")
+  (block,) = documents.blocks(
+    section("Mixed precision: levels and lists"), "python"
+  )
   names = {
     "ols": ols,
     "optax": optax,
@@ -485,7 +489,7 @@ def test_what_mindspores_model_becomes_runs():
 
 def test_the_lines_for_accelerate_train_mode_run():
   text = section("Low precision first: accelerate_train_mode, on Ascend")
-  (block,) = blocks(text, "python")
+  (block,) = documents.blocks(text, "python")
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
   params = jnp.ones((2, 2))
   names = {"ols": ols, "jax": jax, "tx": tx}

@@ -1,8 +1,8 @@
 """What the README shows works as it stands there."""
 
 import functools
-import pathlib
 import re
+from typing import Any
 
 from flax import nnx
 import flax.linen as nn
@@ -14,16 +14,17 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.demo import digits
+from tests import documents
+from tests.optimizers import to_bits
 from tests.precision.programs import dtypes_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = documents.read("README.md")
 
 
-def python_blocks():
-  return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def blocks_of(title):
+  return documents.blocks(documents.section(README, title))
 
 
 def test_the_examples_run_one_after_the_other():
@@ -36,11 +37,19 @@ def test_the_examples_run_one_after_the_other():
 
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
   names |= {"jnp": jnp, "functools": functools}
-  blocks = python_blocks()
-  step, *precision = blocks[:4]
-  policy, master_weights, schedule, scheduled_step = blocks[4:8]
-  status, rehearsal, port, metrics, threshold, selection = blocks[8:14]
-  devices, collection = blocks[14:]
+  step = documents.blocks(README)[0]
+  *precision, policy, master_weights = blocks_of("Mixed precision")
+  schedule, scheduled_step = blocks_of(
+    "Low precision for the first part of training"
+  )
+  status, rehearsal = blocks_of("Which check do I need?")
+  (port,) = blocks_of("Concepts")
+  (metrics,) = blocks_of("Watching it")
+  (threshold,) = blocks_of("Your own reasons to skip")
+  (selection,) = blocks_of("What else a step changes")
+  (accumulation,) = blocks_of("Accumulation")
+  (devices,) = blocks_of("Many devices")
+  (collection,) = blocks_of("FP8")
   exec(step, names)
   before = loss_fn(params, batch)
   for _ in range(5):
@@ -113,6 +122,10 @@ def test_the_examples_run_one_after_the_other():
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
 
+  exec(accumulation, names)
+  assert names["overflow"].tolist() == [False] * 4
+  assert not names["opt_state"].skipped
+
   names["batch"] = np.ones((8, 5), np.float32)
   exec(devices, names)
   opt_state = names["tx"].init(params)
@@ -127,8 +140,73 @@ def test_the_examples_run_one_after_the_other():
   assert jnp.all(names["variables"]["params"] == 2.0)
 
 
+class Network(nn.Module):
+  """With batch statistics, as the recipe for Linen has them."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.Dense(4, dtype=jnp.float16)(x)
+    return nn.Dense(2)(nn.BatchNorm(not train)(x))
+
+
+def test_flax_linen():
+  names = {"Any": Any, "jax": jax, "jnp": jnp, "ols": ols}
+  names = documents.run(documents.section(README, "Flax Linen"), names)
+  model = Network()
+  x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+  batch = {"x": x, "y": np.ones((4, 2), np.float32)}
+  variables = model.init(jax.random.key(0), batch["x"], train=True)
+  state = names["TrainState"].create(
+    apply_fn=model.apply,
+    tx=ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale()),
+    **variables,
+  )
+  state, loss = names["train_step"](state, batch)
+  after, _ = names["train_step"](state, batch | {"x": x * np.nan})
+  _, next_loss = names["train_step"](after, batch)
+  assert (after.step, after.attempts) == (1, 2)
+  assert to_bits(after.batch_stats) == to_bits(state.batch_stats)
+  assert next_loss < loss
+
+
+def test_flax_nnx():
+  model = nnx.Sequential(
+    nnx.Linear(3, 4, dtype=jnp.float16, rngs=nnx.Rngs(0)),
+    nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+  )
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  names = {"jnp": jnp, "nnx": nnx, "ols": ols, "optax": optax}
+  names |= {"model": model, "tx": tx}
+  names = documents.run(documents.section(README, "Flax NNX"), names)
+  optimizer = names["optimizer"]
+  x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+  batch = {"x": x, "y": np.arange(4)}
+  loss = names["train_step"](model, optimizer, batch)
+  before = to_bits(nnx.state(model))
+  names["train_step"](model, optimizer, batch | {"x": x * np.nan})
+  assert to_bits(nnx.state(model)) == before
+  assert names["train_step"](model, optimizer, batch) < loss
+  metrics = ols.loss_scale_metrics(optimizer.opt_state)
+  assert (optimizer.step[...], metrics["applied_steps"]) == (3, 2)
+
+
+def test_checkpoints():
+  inner, params = optax.adam(0.1), jnp.ones(3)
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale())
+  _, bare_state = inner.update(params, inner.init(params))
+  names = {"ols": ols, "params": params, "tx": tx, "bare_state": bare_state}
+  names = documents.run(documents.section(README, "Checkpoints"), names)
+  assert to_bits(names["opt_state"].inner_state) == to_bits(bare_state)
+  assert to_bits(names["bare_state"]) == to_bits(bare_state)
+
+
+@pytest.mark.parametrize("page", re.findall(r"\]\((docs/[^)#]*\.md)", README))
+def test_pages_that_are_linked_are_there(page):
+  assert documents.read(page).startswith("# ")
+
+
 def test_the_train_step_is_that_of_the_demo():
-  demo = (ROOT / "optax_lossscale/demo/training.py").read_text()
+  demo = documents.read("optax_lossscale/demo/training.py")
   body = re.search(r"def train_step.*?\n(.*?)  return", README, re.DOTALL)
   for line in body.group(1).splitlines():
     assert line.strip() in demo

@@ -181,13 +181,7 @@ def _check_order(
     ValueError: if it would not hear that a step is not scaled, or would add up
       gradients that are scaled and such that are not.
   """
-  for x in jax.tree.leaves(opt_state, is_leaf=_is_accumulation):
-    if _is_accumulation(x) and _state.find_states(x):
-      raise ValueError(
-        "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
-        "around: it would add scaled gradients to unscaled ones. Write "
-        "loss_scaling(optax.MultiSteps(inner, k), rule)."
-      )
+  _requirements.check_accumulation(opt_state)
   try:
     jax.eval_shape(lambda: tx.update(gradients, opt_state, params, scaled=None))
   except _requirements.ScaledError:
@@ -207,7 +201,3 @@ def _check_gradients_alone(params: Any) -> None:
       "_overwrite_with_gradient collection, which then goes around the "
       "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
     )
-
-
-def _is_accumulation(x: Any) -> bool:
-  return isinstance(x, optax.MultiStepsState)

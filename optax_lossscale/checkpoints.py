@@ -1,0 +1,249 @@
+"""Checkpoints from before loss scaling was there, and for after it is gone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale import _leaves
+from optax_lossscale import _state
+
+_NOTHING = object()
+
+
+def without_loss_scaling(opt_state: Any) -> Any:
+  """Returns the state of the same optimizer without loss scaling.
+
+  Training goes on without it, in bfloat16 say, and the optimizer keeps its
+  moments and counts. It is also what a checkpoint from before loss scaling
+  holds, so it serves as the target to restore one into; where parameters are
+  narrower than float32, the bare optimizer may have narrower moments, and its
+  own target is jax.eval_shape(inner.init, params).
+
+  Args:
+    opt_state: the state of an optimizer that holds `loss_scaling`, or any
+      pytree around it, of arrays or of `jax.ShapeDtypeStruct`.
+
+  Returns:
+    The same pytree with the inner state in the place of each
+    `LossScalingState`. The arrays are the same ones.
+
+  Raises:
+    ValueError: if there is no `LossScalingState`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.trace(0.5), ols.FixedLossScale(8.0))
+    >>> _, opt_state = tx.update(jnp.array([8.0]), tx.init(jnp.zeros(1)))
+    >>> ols.checkpoints.without_loss_scaling(opt_state)
+    TraceState(trace=Array([1.], dtype=float32))
+  """
+  _check_holds_state(opt_state)
+  return jax.tree.map(
+    lambda x: x.inner_state if _is_state(x) else x, opt_state, is_leaf=_is_state
+  )
+
+
+def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
+  """Returns the state of an optimizer that has been wrapped since.
+
+  A checkpoint from before loss scaling goes on with its moments and counts.
+  Everything is checked, since Orbax and others restore arrays of other shapes
+  without a word.
+
+  Args:
+    bare_state: the state of the optimizer without loss scaling, or any pytree
+      around it, in its own structure.
+    opt_state: the same pytree with loss scaling in it: what `tx.init(params)`
+      returns, or a state whose S is to go on.
+
+  Returns:
+    `opt_state` with all values of `bare_state`. Only the loss scale, the last
+    step's flags and the wrapper's counts are those of `opt_state`. Where the
+    wrapper's state is float32 and the bare one narrower, as with float16
+    parameters, it is widened, which is exact. What the bare optimizer had for
+    leaves that go around the wrapped one is left out.
+
+  Raises:
+    ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
+      holds one, or if the two differ in structure, shapes or dtypes. The error
+      names the first place where they do.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> inner = optax.trace(0.5)
+    >>> _, bare_state = inner.update(jnp.array([1.0]), inner.init(jnp.zeros(1)))
+    >>> tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0))
+    >>> opt_state = tx.init(jnp.zeros(1))
+    >>> opt_state = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
+    >>> print(opt_state.inner_state.trace, ols.get_loss_scale(opt_state))
+    [1.] 8.0
+  """
+  _check_holds_state(opt_state)
+  present = _state.find_states(bare_state)
+  if present:
+    raise ValueError(
+      "`bare_state` must be a state without loss scaling, got one with it at "
+      f"{_name(next(iter(present)))}; it needs nothing added, and "
+      "without_loss_scaling(bare_state) takes it out."
+    )
+  return _fill(opt_state, bare_state, (), is_inner=False)
+
+
+def _fill(
+  expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
+) -> Any:
+  """Returns `expected` with the values of `got`, or raises.
+
+  Args:
+    expected: a pytree that may hold loss scaling.
+    got: a pytree without it.
+    path: where in the whole tree they are.
+    is_inner: whether they are inside of loss scaling.
+  """
+  if _is_state(expected):
+    inner_state = _fill(expected.inner_state, got, path, is_inner=True)
+    return expected._replace(inner_state=inner_state)
+  if jax.tree_util.all_leaves([expected]):
+    return _fill_leaf(expected, got, path, is_inner)
+  if (
+    is_inner
+    and isinstance(expected, optax.MaskedNode)
+    and jax.tree_util.all_leaves([got])
+  ):
+    # A leaf that goes around the optimizer from now on has no state in it.
+    return expected
+  if type(expected) is not type(got):
+    raise _mismatch(expected, got, path)
+  # What is static in a node, such as the `tx` of a TrainState, is no part of a
+  # checkpoint: `expected` keeps its own.
+  structure, children = _open(expected)
+  _, got_children = _open(got)
+  for key in {**children, **got_children}:
+    if key not in children or key not in got_children:
+      raise _mismatch(
+        children.get(key, _NOTHING),
+        got_children.get(key, _NOTHING),
+        (*path, key),
+      )
+  return jax.tree.unflatten(
+    structure,
+    [
+      _fill(child, got_children[key], (*path, key), is_inner)
+      for key, child in children.items()
+    ],
+  )
+
+
+def _fill_leaf(
+  expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
+) -> Any:
+  if not jax.tree_util.all_leaves([got]):
+    raise _mismatch(expected, got, path)
+  if not _is_array(expected) and not _is_array(got):
+    return got
+  if not _is_array(got) or np.shape(expected) != np.shape(got):
+    raise _mismatch(expected, got, path)
+  # Of `got` as it is: a NumPy array may lose bits when it becomes JAX's.
+  dtypes = _dtype(expected), _dtype(got)
+  if not is_inner:
+    if dtypes[0] != dtypes[1]:
+      raise _mismatch(expected, got, path)
+    return got
+  if dtypes[0] == dtypes[1]:
+    return _leaves.as_arrays(got)
+  if not _is_widened(*dtypes):
+    raise _mismatch(expected, got, path)
+  # The wrapper lets an optimizer compute in float32, and so goes its state on.
+  return _leaves.widen(_leaves.as_arrays(got))
+
+
+def _open(
+  node: Any,
+) -> tuple[jax.tree_util.PyTreeDef, dict[Any, Any]]:
+  """Returns the structure of one node, and its children by their keys."""
+  children, structure = jax.tree_util.tree_flatten_with_path(
+    node, is_leaf=lambda x: x is not node
+  )
+  return structure, {path[0]: child for path, child in children}
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, _state.LossScalingState)
+
+
+def _is_array(x: Any) -> bool:
+  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
+def _dtype(x: Any) -> Any:
+  return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _is_widened(wide: Any, narrow: Any) -> bool:
+  """Returns whether one dtype is what the wrapper makes of the other."""
+  return (
+    jnp.issubdtype(narrow, jnp.floating)
+    and wide == jnp.float32
+    and _leaves.at_least_float32(narrow) == wide
+  )
+
+
+def _check_holds_state(opt_state: Any) -> None:
+  if not _state.find_states(opt_state):
+    raise ValueError(
+      "`opt_state` must hold a LossScalingState, got a "
+      f"{type(opt_state).__name__} without one; pass what tx.init(params) "
+      "returns, or a state that was restored into it."
+    )
+
+
+def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:
+  """Returns the error for the first place where two trees differ."""
+  place = jax.tree_util.keystr(path, simple=True, separator="/")
+  remedy = ""
+  if isinstance(got, (dict, list)) and not isinstance(expected, type(got)):
+    remedy = (
+      "; a checkpoint must be restored into the structure of the optimizer's "
+      "state: jax.eval_shape(inner.init, params)"
+    )
+  elif (
+    _is_array(expected) and _is_array(got) and np.shape(expected) == got.shape
+  ):
+    remedy = "; only floats are widened, to float32 inside of loss scaling"
+  return ValueError(
+    "`bare_state` must be the state of the optimizer that `opt_state` wraps, "
+    f"got {_describe(got)} at {_name(place)} where it has "
+    f"{_describe(expected)}{remedy}."
+  )
+
+
+def _name(place: str) -> str:
+  return repr(place) if place else "its top"
+
+
+def _describe(node: Any) -> str:
+  """Returns what a node of a pytree is, without what is in it."""
+  if node is _NOTHING:
+    return "nothing"
+  if node is None:
+    return "None"
+  if jax.tree_util.all_leaves([node]):
+    if not _is_array(node):
+      return repr(node)
+    shape = ", ".join(map(str, np.shape(node)))
+    return f"{_dtype(node).name}[{shape}]"
+  if hasattr(node, "_fields"):
+    return f"{type(node).__name__}({', '.join(node._fields)})"
+  if isinstance(node, Mapping):
+    return f"a {type(node).__name__} of {', '.join(map(repr, node))}"
+  if isinstance(node, (tuple, list)):
+    return f"a {type(node).__name__} of {len(node)}"
+  return f"a {type(node).__name__}"

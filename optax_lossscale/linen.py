@@ -1,0 +1,281 @@
+"""Flax Linen: a train state of which a skipped step changes nothing."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+from typing import Self
+
+from flax import core
+from flax.linen import fp8_ops
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _leaves
+from optax_lossscale import _requirements
+from optax_lossscale import _select
+from optax_lossscale import _state
+
+# The fields that a step makes itself.
+_OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
+
+
+class TrainState(train_state.TrainState):
+  """Flax's train state, for an optimizer that holds `loss_scaling`.
+
+  A model trains more than its parameters: batch statistics, a moving average, a
+  random key. If any of them moves on a step whose gradients overflowed, it
+  takes in values that are not finite, or falls out of step with the rest. Here
+  all of them move or stay together, bit for bit, and `step` counts the steps on
+  which they moved.
+
+  As with Flax's own, a subclass adds fields. They are given to `create`, and
+  their new values to `apply_gradients` or `replace_if_applied`.
+
+  What `mask` of `loss_scaling` leaves out is not known here and would be added
+  to the parameters; FP8's `_overwrite_with_gradient` collection is, and is
+  stored.
+
+  Attributes:
+    step: int32[], applied steps. With `optax.MultiSteps` inside of
+      `loss_scaling` these are micro-batches.
+    apply_fn: usually `model.apply`; no part of the pytree.
+    params: what the loss is differentiated with respect to.
+    tx: the optimizer; no part of the pytree.
+    opt_state: its state, for `scaled_value_and_grad`.
+    attempts: int32[], all steps, applied and skipped.
+
+  Examples:
+    >>> from typing import Any
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> class TrainState(ols.linen.TrainState):
+    ...   batch_stats: Any
+    >>> state = TrainState.create(
+    ...   apply_fn=None,
+    ...   params={"w": jnp.array([1.0, 2.0])},
+    ...   tx=ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0)),
+    ...   batch_stats=jnp.zeros(()),
+    ... )
+    >>> for gradient in jnp.array([8.0, 16.0]), jnp.array([8.0, jnp.inf]):
+    ...   new_stats = jnp.mean(gradient)
+    ...   state = state.apply_gradients(
+    ...     grads={"w": gradient}, batch_stats=new_stats
+    ...   )
+    ...   print(state.params["w"], state.batch_stats, state.loss_scale)
+    [0.5 1. ] 12.0 8.0
+    [0.5 1. ] 12.0 4.0
+    >>> print(state.step, state.attempts, state.skipped)
+    1 2 True
+  """
+
+  attempts: jax.Array
+
+  @classmethod
+  def create(
+    cls,
+    *,
+    apply_fn: Callable[..., Any],
+    params: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    **kwargs: Any,
+  ) -> Self:
+    """Returns the state before the first step.
+
+    All numbers in it become arrays, so that the first step compiles for all.
+
+    Args:
+      apply_fn: usually `model.apply`.
+      params: a pytree; with FP8 layers a dict of the collections "params", for
+        the optimizer, and "_overwrite_with_gradient".
+      tx: an optimizer that holds `loss_scaling` once, at any depth.
+      **kwargs: the fields that a subclass adds.
+
+    Raises:
+      ValueError: if `tx` holds no `loss_scaling`, or several, or has
+        `optax.MultiSteps` around it.
+      TypeError: if `tx` is no optimizer, or a field is missing or unknown.
+    """
+    static = _static_fields(cls)
+    params = _leaves.as_arrays(params)
+    opt_state = _requirements.as_optimizer("tx", tx).init(_optimized(params))
+    _check_opt_state(opt_state)
+    return cls(
+      step=jnp.full((), 0, jnp.int32),
+      apply_fn=apply_fn,
+      params=params,
+      tx=tx,
+      opt_state=opt_state,
+      attempts=jnp.full((), 0, jnp.int32),
+      **{
+        name: value if name in static else _leaves.as_arrays(value)
+        for name, value in kwargs.items()
+      },
+    )
+
+  @property
+  def loss_scale(self) -> jax.Array:
+    """float32[], S for the next backward pass."""
+    return _state.get_loss_scale(self.opt_state)
+
+  @property
+  def skipped(self) -> jax.Array:
+    """bool[], whether the last step was skipped."""
+    return _state.find_state(self.opt_state).skipped
+
+  def apply_gradients(
+    self,
+    *,
+    grads: Any,
+    extra_args: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+  ) -> Self:
+    """Returns the state after a step, which is applied or skipped.
+
+    Args:
+      grads: the scaled gradients of `params`, as `scaled_value_and_grad` of
+        `opt_state` returns them.
+      extra_args: what `tx.update` is to be given by name: `overflow`, `scaled`,
+        or what the optimizer takes, such as `value`.
+      **kwargs: new values for fields that a subclass adds, pytrees of arrays.
+        On a skip these fields keep their old values. What depends on the new
+        parameters goes to `replace_if_applied` afterwards.
+
+    Returns:
+      A state with the structure and the dtypes of this one.
+
+    Raises:
+      TypeError: if a name in `kwargs` is not that of such a field.
+      ValueError: if a new value differs from the old one in structure or shape,
+        or if `params` has FP8's collection and `grads` has not.
+    """
+    _check_fields(self, "apply_gradients", kwargs, _OWN_FIELDS)
+    _check_collections(grads, self.params)
+    updates, opt_state = self.tx.update(
+      _optimized(grads),
+      self.opt_state,
+      _optimized(self.params),
+      **(extra_args or {}),
+    )
+    params = _leaves.apply_updates(_optimized(self.params), updates)
+    if _has_fp8(self.params):
+      collection = fp8_ops.OVERWRITE_WITH_GRADIENT
+      # What differentiation returns for it are the next values themselves.
+      overwrite = {"params": params, collection: grads[collection]}
+      params = core.copy(self.params, overwrite)
+    attempted: Self = self.replace(
+      opt_state=opt_state, attempts=optax.safe_increment(self.attempts)
+    )
+    step = optax.safe_increment(self.step)
+    return attempted._select(step=step, params=params, **kwargs)
+
+  def replace_if_applied(self, **kwargs: Any) -> Self:
+    """Returns the state with new values, or as it is after a skipped step.
+
+    For what is made of the new parameters, such as their moving average.
+
+    Args:
+      **kwargs: new values for fields, pytrees of arrays.
+
+    Returns:
+      A state with the structure and the dtypes of this one.
+
+    Raises:
+      TypeError: if a name is not that of a field of arrays.
+      ValueError: if a new value differs from the old one in structure or shape.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> class TrainState(ols.linen.TrainState):
+      ...   ema: jax.Array
+      >>> state = TrainState.create(
+      ...   apply_fn=None,
+      ...   params=jnp.array([4.0]),
+      ...   tx=ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0)),
+      ...   ema=jnp.array([4.0]),
+      ... )
+      >>> for gradient in jnp.array([16.0]), jnp.array([jnp.nan]):
+      ...   state = state.apply_gradients(grads=gradient)
+      ...   ema = optax.incremental_update(state.params, state.ema, 0.5)
+      ...   state = state.replace_if_applied(ema=ema)
+      ...   print(state.params, state.ema)
+      [2.] [3.]
+      [2.] [3.]
+    """
+    _check_fields(self, "replace_if_applied", kwargs)
+    return self._select(**kwargs)
+
+  def _select(self, **new: Any) -> Self:
+    old = {name: getattr(self, name) for name in new}
+    for name in new:
+      rule = f"`{name}` must keep its structure"
+      _select.check_structure(rule, new[name], old[name])
+    selected: Self = self.replace(**_select.select(self.skipped, old, new))
+    return selected
+
+
+def _optimized(tree: Any) -> Any:
+  """Returns the part of parameters or gradients that the optimizer is given.
+
+  It is that of Flax's own train state, so the state of the optimizer is too.
+  """
+  return tree["params"] if _has_fp8(tree) else tree
+
+
+def _has_fp8(tree: Any) -> bool:
+  return isinstance(tree, Mapping) and fp8_ops.OVERWRITE_WITH_GRADIENT in tree
+
+
+def _static_fields(state: Any) -> set[str]:
+  """Returns the fields that are no part of the pytree, as Flax marks them."""
+  fields = dataclasses.fields(state)
+  return {x.name for x in fields if not x.metadata.get("pytree_node", True)}
+
+
+def _check_fields(
+  state: TrainState, method: str, new: Any, own: Any = frozenset()
+) -> None:
+  """Raises if a name is not that of a field which a skip could keep."""
+  names = [field.name for field in dataclasses.fields(state)]
+  excluded = _static_fields(state) | own
+  allowed = [name for name in names if name not in excluded]
+  for name in new:
+    if name not in allowed:
+      raise TypeError(
+        f"`{method}` of {type(state).__name__} takes new values for "
+        f"{', '.join(allowed) or 'no field'}, got `{name}`. A subclass adds "
+        "fields; what tx.update is to be given goes to apply_gradients as "
+        f"extra_args={{'{name}': ...}}."
+      )
+
+
+def _check_collections(grads: Any, params: Any) -> None:
+  """Raises if only one of both has FP8's collection."""
+  if _has_fp8(grads) != _has_fp8(params):
+    has_it = "`grads`" if _has_fp8(grads) else "`params`"
+    raise ValueError(
+      "`grads` must have the collections of `params`, got "
+      f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
+      "with respect to the whole of state.params."
+    )
+
+
+def _check_opt_state(opt_state: Any) -> None:
+  """Raises if an optimizer's state is not of one that a step could use."""
+  paths = list(_state.find_states(opt_state))
+  if not paths:
+    raise ValueError(
+      "`tx` must hold loss_scaling, got an optimizer without; wrap it: "
+      "tx = loss_scaling(inner, rule)."
+    )
+  if len(paths) > 1:
+    raise ValueError(
+      f"`tx` must hold loss_scaling once, got it at {paths}; put what it wraps "
+      "into one: loss_scaling(optax.multi_transform(...), rule)."
+    )
+  _requirements.check_accumulation(opt_state)

@@ -1,0 +1,254 @@
+"""Flax NNX: loss scaling beside `nnx.Optimizer`, which works as it is."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import functools
+from typing import Any
+
+from flax import nnx
+
+from optax_lossscale import _gradients
+from optax_lossscale import _select
+from optax_lossscale import _state
+
+
+def scaled_value_and_grad(
+  fun: Callable[..., Any],
+  optimizer: nnx.Optimizer[Any],
+  argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] | None = None,
+  has_aux: bool = False,
+  *,
+  path: str | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a function for the loss and its *scaled* gradients.
+
+  It is `nnx.value_and_grad` of S times `fun`, but the value is that of `fun`.
+  The gradients stay scaled: hand them to `optimizer.update`. What `fun` changes
+  in the model (batch statistics, counts of random keys) is changed afterwards,
+  also where the step is then skipped; see `select_on_skip`.
+
+  S is the optimizer's at the time of the call, so the function that is returned
+  can be kept. Under `nnx.jit` the optimizer is an argument of what is jitted.
+
+  Args:
+    fun: a function of a model and more, that returns a real scalar, or
+      `(loss, aux)` with `has_aux`.
+    optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
+    argnums: what to differentiate with respect to, as in `nnx.value_and_grad`;
+      None for the variables of the first argument that the optimizer updates.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    path: which scale, if the optimizer holds several. See `get_loss_scale`.
+
+  Returns:
+    A function with the arguments of `fun` that returns
+    `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
+
+  Raises:
+    TypeError: if `optimizer` is no `nnx.Optimizer`; when called, if `fun` does
+      not return a floating-point scalar.
+    ValueError: if the optimizer holds no scale, or several and no path; when
+      called, if a function being traced has closed over the optimizer and would
+      keep its S.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> loss_fn = lambda model, x: jnp.sum(model(x))
+    >>> value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    >>> _, grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
+    >>> print(grads["kernel"][...].ravel())
+    [1024. 2048.]
+    >>> _ = optimizer.update(model, grads)
+    >>> _, grads = value_and_grad(model, jnp.array([[1.0, jnp.inf]]))
+    >>> _ = optimizer.update(model, grads)
+    >>> print(ols.get_loss_scale(optimizer.opt_state), optimizer.step[...])
+    512.0 2
+  """
+  _find_state(optimizer, path)  # Raises now rather than in the first step.
+  if argnums is None:
+    argnums = nnx.DiffState(0, optimizer.wrt)
+  # Flax refuses a bound method, which our function around it would hide.
+  nnx.value_and_grad(fun)
+
+  @functools.wraps(fun)
+  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    state = _find_state(optimizer, path)
+    _refuse_frozen(state)
+    loss_scale = _state.get_loss_scale(state)
+    # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
+    value_and_grad = nnx.value_and_grad(
+      _gradients.scaled_loss_fn(fun, loss_scale, has_aux),
+      argnums=argnums,
+      has_aux=True,
+      graph=True,
+      graph_updates=True,
+    )
+    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
+    return value, _gradients.inf_where_unusable(
+      loss_scale, loss.dtype, gradients
+    )
+
+  return scaled_value_and_grad_fun
+
+
+@contextlib.contextmanager
+def select_on_skip(
+  optimizer: nnx.Optimizer[Any], *nodes: Any, path: str | None = None
+) -> Iterator[None]:
+  """Undoes what a step changes in a model, if the optimizer skips the step.
+
+  A forward pass moves batch statistics and counts of random keys in place,
+  before anyone knows that the gradients will overflow: an inf in a running
+  variance stays for ever. Put the whole step into one `with` block, the loss,
+  the optimizer's update and what follows from it, such as a moving average of
+  the parameters. On a skip each variable of `nodes` has its old value at the
+  end of the block, bit for bit. That is a `jnp.where`, so it works under
+  `nnx.jit` and `nnx.scan`.
+
+  What is sown (`nnx.Intermediate`) is left, since it reports on the step, and
+  so is what the step itself creates or removes. If the block raises, nothing
+  is selected.
+
+  Args:
+    optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`. It
+      is updated once in the block; it keeps its new S.
+    *nodes: the model, and what else moves with it or not at all: an EMA model,
+      `nnx.Rngs`, metrics, another optimizer.
+    path: which scale, if the optimizer holds several. See `get_loss_scale`.
+
+  Raises:
+    TypeError: if `optimizer` is no `nnx.Optimizer`, or a node no NNX object.
+    ValueError: if the optimizer holds no scale, or several and no path; if a
+      node holds the optimizer's own state; at the end of the block, if the
+      optimizer was not updated in it, or if a variable changed its shape.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
+    >>> x = jnp.array([[0.0, 0.0], [0.0, jnp.inf]])
+    >>> with ols.nnx.select_on_skip(optimizer, model):
+    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    ...   loss, grads = value_and_grad(model, x)
+    ...   _ = optimizer.update(model, grads)
+    >>> print(model.mean[...], ols.get_loss_scale(optimizer.opt_state))
+    [0. 0.] 512.0
+  """
+  _find_state(optimizer, path)  # Raises now rather than after the step.
+  _check_nodes(optimizer, nodes)
+  step = optimizer.step.get_value()
+  old = _values(nodes)
+  yield
+  if optimizer.step.get_value() is step:
+    raise ValueError(
+      "`optimizer` must be updated in the block, got to its end without; call "
+      "optimizer.update(model, grads) inside the with statement."
+    )
+  new = _values(nodes)
+  skipped = _find_state(optimizer, path).skipped
+  selected = {
+    place: _select_value(skipped, place, new[place], old[place])
+    for place in new
+    if place in old
+  }
+  nnx.update(nodes, nnx.from_flat_state(selected))
+
+
+def _find_state(
+  optimizer: nnx.Optimizer[Any], path: str | None
+) -> _state.LossScalingState:
+  """Returns the loss scaling's state in an optimizer, as plain arrays."""
+  if not isinstance(optimizer, nnx.Optimizer):
+    raise TypeError(
+      f"`optimizer` must be an nnx.Optimizer, got {type(optimizer).__name__}; "
+      "with an optimizer's state, outside of NNX, use "
+      "optax_lossscale.scaled_value_and_grad and "
+      "optax_lossscale.select_on_skip."
+    )
+  opt_state = nnx.as_pure(optimizer.opt_state)
+  if not _state.find_states(opt_state):
+    raise ValueError(
+      "`optimizer` must hold loss scaling, got one whose state is a "
+      f"{type(opt_state).__name__} without it; wrap its transformation: "
+      "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
+    )
+  return _state.find_state(opt_state, path)
+
+
+def _refuse_frozen(state: _state.LossScalingState) -> None:
+  """Raises if a compiled function would hold the optimizer's S for ever."""
+  try:
+    _state.refuse_frozen(state)
+  except ValueError as error:
+    raise ValueError(
+      "`optimizer` must be an argument of the function that is jitted or "
+      "scanned, got one that was closed over: what is compiled would use its "
+      f"loss scale {float(_state.get_loss_scale(state))} for ever. Pass it in, "
+      "as in nnx.jit(lambda model, optimizer, batch: "
+      "scaled_value_and_grad(loss_fn, optimizer)(model, batch))."
+    ) from error
+
+
+def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
+  rule = "`nodes` must be NNX objects, which a step changes in place"
+  if not nodes:
+    raise TypeError(
+      f"{rule}, got none; pass the model: select_on_skip(optimizer, model)."
+    )
+  for node in nodes:
+    if not isinstance(node, (nnx.Pytree, nnx.Variable)):
+      raise TypeError(
+        f"{rule}, got {type(node).__name__}; select what is returned anew by "
+        "optax_lossscale.select_on_skip(optimizer.opt_state, new, old)."
+      )
+  own = {id(variable) for variable in _variables(optimizer).values()}
+  for place, variable in _variables(nodes).items():
+    if id(variable) in own:
+      raise ValueError(
+        "`nodes` must not hold the state of `optimizer`, since its loss scale "
+        f"moves on a skipped step, got it at {_name(place)!r}; pass the model "
+        "alone. The optimizer keeps its own state on a skip."
+      )
+
+
+def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
+  """Returns each variable by its path, once if it is shared."""
+  return {
+    place: value
+    for place, value in nnx.iter_graph(node, graph=True)
+    if isinstance(value, nnx.Variable)
+  }
+
+
+def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
+  """Returns the values that nodes have now, each by its path."""
+  # What is sown reports on a step. None goes on from it.
+  state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
+  return dict(nnx.to_flat_state(nnx.as_pure(state)))
+
+
+def _select_value(
+  skipped: Any, place: tuple[Any, ...], new: Any, old: Any
+) -> Any:
+  _select.check_structure(
+    "in a step that may be skipped a variable must keep its structure",
+    {_name(place): new},
+    {_name(place): old},
+  )
+  return _select.select(skipped, old, new)
+
+
+def _name(place: tuple[Any, ...]) -> str:
+  return "/".join(str(key) for key in place)

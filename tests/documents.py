@@ -1,0 +1,51 @@
+"""Code in Markdown pages, so that tests can run what a reader would type."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def read(page):
+  """Returns the text of a page, by its path in the repository."""
+  return (ROOT / page).read_text()
+
+
+def section(text, title):
+  """Returns a section of a page with what is below it.
+
+  Args:
+    text: the page.
+    title: of the section, of any level.
+  """
+  heading = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
+  assert heading, f"There is no section {title!r}."
+  rest = text[heading.end() :]
+  level = len(heading[1])
+  following = re.search(rf"^#{{1,{level}}} (?!#)", _no_code(rest), re.MULTILINE)
+  return rest[: following.start()] if following else rest
+
+
+def blocks(text, language="python"):
+  """Returns the code blocks of one language."""
+  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def run(text, names):
+  """Runs the Python blocks one after the other and returns all names.
+
+  Args:
+    text: a page or a section.
+    names: what the blocks find there; not changed.
+  """
+  names = dict(names)
+  for block in blocks(text):
+    exec(compile(block, "<block>", "exec"), names)
+  return names
+
+
+def _no_code(text):
+  """Returns text of the same length with code blanked: `#` is no heading."""
+  return re.sub(
+    r"```.*?```", lambda match: " " * len(match[0]), text, flags=re.DOTALL
+  )

@@ -1,0 +1,1 @@
+"""The pages of docs/recipes do what they say, block by block."""

@@ -1,0 +1,153 @@
+"""The recipes for debugging find what they say, and name the right culprit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import documents
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+PAGE = documents.read("docs/recipes/debugging.md")
+PARAMS = {"kernel": jnp.full((4, 3), 0.25)}
+GOOD = {
+  "x": jnp.linspace(0.25, 1.0, 8).reshape(2, 4),
+  "y": jnp.array([1.0, 2.0]),
+}
+# A row of zeros: the derivative of its root is infinite, and inf * 0 is NaN.
+ZERO = dict(GOOD, x=GOOD["x"].at[0].set(0.0))
+# Fine in float32, and beyond float16 whatever S is.
+LARGE = dict(GOOD, x=GOOD["x"] * 2.0**17)
+
+
+def loss_fn(params, batch):
+  hidden = jnp.sqrt(jnp.abs(batch["x"] @ params["kernel"]))
+  return jnp.mean((hidden.sum(axis=-1) - batch["y"]) ** 2)
+
+
+def run(title, batch=GOOD, loss_fn=loss_fn, loss_scale=1024.0):
+  """Returns what the code of a section defines."""
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(loss_scale))
+  names = {
+    "batch": batch,
+    "functools": functools,
+    "jax": jax,
+    "jnp": jnp,
+    "loss_fn": loss_fn,
+    "ols": ols,
+    "opt_state": tx.init(PARAMS),
+    "optax": optax,
+    "params": PARAMS,
+    "tx": tx,
+  }
+  return documents.run(documents.section(PAGE, title), names)
+
+
+@pytest.mark.parametrize(
+  ("batch", "cause"),
+  [
+    (ZERO, "the model or the batch"),
+    (LARGE, "float16, whatever S is"),
+    (GOOD, "S"),
+  ],
+  ids=["model", "float16", "scale"],
+)
+def test_the_cause_is_found(batch, cause):
+  assert run("The model's NaN, or an overflow of S", batch)["cause"] == cause
+
+
+def test_debug_nans_stops_at_the_models_nan():
+  with pytest.raises(FloatingPointError, match="nan"):
+    run("Where a NaN comes from", ZERO)
+  assert np.isfinite(run("Where a NaN comes from")["loss"])
+
+
+def test_debug_nans_names_the_line_of_a_nan_in_the_forward_pass():
+  def negative_loss_fn(params, batch):
+    return jnp.sum(jnp.log(-params["kernel"]))
+
+  with pytest.raises(FloatingPointError, match="nan.* log") as raised:
+    run("Where a NaN comes from", loss_fn=negative_loss_fn)
+  names = [entry.name for entry in raised.traceback]
+  assert "negative_loss_fn" in names
+
+
+@pytest.mark.parametrize(
+  ("batch", "loss_scale", "overflow", "undefined"),
+  [
+    (GOOD, 1024.0, False, False),
+    (ZERO, 1024.0, False, True),
+    (GOOD, 2.0**40, True, False),
+  ],
+  ids=["clean", "undefined", "overflow"],
+)
+def test_overflow_and_undefined_are_told_apart(
+  batch, loss_scale, overflow, undefined, capsys
+):
+  def mixed_loss_fn(params, batch):
+    return ols.autocast(loss_fn, "O1")(params, batch)
+
+  names = run("Overflow or undefined", batch, mixed_loss_fn, loss_scale)
+  counts = names["counts"]
+  assert (counts.overflow > 0, counts.undefined > 0) == (overflow, undefined)
+  assert f"{counts.undefined} undefined" in capsys.readouterr().out
+
+
+def test_the_fault_lies_between_the_taps():
+  counts = run("At which layer", ZERO)["counts"]
+  assert counts["sqrt"] == 0
+  assert counts["product"] == 3
+  counts = run("At which layer")["counts"]
+  assert counts == {"product": 0, "sqrt": 0}
+
+
+def test_only_skipped_steps_are_printed(capfd):
+  names = run("Printing from inside jit")
+  for batch in (GOOD, ZERO, GOOD):
+    jax.block_until_ready(
+      names["train_step"](PARAMS, names["opt_state"], batch)
+    )
+  jax.effects_barrier()
+  (line,) = capfd.readouterr().out.splitlines()
+  assert line.startswith("skipped: loss ")
+  assert line.endswith("S now 512.0, nan True, stalled False")
+
+
+def test_headroom_is_how_many_doublings_remain():
+  title = "Tuning S"
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+  gradients = jnp.array([2.0**-3, 2.0**3])
+  update, state = jax.jit(tx.update), tx.init(gradients)
+  _, state = update(gradients, state)
+  text = documents.section(PAGE, title)
+  names = documents.run(
+    text, {"jnp": jnp, "ols": ols, "opt_state": state, "optax": optax}
+  )
+  doublings = int(np.floor(names["headroom"]))
+  as_float16 = jnp.float16(gradients)
+  for extra, overflows in ((doublings, False), (doublings + 1, True)):
+    scaled = as_float16 * jnp.float16(2.0**extra)
+    assert bool(jnp.isinf(scaled).any()) == overflows
+  assert ols.get_loss_scale(names["opt_state"]) == 2.0**12
+  update(gradients, names["opt_state"])
+  assert update._cache_size() == 1
+
+
+def test_a_check_of_ones_own_is_reported():
+  names = run("A check of your own")
+  assert names["message"] is None
+  assert names["opt_state"].applied_steps == 1
+
+  def infinite_loss_fn(params, batch):
+    return loss_fn(params, batch) + jnp.inf
+
+  message = run("A check of your own", loss_fn=infinite_loss_fn)["message"]
+  assert "the loss is inf" in message

@@ -1,0 +1,311 @@
+"""The recipes for Flax Linen do what their page says."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import documents
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+PAGE = documents.read("docs/recipes/linen.md")
+
+BATCH = {
+  "x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32),
+  "y": np.arange(8) % 2,
+}
+# Float16 does not hold it.
+BAD_BATCH = {**BATCH, "x": 1e6 * BATCH["x"]}
+NAN_BATCH = {**BATCH, "x": np.full_like(BATCH["x"], np.nan)}
+BATCHES = (BATCH, BAD_BATCH, BATCH, BATCH)
+
+FP8 = "_overwrite_with_gradient"
+
+
+class Model(nn.Module):
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.Dense(4, use_bias=False, dtype=self.dtype)(x)
+    x = nn.BatchNorm(not train, momentum=0.5)(x)
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(2, dtype=self.dtype)(x)
+
+
+def make_names(**names):
+  """Returns what the page takes for granted."""
+  rule = ols.DynamicLossScale(2.0**10)
+  return {
+    "Any": Any,
+    "batch": BATCH,
+    "functools": functools,
+    "jax": jax,
+    "jnp": jnp,
+    "nn": nn,
+    "ols": ols,
+    "optax": optax,
+    "rule": rule,
+    "train_state": train_state,
+    "tx": ols.loss_scaling(optax.sgd(0.5), rule),
+    **names,
+  }
+
+
+@functools.cache
+def recipe(title):
+  """Returns the names after a section that builds on "A train state"."""
+  if title == "A train state":
+    names = make_names(model=Model(jnp.float16))
+  else:
+    names = dict(recipe("A train state"))
+  if title == "A model written in float32":
+    names["state"] = names["state"].replace(apply_fn=Model().apply)
+  return documents.run(documents.section(PAGE, title), names)
+
+
+def test_the_page_begins_with_an_optimizer():
+  text = PAGE.partition("## ")[0]
+  names = documents.run(text, {"ols": ols, "optax": optax})
+  assert names["tx"].init({"w": jnp.ones(1)}).applied_steps == 0
+
+
+@functools.cache
+def float32_steps():
+  """Returns what the steps that do not overflow do, in plain float32."""
+  model = Model()
+  variables = model.init(jax.random.key(0), BATCH["x"], train=False)
+  params, stats = variables["params"], variables["batch_stats"]
+  ema, key = params, jax.random.key(1)
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def gradients(params, stats, dropout_key):
+    logits, new = model.apply(
+      {"params": params, "batch_stats": stats},
+      BATCH["x"],
+      train=True,
+      mutable=["batch_stats"],
+      rngs={"dropout": dropout_key},
+    )
+    probabilities = jax.nn.log_softmax(logits)[np.arange(8), BATCH["y"]]
+    return -jnp.mean(probabilities), new["batch_stats"]
+
+  for batch in BATCHES:
+    if batch is BAD_BATCH:
+      continue
+    key, dropout_key = jax.random.split(key)
+    grads, stats = gradients(params, stats, dropout_key)
+    params = jax.tree.map(lambda x, g: x - 0.5 * g, params, grads)
+    ema = jax.tree.map(lambda x, mean: 0.01 * x + 0.99 * mean, params, ema)
+  return {"params": params, "batch_stats": stats, "ema": ema}, key
+
+
+@functools.cache
+def train(title):
+  """Returns the state after each batch, the first one before any."""
+  names = recipe(title)
+  states = [names["state"]]
+  for batch in BATCHES:
+    # A copy, since the recipe's step is given its state to overwrite.
+    given = jax.tree.map(jnp.copy, states[-1])
+    states.append(names["train_step"](given, batch)[0])
+  return states
+
+
+def is_equal(a, b):
+  """Returns whether two trees hold the same numbers."""
+  return jax.tree.all(jax.tree.map(jnp.array_equal, a, b))
+
+
+TITLES = ["A train state", "A model written in float32"]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_a_train_state_follows_float32_and_leaves_the_bad_batch_out(title):
+  states = train(title)
+  expected, key = float32_steps()
+  found = {name: getattr(states[-1], name) for name in expected}
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=0.01)
+  assert jnp.array_equal(states[-1].key, key)
+  assert (states[-1].step, states[-1].attempts) == (3, 4)
+  scales = [float(state.loss_scale) for state in states]
+  assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_its_skipped_step_changes_nothing_but_the_scale(title):
+  _, before, after, *_ = train(title)
+  assert after.skipped
+  for name in ("params", "batch_stats", "ema", "key", "step"):
+    assert is_equal(getattr(before, name), getattr(after, name))
+
+
+def test_evaluation_uses_the_moving_average():
+  evaluate = recipe("Evaluating with the moving average")["evaluate"]
+  state = train("A train state")[-1]
+  expected, _ = float32_steps()
+  variables = {"params": expected["ema"], "batch_stats": state.batch_stats}
+  logits = np.asarray(Model().apply(variables, BATCH["x"], train=False))
+  accuracy = np.mean(np.argmax(logits, -1) == BATCH["y"])
+  assert evaluate(state, BATCH) == accuracy
+  reversed_average = jax.tree.map(jnp.negative, state.ema)
+  assert evaluate(state.replace(ema=reversed_average), BATCH) != accuracy
+
+
+def test_the_logged_learning_rate_is_the_one_that_the_step_takes():
+  params = jnp.array([4.0, -2.0])
+  names = make_names(params=params)
+  names = documents.run(
+    documents.section(PAGE, "A learning rate to log"), names
+  )
+  state, momentum = names["state"], np.zeros(2)
+  for gradient in (1.0, np.inf, np.nan, 2.0, -1.0):
+    rate = names["metrics"](state)["learning_rate"]
+    grads = jnp.full(2, gradient) * state.loss_scale
+    after = state.apply_gradients(grads=grads)
+    if np.isfinite(gradient):
+      momentum = 0.9 * momentum + gradient
+      moved = np.asarray(state.params) - rate * momentum
+      np.testing.assert_allclose(after.params, moved, rtol=1e-6)
+      assert names["metrics"](after)["learning_rate"] < rate
+    else:
+      assert names["metrics"](after)["learning_rate"] == rate
+    state = after
+  assert names["metrics"](state)["skipped_steps"] == 2
+
+
+def test_with_multi_steps_the_rate_is_read_at_its_count():
+  inner = optax.MultiSteps(optax.sgd(1.0), 2)
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0))
+  state = ols.linen.TrainState.create(apply_fn=None, params=jnp.zeros(1), tx=tx)
+  for _ in range(3):
+    state = state.apply_gradients(grads=jnp.ones(1))
+  assert state.step == 3
+  assert state.opt_state.inner_state.gradient_step == 1
+
+
+@functools.cache
+def fp8_names():
+  """Returns the names after the recipe for FP8."""
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(2.0**10))
+  names = make_names(tx=tx, inner=inner)
+  return documents.run(documents.section(PAGE, "FP8"), names)
+
+
+@functools.cache
+def bare_state():
+  """Returns Flax's own train state without loss scaling, after two steps."""
+  names = fp8_names()
+
+  @jax.jit
+  def step(state):
+    grads = jax.grad(names["loss_fn"])(state.params, state.apply_fn, BATCH)
+    return state.apply_gradients(grads=grads)
+
+  state = train_state.TrainState.create(
+    apply_fn=names["model"].apply,
+    params=names["variables"],
+    tx=names["inner"],
+  )
+  return step(step(state))
+
+
+def test_fp8_values_are_stored_and_stay_on_a_skip():
+  names = fp8_names()
+  state = names["state"]
+  first, loss = names["train_step"](state, BATCH)
+  assert first.step == 1
+  reference = nn.Dense(16).apply({"params": state.params["params"]}, BATCH["x"])
+  expected = -jax.nn.log_softmax(reference)[np.arange(8), BATCH["y"]].mean()
+  np.testing.assert_allclose(loss, expected, rtol=0.1)
+  (old,), (new,) = state.params[FP8].values(), first.params[FP8].values()
+  # The largest input that the layer has seen.
+  seen = new["input_amax_history"][0]
+  assert old["input_amax_history"][0] == 0
+  np.testing.assert_allclose(seen, np.abs(BATCH["x"]).max(), rtol=0.01)
+
+  skipped, _ = names["train_step"](first, NAN_BATCH)
+  assert skipped.skipped
+  assert is_equal(skipped.params, first.params)
+
+
+def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_history():
+  names = fp8_names()
+  # A bias is no part of the FP8 product, so its gradient would show the inf.
+  layer = names["model"].clone(use_bias=False)
+  variables = layer.init(jax.random.key(0), BATCH["x"])
+  state = ols.linen.TrainState.create(
+    # Together with S, the factor makes the layer's gradients inf.
+    apply_fn=lambda *args: 2.0**10 * layer.apply(*args),
+    params=variables,
+    tx=ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(2.0**127)),
+  )
+  assert not names["train_step"](state, BATCH)[0].skipped
+  assert names["watchful_train_step"](state, BATCH)[0].skipped
+  assert names["watchful_train_step"](names["state"], BATCH)[0].step == 1
+
+
+def test_flax_own_train_state_is_as_the_page_says():
+  ours = fp8_names()
+  text = documents.section(PAGE, "Flax's own train state")
+  *stock_blocks, _ = documents.blocks(text)
+  names = dict(ours)
+  for block in stock_blocks:
+    exec(block, names)
+  states = [(names["state"], ours["state"])]
+  for batch in (BATCH, NAN_BATCH, BATCH):
+    stock, other = (
+      x["train_step"](state, batch)[0]
+      for x, state in zip((names, ours), states[-1], strict=True)
+    )
+    assert is_equal(stock.params, other.params)
+    assert stock.opt_state.skipped == other.skipped == (batch is NAN_BATCH)
+    assert stock.step == other.attempts
+    states.append((stock, other))
+  metrics = ols.loss_scale_metrics(stock.opt_state)
+  assert metrics["applied_steps"] == other.step == 2
+
+
+def test_a_run_with_flax_own_train_state_goes_on_with_ours():
+  old = bare_state()
+  names = fp8_names() | {"old": old}
+  *_, block = documents.blocks(
+    documents.section(PAGE, "Flax's own train state")
+  )
+  exec(block, names)
+  state = names["state"]
+  assert (state.step, state.attempts, state.loss_scale) == (2, 0, 2.0**10)
+  assert is_equal(state.params, old.params)
+  assert is_equal(state.opt_state.inner_state, old.opt_state)
+  assert names["train_step"](state, BATCH)[0].step == 3
+
+
+def test_flax_own_train_state_alone_replaces_fp8_values_on_a_skip():
+  names = fp8_names()
+  state = train_state.TrainState.create(
+    apply_fn=names["model"].apply, params=names["variables"], tx=names["tx"]
+  )
+  after, _ = names["train_step"](state, NAN_BATCH)
+  assert after.opt_state.skipped
+  assert is_equal(after.params["params"], state.params["params"])
+  (values,) = after.params[FP8].values()
+  history = values["output_grad_amax_history"]
+  assert (len(history), bool(jnp.isnan(history[0]))) == (1024, True)

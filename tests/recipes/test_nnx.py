@@ -1,0 +1,276 @@
+"""The recipes for Flax NNX do what their page says."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_lossscale as ols
+from tests import documents
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+PAGE = documents.read("docs/recipes/nnx.md")
+BATCH = {
+  "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),
+  "y": np.arange(8) % 2,
+}
+# Float16 does not hold it.
+BAD_BATCH = {**BATCH, "x": 1e6 * BATCH["x"]}
+BATCHES = (BATCH, BAD_BATCH, BATCH, BATCH)
+# S is a power of two and float32 has range, so there it changes no bit.
+INFINITE_BATCH = {**BATCH, "x": np.full((8, 4), np.inf, np.float32)}
+
+
+class Model(nnx.Module):
+  def __init__(self, dtype=None):
+    rngs = nnx.Rngs(0)
+    options = {"dtype": dtype, "rngs": rngs}
+    self.dense = nnx.Linear(4, 4, use_bias=False, **options)
+    self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.head = nnx.Linear(4, 2, **options)
+
+  def __call__(self, x):
+    return self.head(self.dropout(self.norm(self.dense(x))))
+
+
+def make_names(**names):
+  """Returns what the page takes for granted, and its first recipe's loss."""
+  rule = ols.DynamicLossScale(2.0**10)
+  names = {
+    "batch": BATCH,
+    "jax": jax,
+    "jnp": jnp,
+    "model": Model(jnp.float16),
+    "nnx": nnx,
+    "ocp": ocp,
+    "ols": ols,
+    "optax": optax,
+    "rule": rule,
+    "tx": ols.loss_scaling(optax.sgd(0.5), rule),
+    **names,
+  }
+  return documents.run(documents.section(PAGE, "A train step"), names)
+
+
+def recipe(title, **names):
+  return documents.run(documents.section(PAGE, title), make_names(**names))
+
+
+def values(node):
+  """Returns copies of all values of a node, by their paths."""
+  state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
+  return {path: data(value) for path, value in state}
+
+
+def data(value):
+  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    value = jax.random.key_data(value)
+  return np.array(value)
+
+
+def assert_same(left, right):
+  jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def assert_close(left, right, atol):
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=atol), left, right
+  )
+
+
+@functools.cache
+def bare_training(steps):
+  """Returns the values of a model trained without this library, in float32."""
+  model = Model()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+  loss_fn = make_names()["loss_fn"]
+
+  @nnx.jit
+  def step(model, optimizer, batch):
+    _, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+
+  for _ in range(steps):
+    step(model, optimizer, BATCH)
+  return values(model)
+
+
+def test_the_page_begins_with_an_optimizer():
+  text = PAGE.partition("## ")[0]
+  names = documents.run(text, {"ols": ols, "optax": optax})
+  assert names["tx"].init({"w": jnp.ones(1)}).applied_steps == 0
+
+
+def test_a_train_step_is_the_bare_one_bit_for_bit_and_skips_as_a_whole():
+  names = make_names(model=Model())
+  model, optimizer = names["model"], names["optimizer"]
+  for i, batch in enumerate((BATCH, INFINITE_BATCH, BATCH)):
+    before = values(model)
+    names["train_step"](model, optimizer, batch)
+    if i == 1:
+      assert_same(values(model), before)
+  assert_same(values(model), bare_training(2))
+  assert ols.get_loss_scale(optimizer.opt_state) == 2.0**9
+
+
+def test_a_train_step_in_float16_follows_float32():
+  names = make_names()
+  model, optimizer = names["model"], names["optimizer"]
+  for batch in BATCHES:
+    loss = names["train_step"](model, optimizer, batch)
+    assert loss.dtype == jnp.float32
+  assert optimizer.opt_state.skipped_steps[...] == 1
+  assert_close(values(model), bare_training(3), atol=3e-3)
+
+
+def test_the_learning_rate_is_read_where_the_schedule_stands():
+  names = recipe("What the optimizer counts")
+  model, optimizer = names["model"], names["optimizer"]
+  for batch in BATCHES:
+    names["train_step"](model, optimizer, batch)
+  metrics = names["metrics"](optimizer)
+  assert optimizer.step[...] == 4
+  assert metrics["applied_steps"] == 3
+  counts = optax.tree.get_all_with_path(
+    nnx.as_pure(optimizer.opt_state.inner_state), "count"
+  )
+  assert [int(count) for _, count in counts] == [3]
+  expected = 0.5 * 1e-2 * (1 + np.cos(np.pi * 3 / 1000))
+  np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
+  assert not isinstance(metrics["skipped"], nnx.Variable)
+  assert not optimizer.opt_state.skipped[...]
+
+
+def test_an_average_and_random_keys_move_with_the_model():
+  names = recipe("What else moves with the model")
+  model, optimizer, ema, rngs = (
+    names[name] for name in ("model", "optimizer", "ema", "rngs")
+  )
+  average = values(nnx.state(model, nnx.Param))
+  for batch in BATCHES:
+    before = values((model, ema, rngs))
+    names["train_step"](model, optimizer, ema, rngs, batch)
+    if batch is BAD_BATCH:
+      assert_same(values((model, ema, rngs)), before)
+      continue
+    params = values(nnx.state(model, nnx.Param))
+    average = jax.tree.map(
+      lambda old, new: 0.99 * old + 0.01 * new, average, params
+    )
+  assert_close(values(nnx.state(ema, nnx.Param)), average, atol=1e-6)
+  assert rngs.noise.count[...] == 3
+
+
+def test_only_the_adapters_are_trained():
+  class Adapted(nnx.Module):
+    def __init__(self):
+      self.dense = nnx.LoRALinear(
+        4, 2, lora_rank=2, dtype=jnp.float16, rngs=nnx.Rngs(0)
+      )
+
+    def __call__(self, x):
+      return self.dense(x)
+
+  model = Adapted()
+  before = values(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+  recipe("A part of the parameters", model=model)
+  assert_same(values(nnx.state(model, nnx.Not(nnx.LoRAParam))), before)
+  # The adapter's second factor starts as zeros; this is softmax regression.
+  reference = Adapted()
+  inputs = np.float64(BATCH["x"] @ reference.dense.lora.lora_a[...])
+  logits = np.float64(
+    BATCH["x"] @ reference.dense.kernel[...] + reference.dense.bias[...]
+  )
+  probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  gradient = inputs.T @ (probabilities - np.eye(2)[BATCH["y"]]) / 8
+  np.testing.assert_allclose(
+    model.dense.lora.lora_b[...], -0.5 * gradient, atol=2e-3
+  )
+
+
+def test_the_norm_is_that_of_unscaled_gradients():
+  names = recipe("The true gradient norm", model=Model())
+  expected = nnx.jit(nnx.grad(names["loss_fn"]))(Model(), BATCH)
+  _, norm = names["train_step"](names["model"], names["optimizer"], BATCH)
+  np.testing.assert_allclose(
+    norm, optax.tree.norm(nnx.as_pure(expected)), rtol=1e-5
+  )
+  _, norm = names["train_step"](
+    names["model"], names["optimizer"], INFINITE_BATCH
+  )
+  assert not np.isfinite(norm)
+
+
+def test_pure_functions_are_the_bare_step_bit_for_bit_and_skip_as_a_whole():
+  names = recipe("Pure functions under jax.jit", model=Model())
+  state = tuple(names[name] for name in ("params", "rest", "opt_state"))
+  for batch in (BATCH, INFINITE_BATCH, BATCH):
+    *state, _ = names["train_step"](*state, batch)
+  params, rest, opt_state = state
+  assert opt_state.skipped_steps == 1
+  assert_same(
+    values(nnx.merge(names["graphdef"], params, rest)), bare_training(2)
+  )
+
+
+def test_a_model_in_float32_is_autocast():
+  names = make_names(model=Model())
+  for title in ("Pure functions under jax.jit", "A model written in float32"):
+    names = documents.run(documents.section(PAGE, title), names)
+  state = tuple(names[name] for name in ("params", "rest", "opt_state"))
+  jaxpr = str(jax.make_jaxpr(names["train_step"])(*state, BATCH))
+  assert "f16" in jaxpr
+  for batch in BATCHES:
+    *state, _ = names["train_step"](*state, batch)
+  params, rest, opt_state = state
+  assert opt_state.skipped_steps == 1
+  assert_close(
+    values(nnx.merge(names["graphdef"], params, rest)),
+    bare_training(3),
+    atol=3e-3,
+  )
+
+
+def test_a_model_that_nothing_changes_is_autocast_as_an_object():
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  names = make_names(model=model)
+  assert "ols.nnx.scaled_value_and_grad(ols.autocast(loss_fn, " in PAGE
+  mixed_loss_fn = ols.autocast(names["loss_fn"], "O1")
+  (loss, grads), (expected, gradients) = nnx.jit(
+    lambda model, optimizer: (
+      ols.nnx.scaled_value_and_grad(mixed_loss_fn, optimizer)(model, BATCH),
+      nnx.value_and_grad(names["loss_fn"])(model, BATCH),
+    )
+  )(model, names["optimizer"])
+  assert loss != expected
+  np.testing.assert_allclose(loss, expected, atol=1e-3)
+  np.testing.assert_allclose(
+    grads["kernel"][...], 1024 * gradients["kernel"][...], atol=5
+  )
+
+
+def test_a_training_resumed_reaches_the_same_bits(tmp_path):
+  names = recipe("Saving and resuming")
+  both = names["model"], names["optimizer"]
+  for batch in BATCHES[:2]:
+    names["train_step"](*both, batch)
+  names["save"](tmp_path / "checkpoint", *both)
+  model = Model(jnp.float16)
+  resumed = model, nnx.Optimizer(model, names["tx"], wrt=nnx.Param)
+  names["restore"](tmp_path / "checkpoint", *resumed)
+  assert_same(values(resumed), values(both))
+  for batch in BATCHES[1:]:
+    for each in (both, resumed):
+      names["train_step"](*each, batch)
+  assert_same(values(resumed), values(both))
+  assert ols.get_loss_scale(both[1].opt_state) == 2.0**8

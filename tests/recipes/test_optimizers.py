@@ -1,0 +1,512 @@
+"""The recipes for optimizers, against the bare optimizer on true gradients.
+
+On an applied step and on one that overflows. All optimizers are in
+tests/test_contract.py and tests/test_exported_optimizers.py; what else goes
+wrong where the wrapper does not stand outside is in tests/test_chaining.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import documents
+from tests.optimizers import to_bits
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+PAGE = documents.read("docs/recipes/optimizers.md")
+SCALE = 2.0**15
+RULE = ols.DynamicLossScale(SCALE, growth_interval=3)
+PARAMS = {
+  "bias": jnp.array([0.5, -0.25, 1.0]),
+  "kernel": (jnp.arange(12.0) / 8 - 0.5).reshape(4, 3),
+}
+# A step that overflows is one whose gradients, or batch, are None here.
+STEPS = (0, None, 1, 2, None, None, 3, 4)
+APPLIED = (0, 1, 2, 3, 4)
+
+# Those whose `tx` takes gradients and nothing else.
+PLAIN = (
+  "Clipping",
+  "Gradient noise",
+  "Learning-rate schedules",
+  "An average of the updates",
+  "Sharpness-aware minimization",
+  "Parameter groups",
+  "Frozen parameters",
+  "Accumulation with MultiSteps",
+)
+
+
+def loss_fn(params, batch):
+  x, y = batch[..., :4], batch[..., 4:]
+  output = jnp.tanh(x @ params["kernel"] + params["bias"])
+  return jnp.mean((output - y) ** 2)
+
+
+@functools.cache
+def recipe(title):
+  """Returns what the code of a section defines."""
+  names = {
+    "functools": functools,
+    "jax": jax,
+    "jnp": jnp,
+    "loss_fn": loss_fn,
+    "ols": ols,
+    "optax": optax,
+    "params": PARAMS,
+    "rule": RULE,
+  }
+  return documents.run(documents.section(PAGE, title), names)
+
+
+def make_batch(i):
+  """Returns a batch of its own for each number, and inf for None."""
+  if i is None:
+    return jnp.full((5, 7), jnp.inf)
+  return jnp.asarray(np.random.RandomState(i).uniform(-1, 1, (5, 7)), "float32")
+
+
+def make_gradients(i):
+  if i is None:
+    return {"bias": jnp.zeros(3), "kernel": jnp.full((4, 3), jnp.inf)}
+  normal = np.random.RandomState(i).normal
+  return jax.tree.map(
+    lambda x: jnp.asarray(normal(size=x.shape), x.dtype), PARAMS
+  )
+
+
+def scaled(gradients, opt_state):
+  loss_scale = ols.get_loss_scale(opt_state)
+  return jax.tree.map(lambda x: x * loss_scale, gradients)
+
+
+@jax.jit
+def apply(params, updates):
+  return optax.apply_updates(params, updates)
+
+
+def train(update, state, steps=STEPS, params=PARAMS):
+  """Returns parameters and state after gradients that are scaled on the way."""
+  for i in steps:
+    updates, state = update(scaled(make_gradients(i), state), state, params)
+    params = apply(params, updates)
+  return params, state
+
+
+def train_bare(inner, steps=APPLIED, params=PARAMS):
+  """Returns parameters and state after the same gradients, never scaled."""
+  if isinstance(inner, optax.MultiSteps):
+    inner = inner.gradient_transformation()
+  update = jax.jit(inner.update)
+  state = inner.init(params)
+  for i in steps:
+    updates, state = update(make_gradients(i), state, params)
+    params = apply(params, updates)
+  return params, state
+
+
+def assert_same_bits(left, right):
+  assert jax.tree.structure(left) == jax.tree.structure(right)
+  assert to_bits(left) == to_bits(right)
+
+
+def run_steps(step, carry, steps):
+  """Returns the last carry, and all losses."""
+  losses = []
+  for i in steps:
+    *carry, loss = step(*carry, make_batch(i))
+    losses.append(float(loss))
+  return carry, losses
+
+
+@pytest.mark.parametrize("title", PLAIN)
+def test_all_is_as_if_a_skipped_step_had_not_been(title):
+  """The authority is the optimizer alone, without S and those steps."""
+  names = recipe(title)
+  params, state = train(jax.jit(names["tx"].update), names["tx"].init(PARAMS))
+  bare_params, bare_state = train_bare(names["inner"])
+  assert (state.applied_steps, state.skipped_steps) == (5, 3)
+  assert_same_bits(params, bare_params)
+  assert_same_bits(state.inner_state, bare_state)
+
+
+def bare_step(inner, extra_args=lambda loss, grads, batch: {}):
+  """Returns the step that a program without loss scaling has."""
+  inner = optax.with_extra_args_support(inner)
+
+  @jax.jit
+  def step(params, state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, state = inner.update(
+      grads, state, params, **extra_args(loss, grads, batch)
+    )
+    return optax.apply_updates(params, updates), state, loss
+
+  return step
+
+
+def assert_steps_agree(title, bare, inner):
+  """Asserts that a recipe's own step trains as the bare one does."""
+  names = recipe(title)
+  carry = (PARAMS, names["tx"].init(PARAMS))
+  (params, state), losses = run_steps(names["train_step"], carry, STEPS)
+  carry = (PARAMS, inner.init(PARAMS))
+  (bare_params, bare_state), bare_losses = run_steps(bare, carry, APPLIED)
+  assert (state.applied_steps, state.skipped_steps) == (5, 3)
+  assert_same_bits(params, bare_params)
+  assert_same_bits(state.inner_state, bare_state)
+  assert (
+    np.array(losses)[[i is not None for i in STEPS]].tolist() == bare_losses
+  )
+
+
+def test_a_plateau_is_that_of_the_true_losses_of_applied_steps():
+  title = "Reducing the rate on a plateau"
+  inner = recipe(title)["inner"]
+  bare = bare_step(inner, lambda loss, grads, batch: {"value": loss})
+  assert_steps_agree(title, bare, inner)
+
+
+def test_a_line_search_sees_true_losses_and_gradients():
+  def extra_args(loss, grads, batch):
+    return {
+      "value": loss,
+      "grad": grads,
+      "value_fn": lambda params: loss_fn(params, batch),
+    }
+
+  inner = recipe("Line search")["inner"]
+  assert_steps_agree("Line search", bare_step(inner, extra_args), inner)
+
+
+def test_sam_in_one_step_is_that_of_optax():
+  """The authority is the opaque mode in float32, where nothing overflows."""
+  title = "Sharpness-aware minimization in one step"
+  names = recipe(title)
+  climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  inner = optax.contrib.sam(optax.adam(1e-3), climb, opaque_mode=True)
+  bare = bare_step(
+    inner,
+    lambda loss, grads, batch: {
+      "grad_fn": jax.grad(lambda params, _: loss_fn(params, batch))
+    },
+  )
+  carry = (PARAMS, names["tx"].init(PARAMS))
+  (params, state), _ = run_steps(names["train_step"], carry, STEPS)
+  carry = (PARAMS, inner.init(PARAMS))
+  (bare_params, bare_state), _ = run_steps(bare, carry, APPLIED)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6),
+    (params, state.inner_state),
+    (bare_params, bare_state.opt_state),
+  )
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_sam_in_one_step_skips_if_either_gradient_overflows(which):
+  def steep(params, batch):
+    # The climb goes from here to 0.5 and more, or from an inf to NaN.
+    is_at_start = params["kernel"] < 0.495
+    overflows = is_at_start if which == "first" else ~is_at_start
+    return jnp.sum(jnp.where(overflows, jnp.inf, 1.0) * params["kernel"])
+
+  title = "Sharpness-aware minimization in one step"
+  names = dict(recipe(title), loss_fn=steep)
+  names = documents.run(documents.section(PAGE, title), names)
+  params = {"kernel": jnp.full((4, 3), 0.49)}
+  state = names["tx"].init(params)
+  new_params, after, _ = names["train_step"](params, state, None)
+  assert after.skipped
+  assert_same_bits(new_params, params)
+  assert_same_bits(after.inner_state, state.inner_state)
+
+
+def test_sams_own_second_gradient_is_seen_by_nobody():
+  """Records why the opaque mode does not go inside as it is."""
+  climb = optax.sgd(0.05)
+  inner = optax.contrib.sam(optax.sgd(0.1), climb, opaque_mode=True)
+  tx = ols.loss_scaling(inner, RULE)
+
+  @jax.jit
+  def step(gradients, state):
+    def grad_fn(params, i):
+      return make_gradients(None)
+
+    return tx.update(gradients, state, PARAMS, grad_fn=grad_fn)
+
+  state = tx.init(PARAMS)
+  updates, state = step(scaled(make_gradients(0), state), state)
+  assert not state.overflow
+  assert np.isinf(updates["kernel"]).all()
+
+
+def test_differential_privacy_is_that_of_unscaled_gradients_per_example():
+  names = recipe("Differential privacy")
+  inner = names["inner"]
+
+  @jax.jit
+  def bare(params, state, batch):
+    value_and_grad = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0))
+    losses, grads = value_and_grad(params, batch)
+    updates, state = inner.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, jnp.mean(losses)
+
+  assert_steps_agree("Differential privacy", bare, inner)
+
+
+def test_one_example_that_overflows_skips_the_private_step():
+  names = recipe("Differential privacy")
+  state = names["tx"].init(PARAMS)
+  batch = make_batch(0).at[3, 0].set(jnp.inf)
+  params, after, _ = names["train_step"](PARAMS, state, batch)
+  assert after.skipped
+  assert_same_bits((params, after.inner_state), (PARAMS, state.inner_state))
+
+
+def test_an_average_of_the_parameters_stays_with_them():
+  names = recipe("An average of the parameters")
+  carry = (PARAMS, names["tx"].init(PARAMS), PARAMS)
+  (params, _, average), _ = run_steps(names["train_step"], carry, STEPS)
+  inner = optax.adam(1e-3)
+  step = bare_step(inner)
+  bare_params, state, bare_average = PARAMS, inner.init(PARAMS), PARAMS
+  for i in APPLIED:
+    bare_params, state, _ = step(bare_params, state, make_batch(i))
+    bare_average = jax.jit(optax.incremental_update)(
+      bare_params, bare_average, 0.01
+    )
+  assert_same_bits((params, average), (bare_params, bare_average))
+
+
+def test_lookahead_counts_applied_steps():
+  names = recipe("Lookahead")
+  steps = (0, None, 1, 2, None, 3, 4, 5)
+  carry = (names["params"], names["opt_state"])
+  (params, state), _ = run_steps(names["train_step"], carry, steps)
+  inner = optax.lookahead(optax.sgd(0.1), sync_period=6, slow_step_size=0.5)
+  bare_params = optax.LookaheadParams.init_synced(PARAMS)
+  bare_state = inner.init(bare_params)
+
+  @jax.jit
+  def bare(params, state, batch):
+    grads = jax.grad(loss_fn)(params.fast, batch)
+    updates, state = inner.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for i in range(6):
+    bare_params, bare_state = bare(bare_params, bare_state, make_batch(i))
+  assert_same_bits(params, bare_params)
+  # Synchronised, as optax rounds it.
+  np.testing.assert_allclose(
+    params.fast["kernel"], params.slow["kernel"], rtol=1e-6
+  )
+  assert_same_bits(state.inner_state, bare_state)
+
+
+def test_schedule_free_evaluates_what_the_bare_optimizer_would():
+  names = recipe("Schedule-free")
+  tx, inner = names["tx"], optax.contrib.schedule_free_adamw(1e-3)
+  params, state = train(jax.jit(tx.update), tx.init(PARAMS))
+  bare_params, bare_state = train_bare(inner)
+  evaluate = jax.jit(optax.contrib.schedule_free_eval_params)
+  evaluated = evaluate(state.inner_state, params)
+  assert_same_bits(evaluated, evaluate(bare_state, bare_params))
+  assert to_bits(evaluated) != to_bits(params)
+  assert_same_bits(names["evaluated"], PARAMS)
+
+
+def test_the_rate_that_the_page_reads_is_that_of_the_schedule():
+  names = recipe("Learning-rate schedules")
+  schedule = names["schedule"]
+  assert names["rate"] == schedule(0)
+  _, state = train(jax.jit(names["tx"].update), names["tx"].init(PARAMS))
+  read = state.inner_state.hyperparams["learning_rate"]
+  np.testing.assert_allclose(read, schedule(4), rtol=1e-6)
+  assert state.applied_steps == 5
+
+
+def test_a_rate_that_is_set_by_hand_compiles_nothing_again():
+  names = recipe("A rate that is set by hand")
+  update = jax.jit(names["tx"].update)
+  state = names["tx"].init(PARAMS)
+  for opt_state in (state, names["opt_state"]):
+    gradients = scaled(make_gradients(0), opt_state)
+    updates, _ = update(gradients, opt_state, PARAMS)
+  assert update._cache_size() == 1
+  expected = jax.tree.map(lambda x: -jnp.float32(0.05) * x, make_gradients(0))
+  assert_same_bits(updates, expected)
+
+
+def test_a_window_of_micro_batches_takes_one_more_for_a_bad_one():
+  tx = recipe("Accumulation with MultiSteps")["tx"]
+  update = jax.jit(tx.update)
+  params, state = train(update, tx.init(PARAMS), steps=(0, None, 1, 2))
+  assert state.inner_state.gradient_step == 0
+  assert_same_bits(params, PARAMS)
+  _, state = train(update, tx.init(PARAMS), steps=(0, None, 1, 2, 3))
+  assert state.inner_state.gradient_step == 1
+  assert (state.applied_steps, state.skipped_steps) == (4, 1)
+
+
+def test_frozen_parameters_stay_and_their_overflow_still_skips():
+  names = recipe("Frozen parameters")
+  update = jax.jit(names["tx"].update)
+  params, state = train(update, names["tx"].init(PARAMS), steps=APPLIED)
+  assert_same_bits(params["bias"], PARAMS["bias"])
+  assert to_bits(params["kernel"]) != to_bits(PARAMS["kernel"])
+  gradients = dict(make_gradients(0), bias=jnp.full((3,), jnp.nan))
+  _, state = update(gradients, state, params)
+  assert state.skipped
+
+
+def test_a_norm_above_the_threshold_skips_and_s_shrinks():
+  names = recipe("Skipping on a gradient norm")
+  state = names["tx"].init(PARAMS)
+  batch = make_batch(0)
+  _, after, _ = names["train_step"](PARAMS, state, batch)
+  assert not after.skipped
+  # Its outputs are far from what they are to be, and its gradients large.
+  far = batch.at[:, 4:].set(1000.0)
+  norm = jax.jit(
+    lambda batch: optax.tree.norm(jax.grad(loss_fn)(PARAMS, batch))
+  )(far)
+  assert norm > 100 and np.isfinite(norm)
+  params, after, _ = names["train_step"](PARAMS, state, far)
+  assert after.skipped and not after.nan and np.isfinite(after.amax)
+  assert ols.get_loss_scale(after) == SCALE / 2
+  assert_same_bits((params, after.inner_state), (PARAMS, state.inner_state))
+
+
+def test_skip_large_updates_leaves_s_as_it_is():
+  names = recipe("Skipping on a gradient norm, with S as it is")
+  assert not names["skipped"]
+  tx, state = names["tx"], names["opt_state"]
+  large = jax.tree.map(lambda x: 1000 * x, make_gradients(0))
+  update = jax.jit(tx.update)
+  updates, after = update(scaled(large, state), state, PARAMS)
+  assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+  inner_state = after.inner_state
+  assert inner_state.skip_state["should_skip"]
+  assert_same_bits(
+    inner_state.inner_opt_state, state.inner_state.inner_opt_state
+  )
+  assert not after.overflow and after.applied_steps == 1
+  assert after.loss_scale_state.loss_scale == SCALE
+  assert after.loss_scale_state.clean_steps == 1
+  _, after = update(scaled(make_gradients(0), after), after, PARAMS)
+  assert after.inner_state.gradient_step == 1
+
+
+def test_a_snapshot_keeps_the_norm_of_the_last_applied_step():
+  names = recipe("Looking inside")
+  assert names["norm"] == optax.tree.norm(PARAMS)
+  _, state = train(
+    jax.jit(names["tx"].update), names["opt_state"], steps=(0, None)
+  )
+  norm = optax.tree.get(state, "norm")
+  np.testing.assert_allclose(
+    norm, optax.tree.norm(make_gradients(0)), rtol=1e-6
+  )
+  assert np.isinf(state.amax)
+
+
+def test_monitor_changes_its_state_and_is_refused():
+  tx = ols.loss_scaling(optax.monitor({"norm": optax.tree.norm}), RULE)
+  with pytest.raises(ValueError, match="`inner` must keep the structure"):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+# What goes wrong outside, where tests/test_chaining.py does not say it.
+
+
+def outside(before=None, after=None, inner=None):
+  """Returns a chain with something before or after the wrapper."""
+  wrapper = ols.loss_scaling(inner or optax.sgd(1.0), RULE)
+  return optax.chain(*(x for x in (before, wrapper, after) if x is not None))
+
+
+def take(tx, gradients):
+  """Returns updates and state after one step, of gradients that are scaled."""
+  state = tx.init(PARAMS)
+  return jax.jit(tx.update)(scaled(gradients, state), state, PARAMS)
+
+
+def test_clipping_by_value_before_the_wrapper_hides_the_overflow():
+  tx = outside(before=optax.clip(0.5))
+  updates, state = take(tx, make_gradients(None))
+  assert not ols.loss_scale_metrics(state)["overflow"]
+  assert (updates["kernel"] == -0.5 / SCALE).all()
+
+
+def test_clipping_by_norm_before_the_wrapper_clips_to_1_over_s():
+  tx = outside(before=optax.clip_by_global_norm(1.0))
+  updates, _ = take(tx, make_gradients(0))
+  np.testing.assert_allclose(optax.tree.norm(updates), 1 / SCALE, rtol=1e-6)
+
+
+def test_noise_before_the_wrapper_is_divided_by_s():
+  noise = optax.add_noise(eta=1.0, gamma=0.0, key=jax.random.key(0))
+  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+  drawn, _ = noise.update(zeros, noise.init(PARAMS))
+  updates, _ = take(outside(before=noise), zeros)
+  assert_same_bits(updates, jax.tree.map(lambda x: -x / SCALE, drawn))
+
+
+def test_weight_decay_before_the_wrapper_is_divided_by_s():
+  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+  updates, _ = take(outside(before=optax.add_decayed_weights(0.5)), zeros)
+  expected = jax.tree.map(lambda x: -x * 0.5 / SCALE, PARAMS)
+  for update, value in zip(
+    jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_array_equal(update, value)
+
+
+@pytest.mark.parametrize(
+  "after",
+  [optax.add_decayed_weights(-0.5), optax.ema(0.9)],
+  ids=["decay", "ema"],
+)
+def test_after_the_wrapper_parameters_move_on_a_skip(after):
+  tx = outside(after=after)
+  update, state = jax.jit(tx.update), tx.init(PARAMS)
+  for i in (0, None):
+    updates, state = update(scaled(make_gradients(i), state), state, PARAMS)
+  assert ols.loss_scale_metrics(state)["skipped"]
+  assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(updates))
+
+
+def test_a_schedule_after_the_wrapper_counts_skipped_steps():
+  tx = outside(after=optax.scale_by_schedule(lambda count: 1.0))
+  _, state = take(tx, make_gradients(None))
+  assert optax.tree.get(state, "count") == 1
+
+
+def test_apply_if_finite_around_the_wrapper_keeps_s_from_shrinking():
+  wrapper = ols.loss_scaling(optax.sgd(1.0), RULE)
+  tx = optax.apply_if_finite(wrapper, max_consecutive_errors=3)
+  update, state = jax.jit(tx.update), tx.init(PARAMS)
+  scales = []
+  for _ in range(5):
+    _, state = update(make_gradients(None), state, PARAMS)
+    scales.append(float(ols.get_loss_scale(state)))
+  assert scales == [SCALE, SCALE, SCALE, SCALE / 2, SCALE / 4]
+
+
+def test_every_recipe_is_run_here():
+  titles = {
+    line.removeprefix("## ")
+    for line in PAGE.splitlines()
+    if line.startswith("## ")
+  }
+  for title in titles:
+    assert "tx" in recipe(title), title

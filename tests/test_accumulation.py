@@ -1,0 +1,552 @@
+"""Several micro-batches to a step: their mean, their overflows, their S."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests.optimizers import to_bits
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RULE = ols.DynamicLossScale(8.0, growth_interval=3)
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
+# Exact in binary, so that sums in any order are the same.
+BATCH = np.arange(24, dtype=np.float32).reshape(8, 3) / 8 - 1
+
+
+def loss_fn(params, batch):
+  return jnp.mean(batch @ params["w"] + params["b"] * batch[:, 0])
+
+
+def make(rule=RULE, inner=None, **options):
+  tx = ols.loss_scaling(inner or optax.sgd(1.0), rule, **options)
+  return tx, tx.init(PARAMS)
+
+
+def bad_batch(*rows, value=np.inf):
+  batch = BATCH.copy()
+  batch[list(rows)] = value
+  return batch
+
+
+def exact_gradients(batch):
+  """Returns the gradients of the loss in float64."""
+  batch = np.asarray(batch, np.float64)
+  return {"w": batch.mean(0), "b": batch[:, 0].mean()}
+
+
+@functools.cache
+def step(drop=False, k=4, check=None):
+  """Returns a compiled step of SGD; what it is told follows `drop`."""
+  check = check or ols.nonfinite()
+  tx, _ = make(check=check)
+
+  @jax.jit
+  def run(params, state, batch):
+    loss, grads, overflow = ols.accumulated_value_and_grad(
+      loss_fn, state, microbatches=k, drop=drop, check=check
+    )(params, batch)
+    told = {"dropped" if drop else "overflow": overflow}
+    updates, state = tx.update(grads, state, params, **told)
+    return (loss, grads, overflow), updates, state
+
+  return run
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 12])
+def test_the_mean_over_micro_batches_is_that_of_the_batch(k):
+  batch = np.concatenate([BATCH, BATCH[:4] / 2])
+  _, state = make()
+  value_and_grad = ols.accumulated_value_and_grad(
+    loss_fn, state, microbatches=k
+  )
+  loss, grads, overflow = value_and_grad(PARAMS, batch)
+  np.testing.assert_allclose(loss, loss_fn(PARAMS, batch), rtol=1e-6)
+  for name, expected in exact_gradients(batch).items():
+    np.testing.assert_allclose(grads[name], 8 * expected, rtol=1e-6)
+  np.testing.assert_array_equal(overflow, [False] * k)
+
+
+def test_guarantee_11_the_loss_scale_is_frozen_for_the_window():
+  _, state = make()
+  scales = []
+  for i in range(5):
+    (_, grads, _), updates, state = step()(PARAMS, state, BATCH)
+    scales.append(float(grads["w"][0] / -updates["w"][0]))
+    assert state.applied_steps == i + 1
+  # It moves once a window, on the third clean one.
+  assert scales == [8.0, 8.0, 8.0, 16.0, 16.0]
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("row", range(4))
+def test_guarantee_11_an_overflow_voids_its_window_and_no_later_one(row, value):
+  _, state = make()
+  (_, _, overflow), updates, after = step()(
+    PARAMS, state, bad_batch(row, value=value)
+  )
+  np.testing.assert_array_equal(overflow, np.arange(4) == row)
+  assert after.skipped
+  assert after.nan == np.isnan(value)
+  assert to_bits(updates) == to_bits(
+    jax.tree.map(lambda x: jnp.full_like(x, -0.0), PARAMS)
+  )
+  assert ols.get_loss_scale(after) == 4.0
+  (loss, _, overflow), updates, after = step()(PARAMS, after, BATCH)
+  assert not after.skipped
+  assert not np.any(overflow)
+  np.testing.assert_array_equal(loss, loss_fn(PARAMS, BATCH))
+  for name, expected in exact_gradients(BATCH).items():
+    np.testing.assert_array_equal(updates[name], -expected)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_overflow_shows_in_the_gradients_when_nobody_tells_update(drop):
+  tx, state = make()
+  rows = range(8) if drop else [2]
+  _, grads, _ = ols.accumulated_value_and_grad(
+    loss_fn, state, microbatches=4, drop=drop
+  )(PARAMS, bad_batch(*rows))
+  _, after = tx.update(grads, state, PARAMS)
+  assert after.skipped
+  assert not after.nan
+
+
+@pytest.mark.parametrize("rows", [(1,), (0, 3), (1, 5), (0, 1, 2)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_bad_micro_batch_is_dropped_and_the_rest_makes_a_step(rows, value):
+  # Row i is in micro-batch i modulo 4.
+  kept = [i for i in range(8) if i % 4 not in {row % 4 for row in rows}]
+  _, state = make()
+  (loss, _, overflow), updates, after = step(drop=True)(
+    PARAMS, state, bad_batch(*rows, value=value)
+  )
+  assert np.sum(~overflow) == len(kept) / 2
+  np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCH[kept]), rtol=1e-6)
+  for name, expected in exact_gradients(BATCH[kept]).items():
+    np.testing.assert_allclose(updates[name], -expected, rtol=1e-6)
+  assert not after.skipped
+  assert after.overflow
+  assert after.applied_steps == 1
+  # The rule is told all the same.
+  assert ols.get_loss_scale(after) == 4.0
+
+
+def test_where_all_micro_batches_are_bad_the_step_is_skipped():
+  _, state = make()
+  batch = bad_batch(*range(8), value=np.nan)
+  (loss, _, overflow), updates, after = step(drop=True)(PARAMS, state, batch)
+  assert np.all(overflow)
+  assert np.isnan(loss)
+  assert after.skipped
+  assert after.nan
+  assert np.all(updates["w"] == 0)
+  assert ols.get_loss_scale(after) == 4.0
+
+
+@pytest.mark.parametrize(
+  ("drop", "large", "expected"),
+  [(False, [0], 15001.5), (True, [0], 2.0), (True, [0, 1, 2, 3], 60000.0)],
+)
+def test_the_loss_is_the_mean_over_what_counts(drop, large, expected):
+  def fun(params, x):
+    return jnp.mean(jnp.float16(params) * jnp.float16(x)).astype(jnp.float32)
+
+  # These fit float16, and 8 times as much does not.
+  batch = np.full(4, 2.0, np.float32)
+  batch[large] = 60000.0
+  loss, _, overflow = ols.accumulated_value_and_grad(
+    fun, 8.0, microbatches=4, drop=drop
+  )(jnp.float32(1.0), batch)
+  assert np.flatnonzero(overflow).tolist() == large
+  assert loss == expected
+
+
+def test_what_is_saturated_does_not_hide_in_the_mean():
+  check = ols.saturated(jnp.float16)
+  _, state = make(check=check)
+  batch = np.zeros_like(BATCH)
+  batch[1] = 65504.0 / 8 * 2  # Two rows to a micro-batch, S of 8.
+  (_, _, overflow), _, after = step(check=check)(PARAMS, state, batch)
+  assert overflow.tolist() == [False, True, False, False]
+  assert after.skipped
+  (_, grads, _), _, after = step(drop=True, check=check)(PARAMS, state, batch)
+  assert not after.skipped
+  np.testing.assert_array_equal(grads["w"], [0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("k", [3, 7, 8])  # 7 times a seventh is rounded up.
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_sum_overflows_nowhere_where_no_summand_does(dtype, k, drop):
+  largest = jnp.finfo(dtype).max
+  params = jnp.ones((2,), dtype)
+  _, grads, overflow = ols.accumulated_value_and_grad(
+    lambda params, x: jnp.sum(params * x[0]), 1.0, microbatches=k, drop=drop
+  )(params, jnp.full((k, 2), largest))
+  assert not np.any(overflow)
+  assert grads.dtype == jnp.float32
+  np.testing.assert_allclose(grads, np.float32(largest), rtol=1e-6)
+
+
+def test_float64_and_complex_gradients_keep_their_precision():
+  with jax.enable_x64(True):
+    batch = jnp.array([1 + 3 * 2.0**-40, 1.0, 1.0])
+    accumulated = ols.accumulated_value_and_grad(
+      lambda p, x: jnp.sum(jnp.real(p["c"] * 1j)) * x[0] + p["d"] * x[0],
+      4.0,
+      microbatches=3,
+    )
+    params = {"c": jnp.complex64(1 + 1j), "d": jnp.float64(1.0)}
+    loss, grads, _ = accumulated(params, batch)
+    assert loss.dtype == grads["d"].dtype == jnp.float64
+    np.testing.assert_allclose(grads["d"], 4 * (1 + 2.0**-40), rtol=1e-15)
+    assert grads["c"].dtype == jnp.complex64
+    np.testing.assert_allclose(grads["c"], 4j, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("strict_promotion")
+@pytest.mark.parametrize("drop", [False, True])
+def test_it_promotes_nothing_implicitly(drop):
+  def mean(params, x):
+    return jnp.mean(params * x)
+
+  params = jnp.ones((), jnp.float16)
+  value_and_grad = ols.accumulated_value_and_grad(
+    mean, 8.0, microbatches=3, drop=drop
+  )
+  loss, grads, _ = value_and_grad(params, jnp.ones((3,), jnp.float16))
+  assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
+
+
+def test_a_float16_loss_has_its_mean_in_float32():
+  loss, _, _ = ols.accumulated_value_and_grad(
+    lambda p, x: (p * x[0]).astype(jnp.float16), 8.0, microbatches=2
+  )(jnp.float32(1.0), jnp.array([2048.0, 2050.0]))
+  assert (loss.dtype, float(loss)) == (jnp.float32, 2049.0)
+
+
+def test_it_is_traced_once_and_compiled_as_one_scan():
+  traced = []
+
+  def counted(params, batch):
+    traced.append(batch.shape)
+    return loss_fn(params, batch)
+
+  _, state = make()
+
+  @jax.jit
+  def run(params, state, batch):
+    return ols.accumulated_value_and_grad(counted, state, microbatches=4)(
+      params, batch
+    )
+
+  run(PARAMS, state, BATCH)
+  assert traced == [(2, 3)]
+  primitives = [
+    str(equation.primitive)
+    for equation in jax.make_jaxpr(run)(PARAMS, state, BATCH)
+    .eqns[0]
+    .params["jaxpr"]
+    .eqns
+  ]
+  assert primitives.count("scan") == 1
+  assert "while" not in primitives
+
+
+def test_auxiliary_data_comes_with_an_axis_for_the_micro_batches():
+  def with_aux(params, batch):
+    return loss_fn(params, batch), {"first": batch[0, 0]}
+
+  (loss, aux), _, _ = ols.accumulated_value_and_grad(
+    with_aux, 1.0, has_aux=True, microbatches=4
+  )(PARAMS, BATCH)
+  np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCH), rtol=1e-6)
+  np.testing.assert_array_equal(aux["first"], BATCH[:4, 0])
+
+
+@pytest.mark.parametrize("argnums", [1, (1,), [1, 0], -2])
+def test_argnums_are_those_of_jax(argnums):
+  def fun(rate, params, batch):
+    return loss_fn(params, batch) * rate
+
+  rate = jnp.float32(0.5)
+  _, grads, _ = ols.accumulated_value_and_grad(
+    fun, 1.0, argnums, microbatches=2, batch_argnums=2
+  )(rate, PARAMS, BATCH)
+  expected = jax.grad(fun, argnums)(rate, PARAMS, BATCH)
+  assert jax.tree.structure(grads) == jax.tree.structure(expected)
+  for x, y in zip(
+    jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_batches_keys_and_what_is_given_whole():
+  def noisy(params, x, batch, keys, *, rate):
+    noise = jax.random.normal(keys[0], ())
+    return jnp.mean(x) * batch["y"][0] * noise * params * rate
+
+  keys = jax.random.split(jax.random.key(0), 2)
+  x, y = jnp.arange(4.0), jnp.array([1.0, 2.0, 3.0, 4.0])
+  loss, _, _ = ols.accumulated_value_and_grad(
+    noisy, 1.0, microbatches=2, batch_argnums=(2, 3)
+  )(jnp.float32(1.0), x, {"y": y, "none": None}, keys, rate=jnp.ones(3)[0])
+  noise = [jax.random.normal(key, ()) for key in keys]
+  expected = (1.5 * 1.0 * noise[0] + 1.5 * 2.0 * noise[1]) / 2
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_guarantee_12_next_values_pass_from_one_micro_batch_to_the_next():
+  @jax.custom_vjp
+  def observe(amax, x):
+    del amax
+    return x
+
+  observe.defvjp(
+    lambda amax, x: (x, (amax, jnp.max(jnp.abs(x)))),
+    lambda kept, g: (kept[0] * 2 + kept[1], g),
+  )
+
+  def fun(params, batch):
+    amax = params["_overwrite_with_gradient"]["amax"]
+    return jnp.mean(observe(amax, batch * params["w"]))
+
+  params = {"w": jnp.float32(1.0), "_overwrite_with_gradient": {}}
+  params["_overwrite_with_gradient"]["amax"] = jnp.float32(1.0)
+  run = ols.accumulated_value_and_grad(
+    fun, 8.0, microbatches=3, drop=True, check=ols.nonfinite()
+  )
+  _, grads, _ = run(params, jnp.array([1.0, 2.0, 3.0]))
+  # ((1 * 2 + 1) * 2 + 2) * 2 + 3, neither scaled nor summed.
+  assert grads["_overwrite_with_gradient"]["amax"] == 19.0
+  _, grads, overflow = run(params, jnp.array([1.0, jnp.inf, 3.0]))
+  assert overflow.tolist() == [False, True, False]
+  assert grads["_overwrite_with_gradient"]["amax"] == (1 * 2 + 1) * 2 + 3
+  assert grads["w"] == 16.0
+
+
+def test_integers_and_empty_leaves_pass():
+  params = {"w": jnp.float32(2.0), "n": jnp.arange(3), "none": None}
+  _, grads, _ = ols.accumulated_value_and_grad(
+    lambda params, x: params["w"] * x[0] * params["n"][1],
+    1.0,
+    microbatches=2,
+    allow_int=True,
+  )(params, jnp.array([1.0, 3.0]))
+  expected = jax.grad(lambda p: p["w"] * p["n"][1], allow_int=True)(params)
+  assert grads["n"].dtype == expected["n"].dtype == jax.dtypes.float0
+  assert grads["n"].shape == (3,)
+  assert grads["w"] == 2.0
+  assert grads["none"] is None
+
+
+def test_a_check_per_leaf_sees_the_paths_that_update_sees():
+  seen = []
+
+  def dtype_of(path):
+    seen.append(path)
+    return "float16" if path == "w" else None
+
+  check = ols.nonfinite(dtype_of)
+  batch = np.full((2, 3), 1e4, np.float32)
+  tx, state = make(check=check)
+  _, grads, overflow = ols.accumulated_value_and_grad(
+    loss_fn, state, microbatches=2, check=check
+  )(PARAMS, batch)
+  assert overflow.tolist() == [True, True]
+  assert set(seen) == {"w", "b"}
+  tx.update(grads, state, PARAMS, overflow=overflow)
+  assert set(seen) == {"w", "b"}
+
+
+def test_seeds_are_trained_side_by_side_under_vmap():
+  _, state = make()
+  run = ols.accumulated_value_and_grad(
+    loss_fn, ols.get_loss_scale(state), microbatches=4, drop=True
+  )
+  batches = np.stack([BATCH, bad_batch(1)])
+  _, _, overflow = jax.vmap(run, in_axes=(None, 0))(PARAMS, batches)
+  assert overflow.tolist() == [[False] * 4, [False, True, False, False]]
+
+
+def mesh_of(devices, kind):
+  return jax.make_mesh(
+    (devices,),
+    ("data",),
+    (getattr(jax.sharding.AxisType, kind),),
+    devices=jax.devices()[:devices],
+  )
+
+
+@functools.cache
+def on_devices(drop):
+  """Returns a step on two devices, each of which has its own batch."""
+  inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(1.0))
+  tx, _ = make(inner=inner, axis_name="data")
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(2, "Auto"),
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=(jax.P(), jax.P(), jax.P("data")),
+  )
+  def run(params, state, batch):
+    local = ols.make_varying(params, "data")
+    _, grads, overflow = ols.accumulated_value_and_grad(
+      loss_fn, state, microbatches=2, drop=drop
+    )(local, batch)
+    told = {"dropped" if drop else "overflow": overflow}
+    updates, state = tx.update(grads, state, params, **told)
+    return updates, state, overflow
+
+  return tx, run
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_devices_agree_on_what_one_of_them_dropped(drop):
+  tx, run = on_devices(drop)
+  # The second device's second micro-batch: rows 5 and 7.
+  updates, after, overflow = run(PARAMS, tx.init(PARAMS), bad_batch(5))
+  assert overflow.tolist() == [False, False, False, True]
+  assert after.skipped != drop
+  assert ols.get_loss_scale(after) == 4.0
+  if drop:
+    expected = (BATCH[:4].mean(0) + BATCH[[4, 6]].mean(0)) / 2
+    np.testing.assert_allclose(updates["w"], -expected, rtol=1e-6)
+
+
+def test_the_step_is_skipped_where_a_device_has_nothing_left():
+  tx, run = on_devices(True)
+  _, after, _ = run(PARAMS, tx.init(PARAMS), bad_batch(4, 5))
+  assert after.skipped
+
+
+def test_parameters_split_over_devices_decide_together():
+  """Sharded parameters keep their gradients, those of others are summed."""
+  tx, _ = make(axis_name="data")
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(2, "Auto"),
+    in_specs=({"b": jax.P(), "w": jax.P("data")}, jax.P(), jax.P("data")),
+    out_specs=({"b": jax.P(), "w": jax.P("data")}, jax.P()),
+  )
+  def run(params, state, batch):
+    _, grads, overflow = ols.accumulated_value_and_grad(
+      lambda p, x: jnp.mean(x) * (p["w"][0] + p["b"]),
+      state,
+      microbatches=2,
+      drop=True,
+      axis_name="data",
+    )(params, batch)
+    return grads, overflow
+
+  params = {"b": jnp.float32(1.0), "w": jnp.ones(2)}
+  batch = jnp.array([1.0, jnp.inf, 3.0, 4.0])
+  grads, overflow = jax.jit(run)(params, tx.init(params), batch)
+  assert overflow.tolist() == [False, True]
+  np.testing.assert_array_equal(grads["w"], [8.0, 24.0])
+  assert grads["b"] == 32.0
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_sharded_batch_stays_where_it_is(kind):
+  mesh = mesh_of(4, kind)
+  batch = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+  params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+  _, state = make()
+
+  @jax.jit
+  def run(params, batch, scale):
+    return ols.accumulated_value_and_grad(loss_fn, scale, microbatches=2)(
+      params, batch
+    )
+
+  scale = jax.device_put(
+    ols.get_loss_scale(state), jax.NamedSharding(mesh, jax.P())
+  )
+  with jax.set_mesh(mesh):
+    compiled = run.lower(params, batch, scale).compile()
+    _, grads, _ = run(params, batch, scale)
+  for name, expected in exact_gradients(BATCH).items():
+    np.testing.assert_allclose(grads[name], 8 * expected, rtol=1e-6)
+  for word in ("all-to-all", "all-gather", "collective-permute"):
+    assert word not in compiled.as_text()
+
+
+def test_dropped_is_or_ed_and_an_overflow_beside_it_still_skips():
+  tx, state = make()
+  grads = {"w": jnp.full(3, 8.0), "b": jnp.float32(8.0)}
+  _, after = tx.update(grads, state, PARAMS, dropped=[0, 1])
+  assert (after.skipped, after.overflow) == (False, True)
+  _, after = tx.update(grads, state, PARAMS, dropped=True, overflow=True)
+  assert after.skipped
+  _, after = tx.update(grads, state, PARAMS, dropped=False)
+  assert not after.overflow
+  with pytest.raises(TypeError, match="`dropped` must be a bool, a number or"):
+    tx.update(grads, state, PARAMS, dropped="yes")
+
+
+def call(batch=BATCH, **options):
+  options = {"microbatches": 2} | options
+  return ols.accumulated_value_and_grad(loss_fn, 1.0, **options)(PARAMS, batch)
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    (
+      {"microbatches": 3},
+      ValueError,
+      "`microbatches` must divide the batch, got 3 for 8 examples in "
+      "argument 1",
+    ),
+    ({"microbatches": 0}, ValueError, "`microbatches` must be between 1 and"),
+    ({"microbatches": 2.0}, TypeError, "`microbatches` must be an integer"),
+    ({"drop": "yes"}, TypeError, "`drop` must be True or False"),
+    ({"check": ols.nonfinite}, TypeError, r"`check` must be made by"),
+    (
+      {"batch": {"x": BATCH, "y": BATCH[:4]}},
+      ValueError,
+      r"one size, got 8 in argument 1\['x'\] and 4 in argument 1\['y'\]",
+    ),
+    (
+      {"batch": {"x": BATCH, "rate": 0.5}},
+      ValueError,
+      r"a scalar as argument 1\['rate'\]; give `batch_argnums`",
+    ),
+    ({"batch_argnums": 0}, ValueError, "other arguments than `argnums`, got 0"),
+    (
+      {"batch_argnums": 2},
+      ValueError,
+      "`batch_argnums` must name positional arguments of the call, got 2 for 2",
+    ),
+    ({"argnums": (0, 1)}, ValueError, "must be given a batch beside"),
+    ({"argnums": 0.5}, TypeError, "`argnums` must be an integer"),
+  ],
+  ids=str,
+)
+def test_errors_name_the_rule_what_came_and_the_remedy(options, error, message):
+  with pytest.raises(error, match=message):
+    call(**options)
+
+
+def test_a_state_that_jit_has_closed_over_is_refused():
+  _, state = make()
+  run = jax.jit(ols.accumulated_value_and_grad(loss_fn, state, microbatches=2))
+  with pytest.raises(ValueError, match="`opt_state` must be an argument"):
+    run(PARAMS, BATCH)
+
+
+def test_a_state_without_a_scale_is_refused():
+  with pytest.raises(ValueError, match="must hold the state of `loss_scaling`"):
+    ols.accumulated_value_and_grad(
+      loss_fn, optax.sgd(1.0).init(PARAMS), microbatches=2
+    )

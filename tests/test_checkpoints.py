@@ -1,0 +1,599 @@
+"""What a checkpoint keeps, and checkpoints from before loss scaling."""
+
+import functools
+import pickle
+import signal
+import subprocess
+
+from flax import nnx
+from flax import serialization
+from flax.core import FrozenDict
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_lossscale as ols
+from tests import checkpoint_worker
+from tests import compiled
+from tests import optimizers
+from tests import test_processes
+from tests.optimizers import describe
+from tests.optimizers import to_bits
+
+# The worker's processes compile as this one does.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RULES = {
+  "dynamic": ols.DynamicLossScale(8.0, growth_interval=2, hysteresis=2),
+  "fixed": ols.FixedLossScale(8.0),
+  # Between them these have every field that a rule may leave out.
+  "deepspeed": ols.presets.deepspeed(),
+  "metaseq": ols.presets.metaseq(tolerance=0.5),
+}
+WRAPPED = ols.loss_scaling(optax.adam(0.5), ols.FixedLossScale(8.0))
+
+
+# Saving and restoring.
+
+
+def through_orbax(state, folder):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "state", state)
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(folder / "state", abstract(state))
+
+
+def through_manager(state, folder):
+  with ocp.CheckpointManager(folder) as manager:
+    manager.save(1, args=ocp.args.StandardSave(state))
+    manager.wait_until_finished()
+    target = ocp.args.StandardRestore(abstract(state))
+    return manager.restore(manager.latest_step(), args=target)
+
+
+def through_bytes(state, folder):
+  del folder
+  target = jax.tree.map(jnp.zeros_like, state)
+  return serialization.from_bytes(target, serialization.to_bytes(state))
+
+
+def through_state_dict(state, folder):
+  del folder
+  target = jax.tree.map(jnp.zeros_like, state)
+  saved = serialization.to_state_dict(state)
+  return serialization.from_state_dict(target, saved)
+
+
+def through_pickle(state, folder):
+  del folder
+  return pickle.loads(pickle.dumps(state))
+
+
+WAYS = (
+  through_orbax,
+  through_manager,
+  through_bytes,
+  through_state_dict,
+  through_pickle,
+)
+each_way = pytest.mark.parametrize(
+  "through", WAYS, ids=[way.__name__ for way in WAYS]
+)
+
+
+def abstract(tree):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+  )
+
+
+def make_params():
+  return {
+    "half": jnp.array([1.0, -0.0, 2.0**-24], jnp.float16),
+    "bfloat16": jnp.array([2.0**-130, 3.0], jnp.bfloat16),
+    "float32": jnp.array([2.0**-140, 0.1]),
+  }
+
+
+@functools.cache
+def trained(rule):
+  """Returns parameters and state after an applied step and a skipped one."""
+  inner = ols.master_weights(optax.adam(0.1))
+  tx = optax.chain(ols.loss_scaling(inner, RULES[rule]))
+  params = make_params()
+  opt_state = tx.init(params)
+  for value in (3.0, jnp.nan):
+    grads = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  return {"params": params, "opt_state": opt_state, "step": jnp.int32(2)}
+
+
+def assert_equal(got, expected):
+  """Asserts that structure, dtypes, strong types and all bits are the same."""
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  assert describe(got) == describe(expected)
+  assert to_bits(got) == to_bits(expected)
+
+
+@each_way
+@pytest.mark.parametrize("rule", RULES)
+def test_guarantee_15_the_state_survives_bit_for_bit(rule, through, tmp_path):
+  state = trained(rule)
+  assert_equal(through(state, tmp_path), state)
+
+
+@each_way
+def test_guarantee_15_no_step_is_compiled_again(through, tmp_path):
+  @jax.jit
+  def step(opt_state):
+    return WRAPPED.update(jnp.ones(2), opt_state)[1]
+
+  opt_state = WRAPPED.init(jnp.ones(2))
+  if through in (through_orbax, through_manager):
+    # What Orbax returns is bound to its devices. If the state was not before,
+    # the next step is compiled again, though not traced again.
+    opt_state = jax.device_put(opt_state, jax.devices()[0])
+  opt_state = step(opt_state)
+  restored = through(opt_state, tmp_path)
+  names = []
+  with compiled.listening_to_compilations(names):
+    jax.block_until_ready(step(restored))
+  assert names == []
+
+
+@jax.jit
+def sharded_step(params, opt_state):
+  scaled_grads = jax.tree.map(lambda x: x * 8, params)
+  updates, opt_state = WRAPPED.update(scaled_grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state
+
+
+def place(tree, mesh, spec):
+  """Returns matrices sharded and the rest on all devices of a mesh."""
+  return jax.tree.map(
+    lambda x: jax.device_put(
+      x, NamedSharding(mesh, spec if x.ndim else PartitionSpec())
+    ),
+    tree,
+  )
+
+
+def make_mesh(shape, names):
+  return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def test_guarantee_15_orbax_restores_onto_another_mesh(tmp_path):
+  params = {"kernel": jnp.arange(64.0).reshape(8, 8) / 32}
+  state = (params, WRAPPED.init(params))
+  one = place(state, make_mesh((8,), ("data",)), PartitionSpec("data"))
+  one = sharded_step(*one)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", one)
+    checkpointer.wait_until_finished()
+    mesh = make_mesh((2, 4), ("data", "model"))
+    target = abstract(place(state, mesh, PartitionSpec("model", "data")))
+    other = checkpointer.restore(tmp_path / "state", target)
+  assert_equal(other, one)
+  shardings = jax.tree.map(lambda x: x.sharding, (other, target))
+  assert shardings[0] == shardings[1]
+  # Nothing here is summed over devices, so training goes on with the same bits.
+  for _ in range(2):
+    one, other = sharded_step(*one), sharded_step(*other)
+  assert to_bits(other) == to_bits(one)
+  assert other[1].applied_steps == 3
+
+
+# The whole of it: killed in the middle of a save, and resumed.
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+  """Returns what the killed run left behind, and how the resumed ones went."""
+  folder = tmp_path_factory.mktemp("checkpoints")
+  command = (*test_processes.PYTHON, "-m", "tests.checkpoint_worker")
+
+  def run(name):
+    return subprocess.run(
+      [*command, name, folder, folder],
+      cwd=test_processes.ROOT,
+      env=test_processes.environment(),
+      timeout=240,
+      capture_output=True,
+      text=True,
+    )
+
+  killed = run("train")
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  left = {str(x.relative_to(folder)) for x in folder.rglob("*")}
+  finished = run("resume")
+  assert finished.returncode == 0, finished.stderr
+  return left, {
+    name: dict(np.load(folder / f"{name}.npz")) for name in ("file", "orbax")
+  }
+
+
+@functools.cache
+def uninterrupted():
+  return checkpoint_worker.train(checkpoint_worker.init())
+
+
+def test_the_run_that_is_killed_dies_in_the_middle_of_both_saves(resumed):
+  left, _ = resumed
+  assert {"state.msgpack", "state.unfinished", "orbax/13"} <= left
+  unfinished = "orbax/20.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"
+  assert f"{unfinished}/ocdbt.process_0/manifest.ocdbt" in left
+  assert f"{unfinished}/_METADATA" not in left
+  assert "orbax/20" not in left
+
+
+@pytest.mark.parametrize("name", ["file", "orbax"])
+def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(resumed, name):
+  seen, state = uninterrupted()
+  skipped = np.flatnonzero(seen["skipped"])
+  assert skipped.tolist() == sorted(checkpoint_worker.BAD)
+  assert len(set(np.asarray(seen["loss_scale"]).tolist())) > 2
+  got = resumed[1][name]
+  for what, values in seen.items():
+    expected = np.asarray(values[checkpoint_worker.SAVED :])
+    np.testing.assert_array_equal(got[what], expected)
+  for path, leaf in jax.tree.leaves_with_path(state):
+    restored = got[jax.tree_util.keystr(path)]
+    assert restored.dtype == leaf.dtype
+    assert restored.tobytes() == np.asarray(leaf).tobytes(), path
+
+
+# Checkpoints from before loss scaling, and after it.
+
+
+def scrambled(tree):
+  """Returns other values, with which no optimizer starts; from shapes alone."""
+
+  def scramble(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jax.random.key(3)
+    return np.asarray(np.arange(x.size).reshape(x.shape) + 3, x.dtype)
+
+  return jax.tree.map(scramble, tree)
+
+
+def as_bare(name):
+  return optimizers.bare(optimizers.OPTIMIZERS[name]())
+
+
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_guarantee_15_a_bare_state_goes_in_and_out_bit_for_bit(name):
+  params = optimizers.make_params()
+  tx = ols.loss_scaling(optimizers.OPTIMIZERS[name](), ols.DynamicLossScale())
+  opt_state = jax.eval_shape(tx.init, params)
+  bare_state = scrambled(jax.eval_shape(as_bare(name).init, params))
+  wrapped = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
+  assert jax.tree.structure(wrapped) == jax.tree.structure(opt_state)
+  assert describe(wrapped) == describe(opt_state)
+  taken_out = ols.checkpoints.without_loss_scaling(wrapped)
+  assert jax.tree.structure(taken_out) == jax.tree.structure(bare_state)
+  assert to_bits(taken_out) == to_bits(bare_state)
+
+
+CONTINUED = (
+  "adamw",
+  "clipped",
+  "inject_hyperparams",
+  "lion",
+  "multi_transform",
+  "schedule_free",
+)
+
+
+def train(tx, params, opt_state, steps):
+  """Trains with or without loss scaling, whichever the state has.
+
+  One operation after the other: what XLA fuses it may round another way.
+  """
+  for _ in range(steps):
+    loss_scale = 1.0
+    if isinstance(opt_state, ols.LossScalingState):
+      loss_scale = opt_state
+    _, grads = ols.scaled_value_and_grad(optimizers.loss_fn, loss_scale)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  return params, opt_state
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_guarantee_15_a_wrapped_run_continues_like_the_bare_one(name):
+  bare, params = as_bare(name), optimizers.make_params()
+  tx = ols.loss_scaling(
+    optimizers.OPTIMIZERS[name](), ols.FixedLossScale(2.0**12)
+  )
+  params, bare_state = train(bare, params, bare.init(params), 3)
+  opt_state = ols.checkpoints.with_loss_scaling(bare_state, tx.init(params))
+  expected = train(bare, params, bare_state, 3)
+  got = train(tx, params, opt_state, 3)
+  assert got[1].applied_steps == 3
+  bare_again = (got[0], ols.checkpoints.without_loss_scaling(got[1]))
+  assert to_bits(bare_again) == to_bits(expected)
+
+
+def test_the_loss_scale_and_the_counts_are_those_of_the_wrapped_state():
+  opt_state = trained("dynamic")["opt_state"]
+  bare_state = scrambled(ols.checkpoints.without_loss_scaling(opt_state))
+  wrapped = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
+  assert_equal(wrapped[0].inner_state, bare_state[0])
+  assert opt_state[0].skipped_steps == 1
+  kept = wrapped[0]._replace(inner_state=opt_state[0].inner_state)
+  assert_equal(kept, opt_state[0])
+
+
+NESTS = {
+  "chain": lambda tx: optax.chain(optax.trace(0.5), tx, optax.identity()),
+  "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+    lambda rate: optax.chain(tx, optax.scale(rate))
+  )(rate=0.5),
+  "multi_transform": lambda tx: optax.multi_transform(
+    {"one": tx, "other": optax.sgd(0.5)}, {"bias": "one", "kernel": "other"}
+  ),
+  "master_weights": ols.master_weights,
+  "masked": lambda tx: optax.masked(tx, {"bias": True, "kernel": False}),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_the_wrapper_is_found_in_any_nest(nest):
+  params = optimizers.make_params()
+  inner = optax.adam(0.5)
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0))
+  opt_state = NESTS[nest](tx).init(params)
+  bare_state = scrambled(NESTS[nest](inner).init(params))
+  taken_out = ols.checkpoints.without_loss_scaling(opt_state)
+  assert jax.tree.structure(taken_out) == jax.tree.structure(bare_state)
+  wrapped = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
+  assert describe(wrapped) == describe(opt_state)
+  assert ols.get_loss_scale(wrapped) == 8
+  assert_equal(ols.checkpoints.without_loss_scaling(wrapped), bare_state)
+
+
+def test_several_wrappers_each_get_their_own_state():
+  opt_states = dict.fromkeys(("generator", "critic"), WRAPPED.init(jnp.ones(2)))
+  bare_states = {
+    "generator": optax.adam(0.5).init(jnp.ones(2)),
+    "critic": scrambled(optax.adam(0.5).init(jnp.ones(2))),
+  }
+  wrapped = ols.checkpoints.with_loss_scaling(bare_states, opt_states)
+  for name, bare_state in bare_states.items():
+    assert_equal(wrapped[name].inner_state, bare_state)
+
+
+def test_a_whole_train_state_goes_through():
+  params = {"w": jnp.ones(2)}
+
+  def create(tx):
+    return train_state.TrainState.create(
+      apply_fn=None, params=params, tx=tx
+    ).replace(step=7)
+
+  bare = create(optax.adam(0.5))
+  bare = bare.replace(
+    params=scrambled(params), opt_state=scrambled(bare.opt_state)
+  )
+  wrapped = ols.checkpoints.with_loss_scaling(bare, create(WRAPPED))
+  # What is static is not in a checkpoint.
+  assert wrapped.tx is WRAPPED
+  assert wrapped.step == 7
+  assert_equal(wrapped.params, bare.params)
+  assert_equal(wrapped.opt_state.inner_state, bare.opt_state)
+  taken_out = ols.checkpoints.without_loss_scaling(wrapped)
+  assert_equal(taken_out.opt_state, bare.opt_state)
+
+
+def test_an_nnx_optimizer_goes_on_with_loss_scaling():
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  bare = nnx.Optimizer(model, optax.adam(0.5), wrt=nnx.Param)
+  bare.opt_state = scrambled(bare.opt_state)
+  optimizer = nnx.Optimizer(model, WRAPPED, wrt=nnx.Param)
+  optimizer.opt_state = ols.checkpoints.with_loss_scaling(
+    bare.opt_state, optimizer.opt_state
+  )
+  assert to_bits(optimizer.opt_state.inner_state) == to_bits(bare.opt_state)
+  gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+  optimizer.update(model, gradients)
+  taken_out = ols.checkpoints.without_loss_scaling(optimizer.opt_state)
+  assert jax.tree.structure(taken_out) == jax.tree.structure(bare.opt_state)
+
+
+def test_float16_moments_become_float32():
+  params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.bfloat16)}
+  bare_state = scrambled(optax.adam(0.5).init(params))
+  assert bare_state[0].mu["w"].dtype == jnp.float16
+  wrapped = ols.checkpoints.with_loss_scaling(bare_state, WRAPPED.init(params))
+  assert describe(wrapped) == describe(WRAPPED.init(params))
+  for leaf, bare_leaf in zip(
+    jax.tree.leaves(wrapped.inner_state),
+    jax.tree.leaves(bare_state),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(leaf, np.float32(bare_leaf))
+
+
+def test_guarantee_12_moments_of_what_is_no_gradient_are_left_out():
+  params = {
+    "params": {"w": jnp.ones(2)},
+    "_overwrite_with_gradient": {"amax": jnp.ones(3)},
+  }
+  bare_state = scrambled(optax.adam(0.5).init(params))
+  wrapped = ols.checkpoints.with_loss_scaling(bare_state, WRAPPED.init(params))
+  assert jax.tree.structure(wrapped) == jax.tree.structure(WRAPPED.init(params))
+  moments = wrapped.inner_state[0].mu
+  assert_equal(moments["params"], bare_state[0].mu["params"])
+  assert moments["_overwrite_with_gradient"]["amax"] == optax.MaskedNode()
+  # An optimizer that was given the gradients alone, as Flax's TrainState does.
+  assert_equal(
+    ols.checkpoints.with_loss_scaling(
+      ols.checkpoints.without_loss_scaling(wrapped), WRAPPED.init(params)
+    ),
+    wrapped,
+  )
+
+
+def test_shapes_alone_make_a_target_to_restore_into(tmp_path):
+  params = {"w": jnp.ones(2)}
+  bare_state = scrambled(optax.adam(0.5).init(params))
+  opt_state = jax.eval_shape(WRAPPED.init, params)
+  target = ols.checkpoints.without_loss_scaling(opt_state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", bare_state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "state", target)
+  assert_equal(restored, bare_state)
+  shapes = ols.checkpoints.with_loss_scaling(target, opt_state)
+  assert jax.tree.structure(shapes) == jax.tree.structure(opt_state)
+  assert jax.tree.leaves(shapes) == jax.tree.leaves(opt_state)
+
+
+def test_numpy_numbers_become_strong_arrays():
+  bare_state = optax.adam(0.5).init(jnp.ones(2))
+  saved = jax.tree.map(np.asarray, scrambled(bare_state))
+  saved = (saved[0]._replace(count=7), saved[1])
+  wrapped = ols.checkpoints.with_loss_scaling(saved, WRAPPED.init(jnp.ones(2)))
+  assert describe(wrapped) == describe(WRAPPED.init(jnp.ones(2)))
+  assert wrapped.inner_state[0].count == 7
+
+
+# Errors.
+
+
+def adam_state(**changes):
+  """Returns the state of bare Adam, with other fields."""
+  adam, empty = optax.adam(0.5).init({"w": jnp.ones(3)})
+  return (adam._replace(**changes), empty)
+
+
+MISFITS = {
+  "another shape": (
+    adam_state(nu={"w": jnp.ones(4)}),
+    r"got float32\[4\] at '0/nu/w' where it has float32\[3\]",
+  ),
+  "an absent leaf": (
+    adam_state(mu={}),
+    r"got nothing at '0/mu/w' where it has float32\[3\]",
+  ),
+  "one leaf more": (
+    adam_state(mu={"v": jnp.ones(1), "w": jnp.ones(3)}),
+    r"got float32\[1\] at '0/mu/v' where it has nothing",
+  ),
+  "integers": (
+    adam_state(mu={"w": jnp.ones(3, jnp.int32)}),
+    r"got int32\[3\] at '0/mu/w' where it has float32\[3\]; only floats",
+  ),
+  "float64": (
+    adam_state(mu={"w": np.ones(3)}),
+    r"got float64\[3\] at '0/mu/w' where it has float32\[3\]; only floats",
+  ),
+  "a count in floats": (
+    adam_state(count=np.float16(3)),
+    r"got float16\[\] at '0/count' where it has int32\[\]",
+  ),
+  "no array": (adam_state(mu={"w": "mu"}), r"got 'mu' at '0/mu/w'"),
+  "a tree for a leaf": (
+    adam_state(mu={"w": {"a": 1}}),
+    r"got a dict of 'a' at '0/mu/w' where it has float32\[3\]",
+  ),
+  "another dictionary": (
+    adam_state(mu=FrozenDict({"w": jnp.ones(3)})),
+    r"got a FrozenDict of 'w' at '0/mu' where it has a dict of 'w'",
+  ),
+  "another optimizer": (
+    optax.sgd(0.5, momentum=0.5).init({"w": jnp.ones(3)}),
+    r"got TraceState\(trace\) at '0' where it has ScaleByAdamState\(count, mu",
+  ),
+  "another nest": (
+    adam_state()[:1],
+    r"got nothing at '1' where it has EmptyState\(\)",
+  ),
+  "no target": (
+    [{"count": 0, "mu": {}, "nu": {}}, None],
+    r"got a list of 2 at its top where it has a tuple of 2; .*must be restored "
+    r"into the structure .*jax.eval_shape\(inner.init, params\)",
+  ),
+  "loss scaling": (
+    WRAPPED.init({"w": jnp.ones(3)}),
+    "without loss scaling, got one with it at its top",
+  ),
+}
+
+
+@pytest.mark.parametrize("bare_state, message", MISFITS.values(), ids=MISFITS)
+def test_a_bare_state_that_does_not_fit_is_refused(bare_state, message):
+  opt_state = WRAPPED.init({"w": jnp.ones(3)})
+  with pytest.raises(ValueError, match=f"`bare_state` must be .*{message}"):
+    ols.checkpoints.with_loss_scaling(bare_state, opt_state)
+
+
+@pytest.mark.parametrize(
+  "expected, message",
+  [
+    (jnp.ones(2), r"got float16\[2\] at 'ema' where it has float32\[2\]"),
+    (optax.MaskedNode(), r"got float16\[2\] at 'ema' where it has MaskedNode"),
+  ],
+  ids=["widened", "left out"],
+)
+def test_outside_of_loss_scaling_a_leaf_must_be_the_same(expected, message):
+  bare = {"ema": jnp.ones(2, jnp.float16), "opt_state": adam_state()}
+  opt_state = WRAPPED.init({"w": jnp.ones(3)})
+  with pytest.raises(ValueError, match=message):
+    ols.checkpoints.with_loss_scaling(
+      bare, {"ema": expected, "opt_state": opt_state}
+    )
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    ols.checkpoints.without_loss_scaling,
+    functools.partial(ols.checkpoints.with_loss_scaling, adam_state()),
+  ],
+  ids=["without", "with"],
+)
+def test_a_state_without_loss_scaling_is_refused(function):
+  with pytest.raises(ValueError, match="`opt_state` must hold a LossScaling"):
+    function(adam_state())
+
+
+def test_update_tells_what_a_bare_state_needs():
+  remedy = r"got tuple; .*checkpoints.with_loss_scaling\(state, tx.init\(param"
+  with pytest.raises(TypeError, match=remedy):
+    WRAPPED.update({"w": jnp.ones(3)}, adam_state())
+
+
+@pytest.mark.parametrize("nest", [lambda tx: tx, optax.chain])
+def test_update_tells_what_a_state_restored_without_a_target_needs(
+  nest, tmp_path
+):
+  tx = nest(WRAPPED)
+  opt_state = tx.init(jnp.ones(3))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", opt_state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "state")
+  remedy = r"got dict; .*restored into the structure .*tx.init\(params\) as its"
+  with pytest.raises(TypeError, match=remedy):
+    tx.update(jnp.ones(3), restored)
+
+
+def test_update_tells_what_a_rule_restored_without_a_target_needs():
+  opt_state = WRAPPED.init(jnp.ones(3))
+  restored = opt_state._replace(
+    loss_scale_state=opt_state.loss_scale_state._asdict()
+  )
+  remedy = (
+    r"got dict\(loss_scale\) where .*with tx.init\(params\) as its target"
+  )
+  with pytest.raises(ValueError, match=remedy):
+    WRAPPED.update(jnp.ones(3), restored)

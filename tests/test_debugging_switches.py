@@ -1,0 +1,374 @@
+"""JAX's debugging switches, on a clean step and on one that overflows.
+
+What docs/recipes/debugging.md says of each of them. They are set by context
+managers, so that nothing is left behind for other tests.
+"""
+
+import contextlib
+import logging
+
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests.optimizers import to_bits
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PARAMS = {
+  "b": jnp.full((4,), 0.5),
+  "w": jnp.full((3, 4), 0.25, jnp.float16),
+}
+# All positive: where S is too large, what overflows is inf, and nothing NaN.
+BATCH = jnp.linspace(0.25, 1.0, 6).reshape(2, 3)
+TOO_LARGE = 2.0**40
+
+# Those that get in each other's way least are on together, to compile less.
+SWITCHES = {
+  "debug_infs": [lambda: jax.debug_infs(True)],
+  "debug_nans, transfer_guard": [
+    lambda: jax.debug_nans(True),
+    lambda: jax.transfer_guard("disallow"),
+  ],
+  "debug_nans": [lambda: jax.debug_nans(True)],
+  "disable_jit": [jax.disable_jit],
+  "enable_checks, log_compiles, tracer_leaks": [
+    lambda: jax.enable_checks(True),
+    lambda: jax.log_compiles(True),
+    jax.checking_leaks,
+  ],
+  "enable_x64": [lambda: jax.enable_x64(True)],
+  "promotion": [
+    lambda: jax.numpy_dtype_promotion("strict"),
+    lambda: jax.numpy_rank_promotion("raise"),
+  ],
+  "transfer_guard": [lambda: jax.transfer_guard("disallow")],
+}
+CASES = [
+  ("eager", "debug_infs"),
+  ("eager", "debug_nans"),
+  ("jit", "debug_infs"),
+  ("jit", "debug_nans, transfer_guard"),
+  ("jit", "disable_jit"),
+  ("jit", "enable_checks, log_compiles, tracer_leaks"),
+  ("jit", "enable_x64"),
+  ("jit", "promotion"),
+  pytest.param("schedule", "disable_jit", marks=pytest.mark.one_end),
+  ("schedule", "enable_x64"),
+  ("schedule", "promotion"),
+]
+
+
+@contextlib.contextmanager
+def switched(name):
+  """Sets switches, and keeps to itself what they log."""
+  logger = logging.getLogger("jax")
+  level = logger.level
+  logger.setLevel(logging.CRITICAL)
+  try:
+    with contextlib.ExitStack() as stack:
+      for switch in SWITCHES[name]:
+        stack.enter_context(switch())
+      yield
+  finally:
+    logger.setLevel(level)
+
+
+def loss_fn(params, batch):
+  hidden = batch @ params["w"].astype(jnp.float32)
+  return jnp.mean(jnp.tanh(hidden + params["b"][None]) ** 2)
+
+
+def make_step(tx, loss_fn=loss_fn):
+  """Returns a step with all that one is made of."""
+  mixed_loss_fn = ols.autocast(loss_fn, "O1")
+
+  def step(params, opt_state, average, batch):
+    loss, grads = ols.scaled_value_and_grad(mixed_loss_fn, opt_state)(
+      params, batch
+    )
+    norm = optax.tree.norm(ols.unscale(grads, opt_state)["b"])
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    average = ols.select_on_skip(opt_state, params, average)
+    metrics = ols.loss_scale_metrics(opt_state)
+    return params, opt_state, average, (loss, norm, metrics)
+
+  return step
+
+
+def make_tx(inner=None):
+  # No Adam: it promotes implicitly itself.
+  inner = inner or optax.sgd(0.5, momentum=0.5)
+  return ols.loss_scaling(
+    ols.master_weights(inner), ols.DynamicLossScale(1024.0)
+  )
+
+
+TX = make_tx()
+SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=8)
+
+
+def make_schedule_step():
+  train_step = SCHEDULE.make_train_step(loss_fn, TX)
+
+  def step(params, opt_state, state, batch):
+    params, opt_state, state, loss = train_step(params, opt_state, state, batch)
+    return params, opt_state, state, (loss, ols.loss_scale_metrics(opt_state))
+
+  return step
+
+
+def arguments(tx=TX, loss_scale=None, extra=PARAMS, params=PARAMS):
+  opt_state = tx.init(params)
+  if loss_scale is not None:
+    opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(loss_scale))
+  return params, opt_state, extra, BATCH
+
+
+def make_light_step(loss_fn=loss_fn):
+  """Returns a step for what is run operation by operation."""
+
+  def float16_loss_fn(params, batch):
+    return loss_fn(params, batch).astype(jnp.float16)
+
+  def step(params, opt_state, average, batch):
+    _, grads = ols.scaled_value_and_grad(float16_loss_fn, opt_state)(
+      params, batch
+    )
+    updates, opt_state = TX.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    average = ols.select_on_skip(opt_state, params, average)
+    return params, opt_state, average, ols.loss_scale_metrics(opt_state)
+
+  return step
+
+
+STEPS = {
+  "jit": (lambda: jax.jit(make_step(TX)), lambda: PARAMS),
+  "light": (lambda: jax.jit(make_light_step()), lambda: PARAMS),
+  "eager": (make_light_step, lambda: PARAMS),
+  "schedule": (lambda: jax.jit(make_schedule_step()), SCHEDULE.init),
+}
+
+
+def run(kind, switch, loss_scale=None):
+  """Returns what a step returned with a switch on."""
+  make, make_extra = STEPS[kind]
+  prepared = arguments(loss_scale=loss_scale, extra=make_extra())
+  with switched(switch):
+    return jax.block_until_ready(make()(*prepared))
+
+
+@pytest.fixture(scope="module")
+def expected():
+  """The parameters after a clean step without any switch."""
+  params, *_ = jax.jit(make_step(TX))(*arguments())
+  return params
+
+
+@pytest.mark.parametrize(("kind", "switch"), CASES)
+def test_a_clean_step_runs(switch, kind, expected):
+  params, opt_state, *_ = run(kind, switch)
+  assert opt_state.applied_steps == 1 and not opt_state.overflow
+  for name, leaf in params.items():
+    assert leaf.dtype == PARAMS[name].dtype
+    np.testing.assert_allclose(leaf, expected[name], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+  ("kind", "switch"), [case for case in CASES if "debug_infs" not in case]
+)
+def test_a_step_that_overflows_is_skipped(switch, kind):
+  params, opt_state, *_ = run(kind, switch, TOO_LARGE)
+  assert opt_state.skipped and not opt_state.nan
+  assert to_bits(params) == to_bits(PARAMS)
+  assert ols.get_loss_scale(opt_state) == TOO_LARGE / 2
+
+
+@pytest.mark.parametrize("kind", ["light", "eager"])
+def test_debug_infs_stops_at_an_overflow(kind):
+  with pytest.raises(FloatingPointError, match="inf"):
+    run(kind, "debug_infs", TOO_LARGE)
+
+
+def nan_loss_fn(params, batch):
+  """Returns a finite loss; the derivative of its root at 0 is inf * 0."""
+  return loss_fn(params, batch) + jnp.sum(jnp.sqrt(params["b"] * 0))
+
+
+def test_debug_nans_stops_at_a_gradient_that_is_nan():
+  """With donated buffers too, though it has to run again."""
+  step = jax.jit(make_light_step(nan_loss_fn), donate_argnums=(0, 1))
+  prepared = jax.tree.map(jnp.copy, arguments())
+  with switched("debug_nans"), pytest.raises(FloatingPointError, match="nan"):
+    jax.block_until_ready(step(*prepared))
+
+
+def test_debug_nans_stops_an_eager_step_in_the_optimizer():
+  """Records why: it runs on what overflowed, and is taken back after."""
+  tx = ols.loss_scaling(optax.adam(0.5), ols.DynamicLossScale(8.0))
+  gradients = jnp.array([jnp.inf, 1.0])
+  state = tx.init(gradients)
+  with switched("debug_nans"):
+    _, after = jax.jit(tx.update)(gradients, state)
+    assert after.skipped
+    with pytest.raises(FloatingPointError, match="nan.* div"):
+      tx.update(gradients, state)
+
+
+def test_strict_promotion_stops_adam_without_us_too():
+  adam = optax.adam(0.5)
+  state = adam.init(PARAMS["b"])
+  refused = pytest.raises(ValueError, match="implicit dtype promotion")
+  with switched("promotion"), refused:
+    adam.update(PARAMS["b"], state)
+
+
+def test_the_transfer_guard_stops_eager_optax_without_us_too():
+  """Records why: outside jit, each number in the code is a transfer."""
+  adam = optax.adam(0.5)
+  state = adam.init(PARAMS["b"])
+  refused = pytest.raises(Exception, match="Disallowed host-to-device transfer")
+  with switched("transfer_guard"), refused:
+    adam.update(PARAMS["b"], state)
+  with refused:
+    run("eager", "transfer_guard")
+
+
+@pytest.mark.one_end
+def test_float64_parameters_beside_narrower_ones():
+  """The authority is the optimizer alone, in float32 and in float64."""
+  wide = {"a": jnp.float32, "b": jnp.float32, "c": jnp.float64}
+  with jax.enable_x64(True):
+    params = {
+      "a": jnp.linspace(0, 1, 4, dtype=jnp.float16),
+      "b": jnp.linspace(0, 1, 4, dtype=jnp.float32),
+      "c": jnp.linspace(0, 1, 4, dtype=jnp.float64),
+    }
+    gradients = jax.tree.map(lambda x: (x + 1) / 3, params)
+    inner = optax.sgd(2.0**-6, momentum=0.5)
+    tx = ols.loss_scaling(inner, ols.DynamicLossScale(1024.0))
+    scaled = jax.tree.map(lambda x: x * jnp.asarray(1024, x.dtype), gradients)
+    update = jax.jit(tx.update)
+    updates, state = update(scaled, tx.init(params), params)
+
+    bare_params, bare_gradients = (
+      {name: jnp.asarray(tree[name], wide[name]) for name in wide}
+      for tree in (params, gradients)
+    )
+    bare_updates, bare_state = jax.jit(inner.update)(
+      bare_gradients, inner.init(bare_params), bare_params
+    )
+    assert to_bits(state.inner_state) == to_bits(bare_state)
+    for name, leaf in updates.items():
+      assert leaf.dtype == params[name].dtype
+      assert to_bits(leaf) == to_bits(bare_updates[name].astype(leaf.dtype))
+    scaled["c"] = scaled["c"].at[0].set(jnp.inf)
+    _, after = update(scaled, state, params)
+    assert after.skipped
+    assert to_bits(after.inner_state) == to_bits(state.inner_state)
+    outer = jax.tree.leaves(after._replace(inner_state=()))
+    assert not any(leaf.dtype in ("float64", "int64") for leaf in outer)
+
+
+def checked_loss_fn(params, batch):
+  loss = loss_fn(params, batch)
+  checkify.check(loss < 0, "the loss is {loss}", loss=loss)
+  return loss
+
+
+def check_updates(updates, params):
+  checkify.check(jnp.sum(updates["b"]) < 0, "the updates are positive")
+  return updates
+
+
+CHECKED = {
+  "float_status": lambda: ols.float_status(checked_loss_fn),
+  "saturating": lambda: ols.saturating(checked_loss_fn),
+}
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_check_in_the_loss_is_reported_through(name):
+  checked = checkify.checkify(jax.jit(CHECKED[name]()))
+  error, _ = checked(PARAMS, BATCH)
+  assert "the loss is" in error.get()
+
+
+@pytest.mark.parametrize("where", ["loss", "inner", "schedule"])
+def test_a_check_in_a_step_is_reported(where):
+  tx, step = TX, None
+  if where == "loss":
+    step = make_step(tx, checked_loss_fn)
+  elif where == "inner":
+    tx = make_tx(optax.chain(optax.stateless(check_updates), optax.sgd(1.0)))
+    step = make_step(tx)
+  else:
+    step = SCHEDULE.make_train_step(checked_loss_fn, tx)
+  extra = SCHEDULE.init() if where == "schedule" else PARAMS
+  checked = jax.jit(checkify.checkify(step, errors=checkify.user_checks))
+  error, _ = checked(*arguments(tx, extra=extra))
+  assert ("positive" if where == "inner" else "the loss is") in error.get()
+
+
+def test_checkify_finds_nothing_in_a_clean_step():
+  checked = jax.jit(
+    checkify.checkify(make_step(TX), errors=checkify.all_checks)
+  )
+  error, (_, opt_state, *_) = checked(*arguments())
+  assert error.get() is None
+  assert opt_state.applied_steps == 1
+
+
+def test_checkify_tells_of_what_is_skipped():
+  """Records why: it looks at all that was computed, not at what was kept."""
+  tx = ols.loss_scaling(optax.adam(0.5), ols.DynamicLossScale(8.0))
+  gradients = jnp.array([jnp.inf, 1.0])
+  checked = jax.jit(checkify.checkify(tx.update, errors=checkify.float_checks))
+  error, (updates, state) = checked(gradients, tx.init(gradients))
+  assert error.get() is not None
+  assert state.skipped
+  np.testing.assert_array_equal(updates, [0, 0])
+
+
+def test_checkify_without_jit_hides_that_the_state_is_an_argument():
+  """Records why jit is needed: checkify closes over all arguments."""
+  checked = checkify.checkify(make_step(TX))
+  with pytest.raises(ValueError, match="must be an argument of the function"):
+    checked(*arguments())
+
+
+def test_key_reuse_cannot_follow_a_key_that_a_skip_keeps():
+  """Records why: the state holds the old key or the new one."""
+  noise = optax.add_noise(0.5, 0.5, key=jax.random.key(0))
+  tx = ols.loss_scaling(noise, ols.DynamicLossScale(8.0))
+  gradients = PARAMS["b"]
+  update, state = jax.jit(tx.update), tx.init(gradients)
+  refused = pytest.raises(jax.errors.KeyReuseError, match="already consumed")
+  with jax.debug_key_reuse(True), refused:
+    update(gradients, state)
+
+
+@pytest.mark.one_end
+def test_prints_are_neither_lost_nor_doubled(capfd):
+  def printing_loss_fn(params, batch):
+    loss = loss_fn(params, batch)
+    jax.debug.print("loss {}", loss)
+    return loss
+
+  def print_updates(updates, params):
+    jax.debug.print("updates {}", updates["b"])
+    return updates
+
+  tx = make_tx(optax.chain(optax.stateless(print_updates), optax.sgd(1.0)))
+  step = jax.jit(make_step(tx, printing_loss_fn))
+  jax.block_until_ready(step(*arguments(tx)))
+  jax.effects_barrier()
+  lines = capfd.readouterr().out.splitlines()
+  assert [line.split()[0] for line in lines] == ["loss", "updates"]

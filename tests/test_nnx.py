@@ -1,0 +1,694 @@
+"""Flax NNX: models with statistics and random keys, and skipped steps."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RULE = ols.DynamicLossScale(1024.0, growth_interval=3)
+# Made once: NNX compiles anew for each transformation.
+BARE = optax.adam(2.0**-6)
+TX = ols.loss_scaling(BARE, RULE)
+CLEAN = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)
+BAD = np.where(np.arange(12).reshape(4, 3) == 7, np.float32(np.inf), CLEAN)
+# The second and the last step are skipped, and S grows once between them.
+BATCHES = np.stack([CLEAN, BAD, 2 * CLEAN, CLEAN, 0.5 * CLEAN, CLEAN, BAD])
+
+
+class Net(nnx.Module):
+  """Changes statistics, a count of random keys and a cache when called."""
+
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 4, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.head = nnx.Linear(4, 2, rngs=rngs)
+    self.cache = nnx.Cache(jnp.zeros(2))
+    self.calls = nnx.data(jnp.zeros((), jnp.int32))
+
+  def __call__(self, x):
+    outputs = self.head(self.dropout(nnx.relu(self.norm(self.dense(x)))))
+    self.cache = nnx.Cache(outputs[0])
+    self.calls = self.calls + 1
+    return outputs
+
+
+def loss_fn(model, x):
+  return jnp.mean((model(x) - 1.0) ** 2)
+
+
+def make(make_model=Net, tx=TX, wrt=nnx.Param):
+  """Returns a model, always with the same values, and its optimizer."""
+  model = make_model(rngs=nnx.Rngs(0, dropout=1))
+  return model, nnx.Optimizer(model, tx, wrt=wrt)
+
+
+def step(model, optimizer, x):
+  with ols.nnx.select_on_skip(optimizer, model):
+    value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    loss, grads = value_and_grad(model, x)
+    optimizer.update(model, grads)
+  return loss
+
+
+def unprotected_step(model, optimizer, x):
+  value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  loss, grads = value_and_grad(model, x)
+  optimizer.update(model, grads)
+  return loss
+
+
+def bare_step(model, optimizer, x):
+  loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+  optimizer.update(model, grads)
+  return loss
+
+
+# One entry for each time that the train step is traced.
+TRACES = []
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+  TRACES.append(x)
+  return step(model, optimizer, x)
+
+
+def values(node):
+  """Returns copies of all values of a node, by their paths."""
+  state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
+  return {"/".join(map(str, path)): bits(value) for path, value in state}
+
+
+def bits(value):
+  """Returns an array whose equality is that of bits, NaN and -0.0 included."""
+  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    value = jax.random.key_data(value)
+  value = np.array(value)
+  return value.view(f"u{value.dtype.itemsize}")
+
+
+def assert_same(left, right):
+  assert left.keys() == right.keys()
+  for name, value in left.items():
+    np.testing.assert_array_equal(value, right[name], err_msg=name)
+
+
+@functools.cache
+def trained():
+  """Returns, after each batch, the loss and the values of both objects."""
+  model, optimizer = make()
+  record = [(None, values(model), values(optimizer))]
+  for x in BATCHES:
+    loss = train_step(model, optimizer, x)
+    record.append((np.array(loss), values(model), values(optimizer)))
+  return record
+
+
+def trained_functionally():
+  """Returns the same of a training of pure functions."""
+  model, _ = make()
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+  opt_state = TX.init(params)
+
+  def pure_loss_fn(params, rest, x):
+    model = nnx.merge(graphdef, params, rest, copy=True)
+    loss = loss_fn(model, x)
+    return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+  @jax.jit
+  def pure_step(params, rest, opt_state, x):
+    (loss, new_rest), grads = ols.scaled_value_and_grad(
+      pure_loss_fn, opt_state, has_aux=True
+    )(params, rest, x)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    rest = ols.select_on_skip(opt_state, new_rest, rest)
+    return params, rest, opt_state, loss
+
+  for x in BATCHES:
+    params, rest, opt_state, loss = pure_step(params, rest, opt_state, x)
+    model = nnx.merge(graphdef, params, rest)
+    yield np.array(loss), values(model), values(opt_state)
+
+
+def test_training_is_that_of_pure_functions_bit_for_bit():
+  for (loss, model, optimizer), expected in zip(
+    trained()[1:], trained_functionally(), strict=True
+  ):
+    np.testing.assert_array_equal(loss, expected[0])
+    assert_same(model, expected[1])
+    state = {f"opt_state/{name}": value for name, value in expected[2].items()}
+    assert_same(optimizer, state | {"step": optimizer["step"]})
+
+
+def test_the_steps_applied_are_those_of_the_bare_optimizer_bit_for_bit():
+  model, optimizer = make(tx=BARE)
+  bare_train_step = nnx.jit(bare_step)
+  for x, (loss, ours, _) in zip(BATCHES, trained()[1:], strict=True):
+    if np.isfinite(x).all():
+      np.testing.assert_array_equal(bare_train_step(model, optimizer, x), loss)
+    assert_same(ours, values(model))
+
+
+def test_a_skipped_step_leaves_everything_but_the_scale():
+  record = trained()
+  for i, x in enumerate(BATCHES):
+    (_, model, optimizer), (_, new_model, new_optimizer) = record[i : i + 2]
+    if np.isfinite(x).all():
+      assert any((model[name] != new_model[name]).any() for name in model)
+      continue
+    assert_same(model, new_model)
+    inner = [name for name in optimizer if "inner_state" in name]
+    assert inner
+    for name in inner:
+      np.testing.assert_array_equal(optimizer[name], new_optimizer[name])
+
+
+def test_the_model_has_all_that_a_forward_pass_changes():
+  (_, before, _), (_, after, _) = trained()[:2]
+  changed = {name for name in before if (before[name] != after[name]).any()}
+  assert {
+    "norm/mean",
+    "norm/var",
+    "dropout/rngs/count",
+    "cache",
+    "calls",
+    "head/kernel",
+  } <= changed
+
+
+def norm(rngs):
+  return nnx.BatchNorm(3, rngs=rngs)
+
+
+def test_without_the_block_an_overflow_stays_in_the_statistics():
+  model, optimizer = make(norm)
+  nnx.jit(unprotected_step)(model, optimizer, BAD)
+  assert optimizer.opt_state.skipped[...]
+  assert not np.isfinite(model.var[...]).all()
+
+
+def test_the_step_counts_attempts_and_the_state_counts_both():
+  model, optimizer = make()
+  for x in BATCHES[:3]:
+    train_step(model, optimizer, x)
+  assert optimizer.step[...] == 3
+  metrics = ols.loss_scale_metrics(optimizer.opt_state)
+  assert metrics["applied_steps"] == 2
+  assert metrics["skipped_steps"] == 1
+
+
+def test_the_scale_moves_by_the_rule_alone():
+  model, optimizer = make()
+  scales = []
+  for x in BATCHES:
+    train_step(model, optimizer, x)
+    scales.append(float(ols.get_loss_scale(optimizer.opt_state)))
+  state, expected = RULE.init(), []
+  for x in BATCHES:
+    state = RULE.update(state, not np.isfinite(x).all())
+    expected.append(float(state.loss_scale))
+  assert scales == expected
+  assert len(set(scales)) > 1
+
+
+def test_a_step_is_compiled_once():
+  assert len(trained()) > 1
+  assert len(TRACES) == 1
+
+
+def scan_of_nnx(model, optimizer, batches):
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  def body(both, x):
+    return both, step(*both, x)
+
+  return nnx.jit(lambda *both, xs: body(both, xs)[1])(
+    model, optimizer, xs=batches
+  )
+
+
+def scan_of_jax(model, optimizer, batches):
+  graphdef, state = nnx.split((model, optimizer))
+
+  def body(state, x):
+    both = nnx.merge(graphdef, state)
+    loss = step(*both, x)
+    return nnx.state(both), loss
+
+  state, losses = jax.jit(functools.partial(jax.lax.scan, body))(state, batches)
+  nnx.update((model, optimizer), state)
+  return losses
+
+
+@pytest.mark.parametrize("scan", [scan_of_nnx, scan_of_jax])
+def test_a_scan_over_the_step_is_the_loop(scan):
+  model, optimizer = make()
+  losses = scan(model, optimizer, BATCHES)
+  record = trained()
+  np.testing.assert_array_equal(losses, [loss for loss, _, _ in record[1:]])
+  assert_same(values(model), record[-1][1])
+  assert_same(values(optimizer), record[-1][2])
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_it_works_in_every_mode_of_nnx(graph):
+  with nnx.set_graph_mode(graph), nnx.set_graph_updates(False):
+    model, optimizer = make(norm)
+    before = values(model)
+    nnx.jit(step)(model, optimizer, BAD)
+    assert_same(values(model), before)
+    assert ols.get_loss_scale(optimizer.opt_state) == 512.0
+
+
+def linear(rngs):
+  return nnx.Linear(3, 2, rngs=rngs)
+
+
+def test_the_scale_is_that_of_the_call_and_not_of_the_factory():
+  model, optimizer = make(linear)
+  value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  _, before = value_and_grad(model, CLEAN)
+  optimizer.opt_state.loss_scale_state.loss_scale[...] = jnp.float32(8.0)
+  _, after = value_and_grad(model, CLEAN)
+  np.testing.assert_array_equal(
+    before["kernel"][...], 128.0 * after["kernel"][...]
+  )
+
+
+def test_gradients_are_s_times_those_of_nnx():
+  model, optimizer = make(linear)
+  loss, scaled = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
+  expected, gradients = nnx.value_and_grad(loss_fn)(model, CLEAN)
+  assert loss == expected
+  assert jax.tree.structure(scaled) == jax.tree.structure(gradients)
+  for name in ("kernel", "bias"):
+    np.testing.assert_array_equal(
+      scaled[name][...], 1024.0 * gradients[name][...]
+    )
+
+
+def test_keywords_and_auxiliary_data_are_as_in_nnx():
+  model, optimizer = make(linear)
+
+  def pair(model, x, factor=1):
+    return factor * jnp.sum(model(x)), {"twice": 2 * x}
+
+  value_and_grad = ols.nnx.scaled_value_and_grad(pair, optimizer, has_aux=True)
+  (loss, aux), _ = value_and_grad(model, x=CLEAN, factor=4)
+  assert loss == 4 * jnp.sum(model(CLEAN))
+  np.testing.assert_array_equal(aux["twice"], 2 * CLEAN)
+
+
+@pytest.mark.parametrize(
+  "argnums", [1, nnx.DiffState(1, nnx.Param), (nnx.DiffState(1, nnx.Param), 0)]
+)
+def test_argnums_are_those_of_nnx(argnums):
+  model, optimizer = make(linear)
+
+  def swapped(x, model):
+    return loss_fn(model, x)
+
+  _, scaled = ols.nnx.scaled_value_and_grad(swapped, optimizer, argnums)(
+    jnp.asarray(CLEAN), model
+  )
+  _, expected = nnx.value_and_grad(swapped, argnums=argnums)(
+    jnp.asarray(CLEAN), model
+  )
+  assert jax.tree.structure(scaled) == jax.tree.structure(expected)
+  for ours, theirs in zip(
+    jax.tree.leaves(scaled), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_array_equal(ours, 1024.0 * theirs)
+
+
+def test_only_what_the_optimizer_updates_is_differentiated():
+  model, optimizer = make(
+    lambda rngs: nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs),
+    wrt=nnx.LoRAParam,
+  )
+  before = values(model)
+  _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
+  assert len(jax.tree.leaves(grads)) == 2
+  optimizer.update(model, grads)
+  after = values(model)
+  for name in before:
+    moved = (before[name] != after[name]).any()
+    # The first factor has no gradient yet, since the second starts as zeros.
+    assert moved == ("lora_b" in name), name
+
+
+def test_a_shared_parameter_is_updated_once():
+  class Tied(nnx.Module):
+    def __init__(self, rngs):
+      self.first = nnx.Linear(3, 3, rngs=rngs)
+      self.second = self.first
+
+    def __call__(self, x):
+      return self.second(self.first(x))
+
+  model, optimizer = make(Tied)
+  bare_model, bare_optimizer = make(Tied, tx=BARE)
+  step(model, optimizer, CLEAN)
+  bare_step(bare_model, bare_optimizer, CLEAN)
+  assert_same(values(model), values(bare_model))
+  step(model, optimizer, BAD)
+  assert_same(values(model), values(bare_model))
+  assert model.second is model.first
+
+
+def half_loss(model, x):
+  small = jnp.sum(model(x).astype(jnp.float16)) * jnp.float16(2.0**-10)
+  return (jnp.float16(3000.0) + small).astype(jnp.float16)
+
+
+def test_a_float16_loss_keeps_its_true_value():
+  model, optimizer = make(linear)
+  loss, grads = ols.nnx.scaled_value_and_grad(half_loss, optimizer)(
+    model, jnp.ones((1, 3))
+  )
+  assert loss.dtype == jnp.float16
+  assert loss == 3000.0
+  np.testing.assert_array_equal(grads["bias"][...], [1.0, 1.0])
+
+
+# Without a look at the loss's dtype the first would come from inf, and the
+# second from 0, which no check could tell from gradients of 0.
+@pytest.mark.parametrize("scale", [2.0**17, 2.0**-30])
+def test_a_scale_that_the_loss_cannot_hold_is_an_overflow(scale):
+  model, optimizer = make(
+    linear, ols.loss_scaling(BARE, ols.FixedLossScale(scale))
+  )
+  _, grads = ols.nnx.scaled_value_and_grad(half_loss, optimizer)(
+    model, jnp.ones((1, 3))
+  )
+  assert np.isinf(grads["bias"][...]).all()
+  optimizer.update(model, grads)
+  assert optimizer.opt_state.skipped[...]
+
+
+def test_readers_of_the_state_return_plain_arrays():
+  _, optimizer = make(linear)
+  state = optimizer.opt_state
+  plain = [
+    ols.get_loss_scale(state),
+    ols.select_on_skip(state, new=1.0, old=2.0),
+    ols.unscale(jnp.ones(()), state),
+    ols.scale_loss(jnp.ones(()), state),
+    *ols.loss_scale_metrics(state).values(),
+  ]
+  for value in plain:
+    assert isinstance(value, jax.Array)
+    assert not isinstance(value, nnx.Variable)
+  assert plain[0] == 1024.0
+  # optax finds the variable around it.
+  assert optax.tree.get(state, "loss_scale")[...] == 1024.0
+
+
+def test_readers_of_the_state_work_under_jit():
+  model, optimizer = make(linear)
+
+  @nnx.jit
+  def by_hand(model, optimizer, x):
+    state = optimizer.opt_state
+    _, scaled = nnx.value_and_grad(
+      lambda model: ols.scale_loss(loss_fn(model, x), state)
+    )(model)
+    norm = optax.tree.norm(nnx.as_pure(ols.unscale(scaled, state)))
+    optimizer.update(model, scaled)
+    kept = ols.select_on_skip(optimizer.opt_state, new=1.0, old=2.0)
+    return norm, kept, ols.loss_scale_metrics(optimizer.opt_state)
+
+  gradients = nnx.grad(loss_fn)(model, CLEAN)
+  norm, kept, metrics = by_hand(model, optimizer, CLEAN)
+  np.testing.assert_allclose(
+    norm, optax.tree.norm(nnx.as_pure(gradients)), rtol=1e-6
+  )
+  assert kept == 1.0
+  assert metrics["applied_steps"] == 1
+  _, kept, metrics = by_hand(model, optimizer, BAD)
+  assert kept == 2.0
+  assert metrics["loss_scale"] == 512.0
+
+
+def test_a_rule_that_would_have_raised_is_heard_through_the_optimizer():
+  rule = ols.presets.deepspeed(init_scale=1.0, delayed_shift=1)
+  model, optimizer = make(linear, ols.loss_scaling(BARE, rule))
+  ols.raise_if_failed(optimizer.opt_state)
+  unprotected_step(model, optimizer, BAD)
+  with pytest.raises(FloatingPointError, match="DeepSpeed ends the run"):
+    ols.raise_if_failed(optimizer.opt_state)
+
+
+def reader_of(optimizer, name):
+  state = optimizer.opt_state
+  return {
+    "nnx": lambda model: ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(
+      model, CLEAN
+    )[0],
+    "scale_loss": lambda model: ols.scale_loss(loss_fn(model, CLEAN), state),
+    "unscale": lambda model: ols.unscale(model(CLEAN), state),
+    "select_on_skip": lambda _: ols.select_on_skip(state, 1.0, 2.0),
+  }[name]
+
+
+@pytest.mark.parametrize(
+  "name", ["nnx", "scale_loss", "unscale", "select_on_skip"]
+)
+def test_guarantee_1_an_optimizer_that_was_closed_over_is_refused(name):
+  model, optimizer = make(linear)
+  with pytest.raises(ValueError, match="closed over: what is compiled would"):
+    nnx.jit(reader_of(optimizer, name))(model)
+  nnx.jit(lambda model, optimizer: reader_of(optimizer, name)(model))(
+    model, optimizer
+  )
+
+
+def average(ema, model):
+  new = optax.incremental_update(
+    nnx.as_pure(nnx.state(model, nnx.Param)),
+    nnx.as_pure(nnx.state(ema, nnx.Param)),
+    0.5,
+  )
+  nnx.update(ema, new)
+
+
+@nnx.jit
+def step_with_company(model, optimizer, ema, rngs, metric, x):
+  with ols.nnx.select_on_skip(optimizer, model, ema, rngs, metric):
+    value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    loss, grads = value_and_grad(model, x + 0 * rngs.noise.normal())
+    optimizer.update(model, grads)
+    average(ema, model)
+    metric.update(values=loss)
+
+
+def test_what_else_is_named_moves_with_the_model_or_not_at_all():
+  model, optimizer = make(linear)
+  ema, rngs = nnx.clone(model), nnx.Rngs(noise=3)
+  metric = nnx.metrics.Average()
+  company = (ema, rngs, metric)
+  before = [values(node) for node in company]
+  step_with_company(model, optimizer, *company, BAD)
+  for node, old in zip(company, before, strict=True):
+    assert_same(values(node), old)
+  step_with_company(model, optimizer, *company, CLEAN)
+  for node, old in zip(company, before, strict=True):
+    new = values(node)
+    assert any((new[name] != old[name]).any() for name in old)
+
+
+def test_an_optimizer_that_is_named_is_skipped_with_the_other():
+  first, first_optimizer = make(linear)
+  second, second_optimizer = make(linear)
+  old = values(second), values(second_optimizer)
+
+  def both(x):
+    with ols.nnx.select_on_skip(first_optimizer, second, second_optimizer):
+      unprotected_step(second, second_optimizer, CLEAN)
+      unprotected_step(first, first_optimizer, x)
+
+  both(BAD)
+  assert_same(values(second), old[0])
+  assert_same(values(second_optimizer), old[1])
+  both(CLEAN)
+  assert second_optimizer.step[...] == 1
+
+
+class Sowing(nnx.Module):
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 2, rngs=rngs)
+    self.calls = nnx.Variable(jnp.zeros(()))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    self.sow(nnx.Intermediate, "inputs", x)
+    if not hasattr(self, "cache"):
+      self.cache = nnx.Cache(x)
+    return self.dense(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_is_sown_or_created_in_a_step_is_left():
+  model, optimizer = make(Sowing)
+  step(model, optimizer, BAD)
+  assert model.calls[...] == 0
+  np.testing.assert_array_equal(model.cache[...], BAD)
+  # What was sown is a tuple, which grows with the second step.
+  step(model, optimizer, BAD)
+  assert model.calls[...] == 0
+  assert len(model.inputs.get_value()) == 2
+
+
+def test_what_a_step_removes_stays_removed():
+  model, optimizer = make(linear)
+  model.extra = nnx.Cache(jnp.zeros(2))
+  with ols.nnx.select_on_skip(optimizer, model):
+    unprotected_step(model, optimizer, BAD)
+    del model.extra
+  assert not hasattr(model, "extra")
+  assert optimizer.opt_state.skipped[...]
+
+
+def test_a_block_that_raises_selects_nothing():
+  model, optimizer = make(linear)
+  step(model, optimizer, BAD)
+  bias = model.bias[...]
+  with (
+    pytest.raises(RuntimeError, match="mine"),
+    ols.nnx.select_on_skip(optimizer, model),
+  ):
+    model.bias[...] += 1
+    raise RuntimeError("mine")
+  np.testing.assert_array_equal(model.bias[...], bias + 1)
+
+
+def test_one_of_two_scales_is_chosen_by_its_path():
+  tx = optax.chain(TX, ols.loss_scaling(optax.identity(), RULE))
+  model, optimizer = make(linear, tx)
+  with pytest.raises(ValueError, match="choose one by its path"):
+    ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  with (
+    pytest.raises(ValueError, match="choose one by its path"),
+    ols.nnx.select_on_skip(optimizer, model),
+  ):
+    pass
+  old = values(model)
+  with ols.nnx.select_on_skip(optimizer, model, path="0"):
+    _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer, path="0")(
+      model, BAD
+    )
+    optimizer.update(model, grads)
+    model.bias[...] += 1
+  assert_same(values(model), old)
+
+
+def test_a_rule_that_applies_every_step_selects_nothing():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0, skip=False))
+  model, optimizer = make(norm, tx)
+  nnx.jit(step)(model, optimizer, BAD)
+  assert not np.isfinite(model.var[...]).all()
+  assert not np.isfinite(model.scale[...]).all()
+
+
+def bad_optimizers():
+  model, optimizer = make(linear)
+  yield optimizer.opt_state, TypeError, "must be an nnx.Optimizer, got LossSc"
+  yield TX, TypeError, "got GradientTransformationExtraArgs; with an optimizer"
+  bare = nnx.Optimizer(model, BARE, wrt=nnx.Param)
+  yield bare, ValueError, "must hold loss scaling, got one whose .* wrap its"
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_what_is_no_optimizer_with_loss_scaling_is_refused(case):
+  optimizer, error, match = list(bad_optimizers())[case]
+  with pytest.raises(error, match=match):
+    ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  with (
+    pytest.raises(error, match=match),
+    ols.nnx.select_on_skip(optimizer, linear(nnx.Rngs(0))),
+  ):
+    pass
+
+
+def test_a_bound_method_is_refused_as_nnx_does():
+  model, optimizer = make(linear)
+  with pytest.raises(ValueError, match="does not support bound methods"):
+    ols.nnx.scaled_value_and_grad(model.__call__, optimizer)
+
+
+@pytest.mark.parametrize(
+  ("fun", "match"),
+  [
+    (lambda model, x: jnp.sum(model(x), axis=0), "take its mean or sum"),
+    (lambda model, x: (jnp.sum(model(x)), x), "pass has_aux=True"),
+    (lambda model, x: 3, "must be a floating-point array"),
+  ],
+)
+def test_a_function_that_returns_no_loss_is_refused(fun, match):
+  model, optimizer = make(linear)
+  with pytest.raises(TypeError, match=match):
+    ols.nnx.scaled_value_and_grad(fun, optimizer)(model, CLEAN)
+
+
+def test_a_block_without_an_update_is_refused():
+  model, optimizer = make(linear)
+
+  def forgotten(model, optimizer):
+    with ols.nnx.select_on_skip(optimizer, model):
+      ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
+
+  for run in (forgotten, nnx.jit(forgotten)):
+    with pytest.raises(ValueError, match="must be updated in the block"):
+      run(model, optimizer)
+
+
+@pytest.mark.parametrize("node", [None, 3, jnp.zeros(2), {"model": 1}])
+def test_what_cannot_be_changed_in_place_is_refused(node):
+  model, optimizer = make(linear)
+  with (
+    pytest.raises(TypeError, match="must be NNX objects.* got"),
+    ols.nnx.select_on_skip(optimizer, model, node),
+  ):
+    pass
+
+
+def test_no_nodes_are_refused():
+  _, optimizer = make(linear)
+  with (
+    pytest.raises(TypeError, match="got none; pass the model"),
+    ols.nnx.select_on_skip(optimizer),
+  ):
+    pass
+
+
+def test_the_optimizer_itself_is_refused_at_any_depth():
+  class Trainer(nnx.Module):
+    def __init__(self):
+      self.model, self.optimizer = make(linear)
+
+  trainer = Trainer()
+  for nodes in ([trainer], [trainer.model, trainer.optimizer]):
+    with (
+      pytest.raises(ValueError, match="must not hold the state of `optimizer`"),
+      ols.nnx.select_on_skip(trainer.optimizer, *nodes),
+    ):
+      pass
+
+
+def test_a_variable_that_grows_is_refused_by_name():
+  model, optimizer = make(linear)
+  with (
+    pytest.raises(ValueError, match=r"got \(5,\) and \(2,\) at .*'0/bias'"),
+    ols.nnx.select_on_skip(optimizer, model),
+  ):
+    unprotected_step(model, optimizer, CLEAN)
+    model.bias.set_value(jnp.zeros(5))
