@@ -531,7 +531,7 @@ def call(batch=BATCH, **options):
     ({"argnums": (0, 1)}, ValueError, "must be given a batch beside"),
     ({"argnums": 0.5}, TypeError, "`argnums` must be an integer"),
   ],
-  ids=str,
+  ids=range(11),
 )
 def test_errors_name_the_rule_what_came_and_the_remedy(options, error, message):
   with pytest.raises(error, match=message):

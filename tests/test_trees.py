@@ -26,7 +26,7 @@ PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
       "something at 'x0', 'x1', 'x2', 'x3' and 3 more where nothing belongs",
     ),
   ],
-  ids=str,
+  ids=["same", "missing", "missing and extra", "shape", "many"],
 )
 def test_a_difference_is_told_by_path(got, words):
   assert _trees.difference(PARAMS, got) == words
