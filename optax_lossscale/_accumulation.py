@@ -11,6 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _argnums
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
 from optax_lossscale import _devices
@@ -20,6 +21,7 @@ from optax_lossscale import _microbatches
 from optax_lossscale import _requirements
 from optax_lossscale import _select
 from optax_lossscale import _state
+from optax_lossscale import _window_overflow
 
 
 def accumulated_value_and_grad(
@@ -32,10 +34,12 @@ def accumulated_value_and_grad(
   drop: bool = False,
   batch_argnums: int | Sequence[int] | None = None,
   check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  overflow_fn: Callable[[Any], Any] | None = None,
   axis_name: Any = None,
+  mask: Any = None,
   allow_int: bool = False,
   path: str | None = None,
-) -> Callable[..., tuple[Any, Any, jax.Array]]:
+) -> Callable[..., tuple[Any, Any, _window_overflow.WindowOverflow]]:
   """Returns a function for the loss and its scaled gradients, batch by batch.
 
   For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
@@ -48,14 +52,16 @@ def accumulated_value_and_grad(
   What one overflow costs is your choice. As it is, the window is void: all
   gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
   the micro-batches that overflowed are left out of the mean, and the rest
-  makes a step, if there is any; tell `update`, so that S shrinks all the same:
+  makes a step, if there is any. `update` has to be told, or S stays where it is
+  while micro-batches are dropped:
 
     loss, grads, overflow = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params, dropped=overflow)
+    updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
 
   Args:
     fun: a function that returns a real scalar, the mean over its batch, or
-      `(loss, aux)` with `has_aux`. Each micro-batch counts the same.
+      `(loss, aux)` with `has_aux`, aux being arrays. Each micro-batch counts
+      the same.
     opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
@@ -63,13 +69,17 @@ def accumulated_value_and_grad(
     drop: whether a micro-batch that overflows is left out; else all are void.
     batch_argnums: which positional arguments are split along the first axis of
       their leaves; None for all but those of `argnums`. The other arguments,
-      and those passed by name, are given to each micro-batch as they are.
+      and those passed by name, are given to each micro-batch as they are. For
+      noise pass jax.random.split(jax.random.key(0), microbatches): `fun` gets
+      an array of one key.
     check: what counts as an overflow: the check of `loss_scaling`, since that
       sees only what comes out here.
-    axis_name: a mapped axis, or several, over which the devices decide together
-      about each micro-batch. It is for gradients of which JAX sums some over
-      the devices and leaves others with each: parameters that are sharded
-      under `shard_map`.
+    overflow_fn: a reason of your own, from the scaled gradients of a
+      micro-batch, with all leaves, to a bool, number or array of which any
+      non-zero entry is an overflow.
+    axis_name: a mapped axis, or several, over which devices decide together
+      about each micro-batch: where parameters are sharded under `shard_map`.
+    mask: as in `loss_scaling`, for what is differentiated.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -79,21 +89,24 @@ def accumulated_value_and_grad(
     loss: float32[] or wider, the mean over the micro-batches that count, or
       over all if none does.
     aux: with a leading axis for the micro-batches.
-    scaled_gradients: float32 or wider. Leaves of Flax's
-      `_overwrite_with_gradient` collection are no gradients: they pass from one
-      micro-batch to the next, and the last one's is returned.
-    overflow: bool[microbatches], which of them overflowed; `~overflow` are
-      valid. `update` takes it, as `overflow=` (not needed, since the gradients
-      show it) or with `drop` as `dropped=`.
+    scaled_gradients: float32 or wider. Leaves that are no gradients, see
+      `mask`, pass from one micro-batch to the next, an overflow keeping the old
+      value, and the last one's is returned.
+    overflow: whether any micro-batch overflowed, as a flag; with `flags`
+      (bool[microbatches]) for which, `amax` (float32[microbatches]) and `valid`
+      (int32[], how many did not). It is for `update`.
 
     Micro-batch i has the examples i, i + microbatches, ..., so that a batch
-    that is sharded over devices stays where it is.
+    that is sharded over devices stays where it is, as long as each device's
+    share is divided by `microbatches` as well.
 
   Raises:
     TypeError: if an argument is not of its kind.
     ValueError: if `opt_state` holds no scale or several; when called, if the
       batch has no first axis, or axes of different sizes, or is not divided by
-      `microbatches`, or if a function being traced has closed over `opt_state`.
+      `microbatches`, if a function being traced has closed over `opt_state`,
+      or, as far as JAX tracks what varies by device, if devices could drop
+      different micro-batches of one model.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -108,50 +121,68 @@ def accumulated_value_and_grad(
     ... )
     >>> batch = jnp.array([1.0, 2.0, 3.0, jnp.inf])
     >>> loss, grads, overflow = value_and_grad(params, batch)
-    >>> print(loss, grads, overflow)
-    2.0 16.0 [False  True]
+    >>> print(loss, grads, overflow.flags, overflow.valid)
+    2.0 16.0 [False  True] 1
     >>> updates, opt_state = tx.update(
-    ...   grads, opt_state, params, dropped=overflow
+    ...   grads, opt_state, params, overflow=overflow
     ... )
     >>> print(updates, ols.get_loss_scale(opt_state))
     -1.0 4.0
   """
-  k = _arguments.check_count("microbatches", microbatches)
+  k = _arguments.check_count("microbatches", microbatches, unit="micro-batches")
   drop = _arguments.check_flag("drop", drop)
   _requirements.check_check(check)
   names = _devices.axis_names("axis_name", axis_name)
   # A scale on its own, since the scan is a function being traced.
   loss_scale = _state.get_loss_scale(opt_state, path=path)
   value_and_grad = _gradients.scaled_value_and_grad(
-    fun, loss_scale, _as_tuple(argnums), has_aux, allow_int=allow_int
+    fun, loss_scale, _argnums.as_tuple(argnums), has_aux, allow_int=allow_int
   )
 
+  def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
+    # In the form that `update` is given, for a tree of dtypes in the check.
+    whole = _argnums.like(argnums, gradients)
+    summands = _leaves.leave_out(_argnums.like(argnums, is_summed), whole)
+    finding = _checks.examine(check, summands)
+    if overflow_fn is not None:
+      finding = _window_overflow.report(finding, overflow_fn(whole))
+    if names:
+      finding = _checks.agree(finding, names)
+    together = jax.tree.leaves(summands) + ([loss] if drop else [])
+    _devices.refuse_split(finding.overflow, together, names)
+    return finding
+
   @functools.wraps(fun)
-  def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
+  def accumulated(
+    *args: Any, **kwargs: Any
+  ) -> tuple[Any, Any, _window_overflow.WindowOverflow]:
     _state.refuse_frozen(opt_state, path)
-    places = _find_places(argnums, batch_argnums, len(args))
+    places = _argnums.find_places(argnums, batch_argnums, len(args))
     given = _leaves.as_arrays(tuple(args[i] for i in places.differentiated))
-    is_overwritten, is_summed = _kinds(given)
+    is_overwritten, is_summed = _kinds(argnums, mask, given)
 
     def add(carry: _Carry, batches: dict[int, Any]) -> tuple[_Carry, _Outcome]:
       current = dict(enumerate(args)) | batches
       changed = _leaves.merge(is_overwritten, carry.overwritten, given)
       current |= zip(places.differentiated, changed, strict=True)
       value, gradients = value_and_grad(*current.values(), **kwargs)
-
-      summands = _leaves.leave_out(is_summed, gradients)
-      # In the form that `update` is given, for a tree of dtypes in the check.
-      finding = _checks.examine(check, _like(argnums, summands))
-      if names:
-        finding = _checks.agree(finding, names)
-      overflow = finding.overflow
-      overwritten = _leaves.leave_out(is_overwritten, gradients)
+      loss = value[0] if has_aux else value
+      finding = examine(gradients, is_summed, loss)
       return (
         _Carry(
-          _select.select(overflow, carry.overwritten, overwritten),
-          _microbatches.add(carry.sums, summands, overflow & drop, k),
+          _select.select(
+            finding.overflow,
+            carry.overwritten,
+            _leaves.leave_out(is_overwritten, gradients),
+          ),
+          _microbatches.add(
+            carry.sums,
+            _leaves.leave_out(is_summed, gradients),
+            finding.overflow if drop else None,
+            k,
+          ),
         ),
-        _Outcome(value, overflow, finding.amax),
+        _Outcome(value, finding.overflow, finding.amax),
       )
 
     end, outcomes = lax.scan(
@@ -164,29 +195,24 @@ def accumulated_value_and_grad(
       length=k,
     )
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
-    valid = ~outcomes.overflow
+    overflow = _window_overflow.WindowOverflow(
+      outcomes.overflow, outcomes.amax, drop
+    )
+    valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
-    is_void = ~(jnp.any(valid) if drop else jnp.all(valid))
     means = _microbatches.void(
-      _microbatches.means(end.sums, counted), is_void, outcomes.amax
+      _microbatches.means(end.sums, counted), overflow.is_void, overflow.amax
     )
     others = _leaves.merge(is_overwritten, end.overwritten, _float0(given))
     gradients = _leaves.merge(is_summed, means, others)
     loss = _microbatches.mean_loss(losses, counted)
     return (
       (loss, aux) if has_aux else loss,
-      _like(argnums, gradients),
-      outcomes.overflow,
+      _argnums.like(argnums, gradients),
+      overflow,
     )
 
   return accumulated
-
-
-class _Places(NamedTuple):
-  """Which positional arguments are differentiated, and which are split."""
-
-  differentiated: tuple[int, ...]
-  batched: tuple[int, ...]
 
 
 class _Carry(NamedTuple):
@@ -209,54 +235,12 @@ class _Outcome(NamedTuple):
   amax: jax.Array
 
 
-def _find_places(argnums: Any, batch_argnums: Any, count: int) -> _Places:
-  """Returns the places of arguments among so many."""
-  differentiated = _positions("argnums", argnums, count)
-  if batch_argnums is None:
-    batched = tuple(i for i in range(count) if i not in differentiated)
-  else:
-    batched = _positions("batch_argnums", batch_argnums, count)
-  both = sorted({*differentiated} & {*batched})
-  if both:
-    raise ValueError(
-      "`batch_argnums` must name other arguments than `argnums`, got "
-      f"{', '.join(map(str, both))} in both."
-    )
-  if not batched:
-    raise ValueError(
-      "`fun` must be given a batch beside what it is differentiated by, got "
-      f"{count} positional arguments with argnums={argnums!r}; pass the batch "
-      "by position."
-    )
-  return _Places(differentiated, batched)
-
-
-def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
-  """Returns the places that a caller named, none of them negative."""
-  numbers = tuple(
-    _arguments.check_integer(name, number) for number in _as_tuple(argnums)
-  )
-  for number in numbers:
-    if not -count <= number < count:
-      raise ValueError(
-        f"`{name}` must name positional arguments of the call, got {number} "
-        f"for {count} of them."
-      )
-  return tuple(number % count for number in numbers)
-
-
-def _as_tuple(argnums: Any) -> tuple[Any, ...]:
-  return tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
-
-
-def _like(argnums: Any, gradients: tuple[Any, ...]) -> Any:
-  """Returns gradients by argument in the form that JAX gives for `argnums`."""
-  return gradients if isinstance(argnums, (tuple, list)) else gradients[0]
-
-
-def _kinds(given: Any) -> tuple[Any, Any]:
+def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
   """Returns two trees of bools: what has a next value, what a gradient."""
-  is_kept = _leaves.resolve_mask(None, given)
+  is_kept = _leaves.resolve_mask(mask, _argnums.like(argnums, given))
+  is_kept = jax.tree.unflatten(
+    jax.tree.structure(given), jax.tree.leaves(is_kept)
+  )
   return (
     jax.tree.map(lambda is_kept: not is_kept, is_kept),
     jax.tree.map(

@@ -168,12 +168,13 @@ def check_not_negative(name: str, value: Any) -> float:
   return number
 
 
-def check_integer(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
   """Returns `value` as an int.
 
   Args:
     name: the argument's name, for the error.
-    value: what the caller passed, in steps.
+    value: what the caller passed.
+    unit: what it counts, for the error; "" for nothing.
 
   Raises:
     TypeError: if it is not an integer that is known now.
@@ -183,8 +184,9 @@ def check_integer(name: str, value: Any) -> int:
       raise TypeError
     return operator.index(value)
   except TypeError:
+    number = f"an integer number of {unit}" if unit else "an integer"
     raise TypeError(
-      f"`{name}` must be an integer number of steps, got {value!r} of type "
+      f"`{name}` must be {number}, got {value!r} of type "
       f"{type(value).__name__}."
     ) from None
 
@@ -206,21 +208,22 @@ def check_steps(name: str, value: Any) -> int:
   return steps
 
 
-def check_count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
   """Returns `value` as an int from 1 to the largest int32.
 
   Args:
     name: the argument's name, for the error.
-    value: what the caller passed, in steps.
+    value: what the caller passed.
+    unit: what it counts, for the error.
 
   Raises:
     TypeError: if it is not an integer.
     ValueError: if it is out of range.
   """
-  count = check_integer(name, value)
+  count = check_integer(name, value, unit=unit)
   if not 1 <= count <= LARGEST_COUNT:
     raise ValueError(
-      f"`{name}` must be between 1 and 2**31 - 1 steps, got {value!r}."
+      f"`{name}` must be between 1 and 2**31 - 1 {unit}, got {value!r}."
     )
   return count
 

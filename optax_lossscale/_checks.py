@@ -134,7 +134,8 @@ class Finding(NamedTuple):
   Attributes:
     overflow: bool[], the gradients are not usable.
     amax: float32[], their largest absolute value; NaN if one of them was NaN.
-    dropped: bool[], others were not, and have been left out of these.
+    dropped: bool[], those of some micro-batches were not, and have been left
+      out of these.
   """
 
   overflow: jax.Array

@@ -235,6 +235,32 @@ def refuse_divergence(
     )
 
 
+def refuse_split(
+  overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
+) -> None:
+  """Raises if devices could decide differently about what they share.
+
+  Args:
+    overflow: bool[], what was decided about a micro-batch.
+    together: arrays of which what is decided should not vary further than they.
+    names: the axes over which it was agreed.
+
+  Raises:
+    ValueError: if it does.
+  """
+  missing = {
+    axis for x in together for axis in varying_axes(overflow) - varying_axes(x)
+  }
+  if missing:
+    axes = _listed([*names, *sorted(missing, key=str)])
+    raise ValueError(
+      "devices that share a loss or gradients must decide about a micro-batch "
+      f"together, got an overflow that varies along {axes} and a loss or a "
+      f"gradient that does not; pass axis_name={axes} to "
+      "accumulated_value_and_grad."
+    )
+
+
 def refuse_different(scaled: Any, loss_scale: jax.Array) -> None:
   """Raises if devices that share an S could be told different things.
 

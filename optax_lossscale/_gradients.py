@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _argnums
 from optax_lossscale import _arguments
 from optax_lossscale import _leaves
 from optax_lossscale import _state
+from optax_lossscale import jaxpr
 
 
 def scaled_value_and_grad(
@@ -70,7 +72,7 @@ def scaled_value_and_grad(
   _check_argnums(argnums)
 
   value_and_grad = jax.value_and_grad(
-    scaled_loss_fn(fun, loss_scale, has_aux),
+    scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
     argnums,
     has_aux=True,
     allow_int=allow_int,
@@ -186,6 +188,23 @@ def scaled_loss_fn(
   return scaled_fun
 
 
+def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun`, which raises if it changes an object that it is given.
+
+  What is differentiated is a copy, so the change would be lost: the batch
+  statistics of an nnx.Module, say.
+  """
+
+  @functools.wraps(fun)
+  def unchanging_fun(*args: Any, **kwargs: Any) -> Any:
+    before = jax.tree.leaves((args, kwargs))
+    value = fun(*args, **kwargs)
+    jaxpr.check_unchanged(before, (args, kwargs))
+    return value
+
+  return unchanging_fun
+
+
 def inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: Any, gradients: Any
 ) -> Any:
@@ -219,14 +238,15 @@ def inf_where_unusable(
 
 
 def _check_argnums(argnums: Any) -> None:
-  numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-  for number in numbers:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
+  for number in _argnums.as_tuple(argnums):
+    try:
+      _arguments.check_integer("argnums", number, unit="")
+    except TypeError:
       raise TypeError(
         "`argnums` must be an integer or integers, got "
         f"{type(number).__name__}; the arguments of `fun` go to the function "
         "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
-      )
+      ) from None
 
 
 def _check_pair(value: Any) -> tuple[Any, Any]:

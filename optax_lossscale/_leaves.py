@@ -56,7 +56,7 @@ def resolve_mask(mask: Any, tree: Any) -> Any:
     ValueError: if the mask does not fit the tree.
   """
   if mask is None:
-    return jax.tree.map_with_path(lambda path, _: not _overwrites(path), tree)
+    return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
   if callable(mask):
     mask = mask(tree)
   try:
@@ -134,20 +134,11 @@ def narrow_like(updates: Any, params: Any) -> Any:
   Args:
     updates: what the inner transformation returned.
     params: the parameters, or None for nothing to compare with.
-
-  Raises:
-    ValueError: if an update has another shape than its parameter, to which it
-      would be added all the same.
   """
   if params is None:
     return updates
 
   def narrow_leaf(update: Any, param: Any) -> Any:
-    if hasattr(param, "shape") and np.shape(update) != param.shape:
-      raise ValueError(
-        "updates must have the shapes of the parameters, got "
-        f"{np.shape(update)} for {param.shape}."
-      )
     is_real = all(
       hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
       for x in (update, param)
@@ -199,8 +190,12 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
   return jax.tree.map(unscale_leaf, tree)
 
 
-def _overwrites(path: tuple[Any, ...]) -> bool:
-  """Returns whether a path leads through the collection of that name."""
+def overwrites(path: tuple[Any, ...]) -> bool:
+  """Returns whether a path leads through the collection of that name.
+
+  Args:
+    path: keys of JAX.
+  """
   return any(
     getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT
     for key in path

@@ -9,11 +9,13 @@ import optax
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
 from optax_lossscale import _devices
+from optax_lossscale import _fit
 from optax_lossscale import _leaves
 from optax_lossscale import _requirements
 from optax_lossscale import _rules
 from optax_lossscale import _select
 from optax_lossscale import _state
+from optax_lossscale import _window_overflow
 
 
 def loss_scaling(
@@ -67,9 +69,10 @@ def loss_scaling(
     A transformation whose state is a `LossScalingState`. Its `update` takes the
     scaled gradients and, beside the inner optimizer's extra arguments,
     `overflow=`: a bool, number or array of which any non-zero entry makes the
-    step an overflow, and `scaled=`: bool or bool[], False for a step whose loss
-    was not scaled. S is 1 for this step, what is not finite is an overflow, and
-    the rule's state stays bit for bit. The updates have the dtypes of the
+    step an overflow, or what `accumulated_value_and_grad` returns, or a list of
+    such; and `scaled=`: bool or bool[], False for a step whose loss was not
+    scaled. S is 1 for this step, what is not finite is an overflow, and the
+    rule's state stays bit for bit. The updates have the dtypes of the
     parameters, where those are passed.
 
   Raises:
@@ -136,7 +139,6 @@ def loss_scaling(
     params: optax.Params | None = None,
     *,
     overflow: Any = False,
-    dropped: Any = False,
     scaled: Any = True,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
@@ -149,10 +151,7 @@ def loss_scaling(
     scaled_gradients = _leaves.leave_out(is_gradient, incoming)
 
     finding = _checks.examine(check, scaled_gradients, scaled)
-    finding = finding._replace(
-      overflow=finding.overflow | _any("overflow", overflow),
-      dropped=_any("dropped", dropped),
-    )
+    finding = _window_overflow.report(finding, overflow)
     if agreed:
       _devices.check_mapped("axis_name", agreed)
       finding = _checks.agree(finding, agreed)
@@ -174,23 +173,22 @@ def loss_scaling(
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
       gradients = _leaves.unscale_tree(scaled_gradients, loss_scale)
-      with _requirements.explained(
-        inner, gradients, state.inner_state, inner_params
-      ):
+      _fit.check_gradients(gradients, inner_params)
+      with _fit.explained(inner, gradients, state.inner_state, inner_params):
         inner_updates, inner_state = inner.update(
           gradients,
           state.inner_state,
           _leaves.widen(inner_params),
           **extra_args,
         )
-        inner_updates = _leaves.narrow_like(
-          _leaves.as_arrays(inner_updates), inner_params
+        inner_updates = _fit.narrow_updates(
+          inner_updates, gradients, inner_params
         )
-      _select.check_structure(
-        "the state of `inner` must keep the structure that its init made",
-        inner_state,
-        state.inner_state,
-      )
+        _select.check_structure(
+          "the state of `inner` must keep the structure that its init made",
+          inner_state,
+          state.inner_state,
+        )
       return inner_updates, inner_state
 
     new_updates, inner_state = _select.update_unless(
@@ -272,16 +270,3 @@ def _next_values(
 
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
-
-
-def _any(name: str, flags: Any) -> jax.Array:
-  """Returns bool[]: one of the caller's flags is not 0."""
-  rule = f"`{name}` must be a bool, a number or an array"
-  if flags is None or isinstance(flags, str):
-    raise TypeError(f"{rule}, got {flags!r}.")
-  try:
-    flags = jnp.asarray(flags)
-  except (TypeError, ValueError) as error:
-    raise TypeError(f"{rule}, got {flags!r}.") from error
-  # NaN is not 0, so a flag that went wrong counts as an overflow.
-  return jnp.any(flags.astype(bool))

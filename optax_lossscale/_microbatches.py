@@ -47,6 +47,7 @@ def split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"{shape[0]} examples in {place}."
       )
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    _check_share(x, microbatches, place)
     # The first axis stays the first for as long as it can be sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
@@ -67,20 +68,25 @@ def zeros(params: Any) -> Any:
 
 
 def add(
-  sums: Any, gradients: Any, is_left_out: jax.Array, microbatches: int
+  sums: Any,
+  gradients: Any,
+  is_left_out: jax.Array | None,
+  microbatches: int,
 ) -> Any:
   """Returns the sums with one more micro-batch.
 
   Args:
     sums: as `zeros` makes them.
     gradients: of one micro-batch.
-    is_left_out: bool[].
+    is_left_out: bool[], or None for no such choice.
     microbatches: how many there will be.
   """
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
     # Wide before the product, which float16 might not hold.
     summand = x.astype(total.dtype) / _power_of_two(microbatches)
+    if is_left_out is None:
+      return total + summand
     # Selected and not multiplied: 0 times inf would be NaN.
     return total + jnp.where(is_left_out, jnp.zeros_like(total), summand)
 
@@ -136,10 +142,25 @@ def mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
 def _power_of_two(microbatches: int) -> float:
   """Returns one that is no smaller than the number of micro-batches.
 
-  To divide by it rounds nothing, and the sum of so many quotients is no larger
-  than the largest dividend: it cannot overflow where that does not.
+  To divide by it rounds nothing that stays a normal number, and the sum of so
+  many quotients is no larger than the largest dividend: it cannot overflow
+  where that does not.
   """
   return 2.0 ** math.ceil(math.log2(microbatches))
+
+
+def _check_share(x: Any, microbatches: int, place: str) -> None:
+  """Raises if devices of an explicit mesh would have to exchange examples."""
+  sharding = jax.typeof(x).sharding
+  axes = sharding.spec[0] or ()
+  names = axes if isinstance(axes, tuple) else (axes,)
+  devices = math.prod(sharding.mesh.shape[name] for name in names)
+  if x.shape[0] % (microbatches * devices):
+    raise ValueError(
+      "`microbatches` must divide the share of the batch that each device has, "
+      f"got {microbatches} for {x.shape[0]} examples on {devices} devices in "
+      f"{place}."
+    )
 
 
 def _is_key(x: Any) -> bool:

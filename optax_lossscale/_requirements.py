@@ -1,7 +1,5 @@
 """What the wrapper requires of its arguments, its rule and its states."""
 
-from collections.abc import Iterator
-import contextlib
 from typing import Any
 
 import jax
@@ -15,14 +13,6 @@ from optax_lossscale import _leaves
 from optax_lossscale import _rules
 from optax_lossscale import _select
 from optax_lossscale import _state
-from optax_lossscale import _trees
-
-# Orbax and flax.serialization return plain dicts and lists where they are not
-# told what to restore.
-_RESTORE = (
-  "a checkpoint must be restored into the structure of the optimizer's state, "
-  "with tx.init(params) as its target"
-)
 
 
 class ScaledError(TypeError):
@@ -117,7 +107,7 @@ def check_state(state: Any, rule: _rules.LossScale) -> None:
   if not isinstance(state, _state.LossScalingState):
     remedy = ""
     if isinstance(state, dict) and "loss_scale_state" in state:
-      remedy = f"; {_RESTORE}"
+      remedy = f"; {_state.RESTORE}"
     elif isinstance(state, tuple):
       remedy = (
         "; for the state of an optimizer that is wrapped only now, "
@@ -128,26 +118,45 @@ def check_state(state: Any, rule: _rules.LossScale) -> None:
       f"{type(state).__name__}{remedy}."
     )
   rule_text = "`state` must hold the state of this `rule`"
-  expected, got = jax.eval_shape(rule.init), state.loss_scale_state
+  expected = jax.eval_shape(lambda: _leaves.as_arrays(rule.init()))
+  got = state.loss_scale_state
   structures: list[Any] = [
     jax.tree.structure(got),
     jax.tree.structure(expected),
   ]
   if structures[0] == structures[1]:
     _select.check_structure(rule_text, got, expected)
+    _check_dtypes(rule_text, got, expected)
     return
   remedy = (
-    _RESTORE
+    _state.RESTORE
     if isinstance(got, dict)
     else "to change the rule in mid-run, set its state: "
     "optax.tree.set(opt_state, loss_scale_state=rule.init())"
   )
-  if hasattr(expected, "_replace") and remedy != _RESTORE:
-    remedy += ", or rule.init()._replace(loss_scale=...) to keep S"
+  if hasattr(expected, "_replace") and remedy != _state.RESTORE:
+    remedy += (
+      ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
+      "keep S"
+    )
   raise ValueError(
     f"{rule_text}, got {_describe(got)} where the rule has "
     f"{_describe(expected)}; {remedy}."
   )
+
+
+def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:
+  """Raises where S would be computed in another dtype than float32."""
+  for (path, leaf), like in zip(
+    jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+  ):
+    dtype = getattr(leaf, "dtype", type(leaf).__name__)
+    if dtype != like.dtype:
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      raise ValueError(
+        f"{rule_text}, got {dtype} as its {name}, which is {like.dtype}; set "
+        f"jnp.{like.dtype}(...)."
+      )
 
 
 def _describe(rule_state: Any) -> str:
@@ -180,46 +189,6 @@ def check_accumulation(opt_state: Any) -> None:
         "around, where it would add up scaled gradients. Write "
         "loss_scaling(optax.MultiSteps(inner, k), rule)."
       )
-
-
-@contextlib.contextmanager
-def explained(
-  inner: optax.GradientTransformation,
-  gradients: Any,
-  inner_state: Any,
-  params: Any,
-) -> Iterator[None]:
-  """Says what does not fit where an optimizer fails on its gradients.
-
-  Only where it fails: what an optimizer takes need not look like its
-  parameters, as with `optax.lookahead`.
-
-  Args:
-    inner: the optimizer.
-    gradients: what its `update` is given.
-    inner_state: its state.
-    params: the parameters, or None.
-
-  Raises:
-    ValueError: where the block fails, and they do not fit.
-  """
-  try:
-    yield
-  except (TypeError, ValueError) as error:
-    if params is not None:
-      what, found = "parameters", _trees.difference(params, gradients)
-    else:
-      what = "state"
-      try:
-        made = jax.eval_shape(inner.init, gradients)
-      except Exception:  # An optimizer may need any parameters to begin with.
-        raise error from None
-      found = _trees.difference(inner_state, made)
-    if found is None:
-      raise
-    raise ValueError(
-      f"`updates` must be gradients that fit the {what}, got {found}."
-    ) from error
 
 
 def check_scaled(scaled: Any) -> None:

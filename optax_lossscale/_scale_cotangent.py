@@ -49,7 +49,7 @@ def scale_cotangent(x: Any, scale: float | jax.Array) -> Any:
 
   Raises:
     TypeError: if `scale` is not a real scalar.
-    ValueError: if it is a number that is not finite in float32.
+    ValueError: if it is a number that is infinite or subnormal in float32.
 
   Examples:
     >>> import jax
@@ -119,11 +119,17 @@ def _read_scale(scale: Any) -> Any:
 
   Raises:
     TypeError: if it is not a real scalar.
-    ValueError: if it is known to be no finite float32.
+    ValueError: if it is known to be no normal float32.
   """
   # What an array holds is not looked at: that would wait for the device.
   if not isinstance(scale, jax.Array):
-    return np.float64(_arguments.check_number("scale", scale))
+    number = _arguments.check_number("scale", scale)
+    if 0 < abs(number) < _arguments.SMALLEST_SCALE:
+      raise ValueError(
+        "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
+        f"normal float32 number, got {scale!r}."
+      )
+    return np.float64(number)
   is_real = jnp.issubdtype(scale.dtype, jnp.integer) or jnp.issubdtype(
     scale.dtype, jnp.floating
   )

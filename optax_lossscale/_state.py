@@ -12,6 +12,13 @@ from optax_lossscale import _engine_state
 from optax_lossscale import _rules
 from optax_lossscale import jaxpr
 
+# Orbax and flax.serialization return plain dicts and lists where they are not
+# told what to restore.
+RESTORE = (
+  "a checkpoint must be restored into the structure of the optimizer's state, "
+  "with tx.init(params) as its target"
+)
+
 # What people pass by mistake where the wrapper's state is wanted.
 _RULE_STATES = (_engine_state.DynamicLossScaleState, _rules.FixedLossScaleState)
 
@@ -22,8 +29,8 @@ class LossScalingState(NamedTuple):
   Attributes:
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
-    overflow: bool[], the last step's gradients were not usable, or such as were
-      not had been left out of them (`dropped=`); only the former is skipped.
+    overflow: bool[], the last step's gradients were not usable; or some
+      micro-batches had been left out of them since theirs were not.
     nan: bool[], one of them was NaN, which a backward pass also makes out of
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
@@ -31,8 +38,8 @@ class LossScalingState(NamedTuple):
       the rule's floor, or without being scaled, or the rule's next S was
       unusable.
     amax: float32[], the largest absolute value among the last step's gradients
-      as they came in, so scaled unless `update` was told otherwise; NaN if
-      `nan`.
+      as they came in, so scaled unless `update` was told otherwise, and among
+      those of the micro-batches that it was told of; NaN if `nan`.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
 
@@ -98,10 +105,15 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
     )
   states = find_states(opt_state)
   if not states:
+    remedy = (
+      "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
+      "tx.init(params). The state of a run from before loss scaling goes on "
+      "with checkpoints.with_loss_scaling(opt_state, tx.init(params))."
+    )
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
-      f"{type(opt_state).__name__} without one; wrap the optimizer: "
-      "tx = loss_scaling(inner, rule), opt_state = tx.init(params)."
+      f"{type(opt_state).__name__} without one; "
+      f"{RESTORE + '.' if _is_restored(opt_state) else remedy}"
     )
   chosen = {
     key: state
@@ -206,6 +218,15 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
       "scaled_value_and_grad(loss_fn, opt_state)(params, batch)). If this "
       "constant is what you mean, pass get_loss_scale(opt_state)."
     )
+
+
+def _is_restored(tree: Any) -> bool:
+  """Returns whether our state is in a tree, as a dict that was restored."""
+  return any(
+    getattr(key, "key", None) == "loss_scale_state"
+    for path, _ in jax.tree.leaves_with_path(tree)
+    for key in path
+  )
 
 
 def _is_state(x: Any) -> bool:

@@ -1,15 +1,21 @@
 """Where two pytrees differ, in words for an error."""
 
+from collections.abc import Callable
+import operator
 from typing import Any
 
 import jax
 import numpy as np
 
+Shape = tuple[int, ...]
+
 # How many leaves an error names before it says how many more there are.
 _MOST_NAMED = 4
 
 
-def difference(expected: Any, got: Any) -> str | None:
+def difference(
+  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+) -> str | None:
   """Returns how a tree differs from the expected one; None if it does not.
 
   Leaves are compared by path and shape, and then the containers.
@@ -17,6 +23,7 @@ def difference(expected: Any, got: Any) -> str | None:
   Args:
     expected: a pytree.
     got: a pytree.
+    fits: whether a shape will do where another one is expected.
   """
   shapes, got_shapes = _shapes(expected), _shapes(got)
   missing = [path for path in shapes if path not in got_shapes]
@@ -29,7 +36,7 @@ def difference(expected: Any, got: Any) -> str | None:
   if parts:
     return " and ".join(parts)
   for path, shape in shapes.items():
-    if got_shapes[path] != shape:
+    if not fits(got_shapes[path], shape):
       return f"shape {got_shapes[path]} at {_listed([path])} and not {shape}"
   structures: list[Any] = [
     jax.tree.structure(got),
@@ -40,11 +47,55 @@ def difference(expected: Any, got: Any) -> str | None:
   return None
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)
-    for path, leaf in jax.tree.leaves_with_path(tree)
-  }
+def is_for_each_example(got: Shape, expected: Shape) -> bool:
+  """Returns whether a shape is the expected one, or that of many examples.
+
+  Some optimizers take a gradient for each example, with a first axis for them.
+
+  Args:
+    got: a shape.
+    expected: that of the parameter.
+  """
+  return expected in (got, got[1:])
+
+
+def mismatched_shape(
+  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+) -> str | None:
+  """Returns where a leaf has a shape that does not fit, in trees alike.
+
+  None if there is no such leaf, or if the trees are not alike, which some
+  optimizers want.
+
+  Args:
+    expected: parameters.
+    got: their gradients or updates; None stands for no gradient.
+    fits: whether a shape will do where another one is expected.
+  """
+  leaves, structure = jax.tree.flatten(expected, is_leaf=_is_none)
+  paths = jax.tree.leaves_with_path(got, is_leaf=_is_none)
+  structures: list[Any] = [structure, jax.tree.structure(got, is_leaf=_is_none)]
+  if structures[0] != structures[1]:
+    return None
+  for leaf, (path, x) in zip(leaves, paths, strict=True):
+    if not all(hasattr(y, "shape") for y in (leaf, x)):
+      continue
+    if not fits(x.shape, leaf.shape):
+      return f"{x.shape} at {_listed([_name(path)])} for {leaf.shape}"
+  return None
+
+
+def _shapes(tree: Any) -> dict[str, Shape]:
+  leaves = jax.tree.leaves_with_path(tree)
+  return {_name(path): np.shape(leaf) for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
 
 
 def _listed(paths: list[str]) -> str:

@@ -19,9 +19,9 @@ def without_loss_scaling(opt_state: Any) -> Any:
 
   Training goes on without it, in bfloat16 say, and the optimizer keeps its
   moments and counts. It is also what a checkpoint from before loss scaling
-  holds, so it serves as the target to restore one into; where parameters are
-  narrower than float32, the bare optimizer may have narrower moments, and its
-  own target is jax.eval_shape(inner.init, params).
+  holds, so it serves as the target to restore one into; but where parameters
+  are narrower than float32, or some go around the wrapper, the bare optimizer's
+  state may differ, and its own target is jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
@@ -67,7 +67,8 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     step's flags and the wrapper's counts are those of `opt_state`. Where the
     wrapper's state is float32 and the bare one narrower, as with float16
     parameters, it is widened, which is exact. What the bare optimizer had for
-    leaves that go around the wrapped one is left out.
+    Flax's `_overwrite_with_gradient` collection, which goes around the wrapped
+    one, is left out.
 
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
@@ -87,6 +88,7 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     [1.] 8.0
   """
   _check_holds_state(opt_state)
+  _check_holds_arrays(opt_state)
   present = _state.find_states(bare_state)
   if present:
     raise ValueError(
@@ -116,9 +118,9 @@ def _fill(
   if (
     is_inner
     and isinstance(expected, optax.MaskedNode)
-    and jax.tree_util.all_leaves([got])
+    and _leaves.overwrites(path)
   ):
-    # A leaf that goes around the optimizer from now on has no state in it.
+    # It goes around the optimizer from now on, and has no state in it.
     return expected
   if type(expected) is not type(got):
     raise _mismatch(expected, got, path)
@@ -205,6 +207,15 @@ def _check_holds_state(opt_state: Any) -> None:
     )
 
 
+def _check_holds_arrays(opt_state: Any) -> None:
+  for state in _state.find_states(opt_state).values():
+    if isinstance(state.applied_steps, jax.ShapeDtypeStruct):
+      raise ValueError(
+        "`opt_state` must hold the S to go on with, got shapes alone; pass "
+        "what tx.init(params) returns."
+      )
+
+
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:
   """Returns the error for the first place where two trees differ."""
   place = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -214,9 +225,10 @@ def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:
       "; a checkpoint must be restored into the structure of the optimizer's "
       "state: jax.eval_shape(inner.init, params)"
     )
-  elif (
-    _is_array(expected) and _is_array(got) and np.shape(expected) == got.shape
-  ):
+  elif all(
+    _is_array(x) and jnp.issubdtype(_dtype(x), jnp.floating)
+    for x in (expected, got)
+  ) and np.shape(expected) == np.shape(got):
     remedy = "; only floats are widened, to float32 inside of loss scaling"
   return ValueError(
     "`bare_state` must be the state of the optimizer that `opt_state` wraps, "

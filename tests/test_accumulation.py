@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def exact_gradients(batch):
 
 @functools.cache
 def step(drop=False, k=4, check=None):
-  """Returns a compiled step of SGD; what it is told follows `drop`."""
+  """Returns a compiled step of SGD."""
   check = check or ols.nonfinite()
   tx, _ = make(check=check)
 
@@ -51,8 +52,7 @@ def step(drop=False, k=4, check=None):
     loss, grads, overflow = ols.accumulated_value_and_grad(
       loss_fn, state, microbatches=k, drop=drop, check=check
     )(params, batch)
-    told = {"dropped" if drop else "overflow": overflow}
-    updates, state = tx.update(grads, state, params, **told)
+    updates, state = tx.update(grads, state, params, overflow=overflow)
     return (loss, grads, overflow), updates, state
 
   return run
@@ -69,7 +69,7 @@ def test_the_mean_over_micro_batches_is_that_of_the_batch(k):
   np.testing.assert_allclose(loss, loss_fn(PARAMS, batch), rtol=1e-6)
   for name, expected in exact_gradients(batch).items():
     np.testing.assert_allclose(grads[name], 8 * expected, rtol=1e-6)
-  np.testing.assert_array_equal(overflow, [False] * k)
+  np.testing.assert_array_equal(overflow.flags, [False] * k)
 
 
 def test_guarantee_11_the_loss_scale_is_frozen_for_the_window():
@@ -90,7 +90,7 @@ def test_guarantee_11_an_overflow_voids_its_window_and_no_later_one(row, value):
   (_, _, overflow), updates, after = step()(
     PARAMS, state, bad_batch(row, value=value)
   )
-  np.testing.assert_array_equal(overflow, np.arange(4) == row)
+  np.testing.assert_array_equal(overflow.flags, np.arange(4) == row)
   assert after.skipped
   assert after.nan == np.isnan(value)
   assert to_bits(updates) == to_bits(
@@ -99,7 +99,7 @@ def test_guarantee_11_an_overflow_voids_its_window_and_no_later_one(row, value):
   assert ols.get_loss_scale(after) == 4.0
   (loss, _, overflow), updates, after = step()(PARAMS, after, BATCH)
   assert not after.skipped
-  assert not np.any(overflow)
+  assert not overflow
   np.testing.assert_array_equal(loss, loss_fn(PARAMS, BATCH))
   for name, expected in exact_gradients(BATCH).items():
     np.testing.assert_array_equal(updates[name], -expected)
@@ -126,7 +126,7 @@ def test_a_bad_micro_batch_is_dropped_and_the_rest_makes_a_step(rows, value):
   (loss, _, overflow), updates, after = step(drop=True)(
     PARAMS, state, bad_batch(*rows, value=value)
   )
-  assert np.sum(~overflow) == len(kept) / 2
+  assert overflow.valid == len(kept) / 2
   np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCH[kept]), rtol=1e-6)
   for name, expected in exact_gradients(BATCH[kept]).items():
     np.testing.assert_allclose(updates[name], -expected, rtol=1e-6)
@@ -141,7 +141,7 @@ def test_where_all_micro_batches_are_bad_the_step_is_skipped():
   _, state = make()
   batch = bad_batch(*range(8), value=np.nan)
   (loss, _, overflow), updates, after = step(drop=True)(PARAMS, state, batch)
-  assert np.all(overflow)
+  assert np.all(overflow.flags)
   assert np.isnan(loss)
   assert after.skipped
   assert after.nan
@@ -163,7 +163,7 @@ def test_the_loss_is_the_mean_over_what_counts(drop, large, expected):
   loss, _, overflow = ols.accumulated_value_and_grad(
     fun, 8.0, microbatches=4, drop=drop
   )(jnp.float32(1.0), batch)
-  assert np.flatnonzero(overflow).tolist() == large
+  assert np.flatnonzero(overflow.flags).tolist() == large
   assert loss == expected
 
 
@@ -173,7 +173,7 @@ def test_what_is_saturated_does_not_hide_in_the_mean():
   batch = np.zeros_like(BATCH)
   batch[1] = 65504.0 / 8 * 2  # Two rows to a micro-batch, S of 8.
   (_, _, overflow), _, after = step(check=check)(PARAMS, state, batch)
-  assert overflow.tolist() == [False, True, False, False]
+  assert overflow.flags.tolist() == [False, True, False, False]
   assert after.skipped
   (_, grads, _), _, after = step(drop=True, check=check)(PARAMS, state, batch)
   assert not after.skipped
@@ -189,7 +189,7 @@ def test_the_sum_overflows_nowhere_where_no_summand_does(dtype, k, drop):
   _, grads, overflow = ols.accumulated_value_and_grad(
     lambda params, x: jnp.sum(params * x[0]), 1.0, microbatches=k, drop=drop
   )(params, jnp.full((k, 2), largest))
-  assert not np.any(overflow)
+  assert not overflow
   assert grads.dtype == jnp.float32
   np.testing.assert_allclose(grads, np.float32(largest), rtol=1e-6)
 
@@ -326,7 +326,7 @@ def test_guarantee_12_next_values_pass_from_one_micro_batch_to_the_next():
   # ((1 * 2 + 1) * 2 + 2) * 2 + 3, neither scaled nor summed.
   assert grads["_overwrite_with_gradient"]["amax"] == 19.0
   _, grads, overflow = run(params, jnp.array([1.0, jnp.inf, 3.0]))
-  assert overflow.tolist() == [False, True, False]
+  assert overflow.flags.tolist() == [False, True, False]
   assert grads["_overwrite_with_gradient"]["amax"] == (1 * 2 + 1) * 2 + 3
   assert grads["w"] == 16.0
 
@@ -359,7 +359,7 @@ def test_a_check_per_leaf_sees_the_paths_that_update_sees():
   _, grads, overflow = ols.accumulated_value_and_grad(
     loss_fn, state, microbatches=2, check=check
   )(PARAMS, batch)
-  assert overflow.tolist() == [True, True]
+  assert overflow.flags.tolist() == [True, True]
   assert set(seen) == {"w", "b"}
   tx.update(grads, state, PARAMS, overflow=overflow)
   assert set(seen) == {"w", "b"}
@@ -372,7 +372,7 @@ def test_seeds_are_trained_side_by_side_under_vmap():
   )
   batches = np.stack([BATCH, bad_batch(1)])
   _, _, overflow = jax.vmap(run, in_axes=(None, 0))(PARAMS, batches)
-  assert overflow.tolist() == [[False] * 4, [False, True, False, False]]
+  assert overflow.flags.tolist() == [[False] * 4, [False, True, False, False]]
 
 
 def mesh_of(devices, kind):
@@ -402,8 +402,7 @@ def on_devices(drop):
     _, grads, overflow = ols.accumulated_value_and_grad(
       loss_fn, state, microbatches=2, drop=drop
     )(local, batch)
-    told = {"dropped" if drop else "overflow": overflow}
-    updates, state = tx.update(grads, state, params, **told)
+    updates, state = tx.update(grads, state, params, overflow=overflow)
     return updates, state, overflow
 
   return tx, run
@@ -414,7 +413,7 @@ def test_devices_agree_on_what_one_of_them_dropped(drop):
   tx, run = on_devices(drop)
   # The second device's second micro-batch: rows 5 and 7.
   updates, after, overflow = run(PARAMS, tx.init(PARAMS), bad_batch(5))
-  assert overflow.tolist() == [False, False, False, True]
+  assert overflow.flags.tolist() == [False, False, False, True]
   assert after.skipped != drop
   assert ols.get_loss_scale(after) == 4.0
   if drop:
@@ -451,9 +450,50 @@ def test_parameters_split_over_devices_decide_together():
   params = {"b": jnp.float32(1.0), "w": jnp.ones(2)}
   batch = jnp.array([1.0, jnp.inf, 3.0, 4.0])
   grads, overflow = jax.jit(run)(params, tx.init(params), batch)
-  assert overflow.tolist() == [False, True]
+  assert overflow.flags.tolist() == [False, True]
   np.testing.assert_array_equal(grads["w"], [8.0, 24.0])
   assert grads["b"] == 32.0
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_devices_that_share_parameters_must_not_decide_alone(drop):
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(2, "Auto"),
+    in_specs=({"b": jax.P(), "w": jax.P("data")}, jax.P("data")),
+    out_specs=jax.P(),
+  )
+  def run(params, batch):
+    _, grads, _ = ols.accumulated_value_and_grad(
+      lambda p, x: jnp.mean(x) * (p["w"][0] + p["b"]),
+      1.0,
+      microbatches=2,
+      drop=drop,
+    )(params, batch)
+    return grads["b"]
+
+  params = {"b": jnp.float32(1.0), "w": jnp.ones(2)}
+  with pytest.raises(ValueError, match="pass axis_name='data' to accumulated"):
+    run(params, jnp.ones(4))
+
+
+def test_devices_that_share_a_loss_must_not_drop_alone():
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(2, "Auto"),
+    in_specs=(jax.P("data"), jax.P()),
+    out_specs=jax.P("data"),
+  )
+  def run(params, batch):
+    def fun(params, x):
+      return jax.lax.psum(params[0], "data") * x[0]
+
+    return ols.accumulated_value_and_grad(fun, 1.0, microbatches=2, drop=True)(
+      params, batch
+    )[1]
+
+  with pytest.raises(ValueError, match="share a loss or gradients must decide"):
+    run(jnp.ones(2), jnp.ones(2))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -481,17 +521,93 @@ def test_a_sharded_batch_stays_where_it_is(kind):
     assert word not in compiled.as_text()
 
 
-def test_dropped_is_or_ed_and_an_overflow_beside_it_still_skips():
+def test_an_overflow_is_a_flag_for_python_and_for_jax():
+  overflow = make_overflow([False, True, False], drop=True)
+  assert overflow
+  assert jnp.any(overflow)
+  assert jnp.where(overflow, 1, 2) == 1
+  assert jnp.logical_or(overflow, False)
+  assert overflow.valid == 2
+  assert not make_overflow([False] * 3)
+  jitted = jax.jit(lambda x: x)(overflow)
+  assert jitted.drop
+  assert jitted.flags.tolist() == [False, True, False]
+
+
+def make_overflow(flags, drop=False, amax=1.0):
+  run = ols.accumulated_value_and_grad(
+    lambda p, x: p * x[0], 1.0, microbatches=len(flags), drop=drop
+  )
+  batch = jnp.where(jnp.array(flags), jnp.inf, amax)
+  return run(jnp.float32(1.0), batch)[2]
+
+
+def test_update_takes_several_reasons_in_a_list():
   tx, state = make()
   grads = {"w": jnp.full(3, 8.0), "b": jnp.float32(8.0)}
-  _, after = tx.update(grads, state, PARAMS, dropped=[0, 1])
+  dropped = make_overflow([False, True], drop=True)
+  _, after = tx.update(grads, state, PARAMS, overflow=[dropped, False])
   assert (after.skipped, after.overflow) == (False, True)
-  _, after = tx.update(grads, state, PARAMS, dropped=True, overflow=True)
+  _, after = tx.update(grads, state, PARAMS, overflow=[dropped, jnp.ones(3)])
   assert after.skipped
-  _, after = tx.update(grads, state, PARAMS, dropped=False)
+  _, after = tx.update(grads, state, PARAMS, overflow=[])
   assert not after.overflow
-  with pytest.raises(TypeError, match="`dropped` must be a bool, a number or"):
-    tx.update(grads, state, PARAMS, dropped="yes")
+  with pytest.raises(TypeError, match="or a list of these, got 'yes'"):
+    tx.update(grads, state, PARAMS, overflow=[dropped, "yes"])
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_amax_is_that_of_the_micro_batches_and_not_of_their_mean(drop):
+  _, state = make()
+  # Opposite gradients, of which the mean is 0.
+  batch = np.zeros_like(BATCH)
+  batch[0], batch[1] = 64.0, -64.0
+  (_, grads, overflow), _, after = step(drop)(PARAMS, state, batch)
+  np.testing.assert_array_equal(grads["w"], [0, 0, 0])
+  assert overflow.amax.tolist() == [256.0, 256.0, 0.0, 0.0]
+  assert after.amax == 256.0
+
+
+def test_a_nan_that_was_dropped_is_told_apart_from_inf():
+  _, state = make()
+  for value in (np.nan, np.inf):
+    _, _, after = step(drop=True)(PARAMS, state, bad_batch(1, value=value))
+    assert not after.skipped
+    assert after.nan == np.isnan(value)
+    assert not np.isfinite(after.amax)
+
+
+def test_a_reason_of_ones_own_drops_a_micro_batch():
+  seen = []
+
+  def is_large(gradients):
+    seen.append(set(gradients))
+    return jnp.abs(gradients["w"]) > 100.0
+
+  batch = BATCH.copy()
+  batch[1] = 64.0
+  _, _, overflow = ols.accumulated_value_and_grad(
+    loss_fn, 8.0, microbatches=4, drop=True, overflow_fn=is_large
+  )(PARAMS, batch)
+  assert overflow.flags.tolist() == [False, True, False, False]
+  assert seen == [{"w", "b"}]
+
+
+def test_a_mask_says_what_is_no_gradient():
+  @jax.custom_vjp
+  def count(n, x):
+    del n
+    return x
+
+  count.defvjp(lambda n, x: (x, n), lambda n, g: (n + 1, g))
+  params = {"n": jnp.float32(0), "w": jnp.float32(1)}
+  _, grads, _ = ols.accumulated_value_and_grad(
+    lambda p, x: count(p["n"], p["w"] * x[0]),
+    8.0,
+    microbatches=4,
+    mask={"n": False, "w": True},
+  )(params, jnp.ones(4))
+  assert (grads["n"], grads["w"]) == (4.0, 8.0)
 
 
 def call(batch=BATCH, **options):
@@ -530,12 +646,43 @@ def call(batch=BATCH, **options):
     ),
     ({"argnums": (0, 1)}, ValueError, "must be given a batch beside"),
     ({"argnums": 0.5}, TypeError, "`argnums` must be an integer"),
+    (
+      {"argnums": (0, -2)},
+      ValueError,
+      "`argnums` must name each argument once",
+    ),
+    ({"overflow_fn": str}, TypeError, "`overflow` must be a bool, a number or"),
   ],
-  ids=range(11),
+  ids=range(13),
 )
 def test_errors_name_the_rule_what_came_and_the_remedy(options, error, message):
   with pytest.raises(error, match=message):
     call(**options)
+
+
+def test_examples_that_devices_would_have_to_exchange_are_refused():
+  mesh = mesh_of(4, "Explicit")
+  with jax.set_mesh(mesh):
+    batch = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+    with pytest.raises(ValueError, match="got 8 for 8 examples on 4 devices"):
+      call(batch, microbatches=8)
+
+
+def test_an_object_that_the_loss_changes_is_refused():
+  class Box(nnx.Module):
+    def __init__(self):
+      self.w, self.seen = nnx.Param(jnp.ones(3)), nnx.BatchStat(jnp.zeros(()))
+
+  def fun(box, batch):
+    box.seen[...] = jnp.mean(batch)
+    return jnp.sum(box.w[...])
+
+  for value_and_grad in (
+    ols.accumulated_value_and_grad(fun, 1.0, microbatches=2),
+    ols.scaled_value_and_grad(fun, 1.0),
+  ):
+    with pytest.raises(ValueError, match="must not change its arguments"):
+      value_and_grad(Box(), BATCH)
 
 
 def test_a_state_that_jit_has_closed_over_is_refused():

@@ -1,0 +1,81 @@
+"""What a caller knows of an overflow: of micro-batches, or by other means."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _amax
+from optax_lossscale import _checks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowOverflow:
+  """Which micro-batches overflowed. `update` of `loss_scaling` takes it whole.
+
+  As a flag it is whether any of them did, for Python and for JAX:
+  `bool(overflow)`, `jnp.where(overflow, ...)`. To `update` it tells more: what
+  was dropped is no reason to skip, and the largest gradient is that of a
+  micro-batch, and not of their mean.
+
+  Attributes:
+    flags: bool[microbatches], which of them overflowed.
+    amax: float32[microbatches], the largest absolute value among the scaled
+      gradients of each; NaN if one of them was NaN.
+    drop: whether those that overflowed have been left out of the gradients.
+  """
+
+  flags: jax.Array
+  amax: jax.Array
+  drop: bool = dataclasses.field(metadata={"static": True})
+
+  @property
+  def valid(self) -> jax.Array:
+    """int32[], how many micro-batches did not overflow."""
+    return jnp.sum(~self.flags, axis=-1, dtype=jnp.int32)
+
+  @property
+  def is_void(self) -> jax.Array:
+    """bool[], the gradients of the window are not usable."""
+    every_one = jnp.all(self.flags, axis=-1)
+    return every_one if self.drop else jnp.any(self.flags, axis=-1)
+
+  def __jax_array__(self) -> jax.Array:
+    return jnp.any(self.flags, axis=-1)
+
+  def __bool__(self) -> bool:
+    return bool(jnp.any(self.flags))
+
+
+def report(finding: _checks.Finding, overflow: Any) -> _checks.Finding:
+  """Returns what a check found together with what the caller knows.
+
+  Args:
+    finding: what the check found.
+    overflow: the caller's `overflow=`.
+
+  Raises:
+    TypeError: if it is not what may be passed there.
+  """
+  rule = "`overflow` must be a bool, a number or an array, or a list of these"
+  are_several = isinstance(overflow, (list, tuple))
+  for reason in overflow if are_several else [overflow]:
+    if isinstance(reason, WindowOverflow):
+      finding = _checks.Finding(
+        overflow=finding.overflow | jnp.any(reason.is_void),
+        amax=_amax.amax([finding.amax, reason.amax]),
+        dropped=finding.dropped | jnp.any(reason.flags),
+      )
+      continue
+    if reason is None or isinstance(reason, str):
+      raise TypeError(f"{rule}, got {reason!r}.")
+    try:
+      flags = jnp.asarray(reason)
+    except (TypeError, ValueError) as error:
+      raise TypeError(f"{rule}, got {reason!r}.") from error
+    # NaN is not 0, so a flag that went wrong counts as an overflow.
+    flag = jnp.any(flags.astype(bool))
+    finding = finding._replace(overflow=finding.overflow | flag)
+  return finding
