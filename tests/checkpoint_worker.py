@@ -1,13 +1,15 @@
-"""A run that is killed in the middle of a save, and the one that resumes it.
+"""A run that is killed in the middle of a save, and those that resume it.
 
-  python -m tests.checkpoint_worker train FOLDER OUTPUT
-  python -m tests.checkpoint_worker resume FOLDER OUTPUT
+  python -m tests.checkpoint_worker train-file FOLDER
+  python -m tests.checkpoint_worker train-orbax FOLDER
+  python -m tests.checkpoint_worker resume FOLDER
 
-`train` saves after step `SAVED` in both formats, and dies during the saves
-after step `KILLED`: SIGKILL, when half of the file is written and Orbax has
-written its arrays, but not yet what is in them. `resume` goes on from the last
-checkpoint that is complete, once for each format, to the end. OUTPUT: what a
-format's run saw and ended with, {name}.npz.
+Each `train` saves in its format after the first of `SAVED`, and dies within its
+own save after the second: SIGKILL, when the file is written but has not taken
+the place of the other yet, or when Orbax has written its arrays, but not yet
+what is in them. `resume` goes on from the last checkpoint that is complete to
+the end, and does so again from each later one that it then saves itself. What
+a run saw and ended with is in {format}-{step}.npz.
 """
 
 import functools
@@ -25,10 +27,12 @@ import orbax.checkpoint as ocp
 
 import optax_lossscale as ols
 
-STEPS, SAVED, KILLED = 30, 13, 20
-# Of these the targets are so far off that float16 overflows. The last skips
-# before the save leave counts behind that are neither 0 nor full.
-BAD = frozenset({2, 10, 11, 16, 24})
+STEPS = 30
+# A clean step is counted, after S has shrunk; an overflow is counted, and with
+# the next one S shrinks; all is done.
+SAVED = (13, 17, STEPS)
+# Of these the targets are so far off that float16 overflows.
+BAD = frozenset({2, 10, 11, 16, 17, 24})
 TX = optax.chain(
   ols.loss_scaling(
     optax.chain(
@@ -83,8 +87,14 @@ def train_step(state, is_bad):
   }
 
 
-def train(state, save=lambda state: None):
-  """Trains to the end; returns what it saw on each step, and the last state."""
+def train(state, saves=(), save=None):
+  """Trains to the end; returns what it saw on each step, and the last state.
+
+  Args:
+    state: as of `init` or of a checkpoint.
+    saves: the steps after which to save.
+    save: a function of the state.
+  """
   seen = {"loss_scale": [], "skipped": []}
   # As Orbax returns it, so that one compilation is for all.
   state = jax.device_put(state, jax.devices()[0])
@@ -93,7 +103,7 @@ def train(state, save=lambda state: None):
     metrics = ols.loss_scale_metrics(state["opt_state"])
     for name, values in seen.items():
       values.append(np.asarray(metrics[name]))
-    if state["step"] in (SAVED, KILLED):
+    if state["step"] in saves:
       save(state)
   return seen, state
 
@@ -123,6 +133,12 @@ def restore_orbax(manager):
   return manager.restore(manager.latest_step(), args=target)
 
 
+def die_in_file(path, event, arguments):
+  """Kills the process when the new file is to take the place of the old one."""
+  if event == "os.rename" and str(arguments[1]) == str(path):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_in_orbax(folder, event, arguments):
   """Kills the process when Orbax is about to write what its arrays are."""
   if event == "open" and "w" in str(arguments[1]):
@@ -131,18 +147,15 @@ def die_in_orbax(folder, event, arguments):
       os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_and_die(file, manager):
-  def save(state):
-    if state["step"] == SAVED:
-      save_file(file, state)
-      save_orbax(manager, state)
-    else:
-      data = serialization.to_bytes(state)
-      file.with_suffix(".unfinished").write_bytes(data[: len(data) // 2])
-      sys.addaudithook(functools.partial(die_in_orbax, manager.directory))
-      save_orbax(manager, state)
+def train_and_die(save, die):
+  """Trains; dies in the second save."""
 
-  train(init(), save)
+  def save_or_die(state):
+    if state["step"] == SAVED[1]:
+      sys.addaudithook(die)
+    save(state)
+
+  train(init(), SAVED[:2], save_or_die)
 
 
 def write(path, seen, state):
@@ -152,23 +165,38 @@ def write(path, seen, state):
   np.savez(path, **seen, **final)
 
 
-def resume(file, manager, output):
-  """Goes on twice, over what the killed run left behind."""
-  state = restore_file(file)
-  write(output / "file", *train(state, functools.partial(save_file, file)))
-  state = restore_orbax(manager)
-  write(output / "orbax", *train(state, functools.partial(save_orbax, manager)))
+def resume(name, folder, save, restore):
+  """Goes on over what the killed run left, and from each save of its own."""
+  for i, step in enumerate(SAVED):
+    state = restore()
+    assert state["step"] == step
+    write(folder / f"{name}-{step}", *train(state, SAVED[i + 1 : i + 2], save))
 
 
-def main(command, folder, output):
+def main(command, folder):
   # As in the process of the tests.
   jax.config.update("jax_disable_most_optimizations", True)
   folder = pathlib.Path(folder)
+  file = folder / "state.msgpack"
+  if command == "train-file":
+    train_and_die(
+      functools.partial(save_file, file), functools.partial(die_in_file, file)
+    )
+    return
   with ocp.CheckpointManager(folder / "orbax") as manager:
-    if command == "train":
-      train_and_die(folder / "state.msgpack", manager)
+    save = functools.partial(save_orbax, manager)
+    if command == "train-orbax":
+      train_and_die(save, functools.partial(die_in_orbax, manager.directory))
     else:
-      resume(folder / "state.msgpack", manager, pathlib.Path(output))
+      save_and_restore = {
+        "file": (
+          functools.partial(save_file, file),
+          functools.partial(restore_file, file),
+        ),
+        "orbax": (save, functools.partial(restore_orbax, manager)),
+      }
+      for name, functions in save_and_restore.items():
+        resume(name, folder, *functions)
 
 
 if __name__ == "__main__":

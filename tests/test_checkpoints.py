@@ -3,7 +3,6 @@
 import functools
 import pickle
 import signal
-import subprocess
 
 from flax import nnx
 from flax import serialization
@@ -196,28 +195,26 @@ def test_guarantee_15_orbax_restores_onto_another_mesh(tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-  """Returns what the killed run left behind, and how the resumed ones went."""
+  """Returns what the killed runs left behind, and how the resumed ones went."""
   folder = tmp_path_factory.mktemp("checkpoints")
-  command = (*test_processes.PYTHON, "-m", "tests.checkpoint_worker")
+  printed = tmp_path_factory.mktemp("printed")
 
-  def run(name):
-    return subprocess.run(
-      [*command, name, folder, folder],
-      cwd=test_processes.ROOT,
-      env=test_processes.environment(),
-      timeout=240,
-      capture_output=True,
-      text=True,
-    )
+  def command(name):
+    worker = "tests.checkpoint_worker"
+    return (*test_processes.PYTHON, "-m", worker, name, folder)
 
-  killed = run("train")
-  assert killed.returncode == -signal.SIGKILL, killed.stderr
-  left = {str(x.relative_to(folder)) for x in folder.rglob("*")}
-  finished = run("resume")
-  assert finished.returncode == 0, finished.stderr
-  return left, {
-    name: dict(np.load(folder / f"{name}.npz")) for name in ("file", "orbax")
+  both = [command("train-file"), command("train-orbax")]
+  with test_processes.running(both, printed) as killed:
+    codes = [process.wait(timeout=240) for process in killed]
+  errors = [path.read_text() for path in printed.glob("*.err")]
+  assert codes == [-signal.SIGKILL] * 2, "\n".join(errors)
+  left = {
+    str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+    for path in folder.rglob("*")
   }
+  with test_processes.running([command("resume")], printed) as processes:
+    test_processes.wait(processes, printed, timeout=240)
+  return left, {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
 
 
 @functools.cache
@@ -225,25 +222,34 @@ def uninterrupted():
   return checkpoint_worker.train(checkpoint_worker.init())
 
 
-def test_the_run_that_is_killed_dies_in_the_middle_of_both_saves(resumed):
+def test_each_killed_run_dies_within_its_own_save(resumed):
   left, _ = resumed
-  assert {"state.msgpack", "state.unfinished", "orbax/13"} <= left
-  unfinished = "orbax/20.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"
+  kept, killed, _ = checkpoint_worker.SAVED
+  # The file that was being saved is whole, but not where it is looked for.
+  for name, step in (("msgpack", kept), ("unfinished", killed)):
+    state = serialization.msgpack_restore(left[f"state.{name}"])
+    assert state["step"] == step
+  assert f"orbax/{kept}" in left
+  unfinished = (
+    f"orbax/{killed}.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"
+  )
   assert f"{unfinished}/ocdbt.process_0/manifest.ocdbt" in left
   assert f"{unfinished}/_METADATA" not in left
-  assert "orbax/20" not in left
+  assert f"orbax/{killed}" not in left
 
 
+@pytest.mark.parametrize("step", checkpoint_worker.SAVED)
 @pytest.mark.parametrize("name", ["file", "orbax"])
-def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(resumed, name):
+def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(
+  resumed, name, step
+):
   seen, state = uninterrupted()
   skipped = np.flatnonzero(seen["skipped"])
   assert skipped.tolist() == sorted(checkpoint_worker.BAD)
   assert len(set(np.asarray(seen["loss_scale"]).tolist())) > 2
-  got = resumed[1][name]
+  got = resumed[1][f"{name}-{step}"]
   for what, values in seen.items():
-    expected = np.asarray(values[checkpoint_worker.SAVED :])
-    np.testing.assert_array_equal(got[what], expected)
+    np.testing.assert_array_equal(got[what], np.asarray(values[step:]))
   for path, leaf in jax.tree.leaves_with_path(state):
     restored = got[jax.tree_util.keystr(path)]
     assert restored.dtype == leaf.dtype

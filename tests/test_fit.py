@@ -89,6 +89,14 @@ def test_gradients_for_each_example_are_for_the_optimizer_to_sum():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_gradients_for_each_example_are_not_blamed_for_something_else():
+  private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
+  tx = scaling(optax.chain(private, optax.adamw(0.1)))
+  gradients = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
+  with pytest.raises(ValueError, match="not passing `params`"):
+    tx.update(gradients, tx.init(PARAMS))
+
+
 def test_an_update_of_another_shape_is_not_broadcast():
   first = optax.stateless(lambda u, _: jax.tree.map(lambda x: x[:1], u))
   tx = scaling(first)

@@ -28,6 +28,11 @@ ZERO = dict(GOOD, x=GOOD["x"].at[0].set(0.0))
 LARGE = dict(GOOD, x=GOOD["x"] * 2.0**17)
 
 
+def steep_loss_fn(params, batch):
+  """Returns a loss with gradients of 150,000 to 250,000."""
+  return 1.6e5 * jnp.sum(batch["x"] @ params["kernel"])
+
+
 def loss_fn(params, batch):
   hidden = jnp.sqrt(jnp.abs(batch["x"] @ params["kernel"]))
   return jnp.mean((hidden.sum(axis=-1) - batch["y"]) ** 2)
@@ -62,6 +67,24 @@ def run(title, batch=GOOD, loss_fn=loss_fn, loss_scale=1024.0):
 )
 def test_the_cause_is_found(batch, cause):
   assert run("The model's NaN, or an overflow of S", batch)["cause"] == cause
+
+
+def test_gradients_beyond_float16_ask_for_an_s_below_1_which_the_rule_finds():
+  run_with = functools.partial(run, "The model's NaN, or an overflow of S")
+  names = run_with(loss_fn=steep_loss_fn)
+  assert names["cause"] == "an S that is not below 1"
+  in_float16, tx = names["in_float16"], names["tx"]
+
+  @jax.jit
+  def step(state):
+    _, grads = ols.scaled_value_and_grad(in_float16, state)(PARAMS, GOOD)
+    return tx.update(grads, state)[1]
+
+  state = names["opt_state"]
+  for _ in range(15):
+    state = step(state)
+  assert not state.skipped
+  assert ols.get_loss_scale(state) < 1
 
 
 def test_debug_nans_stops_at_the_models_nan():

@@ -44,6 +44,14 @@ PLAIN = (
   "Frozen parameters",
   "Accumulation with MultiSteps",
 )
+# Those that have a step of their own, on parameters and a state.
+STEPPING = (
+  "Differential privacy",
+  "Reducing the rate on a plateau",
+  "Sharpness-aware minimization in one step",
+  "Line search",
+  "Skipping on a gradient norm",
+)
 
 
 def loss_fn(params, batch):
@@ -247,6 +255,87 @@ def test_sams_own_second_gradient_is_seen_by_nobody():
   updates, state = step(scaled(make_gradients(0), state), state)
   assert not state.overflow
   assert np.isinf(updates["kernel"]).all()
+
+
+# Where all gradients are 0, because S is too small.
+
+
+def lost_loss_fn(params, batch):
+  """Returns a loss of which no gradient of float16 survives an S below 4."""
+  del batch
+  half = jax.tree.map(lambda x: jnp.sum(x.astype(jnp.float16) ** 2), params)
+  return jnp.float32(1) + sum(map(jnp.float32, half.values())) * 2.0**-26
+
+
+def is_finite(tree):
+  return all(
+    np.isfinite(x).all()
+    for x in jax.tree.leaves(tree)
+    if jnp.issubdtype(x.dtype, jnp.inexact)
+  )
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-100], ids=["0", "its square is 0"])
+@pytest.mark.parametrize("title", PLAIN)
+def test_gradients_without_a_norm_leave_all_finite(title, size):
+  tx = recipe(title)["tx"]
+  params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+  for _ in range(4):
+    gradients = jax.tree.map(lambda x: jnp.full_like(x, size), params)
+    updates, state = update(scaled(gradients, state), state, params)
+    params = apply(params, updates)
+  assert (state.applied_steps, state.skipped_steps) == (4, 0)
+  assert ols.get_loss_scale(state) == 2 * SCALE
+  assert is_finite((params, state.inner_state))
+
+
+@pytest.mark.parametrize("title", STEPPING)
+def test_s_grows_out_of_an_underflow_of_all_gradients(title):
+  names = dict(recipe(title), loss_fn=lost_loss_fn)
+  names["rule"] = ols.DynamicLossScale(1.0, growth_interval=1)
+  names = documents.run(documents.section(PAGE, title), names)
+  params, state = PARAMS, names["tx"].init(PARAMS)
+  amaxes = []
+  for _ in range(4):
+    params, state, _ = names["train_step"](params, state, jnp.ones((2, 7)))
+    amaxes.append(float(state.amax))
+  assert amaxes[0] == 0 and amaxes[-1] > 0
+  assert (state.applied_steps, state.skipped_steps) == (4, 0)
+  assert ols.get_loss_scale(state) == 16
+  assert is_finite((params, state.inner_state))
+
+
+def test_sam_of_optax_divides_by_a_norm_of_0_and_that_is_applied():
+  """Records why the recipe has a `normalize` of its own."""
+  climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  inner = optax.contrib.sam(optax.sgd(0.1), climb, sync_period=2)
+  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+  updates, state = take(ols.loss_scaling(inner, RULE), zeros)
+  assert not state.overflow and state.applied_steps == 1
+  assert np.isnan(updates["kernel"]).all()
+
+
+def test_sam_climbs_as_that_of_optax_where_there_is_a_norm():
+  climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  inner = optax.contrib.sam(optax.sgd(0.1), climb, sync_period=2)
+  params, state = train_bare(recipe("Sharpness-aware minimization")["inner"])
+  bare_params, bare_state = train_bare(inner)
+  assert_same_bits((params, state.cache), (bare_params, bare_state.cache))
+
+
+def test_apply_if_finite_inside_sees_what_comes_in_and_not_what_comes_out():
+  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+  normalize = optax.contrib.normalize()
+  around = optax.apply_if_finite(optax.chain(normalize, optax.sgd(0.1)), 1)
+  updates, _ = take(ols.loss_scaling(around, RULE), zeros)
+  assert np.isnan(updates["kernel"]).all()
+  after = optax.chain(normalize, optax.apply_if_finite(optax.sgd(0.1), 1))
+  tx = ols.loss_scaling(after, RULE)
+  updates, state = take(tx, zeros)
+  assert not np.any(updates["kernel"])
+  assert not state.overflow and state.applied_steps == 1
+  updates, _ = jax.jit(tx.update)(zeros, state, PARAMS)
+  assert np.isnan(updates["kernel"]).all()
 
 
 def test_differential_privacy_is_that_of_unscaled_gradients_per_example():

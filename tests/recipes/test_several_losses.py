@@ -178,6 +178,91 @@ def test_a_scale_each_they_skip_together_and_each_s_follows_its_own_loss():
       assert states[name].overflow == (name in STEPS[i])
 
 
+def on_two_devices(title, batch, changes, states):
+  """Returns parameters and states after a recipe's step on two devices.
+
+  Gradients are those of each device, as `pmean_gradients` wants them.
+
+  Args:
+    title: of the recipe.
+    batch: with two numbers for each name, one for each device.
+    changes: from what is on the page to what takes its place.
+    states: the names of what to return beside the parameters.
+  """
+  text = documents.section(PAGE, title)
+  varying = {"(params[name], p": '(ols.make_varying(params[name], "data"), p'}
+  for old, new in (changes | varying).items():
+    assert old in text
+    text = text.replace(old, new)
+
+  def step(batch):
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "ols": ols, "rule": RULE}
+    names |= {"losses": LOSSES, "params": PARAMS, "batch": batch}
+    names = documents.run(text, names)
+    return names["params"], *(names[name] for name in states)
+
+  mesh = jax.make_mesh(
+    (2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+  )
+  spec = jax.sharding.PartitionSpec
+  return jax.jit(
+    jax.shard_map(
+      step, mesh=mesh, in_specs=spec("data"), out_specs=spec(), check_vma=True
+    )
+  )(batch)
+
+
+IN_SCALING = {
+  "optax.identity()": 'ols.pmean_gradients("data")',
+  ", rule)": ', rule, axis_name="data")',
+}
+IN_OPTIMIZERS = {
+  ", rule)": ', rule, axis_name="data")',
+  "optax.adam(4e-4, b1=0.5)": (
+    'optax.chain(ols.pmean_gradients("data"), optax.adam(4e-4, b1=0.5))'
+  ),
+  "optax.adam(1e-4, b1=0.5)": (
+    'optax.chain(ols.pmean_gradients("data"), optax.adam(1e-4, b1=0.5))'
+  ),
+}
+NAMED = {", alone)": ', alone, axis_name="data")'}
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [IN_SCALING, IN_OPTIMIZERS | NAMED],
+  ids=["in scaling", "in the optimizers"],
+)
+def test_a_scale_each_on_two_devices(changes):
+  step = functools.partial(
+    on_two_devices,
+    "A scale each, skipping together",
+    changes=changes,
+    states=["opt_state", "scales"],
+  )
+  batch = {name: jnp.array([1.0, -3.0]) for name in NAMES}
+  params, opt_state, _ = step(batch)
+  # The mean of both devices has the sign of the second.
+  for name, other in (NAMES, NAMES[::-1]):
+    tx, gradient = bare_adam()[name], -(PARAMS[name] + PARAMS[other])
+    updates, _ = tx.update(gradient, tx.init(PARAMS[name]))
+    assert_close(params[name], optax.apply_updates(PARAMS[name], updates))
+    assert not opt_state[name].skipped
+  batch["generator"] = jnp.array([1.0, jnp.inf])
+  params, opt_state, scales = step(batch)
+  assert_close(params, PARAMS, rtol=0)
+  assert all(opt_state[name].skipped for name in NAMES)
+  assert ols.get_loss_scale(scales["generator"]) == 2.0**9
+  assert ols.get_loss_scale(scales["discriminator"]) == 2.0**10
+
+
+def test_an_optimizer_that_takes_the_mean_itself_needs_the_axis_too():
+  title = "A scale each, skipping together"
+  batch = {name: jnp.ones(2) for name in NAMES}
+  with pytest.raises(ValueError, match="axis_name"):
+    on_two_devices(title, batch, IN_OPTIMIZERS, [])
+
+
 def test_with_both_flags_to_both_wrappers_the_scales_keep_their_ratio():
   """Records why the recipe takes the scale from the optimizer."""
   rules = [RULE, ols.DynamicLossScale(2.0**4, growth_interval=INTERVAL)]
@@ -510,7 +595,7 @@ def test_a_gradient_penalty_has_its_true_gradient(critic):
 
 
 @pytest.mark.parametrize("critic", [critic, autocast_critic])
-def test_a_gradient_penalty_without_an_inner_scale_is_nan(critic):
+def test_a_gradient_penalty_without_an_inner_scale_pushes_nowhere(critic):
   params, batch = penalty_case()
   recipe = penalty_recipe(critic=critic)
 
@@ -519,12 +604,68 @@ def test_a_gradient_penalty_without_an_inner_scale_is_nan(critic):
     one = optax.tree.set(one, loss_scale=jnp.float32(1))
     return recipe["critic_loss"](params, batch, one)
 
-  state = recipe["tx"].init(params)
-  loss, grads = jax.jit(
-    lambda state: ols.scaled_value_and_grad(plain, state)(params, batch, state)
-  )(state)
+  def difference(params, batch, opt_state):
+    del opt_state
+    return jnp.mean(
+      critic(params, batch["fake"]) - critic(params, batch["real"])
+    )
+
+  @jax.jit
+  def gradients(state):
+    return [
+      ols.scaled_value_and_grad(loss_fn, state)(params, batch, state)
+      for loss_fn in (plain, difference)
+    ]
+
+  (loss, grads), (_, expected) = gradients(recipe["tx"].init(params))
   np.testing.assert_allclose(loss, 10, rtol=1e-5)  # As if all slopes were 0.
-  assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(grads))
+  assert_close(grads, expected)
+
+
+def relu_critic(params, x):
+  """Returns a number per example, in float16; 0 if all units are off."""
+  x, *kernels = (
+    leaf.astype(jnp.float16) for leaf in (x, params["first"], params["second"])
+  )
+  return (jax.nn.relu(x @ kernels[0]) @ kernels[1]).astype(jnp.float32)
+
+
+def penalty_run(params, batch, critic, init_scale, steps):
+  """Returns the recipe, its names and the states after each step."""
+  rule = ols.DynamicLossScale(init_scale, growth_interval=1)
+  names = {"params": params, "batch": batch, "critic": critic, "rule": rule}
+  recipe = run("A gradient penalty", **names)
+  state, states = recipe["tx"].init(params), []
+  for _ in range(steps):
+    params, state, _ = recipe["train_step"](params, state, batch)
+    states.append(state)
+  return params, states
+
+
+@pytest.mark.parametrize("critic", [critic, autocast_critic])
+def test_a_gradient_penalty_finds_its_s_from_a_low_one(critic):
+  params, batch = penalty_case()
+  trained, states = penalty_run(params, batch, critic, 4.0, 8)
+  assert not any(state.skipped for state in states)
+  assert ols.get_loss_scale(states[-1]) == 2.0**10
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(trained))
+  assert np.any(trained["second"] != params["second"])
+
+
+def test_a_dead_example_adds_nothing_to_a_gradient_penalty():
+  params, batch = penalty_case(second=1.0)
+  params = jax.tree.map(jnp.abs, params) | {"first": jnp.ones((3, 8)) / 4}
+  batch = jax.tree.map(jnp.abs, batch)
+  rows = jnp.arange(5)[:, None] > 0
+  # All units are off for the first example, and its slope is exactly 0.
+  dead = {n: jnp.where(rows, batch[n], -batch[n]) for n in ("real", "fake")}
+  _, states = penalty_run(params, batch | dead, relu_critic, 4.0, 3)
+  assert not any(state.skipped for state in states)
+  assert ols.get_loss_scale(states[-1]) == 32
+  gradient = jax.jit(jax.grad(penalty_recipe(1.0, relu_critic)["critic_loss"]))
+  grads = gradient(params, batch | dead, 1.0)
+  without = gradient(params, {n: x[1:] for n, x in batch.items()}, 1.0)
+  assert_close(grads, jax.tree.map(lambda x: x * 0.8, without), rtol=5e-3)
 
 
 def test_an_overflow_of_the_inner_pass_skips_and_shrinks_s():
@@ -564,6 +705,30 @@ def test_factors_of_layers_leave_the_gradients_as_they_are():
 
   plain = gradients([1.0, 1.0, 1.0])
   for a, b in zip(plain, gradients([2.0**20, 2.0**-7, 8.0]), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_layer_without_a_gradient_takes_a_factor_of_1():
+  names = {"layer": lambda params, x: jnp.tanh(x @ params)}
+  network = run("A scale for each layer", **names)["network"]
+  # Nothing comes through the last layer but to the last layer.
+  params = [jnp.eye(4), jnp.eye(4), jnp.zeros((4, 4))]
+  x = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+  def gradients(factors):
+    loss_fn = lambda p: jnp.sum(network(p, x, factors))  # noqa: E731
+    return jax.grad(loss_fn)(params)
+
+  plain = gradients([1.0, 1.0, 1.0])
+  largest = np.array([np.abs(g).max() for g in plain])
+  assert (largest > 0).tolist() == [False, False, True]
+  with np.errstate(divide="ignore"):
+    factors = 2.0 ** -np.floor(np.log2(largest))
+  assert np.isinf(factors[:2]).all()
+  with pytest.raises(ValueError, match="finite"):
+    gradients(factors.tolist())
+  factors[largest == 0] = 1.0
+  for a, b in zip(plain, gradients(factors.tolist()), strict=True):
     np.testing.assert_array_equal(a, b)
 
 
