@@ -96,10 +96,12 @@ class TrainState(train_state.TrainState):
 
     Raises:
       ValueError: if `tx` holds no `loss_scaling`, or several, or has
-        `optax.MultiSteps` around it.
+        `optax.MultiSteps` around it, or if beside FP8's collection `params` has
+        another than "params", which would not be trained.
       TypeError: if `tx` is no optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
+    _check_fp8(params)
     params = _leaves.as_arrays(params)
     opt_state = _requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
@@ -252,6 +254,17 @@ def _check_fields(
         "fields; what tx.update is to be given goes to apply_gradients as "
         f"extra_args={{'{name}': ...}}."
       )
+
+
+def _check_fp8(params: Any) -> None:
+  """Raises if there are parameters beside those that the optimizer is given."""
+  expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
+  if _has_fp8(params) and set(params) != expected:
+    raise ValueError(
+      f"`params` with FP8 layers must have the collections {sorted(expected)}, "
+      f"got {sorted(params)}; what no optimizer trains, such as batch "
+      "statistics, is a field of a subclass."
+    )
 
 
 def _check_collections(grads: Any, params: Any) -> None:

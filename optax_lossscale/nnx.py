@@ -50,7 +50,8 @@ def scaled_value_and_grad(
       not return a floating-point scalar.
     ValueError: if the optimizer holds no scale, or several and no path; when
       called, if a function being traced has closed over the optimizer and would
-      keep its S.
+      keep its S, or, with `argnums` None, if the first argument holds nothing
+      that the optimizer updates.
 
   Examples:
     >>> from flax import nnx
@@ -72,20 +73,21 @@ def scaled_value_and_grad(
     512.0 2
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
-  if argnums is None:
-    argnums = nnx.DiffState(0, optimizer.wrt)
+  chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
   # Flax refuses a bound method, which our function around it would hide.
   nnx.value_and_grad(fun)
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if argnums is None:
+      _check_first(optimizer, args)
     state = _find_state(optimizer, path)
     _refuse_frozen(state)
     loss_scale = _state.get_loss_scale(state)
     # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
     value_and_grad = nnx.value_and_grad(
       _gradients.scaled_loss_fn(fun, loss_scale, has_aux),
-      argnums=argnums,
+      argnums=chosen,
       has_aux=True,
       graph=True,
       graph_updates=True,
@@ -106,11 +108,17 @@ def select_on_skip(
 
   A forward pass moves batch statistics and counts of random keys in place,
   before anyone knows that the gradients will overflow: an inf in a running
-  variance stays for ever. Put the whole step into one `with` block, the loss,
-  the optimizer's update and what follows from it, such as a moving average of
-  the parameters. On a skip each variable of `nodes` has its old value at the
-  end of the block, bit for bit. That is a `jnp.where`, so it works under
-  `nnx.jit` and `nnx.scan`.
+  variance stays for ever. Put the whole step into one `with` block, once: the
+  loss, the optimizer's update and what follows from it, such as a moving
+  average of the parameters. On a skip each variable of `nodes` has its old
+  value at the end of the block, bit for bit. That is a `jnp.where`, so it works
+  under `nnx.jit` and `nnx.scan`.
+
+  The old values are those at the beginning of the block. A loss that is taken
+  before it has changed them already, and nothing undoes that. Two updates in
+  one block are two steps: if either is skipped, the model goes back to where
+  it was before both, and an optimizer that applied the other does not. An
+  update that `nnx.cond` does not reach skips nothing, so all is kept.
 
   What is sown (`nnx.Intermediate`) is left, since it reports on the step, and
   so is what the step itself creates or removes. If the block raises, nothing
@@ -149,6 +157,7 @@ def select_on_skip(
   _find_state(optimizer, path)  # Raises now rather than after the step.
   _check_nodes(optimizer, nodes)
   step = optimizer.step.get_value()
+  skipped_steps = _find_state(optimizer, path).skipped_steps
   old = _values(nodes)
   yield
   if optimizer.step.get_value() is step:
@@ -157,7 +166,9 @@ def select_on_skip(
       "optimizer.update(model, grads) inside the with statement."
     )
   new = _values(nodes)
-  skipped = _find_state(optimizer, path).skipped
+  # By the count, since the flag is that of the last update, which need not be
+  # the only one, nor in the block if a condition is around it.
+  skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
   selected = {
     place: _select_value(skipped, place, new[place], old[place])
     for place in new
@@ -201,6 +212,19 @@ def _refuse_frozen(state: _state.LossScalingState) -> None:
     ) from error
 
 
+def _check_first(optimizer: nnx.Optimizer[Any], args: tuple[Any, ...]) -> None:
+  """Raises if the first argument holds nothing that the optimizer updates."""
+  is_updated = nnx.filterlib.to_predicate(optimizer.wrt)
+  first = args[0] if args else None
+  if not any(is_updated(*item) for item in _variables(first).items()):
+    kind = type(first).__name__ if args else "no argument by position"
+    raise ValueError(
+      "the first argument must hold variables that the optimizer updates, "
+      f"wrt={optimizer.wrt}, got {kind}; for a model in another place pass its "
+      "number: argnums=nnx.DiffState(1, optimizer.wrt)."
+    )
+
+
 def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
   rule = "`nodes` must be NNX objects, which a step changes in place"
   if not nodes:
@@ -213,7 +237,9 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
         f"{rule}, got {type(node).__name__}; select what is returned anew by "
         "optax_lossscale.select_on_skip(optimizer.opt_state, new, old)."
       )
-  own = {id(variable) for variable in _variables(optimizer).values()}
+  # Not all of the optimizer: nnx.ModelAndOptimizer holds the model as well.
+  state = optimizer.step, optimizer.opt_state
+  own = {id(variable) for variable in _variables(state).values()}
   for place, variable in _variables(nodes).items():
     if id(variable) in own:
       raise ValueError(

@@ -641,6 +641,17 @@ def test_fp8_leaves_the_optimizer_the_state_of_flax_own_train_state():
   assert FP8 not in jax.tree_util.keystr(bits(ours))
 
 
+@pytest.mark.parametrize(
+  "others", [{"params": PARAMS, "adapters": PARAMS}, {"adapters": PARAMS}]
+)
+def test_fp8_params_that_no_optimizer_would_train_are_refused(others):
+  names = sorted([FP8, *others])
+  with pytest.raises(
+    ValueError, match=rf"'params'\], got .{', '.join(map(repr, names))}"
+  ):
+    averaged_state(params={**others, FP8: jnp.ones(1)})
+
+
 def test_fp8_gradients_of_the_parameters_alone_are_refused():
   params = {"params": PARAMS, FP8: jnp.ones(1)}
   with pytest.raises(ValueError, match=f"got {FP8} in `params` alone"):

@@ -330,6 +330,18 @@ def test_argnums_are_those_of_nnx(argnums):
     np.testing.assert_array_equal(ours, 1024.0 * theirs)
 
 
+def test_a_first_argument_that_the_optimizer_does_not_update_is_refused():
+  model, optimizer = make(linear)
+  value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  rule = "must hold variables that the optimizer updates, wrt=.*Param.*, got "
+  for batch in (jnp.asarray(CLEAN), {"x": CLEAN}, norm(nnx.Rngs(0)).mean):
+    kind = type(batch).__name__
+    with pytest.raises(ValueError, match=f"{rule}{kind}; .* argnums=nnx.Diff"):
+      value_and_grad(batch, model)
+  with pytest.raises(ValueError, match=f"{rule}no argument by position"):
+    value_and_grad(model=model, x=CLEAN)
+
+
 def test_only_what_the_optimizer_updates_is_differentiated():
   model, optimizer = make(
     lambda rngs: nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs),
@@ -521,6 +533,62 @@ def test_an_optimizer_that_is_named_is_skipped_with_the_other():
   assert_same(values(second_optimizer), old[1])
   both(CLEAN)
   assert second_optimizer.step[...] == 1
+
+
+@pytest.mark.parametrize("batches", [(BAD, CLEAN), (CLEAN, BAD)])
+def test_a_skip_of_either_of_two_updates_undoes_the_block(batches):
+  model, optimizer = make(norm)
+  before = values(model)
+
+  @nnx.jit
+  def twice(model, optimizer, batches):
+    with ols.nnx.select_on_skip(optimizer, model):
+      for x in batches:
+        unprotected_step(model, optimizer, x)
+
+  twice(model, optimizer, batches)
+  assert optimizer.opt_state.applied_steps[...] == 1
+  assert_same(values(model), before)
+
+
+def test_an_update_that_a_condition_does_not_reach_undoes_nothing():
+  model, optimizer = make(norm)
+  step(model, optimizer, BAD)
+  before = values(optimizer)
+
+  @nnx.jit
+  def observe(model, optimizer, is_reached):
+    with ols.nnx.select_on_skip(optimizer, model):
+      _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
+      nnx.cond(
+        is_reached,
+        lambda model, optimizer: optimizer.update(model, grads) and None,
+        lambda model, optimizer: None,
+        model,
+        optimizer,
+      )
+
+  # The flag is still that of the step before, which was skipped.
+  observe(model, optimizer, False)
+  assert_same(values(optimizer), before)
+  np.testing.assert_allclose(model.mean[...], 0.01 * CLEAN.mean(0), atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_optimizer_that_holds_its_model_is_taken_with_it():
+  model = norm(nnx.Rngs(0))
+  optimizer = nnx.ModelAndOptimizer(model, TX, wrt=nnx.Param)
+  before = values(model)
+  with ols.nnx.select_on_skip(optimizer, model):
+    _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, BAD)
+    optimizer.update(grads)
+  assert_same(values(model), before)
+  assert optimizer.opt_state.skipped[...]
+  with (
+    pytest.raises(ValueError, match="must not hold the state of `optimizer`"),
+    ols.nnx.select_on_skip(optimizer, optimizer),
+  ):
+    pass
 
 
 class Sowing(nnx.Module):

@@ -27,6 +27,8 @@ def blocks_of(title):
   return documents.blocks(documents.section(README, title))
 
 
+# What they use is tested on every version of JAX elsewhere.
+@pytest.mark.one_end
 def test_the_examples_run_one_after_the_other():
   model = nn.Dense(3, dtype=jnp.float16)
   batch = np.ones((4, 5), np.float32)

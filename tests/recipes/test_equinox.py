@@ -182,6 +182,36 @@ def test_partitioned_it_is_the_same_bit_for_bit():
   assert_same(arrays(params), arrays(by_hand))
 
 
+def test_a_partitioned_model_is_accumulated():
+  names = recipe("Equinox, by hand", "Equinox, partitioned")
+  line = (
+    "ols.accumulated_value_and_grad(partitioned_loss_fn, opt_state, "
+    "microbatches=4)"
+  )
+  assert line in PAGE
+  params, opt_state, tx = (names[x] for x in ("params", "opt_state", "tx"))
+  value_and_grad = eval(line, names)
+  loss, grads, overflow = value_and_grad(params, BATCH)
+  expected, (matrices, _) = two_layers(
+    jax.tree.map(np.float64, weights_of_mlp(params)),
+    np.float64(BATCH["x"]),
+    BATCH["y"],
+  )
+  np.testing.assert_allclose(loss, expected, atol=1e-3)
+  for ours, theirs in zip(weights_of_mlp(grads)[0], matrices, strict=True):
+    np.testing.assert_allclose(ours, 1024 * theirs, atol=2)
+  assert not overflow
+  one_bad = {
+    **BATCH,
+    "x": BATCH["x"] * np.where(np.arange(8) == 5, 1e6, 1)[:, None],
+  }
+  _, grads, overflow = value_and_grad(params, one_bad)
+  assert overflow.flags.tolist() == [False, True, False, False]
+  updates, after = tx.update(grads, opt_state, params, overflow=overflow)
+  assert_same(arrays(optax.apply_updates(params, updates)), arrays(params))
+  assert after.skipped
+
+
 def test_a_partitioned_model_in_float32_is_autocast():
   names = recipe("Equinox, by hand", "Equinox, partitioned")
 

@@ -157,6 +157,95 @@ def test_its_skipped_step_changes_nothing_but_the_scale(title):
     assert is_equal(getattr(before, name), getattr(after, name))
 
 
+# The examples 1 and 5 are the second of four micro-batches.
+ONE_BAD = {**BATCH, "x": BATCH["x"].copy()}
+ONE_BAD["x"][5] = np.inf
+
+
+@functools.cache
+def accumulation(drop):
+  """Returns the recipe's names, with a model in float32."""
+  text = documents.section(PAGE, "Accumulation")
+  assert text.count("drop=True,") == 1
+  text = text.replace("drop=True,", f"drop={drop},")
+  names = documents.run(text, recipe("A train state"))
+  return names | {"state": names["state"].replace(apply_fn=APPLY)}
+
+
+APPLY = Model().apply
+
+
+def accumulated_by_hand(state, valid):
+  """Returns the parameters and statistics after a step without the library."""
+  _, dropout_key = jax.random.split(state.key)
+  keys, ends = jax.random.split(dropout_key, 4), []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  @functools.partial(jax.grad, has_aux=True, argnums=1)
+  def gradients(apply_fn, params, batch, key):
+    logits, new = apply_fn(
+      {"params": params, "batch_stats": state.batch_stats},
+      batch["x"],
+      train=True,
+      mutable=["batch_stats"],
+      rngs={"dropout": key},
+    )
+    probabilities = jax.nn.log_softmax(logits)[np.arange(2), batch["y"]]
+    return -jnp.mean(probabilities), new["batch_stats"]
+
+  for i in valid:
+    batch = {name: x[i::4] for name, x in BATCH.items()}
+    grads, stats = gradients(APPLY, state.params, batch, keys[i])
+    params = jax.tree.map(lambda x, g: x - 0.5 * g, state.params, grads)
+    ends.append((params, stats))
+  return jax.tree.map(lambda *xs: np.mean(xs, axis=0), *ends)
+
+
+def test_accumulation_is_the_mean_over_the_valid_micro_batches():
+  names = accumulation(drop=True)
+  state = names["state"]
+  given = jax.tree.map(jnp.copy, state)
+  after, _ = names["train_step"](given, ONE_BAD)
+  expected = accumulated_by_hand(state, (0, 2, 3))
+  for a, b in zip(
+    jax.tree.leaves((after.params, after.batch_stats)),
+    jax.tree.leaves(expected),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  assert (after.step, after.attempts, after.loss_scale) == (1, 1, 2.0**9)
+  assert not jnp.array_equal(after.key, state.key)
+
+
+def test_a_void_window_keeps_every_field():
+  names = accumulation(drop=False)
+  state = names["state"]
+  given = jax.tree.map(jnp.copy, state)
+  after, _ = names["train_step"](given, ONE_BAD)
+  assert after.skipped
+  for name in ("params", "batch_stats", "ema", "key", "step"):
+    assert is_equal(getattr(after, name), getattr(state, name))
+
+
+def test_with_multi_steps_a_field_moves_at_each_micro_batch():
+  class Averaged(ols.linen.TrainState):
+    ema: jax.Array
+
+  inner = optax.MultiSteps(optax.sgd(1.0), 4)
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0))
+  ones = jnp.ones(1)
+  state = Averaged.create(apply_fn=None, params=ones, tx=tx, ema=ones)
+  averages = []
+  for _ in range(8):
+    state = state.apply_gradients(grads=8 * ones)
+    decay = 0.99 ** (1 / 4)
+    ema = optax.incremental_update(state.params, state.ema, 1 - decay)
+    state = state.replace_if_applied(ema=ema)
+    averages.append(float(state.ema[0]))
+  # From the fourth to the seventh it moves towards 0, as once with 0.99.
+  np.testing.assert_allclose(averages[2:7:4], [1.0, 0.99], rtol=1e-5)
+
+
 def test_evaluation_uses_the_moving_average():
   evaluate = recipe("Evaluating with the moving average")["evaluate"]
   state = train("A train state")[-1]
@@ -261,6 +350,129 @@ def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_history():
   assert not names["train_step"](state, BATCH)[0].skipped
   assert names["watchful_train_step"](state, BATCH)[0].skipped
   assert names["watchful_train_step"](names["state"], BATCH)[0].step == 1
+
+
+FP8_S = 2.0**127
+
+
+@functools.cache
+def fp8_accumulation(drop):
+  """Returns a layer whose gradients a column of its input may make inf."""
+  text = documents.section(PAGE, "FP8")
+  assert text.count("microbatches=4,") == 1
+  text = text.replace("microbatches=4,", f"microbatches=4, drop={drop},")
+  names = documents.run(text, fp8_names())
+  # A bias is no part of the FP8 product, so its gradient would show the inf.
+  layer = names["model"].clone(use_bias=False)
+  state = ols.linen.TrainState.create(
+    apply_fn=lambda params, x: layer.apply(params, x[:, 1:]) * x[:, :1],
+    params=layer.init(jax.random.key(0), BATCH["x"][:, 1:]),
+    tx=ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(FP8_S)),
+  )
+  return names, state
+
+
+def with_factors(*factors):
+  """Returns a batch whose first column is what each output is multiplied by."""
+  x = BATCH["x"].copy()
+  x[:, 0] = factors
+  return {**BATCH, "x": x}
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_fp8_history_is_looked_at_in_each_micro_batch(drop):
+  names, state = fp8_accumulation(drop)
+  batch = with_factors(1, 1, 1, 1, 1, 2.0**10, 1, 1)
+  after, _ = names["accumulated_train_step"](state, batch)
+  assert after.skipped == (not drop)
+  assert after.loss_scale == FP8_S / 2
+  if not drop:
+    assert is_equal(after.params, state.params)
+    return
+  params = state.params
+  for i in (0, 2, 3):
+    micro = {name: x[i::4] for name, x in batch.items()}
+    grads = jax.grad(
+      lambda params, micro=micro: (
+        names["loss_fn"](params, state.apply_fn, micro) * FP8_S
+      )
+    )(params)
+    params = {**params, FP8: grads[FP8]}
+  for a, b in zip(
+    jax.tree.leaves(after.params[FP8]),
+    jax.tree.leaves(params[FP8]),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=0.02)
+    assert np.isfinite(a).all()
+
+
+def sharded_step(names, check_vma=True):
+  auto = (jax.sharding.AxisType.Auto,)
+  return jax.jit(
+    jax.shard_map(
+      names["sharded_train_step"],
+      mesh=jax.make_mesh((8,), ("data",), axis_types=auto),
+      in_specs=(jax.P(), jax.P("data")),
+      out_specs=jax.P(),
+      check_vma=check_vma,
+    )
+  )
+
+
+def sharded_state():
+  inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(0.5))
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(2.0**10), axis_name="data")
+  names = fp8_names()
+  return ols.linen.TrainState.create(
+    apply_fn=names["model"].apply, params=names["variables"], tx=tx
+  )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_have_one_fp8_history_that_of_the_whole_batch(check_vma):
+  names, state = fp8_names(), sharded_state()
+  step = sharded_step(names, check_vma)
+  after, _ = step(state, BATCH)
+  assert after.step == 1
+  gradients = [
+    jax.grad(names["loss_fn"])(
+      state.params, state.apply_fn, {name: x[[i]] for name, x in BATCH.items()}
+    )
+    for i in range(8)
+  ]
+  expected = jax.tree.map(
+    lambda param, *grads: param - 0.5 * np.mean(grads, axis=0),
+    state.params["params"],
+    *(x["params"] for x in gradients),
+  )
+  for a, b in zip(
+    jax.tree.leaves(after.params["params"]),
+    jax.tree.leaves(expected),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, atol=0.05)
+  (values,) = after.params[FP8].values()
+  for copy in values["input_amax_history"].addressable_shards:
+    seen = np.asarray(copy.data)[0]
+    np.testing.assert_allclose(seen, np.abs(BATCH["x"]).max(), rtol=0.01)
+
+  # One device has it.
+  x = BATCH["x"].copy()
+  x[5, 3] = np.nan
+  skipped, _ = step(after, {**BATCH, "x": x})
+  assert skipped.skipped
+  assert is_equal(skipped.params, after.params)
+
+
+def test_fp8_histories_that_differ_by_device_are_refused_by_jax():
+  text = documents.section(PAGE, "FP8")
+  line = 'jax.lax.pmax(grads["_overwrite_with_gradient"], "data")'
+  assert text.count(line) == 1
+  text = text.replace(line, 'grads["_overwrite_with_gradient"]')
+  names = documents.run(text, fp8_names())
+  with pytest.raises(ValueError, match="out_specs which require replication"):
+    sharded_step(names)(sharded_state(), BATCH)
 
 
 def test_flax_own_train_state_is_as_the_page_says():

@@ -211,6 +211,62 @@ def test_the_norm_is_that_of_unscaled_gradients():
   assert not np.isfinite(norm)
 
 
+def accumulated_by_hand(key, valid):
+  """Returns the values after a step over micro-batches, without the library.
+
+  Args:
+    key: the step's.
+    valid: the micro-batches of which the mean is taken, out of four.
+  """
+  loss_fn = make_names()["loss_fn"]
+  keys, ends = jax.random.split(key, 4), []
+  for i in valid:
+    model = Model()
+    nnx.reseed(model, default=keys[i])
+    assert model.dropout.rngs.key[...] == keys[i]
+    batch = {name: x[i::4] for name, x in BATCH.items()}
+    grads = nnx.grad(loss_fn)(model, batch)
+    params = values(nnx.state(model, nnx.Param))
+    stepped = jax.tree.map(lambda x, g: x - 0.5 * g, params, values(grads))
+    ends.append(stepped | values(nnx.state(model, nnx.BatchStat)))
+  return jax.tree.map(lambda *xs: np.mean(xs, axis=0), *ends)
+
+
+def test_accumulation_is_the_mean_over_the_valid_micro_batches():
+  names = recipe("Accumulation", model=Model())
+  model, optimizer = names["model"], names["optimizer"]
+  key = jax.random.key(3)
+  # The examples 1 and 5 are the second of four micro-batches.
+  bad = {**BATCH, "x": BATCH["x"].copy()}
+  bad["x"][5] = np.inf
+  kept = values(nnx.state(model, nnx.RngState))
+  _, overflow = names["train_step"](model, optimizer, bad, key)
+  assert overflow.flags.tolist() == [False, True, False, False]
+  trained = values(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+  assert_close(trained, accumulated_by_hand(key, (0, 2, 3)), atol=1e-5)
+  assert_same(values(nnx.state(model, nnx.RngState)), kept)
+  assert ols.get_loss_scale(optimizer.opt_state) == 2.0**9
+  assert optimizer.opt_state.applied_steps[...] == 1
+
+
+def test_an_accumulated_step_without_a_valid_micro_batch_is_skipped():
+  names = recipe("Accumulation", model=Model())
+  model, optimizer = names["model"], names["optimizer"]
+  before = values(model)
+  names["train_step"](model, optimizer, INFINITE_BATCH, jax.random.key(3))
+  assert_same(values(model), before)
+  assert optimizer.opt_state.skipped[...]
+
+
+def test_an_object_is_not_accumulated_over():
+  model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+  value_and_grad = ols.accumulated_value_and_grad(
+    make_names(model=model)["loss_fn"], 1024.0, microbatches=4
+  )
+  with pytest.raises(ValueError, match="in place"):
+    value_and_grad(model, BATCH)
+
+
 def test_pure_functions_are_the_bare_step_bit_for_bit_and_skip_as_a_whole():
   names = recipe("Pure functions under jax.jit", model=Model())
   state = tuple(names[name] for name in ("params", "rest", "opt_state"))
