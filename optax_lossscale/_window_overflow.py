@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _amax
 from optax_lossscale import _checks
@@ -15,7 +16,7 @@ from optax_lossscale import _checks
 class WindowOverflow:
   """Which micro-batches overflowed. `update` of `loss_scaling` takes it whole.
 
-  As a flag it is whether any of them did, for Python and for JAX:
+  As a flag it is whether any of them did, for Python, NumPy and JAX:
   `bool(overflow)`, `jnp.where(overflow, ...)`. To `update` it tells more: what
   was dropped is no reason to skip, and the largest gradient is that of a
   micro-batch, and not of their mean.
@@ -45,8 +46,11 @@ class WindowOverflow:
   def __jax_array__(self) -> jax.Array:
     return jnp.any(self.flags, axis=-1)
 
+  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    return np.array(self.__jax_array__(), dtype, copy=copy)
+
   def __bool__(self) -> bool:
-    return bool(jnp.any(self.flags))
+    return bool(self.__jax_array__())
 
 
 def report(finding: _checks.Finding, overflow: Any) -> _checks.Finding:

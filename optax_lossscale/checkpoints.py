@@ -88,7 +88,6 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     [1.] 8.0
   """
   _check_holds_state(opt_state)
-  _check_holds_arrays(opt_state)
   present = _state.find_states(bare_state)
   if present:
     raise ValueError(
@@ -205,15 +204,6 @@ def _check_holds_state(opt_state: Any) -> None:
       f"{type(opt_state).__name__} without one; pass what tx.init(params) "
       "returns, or a state that was restored into it."
     )
-
-
-def _check_holds_arrays(opt_state: Any) -> None:
-  for state in _state.find_states(opt_state).values():
-    if isinstance(state.applied_steps, jax.ShapeDtypeStruct):
-      raise ValueError(
-        "`opt_state` must hold the S to go on with, got shapes alone; pass "
-        "what tx.init(params) returns."
-      )
 
 
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:

@@ -527,6 +527,7 @@ def test_an_overflow_is_a_flag_for_python_and_for_jax():
   assert jnp.any(overflow)
   assert jnp.where(overflow, 1, 2) == 1
   assert jnp.logical_or(overflow, False)
+  np.testing.assert_array_equal(overflow, True)
   assert overflow.valid == 2
   assert not make_overflow([False] * 3)
   jitted = jax.jit(lambda x: x)(overflow)

@@ -442,6 +442,12 @@ def test_a_scale_that_is_no_real_scalar_is_refused(scale):
     ols.scale_cotangent(X, scale)
 
 
+@pytest.mark.parametrize("scale", [1e-60, -(2.0**-127)])
+def test_a_number_that_float32_flushes_to_0_is_refused(scale):
+  with pytest.raises(ValueError, match=r"0 or at least 2\*\*-126"):
+    ols.scale_cotangent(X, scale)
+
+
 @pytest.mark.parametrize("scale", [math.inf, math.nan, 2.0**128])
 def test_a_number_that_is_not_finite_in_float32_is_refused(scale):
   with pytest.raises(ValueError, match="`scale` must be finite in float32"):
