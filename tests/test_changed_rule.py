@@ -217,7 +217,7 @@ def test_the_state_of_another_rule_is_refused_and_its_remedy_works(new, old):
   message = (
     rf"the state of this `rule`, got {got} where the rule has {expected}; "
     r".*optax.tree.set\(opt_state, loss_scale_state=rule.init\(\)\), or "
-    r"rule.init\(\)._replace\(loss_scale=get_loss_scale\(opt_state\)\) to keep S"
+    r"rule.init\(\)._replace\(loss_scale=get_loss_scale\(opt_state\)\) to keep"
   )
   with pytest.raises(ValueError, match=message):
     run(RULES[new], state, [False])
