@@ -9,7 +9,9 @@ own save after the second: SIGKILL, when the file is written but has not taken
 the place of the other yet, or when Orbax has written its arrays, but not yet
 what is in them. `resume` goes on from the last checkpoint that is complete to
 the end, and does so again from each later one that it then saves itself. What
-a run saw and ended with is in {format}-{step}.npz.
+a run saw and ended with is in {format}-{step}.npz, and in uninterrupted.npz
+what one saw that went through. (In another process the last bits may differ:
+XLA's settings and devices are not the same there.)
 """
 
 import functools
@@ -174,7 +176,6 @@ def resume(name, folder, save, restore):
 
 
 def main(command, folder):
-  # As in the process of the tests.
   jax.config.update("jax_disable_most_optimizations", True)
   folder = pathlib.Path(folder)
   file = folder / "state.msgpack"
@@ -188,6 +189,7 @@ def main(command, folder):
     if command == "train-orbax":
       train_and_die(save, functools.partial(die_in_orbax, manager.directory))
     else:
+      write(folder / "uninterrupted", *train(init()))
       save_and_restore = {
         "file": (
           functools.partial(save_file, file),

@@ -217,11 +217,7 @@ def resumed(tmp_path_factory):
   return left, {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
 
 
-@functools.cache
-def uninterrupted():
-  return checkpoint_worker.train(checkpoint_worker.init())
-
-
+@pytest.mark.one_end
 def test_each_killed_run_dies_within_its_own_save(resumed):
   left, _ = resumed
   kept, killed, _ = checkpoint_worker.SAVED
@@ -238,22 +234,24 @@ def test_each_killed_run_dies_within_its_own_save(resumed):
   assert f"orbax/{killed}" not in left
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("step", checkpoint_worker.SAVED)
 @pytest.mark.parametrize("name", ["file", "orbax"])
 def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(
   resumed, name, step
 ):
-  seen, state = uninterrupted()
-  skipped = np.flatnonzero(seen["skipped"])
+  _, runs = resumed
+  expected, got = runs["uninterrupted"], runs[f"{name}-{step}"]
+  skipped = np.flatnonzero(expected["skipped"])
   assert skipped.tolist() == sorted(checkpoint_worker.BAD)
-  assert len(set(np.asarray(seen["loss_scale"]).tolist())) > 2
-  got = resumed[1][f"{name}-{step}"]
-  for what, values in seen.items():
-    np.testing.assert_array_equal(got[what], np.asarray(values[step:]))
-  for path, leaf in jax.tree.leaves_with_path(state):
-    restored = got[jax.tree_util.keystr(path)]
-    assert restored.dtype == leaf.dtype
-    assert restored.tobytes() == np.asarray(leaf).tobytes(), path
+  assert len(set(expected["loss_scale"].tolist())) > 2
+  assert got.keys() == expected.keys()
+  for what, values in expected.items():
+    if what in ("loss_scale", "skipped"):  # One value a step.
+      values = values[step:]
+    # Of no steps NumPy makes an array of its own dtype.
+    assert got[what].dtype == values.dtype or values.size == 0
+    assert got[what].tobytes() == values.tobytes(), what
 
 
 # Checkpoints from before loss scaling, and after it.

@@ -17,7 +17,10 @@ import optax_lossscale as ols
 from tests import parameters
 from tests import reference
 
-pytestmark = pytest.mark.one_end
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 
 @functools.partial(jax.jit, static_argnums=0)

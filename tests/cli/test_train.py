@@ -535,7 +535,12 @@ def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     # The progress bar as on a terminal, to see when the first step is done.
-    env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "120"},
+    env={
+      **os.environ,
+      "FORCE_COLOR": "1",
+      "COLUMNS": "120",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    },
   ) as process:
     seen = b""
     while b"loss" not in seen.rpartition(b"compiling")[2]:

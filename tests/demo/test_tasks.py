@@ -11,7 +11,10 @@ from optax_lossscale.demo import digits
 from optax_lossscale.demo import text
 from optax_lossscale.demo import training
 
-pytestmark = pytest.mark.one_end
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 each_task = pytest.mark.parametrize("name", ["text", "digits"])
 
