@@ -13,6 +13,9 @@ import pytest
 
 from optax_lossscale import _amax
 
+# What uses it, such as the checks, is tested on every version of JAX.
+pytestmark = pytest.mark.one_end
+
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
 EIGHT_BITS = (
   ml_dtypes.float8_e3m4,

@@ -17,7 +17,10 @@ import pytest
 import optax_lossscale as ols
 from tests.optimizers import to_bits
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 PARAMS = {
   "b": jnp.full((4,), 0.5),
@@ -57,7 +60,7 @@ CASES = [
   ("jit", "enable_checks, log_compiles, tracer_leaks"),
   ("jit", "enable_x64"),
   ("jit", "promotion"),
-  pytest.param("schedule", "disable_jit", marks=pytest.mark.one_end),
+  ("schedule", "disable_jit"),
   ("schedule", "enable_x64"),
   ("schedule", "promotion"),
 ]
@@ -240,7 +243,6 @@ def test_the_transfer_guard_stops_eager_optax_without_us_too():
     run("eager", "transfer_guard")
 
 
-@pytest.mark.one_end
 def test_float64_parameters_beside_narrower_ones():
   """The authority is the optimizer alone, in float32 and in float64."""
   wide = {"a": jnp.float32, "b": jnp.float32, "c": jnp.float64}
@@ -293,7 +295,6 @@ CHECKED = {
 }
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_check_in_the_loss_is_reported_through(name):
   checked = checkify.checkify(jax.jit(CHECKED[name]()))
@@ -355,7 +356,6 @@ def test_key_reuse_cannot_follow_a_key_that_a_skip_keeps():
     update(gradients, state)
 
 
-@pytest.mark.one_end
 def test_prints_are_neither_lost_nor_doubled(capfd):
   def printing_loss_fn(params, batch):
     loss = loss_fn(params, batch)

@@ -17,7 +17,10 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 

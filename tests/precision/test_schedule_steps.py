@@ -20,7 +20,10 @@ from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
 
 
 # The model, against numbers worked by hand.
@@ -92,7 +95,6 @@ def assert_switches_with_the_model(total, hundredths, steps_per_call):
   assert not state.low
 
 
-@pytest.mark.one_end
 def test_every_total_up_to_100_and_every_ratio_switch_at_the_exact_step():
   for total, hundredths in itertools.product(range(101), range(20, 91)):
     assert_switches_with_the_model(total, hundredths, steps_per_call=1)
