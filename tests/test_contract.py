@@ -17,7 +17,25 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
 
-each_optimizer = pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+# The others use nothing of JAX that these do not.
+ON_BOTH_ENDS = {
+  "adafactor",
+  "adam",
+  "apply_if_finite",
+  "backtracking",
+  "lbfgs",
+  "mechanize",
+  "multi_steps",
+  "noisy_sgd",
+}
+
+each_optimizer = pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=() if x in ON_BOTH_ENDS else pytest.mark.one_end)
+    for x in optimizers.OPTIMIZERS
+  ],
+)
 
 
 @functools.cache
