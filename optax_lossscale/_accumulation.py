@@ -105,8 +105,8 @@ def accumulated_value_and_grad(
     ValueError: if `opt_state` holds no scale or several; when called, if the
       batch has no first axis, or axes of different sizes, or is not divided by
       `microbatches`, if a function being traced has closed over `opt_state`,
-      or, as far as JAX tracks what varies by device, if devices could drop
-      different micro-batches of one model.
+      if `fun` changes an object in place, or, as far as JAX tracks what varies
+      by device, if devices could drop different micro-batches of one model.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -52,7 +52,8 @@ def scaled_value_and_grad(
   Raises:
     ValueError: if `opt_state` holds no scale or several; when called, if a
       function being traced (jit, scan, shard_map ...) has closed over
-      `opt_state` and would keep its S.
+      `opt_state` and would keep its S, or if `fun` changes an object in place,
+      such as an nnx.Module, which would be lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
       not return a floating-point scalar.
 

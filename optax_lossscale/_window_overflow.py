@@ -43,6 +43,7 @@ class WindowOverflow:
     every_one = jnp.all(self.flags, axis=-1)
     return every_one if self.drop else jnp.any(self.flags, axis=-1)
 
+  # The protocol by which NNX's variables stand for arrays, too.
   def __jax_array__(self) -> jax.Array:
     return jnp.any(self.flags, axis=-1)
 
