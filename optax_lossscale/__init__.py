@@ -77,8 +77,11 @@ __all__ = [
   "unscale",
 ]
 
-# Modules that load when they are first used, since they load Flax.
-_ON_DEMAND = frozenset({"checkpoints", "linen", "nnx"})
+# Modules that load when they are first used: a program needs few of them, and
+# some load Flax or matplotlib.
+_ON_DEMAND = frozenset(
+  {"checkpoints", "instruments", "linen", "nnx", "plot", "statistics"}
+)
 
 
 def __getattr__(name: str) -> Any:

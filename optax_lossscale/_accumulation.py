@@ -15,6 +15,7 @@ from optax_lossscale import _argnums
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
 from optax_lossscale import _devices
+from optax_lossscale import _finding
 from optax_lossscale import _gradients
 from optax_lossscale import _leaves
 from optax_lossscale import _microbatches
@@ -147,7 +148,7 @@ def accumulated_value_and_grad(
     if overflow_fn is not None:
       finding = _window_overflow.report(finding, overflow_fn(whole))
     if names:
-      finding = _checks.agree(finding, names)
+      finding = _finding.agree(finding, names)
     together = jax.tree.leaves(summands) + ([loss] if drop else [])
     _devices.refuse_split(finding.overflow, together, names)
     return finding

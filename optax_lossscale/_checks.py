@@ -1,17 +1,15 @@
-"""What counts as an overflow, and how devices agree on it."""
+"""What counts as an overflow: the checks, and what they find."""
 
 import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from optax_lossscale import _amax
 from optax_lossscale import _arguments
-from optax_lossscale import _devices
+from optax_lossscale import _finding
 from optax_lossscale import _leaves
 from optax_lossscale import _reached
 
@@ -128,22 +126,9 @@ def saturated(dtype: Any = None) -> Check:
   return Check(saturating=True, dtype=dtype)
 
 
-class Finding(NamedTuple):
-  """What a check found in the scaled gradients of one step.
-
-  Attributes:
-    overflow: bool[], the gradients are not usable.
-    amax: float32[], their largest absolute value; NaN if one of them was NaN.
-    dropped: bool[], those of some micro-batches were not, and have been left
-      out of these.
-  """
-
-  overflow: jax.Array
-  amax: jax.Array
-  dropped: Any = False
-
-
-def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
+def examine(
+  check: Check, gradients: Any, scaled: Any = True
+) -> _finding.Finding:
   """Looks at every element of every gradient.
 
   Args:
@@ -168,6 +153,12 @@ def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
 
   overflow = jnp.full((), False)
   amaxes = [jnp.full((), 0, jnp.float32)]
+  # Gradients in float32 may have been computed in anything.
+  is_known = {
+    own: check.dtype is not None or own.itemsize < 4 for own, _ in parts_of
+  }
+  limits = [largest for own, largest in parts_of if is_known[own]]
+  known_amaxes = []
   for (own, largest), parts in parts_of.items():
     limit: Any = largest
     if scaled is not True:
@@ -179,31 +170,13 @@ def examine(check: Check, gradients: Any, scaled: Any = True) -> Finding:
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
     amaxes.append(_to_float32(amax))
-  return Finding(overflow=overflow, amax=_amax.amax(amaxes))
-
-
-def agree(finding: Finding, axis_name: Any) -> Finding:
-  """Returns what all devices along the named axes found together.
-
-  One maximum over integers: it carries NaN, which a maximum over floats drops.
-
-  Args:
-    finding: what this device found.
-    axis_name: one mapped axis, or a tuple or list of them.
-  """
-  # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
-  dropped = jnp.asarray(finding.dropped).astype(jnp.uint32)
-  flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
-  flag_and_bits = jnp.stack([flag, _amax.magnitude_bits(finding.amax)])
-  names = _devices.axis_names("axis_name", axis_name)
-  # JAX reduces over all axes at once only what may differ along all of them.
-  # The position on an axis does, and 0 times it is nothing to add.
-  for name in names:
-    flag_and_bits += 0 * lax.axis_index(name).astype(jnp.uint32)
-  flag_and_bits = lax.pmax(flag_and_bits, names)
-  flag, bits = flag_and_bits
-  return Finding(
-    overflow=flag == 2, amax=_bits_to_float32(bits), dropped=flag > 0
+    if is_known[own]:
+      known_amaxes.append(amaxes[-1] * (min(limits) / largest))
+  return _finding.Finding(
+    overflow=overflow,
+    amax=_amax.amax(amaxes),
+    limit=min(limits, default=None),
+    known_amax=_amax.amax(known_amaxes) if known_amaxes else None,
   )
 
 
@@ -264,10 +237,6 @@ def _is_none(x: Any) -> bool:
 
 def _name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _bits_to_float32(bits: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _to_float32(amax: jax.Array) -> jax.Array:

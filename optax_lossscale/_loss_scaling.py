@@ -9,6 +9,7 @@ import optax
 from optax_lossscale import _arguments
 from optax_lossscale import _checks
 from optax_lossscale import _devices
+from optax_lossscale import _finding
 from optax_lossscale import _fit
 from optax_lossscale import _leaves
 from optax_lossscale import _requirements
@@ -70,9 +71,11 @@ def loss_scaling(
     scaled gradients and, beside the inner optimizer's extra arguments,
     `overflow=`: a bool, number or array of which any non-zero entry makes the
     step an overflow, or what `accumulated_value_and_grad` returns, or a list of
-    such; and `scaled=`: bool or bool[], False for a step whose loss was not
-    scaled. S is 1 for this step, what is not finite is an overflow, and the
-    rule's state stays bit for bit. The updates have the dtypes of the
+    such; `amax=`: a tree of numbers or arrays whose largest counts with the
+    gradients, inf and NaN as an overflow, such as what `statistics.amax_tap`
+    saw in the model; and `scaled=`: bool or bool[], False for a step whose loss
+    was not scaled. S is 1 for this step, what is not finite is an overflow, and
+    the rule's state stays bit for bit. The updates have the dtypes of the
     parameters, where those are passed.
 
   Raises:
@@ -129,8 +132,11 @@ def loss_scaling(
       skipped=jnp.full((), False),
       stalled=jnp.full((), False),
       amax=jnp.full((), 0, jnp.float32),
+      amax_limit=jnp.full((), 0, jnp.float32),
+      limited_amax=jnp.full((), 0, jnp.float32),
       applied_steps=jnp.full((), 0, jnp.int32),
       skipped_steps=jnp.full((), 0, jnp.int32),
+      consecutive_skips=jnp.full((), 0, jnp.int32),
     )
 
   def update(
@@ -139,6 +145,7 @@ def loss_scaling(
     params: optax.Params | None = None,
     *,
     overflow: Any = False,
+    amax: Any = None,
     scaled: Any = True,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.LossScalingState]:
@@ -151,10 +158,12 @@ def loss_scaling(
     scaled_gradients = _leaves.leave_out(is_gradient, incoming)
 
     finding = _checks.examine(check, scaled_gradients, scaled)
-    finding = _window_overflow.report(finding, overflow)
+    finding = _window_overflow.report(finding, overflow, amax)
+    measured = rule.measure(scaled_gradients)
     if agreed:
       _devices.check_mapped("axis_name", agreed)
-      finding = _checks.agree(finding, agreed)
+      finding = _finding.agree(finding, agreed)
+      measured = _finding.total(measured, agreed)
     reported = finding.overflow | finding.dropped
     loss_scale = _state.get_loss_scale(state)
     _devices.refuse_different(scaled, loss_scale)
@@ -199,6 +208,7 @@ def loss_scaling(
       rule,
       state.loss_scale_state,
       finding._replace(overflow=reported),
+      measured,
       scaled,
     )
     return (
@@ -215,8 +225,12 @@ def loss_scaling(
         skipped=skipped,
         stalled=stalled,
         amax=finding.amax,
+        **_finding.limits(finding, scaled),
         applied_steps=_count_if(~skipped, state.applied_steps),
         skipped_steps=_count_if(skipped, state.skipped_steps),
+        consecutive_skips=jnp.where(
+          skipped, optax.safe_increment(state.consecutive_skips), 0
+        ),
       ),
     )
 
@@ -224,10 +238,16 @@ def loss_scaling(
 
 
 def _move(
-  rule: _rules.LossScale, state: Any, finding: _checks.Finding, scaled: Any
+  rule: _rules.LossScale,
+  state: Any,
+  finding: _finding.Finding,
+  measured: Any,
+  scaled: Any,
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
-  moved = rule.update(state, finding.overflow, amax=finding.amax)
+  # Most rules measure nothing, and need not take it.
+  more = {} if measured is None else {"measured": measured}
+  moved = rule.update(state, finding.overflow, amax=finding.amax, **more)
   _select.check_structure(
     "the state of `rule` must keep the structure that its init made",
     moved,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale import _log2
 from optax_lossscale import _state
 
 
@@ -21,10 +22,15 @@ def loss_scale_metrics(
     path: which one, if it holds several. See `get_loss_scale`.
 
   Returns:
-    A dict of `loss_scale` and `inv_scale` (float32[], for the next step), the
-    last step's `amax` (float32[]), `overflow`, `nan`, `skipped`, `stalled`
-    (bool[]), and the counts `applied_steps`, `skipped_steps` (int32[]). Each is
-    explained at `LossScalingState`.
+    A dict of `loss_scale`, `log2_scale`, `inv_scale` (float32[], for the next
+    step); the last step's `overflow`, `nan`, `inf`, `skipped`, `stalled`
+    (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
+    `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
+    the share of skipped steps among all. `inf` is that the largest gradient was
+    infinite; an overflow that is neither that nor `nan` was saturated, or the
+    caller's. `headroom` is how many doublings of S the step left, in bits, and
+    NaN where the computation's dtype is not known: name it in the check. The
+    others are explained at `LossScalingState`.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
@@ -35,29 +41,51 @@ def loss_scale_metrics(
     >>> import optax_lossscale as ols
     >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
     >>> state = tx.init(jnp.zeros(2))
+    >>> _, state = tx.update(jnp.array([4.0, 0.0]), state)
     >>> _, state = tx.update(jnp.array([jnp.inf, 0.0]), state)
     >>> for name, value in ols.loss_scale_metrics(state).items():
     ...   print(name, value)
     loss_scale 4.0
+    log2_scale 2.0
     inv_scale 0.25
-    amax inf
     overflow True
     nan False
+    inf True
     skipped True
     stalled False
-    applied_steps 0
+    amax inf
+    headroom nan
+    applied_steps 1
     skipped_steps 1
+    consecutive_skips 1
+    skip_rate 0.5
   """
   state = _state.find_state(opt_state, path)
+  loss_scale = _state.get_loss_scale(state)
+  # As arrays, also where a framework keeps its own variables in the state.
+  field = {
+    name: jnp.asarray(getattr(state, name))
+    for name in state._fields
+    if name not in ("loss_scale_state", "inner_state")
+  }
+  applied_steps, skipped_steps = (
+    field[name].astype(jnp.float32)
+    for name in ("applied_steps", "skipped_steps")
+  )
+  steps = applied_steps + skipped_steps
   return {
-    "loss_scale": _state.get_loss_scale(state),
+    "loss_scale": loss_scale,
+    "log2_scale": _log2.log2(loss_scale),
     "inv_scale": state.inv_scale,
-    # As arrays, also where a framework keeps its own variables in the state.
-    "amax": jnp.asarray(state.amax),
-    "overflow": jnp.asarray(state.overflow),
-    "nan": jnp.asarray(state.nan),
-    "skipped": jnp.asarray(state.skipped),
-    "stalled": jnp.asarray(state.stalled),
-    "applied_steps": jnp.asarray(state.applied_steps),
-    "skipped_steps": jnp.asarray(state.skipped_steps),
+    "overflow": field["overflow"],
+    "nan": field["nan"],
+    "inf": jnp.isinf(field["amax"]),
+    "skipped": field["skipped"],
+    "stalled": field["stalled"],
+    "amax": field["amax"],
+    "headroom": state.headroom,
+    "applied_steps": field["applied_steps"],
+    "skipped_steps": field["skipped_steps"],
+    "consecutive_skips": field["consecutive_skips"],
+    "skip_rate": skipped_steps / jnp.maximum(steps, 1),
   }

@@ -20,8 +20,7 @@ class LossScale(abc.ABC):
 
   Subclass it for a rule of your own: a frozen dataclass for the configuration
   and any pytree of arrays with an attribute `loss_scale`, float32[], for the
-  state. Everything in this
-  library takes it as it takes the rules below.
+  state. Everything in this library takes it as it takes the rules below.
 
   Attributes:
     skip: whether an overflow skips the step. False: the inner update runs as it
@@ -81,6 +80,15 @@ class LossScale(abc.ABC):
         NaN if one of them was NaN; None if nobody measured it.
     """
 
+  def measure(self, gradients: Any) -> Any:
+    """Returns what `update` is to get as `measured=`; None for nothing.
+
+    Args:
+      gradients: the scaled gradients. What is measured must be a pytree of
+        numbers that add up over devices, such as counts.
+    """
+    del gradients
+
   def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
     """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
 
@@ -113,11 +121,9 @@ class FixedLossScaleState(NamedTuple):
 class FixedLossScale(LossScale):
   """A loss scale that never moves.
 
-  It is the right rule when a good S is known: there is nothing to tune and no
-  step is lost to finding it. S is an array in the state, so another S in the
-  same state is not another compilation. For the same reason another `scale`
-  moves nothing in a run that has begun: set S in the state there,
-  `optax.tree.set(opt_state, loss_scale_state=rule.init())`.
+  It is the right rule when a good S is known: no step is lost to finding it. S
+  lives in the state, so another `scale` moves nothing in a run that has begun:
+  set it there, `optax.tree.set(opt_state, loss_scale_state=rule.init())`.
 
   Attributes:
     scale: the first S, and every later one, a normal float32. A power of two

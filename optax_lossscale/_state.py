@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_lossscale import _arguments
 from optax_lossscale import _engine_state
+from optax_lossscale import _log2
 from optax_lossscale import _rules
 from optax_lossscale import jaxpr
 
@@ -40,8 +41,15 @@ class LossScalingState(NamedTuple):
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, so scaled unless `update` was told otherwise, and among
       those of the micro-batches that it was told of; NaN if `nan`.
+    amax_limit: float32[], the smallest largest finite value of a dtype in which
+      some of them are known to have been computed, since the check names it or
+      the gradients are narrower than float32; 0 if nothing is known.
+    limited_amax: float32[], the largest absolute value among these, in
+      proportion to that limit.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
+    consecutive_skips: int32[], how many of them have come in a row, to the last
+      step; 0 if that was applied.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -61,13 +69,27 @@ class LossScalingState(NamedTuple):
   skipped: jax.Array
   stalled: jax.Array
   amax: jax.Array
+  amax_limit: jax.Array
+  limited_amax: jax.Array
   applied_steps: jax.Array
   skipped_steps: jax.Array
+  consecutive_skips: jax.Array
 
   @property
   def inv_scale(self) -> jax.Array:
     """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
     return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
+
+  @property
+  def headroom(self) -> jax.Array:
+    """float32[], how many doublings of S the last step left, in bits.
+
+    log2(largest finite value of the computation's dtype / amax), where it is
+    smallest; NaN if `nan`, and where no dtype is known; -inf if amax is inf.
+    """
+    # Not kept in the state, where its NaN would stop jax_debug_nans.
+    headroom = _log2.log2(self.amax_limit) - _log2.log2(self.limited_amax)
+    return jnp.where(self.amax_limit > 0, headroom, jnp.nan)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:

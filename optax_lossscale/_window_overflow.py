@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _amax
-from optax_lossscale import _checks
+from optax_lossscale import _finding
 
 
 @jax.tree_util.register_dataclass
@@ -54,23 +54,25 @@ class WindowOverflow:
     return bool(self.__jax_array__())
 
 
-def report(finding: _checks.Finding, overflow: Any) -> _checks.Finding:
+def report(
+  finding: _finding.Finding, overflow: Any, amax: Any = None
+) -> _finding.Finding:
   """Returns what a check found together with what the caller knows.
 
   Args:
     finding: what the check found.
     overflow: the caller's `overflow=`.
+    amax: the caller's `amax=`.
 
   Raises:
-    TypeError: if it is not what may be passed there.
+    TypeError: if one of them is not what may be passed there.
   """
   rule = "`overflow` must be a bool, a number or an array, or a list of these"
   are_several = isinstance(overflow, (list, tuple))
   for reason in overflow if are_several else [overflow]:
     if isinstance(reason, WindowOverflow):
-      finding = _checks.Finding(
+      finding = finding.with_amax(reason.amax)._replace(
         overflow=finding.overflow | jnp.any(reason.is_void),
-        amax=_amax.amax([finding.amax, reason.amax]),
         dropped=finding.dropped | jnp.any(reason.flags),
       )
       continue
@@ -83,4 +85,26 @@ def report(finding: _checks.Finding, overflow: Any) -> _checks.Finding:
     # NaN is not 0, so a flag that went wrong counts as an overflow.
     flag = jnp.any(flags.astype(bool))
     finding = finding._replace(overflow=finding.overflow | flag)
-  return finding
+  if amax is None:
+    return finding
+  return _report_amax(finding, amax)
+
+
+def _report_amax(finding: _finding.Finding, amax: Any) -> _finding.Finding:
+  """Returns what a check found together with magnitudes from elsewhere."""
+  values = []
+  for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
+    try:
+      if value is None or isinstance(value, (str, bool)):
+        raise TypeError
+      values.append(jnp.asarray(value, jnp.float32).reshape(-1))
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        "`amax` must be a number, an array, or a tree of these, such as the "
+        f"gradient of what an amax_tap was given, got {value!r}."
+      ) from error
+  if not values:
+    return finding
+  largest = _amax.amax(values)
+  finding = finding.with_amax(largest)
+  return finding._replace(overflow=finding.overflow | ~jnp.isfinite(largest))

@@ -16,6 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _checks
+from optax_lossscale import _finding
 
 WITH_INF = [
   "float16",
@@ -103,7 +104,7 @@ def examine_on_each_device():
   check = ols.saturated(jnp.float16)
   return jax.jit(
     jax.shard_map(
-      lambda leaf: _checks.agree(_checks.examine(check, leaf), "data"),
+      lambda leaf: _finding.agree(_checks.examine(check, leaf), "data"),
       mesh=mesh,
       in_specs=jax.P("data"),
       out_specs=jax.P(),

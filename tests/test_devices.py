@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _checks
 from optax_lossscale import _devices
+from optax_lossscale import _finding
 from tests import compiled
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -157,8 +157,8 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
 
 def test_nan_on_one_device_outlives_inf_on_all_others():
   def agree(amax):
-    finding = _checks.Finding(overflow=amax > 1, amax=amax)
-    return _checks.agree(finding, ["data"])
+    finding = _finding.Finding(overflow=amax > 1, amax=amax)
+    return _finding.agree(finding, ["data"])
 
   for device in range(8):
     amax = jnp.full(8, jnp.inf).at[device].set(jnp.nan)
@@ -293,7 +293,8 @@ def test_gradients_travel_in_the_dtype_of_the_order(order, dtype, on_the_wire):
   gradients = jnp.tile(jnp.arange(8.0)[:, None], 5).astype(dtype)
   lines = compiled.between_devices(update.lower(gradients).compile())
   shapes = sorted(line.split(" = ")[1].split("{")[0] for line in lines)
-  assert shapes == sorted([f"{on_the_wire}[5]", "u32[2]"])
+  # The flag and amax, twice: of all, and of what has a known dtype.
+  assert shapes == sorted([f"{on_the_wire}[5]", "u32[3]"])
   assert update(gradients).tolist() == [[3.5] * 5] * 8
 
 

@@ -117,14 +117,19 @@ def test_metrics_are_scalar_arrays_inside_jit():
   metrics = jax.jit(ols.loss_scale_metrics)(state)
   assert {name: str(value.dtype) for name, value in metrics.items()} == {
     "loss_scale": "float32",
+    "log2_scale": "float32",
     "inv_scale": "float32",
-    "amax": "float32",
     "overflow": "bool",
     "nan": "bool",
+    "inf": "bool",
     "skipped": "bool",
     "stalled": "bool",
+    "amax": "float32",
+    "headroom": "float32",
     "applied_steps": "int32",
     "skipped_steps": "int32",
+    "consecutive_skips": "int32",
+    "skip_rate": "float32",
   }
   assert all(value.shape == () for value in metrics.values())
   assert metrics["inv_scale"] == 2.0**-10

@@ -1,0 +1,86 @@
+"""The loss scale on the terminal, from inside jit."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from optax_lossscale import _arguments
+from optax_lossscale import _metrics
+
+_SHOWN = (
+  "loss_scale",
+  "overflow",
+  "nan",
+  "headroom",
+  "applied_steps",
+  "skipped_steps",
+)
+
+
+def print_loss_scale(
+  opt_state: Any, every: int = 100, *, path: str | None = None
+) -> None:
+  """Prints one line about the loss scale, every so many steps.
+
+  It works inside jit, and waits for nothing: the line comes when the device has
+  made the step. On many devices, and in many processes, one of them prints.
+
+  Args:
+    opt_state: the state that `update` returned.
+    every: a line on each step whose number this divides; skipped steps count.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Raises:
+    TypeError: if `every` is no integer.
+    ValueError: if `every` is below 1; if `opt_state` holds no scale, or several
+      and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.zeros(1, jnp.float16))
+    >>> _, state = tx.update(jnp.array([jnp.inf]), state)
+    >>> ols.instruments.print_loss_scale(state, every=1)
+    step 1: overflow, loss scale now 4, 0 applied, 1 skipped (100.0 %)
+
+  References:
+    "Printing the loss scale" in Ascend's guide to its NPULossScaleOptimizer.
+  """
+  every = _arguments.check_count("every", every)
+  metrics = _metrics.loss_scale_metrics(opt_state, path=path)
+  step = metrics["applied_steps"] + metrics["skipped_steps"]
+  is_due = (step > 0) & (step % every == 0)
+  for axis in sorted(jax.sharding.get_abstract_mesh().manual_axes):
+    is_due &= lax.axis_index(axis) == 0
+  # Due or not is told again, since under vmap both branches run.
+  shown = {"is_due": is_due} | {name: metrics[name] for name in _SHOWN}
+  lax.cond(
+    is_due,
+    functools.partial(jax.debug.callback, _print, **shown),
+    lambda: None,
+  )
+
+
+def _print(**metrics: Any) -> None:
+  if jax.process_index() != 0 or not metrics["is_due"]:
+    return
+  applied, skipped = (
+    int(metrics[name]) for name in ("applied_steps", "skipped_steps")
+  )
+  outcome = "clean"
+  if metrics["overflow"]:
+    outcome = "overflow with NaN" if metrics["nan"] else "overflow"
+  headroom = ""
+  if math.isfinite(metrics["headroom"]):
+    headroom = f", headroom {float(metrics['headroom']):.1f} bits"
+  print(
+    f"step {applied + skipped}: {outcome}, loss scale now "
+    f"{float(metrics['loss_scale']):.9g}{headroom}, {applied} applied, "
+    f"{skipped} skipped ({100 * skipped / (applied + skipped):.1f} %)",
+    flush=True,
+  )

@@ -1,0 +1,167 @@
+"""The ring of the last steps: what it keeps, in which order, at what cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import instruments
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+GRADIENTS = [1.0, 2.0, np.inf, 3.0, np.nan, 5.0, 7.0]
+
+
+def make(capacity, rule=None):
+  rule = rule or ols.DynamicLossScale(8.0)
+  tx = ols.loss_scaling(optax.adam(0.1), rule)
+  return instruments.record(tx, capacity)
+
+
+def run(tx, gradients, state=None):
+  state = tx.init(jnp.zeros(1)) if state is None else state
+  update = jax.jit(tx.update)
+  for gradient in gradients:
+    _, state = update(jnp.array([gradient], jnp.float32), state, jnp.zeros(1))
+  return state
+
+
+def model(gradients):
+  """The steps in plain Python: S, amax, overflow; S halves on an overflow."""
+  scale, steps = 8.0, []
+  for i, gradient in enumerate(gradients, 1):
+    overflow = not np.isfinite(gradient)
+    steps.append((i, scale, gradient, overflow))
+    scale /= 2 if overflow else 1
+  return steps
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 7, 20])
+def test_history_is_the_last_steps_in_order(capacity):
+  history = instruments.history(run(make(capacity), GRADIENTS))
+  expected = model(GRADIENTS)[-capacity:]
+  for column, values in zip(history, zip(*expected, strict=True), strict=True):
+    np.testing.assert_array_equal(column, values)
+
+
+def test_history_is_empty_before_the_first_step():
+  history = instruments.history(make(4).init(jnp.zeros(1)))
+  assert [len(column) for column in history] == [0, 0, 0, 0]
+
+
+def test_recording_changes_no_bit_of_training():
+  plain = ols.loss_scaling(optax.adam(0.1), ols.DynamicLossScale(8.0))
+  recorded = run(make(4), GRADIENTS).recorded_state
+  jax.tree.map(np.testing.assert_array_equal, run(plain, GRADIENTS), recorded)
+
+
+def test_everything_finds_the_scale_in_a_record():
+  state = run(make(4), [np.inf])
+  assert ols.get_loss_scale(state) == 4.0
+  assert ols.loss_scale_metrics(state)["skipped"]
+  assert ols.select_on_skip(state, new=1, old=2) == 2
+  loss, _ = ols.scaled_value_and_grad(jnp.sum, state)(jnp.ones(2))
+  assert loss == 2.0
+
+
+def test_a_record_may_be_anywhere_in_a_chain():
+  inner = optax.chain(
+    instruments.record(
+      ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(4.0)), 3
+    ),
+    optax.identity(),
+  )
+  state = run(inner, [1.0, 2.0])
+  np.testing.assert_array_equal(instruments.history(state).amax, [1.0, 2.0])
+
+
+def test_an_unscaled_step_is_recorded_with_a_scale_of_1():
+  tx = make(3)
+  state = tx.init(jnp.zeros(1))
+  for scaled in (True, False, jnp.bool_(False)):
+    _, state = tx.update(jnp.ones(1), state, jnp.zeros(1), scaled=scaled)
+  history = instruments.history(state)
+  np.testing.assert_array_equal(history.loss_scale, [8.0, 1.0, 1.0])
+
+
+def test_extra_arguments_go_on():
+  tx = make(3)
+  state = tx.init(jnp.zeros(1))
+  _, state = tx.update(jnp.ones(1), state, jnp.zeros(1), overflow=True)
+  assert instruments.history(state).overflow.tolist() == [True]
+
+
+def test_steps_in_a_scan_are_recorded():
+  tx = make(20)
+
+  def step(state, gradient):
+    return tx.update(gradient[None], state, jnp.zeros(1))[1], None
+
+  gradients = jnp.array(GRADIENTS, jnp.float32)
+  state, _ = jax.lax.scan(step, tx.init(jnp.zeros(1)), gradients)
+  history = instruments.history(state)
+  np.testing.assert_array_equal(history.amax, GRADIENTS)
+
+
+def test_nothing_of_a_step_goes_to_the_host():
+  tx = make(100)
+  state = tx.init(jnp.zeros(1))
+  text = jax.jit(tx.update).lower(jnp.ones(1), state, jnp.zeros(1)).as_text()
+  assert "callback" not in text
+  assert "outfeed" not in text
+
+
+def test_the_ring_is_written_in_place_where_the_state_is_donated():
+  capacity = 100_000
+  tx = make(capacity)
+  state = tx.init(jnp.zeros(1))
+  step = jax.jit(
+    lambda gradient, state: tx.update(gradient, state, jnp.zeros(1))[1],
+    donate_argnums=1,
+  )
+  memory = step.lower(jnp.ones(1), state).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < capacity
+
+
+def test_runs_side_by_side_are_read_one_by_one():
+  tx = make(4)
+  state = jax.vmap(tx.init)(jnp.zeros((2, 1)))
+  gradients = jnp.array([[1.0], [2.0]])
+  _, state = jax.vmap(tx.update)(gradients, state, jnp.zeros((2, 1)))
+  with pytest.raises(ValueError, match=r"must be the state of one run.*\(2,\)"):
+    instruments.history(state)
+  second = jax.tree.map(lambda x: x[1], state)
+  assert instruments.history(second).amax.tolist() == [2.0]
+
+
+def test_several_records_are_told_by_their_path():
+  states = {"a": run(make(2), [1.0]), "b": run(make(2), [3.0])}
+  assert instruments.history(states, path="b").amax.tolist() == [3.0]
+  for path in (None, "c"):
+    with pytest.raises(ValueError, match="there are records at 'a', 'b'"):
+      instruments.history(states, path=path)
+
+
+def test_without_a_record_the_error_says_how_to_make_one():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  with pytest.raises(ValueError, match="LossScalingState without one; wrap"):
+    instruments.history(tx.init(jnp.zeros(1)))
+
+
+def test_history_inside_jit_is_an_error():
+  with pytest.raises(ValueError, match="read the history outside of jit"):
+    jax.jit(instruments.history)(make(2).init(jnp.zeros(1)))
+
+
+def test_an_optimizer_without_loss_scaling_cannot_be_recorded():
+  tx = instruments.record(optax.sgd(1.0), 4)
+  with pytest.raises(ValueError, match="must hold the state of `loss_scaling`"):
+    tx.init(jnp.zeros(1))
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_capacity_must_be_positive(capacity):
+  with pytest.raises(ValueError, match="`capacity`"):
+    make(capacity)

@@ -1,0 +1,123 @@
+"""What a rule learns of the gradients: amax from elsewhere, its own sums."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+AUTO = (jax.sharding.AxisType.Auto,)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class CountState(NamedTuple):
+  loss_scale: jax.Array
+  large: jax.Array
+  seen_amax: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class CountLarge(ols.LossScale):
+  """Counts gradients above 1, and keeps the amax that it is told of."""
+
+  def init(self):
+    return CountState(jnp.float32(1), jnp.int32(0), jnp.float32(0))
+
+  def measure(self, gradients):
+    leaves = jax.tree.leaves(gradients)
+    return sum(jnp.sum(x > 1, dtype=jnp.int32) for x in leaves)
+
+  def update(self, state, overflow, *, amax=None, measured=None):
+    return state._replace(large=state.large + measured, seen_amax=amax)
+
+
+def update_once(rule, gradients, **extra):
+  tx = ols.loss_scaling(optax.sgd(0.1), rule)
+  params = jax.tree.map(jnp.zeros_like, gradients)
+  return tx.update(gradients, tx.init(params), params, **extra)[1]
+
+
+def test_a_rule_measures_the_scaled_gradients():
+  state = update_once(CountLarge(), {"a": jnp.arange(4.0), "b": jnp.ones(3)})
+  assert state.loss_scale_state.large == 2
+
+
+def test_a_rule_measures_no_leaf_that_goes_around():
+  gradients = {"params": jnp.ones(2) * 5, "overwrite_with_gradient": {"s": 9.0}}
+  state = update_once(CountLarge(), gradients)
+  assert state.loss_scale_state.large == 2
+
+
+def test_what_is_measured_adds_up_over_devices():
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=AUTO * 2)
+  axes = ("data", "model")
+  tx = ols.loss_scaling(optax.sgd(0.1), CountLarge(), axis_name=axes)
+  state = tx.init(jnp.zeros(2))
+
+  @jax.jit
+  @jax.shard_map(mesh=mesh, in_specs=(jax.P(axes), jax.P()), out_specs=jax.P())
+  def update(gradients, state):
+    _, state = tx.update(gradients, state)
+    return state.loss_scale_state
+
+  gradients = jnp.array([0.0, 2.0, 3.0, 0.5, 9.0, 1.0, 4.0, 5.0])
+  assert update(gradients, state).large == 5
+
+
+@pytest.mark.parametrize(
+  ("amax", "largest"),
+  [
+    (7.0, 7.0),
+    (1.0, 4.0),
+    (-7.0, 7.0),
+    (np.float32(7), 7.0),
+    ({"a": jnp.float32(5), "b": [jnp.array([6.0, 1.0])]}, 6.0),
+    (jnp.zeros(0), 4.0),
+    ({}, 4.0),
+  ],
+  ids=["larger", "smaller", "negative", "numpy", "tree", "empty", "no leaf"],
+)
+def test_amax_from_elsewhere_counts_with_the_gradients(amax, largest):
+  gradients = jnp.array([4.0, -1.0], jnp.float16)
+  state = update_once(CountLarge(), gradients, amax=amax)
+  assert state.amax == state.loss_scale_state.seen_amax == largest
+  assert not state.overflow
+  assert state.headroom == pytest.approx(math.log2(65504 / largest), abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_amax_from_elsewhere_that_is_not_finite_is_an_overflow(value):
+  amax = {"a": jnp.float32(value), "b": jnp.ones(40)}
+  state = update_once(ols.DynamicLossScale(8.0), jnp.ones(2), amax=amax)
+  assert state.skipped
+  assert state.loss_scale_state.loss_scale == 4.0
+  assert state.nan == math.isnan(value)
+
+
+def test_amax_from_elsewhere_is_agreed_on():
+  mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
+  tx = ols.loss_scaling(optax.sgd(0.1), CountLarge(), axis_name="data")
+  state = tx.init(jnp.zeros(1))
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P()
+  )
+  def update(amax, state):
+    local = ols.make_varying(jnp.ones(1), "data")
+    return tx.update(local, state, amax=amax)[1].amax
+
+  assert update(jnp.array([1.0, 2.0, 17.0, 3.0]), state) == 17.0
+
+
+@pytest.mark.parametrize("amax", ["1.0", True, {"a": None}, object()])
+def test_what_is_no_magnitude_is_refused(amax):
+  with pytest.raises(TypeError, match="`amax` must be a number, an array"):
+    update_once(CountLarge(), jnp.ones(1), amax=amax)
