@@ -144,7 +144,7 @@ def examine(
     ValueError: if the check's tree of dtypes does not fit the gradients.
   """
   parts_of: dict[Any, list[jax.Array]] = {}
-  for gradient, dtype in _with_computation_dtypes(check, gradients):
+  for gradient, dtype in with_computation_dtypes(check, gradients):
     is_complex = jnp.iscomplexobj(gradient)
     parts = [gradient.real, gradient.imag] if is_complex else [gradient]
     own = parts[0].dtype
@@ -169,7 +169,7 @@ def examine(
     within = wide < limit if check.saturating else wide <= limit
     # `not within` and not the opposite comparison: NaN is within no limit.
     overflow |= ~within
-    amaxes.append(_to_float32(amax))
+    amaxes.append(to_float32(amax))
     if is_known[own]:
       known_amaxes.append(amaxes[-1] * (min(limits) / largest))
   return _finding.Finding(
@@ -180,7 +180,7 @@ def examine(
   )
 
 
-def _with_computation_dtypes(
+def with_computation_dtypes(
   check: Check, gradients: Any
 ) -> list[tuple[jax.Array, Any]]:
   """Returns each gradient with its computation's dtype, None for its own."""
@@ -239,7 +239,7 @@ def _name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _to_float32(amax: jax.Array) -> jax.Array:
+def to_float32(amax: jax.Array) -> jax.Array:
   """Returns `amax` as float32[]; inf only if it was inf."""
   if amax.dtype == jnp.float64:
     # A finite float64 beyond float32's range must not be reported as inf.

@@ -204,7 +204,7 @@ def loss_scaling(
       skipped, inner_update, state.inner_state
     )
 
-    loss_scale_state, stalled = _move(
+    loss_scale_state, stalled = move(
       rule,
       state.loss_scale_state,
       finding._replace(overflow=reported),
@@ -237,14 +237,22 @@ def loss_scaling(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _move(
+def move(
   rule: _rules.LossScale,
   state: Any,
   finding: _finding.Finding,
   measured: Any,
   scaled: Any,
 ) -> tuple[Any, jax.Array]:
-  """Returns the rule's next state, and whether S is stalled."""
+  """Returns the rule's next state, and whether S is stalled.
+
+  Args:
+    rule: the rule.
+    state: the one that the step used.
+    finding: what was found in the step's gradients.
+    measured: what the rule measured of them, or None.
+    scaled: bool or bool[], whether the loss was scaled.
+  """
   # Most rules measure nothing, and need not take it.
   more = {} if measured is None else {"measured": measured}
   moved = rule.update(state, finding.overflow, amax=finding.amax, **more)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 import sys
 
 from optax_lossscale.cli import _parser
+from optax_lossscale.cli import simulate
 from optax_lossscale.cli import train
 
-_COMMANDS = (train,)
+_COMMANDS = (train, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

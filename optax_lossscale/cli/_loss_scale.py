@@ -2,7 +2,8 @@
 
 A name, which may be a preset's, then its arguments in any order, by name or the
 first one without; a preset's by name only. A number is a Python literal or a
-power of two literals, as in `2**15`.
+power of two literals, as in `2**15`; a dtype is a name. `warm_start:` stands
+before the text of another rule.
 """
 
 import ast
@@ -12,10 +13,18 @@ import math
 from typing import NamedTuple
 
 import optax_lossscale as ols
+from optax_lossscale import statistics
 from optax_lossscale.presets._checkpoints import PRESETS
 
 _NONE = "none"
-_OWN = {"fixed": ols.FixedLossScale, "dynamic": ols.DynamicLossScale}
+_WARM_START = "warm_start"
+_OWN: dict[str, Callable[..., ols.LossScale]] = {
+  "fixed": ols.FixedLossScale,
+  "dynamic": ols.DynamicLossScale,
+  "headroom": statistics.HeadroomLossScale,
+  "log_max": statistics.LogMaxLossScale,
+  "histogram": statistics.HistogramLossScale,
+}
 _RULES: dict[str, Callable[..., ols.LossScale]] = {**_OWN, **PRESETS}
 
 
@@ -39,9 +48,12 @@ def parse(text: str) -> LossScaleOption:
   name, _, rest = text.partition(":")
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
+  if name == _WARM_START:
+    return LossScaleOption(text, _parse_warm_start(text, rest))
   if name not in _RULES:
+    names = ", ".join((_NONE, *_RULES, _WARM_START))
     raise ValueError(
-      f"unknown rule {text!r}; choose from {', '.join((_NONE, *_RULES))}, "
+      f"unknown rule {text!r}; choose from {names}, "
       "with arguments as in fixed:1024 or dynamic:growth_interval=200"
     )
   arguments = _parse_arguments(name, rest)
@@ -51,16 +63,29 @@ def parse(text: str) -> LossScaleOption:
     raise ValueError(f"{text!r}: {error}") from error
 
 
-def _parse_arguments(rule: str, text: str) -> dict[str, float | bool]:
-  names = [
-    name
-    for name in inspect.signature(_RULES[rule]).parameters
-    if not name.startswith("_")
-  ]
-  arguments: dict[str, float | bool] = {}
+def _parse_warm_start(text: str, rest: str) -> ols.LossScale:
+  rule = parse(rest).rule if rest else None
+  if rule is None:
+    raise ValueError(
+      f"{text!r}: {_WARM_START} stands before a rule, as in "
+      f"{_WARM_START}:dynamic:growth_interval=200"
+    )
+  try:
+    return statistics.WarmStart(rule)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{text!r}: {error}") from error
+
+
+def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
+  parameters = inspect.signature(_RULES[rule]).parameters
+  names = [name for name in parameters if not name.startswith("_")]
+  has_first = rule in _OWN and (
+    parameters[names[0]].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+  )
+  arguments: dict[str, float | bool | str] = {}
   for item in text.split(",") if text else ():
     name, equals, value = (part.strip() for part in item.partition("="))
-    if not equals and rule in _OWN:
+    if not equals and has_first:
       name, value = names[0], name
     elif not equals:
       raise ValueError(
@@ -70,10 +95,10 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool]:
       raise ValueError(
         f"{rule} has no argument {name!r}; choose from {', '.join(names)}"
       )
-    number = _parse_value(name, value)
+    parsed = value if name == "dtype" else _parse_value(name, value)
     if name in arguments:
       raise ValueError(f"{rule} got {name!r} twice")
-    arguments[name] = number
+    arguments[name] = parsed
   return arguments
 
 

@@ -68,8 +68,9 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     type=_loss_scale_option,
     metavar="RULE",
     help="train once, with this rule: none, fixed:1024, dynamic, "
-    "dynamic:init_scale=2**15,growth_interval=200, or a preset, "
-    "megatron:initial_scale=2**20 (default: dynamic if something is float16, "
+    "dynamic:init_scale=2**15,growth_interval=200, one that goes by amax, "
+    "headroom, log_max, histogram, or a preset, megatron:initial_scale=2**20, "
+    "also behind warm_start: (default: dynamic if something is float16, "
     "none with --precision float32 or bfloat16 and with --level O0)",
   )
 

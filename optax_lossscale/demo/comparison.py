@@ -149,6 +149,7 @@ def write(
       "interrupted": results.interrupted,
     },
     results.summaries,
+    results.records,
   )
   figure.write_figure(
     paths[2],

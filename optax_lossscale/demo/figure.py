@@ -3,38 +3,14 @@
 from collections.abc import Sequence
 import math
 import pathlib
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from optax_lossscale.demo import history
+from optax_lossscale.plot import _axes
 
 _Runs = dict[tuple[str, int], list[history.Record]]
-
-
-class _Style(NamedTuple):
-  """How a run is drawn."""
-
-  color: str
-  linewidth: float
-  zorder: float
-  linestyle: str = "-"
-
-
-# Okabe and Ito's colours, which colour-blind people can tell apart. Later runs
-# are drawn over earlier ones and thinner, so curves that agree stay visible.
-_STYLES = (
-  _Style("#999999", 6.0, 2.1),
-  _Style("#E69F00", 3.5, 2.2),
-  _Style("#0072B2", 2.0, 2.3),
-  _Style("#000000", 0.8, 2.4),
-  _Style("#D55E00", 3.5, 2.5, "--"),
-  _Style("#56B4E9", 2.0, 2.6, "--"),
-  _Style("#009E73", 2.0, 2.7, ":"),
-  _Style("#CC79A7", 1.6, 2.8, "-."),
-)
 
 
 def write_figure(
@@ -54,9 +30,9 @@ def write_figure(
   """
   runs = history.by_run(records)
   labels = list(dict.fromkeys(label for label, _ in runs))
-  # A run on its own has nothing drawn over it, and needs no broad line.
-  choice = _STYLES if len(labels) > 1 else _STYLES[2:3]
-  styles = {label: choice[i % len(choice)] for i, label in enumerate(labels)}
+  styles = {
+    label: _axes.style_of(i, len(labels)) for i, label in enumerate(labels)
+  }
   panels = [_draw_losses]
   if len(labels) > 1:
     panels.append(_draw_differences)
@@ -68,17 +44,16 @@ def write_figure(
   for axes, draw in zip(column, panels, strict=True):
     draw(axes, runs, styles)
     axes.grid(alpha=0.3)
-  column[-1].set_xlabel("step")
-  column[-1].xaxis.set_major_locator(
-    MaxNLocator(integer=True, steps=[1, 2, 5, 10])
-  )
+  _axes.step_axis(column[-1])
   column[0].get_legend().set_title(label_name, {"size": "small"})
   figure.suptitle(title, fontsize="medium")
   with history.replacing(path) as temporary:
     figure.savefig(temporary, format="png", dpi=150)
 
 
-def _draw_losses(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
+def _draw_losses(
+  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+) -> None:
   """Draws the loss; where it is not finite, a triangle on the upper edge."""
   lost: dict[str, list[int]] = {}
   for (label, seed), steps in runs.items():
@@ -113,7 +88,9 @@ def _draw_losses(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
   axes.legend(fontsize="small")
 
 
-def _draw_switches(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
+def _draw_switches(
+  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+) -> None:
   """Draws a vertical line where the precision of a run changed."""
   named: set[str] = set()
   for (label, _), steps in runs.items():
@@ -132,7 +109,7 @@ def _draw_switches(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
 
 
 def _draw_differences(
-  axes: Axes, runs: _Runs, styles: dict[str, _Style]
+  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
 ) -> None:
   """Draws how far each loss is above that of the first run, seed by seed."""
   first = next(iter(runs))[0]
@@ -146,7 +123,9 @@ def _draw_differences(
   axes.set_ylabel(f"loss minus that of\n{first}")
 
 
-def _draw_scales(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
+def _draw_scales(
+  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+) -> None:
   """Draws S of the runs that have one, and a cross on every skipped step."""
   skips: list[history.Record] = []
   for (label, _), steps in runs.items():
@@ -160,17 +139,13 @@ def _draw_scales(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
       **styles[label]._asdict(),
     )
     skips += [s for s in steps if s.skipped and s.loss_scale is not None]
+  _axes.draw_skips(
+    axes,
+    [s.step for s in skips],
+    [s.loss_scale for s in skips],
+    label="skipped step",
+  )
   if skips:
-    axes.plot(
-      [s.step for s in skips],
-      [s.loss_scale for s in skips],
-      "x",
-      color="#CC0000",
-      markersize=8,
-      markeredgewidth=2,
-      label="skipped step",
-      zorder=3,
-    )
     # Above the axes, where it cannot hide a cross.
     axes.legend(
       fontsize="small",
@@ -178,27 +153,11 @@ def _draw_scales(axes: Axes, runs: _Runs, styles: dict[str, _Style]) -> None:
       loc="lower right",
       bbox_to_anchor=(1.0, 0.97),
     )
-  axes.set_yscale("log", base=2)
-  axes.margins(y=0.15)
-  exponents = _exponents(
-    [s.loss_scale for steps in runs.values() for s in steps]
-  )
-  axes.set_yticks(
-    [2.0**exponent for exponent in exponents],
-    [f"$2^{{{exponent}}}$" for exponent in exponents],
-  )
-  axes.minorticks_off()
+  scales = (s.loss_scale for steps in runs.values() for s in steps)
+  _axes.log2_axis(axes, (scale for scale in scales if scale is not None))
   axes.set_ylabel("loss scale S")
 
 
 def _finite(value: float) -> float:
   """Returns NaN, which leaves a gap in a curve, for what is not finite."""
   return value if math.isfinite(value) else math.nan
-
-
-def _exponents(scales: Sequence[float | None]) -> range:
-  """Returns at most nine powers of two, evenly spaced, that span the scales."""
-  known = [math.log2(scale) for scale in scales if scale is not None]
-  low, high = math.floor(min(known)), math.ceil(max(known))
-  stride = math.ceil(max(high - low, 1) / 7)
-  return range(low // stride * stride, high + stride, stride)

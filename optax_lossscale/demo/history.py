@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -145,8 +146,9 @@ def write_json(
   path: pathlib.Path,
   configuration: Mapping[str, Any],
   summaries: Sequence[Summary],
+  records: Iterable[Record] = (),
 ) -> None:
-  """Writes the configuration and the summaries.
+  """Writes the configuration, the summaries and the traces.
 
   JSON has no inf or NaN, so these are the strings "inf", "-inf" and "nan".
 
@@ -154,12 +156,23 @@ def write_json(
     path: is replaced as a whole.
     configuration: what was run, and with what.
     summaries: under the key "runs".
+    records: of these runs. Those with an amax are under the key "trace" of
+      their run, as lists: what `optax-lossscale simulate` replays.
   """
+  steps = by_run(records)
   runs = [
     {key: _jsonable(value) for key, value in dataclasses.asdict(run).items()}
+    | {"trace": _trace(steps.get((run.run, run.seed), ()))}
     for run in summaries
   ]
   text = json.dumps({**configuration, "runs": runs}, indent=2, allow_nan=False)
+  # A list of numbers on one line, instead of a line for each. Inside a string
+  # there is no line break.
+  text = re.sub(
+    r"\[\n\s*([^][{}]*?)\s*\]",
+    lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]",
+    text,
+  )
   with replacing(path) as temporary:
     temporary.write_text(text + "\n", encoding="utf-8")
 
@@ -177,6 +190,19 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     temporary.replace(path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def _trace(steps: Iterable[Record]) -> dict[str, list[Any]] | None:
+  """Returns the columns of what was scaled; None if nothing was."""
+  scaled = [s for s in steps if None not in (s.loss_scale, s.amax)]
+  if not scaled:
+    return None
+  return {
+    "step": [s.step for s in scaled],
+    "loss_scale": [s.loss_scale for s in scaled],
+    "overflow": [int(bool(s.overflow)) for s in scaled],
+    "amax": [_jsonable(s.amax) for s in scaled],
+  }
 
 
 def _jsonable(value: Any) -> Any:

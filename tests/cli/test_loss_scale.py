@@ -2,9 +2,11 @@
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import statistics
 from optax_lossscale.cli import _loss_scale
 
 
@@ -27,6 +29,26 @@ from optax_lossscale.cli import _loss_scale
       "dynamic:init_scale=2**15, growth_interval=200, skip=False",
       ols.DynamicLossScale(2.0**15, growth_interval=200, skip=False),
     ),
+    ("headroom", statistics.HeadroomLossScale()),
+    (
+      "headroom:2**10,headroom=2,window=100,dtype=bfloat16",
+      statistics.HeadroomLossScale(
+        1024.0, headroom=2, window=100, dtype=jnp.bfloat16
+      ),
+    ),
+    ("log_max", statistics.LogMaxLossScale()),
+    ("log_max:original=True", statistics.LogMaxLossScale(original=True)),
+    (
+      "histogram:update_period=3,threshold_upper_count_proportion=1e-6",
+      statistics.HistogramLossScale(
+        update_period=3, threshold_upper_count_proportion=1e-6
+      ),
+    ),
+    (
+      "warm_start:dynamic:2**32,growth_interval=200",
+      statistics.WarmStart(ols.DynamicLossScale(2.0**32, growth_interval=200)),
+    ),
+    ("warm_start:megatron", statistics.WarmStart(ols.presets.megatron())),
   ],
 )
 def test_text_stands_for_rule(text, rule):
@@ -54,6 +76,14 @@ def test_text_stands_for_rule(text, rule):
     ("fixed:__import__('os')", "scale must be a number"),
     ("fixed:9**9**9**9", "scale must be a number"),
     ("fixed:0**-1", "scale must be a number"),
+    ("headroom:headroom=-1", "`headroom` must be between 0 and 126 bits, got"),
+    ("headroom:dtype=int8", "`dtype` must be a floating-point dtype such as"),
+    ("log_max:1", "log_max takes its arguments by name, as in log_max:"),
+    ("log_max:beta1=1", "`beta1` must be at least 0 and below 1"),
+    ("warm_start", "'warm_start': warm_start stands before a rule, as in"),
+    ("warm_start:none", "'warm_start:none': warm_start stands before a rule"),
+    ("warm_start:nope", "unknown rule 'nope'; choose from none, fixed"),
+    ("warm_start:warm_start:fixed", "`rule` must not be a WarmStart"),
     ("fixed:" + "(" * 9999, "scale must be a number"),
   ],
 )

@@ -105,6 +105,32 @@ def test_json_is_json_whatever_the_loss(tmp_path):
   assert report["runs"][0]["held_out"] is None
 
 
+def test_json_has_the_trace_of_what_was_scaled(tmp_path):
+  path = tmp_path / "summary.json"
+  label = "[\n  two  spaces"
+  records = [
+    make_record(label, step=1, scale=16.0, skipped=True),
+    make_record(label, step=2, scale=8.0, skipped=False),
+    make_record(label, step=3),
+    make_record("b", step=1),
+  ]
+  summaries = history.summarize(records, {})
+  history.write_json(path, {"seeds": [0, 1], "none": []}, summaries, records)
+  report = json.loads(path.read_text())
+  assert report["seeds"] == [0, 1] and report["none"] == []
+  first, second = report["runs"]
+  assert first["run"] == label
+  assert first["trace"] == {
+    "step": [1, 2],
+    "loss_scale": [16.0, 8.0],
+    "overflow": [1, 0],
+    "amax": ["inf", 8.0],
+  }
+  assert second["trace"] is None
+  # A list is one line, however long.
+  assert '"loss_scale": [16.0, 8.0],\n' in path.read_text()
+
+
 def test_file_is_replaced_whole_or_not_at_all(tmp_path):
   path = tmp_path / "file"
   path.write_text("old")

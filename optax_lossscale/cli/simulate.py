@@ -1,0 +1,273 @@
+"""`optax-lossscale simulate`: what other rules had done on a recorded run."""
+
+import argparse
+import functools
+import importlib.util
+import math
+import pathlib
+import textwrap
+from typing import Any
+from typing import NoReturn
+from typing import TYPE_CHECKING
+
+import optax_lossscale as ols
+from optax_lossscale import instruments
+from optax_lossscale.cli import _loss_scale
+from optax_lossscale.cli import _parser
+
+if TYPE_CHECKING:
+  import rich.table
+
+_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+_HARDWARE = ("ieee", "saturating")
+_DEFAULT_RULES = ("dynamic", "headroom")
+
+
+def add_parser(subparsers: Any) -> None:
+  """Adds the sub-command.
+
+  Args:
+    subparsers: what `add_subparsers` returned.
+  """
+  parser = subparsers.add_parser(
+    "simulate",
+    help="replay a recorded run with other rules",
+    description=(
+      "Replays the amax of a recorded run through rules, and prints for each "
+      "how many steps it loses and how much of the dtype's range it leaves "
+      "unused. What a lost step changes in the training after it, no replay "
+      "shows."
+    ),
+  )
+  _add_input(parser)
+  parser.add_argument(
+    "--rule",
+    type=_rule_option,
+    action="append",
+    metavar="RULE",
+    help="a rule to replay, as for train --loss-scale; may be repeated "
+    "(default: dynamic and headroom)",
+  )
+  parser.add_argument(
+    "--advise",
+    action="store_true",
+    help="say as well what to change in the arguments of each rule",
+  )
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    metavar="PNG",
+    help="draw S over the steps, with lost steps and the largest S that each "
+    "step stands; a file of this name is replaced",
+  )
+  parser.set_defaults(run=functools.partial(_run, parser))
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "trace",
+    nargs="+",
+    type=pathlib.Path,
+    metavar="TRACE",
+    help="a CSV or JSON file: what train wrote, or one with a column amax, "
+    "scaled, and loss_scale (without it 1), overflow and step",
+  )
+  parser.add_argument(
+    "--run",
+    dest="label",
+    metavar="LABEL",
+    help="which run in the file, where several have an amax",
+  )
+  parser.add_argument(
+    "--seed",
+    type=_parser.integer(0),
+    metavar="N",
+    help="which seed of the run, where there are several",
+  )
+  parser.add_argument(
+    "--dtype",
+    type=_parser.one_of(_DTYPES, "dtype"),
+    default="float16",
+    metavar="|".join(_DTYPES),
+    help="of the computation that was recorded (default: float16)",
+  )
+  parser.add_argument(
+    "--hardware",
+    type=_parser.one_of(_HARDWARE, "hardware"),
+    default="ieee",
+    metavar="|".join(_HARDWARE),
+    help="whether an overflow is inf, or the dtype's largest finite value "
+    "(default: ieee)",
+  )
+
+
+def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
+  """Reads every trace before anything is replayed."""
+  rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
+  traces = {path: _read(parser, arguments, path) for path in arguments.trace}
+  _check_packages(parser, arguments)
+  if arguments.output is not None:
+    try:
+      _parser.make_writable([arguments.output])
+    except OSError as error:
+      _refuse_output(parser, arguments, error)
+  # Only now, so that bad input is answered without the extra.
+  import rich.console
+
+  console = rich.console.Console(highlight=False)
+  replays = {}
+  for path, trace in traces.items():
+    replays[path] = {
+      text: instruments.replay(
+        rule,
+        trace,
+        dtype=arguments.dtype,
+        saturating=arguments.hardware == "saturating",
+      )
+      for text, rule in rules.items()
+    }
+    console.print(
+      f"{path}, {len(trace.step)} steps", soft_wrap=True, markup=False
+    )
+    console.print(_make_table(replays[path]))
+    if arguments.advise:
+      _print_advice(console, arguments, trace, rules)
+  console.print(
+    f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
+    "leave unused; worst: on the step that leaves most."
+  )
+  if arguments.output is not None:
+    try:
+      _write_figure(arguments.output, replays)
+    except OSError as error:
+      _refuse_output(parser, arguments, error)
+    console.print(f"wrote {arguments.output}", soft_wrap=True, markup=False)
+  return 0
+
+
+def _read(
+  parser: _parser.Parser, arguments: argparse.Namespace, path: pathlib.Path
+) -> instruments.History:
+  try:
+    return instruments.read_history(path, arguments.label, arguments.seed)
+  except OSError as error:
+    parser.error(f"argument TRACE: {error.strerror}: {path}")
+  except ValueError as error:
+    # The reader's arguments are options here.
+    message = str(error).replace("`run`:", "--run:")
+    parser.error(f"argument TRACE: {message.replace('`seed`:', '--seed:')}")
+
+
+def _print_advice(
+  console: Any,
+  arguments: argparse.Namespace,
+  trace: instruments.History,
+  rules: dict[str, ols.LossScale],
+) -> None:
+  for text, rule in rules.items():
+    advice = instruments.advise(
+      trace,
+      rule,
+      dtype=arguments.dtype,
+      saturating=arguments.hardware == "saturating",
+    )
+    console.print(f"{text}:", soft_wrap=True, markup=False)
+    for line in [str(item) for item in advice] or ["nothing to change"]:
+      console.print(f"  {line}", soft_wrap=True, markup=False)
+  console.print()
+
+
+def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
+  """Returns a row for each rule."""
+  import rich.box
+  import rich.table
+
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+  )
+  table.add_column("rule", overflow="fold")
+  # Wrapped here, so that a narrow terminal folds the rules, not the numbers.
+  for header in (
+    "steps\nlost",
+    "mean\nheadroom",
+    "worst\nheadroom",
+    "steps\nstalled",
+    "last S",
+  ):
+    table.add_column(header, justify="right", no_wrap=True)
+  for text, replay in replays.items():
+    table.add_row(
+      text,
+      str(replay.lost_steps),
+      _bits(replay.mean_headroom),
+      _bits(replay.worst_headroom),
+      str(replay.stalled_steps),
+      _power_of_two(float(replay.history.loss_scale[-1])),
+    )
+  return table
+
+
+def _write_figure(
+  path: pathlib.Path,
+  replays: dict[pathlib.Path, dict[str, instruments.Replay]],
+) -> None:
+  """Draws one panel for each trace."""
+  from matplotlib.figure import Figure
+
+  from optax_lossscale import plot
+
+  height = 3.6 + 0.2 * max(map(len, replays.values()))
+  figure = Figure(figsize=(8, height * len(replays)), layout="constrained")
+  column = figure.subplots(len(replays), 1, squeeze=False)[:, 0]
+  for (trace, of_trace), axes in zip(replays.items(), column, strict=True):
+    folded = {textwrap.fill(rule, 70): of_trace[rule] for rule in of_trace}
+    plot.replays(folded, ax=axes)
+    axes.set_title(str(trace), fontsize="medium")
+    # Below, since rules may be long and would hide the lines.
+    axes.legend(
+      loc="upper left",
+      bbox_to_anchor=(0.0, -0.16),
+      fontsize="small",
+      frameon=False,
+    )
+  figure.savefig(path, format="png", dpi=150)
+
+
+def _check_packages(
+  parser: _parser.Parser, arguments: argparse.Namespace
+) -> None:
+  packages = ["rich"] if arguments.output is None else ["rich", "matplotlib"]
+  for package in packages:
+    if importlib.util.find_spec(package) is None:
+      parser.error(
+        f"it needs {package}, which is not installed: "
+        'pip install "optax-lossscale[demo]"'
+      )
+
+
+def _refuse_output(
+  parser: _parser.Parser, arguments: argparse.Namespace, error: OSError
+) -> NoReturn:
+  # What is at fault may be a folder above it, so both are told.
+  parser.error(f"argument --output: {arguments.output}: {error}")
+
+
+def _rule_option(text: str) -> tuple[str, ols.LossScale]:
+  try:
+    option = _loss_scale.parse(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
+  if option.rule is None:
+    raise argparse.ArgumentTypeError(
+      f"{text!r} is no loss scaling, so there is nothing to replay"
+    )
+  return text, option.rule
+
+
+def _bits(headroom: float) -> str:
+  return f"{headroom:.1f}" if math.isfinite(headroom) else "-"
+
+
+def _power_of_two(value: float) -> str:
+  mantissa, exponent = math.frexp(value)
+  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

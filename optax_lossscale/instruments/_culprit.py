@@ -1,0 +1,149 @@
+"""Which gradient overflows first: amax and headroom leaf by leaf."""
+
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _amax
+from optax_lossscale import _checks
+from optax_lossscale import _leaves
+from optax_lossscale import _reached
+from optax_lossscale import _requirements
+from optax_lossscale.instruments import _gradients
+
+
+class Culprit(NamedTuple):
+  """The gradient with the least headroom.
+
+  Attributes:
+    path: of its leaf, such as "Dense_0/kernel".
+    amax: its largest absolute value.
+    headroom: how many more doublings of S it would have stood, in bits; -inf if
+      `amax` is inf, and NaN if it is NaN.
+  """
+
+  path: str
+  amax: float
+  headroom: float
+
+
+def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
+  """Returns the largest absolute value of each leaf.
+
+  Usable inside jit.
+
+  Args:
+    tree: gradients; leaves that are not floating or complex are left out, and
+      what Flax keeps in `_overwrite_with_gradient`. The magnitude of a complex
+      number is the larger of its two parts'.
+
+  Returns:
+    float32[] by the leaf's path, such as "Dense_0/kernel"; inf or NaN if the
+    leaf has one, and NaN if it has both.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> gradients = {"a": {"bias": jnp.ones(2)}, "b": jnp.array([-3.0, 2.0])}
+    >>> for path, amax in ols.instruments.amax_by_leaf(gradients).items():
+    ...   print(path, amax)
+    a/bias 1.0
+    b 3.0
+  """
+  return {
+    path: _checks.to_float32(largest)
+    for path, largest in _amaxes(_gradients.named(tree)).items()
+  }
+
+
+def culprit(
+  scaled_grads: Any,
+  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+) -> Culprit:
+  """Returns the gradient that overflowed, or is the next to do so.
+
+  It is the one that keeps S down: the layer to compute in float32, or to look
+  for a fault in. If several overflowed it is the first in the tree. One that is
+  inf comes before one that is NaN: a backward pass makes NaN of inf, in all
+  layers before it, but no inf of NaN. It waits for the gradients, so call it
+  now and then, on the host.
+
+  Args:
+    scaled_grads: a pytree, as `loss_scaling` would take it.
+    check: that of `loss_scaling`, for the dtypes of the computation.
+
+  Returns:
+    The leaf's path, amax and headroom.
+
+  Raises:
+    TypeError: if it is called under jit, or `check` is no check.
+    ValueError: if there is no gradient, or if the check's tree of dtypes does
+      not fit.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> scaled_grads = {"bias": jnp.ones(2), "kernel": jnp.array([16376.0])}
+    >>> check = ols.nonfinite(jnp.float16)
+    >>> ols.instruments.culprit(scaled_grads, check)
+    Culprit(path='kernel', amax=16376.0, headroom=2.0)
+  """
+  _requirements.check_check(check)
+  scaled_grads = _leaves.as_arrays(scaled_grads)
+  named = _gradients.named(scaled_grads)
+  if not named:
+    raise ValueError(
+      "`scaled_grads` must have a floating or complex leaf, got "
+      f"{jax.tree.structure(scaled_grads)}."
+    )
+  if any(isinstance(x, jax.core.Tracer) for x in named.values()):
+    raise TypeError(
+      "`scaled_grads` must be arrays that are known, got traced ones; call "
+      "culprit outside of jit, or amax_by_leaf inside."
+    )
+  mask = _leaves.resolve_mask(None, scaled_grads)
+  dtypes = _checks.with_computation_dtypes(
+    check, _leaves.leave_out(mask, scaled_grads)
+  )
+  amaxes = jax.device_get(_amaxes(named))
+  found = [
+    _examine(path, float(amaxes[path]), x, dtype)
+    for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True)
+  ]
+  return min(found, key=_order)
+
+
+def _examine(path: str, amax: float, x: jax.Array, dtype: Any) -> Culprit:
+  limit = _reached.limit(jnp.finfo(x.dtype).dtype, dtype)
+  return Culprit(path, amax, _headroom(amax, limit))
+
+
+def _headroom(amax: float, limit: float) -> float:
+  """Returns log2(limit / amax), exact for powers of two."""
+  if amax == 0:
+    return math.inf
+  if not math.isfinite(amax):
+    return -amax
+  fraction, exponent = math.frexp(amax)
+  largest, largest_exponent = math.frexp(limit)
+  return largest_exponent - exponent + math.log2(largest / fraction)
+
+
+def _order(culprit: Culprit) -> tuple[bool, bool, float]:
+  """Returns a key: inf, then NaN, then the least headroom."""
+  is_nan = math.isnan(culprit.amax)
+  return (
+    not math.isinf(culprit.amax),
+    not is_nan,
+    0.0 if is_nan else culprit.headroom,
+  )
+
+
+# Compiled, or each operation would write as much as it reads.
+@jax.jit
+def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the amax of each array, in its own dtype or a wider one."""
+  return {path: _amax.amax(_gradients.parts(x)) for path, x in named.items()}

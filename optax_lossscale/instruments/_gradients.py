@@ -1,0 +1,80 @@
+"""The gradients of a tree: their names, their parts, and counts over them."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _leaves
+
+# How many elements a CPU looks at before it goes on: what it writes down of
+# them stays in its cache, and no array as large as the gradients is made.
+_BLOCK = 1024
+
+
+def named(tree: Any) -> dict[str, jax.Array]:
+  """Returns the gradients of a tree by their paths, such as "Dense_0/kernel".
+
+  What goes around the wrapper, Flax's `_overwrite_with_gradient`, is left out.
+
+  Args:
+    tree: a pytree of gradients, parameters or updates.
+  """
+  found: dict[str, jax.Array] = {}
+  for path, leaf in jax.tree.leaves_with_path(_leaves.as_arrays(tree)):
+    if _leaves.is_gradient(leaf) and not _leaves.overwrites(path):
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      # A key may have a slash of its own.
+      found[jax.tree_util.keystr(path) if name in found else name] = leaf
+  return found
+
+
+def parts(x: jax.Array) -> list[jax.Array]:
+  """Returns a real array as it is, the two parts of a complex one.
+
+  Args:
+    x: a floating or complex array.
+  """
+  return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+
+
+def count(
+  tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
+) -> jax.Array:
+  """Returns what `tally` counts in arrays, each element of which is read once.
+
+  Args:
+    tally: takes as many arrays, parts of those given, of any one shape, and
+      returns uint32[length], counts that add up over their elements.
+    length: how many counts there are.
+    arrays: at least one, all of one shape.
+  """
+  if jax.default_backend() != "cpu" or any(map(has_mesh, arrays)):
+    # An accelerator reads and counts in one kernel; and a block could lie
+    # across devices.
+    return tally(*arrays)
+  flat = [x.reshape(-1) for x in arrays]
+  blocks, rest = divmod(flat[0].size, _BLOCK)
+
+  def add(i: Any, counts: jax.Array) -> jax.Array:
+    block = [lax.dynamic_slice(x, (i * _BLOCK,), (_BLOCK,)) for x in flat]
+    return counts + tally(*block)
+
+  counts = jnp.zeros(length, jnp.uint32)
+  if blocks:
+    counts = lax.fori_loop(0, blocks, add, counts)
+  if rest:
+    counts += tally(*(x[blocks * _BLOCK :] for x in flat))
+  return counts
+
+
+def has_mesh(x: jax.Array) -> bool:
+  """Returns whether an array belongs to a mesh of devices, and may be sharded.
+
+  Args:
+    x: any array.
+  """
+  return not jax.typeof(x).sharding.mesh.empty

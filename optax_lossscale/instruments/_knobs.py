@@ -1,0 +1,124 @@
+"""What the arguments of a rule are called, and the rule with another value."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+from optax_lossscale import _rules
+from optax_lossscale.presets import _checkpoints
+from optax_lossscale.presets import _preset
+from optax_lossscale.presets import _table
+
+# What a rule that is a dataclass of its own calls the columns of the engine.
+_FIELDS = {
+  "init_scale": ("init_scale",),
+  "growth_interval": ("growth_interval",),
+  "hysteresis": ("hysteresis",),
+  "min_scale": ("min_scale", "scale_min"),
+  "max_scale": ("max_scale", "scale_max"),
+  "headroom": ("headroom",),
+}
+# What presets call the S that stays.
+_FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
+
+
+class Knob(NamedTuple):
+  """An argument of a rule.
+
+  Attributes:
+    name: as the rule has it.
+    value: as it was given.
+  """
+
+  name: str
+  value: Any
+
+
+def knobs(rule: _rules.LossScale) -> dict[str, Knob]:
+  """Returns the arguments that can be turned, by what they do.
+
+  Args:
+    rule: any rule; one that is not known has at least those of usual names.
+
+  Returns:
+    A knob for each of "scale" (a fixed one), "init_scale", "growth_interval",
+    "hysteresis", "min_scale", "hold_below", "max_scale" and "headroom" that the
+    rule has, and that is not left empty.
+  """
+  inner = _inner(rule)
+  if inner is not None:
+    # The first S is not the inner rule's affair there.
+    return {c: k for c, k in knobs(inner).items() if c != "init_scale"}
+  if isinstance(rule, _preset.PresetLossScale):
+    found = _of_preset(rule)
+  elif isinstance(rule, _rules.FixedLossScale):
+    found = {"scale": Knob("scale", rule.scale)}
+  else:
+    found = {
+      column: Knob(name, getattr(rule, name))
+      for column, names in _FIELDS.items()
+      for name in names
+      if name in _field_names(rule)
+    }
+  # A bound of 0 is none to the systems that take it.
+  return {
+    column: knob
+    for column, knob in found.items()
+    if knob.value or (column == "headroom" and knob.value == 0)
+  }
+
+
+def turn(rule: _rules.LossScale, knob: Knob, value: Any) -> _rules.LossScale:
+  """Returns the rule with another value of one argument.
+
+  Args:
+    rule: the rule.
+    knob: one of its own.
+    value: the new value.
+
+  Raises:
+    ValueError: if the rule does not take it.
+  """
+  inner = _inner(rule)
+  if inner is not None:
+    changes: dict[str, Any] = {"rule": turn(inner, knob, value)}
+  elif isinstance(rule, _preset.PresetLossScale):
+    arguments = {**dict(rule.arguments), knob.name: value}
+    preset: _rules.LossScale = _checkpoints.PRESETS[rule.system](**arguments)
+    return preset
+  else:
+    changes = {knob.name: value}
+  turned: _rules.LossScale = dataclasses.replace(rule, **changes)
+  return turned
+
+
+def _of_preset(rule: _preset.PresetLossScale) -> dict[str, Knob]:
+  arguments = dict(rule.arguments)
+  if isinstance(rule.machine, _rules.FixedLossScale):
+    # One argument is S, under a name of the system's own.
+    fixed = [
+      Knob(name, value)
+      for name, value in arguments.items()
+      if name in _FIXED_SCALES
+      and type(value) in (int, float)
+      and value == rule.machine.scale
+    ]
+    return {"scale": fixed[0]} if fixed else {}
+  columns = _table.SYSTEMS[rule.system].columns
+  return {
+    column: Knob(cell.name, arguments[cell.name])
+    for column, cell in columns.items()
+    if isinstance(cell, _table.Argument)
+  }
+
+
+def _inner(rule: _rules.LossScale) -> _rules.LossScale | None:
+  """Returns the rule inside of a rule, such as of a warm start."""
+  inner = getattr(rule, "rule", None)
+  return inner if isinstance(inner, _rules.LossScale) else None
+
+
+def _field_names(rule: _rules.LossScale) -> set[str]:
+  if not dataclasses.is_dataclass(rule):
+    return set()
+  return {field.name for field in dataclasses.fields(rule) if field.init}

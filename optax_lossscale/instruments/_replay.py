@@ -1,0 +1,298 @@
+"""A recorded run once more, with another rule: what S would have been."""
+
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+
+from optax_lossscale import _arguments
+from optax_lossscale import _finding
+from optax_lossscale import _leaves
+from optax_lossscale import _loss_scaling
+from optax_lossscale import _requirements
+from optax_lossscale import _rules
+from optax_lossscale.instruments import _history
+
+_FLOAT16 = np.dtype(np.float16)
+
+
+class Replay(NamedTuple):
+  """What a rule would have done on a recorded run.
+
+  Attributes:
+    history: the same steps with the S of this rule.
+    skipped: bool[n], whether the optimizer would not have run.
+    stalled: bool[n], whether S could not follow.
+    dtype: the computation's.
+  """
+
+  history: _history.History
+  skipped: npt.NDArray[np.bool_]
+  stalled: npt.NDArray[np.bool_]
+  dtype: Any = _FLOAT16
+
+  @property
+  def lost_steps(self) -> int:
+    """Steps whose gradients were not usable."""
+    return int(np.sum(self.history.overflow))
+
+  @property
+  def stalled_steps(self) -> int:
+    """Steps that S could not follow, such as an overflow at the floor."""
+    return int(np.sum(self.stalled))
+
+  @property
+  def clean_headroom(self) -> npt.NDArray[np.float64]:
+    """float64[m], bits, of the clean steps; not of those whose amax is 0."""
+    headroom = self.history.headroom(self.dtype)
+    is_known = np.isfinite(headroom) & ~self.history.overflow
+    return np.asarray(headroom[is_known])
+
+  @property
+  def mean_headroom(self) -> float:
+    """Bits of range that a clean step left unused; NaN if there is none."""
+    headroom = self.clean_headroom
+    return float(np.mean(headroom)) if headroom.size else float("nan")
+
+  @property
+  def least_headroom(self) -> float:
+    """Bits that were left on the clean step which came closest to overflow."""
+    return float(np.min(self.clean_headroom, initial=np.inf))
+
+  @property
+  def worst_headroom(self) -> float:
+    """Bits that were left on the clean step which left most of them unused."""
+    return float(np.max(self.clean_headroom, initial=-np.inf))
+
+
+def replay(
+  rule: _rules.LossScale,
+  trace: _history.History,
+  *,
+  dtype: Any = jnp.float16,
+  saturating: bool = False,
+  loss_scale: float | None = None,
+) -> Replay:
+  """Returns what a rule would have done on the steps of a recorded run.
+
+  It tells rules apart in a second, without training: each step has the amax
+  that was recorded, scaled by the S of this rule, and moves S as the wrapper
+  would. What it cannot show is that a step which is lost, or not lost, changes
+  the training after it; and rules that measure more than amax go by amax alone.
+
+  A recorded overflow says little, and is read like this:
+
+  - amax inf, at an S of S0: every S of S0 or more overflows. Below S0 the step
+    is clean with the largest amax it can have had, max / S0 times S, though the
+    true one may have been larger.
+  - amax finite, the overflow was found elsewhere, or in saturation: the same,
+    with the amax that was recorded.
+  - NaN: the same as inf where S0 is above the S of the clean steps next to it,
+    before and after, since a backward pass makes NaN out of inf. Otherwise it
+    is NaN at every S.
+
+  Args:
+    rule: any rule.
+    trace: what was recorded, with any rule.
+    dtype: the computation's dtype, here and in the trace.
+    saturating: whether it clips: an amax of the dtype's largest finite value is
+      then an overflow as well, and there is no inf.
+    loss_scale: the first S; the rule's own by default. For a trace that begins
+      in the middle of a run.
+
+  Returns:
+    The replay.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if the rule starts with an unusable S.
+
+  Examples:
+    >>> import numpy as np
+    >>> import optax_lossscale as ols
+    >>> trace = ols.instruments.History(
+    ...   step=np.arange(1, 5),
+    ...   loss_scale=np.float32([1024.0] * 4),
+    ...   amax=np.float32([4.0, 8.0, 4.0, 2.0]),
+    ...   overflow=np.array([False] * 4),
+    ... )
+    >>> rule = ols.DynamicLossScale(2.0**24, growth_interval=2)
+    >>> replay = ols.instruments.replay(rule, trace)
+    >>> print(np.log2(replay.history.loss_scale), replay.lost_steps)
+    [24. 23. 22. 22.] 2
+  """
+  check_trace(trace)
+  _check_rule(rule)
+  found, name = _arguments.read_dtype(dtype)
+  if found is None:
+    raise TypeError(
+      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
+    )
+  saturating = _arguments.check_flag("saturating", saturating)
+  state = _leaves.as_arrays(rule.init())
+  if loss_scale is not None:
+    loss_scale = _arguments.check_scale("loss_scale", loss_scale)
+    state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
+  limit = _limit(found)
+  outcome = _run_of(rule)(
+    state, _recorded(trace, limit), np.float32(limit), saturating
+  )
+  outcome = jax.tree.map(np.asarray, outcome)
+  return Replay(
+    history=_history.History(
+      step=np.asarray(trace.step),
+      loss_scale=outcome.loss_scale,
+      amax=outcome.amax,
+      overflow=outcome.overflow,
+    ),
+    skipped=outcome.overflow & rule.skip,
+    stalled=outcome.stalled,
+    dtype=found,
+  )
+
+
+def check_trace(trace: Any) -> None:
+  """Raises TypeError if it is no History."""
+  if not isinstance(trace, _history.History):
+    raise TypeError(
+      f"a trace must be a History, got {type(trace).__name__}; "
+      "instruments.history takes one out of a training state, and "
+      "instruments.read_history reads one from a file."
+    )
+
+
+def is_lasting_nan(trace: _history.History) -> npt.NDArray[np.bool_]:
+  """Returns bool[n]: NaN that no S mends, as far as the trace tells.
+
+  Args:
+    trace: what was recorded.
+  """
+  scale = np.asarray(trace.loss_scale)
+  is_nan = np.isnan(trace.amax)
+  (clean,) = np.nonzero(~np.asarray(trace.overflow) & ~is_nan)
+  if not clean.size:
+    return is_nan
+  (nans,) = np.nonzero(is_nan)
+  after = np.searchsorted(clean, nans)
+  stood_before = np.where(after > 0, scale[clean[after - 1]], 0)
+  last = clean[np.minimum(after, clean.size - 1)]
+  stood_after = np.where(after < clean.size, scale[last], 0)
+  is_nan[nans] = scale[nans] <= np.maximum(stood_before, stood_after)
+  return is_nan
+
+
+def largest_scales(
+  trace: _history.History, dtype: Any
+) -> npt.NDArray[np.float64]:
+  """Returns log2 of the largest S that each step stands.
+
+  NaN where it stands none, inf where it stands any.
+
+  Args:
+    trace: what was recorded.
+    dtype: the computation's dtype.
+  """
+  limit = _limit(jnp.dtype(dtype))
+  recorded = _recorded(trace, limit)
+  with np.errstate(divide="ignore"):
+    unscaled = np.log2(recorded.mantissa) + recorded.exponent
+  stood = np.log2(limit) - unscaled
+  # A step that failed at an S may stand the next smaller power of two.
+  below = np.ceil(np.log2(np.float64(recorded.failed_at))) - 1
+  return np.where(recorded.is_nan, np.nan, np.minimum(stood, below))
+
+
+class _Recorded(NamedTuple):
+  """What is known of each step: amax / S is `mantissa` * 2**`exponent`.
+
+  Apart, since amax / S need not be a normal float32 number.
+  """
+
+  mantissa: Any
+  exponent: Any
+  is_nan: Any
+  is_bound: Any  # amax / S is all that is known: it was that or more.
+  failed_at: Any  # Every S from here on overflows.
+
+
+class _Outcome(NamedTuple):
+  """What a rule made of each step."""
+
+  loss_scale: Any
+  amax: Any
+  overflow: Any
+  stalled: Any
+
+
+def _limit(dtype: Any) -> float:
+  # amax is a float32, so what is beyond is inf for any dtype.
+  return min(float(jnp.finfo(dtype).max), _arguments.LARGEST_SCALE)
+
+
+def _recorded(trace: _history.History, limit: float) -> _Recorded:
+  scale = np.float64(trace.loss_scale)
+  amax = np.float64(trace.amax)
+  is_nan = is_lasting_nan(trace)
+  failed = (np.asarray(trace.overflow) | ~np.isfinite(amax)) & ~is_nan
+  is_bound = failed & (~np.isfinite(amax) | (amax == limit))
+  unscaled = np.where(is_bound, limit, np.where(is_nan, 0, amax)) / scale
+  mantissa, exponent = np.frexp(unscaled)
+  return _Recorded(
+    mantissa=np.float32(mantissa),
+    exponent=np.int32(exponent),
+    is_nan=is_nan,
+    is_bound=is_bound,
+    failed_at=np.float32(np.where(failed, scale, np.inf)),
+  )
+
+
+def _run_of(rule: _rules.LossScale) -> Any:
+  """Returns the compiled loop of a rule: the same for equal rules."""
+  try:
+    hash(rule)
+  except TypeError:  # A user's own, with an array among its fields, say.
+    return jax.jit(functools.partial(_run, rule))
+  return functools.partial(_run_hashable, rule)
+
+
+def _run(
+  rule: _rules.LossScale,
+  state: Any,
+  recorded: _Recorded,
+  limit: jax.Array,
+  saturating: jax.Array,
+) -> _Outcome:
+  def step(state: Any, recorded: _Recorded) -> tuple[Any, _Outcome]:
+    loss_scale = jnp.asarray(state.loss_scale, jnp.float32)
+    mantissa, exponent = jnp.frexp(loss_scale)
+    amax = jnp.ldexp(recorded.mantissa * mantissa, recorded.exponent + exponent)
+    fails = loss_scale >= recorded.failed_at
+    within = jnp.where(saturating, amax < limit, amax <= limit)
+    is_too_large = ~within | (fails & recorded.is_bound)
+    largest = jnp.where(saturating, limit, jnp.float32(jnp.inf))
+    amax = jnp.where(is_too_large, largest, amax)
+    amax = jnp.where(recorded.is_nan, jnp.float32(jnp.nan), amax)
+    overflow = is_too_large | fails | recorded.is_nan
+    state, stalled = _loss_scaling.move(
+      rule, state, _finding.Finding(overflow, amax), None, True
+    )
+    return state, _Outcome(loss_scale, amax, overflow, stalled)
+
+  return jax.lax.scan(step, state, recorded)[1]
+
+
+_run_hashable = jax.jit(_run, static_argnums=0)
+
+
+def _check_rule(rule: Any) -> None:
+  if not isinstance(rule, _rules.LossScale):
+    raise TypeError(
+      f"`rule` must be a LossScale, got {rule!r}; for example "
+      "DynamicLossScale()."
+    )
+  _requirements.check_rule(rule)

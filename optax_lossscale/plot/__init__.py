@@ -1,0 +1,26 @@
+"""Pictures of loss scaling, by matplotlib: each returns its Axes, none shows.
+
+  history = ols.instruments.history(opt_state)
+  ols.plot.loss_scale(history)             # S, and the largest there could be
+  ols.plot.headroom(history)               # how far from overflow, in bits
+
+  histogram = ols.instruments.exponent_histogram(gradients)
+  ols.plot.exponent_histogram(histogram, loss_scale=1024)   # what S is for
+  ols.plot.heat_map(ols.instruments.histogram_by_leaf(gradients))
+
+Each makes a figure of its own with pyplot, unless it is given `ax=`.
+"""
+
+from optax_lossscale.plot._heat_map import heat_map
+from optax_lossscale.plot._histograms import exponent_histogram
+from optax_lossscale.plot._scales import headroom
+from optax_lossscale.plot._scales import loss_scale
+from optax_lossscale.plot._scales import replays
+
+__all__ = [
+  "exponent_histogram",
+  "headroom",
+  "heat_map",
+  "loss_scale",
+  "replays",
+]

@@ -1,0 +1,122 @@
+"""What all pictures have in common: colours, lines, and the axes they use."""
+
+from collections.abc import Iterable
+import math
+from typing import Any
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+# Of Okabe and Ito's colours, which colour-blind people can tell apart.
+GREY = "#999999"
+BLUE = "#0072B2"
+SKY_BLUE = "#56B4E9"
+
+# Darker than theirs, for a thin cross.
+_RED = "#CC0000"
+
+
+class Style(NamedTuple):
+  """How a line is drawn."""
+
+  color: str
+  linewidth: float
+  zorder: float
+  linestyle: str = "-"
+
+
+# Later lines are drawn over earlier ones and thinner, so those that agree stay
+# visible.
+STYLES = (
+  Style(GREY, 6.0, 2.1),
+  Style("#E69F00", 3.5, 2.2),
+  Style(BLUE, 2.0, 2.3),
+  Style("#000000", 0.8, 2.4),
+  Style("#D55E00", 3.5, 2.5, "--"),
+  Style(SKY_BLUE, 2.0, 2.6, "--"),
+  Style("#009E73", 2.0, 2.7, ":"),
+  Style("#CC79A7", 1.6, 2.8, "-."),
+)
+
+# For a line that has nothing drawn over it.
+ALONE = STYLES[2]
+
+
+def style_of(i: int, n: int) -> Style:
+  """Returns the style of the i-th of n lines."""
+  return ALONE if n == 1 else STYLES[i % len(STYLES)]
+
+
+def make_axes(ax: Any, height: float = 4.0) -> Axes:
+  """Returns the axes to draw into: those of the caller, or new ones.
+
+  Args:
+    ax: matplotlib's Axes, or None.
+    height: of a new figure, in inches.
+
+  Raises:
+    TypeError: if it is something else.
+  """
+  if ax is None:
+    # Not before it is needed: it chooses a backend for the whole program.
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
+  if not isinstance(ax, Axes):
+    raise TypeError(
+      f"`ax` must be matplotlib's Axes or None, got {type(ax).__name__}; a "
+      "figure's are figure.axes."
+    )
+  return ax
+
+
+def step_axis(axes: Axes) -> None:
+  """Counts steps along the x axis."""
+  axes.set_xlabel("step")
+  axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def log2_axis(axes: Axes, values: Iterable[float]) -> None:
+  """Makes the y axis one of powers of two that span some values.
+
+  Args:
+    axes: what they are drawn in.
+    values: what is not finite and positive does not count.
+  """
+  axes.set_yscale("log", base=2)
+  axes.margins(y=0.15)
+  exponents = _exponents(values)
+  axes.set_yticks(
+    [2.0**exponent for exponent in exponents], map(power_of_two, exponents)
+  )
+  axes.minorticks_off()
+
+
+def draw_skips(axes: Axes, steps: Any, values: Any, *, label: str) -> None:
+  """Draws a cross at each of some steps, if there are any."""
+  if len(steps):
+    axes.plot(
+      steps,
+      values,
+      "x",
+      color=_RED,
+      markersize=8,
+      markeredgewidth=2,
+      label=label,
+      zorder=3,
+    )
+
+
+def power_of_two(exponent: int) -> str:
+  """Returns 2 to an exponent, as matplotlib writes it."""
+  return f"$2^{{{exponent}}}$"
+
+
+def _exponents(values: Iterable[float]) -> range:
+  """Returns at most nine exponents, evenly spaced, that span the values."""
+  known = [math.log2(x) for x in values if 0 < x < math.inf]
+  low = math.floor(min(known, default=0))
+  high = math.ceil(max(known, default=0))
+  stride = math.ceil(max(high - low, 1) / 7)
+  return range(low // stride * stride, high + stride, stride)

@@ -1,0 +1,240 @@
+"""S and headroom over the steps of a run, or of several replays."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+import numpy as np
+import numpy.typing as npt
+
+from optax_lossscale.instruments import _history
+from optax_lossscale.instruments import _replay
+from optax_lossscale.plot import _axes
+
+
+def loss_scale(
+  history: _history.History, dtype: Any = jnp.float16, *, ax: Any = None
+) -> Axes:
+  """Draws S over the steps, and the largest S that each would have stood.
+
+  The room between the two lines is the headroom: where they are far apart small
+  gradients are lost for nothing. A cross is a step that overflowed. Steps whose
+  amax is inf, NaN or 0 do not tell the largest S.
+
+  Args:
+    history: what `instruments.history` or `read_history` returns.
+    dtype: the computation's dtype.
+    ax: matplotlib's Axes to draw into; without it a figure is made.
+
+  Returns:
+    The Axes.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype, or `ax` not an Axes.
+
+  Examples:
+    >>> from matplotlib.figure import Figure
+    >>> import numpy as np
+    >>> import optax_lossscale as ols
+    >>> history = ols.instruments.History(
+    ...   step=np.array([1, 2]),
+    ...   loss_scale=np.float32([2048.0, 1024.0]),
+    ...   amax=np.float32([np.inf, 16376.0]),
+    ...   overflow=np.array([True, False]),
+    ... )
+    >>> axes = ols.plot.loss_scale(history, ax=Figure().subplots())
+    >>> print(axes.get_ylabel())
+    loss scale S
+  """
+  # Raised before a figure is made.
+  largest = _largest_scale(history, dtype)
+  axes = _axes.make_axes(ax)
+  _draw_largest(axes, history.step, largest, dtype)
+  _draw_scale(axes, history, _axes.ALONE, label="S")
+  _draw_overflows(axes, history, label="overflow")
+  _finish_scales(axes, np.concatenate([history.loss_scale, largest]))
+  return axes
+
+
+def headroom(
+  history: _history.History, dtype: Any = jnp.float16, *, ax: Any = None
+) -> Axes:
+  """Draws how many doublings of S each step was away from an overflow.
+
+  Args:
+    history: what `instruments.history` or `read_history` returns.
+    dtype: the computation's dtype.
+    ax: matplotlib's Axes to draw into; without it a figure is made.
+
+  Returns:
+    The Axes. Steps whose amax is inf, NaN or 0 leave a gap; a cross at 0 is a
+    step that overflowed.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype, or `ax` not an Axes.
+
+  Examples:
+    >>> from matplotlib.figure import Figure
+    >>> import numpy as np
+    >>> import optax_lossscale as ols
+    >>> history = ols.instruments.History(
+    ...   step=np.array([1, 2]),
+    ...   loss_scale=np.float32([2048.0, 1024.0]),
+    ...   amax=np.float32([np.inf, 16376.0]),
+    ...   overflow=np.array([True, False]),
+    ... )
+    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
+    >>> print(axes.get_lines()[0].get_ydata())
+    [nan  2.]
+  """
+  bits = history.headroom(dtype)
+  axes = _axes.make_axes(ax, height=3.0)
+  axes.plot(
+    history.step,
+    np.where(np.isfinite(bits), bits, np.nan),
+    marker=_marker(history),
+    color=_axes.BLUE,
+    linewidth=1.0,
+  )
+  axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+  if not np.isfinite(bits).any():
+    axes.set_ylim(-1, 1)
+  axes.axhline(0, color="black", linewidth=0.8)
+  lost = history.step[history.overflow]
+  _axes.draw_skips(axes, lost, np.zeros(len(lost)), label="overflow")
+  if len(lost):
+    _legend_above(axes)
+  axes.set_ylabel(f"headroom in {jnp.dtype(dtype).name} (bits)")
+  _axes.step_axis(axes)
+  axes.grid(alpha=0.3)
+  return axes
+
+
+def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
+  """Draws the S of several rules on one trace, and the steps that each loses.
+
+  Args:
+    replays: what `instruments.replay` returned for each rule, by the name that
+      it is to have.
+    ax: matplotlib's Axes to draw into; without it a figure is made.
+
+  Returns:
+    The Axes. The legend tells how many steps each rule lost and its mean
+    headroom; a cross is a step that it lost, and the thin line the largest S
+    that each step would have stood.
+
+  Raises:
+    TypeError: if `ax` is not an Axes.
+    ValueError: if there is no replay.
+
+  Examples:
+    >>> from matplotlib.figure import Figure
+    >>> import numpy as np
+    >>> import optax_lossscale as ols
+    >>> trace = ols.instruments.History(
+    ...   step=np.array([1, 2]),
+    ...   loss_scale=np.float32([1.0, 1.0]),
+    ...   amax=np.float32([4.0, 65504 / 2**14]),
+    ...   overflow=np.array([False, False]),
+    ... )
+    >>> replay = ols.instruments.replay(ols.DynamicLossScale(2.0**15), trace)
+    >>> axes = ols.plot.replays({"dynamic": replay}, ax=Figure().subplots())
+    >>> print(axes.get_legend_handles_labels()[1][-1])
+    dynamic: 1 lost, 0.0 bits
+  """
+  if not replays:
+    raise ValueError("`replays` must have at least one replay, got none.")
+  first = next(iter(replays.values()))
+  # A step that one rule loses, another one may not have lost.
+  largest = functools.reduce(
+    np.fmax,
+    (_largest_scale(each.history, each.dtype) for each in replays.values()),
+  )
+  axes = _axes.make_axes(ax)
+  _draw_largest(axes, first.history.step, largest, first.dtype)
+  for i, (label, replay) in enumerate(replays.items()):
+    # The first style is too much like the thin line.
+    style = _axes.style_of(i + 1, len(replays))
+    told = f"{label}: {replay.lost_steps} lost"
+    if not np.isnan(replay.mean_headroom):
+      told += f", {replay.mean_headroom:.1f} bits"
+    _draw_scale(axes, replay.history, style, label=told)
+  for replay in replays.values():
+    _draw_overflows(axes, replay.history, label="_")
+  scales = [each.history.loss_scale for each in replays.values()]
+  _finish_scales(axes, np.concatenate([*scales, largest]))
+  return axes
+
+
+def _largest_scale(
+  history: _history.History, dtype: Any
+) -> npt.NDArray[np.float64]:
+  """Returns the largest S that each step would have stood; NaN if unknown."""
+  largest = history.loss_scale * np.exp2(history.headroom(dtype))
+  # Then it was found elsewhere, or is what saturation left.
+  is_hidden = history.overflow & ~(history.headroom(dtype) < 0)
+  is_known = np.isfinite(largest) & ~is_hidden
+  return np.where(is_known, largest, np.nan)
+
+
+def _draw_largest(axes: Axes, steps: Any, largest: Any, dtype: Any) -> None:
+  if np.isnan(largest).all():
+    return
+  axes.plot(
+    steps,
+    largest,
+    color=_axes.GREY,
+    linewidth=0.8,
+    marker=".",
+    markersize=2,
+    label=f"largest S without overflow, {jnp.dtype(dtype).name}",
+  )
+
+
+def _draw_scale(
+  axes: Axes, history: _history.History, style: _axes.Style, *, label: str
+) -> None:
+  axes.plot(
+    history.step,
+    history.loss_scale,
+    drawstyle="steps-mid",
+    marker=_marker(history),
+    label=label,
+    **style._asdict(),
+  )
+
+
+def _draw_overflows(
+  axes: Axes, history: _history.History, *, label: str
+) -> None:
+  lost = history.overflow
+  _axes.draw_skips(
+    axes, history.step[lost], history.loss_scale[lost], label=label
+  )
+
+
+def _finish_scales(axes: Axes, scales: Any) -> None:
+  _axes.log2_axis(axes, scales)
+  axes.set_ylabel("loss scale S")
+  _axes.step_axis(axes)
+  axes.grid(alpha=0.3)
+  _legend_above(axes)
+
+
+def _legend_above(axes: Axes) -> None:
+  """Names the lines above the axes, where the names hide none of them."""
+  axes.legend(
+    fontsize="small",
+    frameon=False,
+    loc="lower left",
+    bbox_to_anchor=(0.0, 1.0),
+    ncols=2,
+  )
+
+
+def _marker(history: _history.History) -> str:
+  """Returns the marker of a line: one step alone would not show otherwise."""
+  return "o" if len(history.step) == 1 else ""

@@ -1,0 +1,169 @@
+"""`simulate`: bad input, the table, advice and the picture."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from optax_lossscale import cli
+from optax_lossscale import instruments
+from tests.instruments.traces import make_trace
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+# 2**15 is the largest power of two that the first 40 steps stand.
+UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 20
+
+
+@pytest.fixture
+def trace(tmp_path):
+  path = tmp_path / "trace.csv"
+  instruments.write_history(path, make_trace(UNSCALED, scale=2.0**10))
+  return path
+
+
+def simulate(*arguments):
+  return cli.main(["simulate", *map(str, arguments)])
+
+
+def rows_of(out):
+  """The figures of each rule in the table."""
+  words = [line.split() for line in out.splitlines()]
+  return {line[0]: line[1:] for line in words if len(line) == 6}
+
+
+@pytest.mark.parametrize(
+  ("option", "arguments"),
+  [
+    ("--rule", ["--rule", "magic"]),
+    ("--rule", ["--rule", "none"]),
+    ("--rule", ["--rule", "fixed:0"]),
+    ("--dtype", ["--dtype", "int8"]),
+    ("--hardware", ["--hardware", "clipping"]),
+    ("--seed", ["--seed", "-1"]),
+    ("no run 'x'", ["--run", "x"]),
+    ("no seed 1", ["--seed", "1"]),
+    ("--output", ["--output", "."]),
+    ("--ruel", ["--ruel", "dynamic"]),
+  ],
+)
+def test_bad_input_is_answered_with_one_line(
+  option, arguments, trace, monkeypatch, capsys
+):
+  monkeypatch.chdir(trace.parent)
+  assert simulate(trace, *arguments) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.startswith("optax-lossscale")
+  assert err.count("\n") == 1 and option in err
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "words"),
+  [
+    ("a.csv", None, "No such file"),
+    ("a.csv", "amax\nx\n", "line 2, column amax: must be a number, got 'x'"),
+    ("a.txt", "", ".csv or .json"),
+    ("a.csv", "run,amax\na,1\nb,1\n", "choose one by --run: 'a', 'b'"),
+    ("a.csv", "seed,amax\n1,1\n2,1\n", "choose one by --seed: 1, 2"),
+  ],
+)
+def test_a_trace_that_cannot_be_read_is_told_by_name(
+  name, text, words, tmp_path, trace, capsys
+):
+  path = tmp_path / name
+  if text is not None:
+    path.write_text(text)
+  assert simulate(trace, path) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert "argument TRACE" in err and str(path) in err and words in err
+
+
+def test_a_trace_is_wanted(capsys):
+  assert simulate() == 2
+  assert "TRACE" in capsys.readouterr().err
+
+
+def test_table_has_the_figures_of_each_rule(trace, capsys):
+  rules = ("fixed:2**12", "fixed:2**20", "mindspore:init_loss_scale=2**16")
+  arguments = [word for rule in rules for word in ("--rule", rule)]
+  assert simulate(trace, *arguments) == 0
+  out = capsys.readouterr().out
+  assert f"{trace}, 61 steps" in out.replace("\n", "")
+  rows = rows_of(out)
+  # The recorded overflow says nothing below its S, and 2 bits above it.
+  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "0", "2^12"]
+  assert rows["fixed:2**20"] == ["61", "-", "-", "0", "2^20"]
+  assert rows[rules[2]] == ["2", "0.8", "1.4", "0", "2^14"]
+
+
+def test_default_rules_are_compared(trace, capsys):
+  assert simulate(trace) == 0
+  assert {"dynamic", "headroom"} <= rows_of(capsys.readouterr().out).keys()
+
+
+def test_dtype_and_hardware_count(tmp_path, capsys):
+  path = tmp_path / "trace.json"
+  path.write_text("[65504]")
+  lost = []
+  for options in ([], ["--hardware=saturating"], ["--dtype=bfloat16"]):
+    assert simulate(path, "--rule=fixed:1", *options) == 0
+    lost.append(rows_of(capsys.readouterr().out)["fixed:1"][0])
+  assert lost == ["0", "1", "0"]
+
+
+def test_run_and_seed_are_chosen(tmp_path, capsys):
+  path = tmp_path / "trace.csv"
+  path.write_text("run,seed,amax\na,0,1\nb,0,1\nb,1,inf\nb,1,1\n")
+  assert simulate(path, "--run=b", "--seed=1", "--rule=fixed:4") == 0
+  out = capsys.readouterr().out
+  assert "2 steps" in out and rows_of(out)["fixed:4"][0] == "1"
+
+
+def test_advice_is_given_on_each_rule(trace, capsys):
+  rules = ("--rule", "npu_fixed:loss_scale=2**20", "--rule", "fixed:2**13")
+  assert simulate(trace, *rules, "--advise") == 0
+  lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+  first = lines.index("npu_fixed:loss_scale=2**20:")
+  # 2**9 is what the recorded overflow leaves, of which 2 bits are kept free.
+  assert lines[first + 1].startswith("loss_scale: 2**20 -> 2**7: 61 of 61")
+  assert lines[lines.index("fixed:2**13:") + 1] == "nothing to change"
+
+
+def test_picture_has_a_panel_for_each_trace(trace, tmp_path, capsys):
+  other = tmp_path / "other.json"
+  other.write_text("[1, 2]")
+  picture = tmp_path / "new" / "picture.png"
+  arguments = ["--rule", "fixed:8", "--output", picture]
+  assert simulate(trace, other, *arguments) == 0
+  assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+  out = capsys.readouterr().out.replace("\n", "")
+  assert f"{other}, 2 steps" in out and f"wrote {picture}" in out
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_missing_extra_is_told_with_its_remedy(
+  package, trace, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setitem(sys.modules, package, None)
+  picture = tmp_path / "new" / "picture.png"
+  assert simulate(trace, "--output", picture) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert package in err and 'pip install "optax-lossscale[demo]"' in err
+  assert not picture.parent.exists()
+
+
+def test_bad_input_is_answered_before_anything_heavy_is_imported():
+  code = (
+    "import sys; from optax_lossscale import cli;"
+    "assert cli.main(['simulate', 'nowhere.csv', '--rule', 'dynamic']) == 2;"
+    "heavy = {'flax', 'matplotlib', 'rich', 'sklearn'} & set(sys.modules);"
+    "assert not heavy, heavy"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,362 @@
+"""Advice on traces where the right answer is known."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import instruments
+from optax_lossscale import presets
+from tests.instruments.traces import make_trace
+
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.one_end,
+]
+
+NAN = math.nan
+STEPS = 4000
+# At 1.5 the largest power of two is 2**15: it leaves 0.4 bits.
+FLAT = np.full(STEPS, 1.5)
+
+# Each system's first S and interval, in its words; other systems share these.
+SYSTEMS = {
+  "dynamic": (ols.DynamicLossScale, "init_scale", "growth_interval", {}),
+  "torch": (presets.torch, "init_scale", "growth_interval", {}),
+  "megatron": (
+    presets.megatron,
+    "initial_scale",
+    "growth_interval",
+    {"hysteresis": 1},
+  ),
+  "deepspeed": (
+    presets.deepspeed,
+    "init_scale",
+    "scale_window",
+    {"delayed_shift": 1},
+  ),
+  "fairseq": (presets.fairseq, "init_scale", "scale_window", {}),
+  "npu": (
+    presets.npu_exponential,
+    "init_loss_scale",
+    "incr_every_n_steps",
+    {"decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5},
+  ),
+  "tensorflow": (
+    presets.tensorflow,
+    "initial_loss_scale",
+    "increment_period",
+    {},
+  ),
+  "keras": (presets.keras, "initial_scale", "dynamic_growth_steps", {}),
+  "mindspore": (presets.mindspore, "init_loss_scale", "scale_window", {}),
+  "paddle": (presets.paddle, "init_loss_scaling", "incr_every_n_steps", {}),
+  "flax": (presets.flax, "scale", "growth_interval", {}),
+  "jmp": (presets.jmp, "loss_scale", "period", {}),
+}
+FIXED = {
+  "fixed": (ols.FixedLossScale, "scale"),
+  "npu": (presets.npu_fixed, "loss_scale"),
+  "mindspore": (presets.mindspore_fixed, "loss_scale"),
+  "megatron": (presets.megatron_constant, "initial_scale"),
+  "apex": (presets.apex, "loss_scale"),
+}
+
+
+def make_rule(system, init_scale=2.0**15, interval=1000, **more):
+  make, init_name, interval_name, others = SYSTEMS[system]
+  arguments = {init_name: init_scale, interval_name: interval}
+  return make(**arguments | others | more)
+
+
+def changes(trace, rule, **options):
+  return [
+    (advice.argument, advice.old, advice.new)
+    for advice in instruments.advise(trace, rule, **options)
+  ]
+
+
+def with_advice(rule, advice):
+  """The rule as a person would change it."""
+  new = {item.argument: item.new for item in advice if item.argument}
+  if dataclasses.is_dataclass(rule) and not hasattr(rule, "system"):
+    return dataclasses.replace(rule, **new)
+  return getattr(presets, rule.system)(**dict(rule.arguments) | new)
+
+
+@pytest.mark.parametrize("system", ["dynamic", "npu"])
+def test_a_good_run_needs_nothing(system):
+  assert changes(make_trace(FLAT), make_rule(system)) == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_start_that_is_far_too_high_is_the_first_scale_that_stood(system):
+  name = SYSTEMS[system][1]
+  rule = make_rule(system, init_scale=2.0**32)
+  assert changes(make_trace(FLAT), rule) == [(name, 2.0**32, 2.0**15)]
+
+
+def test_reason_has_the_figures_of_both_replays():
+  rule = make_rule("npu", init_scale=2.0**32)
+  trace = make_trace(FLAT)
+  advice = instruments.advise(trace, rule)
+  before = instruments.replay(rule, trace)
+  after = instruments.replay(with_advice(rule, advice), trace)
+  assert str(advice[0]) == (
+    "init_loss_scale: 2**32 -> 2**15: 17 steps were lost before the first "
+    f"clean one; steps lost {before.lost_steps} -> {after.lost_steps} of 4000, "
+    f"mean headroom {before.mean_headroom:.1f} -> {after.mean_headroom:.1f} "
+    "bits"
+  )
+  assert before.lost_steps - after.lost_steps == 17
+
+
+@pytest.mark.parametrize("system", ["npu", "flax"])
+def test_a_short_interval_is_doubled_until_one_step_in_1000_is_lost(system):
+  # S grows and falls back, so one step in each interval is lost: of 4000 steps
+  # 39 with 100, and with 800 four, as many as may be.
+  name = SYSTEMS[system][2]
+  rule = make_rule(system, interval=100)
+  assert changes(make_trace(FLAT), rule) == [(name, 100, 800)]
+
+
+def test_a_spike_every_500_steps_needs_an_interval_beyond_them():
+  unscaled = FLAT.copy()
+  unscaled[250::500] *= 2.0**6
+  trace = make_trace(unscaled)
+  rule = make_rule("npu", interval=100)
+  advice = instruments.advise(trace, rule)
+  assert [item.argument for item in advice] == ["incr_every_n_steps"]
+  assert advice[0].new > 500
+  before = instruments.replay(rule, trace).lost_steps
+  after = instruments.replay(with_advice(rule, advice), trace).lost_steps
+  assert after < before / 4
+
+
+def test_hysteresis_that_loses_steps_is_given_up():
+  # Where no longer interval fits into the run.
+  trace = make_trace(2.0 ** (np.arange(STEPS) / 400))
+  rule = make_rule("megatron", hysteresis=4, refill="clean")
+  assert changes(trace, rule) == [("hysteresis", 4, 1)]
+
+
+@pytest.mark.parametrize("system", ["dynamic", "npu"])
+def test_a_start_that_is_far_too_low_is_raised(system):
+  # 2**13 leaves 2.4 bits.
+  name = SYSTEMS[system][1]
+  rule = make_rule(system, init_scale=1.0)
+  assert changes(make_trace(FLAT), rule) == [(name, 1.0, 2.0**13)]
+
+
+def test_an_interval_that_is_too_long_for_shrinking_gradients_is_halved():
+  trace = make_trace(2.0 ** -(np.arange(STEPS) / 100))
+  advice = instruments.advise(trace, make_rule("npu", interval=2000))
+  assert [item.argument for item in advice] == ["incr_every_n_steps"]
+  rule = make_rule("npu", interval=advice[0].new)
+  assert 2000 % advice[0].new == 0 and advice[0].new < 500
+  replay = instruments.replay(rule, trace)
+  assert replay.mean_headroom < 6 and replay.lost_steps <= 4
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_a_fixed_scale_that_is_too_high_leaves_two_bits(kind):
+  make, name = FIXED[kind]
+  rule = make(**{name: 2.0**20})
+  assert changes(make_trace(FLAT), rule) == [(name, 2.0**20, 2.0**13)]
+
+
+def test_a_fixed_scale_that_is_too_low_leaves_two_bits():
+  rule = ols.FixedLossScale(2.0**4)
+  assert changes(make_trace(FLAT), rule) == [("scale", 2.0**4, 2.0**13)]
+  assert changes(make_trace(FLAT), ols.FixedLossScale(2.0**12)) == []
+
+
+def test_one_spike_in_a_thousand_steps_does_not_lower_a_fixed_scale():
+  unscaled = FLAT.copy()
+  unscaled[::1001] = 2.0**14
+  trace = make_trace(unscaled)
+  assert changes(trace, ols.FixedLossScale(2.0**13)) == []
+  low = ols.FixedLossScale(2.0**4)
+  assert changes(trace, low) == [("scale", 2.0**4, 2.0**13)]
+
+
+@pytest.mark.parametrize(
+  ("rule", "name"),
+  [
+    (ols.DynamicLossScale(2.0**8, max_scale=2.0**8), "max_scale"),
+    (presets.apex(init_scale=2.0**8, max_loss_scale=2.0**8), "max_loss_scale"),
+    (
+      presets.colossalai(initial_scale=2.0**8, max_scale=2.0**8),
+      "max_scale",
+    ),
+  ],
+)
+def test_a_ceiling_in_the_way_is_raised_with_the_start(rule, name):
+  ceiling, start = changes(make_trace(FLAT), rule)
+  assert ceiling == (name, 2.0**8, 2.0**13)
+  assert start[1:] == (2.0**8, 2.0**13)
+
+
+def test_a_ceiling_that_is_reached_later_is_raised():
+  unscaled = FLAT * np.where(np.arange(STEPS) < 1000, 1, 2.0**-12)
+  rule = ols.DynamicLossScale(growth_interval=100, max_scale=2.0**16)
+  assert changes(make_trace(unscaled), rule)[0] == (
+    "max_scale",
+    2.0**16,
+    2.0**25,
+  )
+
+
+@pytest.mark.parametrize(
+  ("rule", "name"),
+  [
+    (ols.DynamicLossScale(1.0, min_scale=1.0), "min_scale"),
+    (presets.megatron(initial_scale=1.0, hysteresis=1), "min_scale"),
+    (presets.jmp(loss_scale=1.0, min_loss_scale=1.0), "min_loss_scale"),
+  ],
+)
+def test_a_floor_that_overflows_is_lowered(rule, name):
+  advice = changes(make_trace(FLAT * 2.0**20), rule)
+  assert advice[0] == (name, 1.0, 2.0**-5)
+
+
+def test_a_floor_that_the_scale_stays_above_is_lowered_further():
+  rule = presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
+  advice = changes(make_trace(FLAT * 2.0**20), rule)
+  assert advice[0] == ("min_loss_scale", 0.5, 2.0**-6)
+
+
+@pytest.mark.parametrize("system", ["npu", "mindspore"])
+def test_a_floor_that_no_argument_lowers_is_told(system):
+  (advice,) = instruments.advise(make_trace(FLAT * 2.0**20), make_rule(system))
+  assert advice.argument is None
+  assert "at its floor, 1, and no argument lowers it" in str(advice)
+
+
+def test_nan_that_no_scale_mends_is_told_and_is_no_reason_for_another():
+  unscaled = FLAT.copy()
+  unscaled[[1000, 3500]] = NAN
+  (advice,) = instruments.advise(make_trace(unscaled), make_rule("npu"))
+  assert advice.argument is None
+  assert str(advice).startswith("2 of 4000 steps had NaN")
+
+
+def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
+  unscaled = FLAT.copy()
+  unscaled[100::300] = NAN
+  note, change = instruments.advise(
+    make_trace(unscaled), make_rule("npu", interval=2000)
+  )
+  assert note.argument is None
+  assert (change.argument, change.old) == ("incr_every_n_steps", 2000)
+  assert change.new < 300
+
+
+def test_a_recorded_overflow_is_mended_by_the_next_smaller_scale():
+  trace = make_trace(np.full(50, math.inf), scale=2.0**20)
+  rule = ols.FixedLossScale(2.0**20)
+  assert changes(trace, rule) == [("scale", 2.0**20, 2.0**17)]
+
+
+def test_nothing_is_said_about_the_start_of_a_run_that_is_not_there():
+  rule = make_rule("npu", init_scale=2.0**32)
+  trace = make_trace(FLAT, scale=2.0**15, first_step=5001)
+  assert changes(trace, rule) == []
+
+
+def test_the_trial_of_a_later_part_begins_with_its_scale():
+  trace = make_trace(FLAT, scale=1.0, first_step=5001)
+  ((name, _, interval),) = changes(trace, make_rule("npu"))
+  assert name == "incr_every_n_steps" and interval < 500
+
+
+def test_headroom_that_spikes_need_is_left_to_them():
+  unscaled = FLAT.copy()
+  unscaled[50::100] *= 2.0**10
+  rule = ols.DynamicLossScale(2.0**5, growth_interval=1000)
+  assert changes(make_trace(unscaled), rule) == []
+
+
+def test_dtype_and_hardware_are_those_of_the_computation():
+  trace = make_trace(np.full(STEPS, 65504.0))
+  rule = ols.FixedLossScale(1.0)
+  assert changes(trace, rule) == []
+  assert changes(trace, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
+  wide = changes(trace, rule, dtype=jnp.bfloat16)
+  assert wide == [("scale", 1.0, 2.0**109)]
+
+
+@pytest.mark.parametrize("first_step", [1, 100])
+def test_an_empty_history_says_nothing(first_step):
+  trace = make_trace([], first_step=first_step)
+  assert instruments.advise(trace, ols.DynamicLossScale()) == []
+
+
+class OtherState(NamedTuple):
+  loss_scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Other(ols.LossScale):
+  """A rule of a user, with nothing to turn."""
+
+  def init(self):
+    return OtherState(jnp.float32(2.0**20))
+
+  def update(self, state, overflow, *, amax=None):
+    return state
+
+
+def test_a_rule_without_known_arguments_is_left_alone():
+  assert changes(make_trace(FLAT), Other()) == []
+
+
+def test_switched_off_scaler_is_left_alone():
+  rule = presets.torch(enabled=False)
+  assert changes(make_trace(FLAT * 2.0**20), rule) == []
+
+
+def test_headroom_of_a_statistical_rule_is_turned():
+  from optax_lossscale import statistics
+
+  unscaled = FLAT * np.where(np.arange(STEPS) % 100 == 0, 2.0**3.5, 1)
+  rule = statistics.HeadroomLossScale(2.0**15, headroom=0, window=50)
+  advice = changes(make_trace(unscaled), rule)
+  assert [item[:2] for item in advice] == [("headroom", 0)]
+  assert 3 <= advice[0][2] <= 4
+
+
+def test_a_warm_start_is_asked_for_the_rule_inside():
+  from optax_lossscale import statistics
+
+  rule = statistics.WarmStart(make_rule("npu", interval=100))
+  assert changes(make_trace(FLAT), rule) == [("incr_every_n_steps", 100, 800)]
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [
+    (2.0**15, "2**15"),
+    (2.0**-14, "2**-14"),
+    (2**32, "2**32"),
+    (1024, "1024"),
+    (8.0, "8"),
+    (1000.0, "1000"),
+    (0.5, "0.5"),
+  ],
+)
+def test_values_are_written_as_people_write_them(value, text):
+  advice = instruments.Advice("x", value, 3, "since")
+  assert str(advice) == f"x: {text} -> 3: since"
+
+
+def test_bad_arguments_are_told():
+  with pytest.raises(TypeError, match="History"):
+    instruments.advise([1.0], ols.DynamicLossScale())
+  with pytest.raises(TypeError, match="`rule`"):
+    instruments.advise(make_trace(FLAT), "dynamic")

@@ -1,0 +1,226 @@
+"""Traces in files: of this library, of `train`, of a user; and what is not."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from optax_lossscale import instruments
+from optax_lossscale.demo import history as demo_history
+from tests.instruments.traces import make_trace
+
+INF, NAN = math.inf, math.nan
+TRACE = instruments.History(
+  step=np.array([3, 4, 7, 8, 9]),
+  loss_scale=np.float32([2.0**15, 2.0**-14, 0.1, 1e30, 1]),
+  amax=np.float32([0.1, INF, NAN, 0, 1e-42]),
+  overflow=np.array([False, True, True, False, True]),
+)
+
+
+def assert_same(history, expected):
+  for got, want in zip(history, expected, strict=True):
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == want.dtype
+
+
+@pytest.fixture
+def write(tmp_path):
+  """Writes a file and returns its path."""
+
+  def write_text(name, text):
+    path = tmp_path / name
+    content = text if isinstance(text, str) else json.dumps(text)
+    path.write_text(content, encoding="utf-8")
+    return path
+
+  return write_text
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.json", "TRACE.CSV"])
+def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
+  path = tmp_path / name
+  instruments.write_history(path, TRACE)
+  assert_same(instruments.read_history(str(path)), TRACE)
+
+
+def test_json_that_is_written_is_json(tmp_path):
+  path = tmp_path / "trace.json"
+  instruments.write_history(path, TRACE)
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  content = json.loads(path.read_text(), parse_constant=refuse)
+  assert content["amax"][:4] == [0.1, "inf", "nan", 0]
+
+
+@pytest.mark.parametrize(
+  ("name", "content"),
+  [
+    ("a.csv", "amax\n1\ninf\n2.5\n"),
+    ("a.csv", "\ufeffnote, amax \r\nx,1\r\n\r\ny,Infinity\r\nz,2.5\r\n"),
+    ("a.json", [1, "inf", 2.5]),
+    ("a.json", "[1, Infinity, 2.5]"),
+    ("a.json", {"amax": [1, "inf", 2.5], "loss_scale": 1, "note": {}}),
+  ],
+)
+def test_amax_alone_is_of_an_unscaled_run(name, content, write):
+  history = instruments.read_history(write(name, content))
+  assert_same(history, make_trace([1.0, INF, 2.5]))
+
+
+def test_steps_that_were_not_scaled_are_left_out(write):
+  text = "step,loss_scale,amax\n1,2,3\n2,,3\n3,2,\n4,4,5\n"
+  columns = {
+    "step": [1, 2, 3, 4],
+    "loss_scale": [2, None, 2, 4],
+    "amax": [3, 3, None, 5],
+  }
+  for path in (write("a.csv", text), write("a.json", columns)):
+    history = instruments.read_history(path)
+    assert history.step.tolist() == [1, 4]
+    assert history.amax.tolist() == [3, 5]
+
+
+def test_overflow_is_what_the_file_says_and_what_is_not_finite(write):
+  text = "amax,overflow\n1,0\n1,1\n1,True\ninf,0\nnan,0\n1,false\n"
+  history = instruments.read_history(write("a.csv", text))
+  assert history.overflow.tolist() == [False, True, True, True, True, False]
+
+
+def record(run, seed, step, scale=None, amax=None, overflow=False):
+  flag = None if scale is None else overflow
+  return demo_history.Record(
+    run, seed, step, "float16", 1.0, scale, flag, flag, amax
+  )
+
+
+@pytest.fixture(params=["csv", "json"])
+def trained(request, tmp_path):
+  """Writes records as `train` does and returns the path."""
+
+  def write_records(records):
+    path = tmp_path / f"task.{request.param}"
+    if request.param == "csv":
+      demo_history.write_csv(path, records)
+    else:
+      summaries = demo_history.summarize(records, {})
+      demo_history.write_json(path, {"seeds": [0, 1]}, summaries, records)
+    return path
+
+  return write_records
+
+
+RECORDS = [
+  record("float32, none", 0, 1),
+  record("a", 0, 1, 8.0, INF, overflow=True),
+  record("a", 0, 2, 4.0, 0.1),
+  record("a", 0, 3),
+]
+OTHERS = [record("a", 1, 1, 2.0, 3.0), record("b, x", 0, 1, 2.0, 5.0)]
+EXPECTED = instruments.History(
+  np.array([1, 2]),
+  np.float32([8, 4]),
+  np.float32([INF, 0.1]),
+  np.array([True, False]),
+)
+
+
+def test_the_one_run_with_an_amax_is_read(trained):
+  assert_same(instruments.read_history(trained(RECORDS)), EXPECTED)
+
+
+def test_one_of_several_runs_is_chosen(trained):
+  path = trained(RECORDS + OTHERS)
+  assert_same(instruments.read_history(path, run="a", seed=0), EXPECTED)
+  assert instruments.read_history(path, "a", 1).amax.tolist() == [3]
+  assert instruments.read_history(path, "b, x").amax.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+  ("choice", "words"),
+  [
+    ({}, "2 runs.*`run`: 'a', 'b, x'"),
+    ({"run": "a"}, "2 seeds.*`seed`: 0, 1"),
+    ({"run": "c"}, "no run 'c'.*'a', 'b, x'"),
+    ({"run": "float32, none"}, "no run 'float32, none' with an amax"),
+    ({"run": "a", "seed": 7}, "no seed 7.*0, 1"),
+  ],
+)
+def test_a_choice_that_is_left_or_wrong_is_told(choice, words, trained):
+  path = trained(RECORDS + OTHERS)
+  with pytest.raises(ValueError, match=words) as error:
+    instruments.read_history(path, **choice)
+  assert str(path) in str(error.value)
+
+
+def test_run_without_loss_scaling_is_told(trained):
+  with pytest.raises(ValueError, match="no step has an amax"):
+    instruments.read_history(trained(RECORDS[:1]))
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "words"),
+  [
+    ("a.csv", "", "line 1: .*amax"),
+    ("a.csv", "max\n1\n", "line 1: .*amax, got 'max'"),
+    ("a.csv", "amax\n", "no step has an amax"),
+    ("a.csv", "amax\n1\nx\n", "line 3, column amax: .*number, got 'x'"),
+    ("a.csv", "step,amax\n1,\n2,-1\n", "line 3, column amax: .*negative"),
+    ("a.csv", "amax,loss_scale\n1,0\n", "line 2, column loss_scale: .*'0'"),
+    ("a.csv", "amax,loss_scale\n1,nan\n", "line 2, column loss_scale: .*nan"),
+    ("a.csv", "amax,loss_scale\n1,1e-39\n", "normal float32, got '1e-39'"),
+    ("a.csv", "amax,overflow\n1,2\n", "line 2, column overflow: .*0 or 1"),
+    ("a.csv", "amax,step\n1,1.5\n", "line 2, column step: .*'1.5'"),
+    ("a.csv", "amax,step\n1,0\n", "line 2, column step: .*from 1"),
+    ("a.csv", "amax,step\n1,2\n1,2\n", "line 3, column step: .*got 2 after 2"),
+    ("a.csv", "amax,step\n1,2\n1\n", "line 3: must have 2 columns.*got 1"),
+    ("a.csv", 'amax\n"1\n', "line 2|unexpected end"),
+    ("a.json", "{", "line 1 column 2"),
+    ("a.json", "[" * 100_000, "recursion"),
+    ("a.json", {}, "a list amax"),
+    ("a.json", 3, "the file must be an object, got 3"),
+    ("a.json", [], "no step has an amax"),
+    ("a.json", {"amax": 3}, "amax must be a list, got 3"),
+    ("a.json", {"amax": [1, [2]]}, r"amax\[1\]: .*number, got \[2\]"),
+    ("a.json", {"amax": [True]}, r"amax\[0\]: .*number, got True"),
+    ("a.json", {"amax": [1], "step": [1, 2]}, "each of the 1 of amax, got 2"),
+    ("a.json", {"amax": [1, 2], "loss_scale": [1, "x"]}, r"loss_scale\[1\]"),
+    ("a.json", {"amax": [10**400]}, r"amax\[0\]: must be a number"),
+    ("a.json", {"runs": 3}, "runs must be a list"),
+    ("a.json", {"runs": [3]}, r"runs\[0\] must be an object"),
+    ("a.json", {"runs": [{"run": "a", "seed": 0}]}, "no step has an amax"),
+    (
+      "a.json",
+      {"runs": [{"trace": {"amax": [1, -2]}}]},
+      r"runs\[0\].trace.amax\[1\]: .*negative, got -2",
+    ),
+    ("a.txt", "amax\n1\n", "must end in .csv or .json, got '.txt'"),
+  ],
+)
+def test_what_is_no_trace_is_told_with_its_place(name, content, words, write):
+  path = write(name, content)
+  with pytest.raises(ValueError, match=words) as error:
+    instruments.read_history(path)
+  assert str(error.value).startswith(str(path))
+  assert len(str(error.value)) < len(str(path)) + 200
+
+
+def test_what_is_no_text_is_told(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_bytes(b"amax\n\xff\n")
+  with pytest.raises(ValueError, match="not text in UTF-8"):
+    instruments.read_history(path)
+
+
+def test_file_that_is_not_there_is_the_systems_error(tmp_path):
+  with pytest.raises(FileNotFoundError):
+    instruments.read_history(tmp_path / "a.csv")
+
+
+def test_ending_is_checked_before_anything_is_written(tmp_path):
+  with pytest.raises(ValueError, match=".txt"):
+    instruments.write_history(tmp_path / "a.txt", TRACE)
+  assert list(tmp_path.iterdir()) == []

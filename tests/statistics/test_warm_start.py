@@ -1,0 +1,155 @@
+"""A first S from the first step's amax."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import parameters
+from tests import reference as engines
+from tests.reference import statistics as reference
+from tests.statistics import runs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WarmStart = ols.statistics.WarmStart
+
+
+class DynamicModel(engines.Dynamic):
+  """The model of the dynamic rule, which is told of amax and does not look."""
+
+  def update(self, overflow, amax):
+    del amax
+    super().update(overflow)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "length"),
+  [
+    ({}, 3),
+    ({"probe_scale": 2.0**32, "headroom": 0}, 4),
+    ({"probe_scale": 2.0**-120}, 3),
+  ],
+  ids=parameters.name,
+)
+def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
+  rule = WarmStart(
+    ols.DynamicLossScale(growth_interval=2, min_scale=2.0**-126), **arguments
+  )
+  runs.assert_as_the_model(
+    rule,
+    lambda: reference.WarmStart(
+      lambda scale: DynamicModel(scale, growth_interval=2, min_scale=2.0**-126),
+      **arguments,
+    ),
+    *runs.every_short_run(length),
+  )
+
+
+@pytest.mark.parametrize("true_amax", [2.0**-20, 2.0**-5, 1.0, 2.0**12])
+@pytest.mark.parametrize(
+  "rule",
+  [
+    ols.presets.megatron(),
+    ols.DynamicLossScale(2.0**32),
+    ols.FixedLossScale(),
+    ols.statistics.HistogramLossScale(),
+    ols.statistics.LogMaxLossScale(overflow_std_dev=6.0),
+  ],
+  ids=lambda rule: type(rule).__name__,
+)
+def test_a_probe_at_two_to_the_32_costs_at_most_two_steps(rule, true_amax):
+  rule = WarmStart(rule, probe_scale=2.0**32)
+  amaxes = np.full(20, true_amax, np.float32)
+  overflows, _, _ = runs.closed_loop(rule, amaxes)
+  assert sum(overflows) <= 2
+
+
+def test_a_probe_at_one_costs_nothing():
+  rule = WarmStart(ols.presets.megatron())
+  overflows, _, scales = runs.closed_loop(rule, np.full(5, 2.0**-3, np.float32))
+  assert not any(overflows)
+  assert scales.tolist() == [2.0**16] * 5
+
+
+def test_the_first_scale_has_the_bits_that_were_asked_for():
+  for headroom in range(5):
+    rule = WarmStart(ols.FixedLossScale(), headroom=headroom)
+    state = rule.update(rule.init(), False, amax=1.0)
+    assert state.loss_scale == 2.0 ** (15 - headroom)
+
+
+def test_the_scale_is_found_as_that_of_any_rule():
+  tx = ols.loss_scaling(optax.adam(0.1), WarmStart(ols.DynamicLossScale()))
+  state = tx.init(jnp.zeros(2))
+  _, state = jax.jit(tx.update)(jnp.asarray([1.0, 0.5]), state)
+  assert ols.get_loss_scale(state) == 2.0**13
+  assert optax.tree.get(state, "loss_scale") == 2.0**13
+
+
+def test_an_overflow_of_the_smallest_probe_is_stalled():
+  rule = WarmStart(ols.FixedLossScale(), probe_scale=2.0**-126)
+  assert rule.stalled(rule.init(), True)
+  assert not rule.stalled(rule.init(), False)
+  warm = rule.update(rule.init(), False, amax=1.0)
+  # The fixed rule never is.
+  assert not rule.stalled(warm._replace(is_warm=jnp.full((), True)), True)
+
+
+def test_the_rule_decides_whether_an_overflow_is_skipped():
+  for skip in (True, False):
+    assert WarmStart(ols.FixedLossScale(skip=skip)).skip is skip
+
+
+def test_what_the_rule_measures_reaches_it():
+  rule = WarmStart(
+    ols.statistics.HistogramLossScale(threshold_upper_count_proportion=0.5)
+  )
+  tx = ols.loss_scaling(optax.sgd(1.0), rule)
+  state = tx.init(jnp.zeros(4))
+  _, state = tx.update(jnp.ones(4), state)
+  assert ols.get_loss_scale(state) == 2.0**13
+  # One of four is above the edge: amax alone would halve S.
+  _, state = tx.update(jnp.asarray([1, 1, 1, 10_000.0]), state)
+  assert ols.get_loss_scale(state) == 2.0**14
+
+
+@pytest.mark.parametrize("rule", [None, 1024.0, ols.DynamicLossScale])
+def test_what_is_no_rule_is_refused(rule):
+  with pytest.raises(TypeError, match="`rule` must be a LossScale, got"):
+    WarmStart(rule)
+
+
+def test_a_warm_start_of_a_warm_start_is_refused():
+  with pytest.raises(ValueError, match="`rule` must not be a WarmStart"):
+    WarmStart(WarmStart(ols.FixedLossScale()))
+
+
+def test_a_state_in_which_nobody_can_set_the_scale_is_refused():
+  class State(NamedTuple):
+    log2_scale: jax.Array
+
+    @property
+    def loss_scale(self):
+      return jnp.exp2(self.log2_scale)
+
+  @dataclasses.dataclass(frozen=True)
+  class Odd(ols.LossScale):
+    def init(self):
+      return State(jnp.float32(10))
+
+    def update(self, state, overflow, *, amax=None):
+      return state
+
+  with pytest.raises(TypeError, match="optax.tree.set finds one `loss_scale`"):
+    WarmStart(Odd())
+
+
+def test_skip_is_no_argument():
+  with pytest.raises(TypeError, match="skip"):
+    WarmStart(ols.FixedLossScale(), skip=False)

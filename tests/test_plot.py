@@ -1,0 +1,354 @@
+"""What the pictures show, by the data of their artists."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import instruments
+from optax_lossscale import plot
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def make_history(loss_scale, amax, overflow=None):
+  amax = np.float32(amax)
+  if overflow is None:
+    overflow = ~(amax <= 65504)
+  return instruments.History(
+    step=np.arange(1, len(amax) + 1),
+    loss_scale=np.float32(loss_scale),
+    amax=amax,
+    overflow=np.array(overflow, bool),
+  )
+
+
+NONE = make_history([], [])
+ONE = make_history([1024], [16376.0])
+LOST = make_history([64, 32, 16], [np.inf, np.nan, np.inf])
+SOME = make_history([4096, 2048, 2048, 4096], [np.inf, 16376.0, 0.0, 65504.0])
+
+
+def lines(axes):
+  """Returns the points of each line by its label."""
+  return {
+    line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+    for line in axes.get_lines()
+  }
+
+
+def new_axes():
+  return Figure().subplots()
+
+
+HISTOGRAM = instruments.exponent_histogram(
+  jnp.array([0.0, 0.0, 2.0**-26, 0.5, -0.75, 3.0, jnp.inf, jnp.nan])
+)
+EMPTY = instruments.exponent_histogram({})
+BY_LEAF = {"a": HISTOGRAM, "b": EMPTY}
+REPLAYS = {
+  "one": instruments.replay(ols.FixedLossScale(4096.0), SOME),
+  "other": instruments.replay(ols.FixedLossScale(1024.0), SOME),
+}
+
+DRAWN = {
+  "loss_scale": (plot.loss_scale, SOME),
+  "headroom": (plot.headroom, SOME),
+  "exponent_histogram": (plot.exponent_histogram, HISTOGRAM),
+  "heat_map": (plot.heat_map, BY_LEAF),
+  "replays": (plot.replays, REPLAYS),
+}
+
+
+@pytest.fixture(params=DRAWN)
+def drawn(request):
+  """A picture, and what it is drawn of."""
+  return DRAWN[request.param]
+
+
+def test_every_picture_is_tried():
+  assert sorted(DRAWN) == plot.__all__
+
+
+def test_a_picture_is_drawn_into_the_axes_of_the_caller(drawn):
+  draw, data = drawn
+  axes = new_axes()
+  assert draw(data, ax=axes) is axes
+  axes.figure.canvas.draw()
+
+
+def test_a_picture_makes_axes_of_its_own_and_is_not_shown(drawn, monkeypatch):
+  from matplotlib import pyplot
+
+  monkeypatch.setattr(pyplot, "show", lambda *_, **__: pytest.fail("shown"))
+  draw, data = drawn
+  with mpl.rc_context({"interactive": False}):
+    axes = draw(data)
+  assert isinstance(axes, Axes)
+  assert pyplot.get_fignums() == [axes.figure.number]
+  pyplot.close(axes.figure)
+
+
+def test_what_is_no_axes_is_refused(drawn):
+  draw, data = drawn
+  with pytest.raises(TypeError, match="`ax` must be matplotlib's Axes or None"):
+    draw(data, ax=Figure())
+
+
+def test_pyplot_is_not_loaded_for_the_axes_of_the_caller():
+  program = """
+import sys
+from matplotlib.figure import Figure
+import numpy as np
+import optax_lossscale as ols
+history = ols.instruments.History(*np.ones((4, 1)))
+history = history._replace(overflow=np.array([False]))
+ols.plot.loss_scale(history, ax=Figure().subplots())
+histogram = ols.instruments.exponent_histogram(np.float32([1]))
+ols.plot.exponent_histogram(histogram, ax=Figure().subplots())
+ols.plot.heat_map({"a": histogram}, ax=Figure().subplots())
+print("matplotlib.pyplot" in sys.modules)
+"""
+  result = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+  )
+  assert result.stdout.strip() == "False"
+
+
+def test_the_scale_is_drawn_with_its_overflows_and_the_largest_one():
+  axes = plot.loss_scale(SOME, ax=new_axes())
+  found = lines(axes)
+  assert found["S"] == ([1, 2, 3, 4], [4096, 2048, 2048, 4096])
+  assert found["overflow"] == ([1], [4096])
+  steps, largest = found["largest S without overflow, float16"]
+  assert steps == [1, 2, 3, 4]
+  np.testing.assert_array_equal(largest, [np.nan, 8192, np.nan, 4096])
+  assert axes.get_yscale() == "log"
+  assert all(np.log2(axes.get_yticks()) % 1 == 0)
+
+
+def test_an_overflow_that_amax_does_not_show_hides_the_largest_scale():
+  # By the caller's flag, saturated, and above the limit in a wider dtype.
+  history = make_history([2, 2, 2], [1.0, 65504.0, 131008.0], [True] * 3)
+  axes = plot.loss_scale(history, ax=new_axes())
+  _, largest = lines(axes)["largest S without overflow, float16"]
+  np.testing.assert_array_equal(largest, [np.nan, np.nan, 1])
+
+
+@pytest.mark.parametrize(
+  ("history", "labels"),
+  [
+    (NONE, ["S"]),
+    (ONE, ["S", "largest S without overflow, float16"]),
+    (LOST, ["S", "overflow"]),
+  ],
+  ids=["none", "one", "all lost"],
+)
+def test_any_history_is_drawn(history, labels):
+  axes = plot.loss_scale(history, ax=new_axes())
+  assert sorted(lines(axes)) == labels
+  axes.figure.canvas.draw()
+  plot.headroom(history, ax=new_axes()).figure.canvas.draw()
+
+
+def test_one_step_alone_is_a_point():
+  for draw in (plot.loss_scale, plot.headroom):
+    markers = [line.get_marker() for line in draw(ONE, ax=new_axes()).lines]
+    assert "o" in markers
+
+
+def test_headroom_is_drawn_in_bits_with_overflows_at_0():
+  axes = plot.headroom(SOME, ax=new_axes())
+  headroom, zero, overflow = axes.get_lines()
+  np.testing.assert_array_equal(headroom.get_ydata(), [np.nan, 2, np.nan, 0])
+  assert list(zero.get_ydata()) == [0, 0]
+  assert overflow.get_xydata().tolist() == [[1, 0]]
+  assert axes.get_ylabel() == "headroom in float16 (bits)"
+
+
+def test_headroom_is_that_of_the_dtype():
+  axes = plot.headroom(ONE, jnp.float8_e5m2, ax=new_axes())
+  expected = np.log2(57344 / 16376)
+  np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [expected])
+
+
+@pytest.mark.parametrize("draw", [plot.loss_scale, plot.headroom])
+def test_a_dtype_that_is_none_is_refused(draw):
+  with pytest.raises(TypeError, match="`dtype` must be a floating-point dtype"):
+    draw(SOME, int, ax=new_axes())
+
+
+def test_replays_are_drawn_with_what_each_rule_lost():
+  axes = plot.replays(REPLAYS, ax=new_axes())
+  found = lines(axes)
+  scales = {label: set(y) for label, (_, y) in found.items() if ": " in label}
+  lost = REPLAYS["one"].lost_steps
+  assert lost > 0 and REPLAYS["other"].lost_steps == 0
+  mean = REPLAYS["one"].mean_headroom
+  other = REPLAYS["other"].mean_headroom
+  assert scales == {
+    f"one: {lost} lost, {mean:.1f} bits": {4096.0},
+    f"other: 0 lost, {other:.1f} bits": {1024.0},
+  }
+  crosses = [line for line in axes.lines if line.get_marker() == "x"]
+  steps = REPLAYS["one"].history.step[REPLAYS["one"].history.overflow]
+  assert [line.get_xdata().tolist() for line in crosses] == [steps.tolist()]
+
+
+def test_a_step_that_one_rule_did_not_lose_tells_the_largest_scale():
+  axes = plot.replays(REPLAYS, ax=new_axes())
+  _, largest = lines(axes)["largest S without overflow, float16"]
+  np.testing.assert_allclose(largest, [4096, 8192, np.nan, 4096])
+
+
+def test_a_rule_that_lost_all_steps_has_no_headroom_to_tell():
+  replay = instruments.replay(ols.FixedLossScale(2.0**20), LOST)
+  axes = plot.replays({"fixed": replay}, ax=new_axes())
+  assert "fixed: 3 lost" in lines(axes)
+
+
+def test_no_replays_are_refused():
+  with pytest.raises(ValueError, match="`replays` must have at least one"):
+    plot.replays({}, ax=new_axes())
+
+
+def steps_of(axes):
+  """Returns the non-empty bins of each histogram: left edge to share."""
+  found = []
+  for patch in axes.patches:
+    if isinstance(patch, StepPatch):
+      values, edges, baseline = patch.get_data()
+      floor = np.max(baseline)
+      found.append(
+        {
+          left: value
+          for left, value in zip(edges[:-1], values, strict=True)
+          if value > floor
+        }
+      )
+  return found
+
+
+def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
+  axes = plot.exponent_histogram(HISTOGRAM, loss_scale=2.0**10, ax=new_axes())
+  as_is, scaled = steps_of(axes)
+  assert as_is == {-26: 1 / 8, -1: 2 / 8, 1: 1 / 8}
+  assert scaled == {-16: 1 / 8, 9: 2 / 8, 11: 1 / 8}
+  assert axes.get_yscale() == "log"
+  labels = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert labels == ["gradients: 25 % are 0", "times S = $2^{10}$"]
+
+
+def test_a_scale_that_is_no_power_of_two_shifts_by_its_logarithm():
+  axes = plot.exponent_histogram(HISTOGRAM, loss_scale=3000.0, ax=new_axes())
+  assert min(steps_of(axes)[1]) == -26 + np.log2(3000.0)
+  assert axes.get_legend().get_texts()[1].get_text() == "times S = 3000"
+
+
+def test_zeros_and_what_is_not_finite_stand_beside_the_exponents():
+  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  zeros, nonfinite = (bars.patches[0] for bars in axes.containers)
+  low, high = axes.get_xlim()
+  assert low <= zeros.get_x() and nonfinite.get_x() > 16
+  assert nonfinite.get_x() + nonfinite.get_width() <= high
+  tops = [bar.get_y() + bar.get_height() for bar in (zeros, nonfinite)]
+  assert tops == pytest.approx([2 / 8, 2 / 8])
+  labels = [label.get_text() for label in axes.get_xticklabels()]
+  assert labels[0] == "0" and labels[-1] == "inf,\nNaN"
+
+
+def extents(axes):
+  """Returns from where to where each format's bars go, and their heights."""
+  found = []
+  for bar in axes.collections:
+    (path,) = bar.get_paths()
+    (x, y), (end, top) = path.get_extents().get_points()
+    found.append(((x, end), (y, top)))
+  return found
+
+
+def test_each_format_has_a_bar_over_the_shares_as_wide_as_its_range():
+  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  ranges = [x for x, _ in extents(axes)]
+  expected = [
+    *((-24, -14), (-14, np.log2(65504))),
+    *((-133, -126), (-126, np.log2(float(jnp.finfo(jnp.bfloat16).max)))),
+    *((-9, -6), (-6, np.log2(448))),
+    *((-16, -14), (-14, np.log2(57344))),
+  ]
+  np.testing.assert_allclose(ranges, expected, rtol=1e-6)
+  assert all(low > 1.0 for _, (low, _) in extents(axes))
+  names = [label.get_text() for label in axes.get_yticklabels()]
+  assert names[-4:] == ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+  assert "100 %" in names
+
+
+def test_formats_can_be_chosen():
+  axes = plot.exponent_histogram(
+    HISTOGRAM, dtypes=[jnp.float8_e5m2], ax=new_axes()
+  )
+  assert extents(axes)[0][0] == (-16, -14)
+  assert len(axes.collections) == 2
+  plot.exponent_histogram(HISTOGRAM, dtypes=[], ax=new_axes())
+  with pytest.raises(TypeError, match="`dtypes` must be a floating-point"):
+    plot.exponent_histogram(HISTOGRAM, dtypes=[int], ax=new_axes())
+
+
+ONLY_NAN = instruments.exponent_histogram(jnp.array([jnp.nan]))
+ALL_ZERO = instruments.exponent_histogram(jnp.zeros(5))
+
+
+@pytest.mark.parametrize("histogram", [EMPTY, ONLY_NAN, ALL_ZERO])
+@pytest.mark.parametrize("dtypes", [(), (jnp.bfloat16,), (jnp.float16,)])
+def test_any_histogram_is_drawn(histogram, dtypes):
+  axes = plot.exponent_histogram(
+    histogram, loss_scale=8.0, dtypes=dtypes, ax=new_axes()
+  )
+  assert steps_of(axes) == [{}, {}]
+  axes.figure.canvas.draw()
+  plot.heat_map({"a": histogram}, ax=new_axes()).figure.canvas.draw()
+
+
+def test_a_heat_map_has_a_row_for_each_layer():
+  axes = plot.heat_map(BY_LEAF, loss_scale=2.0, ax=new_axes())
+  shares, zeros = (mesh.get_array() for mesh in axes.collections)
+  assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+  assert shares.shape == (2, 277) and zeros.shape == (2, 1)
+  assert {i - 149: shares[0, i] for i in np.flatnonzero(shares[0])} == {
+    -26: 1 / 8,
+    -1: 2 / 8,
+    1: 1 / 8,
+  }
+  assert shares[1].mask.all() and zeros[1, 0] is np.ma.masked
+  assert zeros[0, 0] == 2 / 8
+  # The first row is above the second one, and S has moved all by one.
+  low, high = axes.get_ylim()
+  assert low > high
+  corners = axes.collections[0].get_coordinates()
+  assert corners[0, 0].tolist() == [-148, -0.5]
+
+
+def test_a_heat_map_has_lines_where_the_format_ends():
+  axes = plot.heat_map(BY_LEAF, jnp.float8_e5m2, ax=new_axes())
+  marks = {
+    label: points[0][0]
+    for label, points in lines(axes).items()
+    if "float8" in label
+  }
+  assert marks == {
+    r"$\leftarrow$ 0 in float8_e5m2": -17,
+    r"$\leftarrow$ subnormal in float8_e5m2": -14,
+    "largest float8_e5m2": np.log2(57344),
+  }
+
+
+def test_a_heat_map_of_nothing_is_refused():
+  with pytest.raises(ValueError, match="`histograms` must have at least one"):
+    plot.heat_map({}, ax=new_axes())
