@@ -88,8 +88,10 @@ class LossScalingState(NamedTuple):
     smallest; NaN if `nan`, and where no dtype is known; -inf if amax is inf.
     """
     # Not kept in the state, where its NaN would stop jax_debug_nans.
-    headroom = _log2.log2(self.amax_limit) - _log2.log2(self.limited_amax)
-    return jnp.where(self.amax_limit > 0, headroom, jnp.nan)
+    limit = jnp.asarray(self.amax_limit)
+    amax = jnp.asarray(self.limited_amax)
+    headroom = _log2.log2(limit) - _log2.log2(amax)
+    return jnp.where(limit > 0, headroom, jnp.nan)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:

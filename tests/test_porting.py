@@ -302,7 +302,7 @@ NPU = section("NPULossScaleOptimizer, on Ascend")
 
 def run_npu_lines(batches):
   """Runs the lines for Ascend as one script, and returns its names."""
-  _, wrap, step, watch, _ = documents.blocks(NPU, "python")
+  _, wrap, step, watch, *_ = documents.blocks(NPU, "python")
 
   def loss_fn(params, batch):
     return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
@@ -348,6 +348,33 @@ def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
     "applied 66",
     "skipped 34",
   ]
+
+
+def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
+  *_, tune, _ = documents.blocks(NPU, "python")
+  names = run_npu_lines([jnp.ones(16)])
+  steps = np.arange(1, 101)
+  history = ols.instruments.replay(
+    names["manager"],
+    ols.instruments.History(
+      steps, np.float32(steps * 0 + 1), np.float32(steps * 0 + 1), steps < 0
+    ),
+    saturating=True,
+  ).history
+  tx = ols.instruments.record(
+    ols.loss_scaling(optax.sgd(0.5), names["manager"]), 100
+  )
+  names["opt_state"] = tx.init(jnp.zeros(()))._replace(
+    recorded_steps=jnp.int32(100),
+    recorded_scale=jnp.asarray(history.loss_scale),
+    recorded_amax=jnp.asarray(history.amax),
+    recorded_overflow=jnp.asarray(history.overflow),
+  )
+  exec(tune, names)
+  advice, *_ = capsys.readouterr().out.splitlines()
+  assert advice.startswith(
+    "init_loss_scale: 2**32 -> 2**15: 34 steps were lost"
+  )
 
 
 def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
@@ -425,23 +452,6 @@ def test_the_flag_goes_together_with_is_distributed():
   state = tx.init(jnp.float32(0.0))
   update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
   assert jax.jit(update)(jnp.array([8.0, 65504.0])).tolist() == [0.0, 0.0]
-
-
-def reference_row(system):
-  outcomes = traces.outcomes(system)
-  return [
-    f"`{system}`",
-    traces.load(system)["version"],
-    str(len(outcomes)),
-    str(sum(outcome.compared for outcome in outcomes)),
-    str(sum(outcome.mismatches for outcome in outcomes)),
-  ]
-
-
-@pytest.mark.parametrize("system", traces.SYSTEMS)
-def test_the_numbers_of_the_comparison_are_those_of_the_replay(system):
-  table = {row[0]: row for row in cells(section("How this was compared"))}
-  assert table[f"`{system}`"] == reference_row(system)
 
 
 def test_the_comparison_lists_each_trace_once():

@@ -8,11 +8,13 @@ from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot
 import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.cli import _loss_scale
 from optax_lossscale.demo import digits
 from tests import documents
 from tests.optimizers import to_bits
@@ -46,7 +48,7 @@ def test_the_examples_run_one_after_the_other():
   )
   status, rehearsal = blocks_of("Which check do I need?")
   (port,) = blocks_of("Concepts")
-  (metrics,) = blocks_of("Watching it")
+  metrics, *_ = blocks_of("Seeing it, and tuning it")
   (threshold,) = blocks_of("Your own reasons to skip")
   (selection,) = blocks_of("What else a step changes")
   (accumulation,) = blocks_of("Accumulation")
@@ -140,6 +142,89 @@ def test_the_examples_run_one_after_the_other():
   exec(collection, names)
   assert names["variables"]["_overwrite_with_gradient"] == 5.0
   assert jnp.all(names["variables"]["params"] == 2.0)
+
+
+@pytest.mark.one_end
+def test_what_is_seen_and_advised(capfd):
+  _, record, history, advise, where, overflow = documents.blocks(
+    documents.section(README, "Seeing it, and tuning it"), "python"
+  )
+  rule = ols.DynamicLossScale(2.0**20)
+  batch = np.ones((4, 5), np.float32)
+  params = {"w": jnp.full((5, 3), 0.5)}
+
+  def loss_fn(params, batch):
+    hidden = jnp.float16(batch) @ jnp.float16(params["w"])
+    return jnp.mean(jnp.float32(hidden) ** 2)
+
+  names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "rule": rule}
+  names |= {"params": params, "loss_fn": loss_fn, "batch": batch}
+  exec(record.replace("ols.DynamicLossScale()", "rule"), names)
+  for _ in range(100):
+    names["params"], names["opt_state"], _ = names["train_step"](
+      names["params"], names["opt_state"], batch
+    )
+  with matplotlib.rc_context({"backend": "agg"}):
+    exec(history, names)
+    assert names["history"].overflow.sum() == 5
+    exec(advise, names)
+    _, names["grads"] = jax.value_and_grad(loss_fn)(params, batch)
+    exec(where, names)
+    matplotlib.pyplot.close("all")
+  assert names["histogram"].total == 15
+  assert names["lost"] == 0
+  exec(overflow, names | {"opt_state": 2.0**20})
+  exec(overflow, names)
+  jax.effects_barrier()
+  printed, advice, place, none = capfd.readouterr().out.splitlines()
+  assert printed.startswith("step 100: clean, loss scale now 32768, 95 appl")
+  assert advice.startswith("init_scale: 2**20 -> 2**15: 5 steps were lost")
+  assert place.startswith("float16 overflow in ")
+  assert none == "no operation overflowed"
+
+
+@pytest.mark.one_end
+def test_the_table_of_rules_is_what_replays_show():
+  section = documents.section(README, "Rules that look before they leap")
+  rows = re.findall(r"^\| `(\S+)`(.*?) \| (.*) \|$", section, re.MULTILINE)
+  text_of = {
+    "megatron": "megatron:initial_scale=2**32,min_scale=1,growth_factor=2,"
+    "backoff_factor=0.5,growth_interval=1000,hysteresis=2"
+  }
+  traces = [
+    ols.instruments.read_history(f"tests/traces/amax_{name}.csv")
+    for name in ("digits", "text")
+  ]
+  # A table before it says in words what the rules do.
+  shown = {
+    name: cells.split(" | ") for name, _, cells in rows if cells[0].isdigit()
+  }
+  assert len(shown) == 15
+  for name, cells in shown.items():
+    rule = _loss_scale.parse(text_of.get(name, name)).rule
+    replays = [ols.instruments.replay(rule, trace) for trace in traces]
+    expected = [
+      cell
+      for replay in replays
+      for cell in (str(replay.lost_steps), f"{replay.mean_headroom:.1f}")
+    ]
+    assert cells == expected, name
+
+
+@pytest.mark.one_end
+def test_amax_inside_the_model_reaches_the_rule():
+  section = documents.section(README, "Rules that look before they leap")
+  wrap, tapped = documents.blocks(section, "python")
+  params = {"w": jnp.full((5, 3), 0.5)}
+  batch = {"x": jnp.ones((4, 5)), "y": jnp.ones(4)}
+  names = {"jnp": jnp, "ols": ols, "optax": optax, "params": params}
+  names |= {"batch": batch}
+  exec(wrap, names)
+  names["opt_state"] = names["tx"].init(params)
+  exec(tapped, names)
+  assert names["opt_state"].amax == max(
+    names["amax"], jnp.abs(names["grads"]["w"]).max()
+  )
 
 
 class Network(nn.Module):

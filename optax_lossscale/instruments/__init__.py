@@ -1,3 +1,4 @@
+"""Instruments: how loss scaling goes, and where the gradients are."""
 
 from optax_lossscale._metrics import loss_scale_metrics
 from optax_lossscale.instruments._advise import advise
@@ -8,6 +9,7 @@ from optax_lossscale.instruments._histograms import exponent_histogram
 from optax_lossscale.instruments._histograms import ExponentHistogram
 from optax_lossscale.instruments._histograms import histogram_by_leaf
 from optax_lossscale.instruments._history import History
+from optax_lossscale.instruments._place import Place
 from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._record import history
 from optax_lossscale.instruments._record import record
@@ -19,12 +21,14 @@ from optax_lossscale.instruments._shares import underflow_fraction
 from optax_lossscale.instruments._trace_files import read_history
 from optax_lossscale.instruments._trace_files import write_history
 from optax_lossscale.instruments._trial import Advice
+from optax_lossscale.instruments._where_overflow import where_overflow
 
 __all__ = [
   "Advice",
   "Culprit",
   "ExponentHistogram",
   "History",
+  "Place",
   "RecordState",
   "Replay",
   "advise",
@@ -40,5 +44,6 @@ __all__ = [
   "replay",
   "swallowed_fraction",
   "underflow_fraction",
+  "where_overflow",
   "write_history",
 ]

@@ -151,7 +151,10 @@ def history(opt_state: Any, *, path: str | None = None) -> _history.History:
       "`opt_state` must be known, got one that JAX is tracing: read the "
       "history outside of jit, of the state that the train step returned."
     )
-  steps, scales, amaxes, overflows = map(np.asarray, arrays)
+  # By way of JAX, since Flax NNX keeps each array in a variable of its own.
+  steps, scales, amaxes, overflows = (
+    np.asarray(jnp.asarray(x)) for x in arrays
+  )
   if steps.ndim:
     raise ValueError(
       "`opt_state` must be the state of one run, got a record of shape "

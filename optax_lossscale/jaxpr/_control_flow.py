@@ -10,10 +10,13 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale.jaxpr import _tally
+
 # Evaluates a jaxpr that an equation holds; returns its outputs and its count.
 Interpret = Callable[[Any, Sequence[Any]], tuple[list[Any], Any]]
 Call = Callable[
-  [core.JaxprEqn, Sequence[Any], Interpret, Any], tuple[list[Any], Any]
+  [core.JaxprEqn, Sequence[Any], Interpret, _tally.Tally],
+  tuple[list[Any], Any],
 ]
 
 
@@ -21,7 +24,7 @@ def cond(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
   index, *operands = inputs
@@ -29,7 +32,7 @@ def cond(
 
   def evaluate_branch(jaxpr: Any, *operands: Any) -> tuple[list[Any], Any]:
     outputs, counts = interpret(jaxpr, operands)
-    return outputs, add(varying(zero), counts)
+    return outputs, tally.join([varying(tally.zero), counts])
 
   functions = [functools.partial(evaluate_branch, x) for x in branches]
   result: tuple[list[Any], Any]
@@ -52,7 +55,7 @@ def scan(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.scan`, and `fori_loop` of known length."""
   parameters = equation.params
@@ -64,11 +67,12 @@ def scan(
   def body(state: Any, x: list[Any]) -> tuple[Any, list[Any]]:
     carry, counts = state
     outputs, more = interpret(parameters["jaxpr"], [*consts, *carry, *x])
-    return (outputs[:num_carry], add(counts, more)), outputs[num_carry:]
+    counts = tally.join_round(counts, more, is_over=True)
+    return (outputs[:num_carry], counts), outputs[num_carry:]
 
   (carry, counts), ys = lax.scan(
     body,
-    (carry, varying(zero)),
+    (carry, varying(tally.zero)),
     xs,
     length=parameters["length"],
     reverse=parameters["reverse"],
@@ -92,7 +96,7 @@ def while_loop(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.while_loop`, and `fori_loop` of unknown length."""
   parameters = equation.params
@@ -119,15 +123,17 @@ def while_loop(
       _where_goes_on(goes_on, new, old)
       for new, old in zip(outputs, carry, strict=True)
     ]
+    counts = tally.join_round(counts, in_body, is_over=True)
+    # What the condition counts belongs to the round that it lets begin.
     goes_on, in_test = test(outputs)
-    return goes_on, outputs, add(add(counts, in_body), in_test)
+    counts = tally.join_round(counts, in_test, is_over=False)
+    return goes_on, outputs, counts
 
   carry = list(inputs[num_cond + num_body :])
-  goes_on, counts = test(carry)
+  goes_on, in_test = test(carry)
+  counts = tally.join_round(varying(tally.zero), in_test, is_over=False)
   _, carry, counts = lax.while_loop(
-    lambda state: jnp.any(state[0]),
-    body,
-    (goes_on, carry, add(varying(zero), counts)),
+    lambda state: jnp.any(state[0]), body, (goes_on, carry, counts)
   )
   return carry, counts
 
@@ -143,28 +149,6 @@ def varying(zero: Any) -> Any:
     position = lax.axis_index(axis)
     zero = jax.tree.map(lambda x, p=position: x + 0 * p, zero)
   return zero
-
-
-def add(counts: Any, more: Any) -> Any:
-  """Returns the sum of two counts."""
-  return jax.tree.map(
-    lambda x, y: _on_this_mesh(x) + _on_this_mesh(y), counts, more
-  )
-
-
-def _on_this_mesh(count: jax.Array) -> jax.Array:
-  """Returns a count made inside `jax.sharding.auto_axes` or the like.
-
-  The mesh there has axes of another kind, which is in the type of the count.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  mesh_there = jax.typeof(count).sharding.mesh
-  if mesh.empty or mesh_there.empty or mesh_there == mesh:
-    return count
-  here: jax.Array = jax.sharding.reshard(
-    count, jax.NamedSharding(mesh, jax.P())
-  )
-  return here
 
 
 def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend import source_info_util
 from jax.extend.core import primitives
 
 # `core.Jaxpr` below is what `jax.make_jaxpr` returns; up to jax 0.10 that was
@@ -95,10 +96,9 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def context(equation: core.JaxprEqn) -> Iterator[None]:
-  """Restores the scopes and settings under which an equation was recorded.
+  """Restores the scopes, settings and lines of code of an equation.
 
-  The lines of code that a profiler shows are not among them: JAX has no public
-  way to pass them on.
+  So profilers, errors and `where_overflow` show the user's lines.
 
   Args:
     equation: of any primitive.
@@ -106,6 +106,7 @@ def context(equation: core.JaxprEqn) -> Iterator[None]:
   scope = str(equation.source_info.name_stack)
   with (
     equation.ctx.manager,
+    source_info_util.user_context(equation.source_info.traceback),
     jax.named_scope(scope) if scope else contextlib.nullcontext(),
   ):
     yield

@@ -1,22 +1,21 @@
 """A status register: did an operation overflow?"""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
 
 import jax
-from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _checks
-from optax_lossscale import _reached
 from optax_lossscale.jaxpr import _dtypes
 from optax_lossscale.jaxpr import _evaluate
-from optax_lossscale.jaxpr import _operations
+from optax_lossscale.jaxpr import _overflow
 from optax_lossscale.jaxpr import _record
 from optax_lossscale.jaxpr import _throughout
 
@@ -103,21 +102,12 @@ def float_status(
   """
   _dtypes.check_function(fun)
   dtypes = _dtypes.check_dtypes(dtypes)
-  if not isinstance(check, _checks.Check):
-    raise TypeError(
-      f"`check` must be made by nonfinite() or saturated(), got {check!r}."
-    )
-  is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
-  if check.dtype is not None and not is_one:
-    raise TypeError(
-      "`check` must be without a dtype, or with one of `dtypes`, since each "
-      f"operation is held against its own, got {check!r}."
-    )
+  saturating = _overflow.check_check(check, dtypes)
 
   @functools.wraps(fun)
   def float_status_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     recording = _record.record(fun, args, kwargs)
-    run = _differentiable(recording, dtypes, check.saturating)
+    run = _differentiable(recording, dtypes, saturating)
     outputs, counted = run(*recording.operands)
     status = counted if counts else counted.overflow > 0
     return recording.result(outputs), status
@@ -162,100 +152,27 @@ def _count_equation(
 ) -> tuple[Sequence[Any], StatusCounts]:
   """The rule: an operation as it is, and whether it overflowed."""
   outputs = _evaluate.bind(equation, inputs)
-  nothing = StatusCounts(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
-  if _operations.moves(equation):
-    return outputs, nothing
-  # Of a function that has another mesh the values do not fit outside.
-  with _evaluate.context(equation):
-    reached = [
-      _reached_limit(saturating, output)
-      for variable, output in zip(equation.outvars, outputs, strict=True)
-      if _dtypes.part_dtype(variable.aval) in dtypes
-    ]
-    if not reached:
-      return outputs, nothing
-    undefined = _operations.undefined(equation, inputs)
-    before = _reached_before(saturating, equation, inputs)
-    return outputs, StatusCounts(
-      _count_operation([x & ~before & ~undefined for x in reached]),
-      _count_operation([x & ~before & undefined for x in reached]),
-    )
-
-
-def _count_operation(elements: Sequence[Any]) -> jax.Array:
-  """Returns 1 if any element of any output is set, else 0, as int32[]."""
-  return functools.reduce(
-    jnp.logical_or, [jnp.any(x) for x in elements]
-  ).astype(jnp.int32)
-
-
-def _reached_limit(saturating: bool, x: Any) -> Any:
-  """Returns where `x` is not finite, or, saturating, at the largest value."""
-  dtype = _dtypes.part_dtype(x)
-  # A mutable array has a dtype, but only what is read from it has a value.
-  if dtype is None or isinstance(x, jax.Ref):
-    return np.zeros(np.shape(x), bool)
-  limit = float(jnp.finfo(dtype).max)
-  return _reached.reached(x, limit, inclusive=saturating)
-
-
-def _reached_before(
-  saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
-) -> Any:
-  """Returns where an output is made of inputs that had reached it already."""
-  name, parameters = equation.primitive.name, equation.params
-  reached = [_reached_limit(saturating, x) for x in inputs]
-  if name in _operations.ELEMENTWISE:
-    return functools.reduce(jnp.logical_or, reached)
-  if name in _operations.REDUCTIONS:
-    return jnp.any(reached[0], axis=parameters["axes"])
-  if name in _operations.CUMULATIVE:
-    return lax.cummax(
-      jnp.asarray(reached[0], jnp.int8),
-      axis=parameters["axis"],
-      reverse=parameters["reverse"],
-    ).astype(bool)
-  if name == "dot_general":
-    return _reached_before_dot(parameters["dimension_numbers"], *reached)
-  anywhere = functools.reduce(
-    jnp.logical_or, [jnp.any(x) for x in reached], jnp.full((), False)
-  )
-  if name in _operations.DEVICE_SUMS:
-    return _on_any_device(anywhere, parameters)
-  return anywhere
-
-
-def _on_any_device(flag: Any, parameters: Any) -> Any:
-  """Returns whether a flag is set on any device of those that are summed."""
-  axes = parameters["axes" if "axes" in parameters else "axis_name"]
-  return lax.pmax(
-    flag.astype(jnp.int32),
-    axes,
-    axis_index_groups=parameters.get("axis_index_groups"),
-  ).astype(bool)
-
-
-def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
-  """Returns where a row of `left` or a column of `right` holds a True."""
-  contracting, batch = dimension_numbers
-  # The result has the batch axes, then the free ones of the left and the right.
-  sides = [
-    _without(x, contracted, batched)
-    for x, contracted, batched in zip(
-      (left, right), contracting, batch, strict=True
+  found = [
+    by_kind
+    for _, by_kind in _overflow.find(
+      dtypes, saturating, equation, inputs, outputs
     )
   ]
-  num_batch = len(batch[0])
-  free = [x.ndim - num_batch for x in sides]
-  rows = jnp.expand_dims(
-    sides[0], range(sides[0].ndim, sides[0].ndim + free[1])
-  )
-  columns = jnp.expand_dims(sides[1], range(num_batch, num_batch + free[0]))
-  return rows | columns
+  if not found:
+    nothing = jnp.zeros((), jnp.int32)
+    return outputs, StatusCounts(nothing, nothing)
+  with _evaluate.context(equation):
+    return outputs, StatusCounts(
+      _count_operation(found, _overflow.OVERFLOW),
+      _count_operation(found, _overflow.UNDEFINED),
+    )
 
 
-def _without(x: Any, contracted: Any, batched: Any) -> Any:
-  """Returns whether any is True along the contracted axes, batch axes first."""
-  free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
-  x = jnp.transpose(x, (*batched, *free, *contracted))
-  return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))
+def _count_operation(
+  found: Sequence[Mapping[str, Any]], kind: str
+) -> jax.Array:
+  """Returns 1 if any element of any output is of a kind, else 0, as int32[]."""
+  elements = [by_kind[kind] for by_kind in found if kind in by_kind]
+  return functools.reduce(
+    jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)
+  ).astype(jnp.int32)

@@ -15,6 +15,7 @@ from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _demand
 from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _tally
 from optax_lossscale.jaxpr import _throughout
 from optax_lossscale.jaxpr import _value
 
@@ -122,7 +123,7 @@ def _control(
     return _value.arrays(outputs), ()
 
   with _evaluate.context(equation):
-    arrays, _ = call(equation, _value.arrays(inputs), interpret, ())
+    arrays, _ = call(equation, _value.arrays(inputs), interpret, _tally.Sum())
   return [
     _value.Value(array, getattr(variable.aval, "dtype", None), span=span)
     for variable, array, span in zip(

@@ -7,6 +7,7 @@ functions of JAX, around bodies that the rule has evaluated.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -17,11 +18,18 @@ from jax.extend.core import primitives
 from optax_lossscale.jaxpr import _calls
 from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _tally
 
 # Takes an equation and its inputs, returns its outputs and what it counted: a
-# pytree of int32[], the same for every equation, to be added up.
+# pytree of arrays, the same for every equation.
 CountingRule = Callable[
   [core.JaxprEqn, Sequence[Any]], tuple[Sequence[Any], Any]
+]
+
+# Takes also the equations that hold this one, the outermost first.
+PlacedRule = Callable[
+  [tuple[core.JaxprEqn, ...], core.JaxprEqn, Sequence[Any]],
+  tuple[Sequence[Any], Any],
 ]
 
 
@@ -43,28 +51,60 @@ def evaluate_throughout(
     arguments: one value for each of its inputs.
     rule: what to do with an equation that holds no jaxpr, or one that is not
       known here, such as a kernel: that is one operation.
-    zero: the count of nothing, a pytree of int32[].
+    zero: the count of nothing, a pytree of int32[]. Counts are added up.
     consts: values in place of the jaxpr's own constants.
   """
-  counts = zero
+  return tally_throughout(
+    jaxpr,
+    arguments,
+    lambda around, equation, inputs: rule(equation, inputs),
+    _tally.Sum(zero),
+    consts,
+  )
+
+
+def tally_throughout(
+  jaxpr: core.Jaxpr,
+  arguments: Sequence[Any],
+  rule: PlacedRule,
+  tally: _tally.Tally,
+  consts: Sequence[Any] | None = None,
+  around: tuple[core.JaxprEqn, ...] = (),
+) -> tuple[list[Any], Any]:
+  """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
+
+  Args:
+    jaxpr: as for `evaluate_throughout`.
+    arguments: likewise.
+    rule: likewise, but it also gets the equations around this one.
+    tally: how counts are put together.
+    consts: values in place of the jaxpr's own constants.
+    around: the equations that hold the jaxpr, the outermost first.
+  """
+  counts = []
 
   def rule_throughout(
     equation: core.JaxprEqn, inputs: Sequence[Any]
   ) -> Sequence[Any]:
-    nonlocal counts
     call = _find_call(equation)
     if call is None:
-      outputs, more = rule(equation, inputs)
+      outputs, count = rule(around, equation, inputs)
     else:
+      interpret = functools.partial(interpret_inside, equation)
       with _evaluate.context(equation):
-        outputs, more = call(equation, inputs, interpret, zero)
-    counts = _control_flow.add(counts, more)
+        outputs, count = call(equation, inputs, interpret, tally)
+    counts.append(count)
     return outputs
 
-  def interpret(inner: Any, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
-    return evaluate_throughout(_calls.close(inner), inputs, rule, zero)
+  def interpret_inside(
+    equation: core.JaxprEqn, inner: Any, inputs: Sequence[Any]
+  ) -> tuple[list[Any], Any]:
+    return tally_throughout(
+      _calls.close(inner), inputs, rule, tally, around=(*around, equation)
+    )
 
-  return _evaluate.evaluate(jaxpr, arguments, rule_throughout, consts), counts
+  outputs = _evaluate.evaluate(jaxpr, arguments, rule_throughout, consts)
+  return outputs, tally.join(counts)
 
 
 def _find_call(equation: core.JaxprEqn) -> _control_flow.Call | None:
@@ -76,10 +116,10 @@ def _inline(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """A call that is nothing but its jaxpr."""
-  del zero
+  del tally
   jaxpr = next(
     parameter
     for parameter in equation.params.values()
@@ -92,9 +132,9 @@ def _jit(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
-  del zero
+  del tally
   parameters = equation.params
   with _evaluate.inside(equation):
     outputs, counts = interpret(
@@ -107,9 +147,9 @@ def _remat(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
-  del zero
+  del tally
   return interpret(equation.params["jaxpr"], recomputed(equation, inputs))
 
 
@@ -133,7 +173,7 @@ def shard_map(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """`jax.shard_map`, and `jax.pmap`, which is one."""
   parameters = equation.params
@@ -141,8 +181,8 @@ def shard_map(
 
   def body(*inputs: Any) -> tuple[list[Any], Any]:
     outputs, counts = interpret(parameters["jaxpr"], inputs)
-    counts = _control_flow.add(_control_flow.varying(zero), counts)
-    return outputs, jax.tree.map(lambda x: lax.psum(x, axes), counts)
+    counts = tally.join([_control_flow.varying(tally.zero), counts])
+    return outputs, tally.join_devices(counts, axes)
 
   result: tuple[list[Any], Any] = jax.shard_map(
     body,
@@ -150,7 +190,7 @@ def shard_map(
     in_specs=tuple(parameters["in_specs"]),
     out_specs=(
       list(parameters["out_specs"]),
-      jax.tree.map(lambda _: jax.P(), zero),
+      jax.tree.map(lambda _: jax.P(), tally.zero),
     ),
     axis_names=set(axes),
     check_vma=parameters["check_vma"],
@@ -162,10 +202,10 @@ def _linear_solve(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _control_flow.Interpret,
-  zero: Any,
+  tally: _tally.Tally,
 ) -> tuple[list[Any], Any]:
   """Forward it is the function that solves, which comes third of four."""
-  del zero
+  del tally
   lengths = equation.params["const_lengths"]
   start = lengths.matvec + lengths.vecmat
   consts = inputs[start : start + lengths.solve]

@@ -1,5 +1,6 @@
 """The ring of the last steps: what it keeps, in which order, at what cost."""
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +135,16 @@ def test_runs_side_by_side_are_read_one_by_one():
     instruments.history(state)
   second = jax.tree.map(lambda x: x[1], state)
   assert instruments.history(second).amax.tolist() == [2.0]
+
+
+@pytest.mark.one_end
+def test_an_optimizer_of_nnx_is_recorded():
+  optimizer = nnx.Optimizer(
+    model := nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make(4), wrt=nnx.Param
+  )
+  gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+  optimizer.update(model, gradients)
+  assert instruments.history(optimizer.opt_state).amax.tolist() == [1.0]
 
 
 def test_several_records_are_told_by_their_path():

@@ -144,21 +144,26 @@ def test_only_skipped_steps_are_printed(capfd):
   assert line.endswith("S now 512.0, nan True, stalled False")
 
 
-def test_headroom_is_how_many_doublings_remain():
+def test_headroom_is_how_many_doublings_remain(capsys):
   title = "Tuning S"
-  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+  rule = ols.DynamicLossScale(1024.0)
+  check = ols.nonfinite(jnp.float16)
+  tx = ols.loss_scaling(optax.sgd(0.5), rule, check=check)
+  tx = ols.instruments.record(tx, capacity=10)
   gradients = jnp.array([2.0**-3, 2.0**3])
   update, state = jax.jit(tx.update), tx.init(gradients)
   _, state = update(gradients, state)
   text = documents.section(PAGE, title)
   names = documents.run(
-    text, {"jnp": jnp, "ols": ols, "opt_state": state, "optax": optax}
+    text,
+    {"jnp": jnp, "ols": ols, "opt_state": state, "optax": optax, "rule": rule},
   )
   doublings = int(np.floor(names["headroom"]))
   as_float16 = jnp.float16(gradients)
   for extra, overflows in ((doublings, False), (doublings + 1, True)):
     scaled = as_float16 * jnp.float16(2.0**extra)
     assert bool(jnp.isinf(scaled).any()) == overflows
+  assert "S could have been 2**12 times as large" in capsys.readouterr().out
   assert ols.get_loss_scale(names["opt_state"]) == 2.0**12
   update(gradients, names["opt_state"])
   assert update._cache_size() == 1

@@ -1,0 +1,142 @@
+"""Which operation overflowed first?"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale import _checks
+from optax_lossscale.instruments import _place
+from optax_lossscale.jaxpr import _dtypes
+from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale.jaxpr import _first
+from optax_lossscale.jaxpr import _overflow
+from optax_lossscale.jaxpr import _record
+from optax_lossscale.jaxpr import _throughout
+
+
+def where_overflow(
+  fun: Callable[..., Any],
+  dtypes: Any = (jnp.float16,),
+  *,
+  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  undefined: bool = True,
+) -> Callable[..., _place.Place | None]:
+  """Returns a function for the first operation of `fun` that overflowed.
+
+  Gradients show that a step has overflowed, and `culprit` in which parameter.
+  By then inf and NaN have spread: the parameter is where they ended up, not
+  where they began. This runs `fun` and names the operation that made the first
+  one, its layer and its line of code. Put it around the function that makes
+  the gradients, and call it with the parameters, the opt_state and the batch
+  of the step that was skipped.
+
+  An operation overflowed if `float_status` says so, and the order is that in
+  which `fun` is written: forward pass before backward pass, iteration after
+  iteration, on several devices the earliest on any of them. What is behind the
+  first may be its consequence, or not; mend it and look again.
+
+  Args:
+    fun: any function that JAX can trace, as for `float_status`. What it returns
+      is not used.
+    dtypes: the floating dtypes whose operations are looked at, one or several.
+    check: `nonfinite()`; or `saturated()`, for hardware that saturates.
+    undefined: whether an operation without a finite value (1/0, log 0) counts
+      as well, if it comes first. Pass False to look past one that does no harm,
+      such as in the branch of a `jnp.where` that is not taken.
+
+  Returns:
+    A function with the arguments of `fun` that returns a `Place`, or None if
+    there is none. It compiles `fun` on each call, and waits for the result.
+
+  Raises:
+    TypeError: if `fun` is no function, `dtypes` holds anything but floating
+      dtypes, or `check` is no check, or one for another dtype.
+    ValueError: by what is returned, under jit, grad, vmap and the like.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> def loss(x):
+    ...   with jax.named_scope("mlp/square"):
+    ...     y = x * x
+    ...   return jnp.sum(1 / y)
+    >>> x = jnp.array([1.0, 300.0, 400.0], jnp.float16)
+    >>> place = ols.instruments.where_overflow(loss)(x)
+    >>> print(place.operation, place.layer, place.elements)
+    mul mlp/square 2
+    >>> print(ols.instruments.where_overflow(loss)(x / 100))
+    None
+  """
+  _dtypes.check_function(fun)
+  dtypes = _dtypes.check_dtypes(dtypes)
+  saturating = _overflow.check_check(check, dtypes)
+
+  @functools.wraps(fun)
+  def where_overflow_fun(*args: Any, **kwargs: Any) -> _place.Place | None:
+    _check_eager(jax.tree.leaves((args, kwargs)))
+    recording = _record.record(fun, args, kwargs)
+    _check_eager(recording.operands)
+    run, results = _looking(recording, dtypes, saturating, undefined)
+    first = jax.device_get(jax.jit(run)(*recording.operands))
+    # Two's complement: 2^31 elements of one result and more are negative.
+    if first.elements == 0:
+      return None
+    return _place.describe(results[int(first.place)], first)
+
+  return where_overflow_fun
+
+
+def _check_eager(values: Iterable[Any]) -> None:
+  # Under jit a new array is traced as well, whatever the arguments are.
+  if any(isinstance(x, jax.core.Tracer) for x in [*values, jnp.zeros(())]):
+    raise ValueError(
+      "What `where_overflow` returns must be called outside of jit, grad, vmap "
+      "and scan, since it returns a text and not an array, got traced values. "
+      "Put it around the whole function, where_overflow(jax.grad(loss)), and "
+      "call that with the arguments of the step that overflowed; inside, "
+      "`float_status` tells whether one did."
+    )
+
+
+def _looking(
+  recording: _record.Recording,
+  dtypes: frozenset[Any],
+  saturating: bool,
+  undefined: bool,
+) -> tuple[Callable[..., _first.First], list[_place.Result]]:
+  """Returns the function that finds a result, and the list it numbers."""
+  tally = _first.FirstTally(recording.jaxpr)
+  results: list[_place.Result] = []
+
+  def rule(
+    around: tuple[core.JaxprEqn, ...],
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+  ) -> tuple[Sequence[Any], _first.First]:
+    outputs = _evaluate.bind(equation, inputs)
+    counts = []
+    for variable, by_kind in _overflow.find(
+      dtypes, saturating, equation, inputs, outputs
+    ):
+      for kind, mask in by_kind.items():
+        if kind == _overflow.UNDEFINED and not undefined:
+          continue
+        with _evaluate.context(equation):
+          counts.append(tally.found(len(results), mask))
+        results.append(_place.Result(around, equation, variable, kind))
+    return outputs, tally.join(counts)
+
+  def run(*operands: Any) -> _first.First:
+    consts, arguments = recording.consts_and_arguments(operands)
+    result: tuple[list[Any], _first.First] = _throughout.tally_throughout(
+      recording.jaxpr, arguments, rule, tally, consts
+    )
+    return result[1]
+
+  return run, results
