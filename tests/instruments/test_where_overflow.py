@@ -579,12 +579,12 @@ def test_a_conversion_that_autocast_makes_has_no_line_of_code():
 
 
 def test_an_operation_under_autocast_has_the_line_of_the_user():
-  def square(x):
-    return (x * x) @ x
+  def network(x, w):
+    return ((x @ w) * (x @ w)) @ w
 
-  mixed = ols.autocast(square, "O3", dtype=HALF)
-  place = where_overflow(mixed)(jnp.float32(X))
-  assert (place.operation, place.source) == ("mul", line_of(square))
+  mixed = ols.autocast(network, "O1", dtype=HALF)
+  place = where_overflow(mixed)(jnp.full((2, 2), 300.0), jnp.eye(2))
+  assert (place.operation, place.source) == ("mul", line_of(network))
 
 
 # Errors -----------------------------------------------------------------------
