@@ -26,11 +26,11 @@ def loss_scale_metrics(
     step); the last step's `overflow`, `nan`, `inf`, `skipped`, `stalled`
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
-    the share of skipped steps among all. `inf` is that the largest gradient was
-    infinite; an overflow that is neither that nor `nan` was saturated, or the
-    caller's. `headroom` is how many doublings of S the step left, in bits, and
-    NaN where the computation's dtype is not known: name it in the check. The
-    others are explained at `LossScalingState`.
+    the share of skipped steps among all. `inf` is that a gradient was infinite
+    and none NaN; an overflow that is neither was saturated, or the caller's.
+    `headroom` is how many doublings of S the step left, in bits, and NaN where
+    the computation's dtype is not known: name it in the check. The others are
+    explained at `LossScalingState`.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.

@@ -173,7 +173,8 @@ def test_what_is_seen_and_advised(capfd):
     matplotlib.pyplot.close("all")
   assert names["histogram"].total == 15
   assert names["lost"] == 0
-  exec(overflow, names | {"opt_state": 2.0**20})
+  first = names["history"]._replace(loss_scale=np.float32([2.0**20]))
+  exec(overflow, names | {"history": first})
   exec(overflow, names)
   jax.effects_barrier()
   printed, advice, place, none = capfd.readouterr().out.splitlines()

@@ -54,7 +54,8 @@ def record(
   Raises:
     TypeError: if an argument is not of its kind.
     ValueError: if `capacity` is below 1; from `init`, if there is no loss
-      scaling in `tx`, or several and no path.
+      scaling in `tx`, or several and no path; from `update`, if the state is a
+      record of another capacity.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -98,6 +99,7 @@ def record(
       updates, state.recorded_state, params, **extra_args
     )
     last = _state.find_state(recorded_state, path)
+    _check_capacity(state, capacity)
     place = state.recorded_steps % capacity
     return updates, RecordState(
       recorded_state=recorded_state,
@@ -166,6 +168,17 @@ def history(opt_state: Any, *, path: str | None = None) -> _history.History:
   return _history.History(
     step + 1, scales[places], amaxes[places], overflows[places]
   )
+
+
+def _check_capacity(state: RecordState, capacity: int) -> None:
+  """Raises ValueError if a ring of another size was restored."""
+  size = state.recorded_scale.shape[-1]
+  if size != capacity:
+    raise ValueError(
+      "`capacity` must stay what it was in the run that is continued, got "
+      f"{capacity} for a record of {size} steps; take {size}, or begin a new "
+      "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
+    )
 
 
 def _find_record(opt_state: Any, path: str | None) -> RecordState:

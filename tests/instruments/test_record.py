@@ -106,6 +106,16 @@ def test_steps_in_a_scan_are_recorded():
   np.testing.assert_array_equal(history.amax, GRADIENTS)
 
 
+def test_a_record_of_another_capacity_is_refused():
+  state = run(make(10), GRADIENTS)
+  with pytest.raises(ValueError, match="got 5 for a record of 10 steps; take"):
+    run(make(5), [1.0], state)
+  fresh = make(5).init(jnp.zeros(1))
+  state = fresh._replace(recorded_state=state.recorded_state)
+  history = instruments.history(run(make(5), [9.0], state))
+  assert (history.amax, history.loss_scale) == ([9.0], [2.0])
+
+
 def test_nothing_of_a_step_goes_to_the_host():
   tx = make(100)
   state = tx.init(jnp.zeros(1))
