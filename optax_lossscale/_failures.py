@@ -67,6 +67,9 @@ go on with raise_error_at_min_scale=False; S is 1.0.
     _state.find_state(opt_state)  # Raises, and says what to pass.
   for state in states.values():
     loss_scale_state = state.loss_scale_state
+    # A rule around another, such as WarmStart, holds its state.
+    while hasattr(loss_scale_state, "rule_state"):
+      loss_scale_state = loss_scale_state.rule_state
     failure = getattr(loss_scale_state, "failure", None)
     if failure is None:
       continue

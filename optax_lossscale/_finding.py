@@ -81,14 +81,16 @@ def limits(finding: Finding, scaled: Any) -> dict[str, jax.Array]:
     finding: of the step.
     scaled: bool or bool[], whether its loss was scaled.
   """
+  # Made of the amax, so that they vary over the devices as all of a state does,
+  # and two arrays, since one could not be donated twice.
+  zero = jnp.zeros_like(finding.amax)
   if finding.limit is None or finding.known_amax is None:
-    zero = jnp.full((), 0, jnp.float32)
-    return {"amax_limit": zero, "limited_amax": zero}
+    return {"amax_limit": zero, "limited_amax": jnp.zeros_like(finding.amax)}
   limit = min(finding.limit, float(jnp.finfo(jnp.float32).max))
-  # What was not scaled tells nothing of S.
   return {
-    "amax_limit": jnp.where(scaled, jnp.float32(limit), 0),
-    "limited_amax": finding.known_amax,
+    # What was not scaled tells nothing of S.
+    "amax_limit": jnp.where(scaled, zero + jnp.float32(limit), 0),
+    "limited_amax": finding.known_amax + zero,
   }
 
 

@@ -72,11 +72,11 @@ def loss_scaling(
     `overflow=`: a bool, number or array of which any non-zero entry makes the
     step an overflow, or what `accumulated_value_and_grad` returns, or a list of
     such; `amax=`: a tree of numbers or arrays whose largest counts with the
-    gradients, inf and NaN as an overflow, such as what `statistics.amax_tap`
-    saw in the model; and `scaled=`: bool or bool[], False for a step whose loss
-    was not scaled. S is 1 for this step, what is not finite is an overflow, and
-    the rule's state stays bit for bit. The updates have the dtypes of the
-    parameters, where those are passed.
+    gradients and overflows as they do, at the smallest limit that the check
+    knows, such as what `statistics.amax_tap` saw in the model; and `scaled=`:
+    bool or bool[], False for a step whose loss was not scaled. S is 1 for this
+    step, what is not finite is an overflow, and the rule's state stays bit for
+    bit. The updates have the dtypes of the parameters, if those are passed.
 
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
@@ -158,7 +158,7 @@ def loss_scaling(
     scaled_gradients = _leaves.leave_out(is_gradient, incoming)
 
     finding = _checks.examine(check, scaled_gradients, scaled)
-    finding = _window_overflow.report(finding, overflow, amax)
+    finding = _window_overflow.report(finding, overflow, amax, check, scaled)
     measured = rule.measure(scaled_gradients)
     if agreed:
       _devices.check_mapped("axis_name", agreed)

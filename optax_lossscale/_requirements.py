@@ -14,6 +14,11 @@ from optax_lossscale import _rules
 from optax_lossscale import _select
 from optax_lossscale import _state
 
+_SET_STATE = (
+  "to change the rule in mid-run, set its state: "
+  "optax.tree.set(opt_state, loss_scale_state=rule.init())"
+)
+
 
 class ScaledError(TypeError):
   """`scaled` arrived at loss scaling, and is neither a bool nor bool[]."""
@@ -125,15 +130,13 @@ def check_state(state: Any, rule: _rules.LossScale) -> None:
     jax.tree.structure(expected),
   ]
   if structures[0] == structures[1]:
-    _select.check_structure(rule_text, got, expected)
+    try:
+      _select.check_structure(rule_text, got, expected)
+    except ValueError as error:
+      raise ValueError(f"{str(error).rstrip('.')}; {_SET_STATE}.") from None
     _check_dtypes(rule_text, got, expected)
     return
-  remedy = (
-    _state.RESTORE
-    if isinstance(got, dict)
-    else "to change the rule in mid-run, set its state: "
-    "optax.tree.set(opt_state, loss_scale_state=rule.init())"
-  )
+  remedy = _state.RESTORE if isinstance(got, dict) else _SET_STATE
   if hasattr(expected, "_replace") and remedy != _state.RESTORE:
     remedy += (
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arguments
-from optax_lossscale import _engine_state
 from optax_lossscale import _log2
-from optax_lossscale import _rules
 from optax_lossscale import jaxpr
 
 # Orbax and flax.serialization return plain dicts and lists where they are not
@@ -19,9 +17,6 @@ RESTORE = (
   "a checkpoint must be restored into the structure of the optimizer's state, "
   "with tx.init(params) as its target"
 )
-
-# What people pass by mistake where the wrapper's state is wanted.
-_RULE_STATES = (_engine_state.DynamicLossScaleState, _rules.FixedLossScaleState)
 
 
 class LossScalingState(NamedTuple):
@@ -121,13 +116,13 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   Raises:
     ValueError: if there is none, or none at `path`, or several.
   """
-  if isinstance(opt_state, _RULE_STATES):
+  states = find_states(opt_state)
+  if not states and _is_rule_state(opt_state):
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
       f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
       "`loss_scale`."
     )
-  states = find_states(opt_state)
   if not states:
     remedy = (
       "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
@@ -251,6 +246,12 @@ def _is_restored(tree: Any) -> bool:
     for path, _ in jax.tree.leaves_with_path(tree)
     for key in path
   )
+
+
+def _is_rule_state(x: Any) -> bool:
+  """Returns whether `x` looks like the state of a rule, anybody's."""
+  # A parameter of that name is seldom a scalar, and a rule's S no array.
+  return getattr(getattr(x, "loss_scale", None), "shape", None) == ()
 
 
 def _is_state(x: Any) -> bool:

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _amax
+from optax_lossscale import _checks
 from optax_lossscale import _finding
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -55,14 +58,23 @@ class WindowOverflow:
 
 
 def report(
-  finding: _finding.Finding, overflow: Any, amax: Any = None
+  finding: _finding.Finding,
+  overflow: Any,
+  amax: Any = None,
+  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  scaled: Any = True,
 ) -> _finding.Finding:
   """Returns what a check found together with what the caller knows.
 
   Args:
     finding: what the check found.
     overflow: the caller's `overflow=`.
-    amax: the caller's `amax=`.
+    amax: the caller's `amax=`. It overflows as the gradients do: beyond the
+      smallest limit of a dtype that is known, or at it if the check is
+      saturating. Where none is known, or nothing was scaled, only what is not
+      finite overflows.
+    check: by which the gradients were looked at.
+    scaled: bool or bool[], whether the loss was scaled.
 
   Raises:
     TypeError: if one of them is not what may be passed there.
@@ -87,24 +99,55 @@ def report(
     finding = finding._replace(overflow=finding.overflow | flag)
   if amax is None:
     return finding
-  return _report_amax(finding, amax)
+  largest = _largest(amax)
+  if largest is None:
+    return finding
+  overflows = ~jnp.isfinite(largest)
+  # All that float32 holds is below a limit that it does not hold.
+  if finding.limit is not None and finding.limit <= _LARGEST:
+    limit = np.float32(finding.limit)
+    beyond = largest >= limit if check.saturating else largest > limit
+    overflows |= beyond & scaled
+  finding = finding.with_amax(largest)
+  return finding._replace(overflow=finding.overflow | overflows)
 
 
-def _report_amax(finding: _finding.Finding, amax: Any) -> _finding.Finding:
-  """Returns what a check found together with magnitudes from elsewhere."""
+def _largest(amax: Any) -> jax.Array | None:
+  """Returns the largest of magnitudes from elsewhere; None if there is none.
+
+  Args:
+    amax: a tree of numbers and arrays.
+
+  Raises:
+    TypeError: if a leaf is neither.
+  """
   values = []
   for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
     try:
-      if value is None or isinstance(value, (str, bool)):
+      if value is None or isinstance(value, str):
         raise TypeError
-      values.append(jnp.asarray(value, jnp.float32).reshape(-1))
+      values.append(_as_float32(value).reshape(-1))
     except (TypeError, ValueError) as error:
       raise TypeError(
         "`amax` must be a number, an array, or a tree of these, such as the "
         f"gradient of what an amax_tap was given, got {value!r}."
       ) from error
-  if not values:
-    return finding
-  largest = _amax.amax(values)
-  finding = finding.with_amax(largest)
-  return finding._replace(overflow=finding.overflow | ~jnp.isfinite(largest))
+  return _amax.amax(values) if values else None
+
+
+def _as_float32(value: Any) -> jax.Array:
+  """Returns numbers as float32[...]; inf only where they were inf.
+
+  Raises:
+    TypeError: if they are bools.
+  """
+  is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
+  # On the host first, where jnp would warn of a number that is too large.
+  numpy = jnp if is_jax else np
+  value = numpy.asarray(value)
+  if np.issubdtype(value.dtype, np.bool_):
+    raise TypeError
+  if value.dtype == np.float64:
+    clipped = numpy.clip(value, -_LARGEST, _LARGEST)
+    value = numpy.where(numpy.isfinite(value), clipped, value)
+  return jnp.asarray(value, jnp.float32)

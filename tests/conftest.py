@@ -1,5 +1,6 @@
 """Eight devices in the test process, on any machine; what runs where."""
 
+import gc
 import os
 
 import jax
@@ -10,13 +11,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 # These take longest. They are begun first, or one worker would still run one
 # of them when the others have nothing left.
 LONGEST = (
-  "tests/test_exported_optimizers.py",
   "tests/test_notebooks.py",
-  "tests/jaxpr/test_float_status.py",
-  "tests/test_contract.py",
-  "tests/test_porting.py",
+  "tests/test_exported_optimizers.py",
   "tests/jaxpr/test_saturating.py",
   "tests/cli/test_train.py",
+  "tests/jaxpr/test_float_status.py",
+  "tests/test_contract.py",
+  "tests/test_devices.py",
 )
 
 
@@ -29,6 +30,17 @@ def pytest_collection_modifyitems(config, items):
     )
 
 
+def pytest_collection_finish(session):
+  """Keeps Python's garbage collector off what lives as long as the tests.
+
+  Tracing allocates so much that it runs all the time; to look again and again
+  at all modules and tests is what makes it slow.
+  """
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.fixture
 def strict_promotion():
   """Forbids implicit promotion, so that every cast in the source is meant."""
@@ -36,15 +48,29 @@ def strict_promotion():
     yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
   """Compiles without LLVM's optimizations, where no test is about them.
 
   The program is the same operation for operation; it takes a quarter less time
-  to compile. What XLA's vectorized kernels do with NaN, say, is not tested so.
+  to compile. What XLA's vectorized kernels do with NaN, say, is not tested so:
+  see `full_compilation`.
   """
-  jax.config.update("jax_disable_most_optimizations", True)
+  with_optimizations(False)
+
+
+@pytest.fixture(scope="module")
+def full_compilation(quick_compilation):
+  """Compiles as users do, for tests of what LLVM makes of the numbers.
+
+  On the oldest end .ci/run has all tests without its optimizations.
+  """
+  with_optimizations(
+    os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "0"
+  )
   yield
-  # Unless all tests are run without them.
-  stays = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") != "0"
-  jax.config.update("jax_disable_most_optimizations", stays)
+  with_optimizations(False)
+
+
+def with_optimizations(on):
+  jax.config.update("jax_disable_most_optimizations", not on)

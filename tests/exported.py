@@ -118,9 +118,9 @@ OPTIMIZERS = [
 
 
 def make_params(size):
-  """Returns parameters of four matrices."""
+  """Returns parameters of two matrices."""
   return {
-    f"layer_{i}": jnp.full((size, size), 0.125 * (i + 1)) for i in range(4)
+    f"layer_{i}": jnp.full((size, size), 0.125 * (i + 1)) for i in range(2)
   }
 
 

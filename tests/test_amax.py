@@ -14,7 +14,10 @@ import pytest
 from optax_lossscale import _amax
 
 # What uses it, such as the checks, is tested on every version of JAX.
-pytestmark = pytest.mark.one_end
+pytestmark = [
+  pytest.mark.usefixtures("full_compilation"),
+  pytest.mark.one_end,
+]
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
 EIGHT_BITS = (

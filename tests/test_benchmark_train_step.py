@@ -17,11 +17,7 @@ from benchmarks import nonfinite
 from benchmarks import train_step
 import optax_lossscale as ols
 
-# The steps take milliseconds here, and compiling them well takes seconds.
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 TINY = gpt2.SIZES["tiny"]
 SMALL_CONTEST = contest.Contest(
@@ -30,7 +26,7 @@ SMALL_CONTEST = contest.Contest(
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, quick_compilation):
+def results(tmp_path_factory):
   """What the command wrote, after a run in which nothing failed."""
   path = tmp_path_factory.mktemp("benchmark") / "folder" / "figures.json"
   arguments = (

@@ -17,18 +17,14 @@ from benchmarks import summary
 from benchmarks.peers import bare
 from benchmarks.peers import this_library
 
-# It times nothing that is looked at: how well it is compiled does not matter.
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 # What needs nothing beyond the library and its tests.
 PEERS = ("bare", "one more read", "optax_lossscale", "flax", "apply_if_finite")
 
 
 @pytest.fixture(scope="module")
-def content(tmp_path_factory, quick_compilation):
+def content(tmp_path_factory):
   path = tmp_path_factory.mktemp("benchmarks") / "new" / "update.json"
   options = ["--quick", "--cases", "10", "--rounds", "3", "--compilations", "1"]
   code = command.main([*options, "--peers", *PEERS, "--output", str(path)])

@@ -10,8 +10,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BAD = jnp.array([jnp.inf, 1.0])
 GOOD = jnp.array([8.0, 16.0])
 PARAMS = jnp.array([1.0, 2.0])

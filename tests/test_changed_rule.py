@@ -15,10 +15,7 @@ import optax_lossscale as ols
 from tests import reference
 from tests.reference.floats import float32
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 # Overflows of the steps before the change and of those after it.
 BEFORE, AFTER = 5, 5

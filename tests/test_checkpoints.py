@@ -26,9 +26,6 @@ from tests import test_processes
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
-# The worker's processes compile as this one does.
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RULES = {
   "dynamic": ols.DynamicLossScale(8.0, growth_interval=2, hysteresis=2),
   "fixed": ols.FixedLossScale(8.0),

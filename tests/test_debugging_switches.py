@@ -17,10 +17,7 @@ import pytest
 import optax_lossscale as ols
 from tests.optimizers import to_bits
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PARAMS = {
   "b": jnp.full((4,), 0.5),

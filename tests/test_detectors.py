@@ -17,10 +17,7 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 

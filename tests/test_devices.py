@@ -15,8 +15,6 @@ from optax_lossscale import _devices
 from optax_lossscale import _finding
 from tests import compiled
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SATURATED = ols.saturated(jnp.float16)
 
 # How a step is mapped, and over which axes of the mesh.
@@ -136,9 +134,10 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
   train = trainer(mapping, order, "adam")
   places = [("half", (1,)), ("single", (1, 0))]
   values = (np.nan, np.inf, -np.inf, 65504.0, -65504.0)
-  for device, (name, place), value in itertools.product(
-    range(8), places, values
-  ):
+  # Each value in each place twice, and any device has some.
+  cases = 2 * list(itertools.product(places, values))
+  for i, ((name, place), value) in enumerate(cases):
+    device = i % 8
     gradients = gradients_of_three_steps()
     gradients[name][(device, 1, *place)] = value
     params, state = jax.tree.map(np.asarray, train(gradients))
@@ -155,6 +154,7 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
       assert np.any(skipped != last)
 
 
+@pytest.mark.one_end
 def test_nan_on_one_device_outlives_inf_on_all_others():
   def agree(amax):
     finding = _finding.Finding(overflow=amax > 1, amax=amax)
@@ -188,6 +188,7 @@ def regression_loss(params, batch):
   return jnp.mean((batch @ params) ** 2)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_both_orders_make_the_step_of_one_device_in_float64(mapping, order):
@@ -223,6 +224,7 @@ def test_both_orders_are_equal_when_nothing_overflows(mapping):
     assert np.all(bits(x) == bits(y))
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_an_average_of_the_largest_values_is_finite(devices):
   tx = ols.loss_scaling(
@@ -240,6 +242,7 @@ def test_an_average_of_the_largest_values_is_finite(devices):
   np.testing.assert_allclose(updates, expected, atol=16 * devices)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("devices", [3, 5, 6, 7])
 def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   tx = ols.loss_scaling(
@@ -252,6 +255,7 @@ def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   np.testing.assert_array_equal(update(own)[0], expected)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
   "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32]
 )
@@ -348,7 +352,10 @@ def test_leaves_that_go_around_the_wrapper_are_not_averaged():
   assert updates[collection].tolist() == (8 * jnp.arange(8.0)).tolist()
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lambda function: function])
+@pytest.mark.parametrize(
+  "transform",
+  [jax.jit, pytest.param(lambda function: function, marks=pytest.mark.one_end)],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_guarantee_10_gradients_are_not_reduced_twice(order, transform):
   tx = averaging(order, "data", optax.sgd(1.0), ols.FixedLossScale(8.0))

@@ -9,8 +9,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import _trees
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
 
 

@@ -10,8 +10,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def make(rule=None):
   """Returns parameters, a transformation and its state."""

@@ -16,8 +16,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FP8 = "_overwrite_with_gradient"
 
 # What the loss is multiplied by, step for step: two of five overflow.

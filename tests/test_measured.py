@@ -38,8 +38,8 @@ class CountLarge(ols.LossScale):
     return state._replace(large=state.large + measured, seen_amax=amax)
 
 
-def update_once(rule, gradients, **extra):
-  tx = ols.loss_scaling(optax.sgd(0.1), rule)
+def update_once(rule, gradients, check=ols.nonfinite(), **extra):  # noqa: B008
+  tx = ols.loss_scaling(optax.sgd(0.1), rule, check=check)
   params = jax.tree.map(jnp.zeros_like, gradients)
   return tx.update(gradients, tx.init(params), params, **extra)[1]
 
@@ -101,6 +101,54 @@ def test_amax_from_elsewhere_that_is_not_finite_is_an_overflow(value):
   assert state.nan == math.isnan(value)
 
 
+@pytest.mark.parametrize(
+  ("check", "amax", "overflows"),
+  [
+    (ols.saturated("float16"), 65504.0, True),
+    (ols.saturated("float16"), 65472.0, False),
+    (ols.nonfinite("float16"), 65504.0, False),
+    (ols.nonfinite("float16"), 65505.0, True),
+    (ols.nonfinite("float16"), [1.0, np.float64(1e300)], True),
+    (ols.nonfinite(), 1e30, False),
+    (ols.saturated(lambda path: "float16" if "a" in path else None), 7e4, True),
+  ],
+)
+def test_amax_from_elsewhere_beyond_what_the_check_allows_is_an_overflow(
+  check, amax, overflows
+):
+  gradients = {"a": jnp.ones(1), "b": jnp.ones(1)}
+  state = update_once(ols.DynamicLossScale(8.0), gradients, check, amax=amax)
+  assert state.skipped == overflows
+  assert state.overflow == overflows
+  assert state.loss_scale_state.loss_scale == (4.0 if overflows else 8.0)
+
+
+def test_amax_of_narrow_gradients_has_their_limit():
+  gradients = jnp.ones(1, jnp.float16)
+  assert update_once(CountLarge(), gradients, amax=1e5).overflow
+
+
+def test_amax_of_a_step_that_was_not_scaled_overflows_if_not_finite():
+  check = ols.saturated("float16")
+  for scaled in (False, jnp.array(False)):
+    for amax in (1e5, math.inf):
+      state = update_once(
+        CountLarge(), jnp.ones(1), check, amax=amax, scaled=scaled
+      )
+      assert state.overflow == math.isinf(amax)
+
+
+def test_a_float64_amax_beyond_float32_is_not_reported_as_inf():
+  largest = float(jnp.finfo(jnp.float32).max)
+  for amax in (1e300, np.float64(-1e300), np.array([1e300, 1.0])):
+    state = update_once(CountLarge(), jnp.ones(1), amax=amax)
+    assert state.amax == largest
+    assert not state.overflow
+  with jax.enable_x64(True):
+    amax = jnp.array(1e300, jnp.float64)
+    assert update_once(CountLarge(), jnp.ones(1), amax=amax).amax == largest
+
+
 def test_amax_from_elsewhere_is_agreed_on():
   mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
   tx = ols.loss_scaling(optax.sgd(0.1), CountLarge(), axis_name="data")
@@ -117,7 +165,10 @@ def test_amax_from_elsewhere_is_agreed_on():
   assert update(jnp.array([1.0, 2.0, 17.0, 3.0]), state) == 17.0
 
 
-@pytest.mark.parametrize("amax", ["1.0", True, {"a": None}, object()])
+@pytest.mark.parametrize(
+  "amax",
+  ["1.0", True, np.array([True]), jnp.array(True), {"a": None}, object()],
+)
 def test_what_is_no_magnitude_is_refused(amax):
   with pytest.raises(TypeError, match="`amax` must be a number, an array"):
     update_once(CountLarge(), jnp.ones(1), amax=amax)

@@ -11,8 +11,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RULE = ols.DynamicLossScale(1024.0, growth_interval=3)
 # Made once: NNX compiles anew for each transformation.
 BARE = optax.adam(2.0**-6)

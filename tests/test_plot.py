@@ -1,5 +1,6 @@
 """What the pictures show, by the data of their artists."""
 
+import itertools
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import plot
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 
 def make_history(loss_scale, amax, overflow=None):
@@ -243,13 +244,42 @@ def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
   assert scaled == {-16: 1 / 8, 9: 2 / 8, 11: 1 / 8}
   assert axes.get_yscale() == "log"
   labels = [text.get_text() for text in axes.get_legend().get_texts()]
-  assert labels == ["gradients: 25 % are 0", "times S = $2^{10}$"]
+  assert labels == [
+    "gradients: 25 % are 0, 12.5 % become 0 in float16",
+    "times S = $2^{10}$: 0 % become 0",
+  ]
+  assert axes.get_xlabel() == "magnitude, of |g| and of S |g|"
+
+
+@pytest.mark.parametrize(
+  ("gradients", "loss_scale", "told"),
+  [
+    # A tie becomes 0, and what is just above it does not.
+    ([2.0**-25, 1.0], 1.0, "about 0 % become 0"),
+    ([2.0**-26, 1.0], 1.0, "50 % become 0"),
+    ([2.0**-26, 1.0], 2.0**-3, "50 % become 0"),
+    ([2.0**-26, 1.0], 2.0, "about 0 % become 0"),
+    ([2.0**-26, 1.0], 4.0, "0 % become 0"),
+    ([2.0**-26, 1.0], 1.25, "about 33.9 % become 0"),
+  ],
+)
+def test_the_share_that_becomes_0_is_that_of_the_bins(
+  gradients, loss_scale, told
+):
+  histogram = instruments.exponent_histogram(jnp.array(gradients))
+  axes = plot.exponent_histogram(
+    histogram, loss_scale=loss_scale, ax=new_axes()
+  )
+  text = axes.get_legend().get_texts()[1].get_text()
+  assert text.split(": ")[1] == told
 
 
 def test_a_scale_that_is_no_power_of_two_shifts_by_its_logarithm():
   axes = plot.exponent_histogram(HISTOGRAM, loss_scale=3000.0, ax=new_axes())
   assert min(steps_of(axes)[1]) == -26 + np.log2(3000.0)
-  assert axes.get_legend().get_texts()[1].get_text() == "times S = 3000"
+  assert axes.get_legend().get_texts()[1].get_text() == (
+    "times S = 3000: 0 % become 0"
+  )
 
 
 def test_zeros_and_what_is_not_finite_stand_beside_the_exponents():
@@ -318,7 +348,7 @@ def test_any_histogram_is_drawn(histogram, dtypes):
 
 def test_a_heat_map_has_a_row_for_each_layer():
   axes = plot.heat_map(BY_LEAF, loss_scale=2.0, ax=new_axes())
-  shares, zeros = (mesh.get_array() for mesh in axes.collections)
+  shares, zeros, _ = (mesh.get_array() for mesh in axes.collections)
   assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
   assert shares.shape == (2, 277) and zeros.shape == (2, 1)
   assert {i - 149: shares[0, i] for i in np.flatnonzero(shares[0])} == {
@@ -333,6 +363,38 @@ def test_a_heat_map_has_a_row_for_each_layer():
   assert low > high
   corners = axes.collections[0].get_coordinates()
   assert corners[0, 0].tolist() == [-148, -0.5]
+
+
+def test_a_heat_map_shows_inf_and_nan_on_the_right():
+  axes = plot.heat_map(BY_LEAF, ax=new_axes())
+  nonfinite = axes.collections[2]
+  assert nonfinite.get_array()[0, 0] == 2 / 8
+  assert nonfinite.get_array()[1, 0] is np.ma.masked
+  only_nan = plot.heat_map({"a": ONLY_NAN}, ax=new_axes()).collections[2]
+  assert only_nan.get_array()[0, 0] == 1
+  right = nonfinite.get_coordinates()[..., 0]
+  assert right.min() > 16 and right.max() <= axes.get_xlim()[1]
+  assert axes.get_xticklabels()[-1].get_text() == "inf,\nNaN"
+  finite = instruments.histogram_by_leaf({"a": jnp.ones(3)})
+  axes = plot.heat_map(finite, ax=new_axes())
+  assert "inf" not in axes.get_xticklabels()[-1].get_text()
+
+
+def test_a_heat_map_of_long_paths_keeps_room_for_its_rows():
+  begin = "params/encoder/" + 8 * "block/"
+  paths = [f"{begin}layer_{i:02}/{9 * 'mlp/'}kernel" for i in range(60)]
+  axes = plot.heat_map(
+    dict.fromkeys(paths, HISTOGRAM),
+    loss_scale=2.0**12,
+    ax=Figure(figsize=(8, 15), layout="constrained").subplots(),
+  )
+  labels = [label.get_text() for label in axes.get_yticklabels()]
+  assert labels[7] == "…/layer_07/mlp/mlp/…/mlp/mlp/mlp/kernel"
+  assert max(map(len, labels)) <= 40 and len(set(labels)) == 60
+  axes.figure.canvas.draw()
+  boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+  assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+  assert axes.get_position().width > 0.4
 
 
 def test_a_heat_map_has_lines_where_the_format_ends():
@@ -352,3 +414,24 @@ def test_a_heat_map_has_lines_where_the_format_ends():
 def test_a_heat_map_of_nothing_is_refused():
   with pytest.raises(ValueError, match="`histograms` must have at least one"):
     plot.heat_map({}, ax=new_axes())
+
+
+@pytest.mark.parametrize(
+  ("draw", "data", "message"),
+  [
+    (
+      plot.loss_scale,
+      REPLAYS["one"],
+      "a History, got Replay; .*replay.history",
+    ),
+    (plot.headroom, REPLAYS["one"], "a History, got Replay; .*replay.history"),
+    (plot.exponent_histogram, {"a": 1.0}, "an ExponentHistogram, got dict"),
+    (plot.heat_map, HISTOGRAM, "by path, got ExponentHistogram; call"),
+    (plot.heat_map, {"a": 1.0}, "an ExponentHistogram, got float; call"),
+    (plot.replays, REPLAYS["one"], "by name, got Replay; pass"),
+    (plot.replays, {"a": SOME}, "a Replay, got History; pass"),
+  ],
+)
+def test_what_is_not_to_be_drawn_is_refused(draw, data, message):
+  with pytest.raises(TypeError, match=message):
+    draw(data, ax=new_axes())

@@ -19,10 +19,7 @@ from tests import documents
 from tests.precision.programs import products
 from tests.presets import traces
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/porting.md")
 PRESETS = sorted(

@@ -41,7 +41,7 @@ def environment():
     name: value
     for name, value in os.environ.items()
     if not name.startswith(elsewhere) and not name.lower().endswith("_proxy")
-  } | {"JAX_PLATFORMS": "cpu"}
+  } | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @contextlib.contextmanager
@@ -151,6 +151,7 @@ def test_processes_stay_in_step_whichever_of_them_overflows(
     assert different == []
 
 
+@pytest.mark.one_end
 def test_the_script_runs_from_the_command_line(tmp_path):
   script = (*PYTHON, "docs/cluster.py", "--steps", "60", "--processes", "2")
   with coordinator() as address:

@@ -17,10 +17,7 @@ import optax_lossscale as ols
 from tests import parameters
 from tests import reference
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -12,8 +12,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HALF = jnp.float16
 X = jnp.array([1.0, 2.0, 3.0], HALF)
 FACTORS = jnp.array([1.0, 3.0, jnp.inf], HALF)

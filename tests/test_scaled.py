@@ -11,8 +11,6 @@ import pytest
 import optax_lossscale as ols
 from tests import parameters
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PARAMS = {"w": jnp.array([1.0, -0.0, 3.0]), "b": jnp.array([0.5], jnp.float16)}
 GRADIENTS = {
   "w": jnp.array([1e-3, -2.0, 1e5]),

@@ -101,6 +101,35 @@ def test_the_state_of_a_rule_alone_is_told_apart():
     ols.get_loss_scale(ols.FixedLossScale().init())
 
 
+@pytest.mark.parametrize(
+  "rule",
+  [
+    ols.DynamicLossScale(),
+    ols.presets.megatron(),
+    ols.statistics.HeadroomLossScale(),
+    ols.statistics.WarmStart(ols.FixedLossScale()),
+  ],
+  ids=lambda rule: type(rule).__name__,
+)
+def test_the_state_of_any_rule_alone_is_told_apart(rule):
+  with pytest.raises(
+    ValueError, match="; for the S of a rule's own state pass"
+  ):
+    ols.get_loss_scale(rule.init())
+
+
+def test_the_state_of_a_rule_of_another_shape_gets_a_remedy():
+  def wrapped(window):
+    rule = ols.statistics.HeadroomLossScale(window=window)
+    return ols.loss_scaling(optax.sgd(0.1), rule)
+
+  params = jnp.ones(2)
+  state = wrapped(50).init(params)
+  remedy = r"optax\.tree\.set\(opt_state, loss_scale_state=rule\.init\(\)\)\."
+  with pytest.raises(ValueError, match=rf"\(50,\) and \(20,\) .*; .*{remedy}"):
+    wrapped(20).update(params, state)
+
+
 def test_optax_reads_and_sets_the_fields_by_name():
   state = optax.chain(scaling()).init({"w": jnp.ones(2)})
   assert optax.tree.get(state, "loss_scale") == 1024.0

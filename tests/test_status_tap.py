@@ -11,8 +11,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HALF = jnp.float16
 ZERO = jnp.float32(0)
 

@@ -57,6 +57,7 @@ def parse(text: str) -> LossScaleOption:
       "with arguments as in fixed:1024 or dynamic:growth_interval=200"
     )
   arguments = _parse_arguments(name, rest)
+  _check_complete(name, arguments)
   try:
     return LossScaleOption(text, _RULES[name](**arguments))
   except (TypeError, ValueError) as error:
@@ -100,6 +101,29 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
       raise ValueError(f"{rule} got {name!r} twice")
     arguments[name] = parsed
   return arguments
+
+
+def _check_complete(
+  rule: str, arguments: dict[str, float | bool | str]
+) -> None:
+  parameters = inspect.signature(_RULES[rule]).parameters.values()
+  missing = [
+    parameter.name
+    for parameter in parameters
+    if parameter.default is parameter.empty and parameter.name not in arguments
+  ]
+  if missing:
+    examples = ",".join(f"{name}={_example(name)}" for name in missing)
+    raise ValueError(
+      f"{rule} needs {' and '.join(missing)}, as in {rule}:{examples}"
+    )
+
+
+def _example(name: str) -> str:
+  if "factor" in name:
+    return "2"
+  # What is no factor here is a number of steps, or S.
+  return "1000" if "window" in name or "every" in name else "2**15"
 
 
 def _parse_value(name: str, text: str) -> float | bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _HARDWARE = ("ieee", "saturating")
+_PICTURES = (".png", ".pdf", ".svg")
 _DEFAULT_RULES = ("dynamic", "headroom")
 
 
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
       "Replays the amax of a recorded run through rules, and prints for each "
       "how many steps it loses and how much of the dtype's range it leaves "
       "unused. What a lost step changes in the training after it, no replay "
-      "shows."
+      "shows. A trace with few overflows, recorded at a small S, tells most."
     ),
   )
   _add_input(parser)
@@ -55,10 +56,10 @@ def add_parser(subparsers: Any) -> None:
   )
   parser.add_argument(
     "--output",
-    type=pathlib.Path,
-    metavar="PNG",
+    type=_picture_option,
+    metavar="PICTURE",
     help="draw S over the steps, with lost steps and the largest S that each "
-    "step stands; a file of this name is replaced",
+    "step stands, as a .png, .pdf or .svg; a file of this name is replaced",
   )
   parser.set_defaults(run=functools.partial(_run, parser))
 
@@ -134,7 +135,8 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
       _print_advice(console, arguments, trace, rules)
   console.print(
     f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
-    "leave unused; worst: on the step that leaves most."
+    "leave unused; least: on the step closest to overflow; worst: on the step "
+    "that leaves most."
   )
   if arguments.output is not None:
     try:
@@ -190,6 +192,7 @@ def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
   for header in (
     "steps\nlost",
     "mean\nheadroom",
+    "least\nheadroom",
     "worst\nheadroom",
     "steps\nstalled",
     "last S",
@@ -200,6 +203,7 @@ def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
       text,
       str(replay.lost_steps),
       _bits(replay.mean_headroom),
+      _bits(replay.least_headroom),
       _bits(replay.worst_headroom),
       str(replay.stalled_steps),
       _power_of_two(float(replay.history.loss_scale[-1])),
@@ -230,7 +234,7 @@ def _write_figure(
       fontsize="small",
       frameon=False,
     )
-  figure.savefig(path, format="png", dpi=150)
+  figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
 
 
 def _check_packages(
@@ -250,6 +254,15 @@ def _refuse_output(
 ) -> NoReturn:
   # What is at fault may be a folder above it, so both are told.
   parser.error(f"argument --output: {arguments.output}: {error}")
+
+
+def _picture_option(text: str) -> pathlib.Path:
+  path = pathlib.Path(text)
+  if path.suffix.lower() not in _PICTURES:
+    raise argparse.ArgumentTypeError(
+      f"must end in {', '.join(_PICTURES)}, got {text!r}"
+    )
+  return path
 
 
 def _rule_option(text: str) -> tuple[str, ols.LossScale]:

@@ -71,6 +71,12 @@ def culprit(
   layers before it, but no inf of NaN. It waits for the gradients, so call it
   now and then, on the host.
 
+  Which one overflows first, the gradients of a step on which several have
+  overflowed do not tell: of these the first in the tree is not the first in
+  time, nor the one with the least room. Ask for a clean step, where the least
+  headroom is the answer. Or compute the gradients of the step again with half
+  the S, as often as more than one is inf: the last one left is the answer.
+
   Args:
     scaled_grads: a pytree, as `loss_scaling` would take it.
     check: that of `loss_scaling`, for the dtypes of the computation.

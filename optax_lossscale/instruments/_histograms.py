@@ -59,7 +59,13 @@ class ExponentHistogram(NamedTuple):
 
   @property
   def total(self) -> int:
-    """How many elements there are: zeros, inf and NaN count."""
+    """How many elements there are: zeros, inf and NaN count.
+
+    Raises:
+      TypeError: if the histogram is traced.
+      ValueError: if it is several, stacked.
+    """
+    _check_one(self)
     counted = np.asarray(self.counts).sum(dtype=np.int64)
     return int(counted) + int(self.zeros) + int(self.nonfinite)
 
@@ -72,7 +78,12 @@ class ExponentHistogram(NamedTuple):
 
     Returns:
       From 0 to 1; 0 where there is no element.
+
+    Raises:
+      TypeError: if the histogram is traced.
+      ValueError: if it is several, stacked.
     """
+    _check_one(self)
     is_between = (self.exponents >= low) & (self.exponents < high)
     counted = np.asarray(self.counts)[is_between].sum(dtype=np.int64)
     return float(counted / max(self.total, 1))
@@ -152,6 +163,22 @@ def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
   return {
     path: exponent_histogram(x) for path, x in _gradients.named(tree).items()
   }
+
+
+def _check_one(histogram: ExponentHistogram) -> None:
+  """Raises if a histogram cannot be read as numbers: traced, or stacked."""
+  if any(isinstance(x, jax.core.Tracer) for x in histogram):
+    raise TypeError(
+      "A histogram must be known to be read, got a traced one; return it from "
+      "the jitted function, and read `total` and `share` on the host."
+    )
+  shape = np.shape(histogram.counts)
+  if len(shape) != 1:
+    raise ValueError(
+      f"A histogram must be one to be read, got `counts` of shape {shape}; of "
+      "several that are stacked take one, jax.tree.map(lambda x: x[0], "
+      "histogram), or their sum, jax.tree.map(lambda x: x.sum(0), histogram)."
+    )
 
 
 def _empty() -> ExponentHistogram:

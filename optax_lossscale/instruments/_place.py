@@ -35,16 +35,23 @@ _LIBRARIES = (
   sysconfig.get_path("platlib"),
 )
 
+# The kind of an argument that holds inf or NaN.
+NONFINITE = "nonfinite"
+
 
 class Place(NamedTuple):
   """An operation that overflowed; `str()` makes a sentence of it.
 
+  Or an argument that was not finite, where no operation overflowed.
+
   Attributes:
-    operation: JAX's name of it, such as "mul" or "dot_general".
+    operation: JAX's name of it, such as "mul" or "dot_general"; "argument" of
+      an argument.
     kind: "overflow", or "undefined" of what has no finite value in any dtype,
-      such as 1/0 or log 0.
+      such as 1/0 or log 0; "nonfinite" of an argument that holds inf or NaN.
     layer: the scope that it is in, such as "LeNet5/conv1", as Flax Linen and
-      `jax.named_scope` write it; empty without one.
+      `jax.named_scope` write it; empty without one. Of an argument its path,
+      such as "batch['x']".
     backward: whether it is in the backward pass.
     dtype: of its result.
     shape: of its result; in a `shard_map` that is one device's part.
@@ -66,6 +73,10 @@ class Place(NamedTuple):
   source: str | None
 
   def __str__(self) -> str:
+    count = f"{self.elements} element" + "s" * (self.elements != 1)
+    if self.kind == NONFINITE:
+      verb = "is" if self.elements == 1 else "are"
+      return f"argument {self.layer} holds {count} that {verb} not finite"
     is_overflow = self.kind == _overflow.OVERFLOW
     what = "overflow" if is_overflow else "undefined result"
     parts = [f'{self.dtype.name} {what} in "{self.operation}" {self.shape}']
@@ -78,7 +89,6 @@ class Place(NamedTuple):
     elif self.iterations:
       numbers = ", ".join(map(str, self.iterations))
       parts.append(f"iterations ({numbers}) of its loops, the outermost first")
-    count = f"{self.elements} element" + "s" * (self.elements != 1)
     source = f" at {self.source}" if self.source else ""
     return f"{', '.join(parts)}: {count}{source}"
 
@@ -119,6 +129,27 @@ def describe(result: Result, first: _first.First) -> Place:
     elements=int(first.elements),
     iterations=_iterations(result.around, first.iterations),
     source=_source(equations),
+  )
+
+
+def describe_argument(path: str, x: Any, elements: int) -> Place:
+  """Returns the place of an argument that is not finite.
+
+  Args:
+    path: such as "batch['x']".
+    x: its array.
+    elements: how many are inf or NaN.
+  """
+  return Place(
+    operation="argument",
+    kind=NONFINITE,
+    layer=path,
+    backward=False,
+    dtype=np.dtype(x.dtype),
+    shape=tuple(x.shape),
+    elements=elements,
+    iterations=(),
+    source=None,
   )
 
 

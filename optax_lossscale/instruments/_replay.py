@@ -17,8 +17,10 @@ from optax_lossscale import _loss_scaling
 from optax_lossscale import _requirements
 from optax_lossscale import _rules
 from optax_lossscale.instruments import _history
+from optax_lossscale.instruments import _recorded
 
 _FLOAT16 = np.dtype(np.float16)
+_ROUNDING = 2.0**-12
 
 
 class Replay(NamedTuple):
@@ -90,11 +92,17 @@ def replay(
   - amax inf, at an S of S0: every S of S0 or more overflows. Below S0 the step
     is clean with the largest amax it can have had, max / S0 times S, though the
     true one may have been larger.
-  - amax finite, the overflow was found elsewhere, or in saturation: the same,
-    with the amax that was recorded.
+  - amax finite, and less than 1 bit below the dtype's limit, as in saturation:
+    the same, with the amax that was recorded.
+  - amax finite, and 1 bit or more below it: S is not the reason, but the
+    caller's `overflow=`, such as a limit on the norm, or a status register. It
+    is an overflow at every S.
   - NaN: the same as inf where S0 is above the S of the clean steps next to it,
-    before and after, since a backward pass makes NaN out of inf. Otherwise it
-    is NaN at every S.
+    before and after, since a backward pass makes NaN out of inf; and where no
+    step is clean. Otherwise it is NaN at every S.
+
+  So compare rules on a trace that has few of them, recorded with a small fixed
+  S, say: a rule that goes by amax chases the bounds.
 
   Args:
     rule: any rule.
@@ -138,9 +146,9 @@ def replay(
   if loss_scale is not None:
     loss_scale = _arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
-  limit = _limit(found)
+  limit = _recorded.limit_of(found)
   outcome = _run_of(rule)(
-    state, _recorded(trace, limit), np.float32(limit), saturating
+    state, _recorded.read(trace, limit), np.float32(limit), saturating
   )
   outcome = jax.tree.map(np.asarray, outcome)
   return Replay(
@@ -166,60 +174,6 @@ def check_trace(trace: Any) -> None:
     )
 
 
-def is_lasting_nan(trace: _history.History) -> npt.NDArray[np.bool_]:
-  """Returns bool[n]: NaN that no S mends, as far as the trace tells.
-
-  Args:
-    trace: what was recorded.
-  """
-  scale = np.asarray(trace.loss_scale)
-  is_nan = np.isnan(trace.amax)
-  (clean,) = np.nonzero(~np.asarray(trace.overflow) & ~is_nan)
-  if not clean.size:
-    return is_nan
-  (nans,) = np.nonzero(is_nan)
-  after = np.searchsorted(clean, nans)
-  stood_before = np.where(after > 0, scale[clean[after - 1]], 0)
-  last = clean[np.minimum(after, clean.size - 1)]
-  stood_after = np.where(after < clean.size, scale[last], 0)
-  is_nan[nans] = scale[nans] <= np.maximum(stood_before, stood_after)
-  return is_nan
-
-
-def largest_scales(
-  trace: _history.History, dtype: Any
-) -> npt.NDArray[np.float64]:
-  """Returns log2 of the largest S that each step stands.
-
-  NaN where it stands none, inf where it stands any.
-
-  Args:
-    trace: what was recorded.
-    dtype: the computation's dtype.
-  """
-  limit = _limit(jnp.dtype(dtype))
-  recorded = _recorded(trace, limit)
-  with np.errstate(divide="ignore"):
-    unscaled = np.log2(recorded.mantissa) + recorded.exponent
-  stood = np.log2(limit) - unscaled
-  # A step that failed at an S may stand the next smaller power of two.
-  below = np.ceil(np.log2(np.float64(recorded.failed_at))) - 1
-  return np.where(recorded.is_nan, np.nan, np.minimum(stood, below))
-
-
-class _Recorded(NamedTuple):
-  """What is known of each step: amax / S is `mantissa` * 2**`exponent`.
-
-  Apart, since amax / S need not be a normal float32 number.
-  """
-
-  mantissa: Any
-  exponent: Any
-  is_nan: Any
-  is_bound: Any  # amax / S is all that is known: it was that or more.
-  failed_at: Any  # Every S from here on overflows.
-
-
 class _Outcome(NamedTuple):
   """What a rule made of each step."""
 
@@ -227,28 +181,6 @@ class _Outcome(NamedTuple):
   amax: Any
   overflow: Any
   stalled: Any
-
-
-def _limit(dtype: Any) -> float:
-  # amax is a float32, so what is beyond is inf for any dtype.
-  return min(float(jnp.finfo(dtype).max), _arguments.LARGEST_SCALE)
-
-
-def _recorded(trace: _history.History, limit: float) -> _Recorded:
-  scale = np.float64(trace.loss_scale)
-  amax = np.float64(trace.amax)
-  is_nan = is_lasting_nan(trace)
-  failed = (np.asarray(trace.overflow) | ~np.isfinite(amax)) & ~is_nan
-  is_bound = failed & (~np.isfinite(amax) | (amax == limit))
-  unscaled = np.where(is_bound, limit, np.where(is_nan, 0, amax)) / scale
-  mantissa, exponent = np.frexp(unscaled)
-  return _Recorded(
-    mantissa=np.float32(mantissa),
-    exponent=np.int32(exponent),
-    is_nan=is_nan,
-    is_bound=is_bound,
-    failed_at=np.float32(np.where(failed, scale, np.inf)),
-  )
 
 
 def _run_of(rule: _rules.LossScale) -> Any:
@@ -263,21 +195,26 @@ def _run_of(rule: _rules.LossScale) -> Any:
 def _run(
   rule: _rules.LossScale,
   state: Any,
-  recorded: _Recorded,
+  recorded: _recorded.Recorded,
   limit: jax.Array,
   saturating: jax.Array,
 ) -> _Outcome:
-  def step(state: Any, recorded: _Recorded) -> tuple[Any, _Outcome]:
+  def step(state: Any, known: _recorded.Recorded) -> tuple[Any, _Outcome]:
     loss_scale = jnp.asarray(state.loss_scale, jnp.float32)
     mantissa, exponent = jnp.frexp(loss_scale)
-    amax = jnp.ldexp(recorded.mantissa * mantissa, recorded.exponent + exponent)
-    fails = loss_scale >= recorded.failed_at
+    amax = jnp.ldexp(known.mantissa * mantissa, known.exponent + exponent)
+    # At the S of the record, as exactly as compiled rules agree on it, nothing
+    # is rounded.
+    error = jnp.abs(loss_scale - known.loss_scale)
+    is_same = error <= known.loss_scale * _ROUNDING
+    amax = jnp.where(is_same, known.amax, amax)
+    fails = loss_scale >= known.failed_at * (1 - _ROUNDING)
     within = jnp.where(saturating, amax < limit, amax <= limit)
-    is_too_large = ~within | (fails & recorded.is_bound)
+    is_too_large = ~within | (fails & known.is_bound)
     largest = jnp.where(saturating, limit, jnp.float32(jnp.inf))
     amax = jnp.where(is_too_large, largest, amax)
-    amax = jnp.where(recorded.is_nan, jnp.float32(jnp.nan), amax)
-    overflow = is_too_large | fails | recorded.is_nan
+    amax = jnp.where(known.is_nan, jnp.float32(jnp.nan), amax)
+    overflow = is_too_large | fails | known.is_nan | known.is_callers
     state, stalled = _loss_scaling.move(
       rule, state, _finding.Finding(overflow, amax), None, True
     )

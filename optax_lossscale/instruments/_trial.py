@@ -6,12 +6,14 @@ import math
 from typing import Any
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale import _rules
 from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _knobs
+from optax_lossscale.instruments import _recorded
 from optax_lossscale.instruments import _replay
 
 _TOLERATED_SHARE = 1 / 1000
@@ -51,6 +53,9 @@ class Trial:
     run: the replay of that rule.
     stood: float64[n], log2 of the largest S that each step stands; NaN where it
       stands none.
+    is_callers: bool[n], the overflows of which amax shows nothing.
+    is_wide: whether the dtype's range is float32's, so that nothing is gained
+      by a larger S.
     advice: what was proposed.
   """
 
@@ -63,13 +68,21 @@ class Trial:
   ) -> None:
     self._trace = trace
     self._options: dict[str, Any] = {"dtype": dtype, "saturating": saturating}
-    self.begins = bool(len(trace.step)) and int(trace.step[0]) == 1
-    if len(trace.step) and not self.begins:
-      self._options["loss_scale"] = float(trace.loss_scale[0])
     self.rule = rule
+    # As it is; with the checks of the arguments.
     self.run = self._replay(rule)
+    self.begins = self._begins()
+    # A fixed S is the rule's own, whoever recorded.
+    if len(trace.step) and not self.begins and self.knob("scale") is None:
+      self._options["loss_scale"] = float(trace.loss_scale[0])
+      self.run = self._replay(rule)
     self.advice: list[Advice] = []
-    self.stood = _replay.largest_scales(trace, dtype)
+    limit = _recorded.limit_of(self.run.dtype)
+    known = _recorded.read(trace, limit)
+    self.stood = _recorded.largest_scales(known, limit)
+    self.is_callers: npt.NDArray[np.bool_] = known.is_callers
+    # Nothing underflows there that float32 would keep.
+    self.is_wide = int(jnp.finfo(self.run.dtype).maxexp) >= 128
 
   @property
   def count(self) -> int:
@@ -84,13 +97,28 @@ class Trial:
   @property
   def lost(self) -> npt.NDArray[np.bool_]:
     """bool[n], the lost steps that another S would have kept."""
-    return self.run.history.overflow & ~np.isnan(self.run.history.amax)
+    is_nan = np.isnan(self.run.history.amax)
+    return self.run.history.overflow & ~is_nan & ~self.is_callers
+
+  @property
+  def lost_anyway(self) -> int:
+    """Steps that are lost at every S."""
+    return self.run.lost_steps - int(np.sum(self.lost))
+
+  def tolerates(self, run: _replay.Replay) -> bool:
+    """Returns whether a replay loses no more steps than may be."""
+    return run.lost_steps - self.lost_anyway <= self.tolerated
 
   @property
   def first_clean(self) -> int:
     """The first step that was not lost; the number of steps if all were."""
     (clean,) = np.nonzero(~self.run.history.overflow)
     return int(clean[0]) if clean.size else self.count
+
+  @property
+  def recorded_headroom(self) -> npt.NDArray[np.float64]:
+    """float64[n], bits below the limit, as recorded."""
+    return self._trace.headroom(self.run.dtype)
 
   @property
   def log2_scale(self) -> npt.NDArray[np.float64]:
@@ -155,6 +183,16 @@ class Trial:
     self.rule, self.run = rule, run
     return True
 
+  def _begins(self) -> bool:
+    """Returns whether the rule's own first S is the one to begin with."""
+    if not len(self._trace.step) or int(self._trace.step[0]) != 1:
+      return False
+    scales = np.asarray(self._trace.loss_scale)
+    is_first = scales[0] == self.run.history.loss_scale[0]
+    # Counted from 1, S may still come from a checkpoint. But one that never
+    # moved is another rule's, recorded to be replayed.
+    return bool(is_first or np.all(scales == scales[0]))
+
   def _replay(self, rule: _rules.LossScale) -> _replay.Replay:
     return _replay.replay(rule, self._trace, **self._options)
 
@@ -174,9 +212,17 @@ def loses_at_most(most: int, run: _replay.Replay) -> bool:
   return run.lost_steps <= most
 
 
-def loses_a_quarter_less(run: _replay.Replay, than: _replay.Replay) -> bool:
-  """Returns whether it loses three of four steps, or fewer."""
-  return run.lost_steps <= 0.75 * than.lost_steps
+def loses_a_quarter_less(trial: Trial) -> IsBetter:
+  """Returns a test for three of four lost steps, or fewer.
+
+  Of those that another S would have kept.
+  """
+  anyway = trial.lost_anyway
+
+  def is_better(run: _replay.Replay, than: _replay.Replay) -> bool:
+    return run.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
+
+  return is_better
 
 
 def wastes_less(trial: Trial) -> IsBetter:
@@ -185,8 +231,7 @@ def wastes_less(trial: Trial) -> IsBetter:
   Without more steps lost than may be, or than the trial's own run loses.
   """
   before = trial.run.lost_steps
-  nans = int(np.sum(np.isnan(trial.run.history.amax)))
-  most = max(before, nans + trial.tolerated)
+  most = max(before, trial.lost_anyway + trial.tolerated)
 
   def is_better(run: _replay.Replay, than: _replay.Replay) -> bool:
     wastes_less = run.mean_headroom <= than.mean_headroom - 1

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _checks
+from optax_lossscale import _leaves
+from optax_lossscale import _reached
+from optax_lossscale import _state
 from optax_lossscale.instruments import _place
+from optax_lossscale.instruments import _record as record_state
 from optax_lossscale.jaxpr import _dtypes
 from optax_lossscale.jaxpr import _evaluate
 from optax_lossscale.jaxpr import _first
@@ -41,6 +46,11 @@ def where_overflow(
   iteration, on several devices the earliest on any of them. What is behind the
   first may be its consequence, or not; mend it and look again.
 
+  If no operation overflowed, inf or NaN may have come in with an argument: a
+  batch, parameters. Then the first argument that holds one is named, of any
+  floating dtype. The states of loss scaling and what `record` keeps do not
+  count; the -inf of a mask does, and may be meant.
+
   Args:
     fun: any function that JAX can trace, as for `float_status`. What it returns
       is not used.
@@ -52,7 +62,7 @@ def where_overflow(
 
   Returns:
     A function with the arguments of `fun` that returns a `Place`, or None if
-    there is none. It compiles `fun` on each call, and waits for the result.
+    nothing was found. It compiles `fun` on each call, and waits for the result.
 
   Raises:
     TypeError: if `fun` is no function, `dtypes` holds anything but floating
@@ -86,10 +96,39 @@ def where_overflow(
     first = jax.device_get(jax.jit(run)(*recording.operands))
     # Two's complement: 2^31 elements of one result and more are negative.
     if first.elements == 0:
-      return None
+      return _nonfinite_argument(fun, args, kwargs)
     return _place.describe(results[int(first.place)], first)
 
   return where_overflow_fun
+
+
+def _nonfinite_argument(
+  fun: Callable[..., Any], args: Any, kwargs: Any
+) -> _place.Place | None:
+  """Returns the first argument that holds inf or NaN, by its name."""
+  try:
+    named = inspect.signature(fun).bind(*args, **kwargs).arguments
+  except (TypeError, ValueError):  # It has none, or that of what it wraps.
+    named = {"args": args, "kwargs": kwargs}
+  for name, tree in named.items():
+    leaves = jax.tree.leaves_with_path(
+      _leaves.as_arrays(tree), is_leaf=_remembers_overflows
+    )
+    for path, leaf in leaves:
+      if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
+        continue
+      largest = float(jnp.finfo(leaf.dtype).max)
+      is_nonfinite = _reached.reached(leaf, largest, inclusive=False)
+      elements = int(jnp.sum(is_nonfinite))
+      if elements:
+        where = name + jax.tree_util.keystr(path)
+        return _place.describe_argument(where, leaf, elements)
+  return None
+
+
+def _remembers_overflows(x: Any) -> bool:
+  """Returns whether it is a state that keeps the amax of a step, maybe inf."""
+  return isinstance(x, (_state.LossScalingState, record_state.RecordState))
 
 
 def _check_eager(values: Iterable[Any]) -> None:

@@ -71,6 +71,24 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
   return ax
 
 
+def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
+  """Raises if what is to be drawn is of another kind.
+
+  Args:
+    rule: the begin of the error, up to the kind's article.
+    value: what the caller passed.
+    kind: what it must be.
+    remedy: what to do, for the error.
+
+  Raises:
+    TypeError: if it is something else.
+  """
+  if not isinstance(value, kind):
+    raise TypeError(
+      f"{rule} {kind.__name__}, got {type(value).__name__}; {remedy}."
+    )
+
+
 def step_axis(axes: Axes) -> None:
   """Counts steps along the x axis."""
   axes.set_xlabel("step")

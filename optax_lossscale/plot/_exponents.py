@@ -53,6 +53,24 @@ class Shares(NamedTuple):
     )
 
 
+def check_histogram(rule: str, histogram: Any) -> None:
+  """Raises if what is to be drawn is no histogram.
+
+  Args:
+    rule: the begin of the error, up to the kind's article.
+    histogram: what the caller passed.
+
+  Raises:
+    TypeError: if it is something else.
+  """
+  _axes.check_kind(
+    rule,
+    histogram,
+    _histograms.ExponentHistogram,
+    "call instruments.exponent_histogram(gradients), or histogram_by_leaf",
+  )
+
+
 def range_of(name: str, dtype: Any) -> Range:
   """Returns the range of a dtype.
 
@@ -110,6 +128,32 @@ def span(
   return math.floor(min(ends, default=0)), math.ceil(max(ends, default=0)) + 1
 
 
+def lost(
+  histogram: _histograms.ExponentHistogram,
+  shares: Shares,
+  shift: float,
+  limits: Range,
+) -> str:
+  """Returns which share of all elements becomes 0 in a format, in words.
+
+  Bins do not tell a number from another one with its exponent: where the limit
+  is within one that is not empty, the share is "about" so much.
+
+  Args:
+    histogram: which was drawn.
+    shares: its shares.
+    shift: log2 S.
+    limits: of the format.
+  """
+  # Half of the smallest number is a tie, and rounded to 0. How far it is above
+  # the begin of each bin:
+  above = limits.subnormal - 1 - shift - histogram.exponents
+  is_open = (above >= 0) & (above < 1)
+  about = "about " if shares.by_exponent[is_open].any() else ""
+  share = 100 * float(np.sum(shares.by_exponent * np.clip(above, 0, 1)))
+  return f"{about}{share:.3g} % become 0"
+
+
 def floor_of(shares: Shares) -> float:
   """Returns the power of ten below all shares that are not 0."""
   all_shares = [*shares.by_exponent, shares.zeros, shares.nonfinite]
@@ -118,7 +162,7 @@ def floor_of(shares: Shares) -> float:
 
 
 def exponent_axis(
-  axes: Axes, low: float, high: float, *, has_end: bool
+  axes: Axes, low: float, high: float, *, has_end: bool, most: int = 12
 ) -> None:
   """Makes the x axis one of exponents, with a place for what has none.
 
@@ -127,8 +171,9 @@ def exponent_axis(
     low: the first exponent; zeros are on its left.
     high: where the last one ends.
     has_end: whether inf and NaN are on the right of it.
+    most: about how many exponents there is room for.
   """
-  stride = max(4, 4 * math.ceil((high - low) / 48))
+  stride = max(4, 4 * math.ceil((high - low) / (4 * most)))
   exponents = list(
     range(math.ceil(low / stride) * stride, int(high) + 1, stride)
   )

@@ -46,7 +46,9 @@ def exponent_histogram(
 
   Returns:
     The Axes. Shares are those of all elements; zeros stand on the left, inf and
-    NaN on the right, if there are any.
+    NaN on the right, if there are any. The legend tells which share is 0, and
+    which becomes 0 in the first of `dtypes`, without S and with it; "about"
+    where an exponent alone does not tell.
 
   Raises:
     TypeError: if an argument is not of its kind.
@@ -61,21 +63,29 @@ def exponent_histogram(
     >>> axes = ols.plot.exponent_histogram(
     ...   histogram, loss_scale=1024, ax=Figure().subplots()
     ... )
-    >>> print([text.get_text() for text in axes.get_legend().get_texts()])
-    ['gradients: 25 % are 0', 'times S = $2^{10}$']
+    >>> for text in axes.get_legend().get_texts():
+    ...   print([text.get_text()])
+    ['gradients: 25 % are 0, 25 % become 0 in float16']
+    ['times S = $2^{10}$: 0 % become 0']
 
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, figure 3.
   """
+  _exponents.check_histogram("`histogram` must be an", histogram)
   ranges = [_exponents.range_of("dtypes", dtype) for dtype in dtypes]
   shift = _exponents.log2_scale(loss_scale)
-  axes = _axes.make_axes(ax, height=4.5)
   shares = _exponents.Shares.of(histogram)
+  axes = _axes.make_axes(ax, height=4.5)
   low, high = _exponents.span([histogram], shift, ranges)
   floor = _exponents.floor_of(shares)
 
-  _draw_shares(axes, histogram, shares, (low, high), floor)
+  told = ["", ""]
+  if ranges:
+    told[0] = f", {_exponents.lost(histogram, shares, 0.0, ranges[0])}"
+    told[0] += f" in {ranges[0].name}"
+    told[1] = f": {_exponents.lost(histogram, shares, shift, ranges[0])}"
+  _draw_shares(axes, histogram, shares, (low, high), floor, told[0])
   if loss_scale is not None:
     axes.stairs(
       np.maximum(shares.by_exponent, floor),
@@ -83,20 +93,21 @@ def exponent_histogram(
       baseline=floor,
       color="black",
       linewidth=1.4,
-      label=f"times S = {_exponents.written(shift)}",
+      label=f"times S = {_exponents.written(shift)}{told[1]}",
     )
   axes.set_yscale("log")
   top = _draw_ranges(axes, ranges, floor)
   axes.set_ylim(floor, top)
   _exponents.exponent_axis(axes, low, high, has_end=shares.nonfinite > 0)
-  axes.set_xlabel("magnitude |g|")
+  axes.set_xlabel(
+    "magnitude |g|" if loss_scale is None else "magnitude, of |g| and of S |g|"
+  )
   axes.set_ylabel("share of all elements", loc="bottom")
   axes.legend(
     fontsize="small",
     frameon=False,
     loc="lower left",
     bbox_to_anchor=(0.0, 1.0),
-    ncols=2,
   )
   return axes
 
@@ -107,6 +118,7 @@ def _draw_shares(
   shares: _exponents.Shares,
   span: tuple[float, float],
   floor: float,
+  told: str,
 ) -> None:
   """Draws the gradients as they are, with what has no exponent beside them."""
   axes.stairs(
@@ -115,7 +127,7 @@ def _draw_shares(
     baseline=floor,
     fill=True,
     color=_axes.SKY_BLUE,
-    label=f"gradients: {100 * shares.zeros:.3g} % are 0",
+    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told}",
   )
   beside = [
     (span[0] - _exponents.APART, shares.zeros),

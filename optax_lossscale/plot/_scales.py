@@ -33,7 +33,7 @@ def loss_scale(
     The Axes.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype, or `ax` not an Axes.
+    TypeError: if an argument is not of its kind.
 
   Examples:
     >>> from matplotlib.figure import Figure
@@ -50,6 +50,7 @@ def loss_scale(
     loss scale S
   """
   # Raised before a figure is made.
+  _check_history(history)
   largest = _largest_scale(history, dtype)
   axes = _axes.make_axes(ax)
   _draw_largest(axes, history.step, largest, dtype)
@@ -74,7 +75,7 @@ def headroom(
     step that overflowed.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype, or `ax` not an Axes.
+    TypeError: if an argument is not of its kind.
 
   Examples:
     >>> from matplotlib.figure import Figure
@@ -90,6 +91,7 @@ def headroom(
     >>> print(axes.get_lines()[0].get_ydata())
     [nan  2.]
   """
+  _check_history(history)
   bits = history.headroom(dtype)
   axes = _axes.make_axes(ax, height=3.0)
   axes.plot(
@@ -127,7 +129,7 @@ def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
     that each step would have stood.
 
   Raises:
-    TypeError: if `ax` is not an Axes.
+    TypeError: if an argument is not of its kind.
     ValueError: if there is no replay.
 
   Examples:
@@ -145,8 +147,20 @@ def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
     >>> print(axes.get_legend_handles_labels()[1][-1])
     dynamic: 1 lost, 0.0 bits
   """
+  if not isinstance(replays, Mapping):
+    raise TypeError(
+      f"`replays` must be a mapping by name, got {type(replays).__name__}; "
+      'pass {"dynamic": replay}, with a name for each rule.'
+    )
   if not replays:
     raise ValueError("`replays` must have at least one replay, got none.")
+  for each in replays.values():
+    _axes.check_kind(
+      "Each of `replays` must be a",
+      each,
+      _replay.Replay,
+      "pass what instruments.replay returned",
+    )
   first = next(iter(replays.values()))
   # A step that one rule loses, another one may not have lost.
   largest = functools.reduce(
@@ -167,6 +181,15 @@ def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
   scales = [each.history.loss_scale for each in replays.values()]
   _finish_scales(axes, np.concatenate([*scales, largest]))
   return axes
+
+
+def _check_history(history: Any) -> None:
+  _axes.check_kind(
+    "`history` must be a",
+    history,
+    _history.History,
+    "pass instruments.history(opt_state), or replay.history of a replay",
+  )
 
 
 def _largest_scale(

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import inspect
 from typing import Any
+from typing import TypeGuard
+
+import jax.numpy as jnp
 
 from optax_lossscale import _rules
 from optax_lossscale.presets import _dictionaries
@@ -17,6 +20,7 @@ from optax_lossscale.presets import _preset
 from optax_lossscale.presets import _pytorch
 from optax_lossscale.presets import _table
 from optax_lossscale.presets import _tensorflow
+from optax_lossscale.statistics import _warm_start
 
 PRESETS: dict[str, Callable[..., _preset.PresetLossScale]] = {
   preset.__name__: preset
@@ -38,7 +42,8 @@ def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
 
   The keys and the types of the values are the system's own: Python and NumPy
   values, NumPy arrays where it saves tensors. A rule that no preset made has
-  this library's own keys, the names of its state's fields.
+  this library's own keys, the names of its state's fields. A `WarmStart` of a
+  preset's rule is saved as that rule, so after its first S has been found.
 
   Args:
     rule: the rule, made by a preset or not.
@@ -50,7 +55,8 @@ def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
   Raises:
     TypeError: if the state is traced (call it outside jit), or is the whole
       state of the optimizer.
-    ValueError: if the state is not one of this rule.
+    ValueError: if the state is not one of this rule, or that of a `WarmStart`
+      that still probes.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -68,7 +74,16 @@ def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
     ['clean_steps', 'loss_scale', 'overflows']
   """
   _check_rule(rule)
-  return _dictionaries.write(rule, state)
+  written = _dictionaries.write(rule, state)
+  if not _starts_preset(rule):
+    return written
+  if not state.is_warm:
+    raise ValueError(
+      "`state` must be that of a WarmStart that has found its first S, got one "
+      "that still probes, which the rule's system does not save; make a step "
+      "with gradients first, or save the optimizer's state itself."
+    )
+  return _dictionaries.write(rule.rule, state.rule_state)
 
 
 def from_state_dict(
@@ -131,6 +146,11 @@ def from_state_dict(
         f"arguments are for a preset's name, got {', '.join(arguments)} with "
         f"the rule {system!r}, which has its arguments already."
       )
+    # One that holds `is_warm` is the state under its own keys.
+    is_own = isinstance(state_dict, Mapping) and "is_warm" in state_dict
+    if _starts_preset(system) and not is_own:
+      rule_state = _dictionaries.read(system.rule, state_dict)
+      return system, _warm_start.WarmStartState(rule_state, jnp.full((), True))
     return system, _dictionaries.read(system, state_dict)
   if not isinstance(system, str) or system not in PRESETS:
     raise ValueError(
@@ -166,6 +186,12 @@ def _first_scale(system: str) -> str | None:
   name: str = _table.SYSTEMS[system].columns["init_scale"].name
   parameter = inspect.signature(PRESETS[system]).parameters[name]
   return name if parameter.default is parameter.empty else None
+
+
+def _starts_preset(rule: Any) -> TypeGuard[_warm_start.WarmStart]:
+  return isinstance(rule, _warm_start.WarmStart) and isinstance(
+    rule.rule, _preset.PresetLossScale
+  )
 
 
 def _check_rule(rule: Any) -> None:

@@ -12,9 +12,12 @@ from optax_lossscale import _rules
 from optax_lossscale.statistics import _bounds
 from optax_lossscale.statistics import _powers_of_two
 
-# In the place of an exponent: this step would fit at any S. Far above all
-# exponents, far below where int32 ends.
+# In the place of an exponent: any S would do. Far above all exponents, far
+# below where int32 ends.
 _ANY = 2**20
+
+# A ceiling rises by a bit after so many windows of clean steps.
+_WINDOWS_A_BIT = 4
 
 
 class HeadroomLossScaleState(NamedTuple):
@@ -23,16 +26,25 @@ class HeadroomLossScaleState(NamedTuple):
   Attributes:
     loss_scale: float32[], the loss scale S.
     fitting_exponents: int32[window], of each of the last steps the largest e
-      for which it fits at S = 2**e, 2**20 where it tells nothing.
+      for which its amax fits at S = 2**e, 2**20 where it tells nothing.
     next_entry: int32[], which of them the next step replaces.
     steps_without_amax: int32[], steps since a clean one whose amax was not 0;
       `window` if there were so many, or none yet.
+    ceiling_exponent: int32[], above which S does not come of late, since it
+      overflowed and amax does not say why; 2**20 if there is none.
+    overflowed_exponent: int32[], the smallest e at which it did; 2**20 if none.
+    overflows_in_a_row: int32[], to the last step.
+    steps_below_ceiling: int32[], clean steps since the ceiling moved.
   """
 
   loss_scale: jax.Array
   fitting_exponents: jax.Array
   next_entry: jax.Array
   steps_without_amax: jax.Array
+  ceiling_exponent: jax.Array
+  overflowed_exponent: jax.Array
+  overflows_in_a_row: jax.Array
+  steps_below_ceiling: jax.Array
 
   @property
   def inv_scale(self) -> jax.Array:
@@ -50,21 +62,26 @@ class HeadroomLossScale(_rules.LossScale):
   before they overflow, and up as they shrink, and no step is lost as a probe of
   how large S may be. All is computed in integers, from the bits of amax.
 
-  An overflow does not say by how much: the step counts as one that fits half
-  its S, at the most, and as every other it counts for `window` steps. So S goes
-  on falling as long as steps overflow, `headroom` + 1 bits a step.
+  An overflow does not say by how much. S falls by a bit, at the next one in a
+  row by two more, then three, and so on. If the amax of clean steps then shows
+  that S had been too large, it follows amax again. If not, the cause may be one
+  that these gradients do not show, or none that S can mend: then S keeps below
+  the value that overflowed, and tries one more bit after every four windows of
+  clean steps. Overflows that come one by one take it no further down than 16
+  bits below what amax allows.
 
   Before the first clean step with an amax that is not 0, or after `window`
   steps without one, nothing is known. Then S leaps, 16 bits down on an overflow
-  and 16 bits up on a step whose gradients are all 0, but not to where one of
-  the last steps did not fit. A first S of 2**32 costs two steps.
+  and 16 bits up on a step whose gradients are all 0, up to 2**32. So a first S
+  of 2**32 costs one step or two, where amax / S is below 1.
 
   It loses steps where amax leaps up by more than `headroom` bits above all of
   the last `window` steps: more of either costs precision of small gradients on
-  all steps, and saves a step now and then. One rare spike holds S down for
-  `window` steps. A loss that is cast to float16 cannot carry an S above 2**15,
-  which amax does not tell: give it a `max_scale`. An overflow with which S has
-  nothing to do, such as NaN in the data, takes S down as well.
+  all steps, and saves a step now and then. Gradients of activations that
+  overflow where those of the parameters are small it does not see coming:
+  `amax_tap` shows them to it, and without it a dynamic rule may lose fewer
+  steps. The same holds for a loss that is cast to float16, which cannot carry
+  an S above 2**15: give it a `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
@@ -135,6 +152,10 @@ class HeadroomLossScale(_rules.LossScale):
       fitting_exponents=jnp.full((self.window,), _ANY, jnp.int32),
       next_entry=jnp.full((), 0, jnp.int32),
       steps_without_amax=jnp.full((), self.window, jnp.int32),
+      ceiling_exponent=jnp.full((), _ANY, jnp.int32),
+      overflowed_exponent=jnp.full((), _ANY, jnp.int32),
+      overflows_in_a_row=jnp.full((), 0, jnp.int32),
+      steps_below_ceiling=jnp.full((), 0, jnp.int32),
     )
 
   def update(
@@ -152,32 +173,39 @@ class HeadroomLossScale(_rules.LossScale):
     amax = _powers_of_two.require_amax(amax)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _powers_of_two.tells(amax)
+    limit = _bounds.largest(self.dtype)
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
-      self._fitting_exponent(state.loss_scale, overflow, amax, tells),
+      jnp.where(
+        tells,
+        _powers_of_two.fitting_exponent(amax, state.loss_scale, limit),
+        _ANY,
+      ),
       state.fitting_exponents,
     )
+    found = tells & ~overflow
     steps_without_amax = jnp.where(
-      tells & ~overflow,
-      0,
-      jnp.minimum(state.steps_without_amax + 1, self.window),
+      found, 0, jnp.minimum(state.steps_without_amax + 1, self.window)
     )
-
-    known = jnp.min(fitting_exponents) - self.headroom
+    fits = jnp.min(fitting_exponents)
+    state = state._replace(
+      fitting_exponents=fitting_exponents,
+      next_entry=(state.next_entry + 1) % self.window,
+      steps_without_amax=steps_without_amax,
+      **self._ceiling(state, overflow, found, fits),
+    )
+    known = jnp.minimum(fits - self.headroom, state.ceiling_exponent)
     exponent = _powers_of_two.exponent(state.loss_scale)
     leap = jnp.where(
       overflow,
       exponent - _powers_of_two.LEAP,
-      jnp.minimum(exponent + _powers_of_two.LEAP, known),
+      jnp.minimum(_powers_of_two.leap_up(exponent), known),
     )
     wanted = jnp.where(steps_without_amax < self.window, known, leap)
-    return HeadroomLossScaleState(
+    return state._replace(
       loss_scale=_bounds.clip(
         _powers_of_two.power_of_two(wanted), self.min_scale, self.max_scale
-      ),
-      fitting_exponents=fitting_exponents,
-      next_entry=(state.next_entry + 1) % self.window,
-      steps_without_amax=steps_without_amax,
+      )
     )
 
   def stalled(
@@ -186,19 +214,49 @@ class HeadroomLossScale(_rules.LossScale):
     """Returns bool[]: an overflow with S at `min_scale`, or below it."""
     return _bounds.at_floor(state.loss_scale, self.min_scale, overflow)
 
-  def _fitting_exponent(
+  def _ceiling(
     self,
-    loss_scale: jax.Array,
+    state: HeadroomLossScaleState,
     overflow: jax.Array,
-    amax: jax.Array,
-    tells: jax.Array,
-  ) -> jax.Array:
-    """Returns the largest exponent of S at which this step fits, int32[]."""
-    limit = _bounds.largest(self.dtype)
-    fitting = jnp.where(
-      tells, _powers_of_two.fitting_exponent(amax, loss_scale, limit), _ANY
+    found: jax.Array,
+    fits: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """Returns the fields that remember an overflow.
+
+    Args:
+      state: the one that the step used.
+      overflow: bool[], whether it overflowed.
+      found: bool[], whether it was clean with an amax that tells.
+      fits: int32[], the largest exponent that all amax of late allow.
+    """
+    here = _powers_of_two.exponent(state.loss_scale)
+    row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
+    # One by one they have little to do with S, once it is so low.
+    is_alone = (row == 1) & (state.steps_without_amax < self.window)
+    lowest = jnp.where(
+      is_alone, fits - self.headroom - _powers_of_two.LEAP, -_ANY
     )
-    # amax is too small where values were clipped, and may have nothing to do
-    # with an overflow that the caller has seen.
-    below = _powers_of_two.exponent(loss_scale) - 1
-    return jnp.where(overflow, jnp.minimum(fitting, below), fitting)
+    below = jnp.minimum(here, jnp.maximum(here - row, lowest))
+    steps = jnp.where(overflow, 0, state.steps_below_ceiling + 1)
+    rises = steps == _WINDOWS_A_BIT * self.window
+    # What amax explains needs no memory, nor what came before any amax.
+    is_over = found & (
+      (fits < state.overflowed_exponent)
+      | (state.steps_without_amax == self.window)
+    )
+    ceiling = jnp.where(
+      overflow,
+      jnp.minimum(state.ceiling_exponent, below),
+      jnp.minimum(state.ceiling_exponent + rises.astype(jnp.int32), _ANY),
+    )
+    overflowed = jnp.where(
+      overflow,
+      jnp.minimum(state.overflowed_exponent, here),
+      state.overflowed_exponent,
+    )
+    return {
+      "ceiling_exponent": jnp.where(is_over, _ANY, ceiling),
+      "overflowed_exponent": jnp.where(is_over, _ANY, overflowed),
+      "overflows_in_a_row": row,
+      "steps_below_ceiling": jnp.where(rises, 0, steps),
+    }

@@ -62,7 +62,9 @@ class HistogramLossScale(_rules.LossScale):
 
   It loses steps where amax leaps up by more than the bits above the edge, less
   the one by which S may just have doubled; and all of them at an S that is far
-  too large, since it moves by one bit a step: see `WarmStart`.
+  too large, since it moves by one bit a step: see `WarmStart`. Where the loss
+  itself is cast to float16, its cotangent is S, which float16 does not hold
+  above 2**15: pass `max_scale=2.0**15`.
 
   Inside of `loss_scaling` all gradients are counted, in one more look at them.
   Where nobody counts, as in a replay of recorded amax, amax decides: one

@@ -20,6 +20,9 @@ from optax_lossscale.statistics import _powers_of_two
 _ORIGINAL_BOUNDS = 1.0, 2.0**14
 _BOUNDS = 2.0**-14, 2.0**126
 
+# Above every log2(S). Not inf, which would stop jax_debug_infs.
+_NO_CEILING = 2.0**20
+
 
 class LogMaxLossScaleState(NamedTuple):
   """State of `LogMaxLossScale`.
@@ -31,8 +34,8 @@ class LogMaxLossScaleState(NamedTuple):
     variance: float32[], running variance of x about it, by `beta2`.
     weight: float32[], what the weights by `beta1` add up to, 1 in the end.
     slow_weight: float32[], the same by `beta2`.
-    log2_ceiling: float32[], above which log2(S) does not come of late; inf
-      before the first overflow.
+    log2_ceiling: float32[], above which log2(S) does not come of late;
+      2**20 before the first overflow.
   """
 
   loss_scale: jax.Array
@@ -76,6 +79,10 @@ class LogMaxLossScale(_rules.LossScale):
   log2(amax) has a heavier tail than a normal distribution. It takes
   1 / (1 - beta2) steps to believe in less variation than there was. While all
   gradients are 0 it does not move: for a first S use `WarmStart`.
+
+  There is no `dtype` here: for bfloat16 it is `log_max=128`. Where the loss
+  itself is cast to float16, its cotangent is S, which float16 does not hold
+  above 2**15: pass `scale_max=2.0**15`.
 
   Attributes:
     scale_min: the floor. None: 2**-14, the smallest normal float16; 1 as in
@@ -164,7 +171,7 @@ class LogMaxLossScale(_rules.LossScale):
       variance=zero,
       weight=zero,
       slow_weight=zero,
-      log2_ceiling=jnp.full((), jnp.inf, jnp.float32),
+      log2_ceiling=jnp.full((), _NO_CEILING, jnp.float32),
     )
 
   def update(

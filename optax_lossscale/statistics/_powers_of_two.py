@@ -21,6 +21,10 @@ _FRACTION_BITS = 23
 # nor does one down from an overflow make them all 0.
 LEAP = 16
 
+# Above this no leap goes: all gradients are 0, which may have nothing to do
+# with S, and every leap that was too much costs a step.
+_HIGHEST_LEAP = 32
+
 
 def exponent(x: jax.Array) -> jax.Array:
   """Returns floor(log2(x)), int32[...].
@@ -40,6 +44,15 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
   """
   biased = jnp.clip(exponent, -126, 127) + 127
   return lax.bitcast_convert_type(biased << _FRACTION_BITS, jnp.float32)
+
+
+def leap_up(exponent: jax.Array) -> jax.Array:
+  """Returns the exponent of the next S where all gradients are 0, int32[].
+
+  Args:
+    exponent: int32[], of this S.
+  """
+  return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
 
 
 def require_amax(amax: jax.Array | None) -> jax.Array:

@@ -50,7 +50,9 @@ class WarmStart(_rules.LossScale):
   If its amax is neither 0 nor an overflow, the next S is the power of two at
   which this amax has `headroom` bits left, and from then on the rule moves S as
   if it had begun there. Otherwise the probe goes on, 16 bits down after an
-  overflow and 16 bits up where all gradients were 0.
+  overflow and 16 bits up where all gradients were 0. It does not leap above
+  2**32, so that after any number of such steps the first other gradients cost
+  about two; a larger `probe_scale` stays where it is.
 
   With a probe at 1 mostly no step is lost. Small gradients are 0 on it, as
   they are without loss scaling; a larger probe sees them, and may overflow. A
@@ -165,10 +167,14 @@ class WarmStart(_rules.LossScale):
     limit = _bounds.largest(self.dtype)
     fitting = _powers_of_two.fitting_exponent(amax, state.loss_scale, limit)
     exponent = _powers_of_two.exponent(state.loss_scale)
-    leap = jnp.where(overflow, -_powers_of_two.LEAP, _powers_of_two.LEAP)
+    probed = jnp.where(
+      overflow,
+      exponent - _powers_of_two.LEAP,
+      _powers_of_two.leap_up(exponent),
+    )
     found = tells & ~overflow
     next_probe = _powers_of_two.power_of_two(
-      jnp.where(found, fitting - self.headroom, exponent + leap)
+      jnp.where(found, fitting - self.headroom, probed)
     )
     begun = self._begin(_bounds.clip(next_probe, _SMALLEST, _LARGEST))
     return WarmStartState(

@@ -9,6 +9,8 @@ import optax_lossscale as ols
 from optax_lossscale import statistics
 from optax_lossscale.cli import _loss_scale
 
+pytestmark = pytest.mark.one_end
+
 
 @pytest.mark.parametrize(
   ("text", "rule"),
@@ -67,7 +69,12 @@ def test_text_stands_for_rule(text, rule):
     ("dynamic:growth=2", "dynamic has no argument 'growth'; choose from init"),
     ("mindspore:4,3000", "mindspore takes its arguments by name, as in"),
     ("mindspore:scale_window=0", "`scale_window` must be between 1 and"),
-    ("mindspore_cell", "missing 3 required keyword-only arguments"),
+    (
+      "npu_exponential",
+      "npu_exponential needs init_loss_scale and incr_every_n_steps, as in "
+      "npu_exponential:init_loss_scale=2**15,incr_every_n_steps=1000",
+    ),
+    ("jmp:period=9", "jmp needs loss_scale, as in jmp:loss_scale=2**15"),
     ("dynamic:8,init_scale=8", "dynamic got 'init_scale' twice"),
     ("fixed:1024,", "must be a number such as 1024, 0.5 or 2**15, got ''"),
     ("fixed:big", "scale must be a number such as 1024, 0.5 or 2**15"),
@@ -90,3 +97,11 @@ def test_text_stands_for_rule(text, rule):
 def test_text_that_is_no_rule_is_refused(text, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     _loss_scale.parse(text)
+
+
+@pytest.mark.parametrize("name", [*_loss_scale.PRESETS, *_loss_scale._OWN])
+def test_example_of_what_a_rule_needs_is_a_rule(name):
+  try:
+    _loss_scale.parse(name)
+  except ValueError as error:
+    assert _loss_scale.parse(str(error).partition("as in ")[2]).rule

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 # 2**15 is the largest power of two that the first 40 steps stand.
-UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 20
+UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def simulate(*arguments):
 def rows_of(out):
   """The figures of each rule in the table."""
   words = [line.split() for line in out.splitlines()]
-  return {line[0]: line[1:] for line in words if len(line) == 6}
+  return {line[0]: line[1:] for line in words if len(line) == 7}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def rows_of(out):
     ("--seed", ["--seed", "-1"]),
     ("no run 'x'", ["--run", "x"]),
     ("no seed 1", ["--seed", "1"]),
+    ("--output", ["--output", "picture.txt"]),
     ("--output", ["--output", "."]),
     ("--ruel", ["--ruel", "dynamic"]),
   ],
@@ -90,16 +91,16 @@ def test_a_trace_is_wanted(capsys):
 
 
 def test_table_has_the_figures_of_each_rule(trace, capsys):
-  rules = ("fixed:2**12", "fixed:2**20", "mindspore:init_loss_scale=2**16")
+  rules = ("fixed:2**12", "fixed:2**20", "dynamic:2**16")
   arguments = [word for rule in rules for word in ("--rule", rule)]
   assert simulate(trace, *arguments) == 0
   out = capsys.readouterr().out
-  assert f"{trace}, 61 steps" in out.replace("\n", "")
+  assert f"{trace}, 121 steps" in out.replace("\n", "")
   rows = rows_of(out)
   # The recorded overflow says nothing below its S, and 2 bits above it.
-  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "0", "2^12"]
-  assert rows["fixed:2**20"] == ["61", "-", "-", "0", "2^20"]
-  assert rows[rules[2]] == ["2", "0.8", "1.4", "0", "2^14"]
+  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "0", "2^12"]
+  assert rows["fixed:2**20"] == ["121", "-", "-", "-", "0", "2^20"]
+  assert rows[rules[2]] == ["2", "1.1", "0.4", "1.4", "0", "2^14"]
 
 
 def test_default_rules_are_compared(trace, capsys):
@@ -131,7 +132,7 @@ def test_advice_is_given_on_each_rule(trace, capsys):
   lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
   first = lines.index("npu_fixed:loss_scale=2**20:")
   # 2**9 is what the recorded overflow leaves, of which 2 bits are kept free.
-  assert lines[first + 1].startswith("loss_scale: 2**20 -> 2**7: 61 of 61")
+  assert lines[first + 1].startswith("loss_scale: 2**20 -> 2**7: 121 of 121")
   assert lines[lines.index("fixed:2**13:") + 1] == "nothing to change"
 
 
@@ -144,6 +145,12 @@ def test_picture_has_a_panel_for_each_trace(trace, tmp_path, capsys):
   assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
   out = capsys.readouterr().out.replace("\n", "")
   assert f"{other}, 2 steps" in out and f"wrote {picture}" in out
+
+
+def test_picture_is_what_its_name_says(trace, tmp_path):
+  picture = tmp_path / "picture.SVG"
+  assert simulate(trace, "--rule", "fixed:8", "--output", picture) == 0
+  assert b"<svg" in picture.read_bytes()
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -21,11 +22,9 @@ from optax_lossscale.demo import history
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
+ROOT = pathlib.Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
 FAST = ("--accelerate", "fast|step|0.5")
 FAST1 = ("--accelerate", "fast1|step|0.5")
@@ -525,6 +524,8 @@ def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
   # A shell may have told its background jobs to ignore Ctrl-C.
   code = (
     "import signal, sys; from optax_lossscale import cli;"
+    "from optax_lossscale.demo import digits; from tests.demo import tiny;"
+    "task = tiny.make_task(); digits.make_task = lambda *, quick: task;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"
     "sys.exit(cli.main())"
   )
@@ -534,6 +535,7 @@ def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
     [sys.executable, "-c", code, "train", *arguments],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
+    cwd=ROOT,  # To find the small model.
     # The progress bar as on a terminal, to see when the first step is done.
     env={
       **os.environ,

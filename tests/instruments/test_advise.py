@@ -258,7 +258,7 @@ def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
 
 
 def test_a_recorded_overflow_is_mended_by_the_next_smaller_scale():
-  trace = make_trace(np.full(50, math.inf), scale=2.0**20)
+  trace = make_trace(np.full(150, math.inf), scale=2.0**20)
   rule = ols.FixedLossScale(2.0**20)
   assert changes(trace, rule) == [("scale", 2.0**20, 2.0**17)]
 
@@ -287,8 +287,85 @@ def test_dtype_and_hardware_are_those_of_the_computation():
   rule = ols.FixedLossScale(1.0)
   assert changes(trace, rule) == []
   assert changes(trace, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
-  wide = changes(trace, rule, dtype=jnp.bfloat16)
-  assert wide == [("scale", 1.0, 2.0**109)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float32"])
+def test_unused_range_is_no_harm_where_the_dtype_has_that_of_float32(dtype):
+  for unscaled in (FLAT, 2.0 ** -(np.arange(STEPS) / 100)):
+    for rule in (ols.FixedLossScale(1.0), make_rule("npu", interval=2000)):
+      assert changes(make_trace(unscaled), rule, dtype=dtype) == []
+
+
+def test_a_scale_that_overflows_is_lowered_in_wide_dtypes_too():
+  rule = ols.FixedLossScale(2.0**127)
+  advice = changes(make_trace(FLAT * 4), rule, dtype=jnp.bfloat16)
+  assert advice == [("scale", 2.0**127, 2.0**123)]
+
+
+def callers_trace(rule, scale):
+  """A run of which the caller gave up every 20th step, at any S."""
+  overflow = np.arange(STEPS) % 20 == 10
+  trace = make_trace(np.full(STEPS, 0.9), scale=scale, overflow=overflow)
+  return instruments.replay(rule, trace).history
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [ols.FixedLossScale(2048.0), make_rule("npu"), ols.DynamicLossScale()],
+)
+def test_overflows_of_the_caller_are_told_and_are_not_for_the_scale(rule):
+  advice = instruments.advise(callers_trace(rule, 1024.0), rule)
+  assert "200 of 4000 steps were overflows although amax was" in str(advice[0])
+  assert "overflow=" in str(advice[0])
+  for item in advice:
+    assert item.argument not in ("scale", "min_scale", "hysteresis")
+
+
+def test_run_that_goes_on_from_a_checkpoint_is_not_asked_for_its_start():
+  rule = make_rule("npu", init_scale=2.0**32, interval=1000)
+  trace = instruments.replay(rule, make_trace(FLAT), loss_scale=2.0**15).history
+  assert changes(trace, rule) == []
+
+
+def test_a_first_scale_that_still_loses_steps_is_lowered_further():
+  # The first that stands, 2**16, loses two more; 2**15 one, as may be.
+  unscaled = np.full(1000, 0.75)
+  unscaled[[200, 400]] = 1.5, 3.0
+  rule = make_rule("npu", init_scale=2.0**32, interval=10**6)
+  assert changes(make_trace(unscaled), rule) == [
+    ("init_loss_scale", 2.0**32, 2.0**15)
+  ]
+
+
+def test_lost_steps_that_no_argument_keeps_are_told():
+  log2 = np.concatenate([np.full(1000, -2.0), np.linspace(-2, 40, 300)])
+  rule = presets.torch()
+  trace = instruments.replay(rule, make_trace(2.0**log2)).history
+  (advice,) = instruments.advise(trace, rule)
+  assert advice.argument is None
+  assert f"{np.sum(trace.overflow)} of 1300 steps were lost" in str(advice)
+
+
+def test_nothing_is_proposed_from_a_few_steps():
+  (advice,) = instruments.advise(make_trace(FLAT[:99]), ols.FixedLossScale(1.0))
+  assert advice.argument is None and "99 steps are too few" in str(advice)
+  assert changes(make_trace(FLAT[:100]), ols.FixedLossScale(1.0)) == [
+    ("scale", 1.0, 2.0**13)
+  ]
+
+
+def test_steps_that_were_nan_from_the_first_on_are_of_the_scale():
+  scale = 2.0 ** np.maximum(32.0 - np.arange(150), 0)
+  trace = make_trace(np.full(150, NAN), scale=scale)
+  rule = make_rule("npu", init_scale=2.0**32)
+  for advice in instruments.advise(trace, rule):
+    assert "NaN" not in str(advice)
+
+
+def test_the_fixed_scale_of_a_later_part_is_the_rules_own():
+  trace = make_trace(FLAT, first_step=5001)
+  rule = ols.FixedLossScale(2.0**20)
+  assert changes(trace, rule) == [("scale", 2.0**20, 2.0**13)]
 
 
 @pytest.mark.parametrize("first_step", [1, 100])
@@ -312,8 +389,10 @@ class Other(ols.LossScale):
     return state
 
 
-def test_a_rule_without_known_arguments_is_left_alone():
-  assert changes(make_trace(FLAT), Other()) == []
+def test_lost_steps_of_a_rule_without_known_arguments_are_told():
+  (advice,) = instruments.advise(make_trace(FLAT), Other())
+  assert advice.argument is None
+  assert "4000 of 4000 steps were lost" in str(advice)
 
 
 def test_switched_off_scaler_is_left_alone():

@@ -10,7 +10,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 HALF = ols.nonfinite(jnp.float16)
 
@@ -41,10 +41,17 @@ def test_what_overflowed_comes_first_and_the_first_among_equals(leaves, path):
 
 @pytest.mark.parametrize(
   ("amax", "headroom"),
-  [(np.inf, -math.inf), (np.nan, math.nan), (0.0, math.inf), (131008.0, -1.0)],
+  [
+    (np.inf, -math.inf),
+    (np.nan, math.nan),
+    (0.0, math.inf),
+    (131008.0, -1.0),
+    # A subnormal number.
+    (2.0**-149, math.log2(65504.0) + 149),
+  ],
 )
 def test_headroom_is_told_of_any_amax(amax, headroom):
-  found = instruments.culprit(tree(a=[amax]), HALF)
+  found = instruments.culprit({"a": np.float32([amax])}, HALF)
   np.testing.assert_equal(found, ("a", amax, headroom))
 
 

@@ -276,3 +276,21 @@ def test_devices_of_a_shard_map_add_their_histograms_up(histogram, check_vma):
     check_vma=check_vma,
   )
   check_equal(jax.jit(mapped)(jnp.asarray(x)), expected(x))
+
+
+def test_the_numbers_of_a_traced_histogram_cannot_be_read():
+  def read(x):
+    return instruments.exponent_histogram(x).share(0, 1)
+
+  with pytest.raises(TypeError, match="got a traced one; return it from"):
+    jax.jit(read)(jnp.ones(3))
+
+
+def test_the_numbers_of_stacked_histograms_cannot_be_read():
+  one = instruments.exponent_histogram(jnp.ones(3))
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), one)
+  with pytest.raises(ValueError, match=r"got `counts` of shape \(2, 277\)"):
+    stacked.share(0, 1)
+  with pytest.raises(ValueError, match="of several that are stacked take one"):
+    _ = stacked.total
+  assert jax.tree.map(lambda x: x.sum(0), stacked).total == 6

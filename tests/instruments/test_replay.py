@@ -16,7 +16,7 @@ from optax_lossscale import instruments
 from optax_lossscale import presets
 from tests.instruments.traces import make_trace
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 INF, NAN = math.inf, math.nan
 # Amax over S: 11 bits each, as float16 has, and spread so that rules move.
@@ -171,10 +171,36 @@ def test_recorded_inf_overflows_from_its_scale_on():
   assert fixed(9, trace) == ([False, False], [65504 / 2, 2.0**9])
 
 
-def test_overflow_that_amax_does_not_show_is_of_the_scale():
-  trace = make_trace([1.0], scale=2.0**10, overflow=True)
-  assert fixed(10, trace) == ([True], [2.0**10])
-  assert fixed(9, trace) == ([False], [2.0**9])
+def test_overflow_with_amax_near_the_limit_is_of_the_scale():
+  trace = make_trace([32753 / 2**10], scale=2.0**10, overflow=True)
+  assert fixed(10, trace) == ([True], [32753])
+  assert fixed(9, trace) == ([False], [32753 / 2])
+
+
+def test_overflow_with_amax_a_bit_below_the_limit_is_one_at_every_scale():
+  trace = make_trace([32752 / 2**10], scale=2.0**10, overflow=True)
+  assert fixed(10, trace) == ([True], [32752])
+  assert fixed(0, trace) == ([True], [32752 / 2**10])
+
+
+def test_scale_that_differs_by_rounding_is_that_of_the_record():
+  trace = make_trace([INF, 60.0], scale=2.0**10)
+  rule = ols.FixedLossScale(2.0**10 * (1 - 1e-5))
+  replay = instruments.replay(rule, trace)
+  assert replay.history.overflow.tolist() == [True, False]
+  assert replay.history.amax.tolist() == [INF, 60 * 2.0**10]
+
+
+def test_clean_step_at_the_limit_is_clean_at_its_scale():
+  # At these S, amax / S * S rounds to more than it was.
+  scales = np.float32(np.random.default_rng(0).uniform(1, 2000, 16))
+  lost = 0
+  for scale in scales:
+    trace = make_trace([1.0], scale=scale)._replace(amax=np.float32([65504]))
+    replay = instruments.replay(ols.FixedLossScale(float(scale)), trace)
+    assert replay.history.amax.tolist() == [65504]
+    lost += replay.lost_steps
+  assert lost == 0
 
 
 def test_recorded_saturation_overflows_from_its_scale_on():
@@ -208,8 +234,10 @@ def test_nan_where_its_neighbours_stood_as_much_stays():
   assert np.isnan(amax).tolist() == overflow
 
 
-def test_nan_without_a_clean_step_stays():
-  assert fixed(0, make_trace([NAN, NAN], scale=[8, 4]))[0] == [True, True]
+def test_nan_without_a_clean_step_is_of_the_scale():
+  trace = make_trace([NAN, NAN], scale=[8, 4])
+  assert fixed(2, trace)[0] == [False, True]
+  assert fixed(1, trace)[0] == [False, False]
 
 
 def test_amax_of_zero_never_overflows():

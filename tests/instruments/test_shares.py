@@ -15,7 +15,7 @@ from optax_lossscale import instruments
 from optax_lossscale.instruments import _shares
 from tests import compiled
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 TARGETS = {
   "float16": np.float16,
@@ -77,7 +77,6 @@ def test_every_boundary_is_where_a_cast_has_it(own, name):
     np.testing.assert_array_equal(found, lost(x, target, scale), f"{scale}")
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_boundary_of_float64_is_where_a_cast_has_it(name):
   target = np.dtype(TARGETS[name])
@@ -105,7 +104,6 @@ def test_the_share_of_all_16_bit_numbers_is_that_of_casts(own, name):
     assert found.dtype == jnp.float32
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_share_of_float32_numbers_is_that_of_casts(name):
   rng = np.random.default_rng(1)

@@ -10,6 +10,8 @@ from optax_lossscale import instruments
 from optax_lossscale.demo import history as demo_history
 from tests.instruments.traces import make_trace
 
+pytestmark = pytest.mark.one_end
+
 INF, NAN = math.inf, math.nan
 TRACE = instruments.History(
   step=np.array([3, 4, 7, 8, 9]),

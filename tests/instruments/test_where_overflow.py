@@ -109,6 +109,8 @@ def test_the_first_of_a_random_program_is_that_of_numpy(undefined):
     place = where_overflow(functools.partial(run, steps), undefined=undefined)(
       inputs
     )
+    if place and place.operation == "argument":
+      place = None
     found = place and (place.operation, place.kind, place.elements)
     expected.append(run_in_numpy(steps, inputs, undefined))
     assert found == expected[-1], seed
@@ -499,7 +501,48 @@ def test_one_can_look_past_an_operation_that_is_undefined():
 
 def test_what_comes_of_an_inf_that_was_there_is_no_overflow():
   x = jnp.array([-jnp.inf, 1.0, jnp.nan], HALF)
-  assert find(lambda x: jnp.exp(x * 2) - x, x) is None
+  found = find(lambda x: jnp.exp(x * 2) - x, x)
+  assert found == ("argument", "x", (), 2)
+
+
+@pytest.mark.parametrize(
+  "dtype", [HALF, jnp.float32, jnp.complex64, jnp.float8_e4m3fn]
+)
+def test_an_argument_that_was_not_finite_is_named(dtype):
+  def function(params, batch, *, scale):
+    return params * scale, batch
+
+  x = jnp.array([1.0, jnp.nan, 2.0, jnp.nan], dtype)
+  place = where_overflow(function)(X / 4, {"n": 1, "x": x}, scale=HALF(0.5))
+  assert (place.operation, place.kind) == ("argument", "nonfinite")
+  assert (place.dtype, place.shape) == (np.dtype(dtype), (4,))
+  assert str(place) == (
+    "argument batch['x'] holds 2 elements that are not finite"
+  )
+  scale = HALF(np.inf)
+  place = where_overflow(function)(X / 4, {"x": x[:1]}, scale=scale)
+  assert str(place) == "argument scale holds 1 element that is not finite"
+
+
+def test_an_operation_that_overflowed_comes_before_an_argument():
+  found = find(lambda x, y: (x * 2, y), X, HALF(np.nan))
+  assert found == ("mul", "", (), 1)
+
+
+def test_an_argument_of_a_function_without_a_signature_has_a_number():
+  function = functools.wraps(lambda: 0)(lambda *args: args[0]["x"] * 2)
+  found = find(function, {"x": HALF(np.inf)}, 1.0)
+  assert found == ("argument", "args[0]['x']", (), 1)
+
+
+def test_a_state_that_remembers_an_overflow_is_no_argument_to_name():
+  tx = ols.instruments.record(
+    ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale()), 4
+  )
+  params = jnp.ones(3)
+  _, state = tx.update(jnp.full(3, jnp.inf), tx.init(params), params)
+  assert not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
+  assert find(lambda state, x: x * 2, {"tx": state}, X / 4) is None
 
 
 # Text -------------------------------------------------------------------------

@@ -14,8 +14,6 @@ import pytest
 import optax_lossscale as ols
 from tests.jaxpr import mixed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 32).reshape(8, 4)
 MESHES = {
@@ -74,6 +72,7 @@ def test_autocast_of_autocast_lowers_once(levels):
     assert mixed.count(twice, name, X, W) <= mixed.count(once, name, X, W)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
   "change",
   [
@@ -91,6 +90,7 @@ def test_saturating_and_float_status_go_around_and_inside(change):
   mixed.assert_close(got, jax.jit(change(network, lambda f: f))(X, W))
 
 
+@pytest.mark.one_end
 def test_an_overflow_of_float16_is_clamped_and_seen():
   def function(x, w):
     return (x @ w).sum()

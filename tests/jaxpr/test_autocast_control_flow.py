@@ -15,8 +15,6 @@ import pytest
 import optax_lossscale as ols
 from tests.jaxpr import mixed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 12).reshape(3, 4)
 
@@ -153,6 +151,7 @@ def test_values_and_gradients_are_those_of_the_program(name):
   mixed.assert_close(got, both(function)(X, W), 0.06)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_loops_and_branches_run_at_every_level(level):
   def function(x, w):

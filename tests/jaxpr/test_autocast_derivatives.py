@@ -16,8 +16,6 @@ from optax_lossscale.jaxpr import _mixed_program
 from tests.jaxpr import mixed
 from tests.jaxpr import rules
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY, W, X = rules.KEY, rules.W, rules.X
 
 
@@ -28,6 +26,7 @@ def test_gradients_are_those_of_the_rule(name):
   mixed.assert_close(got, jax.jit(mixed.gradient(function))(X, W), 0.06)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_rules_hold_at_every_level(level):
   def function(x, w):

@@ -16,8 +16,6 @@ import pytest
 import optax_lossscale as ols
 from tests.jaxpr import mixed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 12).reshape(3, 4)
 KEY = jax.random.key(1)

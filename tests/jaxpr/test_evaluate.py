@@ -19,8 +19,6 @@ from optax_lossscale.jaxpr import _evaluate
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jnp.array([0.5, -1.25, 2.0])
 
 

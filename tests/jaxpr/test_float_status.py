@@ -17,10 +17,15 @@ HALF = jnp.float16
 INF = np.float16(np.inf)
 
 
+@functools.cache
+def counting(function, **options):
+  """Returns `float_status` of the function, compiled once."""
+  return jax.jit(ols.float_status(function, counts=True, **options))
+
+
 def count(function, *args, **options):
   """Returns how many operations overflowed and were undefined, under jit."""
-  status = ols.float_status(function, counts=True, **options)
-  _, counts = jax.jit(status)(*args)
+  _, counts = counting(function, **options)(*args)
   return int(counts.overflow), int(counts.undefined)
 
 
@@ -68,9 +73,8 @@ def test_an_element_of_a_product_overflows_unless_its_row_or_column_is_masked(
   left, right = product.split("->")[0].split(",")
   x = draw((40, *(size[i] for i in left)))
   y = draw((40, *(size[i] for i in right)))[::-1]
-  _, flags = jax.vmap(ols.float_status(functools.partial(jnp.einsum, product)))(
-    x, y
-  )
+  status = ols.float_status(functools.partial(jnp.einsum, product))
+  _, flags = jax.jit(jax.vmap(status))(x, y)
   expected = []
   for a, b in zip(x, y, strict=True):
     masked = np.einsum(product, np.isinf(a), np.ones_like(b)) + np.einsum(
@@ -83,10 +87,11 @@ def test_an_element_of_a_product_overflows_unless_its_row_or_column_is_masked(
   assert 0 < np.sum(expected) < 40
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("axis", [None, 0, 1, (0, 2), ()])
 def test_an_element_of_a_sum_overflows_unless_one_of_its_terms_is_masked(axis):
   x = draw((40, 2, 3, 4)) * 200
-  _, flags = jax.vmap(ols.float_status(lambda x: jnp.sum(x, axis)))(x)
+  _, flags = jax.jit(jax.vmap(ols.float_status(lambda x: jnp.sum(x, axis))))(x)
   expected = [
     np.any(
       (np.where(np.isinf(a), 0.0, a.astype(float)).sum(axis) >= 65520)
@@ -110,7 +115,7 @@ def test_a_reduction_in_float16_overflows_unless_one_of_its_terms_is_masked(
   def reduce(x):
     return lax.reduce_prod_p.bind(x, axes=axes, out_sharding=None)
 
-  _, flags = jax.vmap(ols.float_status(reduce))(x)
+  _, flags = jax.jit(jax.vmap(ols.float_status(reduce)))(x)
   expected = [
     np.any(
       (np.where(np.isinf(a), 0.0, a.astype(float)).prod(axes) >= 65520)
@@ -139,7 +144,7 @@ def test_a_running_total_overflows_unless_a_term_before_is_masked(
   def run(x):
     return function(x, axis=1, reverse=reverse)
 
-  _, flags = jax.vmap(ols.float_status(run))(x)
+  _, flags = jax.jit(jax.vmap(ols.float_status(run)))(x)
   expected = []
   for a in x[..., ::-1] if reverse else x:
     total = by_numpy(np.where(np.isinf(a), 0.0, a.astype(float)), axis=1)
@@ -238,6 +243,7 @@ def test_a_mask_is_no_overflow(name):
   assert count_masked(name, KEEP) == (0, 0)
 
 
+@pytest.mark.one_end
 @each_masked
 def test_a_row_that_is_masked_altogether_is_no_overflow(name):
   overflow, _ = count_masked(name, DROP_ROW)
@@ -250,6 +256,7 @@ def test_a_logsumexp_that_is_masked_altogether_is_undefined_once():
   assert count(function, logits) == (0, 1)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "exp"])
 def test_an_overflow_beside_a_mask_is_seen(name):
   def squared(x, keep):
@@ -292,6 +299,7 @@ def test_a_branch_of_where_that_is_not_taken_is_no_overflow(name):
   assert undefined == 1
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("name", DEAD)
 def test_nor_is_what_its_gradient_makes_of_it(name):
   overflow, undefined = count(
@@ -460,6 +468,7 @@ def test_an_overflow_inside_of_control_flow_is_counted_each_time(name):
     chex.assert_trees_all_equal(result, jax.jit(function)(x))
 
 
+@pytest.mark.one_end
 @each_program
 def test_under_vmap_each_example_has_its_own_count(name):
   function, times = PROGRAMS[name]
@@ -824,6 +833,7 @@ def test_counts_as_overflow_skip_the_step_for_what_is_undefined_as_well():
 # Hardware that saturates ------------------------------------------------------
 
 
+@pytest.mark.one_end
 @pytest.mark.slow
 def test_the_register_of_saturating_hardware_agrees_with_that_of_this_one():
   gradient = jax.grad(

@@ -11,8 +11,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.jaxpr import _record
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jnp.array([1.0, 2.0], jnp.float16)
 
 # What records a function. Both return its result, the second also a flag.

@@ -11,8 +11,6 @@ from optax_lossscale.jaxpr import _control_flow
 from optax_lossscale.jaxpr import _evaluate
 from optax_lossscale.jaxpr import _throughout
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jnp.arange(8.0)
 MESH = jax.make_mesh(
   (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2

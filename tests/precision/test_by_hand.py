@@ -273,6 +273,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
   assert ours <= by_hand
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_operations_as_written_cost_no_more_than_by_hand(case):
   assert_costs_no_more(*map(counts.costs, lowered(case)))

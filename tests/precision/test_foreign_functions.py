@@ -10,10 +10,7 @@ import pytest
 import optax_lossscale as ols
 from tests.precision import foreign
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 # --- Functions of jax.nn, between two products as in a network.
 

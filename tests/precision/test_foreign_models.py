@@ -10,10 +10,7 @@ import pytest
 
 from tests.precision import foreign
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 16, 16, 3)

@@ -7,8 +7,6 @@ import pytest
 import optax_lossscale as ols
 from tests.precision import foreign
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 8, 8, 4)
 SEQUENCES = foreign.normal(2, 5, 6)

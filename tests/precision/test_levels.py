@@ -16,8 +16,6 @@ from tests.precision.programs import dtypes_of
 from tests.precision.programs import products
 from tests.precision.programs import recorded
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
 
@@ -318,6 +316,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("loss", LOSSES)
 @each_mixed_level
 def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):
@@ -377,6 +376,7 @@ def test_a_fully_masked_row_is_no_nan(level, masked):
   np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
   "operation",
   [

@@ -16,10 +16,7 @@ from tests import compiled
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=100)
 SGD = optax.sgd(1.0)

@@ -12,8 +12,6 @@ from tests.precision.programs import conversions
 from tests.precision.programs import dtypes_of
 from tests.precision.programs import recorded
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class LeNet5(nn.Module):
   """Two convolutions and two dense layers, the published names."""

@@ -16,8 +16,6 @@ import optax_lossscale as ols
 from tests.precision.programs import dtypes_of
 from tests.precision.programs import products
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/porting.md").read_text()
 SECTION = PAGE.partition("\n## Mixed precision: policies by name\n")[2]
 SECTION = SECTION[: SECTION.index("\n## ")]

@@ -19,9 +19,6 @@ from tests.precision.schedules import NAN
 from tests.precision.schedules import NEEDS
 from tests.reference import ascend
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 # The grammar.
 
 TYPES = ("fast", "fast1", "fast2", "FAST", "fas", "float16", "", " fast")

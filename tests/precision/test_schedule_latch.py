@@ -25,9 +25,6 @@ from tests.precision.schedules import one_by_one
 from tests.precision.schedules import scanned
 from tests.precision.schedules import schedule_and_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 # The latch.
 
 

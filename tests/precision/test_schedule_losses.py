@@ -18,9 +18,6 @@ from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 # The model, against numbers worked by hand.
 
 

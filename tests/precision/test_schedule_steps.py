@@ -20,10 +20,7 @@ from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 
 # The model, against numbers worked by hand.

@@ -14,8 +14,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 Y = np.linspace(1, -1, 16, dtype=np.float32).reshape(8, 2)
 PARAMS = {"w": jnp.linspace(0.3, 1.0, 6).reshape(3, 2), "b": jnp.zeros(2)}
@@ -296,6 +294,7 @@ def test_bfloat16_needs_no_loss_scaling():
   assert state[2].steps == STEPS
 
 
+@pytest.mark.one_end
 def test_many_seeds_switch_each_at_its_own_time():
   schedule = by_loss(0.4)
   step = jax.vmap(
@@ -311,6 +310,7 @@ def test_many_seeds_switch_each_at_its_own_time():
   assert states.low[0] != states.low[1]
 
 
+@pytest.mark.one_end
 def test_it_runs_operation_by_operation_as_well():
   schedule = by_steps(total_steps=2)
   step = schedule.make_train_step(loss_fn, scaling())

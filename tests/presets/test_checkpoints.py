@@ -23,10 +23,7 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests.presets import traces
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 # These save nothing, or nothing but their arguments.
 WITHOUT_STATE = {"megatron_constant", "mindspore_fixed", "npu_fixed"}

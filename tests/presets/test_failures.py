@@ -12,10 +12,7 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests import reference
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 # The systems that end runs, and what the error says.
 _AT_MINIMUM = "overflowed with the loss scale at its minimum.*DeepSpeed"

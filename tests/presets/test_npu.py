@@ -13,10 +13,7 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests.optimizers import to_bits
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 WORKERS = 8
 LARGEST = 65504.0

@@ -3,12 +3,10 @@
 import pytest
 
 from optax_lossscale import presets
+from tests import documents
 from tests.presets import traces
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 OTHERS = {
   "from_state_dict",
@@ -17,6 +15,9 @@ OTHERS = {
   "to_state_dict",
 }
 PRESETS = sorted(set(presets.__all__) - OTHERS)
+COMPARISON = documents.section(
+  documents.read("docs/porting.md"), "How this was compared"
+)
 
 
 def test_every_preset_has_a_trace_of_its_original():
@@ -28,6 +29,19 @@ def test_a_preset_moves_s_as_the_original_did(system):
   outcomes = traces.outcomes(system)
   assert sum(outcome.mismatches for outcome in outcomes) == 0
   assert [x.problems for x in outcomes if x.problems] == []
+
+
+@pytest.mark.parametrize("system", traces.SYSTEMS)
+def test_the_porting_guide_has_the_numbers_of_the_replay(system):
+  outcomes = traces.outcomes(system)
+  row = (
+    f"`{system}`",
+    traces.load(system)["version"],
+    str(len(outcomes)),
+    str(sum(outcome.compared for outcome in outcomes)),
+    str(sum(outcome.mismatches for outcome in outcomes)),
+  )
+  assert f"| {' | '.join(row)} |" in COMPARISON.splitlines()
 
 
 @pytest.mark.parametrize("system", traces.SYSTEMS)

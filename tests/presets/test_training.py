@@ -10,10 +10,7 @@ import optax_lossscale as ols
 from tests.optimizers import describe
 from tests.presets import test_million_steps
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 OVERFLOWS = np.random.default_rng(0).random((2, 64)) < 0.3
 

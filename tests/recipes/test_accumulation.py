@@ -13,10 +13,7 @@ from tests import documents
 from tests.optimizers import to_bits
 
 # The functions have their tests on each version of JAX.
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/recipes/accumulation.md")
 BATCH = np.linspace(-1, 1, 96, dtype=np.float32).reshape(32, 3)

@@ -21,10 +21,7 @@ from tests.optimizers import describe
 from tests.optimizers import to_bits
 
 # The formats have their tests on each version of JAX.
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/recipes/checkpoints.md")
 PARAMS = {"kernel": jnp.arange(32.0).reshape(4, 8) / 64, "bias": jnp.zeros(8)}

@@ -14,10 +14,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/recipes/linen.md")
 

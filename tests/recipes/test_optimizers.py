@@ -17,10 +17,7 @@ import optax_lossscale as ols
 from tests import documents
 from tests.optimizers import to_bits
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
+pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/recipes/optimizers.md")
 SCALE = 2.0**15

@@ -65,9 +65,11 @@ class _AmaxModel:
 class Headroom(_AmaxModel):
   """The largest S that leaves its bits free in each of the last steps.
 
-  What a step allows is kept with the bits already subtracted; `None` for a step
+  What amax allows is kept with the bits already subtracted; `None` for a step
   that allows anything. While none of the last `window` steps was clean with an
-  amax to read, S goes 16 bits down on an overflow and up on zeros.
+  amax to read, S goes 16 bits down on an overflow and up on zeros, to 2**32.
+  Otherwise an overflow leaves a ceiling behind, 1, 2, 3 bits lower the more
+  come in a row, unless amax turns out to have been the reason.
   """
 
   def __init__(
@@ -82,24 +84,38 @@ class Headroom(_AmaxModel):
     super().__init__(init_scale, min_scale, max_scale)
     self.headroom, self.window, self.limit = headroom, window, limit
     self.steps = []
+    self.ceiling = self.failed_at = math.inf
+    self.row = self.clean = 0
 
   def move(self, overflow, amax):
     here = _floor_log2(self.scale)
-    allowed = None
+    was_searching = not any(known for _, known in self.steps)
+    allowed = math.inf
     if _tells(amax):
       allowed = largest_fitting(amax, self.scale, self.limit, self.headroom)
-    if overflow:
-      half = here - 1 - self.headroom
-      allowed = half if allowed is None else min(allowed, half)
     is_known = _tells(amax) and not overflow
     self.steps = [*self.steps, (allowed, is_known)][-self.window :]
-    all_allowed = [e for e, _ in self.steps if e is not None]
-    if any(known for _, known in self.steps):
-      exponent = min(all_allowed)
-    elif overflow:
-      exponent = here - 16
+    least = min(allowed for allowed, _ in self.steps)
+    if overflow:
+      self.row, self.clean = self.row + 1, 0
+      lower = here - self.row
+      if self.row == 1 and not was_searching and least - 16 > lower:
+        lower = min(here, least - 16)
+      self.ceiling = min(self.ceiling, lower)
+      self.failed_at = min(self.failed_at, here)
     else:
-      exponent = min([here + 16, *all_allowed])
+      self.row, self.clean = 0, self.clean + 1
+      if self.clean == 4 * self.window:
+        self.ceiling, self.clean = self.ceiling + 1, 0
+      is_explained = least + self.headroom < self.failed_at
+      if is_known and (is_explained or was_searching):
+        self.ceiling = self.failed_at = math.inf
+    exponent = min(least, self.ceiling)
+    if not any(known for _, known in self.steps):
+      if overflow:
+        exponent = here - 16
+      else:
+        exponent = min(max(here, min(here + 16, 32)), exponent)
     self.scale = self._bounded(_power(exponent))
 
 
@@ -271,7 +287,7 @@ class WarmStart:
     if overflow or not math.isfinite(amax):
       exponent = here - 16
     elif not _tells(amax):
-      exponent = here + 16
+      exponent = max(here, min(here + 16, 32))
     else:
       exponent = largest_fitting(amax, self.scale, self.limit, self.headroom)
     self.scale = 2.0 ** min(max(exponent, -126), 126)

@@ -13,7 +13,7 @@ from tests import parameters
 from tests.reference import statistics as reference
 from tests.statistics import runs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 Histogram = ols.statistics.HistogramLossScale
 Counts = ols.statistics.HistogramCounts
@@ -43,7 +43,6 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments):
   )
 
 
-@pytest.mark.one_end
 def test_long_random_runs_give_the_scales_of_the_model():
   rule = Histogram(2.0**20, update_period=2)
   true_amax = runs.random_true_amax(0, 3000)

@@ -123,6 +123,12 @@ def test_an_amax_beyond_the_limit_says_by_how_much():
   assert beyond.loss_scale == state.loss_scale / 32
 
 
+def test_no_state_holds_an_inf_that_a_debugging_switch_would_stop():
+  with jax.debug_infs(True):
+    LogMax().init()
+    ols.statistics.WarmStart(LogMax()).init()
+
+
 def test_zeros_and_subnormal_amax_change_nothing():
   rule = LogMax()
   update = jax.jit(rule.update)

@@ -15,7 +15,7 @@ from tests import reference as engines
 from tests.reference import statistics as reference
 from tests.statistics import runs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 WarmStart = ols.statistics.WarmStart
 
@@ -75,6 +75,54 @@ def test_a_probe_at_one_costs_nothing():
   overflows, _, scales = runs.closed_loop(rule, np.full(5, 2.0**-3, np.float32))
   assert not any(overflows)
   assert scales.tolist() == [2.0**16] * 5
+
+
+@pytest.mark.parametrize("true_amax", [2.0**-20, 1.0, 2.0**12])
+def test_many_steps_of_zeros_cost_at_most_two_steps(true_amax):
+  rule = WarmStart(ols.FixedLossScale())
+  amaxes = np.append(np.zeros(20), np.full(10, true_amax)).astype(np.float32)
+  overflows, _, scales = runs.closed_loop(rule, amaxes)
+  assert max(scales[:20]) == 2.0**32
+  assert sum(overflows) <= 2
+
+
+def test_a_probe_above_two_to_the_32_stays_there_while_gradients_are_zero():
+  rule = WarmStart(ols.FixedLossScale(), probe_scale=2.0**40)
+  state = rule.update(rule.init(), False, amax=0.0)
+  assert state.loss_scale == 2.0**40
+
+
+def test_a_run_that_the_rules_system_would_end_is_found():
+  rule = WarmStart(ols.presets.deepspeed(delayed_shift=1), probe_scale=2.0)
+  tx = ols.loss_scaling(optax.sgd(0.1), rule)
+  state = tx.init(jnp.ones(1))
+  update = jax.jit(tx.update)
+  for gradient in (2.0**13, jnp.inf, jnp.inf):
+    ols.raise_if_failed(state)
+    _, state = update(jnp.array([gradient]), state)
+  with pytest.raises(FloatingPointError, match="where DeepSpeed ends the run"):
+    ols.raise_if_failed(state)
+
+
+def test_a_warm_start_of_a_preset_is_saved_as_the_preset():
+  rule = WarmStart(ols.presets.megatron())
+  state = rule.update(rule.init(), False, amax=1.0)
+  state = rule.update(state, True, amax=jnp.inf)
+  saved = ols.presets.to_state_dict(rule, state)
+  assert saved == ols.presets.to_state_dict(rule.rule, state.rule_state)
+  assert "hysteresis_tracker" in saved
+  restored_rule, restored = ols.presets.from_state_dict(rule, saved)
+  assert restored_rule is rule
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  with pytest.raises(ValueError, match="one that still probes"):
+    ols.presets.to_state_dict(rule, rule.init())
+
+
+def test_a_warm_start_of_another_rule_is_saved_under_its_own_keys():
+  rule = WarmStart(ols.DynamicLossScale())
+  saved = ols.presets.to_state_dict(rule, rule.init())
+  assert not ols.presets.from_state_dict(rule, saved)[1].is_warm
 
 
 def test_the_first_scale_has_the_bits_that_were_asked_for():
