@@ -360,6 +360,7 @@ def preset_before(system):
   return rule, run_preset(rule, state, SEQUENCES[:, :BEFORE])[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", reference.MODELS)
 def test_every_argument_of_a_preset_can_change(system):
   _, state = preset_before(system)

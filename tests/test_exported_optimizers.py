@@ -21,6 +21,7 @@ pytestmark = [
   pytest.mark.filterwarnings("ignore:Specifying a key will be required"),
   pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
   pytest.mark.one_end,
+  pytest.mark.long,
 ]
 
 # Whose state keeps arrays as they are, or makes them in a branch or a loop.

@@ -127,6 +127,7 @@ def has_moved(checksums):
   return [bool(x) for x in checksums[1:] != checksums[:-1]]
 
 
+@pytest.mark.one_end
 # Four processes on two cores take a while, and do what two do.
 @pytest.mark.parametrize(
   "processes",

@@ -241,6 +241,7 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   assert set(report["versions"]) >= {"jax", "flax", "optax"}
 
 
+@pytest.mark.long
 def test_saturating_hardware_is_trained_with_both_checks(
   tmp_path, tiny_digits, capsys
 ):
@@ -346,6 +347,7 @@ def test_one_run_fills_in_what_is_not_said(arguments, run, tmp_path, planned):
   assert labels_of(planned) == [run]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_goes_with_loss_scales(
   level, tmp_path, tiny_digits, monkeypatch

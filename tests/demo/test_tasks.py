@@ -185,6 +185,7 @@ def test_activations_are_float16_until_the_softmax(name, tasks):
   assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype("float16")}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_loss_scaling_repairs_float16_where_the_mean_is_over_many_tokens():
   task = text.make_task()

@@ -402,6 +402,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
   "name",
   [

@@ -553,6 +553,7 @@ def meta_loss(make_tx, learning_rate):
   return optimizers.loss_fn(params)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
   "transform",
   [

@@ -279,6 +279,7 @@ def test_operations_as_written_cost_no_more_than_by_hand(case):
   assert_costs_no_more(*map(counts.costs, lowered(case)))
 
 
+@pytest.mark.one_end
 # XLA's CPU computes float16 in float32, by hand as well. So this is about the
 # conversions that it leaves and the fusions that they prevent.
 @pytest.mark.one_end

@@ -100,6 +100,7 @@ CASES = foreign.Cases(
 of_every_function = pytest.mark.parametrize("name", CASES.names)
 
 
+@pytest.mark.long
 @of_every_function
 def test_functions_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)

@@ -262,6 +262,7 @@ CASES = foreign.Cases(EQUINOX | HAIKU | RESNETS | GRAPHS)
 of_every_model = pytest.mark.parametrize("name", CASES.names)
 
 
+@pytest.mark.long
 @of_every_model
 def test_models_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)

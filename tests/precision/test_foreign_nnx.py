@@ -108,11 +108,13 @@ CASES = foreign.Cases(NNX)
 of_every_layer = pytest.mark.parametrize("name", CASES.names)
 
 
+@pytest.mark.long
 @of_every_layer
 def test_layers_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
+@pytest.mark.one_end
 @pytest.mark.one_end
 @of_every_layer
 def test_layers_compute_what_they_compute_without_autocast(name):

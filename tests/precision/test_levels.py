@@ -317,6 +317,7 @@ LOSSES = {
 
 
 @pytest.mark.one_end
+@pytest.mark.one_end
 @pytest.mark.parametrize("loss", LOSSES)
 @each_mixed_level
 def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):

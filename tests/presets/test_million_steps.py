@@ -8,7 +8,7 @@ from optax_lossscale import presets
 from tests import parameters
 from tests import reference
 
-pytestmark = pytest.mark.one_end
+pytestmark = [pytest.mark.one_end, pytest.mark.long]
 
 STEPS = 1_000_000
 

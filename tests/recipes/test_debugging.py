@@ -146,10 +146,11 @@ def test_headroom_is_how_many_doublings_remain(capsys):
   rule = ols.DynamicLossScale(1024.0)
   check = ols.nonfinite(jnp.float16)
   tx = ols.loss_scaling(optax.sgd(0.5), rule, check=check)
-  tx = ols.instruments.record(tx, capacity=10)
+  tx = ols.instruments.record(tx, capacity=100)
   gradients = jnp.array([2.0**-3, 2.0**3])
   update, state = jax.jit(tx.update), tx.init(gradients)
-  _, state = update(gradients, state)
+  for _ in range(100):
+    _, state = update(gradients, state)
   text = documents.section(PAGE, title)
   names = documents.run(
     text,

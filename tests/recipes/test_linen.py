@@ -376,6 +376,7 @@ def with_factors(*factors):
   return {**BATCH, "x": x}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drop", [False, True])
 def test_an_fp8_history_is_looked_at_in_each_micro_batch(drop):
   names, state = fp8_accumulation(drop)
@@ -426,6 +427,7 @@ def sharded_state():
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_have_one_fp8_history_that_of_the_whole_batch(check_vma):
   names, state = fp8_names(), sharded_state()
