@@ -128,7 +128,18 @@ def test_neither_errors_nor_warnings_are_stored(path):
 # What it uses of the library is tested on every version of JAX elsewhere.
 @pytest.mark.one_end
 @pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+  "path",
+  [
+    pytest.param(
+      path,
+      id=path.stem,
+      # It trains for longest, and tests/precision trains in both modes as well.
+      marks=[pytest.mark.long] * (path.stem == "accelerate_train_mode"),
+    )
+    for path in PATHS
+  ],
+)
 def test_a_run_shows_what_is_stored(path, tmp_path):
   notebook = nbformat.read(path, as_version=4)
   stored = [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.precision import foreign
 
-pytestmark = pytest.mark.one_end
+pytestmark = [pytest.mark.one_end, pytest.mark.long]
 
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 16, 16, 3)
@@ -262,7 +262,6 @@ CASES = foreign.Cases(EQUINOX | HAIKU | RESNETS | GRAPHS)
 of_every_model = pytest.mark.parametrize("name", CASES.names)
 
 
-@pytest.mark.long
 @of_every_model
 def test_models_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
