@@ -132,7 +132,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     )
     console.print(_make_table(replays[path]))
     if arguments.advise:
-      _print_advice(console, arguments, trace, rules)
+      _print_advice(console, arguments, trace, rules, replays[path])
   console.print(
     f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
     "leave unused; least: on the step closest to overflow; worst: on the step "
@@ -165,10 +165,11 @@ def _print_advice(
   arguments: argparse.Namespace,
   trace: instruments.History,
   rules: dict[str, ols.LossScale],
+  replays: dict[str, instruments.Replay],
 ) -> None:
   for text, rule in rules.items():
     advice = instruments.advise(
-      trace,
+      _recorded_with(replays[text], trace),
       rule,
       dtype=arguments.dtype,
       saturating=arguments.hardware == "saturating",
@@ -177,6 +178,16 @@ def _print_advice(
     for line in [str(item) for item in advice] or ["nothing to change"]:
       console.print(f"  {line}", soft_wrap=True, markup=False)
   console.print()
+
+
+def _recorded_with(
+  replay: instruments.Replay, trace: instruments.History
+) -> instruments.History:
+  """Returns what the rule would have recorded, if S moved by another one."""
+  scales = trace.loss_scale
+  of_another = scales[:1] != replay.history.loss_scale[:1]
+  is_moved = (scales != scales[:1]).any()
+  return replay.history if is_moved and of_another.any() else trace
 
 
 def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":

@@ -174,3 +174,20 @@ def test_bad_input_is_answered_before_anything_heavy_is_imported():
     "assert not heavy, heavy"
   )
   subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_advice_is_for_the_rule_and_not_for_the_one_that_was_recorded(
+  tmp_path, capsys
+):
+  steps = range(1, 201)
+  # Recorded from 2**32, of which 15 steps were lost; nothing is at 2**15.
+  lines = ["loss_scale,amax,overflow"]
+  for i in steps:
+    scale = 2.0 ** max(32 - i + 1, 17)
+    is_lost = scale > 2.0**17
+    lines.append(f"{scale},{'inf' if is_lost else scale / 8},{int(is_lost)}")
+  path = tmp_path / "run.csv"
+  path.write_text("\n".join(lines))
+  arguments = ["simulate", str(path), "--rule", "dynamic", "--advise"]
+  assert cli.main(arguments) == 0
+  assert "nothing to change" in capsys.readouterr().out
