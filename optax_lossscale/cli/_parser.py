@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
 import errno
+import importlib.util
 import math
 import pathlib
 import tempfile
@@ -27,6 +28,19 @@ class Parser(argparse.ArgumentParser):
       message: what is wrong; line breaks in it become spaces.
     """
     raise BadInputError(f"{self.prog}: error: {' '.join(message.split())}")
+
+  def require(self, packages: Iterable[str]) -> None:
+    """Raises `BadInputError` if a package of the demo extra is not there.
+
+    Args:
+      packages: their names.
+    """
+    for package in packages:
+      if importlib.util.find_spec(package) is None:
+        self.error(
+          f"it needs {package}, which is not installed: "
+          'pip install "optax-lossscale[demo]"'
+        )
 
 
 def one_of(names: Iterable[str], kind: str) -> Callable[[str], str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import importlib.util
 import math
 import pathlib
 import textwrap
@@ -106,7 +105,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Reads every trace before anything is replayed."""
   rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
   traces = {path: _read(parser, arguments, path) for path in arguments.trace}
-  _check_packages(parser, arguments)
+  parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
     try:
       _parser.make_writable([arguments.output])
@@ -246,18 +245,6 @@ def _write_figure(
       frameon=False,
     )
   figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
-
-
-def _check_packages(
-  parser: _parser.Parser, arguments: argparse.Namespace
-) -> None:
-  packages = ["rich"] if arguments.output is None else ["rich", "matplotlib"]
-  for package in packages:
-    if importlib.util.find_spec(package) is None:
-      parser.error(
-        f"it needs {package}, which is not installed: "
-        'pip install "optax-lossscale[demo]"'
-      )
 
 
 def _refuse_output(

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import importlib
-import importlib.util
 from typing import Any
 from typing import NoReturn
 
@@ -35,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Checks what argparse cannot, cheap things first, then trains."""
   options = _train_runs.runs(parser, arguments)
-  _check_demo_extra(parser)
+  parser.require(_DEMO_PACKAGES)
   # Only now, so that bad input is answered at once and without the extra.
   from optax_lossscale.demo import comparison
   from optax_lossscale.demo import run as run_lib
@@ -77,15 +76,6 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     print("Interrupted: this is what was recorded until then.")
     return 130
   return 0
-
-
-def _check_demo_extra(parser: _parser.Parser) -> None:
-  for package in _DEMO_PACKAGES:
-    if importlib.util.find_spec(package) is None:
-      parser.error(
-        f"it needs {package}, which is not installed: "
-        'pip install "optax-lossscale[demo]"'
-      )
 
 
 def _refuse_output(
