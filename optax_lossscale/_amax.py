@@ -6,7 +6,9 @@ maximum carries the largest value, inf and NaN alike. A maximum over floats
 would not: XLA's CPU kernels and the collectives drop NaN.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +23,11 @@ _LANES = 16
 
 # Below this many elements a copy costs less than another kernel.
 _SMALL = 4096
+
+# Below this many elements arrays of one size share a kernel: it is compiled in
+# the time of one, and reads so many as fast. Longer ones it would read slower.
+_MEDIUM = 65_536
+_TOGETHER = 8
 
 
 def carrier(dtype: Any) -> Any:
@@ -42,7 +49,7 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   dtype = carrier(arrays[0].dtype)
   arrays = [x.astype(dtype) for x in arrays]
   # What is fastest on a CPU, on arrays that may be reshaped.
-  can_fold = jax.default_backend() == "cpu" and not any(map(_has_mesh, arrays))
+  can_fold = jax.default_backend() == "cpu" and not any(map(_is_laid, arrays))
   largest = (
     _largest_by_folding(arrays) if can_fold else _largest_by_leaf(arrays)
   )
@@ -60,13 +67,15 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
 
 
-def _has_mesh(x: jax.Array) -> bool:
-  """Returns whether an array belongs to a mesh of devices.
+def _is_laid(x: jax.Array) -> bool:
+  """Returns whether another shape could move an array between devices.
 
-  Then it may be sharded, if only over one device, or over some that this
-  machine does not have.
+  So it is on a mesh, also one of devices that this machine does not have. Where
+  a mesh has one device, only its type may forbid another shape.
   """
-  return not jax.typeof(x).sharding.mesh.empty
+  mesh = jax.typeof(x).sharding.mesh
+  is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
+  return not mesh.empty and (mesh.size > 1 or is_typed)
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -80,7 +89,9 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
   unsigned = bits[0].dtype
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
-  return jnp.max(jnp.stack(largest)).astype(unsigned)
+  # Without the barrier XLA makes n maxima of the one over all of them, and
+  # repeats these wherever the result is used: n squared instructions.
+  return jnp.max(lax.optimization_barrier(jnp.stack(largest))).astype(unsigned)
 
 
 def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -89,20 +100,31 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   # One of the maxima so far. It is let into the next array, so that this waits
   # for the one before it: XLA would keep the first maxima of all at once.
   so_far = jnp.zeros((), magnitude_bits(arrays[0]).dtype)
-  for x in arrays:
-    x = x.reshape(-1)
-    if x.size < _SMALL:
-      small.append(x)
+  for together in _groups([x.reshape(-1) for x in arrays]):
+    if together[0].size < _SMALL:
+      small += together
       continue
-    blocks, rest = _blocks(x)
-    small.append(rest)
-    blocks, rest = _blocks(_fold(jnp.maximum(magnitude_bits(blocks), so_far)))
-    maxima.append(jnp.concatenate([_fold(blocks), rest]))
+    blocks, rests = zip(*map(_blocks, together), strict=True)
+    small += rests
+    largest = functools.reduce(jnp.maximum, map(magnitude_bits, blocks), so_far)
+    folded, rest = _blocks(_fold(largest))
+    maxima.append(jnp.concatenate([_fold(folded), rest]))
     so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
   # Behind a barrier, or XLA would read each of them by a kernel of its own.
-  blocks, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
-  maxima += [_fold(magnitude_bits(blocks)), magnitude_bits(rest)]
+  folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
+  maxima += [_fold(magnitude_bits(folded)), magnitude_bits(rest)]
   return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
+
+
+def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
+  """Yields the arrays that share a kernel; they have one size."""
+  by_size: dict[int, list[jax.Array]] = {}
+  for x in arrays:
+    by_size.setdefault(x.size, []).append(x)
+  for size, alike in by_size.items():
+    count = _TOGETHER if size < _MEDIUM else 1
+    for i in range(0, len(alike), count):
+      yield alike[i : i + count]
 
 
 def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -78,8 +78,9 @@ def check_check(check: Any) -> None:
 
 def check_rule(rule: _rules.LossScale) -> None:
   """Raises if the rule's first state is not one to start with."""
-  # Also where `init` is being traced, the first S is a constant to look at.
-  with jax.ensure_compile_time_eval():
+  # Also where `init` is being traced, the first S is a constant to look at. A
+  # program that forbids transfers means those of its steps.
+  with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
     state = rule.init()
     loss_scale = getattr(_leaves.as_arrays(state), "loss_scale", None)
     if (

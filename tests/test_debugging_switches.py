@@ -229,6 +229,16 @@ def test_strict_promotion_stops_adam_without_us_too():
     adam.update(PARAMS["b"], state)
 
 
+def test_a_program_that_forbids_transfers_starts():
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  params = jax.device_put(PARAMS)
+  with jax.transfer_guard("disallow"):
+    jax.eval_shape(tx.init, params)
+    opt_state = jax.jit(tx.init)(params)
+    _, opt_state = jax.jit(tx.update)(params, opt_state, params)
+  assert ols.get_loss_scale(opt_state) == 2.0**15
+
+
 def test_the_transfer_guard_stops_eager_optax_without_us_too():
   """Records why: outside jit, each number in the code is a transfer."""
   adam = optax.adam(0.5)

@@ -284,3 +284,26 @@ def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
   assert len(moved(scaling, tx.init(params))) == len(
     moved(bare, inner.init(params))
   )
+
+
+@pytest.mark.parametrize("devices", [0, 1, 8])
+def test_what_is_compiled_grows_with_the_leaves_and_not_faster(devices):
+  tx = ols.loss_scaling(optax.sgd(1e-3, momentum=0.9), ols.DynamicLossScale())
+
+  def instructions(count):
+    params = {f"layer_{i}": jnp.ones(8192) for i in range(count)}
+    state = tx.init(params)
+    if devices:
+      mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+      )
+      sharding = jax.NamedSharding(mesh, jax.P())
+      params, state = jax.device_put((params, state), sharding)
+    step = jax.jit(tx.update).lower(params, state, params).compile()
+    return step.as_text().count(" = ")
+
+  ten, hundred, thousand = map(instructions, (10, 100, 1000))
+  assert thousand - hundred <= 1.1 * 10 * (hundred - ten)
