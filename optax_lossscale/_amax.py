@@ -96,7 +96,8 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
-  small, maxima = [], []
+  small: list[jax.Array] = []
+  maxima: list[jax.Array] = []
   # One of the maxima so far. It is let into the next array, so that this waits
   # for the one before it: XLA would keep the first maxima of all at once.
   so_far = jnp.zeros((), magnitude_bits(arrays[0]).dtype)
