@@ -14,36 +14,35 @@ If a gradient overflowed, the updates are -0.0, the optimizer's state stays bit
 for bit, and S shrinks; after a while without overflow it grows.
 """
 
-import importlib
-from typing import Any
+import importlib as _importlib
 
 from optax_lossscale import presets
-from optax_lossscale._accumulation import accumulated_value_and_grad
-from optax_lossscale._checks import nonfinite
-from optax_lossscale._checks import saturated
-from optax_lossscale._devices import make_varying
-from optax_lossscale._devices import pmean_gradients
-from optax_lossscale._failures import raise_if_failed
-from optax_lossscale._gradients import scale_loss
-from optax_lossscale._gradients import scaled_value_and_grad
-from optax_lossscale._gradients import unscale
-from optax_lossscale._loss_scaling import loss_scaling
-from optax_lossscale._metrics import loss_scale_metrics
-from optax_lossscale._rules import DynamicLossScale
-from optax_lossscale._rules import FixedLossScale
-from optax_lossscale._rules import LossScale
-from optax_lossscale._scale_cotangent import scale_cotangent
-from optax_lossscale._select import select_on_skip
-from optax_lossscale._state import get_loss_scale
-from optax_lossscale._state import LossScalingState
-from optax_lossscale._status_tap import status_tap
-from optax_lossscale.jaxpr import autocast
-from optax_lossscale.jaxpr import float_status
-from optax_lossscale.jaxpr import saturating
-from optax_lossscale.precision._accelerate_train_mode import precision_schedule
-from optax_lossscale.precision._master_weights import master_weights
-from optax_lossscale.precision._policy import Policy
-from optax_lossscale.precision._policy_names import get_policy
+from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._detectors.float_status import float_status
+from optax_lossscale._detectors.saturating import saturating
+from optax_lossscale._detectors.status_tap import status_tap
+from optax_lossscale._precision.master_weights import master_weights
+from optax_lossscale._precision.policy import get_policy
+from optax_lossscale._precision.policy import Policy
+from optax_lossscale._precision.precision_schedule import precision_schedule
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.loss_scales import DynamicLossScale
+from optax_lossscale._rules.loss_scales import FixedLossScale
+from optax_lossscale._step.accumulation import accumulated_value_and_grad
+from optax_lossscale._step.backward import scale_loss
+from optax_lossscale._step.backward import scaled_value_and_grad
+from optax_lossscale._step.backward import unscale
+from optax_lossscale._step.checks import nonfinite
+from optax_lossscale._step.checks import saturated
+from optax_lossscale._step.devices import make_varying
+from optax_lossscale._step.devices import pmean_gradients
+from optax_lossscale._step.failures import raise_if_failed
+from optax_lossscale._step.loss_scaling import loss_scaling
+from optax_lossscale._step.metrics import loss_scale_metrics
+from optax_lossscale._step.scale_cotangent import scale_cotangent
+from optax_lossscale._step.skipping import select_on_skip
+from optax_lossscale._step.states import get_loss_scale
+from optax_lossscale._step.states import LossScalingState
 
 __version__ = "0.1.0"
 
@@ -80,15 +79,16 @@ __all__ = [
 # Modules that load when they are first used: a program needs few of them, and
 # some load Flax or matplotlib.
 _ON_DEMAND = frozenset(
-  {"checkpoints", "instruments", "linen", "nnx", "plot", "statistics"}
+  {"checkpoints", "instruments", "linen", "nnx", "plot", "rules"}
 )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
   if name in _ON_DEMAND:
-    return importlib.import_module(f"{__name__}.{name}")
+    return _importlib.import_module(f"{__name__}.{name}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_ON_DEMAND})
+  # Not the private rooms, nor the submodules that something has imported.
+  return sorted({*__all__, *_ON_DEMAND, "__version__"})

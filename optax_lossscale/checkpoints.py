@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale import _leaves
-from optax_lossscale import _state
+from optax_lossscale._base import leaves
+from optax_lossscale._step import states
 
 _NOTHING = object()
 
@@ -88,7 +88,7 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     [1.] 8.0
   """
   _check_holds_state(opt_state)
-  present = _state.find_states(bare_state)
+  present = states.find_states(bare_state)
   if present:
     raise ValueError(
       "`bare_state` must be a state without loss scaling, got one with it at "
@@ -101,14 +101,7 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
 def _fill(
   expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
 ) -> Any:
-  """Returns `expected` with the values of `got`, or raises.
-
-  Args:
-    expected: a pytree that may hold loss scaling.
-    got: a pytree without it.
-    path: where in the whole tree they are.
-    is_inner: whether they are inside of loss scaling.
-  """
+  """Returns `expected` with the values of `got`, or raises."""
   if _is_state(expected):
     inner_state = _fill(expected.inner_state, got, path, is_inner=True)
     return expected._replace(inner_state=inner_state)
@@ -117,7 +110,7 @@ def _fill(
   if (
     is_inner
     and isinstance(expected, optax.MaskedNode)
-    and _leaves.overwrites(path)
+    and leaves.overwrites(path)
   ):
     # It goes around the optimizer from now on, and has no state in it.
     return expected
@@ -159,11 +152,11 @@ def _fill_leaf(
       raise _mismatch(expected, got, path)
     return got
   if dtypes[0] == dtypes[1]:
-    return _leaves.as_arrays(got)
+    return leaves.as_arrays(got)
   if not _is_widened(*dtypes):
     raise _mismatch(expected, got, path)
   # The wrapper lets an optimizer compute in float32, and so goes its state on.
-  return _leaves.widen(_leaves.as_arrays(got))
+  return leaves.widen(leaves.as_arrays(got))
 
 
 def _open(
@@ -177,7 +170,7 @@ def _open(
 
 
 def _is_state(x: Any) -> bool:
-  return isinstance(x, _state.LossScalingState)
+  return isinstance(x, states.LossScalingState)
 
 
 def _is_array(x: Any) -> bool:
@@ -193,12 +186,12 @@ def _is_widened(wide: Any, narrow: Any) -> bool:
   return (
     jnp.issubdtype(narrow, jnp.floating)
     and wide == jnp.float32
-    and _leaves.at_least_float32(narrow) == wide
+    and leaves.at_least_float32(narrow) == wide
   )
 
 
 def _check_holds_state(opt_state: Any) -> None:
-  if not _state.find_states(opt_state):
+  if not states.find_states(opt_state):
     raise ValueError(
       "`opt_state` must hold a LossScalingState, got a "
       f"{type(opt_state).__name__} without one; pass what tx.init(params) "

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _leaves
-from optax_lossscale import _requirements
-from optax_lossscale import _select
-from optax_lossscale import _state
+from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
+from optax_lossscale._step import requirements
+from optax_lossscale._step import skipping
+from optax_lossscale._step import states
 
 # The fields that a step makes itself.
 _OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
@@ -102,8 +103,8 @@ class TrainState(train_state.TrainState):
     """
     static = _static_fields(cls)
     _check_fp8(params)
-    params = _leaves.as_arrays(params)
-    opt_state = _requirements.as_optimizer("tx", tx).init(_optimized(params))
+    params = leaves.as_arrays(params)
+    opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
     return cls(
       step=jnp.full((), 0, jnp.int32),
@@ -113,7 +114,7 @@ class TrainState(train_state.TrainState):
       opt_state=opt_state,
       attempts=jnp.full((), 0, jnp.int32),
       **{
-        name: value if name in static else _leaves.as_arrays(value)
+        name: value if name in static else leaves.as_arrays(value)
         for name, value in kwargs.items()
       },
     )
@@ -121,12 +122,12 @@ class TrainState(train_state.TrainState):
   @property
   def loss_scale(self) -> jax.Array:
     """float32[], S for the next backward pass."""
-    return _state.get_loss_scale(self.opt_state)
+    return states.get_loss_scale(self.opt_state)
 
   @property
   def skipped(self) -> jax.Array:
     """bool[], whether the last step was skipped."""
-    return _state.find_state(self.opt_state).skipped
+    return states.find_state(self.opt_state).skipped
 
   def apply_gradients(
     self,
@@ -162,7 +163,7 @@ class TrainState(train_state.TrainState):
       _optimized(self.params),
       **(extra_args or {}),
     )
-    params = _leaves.apply_updates(_optimized(self.params), updates)
+    params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
       collection = fp8_ops.OVERWRITE_WITH_GRADIENT
       # What differentiation returns for it are the next values themselves.
@@ -216,8 +217,8 @@ class TrainState(train_state.TrainState):
     old = {name: getattr(self, name) for name in new}
     for name in new:
       rule = f"`{name}` must keep its structure"
-      _select.check_structure(rule, new[name], old[name])
-    selected: Self = self.replace(**_select.select(self.skipped, old, new))
+      trees.check_structure(rule, new[name], old[name])
+    selected: Self = self.replace(**skipping.select(self.skipped, old, new))
     return selected
 
 
@@ -280,7 +281,7 @@ def _check_collections(grads: Any, params: Any) -> None:
 
 def _check_opt_state(opt_state: Any) -> None:
   """Raises if an optimizer's state is not of one that a step could use."""
-  paths = list(_state.find_states(opt_state))
+  paths = list(states.find_states(opt_state))
   if not paths:
     raise ValueError(
       "`tx` must hold loss_scaling, got an optimizer without; wrap it: "
@@ -291,4 +292,4 @@ def _check_opt_state(opt_state: Any) -> None:
       f"`tx` must hold loss_scaling once, got it at {paths}; put what it wraps "
       "into one: loss_scaling(optax.multi_transform(...), rule)."
     )
-  _requirements.check_accumulation(opt_state)
+  requirements.check_accumulation(opt_state)

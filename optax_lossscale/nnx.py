@@ -9,9 +9,10 @@ from typing import Any
 
 from flax import nnx
 
-from optax_lossscale import _gradients
-from optax_lossscale import _select
-from optax_lossscale import _state
+from optax_lossscale._base import trees
+from optax_lossscale._step import backward
+from optax_lossscale._step import skipping
+from optax_lossscale._step import states
 
 
 def scaled_value_and_grad(
@@ -83,19 +84,17 @@ def scaled_value_and_grad(
       _check_first(optimizer, args)
     state = _find_state(optimizer, path)
     _refuse_frozen(state)
-    loss_scale = _state.get_loss_scale(state)
+    loss_scale = states.get_loss_scale(state)
     # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
     value_and_grad = nnx.value_and_grad(
-      _gradients.scaled_loss_fn(fun, loss_scale, has_aux),
+      backward.scaled_loss_fn(fun, loss_scale, has_aux),
       argnums=chosen,
       has_aux=True,
       graph=True,
       graph_updates=True,
     )
     (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, _gradients.inf_where_unusable(
-      loss_scale, loss.dtype, gradients
-    )
+    return value, backward.inf_where_unusable(loss_scale, loss.dtype, gradients)
 
   return scaled_value_and_grad_fun
 
@@ -179,7 +178,7 @@ def select_on_skip(
 
 def _find_state(
   optimizer: nnx.Optimizer[Any], path: str | None
-) -> _state.LossScalingState:
+) -> states.LossScalingState:
   """Returns the loss scaling's state in an optimizer, as plain arrays."""
   if not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
@@ -189,24 +188,24 @@ def _find_state(
       "optax_lossscale.select_on_skip."
     )
   opt_state = nnx.as_pure(optimizer.opt_state)
-  if not _state.find_states(opt_state):
+  if not states.find_states(opt_state):
     raise ValueError(
       "`optimizer` must hold loss scaling, got one whose state is a "
       f"{type(opt_state).__name__} without it; wrap its transformation: "
       "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
     )
-  return _state.find_state(opt_state, path)
+  return states.find_state(opt_state, path)
 
 
-def _refuse_frozen(state: _state.LossScalingState) -> None:
+def _refuse_frozen(state: states.LossScalingState) -> None:
   """Raises if a compiled function would hold the optimizer's S for ever."""
   try:
-    _state.refuse_frozen(state)
+    states.refuse_frozen(state)
   except ValueError as error:
     raise ValueError(
       "`optimizer` must be an argument of the function that is jitted or "
       "scanned, got one that was closed over: what is compiled would use its "
-      f"loss scale {float(_state.get_loss_scale(state))} for ever. Pass it in, "
+      f"loss scale {float(states.get_loss_scale(state))} for ever. Pass it in, "
       "as in nnx.jit(lambda model, optimizer, batch: "
       "scaled_value_and_grad(loss_fn, optimizer)(model, batch))."
     ) from error
@@ -268,12 +267,12 @@ def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
 def _select_value(
   skipped: Any, place: tuple[Any, ...], new: Any, old: Any
 ) -> Any:
-  _select.check_structure(
+  trees.check_structure(
     "in a step that may be skipped a variable must keep its structure",
     {_name(place): new},
     {_name(place): old},
   )
-  return _select.select(skipped, old, new)
+  return skipping.select(skipped, old, new)
 
 
 def _name(place: tuple[Any, ...]) -> str:

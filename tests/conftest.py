@@ -12,12 +12,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # of them when the others have nothing left.
 LONGEST = (
   "tests/test_notebooks.py",
-  "tests/test_exported_optimizers.py",
-  "tests/jaxpr/test_saturating.py",
+  "tests/step/test_exported_optimizers.py",
+  "tests/detectors/test_saturating.py",
   "tests/cli/test_train.py",
-  "tests/jaxpr/test_float_status.py",
-  "tests/test_contract.py",
-  "tests/test_devices.py",
+  "tests/detectors/test_float_status.py",
+  "tests/step/test_contract.py",
+  "tests/step/test_devices.py",
 )
 
 

@@ -22,9 +22,9 @@ import optax_lossscale as ols
 from tests import checkpoint_worker
 from tests import compiled
 from tests import optimizers
-from tests import test_processes
 from tests.optimizers import describe
 from tests.optimizers import to_bits
+from tests.step import test_processes
 
 RULES = {
   "dynamic": ols.DynamicLossScale(8.0, growth_interval=2, hysteresis=2),

@@ -60,5 +60,5 @@ def test_only_public_interfaces_of_jax_and_optax_are_used():
 
 @pytest.mark.parametrize("guarantee", GUARANTEES)
 def test_each_guarantee_has_a_test_named_after_it(guarantee):
-  text = "".join(file.read_text() for file in TESTS.glob("test_*.py"))
+  text = "".join(file.read_text() for file in TESTS.rglob("test_*.py"))
   assert re.search(rf"\ndef test_guarantee_{guarantee}_", text)

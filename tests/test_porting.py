@@ -16,7 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests.precision.programs import products
+from tests.autocast.programs import products
 from tests.presets import traces
 
 pytestmark = pytest.mark.one_end

@@ -17,8 +17,8 @@ import optax_lossscale as ols
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.demo import digits
 from tests import documents
+from tests.autocast.programs import dtypes_of
 from tests.optimizers import to_bits
-from tests.precision.programs import dtypes_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

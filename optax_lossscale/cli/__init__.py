@@ -11,14 +11,7 @@ _COMMANDS = (train, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one sub-command.
-
-  Args:
-    argv: the words after the program's name; those of this process by default.
-
-  Returns:
-    The exit code: 0, 2 for bad input, 130 after Ctrl-C.
-  """
+  """Runs one sub-command."""
   parser = _parser.Parser(
     prog="optax-lossscale",
     description="Loss scaling for JAX, as an optax transformation.",

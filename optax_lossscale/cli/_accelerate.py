@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from optax_lossscale._precision import precision_schedule
 from optax_lossscale.cli import _parser
-from optax_lossscale.precision import _accelerate_train_mode
 
 
 class AccelerateOption(NamedTuple):
@@ -23,28 +23,13 @@ class AccelerateOption(NamedTuple):
 
 
 def parse(text: str) -> AccelerateOption:
-  """Returns what a text says.
-
-  Args:
-    text: as `precision_schedule` takes it.
-
-  Raises:
-    ValueError: if it is not of the grammar, in the words of that function.
-  """
-  dtype, mode, _ = _accelerate_train_mode.parse(text)
+  """Returns what a text says."""
+  dtype, mode, _ = precision_schedule.parse(text)
   return AccelerateOption(text, dtype.name, mode)
 
 
 def check(parser: _parser.Parser, arguments: argparse.Namespace) -> None:
-  """Checks that `--accelerate` goes with the other options.
-
-  Args:
-    parser: of the sub-command, for its errors.
-    arguments: what it parsed.
-
-  Raises:
-    BadInputError: if it does not.
-  """
+  """Checks that `--accelerate` goes with the other options."""
   if arguments.accelerate is not None:
     for problems in (_problems, _scaling_problems):
       for option, problem in problems(arguments, arguments.accelerate):

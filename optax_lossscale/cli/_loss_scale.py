@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 import optax_lossscale as ols
-from optax_lossscale import statistics
+from optax_lossscale import rules
 from optax_lossscale.presets._checkpoints import PRESETS
 
 _NONE = "none"
@@ -21,9 +21,9 @@ _WARM_START = "warm_start"
 _OWN: dict[str, Callable[..., ols.LossScale]] = {
   "fixed": ols.FixedLossScale,
   "dynamic": ols.DynamicLossScale,
-  "headroom": statistics.HeadroomLossScale,
-  "log_max": statistics.LogMaxLossScale,
-  "histogram": statistics.HistogramLossScale,
+  "headroom": rules.HeadroomLossScale,
+  "log_max": rules.LogMaxLossScale,
+  "histogram": rules.HistogramLossScale,
 }
 _RULES: dict[str, Callable[..., ols.LossScale]] = {**_OWN, **PRESETS}
 
@@ -36,15 +36,7 @@ class LossScaleOption(NamedTuple):
 
 
 def parse(text: str) -> LossScaleOption:
-  """Returns the rule that a text stands for.
-
-  Args:
-    text: as the module tells it.
-
-  Raises:
-    ValueError: if the text is not of this form, or the rule refuses an
-      argument; the rule's own words are passed on.
-  """
+  """Returns the rule that a text stands for."""
   name, _, rest = text.partition(":")
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
@@ -72,7 +64,7 @@ def _parse_warm_start(text: str, rest: str) -> ols.LossScale:
       f"{_WARM_START}:dynamic:growth_interval=200"
     )
   try:
-    return statistics.WarmStart(rule)
+    return rules.WarmStart(rule)
   except (TypeError, ValueError) as error:
     raise ValueError(f"{text!r}: {error}") from error
 

@@ -22,19 +22,11 @@ class Parser(argparse.ArgumentParser):
     super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
 
   def error(self, message: str) -> NoReturn:
-    """Raises `BadInputError`.
-
-    Args:
-      message: what is wrong; line breaks in it become spaces.
-    """
+    """Raises `BadInputError`."""
     raise BadInputError(f"{self.prog}: error: {' '.join(message.split())}")
 
   def require(self, packages: Iterable[str]) -> None:
-    """Raises `BadInputError` if a package of the demo extra is not there.
-
-    Args:
-      packages: their names.
-    """
+    """Raises `BadInputError` if a package of the demo extra is not there."""
     for package in packages:
       if importlib.util.find_spec(package) is None:
         self.error(
@@ -44,12 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_of(names: Iterable[str], kind: str) -> Callable[[str], str]:
-  """Returns an argparse type that takes one of `names`.
-
-  Args:
-    names: what may be given.
-    kind: what the names are called, for the error.
-  """
+  """Returns an argparse type that takes one of `names`."""
   names = tuple(names)
 
   def parse(text: str) -> str:
@@ -93,14 +80,7 @@ def positive(text: str) -> float:
 
 
 def make_writable(paths: Iterable[pathlib.Path]) -> None:
-  """Makes the folders of some files, and makes sure that they can be written.
-
-  Args:
-    paths: of the files; they may exist, and are not touched.
-
-  Raises:
-    OSError: if one of them cannot be written; with its name.
-  """
+  """Makes the folders of some files, and ensures that they can be written."""
   for path in paths:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():

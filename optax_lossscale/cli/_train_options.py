@@ -15,11 +15,7 @@ _CHECKS = ("nonfinite", "saturated")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-  """Adds all of them.
-
-  Args:
-    parser: of the sub-command.
-  """
+  """Adds all of them."""
   _add_what(parser)
   _add_compare(parser)
   _add_accelerate(parser)

@@ -47,15 +47,7 @@ class RunOptions(NamedTuple):
 def runs(
   parser: _parser.Parser, arguments: argparse.Namespace
 ) -> list[RunOptions]:
-  """Returns the runs, after checking what argparse cannot.
-
-  Args:
-    parser: of the sub-command, for its errors.
-    arguments: what it parsed.
-
-  Raises:
-    BadInputError: if the options do not go together.
-  """
+  """Returns the runs, after checking what argparse cannot."""
   _accelerate.check(parser, arguments)
   if arguments.accelerate is not None:
     return _accelerated(arguments)

@@ -24,11 +24,7 @@ _DEFAULT_RULES = ("dynamic", "headroom")
 
 
 def add_parser(subparsers: Any) -> None:
-  """Adds the sub-command.
-
-  Args:
-    subparsers: what `add_subparsers` returned.
-  """
+  """Adds the sub-command."""
   parser = subparsers.add_parser(
     "simulate",
     help="replay a recorded run with other rules",

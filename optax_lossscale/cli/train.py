@@ -14,11 +14,7 @@ _DEMO_PACKAGES = ("rich", "matplotlib", "sklearn")
 
 
 def add_parser(subparsers: Any) -> None:
-  """Adds the sub-command.
-
-  Args:
-    subparsers: what `add_subparsers` returned.
-  """
+  """Adds the sub-command."""
   parser = subparsers.add_parser(
     "train",
     help="train a model with and without loss scaling",

@@ -61,11 +61,7 @@ class Comparison:
     return ", ".join(name for name in run_lib.PARTS if name in named)
 
   def paths(self, output: pathlib.Path) -> list[pathlib.Path]:
-    """Returns where the history, the summaries and the picture go.
-
-    Args:
-      output: the folder.
-    """
+    """Returns where the history, the summaries and the picture go."""
     return [
       output / f"{self.task.name}.{end}" for end in ("csv", "json", "png")
     ]
@@ -97,9 +93,6 @@ def train(comparison: Comparison) -> Results:
   """Trains each run with each seed, until the end or Ctrl-C.
 
   A progress bar goes to standard error.
-
-  Args:
-    comparison: what to train.
   """
   results = Results()
   total = len(comparison.seeds) * len(comparison.runs) * comparison.steps
@@ -130,16 +123,7 @@ def train(comparison: Comparison) -> Results:
 def write(
   comparison: Comparison, results: Results, output: pathlib.Path
 ) -> list[pathlib.Path]:
-  """Writes the history, the summaries and the picture; returns where.
-
-  Args:
-    comparison: what was trained.
-    results: with at least one record.
-    output: the folder; it exists.
-
-  Raises:
-    OSError: if a file cannot be written.
-  """
+  """Writes the history, the summaries and the picture; returns where."""
   paths = comparison.paths(output)
   history.write_csv(paths[0], results.records)
   history.write_json(
@@ -161,12 +145,7 @@ def write(
 
 
 def show(comparison: Comparison, results: Results) -> None:
-  """Prints the table, and what is to be said about it.
-
-  Args:
-    comparison: what was trained.
-    results: with at least one record.
-  """
+  """Prints the table, and what is to be said about it."""
   console = rich.console.Console(highlight=False)
   console.print(comparison.title)
   console.print(

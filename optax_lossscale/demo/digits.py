@@ -17,11 +17,7 @@ _BATCH = 64
 
 
 def make_task(*, quick: bool = False) -> task.Task:
-  """Returns the task: tell which digit an image shows.
-
-  Args:
-    quick: a quarter of the steps.
-  """
+  """Returns the task: tell which digit an image shows."""
   training, held_out = split(*load())
 
   def batches(seed: int) -> Iterator[task.Batch]:
@@ -46,11 +42,7 @@ def make_task(*, quick: bool = False) -> task.Task:
 
 
 def load() -> task.Batch:
-  """Returns the images, enlarged to 32 x 32 as LeNet-5 takes them, and labels.
-
-  Returns:
-    float32[1797, 32, 32, 1] from 0 to 1, and int32[1797].
-  """
+  """Returns the images, enlarged to LeNet-5's 32 x 32, and their labels."""
   digits = sklearn.datasets.load_digits()
   images = digits.images.astype(np.float32)[..., None] / 16
   shape = (len(images), SIZE, SIZE, 1)
@@ -85,11 +77,7 @@ class LeNet5(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array) -> jax.Array:
-    """Returns the logits of the ten digits.
-
-    Args:
-      images: float[batch, 32, 32, 1].
-    """
+    """Returns the logits of the ten digits."""
     x = images.astype(self.dtype)
     for name, channels in (("conv1", 6), ("conv2", 16)):
       x = nn.tanh(self._convolution(channels, name)(x))

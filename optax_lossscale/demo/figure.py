@@ -20,14 +20,7 @@ def write_figure(
   title: str,
   label_name: str,
 ) -> None:
-  """Draws the runs as a PNG: their loss, how it differs, and S.
-
-  Args:
-    path: is replaced as a whole.
-    records: of all runs. The others are compared with the first one.
-    title: above the picture.
-    label_name: what the labels of the runs are made of.
-  """
+  """Draws the runs as a PNG: their loss, how it differs, and S."""
   runs = history.by_run(records)
   labels = list(dict.fromkeys(label for label, _ in runs))
   styles = {

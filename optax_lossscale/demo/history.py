@@ -83,12 +83,7 @@ def by_run(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
 def summarize(
   records: Iterable[Record], held_out: Mapping[tuple[str, int], float]
 ) -> list[Summary]:
-  """Returns a summary of each run and seed that has a record.
-
-  Args:
-    records: of all runs.
-    held_out: the score of each run and seed that was trained to its end.
-  """
+  """Returns a summary of each run and seed that has a record."""
   return [
     Summary(
       run=run,
@@ -112,11 +107,7 @@ def summarize(
 
 
 def switched_after(steps: Iterable[Record]) -> int | None:
-  """Returns the last step before the precision changed; None if it did not.
-
-  Args:
-    steps: of one run with one seed.
-  """
+  """Returns the last step before the precision changed; None if it did not."""
   for before, after in itertools.pairwise(steps):
     if before.precision != after.precision:
       return before.step
@@ -124,12 +115,7 @@ def switched_after(steps: Iterable[Record]) -> int | None:
 
 
 def write_csv(path: pathlib.Path, records: Iterable[Record]) -> None:
-  """Writes a line for each record; what is None is left empty.
-
-  Args:
-    path: is replaced as a whole.
-    records: their fields are the columns, True and False as 1 and 0.
-  """
+  """Writes a line for each record; what is None is left empty."""
   with (
     replacing(path) as temporary,
     temporary.open("w", newline="", encoding="utf-8") as file,
@@ -151,13 +137,6 @@ def write_json(
   """Writes the configuration, the summaries and the traces.
 
   JSON has no inf or NaN, so these are the strings "inf", "-inf" and "nan".
-
-  Args:
-    path: is replaced as a whole.
-    configuration: what was run, and with what.
-    summaries: under the key "runs".
-    records: of these runs. Those with an amax are under the key "trace" of
-      their run, as lists: what `optax-lossscale simulate` replays.
   """
   steps = by_run(records)
   runs = [
@@ -179,11 +158,7 @@ def write_json(
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives a temporary path that becomes `path` when all went well.
-
-  Args:
-    path: what is there stays until the new file is complete.
-  """
+  """Gives a temporary path that becomes `path` when all went well."""
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     yield temporary

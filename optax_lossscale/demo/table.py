@@ -14,13 +14,7 @@ from optax_lossscale.demo import history
 def make_table(
   summaries: Sequence[history.Summary], *, score_name: str, label_name: str
 ) -> rich.table.Table:
-  """Returns a row for each run: the mean and the spread over its seeds.
-
-  Args:
-    summaries: of every run and seed.
-    score_name: what the held-out score is.
-    label_name: what the labels of the runs are made of.
-  """
+  """Returns a row for each run: the mean and the spread over its seeds."""
   runs: dict[str, list[history.Summary]] = {}
   for summary in summaries:
     runs.setdefault(summary.run, []).append(summary)

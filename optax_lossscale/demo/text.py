@@ -29,11 +29,7 @@ _SKIPPED_FOLDERS = {
 
 
 def make_task(*, quick: bool = False) -> task.Task:
-  """Returns the task: predict each character from those before it.
-
-  Args:
-    quick: a quarter of the batch and half of the steps.
-  """
+  """Returns the task: predict each character from those before it."""
   data = encode(read_sources())
   training, held_out = split(data)
   sequences = 192 if quick else 768
@@ -67,11 +63,7 @@ def make_task(*, quick: bool = False) -> task.Task:
 
 
 def read_sources() -> str:
-  """Returns the beginning of the standard library's sources, in path order.
-
-  Raises:
-    FileNotFoundError: if this Python comes without them.
-  """
+  """Returns the beginning of the standard library's sources, in path order."""
   library = pathlib.Path(sysconfig.get_path("stdlib"))
   sources: list[str] = []
   total = 0
@@ -88,14 +80,7 @@ def read_sources() -> str:
 
 
 def encode(text: str) -> np.ndarray:
-  """Returns the symbol of each character.
-
-  Args:
-    text: any text.
-
-  Returns:
-    uint8[characters], positions in `SYMBOLS`, or `UNKNOWN`.
-  """
+  """Returns the symbol of each character."""
   table = np.full(128, UNKNOWN, np.uint8)
   table[[ord(symbol) for symbol in SYMBOLS]] = np.arange(len(SYMBOLS))
   codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -125,11 +110,7 @@ class Transformer(nn.Module):
 
   @nn.compact
   def __call__(self, symbols: jax.Array) -> jax.Array:
-    """Returns the logits of each position's next symbol.
-
-    Args:
-      symbols: int[batch, positions].
-    """
+    """Returns the logits of each position's next symbol."""
     length = symbols.shape[-1]
     x = nn.Embed(UNKNOWN + 1, self.width, dtype=self.dtype)(symbols)
     x += nn.Embed(CONTEXT, self.width, dtype=self.dtype)(jnp.arange(length))

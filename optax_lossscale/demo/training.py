@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
+from optax_lossscale._precision import _schedule
 from optax_lossscale.demo import history
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
-from optax_lossscale.precision import _precision_schedule
 
 _CHECKS = {
   "nonfinite": lambda _: ols.nonfinite(),
@@ -51,12 +51,7 @@ def make_loss_fn(model: nn.Module) -> LossFn:
 def make_train_step(
   loss_fn: LossFn, tx: optax.GradientTransformation
 ) -> TrainStep:
-  """Returns a train step with loss scaling.
-
-  Args:
-    loss_fn: the loss of parameters and a batch.
-    tx: an optimizer wrapped in `loss_scaling`.
-  """
+  """Returns a train step with loss scaling."""
 
   @jax.jit
   def train_step(
@@ -74,12 +69,7 @@ def make_train_step(
 def make_plain_train_step(
   loss_fn: LossFn, tx: optax.GradientTransformation
 ) -> TrainStep:
-  """Returns the same train step without loss scaling.
-
-  Args:
-    loss_fn: the loss of parameters and a batch.
-    tx: the bare optimizer.
-  """
+  """Returns the same train step without loss scaling."""
 
   @jax.jit
   def train_step(
@@ -94,7 +84,7 @@ def make_plain_train_step(
 
 
 def make_accelerated_train_step(
-  schedule: _precision_schedule.PrecisionSchedule,
+  schedule: _schedule.PrecisionSchedule,
   loss_fn: LossFn,
   tx: optax.GradientTransformation,
   *,
@@ -103,13 +93,6 @@ def make_accelerated_train_step(
   """Returns a train step in low precision that becomes float32 on the way.
 
   Its state is that of the optimizer and that of the schedule.
-
-  Args:
-    schedule: when it becomes float32.
-    loss_fn: the loss of parameters and a batch, in float32.
-    tx: an optimizer, wrapped in `loss_scaling` where the low precision is
-      float16.
-    level: of autocast, in low precision.
   """
   two_precisions = schedule.make_train_step(loss_fn, tx, level=level)
 
@@ -143,16 +126,6 @@ def train(
 
   A seed gives the same first parameters and the same batches in every run. The
   score is computed in the precision of the last step.
-
-  Args:
-    run: the precision, the level, the rule and the schedule.
-    task: the model, the optimizer and the data.
-    seed: of the parameters and the batches.
-    steps: how many batches to train on.
-    on_step: called with the record of each step, while the device computes the
-      next one.
-    saturating: whether what is float16 is computed, and scored, as hardware in
-      saturation mode does it.
   """
   # What autocast lowers is written in float32.
   written_in = run.precision if run.level is None else "float32"

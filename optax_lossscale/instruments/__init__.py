@@ -1,6 +1,6 @@
 """Instruments: how loss scaling goes, and where the gradients are."""
 
-from optax_lossscale._metrics import loss_scale_metrics
+from optax_lossscale._step.metrics import loss_scale_metrics
 from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._culprit import amax_by_leaf
 from optax_lossscale.instruments._culprit import Culprit

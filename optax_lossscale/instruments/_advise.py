@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _rules
+from optax_lossscale._rules import base
 from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _proposals
 from optax_lossscale.instruments import _replay
@@ -16,7 +16,7 @@ _FEWEST_STEPS = 100
 
 def advise(
   history: _history.History,
-  rule: _rules.LossScale,
+  rule: base.LossScale,
   *,
   dtype: Any = jnp.float16,
   saturating: bool = False,

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _amax
-from optax_lossscale import _checks
-from optax_lossscale import _leaves
-from optax_lossscale import _reached
-from optax_lossscale import _requirements
+from optax_lossscale._base import bits
+from optax_lossscale._base import leaves
+from optax_lossscale._step import checks
+from optax_lossscale._step import findings
+from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _gradients
 
 
@@ -54,14 +54,14 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
     b 3.0
   """
   return {
-    path: _checks.to_float32(largest)
+    path: findings.to_float32(largest)
     for path, largest in _amaxes(_gradients.named(tree)).items()
   }
 
 
 def culprit(
   scaled_grads: Any,
-  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
 ) -> Culprit:
   """Returns the gradient that overflowed, or is the next to do so.
 
@@ -97,8 +97,8 @@ def culprit(
     >>> ols.instruments.culprit(scaled_grads, check)
     Culprit(path='kernel', amax=16376.0, headroom=2.0)
   """
-  _requirements.check_check(check)
-  scaled_grads = _leaves.as_arrays(scaled_grads)
+  requirements.check_check(check)
+  scaled_grads = leaves.as_arrays(scaled_grads)
   named = _gradients.named(scaled_grads)
   if not named:
     raise ValueError(
@@ -110,9 +110,9 @@ def culprit(
       "`scaled_grads` must be arrays that are known, got traced ones; call "
       "culprit outside of jit, or amax_by_leaf inside."
     )
-  mask = _leaves.resolve_mask(None, scaled_grads)
-  dtypes = _checks.with_computation_dtypes(
-    check, _leaves.leave_out(mask, scaled_grads)
+  mask = leaves.resolve_mask(None, scaled_grads)
+  dtypes = checks.with_computation_dtypes(
+    check, leaves.leave_out(mask, scaled_grads)
   )
   amaxes = jax.device_get(_amaxes(named))
   found = [
@@ -123,7 +123,7 @@ def culprit(
 
 
 def _examine(path: str, amax: float, x: jax.Array, dtype: Any) -> Culprit:
-  limit = _reached.limit(jnp.finfo(x.dtype).dtype, dtype)
+  limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
   return Culprit(path, amax, _headroom(amax, limit))
 
 
@@ -152,4 +152,4 @@ def _order(culprit: Culprit) -> tuple[bool, bool, float]:
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the amax of each array, in its own dtype or a wider one."""
-  return {path: _amax.amax(_gradients.parts(x)) for path, x in named.items()}
+  return {path: bits.amax(_gradients.parts(x)) for path, x in named.items()}

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _leaves
+from optax_lossscale._base import leaves
 
 # How many elements a CPU looks at before it goes on: what it writes down of
 # them stays in its cache, and no array as large as the gradients is made.
@@ -19,13 +19,10 @@ def named(tree: Any) -> dict[str, jax.Array]:
   """Returns the gradients of a tree by their paths, such as "Dense_0/kernel".
 
   What goes around the wrapper, Flax's `_overwrite_with_gradient`, is left out.
-
-  Args:
-    tree: a pytree of gradients, parameters or updates.
   """
   found: dict[str, jax.Array] = {}
-  for path, leaf in jax.tree.leaves_with_path(_leaves.as_arrays(tree)):
-    if _leaves.is_gradient(leaf) and not _leaves.overwrites(path):
+  for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree)):
+    if leaves.is_gradient(leaf) and not leaves.overwrites(path):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       # A key may have a slash of its own.
       found[jax.tree_util.keystr(path) if name in found else name] = leaf
@@ -33,25 +30,14 @@ def named(tree: Any) -> dict[str, jax.Array]:
 
 
 def parts(x: jax.Array) -> list[jax.Array]:
-  """Returns a real array as it is, the two parts of a complex one.
-
-  Args:
-    x: a floating or complex array.
-  """
+  """Returns a real array as it is, the two parts of a complex one."""
   return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 def count(
   tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
 ) -> jax.Array:
-  """Returns what `tally` counts in arrays, each element of which is read once.
-
-  Args:
-    tally: takes as many arrays, parts of those given, of any one shape, and
-      returns uint32[length], counts that add up over their elements.
-    length: how many counts there are.
-    arrays: at least one, all of one shape.
-  """
+  """Returns what `tally` counts in arrays, reading each element once."""
   if jax.default_backend() != "cpu" or any(map(has_mesh, arrays)):
     # An accelerator reads and counts in one kernel; and a block could lie
     # across devices.
@@ -72,9 +58,5 @@ def count(
 
 
 def has_mesh(x: jax.Array) -> bool:
-  """Returns whether an array belongs to a mesh of devices, and may be sharded.
-
-  Args:
-    x: any array.
-  """
+  """Returns whether an array belongs to a mesh and may be sharded."""
   return not jax.typeof(x).sharding.mesh.empty

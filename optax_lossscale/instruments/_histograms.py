@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale import _amax
+from optax_lossscale._base import bits as _bits
 from optax_lossscale.instruments import _gradients
 
 # Those of float32, subnormal numbers included.
@@ -196,7 +196,7 @@ def _empty() -> ExponentHistogram:
 @jax.jit
 def _histogram(x: jax.Array) -> ExponentHistogram:
   """Returns the histogram of one array."""
-  dtype = _amax.carrier(jnp.finfo(x.dtype).dtype)
+  dtype = _bits.carrier(jnp.finfo(x.dtype).dtype)
   lowest = _lowest(dtype)
   highest = int(jnp.finfo(dtype).maxexp) - 1
   # Those that are 0, those of each exponent, those that are not finite.
@@ -242,7 +242,7 @@ def _by_scatter(x: jax.Array, length: int) -> jax.Array:
 
 
 def _scatter(x: jax.Array, length: int) -> jax.Array:
-  bits = _amax.magnitude_bits(x)
+  bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
   exponent = bits >> np.array(fraction_bits, bits.dtype)
   # Of a subnormal number the highest bit that is set is its exponent.
@@ -258,7 +258,7 @@ def _scatter(x: jax.Array, length: int) -> jax.Array:
 
 def _by_comparison(x: jax.Array, length: int) -> jax.Array:
   """Returns uint32[length]: sums, which every accelerator does in one pass."""
-  bits = _amax.magnitude_bits(x)
+  bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
   # The bits of every power of two, and of inf: bits order as values do.
   powers = [1 << place for place in range(fraction_bits)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 
 
 class History(NamedTuple):
@@ -60,7 +60,7 @@ class History(NamedTuple):
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
     """
-    found, name = _arguments.read_dtype(dtype)
+    found, name = arguments.read_dtype(dtype)
     if found is None:
       raise TypeError(
         "`dtype` must be a floating-point dtype such as jnp.float16, got "

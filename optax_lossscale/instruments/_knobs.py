@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
-from optax_lossscale import _rules
+from optax_lossscale._rules import base
+from optax_lossscale._rules import loss_scales
 from optax_lossscale.presets import _checkpoints
 from optax_lossscale.presets import _preset
 from optax_lossscale.presets import _table
@@ -34,24 +35,15 @@ class Knob(NamedTuple):
   value: Any
 
 
-def knobs(rule: _rules.LossScale) -> dict[str, Knob]:
-  """Returns the arguments that can be turned, by what they do.
-
-  Args:
-    rule: any rule; one that is not known has at least those of usual names.
-
-  Returns:
-    A knob for each of "scale" (a fixed one), "init_scale", "growth_interval",
-    "hysteresis", "min_scale", "hold_below", "max_scale" and "headroom" that the
-    rule has, and that is not left empty.
-  """
+def knobs(rule: base.LossScale) -> dict[str, Knob]:
+  """Returns the arguments that can be turned, by what they do."""
   inner = _inner(rule)
   if inner is not None:
     # The first S is not the inner rule's affair there.
     return {c: k for c, k in knobs(inner).items() if c != "init_scale"}
   if isinstance(rule, _preset.PresetLossScale):
     found = _of_preset(rule)
-  elif isinstance(rule, _rules.FixedLossScale):
+  elif isinstance(rule, loss_scales.FixedLossScale):
     found = {"scale": Knob("scale", rule.scale)}
   else:
     found = {
@@ -68,33 +60,24 @@ def knobs(rule: _rules.LossScale) -> dict[str, Knob]:
   }
 
 
-def turn(rule: _rules.LossScale, knob: Knob, value: Any) -> _rules.LossScale:
-  """Returns the rule with another value of one argument.
-
-  Args:
-    rule: the rule.
-    knob: one of its own.
-    value: the new value.
-
-  Raises:
-    ValueError: if the rule does not take it.
-  """
+def turn(rule: base.LossScale, knob: Knob, value: Any) -> base.LossScale:
+  """Returns the rule with another value of one argument."""
   inner = _inner(rule)
   if inner is not None:
     changes: dict[str, Any] = {"rule": turn(inner, knob, value)}
   elif isinstance(rule, _preset.PresetLossScale):
     arguments = {**dict(rule.arguments), knob.name: value}
-    preset: _rules.LossScale = _checkpoints.PRESETS[rule.system](**arguments)
+    preset: base.LossScale = _checkpoints.PRESETS[rule.system](**arguments)
     return preset
   else:
     changes = {knob.name: value}
-  turned: _rules.LossScale = dataclasses.replace(rule, **changes)
+  turned: base.LossScale = dataclasses.replace(rule, **changes)
   return turned
 
 
 def _of_preset(rule: _preset.PresetLossScale) -> dict[str, Knob]:
   arguments = dict(rule.arguments)
-  if isinstance(rule.machine, _rules.FixedLossScale):
+  if isinstance(rule.machine, loss_scales.FixedLossScale):
     # One argument is S, under a name of the system's own.
     fixed = [
       Knob(name, value)
@@ -112,13 +95,13 @@ def _of_preset(rule: _preset.PresetLossScale) -> dict[str, Knob]:
   }
 
 
-def _inner(rule: _rules.LossScale) -> _rules.LossScale | None:
+def _inner(rule: base.LossScale) -> base.LossScale | None:
   """Returns the rule inside of a rule, such as of a warm start."""
   inner = getattr(rule, "rule", None)
-  return inner if isinstance(inner, _rules.LossScale) else None
+  return inner if isinstance(inner, base.LossScale) else None
 
 
-def _field_names(rule: _rules.LossScale) -> set[str]:
+def _field_names(rule: base.LossScale) -> set[str]:
   if not dataclasses.is_dataclass(rule):
     return set()
   return {field.name for field in dataclasses.fields(rule) if field.init}

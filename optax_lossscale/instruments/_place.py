@@ -13,10 +13,10 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives
 import numpy as np
 
-from optax_lossscale.jaxpr import _calls
-from optax_lossscale.jaxpr import _first
-from optax_lossscale.jaxpr import _overflow
-from optax_lossscale.precision import _scopes
+from optax_lossscale._detectors import operation_overflow
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import scopes
+from optax_lossscale.instruments import _first
 
 # What JAX writes around the scopes of the backward pass.
 _TRANSPOSE = "transpose("
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     if self.kind == NONFINITE:
       verb = "is" if self.elements == 1 else "are"
       return f"argument {self.layer} holds {count} that {verb} not finite"
-    is_overflow = self.kind == _overflow.OVERFLOW
+    is_overflow = self.kind == operation_overflow.OVERFLOW
     what = "overflow" if is_overflow else "undefined result"
     parts = [f'{self.dtype.name} {what} in "{self.operation}" {self.shape}']
     if self.layer:
@@ -110,12 +110,7 @@ class Result(NamedTuple):
 
 
 def describe(result: Result, first: _first.First) -> Place:
-  """Returns the place of a result.
-
-  Args:
-    result: that was found.
-    first: how it was found, fetched to the host.
-  """
+  """Returns the place of a result."""
   equations = [*result.around, result.equation]
   stacks = [str(x.source_info.name_stack) for x in equations]
   aval: Any = result.variable.aval
@@ -133,13 +128,7 @@ def describe(result: Result, first: _first.First) -> Place:
 
 
 def describe_argument(path: str, x: Any, elements: int) -> Place:
-  """Returns the place of an argument that is not finite.
-
-  Args:
-    path: such as "batch['x']".
-    x: its array.
-    elements: how many are inf or NaN.
-  """
+  """Returns the place of an argument that is not finite."""
   return Place(
     operation="argument",
     kind=NONFINITE,
@@ -156,7 +145,7 @@ def describe_argument(path: str, x: Any, elements: int) -> Place:
 def _iterations(
   around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
 ) -> tuple[int, ...]:
-  loops = [x for x in around if _calls.is_loop(x)]
+  loops = [x for x in around if calls.is_loop(x)]
   # There may be deeper loops elsewhere.
   return tuple(
     loop.params["length"] - 1 - int(number)
@@ -169,7 +158,7 @@ def _iterations(
 def _layer(stacks: Iterable[str]) -> str:
   scope = ""
   for stack in stacks:
-    scope = _scopes.join(scope, _without_repetition(stack))
+    scope = scopes.join(scope, _without_repetition(stack))
   return "/".join(x for x in scope.split("/") if x != _RECOMPUTED)
 
 
@@ -178,23 +167,16 @@ def _without_repetition(stack: str) -> str:
 
   Where the backward pass computes it again, JAX writes them twice:
   "transpose(jvp(block))/mlp/jvp(block)/mlp".
-
-  Args:
-    stack: of one equation.
   """
   head, _, tail = stack.rpartition("/jvp(")
   tail = f"jvp({tail}"
-  around, inside = _scopes.join("", head), _scopes.join("", tail)
+  around, inside = scopes.join("", head), scopes.join("", tail)
   repeats = f"{inside}/".startswith(f"{around}/")
   return tail if _TRANSPOSE in head and repeats else stack
 
 
 def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
-  """Returns the line of code that the user wrote, or the nearest to it.
-
-  Args:
-    equations: the operation, after those that hold it.
-  """
+  """Returns the line of code that the user wrote, or the nearest to it."""
   *around, equation = equations
   frames = _frames(equation)
   for call in reversed(around):

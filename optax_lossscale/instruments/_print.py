@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from optax_lossscale import _arguments
-from optax_lossscale import _metrics
+from optax_lossscale._base import arguments
+from optax_lossscale._step import metrics as _metrics
 
 _SHOWN = (
   "loss_scale",
@@ -51,7 +51,7 @@ def print_loss_scale(
   References:
     "Printing the loss scale" in Ascend's guide to its NPULossScaleOptimizer.
   """
-  every = _arguments.check_count("every", every)
+  every = arguments.check_count("every", every)
   metrics = _metrics.loss_scale_metrics(opt_state, path=path)
   step = metrics["applied_steps"] + metrics["skipped_steps"]
   is_due = (step > 0) & (step % every == 0)

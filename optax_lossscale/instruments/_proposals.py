@@ -17,11 +17,7 @@ _LOWER = 4
 
 
 def propose(trial: _trial.Trial) -> None:
-  """Adds to its advice what to change, and what no argument mends.
-
-  Args:
-    trial: without proposals so far.
-  """
+  """Adds to its advice what to change, and what no argument mends."""
   _look_at_fixed_scale(trial)
   if _is_stuck_at_floor(trial):
     return

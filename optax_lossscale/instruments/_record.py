@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale import _arguments
-from optax_lossscale import _requirements
-from optax_lossscale import _state
+from optax_lossscale._base import arguments
+from optax_lossscale._step import requirements
+from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
 
@@ -70,12 +70,12 @@ def record(
     >>> print(history.step, history.loss_scale, history.amax, history.overflow)
     [2 3] [8. 4.] [inf  2.] [ True False]
   """
-  capacity = _arguments.check_count("capacity", capacity)
-  tx = _requirements.as_optimizer("tx", tx)
+  capacity = arguments.check_count("capacity", capacity)
+  tx = requirements.as_optimizer("tx", tx)
 
   def init(params: optax.Params) -> RecordState:
     recorded_state = tx.init(params)
-    _state.find_state(recorded_state, path)
+    states.find_state(recorded_state, path)
     return RecordState(
       recorded_state=recorded_state,
       recorded_steps=jnp.full((), 0, jnp.int32),
@@ -92,13 +92,13 @@ def record(
   ) -> tuple[optax.Updates, RecordState]:
     loss_scale = jnp.where(
       extra_args.get("scaled", True),
-      _state.get_loss_scale(state.recorded_state, path=path),
+      states.get_loss_scale(state.recorded_state, path=path),
       1,
     )
     updates, recorded_state = tx.update(
       updates, state.recorded_state, params, **extra_args
     )
-    last = _state.find_state(recorded_state, path)
+    last = states.find_state(recorded_state, path)
     _check_capacity(state, capacity)
     place = state.recorded_steps % capacity
     return updates, RecordState(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.instruments import _history
 
 
@@ -39,22 +39,13 @@ class Recorded(NamedTuple):
 
 
 def limit_of(dtype: Any) -> float:
-  """Returns the largest amax that is no overflow.
-
-  Args:
-    dtype: the computation's dtype.
-  """
+  """Returns the largest amax that is no overflow."""
   # amax is a float32, so what is beyond is inf for any dtype.
-  return min(float(jnp.finfo(dtype).max), _arguments.LARGEST_SCALE)
+  return min(float(jnp.finfo(dtype).max), arguments.LARGEST_SCALE)
 
 
 def read(trace: _history.History, limit: float) -> Recorded:
-  """Returns what is known of each step.
-
-  Args:
-    trace: what was recorded.
-    limit: the largest amax that is no overflow.
-  """
+  """Returns what is known of each step."""
   scale = np.float64(trace.loss_scale)
   amax = np.float64(trace.amax)
   is_nan = is_lasting_nan(trace)
@@ -78,11 +69,7 @@ def read(trace: _history.History, limit: float) -> Recorded:
 
 
 def is_lasting_nan(trace: _history.History) -> npt.NDArray[np.bool_]:
-  """Returns bool[n]: NaN that no S mends, as far as the trace tells.
-
-  Args:
-    trace: what was recorded.
-  """
+  """Returns bool[n]: NaN that no S mends, as far as the trace tells."""
   scale = np.asarray(trace.loss_scale)
   is_nan = np.isnan(trace.amax)
   (clean,) = np.nonzero(~np.asarray(trace.overflow) & ~is_nan)
@@ -102,10 +89,6 @@ def largest_scales(known: Recorded, limit: float) -> npt.NDArray[np.float64]:
   """Returns log2 of the largest S that each step stands.
 
   NaN where it stands none, inf where it stands any.
-
-  Args:
-    known: of each step.
-    limit: the largest amax that is no overflow.
   """
   with np.errstate(divide="ignore"):
     unscaled = np.log2(known.mantissa) + known.exponent

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from optax_lossscale import _arguments
-from optax_lossscale import _finding
-from optax_lossscale import _leaves
-from optax_lossscale import _loss_scaling
-from optax_lossscale import _requirements
-from optax_lossscale import _rules
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._rules import base
+from optax_lossscale._step import findings
+from optax_lossscale._step import loss_scaling
+from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _recorded
 
@@ -73,7 +73,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-  rule: _rules.LossScale,
+  rule: base.LossScale,
   trace: _history.History,
   *,
   dtype: Any = jnp.float16,
@@ -136,15 +136,15 @@ def replay(
   """
   check_trace(trace)
   _check_rule(rule)
-  found, name = _arguments.read_dtype(dtype)
+  found, name = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
       f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
     )
-  saturating = _arguments.check_flag("saturating", saturating)
-  state = _leaves.as_arrays(rule.init())
+  saturating = arguments.check_flag("saturating", saturating)
+  state = leaves.as_arrays(rule.init())
   if loss_scale is not None:
-    loss_scale = _arguments.check_scale("loss_scale", loss_scale)
+    loss_scale = arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
   limit = _recorded.limit_of(found)
   outcome = _run_of(rule)(
@@ -183,7 +183,7 @@ class _Outcome(NamedTuple):
   stalled: Any
 
 
-def _run_of(rule: _rules.LossScale) -> Any:
+def _run_of(rule: base.LossScale) -> Any:
   """Returns the compiled loop of a rule: the same for equal rules."""
   try:
     hash(rule)
@@ -193,7 +193,7 @@ def _run_of(rule: _rules.LossScale) -> Any:
 
 
 def _run(
-  rule: _rules.LossScale,
+  rule: base.LossScale,
   state: Any,
   recorded: _recorded.Recorded,
   limit: jax.Array,
@@ -215,8 +215,8 @@ def _run(
     amax = jnp.where(is_too_large, largest, amax)
     amax = jnp.where(known.is_nan, jnp.float32(jnp.nan), amax)
     overflow = is_too_large | fails | known.is_nan | known.is_callers
-    state, stalled = _loss_scaling.move(
-      rule, state, _finding.Finding(overflow, amax), None, True
+    state, stalled = loss_scaling.move(
+      rule, state, findings.Finding(overflow, amax), None, True
     )
     return state, _Outcome(loss_scale, amax, overflow, stalled)
 
@@ -227,9 +227,9 @@ _run_hashable = jax.jit(_run, static_argnums=0)
 
 
 def _check_rule(rule: Any) -> None:
-  if not isinstance(rule, _rules.LossScale):
+  if not isinstance(rule, base.LossScale):
     raise TypeError(
       f"`rule` must be a LossScale, got {rule!r}; for example "
       "DynamicLossScale()."
     )
-  _requirements.check_rule(rule)
+  requirements.check_rule(rule)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale import _amax
-from optax_lossscale import _arguments
-from optax_lossscale import _leaves
-from optax_lossscale import _state
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits as _bits
+from optax_lossscale._base import leaves
+from optax_lossscale._step import states
 from optax_lossscale.instruments import _gradients
 
 
@@ -57,7 +57,7 @@ def underflow_fraction(
     0.25
   """
   target = _as_dtype(dtype)
-  scale = _state.get_loss_scale(loss_scale)
+  scale = states.get_loss_scale(loss_scale)
   return _share(
     _count_lost(part, scale, target)
     for x in _gradients.named(tree).values()
@@ -117,7 +117,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
 
 def _as_dtype(dtype: Any) -> Any:
-  found, name = _arguments.read_dtype(dtype)
+  found, name = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
       f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
@@ -143,7 +143,7 @@ def _share(counts: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=2)
 def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
   """Returns uint32[2]: how many become 0 in `target`, and are not 0 now."""
-  last_lost = _largest_lost(_amax.carrier(x.dtype), loss_scale, target)
+  last_lost = _largest_lost(_bits.carrier(x.dtype), loss_scale, target)
 
   def tally(x: jax.Array) -> jax.Array:
     bits = _magnitude(x)
@@ -162,21 +162,16 @@ def _largest_lost(dtype: Any, loss_scale: jax.Array, target: Any) -> jax.Array:
   """Returns the bits of the largest number that S times it becomes 0.
 
   It is the largest product that becomes 0 divided by S, all in integers.
-
-  Args:
-    dtype: of the number, with at least 16 bits.
-    loss_scale: float32[], S, a normal number.
-    target: the dtype in which S times the number becomes 0.
   """
   own = jnp.finfo(dtype)
   # In which S times the number is computed.
-  wide = jnp.finfo(_leaves.at_least_float32(dtype))
+  wide = jnp.finfo(leaves.at_least_float32(dtype))
   precision = int(wide.nmant) + 1
   quantum = int(wide.minexp) - int(wide.nmant)
   product, product_exponent = _largest_lost_product(precision, quantum, target)
 
   # S is an integer of so many bits times a power of two.
-  bits = _amax.magnitude_bits(loss_scale.astype(wide.dtype))
+  bits = _bits.magnitude_bits(loss_scale.astype(wide.dtype))
   unsigned = bits.dtype.type
   hidden = unsigned(1 << wide.nmant)
   scale = bits & (hidden - unsigned(1)) | hidden
@@ -204,13 +199,7 @@ def _largest_lost(dtype: Any, loss_scale: jax.Array, target: Any) -> jax.Array:
 def _largest_lost_product(
   precision: int, quantum: int, target: Any
 ) -> tuple[int, int]:
-  """Returns the largest product that becomes 0: an integer, times 2**exponent.
-
-  Args:
-    precision: that of the dtype in which the product is rounded, in bits.
-    quantum: the exponent of this dtype's smallest subnormal number.
-    target: the dtype that it is converted to.
-  """
+  """Returns the largest product that becomes 0: an integer and an exponent."""
   smallest = float(jnp.finfo(target).smallest_subnormal)
   # Half of it is a tie, and 0 is even.
   half = math.frexp(smallest)[1] - 2
@@ -224,13 +213,7 @@ def _largest_lost_product(
 
 
 def _divide(dividend: int, divisor: jax.Array, precision: int) -> jax.Array:
-  """Returns the quotient of integers, rounded down: long division.
-
-  Args:
-    dividend: below 2**(2 * precision + 2), so it need not fit into a word.
-    divisor: an unsigned integer of exactly `precision` bits.
-    precision: less than a word has.
-  """
+  """Returns the quotient of integers, rounded down: long division."""
   unsigned = divisor.dtype.type
   # A digit's bits: so many can be appended to a remainder.
   step = 8 * divisor.dtype.itemsize - precision
@@ -245,12 +228,7 @@ def _divide(dividend: int, divisor: jax.Array, precision: int) -> jax.Array:
 
 @jax.jit
 def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
-  """Returns uint32[2]: how many updates change nothing, and how many are not 0.
-
-  Args:
-    param: an array.
-    update: another of its shape.
-  """
+  """Returns uint32[2]: how many updates change nothing, how many are not 0."""
 
   def tally(param: jax.Array, update: jax.Array) -> jax.Array:
     new = optax.apply_updates(param, update)
@@ -280,4 +258,4 @@ def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-  return _amax.magnitude_bits(x.astype(_amax.carrier(x.dtype)))
+  return _bits.magnitude_bits(x.astype(_bits.carrier(x.dtype)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.instruments import _history
 
 NAMES = ("step", "loss_scale", "overflow", "amax")
@@ -47,11 +47,7 @@ class Columns(NamedTuple):
     )
 
   def parse(self) -> _history.History:
-    """Returns it as arrays.
-
-    Raises:
-      ValueError: if an entry is not what its column takes.
-    """
+    """Returns it as arrays."""
     count = len(self.columns["amax"])
     # What is too large for float32 is inf, as it is in a float32 amax.
     with np.errstate(over="ignore"):
@@ -111,7 +107,7 @@ def _parse_amax(value: Any) -> float:
 
 def _parse_scale(value: Any) -> float:
   number = _parse_number(value)
-  if not _arguments.SMALLEST_SCALE <= number <= _arguments.LARGEST_SCALE:
+  if not arguments.SMALLEST_SCALE <= number <= arguments.LARGEST_SCALE:
     raise ValueError(
       f"must be positive and a normal float32, got {shown(value)}."
     )

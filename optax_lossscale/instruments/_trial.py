@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale import _rules
+from optax_lossscale._rules import base
 from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _knobs
 from optax_lossscale.instruments import _recorded
@@ -62,7 +62,7 @@ class Trial:
   def __init__(
     self,
     trace: _history.History,
-    rule: _rules.LossScale,
+    rule: base.LossScale,
     dtype: Any,
     saturating: bool,
   ) -> None:
@@ -141,22 +141,11 @@ class Trial:
     is_better: IsBetter,
     is_enough: Callable[[_replay.Replay], bool] = lambda run: True,
   ) -> bool:
-    """Tries values of an argument; keeps the first that is enough, or the best.
-
-    Args:
-      column: what the argument does.
-      values: what to try, from the old value.
-      seen: what was seen, for the reason.
-      is_better: whether the first replay is better than the second.
-      is_enough: whether to look no further, where it is better.
-
-    Returns:
-      Whether one is proposed.
-    """
+    """Tries values of an argument; keeps the first that is enough, or best."""
     knob = self.knob(column)
     if knob is None:
       return False
-    best: tuple[Any, _rules.LossScale, _replay.Replay] | None = None
+    best: tuple[Any, base.LossScale, _replay.Replay] | None = None
     for value in values(knob.value):
       try:
         rule = _knobs.turn(self.rule, knob, value)
@@ -193,7 +182,7 @@ class Trial:
     # moved is another rule's, recorded to be replayed.
     return bool(is_first or np.all(scales == scales[0]))
 
-  def _replay(self, rule: _rules.LossScale) -> _replay.Replay:
+  def _replay(self, rule: base.LossScale) -> _replay.Replay:
     return _replay.replay(rule, self._trace, **self._options)
 
 

@@ -11,25 +11,25 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale import _checks
-from optax_lossscale import _leaves
-from optax_lossscale import _reached
-from optax_lossscale import _state
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._base import leaves as _leaves
+from optax_lossscale._detectors import operation_overflow
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import throughout
+from optax_lossscale._step import checks
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _first
 from optax_lossscale.instruments import _place
 from optax_lossscale.instruments import _record as record_state
-from optax_lossscale.jaxpr import _dtypes
-from optax_lossscale.jaxpr import _evaluate
-from optax_lossscale.jaxpr import _first
-from optax_lossscale.jaxpr import _overflow
-from optax_lossscale.jaxpr import _record
-from optax_lossscale.jaxpr import _throughout
 
 
 def where_overflow(
   fun: Callable[..., Any],
   dtypes: Any = (jnp.float16,),
   *,
-  check: _checks.Check = _checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   undefined: bool = True,
 ) -> Callable[..., _place.Place | None]:
   """Returns a function for the first operation of `fun` that overflowed.
@@ -83,14 +83,14 @@ def where_overflow(
     >>> print(ols.instruments.where_overflow(loss)(x / 100))
     None
   """
-  _dtypes.check_function(fun)
-  dtypes = _dtypes.check_dtypes(dtypes)
-  saturating = _overflow.check_check(check, dtypes)
+  arguments.check_function(fun)
+  dtypes = operation_overflow.check_dtypes(dtypes)
+  saturating = operation_overflow.check_check(check, dtypes)
 
   @functools.wraps(fun)
   def where_overflow_fun(*args: Any, **kwargs: Any) -> _place.Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
-    recording = _record.record(fun, args, kwargs)
+    recording = record.record(fun, args, kwargs)
     _check_eager(recording.operands)
     run, results = _looking(recording, dtypes, saturating, undefined)
     first = jax.device_get(jax.jit(run)(*recording.operands))
@@ -118,7 +118,7 @@ def _nonfinite_argument(
       if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
         continue
       largest = float(jnp.finfo(leaf.dtype).max)
-      is_nonfinite = _reached.reached(leaf, largest, inclusive=False)
+      is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       elements = int(jnp.sum(is_nonfinite))
       if elements:
         where = name + jax.tree_util.keystr(path)
@@ -128,7 +128,7 @@ def _nonfinite_argument(
 
 def _remembers_overflows(x: Any) -> bool:
   """Returns whether it is a state that keeps the amax of a step, maybe inf."""
-  return isinstance(x, (_state.LossScalingState, record_state.RecordState))
+  return isinstance(x, (states.LossScalingState, record_state.RecordState))
 
 
 def _check_eager(values: Iterable[Any]) -> None:
@@ -144,7 +144,7 @@ def _check_eager(values: Iterable[Any]) -> None:
 
 
 def _looking(
-  recording: _record.Recording,
+  recording: record.Recording,
   dtypes: frozenset[Any],
   saturating: bool,
   undefined: bool,
@@ -158,22 +158,22 @@ def _looking(
     equation: core.JaxprEqn,
     inputs: Sequence[Any],
   ) -> tuple[Sequence[Any], _first.First]:
-    outputs = _evaluate.bind(equation, inputs)
+    outputs = interpreter.bind(equation, inputs)
     counts = []
-    for variable, by_kind in _overflow.find(
+    for variable, by_kind in operation_overflow.find(
       dtypes, saturating, equation, inputs, outputs
     ):
       for kind, mask in by_kind.items():
-        if kind == _overflow.UNDEFINED and not undefined:
+        if kind == operation_overflow.UNDEFINED and not undefined:
           continue
-        with _evaluate.context(equation):
+        with interpreter.context(equation):
           counts.append(tally.found(len(results), mask))
         results.append(_place.Result(around, equation, variable, kind))
     return outputs, tally.join(counts)
 
   def run(*operands: Any) -> _first.First:
     consts, arguments = recording.consts_and_arguments(operands)
-    result: tuple[list[Any], _first.First] = _throughout.tally_throughout(
+    result: tuple[list[Any], _first.First] = throughout.tally_throughout(
       recording.jaxpr, arguments, rule, tally, consts
     )
     return result[1]

@@ -49,15 +49,7 @@ def style_of(i: int, n: int) -> Style:
 
 
 def make_axes(ax: Any, height: float = 4.0) -> Axes:
-  """Returns the axes to draw into: those of the caller, or new ones.
-
-  Args:
-    ax: matplotlib's Axes, or None.
-    height: of a new figure, in inches.
-
-  Raises:
-    TypeError: if it is something else.
-  """
+  """Returns the axes to draw into: those of the caller, or new ones."""
   if ax is None:
     # Not before it is needed: it chooses a backend for the whole program.
     from matplotlib import pyplot
@@ -72,17 +64,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
 
 
 def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
-  """Raises if what is to be drawn is of another kind.
-
-  Args:
-    rule: the begin of the error, up to the kind's article.
-    value: what the caller passed.
-    kind: what it must be.
-    remedy: what to do, for the error.
-
-  Raises:
-    TypeError: if it is something else.
-  """
+  """Raises if what is to be drawn is of another kind."""
   if not isinstance(value, kind):
     raise TypeError(
       f"{rule} {kind.__name__}, got {type(value).__name__}; {remedy}."
@@ -96,12 +78,7 @@ def step_axis(axes: Axes) -> None:
 
 
 def log2_axis(axes: Axes, values: Iterable[float]) -> None:
-  """Makes the y axis one of powers of two that span some values.
-
-  Args:
-    axes: what they are drawn in.
-    values: what is not finite and positive does not count.
-  """
+  """Makes the y axis one of powers of two that span some values."""
   axes.set_yscale("log", base=2)
   axes.margins(y=0.15)
   exponents = _exponents(values)

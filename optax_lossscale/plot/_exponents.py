@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale import _arguments
-from optax_lossscale import _state
+from optax_lossscale._base import arguments
+from optax_lossscale._step import states
 from optax_lossscale.instruments import _histograms
 from optax_lossscale.plot import _axes
 
@@ -54,15 +54,7 @@ class Shares(NamedTuple):
 
 
 def check_histogram(rule: str, histogram: Any) -> None:
-  """Raises if what is to be drawn is no histogram.
-
-  Args:
-    rule: the begin of the error, up to the kind's article.
-    histogram: what the caller passed.
-
-  Raises:
-    TypeError: if it is something else.
-  """
+  """Raises if what is to be drawn is no histogram."""
   _axes.check_kind(
     rule,
     histogram,
@@ -72,16 +64,8 @@ def check_histogram(rule: str, histogram: Any) -> None:
 
 
 def range_of(name: str, dtype: Any) -> Range:
-  """Returns the range of a dtype.
-
-  Args:
-    name: the argument's name, for the error.
-    dtype: what the caller passed.
-
-  Raises:
-    TypeError: if it is not a floating-point dtype.
-  """
-  found, got = _arguments.read_dtype(dtype)
+  """Returns the range of a dtype."""
+  found, got = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
       f"`{name}` must be a floating-point dtype such as jnp.float16, got {got}."
@@ -99,7 +83,7 @@ def log2_scale(loss_scale: Any) -> float:
   """Returns by how much S moves exponents; 0 without one."""
   if loss_scale is None:
     return 0.0
-  return math.log2(float(_state.get_loss_scale(loss_scale)))
+  return math.log2(float(states.get_loss_scale(loss_scale)))
 
 
 def written(shift: float) -> str:
@@ -138,12 +122,6 @@ def lost(
 
   Bins do not tell a number from another one with its exponent: where the limit
   is within one that is not empty, the share is "about" so much.
-
-  Args:
-    histogram: which was drawn.
-    shares: its shares.
-    shift: log2 S.
-    limits: of the format.
   """
   # Half of the smallest number is a tie, and rounded to 0. How far it is above
   # the begin of each bin:
@@ -164,15 +142,7 @@ def floor_of(shares: Shares) -> float:
 def exponent_axis(
   axes: Axes, low: float, high: float, *, has_end: bool, most: int = 12
 ) -> None:
-  """Makes the x axis one of exponents, with a place for what has none.
-
-  Args:
-    axes: what the shares are drawn in.
-    low: the first exponent; zeros are on its left.
-    high: where the last one ends.
-    has_end: whether inf and NaN are on the right of it.
-    most: about how many exponents there is room for.
-  """
+  """Makes the x axis one of exponents, with a place for what has none."""
   stride = max(4, 4 * math.ceil((high - low) / (4 * most)))
   exponents = list(
     range(math.ceil(low / stride) * stride, int(high) + 1, stride)

@@ -18,7 +18,7 @@ become 0, subnormal or infinite, it is held here, and the wrapper's state says
 Ascend does, and takes a rule as its manager.
 """
 
-from optax_lossscale._failures import raise_if_failed
+from optax_lossscale._step.failures import raise_if_failed
 from optax_lossscale.presets._checkpoints import from_state_dict
 from optax_lossscale.presets._checkpoints import to_state_dict
 from optax_lossscale.presets._fairseq import fairseq

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import jax.numpy as jnp
 
-from optax_lossscale import _rules
+from optax_lossscale._rules import base
 from optax_lossscale.presets import _dictionaries
 from optax_lossscale.presets import _fairseq
 from optax_lossscale.presets import _jax
@@ -20,7 +20,7 @@ from optax_lossscale.presets import _preset
 from optax_lossscale.presets import _pytorch
 from optax_lossscale.presets import _table
 from optax_lossscale.presets import _tensorflow
-from optax_lossscale.statistics import _warm_start
+from optax_lossscale.rules import _warm_start
 
 PRESETS: dict[str, Callable[..., _preset.PresetLossScale]] = {
   preset.__name__: preset
@@ -37,7 +37,7 @@ PRESETS: dict[str, Callable[..., _preset.PresetLossScale]] = {
 }
 
 
-def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
+def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
 
   The keys and the types of the values are the system's own: Python and NumPy
@@ -87,11 +87,11 @@ def to_state_dict(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
 
 
 def from_state_dict(
-  system: str | _rules.LossScale,
+  system: str | base.LossScale,
   state_dict: Mapping[str, Any],
   /,
   **arguments: Any,
-) -> tuple[_rules.LossScale, Any]:
+) -> tuple[base.LossScale, Any]:
   """Returns the rule and the state that a system's dictionary stands for.
 
   S then moves as it would have moved in the system. Some dictionaries hold the
@@ -140,7 +140,7 @@ def from_state_dict(
     >>> print(ols.get_loss_scale(opt_state))
     131072.0
   """
-  if isinstance(system, _rules.LossScale):
+  if isinstance(system, base.LossScale):
     if arguments:
       raise TypeError(
         f"arguments are for a preset's name, got {', '.join(arguments)} with "
@@ -195,5 +195,5 @@ def _starts_preset(rule: Any) -> TypeGuard[_warm_start.WarmStart]:
 
 
 def _check_rule(rule: Any) -> None:
-  if not isinstance(rule, _rules.LossScale):
+  if not isinstance(rule, base.LossScale):
     raise TypeError(f"`rule` must be a LossScale, got {rule!r}.")

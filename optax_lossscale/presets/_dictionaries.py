@@ -10,34 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arguments
-from optax_lossscale import _engine
-from optax_lossscale import _rules
-from optax_lossscale import _select
-from optax_lossscale import _state
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._base import trees
+from optax_lossscale._rules import base
+from optax_lossscale._rules import engine as _engine
+from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import states
 from optax_lossscale.presets import _keys
 from optax_lossscale.presets import _layouts
 from optax_lossscale.presets import _preset
 
 
-def write(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
-  """Returns a rule's state under the keys of the rule's system.
-
-  Args:
-    rule: the rule.
-    state: its state.
-
-  Raises:
-    TypeError: if the state is traced, or the wrapper's.
-    ValueError: if it is not a state of this rule.
-  """
-  if isinstance(state, _state.LossScalingState):
+def write(rule: base.LossScale, state: Any) -> dict[str, Any]:
+  """Returns a rule's state under the keys of the rule's system."""
+  if isinstance(state, states.LossScalingState):
     raise TypeError(
       "`state` must be the state of `rule`, got the optimizer's whole "
       "LossScalingState; pass its `loss_scale_state`."
     )
   _refuse_traced("state", jax.tree.leaves(state), "to_state_dict")
-  _select.check_structure(
+  trees.check_structure(
     "`state` must be the state of `rule`: of an optimizer's state the "
     "`loss_scale_state`",
     state,
@@ -56,11 +48,7 @@ def write(rule: _rules.LossScale, state: Any) -> dict[str, Any]:
 
 
 def layout(rule: _preset.PresetLossScale) -> _layouts.Layout:
-  """Returns the keys that a rule's system saves.
-
-  Args:
-    rule: made by a preset.
-  """
+  """Returns the keys that a rule's system saves."""
   return _layouts.layout(rule.system, dict(rule.arguments))
 
 
@@ -79,17 +67,7 @@ class Saved(NamedTuple):
 def parse(
   system: str, keys: _layouts.Layout, dictionary: Mapping[str, Any]
 ) -> Saved:
-  """Returns what a system's dictionary holds.
-
-  Args:
-    system: the system's name, for the error.
-    keys: what it saves.
-    dictionary: what came.
-
-  Raises:
-    TypeError: if it is no dictionary.
-    ValueError: if keys are missing, unknown or of another type; all are listed.
-  """
+  """Returns what a system's dictionary holds."""
   values = _read(system, keys, dictionary)
   saved = Saved({}, {})
   for path, key in keys.items():
@@ -102,16 +80,11 @@ def parse(
 
 
 def fill(rule: _preset.PresetLossScale, held: Mapping[str, Any]) -> Any:
-  """Returns the state of a rule, with what a dictionary held in its place.
-
-  Args:
-    rule: the rule. What was not held is as in its first state.
-    held: as in `Saved`.
-  """
+  """Returns the state of a rule, with what a dictionary held in its place."""
   state = rule.init()
   if "loss_scale" in held:
     state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
-  if isinstance(rule.machine, _rules.FixedLossScale):
+  if isinstance(rule.machine, loss_scales.FixedLossScale):
     return state  # Nothing is counted where S does not move.
   largest = _arguments.LARGEST_COUNT
   return state._replace(
@@ -122,18 +95,8 @@ def fill(rule: _preset.PresetLossScale, held: Mapping[str, Any]) -> Any:
   )
 
 
-def read(rule: _rules.LossScale, dictionary: Mapping[str, Any]) -> Any:
-  """Returns the state of a rule that a dictionary holds.
-
-  Args:
-    rule: the rule; what the dictionary holds of a preset's arguments is the
-      rule's already.
-    dictionary: what came.
-
-  Raises:
-    TypeError: if it is no dictionary.
-    ValueError: if keys are missing, unknown or of another type; all are listed.
-  """
+def read(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
+  """Returns the state of a rule that a dictionary holds."""
   if isinstance(rule, _preset.PresetLossScale):
     return fill(rule, parse(rule.system, layout(rule), dictionary).held)
   state = rule.init()
@@ -160,7 +123,7 @@ def _value(key: Any, rule: _preset.PresetLossScale, state: Any) -> Any:
       return make(dict(rule.arguments)[name])
     case _keys.StateKey("loss_scale", make):
       return make(float(state.loss_scale))
-  if isinstance(rule.machine, _rules.FixedLossScale):
+  if isinstance(rule.machine, loss_scales.FixedLossScale):
     return key.make(0)  # Nothing is counted where S does not move.
   return key.make(_count(key.holds, rule.machine, state) + key.first)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _read_number(value: Any) -> float:
 
 def _read_scale(value: Any) -> float:
   number = _read_number(value)
-  if not _arguments.SMALLEST_SCALE <= number <= _arguments.LARGEST_SCALE:
+  if not arguments.SMALLEST_SCALE <= number <= arguments.LARGEST_SCALE:
     raise ValueError(f"must be a positive normal float32, got {value!r}")
   return number
 
@@ -156,7 +156,7 @@ def _read_integer(value: Any) -> int:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, int):
     raise TypeError(f"must be an integer, got {value!r}")
-  if abs(number) > _arguments.LARGEST_COUNT:
+  if abs(number) > arguments.LARGEST_COUNT:
     raise ValueError(f"must fit into int32, got {value!r}")
   return number
 

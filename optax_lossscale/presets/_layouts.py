@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale import _engine_state
+from optax_lossscale._rules import engine
 from optax_lossscale.presets import _keys
 from optax_lossscale.presets import _table
 from optax_lossscale.presets._keys import ArgumentKey
@@ -103,7 +103,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "scale_factor": ArgumentKey("scale_factor", _keys.int_or_float),
     "increase_ratio": DerivedKey("scale_factor", _keys.int_or_float),
     "decrease_ratio": DerivedKey("scale_factor", _table.inverse),
-    "bad_step_max": ConstantKey(_engine_state.MOST_OVERFLOWS_IN_A_ROW),
+    "bad_step_max": ConstantKey(engine.MOST_OVERFLOWS_IN_A_ROW),
     "cur_iter": StateKey("steps", int, first=1),
     "last_overflow_iter": StateKey("last_overflow", int, first=1),
     "bad_step": StateKey("overflows", int),
@@ -135,21 +135,12 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def is_switched_off(arguments: Mapping[str, Any]) -> bool:
-  """Returns whether arguments switch a scaler off.
-
-  Args:
-    arguments: of the preset.
-  """
+  """Returns whether arguments switch a scaler off."""
   return not arguments.get("enabled", arguments.get("enable", True))
 
 
 def layout(system: str, arguments: Mapping[str, Any]) -> Layout:
-  """Returns the keys of a system by their paths.
-
-  Args:
-    system: the preset's name.
-    arguments: its arguments; a scaler that is switched off saves nothing.
-  """
+  """Returns the keys of a system by their paths."""
   if is_switched_off(arguments):
     return {}
   return {

@@ -1,6 +1,6 @@
 """MindSpore's scalers."""
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.presets import _preset
 
 # `locals()`, at the top of each function, is its arguments.
@@ -72,7 +72,7 @@ def mindspore_fixed(
   References:
     MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
-  drop_overflow_update = _arguments.check_flag(
+  drop_overflow_update = arguments.check_flag(
     "drop_overflow_update", drop_overflow_update
   )
   return _preset.fixed(

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arguments
-from optax_lossscale import _checks
-from optax_lossscale import _devices
-from optax_lossscale import _loss_scaling
-from optax_lossscale import _rules
+from optax_lossscale._base import arguments
+from optax_lossscale._rules import base
+from optax_lossscale._step import checks
+from optax_lossscale._step import devices
+from optax_lossscale._step import loss_scaling
 
 
 def npu_loss_scale_optimizer(
   opt: optax.GradientTransformation | optax.MultiSteps,
-  loss_scale_manager: _rules.LossScale,
+  loss_scale_manager: base.LossScale,
   is_distributed: bool = False,
   *,
   axis_name: Any = None,
-  check: _checks.Check = _checks.saturated(jnp.float16),  # noqa: B008 - frozen.
+  check: checks.Check = checks.saturated(jnp.float16),  # noqa: B008 - frozen.
 ) -> optax.GradientTransformationExtraArgs:
   """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
 
@@ -76,9 +76,9 @@ def npu_loss_scale_optimizer(
     Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_optimizer.py.
   """
   _check_arguments(opt, loss_scale_manager)
-  is_distributed = _arguments.check_flag("is_distributed", is_distributed)
-  names = _devices.axis_names("axis_name", axis_name)
-  tx = _loss_scaling.loss_scaling(
+  is_distributed = arguments.check_flag("is_distributed", is_distributed)
+  names = devices.axis_names("axis_name", axis_name)
+  tx = loss_scaling.loss_scaling(
     opt,
     loss_scale_manager,
     check=check,
@@ -116,7 +116,7 @@ def _refuse_mapped_axes() -> None:
 
 def _check_arguments(opt: Any, loss_scale_manager: Any) -> None:
   """Raises under the names that these arguments have here."""
-  if isinstance(opt, (type, _rules.LossScale)) or not (
+  if isinstance(opt, (type, base.LossScale)) or not (
     hasattr(opt, "init") and hasattr(opt, "update")
   ):
     raise TypeError(
@@ -124,7 +124,7 @@ def _check_arguments(opt: Any, loss_scale_manager: Any) -> None:
       "optimizer comes first, then the manager: "
       "npu_loss_scale_optimizer(optax.adam(1e-3), loss_scale_manager)."
     )
-  if not isinstance(loss_scale_manager, _rules.LossScale):
+  if not isinstance(loss_scale_manager, base.LossScale):
     raise TypeError(
       "`loss_scale_manager` must be a LossScale, got "
       f"{loss_scale_manager!r}; make one by presets.npu_fixed(loss_scale=...) "

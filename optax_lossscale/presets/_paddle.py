@@ -1,6 +1,6 @@
 """PaddlePaddle's scalers."""
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.presets import _preset
 
 # `locals()`, at the top of each function, is its arguments.
@@ -48,8 +48,8 @@ def paddle(
     PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
     there and is held here.
   """
-  enable = _arguments.check_flag("enable", enable)
-  use_dynamic_loss_scaling = _arguments.check_flag(
+  enable = arguments.check_flag("enable", enable)
+  use_dynamic_loss_scaling = arguments.check_flag(
     "use_dynamic_loss_scaling", use_dynamic_loss_scaling
   )
   if not enable:

@@ -8,14 +8,15 @@ from typing import Any
 
 import jax
 
-from optax_lossscale import _arguments
-from optax_lossscale import _engine
-from optax_lossscale import _rules
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._rules import base
+from optax_lossscale._rules import engine
+from optax_lossscale._rules import loss_scales
 from optax_lossscale.presets import _table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PresetLossScale(_rules.LossScale):
+class PresetLossScale(base.LossScale):
   """Another system's rule, under that system's own argument names.
 
   Attributes:
@@ -27,7 +28,7 @@ class PresetLossScale(_rules.LossScale):
 
   system: str
   arguments: tuple[tuple[str, Any], ...]
-  machine: _engine.Engine | _rules.FixedLossScale
+  machine: engine.Engine | loss_scales.FixedLossScale
 
   def init(self) -> Any:
     """Returns the state before the first step."""
@@ -54,16 +55,7 @@ class PresetLossScale(_rules.LossScale):
 
 
 def dynamic(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
-  """Returns the rule that a row of the table makes of arguments.
-
-  Args:
-    system: the row's name.
-    arguments: by the system's own names.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if one is out of its range, or out of the system's own.
-  """
+  """Returns the rule that a row of the table makes of arguments."""
   row = _table.SYSTEMS[system]
   checked: dict[str, Any] = {}
   cells: dict[str, Any] = {}
@@ -82,7 +74,7 @@ def dynamic(system: str, arguments: Mapping[str, Any]) -> PresetLossScale:
     cells[column] = cell.convert(value) if cell.convert else value
   _check_start(row, cells)
   return PresetLossScale(
-    system, _as_given(arguments, checked), _engine.Engine(**cells)
+    system, _as_given(arguments, checked), engine.Engine(**cells)
   )
 
 
@@ -94,25 +86,13 @@ def fixed(
   least: float = 0.0,
   skip: bool = True,
 ) -> PresetLossScale:
-  """Returns the rule of a system whose S does not move.
-
-  Args:
-    system: the preset's name.
-    arguments: by the system's own names.
-    scale: the name of the argument that is S.
-    least: the system refuses an S below this.
-    skip: whether an overflow skips the step.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if S is not a usable loss scale, or below `least`.
-  """
+  """Returns the rule of a system whose S does not move."""
   loss_scale = _arguments.check_scale(scale, arguments[scale])
   _check_least(scale, loss_scale, least)
   return PresetLossScale(
     system,
     _as_given(arguments, {scale: loss_scale}),
-    _rules.FixedLossScale(loss_scale),
+    loss_scales.FixedLossScale(loss_scale),
     skip=skip,
   )
 
@@ -124,22 +104,11 @@ def switched_off(
   *,
   skip: bool = False,
 ) -> PresetLossScale:
-  """Returns the rule of a scaler in the table that is told to leave S alone.
-
-  Args:
-    system: the row's name.
-    arguments: by the system's own names.
-    scale: the name of the argument that is S; None for an S of 1.
-    skip: whether an overflow skips the step.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if one is out of its range, or out of the system's own.
-  """
+  """Returns the rule of a scaler in the table that is told to leave S alone."""
   rule = dynamic(system, arguments)
   loss_scale = 1.0 if scale is None else dict(rule.arguments)[scale]
   return dataclasses.replace(
-    rule, machine=_rules.FixedLossScale(loss_scale), skip=skip
+    rule, machine=loss_scales.FixedLossScale(loss_scale), skip=skip
   )
 
 

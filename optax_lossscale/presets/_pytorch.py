@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.presets import _preset
 
 # `locals()`, at the top of each function, is its arguments.
@@ -46,7 +46,7 @@ def torch(
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
     _amp_update_scale_. S goes to 0 there and is held here.
   """
-  enabled = _arguments.check_flag("enabled", enabled)
+  enabled = arguments.check_flag("enabled", enabled)
   if not enabled:
     return _preset.switched_off("torch", locals())
   return _preset.dynamic("torch", locals())
@@ -88,7 +88,7 @@ def torch_sharded(
     PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
     there, with S on the CPU also to inf, and is held here.
   """
-  enabled = _arguments.check_flag("enabled", enabled)
+  enabled = arguments.check_flag("enabled", enabled)
   if not enabled:
     return _preset.switched_off("torch_sharded", locals())
   return _preset.dynamic("torch_sharded", locals())
@@ -133,7 +133,7 @@ def apex(
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
     Without a floor S goes to 0 there, in double, and is held here.
   """
-  scale_factor = _arguments.check_number("scale_factor", scale_factor)
+  scale_factor = arguments.check_number("scale_factor", scale_factor)
   if scale_factor != 2:
     raise ValueError(
       f"`scale_factor` must be 2, got {scale_factor!r}: Apex moves S by 2 "
@@ -145,7 +145,7 @@ def apex(
     raise TypeError(
       f"`loss_scale` must be 'dynamic' or a number, got {loss_scale!r}."
     )
-  loss_scale = _arguments.check_scale("loss_scale", loss_scale)
+  loss_scale = arguments.check_scale("loss_scale", loss_scale)
   return _preset.switched_off("apex", locals(), "loss_scale")
 
 

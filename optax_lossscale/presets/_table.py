@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale import _arguments
-from optax_lossscale._engine_state import Failure
+from optax_lossscale._base import arguments
+from optax_lossscale._rules.engine import Failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def inverse(factor: float) -> float:
 
 
 def _one_more(steps: int) -> int:
-  return min(steps + 1, _arguments.LARGEST_COUNT)
+  return min(steps + 1, arguments.LARGEST_COUNT)
 
 
 def _unless_zero(bound: float) -> float:
@@ -105,7 +105,7 @@ _DEEPSPEED: dict[str, Any] = {
   "min_scale": Argument("min_scale"),
   "growth_test": "multiple",
   "refill": Argument(
-    "consecutive_hysteresis", _deepspeed_refill, check=_arguments.check_flag
+    "consecutive_hysteresis", _deepspeed_refill, check=arguments.check_flag
   ),
   "failure": Failure.AT_MINIMUM,
   "notes_failure": Argument("raise_error_at_min_scale"),
@@ -146,7 +146,7 @@ SYSTEMS: dict[str, Row] = {
   "torch_sharded": row(**_TORCH),
   "megatron": row(
     **_MEGATRON,
-    min_scale=Argument("min_scale", check=_arguments.check_scale),
+    min_scale=Argument("min_scale", check=arguments.check_scale),
     refill=Argument("refill", _refilled_by),
     starts_within_bounds=True,
   ),
@@ -156,7 +156,7 @@ SYSTEMS: dict[str, Row] = {
     max_scale=Argument(
       "max_scale",
       _unless_zero,
-      check=_arguments.check_not_negative,
+      check=arguments.check_not_negative,
       is_optional=True,
     ),
     refill=frozenset({"growth"}),
@@ -256,7 +256,7 @@ SYSTEMS: dict[str, Row] = {
     growth_interval=Argument("growth_interval", _one_more),
     growth_test="equal",
     min_scale=Argument("minimum_scale", is_optional=True),
-    max_scale=_arguments.LARGEST_SCALE,
+    max_scale=arguments.LARGEST_SCALE,
   ),
   "jmp": row(
     init_scale=Argument("loss_scale"),

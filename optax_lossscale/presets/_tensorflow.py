@@ -1,6 +1,6 @@
 """The scalers of TensorFlow, of Keras, and of npu_bridge on Ascend."""
 
-from optax_lossscale import _arguments
+from optax_lossscale._base import arguments
 from optax_lossscale.presets import _preset
 
 # `locals()`, at the top of each function, is its arguments.
@@ -120,7 +120,7 @@ def npu_fixed(
   References:
     Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
   """
-  enable_overflow_check = _arguments.check_flag(
+  enable_overflow_check = arguments.check_flag(
     "enable_overflow_check", enable_overflow_check
   )
   return _preset.fixed(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import statistics
+from optax_lossscale import rules
 from optax_lossscale.cli import _loss_scale
 
 pytestmark = pytest.mark.one_end
@@ -31,26 +31,26 @@ pytestmark = pytest.mark.one_end
       "dynamic:init_scale=2**15, growth_interval=200, skip=False",
       ols.DynamicLossScale(2.0**15, growth_interval=200, skip=False),
     ),
-    ("headroom", statistics.HeadroomLossScale()),
+    ("headroom", rules.HeadroomLossScale()),
     (
       "headroom:2**10,headroom=2,window=100,dtype=bfloat16",
-      statistics.HeadroomLossScale(
+      rules.HeadroomLossScale(
         1024.0, headroom=2, window=100, dtype=jnp.bfloat16
       ),
     ),
-    ("log_max", statistics.LogMaxLossScale()),
-    ("log_max:original=True", statistics.LogMaxLossScale(original=True)),
+    ("log_max", rules.LogMaxLossScale()),
+    ("log_max:original=True", rules.LogMaxLossScale(original=True)),
     (
       "histogram:update_period=3,threshold_upper_count_proportion=1e-6",
-      statistics.HistogramLossScale(
+      rules.HistogramLossScale(
         update_period=3, threshold_upper_count_proportion=1e-6
       ),
     ),
     (
       "warm_start:dynamic:2**32,growth_interval=200",
-      statistics.WarmStart(ols.DynamicLossScale(2.0**32, growth_interval=200)),
+      rules.WarmStart(ols.DynamicLossScale(2.0**32, growth_interval=200)),
     ),
-    ("warm_start:megatron", statistics.WarmStart(ols.presets.megatron())),
+    ("warm_start:megatron", rules.WarmStart(ols.presets.megatron())),
   ],
 )
 def test_text_stands_for_rule(text, rule):

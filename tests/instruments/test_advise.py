@@ -401,19 +401,19 @@ def test_switched_off_scaler_is_left_alone():
 
 
 def test_headroom_of_a_statistical_rule_is_turned():
-  from optax_lossscale import statistics
+  from optax_lossscale import rules
 
   unscaled = FLAT * np.where(np.arange(STEPS) % 100 == 0, 2.0**3.5, 1)
-  rule = statistics.HeadroomLossScale(2.0**15, headroom=0, window=50)
+  rule = rules.HeadroomLossScale(2.0**15, headroom=0, window=50)
   advice = changes(make_trace(unscaled), rule)
   assert [item[:2] for item in advice] == [("headroom", 0)]
   assert 3 <= advice[0][2] <= 4
 
 
 def test_a_warm_start_is_asked_for_the_rule_inside():
-  from optax_lossscale import statistics
+  from optax_lossscale import rules
 
-  rule = statistics.WarmStart(make_rule("npu", interval=100))
+  rule = rules.WarmStart(make_rule("npu", interval=100))
   assert changes(make_trace(FLAT), rule) == [("incr_every_n_steps", 100, 800)]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale
-from optax_lossscale.jaxpr import _evaluate
+from optax_lossscale._jaxpr import interpreter
 from tests.optimizers import describe
 from tests.optimizers import to_bits
 
@@ -24,23 +24,23 @@ X = jnp.array([0.5, -1.25, 2.0])
 
 def inline(equation, inputs):
   """A rule that evaluates jitted functions one equation at a time."""
-  inner = _evaluate.inner_jaxpr(equation)
+  inner = interpreter.inner_jaxpr(equation)
   if inner is None:
-    return _evaluate.bind(equation, inputs)
-  with _evaluate.inside(equation):
-    return _evaluate.evaluate(inner, inputs, inline)
+    return interpreter.bind(equation, inputs)
+  with interpreter.inside(equation):
+    return interpreter.evaluate(inner, inputs, inline)
 
 
-each_rule = pytest.mark.parametrize("rule", [_evaluate.bind, inline])
+each_rule = pytest.mark.parametrize("rule", [interpreter.bind, inline])
 
 
-def evaluated(function, rule=_evaluate.bind):
+def evaluated(function, rule=interpreter.bind):
   """Returns `function` as the interpreter evaluates it."""
 
   @functools.wraps(function)
   def wrapper(*arguments):
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    outputs = _evaluate.evaluate(jaxpr, jax.tree.leaves(arguments), rule)
+    outputs = interpreter.evaluate(jaxpr, jax.tree.leaves(arguments), rule)
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
   return wrapper
@@ -472,14 +472,14 @@ def test_an_axis_made_automatic_inside_stays_so(rule):
 
 def test_the_jaxpr_of_a_jitted_function_is_that_of_the_equation():
   equation = equation_of(jax.jit(lambda x: jnp.sin(x) + 1), X)
-  inner = _evaluate.inner_jaxpr(equation)
+  inner = interpreter.inner_jaxpr(equation)
   assert [eqn.primitive.name for eqn in inner.eqns] == ["sin", "add"]
 
 
 @pytest.mark.parametrize("function", [jnp.sin, scan, remat, eleven, seven])
 def test_what_is_no_jitted_function_has_no_inner_jaxpr(function):
   for equation in jax.make_jaxpr(function)(X).eqns:
-    assert _evaluate.inner_jaxpr(equation) is None
+    assert interpreter.inner_jaxpr(equation) is None
 
 
 @pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
@@ -491,7 +491,7 @@ def test_a_function_that_says_where_its_values_lie_is_not_inlined(
     # Replicated, or an Explicit mesh would refuse the argument as it is.
     sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     function = jax.jit(jnp.sin, **{side: sharding})
-    assert _evaluate.inner_jaxpr(equation_of(function, X)) is None
+    assert interpreter.inner_jaxpr(equation_of(function, X)) is None
 
 
 def test_one_sharding_among_many_values_is_enough():
@@ -499,7 +499,7 @@ def test_one_sharding_among_many_values_is_enough():
   function = jax.jit(
     lambda x: (x, x + 1), out_shardings=(None, sharding), in_shardings=None
   )
-  assert _evaluate.inner_jaxpr(equation_of(function, X)) is None
+  assert interpreter.inner_jaxpr(equation_of(function, X)) is None
 
 
 @each_rule
@@ -515,7 +515,7 @@ def test_a_rule_is_asked_once_per_equation_in_order():
 
   def rule(equation, inputs):
     asked.append(equation.primitive.name)
-    return _evaluate.bind(equation, inputs)
+    return interpreter.bind(equation, inputs)
 
   evaluated(lambda x: jnp.cos(jnp.sin(x)) * jnp.tan(x), rule)(X)
   assert asked == ["sin", "cos", "tan", "mul"]
@@ -525,7 +525,7 @@ def test_what_a_rule_returns_is_what_later_equations_read():
   def rule(equation, inputs):
     if equation.primitive is primitives.sin_p:
       return [inputs[0] * 10]
-    return _evaluate.bind(equation, inputs)
+    return interpreter.bind(equation, inputs)
 
   got = evaluated(lambda x: jnp.sin(x) + 1, rule)(X)
   assert got.tolist() == (X * 10 + 1).tolist()
@@ -607,7 +607,7 @@ def private_names_of_jax(tree):
 
 
 def test_only_public_names_of_jax_are_used():
-  folder = pathlib.Path(optax_lossscale.__file__).parent / "jaxpr"
+  folder = pathlib.Path(optax_lossscale.__file__).parent
   paths = sorted(folder.rglob("*.py"))
   assert len(paths) >= 3
   for path in paths:

@@ -14,7 +14,7 @@ import pytest
 import scipy.special
 
 import optax_lossscale as ols
-from optax_lossscale.jaxpr import _operations
+from optax_lossscale._jaxpr import operation_table
 
 LARGEST = 65504.0
 
@@ -279,7 +279,7 @@ def test_a_power_with_an_integer_array_is_as_one_with_floats(exponent):
 
 def test_every_elementwise_operation_has_a_true_value_here():
   new = {"log2"} - set(UNARY)
-  assert set(UNARY) | set(BINARY) | OTHERS | new == _operations.ELEMENTWISE
+  assert set(UNARY) | set(BINARY) | OTHERS | new == operation_table.ELEMENTWISE
 
 
 def test_a_number_below_the_limits_of_a_beta_distribution_is_no_overflow():
@@ -378,7 +378,7 @@ MOVES = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_only_moves_values_makes_none_larger(name):
-  assert name in _operations.MOVES
+  assert name in operation_table.MOVES
   x = jnp.asarray(np.random.default_rng(0).normal(size=9), jnp.float16)
   result = MOVES[name](x)
   allowed = max(float(jnp.max(jnp.abs(x))), 5.0 * (name == "clamp"))
@@ -442,13 +442,13 @@ def test_every_name_is_that_of_an_operation_of_jax():
     if isinstance(value, core.Primitive)
   }
   named = (
-    _operations.MOVES
-    | _operations.ELEMENTWISE
-    | _operations.REDUCTIONS
-    | _operations.CUMULATIVE
-    | _operations.DEVICE_SUMS
-    | _operations.BOUNDED
-    | set(_operations.UNDEFINED)
+    operation_table.MOVES
+    | operation_table.ELEMENTWISE
+    | operation_table.REDUCTIONS
+    | operation_table.CUMULATIVE
+    | operation_table.DEVICE_SUMS
+    | operation_table.BOUNDED
+    | set(operation_table.UNDEFINED)
   )
   assert named - listed - NEWER == set(WITHOUT_A_HANDLE)
   assert named >= NEWER
@@ -467,6 +467,6 @@ def test_the_name_of_an_operation_without_a_handle_is_as_jax_records_it(name):
 
 
 def test_bounded_and_undefined_operations_are_elementwise():
-  assert not _operations.BOUNDED & set(_operations.UNDEFINED)
-  known = _operations.BOUNDED | set(_operations.UNDEFINED)
-  assert known <= _operations.ELEMENTWISE
+  assert not operation_table.BOUNDED & set(operation_table.UNDEFINED)
+  known = operation_table.BOUNDED | set(operation_table.UNDEFINED)
+  assert known <= operation_table.ELEMENTWISE

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.jaxpr import select_at_definition
+from optax_lossscale._jaxpr.at_definition import select_at_definition
 from tests import optimizers
 from tests.optimizers import describe
 from tests.optimizers import to_bits

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lossscale.jaxpr import _calls
-from optax_lossscale.jaxpr import _control_flow
-from optax_lossscale.jaxpr import _evaluate
-from optax_lossscale.jaxpr import _throughout
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import control_flow
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import throughout
 
 X = jnp.arange(8.0)
 MESH = jax.make_mesh(
@@ -155,7 +155,7 @@ def count_sines(function):
   """Returns a function for the result and how often it takes a sine."""
 
   def rule(equation, inputs):
-    outputs = _evaluate.bind(equation, inputs)
+    outputs = interpreter.bind(equation, inputs)
     if equation.primitive.name != "sin":
       return outputs, ZERO
     # Always 1, but for JAX it varies wherever the sine does.
@@ -163,7 +163,7 @@ def count_sines(function):
 
   def counting(*args):
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    outputs, count = _throughout.evaluate_throughout(
+    outputs, count = throughout.evaluate_throughout(
       jaxpr, jax.tree.leaves(args), rule, ZERO
     )
     return jax.tree.unflatten(jax.tree.structure(shape), outputs), count
@@ -176,7 +176,7 @@ def params_of(function, *args):
   (equation,) = [
     equation
     for equation in jax.make_jaxpr(function)(*args).eqns
-    if _throughout._find_call(equation) is not None
+    if throughout._find_call(equation) is not None
   ]
   return equation.primitive.name, equation.params
 
@@ -301,7 +301,7 @@ def test_the_lengths_of_a_scan_are_found():
 
   jaxpr = jax.make_jaxpr(function)(1.0, 2.0, X)
   (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-  assert _control_flow.scan_lengths(scan) == (2, 2)
+  assert control_flow.scan_lengths(scan) == (2, 2)
 
 
 def test_a_differentiated_remat_says_so():
@@ -322,5 +322,5 @@ def test_an_inlined_call_holds_one_jaxpr():
     "composite",
   ):
     _, parameters = params_of(READ[name][0], X)
-    jaxprs = [x for x in parameters.values() if _calls.is_jaxpr(x)]
+    jaxprs = [x for x in parameters.values() if calls.is_jaxpr(x)]
     assert len(jaxprs) == 1, name

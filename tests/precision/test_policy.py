@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests.precision.programs import dtypes_of
-from tests.precision.programs import products
+from tests.autocast.programs import dtypes_of
+from tests.autocast.programs import products
 
 PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/porting.md").read_text()
 SECTION = PAGE.partition("\n## Mixed precision: policies by name\n")[2]

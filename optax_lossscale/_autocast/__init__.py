@@ -1,0 +1,1 @@
+"""Mixed precision for any function."""

@@ -1,0 +1,231 @@
+"""What becomes of the values of a program, seen from its end.
+
+An operation is decided on where it is evaluated, by its name, its scope and its
+inputs. What it cannot know there is found here before: whether a matrix product
+is still to come, and whether all that uses its result is in float32.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import operator
+from typing import Any
+from typing import NamedTuple
+
+from jax.extend import core
+import numpy as np
+
+from optax_lossscale._autocast import _levels
+from optax_lossscale._autocast import _lists
+from optax_lossscale._autocast import _recipe
+from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import scopes
+
+
+class Use(NamedTuple):
+  """What becomes of a value.
+
+  Attributes:
+    leads_to_product: whether a product is computed from it, however late.
+    in_float32: whether all operations that take it are in float32.
+  """
+
+  leads_to_product: bool = False
+  in_float32: bool = True
+
+  def __or__(self, other: "Use") -> "Use":
+    """Returns what becomes of a value that is used in both ways."""
+    return Use(
+      self.leads_to_product or other.leads_to_product,
+      self.in_float32 and other.in_float32,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+  """The result for one jaxpr.
+
+  Attributes:
+    in_float32: the equations that are in float32 for what comes after them,
+      by id.
+    outputs: what becomes of the outputs of each equation, by id.
+    inputs: what becomes of the inputs of the jaxpr.
+    has_product: whether there is a product in low precision in it.
+  """
+
+  in_float32: frozenset[int]
+  outputs: dict[int, list[Use]]
+  inputs: list[Use]
+  has_product: bool
+
+
+# They keep nothing for the backward pass, so that it costs nothing to have them
+# in float32; with a constant, multiplication is one of them. (The largest value
+# is there for a softmax, which takes no gradient of it.)
+_LINEAR = frozenset(
+  [
+    "add",
+    "add_any",
+    "concatenate",
+    "neg",
+    "pad",
+    "reduce_max",
+    "select_n",
+    "stack",
+    "stop_gradient",
+    "sub",
+  ]
+)
+_LINEAR_WITH_CONSTANT = frozenset(["div", "mul"])
+# Not linear, but what they are summed up to is the only reason to have them.
+_BEFORE_SUMS = frozenset(["cube", "square"])
+
+
+def find_demand(
+  jaxpr: Any, recipe: _recipe.Recipe, scope: str, outputs: Sequence[Use]
+) -> Demand:
+  """Returns what becomes of the values of a jaxpr."""
+  uses: dict[core.Var, Use] = {}
+  constants = _constants(jaxpr)
+  in_float32 = set()
+  of_outputs = {}
+  has_product = False
+
+  def note(atom: core.Var | core.Literal, use: Use) -> None:
+    if isinstance(atom, core.Var):
+      uses[atom] = uses.get(atom, Use()) | use
+
+  for atom, use in zip(jaxpr.jaxpr.outvars, outputs, strict=True):
+    note(atom, use)
+  for equation in reversed(jaxpr.jaxpr.eqns):
+    after = [uses.get(variable, Use()) for variable in equation.outvars]
+    of_outputs[id(equation)] = after
+    where = scopes.join(scope, str(equation.source_info.name_stack))
+    if calls.bodies(equation):
+      of_inputs, product = _call(equation, recipe, where, after)
+    else:
+      of_input, product, full = _operation(
+        equation,
+        recipe,
+        where,
+        functools.reduce(operator.or_, after, Use()),
+        constants,
+      )
+      of_inputs = [of_input] * len(equation.invars)
+      if full:
+        in_float32.add(id(equation))
+    has_product |= product
+    for atom, use in zip(equation.invars, of_inputs, strict=True):
+      note(atom, use)
+  return Demand(
+    frozenset(in_float32),
+    of_outputs,
+    [uses.get(variable, Use()) for variable in jaxpr.jaxpr.invars],
+    has_product,
+  )
+
+
+def in_loop(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Sequence[Use],
+) -> tuple[Use, bool]:
+  """Returns what becomes of all values of a loop, and if it has a product."""
+  has_product = any(
+    find_demand(
+      body, recipe, scope, [Use()] * len(body.jaxpr.outvars)
+    ).has_product
+    for body in calls.bodies(equation)
+  )
+  leads = has_product or any(use.leads_to_product for use in after)
+  return Use(leads, in_float32=not leads), has_product
+
+
+def _call(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Sequence[Use],
+) -> tuple[list[Use], bool]:
+  """Returns what becomes of the inputs, and if there is a product inside."""
+  if calls.is_loop(equation):
+    use, has_product = in_loop(equation, recipe, scope, after)
+    return [use] * len(equation.invars), has_product
+  inside = [
+    find_demand(body, recipe, scope, after) for body in calls.bodies(equation)
+  ]
+  inputs = [
+    functools.reduce(operator.or_, of_input)
+    for of_input in zip(*(demand.inputs for demand in inside), strict=True)
+  ]
+  # Of the branches of a cond: the first input says which one it is.
+  first = [Use()] * (len(equation.invars) - len(inputs))
+  return first + inputs, any(demand.has_product for demand in inside)
+
+
+def _operation(
+  equation: core.JaxprEqn,
+  recipe: _recipe.Recipe,
+  scope: str,
+  after: Use,
+  constants: set[core.Var],
+) -> tuple[Use, bool, bool]:
+  """Returns what becomes of the inputs, if it is a product, and if float32."""
+  name = operation_table.listed_name(equation)
+  decision = recipe.decide(name, scope)
+  treatment = decision.treatment
+  is_move = operation_table.moves(equation) or name == "convert_element_type"
+  if is_move and name not in _LINEAR | operation_table.JOINS:
+    return after, False, False
+  is_product = treatment is _levels.Treatment.WHITE or (
+    name in _lists.PRODUCTS
+    and treatment in (_levels.Treatment.LOW, _levels.Treatment.LOW_BUT_NORMS)
+  )
+  leads = is_product or after.leads_to_product
+  if treatment is _levels.Treatment.WRITTEN:
+    return Use(leads), False, False
+  in_float32 = treatment is _levels.Treatment.BLACK
+  if name in _lists.SUMS:
+    # Whatever they give, they take float32.
+    return Use(leads), False, not leads and not decision.is_override
+  if not (decision.is_override or is_product):
+    is_linear = (
+      name in _LINEAR | _BEFORE_SUMS
+      or _is_guard(equation)
+      or (
+        name in _LINEAR_WITH_CONSTANT
+        and any(
+          isinstance(atom, core.Literal) or atom in constants
+          for atom in equation.invars
+        )
+      )
+    )
+    in_float32 |= not leads or (is_linear and after.in_float32)
+  # What is made of a value that is not a float is not in its precision.
+  is_float = any(
+    bits.part_dtype(variable.aval) for variable in equation.outvars
+  )
+  return Use(leads, in_float32 or not is_float), is_product, in_float32
+
+
+def _is_guard(equation: core.JaxprEqn) -> bool:
+  """Returns whether it is the maximum with -inf that is in every softmax."""
+  return equation.primitive.name == "max" and any(
+    isinstance(atom, core.Literal) and np.all(np.asarray(atom.val) == -np.inf)
+    for atom in equation.invars
+  )
+
+
+def _constants(jaxpr: Any) -> set[core.Var]:
+  """Returns what is made of the numbers in a jaxpr alone."""
+  constants: set[core.Var] = set()
+  for equation in jaxpr.jaxpr.eqns:
+    if equation.invars and all(
+      isinstance(atom, core.Literal) or atom in constants
+      for atom in equation.invars
+    ):
+      constants.update(equation.outvars)
+  return constants

@@ -1,0 +1,218 @@
+"""Functions with derivative rules of their own, in mixed precision.
+
+The function and its rule are evaluated alike: the rule is recorded as it is
+written, of the dtypes that it is written for, and evaluated like anything else.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._autocast import _value
+from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import interpreter
+
+# Evaluates a jaxpr; returns its outputs.
+Interpret = Callable[[Any, Sequence[_value.Value]], list[_value.Value]]
+
+
+def custom_jvp(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  interpret: Interpret,
+) -> list[_value.Value]:
+  """Returns the outputs of a `jax.custom_jvp`, which stays one."""
+  types: list[Any] = [atom.aval for atom in equation.invars]
+  arrays = _value.arrays(inputs)
+  inputs = [x.outline for x in inputs]
+  itself = _Function(equation, inputs, interpret)
+  function = jax.custom_jvp(itself.run)
+
+  @functools.partial(function.defjvp, symbolic_zeros=True)
+  def jvp(primals: Any, tangents: Any) -> Any:
+    places = [i for i, x in enumerate(tangents) if not _is_zero(x)]
+
+    jaxpr = _record_tangents(equation, types, places)
+    dtypes = itself.dtypes
+    outputs = interpret(
+      jaxpr,
+      [
+        *_value.received(inputs, primals),
+        *(_value.Value(tangents[i], types[i].dtype) for i in places),
+      ],
+    )
+    primals_out = _cast(outputs[: len(dtypes)], dtypes)
+    of_floats = iter(outputs[len(dtypes) :])
+    return primals_out, [
+      next(of_floats).in_dtype(dtype)
+      if jnp.issubdtype(dtype, jnp.inexact)
+      else np.zeros(x.shape, jax.dtypes.float0)
+      for x, dtype in zip(primals_out, dtypes, strict=True)
+    ]
+
+  return itself.values(function(*arrays))
+
+
+def custom_vjp(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  interpret: Interpret,
+) -> list[_value.Value]:
+  """Returns the outputs of a `jax.custom_vjp`, which stays one."""
+  types: list[Any] = [atom.aval for atom in equation.invars]
+  is_input = [_is_float(x) for x in types]
+  is_output = [_is_float(variable.aval) for variable in equation.outvars]
+  arrays = _value.arrays(inputs)
+  inputs = [x.outline for x in inputs]
+  itself = _Function(equation, inputs, interpret)
+
+  recorded = functools.cache(
+    lambda: _record_forward(equation, types, is_input, is_output)
+  )
+
+  def forward(*arguments: Any) -> Any:
+    jaxpr, _, _ = recorded()
+    dtypes = itself.dtypes
+    results = interpret(jaxpr, _value.received(inputs, arguments))
+    kept = _value.arrays(results[len(dtypes) :])
+    return _cast(results[: len(dtypes)], dtypes), kept
+
+  def backward(kept: Any, cotangents: Any) -> Any:
+    jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
+    arguments = [*kept, *_chosen(cotangents, is_output)]
+    results = iter(interpret(jaxpr, list(map(_value.Value, arguments, dtypes))))
+    return tuple(
+      next(results).in_dtype(x.dtype) if is_float else None
+      for is_float, x in zip(is_input, inputs, strict=True)
+    )
+
+  function = jax.custom_vjp(itself.run)
+  function.defvjp(forward, backward)
+  return itself.values(function(*arrays))
+
+
+def _record_tangents(
+  equation: core.JaxprEqn, types: Sequence[Any], places: Sequence[int]
+) -> Any:
+  """Records a rule for tangents."""
+
+  def rule(primals: Any, tangents: Any) -> Any:
+    def of_places(*active: Any) -> Any:
+      arguments = list(primals)
+      for place, x in zip(places, active, strict=True):
+        arguments[place] = x
+      return interpreter.bind(equation, arguments)
+
+    outputs, of_outputs = jax.jvp(
+      of_places, [primals[place] for place in places], list(tangents)
+    )
+    return list(outputs), [x for x in of_outputs if _is_float(x)]
+
+  return jax.make_jaxpr(rule)(types, [types[place] for place in places])
+
+
+def _record_forward(
+  equation: core.JaxprEqn,
+  types: Sequence[Any],
+  is_input: Sequence[bool],
+  is_output: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+  """Records the forward part of a rule."""
+
+  def forward(*arguments: Any) -> Any:
+    def of_floats(*floats: Any) -> Any:
+      of_place = iter(floats)
+      outputs = interpreter.bind(
+        equation,
+        [
+          next(of_place) if is_float else x
+          for is_float, x in zip(is_input, arguments, strict=True)
+        ],
+      )
+      return _chosen(outputs, is_output), list(outputs)
+
+    _, vjp, outputs = jax.vjp(
+      of_floats, *_chosen(arguments, is_input), has_aux=True
+    )
+    return outputs, vjp
+
+  jaxpr, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*types)
+  return jaxpr, outputs, vjp
+
+
+def _record_backward(
+  outputs: Sequence[Any], vjp: Any, is_output: Sequence[bool]
+) -> tuple[Any, list[Any]]:
+  """Records the backward part of a rule; returns it, and its inputs' dtypes."""
+  kept, structure = jax.tree.flatten(vjp)
+  of_floats = _chosen(outputs, is_output)
+  jaxpr = jax.make_jaxpr(
+    lambda kept, cotangents: jax.tree.unflatten(structure, kept)(cotangents)
+  )(kept, of_floats)
+  return jaxpr, [x.dtype for x in (*kept, *of_floats)]
+
+
+class _Function:
+  """A function without its rule."""
+
+  def __init__(
+    self,
+    equation: core.JaxprEqn,
+    inputs: Sequence[_value.Value],
+    interpret: Interpret,
+  ) -> None:
+    self._equation = equation
+    self._inputs = inputs
+    self._interpret = interpret
+    self._outputs: list[_value.Value] | None = None
+
+  def run(self, *arguments: Any) -> list[Any]:
+    """Returns what the function returns, and notes what that is."""
+    outputs = self._interpret(
+      self._equation.params["call_jaxpr"],
+      _value.received(self._inputs, arguments),
+    )
+    self._outputs = [x.outline for x in outputs]
+    return _value.arrays(outputs)
+
+  @property
+  def dtypes(self) -> list[Any]:
+    """The dtypes of what it returns."""
+    return [x.dtype for x in self._noted()]
+
+  def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
+    """Returns the values that it returned as arrays."""
+    return _value.received(self._noted(), arrays)
+
+  def _noted(self) -> list[_value.Value]:
+    if self._outputs is None:
+      # Differentiated at once, JAX has called the rule alone.
+      jax.eval_shape(self.run, *_value.arrays(self._inputs))
+    return self._outputs or []
+
+
+def _cast(values: Sequence[_value.Value], dtypes: Sequence[Any]) -> list[Any]:
+  return [
+    x.in_dtype(dtype) if x.is_float else x.array
+    for x, dtype in zip(values, dtypes, strict=True)
+  ]
+
+
+def _chosen(values: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
+  return [x for x, chosen in zip(values, is_chosen, strict=True) if chosen]
+
+
+def _is_zero(tangent: Any) -> bool:
+  return isinstance(
+    tangent, jax.custom_derivatives.SymbolicZero
+  ) or not _is_float(tangent)
+
+
+def _is_float(x: Any) -> bool:
+  return bits.part_dtype(x) is not None

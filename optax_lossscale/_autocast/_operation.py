@@ -1,0 +1,285 @@
+"""One operation in mixed precision: in which dtype it runs, and how."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._autocast import _choice
+from optax_lossscale._autocast import _levels
+from optax_lossscale._autocast import _lists
+from optax_lossscale._autocast import _recipe
+from optax_lossscale._autocast import _value
+from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import operation_table
+
+_Kind = _value.Kind
+_Treatment = _levels.Treatment
+_FLOAT32 = _recipe.FLOAT32
+
+_ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
+_SUMS = _lists.SUMS
+# They are about the bits of a dtype.
+_OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
+
+
+def evaluate(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+  dtypes: frozenset[Any],
+) -> list[_value.Value]:
+  """Returns the outputs of an operation."""
+  name = equation.primitive.name
+  if (
+    decision.treatment is _Treatment.WRITTEN
+    or name in _OF_BITS
+    or not _is_among(equation, dtypes)
+  ):
+    return _as_written(equation, inputs)
+  if name == "convert_element_type":
+    return _conversion(equation, inputs)
+  if operation_table.listed_name(equation) in _SUMS:
+    return _sum(equation, inputs, decision)
+  if name in _lists.PRODUCTS:
+    return _product(equation, inputs, decision)
+  if name in operation_table.COMPARISONS:
+    return _in_dtype(equation, inputs, _choice.widest(inputs))
+  if operation_table.moves(equation) and not (
+    name in operation_table.JOINS or decision.treatment is _Treatment.BLACK
+  ):
+    return _move(equation, inputs)
+  if name in _ELEMENTWISE or operation_table.moves(equation):
+    dtype, kind = _choice.choose(equation, inputs, decision)
+    return _in_dtype(equation, inputs, dtype, kind)
+  return _as_written(equation, inputs)
+
+
+def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
+  """Returns whether an operation is on floats, and of these dtypes only."""
+  avals: list[Any] = [
+    atom.aval for atom in (*equation.invars, *equation.outvars)
+  ]
+  # Not on what is stored in a `jax.Ref`, which keeps its dtype.
+  if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
+    return False
+  floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
+  if equation.params.get("update_jaxpr") is not None and not (
+    equation.primitive.name in _SUMS and floats == {_FLOAT32}
+  ):
+    # How a scatter combines two values is recorded for one dtype.
+    return False
+  return bool(floats) and floats <= dtypes
+
+
+def _as_written(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  with interpreter.context(equation):
+    arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
+  # Positions, noise and the like are made of nothing that the network computes.
+  kind = _Kind.COMPUTED
+  if all(x.kind.stays_float32 for x in inputs if x.is_float):
+    kind = _Kind.STATISTIC
+  outputs = _bind(equation, arrays, kind)
+  for output in outputs:
+    if output.written == _FLOAT32:
+      output.span = _choice.span(equation, inputs)
+  return outputs
+
+
+def _conversion(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  """A conversion in the program itself, which is what the program wants."""
+  (x,) = inputs
+  dtype = equation.params["new_dtype"]
+  if not x.is_float or bits.part_dtype(equation.outvars[0].aval) is None:
+    # A mask follows; positions and counts do not.
+    is_mask = x.array.dtype == np.bool_
+    kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
+    return _bind(equation, [x.array], kind)
+  if x.written == dtype:
+    return [x]
+  with interpreter.context(equation):
+    return [x.converted(dtype)]
+
+
+def _product(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> list[_value.Value]:
+  parameters = equation.params
+  if _has_algorithm(parameters.get("precision")):
+    # It names the dtypes of its inputs.
+    return _as_written(equation, inputs)
+  floats = [x for x in inputs if x.is_float]
+  if decision.treatment is _Treatment.BLACK:
+    dtype = _FLOAT32
+  elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    promotes = decision.treatment is _Treatment.PROMOTE
+    dtype = _choice.widest(floats, promotes=promotes)
+  else:
+    dtype = decision.dtype
+  if any(x.exceeds(dtype) for x in floats):
+    dtype = _FLOAT32
+  emitted = parameters["preferred_element_type"]
+  if emitted is not None and all(x.written == _FLOAT32 for x in floats):
+    # What is written in low precision and asks for more, is to have it.
+    equation = equation.replace(
+      params={**parameters, "preferred_element_type": dtype}
+    )
+  return _in_dtype(equation, inputs, dtype)
+
+
+def _sum(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: _recipe.Decision,
+) -> list[_value.Value]:
+  """A sum, accumulated in float32 whatever comes in and goes out."""
+  treatment = decision.treatment
+  name = operation_table.listed_name(equation)
+  is_reduction = name in operation_table.REDUCTIONS or name == "vecdot"
+  is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
+  kind = _Kind.COMPUTED
+  if (is_reduction and is_low) or all(
+    x.kind.stays_float32 for x in inputs if x.is_float
+  ):
+    # What is a mean in the end may not fit into low precision before.
+    kind = _Kind.STATISTIC
+  outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
+  dtype = decision.dtype
+  if treatment is _Treatment.GRAY:
+    dtype = _choice.widest(inputs, promotes=False)
+  if (
+    kind is _Kind.STATISTIC
+    or treatment in (_Treatment.BLACK, _Treatment.PROMOTE)
+    or any(x.exceeds(dtype) for x in outputs)
+  ):
+    return outputs
+  with interpreter.context(equation):
+    return [_value.Value(x.in_dtype(dtype), x.written) for x in outputs]
+
+
+def _move(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> list[_value.Value]:
+  """An operation that leaves every value in the dtype that it has."""
+  outputs = _bind(equation, _value.arrays(inputs))
+  if len(inputs) == len(outputs):
+    # Each by itself.
+    sources = list(inputs)
+  else:
+    sources = [next((x for x in inputs if x.is_float), inputs[0])] * len(
+      outputs
+    )
+  is_one = len([x for x in inputs if x.is_float]) == 1 and len(outputs) == 1
+  for output, source in zip(outputs, sources, strict=True):
+    if not output.is_float:
+      continue
+    output.kind = source.kind
+    output.span = source.span
+    if equation.primitive.name not in ("abs", "neg", "sign"):
+      output.number = source.number
+    if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
+      # An embedding is what the network computes with.
+      output.kind = _Kind.STATISTIC
+    if is_one and _commutes(equation, source):
+      output.source = (equation, source)
+  return outputs
+
+
+def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
+  """Returns whether the source is better converted before it is moved.
+
+  If it does not grow, for one conversion then serves all that is made of it.
+  What is broadcast is converted after that, so that the backward pass sums it
+  up in float32; of constants there is no backward pass.
+  """
+  name = equation.primitive.name
+  if source.kind is _Kind.CONSTANT:
+    return len(equation.invars) == 1
+  return (
+    source.kind is _Kind.GIVEN
+    and name in operation_table.REARRANGES
+    and len(equation.invars) == 1
+  )
+
+
+def _in_dtype(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  dtype: Any,
+  kind: _value.Kind = _Kind.COMPUTED,
+) -> list[_value.Value]:
+  """Returns the outputs of an operation that runs in `dtype`."""
+  with interpreter.context(equation):
+    arrays = [
+      _converted(x, dtype, equation) if x.is_float else x.array for x in inputs
+    ]
+  outputs = _bind(equation, arrays, kind)
+  if dtype == _FLOAT32:
+    span = _choice.span(equation, inputs)
+    for output in outputs:
+      output.span = span
+  return outputs
+
+
+def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
+  """Returns an input of an operation that runs in `dtype`."""
+  if x.number is not None and x.exceeds(dtype):
+    # In a choice, see `_mixed_choice`.
+    limit = float(jnp.finfo(dtype).max)
+    clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
+    return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
+  output: Any = equation.outvars[0].aval
+  if (
+    x.kind is _Kind.GIVEN
+    and equation.primitive.name in operation_table.ELEMENTWISE
+    and x.dtype != dtype
+    and x.array.shape != output.shape
+  ):
+    # Such as a bias: broadcast before it is converted, so that its gradient is
+    # summed up in float32.
+    x = _value.Value(_broadcast(x.array, output), x.written)
+  return x.in_dtype(dtype)
+
+
+def _broadcast(array: Any, output: Any) -> Any:
+  """Returns an array in the shape of an operation's output."""
+  explicit = jax.sharding.AxisType.Explicit
+  if explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    return jnp.broadcast_to(array, output.shape)
+  first = output.ndim - array.ndim
+  return lax.broadcast_in_dim(
+    array,
+    output.shape,
+    tuple(range(first, output.ndim)),
+    out_sharding=output.sharding,
+  )
+
+
+def _bind(
+  equation: core.JaxprEqn,
+  arrays: Sequence[Any],
+  kind: _value.Kind = _Kind.COMPUTED,
+) -> list[_value.Value]:
+  return [
+    _value.Value(array, getattr(variable.aval, "dtype", None), kind)
+    for variable, array in zip(
+      equation.outvars, interpreter.bind(equation, arrays), strict=True
+    )
+  ]
+
+
+def _has_algorithm(precision: Any) -> bool:
+  return isinstance(
+    precision, (str, lax.DotAlgorithm, lax.DotAlgorithmPreset)
+  ) and precision not in (lax.DotAlgorithmPreset.DEFAULT,)

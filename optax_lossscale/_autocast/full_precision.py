@@ -1,0 +1,98 @@
+"""Functions that must be in full precision as they are written."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import contextvars
+import functools
+from typing import Any
+
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale._autocast import _lists
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import record
+
+_is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
+  "_is_refused", default=False
+)
+
+
+def in_full_precision(
+  fun: Callable[..., Any], *, keeps_products: bool
+) -> Callable[..., Any]:
+  """Returns `fun`, as a function that refuses to be lowered.
+
+  `autocast` inside of it is an error. So are products below float32, by which
+  all else shows: the dtype of a layer or of the parameters, and an `autocast`
+  in a function that jit has traced before. What else there is in low precision,
+  such as images that are stored so, does not matter.
+  """
+
+  @functools.wraps(fun)
+  def checked_fun(*args: Any, **kwargs: Any) -> Any:
+    with _refused():
+      recording = record.record(fun, args, kwargs)
+    if not keeps_products:
+      _check_products(recording.jaxpr)
+    return recording.result(recording.evaluate(*recording.operands))
+
+  return checked_fun
+
+
+def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun`, as a function inside of which `autocast` is an error."""
+
+  @functools.wraps(fun)
+  def refusing_fun(*args: Any, **kwargs: Any) -> Any:
+    with _refused():
+      return fun(*args, **kwargs)
+
+  return refusing_fun
+
+
+def refuse_autocast() -> None:
+  """Raises if `autocast` is called where nothing may be lowered."""
+  if _is_refused.get():
+    raise ValueError(
+      "`loss_fn` must not be under autocast where a precision schedule says "
+      "when to lower it; hand it in as it is written, in float32."
+    )
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+  token = _is_refused.set(True)
+  try:
+    yield
+  finally:
+    _is_refused.reset(token)
+
+
+def _check_products(jaxpr: Any) -> None:
+  for scope, equation in calls.equations(jaxpr):
+    name = operation_table.listed_name(equation)
+    if name in _lists.PRODUCTS and _is_low(equation):
+      raise ValueError(
+        "`loss_fn` must be in full precision as it is written, since that is "
+        f"how training ends, got {name!r} below float32"
+        f"{f' in the scope {scope!r}' if scope else ''}; leave out autocast "
+        "and `dtype=float16` in layers, and let the parameters be float32 (or "
+        "cast them in `loss_fn`). If this product is meant, pass "
+        "precision_schedule(..., precision_mode='must_keep_origin_dtype')."
+      )
+
+
+def _is_low(equation: core.JaxprEqn) -> bool:
+  # An input that is stored so does not make a product low.
+  return any(map(_is_narrow, equation.outvars)) or all(
+    map(_is_narrow, equation.invars)
+  )
+
+
+def _is_narrow(value: Any) -> bool:
+  dtype = value.aval.dtype
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  return bool(is_float and jnp.finfo(dtype).bits < 32)

@@ -1,0 +1,218 @@
+"""What a person may pass: each check names the argument and the remedy."""
+
+import numbers
+import operator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# S is a normal float32 number: a backend may flush the subnormal ones to zero.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+# Counters are int32 and stop at this value instead of wrapping around.
+LARGEST_COUNT = 2**31 - 1
+
+
+def read_dtype(dtype: Any) -> tuple[Any, str]:
+  """Returns a floating dtype, None if it is none, and its name for errors."""
+  if not isinstance(dtype, (str, type, np.dtype)):
+    return None, repr(dtype)
+  try:
+    found = jnp.dtype(dtype)
+  except (TypeError, ValueError):  # NumPy reads "p:f16,c" as a structure.
+    return None, repr(dtype)
+  # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
+  is_float = jnp.issubdtype(found, jnp.floating) and found.itemsize <= 8
+  return found if is_float else None, found.name
+
+
+def check_function(fun: Any) -> None:
+  """Raises if what was passed as `fun` is no function."""
+  if not callable(fun):
+    raise TypeError(
+      f"`fun` must be a function, got {type(fun).__name__}; pass the function "
+      "itself, and its arguments to what is returned."
+    )
+
+
+def check_enabled(name: str, dtype: Any) -> None:
+  """Raises if JAX would take another dtype in the place of this one."""
+  if dtype == np.float64 and not jax.config.jax_enable_x64:
+    raise ValueError(
+      f"`{name}` must be a dtype that JAX has enabled, got float64; call "
+      'jax.config.update("jax_enable_x64", True) first, or take float32.'
+    )
+
+
+def check_number(name: str, value: Any) -> float:
+  """Returns `value` as a Python float that is finite in float32."""
+  if isinstance(value, jax.core.Tracer):
+    raise TypeError(
+      f"`{name}` must be a number that is known, got the traced value "
+      f"{value}; what changes during training lives in the state."
+    )
+  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    is_number = value.ndim == 0 and (
+      jnp.issubdtype(value.dtype, jnp.integer)
+      or jnp.issubdtype(value.dtype, jnp.floating)
+    )
+  else:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_number:
+    raise TypeError(
+      f"`{name}` must be a number, got {value!r} of type "
+      f"{type(value).__name__}."
+    )
+  if hasattr(value, "dtype"):
+    value = value.item()  # NumPy would compare in its dtype.
+  # Compared with float32's range, where S lives; an int may exceed float's.
+  if not abs(value) <= LARGEST_SCALE:
+    raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
+  return float(value)
+
+
+def check_scale(name: str, value: Any) -> float:
+  """Returns `value` as a float that is a usable loss scale."""
+  number = check_number(name, value)
+  if number <= 0:
+    raise ValueError(f"`{name}` must be positive, got {value!r}.")
+  if number < SMALLEST_SCALE:
+    raise ValueError(
+      f"`{name}` must be at least 2**-126, the smallest normal float32 number, "
+      f"got {value!r}."
+    )
+  return number
+
+
+def check_growth_factor(name: str, value: Any) -> float:
+  """Returns `value` as a float above 1."""
+  number = check_number(name, value)
+  # Compared in float32, where S lives: 1 + 1e-9 is 1 there, and S would
+  # never move.
+  if np.float32(number) <= 1:
+    raise ValueError(
+      f"`{name}` must be above 1 (in float32), got {value!r}; for an S that "
+      "never moves use FixedLossScale."
+    )
+  return number
+
+
+def check_backoff_factor(name: str, value: Any) -> float:
+  """Returns `value` as a float between 0 and 1."""
+  number = check_number(name, value)
+  if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
+    raise ValueError(
+      f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
+      f"at least 2**-126), got {value!r}."
+    )
+  return number
+
+
+def check_not_negative(name: str, value: Any) -> float:
+  """Returns `value` as a float of 0 or more."""
+  number = check_number(name, value)
+  if number < 0:
+    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+  return number
+
+
+def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
+  """Returns `value` as an int."""
+  try:
+    if isinstance(value, (bool, jax.core.Tracer)):
+      raise TypeError
+    return operator.index(value)
+  except TypeError:
+    number = f"an integer number of {unit}" if unit else "an integer"
+    raise TypeError(
+      f"`{name}` must be {number}, got {value!r} of type "
+      f"{type(value).__name__}."
+    ) from None
+
+
+def check_steps(name: str, value: Any) -> int:
+  """Returns `value` as an int of 0 or more."""
+  steps = check_integer(name, value)
+  if steps < 0:
+    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+  return steps
+
+
+def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
+  """Returns `value` as an int from 1 to the largest int32."""
+  count = check_integer(name, value, unit=unit)
+  if not 1 <= count <= LARGEST_COUNT:
+    raise ValueError(
+      f"`{name}` must be between 1 and 2**31 - 1 {unit}, got {value!r}."
+    )
+  return count
+
+
+def check_flag(name: str, value: Any) -> bool:
+  """Returns `value`, which must be True or False."""
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return bool(value)
+
+
+class Places(NamedTuple):
+  """Which positional arguments are differentiated, and which are split."""
+
+  differentiated: tuple[int, ...]
+  batched: tuple[int, ...]
+
+
+def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
+  """Returns the places of arguments, none of them negative."""
+  differentiated = _positions("argnums", argnums, count)
+  if batch_argnums is None:
+    batched = tuple(i for i in range(count) if i not in differentiated)
+  else:
+    batched = _positions("batch_argnums", batch_argnums, count)
+  both = sorted({*differentiated} & {*batched})
+  if both:
+    raise ValueError(
+      "`batch_argnums` must name other arguments than `argnums`, got "
+      f"{', '.join(map(str, both))} in both."
+    )
+  if not batched:
+    raise ValueError(
+      "`fun` must be given a batch beside what it is differentiated by, got "
+      f"{count} positional arguments with argnums={argnums!r}; pass the batch "
+      "by position."
+    )
+  return Places(differentiated, batched)
+
+
+def as_tuple(argnums: Any) -> tuple[Any, ...]:
+  """Returns the numbers in what a caller passed."""
+  return tuple(argnums) if _are_several(argnums) else (argnums,)
+
+
+def like(argnums: Any, values: tuple[Any, ...]) -> Any:
+  """Returns values by argument in the form that JAX has for `argnums`."""
+  return values if _are_several(argnums) else values[0]
+
+
+def _are_several(argnums: Any) -> bool:
+  return isinstance(argnums, (tuple, list))
+
+
+def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
+  numbers = tuple(
+    check_integer(name, number, unit="") for number in as_tuple(argnums)
+  )
+  for number in numbers:
+    if not -count <= number < count:
+      raise ValueError(
+        f"`{name}` must name positional arguments of the call, got {number} "
+        f"for {count} of them."
+      )
+  numbers = tuple(number % count for number in numbers)
+  if len({*numbers}) < len(numbers):
+    raise ValueError(f"`{name}` must name each argument once, got {argnums!r}.")
+  return numbers

@@ -1,0 +1,153 @@
+"""Which leaves of a tree are gradients, and in which precision they travel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+# Flax keeps the scales and amax histories of FP8 layers in a collection of this
+# name, which it spells with the underscore. What differentiation returns for
+# them is their next value, not a gradient.
+OVERWRITE_WITH_GRADIENT = {
+  "_overwrite_with_gradient",
+  "overwrite_with_gradient",
+}
+
+
+def is_gradient(x: Any) -> bool:
+  """Returns whether a leaf is a floating or complex array."""
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def as_arrays(tree: Any) -> Any:
+  """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
+
+  So none is overlooked, and no weak type makes the next step recompile.
+  """
+
+  def as_array(x: Any) -> Any:
+    if isinstance(x, (bool, int, float, complex)):
+      return jnp.asarray(x, jnp.result_type(x))
+    if isinstance(x, (np.ndarray, np.generic)):
+      # float0 and text are no numbers to JAX.
+      is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+      return jnp.asarray(x) if is_number else x
+    if getattr(x, "weak_type", False):
+      return jnp.asarray(x, x.dtype)
+    return x
+
+  return jax.tree.map(as_array, tree)
+
+
+def resolve_mask(mask: Any, tree: Any) -> Any:
+  """Returns a tree of bools like `tree`: True where a leaf is a gradient."""
+  if mask is None:
+    return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
+  if callable(mask):
+    mask = mask(tree)
+  try:
+    return jax.tree.broadcast(mask, tree)
+  except ValueError as error:
+    raise ValueError(
+      "`mask` must be a tree of bools of which the parameters are an "
+      f"extension, got {jax.tree.structure(mask)} for parameters "
+      f"{jax.tree.structure(tree)}."
+    ) from error
+
+
+def leave_out(mask: Any, tree: Any) -> Any:
+  """Returns `tree` with masked nodes for what the mask leaves out."""
+  if tree is None or all(jax.tree.leaves(mask)):
+    return tree
+  return jax.tree.map(
+    lambda is_kept, leaf: leaf if is_kept else optax.MaskedNode(), mask, tree
+  )
+
+
+def merge(mask: Any, kept: Any, left_out: Any) -> Any:
+  """Returns one tree: `kept` where the mask is True, `left_out` elsewhere."""
+  if all(jax.tree.leaves(mask)):
+    return kept
+  return jax.tree.map(
+    lambda is_kept, a, b: a if is_kept else b, mask, kept, left_out
+  )
+
+
+def at_least_float32(dtype: Any) -> Any:
+  """Returns float32 for a narrower real dtype, and any other as it is."""
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    return dtype
+  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def widen(tree: Any) -> Any:
+  """Returns a tree whose real leaves below float32 are float32.
+
+  An optimizer that computes in float16 squares its gradients to 0 or inf.
+  """
+
+  def widen_leaf(x: Any) -> Any:
+    if not is_gradient(x) or x.dtype == at_least_float32(x.dtype):
+      return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x.update(dtype=at_least_float32(x.dtype))
+    return jnp.asarray(x, at_least_float32(x.dtype))
+
+  return jax.tree.map(widen_leaf, tree)
+
+
+def narrow_like(updates: Any, params: Any) -> Any:
+  """Returns `updates` in the dtypes of `params`, where both are real."""
+  if params is None:
+    return updates
+
+  def narrow_leaf(update: Any, param: Any) -> Any:
+    is_real = all(
+      hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+      for x in (update, param)
+    )
+    return jnp.asarray(update, param.dtype) if is_real else update
+
+  # None stands for a parameter without a gradient, which need not be an array.
+  return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+  """Returns the parameters after an update; what is no gradient is stored."""
+  is_gradient = resolve_mask(None, params)
+  new = optax.apply_updates(
+    leave_out(is_gradient, params), leave_out(is_gradient, updates)
+  )
+  return merge(is_gradient, new, updates)
+
+
+def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
+  """Returns the gradients in `tree` divided by S, in float32 at least."""
+  # Above 2**126 the inverse is subnormal, which a backend may flush to 0: there
+  # it is applied in two factors.
+  quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
+
+  def unscale_leaf(x: Any) -> Any:
+    if not is_gradient(x):
+      return x
+    # Before the product: 1/S may be 0 in float16, and the product may be.
+    x = jnp.asarray(x, at_least_float32(x.dtype))
+    # The inverse in the leaf's own precision, so float64 loses nothing.
+    inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
+    shift = quarter.astype(inverse.dtype)
+    if jnp.iscomplexobj(x):
+      # By parts: a product with a complex 1/S would make NaN of inf * 0.
+      return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
+    return x * inverse * shift
+
+  return jax.tree.map(unscale_leaf, tree)
+
+
+def overwrites(path: tuple[Any, ...]) -> bool:
+  """Returns whether a path leads through the collection of that name."""
+  return any(
+    getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT
+    for key in path
+  )

@@ -1,0 +1,127 @@
+"""Where two pytrees differ, in words for an error."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+Shape = tuple[int, ...]
+
+# How many leaves an error names before it says how many more there are.
+_MOST_NAMED = 4
+
+_CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
+
+
+def difference(
+  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+) -> str | None:
+  """Returns how a tree differs from the expected one; None if it does not.
+
+  Leaves are compared by path and shape, and then the containers.
+  """
+  shapes, got_shapes = _shapes(expected), _shapes(got)
+  missing = [path for path in shapes if path not in got_shapes]
+  extra = [path for path in got_shapes if path not in shapes]
+  parts = []
+  if missing:
+    parts.append(f"nothing at {_listed(missing)}")
+  if extra:
+    parts.append(f"something at {_listed(extra)} where nothing belongs")
+  if parts:
+    return " and ".join(parts)
+  for path, shape in shapes.items():
+    if not fits(got_shapes[path], shape):
+      return f"shape {got_shapes[path]} at {_listed([path])} and not {shape}"
+  structures: list[Any] = [
+    jax.tree.structure(got),
+    jax.tree.structure(expected),
+  ]
+  if structures[0] != structures[1]:
+    return f"{structures[0]} and not {structures[1]}"
+  return None
+
+
+def is_for_each_example(got: Shape, expected: Shape) -> bool:
+  """Returns whether a shape is the expected one, or that of many examples.
+
+  Some optimizers take a gradient for each example, with a first axis for them.
+  """
+  return expected in (got, got[1:])
+
+
+def mismatched_shape(
+  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+) -> str | None:
+  """Returns where a leaf has a shape that does not fit, in trees alike.
+
+  None if there is no such leaf, or if the trees are not alike, which some
+  optimizers want.
+  """
+  leaves, structure = jax.tree.flatten(expected, is_leaf=_is_none)
+  paths = jax.tree.leaves_with_path(got, is_leaf=_is_none)
+  structures: list[Any] = [structure, jax.tree.structure(got, is_leaf=_is_none)]
+  if structures[0] != structures[1]:
+    return None
+  for leaf, (path, x) in zip(leaves, paths, strict=True):
+    if not all(hasattr(y, "shape") for y in (leaf, x)):
+      continue
+    if not fits(x.shape, leaf.shape):
+      return f"{x.shape} at {_listed([_name(path)])} for {leaf.shape}"
+  return None
+
+
+def check_structure(rule: str, new: Any, old: Any) -> None:
+  """Raises if two trees differ in structure."""
+  structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+  if structures[0] != structures[1]:
+    raise ValueError(f"{rule}, got {structures[0]} and {structures[1]}.")
+  for (path, new_leaf), old_leaf in zip(
+    jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True
+  ):
+    if np.shape(new_leaf) != np.shape(old_leaf):
+      raise ValueError(
+        f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
+        f"at {jax.tree_util.keystr(path)}."
+      )
+
+
+def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
+  """Raises if the function that was called has changed an object.
+
+  Other than with a dict, which is used as a variable of one's own, one relies
+  on that.
+  """
+  known = {id(array) for array in before}
+  for path, leaf in jax.tree.leaves_with_path(arguments):
+    is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
+    # The last key is of the array in its box, and boxes come in dicts as well.
+    if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
+      raise ValueError(
+        "`fun` must not change its arguments in place, since the change would "
+        f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
+        "it. An nnx.Module that keeps statistics or random keys goes in as "
+        "nnx.split makes it, is merged inside, and its new state returned."
+      )
+
+
+def _shapes(tree: Any) -> dict[str, Shape]:
+  leaves = jax.tree.leaves_with_path(tree)
+  return {_name(path): np.shape(leaf) for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
+def _listed(paths: list[str]) -> str:
+  named = ", ".join(repr(path) for path in paths[:_MOST_NAMED])
+  more = len(paths) - _MOST_NAMED
+  return f"{named} and {more} more" if more > 0 else named

@@ -1,0 +1,1 @@
+"""Hardware that saturates: status registers, and its rehearsal."""

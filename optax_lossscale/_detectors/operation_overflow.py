@@ -1,0 +1,168 @@
+"""Whether an operation overflowed."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._step import checks
+
+# What there is to say of an operation's result.
+OVERFLOW = "overflow"
+UNDEFINED = "undefined"
+
+
+def check_dtypes(dtypes: Any) -> frozenset[Any]:
+  """Returns `dtypes` as a set."""
+  several = (
+    dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
+  )
+  if not several:
+    raise TypeError("`dtypes` must hold at least one floating dtype, got none.")
+  return frozenset(_check_dtype(dtype) for dtype in several)
+
+
+def _check_dtype(dtype: Any) -> Any:
+  found, name = arguments.read_dtype(dtype)
+  # float8_e8m0fnu has powers of two, and neither a sign nor 0.
+  if (
+    found is None
+    or jnp.finfo(found).bits < 8
+    or float(jnp.finfo(found).min) >= 0
+  ):
+    remedy = "; pass it as check=" if isinstance(dtype, checks.Check) else ""
+    raise TypeError(
+      "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
+      f"jnp.float16, got {name}{remedy}."
+    )
+  return found
+
+
+def check_check(check: Any, dtypes: frozenset[Any]) -> bool:
+  """Returns whether the check is that for hardware that saturates."""
+  if not isinstance(check, checks.Check):
+    raise TypeError(
+      f"`check` must be made by nonfinite() or saturated(), got {check!r}."
+    )
+  is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
+  if check.dtype is not None and not is_one:
+    raise TypeError(
+      "`check` must be without a dtype, or with one of `dtypes`, since each "
+      f"operation is held against its own, got {check!r}."
+    )
+  return bool(check.saturating)
+
+
+def find(
+  dtypes: frozenset[Any],
+  saturating: bool,
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  outputs: Sequence[Any],
+) -> list[tuple[core.Var, Mapping[str, Any]]]:
+  """Returns where each result of an operation overflowed or is undefined."""
+  if operation_table.moves(equation):
+    return []
+  # Of a function that has another mesh the values do not fit outside.
+  with interpreter.context(equation):
+    reached = [
+      (variable, _reached_limit(saturating, output))
+      for variable, output in zip(equation.outvars, outputs, strict=True)
+      if bits.part_dtype(variable.aval) in dtypes
+    ]
+    if not reached:
+      return []
+    before = _reached_before(saturating, equation, inputs)
+    undefined = operation_table.undefined(equation, inputs)
+    return [
+      (variable, _by_kind(x & ~before, undefined)) for variable, x in reached
+    ]
+
+
+def _by_kind(made: Any, undefined: Any) -> dict[str, Any]:
+  """Returns what an operation made out of finite inputs, by its kind."""
+  if isinstance(undefined, np.ndarray) and undefined.ndim == 0:
+    return {UNDEFINED if undefined else OVERFLOW: made}
+  return {OVERFLOW: made & ~undefined, UNDEFINED: made & undefined}
+
+
+def _reached_limit(saturating: bool, x: Any) -> Any:
+  """Returns where `x` is not finite, or, saturating, at the largest value."""
+  dtype = bits.part_dtype(x)
+  # A mutable array has a dtype, but only what is read from it has a value.
+  if dtype is None or isinstance(x, jax.Ref):
+    return np.zeros(np.shape(x), bool)
+  limit = float(jnp.finfo(dtype).max)
+  return bits.reached(x, limit, inclusive=saturating)
+
+
+def _reached_before(
+  saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
+) -> Any:
+  """Returns where an output is made of inputs that had reached it already."""
+  name, parameters = equation.primitive.name, equation.params
+  reached = [_reached_limit(saturating, x) for x in inputs]
+  if name in operation_table.ELEMENTWISE:
+    return functools.reduce(jnp.logical_or, reached)
+  if name in operation_table.REDUCTIONS:
+    return jnp.any(reached[0], axis=parameters["axes"])
+  if name in operation_table.CUMULATIVE:
+    return lax.cummax(
+      jnp.asarray(reached[0], jnp.int8),
+      axis=parameters["axis"],
+      reverse=parameters["reverse"],
+    ).astype(bool)
+  if name == "dot_general":
+    return _reached_before_dot(parameters["dimension_numbers"], *reached)
+  anywhere = functools.reduce(
+    jnp.logical_or, [jnp.any(x) for x in reached], jnp.full((), False)
+  )
+  if name in operation_table.DEVICE_SUMS:
+    return _on_any_device(anywhere, parameters)
+  return anywhere
+
+
+def _on_any_device(flag: Any, parameters: Any) -> Any:
+  """Returns whether a flag is set on any device of those that are summed."""
+  axes = parameters["axes" if "axes" in parameters else "axis_name"]
+  return lax.pmax(
+    flag.astype(jnp.int32),
+    axes,
+    axis_index_groups=parameters.get("axis_index_groups"),
+  ).astype(bool)
+
+
+def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
+  """Returns where a row of `left` or a column of `right` holds a True."""
+  contracting, batch = dimension_numbers
+  # The result has the batch axes, then the free ones of the left and the right.
+  sides = [
+    _without(x, contracted, batched)
+    for x, contracted, batched in zip(
+      (left, right), contracting, batch, strict=True
+    )
+  ]
+  num_batch = len(batch[0])
+  free = [x.ndim - num_batch for x in sides]
+  rows = jnp.expand_dims(
+    sides[0], range(sides[0].ndim, sides[0].ndim + free[1])
+  )
+  columns = jnp.expand_dims(sides[1], range(num_batch, num_batch + free[0]))
+  return rows | columns
+
+
+def _without(x: Any, contracted: Any, batched: Any) -> Any:
+  """Returns whether any is True along the contracted axes, batch axes first."""
+  free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
+  x = jnp.transpose(x, (*batched, *free, *contracted))
+  return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))

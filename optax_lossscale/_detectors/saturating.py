@@ -1,0 +1,219 @@
+"""Hardware in saturation mode, emulated on any backend."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import itertools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._detectors import operation_overflow
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import throughout
+
+
+def saturating(
+  fun: Callable[..., Any], dtypes: Any = (jnp.float16,)
+) -> Callable[..., Any]:
+  """Returns `fun` as hardware in saturation mode computes it.
+
+  After every operation inf is the largest finite value of its dtype, with its
+  sign, and NaN is 0. So a training run on such hardware can be rehearsed on any
+  other: `isfinite` sees nothing there, and `saturated` is the check to use.
+
+  Every operation inside is clamped, also in loops, branches, calls and the
+  parts of a `shard_map`. Derivatives are those of `fun`, with every operation
+  of the backward pass clamped as well: `jax.grad(saturating(fun))` is
+  `saturating(jax.grad(fun))`. There is no forward mode; for that take
+  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. Of a `custom_vmap` the
+  rule is used where `fun` itself maps it. One operation is what holds a program
+  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
+  reduction by a function of yours, and `custom_root` on newer JAX.
+
+  Args:
+    fun: any function that JAX can trace. Arguments that are no arrays, such as
+      `train=True`, it gets as they are.
+    dtypes: the floating dtypes whose operations saturate, one or several. Of a
+      complex dtype the parts count.
+
+  Returns:
+    A function with the arguments of `fun`. It traces `fun` on each call, so jit
+    it, or what is around it.
+
+  Raises:
+    TypeError: if `fun` is no function, or `dtypes` holds anything but floating
+      dtypes; when called, if `fun` computes in a float8 dtype of `dtypes` that
+      has no inf, beyond casts to it.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(float(ols.saturating(jnp.exp)(jnp.float16(12.0))))
+    65504.0
+    >>> print(float(ols.saturating(jnp.sqrt)(jnp.float16(-1.0))))
+    0.0
+    >>> loss_fn = lambda x: x * 40000 + x * 40000
+    >>> loss, grad = jax.value_and_grad(ols.saturating(loss_fn))(jnp.float16(1))
+    >>> print(float(loss), float(grad))
+    65504.0 65504.0
+
+  References:
+    Ascend 910A's saturation mode; MindSpore's `MS_ASCEND_CHECK_OVERFLOW_MODE`.
+  """
+  arguments.check_function(fun)
+  dtypes = operation_overflow.check_dtypes(dtypes)
+
+  @functools.wraps(fun)
+  def saturating_fun(*args: Any, **kwargs: Any) -> Any:
+    recording = record.record(fun, args, kwargs)
+    run = _differentiable(recording, dtypes)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+      # An eager `shard_map` does not take the derivative as it is.
+      run = jax.jit(run)
+    return recording.result(run(*recording.operands))
+
+  return saturating_fun
+
+
+def _differentiable(
+  recording: record.Recording, dtypes: frozenset[Any]
+) -> Callable[..., list[Any]]:
+  """Returns the recorded function, saturating, with a saturating derivative."""
+
+  @jax.custom_vjp
+  def run(*operands: Any) -> list[Any]:
+    consts, arguments = recording.consts_and_arguments(operands)
+    outputs, _ = throughout.evaluate_throughout(
+      recording.jaxpr,
+      arguments,
+      functools.partial(_saturate_equation, dtypes),
+      consts=consts,
+    )
+    return outputs
+
+  is_output = [
+    bits.part_dtype(aval) is not None for aval in recording.jaxpr.out_avals
+  ]
+
+  def forward(*operands: Any) -> tuple[list[Any], Any]:
+    # With respect to nothing else: a loop of unknown length over data, or what
+    # comes from the host, may have no derivative.
+    inputs = {
+      place: operand.value
+      for place, operand in enumerate(operands)
+      if operand.perturbed and bits.part_dtype(operand.value) is not None
+    }
+
+    def of_inputs(inputs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+      outputs = recording.evaluate(
+        *(inputs.get(place, x.value) for place, x in enumerate(operands))
+      )
+      return list(itertools.compress(outputs, is_output)), outputs
+
+    def outputs_and_vjp(inputs: dict[int, Any]) -> tuple[list[Any], Any]:
+      _, vjp, outputs = jax.vjp(of_inputs, inputs, has_aux=True)
+      return outputs, vjp
+
+    # A function of its own, which is recorded in turn, and in turn has a
+    # derivative.
+    result: tuple[list[Any], Any] = saturating(outputs_and_vjp, dtypes)(inputs)
+    return result
+
+  def backward(vjp: Any, cotangents: Any) -> tuple[Any, ...]:
+    cotangents = [
+      _zero_if_symbolic(x) for x in itertools.compress(cotangents, is_output)
+    ]
+    (of_inputs,) = saturating(vjp, dtypes)(cotangents)
+    return tuple(of_inputs.get(i) for i in range(len(recording.operands)))
+
+  run.defvjp(forward, backward, symbolic_zeros=True)
+  return run
+
+
+def _saturate_equation(
+  dtypes: frozenset[Any], equation: core.JaxprEqn, inputs: Sequence[Any]
+) -> tuple[list[Any], tuple[()]]:
+  """The rule: an operation as it is, and its results clamped."""
+  if not any(_saturates(dtypes, v.aval) for v in equation.outvars):
+    return list(interpreter.bind(equation, inputs)), ()
+  name = equation.primitive.name
+  without_inf = [
+    dtype
+    for dtype in {bits.part_dtype(v.aval) for v in equation.outvars}
+    if dtype in dtypes and not bits.has_inf(dtype)
+  ]
+  if without_inf and name == "convert_element_type":
+    # NaN is all that is left of what is too large, so it is clamped before.
+    with interpreter.context(equation):
+      inputs = [_clip(x, without_inf[0]) for x in inputs]
+  elif without_inf and not operation_table.moves(equation):
+    raise TypeError(
+      "`saturating` must be able to tell inf from NaN, got the operation "
+      f"{name} in {without_inf[0].name}, which has no inf: compute in float16 "
+      "or float32 and cast the result."
+    )
+  outputs = interpreter.bind(equation, inputs)
+  # Of a function that has another mesh the values do not fit outside.
+  with interpreter.context(equation):
+    return [
+      _saturate(x) if _saturates(dtypes, variable.aval) else x
+      for variable, x in zip(equation.outvars, outputs, strict=True)
+    ], ()
+
+
+def _saturates(dtypes: frozenset[Any], aval: Any) -> bool:
+  # Not what is stored in a `jax.Ref`, which is clamped when it is read.
+  return (
+    isinstance(aval, jax.core.ShapedArray) and bits.part_dtype(aval) in dtypes
+  )
+
+
+def _saturate(x: jax.Array) -> jax.Array:
+  """Returns `x` with inf at the largest finite value, and 0 for NaN.
+
+  By the bits, so that a compiler that computes in a wider dtype has to round to
+  this one first.
+  """
+  if jnp.iscomplexobj(x):
+    return lax.complex(_saturate(x.real), _saturate(x.imag))
+  if not bits.has_inf(x.dtype):
+    return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
+  unsigned = np.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+  pattern = lax.bitcast_convert_type(x, unsigned)
+  magnitude = pattern & np.array(np.iinfo(unsigned).max >> 1, unsigned)
+  inf = np.array(np.inf, x.dtype).view(unsigned)
+  # One below the bits of inf are those of the largest finite value.
+  pattern = jnp.where(
+    magnitude > inf,
+    jnp.zeros((), unsigned),
+    pattern - (magnitude == inf).astype(unsigned),
+  )
+  return lax.bitcast_convert_type(pattern, x.dtype)
+
+
+def _clip(x: jax.Array, dtype: Any) -> jax.Array:
+  largest = float(jnp.finfo(dtype).max)
+  return jnp.where(jnp.isnan(x), 0, jnp.clip(x, -largest, largest))
+
+
+def _zero_if_symbolic(cotangent: Any) -> Any:
+  """Returns JAX's mark for a cotangent that is not there.
+
+  What leads to it is then left out of the backward pass, as in any other, where
+  0 times an inf would be NaN. That the function which `jax.vjp` returns takes
+  this mark is not documented.
+  """
+  if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    return ad.Zero(cotangent.aval)
+  return cotangent

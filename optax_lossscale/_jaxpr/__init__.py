@@ -1,0 +1,1 @@
+"""Functions as JAX records them, evaluated again with something changed."""

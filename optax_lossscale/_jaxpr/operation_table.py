@@ -1,0 +1,171 @@
+"""What is known of JAX's operations: which can overflow, and out of what."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+from jax.extend.core import primitives
+import jax.numpy as jnp
+import numpy as np
+
+
+def _names(text: str) -> frozenset[str]:
+  return frozenset(text.split())
+
+
+# The results are among the inputs, in magnitude, or below them: shape and
+# place, choice, and values no larger than before. Of bits nothing is known.
+MOVES = _names("""
+  all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k
+  bitcast_convert_type broadcast_in_dim concatenate copy device_put
+  dynamic_slice dynamic_update_slice freeze gather get name
+  optimization_barrier pad pbroadcast ppermute pvary ragged_all_to_all reshape
+  reshard rev scatter select_and_gather_add sharding_constraint slice sort split
+  squeeze stack swap tile top_k transpose unstack
+  clamp cummax cummin max min pmax pmin reduce_max reduce_min reduce_window_max
+  reduce_window_min scatter-max scatter-min select_n
+  abs conj imag neg real sign stop_gradient
+""")
+
+# Each element of the result is made of those at its place in the inputs.
+ELEMENTWISE = _names("""
+  abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+  cbrt ceil complex convert_element_type cos cosh digamma div erf erf_inv erfc
+  exp exp2 expm1 floor igamma igamma_grad_a igammac integer_pow lgamma log log1p
+  log2 logistic mul nextafter one_minus_square polygamma pow reduce_precision
+  regularized_incomplete_beta rem round rsqrt sin sinh sqrt square sub tan tanh
+  zeta
+""")
+
+# Truth of two elements.
+COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
+
+# Moves that take several values of one dtype.
+JOINS = _names("""
+  clamp concatenate dynamic_update_slice max min pad ragged_all_to_all scatter
+  scatter-max scatter-min select_and_gather_add select_n stack
+""")
+
+# Moves that neither repeat nor leave out anything.
+REARRANGES = _names("""
+  copy reshape rev squeeze stop_gradient transpose
+""")
+
+# Each element of the result is made of the inputs along some axes.
+REDUCTIONS = _names("reduce_prod reduce_sum")
+
+# Each element of the result is made of those before it along an axis.
+CUMULATIVE = _names("cumlogsumexp cumprod cumsum")
+
+# The result is made of the inputs of several devices.
+DEVICE_SUMS = _names("psum psum_invariant reduce_scatter")
+
+# No finite result of these is too large for a dtype that holds the input. What
+# is not finite had no value: log 0, rsqrt 0, sqrt(-1).
+BOUNDED = _names("""
+  acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos erf
+  erf_inv erfc igamma igammac log log1p log2 logistic
+  regularized_incomplete_beta rem rsqrt sin sqrt tanh
+""")
+
+# Of complex inputs these are not bounded: they grow along the other axis.
+_REAL_BOUNDED = _names("cos logistic sin tanh")
+
+# Where the others have no finite value.
+_Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+def moves(equation: core.JaxprEqn) -> bool:
+  """Returns whether an operation cannot make anything that was not there."""
+  name, parameters = equation.primitive.name, equation.params
+  if name == "abs":
+    return not _is_complex(equation.invars[0].aval)
+  if name == "scatter":
+    # Of `x.at[...].apply(function)` the function is here.
+    return parameters.get("update_jaxpr") is None
+  return name in MOVES
+
+
+# The names that an operation may have in the lists of `autocast`.
+NAMES = frozenset(
+  getattr(primitives, attribute).name
+  for attribute in dir(primitives)
+  if attribute.endswith("_p")
+) | _names("cube reciprocal square vecdot")
+
+_POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
+
+
+def listed_name(equation: core.JaxprEqn) -> str:
+  """Returns the name of an operation in the lists of `autocast`."""
+  name, inputs = equation.primitive.name, equation.invars
+  if name == "integer_pow":
+    return _POWERS.get(equation.params["y"], name)
+  if name == "mul" and inputs[0] is inputs[1]:
+    return "square"
+  if name == "div" and isinstance(inputs[0], core.Literal):
+    return "reciprocal"
+  if name == "dot_general" and all(
+    len(contracting) + len(batch) == len(atom.aval.shape)
+    for contracting, batch, atom in zip(
+      *equation.params["dimension_numbers"], inputs, strict=True
+    )
+  ):
+    return "vecdot"
+  return name
+
+
+def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
+  """Returns where an operation has no finite value, in any dtype.
+
+  Only what it says of results that are not finite is of use.
+  """
+  name = equation.primitive.name
+  if name in BOUNDED:
+    is_bounded = name not in _REAL_BOUNDED or not _is_complex(inputs[0])
+    return np.array(is_bounded)
+  if name in UNDEFINED:
+    return UNDEFINED[name](inputs, equation.params)
+  return np.array(False)
+
+
+def _is_complex(x: Any) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _is_pole(x: Any) -> Any:
+  """Where the gamma function has no value: 0, -1, -2 ..."""
+  return (x <= 0) & _is_whole(x)
+
+
+def _is_whole(x: Any) -> Any:
+  return x == jnp.round(x)
+
+
+def _pow(base: Any, exponent: Any) -> Any:
+  if _is_complex(base) or _is_complex(exponent):
+    return (base == 0) & (jnp.real(exponent) <= 0)
+  is_root = (base < 0) & ~_is_whole(exponent)
+  return ((base == 0) & (exponent < 0)) | is_root
+
+
+def _zeta(x: Any, q: Any) -> Any:
+  return (x <= 1) | ((q <= 0) & (_is_whole(q) | ~_is_whole(x)))
+
+
+UNDEFINED: Mapping[str, _Undefined] = {
+  "digamma": lambda inputs, _: _is_pole(inputs[0]),
+  "div": lambda inputs, _: inputs[1] == 0,
+  "igamma_grad_a": lambda inputs, _: (inputs[0] <= 0) | (inputs[1] < 0),
+  "integer_pow": lambda inputs, parameters: (
+    (inputs[0] == 0) & (parameters["y"] < 0)
+  ),
+  "lgamma": lambda inputs, _: _is_pole(inputs[0]),
+  "polygamma": lambda inputs, _: (
+    (inputs[0] < 0) | ~_is_whole(inputs[0]) | _is_pole(inputs[1])
+  ),
+  "pow": lambda inputs, _: _pow(*inputs),
+  "zeta": lambda inputs, _: _zeta(*inputs),
+}

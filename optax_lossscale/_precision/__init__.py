@@ -1,0 +1,1 @@
+"""Policies, master weights, and low precision for a part of training."""

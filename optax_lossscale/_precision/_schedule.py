@@ -1,0 +1,299 @@
+"""When training goes from low precision to full precision."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import fractions
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import optax
+
+from optax_lossscale._precision import _thresholds
+from optax_lossscale._precision import _two_precisions
+
+
+class PrecisionScheduleState(NamedTuple):
+  """State of a `PrecisionSchedule`.
+
+  Attributes:
+    low: bool[], whether the next step is in low precision. Once it is False it
+      stays so.
+    steps: int32[], how many steps a "step" schedule was told are finished; 0 in
+      a "loss" schedule.
+  """
+
+  low: jax.Array
+  steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionSchedule:
+  """Low precision first, full precision at the end: a latch.
+
+  Made by `precision_schedule`, which tells what it is for.
+
+  Attributes:
+    dtype: the low precision, float16 or bfloat16.
+    mode: "step" or "loss", what the switch depends on.
+    ratio: of the total steps, or of the target loss.
+    total_steps: of the training; None in mode "loss".
+    target_loss: which the training ends at; None in mode "step".
+    steps_per_call: how many steps are made between two updates of the state.
+    keeps_origin_dtype: whether the loss may compute in low precision by itself.
+  """
+
+  dtype: Any
+  mode: str
+  ratio: fractions.Fraction
+  total_steps: int | None
+  target_loss: fractions.Fraction | None
+  steps_per_call: int
+  keeps_origin_dtype: bool
+
+  def init(self) -> PrecisionScheduleState:
+    """Returns the state before the first step.
+
+    It is low, unless a "step" schedule is too short to have such a part.
+    """
+    low = self.mode == "loss" or self._first_full_step > 0
+    return PrecisionScheduleState(
+      low=jnp.full((), low), steps=jnp.full((), 0, jnp.int32)
+    )
+
+  def update(
+    self,
+    state: PrecisionScheduleState,
+    *,
+    step: Any = None,
+    loss: Any = None,
+  ) -> PrecisionScheduleState:
+    """Returns the state for the next step. Pure, and usable inside jit.
+
+    Args:
+      state: the state before; `init()` for a run that is continued without one,
+        which then begins with `update(init(), step=n)`.
+      step: integer[], how many steps have been applied so far, in mode "step".
+      loss: float[], the true loss of an applied step, in mode "loss". 0 stands
+        for a loss that is not known, such as that of a skipped step, and NaN
+        never switches.
+
+    Raises:
+      TypeError: if `state` is another state, `step` no integer scalar, or
+        `loss` no real scalar.
+      ValueError: if it is not given what its mode needs, and that alone.
+    """
+    _check_state(state)
+    fed = {"step": step, "loss": loss}
+    names = [name for name, value in fed.items() if value is not None]
+    if names != [self.mode]:
+      got = " and ".join(f"{name}=" for name in names)
+      raise ValueError(
+        f"a schedule of mode {self.mode!r} must be updated with `{self.mode}`, "
+        f"got {got or 'neither `step` nor `loss`'}."
+      )
+    if self.mode == "step":
+      step = _thresholds.check_step(step)
+      return PrecisionScheduleState(
+        low=state.low & ~_thresholds.is_at_least(step, self._first_full_step),
+        steps=_thresholds.as_count(step),
+      )
+    loss = _thresholds.check_loss(loss)
+    return PrecisionScheduleState(
+      low=state.low & ~_thresholds.is_at_most(loss, self._loss),
+      steps=state.steps,
+    )
+
+  def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
+    """Returns whether the next step's loss is scaled: in float16 alone.
+
+    Args:
+      state: of the schedule.
+
+    Returns:
+      bool[], for `scaled=` of the update of `loss_scaling`.
+    """
+    _check_state(state)
+    return jnp.logical_and(state.low, self.dtype == jnp.float16)
+
+  def value_and_grad(
+    self,
+    loss_fn: Callable[..., Any],
+    opt_state: Any,
+    state: PrecisionScheduleState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    level: str = "O1",
+    overrides: Mapping[str, DTypeLike] | None = None,
+    operations: Mapping[str, Sequence[str]] | None = None,
+    path: str | None = None,
+  ) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function for the loss and its gradients, in both precisions.
+
+    It takes the place of `scaled_value_and_grad` in a step of your own. The
+    gradients are scaled if `is_scaled(state)`, and `update` is to be told:
+
+      value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(
+        grads, opt_state, params, scaled=schedule.is_scaled(state)
+      )
+
+    In the low part the loss is that of `autocast(loss_fn, level,
+    dtype=schedule.dtype)`, in the rest that of `loss_fn` as it is written. Both
+    are compiled into one program, which chooses by `state.low`, so the switch
+    compiles nothing.
+
+    Args:
+      loss_fn: the loss, in float32, of float32 parameters; or `(loss, aux)`.
+        Parameters in float16, with `master_weights`, it casts itself.
+      opt_state: the optimizer's state; it holds the loss scale where the low
+        precision is float16.
+      state: the schedule's state before the step, here and in `is_scaled`.
+      argnums: which positional arguments to differentiate with respect to.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      level: of `autocast`.
+      overrides: of `autocast`.
+      operations: of `autocast`.
+      path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+    Returns:
+      A function with the arguments of `loss_fn`, which returns `(loss,
+      gradients)` or `((loss, aux), gradients)`.
+
+    Raises:
+      TypeError: if an argument is not of its kind.
+      ValueError: if `autocast` does not take its arguments, or does nothing
+        with them; if `opt_state` holds no scale, or several; when called, if
+        `loss_fn` is under `autocast`, or computes products in low precision by
+        the dtype of a layer or of the parameters.
+    """
+    _check_state(state)
+    return _two_precisions.value_and_grad(
+      self,
+      loss_fn,
+      opt_state,
+      state,
+      argnums=argnums,
+      has_aux=has_aux,
+      path=path,
+      autocast={
+        "level": level,
+        "overrides": overrides,
+        "operations": operations,
+      },
+    )
+
+  def make_train_step(
+    self,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    level: str = "O1",
+    overrides: Mapping[str, DTypeLike] | None = None,
+    operations: Mapping[str, Sequence[str]] | None = None,
+    has_aux: bool = False,
+    axis_name: Any = None,
+  ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
+    """Returns a train step in both precisions: all of it, with the schedule.
+
+    `value_and_grad`, the optimizer's update, and the update of the schedule.
+    Parameters and the optimizer's state are the same before the switch and
+    after it. Outside of float16 S is 1 and the rule's state stays bit for bit,
+    while steps that are not finite are skipped all the same.
+
+    Args:
+      loss_fn: as in `value_and_grad`, the parameters being its first argument.
+      tx: the optimizer. For float16 it holds `loss_scaling`, outermost: what
+        is around it, such as momentum, would see scaled gradients and then
+        unscaled ones. Where no scaling is wanted take `FixedLossScale(1.0)`.
+        Parameters that its `mask` leaves out need a step of your own.
+      level: of `autocast`.
+      overrides: of `autocast`.
+      operations: of `autocast`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Of a skipped step aux is
+        that of the skipped step: see `select_on_skip`.
+      axis_name: the mapped axis, or several, over which `tx` agrees and
+        averages under `shard_map`. Gradients are then each device's own, and
+        the loss is averaged; aux is not.
+
+    Returns:
+      A pure function `(params, opt_state, state, *args, **kwargs)` to `(params,
+      opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`; with
+      `has_aux` the last is `(loss, aux)`. It updates the schedule's state after
+      each step, with what was applied.
+
+    Raises:
+      TypeError: if an argument is not of its kind.
+      ValueError: as `value_and_grad`; when called, if around `loss_scaling`
+        there is `optax.MultiSteps`, or what does not hand on `scaled`, or if a
+        bare optimizer is given FP8's `_overwrite_with_gradient` collection.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+      >>> tx = ols.loss_scaling(optax.sgd(0.25), ols.FixedLossScale(1024.0))
+      >>> loss_fn = lambda params, x: jnp.sum((x @ params) ** 2)
+      >>> train_step = jax.jit(schedule.make_train_step(loss_fn, tx))
+      >>> params, x = jnp.ones((2, 1)), jnp.eye(2)
+      >>> opt_state, state = tx.init(params), schedule.init()
+      >>> for _ in range(4):
+      ...   print(state.low, end=" ")
+      ...   params, opt_state, state, loss = train_step(
+      ...     params, opt_state, state, x
+      ...   )
+      ...   print(loss)
+      True 2.0
+      True 0.5
+      False 0.125
+      False 0.03125
+    """
+    return _two_precisions.make_train_step(
+      self,
+      loss_fn,
+      tx,
+      autocast={
+        "level": level,
+        "overrides": overrides,
+        "operations": operations,
+      },
+      has_aux=has_aux,
+      axis_name=axis_name,
+    )
+
+  @property
+  def _first_full_step(self) -> int:
+    """How many finished steps make a "step" schedule switch."""
+    assert self.total_steps is not None
+    return max(
+      0,
+      min(
+        math.floor(self.total_steps * self.ratio),
+        # The last call is in full precision.
+        self.total_steps - self.steps_per_call,
+      ),
+    )
+
+  @property
+  def _loss(self) -> fractions.Fraction:
+    """The largest loss that makes a "loss" schedule switch."""
+    assert self.target_loss is not None
+    return self.target_loss * self.ratio
+
+
+def _check_state(state: Any) -> None:
+  """Raises if it is not a schedule's state."""
+  if not isinstance(state, PrecisionScheduleState):
+    raise TypeError(
+      "`state` must be the state that the schedule's init made, got "
+      f"{type(state).__name__}."
+    )

@@ -1,0 +1,283 @@
+"""Master weights: narrow parameters that follow a wide copy of themselves."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._step import requirements
+from optax_lossscale._step import states as _states
+
+
+class MasterWeightsState(NamedTuple):
+  """State of `master_weights`: the master and the optimizer that moves it.
+
+  Attributes:
+    master: the parameters in the wider dtype; masked nodes where a leaf has no
+      master.
+    inner_state: the wrapped optimizer's state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = optax.chain(ols.master_weights(optax.sgd(0.5)))
+    >>> state = tx.init({"w": jnp.ones(1, jnp.float16)})
+    >>> print(optax.tree.get(state, "master"))
+    {'w': Array([1.], dtype=float32)}
+  """
+
+  master: Any
+  inner_state: Any
+
+
+def master_weights(
+  inner: optax.GradientTransformation | optax.MultiSteps,
+  dtype: Any = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it moves a float32 copy of the parameters.
+
+  Of 1.0 the next float16 is 0.001 away, the next bfloat16 0.008. An update of
+  less than half of that is lost when it is added, however often. Here it is
+  added to the master, a wider copy in the optimizer's state, where updates add
+  up. The update that comes out is the way from the parameter to the master, so
+  that `optax.apply_updates` makes the parameter the master rounded, mostly.
+  Since the way is rounded to the parameter's dtype as well, it may end up to
+  one and a half last bits beside the master: bits of what it was or of what it
+  becomes, whichever is larger. So one that came close to 0 in a single step may
+  be far away for its size. That does not add up: the next step starts from
+  where it is.
+
+  The inner optimizer sees the master as its parameters: so does weight decay.
+  Nothing that changes updates may come after this wrapper in a chain, as the
+  parameters would no longer arrive at the master.
+
+  It goes inside of `loss_scaling` or outside: with
+  `loss_scaling(master_weights(adam), rule)` and with
+  `master_weights(loss_scaling(adam, rule))` masters and parameters are the
+  same, and a skipped step leaves both as they were, bit for bit. What differs
+  is which state is the outer one, and that a `mask` of `loss_scaling` needs
+  this wrapper inside: outside, the next values of what goes around the
+  optimizer would be added to a master.
+
+  It costs the memory of the master, 4 bytes for a parameter in float32: with
+  float16 parameters 6 bytes in place of the 4 of float32 ones. What it spares
+  is the cast of the parameters in each forward pass, and half of what travels
+  where parameters are gathered from other devices.
+
+  Parameters follow the master. If something else changes them, they jump back
+  at the next step: call `init` on the new ones, which starts the inner
+  optimizer anew, or set the master as well, in its own dtypes, with
+  `optax.tree.set(opt_state, master=...)`. What no update brings back is a
+  parameter or a step beyond the largest value of the parameter's dtype: it
+  becomes inf, then NaN, while the master stays finite.
+
+  Args:
+    inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
+      gets gradients of float32 at least; where it holds `loss_scaling`, they
+      come as they are, since they are checked in their own dtype.
+    dtype: of the master, float32 or wider. A wider parameter keeps its own.
+
+  Returns:
+    A transformation whose state is a `MasterWeightsState`. Every real floating
+    parameter has a master, also one in float32, which is then a copy. The
+    others are the inner optimizer's as they are. The leaves of Flax's
+    `_overwrite_with_gradient` collection go around it as in `loss_scaling`.
+    Updates have the dtypes of the parameters.
+
+  Raises:
+    TypeError: if `inner` is no optimizer or `dtype` no floating-point dtype;
+      from `update`, if it is given another state than `init` made.
+    ValueError: if `dtype` is narrower than float32, or float64 where JAX has it
+      not enabled; from `update`, without `params`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> def train(tx, steps=64):
+    ...   params = jnp.ones(1, jnp.float16)
+    ...   state = tx.init(params)
+    ...   for _ in range(steps):
+    ...     grads = jnp.full(1, 2.0**-13, jnp.float16)
+    ...     updates, state = tx.update(grads, state, params)
+    ...     params = optax.apply_updates(params, updates)
+    ...   return params
+    >>> print(1 - train(optax.sgd(1.0)))
+    [0.]
+    >>> print(1 - train(ols.master_weights(optax.sgd(1.0))))
+    [0.007812]
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex has it as
+    `master_weights` of its level O2.
+  """
+  inner = requirements.as_optimizer("inner", inner)
+  dtype = _check_dtype(dtype)
+
+  def init(params: optax.Params) -> MasterWeightsState:
+    is_gradient = leaves.resolve_mask(None, params)
+    wide = jax.tree.map(
+      lambda x: _convert(x, _wider(dtype, x.dtype)) if _is_real(x) else x,
+      leaves.as_arrays(params),
+    )
+    kept = leaves.leave_out(is_gradient, wide)
+    inner_state = inner.init(kept)
+    if kept is not wide and _states.find_states(inner_state):
+      inner_state = inner.init(wide)  # It leaves them out itself.
+    return MasterWeightsState(
+      # A copy even of float32: the parameters, or what the inner optimizer
+      # keeps of them, and the master may be donated together.
+      master=jax.tree.map(
+        lambda x: _copy(x) if _is_real(x) else optax.MaskedNode(), kept
+      ),
+      inner_state=leaves.as_arrays(inner_state),
+    )
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, MasterWeightsState]:
+    _check_update(state, params)
+    gradients = updates = leaves.as_arrays(updates)
+    params = leaves.as_arrays(params)
+    is_gradient = leaves.resolve_mask(None, updates)
+    # Loss scaling in there checks gradients in their own dtype, and knows about
+    # leaves that are none: a skip returns their old values.
+    scales = bool(_states.find_states(state.inner_state))
+    if not scales:
+      gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
+      params = leaves.leave_out(leaves.resolve_mask(None, params), params)
+
+    inner_updates, inner_state = inner.update(
+      gradients,
+      state.inner_state,
+      _over(_first_present, state.master, params),
+      **extra_args,
+    )
+    moved = _over(
+      functools.partial(_move, _is_skipped(inner_state)),
+      state.master,
+      leaves.as_arrays(inner_updates),
+      params,
+    )
+    new_master = jax.tree.map(lambda x: x.master, moved, is_leaf=_is_moved)
+    new_updates = jax.tree.map(lambda x: x.update, moved, is_leaf=_is_moved)
+    if not scales:
+      new_updates = leaves.merge(is_gradient, new_updates, updates)
+    return new_updates, MasterWeightsState(
+      master=new_master, inner_state=leaves.as_arrays(inner_state)
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Moved(NamedTuple):
+  master: Any
+  update: Any
+
+
+def _move(skipped: jax.Array, master: Any, update: Any, param: Any) -> _Moved:
+  """Returns a leaf's next master, and the way from the parameter to it.
+
+  The way depends on the next master alone, and not on the one before it or on
+  the update, so that the master moves in its place.
+  """
+  if _is_absent(master) or update is None:
+    return _Moved(master, update)
+  # Selected, since a sum with -0.0 may flush a subnormal master to 0.
+  new = jnp.where(skipped, master, optax.apply_updates(master, update))
+  wide = _convert(param, new.dtype)
+  way = jnp.where(
+    # -0.0 where it has arrived: adding 0.0 would turn -0.0 into 0.0.
+    skipped | (new == wide),
+    jnp.asarray(-0.0, new.dtype),
+    new - wide,
+  )
+  # By way of float32, as it goes inside of `loss_scaling`, and on CPU anyway.
+  way = _convert(way, leaves.at_least_float32(param.dtype))
+  return _Moved(new, _convert(way, param.dtype))
+
+
+def _is_skipped(inner_state: Any) -> jax.Array:
+  """Returns whether the loss scaling in `inner`, if any, skipped the step."""
+  states = _states.find_states(inner_state).values()
+  if not states:
+    return jnp.full((), False)
+  return functools.reduce(jnp.logical_and, [x.skipped for x in states])
+
+
+def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
+  """Maps over leaves that have a master, and over what stands for none."""
+  return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
+
+
+def _first_present(master: Any, param: Any) -> Any:
+  return param if _is_absent(master) else master
+
+
+def _wider(dtype: Any, other: Any) -> Any:
+  """Returns the wider of two dtypes; float8 has no promotion in JAX."""
+  return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
+
+
+def _convert(x: Any, dtype: Any) -> Any:
+  """Returns an array, or a `jax.ShapeDtypeStruct`, in another dtype."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype)
+  return jnp.asarray(x, dtype)
+
+
+def _copy(x: Any) -> Any:
+  return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
+
+
+def _is_real(x: Any) -> bool:
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_absent(master: Any) -> bool:
+  return master is None or isinstance(master, optax.MaskedNode)
+
+
+def _is_moved(x: Any) -> bool:
+  return isinstance(x, _Moved)
+
+
+def _check_dtype(dtype: Any) -> Any:
+  """Returns the dtype of the master, or raises."""
+  found, name = arguments.read_dtype(dtype)
+  if found is None:
+    raise TypeError(
+      f"`dtype` must be a floating-point dtype such as jnp.float32, got {name}."
+    )
+  if jnp.finfo(found).bits < 32:
+    raise ValueError(
+      "`dtype` must be at least as wide as float32, since small updates are to "
+      f"add up in it, got {name}; parameters keep the dtype that they have."
+    )
+  arguments.check_enabled("dtype", found)
+  return found
+
+
+def _check_update(state: Any, params: Any) -> None:
+  """Raises if `update` is not given what it needs."""
+  if not isinstance(state, MasterWeightsState):
+    raise TypeError(
+      "`state` must be the MasterWeightsState that init made, got "
+      f"{type(state).__name__}."
+    )
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update: what it returns is the way from them "
+      "to the master; tx.update(grads, opt_state, params)."
+    )

@@ -1,0 +1,404 @@
+"""Which dtype parameters, computation and output have, and its names."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+import difflib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
+
+from optax_lossscale._autocast import _levels
+from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._base import arguments
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
+
+_LOW = ("float16", "bfloat16")
+FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """Which dtype parameters, computation and output have.
+
+  So one value, which a configuration can hold as a string, says what otherwise
+  is casts in many places of a program. `get_policy` makes it from a name.
+
+  Casts are for real floating arrays: those of JAX and NumPy, and
+  `jax.ShapeDtypeStruct`. All else comes back as it is: integers, bools, complex
+  numbers, random keys, float0, None, Python's numbers, strings, and the leaves
+  of Flax's `_overwrite_with_gradient` collection, whose dtypes are a part of
+  FP8.
+
+  Attributes:
+    param_dtype: of the parameters between the steps; a dtype, or a name of one.
+      None, here and below, stands for the dtype that a value has. Float64 needs
+      `jax_enable_x64` when something is cast.
+    compute_dtype: in which a function computes: all of it, or with a `level`
+      what that lowers.
+    output_dtype: of what a function returns.
+    level: None, or a level of `autocast`: "O0", "O1", "O2", "O3", "auto", "OD".
+      At all but "O0" the compute dtype is float16 or bfloat16.
+
+  Raises:
+    TypeError: if a dtype is none, or not a floating-point one; from
+      `autocast`, if `fun` is no function.
+    ValueError: if there is no such level, or the compute dtype is none that a
+      level lowers to; from the casts, if float64 is not enabled; when what
+      `autocast` returned is called, if `fun` changes an object in place.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> policy = ols.Policy(jnp.float32, jnp.float16, jnp.float32)
+    >>> print(policy)
+    params=float32,compute=float16,output=float32
+    >>> policy.cast_to_compute({"step": 3, "weights": jnp.ones(2)})
+    {'step': 3, 'weights': Array([1., 1.], dtype=float16)}
+    >>> policy.autocast(jnp.dot)(jnp.ones(2), jnp.full(2, 0.1))
+    Array(0.19995117, dtype=float32)
+
+  References:
+    jmp's policies, https://github.com/google-deepmind/jmp; the level is new.
+  """
+
+  param_dtype: Any
+  compute_dtype: Any
+  output_dtype: Any
+  level: str | None = dataclasses.field(default=None, kw_only=True)
+
+  def __post_init__(self) -> None:
+    for name in FIELDS:
+      object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
+    if self.level is None:
+      return
+    _levels.find_level(self.level)
+    if self.level != "O0" and _name(self.compute_dtype) not in _LOW:
+      raise ValueError(
+        "`compute_dtype` must be float16 or bfloat16 at level "
+        f"{self.level!r}, got {_name(self.compute_dtype)}; take one of these, "
+        "or no level."
+      )
+
+  def cast_to_param(self, tree: Any) -> Any:
+    """Returns `tree` in the dtype of the parameters.
+
+    Args:
+      tree: any; its real floating arrays are cast, of any shape.
+    """
+    return _cast("param_dtype", self.param_dtype, tree)
+
+  def cast_to_compute(self, tree: Any) -> Any:
+    """Returns `tree` in the dtype of the computation.
+
+    Args:
+      tree: any; its real floating arrays are cast, of any shape.
+    """
+    return _cast("compute_dtype", self.compute_dtype, tree)
+
+  def cast_to_output(self, tree: Any) -> Any:
+    """Returns `tree` in the dtype of the output.
+
+    Args:
+      tree: any; its real floating arrays are cast, of any shape.
+    """
+    return _cast("output_dtype", self.output_dtype, tree)
+
+  def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
+    """Returns the policy with another dtype of the output.
+
+    Args:
+      output_dtype: a floating-point dtype, or None for the one there is.
+    """
+    return dataclasses.replace(self, output_dtype=output_dtype)
+
+  def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun` as the policy has it.
+
+    With a level, that is `autocast` at this level, with the compute dtype as
+    its low precision. Without one, the arguments are cast to the compute dtype,
+    and `fun` computes in what comes of that: all of them, statistics of a batch
+    norm and float32 labels as well, but not what it closes over. In both cases
+    what `fun` returns is cast to the output dtype.
+
+    Args:
+      fun: a loss function, `model.apply`; with a level it must be one that JAX
+        can trace.
+    """
+    arguments.check_function(fun)
+
+    if self.level in (None, "O0"):
+      in_mixed_precision = fun
+    else:
+      in_mixed_precision = autocast(fun, self.level, dtype=self.compute_dtype)
+
+    @functools.wraps(fun)
+    def fun_in_policy(*args: Any, **kwargs: Any) -> Any:
+      if self.level is not None or self.compute_dtype is None:
+        return self.cast_to_output(in_mixed_precision(*args, **kwargs))
+      # A copy of `fun`'s own: what it changes there, the caller does not see.
+      args, kwargs = arguments = self.cast_to_compute((args, kwargs))
+      before = jax.tree.leaves(arguments)
+      output = fun(*args, **kwargs)
+      trees.check_unchanged(before, arguments)
+      return self.cast_to_output(output)
+
+    return fun_in_policy
+
+  def __str__(self) -> str:
+    text = (
+      f"params={_name(self.param_dtype)},compute={_name(self.compute_dtype)},"
+      f"output={_name(self.output_dtype)}"
+    )
+    return text if self.level is None else f"{text},level={self.level}"
+
+
+def _name(dtype: Any) -> str:
+  return "none" if dtype is None else str(dtype.name)
+
+
+def _check_dtype(name: str, dtype: Any) -> Any:
+  """Returns a dtype, or None."""
+  if dtype is None:
+    return None
+  found, shown = _arguments.read_dtype(dtype)
+  if found is None:
+    shown = repr(dtype) if isinstance(dtype, str) else shown
+    raise TypeError(
+      f"`{name}` must be a floating-point dtype or its full name, such as "
+      f"'float16', or None for the dtype that there is, got {shown}."
+    )
+  return found
+
+
+def _cast(name: str, dtype: Any, tree: Any) -> Any:
+  """Returns `tree` with its real floating arrays in `dtype`."""
+  if dtype is None:
+    return tree
+  _arguments.check_enabled(name, dtype)
+
+  def cast_leaf(is_gradient: bool, x: Any) -> Any:
+    is_array = isinstance(
+      x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    )
+    if not (is_gradient and is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+      return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x.update(dtype=dtype, weak_type=False)
+    if isinstance(x, jax.Array):
+      return jnp.asarray(x, dtype)
+    # What is too large becomes inf, as it does in JAX, which warns nobody.
+    with np.errstate(over="ignore"):
+      return x.astype(dtype)
+
+  return jax.tree.map(cast_leaf, leaves.resolve_mask(None, tree), tree)
+
+
+_EXAMPLE = "'params=float32,compute=float16,output=float32'"
+
+
+def _mixed(level: str, low: Any = jnp.float16) -> Policy:
+  return Policy(jnp.float32, low, jnp.float32, level=level)
+
+
+def _all_in(dtype: Any, level: str | None = None) -> Policy:
+  return Policy(dtype, dtype, dtype, level=level)
+
+
+_NAMES: Mapping[str, Policy] = {
+  # MindSpore's levels; OD is Paddle's.
+  "O0": _all_in(jnp.float32, "O0"),
+  **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
+  # Keras's, and Ascend's precision_mode_v2. They mean the same.
+  "mixed_float16": _mixed("O1"),
+  "mixed_bfloat16": _mixed("O1", jnp.bfloat16),
+  # Ascend's precision_mode, each with its name as a precision_mode_v2.
+  "allow_fp32_to_fp16": _mixed("OD"),
+  **dict.fromkeys(("force_fp16", "fp16"), _mixed("O3")),
+  # What the matrix unit takes is not a policy's business.
+  **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), _all_in(jnp.float32)),
+  **dict.fromkeys(("must_keep_origin_dtype", "origin"), _all_in(None)),
+  **dict.fromkeys(
+    ("allow_mix_precision", "allow_mix_precision_fp16"), _mixed("O1")
+  ),
+  "allow_mix_precision_bf16": _mixed("O1", jnp.bfloat16),
+}
+
+# jmp's; "half" depends on the machine.
+_DTYPES: Mapping[str, Any] = {
+  "none": None,
+  "bf16": jnp.bfloat16,
+  "f16": jnp.float16,
+  "f32": jnp.float32,
+  "f64": jnp.float64,
+  "full": jnp.float32,
+}
+_DTYPE_NAMES = (
+  *("half", "float16", "bfloat16", "float32", "float64"),
+  *_DTYPES,
+)
+
+_KEYS: Mapping[str, str] = {
+  **dict.fromkeys(("params", "p"), "params"),
+  **dict.fromkeys(("compute", "c"), "compute"),
+  **dict.fromkeys(("output", "o"), "output"),
+  "level": "level",
+}
+
+
+def get_policy(policy: Any) -> Policy:
+  """Returns the policy of a name, be it jmp's, MindSpore's, Keras's, Ascend's.
+
+  So a flag of a script, or a line of a configuration that was written for
+  another system, is enough.
+
+  Strings with dtypes are jmp's, such as "params=float32,compute=float16" or
+  "p=f32,c=f16,o=f32". What is left out of params (p), compute (c) and output
+  (o) is as in jmp: parameters are float32, the computation is in the dtype of
+  the parameters, and the output in that of the computation. One dtype alone is
+  for all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
+  "f32" or "full", "float64" or "f64", any other floating-point dtype of JAX by
+  its name, "half" (bfloat16 on a TPU, else float16) and "none", for what there
+  is. "level=O1" makes it a policy with that level of `autocast`.
+
+  The other names are policies with float32 parameters and output, but for
+  "origin" and "must_keep_origin_dtype":
+
+  - "O1", "O2", "O3", "auto", and "OD", MindSpore's and Paddle's levels:
+    float16, at the level of that name. "O0" is float32 as written.
+  - "mixed_float16" and "mixed_bfloat16": that dtype at O1. In Keras the output
+    of a layer is in float16, and one is told to have the last one in float32;
+    here the output is.
+  - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
+    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision",
+    "allow_mix_precision_fp16" or "mixed_float16" is O1, and
+    "allow_mix_precision_bf16" or "mixed_bfloat16" that in bfloat16; "origin"
+    or "must_keep_origin_dtype" leaves everything in the dtype that it has.
+    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere. There the
+    matrix unit rounds its inputs to float16 all the same; in JAX that is
+    another setting, `jax.default_matmul_precision`.
+
+  Names that two systems have mean the same in both: "mixed_float16" is Keras's
+  and Ascend's, "float16" jmp's and Keras's, everything in float16 and no level.
+  But names that look alike do not: Ascend's "fp16" is mixed precision, with
+  parameters in float32.
+
+  Args:
+    policy: a string; or a `Policy`, which is returned; or an object with
+      `param_dtype`, `compute_dtype` and `output_dtype`, such as a jmp.Policy.
+
+  Raises:
+    TypeError: if it is none of these, or has a dtype that is not a
+      floating-point one.
+    ValueError: if a string says nothing that is known.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> print(ols.get_policy("c=bf16,o=f32"))
+    params=float32,compute=bfloat16,output=float32
+    >>> print(ols.get_policy("mixed_float16"))
+    params=float32,compute=float16,output=float32,level=O1
+
+  References:
+    jmp 0.0.4; MindSpore's amp_level; Paddle's auto_cast; Keras 3's dtype
+    policies; Ascend's precision_mode and precision_mode_v2.
+  """
+  if isinstance(policy, Policy):
+    return policy
+  if isinstance(policy, str):
+    return _read(policy)
+  if all(hasattr(policy, name) for name in FIELDS):
+    return Policy(*(getattr(policy, name) for name in FIELDS))
+  raise TypeError(
+    "`policy` must be a string, a Policy, or an object with `param_dtype`, "
+    "`compute_dtype` and `output_dtype` such as a jmp.Policy, got "
+    f"{policy!r} of type {type(policy).__name__}; for one dtype everywhere "
+    "pass its name, such as 'float16', and of a Keras policy its `name`."
+  )
+
+
+def _read(policy: str) -> Policy:
+  """Returns the policy of a string."""
+  if "=" in policy:
+    return _parse(policy)
+  if policy in _NAMES:
+    return _NAMES[policy]
+  if _is_dtype(policy):
+    return _all_in(_dtype(policy))
+  known = (*_NAMES, *_DTYPE_NAMES)
+  raise ValueError(
+    f"`policy` must be a name that is known, or dtypes such as {_EXAMPLE}, got "
+    f"{policy!r}{_nearest(policy, known)} The names are {', '.join(known)}."
+  )
+
+
+def _parse(policy: str) -> Policy:
+  """Returns the policy of a string such as "p=f32,c=f16,level=O1"."""
+  values: dict[str, str] = {}
+  for part in policy.split(","):
+    key, equals, value = part.partition("=")
+    if not equals or "=" in value:
+      raise ValueError(
+        "`policy` must be dtypes with a comma between one and the next, such "
+        f"as {_EXAMPLE}, got {part!r} in {policy!r}."
+      )
+    if key not in _KEYS:
+      raise ValueError(
+        "`policy` must have the keys params (p), compute (c), output (o) and "
+        f"level, got {key!r} in {policy!r}{_nearest(key, _KEYS)}"
+      )
+    if _KEYS[key] in values:
+      raise ValueError(
+        "`policy` must have each key once, got a second "
+        f"{_KEYS[key]!r} in {policy!r}; leave one of them out."
+      )
+    values[_KEYS[key]] = value
+  level = values.pop("level", None)
+  if level is not None and not values:
+    _levels.find_level(level)
+    return _NAMES[level]
+  for key, value in values.items():
+    if not _is_dtype(value):
+      raise ValueError(
+        f"`policy` must have a dtype for {key!r}, one of "
+        f"{', '.join(_DTYPE_NAMES)}, got {value!r} in {policy!r}"
+        f"{_nearest(value, _DTYPE_NAMES)}"
+      )
+  params = values.get("params", "float32")
+  compute = values.get("compute", params)
+  output = values.get("output", compute)
+  return Policy(*map(_dtype, (params, compute, output)), level=level)
+
+
+def _is_dtype(name: str) -> bool:
+  if name in _DTYPE_NAMES:
+    return True
+  if not name.isidentifier():
+    return False  # Not to NumPy, which reads whole records out of a string.
+  # By its own name alone: NumPy has others, and another "half".
+  found, _ = arguments.read_dtype(name)
+  return found is not None and str(found.name) == name
+
+
+def _dtype(name: str) -> Any:
+  if name == "half":
+    is_tpu = jax.local_devices()[0].platform == "tpu"
+    return jnp.bfloat16 if is_tpu else jnp.float16
+  return _DTYPES.get(name, name)
+
+
+def _nearest(got: str, known: Iterable[str]) -> str:
+  """Returns the end of an error's sentence: the nearest names, if any are."""
+  # Upper and lower case are easily mistaken, so they count as the same.
+  names = {name.lower(): name for name in known}
+  close = difflib.get_close_matches(got.lower(), names)
+  if not close:
+    return "."
+  return f"; did you mean {' or '.join(repr(names[x]) for x in close)}?"

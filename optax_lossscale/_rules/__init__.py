@@ -1,0 +1,1 @@
+"""The rules that move the loss scale S."""

@@ -1,0 +1,98 @@
+"""What every rule for the loss scale S is: the extension point."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._base import arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale(abc.ABC):
+  """A rule for the loss scale S: where it starts and how each step moves it.
+
+  Subclass it for a rule of your own: a frozen dataclass for the configuration
+  and any pytree of arrays with an attribute `loss_scale`, float32[], for the
+  state. Everything in this library takes it as it takes the rules below.
+
+  Attributes:
+    skip: whether an overflow skips the step. False: the inner update runs as it
+      comes, and the overflow is only reported, also to the rule.
+
+  Examples:
+    A rule that halves S every step and starts over at an overflow:
+
+    >>> import dataclasses
+    >>> from typing import NamedTuple
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> class HalvingState(NamedTuple):
+    ...   loss_scale: jax.Array
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Halving(ols.LossScale):
+    ...   start: float = 1024.0
+    ...
+    ...   def init(self):
+    ...     return HalvingState(jnp.float32(self.start))
+    ...
+    ...   def update(self, state, overflow, *, amax=None):
+    ...     halved = state.loss_scale / 2
+    ...     return HalvingState(jnp.where(overflow, self.start, halved))
+    >>> rule = Halving()
+    >>> state = rule.update(rule.init(), overflow=False)
+    >>> print(state.loss_scale)
+    512.0
+  """
+
+  skip: bool = dataclasses.field(default=True, kw_only=True)
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "skip", arguments.check_flag("skip", self.skip))
+
+  @abc.abstractmethod
+  def init(self) -> Any:
+    """Returns the state before the first step, with S as `loss_scale`."""
+
+  @abc.abstractmethod
+  def update(
+    self,
+    state: Any,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> Any:
+    """Returns the state after a step.
+
+    It runs inside jit, so it is pure and decides with `jnp.where`.
+
+    Args:
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
+      amax: float32[], the largest absolute value among the scaled gradients,
+        NaN if one of them was NaN; None if nobody measured it.
+    """
+
+  def measure(self, gradients: Any) -> Any:
+    """Returns what `update` is to get as `measured=`; None for nothing.
+
+    Args:
+      gradients: the scaled gradients. What is measured must be a pytree of
+        numbers that add up over devices, such as counts.
+    """
+    del gradients
+
+  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+    """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
+
+    The wrapper reports it.
+
+    Args:
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
+    """
+    del state, overflow
+    return jnp.full((), False)

@@ -1,0 +1,352 @@
+"""The one state machine behind every rule that counts overflows.
+
+Loss scalers differ in a handful of choices: what growth waits for, what
+forgives an earlier overflow, between which bounds S stays. Here those choices
+are data and the machine is one, so another system's rule is another `Engine`.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Any
+from typing import get_args
+from typing import Literal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._base import arguments
+
+# MindSpore's manager gives up after this many overflows in a row.
+MOST_OVERFLOWS_IN_A_ROW = 1000
+
+
+class Failure(enum.IntEnum):
+  """Where a system gives up: the code in the state, 0 for not yet."""
+
+  AT_MINIMUM = 1
+  BELOW_MINIMUM = 2
+  TOO_MANY_OVERFLOWS = 3
+
+
+class DynamicLossScaleState(NamedTuple):
+  """State of a loss scale that grows on clean steps and shrinks on overflow.
+
+  The first three are in every such state; the others are None, and so no leaf
+  of the pytree, unless the rule needs them.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+    clean_steps: int32[], steps without overflow since S last moved or the last
+      overflow, whichever is later.
+    overflows: int32[], overflows that count towards the hysteresis.
+    total_steps: int32[], steps so far, where a checkpoint has that number.
+    growth_interval: float32[], the clean steps that growth waits for, where
+      that moves with S.
+    steps_since_move: int32[], steps since S last moved, and
+    overflows_since_shrink: int32[], overflows since it last shrank, where it
+      shrinks on a share of overflows.
+    failure: int32[], a `Failure` once the rule's system would have given up.
+  """
+
+  loss_scale: jax.Array
+  clean_steps: jax.Array
+  overflows: jax.Array
+  total_steps: Any = None
+  growth_interval: Any = None
+  steps_since_move: Any = None
+  overflows_since_shrink: Any = None
+  failure: Any = None
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+  def __repr__(self) -> str:
+    fields = ", ".join(
+      f"{name}={value!r}"
+      for name, value in self._asdict().items()
+      if value is not None
+    )
+    return f"{type(self).__name__}({fields})"
+
+
+GrowthTest = Literal["at_least", "equal", "multiple"]
+
+
+class _Step(NamedTuple):
+  """What one step does: S as the rule wants it, and what moves with it."""
+
+  clean_steps: jax.Array
+  overflows: jax.Array
+  shrinks: jax.Array
+  grows: jax.Array
+  wanted: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine:
+  """Where S starts, when it moves, and how far.
+
+  Whatever these say, S stays a normal float32: a move out of that range leaves
+  it where it is.
+
+  Attributes:
+    init_scale: the first S, if it is not above `max_scale`.
+    growth_factor: S is multiplied by it on growth.
+    backoff_factor: S is multiplied by it when it shrinks.
+    backoff_divides: S is divided by `backoff_factor` instead.
+    growth_interval: clean steps that growth waits for.
+    hysteresis: overflows that a shrink waits for.
+    shrink_test: how the count of overflows meets the hysteresis: "at_least" it,
+      or "equal" to it, so that a count which is past it never shrinks S.
+    min_scale: S shrinks to this at the least; 0 for no floor.
+    max_scale: S grows to this at the most; inf for no ceiling.
+    growth_test: how the count of clean steps meets the interval: "at_least" it;
+      "equal" to it, so that a count which is past the interval never grows; or
+      a "multiple" of it, where the count runs on after growth.
+    refill: what forgives the overflows counted so far: a "clean" step, a
+      "growth", a "backoff".
+    initial_clean_steps: where the count of clean steps starts, at first and
+      after an overflow; -1 makes the growth after it wait one step more.
+    growth_below: S grows only from below this.
+    hold_below: where a shrink would take S below this, S stays instead.
+    tolerance: the share of overflows, among the steps since S last moved, that
+      a shrink waits for; None for a rule that does not know such a share.
+    interval_factor: the growth interval is multiplied by it on growth, and
+      divided by it, rounded down, when S shrinks.
+    failure: where the system gives up; None for nowhere.
+    notes_failure: whether that is noted in the state.
+    counts_steps: whether the state has `total_steps`.
+  """
+
+  init_scale: float
+  growth_factor: float
+  backoff_factor: float
+  backoff_divides: bool = False
+  growth_interval: int
+  hysteresis: int = 1
+  shrink_test: Literal["at_least", "equal"] = "at_least"
+  min_scale: float = 0.0
+  max_scale: float = math.inf
+  growth_test: GrowthTest = "at_least"
+  refill: frozenset[str] = frozenset({"clean"})
+  initial_clean_steps: int = 0
+  growth_below: float = math.inf
+  hold_below: float = 0.0
+  tolerance: float | None = None
+  interval_factor: float = 1.0
+  failure: Failure | None = None
+  notes_failure: bool = True
+  counts_steps: bool = False
+
+  def __post_init__(self) -> None:
+    if self.growth_test not in get_args(GrowthTest):
+      raise ValueError(
+        f"`growth_test` must be one of {', '.join(get_args(GrowthTest))}, got "
+        f"{self.growth_test!r}."
+      )
+    if not self.refill <= {"clean", "growth", "backoff"}:
+      raise ValueError(
+        "`refill` must be made of 'clean', 'growth' and 'backoff', got "
+        f"{set(self.refill)}."
+      )
+
+  def init(self) -> DynamicLossScaleState:
+    """Returns the state of a machine that has seen no step."""
+
+    def count(start: int, is_needed: bool) -> jax.Array | None:
+      return jnp.full((), start, jnp.int32) if is_needed else None
+
+    return DynamicLossScaleState(
+      loss_scale=jnp.full(
+        (), min(self.init_scale, self.max_scale), jnp.float32
+      ),
+      clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
+      overflows=jnp.full((), 0, jnp.int32),
+      total_steps=count(0, self.counts_steps),
+      growth_interval=(
+        None
+        if self.interval_factor == 1
+        # In float32, since a factor of 1.5 leaves the integers.
+        else jnp.full((), self.growth_interval, jnp.float32)
+      ),
+      steps_since_move=count(0, self.tolerance is not None),
+      overflows_since_shrink=count(0, self.tolerance is not None),
+      failure=count(0, self.failure is not None),
+    )
+
+  def update(
+    self, state: DynamicLossScaleState, overflow: jax.Array | bool
+  ) -> DynamicLossScaleState:
+    """Returns the state after one more step."""
+    overflow = jnp.asarray(overflow, bool)
+    step = self._step(state, overflow)
+    clean_steps, overflows = step.clean_steps, step.overflows
+    if self.growth_test != "multiple":
+      clean_steps = jnp.where(step.grows, 0, clean_steps)
+    if "growth" in self.refill:
+      overflows = jnp.where(step.grows, 0, overflows)
+    if "backoff" in self.refill:
+      overflows = jnp.where(step.shrinks, 0, overflows)
+    state = state._replace(
+      loss_scale=jnp.where(
+        _is_usable(step.wanted) & ~self._is_held(step),
+        step.wanted,
+        state.loss_scale,
+      ),
+      clean_steps=clean_steps,
+      overflows=overflows,
+      failure=self._next_failure(state, step),
+    )
+    if self.counts_steps:
+      state = state._replace(total_steps=_increment(state.total_steps))
+    if self.interval_factor != 1:
+      state = state._replace(growth_interval=self._next_interval(state, step))
+    if self.tolerance is not None:
+      since_move, since_shrink = _count_share(state, overflow)
+      state = state._replace(
+        steps_since_move=jnp.where(step.grows | step.shrinks, 0, since_move),
+        overflows_since_shrink=jnp.where(step.shrinks, 0, since_shrink),
+      )
+    return state
+
+  def stalled(
+    self, state: DynamicLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: S cannot follow this step.
+
+    It overflowed with S at the floor, or S would leave the normal float32
+    numbers.
+    """
+    overflow = jnp.asarray(overflow, bool)
+    step = self._step(state, overflow)
+    at_floor = state.loss_scale == jnp.float32(self.min_scale)
+    return overflow & at_floor | self._is_held(step) | ~_is_usable(step.wanted)
+
+  def _step(self, state: DynamicLossScaleState, overflow: jax.Array) -> _Step:
+    clean_steps = jnp.where(
+      overflow,
+      jnp.int32(self.initial_clean_steps),
+      _increment(state.clean_steps),
+    )
+    kept_overflows = (
+      jnp.zeros_like(state.overflows)
+      if "clean" in self.refill
+      else state.overflows
+    )
+    overflows = jnp.where(overflow, _increment(state.overflows), kept_overflows)
+
+    shrinks = overflow & (
+      overflows == self.hysteresis
+      if self.shrink_test == "equal"
+      else overflows >= self.hysteresis
+    )
+    if self.tolerance is not None:
+      since_move, since_shrink = _count_share(state, overflow)
+      shrinks &= since_shrink / since_move >= jnp.float32(self.tolerance)
+    grows = ~overflow & self._is_time_to_grow(state, clean_steps)
+    return _Step(
+      clean_steps=clean_steps,
+      overflows=overflows,
+      shrinks=shrinks,
+      grows=grows,
+      wanted=jnp.where(
+        shrinks,
+        self._shrunk(state.loss_scale),
+        jnp.where(grows, self._grown(state.loss_scale), state.loss_scale),
+      ),
+    )
+
+  def _shrunk(self, loss_scale: jax.Array) -> jax.Array:
+    if self.backoff_divides:
+      smaller = _divide(loss_scale, self.backoff_factor)
+    else:
+      smaller = loss_scale * jnp.float32(self.backoff_factor)
+    return jnp.maximum(smaller, jnp.float32(self.min_scale))
+
+  def _grown(self, loss_scale: jax.Array) -> jax.Array:
+    larger = jnp.minimum(
+      loss_scale * jnp.float32(self.growth_factor), np.float32(self.max_scale)
+    )
+    is_below = loss_scale < np.float32(self.growth_below)
+    return jnp.where(is_below, larger, loss_scale)
+
+  def _is_time_to_grow(
+    self, state: DynamicLossScaleState, clean_steps: jax.Array
+  ) -> jax.Array:
+    interval = jnp.int32(self.growth_interval)
+    if state.growth_interval is not None:
+      interval = state.growth_interval
+      clean_steps = clean_steps.astype(jnp.float32)
+    match self.growth_test:
+      case "at_least":
+        return clean_steps >= interval
+      case "equal":
+        return clean_steps == interval
+      case "multiple":
+        return (clean_steps > 0) & (clean_steps % interval == 0)
+
+  def _is_held(self, step: _Step) -> jax.Array:
+    return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
+
+  def _next_interval(
+    self, state: DynamicLossScaleState, step: _Step
+  ) -> jax.Array:
+    interval: jax.Array = state.growth_interval
+    shorter = jnp.floor(_divide(interval, self.interval_factor))
+    longer = interval * jnp.float32(self.interval_factor)
+    unless_shorter = jnp.where(step.grows, longer, interval)
+    return jnp.where(step.shrinks, jnp.maximum(shorter, 1), unless_shorter)
+
+  def _next_failure(
+    self, state: DynamicLossScaleState, step: _Step
+  ) -> jax.Array | None:
+    """Returns the first failure of this run, which stays."""
+    match self.failure:
+      case None:
+        return None
+      case Failure.AT_MINIMUM:
+        at_minimum = state.loss_scale == jnp.float32(self.min_scale)
+        fails = step.shrinks & at_minimum
+      case Failure.BELOW_MINIMUM:
+        fails = self._is_held(step)
+      case Failure.TOO_MANY_OVERFLOWS:
+        fails = step.overflows > MOST_OVERFLOWS_IN_A_ROW
+    if not self.notes_failure:
+      return jnp.zeros_like(state.failure)
+    failure = jnp.where(fails, jnp.int32(self.failure), 0)
+    return jnp.where(state.failure == 0, failure, state.failure)
+
+
+def _increment(count: jax.Array) -> jax.Array:
+  # Stops at the largest int32 instead of wrapping around.
+  incremented: jax.Array = optax.safe_increment(count)
+  return incremented
+
+
+def _divide(x: jax.Array, divisor: float) -> jax.Array:
+  # XLA makes a division by a constant a product with its reciprocal, which
+  # rounds otherwise. What depends on `x`, which is positive, is no constant.
+  return x / jnp.where(x > 0, jnp.float32(divisor), jnp.float32(1))
+
+
+def _is_usable(loss_scale: jax.Array) -> jax.Array:
+  return (loss_scale >= arguments.SMALLEST_SCALE) & (
+    loss_scale <= arguments.LARGEST_SCALE
+  )
+
+
+def _count_share(
+  state: DynamicLossScaleState, overflow: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the steps since S moved and the overflows since it shrank."""
+  since_shrink = state.overflows_since_shrink
+  return (
+    _increment(state.steps_since_move),
+    jnp.where(overflow, _increment(since_shrink), since_shrink),
+  )

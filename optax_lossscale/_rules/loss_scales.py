@@ -1,0 +1,210 @@
+"""The rules that move the loss scale S: configuration here, arrays in state."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._rules import base
+from optax_lossscale._rules import engine
+
+
+class FixedLossScaleState(NamedTuple):
+  """State of a loss scale that never moves.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+  """
+
+  loss_scale: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(base.LossScale):
+  """A loss scale that never moves.
+
+  It is the right rule when a good S is known: no step is lost to finding it. S
+  lives in the state, so another `scale` moves nothing in a run that has begun:
+  set it there, `optax.tree.set(opt_state, loss_scale_state=rule.init())`.
+
+  Attributes:
+    scale: the first S, and every later one, a normal float32. A power of two
+      makes scaling exact.
+    skip: whether an overflow skips the step (keyword only).
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if `scale` is not a usable loss scale.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.FixedLossScale(1024.0)
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, state.inv_scale)
+    1024.0 0.0009765625
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2.
+  """
+
+  scale: float = 2.0**10
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    object.__setattr__(
+      self, "scale", arguments.check_scale("scale", self.scale)
+    )
+
+  def init(self) -> FixedLossScaleState:
+    """Returns the state, which is the same at every step."""
+    return FixedLossScaleState(jnp.full((), self.scale, jnp.float32))
+
+  def update(
+    self,
+    state: FixedLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> FixedLossScaleState:
+    """Returns `state`. See `LossScale.update`."""
+    del overflow, amax
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(base.LossScale):
+  """A loss scale that grows on clean steps and shrinks on overflow.
+
+  It finds S by itself and follows the gradients as they shrink during training,
+  at the price of a skipped step now and then.
+
+  Attributes:
+    init_scale: the first S. The default is the largest power of two that
+      float16 holds, so a loss in float16 works from the first step.
+    growth_factor: S is multiplied by it on growth; above 1.
+    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
+    growth_interval: S grows on exactly this many clean steps in a row, counted
+      from the last overflow or growth.
+    hysteresis: S shrinks on this many overflows in a row, and on each further
+      one of that row. A clean step ends the row.
+    min_scale: the floor. The default is the smallest normal float16; a loss in
+      float16 cannot carry an S below 2**-24 at all.
+    max_scale: the ceiling. The default is the largest power of two whose
+      inverse is a normal float32.
+    skip: whether an overflow skips the step.
+
+  All but the first are keyword only. Factors that are powers of two make
+  scaling exact.
+
+  A run goes on with other arguments and the same state. They hold from the next
+  step on: with a smaller `growth_interval` S grows on the next clean step if
+  the count is past it, and with other bounds S comes between them on the next
+  step, whether it overflows or not. Another `init_scale` moves nothing.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.DynamicLossScale(2.0**15, growth_interval=2)
+    >>> state = rule.init()
+    >>> for overflow in (True, False, False):
+    ...   state = rule.update(state, overflow)
+    ...   print(state.loss_scale)
+    16384.0
+    16384.0
+    32768.0
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` is what Megatron-LM
+    documents; its code forgives earlier overflows on growth only.
+  """
+
+  init_scale: float = 2.0**15
+  _: dataclasses.KW_ONLY
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  hysteresis: int = 1
+  min_scale: float = 2.0**-14
+  max_scale: float = 2.0**126
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checked = {
+      "init_scale": arguments.check_scale("init_scale", self.init_scale),
+      "min_scale": arguments.check_scale("min_scale", self.min_scale),
+      "max_scale": arguments.check_scale("max_scale", self.max_scale),
+      "growth_factor": arguments.check_growth_factor(
+        "growth_factor", self.growth_factor
+      ),
+      "backoff_factor": arguments.check_backoff_factor(
+        "backoff_factor", self.backoff_factor
+      ),
+      "growth_interval": arguments.check_count(
+        "growth_interval", self.growth_interval
+      ),
+      "hysteresis": arguments.check_count("hysteresis", self.hysteresis),
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+    if not (
+      np.float32(self.min_scale)
+      <= np.float32(self.init_scale)
+      <= np.float32(self.max_scale)
+    ):
+      raise ValueError(
+        "`init_scale` must lie between `min_scale` and `max_scale`, got "
+        f"`init_scale`={self.init_scale!r}, `min_scale`={self.min_scale!r}, "
+        f"`max_scale`={self.max_scale!r}."
+      )
+
+  @property
+  def _as_engine(self) -> engine.Engine:
+    return engine.Engine(
+      init_scale=self.init_scale,
+      growth_factor=self.growth_factor,
+      backoff_factor=self.backoff_factor,
+      growth_interval=self.growth_interval,
+      hysteresis=self.hysteresis,
+      min_scale=self.min_scale,
+      max_scale=self.max_scale,
+    )
+
+  def init(self) -> engine.DynamicLossScaleState:
+    """Returns the state before the first step."""
+    return self._as_engine.init()
+
+  def update(
+    self,
+    state: engine.DynamicLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> engine.DynamicLossScaleState:
+    """Returns the state after a step. See `LossScale.update`."""
+    del amax
+    state = self._as_engine.update(state, overflow)
+    # Inside of them by itself, unless the bounds or S were changed in mid-run.
+    loss_scale = jnp.minimum(state.loss_scale, jnp.float32(self.max_scale))
+    return state._replace(
+      loss_scale=jnp.maximum(loss_scale, jnp.float32(self.min_scale))
+    )
+
+  def stalled(
+    self, state: engine.DynamicLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    is_below = state.loss_scale < jnp.float32(self.min_scale)
+    return self._as_engine.stalled(state, overflow) | (is_below & overflow)

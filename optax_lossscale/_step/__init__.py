@@ -1,0 +1,1 @@
+"""One step: scaled gradients, the check, the update or the skip, the next S."""

@@ -1,0 +1,370 @@
+"""Gradients of a batch too large for one pass, from its micro-batches."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._step import backward
+from optax_lossscale._step import checks
+from optax_lossscale._step import devices
+from optax_lossscale._step import findings
+from optax_lossscale._step import requirements
+from optax_lossscale._step import skipping
+from optax_lossscale._step import states
+
+
+def accumulated_value_and_grad(
+  fun: Callable[..., Any],
+  opt_state: Any,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  microbatches: int,
+  drop: bool = False,
+  batch_argnums: int | Sequence[int] | None = None,
+  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  overflow_fn: Callable[[Any], Any] | None = None,
+  axis_name: Any = None,
+  mask: Any = None,
+  allow_int: bool = False,
+  path: str | None = None,
+) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
+  """Returns a function for the loss and its scaled gradients, batch by batch.
+
+  For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
+  mean of `fun` over micro-batches, which are computed one after the other, in
+  one scan. S is the same in all of them. The gradients are summed up in
+  float32, so that their sum overflows nowhere, and each micro-batch is looked
+  at for itself: in the sum an overflow might not show, and one step later it
+  would still be there.
+
+  What one overflow costs is your choice. As it is, the window is void: all
+  gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
+  the micro-batches that overflowed are left out of the mean, and the rest
+  makes a step, if there is any. `update` has to be told, or S stays where it is
+  while micro-batches are dropped:
+
+    loss, grads, overflow = value_and_grad(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
+
+  Args:
+    fun: a function that returns a real scalar, the mean over its batch, or
+      `(loss, aux)` with `has_aux`, aux being arrays. Each micro-batch counts
+      the same.
+    opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    microbatches: how many there are. It divides the batch.
+    drop: whether a micro-batch that overflows is left out; else all are void.
+    batch_argnums: which positional arguments are split along the first axis of
+      their leaves; None for all but those of `argnums`. The other arguments,
+      and those passed by name, are given to each micro-batch as they are. For
+      noise pass jax.random.split(jax.random.key(0), microbatches): `fun` gets
+      an array of one key.
+    check: what counts as an overflow: the check of `loss_scaling`, since that
+      sees only what comes out here.
+    overflow_fn: a reason of your own, from the scaled gradients of a
+      micro-batch, with all leaves, to a bool, number or array of which any
+      non-zero entry is an overflow.
+    axis_name: a mapped axis, or several, over which devices decide together
+      about each micro-batch: where parameters are sharded under `shard_map`.
+    mask: as in `loss_scaling`, for what is differentiated.
+    allow_int: whether to allow differentiation with respect to integers.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A function with the arguments of `fun` that returns `(loss,
+    scaled_gradients, overflow)`, or `((loss, aux), ...)`.
+    loss: float32[] or wider, the mean over the micro-batches that count, or
+      over all if none does.
+    aux: with a leading axis for the micro-batches.
+    scaled_gradients: float32 or wider. Leaves that are no gradients, see
+      `mask`, pass from one micro-batch to the next, an overflow keeping the old
+      value, and the last one's is returned.
+    overflow: whether any micro-batch overflowed, as a flag; with `flags`
+      (bool[microbatches]) for which, `amax` (float32[microbatches]) and `valid`
+      (int32[], how many did not). It is for `update`.
+
+    Micro-batch i has the examples i, i + microbatches, ..., so that a batch
+    that is sharded over devices stays where it is, as long as each device's
+    share is divided by `microbatches` as well.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if `opt_state` holds no scale or several; when called, if the
+      batch has no first axis, or axes of different sizes, or is not divided by
+      `microbatches`, if a function being traced has closed over `opt_state`,
+      if `fun` changes an object in place, or, as far as JAX tracks what varies
+      by device, if devices could drop different micro-batches of one model.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
+    >>> params = jnp.float32(1.0)
+    >>> opt_state = tx.init(params)
+    >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
+    >>> value_and_grad = ols.accumulated_value_and_grad(
+    ...   loss_fn, opt_state, microbatches=2, drop=True
+    ... )
+    >>> batch = jnp.array([1.0, 2.0, 3.0, jnp.inf])
+    >>> loss, grads, overflow = value_and_grad(params, batch)
+    >>> print(loss, grads, overflow.flags, overflow.valid)
+    2.0 16.0 [False  True] 1
+    >>> updates, opt_state = tx.update(
+    ...   grads, opt_state, params, overflow=overflow
+    ... )
+    >>> print(updates, ols.get_loss_scale(opt_state))
+    -1.0 4.0
+  """
+  k = arguments.check_count("microbatches", microbatches, unit="micro-batches")
+  drop = arguments.check_flag("drop", drop)
+  requirements.check_check(check)
+  names = devices.axis_names("axis_name", axis_name)
+  # A scale on its own, since the scan is a function being traced.
+  loss_scale = states.get_loss_scale(opt_state, path=path)
+  value_and_grad = backward.scaled_value_and_grad(
+    fun, loss_scale, arguments.as_tuple(argnums), has_aux, allow_int=allow_int
+  )
+
+  def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
+    # In the form that `update` is given, for a tree of dtypes in the check.
+    whole = arguments.like(argnums, gradients)
+    summands = leaves.leave_out(arguments.like(argnums, is_summed), whole)
+    finding = findings.examine(check, summands)
+    if overflow_fn is not None:
+      finding = findings.report(finding, overflow_fn(whole))
+    if names:
+      finding = findings.agree(finding, names)
+    together = jax.tree.leaves(summands) + ([loss] if drop else [])
+    devices.refuse_split(finding.overflow, together, names)
+    return finding
+
+  @functools.wraps(fun)
+  def accumulated(
+    *args: Any, **kwargs: Any
+  ) -> tuple[Any, Any, findings.WindowOverflow]:
+    states.refuse_frozen(opt_state, path)
+    places = arguments.find_places(argnums, batch_argnums, len(args))
+    given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
+    is_overwritten, is_summed = _kinds(argnums, mask, given)
+
+    def add(carry: _Carry, batches: dict[int, Any]) -> tuple[_Carry, _Outcome]:
+      current = dict(enumerate(args)) | batches
+      changed = leaves.merge(is_overwritten, carry.overwritten, given)
+      current |= zip(places.differentiated, changed, strict=True)
+      value, gradients = value_and_grad(*current.values(), **kwargs)
+      loss = value[0] if has_aux else value
+      finding = examine(gradients, is_summed, loss)
+      return (
+        _Carry(
+          skipping.select(
+            finding.overflow,
+            carry.overwritten,
+            leaves.leave_out(is_overwritten, gradients),
+          ),
+          _add(
+            carry.sums,
+            leaves.leave_out(is_summed, gradients),
+            finding.overflow if drop else None,
+            k,
+          ),
+        ),
+        _Outcome(value, finding.overflow, finding.amax),
+      )
+
+    end, outcomes = lax.scan(
+      add,
+      _Carry(
+        leaves.leave_out(is_overwritten, given),
+        _zeros(leaves.leave_out(is_summed, given)),
+      ),
+      _split({i: args[i] for i in places.batched}, k),
+      length=k,
+    )
+    losses, aux = outcomes.value if has_aux else (outcomes.value, None)
+    overflow = findings.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
+    valid = ~overflow.flags
+    counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
+    means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
+    others = leaves.merge(is_overwritten, end.overwritten, _float0(given))
+    gradients = leaves.merge(is_summed, means, others)
+    loss = _mean_loss(losses, counted)
+    return (
+      (loss, aux) if has_aux else loss,
+      arguments.like(argnums, gradients),
+      overflow,
+    )
+
+  return accumulated
+
+
+class _Carry(NamedTuple):
+  """What passes from one micro-batch to the next.
+
+  Attributes:
+    overwritten: the leaves that are no gradients, masked nodes elsewhere.
+    sums: of the gradients, masked nodes elsewhere.
+  """
+
+  overwritten: Any
+  sums: Any
+
+
+class _Outcome(NamedTuple):
+  """What one micro-batch comes to: the value of `fun`, and the check's."""
+
+  value: Any
+  overflow: jax.Array
+  amax: jax.Array
+
+
+def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
+  """Returns two trees of bools: what has a next value, what a gradient."""
+  is_kept = leaves.resolve_mask(mask, arguments.like(argnums, given))
+  is_kept = jax.tree.unflatten(
+    jax.tree.structure(given), jax.tree.leaves(is_kept)
+  )
+  return (
+    jax.tree.map(lambda is_kept: not is_kept, is_kept),
+    jax.tree.map(
+      lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, given
+    ),
+  )
+
+
+def _float0(given: Any) -> Any:
+  """Returns what JAX gives for a gradient where there is none."""
+  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
+
+
+def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
+  """Returns arguments with a first axis for the micro-batches."""
+  sizes: dict[int, str] = {}
+
+  def split_leaf(path: tuple[Any, ...], x: Any) -> Any:
+    place = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
+    shape = np.shape(x)
+    if not shape:
+      raise ValueError(
+        "the batch must have a first axis to be split along, got a scalar as "
+        f"{place}; give `batch_argnums` the arguments that are to be split, or "
+        "in place of a random key jax.random.split(key, microbatches)."
+      )
+    # Of random keys there may be one an example, or one a micro-batch.
+    if not _is_key(x):
+      sizes.setdefault(shape[0], place)
+    if len(sizes) > 1:
+      raise ValueError(
+        "the batch must have a first axis of one size, got "
+        + " and ".join(f"{size} in {place}" for size, place in sizes.items())
+        + "; give `batch_argnums` the arguments that are to be split."
+      )
+    if shape[0] % microbatches:
+      raise ValueError(
+        f"`microbatches` must divide the batch, got {microbatches} for "
+        f"{shape[0]} examples in {place}."
+      )
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    _check_share(x, microbatches, place)
+    # The first axis stays the first for as long as it can be sharded.
+    x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
+    return x.swapaxes(0, 1)
+
+  arguments: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
+  return arguments
+
+
+def _zeros(params: Any) -> Any:
+  """Returns the sums of no gradients, in float32 at least."""
+  return jax.tree.map(
+    lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)), params
+  )
+
+
+def _add(
+  sums: Any,
+  gradients: Any,
+  is_left_out: jax.Array | None,
+  microbatches: int,
+) -> Any:
+  """Returns the sums with one more micro-batch."""
+
+  def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
+    # Wide before the product, which float16 might not hold.
+    summand = x.astype(total.dtype) / _power_of_two(microbatches)
+    if is_left_out is None:
+      return total + summand
+    # Selected and not multiplied: 0 times inf would be NaN.
+    return total + jnp.where(is_left_out, jnp.zeros_like(total), summand)
+
+  return jax.tree.map(add_leaf, sums, gradients)
+
+
+def _means(sums: Any, counted: jax.Array) -> Any:
+  """Returns the means of the gradients of which `add` made the sums."""
+  count = jnp.sum(counted)
+
+  def mean_leaf(total: jax.Array) -> jax.Array:
+    real = jnp.finfo(total.dtype).dtype
+    grow = _power_of_two(len(counted)) / count.astype(real)
+    mean = total * grow.astype(total.dtype)
+    # The mean of finite numbers is finite, though rounding may say otherwise.
+    return jnp.nan_to_num(mean)
+
+  return jax.tree.map(mean_leaf, sums)
+
+
+def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
+  """Returns gradients of which the wrapper sees that they are not usable."""
+  # Told apart, as in one batch.
+  fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
+  return jax.tree.map(
+    lambda x: jnp.where(is_void, fill.astype(x.dtype), x), gradients
+  )
+
+
+def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
+  """Returns the mean of those losses that count, in float32 at least."""
+  losses = losses.astype(leaves.at_least_float32(losses.dtype))
+  total = jnp.sum(jnp.where(counted, losses, jnp.zeros_like(losses)))
+  return total / jnp.sum(counted).astype(losses.dtype)
+
+
+def _power_of_two(microbatches: int) -> float:
+  """Returns one that is no smaller than the number of micro-batches.
+
+  To divide by it rounds nothing that stays a normal number, and the sum of so
+  many quotients is no larger than the largest dividend: it cannot overflow
+  where that does not.
+  """
+  return 2.0 ** math.ceil(math.log2(microbatches))
+
+
+def _check_share(x: Any, microbatches: int, place: str) -> None:
+  """Raises if devices of an explicit mesh would have to exchange examples."""
+  sharding = jax.typeof(x).sharding
+  axes = sharding.spec[0] or ()
+  names = axes if isinstance(axes, tuple) else (axes,)
+  devices = math.prod(sharding.mesh.shape[name] for name in names)
+  if x.shape[0] % (microbatches * devices):
+    raise ValueError(
+      "`microbatches` must divide the share of the batch that each device has, "
+      f"got {microbatches} for {x.shape[0]} examples on {devices} devices in "
+      f"{place}."
+    )
+
+
+def _is_key(x: Any) -> bool:
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

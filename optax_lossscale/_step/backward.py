@@ -1,0 +1,264 @@
+"""Gradients of S times the loss, and back."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
+from optax_lossscale._step import states
+
+
+def scaled_value_and_grad(
+  fun: Callable[..., Any],
+  opt_state: Any,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  allow_int: bool = False,
+  path: str | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a function for the loss and its *scaled* gradients.
+
+  It is `jax.value_and_grad` of S times `fun`, but the value is that of `fun`.
+  The gradients stay scaled: hand them to the `update` of `loss_scaling` with
+  the same `opt_state`.
+
+  A loss in float16 works: the product with S is formed in float32. Where the
+  loss's dtype does not hold S, the backward pass could only start from inf or,
+  in saturation mode, from a clipped S; the gradients are then inf, so that the
+  wrapper sees an overflow and S comes down. An S that is no power of two is
+  rounded to the loss's dtype, like every number there.
+
+  Args:
+    fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
+    opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    allow_int: whether to allow differentiation with respect to integers.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A function with the arguments of `fun` that returns
+    `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
+
+  Raises:
+    ValueError: if `opt_state` holds no scale or several; when called, if a
+      function being traced (jit, scan, shard_map ...) has closed over
+      `opt_state` and would keep its S, or if `fun` changes an object in place,
+      such as an nnx.Module, which would be lost.
+    TypeError: if `argnums` is not made of integers; when called, if `fun` does
+      not return a floating-point scalar.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1024.0))
+    >>> params = jnp.array([1.0, 2.0])
+    >>> opt_state = tx.init(params)
+    >>> loss_fn = lambda params: jnp.sum(params**2)
+    >>> loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+    >>> print(loss, grads)
+    5.0 [2048. 4096.]
+  """
+  loss_scale = states.get_loss_scale(opt_state, path=path)
+  _check_argnums(argnums)
+
+  value_and_grad = jax.value_and_grad(
+    scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
+    argnums,
+    has_aux=True,
+    allow_int=allow_int,
+  )
+
+  @functools.wraps(fun)
+  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    states.refuse_frozen(opt_state, path)
+    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
+    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+
+  return scaled_value_and_grad_fun
+
+
+def scale_loss(
+  loss: jax.Array, opt_state: Any, *, path: str | None = None
+) -> jax.Array:
+  """Returns S times the loss, in float32 at least.
+
+  The step by hand, for a gradient that `scaled_value_and_grad` does not fit:
+  differentiate what this returns, and hand the gradients to `update` or to
+  `unscale`. On hardware in saturation mode let the loss be float32, since an S
+  above 65504 would be clipped on its way into a float16 one.
+
+  Args:
+    loss: a floating-point array, mostly a scalar.
+    opt_state: an optimizer's state that holds a loss scale, or a scale.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    An array like `loss`, float32 where `loss` is narrower.
+
+  Raises:
+    TypeError: if `loss` is not floating point.
+    ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.scale_loss(jnp.float16(2.0), 2.0**16))
+    131072.0
+  """
+  _check_float("`loss`", loss)
+  states.refuse_frozen(opt_state, path)
+  loss_scale = states.get_loss_scale(opt_state, path=path)
+  # In float32: S itself may be inf in the loss's dtype.
+  dtype = leaves.at_least_float32(loss.dtype)
+  return loss.astype(dtype) * loss_scale.astype(dtype)
+
+
+def unscale(
+  scaled_gradients: Any, opt_state: Any, *, path: str | None = None
+) -> Any:
+  """Returns the gradients divided by S, in float32 at least.
+
+  For gradients that are used outside the wrapper: to log their norm, to hand
+  them to a line search as `grad=`. `update` itself takes them scaled.
+
+  Args:
+    scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
+      of Flax's `_overwrite_with_gradient` collection are returned as they are;
+      what else a `mask` leaves out of the wrapper is not known here.
+    opt_state: an optimizer's state that holds a loss scale, or a scale.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+  Returns:
+    A pytree like it; real leaves narrower than float32 are float32.
+
+  Raises:
+    ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.unscale(jnp.array([2.0, 4.0], jnp.float16), 2.0**25))
+    [5.9604645e-08 1.1920929e-07]
+  """
+  states.refuse_frozen(opt_state, path)
+  loss_scale = states.get_loss_scale(opt_state, path=path)
+  scaled_gradients = leaves.as_arrays(scaled_gradients)
+  is_gradient = leaves.resolve_mask(None, scaled_gradients)
+  return leaves.merge(
+    is_gradient,
+    leaves.unscale_tree(
+      leaves.leave_out(is_gradient, scaled_gradients), loss_scale
+    ),
+    scaled_gradients,
+  )
+
+
+def scaled_loss_fn(
+  fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
+) -> Callable[..., tuple[jax.Array, Any]]:
+  """Returns a function to differentiate: S times the loss, and the true one."""
+
+  @functools.wraps(fun)
+  def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    value = fun(*args, **kwargs)
+    loss = _check_pair(value)[0] if has_aux else value
+    _check_loss(loss)
+    return scale_loss(loss, loss_scale), (loss, value)
+
+  return scaled_fun
+
+
+def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun`, which raises if it changes an object that it is given.
+
+  What is differentiated is a copy, so the change would be lost: the batch
+  statistics of an nnx.Module, say.
+  """
+
+  @functools.wraps(fun)
+  def unchanging_fun(*args: Any, **kwargs: Any) -> Any:
+    before = jax.tree.leaves((args, kwargs))
+    value = fun(*args, **kwargs)
+    trees.check_unchanged(before, (args, kwargs))
+    return value
+
+  return unchanging_fun
+
+
+def inf_where_unusable(
+  loss_scale: jax.Array, loss_dtype: Any, gradients: Any
+) -> Any:
+  """Returns inf for every gradient if a loss of this dtype cannot carry S."""
+  finfo = jnp.finfo(loss_dtype)
+  smallest, largest = float(finfo.smallest_normal), float(finfo.max)
+  # Of the largest powers of two, so that bfloat16 passes: what is above its
+  # largest value becomes inf in it, which shows by itself.
+  if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
+    return gradients
+  # Among the subnormals the dtype holds whole multiples of the smallest one.
+  multiple = loss_scale / float(finfo.smallest_subnormal)
+  error = jnp.abs(jnp.round(multiple) - multiple)
+  is_usable = (loss_scale <= largest) & (error <= float(finfo.eps) * multiple)
+  is_gradient = leaves.resolve_mask(None, gradients)
+  return jax.tree.map(
+    lambda is_gradient, x: (
+      jnp.where(is_usable, x, np.asarray(np.inf, x.dtype))
+      if is_gradient and leaves.is_gradient(x)
+      else x
+    ),
+    is_gradient,
+    gradients,
+  )
+
+
+def _check_argnums(argnums: Any) -> None:
+  for number in arguments.as_tuple(argnums):
+    try:
+      arguments.check_integer("argnums", number, unit="")
+    except TypeError:
+      raise TypeError(
+        "`argnums` must be an integer or integers, got "
+        f"{type(number).__name__}; the arguments of `fun` go to the function "
+        "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
+      ) from None
+
+
+def _check_pair(value: Any) -> tuple[Any, Any]:
+  if not isinstance(value, tuple) or len(value) != 2:
+    raise TypeError(
+      "`fun` must return (loss, aux) if has_aux=True, got "
+      f"{type(value).__name__}."
+    )
+  return value
+
+
+def _check_loss(loss: Any) -> None:
+  if isinstance(loss, (tuple, list)):
+    raise TypeError(
+      f"`fun` must return a scalar loss, got a {type(loss).__name__} of "
+      f"{len(loss)}; for (loss, aux) pass has_aux=True."
+    )
+  _check_float("the loss that `fun` returns", loss)
+  if jnp.shape(loss) != ():
+    raise TypeError(
+      "`fun` must return a scalar loss, got an array of shape "
+      f"{jnp.shape(loss)}; take its mean or sum."
+    )
+
+
+def _check_float(name: str, value: Any) -> None:
+  if not hasattr(value, "dtype") or not jnp.issubdtype(
+    value.dtype, jnp.floating
+  ):
+    kind = getattr(value, "dtype", type(value).__name__)
+    raise TypeError(f"{name} must be a floating-point array, got {kind}.")

@@ -1,0 +1,181 @@
+"""What counts as an overflow: the checks, and what they find."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """Which gradients count as an overflow. Made by `nonfinite` or `saturated`.
+
+  Attributes:
+    saturating: whether the largest finite value already counts.
+    dtype: the computation's dtype, a tree of such dtypes, or a function from a
+      leaf's path to one; None stands for a leaf's own.
+  """
+
+  saturating: bool
+  dtype: Any = None
+
+  def __post_init__(self) -> None:
+    if not _is_function(self.dtype):
+      dtype = jax.tree.map_with_path(_as_dtype, self.dtype, is_leaf=_is_none)
+      object.__setattr__(self, "dtype", dtype)
+
+
+def nonfinite(dtype: Any = None) -> Check:
+  """Returns the check for hardware that produces inf and NaN (IEEE 754).
+
+  A step overflows if a scaled gradient is NaN, infinite, or beyond the largest
+  finite value of the dtype in which it was computed.
+
+  Args:
+    dtype: the computation's dtype, for gradients that are stored wider than
+      they were computed; without it each leaf's own. Per leaf it is a tree of
+      dtypes, of which the gradients may be an extension, or a function from a
+      leaf's path, such as "params/Dense_0/kernel", to a dtype; None in either
+      stands for the leaf's own.
+
+  Returns:
+    A check for `loss_scaling`.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
+      none; from `update`, if a function returned none.
+    ValueError: from `update`, if a tree does not fit the gradients.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> check = ols.nonfinite()
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> _, state = tx.update({"w": jnp.array([jnp.nan, 0.0])}, state)
+    >>> print(state.overflow, state.nan)
+    True True
+  """
+  return Check(saturating=False, dtype=dtype)
+
+
+def saturated(dtype: Any = None) -> Check:
+  """Returns the check for hardware that clips instead of producing inf.
+
+  In saturation mode an overflow leaves the largest finite value behind, 65504
+  in float16, and no inf. So a step overflows if a scaled gradient reaches that
+  value; NaN and inf count as well. An exact 65504 is also what true values
+  between 65488 and 65520 are rounded to: such a false alarm costs one step.
+
+  Gradients are float8 where parameters are stored in a float8 dtype, since
+  differentiation returns them in the dtype of the parameters, or where a
+  cotangent is cast to one and handed on as it is. Flax's FP8 layers do
+  neither: inside, they divide cotangents by a scale, clip them to float8_e5m2
+  and multiply by the scale again. So the gradients are in the computation's
+  dtype, which is the one to name here, and the largest float8 value means
+  nothing in them. No check of gradients sees an inf or a saturated value that
+  such a layer receives: in the gradients of its kernel and of all that comes
+  before it, it is clipped to the largest amax of the steps before. NaN passes.
+  The first entry of the layer's new `output_grad_amax_history` shows all of
+  them, and a flag made from it can be passed as `overflow=` to `update`.
+
+  Args:
+    dtype: the computation's dtype. Float32 gradients of float32 parameters do
+      not show in which dtype they were computed, so say it here; without it
+      each leaf's own is taken. Where layers differ, it is a tree of dtypes, of
+      which the gradients may be an extension, or a function from a leaf's path,
+      such as "params/Dense_0/kernel", to a dtype; None in either stands for the
+      leaf's own.
+
+  Returns:
+    A check for `loss_scaling`.
+
+  Raises:
+    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
+      none; from `update`, if a function returned none.
+    ValueError: from `update`, if a tree does not fit the gradients.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> check = ols.saturated(jnp.float16)
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
+    >>> print(state.overflow, state.nan)
+    True False
+
+    A layer that computes in float32 may have larger gradients:
+
+    >>> check = ols.saturated(lambda path: None if path == "w" else "float16")
+    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
+    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
+    >>> print(state.overflow)
+    False
+  """
+  return Check(saturating=True, dtype=dtype)
+
+
+def with_computation_dtypes(
+  check: Check, gradients: Any
+) -> list[tuple[jax.Array, Any]]:
+  """Returns each gradient with its computation's dtype, None for its own."""
+  if _is_function(check.dtype):
+    return [
+      (leaf, _as_dtype(path, check.dtype(_name(path))))
+      for path, leaf in jax.tree.leaves_with_path(gradients)
+      if leaves.is_gradient(leaf)
+    ]
+  dtypes = jax.tree.leaves(check.dtype, is_leaf=_is_none)
+  structure: Any = jax.tree.structure(check.dtype, is_leaf=_is_none)
+  try:
+    subtrees = structure.flatten_up_to(gradients)
+  except ValueError as error:
+    raise ValueError(
+      "`dtype` must be a tree of dtypes of which the gradients are an "
+      f"extension, got {structure} for gradients "
+      f"{jax.tree.structure(gradients)}."
+    ) from error
+  return [
+    (leaf, dtype)
+    for dtype, subtree in zip(dtypes, subtrees, strict=True)
+    for leaf in filter(leaves.is_gradient, jax.tree.leaves(subtree))
+  ]
+
+
+def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+  """Returns the dtype that a caller named for a leaf, None as it is."""
+  if dtype is None:
+    return None
+  found, name = arguments.read_dtype(dtype)
+  if found is None:
+    place = f" for {_name(path)!r}" if path else ""
+    raise TypeError(
+      "`dtype` must be a floating-point dtype such as jnp.float16, got "
+      f"{name}{place}."
+    )
+  return found
+
+
+def _is_function(dtype: Any) -> bool:
+  # What else can be called: a type such as jnp.float16, and a tree that is a
+  # layer. jax.tree_util.Partial is a tree to JAX, and a function to us.
+  is_tree = not jax.tree_util.all_leaves([dtype])
+  is_partial = isinstance(dtype, functools.partial)
+  return callable(dtype) and (
+    is_partial or not (is_tree or isinstance(dtype, type))
+  )
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")

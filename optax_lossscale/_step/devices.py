@@ -1,0 +1,269 @@
+"""Many devices: what varies along a mapped axis, and the mean over it."""
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._base import bits
+from optax_lossscale._base import leaves
+
+
+def pmean_gradients(
+  axis_name: Hashable | Sequence[Hashable],
+) -> optax.GradientTransformation:
+  """Returns the mean of the gradients over devices, for first place in `inner`.
+
+  Each device then looks at its own scaled gradients, where an overflow still
+  shows; the flag is agreed on; and what is averaged is unscaled, in float32.
+
+  It is for parameters of which every device has a copy. Gradients of parameters
+  that are split along the axis belong to different parameters.
+
+  Under `shard_map` as it is by default, JAX sums the gradients of such
+  parameters over the devices before anyone can look. So differentiate with
+  respect to `make_varying(params, axis_name)`.
+
+  Args:
+    axis_name: the mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
+      tuple or list.
+
+  Returns:
+    A transformation without a state. Leaves that are no floating or complex
+    arrays pass.
+
+  Raises:
+    TypeError: if `axis_name` names no axis.
+    ValueError: from `update`, while it is traced, if there is no such axis, or
+      if a gradient does not vary along it: it has been summed already. JAX
+      shows this under `shard_map` with `check_vma=True`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(1.0))
+    >>> tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0), axis_name="data")
+    >>> state = tx.init(jnp.zeros(()))
+    >>> update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
+    >>> print(update(jnp.array([8.0, 24.0])))
+    [-2. -2.]
+    >>> print(update(jnp.array([8.0, jnp.inf])))
+    [-0. -0.]
+  """
+  names = axis_names("axis_name", axis_name)
+  if not names:
+    raise TypeError(
+      "`axis_name` must name a mapped axis, or several in a tuple or list, got "
+      f"{axis_name!r}."
+    )
+
+  def mean(updates: optax.Updates, params: Any = None) -> optax.Updates:
+    del params
+    check_mapped("axis_name", names)
+    _refuse_reduced("pmean_gradients", updates, names)
+    return _map_gradients(lambda x: _mean(x, names), updates)
+
+  return optax.stateless(mean)
+
+
+def make_varying(tree: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+  """Returns the same values, as values that may differ by device.
+
+  Under `shard_map` as it is by default, JAX sums the gradients of replicated
+  parameters over the devices. That hides the overflow of one device behind the
+  others, and a sum over devices may itself overflow. The gradients of what this
+  returns are each device's own.
+
+  Args:
+    tree: parameters, or any pytree. Arrays of any dtype and random keys are
+      made to vary, other leaves pass.
+    axis_name: the mapped axis, or several in a tuple or list.
+
+  Returns:
+    A pytree like `tree`. Nothing is computed; under `pmap` and with
+    `check_vma=False`, where JAX does not track what varies, nothing happens.
+
+  Raises:
+    TypeError: if `axis_name` is no axis name.
+    ValueError: if there is no such axis.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(0.5))
+    >>> tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0), axis_name="data")
+    >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
+    >>> def step(params, opt_state, batch):
+    ...   local = ols.make_varying(params, "data")
+    ...   _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(local, batch)
+    ...   updates, opt_state = tx.update(grads, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state
+    >>> auto = (jax.sharding.AxisType.Auto,)
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
+    >>> specs = (jax.P(), jax.P(), jax.P("data"))
+    >>> step = jax.shard_map(
+    ...   step, mesh=mesh, in_specs=specs, out_specs=jax.P()
+    ... )
+    >>> params = jnp.ones(())
+    >>> print(jax.jit(step)(params, tx.init(params), 4 * jnp.ones(8))[0])
+    -1.0
+  """
+  names = axis_names("axis_name", axis_name)
+  check_mapped("axis_name", names)
+
+  def make_leaf_varying(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+      return x  # float0, a function.
+    missing = tuple(
+      name
+      for name in names
+      if varying_axes(lax.axis_index(name)) and name not in varying_axes(x)
+    )
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(make_leaf_varying, leaves.as_arrays(tree))
+
+
+def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
+  """Returns the names in what a caller passed, each once; none for None."""
+  if axis_name is None:
+    return ()
+  names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  if not all(isinstance(x, Hashable) and x is not None for x in names):
+    raise TypeError(
+      f"`{argument}` must name a mapped axis, or several in a tuple or list, "
+      f"got {axis_name!r}."
+    )
+  return tuple(dict.fromkeys(names))
+
+
+def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
+  """Raises where a name is not that of an axis around the caller."""
+  for name in names:
+    try:
+      lax.axis_size(name)
+    except NameError as error:
+      raise ValueError(
+        f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
+        f"this, got {name!r}, which is none; under plain jit leave it out."
+      ) from error
+
+
+def varying_axes(x: Any) -> frozenset[Hashable]:
+  """Returns the mapped axes along which JAX knows that an array may vary."""
+  # `mat` is not in JAX's reference yet, but what it documents prints it.
+  axes: frozenset[Hashable] = jax.typeof(x).mat.varying
+  return axes
+
+
+def average_scaled(
+  gradients: Any, names: Sequence[Hashable], overflow: jax.Array
+) -> Any:
+  """Returns the mean of scaled gradients over devices, in their own dtype."""
+  _refuse_reduced("average_scaled", gradients, names)
+
+  def average_leaf(x: jax.Array) -> jax.Array:
+    # A sum needs more bits than 8 have.
+    mean = _mean(x.astype(bits.carrier(x.dtype)), names)
+    # Without an overflow all that was averaged is finite, and so is its mean.
+    # The sum of the quotients need not be: 65504 / 3 is rounded up in float16,
+    # and three times that is inf.
+    return jnp.where(overflow, mean, jnp.nan_to_num(mean))
+
+  return _map_gradients(average_leaf, gradients)
+
+
+def refuse_divergence(
+  overflow: jax.Array, loss_scale: jax.Array, names: Sequence[Hashable]
+) -> None:
+  """Raises if devices that share an S could decide differently."""
+  missing = sorted(varying_axes(overflow) - varying_axes(loss_scale), key=str)
+  if missing:
+    raise ValueError(
+      "devices that share a loss scale must skip together, got an overflow "
+      f"flag that varies along {_listed(missing)} for a state that does not; "
+      f"pass loss_scaling(..., axis_name={_listed([*names, *missing])}). For "
+      "one model a device let the state vary as well: make_varying(state, "
+      f"{_listed(missing)})."
+    )
+
+
+def refuse_split(
+  overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
+) -> None:
+  """Raises if devices could decide differently about what they share."""
+  missing = {
+    axis for x in together for axis in varying_axes(overflow) - varying_axes(x)
+  }
+  if missing:
+    axes = _listed([*names, *sorted(missing, key=str)])
+    raise ValueError(
+      "devices that share a loss or gradients must decide about a micro-batch "
+      f"together, got an overflow that varies along {axes} and a loss or a "
+      f"gradient that does not; pass axis_name={axes} to "
+      "accumulated_value_and_grad."
+    )
+
+
+def refuse_different(scaled: Any, loss_scale: jax.Array) -> None:
+  """Raises if devices that share an S could be told different things."""
+  axes = sorted(varying_axes(scaled) - varying_axes(loss_scale), key=str)
+  if axes:
+    raise ValueError(
+      "`scaled` must be the same on all devices that share a loss scale, got "
+      f"one that varies along {_listed(axes)}; reduce what it depends on, "
+      f"such as a loss: jax.lax.pmean(loss, {_listed(axes)})."
+    )
+
+
+def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
+  """Returns the mean over devices: each divides, then they are summed.
+
+  In this order, since the sum of what fits a dtype need not fit.
+  """
+  devices = math.prod(map(lax.axis_size, names))
+  # In float32, or XLA multiplies by a 1/3 that was rounded to float16.
+  quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices
+  mean: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
+  return mean
+
+
+def _refuse_reduced(
+  what: str, gradients: Any, names: Sequence[Hashable]
+) -> None:
+  """Raises if JAX has summed a gradient over devices already."""
+  tracked = [name for name in names if varying_axes(lax.axis_index(name))]
+  for path, x in jax.tree.leaves_with_path(gradients):
+    if not leaves.is_gradient(x):
+      continue
+    missing = [name for name in tracked if name not in varying_axes(x)]
+    if missing:
+      place = jax.tree_util.keystr(path) or "their root"
+      raise ValueError(
+        f"`{what}` must be given gradients that vary along "
+        f"{_listed(names)}, got one at {place} that does not along "
+        f"{_listed(missing)}: JAX has summed it over the devices already, as "
+        "it does for replicated parameters. Differentiate with respect to "
+        f"make_varying(params, {_listed(names)}); or leave `{what}` out and "
+        "take jax.lax.pmean of the loss in the function to differentiate."
+      )
+
+
+def _map_gradients(function: Any, tree: Any) -> Any:
+  return jax.tree.map(
+    lambda x: function(x) if leaves.is_gradient(x) else x, tree
+  )
+
+
+def _listed(names: Sequence[Hashable]) -> str:
+  """Returns names as a caller would write them."""
+  return repr(names[0] if len(names) == 1 else tuple(names))

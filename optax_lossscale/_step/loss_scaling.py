@@ -1,0 +1,292 @@
+"""The wrapper: check, agree, unscale, update, select, and move S."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
+from optax_lossscale._rules import base
+from optax_lossscale._step import checks
+from optax_lossscale._step import devices
+from optax_lossscale._step import findings
+from optax_lossscale._step import fit
+from optax_lossscale._step import requirements
+from optax_lossscale._step import skipping
+from optax_lossscale._step import states
+
+
+def loss_scaling(
+  inner: optax.GradientTransformation | optax.MultiSteps,
+  rule: base.LossScale,
+  *,
+  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  axis_name: Any = None,
+  average_scaled: Any = None,
+  mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it takes scaled gradients.
+
+  `update` looks for an overflow in the scaled gradients, divides them by S in
+  float32, lets the inner optimizer make its step, and takes the step back if
+  there was an overflow: the updates are then -0.0 and the inner state stays as
+  it was, bit for bit. Then the rule moves S.
+
+  Everything that is to see true gradients goes inside: clipping, noise, weight
+  decay, accumulation, schedules. Schedules inside count applied steps.
+
+  Args:
+    inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
+      parameters or gradients are narrower than float32 it gets float32 copies,
+      so its state is float32 from the start. Under jit its update is recorded
+      first and then evaluated, so it must be pure.
+    rule: where S starts and how each step moves it.
+    check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
+    axis_name: a mapped axis, or several in a tuple or list, over which all
+      devices decide together, under `shard_map` or `pmap`. Under plain jit none
+      is needed. The flag is reduced, the gradients are not. Name every axis
+      along which gradients or the caller's flag vary, unless each device has a
+      model and a state of its own: a missing one lets devices fall out of step.
+      It is an error where JAX tracks what varies, under `shard_map` with
+      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows.
+    average_scaled: a mapped axis, or several, over which the scaled gradients
+      are averaged, in their own dtype, after the check: float16 gradients
+      travel as float16. Devices decide together over these axes as well. Each
+      divides before the sum, which thus does not overflow; but of n devices,
+      float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
+      Without it nothing is averaged here; see
+      `pmean_gradients`, which does it in float32. Both are for parameters of
+      which every device has a copy.
+    mask: True for the leaves that are gradients: a tree of bools of which the
+      parameters are an extension, or a function from them to one. The others go
+      around the wrapper and the optimizer and come out of `update` as their
+      next value: the one that went in, or on a skip the old one. Without it,
+      these are the leaves of Flax's `_overwrite_with_gradient` collection.
+
+  Returns:
+    A transformation whose state is a `LossScalingState`. Its `update` takes the
+    scaled gradients and, beside the inner optimizer's extra arguments,
+    `overflow=`: a bool, number or array of which any non-zero entry makes the
+    step an overflow, or what `accumulated_value_and_grad` returns, or a list of
+    such; `amax=`: a tree of numbers or arrays whose largest counts with the
+    gradients and overflows as they do, at the smallest limit that the check
+    knows, such as what `rules.amax_tap` saw in the model; and `scaled=`:
+    bool or bool[], False for a step whose loss was not scaled. S is 1 for this
+    step, what is not finite is an overflow, and the rule's state stays bit for
+    bit. The updates have the dtypes of the parameters, if those are passed.
+
+  Raises:
+    TypeError: if an argument is not of its kind; from `init`, if the state of
+      the rule has no float32[] `loss_scale`; from `update`, if it is given
+      another state than `init` made.
+    ValueError: from `init`, if `inner` holds loss scaling already, or if the
+      rule starts with an unusable S; from `update`, if the gradients do not fit
+      the parameters or the optimizer's state, if `inner` or the rule changes
+      the structure of its state, if a tree of dtypes in `check` does not fit,
+      if there is no axis of that name, if leaves go around the optimizer and no
+      `params` are passed, or, as far as JAX tracks what varies by device, if
+      devices that share an S could decide differently or what is to be averaged
+      has been reduced already; from both, if `mask` does not fit.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
+    >>> params = jnp.array([1.0, 2.0])
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(jnp.array([8.0, 16.0]), state, params)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-0.5 -1. ] 8.0
+    >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
+    >>> print(updates, ols.get_loss_scale(state))
+    [-0. -0.] 4.0
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018.
+  """
+  requirements.check_arguments(inner, rule, check)
+  inner = requirements.as_optimizer("inner", inner)
+  averaged = devices.axis_names("average_scaled", average_scaled)
+  # Where gradients are averaged, no device may skip alone.
+  agreed = devices.axis_names(
+    "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
+  )
+
+  def init(params: optax.Params) -> states.LossScalingState:
+    is_gradient = leaves.resolve_mask(mask, params)
+    inner_state = inner.init(
+      leaves.widen(leaves.leave_out(is_gradient, params))
+    )
+    requirements.check_rule(rule)
+    requirements.check_inner_state(inner_state)
+    return states.LossScalingState(
+      loss_scale_state=leaves.as_arrays(rule.init()),
+      inner_state=leaves.as_arrays(inner_state),
+      overflow=jnp.full((), False),
+      nan=jnp.full((), False),
+      skipped=jnp.full((), False),
+      stalled=jnp.full((), False),
+      amax=jnp.full((), 0, jnp.float32),
+      amax_limit=jnp.full((), 0, jnp.float32),
+      limited_amax=jnp.full((), 0, jnp.float32),
+      applied_steps=jnp.full((), 0, jnp.int32),
+      skipped_steps=jnp.full((), 0, jnp.int32),
+      consecutive_skips=jnp.full((), 0, jnp.int32),
+    )
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    *,
+    overflow: Any = False,
+    amax: Any = None,
+    scaled: Any = True,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, states.LossScalingState]:
+    requirements.check_state(state, rule)
+    requirements.check_scaled(scaled)
+    incoming = leaves.as_arrays(updates)
+    is_gradient = leaves.resolve_mask(
+      mask, incoming if params is None or mask is None else params
+    )
+    scaled_gradients = leaves.leave_out(is_gradient, incoming)
+
+    finding = findings.examine(check, scaled_gradients, scaled)
+    finding = findings.report(finding, overflow, amax, check, scaled)
+    measured = rule.measure(scaled_gradients)
+    if agreed:
+      devices.check_mapped("axis_name", agreed)
+      finding = findings.agree(finding, agreed)
+      measured = findings.total(measured, agreed)
+    reported = finding.overflow | finding.dropped
+    loss_scale = states.get_loss_scale(state)
+    devices.refuse_different(scaled, loss_scale)
+    devices.refuse_divergence(reported, loss_scale, agreed)
+    if scaled is not True:
+      loss_scale = jnp.where(scaled, loss_scale, 1)
+    # Computed once: without a barrier XLA would do it again at every use.
+    overflowed = jax.lax.optimization_barrier(finding.overflow)
+    skipped = overflowed & rule.skip
+    if averaged:
+      scaled_gradients = devices.average_scaled(
+        scaled_gradients, averaged, overflowed
+      )
+
+    inner_params = leaves.leave_out(is_gradient, params)
+
+    def inner_update() -> tuple[optax.Updates, optax.OptState]:
+      gradients = leaves.unscale_tree(scaled_gradients, loss_scale)
+      fit.check_gradients(gradients, inner_params)
+      with fit.explained(inner, gradients, state.inner_state, inner_params):
+        inner_updates, inner_state = inner.update(
+          gradients,
+          state.inner_state,
+          leaves.widen(inner_params),
+          **extra_args,
+        )
+        inner_updates = fit.narrow_updates(
+          inner_updates, gradients, inner_params
+        )
+        trees.check_structure(
+          "the state of `inner` must keep the structure that its init made",
+          inner_state,
+          state.inner_state,
+        )
+      return inner_updates, inner_state
+
+    new_updates, inner_state = skipping.update_unless(
+      skipped, inner_update, state.inner_state
+    )
+
+    loss_scale_state, stalled = move(
+      rule,
+      state.loss_scale_state,
+      finding._replace(overflow=reported),
+      measured,
+      scaled,
+    )
+    return (
+      leaves.merge(
+        is_gradient,
+        new_updates,
+        _next_values(skipped, rule, is_gradient, incoming, params),
+      ),
+      states.LossScalingState(
+        loss_scale_state=loss_scale_state,
+        inner_state=inner_state,
+        overflow=reported,
+        nan=jnp.isnan(finding.amax),
+        skipped=skipped,
+        stalled=stalled,
+        amax=finding.amax,
+        **findings.limits(finding, scaled),
+        applied_steps=_count_if(~skipped, state.applied_steps),
+        skipped_steps=_count_if(skipped, state.skipped_steps),
+        consecutive_skips=jnp.where(
+          skipped, optax.safe_increment(state.consecutive_skips), 0
+        ),
+      ),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def move(
+  rule: base.LossScale,
+  state: Any,
+  finding: findings.Finding,
+  measured: Any,
+  scaled: Any,
+) -> tuple[Any, jax.Array]:
+  """Returns the rule's next state, and whether S is stalled."""
+  # Most rules measure nothing, and need not take it.
+  more = {} if measured is None else {"measured": measured}
+  moved = rule.update(state, finding.overflow, amax=finding.amax, **more)
+  trees.check_structure(
+    "the state of `rule` must keep the structure that its init made",
+    moved,
+    state,
+  )
+  # As it will be kept, in float32: a rule may compute it in another dtype.
+  loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
+  # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
+  # end the training silently, so the state before it is held instead.
+  is_usable = (loss_scale >= arguments.SMALLEST_SCALE) & (
+    loss_scale <= arguments.LARGEST_SCALE
+  )
+  stalled = rule.stalled(state, finding.overflow) | ~is_usable
+  if scaled is True:
+    return skipping.select(~is_usable, state, moved), stalled
+  # Where nothing is scaled, no S mends an overflow.
+  return (
+    skipping.select(~(is_usable & scaled), state, moved),
+    jnp.where(scaled, stalled, finding.overflow),
+  )
+
+
+def _next_values(
+  skipped: jax.Array,
+  rule: base.LossScale,
+  is_gradient: Any,
+  updates: optax.Updates,
+  params: optax.Params | None,
+) -> optax.Updates:
+  """Returns, for the leaves that are no gradients, what they are to become."""
+  if all(jax.tree.leaves(is_gradient)) or not rule.skip:
+    return updates
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update where leaves go around the optimizer "
+      "(see `mask`): a skipped step returns their old values."
+    )
+  return skipping.select(skipped, params, updates)
+
+
+def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
+  return jnp.where(condition, optax.safe_increment(count), count)

@@ -1,0 +1,91 @@
+"""What the last step was like, for any logger."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._base import bits
+from optax_lossscale._step import states
+
+
+def loss_scale_metrics(
+  opt_state: Any, *, path: str | None = None
+) -> dict[str, jax.Array]:
+  """Returns the loss scale and what happened on the last step.
+
+  Usable inside jit: every value is a scalar array, and nothing is printed or
+  fetched.
+
+  Args:
+    opt_state: an optimizer's state that holds `loss_scaling`, at any depth.
+    path: which one, if it holds several. See `get_loss_scale`.
+
+  Returns:
+    A dict of `loss_scale`, `log2_scale`, `inv_scale` (float32[], for the next
+    step); the last step's `overflow`, `nan`, `inf`, `skipped`, `stalled`
+    (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
+    `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
+    the share of skipped steps among all. `inf` is that a gradient was infinite
+    and none NaN; an overflow that is neither was saturated, or the caller's.
+    `headroom` is how many doublings of S the step left, in bits, and NaN where
+    the computation's dtype is not known: name it in the check. The others are
+    explained at `LossScalingState`.
+
+  Raises:
+    ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.zeros(2))
+    >>> _, state = tx.update(jnp.array([4.0, 0.0]), state)
+    >>> _, state = tx.update(jnp.array([jnp.inf, 0.0]), state)
+    >>> for name, value in ols.loss_scale_metrics(state).items():
+    ...   print(name, value)
+    loss_scale 4.0
+    log2_scale 2.0
+    inv_scale 0.25
+    overflow True
+    nan False
+    inf True
+    skipped True
+    stalled False
+    amax inf
+    headroom nan
+    applied_steps 1
+    skipped_steps 1
+    consecutive_skips 1
+    skip_rate 0.5
+  """
+  state = states.find_state(opt_state, path)
+  loss_scale = states.get_loss_scale(state)
+  # As arrays, also where a framework keeps its own variables in the state.
+  field = {
+    name: jnp.asarray(getattr(state, name))
+    for name in state._fields
+    if name not in ("loss_scale_state", "inner_state")
+  }
+  applied_steps, skipped_steps = (
+    field[name].astype(jnp.float32)
+    for name in ("applied_steps", "skipped_steps")
+  )
+  steps = applied_steps + skipped_steps
+  return {
+    "loss_scale": loss_scale,
+    "log2_scale": bits.log2(loss_scale),
+    "inv_scale": state.inv_scale,
+    "overflow": field["overflow"],
+    "nan": field["nan"],
+    "inf": jnp.isinf(field["amax"]),
+    "skipped": field["skipped"],
+    "stalled": field["stalled"],
+    "amax": field["amax"],
+    "headroom": state.headroom,
+    "applied_steps": field["applied_steps"],
+    "skipped_steps": field["skipped_steps"],
+    "consecutive_skips": field["consecutive_skips"],
+    "skip_rate": skipped_steps / jnp.maximum(steps, 1),
+  }

@@ -1,0 +1,190 @@
+"""What the wrapper requires of its arguments, its rule and its states."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
+from optax_lossscale._rules import base
+from optax_lossscale._step import checks
+from optax_lossscale._step import states
+
+_SET_STATE = (
+  "to change the rule in mid-run, set its state: "
+  "optax.tree.set(opt_state, loss_scale_state=rule.init())"
+)
+
+
+class ScaledError(TypeError):
+  """`scaled` arrived at loss scaling, and is neither a bool nor bool[]."""
+
+
+def as_optimizer(
+  name: str, inner: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that takes extra arguments."""
+  if isinstance(inner, optax.MultiSteps):
+    # Not its `gradient_transformation()`, which drops extra arguments.
+    return optax.GradientTransformationExtraArgs(inner.init, inner.update)
+  if isinstance(inner, (type, base.LossScale)) or not (
+    hasattr(inner, "init") and hasattr(inner, "update")
+  ):
+    remedy = "; call it: optax.adam(1e-3)" if callable(inner) else ""
+    raise TypeError(
+      f"`{name}` must be an optax gradient transformation, got "
+      f"{getattr(inner, '__name__', repr(inner))}{remedy}."
+    )
+  return optax.with_extra_args_support(inner)
+
+
+def check_arguments(inner: Any, rule: Any, check: Any) -> None:
+  """Raises if arguments of `loss_scaling` are not of their kinds."""
+  if isinstance(inner, base.LossScale):
+    raise TypeError(
+      f"`inner` must be an optax gradient transformation, got {inner!r}; "
+      "loss_scaling takes the optimizer first, then the rule."
+    )
+  if not isinstance(rule, base.LossScale):
+    remedy = (
+      f"call it: {rule.__name__}(...)"
+      if callable(rule) and hasattr(rule, "__name__")
+      else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
+      "DynamicLossScale()"
+    )
+    raise TypeError(f"`rule` must be a LossScale, got {rule!r}; {remedy}.")
+  check_check(check)
+
+
+def check_check(check: Any) -> None:
+  """Raises if it is none of the checks."""
+  if not isinstance(check, checks.Check):
+    raise TypeError(
+      f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
+    )
+
+
+def check_rule(rule: base.LossScale) -> None:
+  """Raises if the rule's first state is not one to start with."""
+  # Also where `init` is being traced, the first S is a constant to look at. A
+  # program that forbids transfers means those of its steps.
+  with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+    state = rule.init()
+    loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)
+    if (
+      not isinstance(loss_scale, jax.Array)
+      or loss_scale.dtype != jnp.float32
+      or loss_scale.shape != ()
+    ):
+      got = type(state).__name__ if loss_scale is None else loss_scale
+      raise TypeError(
+        "the state of `rule` must have an attribute `loss_scale`, float32[], "
+        f"got {got!r}."
+      )
+    if not isinstance(loss_scale, jax.core.Tracer):
+      arguments.check_scale("loss_scale of the rule's first state", loss_scale)
+
+
+def check_inner_state(inner_state: Any) -> None:
+  """Raises if the optimizer's state holds a loss scale already."""
+  paths = states.find_states(inner_state)
+  if paths:
+    place = "/".join(filter(None, ["inner_state", next(iter(paths))]))
+    raise ValueError(
+      f"`inner` must not contain loss_scaling, got it at {place}: gradients "
+      "would be unscaled twice. Wrap the optimizer once, outermost."
+    )
+
+
+def check_state(state: Any, rule: base.LossScale) -> None:
+  """Raises if `update` is not given the state that `init` made."""
+  if not isinstance(state, states.LossScalingState):
+    remedy = ""
+    if isinstance(state, dict) and "loss_scale_state" in state:
+      remedy = f"; {states.RESTORE}"
+    elif isinstance(state, tuple):
+      remedy = (
+        "; for the state of an optimizer that is wrapped only now, "
+        "checkpoints.with_loss_scaling(state, tx.init(params))"
+      )
+    raise TypeError(
+      "`state` must be the LossScalingState that init made, got "
+      f"{type(state).__name__}{remedy}."
+    )
+  rule_text = "`state` must hold the state of this `rule`"
+  expected = jax.eval_shape(lambda: leaves.as_arrays(rule.init()))
+  got = state.loss_scale_state
+  structures: list[Any] = [
+    jax.tree.structure(got),
+    jax.tree.structure(expected),
+  ]
+  if structures[0] == structures[1]:
+    try:
+      trees.check_structure(rule_text, got, expected)
+    except ValueError as error:
+      raise ValueError(f"{str(error).rstrip('.')}; {_SET_STATE}.") from None
+    _check_dtypes(rule_text, got, expected)
+    return
+  remedy = states.RESTORE if isinstance(got, dict) else _SET_STATE
+  if hasattr(expected, "_replace") and remedy != states.RESTORE:
+    remedy += (
+      ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
+      "keep S"
+    )
+  raise ValueError(
+    f"{rule_text}, got {_describe(got)} where the rule has "
+    f"{_describe(expected)}; {remedy}."
+  )
+
+
+def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:
+  """Raises where S would be computed in another dtype than float32."""
+  for (path, leaf), like in zip(
+    jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+  ):
+    dtype = getattr(leaf, "dtype", type(leaf).__name__)
+    if dtype != like.dtype:
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      raise ValueError(
+        f"{rule_text}, got {dtype} as its {name}, which is {like.dtype}; set "
+        f"jnp.{like.dtype}(...)."
+      )
+
+
+def _describe(rule_state: Any) -> str:
+  """Returns a rule's state in words: its class and what is in it."""
+  names = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree.leaves_with_path(rule_state)
+  ]
+  return f"{type(rule_state).__name__}({', '.join(names)})"
+
+
+def check_accumulation(opt_state: Any) -> None:
+  """Raises if `optax.MultiSteps` is around loss scaling."""
+
+  def accumulates(x: Any) -> bool:
+    return isinstance(x, optax.MultiStepsState)
+
+  for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
+    if accumulates(x) and states.find_states(x):
+      raise ValueError(
+        "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
+        "around, where it would add up scaled gradients. Write "
+        "loss_scaling(optax.MultiSteps(inner, k), rule)."
+      )
+
+
+def check_scaled(scaled: Any) -> None:
+  """Raises if `scaled` of `update` is not a bool or bool[]."""
+  is_array = isinstance(scaled, (jax.Array, np.ndarray, np.bool_))
+  if isinstance(scaled, bool) or (
+    is_array and scaled.shape == () and scaled.dtype == bool
+  ):
+    return
+  got = f"{scaled.dtype}{list(scaled.shape)}" if is_array else repr(scaled)
+  raise ScaledError(f"`scaled` must be a bool or bool[], got {got}.")

@@ -1,0 +1,238 @@
+"""The wrapper's state, and how it is found inside any optimizer's state."""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import record
+
+# Orbax and flax.serialization return plain dicts and lists where they are not
+# told what to restore.
+RESTORE = (
+  "a checkpoint must be restored into the structure of the optimizer's state, "
+  "with tx.init(params) as its target"
+)
+
+
+class LossScalingState(NamedTuple):
+  """State of `loss_scaling`: the loss scale, the optimizer, the last step.
+
+  Attributes:
+    loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
+    inner_state: the wrapped optimizer's state.
+    overflow: bool[], the last step's gradients were not usable; or some
+      micro-batches had been left out of them since theirs were not.
+    nan: bool[], one of them was NaN, which a backward pass also makes out of
+      inf. Overflow without it means inf, saturation, or the caller's flag.
+    skipped: bool[], the last step was skipped.
+    stalled: bool[], S could not follow the last step: it overflowed with S at
+      the rule's floor, or without being scaled, or the rule's next S was
+      unusable.
+    amax: float32[], the largest absolute value among the last step's gradients
+      as they came in, so scaled unless `update` was told otherwise, and among
+      those of the micro-batches that it was told of; NaN if `nan`.
+    amax_limit: float32[], the smallest largest finite value of a dtype in which
+      some of them are known to have been computed, since the check names it or
+      the gradients are narrower than float32; 0 if nothing is known.
+    limited_amax: float32[], the largest absolute value among these, in
+      proportion to that limit.
+    applied_steps: int32[], steps on which the inner optimizer ran.
+    skipped_steps: int32[], steps on which nothing but the loss scale moved.
+    consecutive_skips: int32[], how many of them have come in a row, to the last
+      step; 0 if that was applied.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.zeros(1))
+    >>> _, state = tx.update(jnp.array([jnp.nan]), state)
+    >>> print(state.loss_scale_state.loss_scale, state.nan, state.skipped_steps)
+    4.0 True 1
+  """
+
+  loss_scale_state: Any
+  inner_state: Any
+  overflow: jax.Array
+  nan: jax.Array
+  skipped: jax.Array
+  stalled: jax.Array
+  amax: jax.Array
+  amax_limit: jax.Array
+  limited_amax: jax.Array
+  applied_steps: jax.Array
+  skipped_steps: jax.Array
+  consecutive_skips: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
+
+  @property
+  def headroom(self) -> jax.Array:
+    """float32[], how many doublings of S the last step left, in bits.
+
+    log2(largest finite value of the computation's dtype / amax), where it is
+    smallest; NaN if `nan`, and where no dtype is known; -inf if amax is inf.
+    """
+    # Not kept in the state, where its NaN would stop jax_debug_nans.
+    limit = jnp.asarray(self.amax_limit)
+    amax = jnp.asarray(self.limited_amax)
+    headroom = bits.log2(limit) - bits.log2(amax)
+    return jnp.where(limit > 0, headroom, jnp.nan)
+
+
+def find_states(tree: Any) -> dict[str, LossScalingState]:
+  """Returns every `LossScalingState` in a pytree by its path.
+
+  They are found by their type, so a parameter may be called anything.
+  """
+  leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_state)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in leaves
+    if _is_state(leaf)
+  }
+
+
+def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
+  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+  states = find_states(opt_state)
+  if not states and _is_rule_state(opt_state):
+    raise ValueError(
+      "`opt_state` must hold the state of `loss_scaling`, got a "
+      f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
+      "`loss_scale`."
+    )
+  if not states:
+    remedy = (
+      "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
+      "tx.init(params). The state of a run from before loss scaling goes on "
+      "with checkpoints.with_loss_scaling(opt_state, tx.init(params))."
+    )
+    raise ValueError(
+      "`opt_state` must hold the state of `loss_scaling`, got a "
+      f"{type(opt_state).__name__} without one; "
+      f"{RESTORE + '.' if _is_restored(opt_state) else remedy}"
+    )
+  chosen = {
+    key: state
+    for key, state in states.items()
+    if path is None or key == path or key.startswith(f"{path}/")
+  }
+  if len(chosen) == 1:
+    return next(iter(chosen.values()))
+  listed = ", ".join(repr(key) for key in states)
+  if not chosen:
+    raise ValueError(
+      f"`path` must lead to a loss scale in `opt_state`, got {path!r}; there "
+      f"are scales at {listed}."
+    )
+  raise ValueError(
+    f"`opt_state` must hold one loss scale, got {len(chosen)}; choose one by "
+    f"its path: path= one of {listed}."
+  )
+
+
+def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
+  """Returns the loss scale S, wherever in `opt_state` it is.
+
+  Args:
+    opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
+      or any pytree around it; or a loss scale itself, which is returned.
+    path: which one, if `opt_state` holds several: the path that the error lists
+      or the beginning of it.
+
+  Returns:
+    float32[], the S that the next backward pass is to use.
+
+  Raises:
+    TypeError: if a scale is passed that is not a number.
+    ValueError: if there is no scale, or several and no path, or a Python number
+      that is not a usable scale.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = optax.chain(ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale()))
+    >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
+    1024.0
+  """
+  if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
+    if opt_state.ndim != 0:
+      raise ValueError(
+        "a loss scale must be a scalar, got an array of shape "
+        f"{opt_state.shape}."
+      )
+    if isinstance(opt_state, (np.ndarray, np.generic)):
+      arguments.check_scale("loss scale", opt_state)
+    return jnp.asarray(opt_state, jnp.float32)
+  if isinstance(opt_state, (bool, int, float, str)):
+    scale = arguments.check_scale("loss scale", opt_state)
+    return jnp.full((), scale, jnp.float32)
+  state = find_state(opt_state, path)
+  return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
+
+
+def is_staged() -> bool:
+  """Returns whether JAX is recording a function, to compile it.
+
+  So it does under jit, scan and the like, not under an eager grad or vmap,
+  where each operation runs now.
+  """
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
+  """Raises if a compiled function would hold this state's S for ever.
+
+  A state that is an array while a function is being traced has been closed
+  over: the compiled function keeps that S, while the wrapper's moves on. JAX
+  does not tell jit from an eager scan, which also compiles its body.
+  """
+  if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
+    return
+  loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
+  # Flax NNX keeps each array of a state in a variable of its own.
+  if not isinstance(loss_scale, jax.Array) and hasattr(
+    loss_scale, "__jax_array__"
+  ):
+    loss_scale = loss_scale.__jax_array__()
+  if record.is_recording():
+    return  # What is recorded is evaluated at once, with this S.
+  if is_staged() and not isinstance(loss_scale, jax.core.Tracer):
+    raise ValueError(
+      "`opt_state` must be an argument of the function that JAX is tracing "
+      "(jit, scan, shard_map ...), got one that was closed over: what is "
+      f"compiled would use its loss scale {float(loss_scale)} for ever. Pass "
+      "it in, as in jax.jit(lambda params, opt_state, batch: "
+      "scaled_value_and_grad(loss_fn, opt_state)(params, batch)). If this "
+      "constant is what you mean, pass get_loss_scale(opt_state)."
+    )
+
+
+def _is_restored(tree: Any) -> bool:
+  """Returns whether our state is in a tree, as a dict that was restored."""
+  return any(
+    getattr(key, "key", None) == "loss_scale_state"
+    for path, _ in jax.tree.leaves_with_path(tree)
+    for key in path
+  )
+
+
+def _is_rule_state(x: Any) -> bool:
+  """Returns whether `x` looks like the state of a rule, anybody's."""
+  # A parameter of that name is seldom a scalar, and a rule's S no array.
+  return getattr(getattr(x, "loss_scale", None), "shape", None) == ()
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, LossScalingState)

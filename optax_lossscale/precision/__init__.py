@@ -1,1 +1,0 @@
-"""Which operation runs in which precision: levels, lists, scopes."""

@@ -1,0 +1,39 @@
+"""Rules that look at amax before they leap.
+
+The rules that count overflows learn how large S may be from the steps that they
+lose. The largest gradient says it beforehand, on every step:
+
+  tx = ols.loss_scaling(inner, ols.rules.HeadroomLossScale())
+
+`HeadroomLossScale` keeps a number of bits free above the largest amax of the
+last steps. `LogMaxLossScale` takes log2(amax) as normally distributed, and
+`HistogramLossScale` counts the gradients above an edge. `WarmStart` gives any
+rule a first S that fits the first step. An activation's gradient may overflow
+where the parameters' do not show it: `amax_tap` measures it inside the model.
+"""
+
+from optax_lossscale.rules._amax_tap import amax_tap
+from optax_lossscale.rules._headroom import HeadroomLossScale
+from optax_lossscale.rules._headroom import HeadroomLossScaleState
+from optax_lossscale.rules._histogram import HistogramCounts
+from optax_lossscale.rules._histogram import HistogramLossScale
+from optax_lossscale.rules._histogram import HistogramLossScaleState
+from optax_lossscale.rules._log_max import LogMaxLossScale
+from optax_lossscale.rules._log_max import LogMaxLossScaleState
+from optax_lossscale.rules._log_max_original import LogMaxOriginalState
+from optax_lossscale.rules._warm_start import WarmStart
+from optax_lossscale.rules._warm_start import WarmStartState
+
+__all__ = [
+  "HeadroomLossScale",
+  "HeadroomLossScaleState",
+  "HistogramCounts",
+  "HistogramLossScale",
+  "HistogramLossScaleState",
+  "LogMaxLossScale",
+  "LogMaxLossScaleState",
+  "LogMaxOriginalState",
+  "WarmStart",
+  "WarmStartState",
+  "amax_tap",
+]

@@ -1,0 +1,255 @@
+"""The rule that keeps some bits free above the largest amax of late."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._base import arguments
+from optax_lossscale._rules import base
+from optax_lossscale.rules import _bounds
+from optax_lossscale.rules import _powers_of_two
+
+# In the place of an exponent: any S would do. Far above all exponents, far
+# below where int32 ends.
+_ANY = 2**20
+
+# A ceiling rises by a bit after so many windows of clean steps.
+_WINDOWS_A_BIT = 4
+
+
+class HeadroomLossScaleState(NamedTuple):
+  """State of `HeadroomLossScale`.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+    fitting_exponents: int32[window], of each of the last steps the largest e
+      for which its amax fits at S = 2**e, 2**20 where it tells nothing.
+    next_entry: int32[], which of them the next step replaces.
+    steps_without_amax: int32[], steps since a clean one whose amax was not 0;
+      `window` if there were so many, or none yet.
+    ceiling_exponent: int32[], above which S does not come of late, since it
+      overflowed and amax does not say why; 2**20 if there is none.
+    overflowed_exponent: int32[], the smallest e at which it did; 2**20 if none.
+    overflows_in_a_row: int32[], to the last step.
+    steps_below_ceiling: int32[], clean steps since the ceiling moved.
+  """
+
+  loss_scale: jax.Array
+  fitting_exponents: jax.Array
+  next_entry: jax.Array
+  steps_without_amax: jax.Array
+  ceiling_exponent: jax.Array
+  overflowed_exponent: jax.Array
+  overflows_in_a_row: jax.Array
+  steps_below_ceiling: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadroomLossScale(base.LossScale):
+  """Keeps bits free above the largest amax of the last steps.
+
+  S is the largest power of two at which every one of the last `window` steps
+  would have had at least `headroom` bits left: amax * 2**headroom within the
+  largest finite value of `dtype`. So S follows the gradients down as they grow,
+  before they overflow, and up as they shrink, and no step is lost as a probe of
+  how large S may be. All is computed in integers, from the bits of amax.
+
+  An overflow does not say by how much. S falls by a bit, at the next one in a
+  row by two more, then three, and so on. If the amax of clean steps then shows
+  that S had been too large, it follows amax again. If not, the cause may be one
+  that these gradients do not show, or none that S can mend: then S keeps below
+  the value that overflowed, and tries one more bit after every four windows of
+  clean steps. Overflows that come one by one take it no further down than 16
+  bits below what amax allows.
+
+  Before the first clean step with an amax that is not 0, or after `window`
+  steps without one, nothing is known. Then S leaps, 16 bits down on an overflow
+  and 16 bits up on a step whose gradients are all 0, up to 2**32. So a first S
+  of 2**32 costs one step or two, where amax / S is below 1.
+
+  It loses steps where amax leaps up by more than `headroom` bits above all of
+  the last `window` steps: more of either costs precision of small gradients on
+  all steps, and saves a step now and then. Gradients of activations that
+  overflow where those of the parameters are small it does not see coming:
+  `amax_tap` shows them to it, and without it a dynamic rule may lose fewer
+  steps. The same holds for a loss that is cast to float16, which cannot carry
+  an S above 2**15: give it a `max_scale`.
+
+  Attributes:
+    init_scale: S of the first step.
+    headroom: the bits to keep free, 0 or more.
+    window: how many steps count.
+    dtype: the computation's, of which the largest finite value is the limit.
+    min_scale: the floor. The default is the smallest normal float16.
+    max_scale: the ceiling. The default is the largest power of two whose
+      inverse is a normal float32.
+    skip: whether an overflow skips the step.
+
+  All but the first are keyword only. A bound that is no power of two is an S
+  that is none, where it is reached. S set by hand holds for one step. In a run
+  that goes on with the same state, another `headroom` and other bounds hold
+  from the next step on; for another `window` make a new state.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.rules.HeadroomLossScale(headroom=2, window=2)
+    >>> state = rule.init()
+    >>> for true_amax in (2.0, 8.0, 2.0, 2.0):
+    ...   state = rule.update(state, False, amax=true_amax * state.loss_scale)
+    ...   print(state.loss_scale)
+    4096.0
+    1024.0
+    1024.0
+    4096.0
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
+    its product with the largest gradient stays below 65,504. The window is that
+    of the scales of float8 tensors: Micikevicius et al., `FP8 Formats for Deep
+    Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+  """
+
+  init_scale: float = 1.0
+  _: dataclasses.KW_ONLY
+  headroom: int = 1
+  window: int = 50
+  dtype: Any = jnp.float16
+  min_scale: float = 2.0**-14
+  max_scale: float = 2.0**126
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checked = {
+      **_bounds.check_bounds(
+        min_scale=self.min_scale,
+        init_scale=self.init_scale,
+        max_scale=self.max_scale,
+      ),
+      "headroom": _bounds.check_bits("headroom", self.headroom),
+      "window": arguments.check_count("window", self.window),
+      "dtype": _bounds.check_dtype(self.dtype),
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+
+  def init(self) -> HeadroomLossScaleState:
+    """Returns the state before the first step."""
+    return HeadroomLossScaleState(
+      loss_scale=jnp.full((), self.init_scale, jnp.float32),
+      fitting_exponents=jnp.full((self.window,), _ANY, jnp.int32),
+      next_entry=jnp.full((), 0, jnp.int32),
+      steps_without_amax=jnp.full((), self.window, jnp.int32),
+      ceiling_exponent=jnp.full((), _ANY, jnp.int32),
+      overflowed_exponent=jnp.full((), _ANY, jnp.int32),
+      overflows_in_a_row=jnp.full((), 0, jnp.int32),
+      steps_below_ceiling=jnp.full((), 0, jnp.int32),
+    )
+
+  def update(
+    self,
+    state: HeadroomLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> HeadroomLossScaleState:
+    """Returns the state after a step. See `LossScale.update`.
+
+    Raises:
+      ValueError: if `amax` is None.
+    """
+    amax = _powers_of_two.require_amax(amax)
+    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    tells = _powers_of_two.tells(amax)
+    limit = _bounds.largest(self.dtype)
+    fitting_exponents = jnp.where(
+      jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
+      jnp.where(
+        tells,
+        _powers_of_two.fitting_exponent(amax, state.loss_scale, limit),
+        _ANY,
+      ),
+      state.fitting_exponents,
+    )
+    found = tells & ~overflow
+    steps_without_amax = jnp.where(
+      found, 0, jnp.minimum(state.steps_without_amax + 1, self.window)
+    )
+    fits = jnp.min(fitting_exponents)
+    state = state._replace(
+      fitting_exponents=fitting_exponents,
+      next_entry=(state.next_entry + 1) % self.window,
+      steps_without_amax=steps_without_amax,
+      **self._ceiling(state, overflow, found, fits),
+    )
+    known = jnp.minimum(fits - self.headroom, state.ceiling_exponent)
+    exponent = _powers_of_two.exponent(state.loss_scale)
+    leap = jnp.where(
+      overflow,
+      exponent - _powers_of_two.LEAP,
+      jnp.minimum(_powers_of_two.leap_up(exponent), known),
+    )
+    wanted = jnp.where(steps_without_amax < self.window, known, leap)
+    return state._replace(
+      loss_scale=_bounds.clip(
+        _powers_of_two.power_of_two(wanted), self.min_scale, self.max_scale
+      )
+    )
+
+  def stalled(
+    self, state: HeadroomLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    return _bounds.at_floor(state.loss_scale, self.min_scale, overflow)
+
+  def _ceiling(
+    self,
+    state: HeadroomLossScaleState,
+    overflow: jax.Array,
+    found: jax.Array,
+    fits: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """Returns the fields that remember an overflow."""
+    here = _powers_of_two.exponent(state.loss_scale)
+    row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
+    # One by one they have little to do with S, once it is so low.
+    is_alone = (row == 1) & (state.steps_without_amax < self.window)
+    lowest = jnp.where(
+      is_alone, fits - self.headroom - _powers_of_two.LEAP, -_ANY
+    )
+    below = jnp.minimum(here, jnp.maximum(here - row, lowest))
+    steps = jnp.where(overflow, 0, state.steps_below_ceiling + 1)
+    rises = steps == _WINDOWS_A_BIT * self.window
+    # What amax explains needs no memory, nor what came before any amax.
+    is_over = found & (
+      (fits < state.overflowed_exponent)
+      | (state.steps_without_amax == self.window)
+    )
+    ceiling = jnp.where(
+      overflow,
+      jnp.minimum(state.ceiling_exponent, below),
+      jnp.minimum(state.ceiling_exponent + rises.astype(jnp.int32), _ANY),
+    )
+    overflowed = jnp.where(
+      overflow,
+      jnp.minimum(state.overflowed_exponent, here),
+      state.overflowed_exponent,
+    )
+    return {
+      "ceiling_exponent": jnp.where(is_over, _ANY, ceiling),
+      "overflowed_exponent": jnp.where(is_over, _ANY, overflowed),
+      "overflows_in_a_row": row,
+      "steps_below_ceiling": jnp.where(rises, 0, steps),
+    }

@@ -1,0 +1,227 @@
+"""Graphcore's rule: the share of gradients above an edge."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._base import leaves
+from optax_lossscale._rules import base
+from optax_lossscale.rules import _bounds
+from optax_lossscale.rules import _powers_of_two
+
+
+class HistogramCounts(NamedTuple):
+  """A histogram of two bins over the scaled gradients.
+
+  Attributes:
+    below: float32[], elements of which the magnitude is below the edge.
+    at_or_above: float32[], the others, inf and NaN among them.
+  """
+
+  below: jax.Array
+  at_or_above: jax.Array
+
+
+class HistogramLossScaleState(NamedTuple):
+  """State of `HistogramLossScale`.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+    steps_since_update: int32[], steps since S was last decided on.
+  """
+
+  loss_scale: jax.Array
+  steps_since_update: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class HistogramLossScale(base.LossScale):
+  """Halves S where too many gradients are large, and doubles it elsewhere.
+
+  Every `update_period` steps the gradients at or above an edge are counted. If
+  their share is above the threshold S is halved, else doubled; nothing in
+  between, so S goes up and down by design. With the defaults the edge is three
+  bits below the largest float16, and on gradients of fewer than ten million
+  elements a single one above it halves S. There the largest gradient decides
+  alone, and a few outliers in a larger model do not.
+
+  Graphcore's has no bounds and skips no step, since its hardware clips; here S
+  stays between bounds, and an overflow skips the step and halves S at once,
+  whatever the period.
+
+  It loses steps where amax leaps up by more than the bits above the edge, less
+  the one by which S may just have doubled; and all of them at an S that is far
+  too large, since it moves by one bit a step: see `WarmStart`. Where the loss
+  itself is cast to float16, its cotangent is S, which float16 does not hold
+  above 2**15: pass `max_scale=2.0**15`.
+
+  Inside of `loss_scaling` all gradients are counted, in one more look at them.
+  Where nobody counts, as in a replay of recorded amax, amax decides: one
+  element at or above the edge halves S. Of what an `amax_tap` saw only an
+  overflow counts, since nobody knows of how many elements it is the largest.
+
+  Attributes:
+    init_scale: S of the first step. The default doubles its way up, which
+      loses no step.
+    bin_edge_location: the edge, as a share of the largest finite value of
+      `dtype`; above 0, at most 1.
+    threshold_upper_count_proportion: the share of elements at or above the edge
+      above which S is halved; at least 0, below 1.
+    update_period: steps from one decision to the next.
+    dtype: the computation's.
+    min_scale: the floor. The default is the smallest normal float16.
+    max_scale: the ceiling. The default is the largest power of two whose
+      inverse is a normal float32.
+    skip: whether an overflow skips the step.
+
+  All but the first are keyword only.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.rules.HistogramLossScale(1024.0)
+    >>> state = rule.init()
+    >>> for amax in (4096.0, 8192.0, 4096.0):
+    ...   state = rule.update(state, False, amax=amax)
+    ...   print(state.loss_scale)
+    2048.0
+    1024.0
+    2048.0
+
+  References:
+    Automatic loss scaling in Graphcore's `PopART
+    <https://github.com/graphcore/popart>`_, `AutomaticLossScalingSettings`,
+    whose arguments have the same names in camel case.
+  """
+
+  init_scale: float = 1.0
+  _: dataclasses.KW_ONLY
+  bin_edge_location: float = 0.125
+  threshold_upper_count_proportion: float = 1e-7
+  update_period: int = 1
+  dtype: Any = jnp.float16
+  min_scale: float = 2.0**-14
+  max_scale: float = 2.0**126
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    edge = arguments.check_number("bin_edge_location", self.bin_edge_location)
+    threshold = arguments.check_not_negative(
+      "threshold_upper_count_proportion", self.threshold_upper_count_proportion
+    )
+    if not 0 < edge <= 1:
+      raise ValueError(
+        "`bin_edge_location` must be above 0 and at most 1, a share of the "
+        f"largest finite value of `dtype`, got {self.bin_edge_location!r}."
+      )
+    if threshold >= 1:
+      raise ValueError(
+        "`threshold_upper_count_proportion` must be below 1, got "
+        f"{self.threshold_upper_count_proportion!r}: no share is above it."
+      )
+    checked = {
+      **_bounds.check_bounds(
+        min_scale=self.min_scale,
+        init_scale=self.init_scale,
+        max_scale=self.max_scale,
+      ),
+      "bin_edge_location": edge,
+      "threshold_upper_count_proportion": threshold,
+      "update_period": arguments.check_count(
+        "update_period", self.update_period
+      ),
+      "dtype": _bounds.check_dtype(self.dtype),
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+
+  def init(self) -> HistogramLossScaleState:
+    """Returns the state before the first step."""
+    return HistogramLossScaleState(
+      loss_scale=jnp.full((), self.init_scale, jnp.float32),
+      steps_since_update=jnp.full((), 0, jnp.int32),
+    )
+
+  def measure(self, gradients: Any) -> HistogramCounts:
+    """Returns how many gradients are below the edge, and how many are not.
+
+    Args:
+      gradients: the scaled gradients. A complex element counts by the larger of
+        its parts.
+    """
+    below = above = jnp.full((), 0, jnp.float32)
+    for gradient in filter(leaves.is_gradient, jax.tree.leaves(gradients)):
+      where = bits.reached(gradient, self._edge, inclusive=True)
+      # Counted in integers, since a float32 stops at 2**24 when 1 is added.
+      count = jnp.sum(where, dtype=jnp.uint32).astype(jnp.float32)
+      above = above + count
+      below = below + (np.float32(gradient.size) - count)
+    return HistogramCounts(below=below, at_or_above=above)
+
+  def update(
+    self,
+    state: HistogramLossScaleState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+    measured: HistogramCounts | None = None,
+  ) -> HistogramLossScaleState:
+    """Returns the state after a step. See `LossScale.update`.
+
+    Args:
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
+      amax: float32[], the largest absolute value among the scaled gradients.
+      measured: what `measure` counted; without it `amax` decides.
+
+    Raises:
+      ValueError: if `amax` and `measured` are both None.
+    """
+    overflow = jnp.asarray(overflow, bool)
+    if amax is not None or measured is None:
+      amax = _powers_of_two.require_amax(amax)
+      overflow |= ~jnp.isfinite(amax)
+    if measured is None:
+      too_large = ~(jnp.asarray(amax) < np.float32(self._edge))
+    else:
+      share = self.threshold_upper_count_proportion
+      odds = np.float32(share / (1 - share))
+      too_large = measured.at_or_above > odds * measured.below
+    steps = state.steps_since_update + 1
+    decides = overflow | (steps >= self.update_period)
+    # Held before the product, which would be inf.
+    largest_half = np.float32(arguments.LARGEST_SCALE / 2)
+    moved = jnp.where(
+      overflow | too_large,
+      state.loss_scale / 2,
+      jnp.minimum(state.loss_scale, largest_half) * 2,
+    )
+    loss_scale = jnp.where(decides, moved, state.loss_scale)
+    return HistogramLossScaleState(
+      loss_scale=_bounds.clip(loss_scale, self.min_scale, self.max_scale),
+      steps_since_update=jnp.where(decides, 0, steps),
+    )
+
+  def stalled(
+    self, state: HistogramLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    return _bounds.at_floor(state.loss_scale, self.min_scale, overflow)
+
+  @property
+  def _edge(self) -> float:
+    return _bounds.largest(self.dtype) * self.bin_edge_location

@@ -1,0 +1,278 @@
+"""OpenSeq2Seq's LogMax rule: log2(amax) as a normal distribution."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
+from optax_lossscale._rules import base
+from optax_lossscale._step import skipping
+from optax_lossscale.rules import _bounds
+from optax_lossscale.rules import _log_max_original
+from optax_lossscale.rules import _powers_of_two
+
+# What OpenSeq2Seq has as its bounds, and what this library has for its rules.
+_ORIGINAL_BOUNDS = 1.0, 2.0**14
+_BOUNDS = 2.0**-14, 2.0**126
+
+# Above every log2(S). Not inf, which would stop jax_debug_infs.
+_NO_CEILING = 2.0**20
+
+
+class LogMaxLossScaleState(NamedTuple):
+  """State of `LogMaxLossScale`.
+
+  Attributes:
+    loss_scale: float32[], the loss scale S.
+    mean: float32[], running mean of x = log2(unscaled amax), by `beta1`.
+    slow_mean: float32[], the same by `beta2`.
+    variance: float32[], running variance of x about it, by `beta2`.
+    weight: float32[], what the weights by `beta1` add up to, 1 in the end.
+    slow_weight: float32[], the same by `beta2`.
+    log2_ceiling: float32[], above which log2(S) does not come of late;
+      2**20 before the first overflow.
+  """
+
+  loss_scale: jax.Array
+  mean: jax.Array
+  slow_mean: jax.Array
+  variance: jax.Array
+  weight: jax.Array
+  slow_weight: jax.Array
+  log2_ceiling: jax.Array
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMaxLossScale(base.LossScale):
+  """Holds the chance of an overflow down, with log2(amax) as a normal.
+
+  With m the running mean of x = log2(unscaled amax) and s its standard
+  deviation, S is the largest power of two below
+  2**(log_max - m - overflow_std_dev * s). So S follows the gradients without
+  a probe of how large it may be, and keeps the more bits free the more amax
+  varies: the model's chance of an overflow is 0.1 % with the defaults.
+
+  The rule as it was published fails in four ways, and `original=True` shows
+  them. An overflow enters the means as x = 2**log_max, 65,536 bits: after one
+  of them S stays at its floor for some 11,000 steps. One amax of 0 makes S NaN
+  for ever. `log_max` is not where S is cut off, which is fixed at 16. And its
+  bounds, 1 and 2**14, keep S from where the model wants it. Inside of
+  `loss_scaling` the last S is held where S would be NaN.
+
+  Here an overflow enters as the amax of which S had been twice too large. S is
+  halved at once, again at every further one, and doubles from there in no less
+  than 1 / (1 - beta1) clean steps: the means take longer to learn that the
+  gradients have grown than steps may be lost. An amax of 0 enters nothing. The
+  first step, which shows no variation, counts as if it had varied by one bit.
+
+  It loses steps where amax grows by more bits than it varied before, and where
+  log2(amax) has a heavier tail than a normal distribution. It takes
+  1 / (1 - beta2) steps to believe in less variation than there was. While all
+  gradients are 0 it does not move: for a first S use `WarmStart`.
+
+  There is no `dtype` here: for bfloat16 it is `log_max=128`. Where the loss
+  itself is cast to float16, its cotangent is S, which float16 does not hold
+  above 2**15: pass `scale_max=2.0**15`.
+
+  Attributes:
+    scale_min: the floor. None: 2**-14, the smallest normal float16; 1 as in
+      the original.
+    scale_max: the ceiling. None: 2**126, the largest power of two whose inverse
+      is a normal float32; 2**14 as in the original.
+    log_max: log2 of where the computation's dtype overflows: 16 for float16,
+      128 for bfloat16.
+    beta1: weight of the past in the mean; at least 0, below 1.
+    beta2: weight of the past in the standard deviation; at least 0, below 1.
+    overflow_std_dev: how many standard deviations to keep free, 0 or more.
+    original: whether to do as the original does.
+    skip: whether an overflow skips the step.
+
+  All are keyword only. The first S is 1, or the bound that is next to it. The
+  original knows no overflow but a gradient that is not finite.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> for original in (False, True):
+    ...   rule = ols.rules.LogMaxLossScale(original=original)
+    ...   update, state = jax.jit(rule.update), rule.init()
+    ...   for _ in range(200):
+    ...     state = update(state, False, amax=state.loss_scale / 4)
+    ...   print(state.loss_scale)
+    ...   print(update(state, True, amax=jnp.inf).loss_scale)
+    131072.0
+    65536.0
+    16384.0
+    1.0
+
+  References:
+    `LogMaxScaler` in NVIDIA's `OpenSeq2Seq
+    <https://github.com/NVIDIA/OpenSeq2Seq>`_, whose arguments have the same
+    names; Kuchaiev et al., `Mixed-Precision Training for NLP and Speech
+    Recognition with OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018.
+  """
+
+  scale_min: float | None = None
+  scale_max: float | None = None
+  log_max: float = 16.0
+  beta1: float = 0.99
+  beta2: float = 0.999
+  overflow_std_dev: float = 3.09
+  original: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checked: dict[str, Any] = {
+      "log_max": arguments.check_number("log_max", self.log_max),
+      "overflow_std_dev": arguments.check_not_negative(
+        "overflow_std_dev", self.overflow_std_dev
+      ),
+      "original": arguments.check_flag("original", self.original),
+      "beta1": _check_beta("beta1", self.beta1),
+      "beta2": _check_beta("beta2", self.beta2),
+    }
+    for name in ("scale_min", "scale_max"):
+      value = getattr(self, name)
+      if value is not None:
+        checked[name] = arguments.check_scale(name, value)
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+    scale_min, scale_max = self._scale_bounds
+    _bounds.check_bounds(scale_min=scale_min, scale_max=scale_max)
+
+  def init(
+    self,
+  ) -> LogMaxLossScaleState | _log_max_original.LogMaxOriginalState:
+    """Returns the state before the first step."""
+    if self.original:
+      return _log_max_original.init()
+    zero = jnp.full((), 0, jnp.float32)
+    return LogMaxLossScaleState(
+      loss_scale=_bounds.clip(
+        jnp.full((), 1, jnp.float32), *self._scale_bounds
+      ),
+      mean=zero,
+      slow_mean=zero,
+      variance=zero,
+      weight=zero,
+      slow_weight=zero,
+      log2_ceiling=jnp.full((), _NO_CEILING, jnp.float32),
+    )
+
+  def update(
+    self,
+    state: Any,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> Any:
+    """Returns the state after a step. See `LossScale.update`.
+
+    Raises:
+      ValueError: if `amax` is None.
+    """
+    amax = _powers_of_two.require_amax(amax)
+    moved: Any
+    if self.original:
+      moved = _log_max_original.update(
+        state,
+        amax,
+        betas=(self.beta1, self.beta2),
+        log_max=self.log_max,
+        overflow_std_dev=self.overflow_std_dev,
+      )
+    else:
+      overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+      moved = self._moved(state, overflow, amax)
+    return moved._replace(
+      loss_scale=_bounds.clip(moved.loss_scale, *self._scale_bounds)
+    )
+
+  def stalled(
+    self, state: LogMaxLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `scale_min`, or below it."""
+    return _bounds.at_floor(state.loss_scale, self._scale_bounds[0], overflow)
+
+  @property
+  def _scale_bounds(self) -> tuple[float, float]:
+    low, high = _ORIGINAL_BOUNDS if self.original else _BOUNDS
+    return (
+      low if self.scale_min is None else self.scale_min,
+      high if self.scale_max is None else self.scale_max,
+    )
+
+  def _moved(
+    self, state: LogMaxLossScaleState, overflow: jax.Array, amax: jax.Array
+  ) -> LogMaxLossScaleState:
+    """Returns the state after a step, with S where the bounds do not hold."""
+    tells = _powers_of_two.tells(amax)
+    log2_scale = bits.log2(state.loss_scale)
+    # Where amax tells nothing its logarithm is not used: 1 stands for it.
+    x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
+    # As if S had been twice too large; more where amax says so.
+    beyond = np.float32(self.log_max) + 1 - log2_scale
+    beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
+    entered = self._enter(state, jnp.where(overflow, beyond, x))
+    rest = 1 - np.float32(self.beta1)
+    ceiling = jnp.where(overflow, log2_scale - 1, state.log2_ceiling + rest)
+
+    free = np.float32(self.overflow_std_dev) * jnp.sqrt(entered.variance)
+    wanted = np.float32(self.log_max) - (entered.mean + free)
+    # The next whole number below, since amax at 2**log_max has overflowed.
+    wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
+    exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
+    moved = entered._replace(
+      loss_scale=_powers_of_two.power_of_two(exponent), log2_ceiling=ceiling
+    )
+    used: LogMaxLossScaleState = skipping.select(tells | overflow, moved, state)
+    return used
+
+  def _enter(
+    self, state: LogMaxLossScaleState, x: jax.Array
+  ) -> LogMaxLossScaleState:
+    """Returns the state with one more x in its means.
+
+    By differences from the mean: of two sums of squares, which are large far
+    from x = 0, little would be left in float32.
+    """
+    beta1, beta2 = np.float32(self.beta1), np.float32(self.beta2)
+    weight = beta1 * state.weight + (1 - beta1)
+    slow_weight = beta2 * state.slow_weight + (1 - beta2)
+    share, slow_share = (1 - beta1) / weight, (1 - beta2) / slow_weight
+    difference = x - state.slow_mean
+    square = state.variance + slow_share * difference * difference
+    variance = (1 - slow_share) * square
+    return state._replace(
+      mean=state.mean + share * (x - state.mean),
+      slow_mean=state.slow_mean + slow_share * difference,
+      # One step shows no variance. A bit stands in for it, with that weight.
+      variance=jnp.where(state.slow_weight > 0, variance, np.float32(1)),
+      weight=weight,
+      slow_weight=slow_weight,
+    )
+
+
+def _check_beta(name: str, value: Any) -> float:
+  beta = arguments.check_not_negative(name, value)
+  # In float32, or the weights of all steps would add up to 0.
+  if np.float32(beta) >= 1:
+    raise ValueError(
+      f"`{name}` must be at least 0 and below 1 (in float32), got {value!r}."
+    )
+  return beta

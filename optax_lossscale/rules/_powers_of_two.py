@@ -1,0 +1,80 @@
+"""How amax and S relate, in exact integers: exponents read from float32 bits.
+
+XLA's log2 and exp2 are an ulp off for some powers of two, which here would be a
+whole bit of S.
+"""
+
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale._base import arguments
+
+# float32 has this many bits behind the binary point.
+_FRACTION_BITS = 23
+
+# S moves by so many bits at a time while no amax has told where it belongs. The
+# dtypes of which this is about a half of the range, or less, are float16 and
+# the wider ones: a leap up from where all gradients are 0 does not overflow,
+# nor does one down from an overflow make them all 0.
+LEAP = 16
+
+# Above this no leap goes: all gradients are 0, which may have nothing to do
+# with S, and every leap that was too much costs a step.
+_HIGHEST_LEAP = 32
+
+
+def exponent(x: jax.Array) -> jax.Array:
+  """Returns floor(log2(x)), int32[...]."""
+  bits = lax.bitcast_convert_type(x, jnp.int32)
+  return (bits >> _FRACTION_BITS) - 127
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+  """Returns 2**exponent, float32[...]; at the ends the nearest normal one."""
+  biased = jnp.clip(exponent, -126, 127) + 127
+  return lax.bitcast_convert_type(biased << _FRACTION_BITS, jnp.float32)
+
+
+def leap_up(exponent: jax.Array) -> jax.Array:
+  """Returns the exponent of the next S where all gradients are 0, int32[]."""
+  return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
+
+
+def require_amax(amax: jax.Array | None) -> jax.Array:
+  """Returns amax as float32[]."""
+  if amax is None:
+    raise ValueError(
+      "`amax` must be passed to update, got None: this rule moves S by it. "
+      "`loss_scaling` passes it."
+    )
+  return jnp.asarray(amax, jnp.float32)
+
+
+def tells(amax: jax.Array) -> jax.Array:
+  """Returns bool[], whether amax tells where S belongs.
+
+  Not 0, inf and NaN, nor the subnormal numbers, which a backend may flush to 0.
+  """
+  return jnp.isfinite(amax) & (amax >= arguments.SMALLEST_SCALE)
+
+
+def fitting_exponent(
+  amax: jax.Array, loss_scale: jax.Array, limit: float
+) -> jax.Array:
+  """Returns the largest e for which this step fits at S = 2**e, int32[].
+
+  Of an S that is no power of two the next smaller one is taken, so the result
+  may be 1 too small.
+  """
+  mantissa, limit_exponent = math.frexp(limit)
+  limit_fraction = int((2 * mantissa - 1) * 2**_FRACTION_BITS)
+  bits = lax.bitcast_convert_type(amax, jnp.int32)
+  fraction = bits & (2**_FRACTION_BITS - 1)
+  doublings = limit_exponent - 1 - exponent(amax)
+  # The last doubling fits if what is left of amax is not above the limit's.
+  is_above = (fraction > limit_fraction).astype(jnp.int32)
+  fitting: jax.Array = exponent(loss_scale) + doublings - is_above
+  return fitting

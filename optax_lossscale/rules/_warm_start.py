@@ -1,0 +1,203 @@
+"""A first S from the first step's amax, for any rule."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._rules import base
+from optax_lossscale._step import skipping
+from optax_lossscale.rules import _bounds
+from optax_lossscale.rules import _powers_of_two
+
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+
+
+class WarmStartState(NamedTuple):
+  """State of `WarmStart`.
+
+  Attributes:
+    rule_state: the rule's own state, in which S is.
+    is_warm: bool[], the first S has been found, and the rule moves it.
+  """
+
+  rule_state: Any
+  is_warm: jax.Array
+
+  @property
+  def loss_scale(self) -> jax.Array:
+    """float32[], the loss scale S."""
+    loss_scale: jax.Array = self.rule_state.loss_scale
+    return loss_scale
+
+  @property
+  def inv_scale(self) -> jax.Array:
+    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    return 1 / self.loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart(base.LossScale):
+  """Any rule, with a first S that fits the first step's amax.
+
+  The first S of a rule is a guess. From one that is too large a run begins with
+  skipped steps, seventeen from 2**32 to 2**15; at one that is too small, small
+  gradients are 0 until it has grown. Here the first step probes, at a small S.
+  If its amax is neither 0 nor an overflow, the next S is the power of two at
+  which this amax has `headroom` bits left, and from then on the rule moves S as
+  if it had begun there. Otherwise the probe goes on, 16 bits down after an
+  overflow and 16 bits up where all gradients were 0. It does not leap above
+  2**32, so that after any number of such steps the first other gradients cost
+  about two; a larger `probe_scale` stays where it is.
+
+  With a probe at 1 mostly no step is lost. Small gradients are 0 on it, as
+  they are without loss scaling; a larger probe sees them, and may overflow. A
+  first step with much smaller gradients than later ones, as with a learning
+  rate that warms up from zero-initialized layers, makes the first S too large:
+  `headroom` is for this, and the rule for what comes after it.
+
+  Attributes:
+    rule: the rule. Its first S is not used.
+    probe_scale: S of the first step.
+    headroom: the bits that the first S leaves free, 0 or more.
+    dtype: the computation's, of which the largest finite value is the limit.
+
+  All but the first are keyword only. `skip` is the rule's. A bound of the rule
+  does not hold for the probe; the first S comes into it as the rule takes it
+  there.
+
+  Raises:
+    TypeError: if an argument is not of its kind, or the state of `rule` is not
+      one in which `optax.tree.set` finds one `loss_scale`.
+    ValueError: if an argument is out of its range, or `rule` is a `WarmStart`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> rule = ols.rules.WarmStart(
+    ...   ols.presets.megatron(), probe_scale=2.0**32
+    ... )
+    >>> state = rule.update(rule.init(), True, amax=jnp.inf)
+    >>> print(state.loss_scale)
+    65536.0
+    >>> state = rule.update(state, False, amax=64.0)
+    >>> print(state.loss_scale == 2.0**23)
+    True
+
+  References:
+    Micikevicius et al., `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S by the
+    largest gradient where statistics of it are at hand.
+  """
+
+  rule: base.LossScale
+  _: dataclasses.KW_ONLY
+  probe_scale: float = 1.0
+  headroom: int = 2
+  dtype: Any = jnp.float16
+  # Not an argument: an overflow is skipped if the rule says so.
+  skip: bool = dataclasses.field(init=False, repr=False)
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.rule, base.LossScale):
+      raise TypeError(
+        f"`rule` must be a LossScale, got {self.rule!r}; for a dynamic rule "
+        "pass DynamicLossScale()."
+      )
+    if isinstance(self.rule, WarmStart):
+      raise ValueError(
+        f"`rule` must not be a WarmStart, got {self.rule!r}: a first S can be "
+        "found once."
+      )
+    checked = {
+      "probe_scale": arguments.check_scale("probe_scale", self.probe_scale),
+      "headroom": _bounds.check_bits("headroom", self.headroom),
+      "dtype": _bounds.check_dtype(self.dtype),
+      "skip": self.rule.skip,
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+    super().__post_init__()
+    with jax.ensure_compile_time_eval():
+      self.init()
+
+  def init(self) -> WarmStartState:
+    """Returns the state before the first step.
+
+    Raises:
+      TypeError: if S cannot be set in the rule's state.
+    """
+    return WarmStartState(
+      rule_state=self._begin(jnp.full((), self.probe_scale, jnp.float32)),
+      is_warm=jnp.full((), False),
+    )
+
+  def measure(self, gradients: Any) -> Any:
+    """Returns what the rule measures. See `LossScale.measure`."""
+    return self.rule.measure(gradients)
+
+  def update(
+    self,
+    state: WarmStartState,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+    **measured: Any,
+  ) -> WarmStartState:
+    """Returns the state after a step. See `LossScale.update`.
+
+    Args:
+      state: the state that the step used.
+      overflow: bool[], whether the step's gradients were unusable.
+      amax: float32[], the largest absolute value among the scaled gradients.
+      **measured: what `measure` returned, if anything, as `measured=`.
+
+    Raises:
+      ValueError: if `amax` is None.
+    """
+    amax = _powers_of_two.require_amax(amax)
+    moved = self.rule.update(state.rule_state, overflow, amax=amax, **measured)
+    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    tells = _powers_of_two.tells(amax)
+
+    limit = _bounds.largest(self.dtype)
+    fitting = _powers_of_two.fitting_exponent(amax, state.loss_scale, limit)
+    exponent = _powers_of_two.exponent(state.loss_scale)
+    probed = jnp.where(
+      overflow,
+      exponent - _powers_of_two.LEAP,
+      _powers_of_two.leap_up(exponent),
+    )
+    found = tells & ~overflow
+    next_probe = _powers_of_two.power_of_two(
+      jnp.where(found, fitting - self.headroom, probed)
+    )
+    begun = self._begin(_bounds.clip(next_probe, _SMALLEST, _LARGEST))
+    return WarmStartState(
+      rule_state=skipping.select(state.is_warm, moved, begun),
+      is_warm=state.is_warm | found,
+    )
+
+  def stalled(
+    self, state: WarmStartState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: S cannot follow this step; of a probe, at 2**-126."""
+    return jnp.where(
+      state.is_warm,
+      self.rule.stalled(state.rule_state, overflow),
+      _bounds.at_floor(state.loss_scale, _SMALLEST, overflow),
+    )
+
+  def _begin(self, loss_scale: jax.Array) -> Any:
+    """Returns the rule's first state with another S."""
+    try:
+      return optax.tree.set(self.rule.init(), loss_scale=loss_scale)
+    except KeyError as error:
+      raise TypeError(
+        "`rule` must have a state in which optax.tree.set finds one "
+        f"`loss_scale`, such as a NamedTuple, got {self.rule!r}."
+      ) from error

@@ -1,0 +1,168 @@
+"""One maximum that carries NaN, inf and amax, by both ways to take it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import ml_dtypes
+import numpy as np
+import pytest
+
+from optax_lossscale._base import bits as _bits
+
+# What uses it, such as the checks, is tested on every version of JAX.
+pytestmark = [
+  pytest.mark.usefixtures("full_compilation"),
+  pytest.mark.one_end,
+]
+
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
+EIGHT_BITS = (
+  ml_dtypes.float8_e3m4,
+  ml_dtypes.float8_e4m3,
+  ml_dtypes.float8_e4m3b11fnuz,
+  ml_dtypes.float8_e4m3fn,
+  ml_dtypes.float8_e4m3fnuz,
+  ml_dtypes.float8_e5m2,
+  ml_dtypes.float8_e5m2fnuz,
+  ml_dtypes.float8_e8m0fnu,
+)
+# Around a block of 32 * 16, a block of blocks, and the size of small arrays.
+SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
+
+
+@functools.cache
+def jitted_amax(way):
+  """Returns the jitted amax, shared by the tests of one way."""
+  return jax.jit(lambda arrays, way=way: _bits.amax(arrays))
+
+
+@pytest.fixture(params=["by_folding", "by_leaf"])
+def amax(request, monkeypatch):
+  """Returns the jitted amax by one way, which is taken when it is traced."""
+  is_laid = request.param == "by_leaf"
+  monkeypatch.setattr(_bits, "_is_laid", lambda x: is_laid)
+  return jitted_amax(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax_is_the_largest_magnitude_wherever_it_is(amax, dtype):
+  rng = np.random.default_rng(0)
+  for size in SIZES:
+    for place in {0, size // 2, size - 1, *rng.integers(size, size=4)}:
+      x = rng.uniform(-1, 1, size).astype(dtype)
+      x[place] = -3.0
+      assert amax([jnp.asarray(x)]) == 3.0, (size, place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_guarantee_5_nan_and_inf_are_seen_wherever_they_are(amax, dtype, bad):
+  rng = np.random.default_rng(1)
+  for size in SIZES:
+    for place in {0, size // 2, size - 1, *rng.integers(size, size=4)}:
+      x = rng.normal(size=size).astype(dtype)
+      x[place] = bad
+      np.testing.assert_array_equal(
+        np.float32(amax([jnp.asarray(x)])), np.abs(np.float32(bad))
+      )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *EIGHT_BITS])
+def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax, dtype):
+  unsigned = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+  values = np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(dtype)
+  found = jax.vmap(lambda x: amax([x]))(jnp.asarray(values))
+  assert found.dtype == _bits.carrier(dtype)
+  np.testing.assert_array_equal(
+    np.float32(found), np.abs(values.astype(np.float32))
+  )
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_the_largest_of_many_8_bit_values_is_found(amax, dtype):
+  values = np.arange(256, dtype=np.uint8).view(dtype)
+  values = values[~np.isnan(values.astype(np.float32))]
+  magnitudes = np.abs(values.astype(np.float32))
+  smallest = values[magnitudes.argmin()]
+  for size in (512, 4097, 16896):
+    for value, magnitude in zip(values, magnitudes, strict=True):
+      x = np.full(size, smallest)
+      x[size // 3] = value
+      assert amax([jnp.asarray(x)]) == magnitude, (size, value)
+
+
+def test_nan_is_told_from_inf_beside_it(amax):
+  x = np.full(40_000, np.inf, np.float32)
+  x[20_001] = np.nan
+  assert np.isnan(amax([jnp.asarray(x)]))
+
+
+def test_every_array_of_a_size_counts(amax):
+  for size in (4096, 5000, 65_536):
+    arrays = [np.zeros(size, np.float32) for _ in range(18)]
+    for largest, array in enumerate(arrays):
+      place = largest * size // 18
+      array[place] = largest + 1
+      assert amax([jnp.asarray(x) for x in arrays]) == largest + 1
+    arrays[17][size - 1] = np.nan
+    assert np.isnan(amax([jnp.asarray(x) for x in arrays]))
+
+
+def test_every_array_counts_and_empty_ones_do_not(amax):
+  sizes = (0, 7, 5000, 0, 600, 70_000, 1)
+  for largest in range(len(sizes)):
+    arrays = [np.zeros((size, 1), np.float32) for size in sizes]
+    arrays[largest][-1:] = 2.0
+    expected = 2.0 if sizes[largest] else 0.0
+    assert amax([jnp.asarray(x) for x in arrays]) == expected
+
+
+def test_arrays_of_any_rank_are_read_whole(amax):
+  for shape in ((), (3, 5, 7), (64, 2, 300), (1, 50_000)):
+    x = np.zeros(shape, np.float16)
+    x[tuple(n - 1 for n in shape)] = -0.5
+    assert amax([jnp.asarray(x)]) == 0.5
+
+
+def test_subnormals_and_zeros_are_kept_apart(amax):
+  smallest = np.float32(np.finfo(np.float32).smallest_subnormal)
+  assert amax([jnp.zeros(5000)]) == 0
+  bits = np.asarray(amax([jnp.full(5000, -smallest)])).view(np.uint32)
+  assert bits == 1
+
+
+def test_amax_under_vmap_is_that_of_each_row(amax):
+  x = np.random.default_rng(2).normal(size=(3, 5000)).astype(np.float32)
+  x[1, 4999] = np.nan
+  rows = jax.vmap(lambda row: amax([row, row[:9]]))(jnp.asarray(x))
+  np.testing.assert_array_equal(rows, np.max(np.abs(x), axis=1))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [(), ("data",), (None, "data")])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_arrays_of_a_mesh_are_read_in_their_own_shape(devices, spec, axis_type):
+  mesh = jax.make_mesh(
+    (devices,),
+    ("data",),
+    axis_types=(axis_type,),
+    devices=jax.devices()[:devices],
+  )
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  x = jax.device_put(jnp.ones((64, 200)).at[63, 199].set(-4.0), sharding)
+  jitted = jax.jit(_bits.amax)
+  assert jitted([x]) == 4.0
+  # A mesh of one device has nowhere to move an array to.
+  may_fold = devices == 1 and axis_type is AxisType.Auto
+  assert ("reshape" in jitted.lower([x]).as_text()) == may_fold
+  with jax.set_mesh(mesh):
+    assert jitted([x]) == 4.0
+
+
+def test_an_array_without_a_mesh_is_folded():
+  jaxpr = jax.make_jaxpr(_bits.amax)([jnp.ones((64, 200))])
+  assert "reshape" in str(jaxpr)
