@@ -66,7 +66,7 @@ def record(
   """Records a function."""
   # Under jit what is recorded becomes a part of what JAX compiles; in another
   # recording it becomes a part of that.
-  is_at_once = is_recording() or not isinstance(jnp.zeros(()), jax.core.Tracer)
+  is_at_once = is_recording() or not is_staged()
   leaves, treedef = jax.tree.flatten((args, kwargs))
   places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
@@ -86,6 +86,15 @@ def record(
   arrays = [leaves[place] for place in places]
   jaxpr, outputs = jax.make_jaxpr(flat_function, return_shape=True)(*arrays)
   return Recording(jaxpr, [*jaxpr.consts, *arrays], jax.tree.structure(outputs))
+
+
+def is_staged() -> bool:
+  """Returns whether JAX is recording a function, to compile it.
+
+  So it does under jit, scan and the like, not under an eager grad or vmap,
+  where each operation runs now.
+  """
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def is_recording() -> bool:

@@ -1,10 +1,9 @@
-"""Gradients and train steps in two precisions; a schedule's state chooses."""
+"""Gradients and updates in two precisions, of which a flag chooses one."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
-import typing
 from typing import Any
 
 import jax
@@ -12,53 +11,49 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._autocast import autocast as _autocast
 from optax_lossscale._autocast import full_precision
+from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
-from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import record
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
+from optax_lossscale._step import skipping
 from optax_lossscale._step import states
-
-if typing.TYPE_CHECKING:
-  from optax_lossscale._precision import _schedule
 
 
 def value_and_grad(
-  schedule: "_schedule.PrecisionSchedule",
   loss_fn: Callable[..., Any],
   opt_state: Any,
-  state: Any,
+  low: Any,
   *,
+  dtype: Any,
+  keeps_products: bool,
   argnums: int | Sequence[int] = 0,
-  has_aux: bool,
+  has_aux: bool = False,
   path: str | None = None,
-  autocast: Mapping[str, Any],
+  options: Mapping[str, Any],
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns the function of `PrecisionSchedule.value_and_grad`."""
-  low_loss_fn = make_low(schedule, loss_fn, autocast)
-  full = full_precision.in_full_precision(
+  low_loss_fn = make_low(loss_fn, dtype, options)
+  in_full = full_precision.in_full_precision(
     jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
-    keeps_products=schedule.keeps_origin_dtype,
+    keeps_products=keeps_products,
   )
-  low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
-  if schedule.dtype == jnp.float16:
+  in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
+  if dtype == jnp.float16:
     loss_scale = states.get_loss_scale(opt_state, path=path)
-    low = backward.scaled_value_and_grad(
+    in_low = backward.scaled_value_and_grad(
       low_loss_fn, loss_scale, argnums, has_aux
     )
 
   @functools.wraps(loss_fn)
   def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    if schedule.dtype == jnp.float16:
+    if dtype == jnp.float16:
       states.refuse_frozen(opt_state, path)
-    _refuse_frozen(state)
+    _refuse_frozen(low)
     value_and_gradients: tuple[Any, Any] = lax.cond(
-      state.low,
-      lambda: low(*args, **kwargs),
-      lambda: full(*args, **kwargs),
+      low, lambda: in_low(*args, **kwargs), lambda: in_full(*args, **kwargs)
     )
     return value_and_gradients
 
@@ -66,15 +61,13 @@ def value_and_grad(
 
 
 def make_low(
-  schedule: "_schedule.PrecisionSchedule",
-  loss_fn: Callable[..., Any],
-  autocast: Mapping[str, Any],
+  loss_fn: Callable[..., Any], dtype: Any, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-  """Returns `loss_fn` in the schedule's low precision."""
+  """Returns `loss_fn` in low precision, or raises if nothing would be."""
   arguments.check_function(loss_fn)
   # Also here: what jit traces in this part it does not trace in the other one.
   as_written = full_precision.without_autocast(loss_fn)
-  low_loss_fn = _autocast.autocast(as_written, dtype=schedule.dtype, **autocast)
+  low_loss_fn = autocast(as_written, dtype=dtype, **options)
   if low_loss_fn is as_written:
     raise ValueError(
       "`level` must lower something in the first part of training, got 'O0'; "
@@ -83,63 +76,72 @@ def make_low(
   return low_loss_fn
 
 
-def make_train_step(
-  schedule: "_schedule.PrecisionSchedule",
-  loss_fn: Callable[..., Any],
+def update_optimizer(
   tx: optax.GradientTransformation,
-  *,
-  autocast: Mapping[str, Any],
-  has_aux: bool,
-  axis_name: Any,
-) -> Callable[..., tuple[Any, Any, Any, Any]]:
-  """Returns the train step of `PrecisionSchedule.make_train_step`."""
-  make_low(schedule, loss_fn, autocast)  # What is wrong shows here.
+  gradients: Any,
+  opt_state: Any,
+  params: Any,
+  is_scaled: jax.Array,
+  **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Returns `tx.update` of gradients that are scaled, or of true ones.
+
+  True gradients are scaled by 1: that is the S which the step finds in the
+  state. Afterwards the rule's state is put back, bit for bit.
+  """
   optimizer = requirements.as_optimizer("tx", tx)
-  names = devices.axis_names("axis_name", axis_name)
+  requirements.check_accumulation(opt_state)
 
-  def train_step(
-    params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
-  ) -> tuple[Any, Any, Any, Any]:
-    value_and_gradients = schedule.value_and_grad(
-      loss_fn, opt_state, state, has_aux=has_aux, **autocast
+  def with_scale(
+    state: states.LossScalingState,
+  ) -> states.LossScalingState:
+    _refuse_different(is_scaled, state)
+    return state._replace(
+      loss_scale_state=_set_scale(state.loss_scale_state, is_scaled)
     )
-    local = devices.make_varying(params, names) if names else params
-    value, gradients = value_and_gradients(local, *args, **kwargs)
-    loss = value[0] if has_aux else value
-    if names:
-      loss = lax.pmean(loss, names)
 
-    applied = jnp.full((), True)
-    if states.find_states(opt_state):
-      _check_order(optimizer, gradients, opt_state, params)
-      before = states.find_state(opt_state).applied_steps
-      updates, opt_state = optimizer.update(
-        gradients, opt_state, params, scaled=schedule.is_scaled(state)
+  def with_rule_state(
+    new: states.LossScalingState, old: states.LossScalingState
+  ) -> states.LossScalingState:
+    return new._replace(
+      loss_scale_state=skipping.select(
+        ~is_scaled, old.loss_scale_state, new.loss_scale_state
       )
-      # By the count: what is around it may have rejected the step as a whole.
-      applied = states.find_state(opt_state).applied_steps != before
-    else:
-      _check_gradients_alone(params)
-      updates, opt_state = optimizer.update(gradients, opt_state, params)
-    params = leaves.apply_updates(params, updates)
+    )
 
-    if schedule.mode == "step":
-      steps = optax.safe_increment(state.steps)
-      steps = jnp.where(applied, steps, state.steps)
-      state = schedule.update(state, step=steps)
-    else:
-      # 0 stands for no loss.
-      state = schedule.update(state, loss=jnp.where(applied, loss, 0))
-    return params, opt_state, state, (loss, value[1]) if has_aux else loss
-
-  return train_step
+  updates, new_state = optimizer.update(
+    gradients, _map_states(with_scale, opt_state), params, **extra_args
+  )
+  return updates, _map_states(with_rule_state, new_state, opt_state)
 
 
-def _refuse_frozen(state: Any) -> None:
+def _map_states(function: Callable[..., Any], *trees: Any) -> Any:
+  """Returns a tree with `function` of every `LossScalingState` in it."""
+  return jax.tree.map(
+    lambda x, *rest: function(x, *rest) if states.is_state(x) else x,
+    *trees,
+    is_leaf=states.is_state,
+  )
+
+
+def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
+  """Returns a rule's state with an S of 1 unless the loss is scaled."""
+  old = rule_state.loss_scale
+  scale = jnp.where(is_scaled, old, 1)
+  swapped = jax.tree.map(lambda x: scale if x is old else x, rule_state)
+  if swapped.loss_scale is not scale:
+    raise TypeError(
+      "the state of `rule` must hold S as its leaf `loss_scale` in a precision "
+      f"schedule, got a {type(rule_state).__name__} that computes it."
+    )
+  return swapped
+
+
+def _refuse_frozen(low: Any) -> None:
   """Raises if a compiled function would hold the schedule's state for ever."""
-  if record.is_recording():
-    return  # What is recorded is evaluated at once.
-  if states.is_staged() and not isinstance(state.low, jax.core.Tracer):
+  # What `record` records is evaluated at once.
+  is_compiled = record.is_staged() and not record.is_recording()
+  if is_compiled and not isinstance(low, jax.core.Tracer):
     raise ValueError(
       "`state` must be an argument of the function that JAX is tracing (jit, "
       "scan ...), got one that was closed over: what is compiled would never "
@@ -147,30 +149,19 @@ def _refuse_frozen(state: Any) -> None:
     )
 
 
-def _check_order(
-  tx: optax.GradientTransformationExtraArgs,
-  gradients: Any,
-  opt_state: Any,
-  params: Any,
+def _refuse_different(
+  is_scaled: jax.Array, state: states.LossScalingState
 ) -> None:
-  """Raises if something is around loss scaling that has to be inside."""
-  requirements.check_accumulation(opt_state)
-  try:
-    jax.eval_shape(lambda: tx.update(gradients, opt_state, params, scaled=None))
-  except requirements.ScaledError:
-    return  # It arrives.
-  raise ValueError(
-    "`tx` must hand the extra argument `scaled` on to loss_scaling, got "
-    "something around it that does not, so that unscaled gradients would be "
-    "divided by S; put it inside: loss_scaling(inner, rule)."
+  """Raises if devices that share an S could be in different precisions."""
+  axes = sorted(
+    devices.varying_axes(is_scaled)
+    - devices.varying_axes(states.get_loss_scale(state)),
+    key=str,
   )
-
-
-def _check_gradients_alone(params: Any) -> None:
-  """Raises if a bare optimizer would take for gradients what is none."""
-  if not all(jax.tree.leaves(leaves.resolve_mask(None, params))):
+  if axes:
+    names = axes[0] if len(axes) == 1 else tuple(axes)
     raise ValueError(
-      "`tx` must hold loss_scaling where parameters are in Flax's "
-      "_overwrite_with_gradient collection, which then goes around the "
-      "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
+      "`state` must be the same on all devices that share a loss scale, got "
+      f"one that varies along {names!r}; reduce what it depends on, such as a "
+      f"loss: jax.lax.pmean(loss, {names!r})."
     )

@@ -1,44 +1,373 @@
-"""Precision schedules, made from Ascend's `accelerate_train_mode`."""
+"""When training goes from low precision to full precision."""
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
 import fractions
-import re
+import math
 from typing import Any
 from typing import NamedTuple
 
+import jax
+from jax import lax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
+import optax
 
 from optax_lossscale._base import arguments
-from optax_lossscale._precision import _schedule
+from optax_lossscale._base import leaves
+from optax_lossscale._precision import _thresholds
+from optax_lossscale._precision import _two_precisions
+from optax_lossscale._precision import accelerate_train_mode as grammar
+from optax_lossscale._step import devices
+from optax_lossscale._step import requirements
+from optax_lossscale._step import states
 
 
-class _Mode(NamedTuple):
-  """A mode: the argument that it needs, and its ratio.
+class PrecisionScheduleState(NamedTuple):
+  """State of a `PrecisionSchedule`.
 
   Attributes:
-    needs: the name of the argument.
-    default: the ratio where none is given.
-    least: the smallest ratio.
-    most: the largest ratio.
+    low: bool[], whether the next step is in low precision. Once it is False it
+      stays so.
+    steps: int32[], how many steps a "step" schedule was told are finished; 0 in
+      a "loss" schedule.
   """
 
-  needs: str
-  default: str
-  least: str
-  most: str
+  low: jax.Array
+  steps: jax.Array
 
 
-_DTYPES = {"fast": np.dtype(jnp.float16), "fast1": np.dtype(jnp.bfloat16)}
-_MODES = {
-  "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
-  "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
-}
-# What may be set beside it.
-_BESIDE = {
-  "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
-  "precision_mode_v2": ("origin",),
-}
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
+@dataclasses.dataclass(frozen=True)
+class PrecisionSchedule:
+  """Low precision first, full precision at the end: a latch.
+
+  Made by `precision_schedule`, which tells what it is for.
+
+  Attributes:
+    dtype: the low precision, float16 or bfloat16.
+    mode: "step" or "loss", what the switch depends on.
+    ratio: of the total steps, or of the target loss.
+    total_steps: of the training; None in mode "loss".
+    target_loss: which the training ends at; None in mode "step".
+    steps_per_call: how many steps are made between two updates of the state.
+    keeps_origin_dtype: whether the loss may compute in low precision by itself.
+  """
+
+  dtype: Any
+  mode: str
+  ratio: fractions.Fraction
+  total_steps: int | None
+  target_loss: fractions.Fraction | None
+  steps_per_call: int
+  keeps_origin_dtype: bool
+
+  def init(self) -> PrecisionScheduleState:
+    """Returns the state before the first step.
+
+    It is low, unless a "step" schedule is too short to have such a part.
+    """
+    low = self.mode == "loss" or self._first_full_step > 0
+    return PrecisionScheduleState(
+      low=jnp.full((), low), steps=jnp.full((), 0, jnp.int32)
+    )
+
+  def update(
+    self,
+    state: PrecisionScheduleState,
+    *,
+    step: Any = None,
+    loss: Any = None,
+  ) -> PrecisionScheduleState:
+    """Returns the state for the next step. Pure, and usable inside jit.
+
+    Args:
+      state: the state before; `init()` for a run that is continued without one,
+        which then begins with `update(init(), step=n)`.
+      step: integer[], how many steps have been applied so far, in mode "step".
+      loss: float[], the true loss of an applied step, in mode "loss". 0 stands
+        for a loss that is not known, such as that of a skipped step, and NaN
+        never switches.
+
+    Raises:
+      TypeError: if `state` is another state, `step` no integer scalar, or
+        `loss` no real scalar.
+      ValueError: if it is not given what its mode needs, and that alone.
+    """
+    _check_state(state)
+    fed = {"step": step, "loss": loss}
+    names = [name for name, value in fed.items() if value is not None]
+    if names != [self.mode]:
+      got = " and ".join(f"{name}=" for name in names)
+      raise ValueError(
+        f"a schedule of mode {self.mode!r} must be updated with `{self.mode}`, "
+        f"got {got or 'neither `step` nor `loss`'}."
+      )
+    if self.mode == "step":
+      step = _thresholds.check_step(step)
+      return PrecisionScheduleState(
+        low=state.low & ~_thresholds.is_at_least(step, self._first_full_step),
+        steps=_thresholds.as_count(step),
+      )
+    loss = _thresholds.check_loss(loss)
+    return PrecisionScheduleState(
+      low=state.low & ~_thresholds.is_at_most(loss, self._loss),
+      steps=state.steps,
+    )
+
+  def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
+    """Returns whether the next step's loss is scaled: in float16 alone.
+
+    Args:
+      state: of the schedule.
+
+    Returns:
+      bool[].
+    """
+    _check_state(state)
+    return jnp.logical_and(state.low, self.dtype == jnp.float16)
+
+  def value_and_grad(
+    self,
+    loss_fn: Callable[..., Any],
+    opt_state: Any,
+    state: PrecisionScheduleState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    level: str = "O1",
+    overrides: Mapping[str, DTypeLike] | None = None,
+    operations: Mapping[str, Sequence[str]] | None = None,
+    path: str | None = None,
+  ) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function for the loss and its gradients, in both precisions.
+
+    It takes the place of `scaled_value_and_grad` in a step of your own, and
+    `update_optimizer` that of `tx.update`, since the gradients are scaled in
+    the low part only:
+
+      value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = schedule.update_optimizer(
+        tx, grads, opt_state, params, state
+      )
+
+    In the low part the loss is that of `autocast(loss_fn, level,
+    dtype=schedule.dtype)`, in the rest that of `loss_fn` as it is written. Both
+    are compiled into one program, which chooses by `state.low`, so the switch
+    compiles nothing.
+
+    Args:
+      loss_fn: the loss, in float32, of float32 parameters; or `(loss, aux)`.
+        Parameters in float16, with `master_weights`, it casts itself.
+      opt_state: the optimizer's state; it holds the loss scale where the low
+        precision is float16.
+      state: the schedule's state before the step, here and in
+        `update_optimizer`.
+      argnums: which positional arguments to differentiate with respect to.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      level: of `autocast`.
+      overrides: of `autocast`.
+      operations: of `autocast`.
+      path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+
+    Returns:
+      A function with the arguments of `loss_fn`, which returns `(loss,
+      gradients)` or `((loss, aux), gradients)`.
+
+    Raises:
+      TypeError: if an argument is not of its kind.
+      ValueError: if `autocast` does not take its arguments, or does nothing
+        with them; if `opt_state` holds no scale, or several; when called, if
+        `loss_fn` is under `autocast`, or computes products in low precision by
+        the dtype of a layer or of the parameters.
+    """
+    _check_state(state)
+    return _two_precisions.value_and_grad(
+      loss_fn,
+      opt_state,
+      state.low,
+      dtype=self.dtype,
+      keeps_products=self.keeps_origin_dtype,
+      argnums=argnums,
+      has_aux=has_aux,
+      path=path,
+      options={
+        "level": level,
+        "overrides": overrides,
+        "operations": operations,
+      },
+    )
+
+  def update_optimizer(
+    self,
+    tx: optax.GradientTransformation,
+    gradients: Any,
+    opt_state: Any,
+    params: Any,
+    state: PrecisionScheduleState,
+    **extra_args: Any,
+  ) -> tuple[Any, Any]:
+    """Returns `tx.update(gradients, opt_state, params)` in both precisions.
+
+    Where the loss was not scaled, S is 1 for this step and the rule's state
+    stays bit for bit; a step that is not finite is skipped all the same.
+
+    Args:
+      tx: the optimizer, with `loss_scaling` anywhere in it or without.
+      gradients: what `value_and_grad` returned for the same `state`.
+      opt_state: the optimizer's state.
+      params: the parameters.
+      state: the schedule's state before the step.
+      **extra_args: what else `tx.update` takes.
+
+    Returns:
+      The updates and the optimizer's next state.
+
+    Raises:
+      TypeError: if `tx` is no optimizer, `state` another state, or the rule's
+        state does not hold its S as a leaf.
+      ValueError: if `optax.MultiSteps` is around `loss_scaling`, or if the
+        devices that share an S could be in different precisions.
+    """
+    _check_state(state)
+    return _two_precisions.update_optimizer(
+      tx, gradients, opt_state, params, self.is_scaled(state), **extra_args
+    )
+
+  def make_train_step(
+    self,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    level: str = "O1",
+    overrides: Mapping[str, DTypeLike] | None = None,
+    operations: Mapping[str, Sequence[str]] | None = None,
+    has_aux: bool = False,
+    axis_name: Any = None,
+  ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
+    """Returns a train step in both precisions: all of it, with the schedule.
+
+    `value_and_grad`, the optimizer's update, and the update of the schedule.
+    Parameters and the optimizer's state are the same before the switch and
+    after it. Outside of float16 S is 1 and the rule's state stays bit for bit,
+    while steps that are not finite are skipped all the same.
+
+    Args:
+      loss_fn: as in `value_and_grad`, the parameters being its first argument.
+      tx: the optimizer. For float16 it holds `loss_scaling`, outermost: what
+        is around it, such as momentum, would see scaled gradients and then
+        unscaled ones. Where no scaling is wanted take `FixedLossScale(1.0)`.
+        Parameters that its `mask` leaves out need a step of your own.
+      level: of `autocast`.
+      overrides: of `autocast`.
+      operations: of `autocast`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Of a skipped step aux is
+        that of the skipped step: see `select_on_skip`.
+      axis_name: the mapped axis, or several, over which `tx` agrees and
+        averages under `shard_map`. Gradients are then each device's own, and
+        the loss is averaged; aux is not.
+
+    Returns:
+      A pure function `(params, opt_state, state, *args, **kwargs)` to `(params,
+      opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`; with
+      `has_aux` the last is `(loss, aux)`. It updates the schedule's state after
+      each step, with what was applied.
+
+    Raises:
+      TypeError: if an argument is not of its kind.
+      ValueError: as `value_and_grad`; when called, if around `loss_scaling`
+        there is `optax.MultiSteps`, or if a bare optimizer is given FP8's
+        `_overwrite_with_gradient` collection.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+      >>> tx = ols.loss_scaling(optax.sgd(0.25), ols.FixedLossScale(1024.0))
+      >>> loss_fn = lambda params, x: jnp.sum((x @ params) ** 2)
+      >>> train_step = jax.jit(schedule.make_train_step(loss_fn, tx))
+      >>> params, x = jnp.ones((2, 1)), jnp.eye(2)
+      >>> opt_state, state = tx.init(params), schedule.init()
+      >>> for _ in range(4):
+      ...   print(state.low, end=" ")
+      ...   params, opt_state, state, loss = train_step(
+      ...     params, opt_state, state, x
+      ...   )
+      ...   print(loss)
+      True 2.0
+      True 0.5
+      False 0.125
+      False 0.03125
+    """
+    options = {"level": level, "overrides": overrides, "operations": operations}
+    # What is wrong shows here.
+    _two_precisions.make_low(loss_fn, self.dtype, options)
+    requirements.as_optimizer("tx", tx)
+    names = devices.axis_names("axis_name", axis_name)
+
+    def train_step(
+      params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
+      value_and_gradients = self.value_and_grad(
+        loss_fn,
+        opt_state,
+        state,
+        has_aux=has_aux,
+        level=level,
+        overrides=overrides,
+        operations=operations,
+      )
+      local = devices.make_varying(params, names) if names else params
+      value, gradients = value_and_gradients(local, *args, **kwargs)
+      loss = value[0] if has_aux else value
+      if names:
+        loss = lax.pmean(loss, names)
+
+      is_wrapped = bool(states.find_states(opt_state))
+      if not is_wrapped:
+        _check_gradients_alone(params)
+      updates, new_state = self.update_optimizer(
+        tx, gradients, opt_state, params, state
+      )
+      applied = jnp.full((), True)
+      if is_wrapped:
+        # By the count: what is around may have rejected the step as a whole.
+        before, after = map(states.find_state, (opt_state, new_state))
+        applied = after.applied_steps != before.applied_steps
+      params = leaves.apply_updates(params, updates)
+
+      if self.mode == "step":
+        steps = optax.safe_increment(state.steps)
+        state = self.update(state, step=jnp.where(applied, steps, state.steps))
+      else:
+        # 0 stands for no loss.
+        state = self.update(state, loss=jnp.where(applied, loss, 0))
+      return params, new_state, state, (loss, value[1]) if has_aux else loss
+
+    return train_step
+
+  @property
+  def _first_full_step(self) -> int:
+    """How many finished steps make a "step" schedule switch."""
+    assert self.total_steps is not None
+    return max(
+      0,
+      min(
+        math.floor(self.total_steps * self.ratio),
+        # The last call is in full precision.
+        self.total_steps - self.steps_per_call,
+      ),
+    )
+
+  @property
+  def _loss(self) -> fractions.Fraction:
+    """The largest loss that makes a "loss" schedule switch."""
+    assert self.target_loss is not None
+    return self.target_loss * self.ratio
 
 
 def precision_schedule(
@@ -49,7 +378,7 @@ def precision_schedule(
   steps_per_call: int = 1,
   precision_mode: str | None = None,
   precision_mode_v2: str | None = None,
-) -> _schedule.PrecisionSchedule:
+) -> PrecisionSchedule:
   """Returns when to go from low precision to full precision. Experimental.
 
   The first part of training is in low precision, which is faster where the
@@ -118,14 +447,14 @@ def precision_schedule(
   References:
     Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
   """
-  dtype, mode, ratio = parse(accelerate_train_mode)
-  total, target = _check_end(
+  dtype, mode, ratio = grammar.parse(accelerate_train_mode)
+  total, target = grammar.check_end(
     mode, total_steps=total_steps, target_loss=target_loss
   )
-  keeps_origin_dtype = _keeps_origin_dtype(
+  keeps_origin_dtype = grammar.keeps_origin_dtype(
     precision_mode=precision_mode, precision_mode_v2=precision_mode_v2
   )
-  return _schedule.PrecisionSchedule(
+  return PrecisionSchedule(
     dtype=dtype,
     mode=mode,
     ratio=ratio,
@@ -136,92 +465,20 @@ def precision_schedule(
   )
 
 
-def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
-  """Returns the dtype, the mode and the ratio."""
-  if not isinstance(text, str):
+def _check_state(state: Any) -> None:
+  """Raises if it is not a schedule's state."""
+  if not isinstance(state, PrecisionScheduleState):
     raise TypeError(
-      "`accelerate_train_mode` must be a text such as 'fast|step|0.9', got "
-      f"{text!r} of type {type(text).__name__}."
+      "`state` must be the state that the schedule's init made, got "
+      f"{type(state).__name__}."
     )
-  fields = text.split("|")
-  if len(fields) not in (2, 3):
+
+
+def _check_gradients_alone(params: Any) -> None:
+  """Raises if a bare optimizer would take for gradients what is none."""
+  if not all(jax.tree.leaves(leaves.resolve_mask(None, params))):
     raise ValueError(
-      "`accelerate_train_mode` must be 'type|mode|ratio' or 'type|mode', such "
-      f"as 'fast|step|0.9', got {text!r} with {_count(len(fields), 'field')}."
+      "`tx` must hold loss_scaling where parameters are in Flax's "
+      "_overwrite_with_gradient collection, which then goes around the "
+      "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
     )
-  kind, name, ratio = (*fields, "")[:3]
-  if kind not in _DTYPES:
-    raise ValueError(
-      "the type in `accelerate_train_mode` must be 'fast' (float16) or 'fast1' "
-      f"(bfloat16), got {kind!r} in {text!r}."
-    )
-  if name not in _MODES:
-    raise ValueError(
-      "the mode in `accelerate_train_mode` must be 'step' or 'loss', got "
-      f"{name!r} in {text!r}."
-    )
-  return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
-
-
-def _check_end(
-  mode: str, *, total_steps: Any, target_loss: Any
-) -> tuple[int | None, fractions.Fraction | None]:
-  """Returns where training ends: its steps in mode "step", else its loss."""
-  given = {"total_steps": total_steps, "target_loss": target_loss}
-  needed = _MODES[mode].needs
-  if given[needed] is None:
-    raise ValueError(f"`{needed}` must be given in mode {mode!r}, got none.")
-  for name, value in given.items():
-    if name != needed and value is not None:
-      raise ValueError(
-        f"`{name}` must be left out in mode {mode!r}, which goes by "
-        f"`{needed}`, got {value!r}."
-      )
-  if mode == "step":
-    return arguments.check_steps("total_steps", total_steps), None
-  return None, _check_target(target_loss)
-
-
-def _keeps_origin_dtype(**modes: Any) -> bool:
-  """Returns whether operations keep the dtypes that they are written in."""
-  for name, mode in modes.items():
-    if mode is not None and not (
-      isinstance(mode, str) and mode in ("", *_BESIDE[name])
-    ):
-      allowed = " or ".join(map(repr, _BESIDE[name]))
-      raise ValueError(
-        f"`{name}` must be {allowed} or empty beside `accelerate_train_mode`, "
-        f"which sets the precision itself, got {mode!r}."
-      )
-  return not {"must_keep_origin_dtype", "origin"}.isdisjoint(modes.values())
-
-
-def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
-  mode = _MODES[name]
-  # As fractions: 90 * 0.7 is 63, and less in floating point.
-  default, least, most = map(
-    fractions.Fraction, (mode.default, mode.least, mode.most)
-  )
-  if not ratio:
-    return default
-  number = fractions.Fraction(ratio) if _NUMBER.fullmatch(ratio) else None
-  if number is None or not least <= number <= most:
-    raise ValueError(
-      "the ratio in `accelerate_train_mode` must be a number from "
-      f"{mode.least} to {mode.most} in mode {name!r}, got {ratio!r} in "
-      f"{text!r}."
-    )
-  return number
-
-
-def _check_target(target_loss: Any) -> fractions.Fraction:
-  if arguments.check_number("target_loss", target_loss) <= 0:
-    raise ValueError(f"`target_loss` must be positive, got {target_loss!r}.")
-  if isinstance(target_loss, fractions.Fraction):
-    return target_loss
-  # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
-  return fractions.Fraction(str(np.asarray(target_loss)[()]))
-
-
-def _count(number: int, noun: str) -> str:
-  return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -142,9 +142,8 @@ def accumulated_value_and_grad(
     # In the form that `update` is given, for a tree of dtypes in the check.
     whole = arguments.like(argnums, gradients)
     summands = leaves.leave_out(arguments.like(argnums, is_summed), whole)
-    finding = findings.examine(check, summands)
-    if overflow_fn is not None:
-      finding = findings.report(finding, overflow_fn(whole))
+    overflow = False if overflow_fn is None else overflow_fn(whole)
+    finding = findings.examine(check, summands, overflow)
     if names:
       finding = findings.agree(finding, names)
     together = jax.tree.leaves(summands) + ([loss] if drop else [])

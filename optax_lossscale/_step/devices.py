@@ -214,17 +214,6 @@ def refuse_split(
     )
 
 
-def refuse_different(scaled: Any, loss_scale: jax.Array) -> None:
-  """Raises if devices that share an S could be told different things."""
-  axes = sorted(varying_axes(scaled) - varying_axes(loss_scale), key=str)
-  if axes:
-    raise ValueError(
-      "`scaled` must be the same on all devices that share a loss scale, got "
-      f"one that varies along {_listed(axes)}; reduce what it depends on, "
-      f"such as a loss: jax.lax.pmean(loss, {_listed(axes)})."
-    )
-
-
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
   """Returns the mean over devices: each divides, then they are summed.
 

@@ -10,154 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
-from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import leaves
 from optax_lossscale._step import checks
-from optax_lossscale._step import devices
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
 class Finding(NamedTuple):
-  """What a check found in the scaled gradients of one step.
+  """What is known of the scaled gradients of one step.
 
   Attributes:
     overflow: bool[], the gradients are not usable.
     amax: float32[], their largest absolute value; NaN if one of them was NaN.
-    dropped: bool[], those of some micro-batches were not, and have been left
-      out of these.
-    limit: the smallest largest finite value of a dtype in which some of them
-      are known to have been computed; None if nothing is known.
-    known_amax: float32[], the largest absolute value among those, each in
-      proportion to its own limit as the smallest limit is to that; None if
-      there is no limit.
+    dropped: bool[], some micro-batches overflowed and were left out.
+    used: float32[], as in the wrapper's state; None if no limit is known.
   """
 
   overflow: jax.Array
   amax: jax.Array
   dropped: Any = False
-  limit: float | None = None
-  known_amax: jax.Array | None = None
-
-  def with_amax(self, amax: jax.Array) -> "Finding":
-    """Returns the same with what was measured elsewhere in the step."""
-    known_amax = self.known_amax
-    if known_amax is not None:
-      known_amax = _bits.amax([known_amax, amax])
-    return self._replace(
-      amax=_bits.amax([self.amax, amax]), known_amax=known_amax
-    )
-
-
-def examine(check: checks.Check, gradients: Any, scaled: Any = True) -> Finding:
-  """Looks at every element of every gradient."""
-  parts_of: dict[Any, list[jax.Array]] = {}
-  for gradient, dtype in checks.with_computation_dtypes(check, gradients):
-    is_complex = jnp.iscomplexobj(gradient)
-    parts = [gradient.real, gradient.imag] if is_complex else [gradient]
-    own = parts[0].dtype
-    largest = bits.limit(own, dtype)
-    parts_of.setdefault((own, largest), []).extend(parts)
-
-  overflow = jnp.full((), False)
-  amaxes = [jnp.full((), 0, jnp.float32)]
-  # Gradients in float32 may have been computed in anything.
-  is_known = {
-    own: check.dtype is not None or own.itemsize < 4 for own, _ in parts_of
-  }
-  limits = [largest for own, largest in parts_of if is_known[own]]
-  known_amaxes = []
-  for (own, largest), parts in parts_of.items():
-    limit: Any = largest
-    if scaled is not True:
-      limit = jnp.where(scaled, largest, bits.limit(own, None))
-    amax = bits.amax(parts)
-    # Wide enough for the limit: bfloat16 would round that of float16.
-    wide = amax.astype(leaves.at_least_float32(amax.dtype))
-    within = wide < limit if check.saturating else wide <= limit
-    # `not within` and not the opposite comparison: NaN is within no limit.
-    overflow |= ~within
-    amaxes.append(to_float32(amax))
-    if is_known[own]:
-      known_amaxes.append(amaxes[-1] * (min(limits) / largest))
-  return Finding(
-    overflow=overflow,
-    amax=bits.amax(amaxes),
-    limit=min(limits, default=None),
-    known_amax=bits.amax(known_amaxes) if known_amaxes else None,
-  )
-
-
-def to_float32(amax: jax.Array) -> jax.Array:
-  """Returns `amax` as float32[]; inf only if it was inf."""
-  if amax.dtype == jnp.float64:
-    # A finite float64 beyond float32's range must not be reported as inf.
-    largest = float(jnp.finfo(jnp.float32).max)
-    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, largest), amax)
-  return amax.astype(jnp.float32)
-
-
-def agree(finding: Finding, axis_name: Any) -> Finding:
-  """Returns what all devices along the named axes found together.
-
-  One maximum over integers: it carries NaN, which a maximum over floats drops.
-  """
-  # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
-  dropped = jnp.asarray(finding.dropped).astype(jnp.uint32)
-  flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
-  amaxes = [finding.amax]
-  if finding.known_amax is not None:
-    amaxes.append(finding.known_amax)
-  flag_and_bits = jnp.stack([flag, *map(_bits.magnitude_bits, amaxes)])
-  names = devices.axis_names("axis_name", axis_name)
-  flag_and_bits = lax.pmax(_varying(flag_and_bits, names), names)
-  flag, *bits = flag_and_bits
-  amax, *known_amax = map(_bits_to_float32, bits)
-  return finding._replace(
-    overflow=flag == 2,
-    amax=amax,
-    dropped=flag > 0,
-    known_amax=known_amax[0] if known_amax else None,
-  )
-
-
-def limits(finding: Finding, scaled: Any) -> dict[str, jax.Array]:
-  """Returns what the state keeps of the limits of dtypes that are known."""
-  # Made of the amax, so that they vary over the devices as all of a state does,
-  # and two arrays, since one could not be donated twice.
-  zero = jnp.zeros_like(finding.amax)
-  if finding.limit is None or finding.known_amax is None:
-    return {"amax_limit": zero, "limited_amax": jnp.zeros_like(finding.amax)}
-  limit = min(finding.limit, float(jnp.finfo(jnp.float32).max))
-  return {
-    # What was not scaled tells nothing of S.
-    "amax_limit": jnp.where(scaled, zero + jnp.float32(limit), 0),
-    "limited_amax": finding.known_amax + zero,
-  }
-
-
-def total(measured: Any, axis_name: Any) -> Any:
-  """Returns what a rule has measured, added up along the named axes."""
-  names = devices.axis_names("axis_name", axis_name)
-  return jax.tree.map(
-    lambda x: lax.psum(_varying(jnp.asarray(x), names), names), measured
-  )
-
-
-def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-  """Returns `x` as one that may differ along all the axes.
-
-  JAX reduces over all of them at once only what may.
-  """
-  # The position on an axis differs, and 0 times it is nothing to add.
-  for name in names:
-    x = x + 0 * lax.axis_index(name).astype(x.dtype)
-  return x
-
-
-def _bits_to_float32(bits: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-_LARGEST = float(np.finfo(np.float32).max)
+  used: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -203,49 +76,126 @@ class WindowOverflow:
     return bool(self.__jax_array__())
 
 
-def report(
-  finding: Finding,
-  overflow: Any,
-  amax: Any = None,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
-  scaled: Any = True,
+def examine(
+  check: checks.Check, gradients: Any, overflow: Any = False, amax: Any = None
 ) -> Finding:
-  """Returns what a check found together with what the caller knows."""
-  rule = "`overflow` must be a bool, a number or an array, or a list of these"
-  are_several = isinstance(overflow, (list, tuple))
-  for reason in overflow if are_several else [overflow]:
+  """Looks at every element of every gradient, and at what the caller knows.
+
+  The magnitude of a complex number is the larger of its two parts', since they
+  overflow one by one.
+  """
+  parts_of: dict[Any, list[jax.Array]] = {}
+  for gradient, dtype in checks.with_computation_dtypes(check, gradients):
+    is_complex = jnp.iscomplexobj(gradient)
+    parts = [gradient.real, gradient.imag] if is_complex else [gradient]
+    own = parts[0].dtype
+    parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
+
+  flag, dropped = jnp.full((), False), jnp.full((), False)
+  amaxes = [jnp.full((), 0, jnp.float32)]
+  # Shares of the limits that are known: gradients in float32 may have been
+  # computed in anything.
+  limits: list[float] = []
+  shares: list[jax.Array] = []
+  for (own, limit), parts in parts_of.items():
+    largest = bits.amax(parts)
+    # Wide enough for the limit: bfloat16 would round that of float16.
+    wide = largest.astype(leaves.at_least_float32(largest.dtype))
+    within = wide < limit if check.saturating else wide <= limit
+    # `not within` and not the opposite comparison: NaN is within no limit.
+    flag |= ~within
+    amaxes.append(to_float32(largest))
+    if check.dtype is not None or own.itemsize < 4:
+      limits.append(limit)
+      shares.append(amaxes[-1] / min(limit, _LARGEST))
+
+  # What was measured elsewhere counts where there is the least headroom.
+  least = min(limits, default=None)
+  elsewhere: list[jax.Array] = []
+  for reason in overflow if isinstance(overflow, (list, tuple)) else [overflow]:
     if isinstance(reason, WindowOverflow):
-      finding = finding.with_amax(reason.amax)._replace(
-        overflow=finding.overflow | jnp.any(reason.is_void),
-        dropped=finding.dropped | jnp.any(reason.flags),
-      )
-      continue
-    if reason is None or isinstance(reason, str):
-      raise TypeError(f"{rule}, got {reason!r}.")
-    try:
-      flags = jnp.asarray(reason)
-    except (TypeError, ValueError) as error:
-      raise TypeError(f"{rule}, got {reason!r}.") from error
-    # NaN is not 0, so a flag that went wrong counts as an overflow.
-    flag = jnp.any(flags.astype(bool))
-    finding = finding._replace(overflow=finding.overflow | flag)
+      flag |= jnp.any(reason.is_void)
+      dropped |= jnp.any(reason.flags)
+      elsewhere.append(reason.amax)
+    else:
+      flag |= _as_flag(reason)
+  for value in _magnitudes(amax):
+    flag |= ~jnp.isfinite(value)
+    # All that float32 holds is below a limit that it does not hold.
+    if least is not None and least <= _LARGEST:
+      limit = np.float32(least)
+      flag |= value >= limit if check.saturating else value > limit
+    elsewhere.append(value)
+  amaxes += elsewhere
+  if least is not None:
+    shares += [x / min(least, _LARGEST) for x in elsewhere]
+  found = bits.amax(amaxes)
+  used = None
+  if shares:
+    used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
+    used = jnp.where(jnp.isfinite(found), used, found)
+  return Finding(flag, found, dropped, used)
+
+
+def to_float32(amax: jax.Array) -> jax.Array:
+  """Returns `amax` as float32[]; inf only if it was inf."""
+  if amax.dtype == jnp.float64:
+    # A finite float64 beyond float32's range must not be reported as inf.
+    largest = float(jnp.finfo(jnp.float32).max)
+    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, largest), amax)
+  return amax.astype(jnp.float32)
+
+
+def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
+  """Returns what all devices along the named axes found together.
+
+  One maximum over integers: it carries NaN, which a maximum over floats drops.
+  """
+  # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
+  dropped = jnp.asarray(finding.dropped).astype(jnp.uint32)
+  flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
+  floats = [finding.amax] + ([] if finding.used is None else [finding.used])
+  stacked = jnp.stack([flag, *map(bits.magnitude_bits, floats)])
+  flag, *patterns = lax.pmax(_varying(stacked, names), names)
+  amax, *used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns)
+  return Finding(flag == 2, amax, flag > 0, used[0] if used else None)
+
+
+def total(measured: Any, names: tuple[Any, ...]) -> Any:
+  """Returns what a rule has measured, added up along the named axes."""
+  return jax.tree.map(
+    lambda x: lax.psum(_varying(jnp.asarray(x), names), names), measured
+  )
+
+
+def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+  """Returns `x` as one that may differ along all the axes.
+
+  JAX reduces over all of them at once only what may.
+  """
+  # The position on an axis differs, and 0 times it is nothing to add.
+  for name in names:
+    x = x + 0 * lax.axis_index(name).astype(x.dtype)
+  return x
+
+
+def _as_flag(reason: Any) -> jax.Array:
+  """Returns whether a caller's flag is set, of any kind and shape."""
+  rule = "`overflow` must be a bool, a number or an array, or a list of these"
+  if reason is None or isinstance(reason, str):
+    raise TypeError(f"{rule}, got {reason!r}.")
+  try:
+    flags = jnp.asarray(reason)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f"{rule}, got {reason!r}.") from error
+  # NaN is not 0, so a flag that went wrong counts as an overflow.
+  return jnp.any(flags.astype(bool))
+
+
+def _magnitudes(amax: Any) -> list[jax.Array]:
+  """Returns the largest of magnitudes from elsewhere, if there are any."""
   if amax is None:
-    return finding
-  largest = _largest(amax)
-  if largest is None:
-    return finding
-  overflows = ~jnp.isfinite(largest)
-  # All that float32 holds is below a limit that it does not hold.
-  if finding.limit is not None and finding.limit <= _LARGEST:
-    limit = np.float32(finding.limit)
-    beyond = largest >= limit if check.saturating else largest > limit
-    overflows |= beyond & scaled
-  finding = finding.with_amax(largest)
-  return finding._replace(overflow=finding.overflow | overflows)
-
-
-def _largest(amax: Any) -> jax.Array | None:
-  """Returns the largest of magnitudes from elsewhere; None if there is none."""
+    return []
   values = []
   for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
     try:
@@ -257,7 +207,7 @@ def _largest(amax: Any) -> jax.Array | None:
         "`amax` must be a number, an array, or a tree of these, such as the "
         f"gradient of what an amax_tap was given, got {value!r}."
       ) from error
-  return bits.amax(values) if values else None
+  return [bits.amax(values)] if values else []
 
 
 def _as_float32(value: Any) -> jax.Array:

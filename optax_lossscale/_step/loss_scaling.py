@@ -71,12 +71,10 @@ def loss_scaling(
     scaled gradients and, beside the inner optimizer's extra arguments,
     `overflow=`: a bool, number or array of which any non-zero entry makes the
     step an overflow, or what `accumulated_value_and_grad` returns, or a list of
-    such; `amax=`: a tree of numbers or arrays whose largest counts with the
-    gradients and overflows as they do, at the smallest limit that the check
-    knows, such as what `rules.amax_tap` saw in the model; and `scaled=`:
-    bool or bool[], False for a step whose loss was not scaled. S is 1 for this
-    step, what is not finite is an overflow, and the rule's state stays bit for
-    bit. The updates have the dtypes of the parameters, if those are passed.
+    such; and `amax=`: a tree of numbers or arrays whose largest counts with
+    the gradients and overflows as they do, at the smallest limit that the
+    check knows, such as what `rules.amax_tap` saw in the model. The updates
+    have the dtypes of the parameters, if those are passed.
 
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
@@ -132,8 +130,7 @@ def loss_scaling(
       skipped=jnp.full((), False),
       stalled=jnp.full((), False),
       amax=jnp.full((), 0, jnp.float32),
-      amax_limit=jnp.full((), 0, jnp.float32),
-      limited_amax=jnp.full((), 0, jnp.float32),
+      used=jnp.full((), 0, jnp.float32),
       applied_steps=jnp.full((), 0, jnp.int32),
       skipped_steps=jnp.full((), 0, jnp.int32),
       consecutive_skips=jnp.full((), 0, jnp.int32),
@@ -146,19 +143,16 @@ def loss_scaling(
     *,
     overflow: Any = False,
     amax: Any = None,
-    scaled: Any = True,
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
-    requirements.check_scaled(scaled)
     incoming = leaves.as_arrays(updates)
     is_gradient = leaves.resolve_mask(
       mask, incoming if params is None or mask is None else params
     )
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
 
-    finding = findings.examine(check, scaled_gradients, scaled)
-    finding = findings.report(finding, overflow, amax, check, scaled)
+    finding = findings.examine(check, scaled_gradients, overflow, amax)
     measured = rule.measure(scaled_gradients)
     if agreed:
       devices.check_mapped("axis_name", agreed)
@@ -166,10 +160,7 @@ def loss_scaling(
       measured = findings.total(measured, agreed)
     reported = finding.overflow | finding.dropped
     loss_scale = states.get_loss_scale(state)
-    devices.refuse_different(scaled, loss_scale)
     devices.refuse_divergence(reported, loss_scale, agreed)
-    if scaled is not True:
-      loss_scale = jnp.where(scaled, loss_scale, 1)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
@@ -207,9 +198,9 @@ def loss_scaling(
     loss_scale_state, stalled = move(
       rule,
       state.loss_scale_state,
-      finding._replace(overflow=reported),
+      reported,
+      finding.amax,
       measured,
-      scaled,
     )
     return (
       leaves.merge(
@@ -225,7 +216,10 @@ def loss_scaling(
         skipped=skipped,
         stalled=stalled,
         amax=finding.amax,
-        **findings.limits(finding, scaled),
+        # Varies over devices as the rest of the state does.
+        used=jnp.zeros_like(finding.amax)
+        if finding.used is None
+        else finding.used,
         applied_steps=_count_if(~skipped, state.applied_steps),
         skipped_steps=_count_if(skipped, state.skipped_steps),
         consecutive_skips=jnp.where(
@@ -238,16 +232,12 @@ def loss_scaling(
 
 
 def move(
-  rule: base.LossScale,
-  state: Any,
-  finding: findings.Finding,
-  measured: Any,
-  scaled: Any,
+  rule: base.LossScale, state: Any, overflow: Any, amax: Any, measured: Any
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
   # Most rules measure nothing, and need not take it.
   more = {} if measured is None else {"measured": measured}
-  moved = rule.update(state, finding.overflow, amax=finding.amax, **more)
+  moved = rule.update(state, overflow, amax=amax, **more)
   trees.check_structure(
     "the state of `rule` must keep the structure that its init made",
     moved,
@@ -260,14 +250,8 @@ def move(
   is_usable = (loss_scale >= arguments.SMALLEST_SCALE) & (
     loss_scale <= arguments.LARGEST_SCALE
   )
-  stalled = rule.stalled(state, finding.overflow) | ~is_usable
-  if scaled is True:
-    return skipping.select(~is_usable, state, moved), stalled
-  # Where nothing is scaled, no S mends an overflow.
-  return (
-    skipping.select(~(is_usable & scaled), state, moved),
-    jnp.where(scaled, stalled, finding.overflow),
-  )
+  stalled = rule.stalled(state, overflow) | ~is_usable
+  return skipping.select(~is_usable, state, moved), stalled
 
 
 def _next_values(

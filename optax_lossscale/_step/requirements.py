@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -18,10 +17,6 @@ _SET_STATE = (
   "to change the rule in mid-run, set its state: "
   "optax.tree.set(opt_state, loss_scale_state=rule.init())"
 )
-
-
-class ScaledError(TypeError):
-  """`scaled` arrived at loss scaling, and is neither a bool nor bool[]."""
 
 
 def as_optimizer(
@@ -177,14 +172,3 @@ def check_accumulation(opt_state: Any) -> None:
         "around, where it would add up scaled gradients. Write "
         "loss_scaling(optax.MultiSteps(inner, k), rule)."
       )
-
-
-def check_scaled(scaled: Any) -> None:
-  """Raises if `scaled` of `update` is not a bool or bool[]."""
-  is_array = isinstance(scaled, (jax.Array, np.ndarray, np.bool_))
-  if isinstance(scaled, bool) or (
-    is_array and scaled.shape == () and scaled.dtype == bool
-  ):
-    return
-  got = f"{scaled.dtype}{list(scaled.shape)}" if is_array else repr(scaled)
-  raise ScaledError(f"`scaled` must be a bool or bool[], got {got}.")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import at_definition
+from optax_lossscale._jaxpr import record
 from optax_lossscale._step import states
 
 
@@ -19,7 +20,7 @@ def update_unless(
   """Returns the updates and state that `update` makes, or those of a skip."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
-  if states.is_staged():
+  if record.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose
     )

@@ -36,11 +36,10 @@ class LossScalingState(NamedTuple):
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, so scaled unless `update` was told otherwise, and among
       those of the micro-batches that it was told of; NaN if `nan`.
-    amax_limit: float32[], the smallest largest finite value of a dtype in which
-      some of them are known to have been computed, since the check names it or
-      the gradients are narrower than float32; 0 if nothing is known.
-    limited_amax: float32[], the largest absolute value among these, in
-      proportion to that limit.
+    used: float32[], the share of its range that the last step used: amax over
+      the largest finite value of the computation's dtype, where that share
+      is largest; at least 2**-126. NaN or inf as `amax`; 0 if no dtype is known
+      because the check names none and the gradients are float32.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
     consecutive_skips: int32[], how many of them have come in a row, to the last
@@ -64,8 +63,7 @@ class LossScalingState(NamedTuple):
   skipped: jax.Array
   stalled: jax.Array
   amax: jax.Array
-  amax_limit: jax.Array
-  limited_amax: jax.Array
+  used: jax.Array
   applied_steps: jax.Array
   skipped_steps: jax.Array
   consecutive_skips: jax.Array
@@ -79,14 +77,12 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], how many doublings of S the last step left, in bits.
 
-    log2(largest finite value of the computation's dtype / amax), where it is
-    smallest; NaN if `nan`, and where no dtype is known; -inf if amax is inf.
+    -log2(used), so 126 at most; NaN if `nan`, and where no dtype is known; -inf
+    if amax is inf.
     """
     # Not kept in the state, where its NaN would stop jax_debug_nans.
-    limit = jnp.asarray(self.amax_limit)
-    amax = jnp.asarray(self.limited_amax)
-    headroom = bits.log2(limit) - bits.log2(amax)
-    return jnp.where(limit > 0, headroom, jnp.nan)
+    used = jnp.asarray(self.used)
+    return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:
@@ -94,11 +90,11 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
 
   They are found by their type, so a parameter may be called anything.
   """
-  leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_state)
+  leaves = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): leaf
     for path, leaf in leaves
-    if _is_state(leaf)
+    if is_state(leaf)
   }
 
 
@@ -182,15 +178,6 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
   return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
 
 
-def is_staged() -> bool:
-  """Returns whether JAX is recording a function, to compile it.
-
-  So it does under jit, scan and the like, not under an eager grad or vmap,
-  where each operation runs now.
-  """
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
 def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   """Raises if a compiled function would hold this state's S for ever.
 
@@ -208,7 +195,7 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
     loss_scale = loss_scale.__jax_array__()
   if record.is_recording():
     return  # What is recorded is evaluated at once, with this S.
-  if is_staged() and not isinstance(loss_scale, jax.core.Tracer):
+  if record.is_staged() and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "
       "(jit, scan, shard_map ...), got one that was closed over: what is "
@@ -234,5 +221,6 @@ def _is_rule_state(x: Any) -> bool:
   return getattr(getattr(x, "loss_scale", None), "shape", None) == ()
 
 
-def _is_state(x: Any) -> bool:
+def is_state(x: Any) -> bool:
+  """Returns whether this is the wrapper's state, where a tree is mapped."""
   return isinstance(x, LossScalingState)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from optax_lossscale._precision import precision_schedule
+from optax_lossscale._precision import accelerate_train_mode
 from optax_lossscale.cli import _parser
 
 
@@ -24,7 +24,7 @@ class AccelerateOption(NamedTuple):
 
 def parse(text: str) -> AccelerateOption:
   """Returns what a text says."""
-  dtype, mode, _ = precision_schedule.parse(text)
+  dtype, mode, _ = accelerate_train_mode.parse(text)
   return AccelerateOption(text, dtype.name, mode)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import optax_lossscale as ols
-from optax_lossscale._precision import _schedule
+from optax_lossscale._precision.precision_schedule import PrecisionSchedule
 
 # What the label of a run is made of, in this order.
 PARTS = ("precision", "level", "loss scale", "check", "schedule")
@@ -61,7 +61,7 @@ class Run:
     """What the run is called in the table, the plot and the files."""
     return ", ".join(self.parts.values())
 
-  def make_schedule(self, steps: int) -> _schedule.PrecisionSchedule | None:
+  def make_schedule(self, steps: int) -> PrecisionSchedule | None:
     """Returns its precision schedule, if it has one."""
     if self.accelerate is None:
       return None

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
-from optax_lossscale._precision import _schedule
+from optax_lossscale._precision import precision_schedule
 from optax_lossscale.demo import history
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
@@ -84,7 +84,7 @@ def make_plain_train_step(
 
 
 def make_accelerated_train_step(
-  schedule: _schedule.PrecisionSchedule,
+  schedule: precision_schedule.PrecisionSchedule,
   loss_fn: LossFn,
   tx: optax.GradientTransformation,
   *,

@@ -13,7 +13,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._rules import base
-from optax_lossscale._step import findings
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _history
@@ -215,9 +214,7 @@ def _run(
     amax = jnp.where(is_too_large, largest, amax)
     amax = jnp.where(known.is_nan, jnp.float32(jnp.nan), amax)
     overflow = is_too_large | fails | known.is_nan | known.is_callers
-    state, stalled = loss_scaling.move(
-      rule, state, findings.Finding(overflow, amax), None, True
-    )
+    state, stalled = loss_scaling.move(rule, state, overflow, amax, None)
     return state, _Outcome(loss_scale, amax, overflow, stalled)
 
   return jax.lax.scan(step, state, recorded)[1]

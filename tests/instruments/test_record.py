@@ -80,9 +80,13 @@ def test_a_record_may_be_anywhere_in_a_chain():
 
 def test_an_unscaled_step_is_recorded_with_a_scale_of_1():
   tx = make(3)
-  state = tx.init(jnp.zeros(1))
-  for scaled in (True, False, jnp.bool_(False)):
-    _, state = tx.update(jnp.ones(1), state, jnp.zeros(1), scaled=scaled)
+  schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+  state, precision = tx.init(jnp.zeros(1)), schedule.init()
+  for step in range(3):
+    _, state = schedule.update_optimizer(
+      tx, jnp.ones(1), state, jnp.zeros(1), precision
+    )
+    precision = schedule.update(precision, step=2 + step)
   history = instruments.history(state)
   np.testing.assert_array_equal(history.loss_scale, [8.0, 1.0, 1.0])
 

@@ -614,8 +614,8 @@ def test_the_step_by_hand_is_that_of_make_train_step(kind):
   def by_hand(params, opt_state, state, x, y):
     value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
     loss, grads = value_and_grad(params, x, y)
-    updates, opt_state = tx.update(
-      grads, opt_state, params, scaled=schedule.is_scaled(state)
+    updates, opt_state = schedule.update_optimizer(
+      tx, grads, opt_state, params, state
     )
     params = optax.apply_updates(params, updates)
     state = schedule.update(state, step=opt_state.applied_steps)

@@ -1,6 +1,7 @@
 """Steps whose loss was not scaled: S is 1, and the rule does not move."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,17 @@ def same_bits(a, b):
   )
 
 
+SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=10)
+
+
+def update(tx, gradients, state, params, *, scaled, **extra_args):
+  """Updates in the low part of training, or in the full one."""
+  precision = SCHEDULE.init()._replace(low=jnp.asarray(scaled))
+  return SCHEDULE.update_optimizer(
+    tx, gradients, state, params, precision, **extra_args
+  )
+
+
 def make(rule="dynamic", check="nonfinite", inner=None, **options):
   tx = ols.loss_scaling(
     inner or optax.adam(0.5), RULES[rule], check=CHECKS[check], **options
@@ -56,14 +68,22 @@ def make(rule="dynamic", check="nonfinite", inner=None, **options):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("convert", [bool, jnp.asarray], ids=["bool", "array"])
-def test_an_unscaled_step_is_that_of_the_optimizer_alone(convert, check):
+def test_what_the_check_limits_it_limits_on_unscaled_steps_too(check):
   tx, state = make(check=check)
+  _, after = update(tx, GRADIENTS, state, PARAMS, scaled=False)
+  assert after.amax == 1e5
+  assert after.skipped == ("float16" in check)
+  assert same_bits(after.loss_scale_state, state.loss_scale_state)
+
+
+@pytest.mark.parametrize("convert", [bool, jnp.asarray], ids=["bool", "array"])
+def test_an_unscaled_step_is_that_of_the_optimizer_alone(convert):
+  tx, state = make()
   wide = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
-  update, bare = optax.adam(0.5).update, optax.adam(0.5).init(wide)
+  inner, bare = optax.adam(0.5), optax.adam(0.5).init(wide)
   for _ in range(2):
-    updates, state = tx.update(GRADIENTS, state, PARAMS, scaled=convert(False))
-    expected, bare = update(
+    updates, state = update(tx, GRADIENTS, state, PARAMS, scaled=convert(False))
+    expected, bare = inner.update(
       jax.tree.map(lambda x: x.astype(jnp.float32), GRADIENTS), bare, wide
     )
     assert same_bits(state.inner_state, bare)
@@ -84,18 +104,18 @@ def test_on_unscaled_steps_the_rules_state_stays_bit_for_bit(rule, overflow):
   # Not the first state, in which counters are 0.
   _, state = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), state, PARAMS)
   gradients = GRADIENTS | OVERFLOWS.get(overflow, {})
-  update = jax.jit(tx.update)
-  _, after = update(gradients, state, PARAMS, scaled=False)
+  step = jax.jit(functools.partial(update, tx))
+  _, after = step(gradients, state, PARAMS, scaled=False)
   assert same_bits(after.loss_scale_state, state.loss_scale_state)
-  _, moved = update(gradients, state, PARAMS, scaled=True)
+  _, moved = step(gradients, state, PARAMS, scaled=True)
   assert not same_bits(moved.loss_scale_state, state.loss_scale_state)
 
 
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_an_unscaled_step_that_is_not_finite_is_skipped(overflow):
   tx, state = make()
-  updates, after = tx.update(
-    GRADIENTS | OVERFLOWS[overflow], state, PARAMS, scaled=False
+  updates, after = update(
+    tx, GRADIENTS | OVERFLOWS[overflow], state, PARAMS, scaled=False
   )
   assert same_bits(
     updates, jax.tree.map(lambda x: jnp.full_like(x, -0.0), PARAMS)
@@ -104,16 +124,14 @@ def test_an_unscaled_step_that_is_not_finite_is_skipped(overflow):
   assert after.overflow
   assert after.skipped
   assert after.nan == (overflow == "nan")
-  # S cannot help.
-  assert after.stalled
   assert (after.applied_steps, after.skipped_steps) == (0, 1)
 
 
 def test_a_rule_that_does_not_skip_applies_unscaled_overflows_too():
   inner = optax.sgd(1.0)
   tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0, skip=False))
-  updates, state = tx.update(
-    GRADIENTS | OVERFLOWS["inf"], tx.init(PARAMS), PARAMS, scaled=False
+  updates, state = update(
+    tx, GRADIENTS | OVERFLOWS["inf"], tx.init(PARAMS), PARAMS, scaled=False
   )
   np.testing.assert_array_equal(updates["w"], [-1.0, -jnp.inf, -0.0])
   assert state.overflow
@@ -122,59 +140,33 @@ def test_a_rule_that_does_not_skip_applies_unscaled_overflows_too():
 
 def test_the_callers_flag_skips_an_unscaled_step_and_the_rule_stays():
   tx, state = make()
-  _, after = tx.update(
-    GRADIENTS, state, PARAMS, overflow=True, scaled=jnp.asarray(False)
+  _, after = update(
+    tx, GRADIENTS, state, PARAMS, overflow=True, scaled=jnp.asarray(False)
   )
   assert after.skipped
   assert same_bits(after.loss_scale_state, state.loss_scale_state)
 
 
-@pytest.mark.parametrize("check", ["nonfinite-float16", "saturated-float16"])
-@pytest.mark.parametrize("convert", [bool, jnp.asarray], ids=["bool", "array"])
-def test_the_computations_dtype_counts_on_scaled_steps_only(convert, check):
-  tx, state = make(check=check)
-  gradients = {"w": jnp.array([7e4, 0.0, 0.0]), "b": GRADIENTS["b"]}
-  for scaled in (True, False):
-    _, after = tx.update(gradients, state, PARAMS, scaled=convert(scaled))
-    assert after.overflow == scaled
-
-
-@pytest.mark.parametrize(
-  ("check", "overflow"), [("nonfinite", False), ("saturated-float16", True)]
-)
-@pytest.mark.parametrize("convert", [bool, jnp.asarray], ids=["bool", "array"])
-def test_on_unscaled_steps_hardware_saturates_at_the_gradients_own_limit(
-  convert, check, overflow
-):
-  tx, state = make(check=check)
-  largest = jnp.finfo(jnp.float32).max
-  gradients = {"w": jnp.array([largest, 0.0, 0.0]), "b": GRADIENTS["b"]}
-  _, after = tx.update(gradients, state, PARAMS, scaled=convert(False))
-  assert after.overflow == overflow
-
-
 def test_one_program_serves_scaled_and_unscaled_steps():
   tx, state = make(check="saturated-float16")
-  update = jax.jit(tx.update)
+  step = jax.jit(functools.partial(update, tx))
   for scaled in (True, False, True):
-    expected = tx.update(GRADIENTS, state, PARAMS, scaled=scaled)
-    updates, state = update(
-      GRADIENTS, state, PARAMS, scaled=jnp.asarray(scaled)
-    )
+    expected = update(tx, GRADIENTS, state, PARAMS, scaled=scaled)
+    updates, state = step(GRADIENTS, state, PARAMS, scaled=jnp.asarray(scaled))
     assert same_bits(state.loss_scale_state, expected[1].loss_scale_state)
     assert state.skipped == expected[1].skipped
     for x, y in zip(
       jax.tree.leaves(updates), jax.tree.leaves(expected[0]), strict=True
     ):
       np.testing.assert_allclose(x, y, rtol=1e-3)
-  assert update._cache_size() == 1
+  assert step._cache_size() == 1
 
 
 def test_a_scan_over_both_kinds_of_steps():
   tx, state = make()
 
   def body(state, scaled):
-    _, state = tx.update(GRADIENTS, state, PARAMS, scaled=scaled)
+    _, state = update(tx, GRADIENTS, state, PARAMS, scaled=scaled)
     return state, ols.get_loss_scale(state)
 
   kinds = jnp.array([True, False, False, True])
@@ -182,44 +174,12 @@ def test_a_scan_over_both_kinds_of_steps():
   np.testing.assert_array_equal(scales, [16.0, 16.0, 16.0, 32.0])
 
 
-def test_no_word_of_scaled_leaves_the_program_as_it_was():
-  tx, state = make()
-  programs = [
-    str(
-      jax.make_jaxpr(functools.partial(tx.update, **options))(
-        GRADIENTS, state, PARAMS
-      )
-    )
-    for options in ({}, {"scaled": True})
-  ]
-  assert programs[0] == programs[1]
-
-
-def test_scaled_reaches_the_wrapper_through_a_chain_and_no_further():
-  seen = []
-
-  def update(updates, state, params=None, **extra_args):
-    seen.append(extra_args)
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(
-    lambda params: optax.EmptyState(), update
-  )
-  tx = optax.chain(
-    ols.loss_scaling(inner, ols.FixedLossScale(8.0)), optax.identity()
-  )
-  updates, _ = tx.update(
-    GRADIENTS, tx.init(PARAMS), PARAMS, scaled=False, value=3.0
-  )
-  assert same_bits(updates, GRADIENTS)
-  assert seen == [{"value": 3.0}]
-
-
 def test_leaves_that_are_no_gradients_pass_on_unscaled_steps_too():
   overwrite = "_overwrite_with_gradient"
   params = PARAMS | {overwrite: jnp.array([2.0])}
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
-  updates, _ = tx.update(
+  updates, _ = update(
+    tx,
     GRADIENTS | {overwrite: jnp.array([5.0])},
     tx.init(params),
     params,
@@ -228,15 +188,45 @@ def test_leaves_that_are_no_gradients_pass_on_unscaled_steps_too():
   assert updates[overwrite] == 5.0
 
 
-@pytest.mark.parametrize(
-  "scaled",
-  [None, 1, 0.0, "yes", np.array([True]), jnp.array(1)],
-  ids=["None", "int", "float", "str", "vector", "int32"],
-)
-def test_scaled_must_be_a_bool(scaled):
-  tx, state = make()
-  with pytest.raises(TypeError, match="`scaled` must be a bool or bool"):
-    tx.update(GRADIENTS, state, PARAMS, scaled=scaled)
+def test_the_scale_is_swapped_wherever_it_is_and_nothing_else_is():
+  seen = []
+
+  def inner_update(updates, state, params=None, **extra_args):
+    seen.append(extra_args)
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), inner_update
+  )
+  rule = ols.rules.WarmStart(ols.DynamicLossScale(8.0, growth_interval=1))
+  tx = optax.chain(ols.loss_scaling(inner, rule), optax.trace(0.5))
+  state = tx.init(PARAMS)
+  updates, after = update(tx, GRADIENTS, state, PARAMS, scaled=False, value=3.0)
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), GRADIENTS)
+  np.testing.assert_array_equal(updates["w"], wide["w"])
+  assert seen == [{"value": 3.0}]
+  assert same_bits(after[0].loss_scale_state, state[0].loss_scale_state)
+  assert not same_bits(after[1], state[1])
+
+
+def test_a_rule_that_computes_its_scale_cannot_be_swapped():
+  class State(NamedTuple):
+    exponent: jax.Array
+
+    @property
+    def loss_scale(self):
+      return jnp.exp2(self.exponent)
+
+  class Exponent(ols.LossScale):
+    def init(self):
+      return State(jnp.float32(3))
+
+    def update(self, state, overflow, *, amax=None):
+      return state
+
+  tx = ols.loss_scaling(optax.sgd(1.0), Exponent())
+  with pytest.raises(TypeError, match="as its leaf `loss_scale`.*a State"):
+    update(tx, GRADIENTS, tx.init(PARAMS), PARAMS, scaled=False)
 
 
 def test_devices_must_agree_on_whether_a_step_was_scaled():
@@ -249,11 +239,11 @@ def test_devices_must_agree_on_whether_a_step_was_scaled():
   @functools.partial(
     jax.shard_map, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
   )
-  def update(scaled):
+  def step(scaled):
     gradient = jnp.ones(())
-    return tx.update(gradient, state, scaled=scaled[0])[0][None]
+    return update(tx, gradient, state, None, scaled=scaled[0])[0][None]
 
   with pytest.raises(
-    ValueError, match="`scaled` must be the same.*pmean\\(loss, 'data'"
+    ValueError, match="`state` must be the same.*pmean\\(loss, 'data'"
   ):
-    jax.jit(update)(jnp.array([True, False]))
+    jax.jit(step)(jnp.array([True, False]))
