@@ -106,7 +106,7 @@ def examine_on_each_device():
   check = ols.saturated(jnp.float16)
   return jax.jit(
     jax.shard_map(
-      lambda leaf: findings.agree(findings.examine(check, leaf), "data"),
+      lambda leaf: findings.agree(findings.examine(check, leaf), ("data",)),
       mesh=mesh,
       in_specs=jax.P("data"),
       out_specs=jax.P(),
