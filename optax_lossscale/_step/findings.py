@@ -24,13 +24,13 @@ class Finding(NamedTuple):
     overflow: bool[], the gradients are not usable.
     amax: float32[], their largest absolute value; NaN if one of them was NaN.
     dropped: bool[], some micro-batches overflowed and were left out.
-    used: float32[], as in the wrapper's state; None if no limit is known.
+    used: float32[], as in the wrapper's state.
   """
 
   overflow: jax.Array
   amax: jax.Array
-  dropped: Any = False
-  used: jax.Array | None = None
+  dropped: jax.Array
+  used: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +130,8 @@ def examine(
   if least is not None:
     shares += [x / min(least, _LARGEST) for x in elsewhere]
   found = bits.amax(amaxes)
-  used = None
+  # Made of the amax, so that it varies over devices as all of a state does.
+  used = jnp.zeros_like(found)
   if shares:
     used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
     used = jnp.where(jnp.isfinite(found), used, found)
@@ -152,13 +153,13 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   One maximum over integers: it carries NaN, which a maximum over floats drops.
   """
   # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
-  dropped = jnp.asarray(finding.dropped).astype(jnp.uint32)
+  dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
-  floats = [finding.amax] + ([] if finding.used is None else [finding.used])
-  stacked = jnp.stack([flag, *map(bits.magnitude_bits, floats)])
+  floats = map(bits.magnitude_bits, (finding.amax, finding.used))
+  stacked = jnp.stack([flag, *floats])
   flag, *patterns = lax.pmax(_varying(stacked, names), names)
-  amax, *used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns)
-  return Finding(flag == 2, amax, flag > 0, used[0] if used else None)
+  amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns)
+  return Finding(flag == 2, amax, flag > 0, used)
 
 
 def total(measured: Any, names: tuple[Any, ...]) -> Any:

@@ -196,11 +196,7 @@ def loss_scaling(
     )
 
     loss_scale_state, stalled = move(
-      rule,
-      state.loss_scale_state,
-      reported,
-      finding.amax,
-      measured,
+      rule, state.loss_scale_state, reported, finding.amax, measured
     )
     return (
       leaves.merge(
@@ -216,10 +212,7 @@ def loss_scaling(
         skipped=skipped,
         stalled=stalled,
         amax=finding.amax,
-        # Varies over devices as the rest of the state does.
-        used=jnp.zeros_like(finding.amax)
-        if finding.used is None
-        else finding.used,
+        used=finding.used,
         applied_steps=_count_if(~skipped, state.applied_steps),
         skipped_steps=_count_if(skipped, state.skipped_steps),
         consecutive_skips=jnp.where(

@@ -20,6 +20,15 @@ def update_unless(
   """Returns the updates and state that `update` makes, or those of a skip."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
+  # The inner optimizer runs in one of two ways, and this is the one place that
+  # decides which. Under jit, scan and the like JAX stages the step out: there
+  # `update` is recorded as a jaxpr and evaluated equation by equation, so that
+  # each value of the new state is selected where it is defined and XLA writes
+  # it into the old one's buffer. A select after the update would keep the state
+  # twice. Eagerly, each equation runs on its own and frees nothing sooner, and
+  # recording would only cost time, so there `update` runs as any function does
+  # and the select comes after it. Both give the same bits. It follows that
+  # under jit the inner optimizer must be pure, as jit asks anyway.
   if record.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose

@@ -141,7 +141,7 @@ def test_named_axes_are_agreed_over_at_once(spec, check_vma):
   )
   step = jax.jit(overflow).lower(grads, state).compile()
   (line,) = compiled.between_devices(step)
-  assert reduced_elements(line) == 2  # The flag and amax.
+  assert reduced_elements(line) == 3  # The flag, amax, and the share used.
 
   grads["layer_7"] = grads["layer_7"].at[15].set(np.nan)
   assert jax.jit(overflow)(grads, state)

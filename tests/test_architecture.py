@@ -1,0 +1,143 @@
+"""The rooms of docs/architecture.md, against the imports in the source."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import optax_lossscale as ols
+from tests import documents
+
+PACKAGE = pathlib.Path(ols.__file__).parent
+PAGE = documents.read("docs/architecture.md")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def rows():
+  """Returns the row of every room, as the page's table has it."""
+  table = documents.section(PAGE, "The rooms")
+  found = {}
+  for number, cell in re.findall(
+    r"^\| (\d+) \| ([^|]+)\|", table, re.MULTILINE
+  ):
+    for room in re.findall(r"`(\w+)(?:/|\.py)`", cell):
+      found[room] = int(number)
+  return found
+
+
+def room_of(parts):
+  """Returns the room of a module, given its path below the package."""
+  return parts[0].removesuffix(".py") if parts else "__init__"
+
+
+def module_path(name):
+  """Returns the path of a module below the package, as parts."""
+  parts = name.split(".")[1:]
+  folder = PACKAGE.joinpath(*parts)
+  if (folder / "__init__.py").exists():
+    return (*parts, "__init__.py")
+  if parts and folder.with_suffix(".py").exists():
+    return (*parts[:-1], f"{parts[-1]}.py")
+  return None
+
+
+def imports(path, text=None):
+  """Yields what a file imports of the package, wherever in it, as paths."""
+  for node in ast.walk(ast.parse(text or path.read_text())):
+    if isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+      names = [
+        name
+        for alias in node.names
+        for name in (f"{node.module}.{alias.name}", node.module)
+      ][: 1 if module_path(f"{node.module}.{node.names[0].name}") else 2]
+    else:
+      assert not isinstance(node, ast.ImportFrom), f"{path}: relative import"
+      continue
+    targets = [
+      module_path(name) for name in names if name.split(".")[0] == PACKAGE.name
+    ]
+    yield from [target for target in targets if target is not None][:1]
+
+
+def arrows():
+  """Yields the importing file, its room, the imported path and its room."""
+  for path in FILES:
+    own = path.relative_to(PACKAGE).parts
+    for target in imports(path):
+      yield path, room_of(own), target, room_of(target)
+
+
+def test_every_room_is_on_the_page_and_every_room_of_the_page_is_there():
+  rooms = {room_of(path.relative_to(PACKAGE).parts) for path in FILES}
+  assert rooms - {"__init__", "__main__"} == set(rows())
+  assert len(rooms) <= 20
+
+
+def test_a_room_imports_from_rows_above_it_only():
+  row = rows()
+  wrong = [
+    f"{path.relative_to(PACKAGE)} imports {'/'.join(target)}"
+    for path, room, target, other in arrows()
+    if room in row
+    and room != other
+    # The package's face is for users, and for the programs at the bottom.
+    and (other == "__init__" or row[other] >= row[room])
+    and not (other == "__init__" and room in ("demo", "cli"))
+  ]
+  assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+  edges = {}
+  for path, _, target, _ in arrows():
+    edges.setdefault(path, set()).add(PACKAGE.joinpath(*target))
+  done = set()
+
+  def visit(path, above):
+    assert path not in above, " -> ".join(map(str, (*above, path)))
+    if path not in done:
+      for other in edges.get(path, ()):
+        if other != PACKAGE / "__init__.py":
+          visit(other, (*above, path))
+      done.add(path)
+
+  for path in FILES:
+    visit(path, ())
+
+
+def test_a_rooms_private_files_are_its_own():
+  wrong = [
+    f"{path.relative_to(PACKAGE)} imports {'/'.join(target)}"
+    for path, room, target, other in arrows()
+    if room != other and any(part.startswith("_") for part in target[1:])
+    if target[-1] != "__init__.py"
+  ]
+  assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["loss_scaling", "scaled_value_and_grad"])
+def test_the_step_knows_nothing_of_what_stands_on_it(name):
+  (start,) = [
+    path
+    for path in FILES
+    if re.search(rf"^def {name}\(", path.read_text(), re.M)
+  ]
+  reached, left = set(), [start]
+  while left:
+    path = left.pop()
+    if path not in reached and path.name != "__init__.py":
+      reached.add(path)
+      left += [PACKAGE.joinpath(*target) for target in imports(path)]
+  rooms = {room_of(path.relative_to(PACKAGE).parts) for path in reached}
+  assert rooms <= {"_base", "_jaxpr", "_rules", "_step"}
+  assert "tap.py" not in {path.name for path in reached}
+
+
+def test_an_upward_import_would_be_found():
+  text = "def late():\n  from optax_lossscale._step import states\n"
+  assert list(imports("x.py", text)) == [("_step", "states.py")]
+  text = "import optax_lossscale.presets"
+  assert list(imports("x.py", text)) == [("presets", "__init__.py")]
