@@ -7,6 +7,7 @@ import sys
 # Imported when called, so that one does not need what the other one needs.
 _COMMANDS = {
   "update": "benchmarks.update_phase",
+  "compile": "benchmarks.compile_time",
   "train-step": "benchmarks.train_step",
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",

@@ -10,6 +10,7 @@ import optax_lossscale as ols
 from tests import documents
 
 PACKAGE = pathlib.Path(ols.__file__).parent
+TESTS = pathlib.Path(__file__).parent
 PAGE = documents.read("docs/architecture.md")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -24,6 +25,15 @@ def rows():
     for room in re.findall(r"`(\w+)(?:/|\.py)`", cell):
       found[room] = int(number)
   return found
+
+
+def guarantees():
+  """Returns the number of each guarantee on the page and the files it names."""
+  table = documents.section(PAGE, "Guarantees")
+  return [
+    (int(number), re.findall(r"\]\(\.\./([^)]+)\)", cells))
+    for number, cells in re.findall(r"^\| (\d+) \| (.+)", table, re.MULTILINE)
+  ]
 
 
 def room_of(parts):
@@ -118,21 +128,22 @@ def test_a_rooms_private_files_are_its_own():
   assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["loss_scaling", "scaled_value_and_grad"])
-def test_the_step_knows_nothing_of_what_stands_on_it(name):
-  (start,) = [
-    path
-    for path in FILES
-    if re.search(rf"^def {name}\(", path.read_text(), re.M)
-  ]
-  reached, left = set(), [start]
+def files_of_one_step():
+  """Returns the files that the step's two entries reach by imports."""
+  left = [PACKAGE / "_step/loss_scaling.py", PACKAGE / "_step/backward.py"]
+  reached = set()
   while left:
     path = left.pop()
     if path not in reached and path.name != "__init__.py":
       reached.add(path)
       left += [PACKAGE.joinpath(*target) for target in imports(path)]
+  return reached
+
+
+def test_the_step_knows_nothing_of_what_stands_on_it():
+  reached = files_of_one_step()
   rooms = {room_of(path.relative_to(PACKAGE).parts) for path in reached}
-  assert rooms <= {"_base", "_jaxpr", "_rules", "_step"}
+  assert rooms == {"_base", "_jaxpr", "_rules", "_step"}
   assert "tap.py" not in {path.name for path in reached}
 
 
@@ -141,3 +152,31 @@ def test_an_upward_import_would_be_found():
   assert list(imports("x.py", text)) == [("_step", "states.py")]
   text = "import optax_lossscale.presets"
   assert list(imports("x.py", text)) == [("presets", "__init__.py")]
+
+
+def test_the_guarantees_are_those_of_the_page():
+  numbers = [number for number, _ in guarantees()]
+  assert numbers == list(range(1, 19))
+  tests = "".join(x.read_text() for x in TESTS.rglob("test_*.py"))
+  named = {int(x) for x in re.findall(r"\ndef test_guarantee_(\d+)_", tests)}
+  assert named == set(numbers)
+
+
+@pytest.mark.parametrize(
+  ("number", "files"), guarantees(), ids=lambda x: str(x) if x else ""
+)
+def test_each_guarantee_is_tested_where_the_page_says(number, files):
+  assert files
+  for file in files:
+    text = (documents.ROOT / file).read_text()
+    assert f"\ndef test_guarantee_{number}_" in text, file
+
+
+def test_the_files_of_one_step_are_those_that_it_needs():
+  named = set(
+    re.findall(r"\b_\w+/\w+\.py", documents.section(PAGE, "One step"))
+  )
+  reached = {
+    "/".join(path.relative_to(PACKAGE).parts) for path in files_of_one_step()
+  }
+  assert named <= reached

@@ -13,9 +13,6 @@ import optax_lossscale as ols
 PACKAGE = pathlib.Path(ols.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 
-# Those of the design.
-GUARANTEES = range(1, 19)
-
 
 def test_the_public_names_are_few_and_documented():
   assert len(ols.__all__) <= 27
@@ -56,9 +53,3 @@ def test_only_public_interfaces_of_jax_and_optax_are_used():
   for file in PACKAGE.rglob("*.py"):
     found = re.findall(r"(?:jax|optax|flax)\._src", file.read_text())
     assert not found, file
-
-
-@pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_each_guarantee_has_a_test_named_after_it(guarantee):
-  text = "".join(file.read_text() for file in TESTS.rglob("test_*.py"))
-  assert re.search(rf"\ndef test_guarantee_{guarantee}_", text)

@@ -13,7 +13,6 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
-from optax_lossscale._step import fit
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
@@ -173,15 +172,17 @@ def loss_scaling(
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
       gradients = leaves.unscale_tree(scaled_gradients, loss_scale)
-      fit.check_gradients(gradients, inner_params)
-      with fit.explained(inner, gradients, state.inner_state, inner_params):
+      requirements.check_gradients(gradients, inner_params)
+      with requirements.explained(
+        inner, gradients, state.inner_state, inner_params
+      ):
         inner_updates, inner_state = inner.update(
           gradients,
           state.inner_state,
           leaves.widen(inner_params),
           **extra_args,
         )
-        inner_updates = fit.narrow_updates(
+        inner_updates = requirements.narrow_updates(
           inner_updates, gradients, inner_params
         )
         trees.check_structure(
