@@ -68,19 +68,20 @@ def scaled_value_and_grad(
     >>> print(loss, grads)
     5.0 [2048. 4096.]
   """
-  loss_scale = states.get_loss_scale(opt_state, path=path)
   _check_argnums(argnums)
-
-  value_and_grad = jax.value_and_grad(
-    scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
-    argnums,
-    has_aux=True,
-    allow_int=allow_int,
-  )
+  states.get_loss_scale(
+    opt_state, path=path
+  )  # What is wrong with it shows here.
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    states.refuse_frozen(opt_state, path)
+    loss_scale = states.scale_in_use(opt_state, path)
+    value_and_grad = jax.value_and_grad(
+      scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
+      argnums,
+      has_aux=True,
+      allow_int=allow_int,
+    )
     (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
     return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
 
@@ -116,11 +117,7 @@ def scale_loss(
     131072.0
   """
   _check_float("`loss`", loss)
-  states.refuse_frozen(opt_state, path)
-  loss_scale = states.get_loss_scale(opt_state, path=path)
-  # In float32: S itself may be inf in the loss's dtype.
-  dtype = leaves.at_least_float32(loss.dtype)
-  return loss.astype(dtype) * loss_scale.astype(dtype)
+  return _times(loss, states.scale_in_use(opt_state, path))
 
 
 def unscale(
@@ -150,8 +147,7 @@ def unscale(
     >>> print(ols.unscale(jnp.array([2.0, 4.0], jnp.float16), 2.0**25))
     [5.9604645e-08 1.1920929e-07]
   """
-  states.refuse_frozen(opt_state, path)
-  loss_scale = states.get_loss_scale(opt_state, path=path)
+  loss_scale = states.scale_in_use(opt_state, path)
   scaled_gradients = leaves.as_arrays(scaled_gradients)
   is_gradient = leaves.resolve_mask(None, scaled_gradients)
   return leaves.merge(
@@ -173,9 +169,15 @@ def scaled_loss_fn(
     value = fun(*args, **kwargs)
     loss = _check_pair(value)[0] if has_aux else value
     _check_loss(loss)
-    return scale_loss(loss, loss_scale), (loss, value)
+    return _times(loss, loss_scale), (loss, value)
 
   return scaled_fun
+
+
+def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
+  # In float32: S itself may be inf in the loss's dtype.
+  dtype = leaves.at_least_float32(loss.dtype)
+  return loss.astype(dtype) * loss_scale.astype(dtype)
 
 
 def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:

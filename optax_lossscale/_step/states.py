@@ -178,6 +178,12 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
   return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
 
 
+def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
+  """Returns S for a backward pass that runs now, or raises if it is frozen."""
+  refuse_frozen(opt_state, path)
+  return get_loss_scale(opt_state, path=path)
+
+
 def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
   """Raises if a compiled function would hold this state's S for ever.
 
