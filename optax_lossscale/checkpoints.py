@@ -45,7 +45,9 @@ def without_loss_scaling(opt_state: Any) -> Any:
   """
   _check_holds_state(opt_state)
   return jax.tree.map(
-    lambda x: x.inner_state if _is_state(x) else x, opt_state, is_leaf=_is_state
+    lambda x: x.inner_state if states.is_state(x) else x,
+    opt_state,
+    is_leaf=states.is_state,
   )
 
 
@@ -102,7 +104,7 @@ def _fill(
   expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
 ) -> Any:
   """Returns `expected` with the values of `got`, or raises."""
-  if _is_state(expected):
+  if states.is_state(expected):
     inner_state = _fill(expected.inner_state, got, path, is_inner=True)
     return expected._replace(inner_state=inner_state)
   if jax.tree_util.all_leaves([expected]):
@@ -169,10 +171,6 @@ def _open(
   return structure, {path[0]: child for path, child in children}
 
 
-def _is_state(x: Any) -> bool:
-  return isinstance(x, states.LossScalingState)
-
-
 def _is_array(x: Any) -> bool:
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
@@ -201,7 +199,7 @@ def _check_holds_state(opt_state: Any) -> None:
 
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:
   """Returns the error for the first place where two trees differ."""
-  place = jax.tree_util.keystr(path, simple=True, separator="/")
+  place = leaves.path_name(path)
   remedy = ""
   if isinstance(got, (dict, list)) and not isinstance(expected, type(got)):
     remedy = (

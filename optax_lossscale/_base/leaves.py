@@ -21,6 +21,11 @@ def is_gradient(x: Any) -> bool:
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def path_name(path: tuple[Any, ...]) -> str:
+  """Returns the place of a leaf as people write it, "params/Dense_0/kernel"."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_lossscale._base import leaves
+
 Shape = tuple[int, ...]
 
 # How many leaves an error names before it says how many more there are.
@@ -61,16 +63,18 @@ def mismatched_shape(
   None if there is no such leaf, or if the trees are not alike, which some
   optimizers want.
   """
-  leaves, structure = jax.tree.flatten(expected, is_leaf=_is_none)
+  own, structure = jax.tree.flatten(expected, is_leaf=_is_none)
   paths = jax.tree.leaves_with_path(got, is_leaf=_is_none)
   structures: list[Any] = [structure, jax.tree.structure(got, is_leaf=_is_none)]
   if structures[0] != structures[1]:
     return None
-  for leaf, (path, x) in zip(leaves, paths, strict=True):
+  for leaf, (path, x) in zip(own, paths, strict=True):
     if not all(hasattr(y, "shape") for y in (leaf, x)):
       continue
     if not fits(x.shape, leaf.shape):
-      return f"{x.shape} at {_listed([_name(path)])} for {leaf.shape}"
+      return (
+        f"{x.shape} at {_listed([leaves.path_name(path)])} for {leaf.shape}"
+      )
   return None
 
 
@@ -109,12 +113,10 @@ def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, Shape]:
-  leaves = jax.tree.leaves_with_path(tree)
-  return {_name(path): np.shape(leaf) for path, leaf in leaves}
-
-
-def _name(path: tuple[Any, ...]) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator="/")
+  return {
+    leaves.path_name(path): np.shape(leaf)
+    for path, leaf in jax.tree.leaves_with_path(tree)
+  }
 
 
 def _is_none(x: Any) -> bool:

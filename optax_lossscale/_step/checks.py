@@ -128,7 +128,7 @@ def with_computation_dtypes(
   """Returns each gradient with its computation's dtype, None for its own."""
   if _is_function(check.dtype):
     return [
-      (leaf, _as_dtype(path, check.dtype(_name(path))))
+      (leaf, _as_dtype(path, check.dtype(leaves.path_name(path))))
       for path, leaf in jax.tree.leaves_with_path(gradients)
       if leaves.is_gradient(leaf)
     ]
@@ -155,7 +155,7 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
     return None
   found, name = arguments.read_dtype(dtype)
   if found is None:
-    place = f" for {_name(path)!r}" if path else ""
+    place = f" for {leaves.path_name(path)!r}" if path else ""
     raise TypeError(
       "`dtype` must be a floating-point dtype such as jnp.float16, got "
       f"{name}{place}."
@@ -175,7 +175,3 @@ def _is_function(dtype: Any) -> bool:
 
 def _is_none(x: Any) -> bool:
   return x is None
-
-
-def _name(path: tuple[Any, ...]) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -145,7 +145,7 @@ def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:
   ):
     dtype = getattr(leaf, "dtype", type(leaf).__name__)
     if dtype != like.dtype:
-      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      name = leaves.path_name(path)
       raise ValueError(
         f"{rule_text}, got {dtype} as its {name}, which is {like.dtype}; set "
         f"jnp.{like.dtype}(...)."
@@ -155,8 +155,7 @@ def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:
 def _describe(rule_state: Any) -> str:
   """Returns a rule's state in words: its class and what is in it."""
   names = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in jax.tree.leaves_with_path(rule_state)
+    leaves.path_name(path) for path, _ in jax.tree.leaves_with_path(rule_state)
   ]
   return f"{type(rule_state).__name__}({', '.join(names)})"
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import record
 
 # Orbax and flax.serialization return plain dicts and lists where they are not
@@ -90,11 +91,9 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
 
   They are found by their type, so a parameter may be called anything.
   """
-  leaves = jax.tree.leaves_with_path(tree, is_leaf=is_state)
+  nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-    for path, leaf in leaves
-    if is_state(leaf)
+    leaves.path_name(path): node for path, node in nodes if is_state(node)
   }
 
 
