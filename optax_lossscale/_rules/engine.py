@@ -142,8 +142,8 @@ class Engine:
   def init(self) -> DynamicLossScaleState:
     """Returns the state of a machine that has seen no step."""
 
-    def count(start: int, is_needed: bool) -> jax.Array | None:
-      return jnp.full((), start, jnp.int32) if is_needed else None
+    def count(is_needed: bool) -> jax.Array | None:
+      return jnp.full((), 0, jnp.int32) if is_needed else None
 
     return DynamicLossScaleState(
       loss_scale=jnp.full(
@@ -151,16 +151,16 @@ class Engine:
       ),
       clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
-      total_steps=count(0, self.counts_steps),
+      total_steps=count(self.counts_steps),
       growth_interval=(
         None
         if self.interval_factor == 1
         # In float32, since a factor of 1.5 leaves the integers.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
-      steps_since_move=count(0, self.tolerance is not None),
-      overflows_since_shrink=count(0, self.tolerance is not None),
-      failure=count(0, self.failure is not None),
+      steps_since_move=count(self.tolerance is not None),
+      overflows_since_shrink=count(self.tolerance is not None),
+      failure=count(self.failure is not None),
     )
 
   def update(

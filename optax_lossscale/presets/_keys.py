@@ -184,9 +184,9 @@ def _read_number(value: Any) -> float:
   return float(number)
 
 
-def _read_int_or_float(value: Any) -> float:
-  number = _read_number(value)
-  return int(number) if isinstance(_read_scalar(value), int) else number
+def _read_int_or_float(value: Any) -> Any:
+  _read_number(value)  # Raises if it is neither.
+  return _read_scalar(value)
 
 
 def _read_integer(value: Any) -> int:
