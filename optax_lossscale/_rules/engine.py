@@ -102,18 +102,18 @@ class Engine:
   backoff_factor: float | None = None
   growth_interval: int  # Clean steps that growth waits for.
   hysteresis: int = 1  # Overflows that a shrink waits for.
-  # How the count of overflows meets the hysteresis. Where it must be equal, a
-  # count that is past it never shrinks S.
+  # How the count of overflows meets the hysteresis: with "equal", a count past
+  # it never shrinks S.
   shrink_test: Literal["at_least", "equal"] = "at_least"
   min_scale: float = 0.0  # S shrinks to this at the least; 0 for no floor.
   max_scale: float = math.inf  # S grows to this at the most.
-  # How the count of clean steps meets the interval. Where it must be equal, a
-  # count that is past it never grows S; a multiple counts on after growth.
+  # How the count of clean steps meets the interval: with "equal", a count past
+  # it never grows S; with "multiple", the count runs on after growth.
   growth_test: GrowthTest = "at_least"
-  # What forgives the overflows counted so far: "clean", "growth", "backoff".
+  # These events reset the count of overflows: "clean", "growth", "backoff".
   refill: frozenset[str] = frozenset({"clean"})
-  # Where the count of clean steps starts, at first and after an overflow; -1
-  # makes the growth after it wait one step more.
+  # The count of clean steps starts here, at first and after an overflow; at -1
+  # the growth after it waits one step more.
   initial_clean_steps: int = 0
   growth_below: float = math.inf  # S grows only from below this.
   hold_below: float = 0.0  # A shrink that would take S below this does not.
@@ -123,9 +123,9 @@ class Engine:
   # The growth interval is multiplied by it on growth, and divided by it,
   # rounded down, when S shrinks.
   interval_factor: float = 1.0
-  failure: Failure | None = None  # Where the system gives up, if anywhere.
-  notes_failure: bool = True  # Whether that is noted in the state.
-  counts_steps: bool = False  # Whether the state has `total_steps`.
+  failure: Failure | None = None  # The system gives up on this.
+  notes_failure: bool = True  # The state notes that failure.
+  counts_steps: bool = False  # The state has `total_steps`.
 
   def __post_init__(self) -> None:
     if self.growth_test not in get_args(GrowthTest):

@@ -1,7 +1,7 @@
-"""What the keys of a checkpoint hold, and how each is written and read.
+"""The kinds of keys in a checkpoint, and how each is written and read.
 
-A type stands for the argument of the key's own name, saved as that type, and
-None for a key that may come and is not needed.
+A type stands for the argument of the key's own name, saved as that type. None
+stands for a key that may come and is not needed.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,8 @@ from optax_lossscale.presets.declaration import PresetLossScale
 class StateKey:
   """A key that holds something of the state."""
 
-  # "loss_scale"; "clean_steps"; "window_steps", the clean steps that count
-  # towards the next growth; "overflows"; "hysteresis_left", the overflows that
-  # a shrink still waits for; "overflows_to_shrink", as many with the one that
-  # shrinks S, so 1 at the least; "steps", the number of the next step;
-  # "last_overflow", the number of the step that overflowed last.
-  holds: str
-  make: Callable[[Any], Any]  # Makes the value, of its type.
+  holds: str  # "loss_scale", a counter, or a number that `_count` makes.
+  make: Callable[[Any], Any]  # Makes the value, of the system's type.
   first: int = 0  # The number of the first step.
   is_lost: bool = False  # The system saves it, but does not read it again.
 
@@ -98,15 +93,15 @@ def read(key: Any, value: Any) -> Any:
 def _count(holds: str, engine: Engine, state: Any) -> int:
   """Returns the number that a `StateKey` holds; `counters` undoes it."""
   match holds:
-    case "window_steps":
+    case "window_steps":  # Clean steps that count towards the next growth.
       return max(int(state.clean_steps), 0) % engine.growth_interval
-    case "hysteresis_left":
+    case "hysteresis_left":  # Overflows that a shrink still waits for.
       return engine.hysteresis - int(state.overflows)
-    case "overflows_to_shrink":
+    case "overflows_to_shrink":  # The same, at least the one that shrinks S.
       return max(engine.hysteresis - int(state.overflows), 1)
-    case "steps":
+    case "steps":  # The number of the next step.
       return int(state.total_steps)
-    case "last_overflow":
+    case "last_overflow":  # The number of the last step that overflowed.
       clean_steps = int(state.clean_steps) - engine.initial_clean_steps
       return int(state.total_steps) - 1 - clean_steps
   return int(getattr(state, holds))

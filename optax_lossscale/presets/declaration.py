@@ -78,12 +78,11 @@ class Argument:
   """A column that the user fills, by an argument of the system's own."""
 
   name: str
-  # Makes the column's value of the argument's, where they differ.
+  # Maps the argument's value to the column's.
   convert: Callable[[Any], Any] | None = None
-  # Refuses a bad value, where the column's own check does not fit.
+  # Checks the value in the place of the column's own check.
   check: Callable[[str, Any], Any] | None = None
-  # Whether None leaves the column at its default.
-  is_optional: bool = False
+  is_optional: bool = False  # None leaves the column at its default.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +174,11 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {}
-# What a declaration has beside the fields of the engine.
+# A declaration may set these beside the fields of the engine.
 _SWITCHES: dict[str, Any] = {
   "scale": None,  # S, where it stays.
   "moves": True,  # False leaves S at its first value.
-  "skip": True,  # Whether an overflow skips the step.
+  "skip": True,  # False applies a step that overflows.
   "enabled": True,  # False leaves S at 1, skips no step and saves nothing.
 }
 
@@ -193,8 +192,8 @@ def preset(
   """Declares the preset whose signature and docstring follow.
 
   Args:
-    saves: the keys of a checkpoint, nested ones as "outer/inner", and what each
-      holds: see `_keys`.
+    saves: the keys of a checkpoint, nested ones as "outer/inner", and their
+      contents, one of the kinds in `_keys`.
     starts_within_bounds: whether the first S must lie within the bounds.
     **columns: fields of `Engine` and `_SWITCHES`: constants, or an `Argument`.
   """
@@ -244,7 +243,7 @@ def _fill(
     name, value = cell.name, arguments[cell.name]
     if value is None and cell.is_optional:
       continue
-    # An argument in several columns is of the kind of the first.
+    # The first column of an argument checks it.
     if name not in checked:
       checked[name] = (cell.check or _CHECKS[column])(name, value)
     convert = cell.convert
@@ -266,7 +265,7 @@ def _check_share(name: str, value: Any) -> float:
   return number
 
 
-# What kind of value a column takes, unless the argument says otherwise.
+# The check of each column, for arguments that bring none of their own.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "scale": _arguments.check_scale,
   "moves": _arguments.check_flag,

@@ -1,6 +1,7 @@
 """The presets' arguments: their names, what is refused, and the rule's repr."""
 
 import ast
+import doctest
 import inspect
 import math
 import pathlib
@@ -454,6 +455,15 @@ def test_the_docstring_has_every_section(system):
   assert f"ols.presets.{system}(" in sections["Examples"]
   assert "TypeError" in sections["Raises"]
   assert "ValueError" in sections["Raises"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_examples_are_found_by_doctest(system):
+  # It looks for the module of a function, which a decorator may hide.
+  module = inspect.getmodule(getattr(presets, system))
+  found = doctest.DocTestFinder().find(module)
+  examples = {test.name: test.examples for test in found}
+  assert examples[f"{module.__name__}.{system}"]
 
 
 def _sections(function):
