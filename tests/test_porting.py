@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import re
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.presets.declaration import PRESETS
 from tests import documents
 from tests.autocast.programs import products
 from tests.presets import traces
@@ -22,15 +24,6 @@ from tests.presets import traces
 pytestmark = pytest.mark.one_end
 
 PAGE = documents.read("docs/porting.md")
-PRESETS = sorted(
-  set(ols.presets.__all__)
-  - {
-    "from_state_dict",
-    "npu_loss_scale_optimizer",
-    "raise_if_failed",
-    "to_state_dict",
-  }
-)
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
@@ -176,9 +169,61 @@ def checkpoint(system, saved):
 
 
 def test_the_table_has_one_row_for_each_preset():
-  assert SYSTEMS == PRESETS
+  assert sorted(PRESETS) == SYSTEMS
   links = re.findall(r"\[(\w+)\]\(#(\w+)\)", PAGE)
   assert [name for name, target in links if name == target] == list(OLD)
+
+
+def parameters(system):
+  """Returns the defaults of a preset's arguments by their names."""
+  signature = inspect.signature(getattr(ols.presets, system))
+  return {name: x.default for name, x in signature.parameters.items()}
+
+
+def test_the_arguments_and_keys_are_of_all_presets_in_the_order_of_the_page():
+  table = cells(section("Arguments and keys"))
+  assert [f"`{system}`" for system in OLD] == [row[0] for row in table]
+
+
+@pytest.mark.parametrize("system", PRESETS)
+def test_the_page_has_the_arguments_of_a_preset_and_their_defaults(system):
+  _, arguments, _ = arguments_and_keys(system)
+  shown = {
+    name: eval(default) if default else inspect.Parameter.empty
+    for name, default in re.findall(r"`(\w+)(?:=([^`]+))?`", arguments)
+  }
+  assert list(shown.items()) == list(parameters(system).items())
+
+
+@pytest.mark.parametrize("system", PRESETS)
+def test_the_page_has_the_keys_that_a_preset_saves_and_reads(system):
+  *_, keys = arguments_and_keys(system)
+  names = {"ols": ols}
+  run(statements(system, NEW)[:1], names)
+  rule = names["rule"]
+  saved = ols.presets.to_state_dict(rule, rule.init())
+  paths = [
+    "/".join(x.key for x in path)
+    for path, _ in jax.tree_util.tree_flatten_with_path(
+      saved, is_leaf=lambda x: not isinstance(x, dict)
+    )[0]
+  ]
+  assert sorted(re.findall(r"`([^`]+)`", keys)) == sorted(paths)
+  assert (keys == "none") == (not saved)
+  original = traces.saved_dict(system, recorded(system))
+  assert saved.keys() == original.keys()
+
+
+def arguments_and_keys(system):
+  """Returns a preset's row of the table."""
+  table = cells(section("Arguments and keys"))
+  return next(row for row in table if row[0] == f"`{system}`")
+
+
+def test_the_names_in_configuration_files_are_of_arguments():
+  for systems, _, argument in cells(section("Names in configuration files")):
+    for system in re.findall(r"`(\w+)`", systems):
+      assert re.match(r"`(\w+)`", argument)[1] in parameters(system)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -94,55 +94,38 @@ class Engine:
 
   Whatever these say, S stays a normal float32: a move out of that range leaves
   it where it is.
-
-  Attributes:
-    init_scale: the first S, if it is not above `max_scale`.
-    growth_factor: S is multiplied by it on growth.
-    backoff_factor: S is multiplied by it when it shrinks.
-    backoff_divides: S is divided by `backoff_factor` instead.
-    growth_interval: clean steps that growth waits for.
-    hysteresis: overflows that a shrink waits for.
-    shrink_test: how the count of overflows meets the hysteresis: "at_least" it,
-      or "equal" to it, so that a count which is past it never shrinks S.
-    min_scale: S shrinks to this at the least; 0 for no floor.
-    max_scale: S grows to this at the most; inf for no ceiling.
-    growth_test: how the count of clean steps meets the interval: "at_least" it;
-      "equal" to it, so that a count which is past the interval never grows; or
-      a "multiple" of it, where the count runs on after growth.
-    refill: what forgives the overflows counted so far: a "clean" step, a
-      "growth", a "backoff".
-    initial_clean_steps: where the count of clean steps starts, at first and
-      after an overflow; -1 makes the growth after it wait one step more.
-    growth_below: S grows only from below this.
-    hold_below: where a shrink would take S below this, S stays instead.
-    tolerance: the share of overflows, among the steps since S last moved, that
-      a shrink waits for; None for a rule that does not know such a share.
-    interval_factor: the growth interval is multiplied by it on growth, and
-      divided by it, rounded down, when S shrinks.
-    failure: where the system gives up; None for nowhere.
-    notes_failure: whether that is noted in the state.
-    counts_steps: whether the state has `total_steps`.
   """
 
-  init_scale: float
-  growth_factor: float
-  backoff_factor: float
-  backoff_divides: bool = False
-  growth_interval: int
-  hysteresis: int = 1
+  init_scale: float  # The first S, if it is not above `max_scale`.
+  growth_factor: float  # S is multiplied by it on growth.
+  # S is multiplied by it when it shrinks; None divides by `growth_factor`.
+  backoff_factor: float | None = None
+  growth_interval: int  # Clean steps that growth waits for.
+  hysteresis: int = 1  # Overflows that a shrink waits for.
+  # How the count of overflows meets the hysteresis: with "equal", a count past
+  # it never shrinks S.
   shrink_test: Literal["at_least", "equal"] = "at_least"
-  min_scale: float = 0.0
-  max_scale: float = math.inf
+  min_scale: float = 0.0  # S shrinks to this at the least; 0 for no floor.
+  max_scale: float = math.inf  # S grows to this at the most.
+  # How the count of clean steps meets the interval: with "equal", a count past
+  # it never grows S; with "multiple", the count runs on after growth.
   growth_test: GrowthTest = "at_least"
+  # These events reset the count of overflows: "clean", "growth", "backoff".
   refill: frozenset[str] = frozenset({"clean"})
+  # The count of clean steps starts here, at first and after an overflow; at -1
+  # the growth after it waits one step more.
   initial_clean_steps: int = 0
-  growth_below: float = math.inf
-  hold_below: float = 0.0
+  growth_below: float = math.inf  # S grows only from below this.
+  hold_below: float = 0.0  # A shrink that would take S below this does not.
+  # The share of overflows, among the steps since S last moved, that a shrink
+  # waits for; None for a rule that does not know such a share.
   tolerance: float | None = None
+  # The growth interval is multiplied by it on growth, and divided by it,
+  # rounded down, when S shrinks.
   interval_factor: float = 1.0
-  failure: Failure | None = None
-  notes_failure: bool = True
-  counts_steps: bool = False
+  failure: Failure | None = None  # The system gives up on this.
+  notes_failure: bool = True  # The state notes that failure.
+  counts_steps: bool = False  # The state has `total_steps`.
 
   def __post_init__(self) -> None:
     if self.growth_test not in get_args(GrowthTest):
@@ -159,8 +142,8 @@ class Engine:
   def init(self) -> DynamicLossScaleState:
     """Returns the state of a machine that has seen no step."""
 
-    def count(start: int, is_needed: bool) -> jax.Array | None:
-      return jnp.full((), start, jnp.int32) if is_needed else None
+    def count(is_needed: bool) -> jax.Array | None:
+      return jnp.full((), 0, jnp.int32) if is_needed else None
 
     return DynamicLossScaleState(
       loss_scale=jnp.full(
@@ -168,16 +151,16 @@ class Engine:
       ),
       clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
-      total_steps=count(0, self.counts_steps),
+      total_steps=count(self.counts_steps),
       growth_interval=(
         None
         if self.interval_factor == 1
         # In float32, since a factor of 1.5 leaves the integers.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
-      steps_since_move=count(0, self.tolerance is not None),
-      overflows_since_shrink=count(0, self.tolerance is not None),
-      failure=count(0, self.failure is not None),
+      steps_since_move=count(self.tolerance is not None),
+      overflows_since_shrink=count(self.tolerance is not None),
+      failure=count(self.failure is not None),
     )
 
   def update(
@@ -263,8 +246,8 @@ class Engine:
     )
 
   def _shrunk(self, loss_scale: jax.Array) -> jax.Array:
-    if self.backoff_divides:
-      smaller = _divide(loss_scale, self.backoff_factor)
+    if self.backoff_factor is None:
+      smaller = _divide(loss_scale, self.growth_factor)
     else:
       smaller = loss_scale * jnp.float32(self.backoff_factor)
     return jnp.maximum(smaller, jnp.float32(self.min_scale))

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import optax_lossscale as ols
 from optax_lossscale import rules
-from optax_lossscale.presets._checkpoints import PRESETS
+from optax_lossscale.presets.declaration import did_you_mean
+from optax_lossscale.presets.declaration import PRESETS
 
 _NONE = "none"
 _WARM_START = "warm_start"
@@ -25,7 +26,10 @@ _OWN: dict[str, Callable[..., ols.LossScale]] = {
   "log_max": rules.LogMaxLossScale,
   "histogram": rules.HistogramLossScale,
 }
-_RULES: dict[str, Callable[..., ols.LossScale]] = {**_OWN, **PRESETS}
+_RULES: dict[str, Callable[..., ols.LossScale]] = {
+  **_OWN,
+  **{name: preset.function for name, preset in PRESETS.items()},
+}
 
 
 class LossScaleOption(NamedTuple):
@@ -43,10 +47,11 @@ def parse(text: str) -> LossScaleOption:
   if name == _WARM_START:
     return LossScaleOption(text, _parse_warm_start(text, rest))
   if name not in _RULES:
-    names = ", ".join((_NONE, *_RULES, _WARM_START))
+    names = (_NONE, *_RULES, _WARM_START)
     raise ValueError(
-      f"unknown rule {text!r}; choose from {names}, "
+      f"unknown rule {text!r}; choose from {', '.join(names)}, "
       "with arguments as in fixed:1024 or dynamic:growth_interval=200"
+      f"{did_you_mean(name, names)}"
     )
   arguments = _parse_arguments(name, rest)
   _check_complete(name, arguments)

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
-from optax_lossscale.presets import _checkpoints
-from optax_lossscale.presets import _preset
-from optax_lossscale.presets import _table
+from optax_lossscale.presets import declaration
 
 # What a rule that is a dataclass of its own calls the columns of the engine.
 _FIELDS = {
@@ -41,7 +39,7 @@ def knobs(rule: base.LossScale) -> dict[str, Knob]:
   if inner is not None:
     # The first S is not the inner rule's affair there.
     return {c: k for c, k in knobs(inner).items() if c != "init_scale"}
-  if isinstance(rule, _preset.PresetLossScale):
+  if isinstance(rule, declaration.PresetLossScale):
     found = _of_preset(rule)
   elif isinstance(rule, loss_scales.FixedLossScale):
     found = {"scale": Knob("scale", rule.scale)}
@@ -65,17 +63,16 @@ def turn(rule: base.LossScale, knob: Knob, value: Any) -> base.LossScale:
   inner = _inner(rule)
   if inner is not None:
     changes: dict[str, Any] = {"rule": turn(inner, knob, value)}
-  elif isinstance(rule, _preset.PresetLossScale):
+  elif isinstance(rule, declaration.PresetLossScale):
     arguments = {**dict(rule.arguments), knob.name: value}
-    preset: base.LossScale = _checkpoints.PRESETS[rule.system](**arguments)
-    return preset
+    return declaration.PRESETS[rule.system].function(**arguments)
   else:
     changes = {knob.name: value}
   turned: base.LossScale = dataclasses.replace(rule, **changes)
   return turned
 
 
-def _of_preset(rule: _preset.PresetLossScale) -> dict[str, Knob]:
+def _of_preset(rule: declaration.PresetLossScale) -> dict[str, Knob]:
   arguments = dict(rule.arguments)
   if isinstance(rule.machine, loss_scales.FixedLossScale):
     # One argument is S, under a name of the system's own.
@@ -87,11 +84,11 @@ def _of_preset(rule: _preset.PresetLossScale) -> dict[str, Knob]:
       and value == rule.machine.scale
     ]
     return {"scale": fixed[0]} if fixed else {}
-  columns = _table.SYSTEMS[rule.system].columns
+  columns = declaration.PRESETS[rule.system].columns
   return {
     column: Knob(cell.name, arguments[cell.name])
     for column, cell in columns.items()
-    if isinstance(cell, _table.Argument)
+    if isinstance(cell, declaration.Argument)
   }
 
 

@@ -1,40 +1,22 @@
 """A scaler's state carried over from another system, and back."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
-import inspect
 from typing import Any
 from typing import TypeGuard
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._base import trees
 from optax_lossscale._rules import base
-from optax_lossscale.presets import _dictionaries
-from optax_lossscale.presets import _fairseq
-from optax_lossscale.presets import _jax
-from optax_lossscale.presets import _layouts
-from optax_lossscale.presets import _megatron
-from optax_lossscale.presets import _mindspore
-from optax_lossscale.presets import _paddle
-from optax_lossscale.presets import _preset
-from optax_lossscale.presets import _pytorch
-from optax_lossscale.presets import _table
-from optax_lossscale.presets import _tensorflow
-from optax_lossscale.rules import _warm_start
-
-PRESETS: dict[str, Callable[..., _preset.PresetLossScale]] = {
-  preset.__name__: preset
-  for family in (
-    _pytorch,
-    _megatron,
-    _fairseq,
-    _tensorflow,
-    _mindspore,
-    _paddle,
-    _jax,
-  )
-  for preset in family.PRESETS
-}
+from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import states
+from optax_lossscale.presets import _keys
+from optax_lossscale.presets import declaration
+from optax_lossscale.rules import WarmStart
 
 
 def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
@@ -73,8 +55,9 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
     >>> sorted(ols.presets.to_state_dict(rule, rule.init()))
     ['clean_steps', 'loss_scale', 'overflows']
   """
-  _check_rule(rule)
-  written = _dictionaries.write(rule, state)
+  if not isinstance(rule, base.LossScale):
+    raise TypeError(f"`rule` must be a LossScale, got {rule!r}.")
+  written = _write(rule, state)
   if not _starts_preset(rule):
     return written
   if not state.is_warm:
@@ -83,7 +66,7 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
       "that still probes, which the rule's system does not save; make a step "
       "with gradients first, or save the optimizer's state itself."
     )
-  return _dictionaries.write(rule.rule, state.rule_state)
+  return _write(rule.rule, state.rule_state)
 
 
 def from_state_dict(
@@ -149,51 +132,192 @@ def from_state_dict(
     # One that holds `is_warm` is the state under its own keys.
     is_own = isinstance(state_dict, Mapping) and "is_warm" in state_dict
     if _starts_preset(system) and not is_own:
-      rule_state = _dictionaries.read(system.rule, state_dict)
-      return system, _warm_start.WarmStartState(rule_state, jnp.full((), True))
-    return system, _dictionaries.read(system, state_dict)
-  if not isinstance(system, str) or system not in PRESETS:
+      return system, system.init()._replace(
+        rule_state=_restore(system.rule, state_dict), is_warm=jnp.full((), True)
+      )
+    return system, _restore(system, state_dict)
+  presets = declaration.PRESETS
+  if not isinstance(system, str) or system not in presets:
+    hint = declaration.did_you_mean(system, presets) or "."
     raise ValueError(
-      f"`system` must be a rule or one of {', '.join(PRESETS)}, got {system!r}."
+      f"`system` must be a rule or one of {', '.join(sorted(presets))}, got "
+      f"{system!r}{hint}"
     )
-  preset = PRESETS[system]
-  if _layouts.is_switched_off(arguments):
-    rule = preset(**arguments)
+  preset = presets[system]
+  if preset.is_off(arguments):
+    rule = preset.function(**arguments)
     return rule, rule.init()  # As the system, which then reads nothing.
-  keys = _layouts.layout(system, arguments)
   try:
-    saved = _dictionaries.parse(system, keys, state_dict)
+    values = _read(system, preset.saves, state_dict)
   except ValueError as error:
-    switch = {"enabled", "enable"} & set(inspect.signature(preset).parameters)
-    if state_dict or not switch:
+    if state_dict or preset.off_switch is None:
       raise
     raise ValueError(
       f"{error} A scaler that is switched off saves nothing: pass "
-      f"{switch.pop()}=False."
+      f"{preset.off_switch}=False."
     ) from None
-  arguments = saved.arguments | arguments
-  first_scale = _first_scale(system)
-  if first_scale is not None and "loss_scale" in saved.held:
-    arguments.setdefault(first_scale, saved.held["loss_scale"])
-  rule = preset(**arguments)
-  return rule, _dictionaries.fill(rule, saved.held)
+  held = _held(preset.saves, values)
+  saved = {
+    name: values[name]
+    for name, key in preset.saves.items()
+    if key in _keys.READERS
+  }
+  first = preset.columns.get("init_scale")
+  if first is not None and "loss_scale" in held:
+    parameter = preset.parameters[first.name]
+    if parameter.default is parameter.empty:
+      saved[first.name] = held["loss_scale"]
+  rule = preset.function(**(saved | arguments))
+  return rule, _fill(rule, held)
 
 
-def _first_scale(system: str) -> str | None:
-  """Returns the argument that is the first S, if it has no default."""
-  if system not in _table.SYSTEMS:
-    return None
-  name: str = _table.SYSTEMS[system].columns["init_scale"].name
-  parameter = inspect.signature(PRESETS[system]).parameters[name]
-  return name if parameter.default is parameter.empty else None
-
-
-def _starts_preset(rule: Any) -> TypeGuard[_warm_start.WarmStart]:
-  return isinstance(rule, _warm_start.WarmStart) and isinstance(
-    rule.rule, _preset.PresetLossScale
+def _starts_preset(rule: Any) -> TypeGuard[WarmStart]:
+  return isinstance(rule, WarmStart) and isinstance(
+    rule.rule, declaration.PresetLossScale
   )
 
 
-def _check_rule(rule: Any) -> None:
-  if not isinstance(rule, base.LossScale):
-    raise TypeError(f"`rule` must be a LossScale, got {rule!r}.")
+def _keys_of(rule: declaration.PresetLossScale) -> Mapping[str, Any]:
+  """Returns the keys that a rule's system saves."""
+  preset = declaration.PRESETS[rule.system]
+  return {} if preset.is_off(dict(rule.arguments)) else preset.saves
+
+
+def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
+  """Returns a rule's state under the keys of the rule's system."""
+  if isinstance(state, states.LossScalingState):
+    raise TypeError(
+      "`state` must be the state of `rule`, got the optimizer's whole "
+      "LossScalingState; pass its `loss_scale_state`."
+    )
+  _refuse_traced("state", jax.tree.leaves(state), "to_state_dict")
+  trees.check_structure(
+    "`state` must be the state of `rule`: of an optimizer's state the "
+    "`loss_scale_state`",
+    state,
+    jax.eval_shape(rule.init),
+  )
+  state = jax.device_get(state)
+  if not isinstance(rule, declaration.PresetLossScale):
+    return {name: np.asarray(x)[()] for name, x in _own_leaves(state).items()}
+  written: dict[str, Any] = {}
+  for path, key in _keys_of(rule).items():
+    if key is not None:
+      outer, _, name = path.rpartition("/")
+      inside = written.setdefault(outer, {}) if outer else written
+      inside[name] = _keys.write(name, key, rule, state)
+  return written
+
+
+def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
+  """Returns the state of a rule that a dictionary holds."""
+  if isinstance(rule, declaration.PresetLossScale):
+    keys = _keys_of(rule)
+    return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
+  state = rule.init()
+  leaves = _own_leaves(state)
+  values = _read(
+    type(rule).__name__,
+    {x: _keys.LeafKey(leaf, x == "loss_scale") for x, leaf in leaves.items()},
+    dictionary,
+  )
+  return jax.tree.unflatten(
+    jax.tree.structure(state),
+    [jnp.asarray(values[name], x.dtype) for name, x in leaves.items()],
+  )
+
+
+def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what belongs into the state, by what `StateKey`s hold."""
+  return {
+    key.holds: values[name] - key.first
+    for name, key in keys.items()
+    if isinstance(key, _keys.StateKey) and not key.is_lost
+  }
+
+
+def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
+  """Returns the state of a rule, with what a dictionary held in its place."""
+  state = rule.init()
+  if "loss_scale" in held:
+    state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
+  if isinstance(rule.machine, loss_scales.FixedLossScale):
+    return state  # Nothing is counted where S does not move.
+  largest = _arguments.LARGEST_COUNT
+  return state._replace(
+    **{
+      name: jnp.int32(np.clip(count, -largest, largest))
+      for name, count in _keys.counters(rule.machine, held).items()
+    }
+  )
+
+
+def _own_leaves(state: Any) -> dict[str, Any]:
+  """Returns the leaves of a state by their paths."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree.leaves_with_path(state)
+  }
+
+
+def _read(
+  system: str, keys: Mapping[str, Any], dictionary: Any
+) -> dict[str, Any]:
+  """Returns the values of a dictionary by its keys, or lists what is wrong."""
+  if not isinstance(dictionary, Mapping):
+    raise TypeError(
+      f"`state_dict` must be a dictionary, got {type(dictionary).__name__}; of "
+      "an object pass its vars(...)."
+    )
+  came = _flatten(dictionary, keys)
+  _refuse_traced("state_dict", came.values(), "from_state_dict")
+  needed = {name: key for name, key in keys.items() if key is not None}
+  values, problems = {}, []
+  for name, key in needed.items():
+    if name not in came:
+      problems.append(f"{name!r} is missing")
+      continue
+    try:
+      values[name] = _keys.read(key, came[name])
+    except (TypeError, ValueError) as error:
+      problems.append(f"{name!r} {str(error).rstrip('.')}")
+  problems += [f"{name!r} is unknown" for name in came if name not in keys]
+  if problems:
+    raise ValueError(
+      f"`state_dict` of {system} must hold "
+      f"{', '.join(map(repr, needed)) or 'nothing'}: "
+      f"{'; '.join(problems)}.{_hint(needed, dictionary)}"
+    )
+  return values
+
+
+def _flatten(
+  dictionary: Mapping[Any, Any], names: Iterable[str]
+) -> dict[Any, Any]:
+  """Returns the values by their paths, two levels deep where the names are."""
+  outer = {name.partition("/")[0] for name in names if "/" in name}
+  flat: dict[Any, Any] = {}
+  for name, value in dictionary.items():
+    if name in outer and isinstance(value, Mapping):
+      flat |= {f"{name}/{inner}": x for inner, x in value.items()}
+    else:
+      flat[name] = value
+  return flat
+
+
+def _hint(needed: Iterable[str], dictionary: Mapping[Any, Any]) -> str:
+  """Returns where the dictionary is, if a whole checkpoint came."""
+  wanted = set(needed)
+  for name, value in dictionary.items():
+    inside = _flatten(value, wanted) if isinstance(value, Mapping) else {}
+    if wanted and wanted <= inside.keys():
+      return f" All of them are in state_dict[{name!r}]: pass that."
+  return ""
+
+
+def _refuse_traced(name: str, values: Iterable[Any], function: str) -> None:
+  if any(isinstance(x, jax.core.Tracer) for x in values):
+    raise TypeError(
+      f"`{name}` must have values, got a traced one; call {function} outside "
+      "jit."
+    )

@@ -1,10 +1,40 @@
 """The scalers of fairseq and of metaseq."""
 
-from optax_lossscale.presets import _preset
+from typing import Any
 
-# `locals()`, at the top of each function, is its arguments.
+import numpy as np
+
+from optax_lossscale._rules.engine import Failure
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
+
+_FAIRSEQ: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_factor": Argument("scale_factor"),
+  "growth_interval": Argument("scale_window"),
+  "growth_test": "multiple",
+  "min_scale": Argument("threshold", is_optional=True),
+  "tolerance": Argument("tolerance"),
+}
+_FAIRSEQ_KEYS: dict[str, Any] = {"loss_scale": StateKey("loss_scale", float)}
 
 
+def _just_above(bound: float) -> float:
+  """Returns the float32 above a bound: S < it, if and only if S <= bound."""
+  nearest = np.float32(bound)
+  if float(nearest) > bound:
+    return float(nearest)
+  return float(np.nextafter(nearest, np.float32(np.inf)))
+
+
+@preset(
+  **_FAIRSEQ,
+  hold_below=Argument("min_loss_scale", _just_above),
+  failure=Failure.BELOW_MINIMUM,
+  saves=_FAIRSEQ_KEYS,
+)
 def fairseq(
   *,
   init_scale: float = 2.0**15,
@@ -13,7 +43,7 @@ def fairseq(
   tolerance: float = 0.0,
   threshold: float | None = None,
   min_loss_scale: float = 1e-4,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Fairseq's `DynamicLossScaler`.
 
   S shrinks on an overflow, if the overflows since it last shrank are a share of
@@ -59,9 +89,14 @@ def fairseq(
     fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. S grows to inf there,
     in double, and is held here.
   """
-  return _preset.dynamic("fairseq", locals())
 
 
+@preset(
+  **_FAIRSEQ,
+  hold_below=Argument("min_loss_scale"),
+  interval_factor=Argument("scale_factor"),
+  saves=_FAIRSEQ_KEYS,
+)
 def metaseq(
   *,
   init_scale: float = 4.0,
@@ -70,7 +105,7 @@ def metaseq(
   tolerance: float = 0.0,
   threshold: float | None = None,
   min_loss_scale: float = 2.0**-5,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Metaseq's `DynamicLossScaler`.
 
   The rule of `fairseq`, but `scale_window` moves with S, and S that would
@@ -110,10 +145,3 @@ def metaseq(
     metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. S grows to inf
     there, in double, and is held here.
   """
-  return _preset.dynamic("metaseq", locals())
-
-
-PRESETS = (
-  fairseq,
-  metaseq,
-)

@@ -1,10 +1,30 @@
 """The scalers that JAX had before: Flax's and jmp's."""
 
-from optax_lossscale.presets import _preset
+import numpy as np
 
-# `locals()`, at the top of each function, is its arguments.
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
 
 
+@preset(
+  init_scale=Argument("scale"),
+  growth_factor=Argument("growth_factor"),
+  backoff_factor=Argument("backoff_factor"),
+  # It compares before it counts.
+  growth_interval=Argument(
+    "growth_interval", lambda steps: min(steps + 1, _arguments.LARGEST_COUNT)
+  ),
+  growth_test="equal",
+  min_scale=Argument("minimum_scale", is_optional=True),
+  max_scale=_arguments.LARGEST_SCALE,
+  saves={
+    "fin_steps": StateKey("clean_steps", np.int32),
+    "scale": StateKey("loss_scale", np.float32),
+  },
+)
 def flax(
   *,
   scale: float = 65536.0,
@@ -12,7 +32,7 @@ def flax(
   backoff_factor: float = 0.5,
   growth_interval: int = 2000,
   minimum_scale: float | None = 2.0**-126,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Flax's `DynamicScale`.
 
   S shrinks on every overflow and grows after `growth_interval` + 1 clean steps
@@ -47,16 +67,26 @@ def flax(
   References:
     Flax 0.12.12, flax/training/dynamic_scale.py.
   """
-  return _preset.dynamic("flax", locals())
 
 
+@preset(
+  init_scale=Argument("loss_scale"),
+  growth_factor=Argument("factor"),
+  growth_interval=Argument("period"),
+  growth_test="multiple",
+  min_scale=Argument("min_loss_scale"),
+  saves={
+    "loss_scale": StateKey("loss_scale", np.float32),
+    "counter": StateKey("window_steps", np.int32),
+  },
+)
 def jmp(
   *,
   loss_scale: float,
   period: int = 2000,
   factor: float = 2,
   min_loss_scale: float = 1.0,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Jmp's `DynamicLossScale`.
 
   S shrinks on every overflow and grows after `period` clean steps in a row.
@@ -84,10 +114,3 @@ def jmp(
   References:
     jmp 0.0.4, jmp/_src/loss_scale.py.
   """
-  return _preset.dynamic("jmp", locals())
-
-
-PRESETS = (
-  flax,
-  jmp,
-)

@@ -1,133 +1,167 @@
-"""Kinds of keys in a state dictionary: what each holds, and how it is read."""
+"""The kinds of keys in a checkpoint, and how each is written and read.
+
+A type stands for the argument of the key's own name, saved as that type. None
+stands for a key that may come and is not needed.
+"""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._base import arguments
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._rules.engine import Engine
+from optax_lossscale._rules.loss_scales import FixedLossScale
+from optax_lossscale.presets.declaration import PresetLossScale
 
 
 @dataclasses.dataclass(frozen=True)
 class StateKey:
-  """A key that holds something of the state.
+  """A key that holds something of the state."""
 
-  Attributes:
-    holds: "loss_scale"; "clean_steps"; "window_steps", the clean steps that
-      count towards the next growth; "overflows"; "hysteresis_left", the
-      overflows that a shrink still waits for; "overflows_to_shrink", as many
-      with the one that shrinks S, so 1 at the least; "steps", the number of the
-      next step; "last_overflow", the number of the step that overflowed last.
-    make: makes the value, of its type, of a Python number.
-    first: the number of the first step.
-    is_lost: the system saves it, but does not read it again.
-  """
-
-  holds: str
-  make: Callable[[Any], Any]
-  first: int = 0
-  is_lost: bool = False
-
-  def read(self, value: Any) -> float | int:
-    """Returns the value as a Python number."""
-    if self.holds == "loss_scale":
-      return _read_scale(value)
-    return _read_integer(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class ArgumentKey:
-  """A key that holds an argument of the system.
-
-  Attributes:
-    name: the argument's name.
-    make: makes the value, of its type.
-  """
-
-  name: str
-  make: Callable[[Any], Any]
-
-  def read(self, value: Any) -> float | int | bool:
-    """Returns the value as a Python number or bool."""
-    read: Callable[[Any], float | int | bool] = _READERS[self.make]
-    return read(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstantKey:
-  """A key that always holds the same.
-
-  Attributes:
-    value: what it holds.
-  """
-
-  value: Any
-
-  def read(self, value: Any) -> Any:
-    """Returns the value, which must be the constant."""
-    scalar = _read_scalar(value)
-    if not isinstance(scalar, (bool, int, float)) or scalar != self.value:
-      raise ValueError(f"must be {self.value!r}, got {value!r}")
-    return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class UnneededKey:
-  """A key that is neither written nor used, but may come."""
-
-  def read(self, value: Any) -> Any:
-    """Returns the value."""
-    return value
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnKey:
-  """A key that holds a leaf of a state of this library's own.
-
-  Attributes:
-    dtype: the leaf's dtype.
-    shape: its shape.
-    is_loss_scale: whether it is S.
-  """
-
-  dtype: Any
-  shape: tuple[int, ...]
-  is_loss_scale: bool = False
-
-  def read(self, value: Any) -> np.ndarray:
-    """Returns the value as an array."""
-    array = np.asarray(value)
-    if array.shape != self.shape or not np.can_cast(
-      array.dtype, self.dtype, "same_kind"
-    ):
-      raise TypeError(f"must be {self.dtype}{list(self.shape)}, got {value!r}")
-    if self.is_loss_scale:
-      _read_scale(value)
-    if jnp.issubdtype(self.dtype, jnp.integer) and np.any(
-      array != array.astype(self.dtype)
-    ):
-      raise ValueError(f"must fit into {self.dtype}, got {value!r}")
-    return array
+  holds: str  # "loss_scale", a counter, or a number that `_count` makes.
+  make: Callable[[Any], Any]  # Makes the value, of the system's type.
+  first: int = 0  # The number of the first step.
+  is_lost: bool = False  # The system saves it, but does not read it again.
 
 
 @dataclasses.dataclass(frozen=True)
 class DerivedKey:
-  """A key that holds what follows from an argument, and is not used.
+  """A key that holds what follows from an argument, and is not used."""
 
-  Attributes:
-    name: the argument's name.
-    make: makes the value of the argument.
-  """
-
-  name: str
+  argument: str
   make: Callable[[Any], Any]
 
-  def read(self, value: Any) -> float:
-    """Returns the value as a Python number."""
-    return _read_number(value)
+
+@dataclasses.dataclass(frozen=True)
+class ConstantKey:
+  """A key that always holds the same."""
+
+  value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafKey:
+  """A key that holds a leaf of a state of this library's own."""
+
+  leaf: jax.Array
+  is_loss_scale: bool
+
+
+def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> Any:
+  """Returns what the system would save under a key."""
+  arguments = dict(rule.arguments)
+  match key:
+    case ConstantKey(value):
+      return value
+    case DerivedKey(argument, make):
+      return make(arguments[argument])
+    case StateKey("loss_scale", make):
+      return make(float(state.loss_scale))
+    case StateKey(holds, make, first):
+      if isinstance(rule.machine, FixedLossScale):
+        return make(0)  # Nothing is counted where S does not move.
+      return make(_count(holds, rule.machine, state) + first)
+  return key(arguments[name])
+
+
+def read(key: Any, value: Any) -> Any:
+  """Returns what was saved under a key as a Python number or bool."""
+  match key:
+    case ConstantKey(constant):
+      scalar = _read_scalar(value)
+      if not isinstance(scalar, (bool, int, float)) or scalar != constant:
+        raise ValueError(f"must be {constant!r}, got {value!r}")
+      return constant
+    case DerivedKey():
+      return _read_number(value)
+    case StateKey("loss_scale"):
+      return _read_scale(value)
+    case StateKey():
+      return _read_integer(value)
+    case LeafKey(leaf, is_loss_scale):
+      if is_loss_scale:
+        _read_scale(value)
+      return _read_leaf(leaf, value)
+  return READERS[key](value)
+
+
+def _count(holds: str, engine: Engine, state: Any) -> int:
+  """Returns the number that a `StateKey` holds; `counters` undoes it."""
+  match holds:
+    case "window_steps":  # Clean steps that count towards the next growth.
+      return max(int(state.clean_steps), 0) % engine.growth_interval
+    case "hysteresis_left":  # Overflows that a shrink still waits for.
+      return engine.hysteresis - int(state.overflows)
+    case "overflows_to_shrink":  # The same, at least the one that shrinks S.
+      return max(engine.hysteresis - int(state.overflows), 1)
+    case "steps":  # The number of the next step.
+      return int(state.total_steps)
+    case "last_overflow":  # The number of the last step that overflowed.
+      clean_steps = int(state.clean_steps) - engine.initial_clean_steps
+      return int(state.total_steps) - 1 - clean_steps
+  return int(getattr(state, holds))
+
+
+def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
+  """Returns the counters of a state, of the numbers that `StateKey`s hold."""
+  found: dict[str, int] = {}
+  for holds, number in held.items():
+    match holds:
+      case "clean_steps" | "overflows":
+        found[holds] = number
+      case "window_steps":
+        found["clean_steps"] = _unwrap(number, engine.growth_interval)
+      case "hysteresis_left":
+        found["overflows"] = engine.hysteresis - number
+      case "overflows_to_shrink":
+        # A hysteresis of 1 shrinks S whatever the count was.
+        is_counted = engine.hysteresis > 1
+        found["overflows"] = engine.hysteresis - number if is_counted else 0
+      case "steps":
+        found["total_steps"] = number
+        found["clean_steps"] = (
+          number - held["last_overflow"] - 1 + engine.initial_clean_steps
+        )
+  return found
+
+
+def _unwrap(steps: int, interval: int) -> int:
+  """Returns the clean steps that a count stands for which starts over.
+
+  A count past the interval, which has become shorter, starts over without a
+  growth: at 0 on the next step, where `interval` clean steps would grow S.
+  """
+  if steps < interval:
+    return steps
+  return (steps + 1) % interval - 1
+
+
+def one_float32(value: float) -> np.ndarray:
+  """Returns float32[1], as systems save that keep S in a one-element tensor."""
+  return np.array([value], np.float32)
+
+
+def one_int32(value: int) -> np.ndarray:
+  """Returns int32[1]."""
+  return np.array([value], np.int32)
+
+
+def int_or_float(value: float) -> float:
+  """Returns a number that the system keeps as an integer if it came as one."""
+  return value
+
+
+def _read_scale(value: Any) -> float:
+  """Returns a usable S as a Python number."""
+  number = _read_number(value)
+  if not _arguments.SMALLEST_SCALE <= number <= _arguments.LARGEST_SCALE:
+    raise ValueError(f"must be a positive normal float32, got {value!r}")
+  return number
 
 
 def _read_scalar(value: Any) -> Any:
@@ -145,20 +179,32 @@ def _read_number(value: Any) -> float:
   return float(number)
 
 
-def _read_scale(value: Any) -> float:
-  number = _read_number(value)
-  if not arguments.SMALLEST_SCALE <= number <= arguments.LARGEST_SCALE:
-    raise ValueError(f"must be a positive normal float32, got {value!r}")
-  return number
+def _read_int_or_float(value: Any) -> Any:
+  _read_number(value)  # Raises if it is neither.
+  return _read_scalar(value)
 
 
 def _read_integer(value: Any) -> int:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, int):
     raise TypeError(f"must be an integer, got {value!r}")
-  if abs(number) > arguments.LARGEST_COUNT:
+  if abs(number) > _arguments.LARGEST_COUNT:
     raise ValueError(f"must fit into int32, got {value!r}")
   return number
+
+
+def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
+  """Returns an array that fits into the place of a leaf."""
+  array = np.asarray(value)
+  if array.shape != leaf.shape or not np.can_cast(
+    array.dtype, leaf.dtype, "same_kind"
+  ):
+    raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}, got {value!r}")
+  if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(
+    array != array.astype(leaf.dtype)
+  ):
+    raise ValueError(f"must fit into {leaf.dtype}, got {value!r}")
+  return array
 
 
 def _read_flag(value: Any) -> bool:
@@ -168,29 +214,9 @@ def _read_flag(value: Any) -> bool:
   return flag
 
 
-def int_or_float(value: float) -> float:
-  """Returns a number that the system keeps as an integer if it came as one."""
-  return value
-
-
-def _read_int_or_float(value: Any) -> float:
-  number = _read_number(value)
-  return int(number) if isinstance(_read_scalar(value), int) else number
-
-
-_READERS: dict[Any, Callable[[Any], Any]] = {
+READERS: dict[Any, Callable[[Any], Any]] = {
   float: _read_number,
   int_or_float: _read_int_or_float,
   int: _read_integer,
   bool: _read_flag,
 }
-
-
-def one_float32(value: float) -> np.ndarray:
-  """Returns float32[1], as systems save that keep S in a one-element tensor."""
-  return np.array([value], np.float32)
-
-
-def one_int32(value: int) -> np.ndarray:
-  """Returns int32[1]."""
-  return np.array([value], np.int32)

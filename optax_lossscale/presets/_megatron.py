@@ -1,12 +1,77 @@
 """The scalers of Megatron-LM, DeepSpeed and ColossalAI."""
 
+import math
+from typing import Any
 from typing import Literal
 
-from optax_lossscale.presets import _preset
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._rules.engine import Failure
+from optax_lossscale.presets._keys import ConstantKey
+from optax_lossscale.presets._keys import int_or_float
+from optax_lossscale.presets._keys import one_float32
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
 
-# `locals()`, at the top of each function, is its arguments.
+_MEGATRON: dict[str, Any] = {
+  "init_scale": Argument("initial_scale"),
+  "growth_factor": Argument("growth_factor"),
+  "backoff_factor": Argument("backoff_factor"),
+  "growth_interval": Argument("growth_interval"),
+  "growth_test": "equal",
+  "hysteresis": Argument("hysteresis"),
+}
+_DEEPSPEED: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_interval": Argument("scale_window"),
+  "growth_test": "multiple",
+  "hysteresis": Argument("delayed_shift"),
+  "refill": Argument(
+    "consecutive_hysteresis",
+    lambda consecutive: frozenset({"clean" if consecutive else "growth"}),
+    _arguments.check_flag,
+  ),
+  "min_scale": Argument("min_scale"),
+  "failure": Failure.AT_MINIMUM,
+  "notes_failure": Argument("raise_error_at_min_scale"),
+  "counts_steps": True,
+}
+_DEEPSPEED_KEYS: dict[str, Any] = {
+  "cur_scale": StateKey("loss_scale", float),
+  "cur_iter": StateKey("steps", int),
+  "last_overflow_iter": StateKey("last_overflow", int),
+  "scale_window": int,
+  "min_scale": int_or_float,
+  "delayed_shift": int,
+  "cur_hysteresis": StateKey("overflows_to_shrink", int),
+  "consecutive_hysteresis": bool,
+  "raise_error_at_min_scale": bool,
+  "dynamic": ConstantKey(True),
+  "dtype": None,  # torch.float16, among the object's attributes.
+}
 
 
+def _check_refill(name: str, value: Any) -> Any:
+  if value not in ("growth", "clean"):
+    raise ValueError(
+      f"`{name}` must be 'growth', as the code does, or 'clean', as its "
+      f"documentation says, got {value!r}."
+    )
+  return value
+
+
+@preset(
+  **_MEGATRON,
+  min_scale=Argument("min_scale", check=_arguments.check_scale),
+  refill=Argument("refill", lambda event: frozenset({event}), _check_refill),
+  starts_within_bounds=True,
+  saves={
+    "scale": StateKey("loss_scale", one_float32),
+    "growth_tracker": StateKey("clean_steps", int),
+    "hysteresis_tracker": StateKey("hysteresis_left", int),
+  },
+)
 def megatron(
   *,
   initial_scale: float = 2.0**32,
@@ -16,7 +81,7 @@ def megatron(
   growth_interval: int = 1000,
   hysteresis: int = 2,
   refill: Literal["growth", "clean"] = "growth",
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Megatron-LM's `DynamicGradScaler`, with the defaults of OptimizerConfig.
 
   S shrinks on the `hysteresis`-th overflow since it last grew, and on each one
@@ -57,10 +122,10 @@ def megatron(
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to
     inf there and is held here.
   """
-  return _preset.dynamic("megatron", locals())
 
 
-def megatron_constant(*, initial_scale: float) -> _preset.PresetLossScale:
+@preset(scale=Argument("initial_scale"))
+def megatron_constant(*, initial_scale: float) -> PresetLossScale:
   """Megatron-LM's `ConstantGradScaler`: S stays.
 
   Args:
@@ -82,9 +147,15 @@ def megatron_constant(*, initial_scale: float) -> _preset.PresetLossScale:
   References:
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
   """
-  return _preset.fixed("megatron_constant", locals(), "initial_scale")
 
 
+@preset(
+  **_DEEPSPEED,
+  growth_factor=2.0,
+  backoff_factor=0.5,
+  initial_clean_steps=-1,
+  saves={**_DEEPSPEED_KEYS, "scale_factor": ConstantKey(2.0)},
+)
 def deepspeed(
   *,
   init_scale: float = 2.0**16,
@@ -93,7 +164,7 @@ def deepspeed(
   delayed_shift: int = 2,
   consecutive_hysteresis: bool = False,
   raise_error_at_min_scale: bool = True,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """DeepSpeed's `DynamicLossScaler` since 0.17.1, with the config's defaults.
 
   S halves on the `delayed_shift`-th overflow since it last grew and on each one
@@ -136,9 +207,13 @@ def deepspeed(
     there, in double, and is held here. DeepSpeed divides the gradients by the S
     of the next step, which halves them where S doubles; the wrapper does not.
   """
-  return _preset.dynamic("deepspeed", locals())
 
 
+@preset(
+  **_DEEPSPEED,
+  growth_factor=Argument("scale_factor"),
+  saves={**_DEEPSPEED_KEYS, "scale_factor": float},
+)
 def deepspeed_legacy(
   *,
   init_scale: float = 2.0**32,
@@ -148,7 +223,7 @@ def deepspeed_legacy(
   delayed_shift: int = 1,
   consecutive_hysteresis: bool = False,
   raise_error_at_min_scale: bool = True,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
   As `deepspeed`, but every growth waits for `scale_window` clean steps, and the
@@ -183,9 +258,26 @@ def deepspeed_legacy(
     DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
     there, in double, and is held here.
   """
-  return _preset.dynamic("deepspeed_legacy", locals())
 
 
+@preset(
+  **_MEGATRON,
+  min_scale=Argument("min_scale", is_optional=True),
+  max_scale=Argument(
+    "max_scale",
+    lambda bound: bound or math.inf,
+    _arguments.check_not_negative,
+    is_optional=True,
+  ),
+  refill=frozenset({"growth"}),
+  starts_within_bounds=True,
+  saves={
+    "scale": StateKey("loss_scale", one_float32),
+    "growth_factor": int_or_float,
+    "backoff_factor": float,
+    "hysteresis": int,
+  },
+)
 def colossalai(
   *,
   initial_scale: float = 2.0**16,
@@ -195,7 +287,7 @@ def colossalai(
   min_scale: float | None = None,
   max_scale: float | None = None,
   hysteresis: int = 2,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
   The rule of `megatron`, with a ceiling. A checkpoint lacks both counters, so a
@@ -231,13 +323,3 @@ def colossalai(
     colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds
     S goes to 0 or inf there and is held here.
   """
-  return _preset.dynamic("colossalai", locals())
-
-
-PRESETS = (
-  megatron,
-  megatron_constant,
-  deepspeed,
-  deepspeed_legacy,
-  colossalai,
-)

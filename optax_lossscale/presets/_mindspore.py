@@ -1,17 +1,50 @@
 """MindSpore's scalers."""
 
-from optax_lossscale._base import arguments
-from optax_lossscale.presets import _preset
+import numpy as np
 
-# `locals()`, at the top of each function, is its arguments.
+from optax_lossscale._rules.engine import Failure
+from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
+from optax_lossscale.presets._keys import ConstantKey
+from optax_lossscale.presets._keys import DerivedKey
+from optax_lossscale.presets._keys import int_or_float
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import check_scale_from_one
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
 
 
+def _inverse(factor: float) -> float:
+  return 1 / factor
+
+
+@preset(
+  init_scale=Argument("init_loss_scale", check=check_scale_from_one),
+  growth_factor=Argument("scale_factor"),
+  backoff_factor=Argument("scale_factor", _inverse),
+  growth_interval=Argument("scale_window"),
+  growth_test="multiple",
+  min_scale=1.0,
+  failure=Failure.TOO_MANY_OVERFLOWS,
+  counts_steps=True,
+  saves={
+    "loss_scale": StateKey("loss_scale", float),
+    "scale_window": int,
+    "scale_factor": int_or_float,
+    "increase_ratio": DerivedKey("scale_factor", int_or_float),
+    "decrease_ratio": DerivedKey("scale_factor", _inverse),
+    "bad_step_max": ConstantKey(MOST_OVERFLOWS_IN_A_ROW),
+    "cur_iter": StateKey("steps", int, first=1),
+    "last_overflow_iter": StateKey("last_overflow", int, first=1),
+    "bad_step": StateKey("overflows", int),
+  },
+)
 def mindspore(
   *,
   init_loss_scale: float = 2.0**24,
   scale_factor: float = 2,
   scale_window: int = 2000,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """MindSpore's `DynamicLossScaleManager`.
 
   S shrinks on every overflow, to 1 at the least, and grows after every
@@ -44,12 +77,15 @@ def mindspore(
     MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. S grows to inf
     there, in double, and is held here.
   """
-  return _preset.dynamic("mindspore", locals())
 
 
+@preset(
+  scale=Argument("loss_scale", check=check_scale_from_one),
+  skip=Argument("drop_overflow_update"),
+)
 def mindspore_fixed(
   *, loss_scale: float = 128.0, drop_overflow_update: bool = True
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """MindSpore's `FixedLossScaleManager`: S stays.
 
   Args:
@@ -72,21 +108,22 @@ def mindspore_fixed(
   References:
     MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
-  drop_overflow_update = arguments.check_flag(
-    "drop_overflow_update", drop_overflow_update
-  )
-  return _preset.fixed(
-    "mindspore_fixed",
-    locals(),
-    "loss_scale",
-    least=1.0,
-    skip=drop_overflow_update,
-  )
 
 
+@preset(
+  init_scale=Argument("scale_value", check=check_scale_from_one),
+  growth_factor=Argument("scale_factor"),
+  growth_interval=Argument("scale_window"),
+  growth_test="multiple",
+  min_scale=1.0,
+  saves={
+    "scale_value": StateKey("loss_scale", np.float32),
+    "counter": StateKey("window_steps", np.int32),
+  },
+)
 def mindspore_amp(
   *, scale_value: float, scale_factor: float, scale_window: int
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """MindSpore's `mindspore.amp.DynamicLossScaler`.
 
   S shrinks on every overflow, to 1 at the least, and grows after `scale_window`
@@ -115,12 +152,24 @@ def mindspore_amp(
   References:
     MindSpore 2.10.0, mindspore/amp.py.
   """
-  return _preset.dynamic("mindspore_amp", locals())
 
 
+@preset(
+  init_scale=Argument("loss_scale_value"),
+  growth_factor=Argument("scale_factor"),
+  backoff_factor=Argument("scale_factor", _inverse),
+  growth_interval=Argument("scale_window"),
+  min_scale=1.0,
+  counts_steps=True,
+  saves={
+    "scale_sense": StateKey("loss_scale", np.float32),
+    "current_iterator_step": StateKey("steps", np.int32, first=1),
+    "last_overflow_iterator_step": StateKey("last_overflow", np.int32, first=1),
+  },
+)
 def mindspore_cell(
   *, loss_scale_value: float, scale_factor: float, scale_window: int
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
   S shrinks on every overflow, to 1 at the least, and grows after `scale_window`
@@ -151,12 +200,3 @@ def mindspore_cell(
     MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S grows to inf there and
     is held here.
   """
-  return _preset.dynamic("mindspore_cell", locals())
-
-
-PRESETS = (
-  mindspore,
-  mindspore_fixed,
-  mindspore_amp,
-  mindspore_cell,
-)

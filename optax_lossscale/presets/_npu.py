@@ -1,4 +1,4 @@
-"""The optimizer of npu_bridge on Ascend, which is given a loss scale."""
+"""The scalers of npu_bridge on Ascend, and the optimizer that takes them."""
 
 from typing import Any
 
@@ -11,6 +11,89 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import loss_scaling
+from optax_lossscale.presets import _tensorflow
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import check_scale_from_one
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
+
+
+@preset(
+  **_tensorflow.EXPONENTIAL,
+  growth_below=Argument("incr_ratio", lambda ratio: 3.4e38 / ratio),
+  saves=_tensorflow.EXPONENTIAL_KEYS,
+)
+def npu_exponential(
+  *,
+  init_loss_scale: float,
+  incr_every_n_steps: int,
+  decr_every_n_nan_or_inf: int = 2,
+  incr_ratio: float = 2.0,
+  decr_ratio: float = 0.8,
+) -> PresetLossScale:
+  """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
+
+  The rule of `tf_exponential`, but S grows only from below
+  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages; they
+  are factors. On hardware in saturation mode give the wrapper
+  `check=ols.saturated(jnp.float16)`.
+
+  Args:
+    init_loss_scale: the first S.
+    incr_every_n_steps: clean steps in a row before S grows.
+    decr_every_n_nan_or_inf: overflows before S shrinks.
+    incr_ratio: S is multiplied by it on growth; above 1.
+    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if an argument is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule = ols.presets.npu_exponential(
+    ...   init_loss_scale=2.0**32, incr_every_n_steps=1000, decr_ratio=0.5
+    ... )
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale == 2.0**32, state.overflows)
+    True 1
+
+  References:
+    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
+  """
+
+
+@preset(
+  scale=Argument("loss_scale", check=check_scale_from_one),
+  skip=Argument("enable_overflow_check"),
+)
+def npu_fixed(
+  *, loss_scale: float, enable_overflow_check: bool = True
+) -> PresetLossScale:
+  """npu_bridge's `FixedLossScaleManager`, for Ascend: S stays.
+
+  Args:
+    loss_scale: S, at least 1.
+    enable_overflow_check: False applies every step, overflow or not.
+
+  Returns:
+    The rule.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if S is out of its range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> ols.presets.npu_fixed(loss_scale=1024, enable_overflow_check=False).skip
+    False
+
+  References:
+    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
+  """
 
 
 def npu_loss_scale_optimizer(

@@ -1,11 +1,41 @@
 """PaddlePaddle's scalers."""
 
-from optax_lossscale._base import arguments
-from optax_lossscale.presets import _preset
+from typing import Any
 
-# `locals()`, at the top of each function, is its arguments.
+from optax_lossscale.presets._keys import one_float32
+from optax_lossscale.presets._keys import one_int32
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
+
+_PADDLE: dict[str, Any] = {
+  "init_scale": Argument("init_loss_scaling"),
+  "growth_factor": Argument("incr_ratio"),
+  "backoff_factor": Argument("decr_ratio"),
+  "growth_interval": Argument("incr_every_n_steps"),
+  "growth_test": "equal",
+  "hysteresis": Argument("decr_every_n_nan_or_inf"),
+  "shrink_test": "equal",
+  "refill": frozenset({"clean", "backoff"}),
+}
 
 
+@preset(
+  **_PADDLE,
+  enabled=Argument("enable"),
+  moves=Argument("use_dynamic_loss_scaling"),
+  saves={
+    "scale": StateKey("loss_scale", one_float32),
+    "incr_ratio": float,
+    "decr_ratio": float,
+    "incr_every_n_steps": int,
+    "decr_every_n_nan_or_inf": int,
+    "incr_count": StateKey("clean_steps", int),
+    "decr_count": StateKey("overflows", int),
+    "use_dynamic_loss_scaling": bool,
+  },
+)
 def paddle(
   *,
   enable: bool = True,
@@ -15,7 +45,7 @@ def paddle(
   incr_every_n_steps: int = 2000,
   decr_every_n_nan_or_inf: int = 1,
   use_dynamic_loss_scaling: bool = True,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """PaddlePaddle's `paddle.amp.GradScaler`, the one of dygraph mode.
 
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row, and then
@@ -48,19 +78,17 @@ def paddle(
     PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
     there and is held here.
   """
-  enable = arguments.check_flag("enable", enable)
-  use_dynamic_loss_scaling = arguments.check_flag(
-    "use_dynamic_loss_scaling", use_dynamic_loss_scaling
-  )
-  if not enable:
-    return _preset.switched_off("paddle", locals())
-  if not use_dynamic_loss_scaling:
-    return _preset.switched_off(
-      "paddle", locals(), "init_loss_scaling", skip=True
-    )
-  return _preset.dynamic("paddle", locals())
 
 
+@preset(
+  **_PADDLE,
+  min_scale=1.0,
+  saves={
+    "loss_scaling_0": StateKey("loss_scale", one_float32),
+    "num_good_steps_0": StateKey("clean_steps", one_int32),
+    "num_bad_steps_0": StateKey("overflows", one_int32),
+  },
+)
 def paddle_op(
   *,
   init_loss_scaling: float = 2.0**16,
@@ -68,7 +96,7 @@ def paddle_op(
   decr_every_n_nan_or_inf: int = 1,
   incr_ratio: float = 2.0,
   decr_ratio: float = 0.5,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """PaddlePaddle's operator `update_loss_scaling`, of the static graph.
 
   The rule of `paddle`, with a floor of 1. The defaults are those of
@@ -100,10 +128,3 @@ def paddle_op(
     PaddlePaddle 3.3.1, paddle/phi/kernels/impl/amp_kernel_impl.h and
     python/paddle/static/amp/decorator.py.
   """
-  return _preset.dynamic("paddle_op", locals())
-
-
-PRESETS = (
-  paddle,
-  paddle_op,
-)

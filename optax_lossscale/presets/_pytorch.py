@@ -2,12 +2,48 @@
 
 from typing import Any
 
-from optax_lossscale._base import arguments
-from optax_lossscale.presets import _preset
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale.presets._keys import one_int32
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
 
-# `locals()`, at the top of each function, is its arguments.
+_TORCH: dict[str, Any] = {
+  "init_scale": Argument("init_scale"),
+  "growth_factor": Argument("growth_factor"),
+  "backoff_factor": Argument("backoff_factor"),
+  "growth_interval": Argument("growth_interval"),
+  "growth_test": "equal",
+}
+_TORCH_KEYS: dict[str, Any] = {
+  "scale": StateKey("loss_scale", float),
+  "growth_factor": float,
+  "backoff_factor": float,
+  "growth_interval": int,
+  "_growth_tracker": StateKey("clean_steps", int),
+}
 
 
+def _check_dynamic_or_scale(name: str, value: Any) -> Any:
+  if not isinstance(value, str):
+    return _arguments.check_scale(name, value)
+  if value != "dynamic":
+    raise TypeError(f"`{name}` must be 'dynamic' or a number, got {value!r}.")
+  return value
+
+
+def _check_two(name: str, value: Any) -> float:
+  factor = _arguments.check_number(name, value)
+  if factor != 2:
+    raise ValueError(
+      f"`{name}` must be 2, got {value!r}: Apex moves S by 2 whatever it is "
+      "given."
+    )
+  return factor
+
+
+@preset(**_TORCH, enabled=Argument("enabled"), saves=_TORCH_KEYS)
 def torch(
   *,
   init_scale: float = 2.0**16,
@@ -15,7 +51,7 @@ def torch(
   backoff_factor: float = 0.5,
   growth_interval: int = 2000,
   enabled: bool = True,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
@@ -46,12 +82,9 @@ def torch(
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
     _amp_update_scale_. S goes to 0 there and is held here.
   """
-  enabled = arguments.check_flag("enabled", enabled)
-  if not enabled:
-    return _preset.switched_off("torch", locals())
-  return _preset.dynamic("torch", locals())
 
 
+@preset(**_TORCH, enabled=Argument("enabled"), saves=_TORCH_KEYS)
 def torch_sharded(
   *,
   init_scale: float = 2.0**16,
@@ -59,7 +92,7 @@ def torch_sharded(
   growth_factor: float = 2.0,
   growth_interval: int = 2000,
   enabled: bool = True,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """PyTorch's `torch.distributed.fsdp.ShardedGradScaler`.
 
   The rule of `torch`. Its signature has the factors the other way round than
@@ -88,12 +121,27 @@ def torch_sharded(
     PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
     there, with S on the CPU also to inf, and is held here.
   """
-  enabled = arguments.check_flag("enabled", enabled)
-  if not enabled:
-    return _preset.switched_off("torch_sharded", locals())
-  return _preset.dynamic("torch_sharded", locals())
 
 
+@preset(
+  scale=Argument(
+    "loss_scale",
+    lambda scale: None if scale == "dynamic" else scale,
+    _check_dynamic_or_scale,
+  ),
+  skip=Argument("loss_scale", lambda scale: scale == "dynamic"),
+  init_scale=Argument("init_scale"),
+  growth_factor=Argument("scale_factor", check=_check_two),
+  backoff_factor=0.5,
+  growth_interval=Argument("scale_window"),
+  growth_test="equal",
+  min_scale=Argument("min_loss_scale", is_optional=True),
+  max_scale=Argument("max_loss_scale"),
+  saves={
+    "loss_scaler0/loss_scale": StateKey("loss_scale", float),
+    "loss_scaler0/unskipped": StateKey("clean_steps", int),
+  },
+)
 def apex(
   *,
   loss_scale: Any = "dynamic",
@@ -102,7 +150,7 @@ def apex(
   scale_window: int = 2000,
   min_loss_scale: float | None = None,
   max_loss_scale: float = 2.0**24,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """NVIDIA Apex's `apex.amp` loss scaler.
 
   S halves on every overflow and doubles after `scale_window` clean steps in a
@@ -133,22 +181,16 @@ def apex(
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
     Without a floor S goes to 0 there, in double, and is held here.
   """
-  scale_factor = arguments.check_number("scale_factor", scale_factor)
-  if scale_factor != 2:
-    raise ValueError(
-      f"`scale_factor` must be 2, got {scale_factor!r}: Apex moves S by 2 "
-      "whatever it is given."
-    )
-  if loss_scale == "dynamic":
-    return _preset.dynamic("apex", locals())
-  if isinstance(loss_scale, str):
-    raise TypeError(
-      f"`loss_scale` must be 'dynamic' or a number, got {loss_scale!r}."
-    )
-  loss_scale = arguments.check_scale("loss_scale", loss_scale)
-  return _preset.switched_off("apex", locals(), "loss_scale")
 
 
+@preset(
+  **_TORCH,
+  hysteresis=Argument("hysteresis"),
+  saves={
+    **_TORCH_KEYS,
+    "_hysteresis_tracker": StateKey("hysteresis_left", one_int32, is_lost=True),
+  },
+)
 def apex_hysteresis(
   *,
   init_scale: float = 2.0**16,
@@ -156,7 +198,7 @@ def apex_hysteresis(
   backoff_factor: float = 0.5,
   growth_interval: int = 2000,
   hysteresis: int = 1,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """NVIDIA Apex's kernel `update_scale_hysteresis`, NeMo's GradScaler.
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
@@ -189,12 +231,3 @@ def apex_hysteresis(
     NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
     the defaults of NVIDIA NeMo 2.7.3. S goes to 0 there and is held here.
   """
-  return _preset.dynamic("apex_hysteresis", locals())
-
-
-PRESETS = (
-  torch,
-  torch_sharded,
-  apex,
-  apex_hysteresis,
-)

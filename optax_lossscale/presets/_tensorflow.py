@@ -1,11 +1,32 @@
 """The scalers of TensorFlow, of Keras, and of npu_bridge on Ascend."""
 
-from optax_lossscale._base import arguments
-from optax_lossscale.presets import _preset
+from typing import Any
 
-# `locals()`, at the top of each function, is its arguments.
+import numpy as np
+
+from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets.declaration import Argument
+from optax_lossscale.presets.declaration import preset
+from optax_lossscale.presets.declaration import PresetLossScale
+
+# npu_bridge's manager for Ascend began as a copy of TensorFlow's.
+EXPONENTIAL: dict[str, Any] = {
+  "init_scale": Argument("init_loss_scale"),
+  "growth_factor": Argument("incr_ratio"),
+  "backoff_factor": Argument("decr_ratio"),
+  "growth_interval": Argument("incr_every_n_steps"),
+  "hysteresis": Argument("decr_every_n_nan_or_inf"),
+  "refill": frozenset({"growth", "backoff"}),
+  "min_scale": 1.0,
+}
+EXPONENTIAL_KEYS: dict[str, Any] = {
+  "loss_scale": StateKey("loss_scale", np.float32),
+  "good_steps": StateKey("clean_steps", np.int32),
+  "bad_steps": StateKey("overflows", np.int32),
+}
 
 
+@preset(**EXPONENTIAL, saves=EXPONENTIAL_KEYS)
 def tf_exponential(
   *,
   init_loss_scale: float,
@@ -13,7 +34,7 @@ def tf_exponential(
   decr_every_n_nan_or_inf: int = 2,
   incr_ratio: float = 2.0,
   decr_ratio: float = 0.8,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow since it last moved:
@@ -49,91 +70,24 @@ def tf_exponential(
     TensorFlow 1.15.5,
     tensorflow/contrib/mixed_precision/python/loss_scale_manager.py.
   """
-  return _preset.dynamic("tf_exponential", locals())
 
 
-def npu_exponential(
-  *,
-  init_loss_scale: float,
-  incr_every_n_steps: int,
-  decr_every_n_nan_or_inf: int = 2,
-  incr_ratio: float = 2.0,
-  decr_ratio: float = 0.8,
-) -> _preset.PresetLossScale:
-  """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
-
-  The rule of `tf_exponential`, but S grows only from below
-  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages; they
-  are factors. On hardware in saturation mode give the wrapper
-  `check=ols.saturated(jnp.float16)`.
-
-  Args:
-    init_loss_scale: the first S.
-    incr_every_n_steps: clean steps in a row before S grows.
-    decr_every_n_nan_or_inf: overflows before S shrinks.
-    incr_ratio: S is multiplied by it on growth; above 1.
-    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.npu_exponential(
-    ...   init_loss_scale=2.0**32, incr_every_n_steps=1000, decr_ratio=0.5
-    ... )
-    >>> state = rule.update(rule.init(), overflow=True)
-    >>> print(state.loss_scale == 2.0**32, state.overflows)
-    True 1
-
-  References:
-    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
-  """
-  return _preset.dynamic("npu_exponential", locals())
-
-
-def npu_fixed(
-  *, loss_scale: float, enable_overflow_check: bool = True
-) -> _preset.PresetLossScale:
-  """npu_bridge's `FixedLossScaleManager`, for Ascend: S stays.
-
-  Args:
-    loss_scale: S, at least 1.
-    enable_overflow_check: False applies every step, overflow or not.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if S is out of its range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> ols.presets.npu_fixed(loss_scale=1024, enable_overflow_check=False).skip
-    False
-
-  References:
-    Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_manager.py at 0561ecb.
-  """
-  enable_overflow_check = arguments.check_flag(
-    "enable_overflow_check", enable_overflow_check
-  )
-  return _preset.fixed(
-    "npu_fixed", locals(), "loss_scale", least=1.0, skip=enable_overflow_check
-  )
-
-
+@preset(
+  init_scale=Argument("initial_loss_scale"),
+  growth_factor=Argument("multiplier"),
+  growth_interval=Argument("increment_period"),
+  min_scale=1.0,
+  saves={
+    "current_loss_scale": StateKey("loss_scale", np.float32),
+    "good_steps": StateKey("clean_steps", np.int64),
+  },
+)
 def tensorflow(
   *,
   initial_loss_scale: float = 2.0**15,
   increment_period: int = 2000,
   multiplier: float = 2.0,
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """TensorFlow's `DynamicLossScale`.
 
   S shrinks on every overflow, to 1 at the least, and grows after
@@ -162,12 +116,22 @@ def tensorflow(
   References:
     TensorFlow 2.21.0, tensorflow/python/training/experimental/loss_scale.py.
   """
-  return _preset.dynamic("tensorflow", locals())
 
 
+@preset(
+  init_scale=Argument("initial_scale"),
+  growth_factor=2.0,
+  backoff_factor=0.5,
+  growth_interval=Argument("dynamic_growth_steps"),
+  growth_test="equal",
+  saves={
+    "step_counter": StateKey("clean_steps", np.int32),
+    "dynamic_scale": StateKey("loss_scale", np.float32),
+  },
+)
 def keras(
   *, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
-) -> _preset.PresetLossScale:
+) -> PresetLossScale:
   """Keras 3's `LossScaleOptimizer`.
 
   S halves on every overflow and doubles after `dynamic_growth_steps` clean
@@ -195,13 +159,3 @@ def keras(
     Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S goes to 0 and
     inf there and is held here.
   """
-  return _preset.dynamic("keras", locals())
-
-
-PRESETS = (
-  tf_exponential,
-  npu_exponential,
-  npu_fixed,
-  tensorflow,
-  keras,
-)

@@ -61,6 +61,7 @@ def test_text_stands_for_rule(text, rule):
   ("text", "message"),
   [
     ("nope", "unknown rule 'nope'; choose from none, fixed, dynamic"),
+    ("megatorn:hysteresis=2", "growth_interval=200; did you mean 'megatron'?"),
     ("none:1", "unknown rule 'none:1'"),
     ("", "unknown rule ''"),
     ("fixed:-1", "`scale` must be positive, got -1"),

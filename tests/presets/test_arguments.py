@@ -1,8 +1,10 @@
 """The presets' arguments: their names, what is refused, and the rule's repr."""
 
 import ast
+import doctest
 import inspect
 import math
+import pathlib
 import pickle
 import re
 import textwrap
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 from optax_lossscale import presets
+from optax_lossscale.presets import _keys
+from optax_lossscale.presets import declaration
 from tests import parameters
 from tests import reference
 
@@ -291,25 +295,75 @@ def _refused(error, name, value):
 
 
 def test_every_preset_is_tested_here():
-  others = {
-    "from_state_dict",
-    "npu_loss_scale_optimizer",
-    "raise_if_failed",
-    "to_state_dict",
-  }
-  assert set(SYSTEMS) == set(presets.__all__) - others
+  assert set(SYSTEMS) == set(declaration.PRESETS)
   assert {x: list(KINDS[x]) for x in SYSTEMS} == {
     x: list(_parameters(x)) for x in SYSTEMS
   }
 
 
+def test_what_is_imported_is_what_was_declared():
+  # By the source, which is what type checkers and editors read.
+  imports = [
+    name
+    for node in ast.parse(pathlib.Path(presets.__file__).read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for name in node.names
+    if not name.asname.startswith("_")
+  ]
+  assert all(x.name == x.asname for x in imports)
+  others = {"from_state_dict", "npu_loss_scale_optimizer", "to_state_dict"}
+  assert {x.name for x in imports} == others | set(declaration.PRESETS)
+  assert presets.__all__ == dir(presets) == sorted(x.name for x in imports)
+  for name, preset in declaration.PRESETS.items():
+    assert getattr(presets, name) is preset.function
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_arguments_are_keyword_only(system):
-  for parameter in _parameters(system).values():
-    assert parameter.kind is parameter.KEYWORD_ONLY
-  required = _required(system)
-  with pytest.raises(TypeError, match="positional"):
-    getattr(presets, system)(8.0, **dict(list(required.items())[1:]))
+def test_a_declaration_is_of_the_arguments_of_the_signature(system):
+  preset = declaration.PRESETS[system]
+  names = {
+    cell.name
+    for cell in (*preset.columns.values(), *preset.switches.values())
+    if isinstance(cell, declaration.Argument)
+  }
+  assert names == set(_parameters(system))
+
+
+def test_a_declaration_is_all_that_a_preset_needs(monkeypatch):
+  monkeypatch.setattr(declaration, "PRESETS", dict(declaration.PRESETS))
+  argument = declaration.Argument
+
+  @declaration.preset(
+    init_scale=argument("first"),
+    growth_factor=2.0,
+    growth_interval=argument("window"),
+    saves={"s": _keys.StateKey("loss_scale", float), "window": int},
+  )
+  def toy(*, first=8.0, window):
+    """A toy."""
+
+  assert (toy.__name__, toy.__doc__) == ("toy", "A toy.")
+  rule = toy(window=1)
+  assert repr(rule) == "presets.toy(first=8.0, window=1)"
+  saved = presets.to_state_dict(rule, rule.update(rule.init(), True))
+  assert saved == {"s": 4.0, "window": 1}
+  rule, state = presets.from_state_dict("toy", saved)
+  assert rule.update(state, False).loss_scale == 8.0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_arguments_by_position_are_told_the_names(system):
+  parameters = _parameters(system)
+  assert {x.kind for x in parameters.values()} == {
+    inspect.Parameter.KEYWORD_ONLY
+  }
+  arguments = ", ".join(f"{name}=..." for name in parameters)
+  message = (
+    f"`{system}` takes its arguments by name, got 2 by position; write "
+    f"{system}({arguments})."
+  )
+  with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    getattr(presets, system)(8.0, 2, **_required(system))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -328,9 +382,46 @@ def test_names_order_and_defaults_are_those_of_the_original(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_an_unknown_name_is_refused(system):
-  with pytest.raises(TypeError, match="'gowth_interval'"):
-    _make(system, gowth_interval=3)
+def test_an_unknown_argument_is_told_the_one_that_is_meant(system):
+  for name in _parameters(system):
+    message = (
+      f"`{system}` takes the arguments {', '.join(_parameters(system))}, got "
+      f"'{name}x'; did you mean `{name}`?"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+      _make(system, **{f"{name}x": 3})
+
+
+def test_an_unknown_argument_that_resembles_none_is_told_them_all():
+  message = "`keras` takes the arguments .*, dynamic_growth_steps, got 'qqq'.$"
+  with pytest.raises(TypeError, match=message):
+    presets.keras(qqq=3)
+
+
+@pytest.mark.parametrize(
+  ("name", "hint"),
+  [
+    ("megatorn", "; did you mean 'megatron'?"),
+    ("pytorch", "; did you mean 'torch'?"),
+    ("from_statedict", "; did you mean 'from_state_dict'?"),
+    ("raise_if_failed", ""),
+  ],
+)
+def test_an_unknown_name_is_told_the_one_that_is_meant(name, hint):
+  message = f"module 'optax_lossscale.presets' has no attribute '{name}'{hint}"
+  with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+    getattr(presets, name)
+
+
+@pytest.mark.parametrize(
+  ("system", "end"),
+  [("megatorn", "'megatorn'; did you mean 'megatron'?"), ("qqq", "'qqq'.")],
+)
+def test_an_unknown_system_of_a_dictionary_is_told_the_one_that_is_meant(
+  system, end
+):
+  with pytest.raises(ValueError, match=f"got {re.escape(end)}$"):
+    presets.from_state_dict(system, {})
 
 
 @pytest.mark.parametrize(
@@ -364,6 +455,15 @@ def test_the_docstring_has_every_section(system):
   assert f"ols.presets.{system}(" in sections["Examples"]
   assert "TypeError" in sections["Raises"]
   assert "ValueError" in sections["Raises"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_examples_are_found_by_doctest(system):
+  # It looks for the module of a function, which a decorator may hide.
+  module = inspect.getmodule(getattr(presets, system))
+  found = doctest.DocTestFinder().find(module)
+  examples = {test.name: test.examples for test in found}
+  assert examples[f"{module.__name__}.{system}"]
 
 
 def _sections(function):

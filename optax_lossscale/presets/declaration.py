@@ -1,0 +1,284 @@
+"""How a preset is declared: once, above its signature and its docstring.
+
+  @preset(
+    init_scale=Argument("first_scale"),
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=Argument("window"),
+    saves={"scale": StateKey("loss_scale", float)},
+  )
+  def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
+    ...  # Nothing but the docstring, since the declaration makes the rule.
+
+A new preset needs that and its line of import in `presets/__init__.py`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+import difflib
+import functools
+import inspect
+import operator
+from typing import Any
+from typing import ParamSpec
+
+import jax
+
+from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._rules import base
+from optax_lossscale._rules import engine
+from optax_lossscale._rules import loss_scales
+
+_P = ParamSpec("_P")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PresetLossScale(base.LossScale):
+  """Another system's rule, under that system's own argument names.
+
+  Attributes:
+    system: the preset's name, by which the state dictionary is written.
+    arguments: the arguments that the preset was called with, and their values.
+    machine: what moves S.
+    skip: whether an overflow skips the step.
+  """
+
+  system: str
+  arguments: tuple[tuple[str, Any], ...]
+  machine: engine.Engine | loss_scales.FixedLossScale
+
+  def init(self) -> Any:
+    """Returns the state before the first step."""
+    return self.machine.init()
+
+  def update(
+    self,
+    state: Any,
+    overflow: jax.Array | bool,
+    *,
+    amax: jax.Array | None = None,
+  ) -> Any:
+    """Returns the state after a step. See `LossScale.update`."""
+    del amax
+    return self.machine.update(state, overflow)
+
+  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+    """Returns bool[]: S cannot follow. See `LossScale.stalled`."""
+    return self.machine.stalled(state, overflow)
+
+  def __repr__(self) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+    return f"presets.{self.system}({arguments})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """A column that the user fills, by an argument of the system's own."""
+
+  name: str
+  # Maps the argument's value to the column's.
+  convert: Callable[[Any], Any] | None = None
+  # Checks the value in the place of the column's own check.
+  check: Callable[[str, Any], Any] | None = None
+  is_optional: bool = False  # None leaves the column at its default.
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+  """A declared preset. See `preset`."""
+
+  function: Callable[..., PresetLossScale]
+  columns: Mapping[str, Any]
+  switches: Mapping[str, Any]
+  saves: Mapping[str, Any]
+  starts_within_bounds: bool
+
+  @functools.cached_property
+  def parameters(self) -> Mapping[str, inspect.Parameter]:
+    """The arguments, as the signature has them."""
+    return inspect.signature(self.function).parameters
+
+  @property
+  def off_switch(self) -> str | None:
+    """The argument that switches the scaler off, if there is one."""
+    switch = self.switches["enabled"]
+    return switch.name if isinstance(switch, Argument) else None
+
+  def is_off(self, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether arguments switch the scaler off."""
+    name = self.off_switch
+    return name is not None and not arguments.get(name, True)
+
+  def rule(
+    self, args: tuple[Any, ...], given: Mapping[str, Any]
+  ) -> PresetLossScale:
+    """Returns the rule that a call makes."""
+    arguments = self._bind(args, given)
+    checked: dict[str, Any] = {}
+    switches = _fill(self.switches, arguments, checked)
+    cells = _fill(self.columns, arguments, checked)
+    if self.starts_within_bounds:
+      self._check_start(cells)
+    scale, skip = switches["scale"], switches["skip"]
+    if not switches["enabled"]:
+      scale, skip = 1.0, False
+    elif not switches["moves"]:
+      scale = cells["init_scale"]
+    return PresetLossScale(
+      self.function.__name__,
+      # Integers stay integers where they came as such.
+      tuple(
+        (name, value if type(value) is int else checked.get(name, value))
+        for name, value in arguments.items()
+      ),
+      engine.Engine(**cells)
+      if scale is None
+      else loss_scales.FixedLossScale(scale),
+      skip=skip,
+    )
+
+  def _bind(
+    self, args: tuple[Any, ...], given: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Returns all arguments of a call, in the signature's order."""
+    name, parameters = self.function.__name__, self.parameters
+    if args:
+      raise TypeError(
+        f"`{name}` takes its arguments by name, got {len(args)} by position; "
+        f"write {name}({', '.join(f'{x}=...' for x in parameters)})."
+      )
+    for unknown in (x for x in given if x not in parameters):
+      raise TypeError(
+        f"`{name}` takes the arguments {', '.join(parameters)}, got {unknown!r}"
+        f"{did_you_mean(unknown, parameters, quote='`') or '.'}"
+      )
+    inspect.unwrap(self.function)(**given)  # Raises if an argument is missing.
+    return {x: given.get(x, p.default) for x, p in parameters.items()}
+
+  def _check_start(self, cells: Mapping[str, Any]) -> None:
+    """Raises if the first S lies beyond the system's own bounds."""
+    init_scale = self.columns["init_scale"].name
+    for bound, word, is_beyond in (
+      ("min_scale", "most", operator.gt),
+      ("max_scale", "least", operator.lt),
+    ):
+      value = cells.get(bound)
+      if value is not None and is_beyond(value, cells["init_scale"]):
+        name = self.columns[bound].name
+        raise ValueError(
+          f"`{name}` must be at {word} `{init_scale}`, got `{name}`={value!r} "
+          f"and `{init_scale}`={cells['init_scale']!r}."
+        )
+
+
+PRESETS: dict[str, Preset] = {}
+# A declaration may set these beside the fields of the engine.
+_SWITCHES: dict[str, Any] = {
+  "scale": None,  # S, where it stays.
+  "moves": True,  # False leaves S at its first value.
+  "skip": True,  # False applies a step that overflows.
+  "enabled": True,  # False leaves S at 1, skips no step and saves nothing.
+}
+
+
+def preset(
+  *,
+  saves: Mapping[str, Any] | None = None,
+  starts_within_bounds: bool = False,
+  **columns: Any,
+) -> Callable[[Callable[_P, PresetLossScale]], Callable[_P, PresetLossScale]]:
+  """Declares the preset whose signature and docstring follow.
+
+  Args:
+    saves: the keys of a checkpoint, nested ones as "outer/inner", and their
+      contents, one of the kinds in `_keys`.
+    starts_within_bounds: whether the first S must lie within the bounds.
+    **columns: fields of `Engine` and `_SWITCHES`: constants, or an `Argument`.
+  """
+  switches = {x: columns.pop(x, default) for x, default in _SWITCHES.items()}
+
+  def declare(
+    function: Callable[_P, PresetLossScale],
+  ) -> Callable[_P, PresetLossScale]:
+    @functools.wraps(function)
+    def make(*args: _P.args, **arguments: _P.kwargs) -> PresetLossScale:
+      return declared.rule(args, arguments)
+
+    declared = Preset(
+      make, columns, switches, saves or {}, starts_within_bounds
+    )
+    PRESETS[function.__name__] = declared
+    return make
+
+  return declare
+
+
+def did_you_mean(name: Any, names: Iterable[str], quote: str = "'") -> str:
+  """Returns the end of an error: the name that was meant, if it is clear."""
+  close = difflib.get_close_matches(str(name), names, n=1)
+  return f"; did you mean {quote}{close[0]}{quote}?" if close else ""
+
+
+def check_scale_from_one(name: str, value: Any) -> float:
+  """Returns a scale of at least 1."""
+  scale = _arguments.check_scale(name, value)
+  if scale < 1:
+    raise ValueError(f"`{name}` must be at least 1, got {value!r}.")
+  return scale
+
+
+def _fill(
+  columns: Mapping[str, Any],
+  arguments: Mapping[str, Any],
+  checked: dict[str, Any],
+) -> dict[str, Any]:
+  """Returns the columns' values, and puts the arguments into `checked`."""
+  cells: dict[str, Any] = {}
+  for column, cell in columns.items():
+    if not isinstance(cell, Argument):
+      cells[column] = cell
+      continue
+    name, value = cell.name, arguments[cell.name]
+    if value is None and cell.is_optional:
+      continue
+    # The first column of an argument checks it.
+    if name not in checked:
+      checked[name] = (cell.check or _CHECKS[column])(name, value)
+    convert = cell.convert
+    cells[column] = convert(checked[name]) if convert else checked[name]
+  return cells
+
+
+def _check_steps(name: str, value: Any) -> int:
+  # Megatron keeps its window as a float, 1000.0.
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
+  return _arguments.check_count(name, value)
+
+
+def _check_share(name: str, value: Any) -> float:
+  number = _arguments.check_number(name, value)
+  if not 0 <= number <= 1:
+    raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
+  return number
+
+
+# The check of each column, for arguments that bring none of their own.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+  "scale": _arguments.check_scale,
+  "moves": _arguments.check_flag,
+  "skip": _arguments.check_flag,
+  "enabled": _arguments.check_flag,
+  "init_scale": _arguments.check_scale,
+  "growth_factor": _arguments.check_growth_factor,
+  "backoff_factor": _arguments.check_backoff_factor,
+  "growth_interval": _check_steps,
+  "hysteresis": _check_steps,
+  "min_scale": _arguments.check_not_negative,
+  "max_scale": _arguments.check_scale,
+  "hold_below": _arguments.check_not_negative,
+  "tolerance": _check_share,
+  "notes_failure": _arguments.check_flag,
+}
