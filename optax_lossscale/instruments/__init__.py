@@ -5,9 +5,9 @@ from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._culprit import amax_by_leaf
 from optax_lossscale.instruments._culprit import Culprit
 from optax_lossscale.instruments._culprit import culprit
-from optax_lossscale.instruments._histograms import exponent_histogram
-from optax_lossscale.instruments._histograms import ExponentHistogram
-from optax_lossscale.instruments._histograms import histogram_by_leaf
+from optax_lossscale.instruments._exponent_histograms import exponent_histogram
+from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
+from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
 from optax_lossscale.instruments._history import History
 from optax_lossscale.instruments._place import Place
 from optax_lossscale.instruments._print import print_loss_scale
