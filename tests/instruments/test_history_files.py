@@ -8,7 +8,7 @@ import pytest
 
 from optax_lossscale import instruments
 from optax_lossscale.demo import history as demo_history
-from tests.instruments.traces import make_trace
+from tests.instruments.histories import make_history
 
 pytestmark = pytest.mark.one_end
 
@@ -70,7 +70,7 @@ def test_json_that_is_written_is_json(tmp_path):
 )
 def test_amax_alone_is_of_an_unscaled_run(name, content, write):
   history = instruments.read_history(write(name, content))
-  assert_same(history, make_trace([1.0, INF, 2.5]))
+  assert_same(history, make_history([1.0, INF, 2.5]))
 
 
 def test_steps_that_were_not_scaled_are_left_out(write):
