@@ -1,6 +1,6 @@
 """Instruments: how loss scaling goes, and where the gradients are."""
 
-from optax_lossscale._step.metrics import loss_scale_metrics
+from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._culprit import amax_by_leaf
 from optax_lossscale.instruments._culprit import Culprit
@@ -18,7 +18,6 @@ from optax_lossscale.instruments._replay import Replay
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._shares import swallowed_fraction
 from optax_lossscale.instruments._shares import underflow_fraction
-from optax_lossscale.instruments._trial import Advice
 from optax_lossscale.instruments._where_overflow import where_overflow
 from optax_lossscale.instruments.history_files import read_history
 from optax_lossscale.instruments.history_files import write_history
@@ -37,7 +36,6 @@ __all__ = [
   "exponent_histogram",
   "histogram_by_leaf",
   "history",
-  "loss_scale_metrics",
   "print_loss_scale",
   "read_history",
   "record",

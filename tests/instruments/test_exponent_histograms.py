@@ -82,7 +82,9 @@ def around_every_exponent(dtype):
 def histogram(request, monkeypatch):
   """Returns `exponent_histogram` as a CPU does it, or an accelerator."""
   if request.param == "by_comparison":
-    monkeypatch.setattr(_histograms, "_by_scatter", _histograms._by_comparison)
+    monkeypatch.setattr(
+      _exponent_histograms, "_by_scatter", _exponent_histograms._by_comparison
+    )
   _exponent_histograms._histogram.clear_cache()
   yield instruments.exponent_histogram
   _exponent_histograms._histogram.clear_cache()
