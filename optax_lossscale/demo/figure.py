@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from optax_lossscale.demo import history
-from optax_lossscale.plot import _axes
+from optax_lossscale.plot import axes as axes_lib
 
 _Runs = dict[tuple[str, int], list[history.Record]]
 
@@ -24,7 +24,7 @@ def write_figure(
   runs = history.by_run(records)
   labels = list(dict.fromkeys(label for label, _ in runs))
   styles = {
-    label: _axes.style_of(i, len(labels)) for i, label in enumerate(labels)
+    label: axes_lib.style_of(i, len(labels)) for i, label in enumerate(labels)
   }
   panels = [_draw_losses]
   if len(labels) > 1:
@@ -37,7 +37,7 @@ def write_figure(
   for axes, draw in zip(column, panels, strict=True):
     draw(axes, runs, styles)
     axes.grid(alpha=0.3)
-  _axes.step_axis(column[-1])
+  axes_lib.step_axis(column[-1])
   column[0].get_legend().set_title(label_name, {"size": "small"})
   figure.suptitle(title, fontsize="medium")
   with history.replacing(path) as temporary:
@@ -45,7 +45,7 @@ def write_figure(
 
 
 def _draw_losses(
-  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+  axes: Axes, runs: _Runs, styles: dict[str, axes_lib.Style]
 ) -> None:
   """Draws the loss; where it is not finite, a triangle on the upper edge."""
   lost: dict[str, list[int]] = {}
@@ -82,7 +82,7 @@ def _draw_losses(
 
 
 def _draw_switches(
-  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+  axes: Axes, runs: _Runs, styles: dict[str, axes_lib.Style]
 ) -> None:
   """Draws a vertical line where the precision of a run changed."""
   named: set[str] = set()
@@ -102,7 +102,7 @@ def _draw_switches(
 
 
 def _draw_differences(
-  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+  axes: Axes, runs: _Runs, styles: dict[str, axes_lib.Style]
 ) -> None:
   """Draws how far each loss is above that of the first run, seed by seed."""
   first = next(iter(runs))[0]
@@ -117,7 +117,7 @@ def _draw_differences(
 
 
 def _draw_scales(
-  axes: Axes, runs: _Runs, styles: dict[str, _axes.Style]
+  axes: Axes, runs: _Runs, styles: dict[str, axes_lib.Style]
 ) -> None:
   """Draws S of the runs that have one, and a cross on every skipped step."""
   skips: list[history.Record] = []
@@ -132,7 +132,7 @@ def _draw_scales(
       **styles[label]._asdict(),
     )
     skips += [s for s in steps if s.skipped and s.loss_scale is not None]
-  _axes.draw_skips(
+  axes_lib.draw_skips(
     axes,
     [s.step for s in skips],
     [s.loss_scale for s in skips],
@@ -147,7 +147,7 @@ def _draw_scales(
       bbox_to_anchor=(1.0, 0.97),
     )
   scales = (s.loss_scale for steps in runs.values() for s in steps)
-  _axes.log2_axis(axes, (scale for scale in scales if scale is not None))
+  axes_lib.log2_axis(axes, (scale for scale in scales if scale is not None))
   axes.set_ylabel("loss scale S")
 
 

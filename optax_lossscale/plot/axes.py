@@ -103,6 +103,19 @@ def draw_skips(axes: Axes, steps: Any, values: Any, *, label: str) -> None:
     )
 
 
+def legend_beside(
+  axes: Axes, loc: Any, anchor: tuple[float, float], ncols: int = 1
+) -> None:
+  """Names the lines where the names hide none of them."""
+  axes.legend(
+    fontsize="small",
+    frameon=False,
+    loc=loc,
+    bbox_to_anchor=anchor,
+    ncols=ncols,
+  )
+
+
 def power_of_two(exponent: int) -> str:
   """Returns 2 to an exponent, as matplotlib writes it."""
   return f"$2^{{{exponent}}}$"
