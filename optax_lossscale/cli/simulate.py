@@ -6,7 +6,6 @@ import math
 import pathlib
 import textwrap
 from typing import Any
-from typing import NoReturn
 from typing import TYPE_CHECKING
 
 import optax_lossscale as ols
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
   import rich.table
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
-_HARDWARE = ("ieee", "saturating")
 _PICTURES = (".png", ".pdf", ".svg")
 _DEFAULT_RULES = ("dynamic", "headroom")
 
@@ -38,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
   _add_input(parser)
   parser.add_argument(
     "--rule",
-    type=_rule_option,
+    type=_parser.by(_parse_rule),
     action="append",
     metavar="RULE",
     help="a rule to replay, as for train --loss-scale; may be repeated "
@@ -80,18 +78,18 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="which seed of the run, where there are several",
   )
-  parser.add_argument(
+  _parser.add_choice(
+    parser,
     "--dtype",
-    type=_parser.one_of(_DTYPES, "dtype"),
+    _DTYPES,
     default="float16",
-    metavar="|".join(_DTYPES),
     help="of the computation that was recorded (default: float16)",
   )
-  parser.add_argument(
+  _parser.add_choice(
+    parser,
     "--hardware",
-    type=_parser.one_of(_HARDWARE, "hardware"),
+    _parser.HARDWARE,
     default="ieee",
-    metavar="|".join(_HARDWARE),
     help="whether an overflow is inf, or the dtype's largest finite value "
     "(default: ieee)",
   )
@@ -99,14 +97,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Reads every trace before anything is replayed."""
-  rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
+  rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
   traces = {path: _read(parser, arguments, path) for path in arguments.trace}
   parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
-    try:
+    with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-    except OSError as error:
-      _refuse_output(parser, arguments, error)
   # Only now, so that bad input is answered without the extra.
   import rich.console
 
@@ -134,10 +130,8 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     "that leaves most."
   )
   if arguments.output is not None:
-    try:
+    with parser.writing(arguments.output):
       _write_figure(arguments.output, replays)
-    except OSError as error:
-      _refuse_output(parser, arguments, error)
     console.print(f"wrote {arguments.output}", soft_wrap=True, markup=False)
   return 0
 
@@ -187,23 +181,19 @@ def _recorded_with(
 
 def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
   """Returns a row for each rule."""
-  import rich.box
-  import rich.table
+  from optax_lossscale.demo import table as table_lib
 
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+  table = table_lib.new_table(
+    "rule",
+    (
+      "steps lost",
+      "mean headroom",
+      "least headroom",
+      "worst headroom",
+      "steps stalled",
+      "last S",
+    ),
   )
-  table.add_column("rule", overflow="fold")
-  # Wrapped here, so that a narrow terminal folds the rules, not the numbers.
-  for header in (
-    "steps\nlost",
-    "mean\nheadroom",
-    "least\nheadroom",
-    "worst\nheadroom",
-    "steps\nstalled",
-    "last S",
-  ):
-    table.add_column(header, justify="right", no_wrap=True)
   for text, replay in replays.items():
     table.add_row(
       text,
@@ -212,7 +202,7 @@ def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
       _bits(replay.least_headroom),
       _bits(replay.worst_headroom),
       str(replay.stalled_steps),
-      _power_of_two(float(replay.history.loss_scale[-1])),
+      table_lib.power_of_two(float(replay.history.loss_scale[-1])),
     )
   return table
 
@@ -225,6 +215,7 @@ def _write_figure(
   from matplotlib.figure import Figure
 
   from optax_lossscale import plot
+  from optax_lossscale.plot import axes as axes_lib
 
   height = 3.6 + 0.2 * max(map(len, replays.values()))
   figure = Figure(figsize=(8, height * len(replays)), layout="constrained")
@@ -234,20 +225,8 @@ def _write_figure(
     plot.replays(folded, ax=axes)
     axes.set_title(str(trace), fontsize="medium")
     # Below, since rules may be long and would hide the lines.
-    axes.legend(
-      loc="upper left",
-      bbox_to_anchor=(0.0, -0.16),
-      fontsize="small",
-      frameon=False,
-    )
+    axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
   figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
-
-
-def _refuse_output(
-  parser: _parser.Parser, arguments: argparse.Namespace, error: OSError
-) -> NoReturn:
-  # What is at fault may be a folder above it, so both are told.
-  parser.error(f"argument --output: {arguments.output}: {error}")
 
 
 def _picture_option(text: str) -> pathlib.Path:
@@ -259,22 +238,14 @@ def _picture_option(text: str) -> pathlib.Path:
   return path
 
 
-def _rule_option(text: str) -> tuple[str, ols.LossScale]:
-  try:
-    option = _loss_scale.parse(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-  if option.rule is None:
-    raise argparse.ArgumentTypeError(
+def _parse_rule(text: str) -> tuple[str, ols.LossScale]:
+  rule = _loss_scale.parse(text).rule
+  if rule is None:
+    raise ValueError(
       f"{text!r} is no loss scaling, so there is nothing to replay"
     )
-  return text, option.rule
+  return text, rule
 
 
 def _bits(headroom: float) -> str:
   return f"{headroom:.1f}" if math.isfinite(headroom) else "-"
-
-
-def _power_of_two(value: float) -> str:
-  mantissa, exponent = math.frexp(value)
-  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
