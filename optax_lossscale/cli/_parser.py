@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
       )
 
 
-def by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def as_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
   """Returns an argparse type that shows what a ValueError says."""
 
   def parse_option(text: str) -> Any:

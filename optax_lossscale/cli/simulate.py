@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
   _add_input(parser)
   parser.add_argument(
     "--rule",
-    type=_parser.by(_parse_rule),
+    type=_parser.as_type(_parse_rule),
     action="append",
     metavar="RULE",
     help="a rule to replay, as for train --loss-scale; may be repeated "

@@ -148,7 +148,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--loss-scale",
-    type=_parser.by(_loss_scale.parse),
+    type=_parser.as_type(_loss_scale.parse),
     metavar="RULE",
     help="train once, with this rule: none, fixed:1024, dynamic, "
     "dynamic:init_scale=2**15,growth_interval=200, one that goes by amax, "
@@ -173,7 +173,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 def _add_accelerate(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--accelerate",
-    type=_parser.by(_Accelerate.parse),
+    type=_parser.as_type(_Accelerate.parse),
     metavar="TYPE|MODE|RATIO",
     help="train in float32, in low precision, and in low precision that "
     "becomes float32 on the way: float16 (fast) or bfloat16 (fast1), for a "
