@@ -14,7 +14,7 @@ import tempfile
 from typing import Any
 from typing import NoReturn
 
-# What an overflow becomes: inf, or the dtype's largest finite value.
+# An overflow is inf, or the dtype's largest finite value.
 HARDWARE = ("ieee", "saturating")
 
 
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def as_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-  """Returns an argparse type that shows what a ValueError says."""
+  """Returns an argparse type that prints the text of a ValueError."""
 
   def parse_option(text: str) -> Any:
     try:

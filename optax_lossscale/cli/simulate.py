@@ -1,4 +1,4 @@
-"""`optax-lossscale simulate`: what other rules had done on a recorded run."""
+"""`optax-lossscale simulate`: other rules on the history of a run."""
 
 import argparse
 import functools
@@ -96,9 +96,9 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
-  """Reads every trace before anything is replayed."""
+  """Reads every history before anything is replayed."""
   rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
-  traces = {path: _read(parser, arguments, path) for path in arguments.trace}
+  histories = {x: _read(parser, arguments, x) for x in arguments.trace}
   parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
     with parser.writing(arguments.output):
@@ -108,22 +108,22 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
   console = rich.console.Console(highlight=False)
   replays = {}
-  for path, trace in traces.items():
+  for path, history in histories.items():
     replays[path] = {
       text: instruments.replay(
         rule,
-        trace,
+        history,
         dtype=arguments.dtype,
         saturating=arguments.hardware == "saturating",
       )
       for text, rule in rules.items()
     }
     console.print(
-      f"{path}, {len(trace.step)} steps", soft_wrap=True, markup=False
+      f"{path}, {len(history.step)} steps", soft_wrap=True, markup=False
     )
     console.print(_make_table(replays[path]))
     if arguments.advise:
-      _print_advice(console, arguments, trace, rules, replays[path])
+      _print_advice(console, arguments, history, rules, replays[path])
   console.print(
     f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
     "leave unused; least: on the step closest to overflow; worst: on the step "
@@ -152,13 +152,13 @@ def _read(
 def _print_advice(
   console: Any,
   arguments: argparse.Namespace,
-  trace: instruments.History,
+  history: instruments.History,
   rules: dict[str, ols.LossScale],
   replays: dict[str, instruments.Replay],
 ) -> None:
   for text, rule in rules.items():
     advice = instruments.advise(
-      _recorded_with(replays[text], trace),
+      _history_of(replays[text], history),
       rule,
       dtype=arguments.dtype,
       saturating=arguments.hardware == "saturating",
@@ -169,14 +169,14 @@ def _print_advice(
   console.print()
 
 
-def _recorded_with(
-  replay: instruments.Replay, trace: instruments.History
+def _history_of(
+  replay: instruments.Replay, recorded: instruments.History
 ) -> instruments.History:
-  """Returns what the rule would have recorded, if S moved by another one."""
-  scales = trace.loss_scale
+  """Returns the history of the rule itself, if S moved by another one."""
+  scales = recorded.loss_scale
   of_another = scales[:1] != replay.history.loss_scale[:1]
   is_moved = (scales != scales[:1]).any()
-  return replay.history if is_moved and of_another.any() else trace
+  return replay.history if is_moved and of_another.any() else recorded
 
 
 def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
@@ -211,7 +211,7 @@ def _write_figure(
   path: pathlib.Path,
   replays: dict[pathlib.Path, dict[str, instruments.Replay]],
 ) -> None:
-  """Draws one panel for each trace."""
+  """Draws one panel for each history."""
   from matplotlib.figure import Figure
 
   from optax_lossscale import plot
@@ -220,10 +220,10 @@ def _write_figure(
   height = 3.6 + 0.2 * max(map(len, replays.values()))
   figure = Figure(figsize=(8, height * len(replays)), layout="constrained")
   column = figure.subplots(len(replays), 1, squeeze=False)[:, 0]
-  for (trace, of_trace), axes in zip(replays.items(), column, strict=True):
-    folded = {textwrap.fill(rule, 70): of_trace[rule] for rule in of_trace}
+  for (name, by_rule), axes in zip(replays.items(), column, strict=True):
+    folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
     plot.replays(folded, ax=axes)
-    axes.set_title(str(trace), fontsize="medium")
+    axes.set_title(str(name), fontsize="medium")
     # Below, since rules may be long and would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
   figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)

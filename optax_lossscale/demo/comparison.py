@@ -30,12 +30,12 @@ class Comparison:
   runs: Sequence[run_lib.Run]
   seeds: range  # Each run is trained with each of them.
   steps: int  # Of each run.
-  quick: bool = False  # Whether the task is the quick one.
-  saturating: bool = False  # Whether float16 is emulated in saturation mode.
+  quick: bool = False  # The task is the quick one.
+  saturating: bool = False  # float16 is emulated in saturation mode.
 
   @property
   def title(self) -> str:
-    """What is trained, and for how long, in two lines."""
+    """The task, and how long it is trained, in two lines."""
     seeds = f"seed {self.seeds[0]}"
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
@@ -47,7 +47,7 @@ class Comparison:
 
   @property
   def label_name(self) -> str:
-    """What the labels of the runs are made of."""
+    """The parts that the labels of the runs have."""
     named = {name for run in self.runs for name in run.parts}
     return ", ".join(name for name in run_lib.PARTS if name in named)
 
@@ -60,7 +60,7 @@ class Comparison:
 
 @dataclasses.dataclass
 class Results:
-  """What came of the runs so far, those that have made a step."""
+  """The runs that have made a step so far."""
 
   runs: list[run_lib.Result] = dataclasses.field(default_factory=list)
   interrupted: bool = False  # By Ctrl-C.
@@ -119,7 +119,7 @@ def write(
 
 
 def show(comparison: Comparison, results: Results) -> None:
-  """Prints the table, and what is to be said about it."""
+  """Prints the table, and notes below it."""
   console = rich.console.Console(highlight=False)
   console.print(comparison.title)
   console.print(
@@ -135,7 +135,7 @@ def show(comparison: Comparison, results: Results) -> None:
 
 
 def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
-  """Yields what is to be said about precision schedules."""
+  """Yields notes about precision schedules."""
   ended = [x for x in results.runs if x.held_out is not None]
   for run in comparison.runs:
     schedule = run.make_schedule(comparison.steps)

@@ -116,7 +116,7 @@ def _draw_scales(axes: Axes, results: _Results, styles: _Styles) -> None:
   for result in scaled:
     axes.plot(
       [s.step for s in result.steps],
-      # What is not scaled leaves a gap.
+      # A step that was not scaled leaves a gap.
       [
         math.nan if s.loss_scale is None else s.loss_scale for s in result.steps
       ],

@@ -1,4 +1,4 @@
-"""What a run is: what is asked for, what came of each step, its files."""
+"""A run: its configuration, its steps and result, and the files of several."""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ from optax_lossscale import instruments
 from optax_lossscale._precision import _schedule
 from optax_lossscale.instruments import history_files
 
-# What the label of a run is made of, in this order.
+# The parts of a label, in this order.
 PARTS = ("precision", "level", "loss scale", "check", "schedule")
 
-# What a file tells of a result, in this order.
+# The figures of a result in a file, in this order.
 _FIGURES = (
   "run",
   "seed",
@@ -41,7 +41,7 @@ _FIGURES = (
 class Run:
   """One way to train: a precision, a rule of loss scaling, a check, a level."""
 
-  # What the model computes in, or what `level` lowers to.
+  # The dtype that the model computes in, or that `level` lowers to.
   precision: str
   # The rule as on the command line, and the rule; None is no loss scaling.
   loss_scale: str
@@ -63,7 +63,7 @@ class Run:
 
   @property
   def parts(self) -> dict[str, str]:
-    """What the label is made of, by what it is."""
+    """The parts of the label, by their names."""
     parts = (
       self.lowest_precision,
       self.level,
@@ -79,7 +79,7 @@ class Run:
 
   @property
   def label(self) -> str:
-    """What the run is called in the table, the plot and the files."""
+    """The name of the run in the table, the plot and the files."""
     return ", ".join(self.parts.values())
 
   def make_schedule(self, steps: int) -> _schedule.PrecisionSchedule | None:
@@ -96,8 +96,8 @@ class Run:
 class Step(NamedTuple):
   """One training step. The last four are None without loss scaling.
 
-  In a run with a precision schedule only what is float16 is scaled, and the
-  loss scale alone is None elsewhere.
+  A precision schedule scales only its float16 steps: on the others the loss
+  scale alone is None.
   """
 
   step: int  # From 1.
@@ -111,7 +111,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-  """What came of one run with one seed, as far as it came."""
+  """One run with one seed: its steps so far, and its score at the end."""
 
   run: str  # Its label.
   seed: int

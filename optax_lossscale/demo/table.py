@@ -79,6 +79,6 @@ def _scales(values: Sequence[float | None]) -> str:
 
 
 def power_of_two(value: float) -> str:
-  """Returns a power of two as such, and any other number as it is."""
+  """Returns a power of two as 2^n, and another number in digits."""
   mantissa, exponent = math.frexp(value)
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

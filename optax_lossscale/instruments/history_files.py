@@ -1,4 +1,4 @@
-"""Histories in files: what `train` writes, and what a user has at hand."""
+"""Histories in files, of `train` or a user's own."""
 
 from collections.abc import Callable
 from collections.abc import Iterable

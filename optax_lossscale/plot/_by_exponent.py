@@ -1,4 +1,4 @@
-"""Where gradients live, beside what formats can hold: by their exponents."""
+"""Gradients by their exponents, beside the ranges of formats."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _FORMATS = (
 # How much of the height a format's row takes, and its bar of that.
 _ROW, _BAR = 0.075, 0.55
 
-# How far beside the exponents that which has none is drawn, and how broad.
+# Zeros, inf and NaN are drawn so far beside the exponents, and so broad.
 _APART, _BROAD = 3.0, 2.0
 
 # How many letters of a path are shown.
@@ -37,7 +37,7 @@ _GAP = "\u2026"
 
 
 class _Range(NamedTuple):
-  """What a format can hold, as exponents of 2: from which to which."""
+  """The range of a format, as exponents of 2."""
 
   name: str
   subnormal: float  # Its smallest number.

@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, lines, and the axes they use."""
+"""The colours, lines and axes that all pictures share."""
 
 from collections.abc import Iterable
 import math
