@@ -218,6 +218,7 @@ def test_a_ceiling_that_is_reached_later_is_raised():
     (ols.DynamicLossScale(1.0, min_scale=1.0), "min_scale"),
     (presets.megatron(initial_scale=1.0, hysteresis=1), "min_scale"),
     (presets.jmp(loss_scale=1.0, min_loss_scale=1.0), "min_loss_scale"),
+    (ols.rules.LogMaxLossScale(scale_min=1.0), "scale_min"),
   ],
 )
 def test_a_floor_that_overflows_is_lowered(rule, name):
