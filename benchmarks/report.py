@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from optax_lossscale.demo import history
+from optax_lossscale.demo import run
 
 
 def show(
@@ -58,5 +58,5 @@ def write(path: pathlib.Path, content: Mapping[str, Any]) -> None:
   """
   text = json.dumps(content, indent=2, allow_nan=False)
   path.parent.mkdir(parents=True, exist_ok=True)
-  with history.replacing(path) as temporary:
+  with run.replacing(path) as temporary:
     temporary.write_text(text + "\n", encoding="utf-8")

@@ -200,7 +200,7 @@ def test_the_table_of_rules_is_what_replays_show():
   shown = {
     name: cells.split(" | ") for name, _, cells in rows if cells[0].isdigit()
   }
-  assert len(shown) == 16
+  assert len(shown) == 15
   for name, cells in shown.items():
     rule = _loss_scale.parse(text_of.get(name, name)).rule
     replays = [ols.instruments.replay(rule, trace) for trace in traces]

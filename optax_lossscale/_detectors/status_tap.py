@@ -1,5 +1,7 @@
 """A status register for chosen points of a model."""
 
+from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -7,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
-from optax_lossscale._base import leaves
 from optax_lossscale._step import checks
-from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
+from optax_lossscale._step import tap
 
 
 def status_tap(
@@ -67,44 +68,16 @@ def status_tap(
       "`check` must be for one dtype, or without one for that of each "
       f"cotangent, got {check!r}; give the taps of other layers another."
     )
-  dtype = getattr(status, "dtype", None)
-  if dtype != jnp.float32 or jnp.shape(status) != ():
-    got = repr(status) if dtype is None else f"{dtype}{list(status.shape)}"
-    raise TypeError(
-      "`status` must be float32[], an argument of the loss function such as "
-      f"jnp.float32(0), got {got}."
-    )
-
-  def tap_leaf(leaf: Any) -> Any:
-    return _tap(check, leaf, status) if leaves.is_gradient(leaf) else leaf
-
-  return jax.tree.map(tap_leaf, x)
+  tap.check_measured("status", status)
+  count = functools.partial(_count, check)
+  # Leaf by leaf: with another that varies, JAX would sum one that all devices
+  # share over the devices.
+  return jax.tree.map(lambda leaf: tap.tap(leaf, status, count), x)
 
 
-def _tap(check: checks.Check, x: jax.Array, status: jax.Array) -> jax.Array:
-  # Under `shard_map` the count varies as the cotangent does. What `status` is
-  # made to vary along here, JAX sums the count over.
-  status = devices.make_varying(status, tuple(devices.varying_axes(x)))
-  axes_of_status = tuple(devices.varying_axes(status))
-
-  @jax.custom_vjp
-  def tap(x: jax.Array, status: jax.Array) -> jax.Array:
-    del status
-    return x
-
-  def forward(x: jax.Array, status: jax.Array) -> tuple[jax.Array, None]:
-    return tap(x, status), None
-
-  def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    own = jnp.finfo(cotangent.dtype).dtype
-    where = bits.reached(
-      cotangent,
-      bits.limit(own, check.dtype),
-      inclusive=check.saturating,
-    )
-    count = jnp.sum(where, dtype=jnp.float32)
-    return cotangent, devices.make_varying(count, axes_of_status)
-
-  tap.defvjp(forward, backward)
-  tapped: jax.Array = tap(x, status)
-  return tapped
+def _count(check: checks.Check, cotangents: Sequence[jax.Array]) -> jax.Array:
+  """Returns how many elements overflowed, float32[]."""
+  (cotangent,) = cotangents
+  limit = bits.limit(jnp.finfo(cotangent.dtype).dtype, check.dtype)
+  where = bits.reached(cotangent, limit, inclusive=check.saturating)
+  return jnp.sum(where, dtype=jnp.float32)

@@ -3,12 +3,19 @@
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
 import errno
 import importlib.util
 import math
 import pathlib
 import tempfile
+from typing import Any
 from typing import NoReturn
+
+# An overflow is inf, or the dtype's largest finite value.
+HARDWARE = ("ieee", "saturating")
 
 
 class BadInputError(Exception):
@@ -34,19 +41,46 @@ class Parser(argparse.ArgumentParser):
           'pip install "optax-lossscale[demo]"'
         )
 
+  @contextlib.contextmanager
+  def writing(self, output: pathlib.Path) -> Iterator[None]:
+    """Raises `BadInputError` if something for `--output` cannot be written."""
+    try:
+      yield
+    except OSError as error:
+      self.error(
+        f"argument --output: cannot write {error.filename or output}: "
+        f"{error.strerror or error}"
+      )
 
-def one_of(names: Iterable[str], kind: str) -> Callable[[str], str]:
-  """Returns an argparse type that takes one of `names`."""
-  names = tuple(names)
+
+def as_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+  """Returns an argparse type that prints the text of a ValueError."""
+
+  def parse_option(text: str) -> Any:
+    try:
+      return parse(text)
+    except ValueError as error:
+      raise argparse.ArgumentTypeError(str(error)) from error
+
+  return parse_option
+
+
+def add_choice(
+  parser: argparse.ArgumentParser,
+  option: str,
+  names: Sequence[str],
+  **more: Any,
+) -> None:
+  """Adds an option that takes one of some names."""
 
   def parse(text: str) -> str:
     if text not in names:
       raise argparse.ArgumentTypeError(
-        f"unknown {kind} {text!r}; choose from {', '.join(names)}"
+        f"unknown {option[2:]} {text!r}; choose from {', '.join(names)}"
       )
     return text
 
-  return parse
+  parser.add_argument(option, type=parse, metavar="|".join(names), **more)
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

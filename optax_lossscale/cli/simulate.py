@@ -1,4 +1,4 @@
-"""`optax-lossscale simulate`: what other rules had done on a recorded run."""
+"""`optax-lossscale simulate`: other rules on the history of a run."""
 
 import argparse
 import functools
@@ -6,7 +6,6 @@ import math
 import pathlib
 import textwrap
 from typing import Any
-from typing import NoReturn
 from typing import TYPE_CHECKING
 
 import optax_lossscale as ols
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
   import rich.table
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
-_HARDWARE = ("ieee", "saturating")
 _PICTURES = (".png", ".pdf", ".svg")
 _DEFAULT_RULES = ("dynamic", "headroom")
 
@@ -38,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
   _add_input(parser)
   parser.add_argument(
     "--rule",
-    type=_rule_option,
+    type=_parser.as_type(_parse_rule),
     action="append",
     metavar="RULE",
     help="a rule to replay, as for train --loss-scale; may be repeated "
@@ -80,64 +78,60 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="which seed of the run, where there are several",
   )
-  parser.add_argument(
+  _parser.add_choice(
+    parser,
     "--dtype",
-    type=_parser.one_of(_DTYPES, "dtype"),
+    _DTYPES,
     default="float16",
-    metavar="|".join(_DTYPES),
     help="of the computation that was recorded (default: float16)",
   )
-  parser.add_argument(
+  _parser.add_choice(
+    parser,
     "--hardware",
-    type=_parser.one_of(_HARDWARE, "hardware"),
+    _parser.HARDWARE,
     default="ieee",
-    metavar="|".join(_HARDWARE),
     help="whether an overflow is inf, or the dtype's largest finite value "
     "(default: ieee)",
   )
 
 
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
-  """Reads every trace before anything is replayed."""
-  rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
-  traces = {path: _read(parser, arguments, path) for path in arguments.trace}
+  """Reads every history before anything is replayed."""
+  rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
+  histories = {x: _read(parser, arguments, x) for x in arguments.trace}
   parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
-    try:
+    with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-    except OSError as error:
-      _refuse_output(parser, arguments, error)
   # Only now, so that bad input is answered without the extra.
   import rich.console
 
   console = rich.console.Console(highlight=False)
   replays = {}
-  for path, trace in traces.items():
+  for path, history in histories.items():
     replays[path] = {
       text: instruments.replay(
         rule,
-        trace,
+        history,
         dtype=arguments.dtype,
         saturating=arguments.hardware == "saturating",
       )
       for text, rule in rules.items()
     }
     console.print(
-      f"{path}, {len(trace.step)} steps", soft_wrap=True, markup=False
+      f"{path}, {len(history.step)} steps", soft_wrap=True, markup=False
     )
     console.print(_make_table(replays[path]))
     if arguments.advise:
-      _print_advice(console, arguments, trace, rules, replays[path])
+      _print_advice(console, arguments, history, rules, replays[path])
   console.print(
     f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
     "leave unused; least: on the step closest to overflow; worst: on the step "
     "that leaves most."
   )
   if arguments.output is not None:
-    try:
+    with parser.writing(arguments.output):
       _write_figure(arguments.output, replays)
-    except OSError as error:
-      _refuse_output(parser, arguments, error)
     console.print(f"wrote {arguments.output}", soft_wrap=True, markup=False)
   return 0
 
@@ -158,13 +152,13 @@ def _read(
 def _print_advice(
   console: Any,
   arguments: argparse.Namespace,
-  trace: instruments.History,
+  history: instruments.History,
   rules: dict[str, ols.LossScale],
   replays: dict[str, instruments.Replay],
 ) -> None:
   for text, rule in rules.items():
     advice = instruments.advise(
-      _recorded_with(replays[text], trace),
+      _history_of(replays[text], history),
       rule,
       dtype=arguments.dtype,
       saturating=arguments.hardware == "saturating",
@@ -175,35 +169,31 @@ def _print_advice(
   console.print()
 
 
-def _recorded_with(
-  replay: instruments.Replay, trace: instruments.History
+def _history_of(
+  replay: instruments.Replay, recorded: instruments.History
 ) -> instruments.History:
-  """Returns what the rule would have recorded, if S moved by another one."""
-  scales = trace.loss_scale
+  """Returns the history of the rule itself, if S moved by another one."""
+  scales = recorded.loss_scale
   of_another = scales[:1] != replay.history.loss_scale[:1]
   is_moved = (scales != scales[:1]).any()
-  return replay.history if is_moved and of_another.any() else trace
+  return replay.history if is_moved and of_another.any() else recorded
 
 
 def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
   """Returns a row for each rule."""
-  import rich.box
-  import rich.table
+  from optax_lossscale.demo import table as table_lib
 
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+  table = table_lib.new_table(
+    "rule",
+    (
+      "steps lost",
+      "mean headroom",
+      "least headroom",
+      "worst headroom",
+      "steps stalled",
+      "last S",
+    ),
   )
-  table.add_column("rule", overflow="fold")
-  # Wrapped here, so that a narrow terminal folds the rules, not the numbers.
-  for header in (
-    "steps\nlost",
-    "mean\nheadroom",
-    "least\nheadroom",
-    "worst\nheadroom",
-    "steps\nstalled",
-    "last S",
-  ):
-    table.add_column(header, justify="right", no_wrap=True)
   for text, replay in replays.items():
     table.add_row(
       text,
@@ -212,7 +202,7 @@ def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
       _bits(replay.least_headroom),
       _bits(replay.worst_headroom),
       str(replay.stalled_steps),
-      _power_of_two(float(replay.history.loss_scale[-1])),
+      table_lib.power_of_two(float(replay.history.loss_scale[-1])),
     )
   return table
 
@@ -221,33 +211,22 @@ def _write_figure(
   path: pathlib.Path,
   replays: dict[pathlib.Path, dict[str, instruments.Replay]],
 ) -> None:
-  """Draws one panel for each trace."""
+  """Draws one panel for each history."""
   from matplotlib.figure import Figure
 
   from optax_lossscale import plot
+  from optax_lossscale.plot import axes as axes_lib
 
   height = 3.6 + 0.2 * max(map(len, replays.values()))
   figure = Figure(figsize=(8, height * len(replays)), layout="constrained")
   column = figure.subplots(len(replays), 1, squeeze=False)[:, 0]
-  for (trace, of_trace), axes in zip(replays.items(), column, strict=True):
-    folded = {textwrap.fill(rule, 70): of_trace[rule] for rule in of_trace}
+  for (name, by_rule), axes in zip(replays.items(), column, strict=True):
+    folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
     plot.replays(folded, ax=axes)
-    axes.set_title(str(trace), fontsize="medium")
+    axes.set_title(str(name), fontsize="medium")
     # Below, since rules may be long and would hide the lines.
-    axes.legend(
-      loc="upper left",
-      bbox_to_anchor=(0.0, -0.16),
-      fontsize="small",
-      frameon=False,
-    )
+    axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
   figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
-
-
-def _refuse_output(
-  parser: _parser.Parser, arguments: argparse.Namespace, error: OSError
-) -> NoReturn:
-  # What is at fault may be a folder above it, so both are told.
-  parser.error(f"argument --output: {arguments.output}: {error}")
 
 
 def _picture_option(text: str) -> pathlib.Path:
@@ -259,22 +238,14 @@ def _picture_option(text: str) -> pathlib.Path:
   return path
 
 
-def _rule_option(text: str) -> tuple[str, ols.LossScale]:
-  try:
-    option = _loss_scale.parse(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-  if option.rule is None:
-    raise argparse.ArgumentTypeError(
+def _parse_rule(text: str) -> tuple[str, ols.LossScale]:
+  rule = _loss_scale.parse(text).rule
+  if rule is None:
+    raise ValueError(
       f"{text!r} is no loss scaling, so there is nothing to replay"
     )
-  return text, option.rule
+  return text, rule
 
 
 def _bits(headroom: float) -> str:
   return f"{headroom:.1f}" if math.isfinite(headroom) else "-"
-
-
-def _power_of_two(value: float) -> str:
-  mantissa, exponent = math.frexp(value)
-  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

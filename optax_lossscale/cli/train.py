@@ -1,16 +1,55 @@
 """`optax-lossscale train`: train a model with and without loss scaling."""
 
 import argparse
+from collections.abc import Iterator
+import dataclasses
 import functools
 import importlib
+import pathlib
 from typing import Any
-from typing import NoReturn
+from typing import NamedTuple
 
+from optax_lossscale._precision import accelerate_train_mode
+from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
-from optax_lossscale.cli import _train_options
-from optax_lossscale.cli import _train_runs
+from optax_lossscale.demo import run as run_lib
 
 _DEMO_PACKAGES = ("rich", "matplotlib", "sklearn")
+_TASKS = ("text", "digits")
+_PRECISIONS = ("float32", "float16", "bfloat16")
+_LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
+_CHECKS = ("nonfinite", "saturated")
+_FLOAT32 = run_lib.Run("float32", "none", None)
+
+# The usual interval is 2000 steps. With these S moves within the few steps of a
+# run: on the text it grows, and on the digits it also overflows.
+_GROWTH_INTERVALS = {"text": 20, "digits": 50}
+# On saturating hardware the rules of a comparison are trained with both checks.
+# 2**32 is where S starts in scripts for such hardware, and too large here. The
+# emulation doubles the time of the text, so only that rule is left there: with
+# the others nothing overflows.
+_SATURATING_RULES = {
+  "text": ("dynamic:2**32,growth_interval=20",),
+  "digits": (
+    "fixed:1024",
+    "dynamic:growth_interval=50",
+    "dynamic:2**32,growth_interval=50",
+  ),
+}
+
+
+class _Accelerate(NamedTuple):
+  """A precision schedule as the user wrote it, and what that says."""
+
+  text: str
+  precision: str  # The low one, "float16" or "bfloat16".
+  mode: str  # "step" or "loss".
+
+  @classmethod
+  def parse(cls, text: str) -> "_Accelerate":
+    """Returns what a text says."""
+    dtype, mode, _ = accelerate_train_mode.parse(text)
+    return cls(text, dtype.name, mode)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,17 +62,28 @@ def add_parser(subparsers: Any) -> None:
       "a picture and as data."
     ),
   )
-  _train_options.add(parser)
-  parser.set_defaults(run=functools.partial(_run, parser))
+  _add_what(parser)
+  _add_compare(parser)
+  _add_accelerate(parser)
+  _add_hardware(parser)
+  _add_how_long(parser)
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    default=pathlib.Path("optax-lossscale-output"),
+    metavar="DIR",
+    help="where TASK.png, TASK.csv and TASK.json go; files of these names are "
+    "replaced (default: optax-lossscale-output)",
+  )
+  parser.set_defaults(run=functools.partial(_train, parser))
 
 
-def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
+def _train(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Checks what argparse cannot, cheap things first, then trains."""
-  options = _train_runs.runs(parser, arguments)
+  runs = _runs(parser, arguments)
   parser.require(_DEMO_PACKAGES)
   # Only now, so that bad input is answered at once and without the extra.
   from optax_lossscale.demo import comparison
-  from optax_lossscale.demo import run as run_lib
 
   module = importlib.import_module(f"optax_lossscale.demo.{arguments.task}")
   try:
@@ -42,30 +92,24 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     parser.error(f"argument --task: {error}")
   plan = comparison.Comparison(
     task=task,
-    runs=[
-      run_lib.Run(precision, *loss_scale, check, level, accelerate, target)
-      for precision, level, loss_scale, check, accelerate, target in options
-    ],
+    runs=runs,
     seeds=range(arguments.seed, arguments.seed + arguments.seeds),
     steps=arguments.steps or task.steps,
     quick=arguments.quick,
     saturating=arguments.hardware == "saturating",
   )
-  try:
+  with parser.writing(arguments.output):
     _parser.make_writable(plan.paths(arguments.output))
-  except OSError as error:
-    _refuse_output(parser, arguments, error)
   results = comparison.train(plan)
-  if not results.records:
+  if not results.runs:
     print("Interrupted before the first step: there is nothing to save.")
     return 130
-  # The files first: after Ctrl-C nobody may be reading what is printed.
   try:
-    paths = comparison.write(plan, results, arguments.output)
-  except OSError as error:
+    # The files first: after Ctrl-C nobody may be reading what is printed.
+    with parser.writing(arguments.output):
+      paths = comparison.write(plan, results, arguments.output)
+  finally:
     comparison.show(plan, results)
-    _refuse_output(parser, arguments, error)
-  comparison.show(plan, results)
   for path in paths:
     print(f"wrote {path}")
   if results.interrupted:
@@ -74,10 +118,275 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   return 0
 
 
-def _refuse_output(
-  parser: _parser.Parser, arguments: argparse.Namespace, error: OSError
-) -> NoReturn:
-  parser.error(
-    f"argument --output: cannot write {error.filename or arguments.output}: "
-    f"{error.strerror or error}"
+def _add_what(parser: argparse.ArgumentParser) -> None:
+  _parser.add_choice(
+    parser,
+    "--task",
+    _TASKS,
+    default="text",
+    help="a transformer on Python's own sources, or LeNet-5 on handwritten "
+    "digits (default: text)",
   )
+  _parser.add_choice(
+    parser,
+    "--precision",
+    _PRECISIONS,
+    help="train once, with the model computing in this dtype, or with this one "
+    "as the low dtype of a --level (default: float16 if there is a --level or "
+    "a --loss-scale)",
+  )
+  _parser.add_choice(
+    parser,
+    "--level",
+    _LEVELS,
+    help="train once, with a model written in float32 that autocast puts into "
+    "float16, or into bfloat16 if that is the --precision: nothing of it (O0, "
+    "float32 in any case), matrix products, convolutions and what follows them "
+    "(O1), all but norms and the loss (O2), all but the loss (O3), what "
+    "MindSpore's lists tell (auto), or products alone (OD) (default: no "
+    "autocast; the model itself computes in the --precision)",
+  )
+  parser.add_argument(
+    "--loss-scale",
+    type=_parser.as_type(_loss_scale.parse),
+    metavar="RULE",
+    help="train once, with this rule: none, fixed:1024, dynamic, "
+    "dynamic:init_scale=2**15,growth_interval=200, one that goes by amax, "
+    "headroom, log_max, histogram, or a preset, megatron:initial_scale=2**20, "
+    "also behind warm_start: (default: dynamic if something is float16, "
+    "none with --precision float32 or bfloat16 and with --level O0)",
+  )
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--compare",
+    action="store_true",
+    help="train in float32, and in float16 without loss scaling, with a fixed "
+    "and with a dynamic loss scale (default if there is neither a --precision, "
+    "nor a --level, nor a --loss-scale, nor an --accelerate); with --level the "
+    "runs in float16 are at this level; with --hardware saturating they have "
+    "other rules, each with both checks",
+  )
+
+
+def _add_accelerate(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--accelerate",
+    type=_parser.as_type(_Accelerate.parse),
+    metavar="TYPE|MODE|RATIO",
+    help="train in float32, in low precision, and in low precision that "
+    "becomes float32 on the way: float16 (fast) or bfloat16 (fast1), for a "
+    "part of the steps, as in 'fast|step|0.9', or until the loss is so many "
+    "times the --target-loss, as in 'fast1|loss|1.05'; in quotes, for the "
+    "shell; --level is that of the low precision (default: O1), --loss-scale "
+    "the rule of float16; experimental",
+  )
+  parser.add_argument(
+    "--target-loss",
+    type=_parser.positive,
+    metavar="LOSS",
+    help="what --accelerate in mode loss goes by: the loss that training "
+    "without it ends at",
+  )
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+  _parser.add_choice(
+    parser,
+    "--hardware",
+    _parser.HARDWARE,
+    default="ieee",
+    help="how float16 is computed: as this machine does it, or emulated as by "
+    "hardware in saturation mode, which makes 65504 of inf and 0 of NaN; "
+    "float32 and bfloat16 stay as they are (default: ieee)",
+  )
+  _parser.add_choice(
+    parser,
+    "--check",
+    _CHECKS,
+    help="what counts as an overflow: inf and NaN only, or the largest finite "
+    "value as well (default: nonfinite; with --hardware saturating, saturated, "
+    "and both in a comparison)",
+  )
+
+
+def _add_how_long(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--steps",
+    type=_parser.integer(1),
+    metavar="N",
+    help="steps of each run (default: the task's)",
+  )
+  parser.add_argument(
+    "--seed",
+    type=_parser.integer(0),
+    default=0,
+    metavar="N",
+    help="of the first parameters and of the batches (default: 0)",
+  )
+  parser.add_argument(
+    "--seeds",
+    type=_parser.integer(1),
+    default=1,
+    metavar="N",
+    help="train with this many seeds, from --seed on (default: 1)",
+  )
+  parser.add_argument(
+    "--quick",
+    action="store_true",
+    help="fewer steps, and on the text a smaller batch, to see it work",
+  )
+
+
+def _runs(
+  parser: _parser.Parser, arguments: argparse.Namespace
+) -> list[run_lib.Run]:
+  """Returns the runs, after checking what argparse cannot."""
+  if arguments.accelerate is not None:
+    for option, problem in _problems(arguments, arguments.accelerate):
+      parser.error(f"argument {option}: {problem}")
+    return _accelerated(arguments)
+  if arguments.target_loss is not None:
+    parser.error(
+      "argument --target-loss: it belongs to --accelerate in mode 'loss'; add "
+      "that, as in --accelerate 'fast|loss|1.05', or leave it out"
+    )
+  precision, level = arguments.precision, arguments.level
+  if arguments.compare and (precision or arguments.loss_scale):
+    parser.error(
+      "argument --compare: it trains in several precisions, so it does not go "
+      "with --precision or --loss-scale"
+    )
+  if level is not None and precision == "float32":
+    parser.error(
+      "argument --level: it lowers a model that is written in float32, so it "
+      "does not go with --precision float32; leave --precision out, or give "
+      "float16 or bfloat16"
+    )
+  single = precision or level or arguments.loss_scale
+  if arguments.compare or not single:
+    return _compared(arguments)
+  return [_one(parser, arguments)]
+
+
+def _one(parser: _parser.Parser, arguments: argparse.Namespace) -> run_lib.Run:
+  precision = arguments.precision or "float16"
+  loss_scale: _loss_scale.LossScaleOption = arguments.loss_scale
+  check = arguments.check
+  if loss_scale is None:
+    # O0 lowers nothing.
+    is_float16 = precision == "float16" and arguments.level != "O0"
+    loss_scale = _loss_scale.parse("dynamic" if is_float16 else "none")
+  if loss_scale.rule is None:
+    if check is not None:
+      parser.error(
+        "argument --check: without loss scaling there is no check; give a "
+        "--loss-scale, such as dynamic"
+      )
+  elif check is None and arguments.hardware == "saturating":
+    check = "saturated"
+  return run_lib.Run(precision, *loss_scale, check=check, level=arguments.level)
+
+
+def _compared(arguments: argparse.Namespace) -> list[run_lib.Run]:
+  """Returns the runs of a comparison."""
+  rules: tuple[str, ...]
+  checks: tuple[str | None, ...]
+  if arguments.hardware == "saturating":
+    rules = _SATURATING_RULES[arguments.task]
+    checks = _CHECKS
+  else:
+    interval = _GROWTH_INTERVALS[arguments.task]
+    rules = ("fixed:1024", f"dynamic:growth_interval={interval}")
+    checks = (None,)
+  if arguments.check is not None:
+    checks = (arguments.check,)
+  unscaled = run_lib.Run("float16", "none", None, level=arguments.level)
+  return [
+    _FLOAT32,
+    unscaled,
+    *(
+      run_lib.Run("float16", *_loss_scale.parse(rule), check, arguments.level)
+      for rule in rules
+      for check in checks
+    ),
+  ]
+
+
+def _accelerated(arguments: argparse.Namespace) -> list[run_lib.Run]:
+  """Returns float32, the low precision, and the one that becomes the other."""
+  option = arguments.accelerate
+  loss_scale: _loss_scale.LossScaleOption = arguments.loss_scale
+  if loss_scale is None:
+    interval = _GROWTH_INTERVALS[arguments.task]
+    is_float16 = option.precision == "float16"
+    loss_scale = _loss_scale.parse(
+      f"dynamic:growth_interval={interval}" if is_float16 else "none"
+    )
+  low = run_lib.Run(
+    option.precision,
+    *loss_scale,
+    check=arguments.check,
+    level=arguments.level or "O1",
+  )
+  accelerated = dataclasses.replace(
+    low, accelerate=option.text, target_loss=arguments.target_loss
+  )
+  return [_FLOAT32, low, accelerated]
+
+
+def _problems(
+  arguments: argparse.Namespace, option: _Accelerate
+) -> Iterator[tuple[str, str]]:
+  """Yields the options that do not go with it, and why."""
+  if arguments.compare:
+    yield (
+      "--compare",
+      "--accelerate compares three runs of its own; leave one of them out",
+    )
+  if arguments.precision is not None:
+    yield (
+      "--precision",
+      f"--accelerate tells it, {option.text!r} is {option.precision}; leave it "
+      "out",
+    )
+  if arguments.level == "O0":
+    yield (
+      "--level",
+      "O0 lowers nothing, so --accelerate would have nothing to switch; leave "
+      "it out for O1, or give another one",
+    )
+  if arguments.hardware == "saturating":
+    yield (
+      "--hardware",
+      "saturation mode is emulated for a whole run, so it does not go with "
+      "--accelerate; leave one of them out",
+    )
+  if option.mode == "loss" and arguments.target_loss is None:
+    yield (
+      "--target-loss",
+      "--accelerate needs it in mode 'loss'; give the loss that training "
+      "without --accelerate ends at",
+    )
+  if option.mode == "step" and arguments.target_loss is not None:
+    yield (
+      "--target-loss",
+      "--accelerate in mode 'step' goes by the steps; leave it out, or give "
+      "mode 'loss'",
+    )
+  given = arguments.loss_scale
+  is_scaled = option.precision == "float16"
+  not_scaled = f"{option.text!r} is {option.precision}, which is not scaled"
+  if is_scaled and given is not None and given.rule is None:
+    yield (
+      "--loss-scale",
+      "with --accelerate float16 is scaled; give fixed:1 if it is not to be",
+    )
+  if not is_scaled and given is not None and given.rule is not None:
+    yield "--loss-scale", f"{not_scaled}; leave it out"
+  if not is_scaled and arguments.check is not None:
+    yield (
+      "--check",
+      f"{not_scaled}, and then there is no check; leave it out",
+    )

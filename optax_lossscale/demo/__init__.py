@@ -1,1 +1,1 @@
-"""What `optax-lossscale train` trains, how, and what it tells about it."""
+"""The models, the data and the reports of `optax-lossscale train`."""

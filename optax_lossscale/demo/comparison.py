@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import importlib.metadata
 import pathlib
 import platform
@@ -13,7 +14,6 @@ import rich.console
 import rich.progress
 
 from optax_lossscale.demo import figure
-from optax_lossscale.demo import history
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
 from optax_lossscale.demo import task as task_lib
@@ -24,27 +24,18 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "optax-lossscale")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """What to train.
-
-  Attributes:
-    task: the model and the data.
-    runs: the precisions, levels and rules to compare.
-    seeds: each run is trained with each of them.
-    steps: of each run.
-    quick: whether the task is the quick one.
-    saturating: whether float16 is computed in emulated saturation mode.
-  """
+  """What to train."""
 
   task: task_lib.Task
   runs: Sequence[run_lib.Run]
-  seeds: range
-  steps: int
-  quick: bool = False
-  saturating: bool = False
+  seeds: range  # Each run is trained with each of them.
+  steps: int  # Of each run.
+  quick: bool = False  # The task is the quick one.
+  saturating: bool = False  # float16 is emulated in saturation mode.
 
   @property
   def title(self) -> str:
-    """What is trained, and for how long, in two lines."""
+    """The task, and how long it is trained, in two lines."""
     seeds = f"seed {self.seeds[0]}"
     if len(self.seeds) > 1:
       seeds = f"seeds {self.seeds[0]} to {self.seeds[-1]}"
@@ -56,7 +47,7 @@ class Comparison:
 
   @property
   def label_name(self) -> str:
-    """What the labels of the runs are made of."""
+    """The parts that the labels of the runs have."""
     named = {name for run in self.runs for name in run.parts}
     return ", ".join(name for name in run_lib.PARTS if name in named)
 
@@ -69,24 +60,10 @@ class Comparison:
 
 @dataclasses.dataclass
 class Results:
-  """What has been recorded so far.
+  """The runs that have made a step so far."""
 
-  Attributes:
-    records: every step of every run.
-    held_out: the score of each run and seed that was trained to its end.
-    interrupted: whether Ctrl-C ended it.
-  """
-
-  records: list[history.Record] = dataclasses.field(default_factory=list)
-  held_out: dict[tuple[str, int], float] = dataclasses.field(
-    default_factory=dict
-  )
-  interrupted: bool = False
-
-  @property
-  def summaries(self) -> list[history.Summary]:
-    """A summary of each run and seed."""
-    return history.summarize(self.records, self.held_out)
+  runs: list[run_lib.Result] = dataclasses.field(default_factory=list)
+  interrupted: bool = False  # By Ctrl-C.
 
 
 def train(comparison: Comparison) -> Results:
@@ -100,19 +77,22 @@ def train(comparison: Comparison) -> Results:
     with _progress() as progress:
       bar = progress.add_task("", total=total, latest="compiling")
 
-      def on_step(record: history.Record) -> None:
-        results.records.append(record)
-        progress.update(bar, advance=1, latest=f"loss {record.loss:.4f}")
+      def on_step(result: run_lib.Result, step: run_lib.Step) -> None:
+        if not result.steps:
+          results.runs.append(result)
+        result.steps.append(step)
+        progress.update(bar, advance=1, latest=f"loss {step.loss:.4f}")
 
       for seed in comparison.seeds:
         for run in comparison.runs:
           progress.update(bar, description=_name(comparison, run, seed))
-          results.held_out[run.label, seed] = training.train(
+          result = run_lib.Result(run.label, seed)
+          result.held_out = training.train(
             run,
             comparison.task,
             seed=seed,
             steps=comparison.steps,
-            on_step=on_step,
+            on_step=functools.partial(on_step, result),
             saturating=comparison.saturating,
           )
   except KeyboardInterrupt:
@@ -125,19 +105,13 @@ def write(
 ) -> list[pathlib.Path]:
   """Writes the history, the summaries and the picture; returns where."""
   paths = comparison.paths(output)
-  history.write_csv(paths[0], results.records)
-  history.write_json(
-    paths[1],
-    {
-      **_configuration(comparison),
-      "interrupted": results.interrupted,
-    },
-    results.summaries,
-    results.records,
-  )
+  run_lib.write_csv(paths[0], results.runs)
+  configuration = _configuration(comparison)
+  configuration["interrupted"] = results.interrupted
+  run_lib.write_json(paths[1], configuration, results.runs)
   figure.write_figure(
     paths[2],
-    results.records,
+    results.runs,
     title=comparison.title,
     label_name=comparison.label_name,
   )
@@ -145,12 +119,12 @@ def write(
 
 
 def show(comparison: Comparison, results: Results) -> None:
-  """Prints the table, and what is to be said about it."""
+  """Prints the table, and notes below it."""
   console = rich.console.Console(highlight=False)
   console.print(comparison.title)
   console.print(
     table.make_table(
-      results.summaries,
+      results.runs,
       score_name=comparison.task.score_name,
       label_name=comparison.label_name,
     )
@@ -161,14 +135,14 @@ def show(comparison: Comparison, results: Results) -> None:
 
 
 def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
-  """Yields what is to be said about precision schedules."""
-  ended = [s for s in results.summaries if s.held_out is not None]
+  """Yields notes about precision schedules."""
+  ended = [x for x in results.runs if x.held_out is not None]
   for run in comparison.runs:
     schedule = run.make_schedule(comparison.steps)
     if schedule is None:
       continue
     stayed = [
-      s.seed for s in ended if s.run == run.label and s.switched_after is None
+      x.seed for x in ended if x.run == run.label and x.switched_after is None
     ]
     if stayed:
       seeds = ", ".join(map(str, stayed))

@@ -1,4 +1,4 @@
-"""The table at the end."""
+"""Tables on the terminal, and the one at the end of a comparison."""
 
 from collections.abc import Sequence
 import math
@@ -8,30 +8,23 @@ import textwrap
 import rich.box
 import rich.table
 
-from optax_lossscale.demo import history
+from optax_lossscale.demo import run as run_lib
 
 
 def make_table(
-  summaries: Sequence[history.Summary], *, score_name: str, label_name: str
+  results: Sequence[run_lib.Result], *, score_name: str, label_name: str
 ) -> rich.table.Table:
   """Returns a row for each run: the mean and the spread over its seeds."""
-  runs: dict[str, list[history.Summary]] = {}
-  for summary in summaries:
-    runs.setdefault(summary.run, []).append(summary)
+  runs: dict[str, list[run_lib.Result]] = {}
+  for result in results:
+    runs.setdefault(result.run, []).append(result)
   seeds = max(map(len, runs.values()), default=0)
-  switches = any(row.switched_after is not None for row in summaries)
+  switches = any(row.switched_after is not None for row in results)
   names = ["final loss", score_name, "steps applied", "skipped", "last S"]
   if switches:
     names.append("switched after")
 
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-  )
-  table.add_column(label_name, overflow="fold", vertical="top")
-  for name in names:
-    # Wrapped here, so that a narrow terminal folds the labels, not the numbers.
-    header = textwrap.fill(name, 9, break_long_words=False)
-    table.add_column(header, justify="right", no_wrap=True)
+  table = new_table(label_name, names)
   for label, rows in runs.items():
     cells = [
       _spread([row.loss for row in rows], ".4f"),
@@ -46,6 +39,19 @@ def make_table(
   if seeds > 1:
     table.caption = f"mean ± standard deviation over {seeds} seeds"
     table.caption_justify = "left"
+  return table
+
+
+def new_table(label_name: str, names: Sequence[str]) -> rich.table.Table:
+  """Returns a table without rows: a column of labels, and some of figures."""
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+  )
+  table.add_column(label_name, overflow="fold", vertical="top")
+  for name in names:
+    # Wrapped here, so that a narrow terminal folds the labels, not the numbers.
+    header = textwrap.fill(name, 9, break_long_words=False)
+    table.add_column(header, justify="right", no_wrap=True)
   return table
 
 
@@ -68,10 +74,11 @@ def _scales(values: Sequence[float | None]) -> str:
   known = [value for value in values if value is not None]
   if not known:
     return "-"
-  low, high = (_power_of_two(end) for end in (min(known), max(known)))
+  low, high = (power_of_two(end) for end in (min(known), max(known)))
   return low if low == high else f"{low}\nto {high}"
 
 
-def _power_of_two(value: float) -> str:
+def power_of_two(value: float) -> str:
+  """Returns a power of two as 2^n, and another number in digits."""
   mantissa, exponent = math.frexp(value)
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

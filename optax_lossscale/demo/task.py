@@ -1,4 +1,4 @@
-"""What a training task is made of."""
+"""A training task: a model, an optimizer and data."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -16,30 +16,18 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model, an optimizer and real data: inputs and integer labels.
+  """A model, an optimizer and real data: inputs and integer labels."""
 
-  Attributes:
-    name: as on the command line.
-    description: a line for people.
-    model: makes the model that computes in a dtype; its parameters are float32
-      in any case.
-    optimizer: without loss scaling.
-    batches: makes the endless training batches of a seed.
-    held_out: batches that no seed trains on.
-    score: float[...] from logits and labels; its mean over `held_out` is what
-      the comparison is about.
-    score_name: what that mean is called.
-    steps: how many it takes unless told otherwise.
-    note: what is to be said under the table, if anything.
-  """
-
-  name: str
-  description: str
+  name: str  # As on the command line.
+  description: str  # A line for people.
+  # Makes the model that computes in a dtype, with float32 parameters.
   model: Callable[[DTypeLike], nn.Module]
-  optimizer: optax.GradientTransformation
+  optimizer: optax.GradientTransformation  # Without loss scaling.
+  # Makes the endless training batches of a seed.
   batches: Callable[[int], Iterator[Batch]]
-  held_out: Sequence[Batch]
+  held_out: Sequence[Batch]  # Batches that no seed trains on.
+  # From logits and labels; its mean over `held_out` is what is compared.
   score: Callable[[jax.Array, jax.Array], jax.Array]
-  score_name: str
-  steps: int
-  note: str = ""
+  score_name: str  # What that mean is called.
+  steps: int  # How many it takes unless told otherwise.
+  note: str = ""  # Said under the table.

@@ -20,7 +20,6 @@ import optax
 
 import optax_lossscale as ols
 from optax_lossscale._precision import precision_schedule
-from optax_lossscale.demo import history
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
 
@@ -119,7 +118,7 @@ def train(
   *,
   seed: int,
   steps: int,
-  on_step: Callable[[history.Record], None],
+  on_step: Callable[[run_lib.Step], None],
   saturating: bool = False,
 ) -> float:
   """Trains a model and returns its score on the held-out batches.
@@ -145,7 +144,7 @@ def train(
   stepping = _steps(train_step, params, state, batches)
   for step, outcome in enumerate(_one_behind(stepping), 1):
     params, metrics = outcome[0], jax.device_get(outcome[1])
-    on_step(_record(run, seed, step, loss_scale, metrics))
+    on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics.get("loss_scale")
   score = _make_score_fn(model, task)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
@@ -217,25 +216,22 @@ def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
   yield from waiting
 
 
-def _record(
+def _recorded(
   run: run_lib.Run,
-  seed: int,
   step: int,
   loss_scale: float | None,
   metrics: dict[str, Any],
-) -> history.Record:
+) -> run_lib.Step:
   """Returns what is kept of a step before which S was `loss_scale`."""
   is_low = _is_low(metrics)
-  record = history.Record(
-    run.label,
-    seed,
+  recorded = run_lib.Step(
     step,
     precision=run.lowest_precision if is_low else "float32",
     loss=float(metrics["loss"]),
   )
   if loss_scale is None:
-    return record
-  return record._replace(
+    return recorded
+  return recorded._replace(
     # What is not low is not scaled.
     loss_scale=float(loss_scale) if is_low else None,
     overflow=bool(metrics["overflow"]),

@@ -1,27 +1,26 @@
 """Instruments: how loss scaling goes, and where the gradients are."""
 
-from optax_lossscale._step.metrics import loss_scale_metrics
+from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._culprit import amax_by_leaf
 from optax_lossscale.instruments._culprit import Culprit
 from optax_lossscale.instruments._culprit import culprit
-from optax_lossscale.instruments._histograms import exponent_histogram
-from optax_lossscale.instruments._histograms import ExponentHistogram
-from optax_lossscale.instruments._histograms import histogram_by_leaf
+from optax_lossscale.instruments._exponent_histograms import exponent_histogram
+from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
+from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
 from optax_lossscale.instruments._history import History
+from optax_lossscale.instruments._history import history
+from optax_lossscale.instruments._history import record
+from optax_lossscale.instruments._history import RecordState
 from optax_lossscale.instruments._place import Place
 from optax_lossscale.instruments._print import print_loss_scale
-from optax_lossscale.instruments._record import history
-from optax_lossscale.instruments._record import record
-from optax_lossscale.instruments._record import RecordState
 from optax_lossscale.instruments._replay import Replay
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._shares import swallowed_fraction
 from optax_lossscale.instruments._shares import underflow_fraction
-from optax_lossscale.instruments._trace_files import read_history
-from optax_lossscale.instruments._trace_files import write_history
-from optax_lossscale.instruments._trial import Advice
 from optax_lossscale.instruments._where_overflow import where_overflow
+from optax_lossscale.instruments.history_files import read_history
+from optax_lossscale.instruments.history_files import write_history
 
 __all__ = [
   "Advice",
@@ -37,7 +36,6 @@ __all__ = [
   "exponent_histogram",
   "histogram_by_leaf",
   "history",
-  "loss_scale_metrics",
   "print_loss_scale",
   "read_history",
   "record",

@@ -1,17 +1,55 @@
 """The tuning procedure as code: what to change in a rule, and why."""
 
+from collections.abc import Callable
+from collections.abc import Iterable
+import functools
+import math
 from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from optax_lossscale._rules import base
 from optax_lossscale.instruments import _history
-from optax_lossscale.instruments import _proposals
+from optax_lossscale.instruments import _knobs
 from optax_lossscale.instruments import _replay
-from optax_lossscale.instruments import _trial
 
 _FEWEST_STEPS = 100
+_TOLERATED_SHARE = 1 / 1000
+_MANY_AT_START = 3
+_LONG_SHARE = 1 / 10
+
+# In bits.
+_WIDE = 6.0
+_RESERVE = 2
+_LOWER = 4
+
+_IsBetter = Callable[[_replay.Replay, _replay.Replay], bool]
+
+
+class Advice(NamedTuple):
+  """One thing to change; its text is a line for a person.
+
+  Attributes:
+    argument: what the rule calls it; None where no argument helps.
+    old: its value.
+    new: what to try.
+    reason: what was seen, and the figures of a replay without and with it.
+  """
+
+  argument: str | None
+  old: Any
+  new: Any
+  reason: str
+
+  def __str__(self) -> str:
+    if self.argument is None:
+      return self.reason
+    return f"{self.argument}: {_text(self.old)} -> {_text(self.new)}: " + (
+      self.reason
+    )
 
 
 def advise(
@@ -20,7 +58,7 @@ def advise(
   *,
   dtype: Any = jnp.float16,
   saturating: bool = False,
-) -> list[_trial.Advice]:
+) -> list[Advice]:
   """Returns what to change in a rule, from a run that was recorded with it.
 
   It is the procedure of the guides, "print the loss scale, count the overflows,
@@ -95,40 +133,404 @@ def advise(
     init_loss_scale 4194304.0 524288.0
     steps lost 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
-  _replay.check_trace(history)
-  trial = _trial.Trial(history, rule, dtype, saturating)
-  if trial.count:
-    _look_for_nan(trial)
-    _look_for_callers(trial)
-    if trial.count < _FEWEST_STEPS:
-      trial.tell(
-        f"{trial.count} steps are too few to propose anything: record "
+  _replay.check_history(history)
+  tuning = _Tuning(history, rule, dtype, saturating)
+  if tuning.count:
+    _look_for_nan(tuning)
+    _look_for_callers(tuning)
+    if tuning.count < _FEWEST_STEPS:
+      tuning.tell(
+        f"{tuning.count} steps are too few to propose anything: record "
         f"{_FEWEST_STEPS} at least, best some thousand"
       )
     else:
-      _proposals.propose(trial)
-  return trial.advice
+      _propose(tuning)
+  return tuning.advice
 
 
-def _look_for_nan(trial: _trial.Trial) -> None:
-  nans = int(np.sum(np.isnan(trial.run.history.amax)))
+class _Tuning:
+  """A rule on a history, as far as it has been improved."""
+
+  def __init__(
+    self,
+    history: _history.History,
+    rule: base.LossScale,
+    dtype: Any,
+    saturating: bool,
+  ) -> None:
+    self.history = history
+    self._options: dict[str, Any] = {"dtype": dtype, "saturating": saturating}
+    self.count = len(history.step)
+    self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
+    self.advice: list[Advice] = []
+    # The rule with what was proposed, and what it does.
+    self.rule = rule
+    self.replay = self._replay(rule)
+    self.begins = self._begins()
+    # A fixed S is the rule's own, whoever recorded.
+    if self.count and not self.begins and self.knob("scale") is None:
+      self._options["loss_scale"] = float(history.loss_scale[0])
+      self.replay = self._replay(rule)
+    limit = _replay.limit_of(self.replay.dtype)
+    known = _replay.known_steps(history, limit)
+    # log2 of the largest S that each step stands; NaN where it stands none.
+    self.stood = _replay.largest_scales(known, limit)
+    # The overflows that amax does not explain.
+    self.is_callers: npt.NDArray[np.bool_] = known.is_callers
+    self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
+    # Where the range is that of float32 a larger S saves nothing.
+    self.is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
+
+  @property
+  def lost(self) -> npt.NDArray[np.bool_]:
+    """bool[n], the lost steps that another S would have kept."""
+    history = self.replay.history
+    return history.overflow & ~np.isnan(history.amax) & ~self.is_callers
+
+  def tolerates(self, replay: _replay.Replay) -> bool:
+    """Returns whether a replay loses no more steps than may be."""
+    return replay.lost_steps - self.lost_anyway <= self.tolerated
+
+  @property
+  def first_clean(self) -> int:
+    """The first step that was not lost; the number of steps if all were."""
+    (clean,) = np.nonzero(~self.replay.history.overflow)
+    return int(clean[0]) if clean.size else self.count
+
+  @property
+  def spare(self) -> npt.NDArray[np.float64]:
+    """float64[n], how many more doublings of S each step would have stood."""
+    loss_scale = np.asarray(self.replay.history.loss_scale, np.float64)
+    return self.stood - np.log2(loss_scale)
+
+  def knob(self, column: str) -> _knobs.Knob | None:
+    """Returns the argument that does this, if the rule has one."""
+    return _knobs.knobs(self.rule).get(column)
+
+  def tell(self, reason: str) -> None:
+    """Adds advice that is about no argument."""
+    self.advice.append(Advice(None, None, None, reason))
+
+  def attempt(
+    self,
+    column: str,
+    values: Iterable[Any],
+    seen: str,
+    is_better: _IsBetter,
+    is_enough: Callable[[_replay.Replay], bool] = lambda replay: True,
+  ) -> bool:
+    """Tries values of an argument; keeps the first that is enough, or best."""
+    knob = self.knob(column)
+    if knob is None:
+      return False
+    best: tuple[Any, base.LossScale, _replay.Replay] | None = None
+    for value in values:
+      try:
+        rule = _knobs.turn(self.rule, knob, value)
+      except ValueError:
+        continue  # The rule does not go there.
+      replay = self._replay(rule)
+      if is_better(replay, self.replay if best is None else best[2]):
+        best = value, rule, replay
+        if is_enough(replay):
+          break
+    if best is None:
+      return False
+    value, rule, replay = best
+    self.advice.append(
+      Advice(
+        knob.name,
+        knob.value,
+        value,
+        f"{seen}; steps lost {self.replay.lost_steps} -> {replay.lost_steps} "
+        f"of {self.count}, mean headroom {_bits(self.replay.mean_headroom)} -> "
+        f"{_bits(replay.mean_headroom)} bits",
+      )
+    )
+    self.rule, self.replay = rule, replay
+    return True
+
+  def _begins(self) -> bool:
+    """Returns whether the rule's own first S is the one to begin with."""
+    if not self.count or int(self.history.step[0]) != 1:
+      return False
+    scales = np.asarray(self.history.loss_scale)
+    is_first = scales[0] == self.replay.history.loss_scale[0]
+    # Counted from 1, S may still come from a checkpoint. But one that never
+    # moved is another rule's, recorded to be replayed.
+    return bool(is_first or np.all(scales == scales[0]))
+
+  def _replay(self, rule: base.LossScale) -> _replay.Replay:
+    return _replay.replay(rule, self.history, **self._options)
+
+
+def _look_for_nan(tuning: _Tuning) -> None:
+  nans = int(np.sum(np.isnan(tuning.replay.history.amax)))
   if nans:
-    trial.tell(
-      f"{nans} of {trial.count} steps had NaN gradients at an S that the steps "
-      "next to them stood: no loss scale mends these; "
+    tuning.tell(
+      f"{nans} of {tuning.count} steps had NaN gradients at an S that the "
+      "steps next to them stood: no loss scale mends these; "
       "instruments.where_overflow(fun, dtypes=(jnp.float16, jnp.float32)) "
       "tells which operation makes them"
     )
 
 
-def _look_for_callers(trial: _trial.Trial) -> None:
-  count = int(np.sum(trial.is_callers))
+def _look_for_callers(tuning: _Tuning) -> None:
+  count = int(np.sum(tuning.is_callers))
   if count:
-    headroom = trial.recorded_headroom[trial.is_callers]
-    trial.tell(
-      f"{count} of {trial.count} steps were overflows although amax was "
+    recorded = tuning.history.headroom(tuning.replay.dtype)
+    headroom = recorded[tuning.is_callers]
+    tuning.tell(
+      f"{count} of {tuning.count} steps were overflows although amax was "
       f"{np.min(headroom):.1f} bits or more below the limit: nothing shows "
       "that S was too large, so these count against no S; look at what set "
       "overflow=, and if that is a status register, "
       "instruments.where_overflow(fun) tells which operation overflows"
     )
+
+
+def _propose(tuning: _Tuning) -> None:
+  """Adds to its advice what to change, and what no argument mends."""
+  _look_at_fixed_scale(tuning)
+  if _is_stuck_at_floor(tuning):
+    return
+  _look_at_start(tuning)
+  if not tuning.is_wide:
+    _look_at_climb(tuning)
+    _look_at_ceiling(tuning)
+  _look_at_lost_steps(tuning)
+  if not tuning.is_wide:
+    _look_at_headroom(tuning)
+  _look_at_what_is_left(tuning)
+
+
+def _look_at_what_is_left(tuning: _Tuning) -> None:
+  """Tells of lost steps that nothing was proposed against."""
+  lost = int(np.sum(tuning.lost))
+  is_silent = all(advice.argument is None for advice in tuning.advice)
+  if is_silent and tuning.rule.skip and lost > tuning.tolerated:
+    tuning.tell(
+      f"{lost} of {tuning.count} steps were lost, and no argument of the rule "
+      "that was tried keeps more of them: look at the run itself, which may "
+      "diverge; instruments.where_overflow tells which operation overflows"
+    )
+
+
+def _look_at_fixed_scale(tuning: _Tuning) -> None:
+  knob = tuning.knob("scale")
+  known = np.sort(tuning.stood[np.isfinite(tuning.stood)])
+  if knob is None or not known.size:
+    return
+  # All but so many steps stand it.
+  stood = math.floor(known[math.floor(known.size / 1000)])
+  lost = int(np.sum(tuning.lost))
+  spare = stood - math.log2(knob.value)
+  value = _power(stood - _RESERVE)
+  if lost > tuning.tolerated:
+    tuning.attempt(
+      "scale",
+      [value],
+      f"{lost} of {tuning.count} steps overflowed",
+      _loses_fewer,
+    )
+  elif spare >= _WIDE and not tuning.is_wide:
+    tuning.attempt(
+      "scale",
+      [value],
+      f"S could have been 2**{math.floor(spare)} times as large",
+      _wastes_less(tuning),
+    )
+
+
+def _is_stuck_at_floor(tuning: _Tuning) -> bool:
+  """Returns whether S has to be below a floor that no argument lowers."""
+  at_floor = tuning.lost & tuning.replay.stalled
+  if tuning.knob("scale") or not np.any(at_floor):
+    return False
+  floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
+  value = _power(math.floor(np.min(tuning.stood[at_floor])))
+  seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
+  # A rule may have both; then both may have to be lowered.
+  proposed = [
+    # Some let S come down to it, others only near.
+    tuning.attempt(column, [value, value / 2], seen, _loses_fewer)
+    for column in ("min_scale", "hold_below")
+  ]
+  if not any(proposed):
+    tuning.tell(
+      f"{seen}, {floor:g}, and no argument lowers it; "
+      "instruments.where_overflow tells which operation overflows"
+    )
+  return not any(proposed)
+
+
+def _look_at_start(tuning: _Tuning) -> None:
+  first = tuning.first_clean
+  lost = int(np.sum(tuning.lost[:first]))
+  if not tuning.begins or lost < _MANY_AT_START:
+    return
+  if first < tuning.count:
+    exponent = math.log2(tuning.replay.history.loss_scale[first])
+  else:
+    exponent = np.nanmin(tuning.stood)
+  before = tuning.replay
+
+  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
+    # What is smaller than the first only delays the losses, unless it ends
+    # them.
+    is_worth_it = than is before or tuning.tolerates(replay)
+    return is_worth_it and _loses_fewer(replay, than)
+
+  tuning.attempt(
+    "init_scale",
+    [_power(math.floor(exponent) - less) for less in range(_LOWER + 1)],
+    f"{lost} steps were lost before the first clean one",
+    is_better,
+    tuning.tolerates,
+  )
+
+
+def _look_at_ceiling(tuning: _Tuning) -> None:
+  knob = tuning.knob("max_scale")
+  if knob is None:
+    return
+  is_at_ceiling = tuning.replay.history.loss_scale >= np.float32(knob.value)
+  stays = is_at_ceiling & ~tuning.replay.history.overflow
+  spare = _least(tuning.spare[stays])
+  if np.sum(stays) < tuning.count * _LONG_SHARE or not _WIDE <= spare < np.inf:
+    return
+  tuning.attempt(
+    "max_scale",
+    [knob.value * _power(math.floor(spare) - _RESERVE)],
+    f"S was at its ceiling on {int(np.sum(stays))} steps, and could have been "
+    f"2**{math.floor(spare)} times as large",
+    _wastes_less(tuning),
+  )
+
+
+def _look_at_climb(tuning: _Tuning) -> None:
+  # NaN, where no S helps, does not end the climb.
+  (enough,) = np.nonzero(tuning.spare < _WIDE)
+  steps = int(enough[0]) if enough.size else tuning.count
+  least = _least(tuning.spare[:steps])
+  if (
+    not tuning.begins
+    or steps < tuning.count * _LONG_SHARE
+    or not np.isfinite(least)
+  ):
+    return
+  seen = (
+    f"on the first {steps} steps S could have been 2**{math.floor(least)} "
+    "times as large"
+  )
+  value = _power(math.floor(np.nanmin(tuning.stood[:steps])) - _RESERVE)
+  ceiling = tuning.knob("max_scale")
+  if ceiling is not None and ceiling.value < value:
+    tuning.attempt(
+      "max_scale",
+      [value],
+      seen,
+      lambda replay, than: replay.lost_steps <= than.lost_steps,
+    )
+  tuning.attempt("init_scale", [value], seen, _wastes_less(tuning))
+
+
+def _look_at_lost_steps(tuning: _Tuning) -> None:
+  anyway = tuning.lost_anyway
+
+  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
+    return replay.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
+
+  for column, values in (
+    ("growth_interval", lambda old: _doubled(int(old), tuning.count)),
+    ("hysteresis", lambda old: [1]),
+    ("headroom", lambda old: [old + more for more in range(1, 7)]),
+  ):
+    knob = tuning.knob(column)
+    lost = int(np.sum(tuning.lost[tuning.first_clean :]))
+    if knob is not None and lost > tuning.tolerated:
+      tuning.attempt(
+        column,
+        values(knob.value),
+        f"{lost} of {tuning.count} steps were lost after the start",
+        is_better,
+        functools.partial(
+          _loses_at_most, tuning.replay.lost_steps - lost + tuning.tolerated
+        ),
+      )
+
+
+def _look_at_headroom(tuning: _Tuning) -> None:
+  turned = {advice.argument for advice in tuning.advice}
+  for column, values in (
+    ("growth_interval", lambda old: _halved(int(old))),
+    ("hysteresis", lambda old: [old + 1, old + 2]),
+    ("headroom", lambda old: [old - less for less in range(1, 7)]),
+  ):
+    knob = tuning.knob(column)
+    mean = tuning.replay.mean_headroom
+    if knob is not None and knob.name not in turned and mean >= _WIDE:
+      tuning.attempt(
+        column,
+        values(knob.value),
+        f"S could have been 2**{math.floor(mean)} times as large in the mean",
+        _wastes_less(tuning),
+        lambda replay: replay.mean_headroom < _WIDE,
+      )
+
+
+def _least(spare: npt.NDArray[np.float64]) -> float:
+  """Returns the smallest number that is not NaN, or inf."""
+  return float(np.min(spare[~np.isnan(spare)], initial=np.inf))
+
+
+def _power(exponent: float) -> float:
+  """Returns that power of two, within the range of S."""
+  return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
+
+
+def _doubled(steps: int, most: int) -> list[int]:
+  return [steps << i for i in range(1, 31) if steps << i <= most]
+
+
+def _halved(steps: int) -> list[int]:
+  return [steps >> i for i in range(1, steps.bit_length())]
+
+
+def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
+  """Returns whether it loses fewer steps."""
+  return replay.lost_steps < than.lost_steps
+
+
+def _loses_at_most(most: int, replay: _replay.Replay) -> bool:
+  return replay.lost_steps <= most
+
+
+def _wastes_less(tuning: _Tuning) -> _IsBetter:
+  """Returns a test for a mean headroom that is smaller by a bit at least.
+
+  Without more steps lost than may be, or than the replay so far loses.
+  """
+  before = tuning.replay.lost_steps
+  most = max(before, tuning.lost_anyway + tuning.tolerated)
+
+  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
+    wastes_less = replay.mean_headroom <= than.mean_headroom - 1
+    return wastes_less and replay.lost_steps <= most
+
+  return is_better
+
+
+def _text(value: Any) -> str:
+  """Returns a number as a person writes it: 2**15, 1000, 0.5."""
+  number = float(value)
+  mantissa, exponent = math.frexp(number)
+  # A power of two among integers may well be a number of steps.
+  least = 4 if type(value) is float else 16
+  if mantissa == 0.5 and abs(exponent - 1) >= least:
+    return f"2**{exponent - 1}"
+  return f"{number:g}" if not number.is_integer() else str(int(number))
+
+
+def _bits(headroom: float) -> str:
+  return "unknown" if math.isnan(headroom) else f"{headroom:.1f}"

@@ -12,7 +12,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._step import checks
 from optax_lossscale._step import findings
 from optax_lossscale._step import requirements
-from optax_lossscale.instruments import _gradients
+from optax_lossscale.instruments import _elements
 
 
 class Culprit(NamedTuple):
@@ -55,7 +55,7 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
   """
   return {
     path: findings.to_float32(largest)
-    for path, largest in _amaxes(_gradients.named(tree)).items()
+    for path, largest in _amaxes(_elements.named(tree)).items()
   }
 
 
@@ -99,7 +99,7 @@ def culprit(
   """
   requirements.check_check(check)
   scaled_grads = leaves.as_arrays(scaled_grads)
-  named = _gradients.named(scaled_grads)
+  named = _elements.named(scaled_grads)
   if not named:
     raise ValueError(
       "`scaled_grads` must have a floating or complex leaf, got "
@@ -152,4 +152,4 @@ def _order(culprit: Culprit) -> tuple[bool, bool, float]:
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the amax of each array, in its own dtype or a wider one."""
-  return {path: bits.amax(_gradients.parts(x)) for path, x in named.items()}
+  return {path: bits.amax(_elements.parts(x)) for path, x in named.items()}

@@ -1,13 +1,17 @@
-"""What is kept of the steps of a run, as arrays on the host."""
+"""The last steps of a run: kept on the device, read on the host."""
 
 from typing import Any
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._step import requirements
+from optax_lossscale._step import states
 
 
 class History(NamedTuple):
@@ -70,3 +74,188 @@ class History(NamedTuple):
     with np.errstate(divide="ignore"):
       headroom = np.log2(float(jnp.finfo(found).max) / amax)
     return np.asarray(np.where(np.isfinite(amax), headroom, np.nan))
+
+
+class RecordState(NamedTuple):
+  """State of `record`: the optimizer's, and a ring of the last steps.
+
+  Attributes:
+    recorded_state: the state of the optimizer that is recorded.
+    recorded_steps: int32[], how many steps there have been.
+    recorded_scale: float32[capacity], the S that a step used; 1 for a step
+      whose loss was not scaled.
+    recorded_amax: float32[capacity], the amax of its scaled gradients.
+    recorded_overflow: bool[capacity], whether they were unusable.
+  """
+
+  recorded_state: Any
+  recorded_steps: jax.Array
+  recorded_scale: jax.Array
+  recorded_amax: jax.Array
+  recorded_overflow: jax.Array
+
+
+def record(
+  tx: optax.GradientTransformation, capacity: int, *, path: str | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the optimizer, which keeps its last steps in its state.
+
+  S, amax and the overflow of each step are written to arrays in the state,
+  9 bytes a step, on the device and inside jit; nothing waits for the host.
+  `history` reads them when you want.
+
+  Args:
+    tx: an optimizer with `loss_scaling` in it, at any depth.
+    capacity: how many steps to keep. Of more, the last ones are there.
+    path: which scale, if `tx` holds several. See `get_loss_scale`.
+
+  Returns:
+    A transformation whose state is a `RecordState` around that of `tx`, in
+    which everything finds the loss scale as before.
+
+  Raises:
+    TypeError: if an argument is not of its kind.
+    ValueError: if `capacity` is below 1; from `init`, if there is no loss
+      scaling in `tx`, or several and no path; from `update`, if the state is a
+      record of another capacity.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    >>> tx = ols.instruments.record(tx, capacity=2)
+    >>> state = tx.init(jnp.zeros(1))
+    >>> for gradient in (1.0, jnp.inf, 2.0):
+    ...   _, state = tx.update(jnp.array([gradient]), state)
+    >>> history = ols.instruments.history(state)
+    >>> print(history.step, history.loss_scale, history.amax, history.overflow)
+    [2 3] [8. 4.] [inf  2.] [ True False]
+  """
+  capacity = arguments.check_count("capacity", capacity)
+  tx = requirements.as_optimizer("tx", tx)
+
+  def init(params: optax.Params) -> RecordState:
+    recorded_state = tx.init(params)
+    states.find_state(recorded_state, path)
+    return RecordState(
+      recorded_state=recorded_state,
+      recorded_steps=jnp.full((), 0, jnp.int32),
+      recorded_scale=jnp.full(capacity, 0, jnp.float32),
+      recorded_amax=jnp.full(capacity, 0, jnp.float32),
+      recorded_overflow=jnp.full(capacity, False),
+    )
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, RecordState]:
+    loss_scale = jnp.where(
+      extra_args.get("scaled", True),
+      states.get_loss_scale(state.recorded_state, path=path),
+      1,
+    )
+    updates, recorded_state = tx.update(
+      updates, state.recorded_state, params, **extra_args
+    )
+    last = states.find_state(recorded_state, path)
+    _check_capacity(state, capacity)
+    place = state.recorded_steps % capacity
+    return updates, RecordState(
+      recorded_state=recorded_state,
+      recorded_steps=optax.safe_increment(state.recorded_steps),
+      recorded_scale=state.recorded_scale.at[place].set(loss_scale),
+      recorded_amax=state.recorded_amax.at[place].set(last.amax),
+      recorded_overflow=state.recorded_overflow.at[place].set(last.overflow),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def history(opt_state: Any, *, path: str | None = None) -> History:
+  """Returns the steps that `record` has kept, in their order.
+
+  It fetches them from the device, so it belongs outside of jit.
+
+  Args:
+    opt_state: the state of an optimizer around which `record` is, or any pytree
+      that holds it.
+    path: which record, if `opt_state` holds several: the path that the error
+      lists.
+
+  Returns:
+    As many steps as have been made, and the last `capacity` of more.
+
+  Raises:
+    ValueError: if there is no record, or several and no path, if it is of
+      several runs at once, or if it is being traced.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1024.0))
+    >>> tx = ols.instruments.record(tx, capacity=100)
+    >>> state = tx.init(jnp.zeros(1))
+    >>> _, state = tx.update(jnp.array([4.0]), state)
+    >>> print(ols.instruments.history(state).unscaled_amax)
+    [0.00390625]
+  """
+  found = _find_record(opt_state, path)
+  ring = found[1:]
+  if any(isinstance(x, jax.core.Tracer) for x in ring):
+    raise ValueError(
+      "`opt_state` must be known, got one that JAX is tracing: read the "
+      "history outside of jit, of the state that the train step returned."
+    )
+  # By way of JAX, since Flax NNX keeps each array in a variable of its own.
+  steps, scales, amaxes, overflows = (np.asarray(jnp.asarray(x)) for x in ring)
+  if steps.ndim:
+    raise ValueError(
+      "`opt_state` must be the state of one run, got a record of shape "
+      f"{steps.shape}; choose one: jax.tree.map(lambda x: x[0], opt_state)."
+    )
+  step = np.arange(max(0, int(steps) - len(scales)), int(steps))
+  places = step % len(scales)
+  return History(step + 1, scales[places], amaxes[places], overflows[places])
+
+
+def _check_capacity(state: RecordState, capacity: int) -> None:
+  """Raises ValueError if a ring of another size was restored."""
+  size = state.recorded_scale.shape[-1]
+  if size != capacity:
+    raise ValueError(
+      "`capacity` must stay what it was in the run that is continued, got "
+      f"{capacity} for a record of {size} steps; take {size}, or begin a new "
+      "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
+    )
+
+
+def _find_record(opt_state: Any, path: str | None) -> RecordState:
+  records = {
+    jax.tree_util.keystr(key, simple=True, separator="/"): leaf
+    for key, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=_is_record)
+    if _is_record(leaf)
+  }
+  if not records:
+    raise ValueError(
+      "`opt_state` must hold a record, got a "
+      f"{type(opt_state).__name__} without one; wrap the optimizer: tx = "
+      "record(loss_scaling(inner, rule), capacity=1000)."
+    )
+  chosen = [
+    state for key, state in records.items() if path is None or key == path
+  ]
+  if len(chosen) != 1:
+    raise ValueError(
+      f"`path` must be that of one record, got {path!r}; there are records at "
+      f"{', '.join(map(repr, records))}."
+    )
+  found: RecordState = chosen[0]
+  return found
+
+
+def _is_record(x: Any) -> bool:
+  return isinstance(x, RecordState)

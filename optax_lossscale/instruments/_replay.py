@@ -1,4 +1,4 @@
-"""A recorded run once more, with another rule: what S would have been."""
+"""A history once more, with another rule: what S would have been."""
 
 import functools
 from typing import Any
@@ -16,9 +16,11 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _history
-from optax_lossscale.instruments import _recorded
 
 _FLOAT16 = np.dtype(np.float16)
+
+# How far an S may be from the recorded one, and still be the same but for what
+# compilers make of it.
 _ROUNDING = 2.0**-12
 
 
@@ -133,7 +135,7 @@ def replay(
     >>> print(np.log2(replay.history.loss_scale), replay.lost_steps)
     [24. 23. 22. 22.] 2
   """
-  check_trace(trace)
+  check_history(trace)
   _check_rule(rule)
   found, name = arguments.read_dtype(dtype)
   if found is None:
@@ -145,65 +147,126 @@ def replay(
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
-  limit = _recorded.limit_of(found)
-  outcome = _run_of(rule)(
-    state, _recorded.read(trace, limit), np.float32(limit), saturating
+  limit = limit_of(found)
+  outcome = _steps_of(rule)(
+    state, known_steps(trace, limit), np.float32(limit), saturating
   )
-  outcome = jax.tree.map(np.asarray, outcome)
+  scales, amax, overflow, stalled = map(np.asarray, outcome)
   return Replay(
-    history=_history.History(
-      step=np.asarray(trace.step),
-      loss_scale=outcome.loss_scale,
-      amax=outcome.amax,
-      overflow=outcome.overflow,
-    ),
-    skipped=outcome.overflow & rule.skip,
-    stalled=outcome.stalled,
+    history=_history.History(np.asarray(trace.step), scales, amax, overflow),
+    skipped=overflow & rule.skip,
+    stalled=stalled,
     dtype=found,
   )
 
 
-def check_trace(trace: Any) -> None:
+def check_history(history: Any) -> None:
   """Raises TypeError if it is no History."""
-  if not isinstance(trace, _history.History):
+  if not isinstance(history, _history.History):
     raise TypeError(
-      f"a trace must be a History, got {type(trace).__name__}; "
+      f"a trace must be a History, got {type(history).__name__}; "
       "instruments.history takes one out of a training state, and "
       "instruments.read_history reads one from a file."
     )
 
 
-class _Outcome(NamedTuple):
-  """What a rule made of each step."""
+class Known(NamedTuple):
+  """What each step of a history tells of another S; each is an array of [n]."""
 
-  loss_scale: Any
+  # amax / S is mantissa * 2**exponent: apart, it need not be a normal float32.
+  mantissa: Any
+  exponent: Any
+  is_nan: Any  # At every S.
+  is_callers: Any  # An overflow at every S, with amax well below the limit.
+  is_bound: Any  # amax / S was that or more.
+  failed_at: Any  # Every S from here on overflows.
+  loss_scale: Any  # As it was recorded, and so is amax.
   amax: Any
-  overflow: Any
-  stalled: Any
 
 
-def _run_of(rule: base.LossScale) -> Any:
+def limit_of(dtype: Any) -> float:
+  """Returns the largest amax that is no overflow."""
+  # amax is a float32, so what is beyond is inf for any dtype.
+  return min(float(jnp.finfo(dtype).max), arguments.LARGEST_SCALE)
+
+
+def known_steps(history: _history.History, limit: float) -> Known:
+  """Returns what is known of each step."""
+  scale = np.float64(history.loss_scale)
+  amax = np.float64(history.amax)
+  is_nan = _is_lasting_nan(history)
+  failed = (np.asarray(history.overflow) | ~np.isfinite(amax)) & ~is_nan
+  # A bit for the rounding, and for what amax itself does not show.
+  is_callers = failed & (amax <= limit / 2)
+  failed &= ~is_callers
+  is_bound = failed & (~np.isfinite(amax) | (amax == limit))
+  unscaled = np.where(is_bound, limit, np.where(is_nan, 0, amax)) / scale
+  mantissa, exponent = np.frexp(unscaled)
+  return Known(
+    mantissa=np.float32(mantissa),
+    exponent=np.int32(exponent),
+    is_nan=is_nan,
+    is_callers=is_callers,
+    is_bound=is_bound,
+    failed_at=np.float32(np.where(failed, scale, np.inf)),
+    loss_scale=np.float32(scale),
+    amax=np.float32(history.amax),
+  )
+
+
+def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
+  """Returns log2 of the largest S that each step stands.
+
+  NaN where it stands none, inf where it stands any.
+  """
+  with np.errstate(divide="ignore"):
+    unscaled = np.log2(known.mantissa) + known.exponent
+  stood = np.log2(limit) - unscaled
+  # A step that failed at an S may stand the next smaller power of two.
+  below = np.ceil(np.log2(np.float64(known.failed_at))) - 1
+  return np.where(known.is_nan, np.nan, np.minimum(stood, below))
+
+
+def _is_lasting_nan(history: _history.History) -> npt.NDArray[np.bool_]:
+  """Returns bool[n]: NaN that no S mends, as far as the history shows."""
+  scale = np.asarray(history.loss_scale)
+  is_nan = np.isnan(history.amax)
+  (clean,) = np.nonzero(~np.asarray(history.overflow) & ~is_nan)
+  if not clean.size:
+    # S may still be on its way down to one that stands.
+    return np.zeros_like(is_nan)
+  (nans,) = np.nonzero(is_nan)
+  after = np.searchsorted(clean, nans)
+  stood_before = np.where(after > 0, scale[clean[after - 1]], 0)
+  last = clean[np.minimum(after, clean.size - 1)]
+  stood_after = np.where(after < clean.size, scale[last], 0)
+  is_nan[nans] = scale[nans] <= np.maximum(stood_before, stood_after)
+  return is_nan
+
+
+def _steps_of(rule: base.LossScale) -> Any:
   """Returns the compiled loop of a rule: the same for equal rules."""
   try:
     hash(rule)
   except TypeError:  # A user's own, with an array among its fields, say.
-    return jax.jit(functools.partial(_run, rule))
-  return functools.partial(_run_hashable, rule)
+    return jax.jit(functools.partial(_steps, rule))
+  return functools.partial(_steps_of_hashable, rule)
 
 
-def _run(
+def _steps(
   rule: base.LossScale,
   state: Any,
-  recorded: _recorded.Recorded,
+  known: Known,
   limit: jax.Array,
   saturating: jax.Array,
-) -> _Outcome:
-  def step(state: Any, known: _recorded.Recorded) -> tuple[Any, _Outcome]:
+) -> tuple[jax.Array, ...]:
+  """Returns S, amax, whether it overflowed and stalled, for each step."""
+
+  def step(state: Any, known: Known) -> tuple[Any, tuple[jax.Array, ...]]:
     loss_scale = jnp.asarray(state.loss_scale, jnp.float32)
     mantissa, exponent = jnp.frexp(loss_scale)
     amax = jnp.ldexp(known.mantissa * mantissa, known.exponent + exponent)
-    # At the S of the record, as exactly as compiled rules agree on it, nothing
-    # is rounded.
+    # At the S of the record nothing is rounded.
     error = jnp.abs(loss_scale - known.loss_scale)
     is_same = error <= known.loss_scale * _ROUNDING
     amax = jnp.where(is_same, known.amax, amax)
@@ -215,12 +278,12 @@ def _run(
     amax = jnp.where(known.is_nan, jnp.float32(jnp.nan), amax)
     overflow = is_too_large | fails | known.is_nan | known.is_callers
     state, stalled = loss_scaling.move(rule, state, overflow, amax, None)
-    return state, _Outcome(loss_scale, amax, overflow, stalled)
+    return state, (loss_scale, amax, overflow, stalled)
 
-  return jax.lax.scan(step, state, recorded)[1]
+  return jax.lax.scan(step, state, known)[1]
 
 
-_run_hashable = jax.jit(_run, static_argnums=0)
+_steps_of_hashable = jax.jit(_steps, static_argnums=0)
 
 
 def _check_rule(rule: Any) -> None:

@@ -14,7 +14,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import leaves
 from optax_lossscale._step import states
-from optax_lossscale.instruments import _gradients
+from optax_lossscale.instruments import _elements
 
 
 def underflow_fraction(
@@ -26,8 +26,7 @@ def underflow_fraction(
   |S g| <= 2**-25; between that and its smallest subnormal number, 2**-24, they
   are rounded up. It is exact: S g is what a float32 multiplication and then a
   conversion to `dtype` make of it, both rounding to the nearest and ties to
-  even; but this multiplies nothing, it compares the bits of each element with
-  those of the largest that is lost. So it is the same where a backend flushes
+  even; but this compares bits, so it is the same where a backend flushes
   subnormal numbers to 0. Usable inside jit.
 
   Args:
@@ -60,8 +59,8 @@ def underflow_fraction(
   scale = states.get_loss_scale(loss_scale)
   return _share(
     _count_lost(part, scale, target)
-    for x in _gradients.named(tree).values()
-    for part in _gradients.parts(x)
+    for x in _elements.named(tree).values()
+    for part in _elements.parts(x)
   )
 
 
@@ -95,8 +94,8 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
     >>> print(ols.instruments.swallowed_fraction(params, updates))
     0.5
   """
-  named_params = _gradients.named(params)
-  named_updates = _gradients.named(updates)
+  named_params = _elements.named(params)
+  named_updates = _elements.named(updates)
   if not named_updates.keys() <= named_params.keys():
     raise ValueError(
       "`updates` must be for the parameters, got one for "
@@ -143,87 +142,75 @@ def _share(counts: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=2)
 def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
   """Returns uint32[2]: how many become 0 in `target`, and are not 0 now."""
-  last_lost = _largest_lost(_bits.carrier(x.dtype), loss_scale, target)
 
   def tally(x: jax.Array) -> jax.Array:
-    bits = _magnitude(x)
-    is_nonzero = bits > 0
-    return jnp.stack(
-      [
-        jnp.sum(is_nonzero & (bits <= last_lost), dtype=jnp.uint32),
-        jnp.sum(is_nonzero, dtype=jnp.uint32),
-      ]
-    )
+    x = x.astype(_bits.carrier(x.dtype))
+    return _counts(_becomes_zero(x, loss_scale, target), _magnitude(x) > 0)
 
-  return _gradients.count(tally, 2, [x])
+  return _elements.count(tally, 2, [x])
 
 
-def _largest_lost(dtype: Any, loss_scale: jax.Array, target: Any) -> jax.Array:
-  """Returns the bits of the largest number that S times it becomes 0.
-
-  It is the largest product that becomes 0 divided by S, all in integers.
-  """
-  own = jnp.finfo(dtype)
-  # In which S times the number is computed.
-  wide = jnp.finfo(leaves.at_least_float32(dtype))
-  precision = int(wide.nmant) + 1
-  quantum = int(wide.minexp) - int(wide.nmant)
-  product, product_exponent = _largest_lost_product(precision, quantum, target)
-
-  # S is an integer of so many bits times a power of two.
-  bits = _bits.magnitude_bits(loss_scale.astype(wide.dtype))
-  unsigned = bits.dtype.type
-  hidden = unsigned(1 << wide.nmant)
-  scale = bits & (hidden - unsigned(1)) | hidden
-  field = (bits >> unsigned(wide.nmant)).astype(jnp.int32)
-  scale_exponent = field + np.int32(quantum - 1)
-
-  # Shifted, so that the quotient has at least `precision` bits.
-  quotient = _divide(product << precision, scale, precision)
-  length = np.int32(8 * bits.dtype.itemsize) - lax.clz(quotient).astype(
-    jnp.int32
+def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
+  """Returns uint32[2]: how many are in both, and how many in the second."""
+  return jnp.stack(
+    [jnp.sum(where & among, dtype=jnp.uint32), jnp.sum(among, dtype=jnp.uint32)]
   )
-  exponent = length + np.int32(product_exponent - precision - 1)
-  exponent -= scale_exponent
-  above = exponent - np.int32(own.minexp)
-  # Cut to the precision of `dtype`, and to less where it is subnormal there.
-  cut = length - np.int32(own.nmant + 1) + jnp.maximum(-above, np.int32(0))
-  fraction = quotient >> jnp.minimum(cut, length).astype(unsigned)
-  whole = jnp.maximum(above, np.int32(0)).astype(unsigned)
-  found = (whole << unsigned(own.nmant)) + fraction
-  infinity = unsigned((own.maxexp - own.minexp + 1) << own.nmant)
-  own_unsigned = jnp.dtype(f"uint{own.bits}")
-  return jnp.minimum(found, infinity - unsigned(1)).astype(own_unsigned)
 
 
-def _largest_lost_product(
-  precision: int, quantum: int, target: Any
-) -> tuple[int, int]:
-  """Returns the largest product that becomes 0: an integer and an exponent."""
-  smallest = float(jnp.finfo(target).smallest_subnormal)
-  # Half of it is a tie, and 0 is even.
-  half = math.frexp(smallest)[1] - 2
-  product = 1 << precision
-  if half < quantum:
-    # Already the product of what is smaller is rounded to 0.
-    return product, quantum - 1 - precision
-  # Up to half of the distance to its next number it is rounded to this.
-  product += 1 << max(0, quantum - 1 - half + precision)
-  return product, half - precision
+def _becomes_zero(
+  x: jax.Array, loss_scale: jax.Array, target: Any
+) -> jax.Array:
+  """Returns where S x is rounded to 0: to float32 at least, then to `target`.
+
+  The product is exact, in two integers, and compared with the largest that is
+  rounded to 0: no floating-point operation meets a subnormal number.
+  """
+  wide = jnp.finfo(leaves.at_least_float32(x.dtype))
+  unsigned, width = jnp.dtype(f"uint{wide.bits}").type, wide.bits
+  # Half of the smallest number of `target` is a tie, and 0 is even. The product
+  # in `wide` has been rounded to that half from up to half a bit above it.
+  half = math.frexp(float(jnp.finfo(target).smallest_subnormal))[1] - 2
+  half_bit = min(wide.nmant, half - (wide.minexp - wide.nmant)) + 1
+  largest = 1 << (width - 2)
+  if half_bit > 0:
+    largest += largest >> half_bit
+
+  a, exponent_of_a = _split(x, unsigned)
+  b, exponent_of_b = _split(loss_scale.astype(wide.dtype), unsigned)
+  # The product of the integers is at least 2**(2 * width - 2), and below four
+  # times that. These are the bits between that power of two and `half`.
+  room = np.int32(half + 2 - 2 * width) - (exponent_of_a + exponent_of_b)
+  limit = unsigned(largest) << jnp.clip(room, 0, 1).astype(unsigned)
+  high = _high_half(a, b)
+  is_within = (high < limit) | ((high == limit) & (a * b == unsigned(0)))
+  is_finite = _magnitude(x) < _magnitude(jnp.array(jnp.inf, x.dtype))
+  is_zero: jax.Array = is_finite & ((room > 1) | ((room >= 0) & is_within))
+  return is_zero
 
 
-def _divide(dividend: int, divisor: jax.Array, precision: int) -> jax.Array:
-  """Returns the quotient of integers, rounded down: long division."""
-  unsigned = divisor.dtype.type
-  # A digit's bits: so many can be appended to a remainder.
-  step = 8 * divisor.dtype.itemsize - precision
-  quotient = remainder = jnp.zeros((), divisor.dtype)
-  for shift in reversed(range(0, 2 * precision + 2, step)):
-    digit = unsigned((dividend >> shift) % 2**step)
-    remainder = (remainder << unsigned(step)) | digit
-    quotient = (quotient << unsigned(step)) | (remainder // divisor)
-    remainder = remainder % divisor
-  return quotient
+def _split(x: jax.Array, unsigned: Any) -> tuple[jax.Array, jax.Array]:
+  """Returns |x| as an integer whose highest bit is set, and its exponent."""
+  own = jnp.finfo(x.dtype)
+  bits = _magnitude(x).astype(unsigned)
+  hidden = unsigned(1 << own.nmant)
+  field = (bits >> unsigned(own.nmant)).astype(jnp.int32)
+  fraction = bits & (hidden - unsigned(1))
+  integer = jnp.where(field > 0, fraction | hidden, fraction)
+  shift = lax.clz(integer)
+  exponent = jnp.maximum(field, 1) - shift.astype(jnp.int32)
+  return integer << shift, exponent + np.int32(own.minexp - own.nmant - 1)
+
+
+def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns the upper half of the bits of a product of integers."""
+  # lax.mulhi does this, but not where arrays are sharded.
+  half = a.dtype.type(4 * a.dtype.itemsize)
+  low_bits = a.dtype.type((1 << int(half)) - 1)
+  (a_high, a_low), (b_high, b_low) = ((x >> half, x & low_bits) for x in (a, b))
+  middle = a_high * b_low + (a_low * b_low >> half)
+  carry = (middle & low_bits) + a_low * b_high
+  high: jax.Array = a_high * b_high + (middle >> half) + (carry >> half)
+  return high
 
 
 @jax.jit
@@ -232,21 +219,16 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
 
   def tally(param: jax.Array, update: jax.Array) -> jax.Array:
     new = optax.apply_updates(param, update)
-    pairs = zip(_gradients.parts(new), _gradients.parts(param), strict=True)
+    pairs = zip(_elements.parts(new), _elements.parts(param), strict=True)
     is_same = functools.reduce(
       jnp.logical_and, (_is_same(a, b) for a, b in pairs)
     )
     is_nonzero = functools.reduce(
-      jnp.logical_or, (_magnitude(x) > 0 for x in _gradients.parts(update))
+      jnp.logical_or, (_magnitude(x) > 0 for x in _elements.parts(update))
     )
-    return jnp.stack(
-      [
-        jnp.sum(is_nonzero & is_same, dtype=jnp.uint32),
-        jnp.sum(is_nonzero, dtype=jnp.uint32),
-      ]
-    )
+    return _counts(is_same, is_nonzero)
 
-  return _gradients.count(tally, 2, [param, update])
+  return _elements.count(tally, 2, [param, update])
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -21,8 +21,8 @@ from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _first
+from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _place
-from optax_lossscale.instruments import _record as record_state
 
 
 def where_overflow(
@@ -128,7 +128,7 @@ def _nonfinite_argument(
 
 def _remembers_overflows(x: Any) -> bool:
   """Returns whether it is a state that keeps the amax of a step, maybe inf."""
-  return isinstance(x, (states.LossScalingState, record_state.RecordState))
+  return isinstance(x, (states.LossScalingState, _history.RecordState))
 
 
 def _check_eager(values: Iterable[Any]) -> None:

@@ -11,11 +11,11 @@
 Each makes a figure of its own with pyplot, unless it is given `ax=`.
 """
 
-from optax_lossscale.plot._heat_map import heat_map
-from optax_lossscale.plot._histograms import exponent_histogram
-from optax_lossscale.plot._scales import headroom
-from optax_lossscale.plot._scales import loss_scale
-from optax_lossscale.plot._scales import replays
+from optax_lossscale.plot._by_exponent import exponent_histogram
+from optax_lossscale.plot._by_exponent import heat_map
+from optax_lossscale.plot._by_step import headroom
+from optax_lossscale.plot._by_step import loss_scale
+from optax_lossscale.plot._by_step import replays
 
 __all__ = [
   "exponent_histogram",

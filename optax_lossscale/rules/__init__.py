@@ -15,12 +15,11 @@ where the parameters' do not show it: `amax_tap` measures it inside the model.
 from optax_lossscale.rules._amax_tap import amax_tap
 from optax_lossscale.rules._headroom import HeadroomLossScale
 from optax_lossscale.rules._headroom import HeadroomLossScaleState
-from optax_lossscale.rules._histogram import HistogramCounts
-from optax_lossscale.rules._histogram import HistogramLossScale
-from optax_lossscale.rules._histogram import HistogramLossScaleState
 from optax_lossscale.rules._log_max import LogMaxLossScale
 from optax_lossscale.rules._log_max import LogMaxLossScaleState
-from optax_lossscale.rules._log_max_original import LogMaxOriginalState
+from optax_lossscale.rules._share_above_edge import HistogramCounts
+from optax_lossscale.rules._share_above_edge import HistogramLossScale
+from optax_lossscale.rules._share_above_edge import HistogramLossScaleState
 from optax_lossscale.rules._warm_start import WarmStart
 from optax_lossscale.rules._warm_start import WarmStartState
 
@@ -32,7 +31,6 @@ __all__ = [
   "HistogramLossScaleState",
   "LogMaxLossScale",
   "LogMaxLossScaleState",
-  "LogMaxOriginalState",
   "WarmStart",
   "WarmStartState",
   "amax_tap",

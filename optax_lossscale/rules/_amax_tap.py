@@ -1,14 +1,13 @@
 """The largest cotangent at chosen points of a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._step import checks
-from optax_lossscale._step import devices
 from optax_lossscale._step import findings
+from optax_lossscale._step import tap
 
 
 def amax_tap(x: Any, amax: jax.Array) -> Any:
@@ -63,46 +62,9 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
     >>> print(ols.get_loss_scale(state))
     128.0
   """
-  dtype = getattr(amax, "dtype", None)
-  if dtype != jnp.float32 or jnp.shape(amax) != ():
-    got = repr(amax) if dtype is None else f"{dtype}{list(amax.shape)}"
-    raise TypeError(
-      "`amax` must be float32[], an argument of the loss function such as "
-      f"jnp.float32(0), got {got}."
-    )
-  leaves, structure = jax.tree.flatten(x)
-  places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
-  if not places:
-    return x
-  tapped = _tap([jnp.asarray(leaves[i]) for i in places], amax)
-  for i, leaf in zip(places, tapped, strict=True):
-    leaves[i] = leaf
-  return jax.tree.unflatten(structure, leaves)
+  tap.check_measured("amax", amax)
+  return tap.tap(x, amax, _amax)
 
 
-def _tap(xs: list[jax.Array], amax: jax.Array) -> list[jax.Array]:
-  # Under `shard_map` the largest varies as the cotangents do. What `amax` is
-  # made to vary along here, JAX sums over.
-  varying = frozenset().union(*map(devices.varying_axes, xs))
-  amax = devices.make_varying(amax, tuple(varying))
-  axes_of_amax = tuple(devices.varying_axes(amax))
-
-  @jax.custom_vjp
-  def tap(xs: list[jax.Array], amax: jax.Array) -> list[jax.Array]:
-    del amax
-    return xs
-
-  def forward(
-    xs: list[jax.Array], amax: jax.Array
-  ) -> tuple[list[jax.Array], None]:
-    return tap(xs, amax), None
-
-  def backward(
-    _: None, cotangents: list[jax.Array]
-  ) -> tuple[list[jax.Array], jax.Array]:
-    seen = devices.make_varying(cotangents, axes_of_amax)
-    return cotangents, findings.examine(checks.nonfinite(), seen).amax
-
-  tap.defvjp(forward, backward)
-  tapped: list[jax.Array] = tap(xs, amax)
-  return tapped
+def _amax(cotangents: Sequence[jax.Array]) -> jax.Array:
+  return findings.examine(checks.nonfinite(), cotangents).amax

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
-from optax_lossscale.rules import _bounds
-from optax_lossscale.rules import _powers_of_two
+from optax_lossscale.rules import _amax_and_scale
 
 # In the place of an exponent: any S would do. Far above all exponents, far
 # below where int32 ends.
@@ -133,14 +132,14 @@ class HeadroomLossScale(base.LossScale):
   def __post_init__(self) -> None:
     super().__post_init__()
     checked = {
-      **_bounds.check_bounds(
+      **_amax_and_scale.check_bounds(
         min_scale=self.min_scale,
         init_scale=self.init_scale,
         max_scale=self.max_scale,
       ),
-      "headroom": _bounds.check_bits("headroom", self.headroom),
+      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
       "window": arguments.check_count("window", self.window),
-      "dtype": _bounds.check_dtype(self.dtype),
+      "dtype": _amax_and_scale.check_dtype(self.dtype),
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)
@@ -170,15 +169,15 @@ class HeadroomLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _powers_of_two.require_amax(amax)
+    amax = _amax_and_scale.require_amax(amax)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
-    tells = _powers_of_two.tells(amax)
-    limit = _bounds.largest(self.dtype)
+    tells = _amax_and_scale.tells(amax)
+    limit = _amax_and_scale.largest(self.dtype)
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
       jnp.where(
         tells,
-        _powers_of_two.fitting_exponent(amax, state.loss_scale, limit),
+        _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit),
         _ANY,
       ),
       state.fitting_exponents,
@@ -195,16 +194,16 @@ class HeadroomLossScale(base.LossScale):
       **self._ceiling(state, overflow, found, fits),
     )
     known = jnp.minimum(fits - self.headroom, state.ceiling_exponent)
-    exponent = _powers_of_two.exponent(state.loss_scale)
+    exponent = _amax_and_scale.exponent(state.loss_scale)
     leap = jnp.where(
       overflow,
-      exponent - _powers_of_two.LEAP,
-      jnp.minimum(_powers_of_two.leap_up(exponent), known),
+      exponent - _amax_and_scale.LEAP,
+      jnp.minimum(_amax_and_scale.leap_up(exponent), known),
     )
     wanted = jnp.where(steps_without_amax < self.window, known, leap)
     return state._replace(
-      loss_scale=_bounds.clip(
-        _powers_of_two.power_of_two(wanted), self.min_scale, self.max_scale
+      loss_scale=_amax_and_scale.clip(
+        _amax_and_scale.power_of_two(wanted), self.min_scale, self.max_scale
       )
     )
 
@@ -212,7 +211,7 @@ class HeadroomLossScale(base.LossScale):
     self, state: HeadroomLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
     """Returns bool[]: an overflow with S at `min_scale`, or below it."""
-    return _bounds.at_floor(state.loss_scale, self.min_scale, overflow)
+    return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)
 
   def _ceiling(
     self,
@@ -222,12 +221,12 @@ class HeadroomLossScale(base.LossScale):
     fits: jax.Array,
   ) -> dict[str, jax.Array]:
     """Returns the fields that remember an overflow."""
-    here = _powers_of_two.exponent(state.loss_scale)
+    here = _amax_and_scale.exponent(state.loss_scale)
     row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
     # One by one they have little to do with S, once it is so low.
     is_alone = (row == 1) & (state.steps_without_amax < self.window)
     lowest = jnp.where(
-      is_alone, fits - self.headroom - _powers_of_two.LEAP, -_ANY
+      is_alone, fits - self.headroom - _amax_and_scale.LEAP, -_ANY
     )
     below = jnp.minimum(here, jnp.maximum(here - row, lowest))
     steps = jnp.where(overflow, 0, state.steps_below_ceiling + 1)

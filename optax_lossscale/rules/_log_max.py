@@ -12,13 +12,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._rules import base
 from optax_lossscale._step import skipping
-from optax_lossscale.rules import _bounds
-from optax_lossscale.rules import _log_max_original
-from optax_lossscale.rules import _powers_of_two
-
-# What OpenSeq2Seq has as its bounds, and what this library has for its rules.
-_ORIGINAL_BOUNDS = 1.0, 2.0**14
-_BOUNDS = 2.0**-14, 2.0**126
+from optax_lossscale.rules import _amax_and_scale
 
 # Above every log2(S). Not inf, which would stop jax_debug_infs.
 _NO_CEILING = 2.0**20
@@ -62,12 +56,11 @@ class LogMaxLossScale(base.LossScale):
   a probe of how large it may be, and keeps the more bits free the more amax
   varies: the model's chance of an overflow is 0.1 % with the defaults.
 
-  The rule as it was published fails in four ways, and `original=True` shows
-  them. An overflow enters the means as x = 2**log_max, 65,536 bits: after one
-  of them S stays at its floor for some 11,000 steps. One amax of 0 makes S NaN
-  for ever. `log_max` is not where S is cut off, which is fixed at 16. And its
-  bounds, 1 and 2**14, keep S from where the model wants it. Inside of
-  `loss_scaling` the last S is held where S would be NaN.
+  The rule as it was published fails in four ways. An overflow enters the means
+  as x = 2**log_max, 65,536 bits: after one of them S stays at its floor for
+  some 11,000 steps. One amax of 0 makes S NaN for ever. `log_max` is not where
+  S is cut off, which is fixed at 16. And its bounds, 1 and 2**14, keep S from
+  where the model wants it.
 
   Here an overflow enters as the amax of which S had been twice too large. S is
   halved at once, again at every further one, and doubles from there in no less
@@ -85,20 +78,17 @@ class LogMaxLossScale(base.LossScale):
   above 2**15: pass `scale_max=2.0**15`.
 
   Attributes:
-    scale_min: the floor. None: 2**-14, the smallest normal float16; 1 as in
-      the original.
-    scale_max: the ceiling. None: 2**126, the largest power of two whose inverse
-      is a normal float32; 2**14 as in the original.
+    scale_min: the floor. The default is the smallest normal float16.
+    scale_max: the ceiling. The default is the largest power of two whose
+      inverse is a normal float32.
     log_max: log2 of where the computation's dtype overflows: 16 for float16,
       128 for bfloat16.
     beta1: weight of the past in the mean; at least 0, below 1.
     beta2: weight of the past in the standard deviation; at least 0, below 1.
     overflow_std_dev: how many standard deviations to keep free, 0 or more.
-    original: whether to do as the original does.
     skip: whether an overflow skips the step.
 
-  All are keyword only. The first S is 1, or the bound that is next to it. The
-  original knows no overflow but a gradient that is not finite.
+  All are keyword only. The first S is 1, or the bound that is next to it.
 
   Raises:
     TypeError: if an argument is not of its kind.
@@ -108,17 +98,14 @@ class LogMaxLossScale(base.LossScale):
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> for original in (False, True):
-    ...   rule = ols.rules.LogMaxLossScale(original=original)
-    ...   update, state = jax.jit(rule.update), rule.init()
-    ...   for _ in range(200):
-    ...     state = update(state, False, amax=state.loss_scale / 4)
-    ...   print(state.loss_scale)
-    ...   print(update(state, True, amax=jnp.inf).loss_scale)
+    >>> rule = ols.rules.LogMaxLossScale()
+    >>> update, state = jax.jit(rule.update), rule.init()
+    >>> for _ in range(200):
+    ...   state = update(state, False, amax=state.loss_scale / 4)
+    >>> print(state.loss_scale)
     131072.0
+    >>> print(update(state, True, amax=jnp.inf).loss_scale)
     65536.0
-    16384.0
-    1.0
 
   References:
     `LogMaxScaler` in NVIDIA's `OpenSeq2Seq
@@ -127,45 +114,34 @@ class LogMaxLossScale(base.LossScale):
     Recognition with OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018.
   """
 
-  scale_min: float | None = None
-  scale_max: float | None = None
+  scale_min: float = 2.0**-14
+  scale_max: float = 2.0**126
   log_max: float = 16.0
   beta1: float = 0.99
   beta2: float = 0.999
   overflow_std_dev: float = 3.09
-  original: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked: dict[str, Any] = {
+    checked = {
+      **_amax_and_scale.check_bounds(
+        scale_min=self.scale_min, scale_max=self.scale_max
+      ),
       "log_max": arguments.check_number("log_max", self.log_max),
       "overflow_std_dev": arguments.check_not_negative(
         "overflow_std_dev", self.overflow_std_dev
       ),
-      "original": arguments.check_flag("original", self.original),
       "beta1": _check_beta("beta1", self.beta1),
       "beta2": _check_beta("beta2", self.beta2),
     }
-    for name in ("scale_min", "scale_max"):
-      value = getattr(self, name)
-      if value is not None:
-        checked[name] = arguments.check_scale(name, value)
     for name, value in checked.items():
       object.__setattr__(self, name, value)
-    scale_min, scale_max = self._scale_bounds
-    _bounds.check_bounds(scale_min=scale_min, scale_max=scale_max)
 
-  def init(
-    self,
-  ) -> LogMaxLossScaleState | _log_max_original.LogMaxOriginalState:
+  def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""
-    if self.original:
-      return _log_max_original.init()
-    zero = jnp.full((), 0, jnp.float32)
+    zero, one = (jnp.full((), x, jnp.float32) for x in (0, 1))
     return LogMaxLossScaleState(
-      loss_scale=_bounds.clip(
-        jnp.full((), 1, jnp.float32), *self._scale_bounds
-      ),
+      loss_scale=_amax_and_scale.clip(one, self.scale_min, self.scale_max),
       mean=zero,
       slow_mean=zero,
       variance=zero,
@@ -176,52 +152,19 @@ class LogMaxLossScale(base.LossScale):
 
   def update(
     self,
-    state: Any,
+    state: LogMaxLossScaleState,
     overflow: jax.Array | bool,
     *,
     amax: jax.Array | None = None,
-  ) -> Any:
+  ) -> LogMaxLossScaleState:
     """Returns the state after a step. See `LossScale.update`.
 
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _powers_of_two.require_amax(amax)
-    moved: Any
-    if self.original:
-      moved = _log_max_original.update(
-        state,
-        amax,
-        betas=(self.beta1, self.beta2),
-        log_max=self.log_max,
-        overflow_std_dev=self.overflow_std_dev,
-      )
-    else:
-      overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
-      moved = self._moved(state, overflow, amax)
-    return moved._replace(
-      loss_scale=_bounds.clip(moved.loss_scale, *self._scale_bounds)
-    )
-
-  def stalled(
-    self, state: LogMaxLossScaleState, overflow: jax.Array | bool
-  ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `scale_min`, or below it."""
-    return _bounds.at_floor(state.loss_scale, self._scale_bounds[0], overflow)
-
-  @property
-  def _scale_bounds(self) -> tuple[float, float]:
-    low, high = _ORIGINAL_BOUNDS if self.original else _BOUNDS
-    return (
-      low if self.scale_min is None else self.scale_min,
-      high if self.scale_max is None else self.scale_max,
-    )
-
-  def _moved(
-    self, state: LogMaxLossScaleState, overflow: jax.Array, amax: jax.Array
-  ) -> LogMaxLossScaleState:
-    """Returns the state after a step, with S where the bounds do not hold."""
-    tells = _powers_of_two.tells(amax)
+    amax = _amax_and_scale.require_amax(amax)
+    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
     # Where amax tells nothing its logarithm is not used: 1 stands for it.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
@@ -238,10 +181,20 @@ class LogMaxLossScale(base.LossScale):
     wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
     exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
     moved = entered._replace(
-      loss_scale=_powers_of_two.power_of_two(exponent), log2_ceiling=ceiling
+      loss_scale=_amax_and_scale.power_of_two(exponent), log2_ceiling=ceiling
     )
     used: LogMaxLossScaleState = skipping.select(tells | overflow, moved, state)
-    return used
+    return used._replace(
+      loss_scale=_amax_and_scale.clip(
+        used.loss_scale, self.scale_min, self.scale_max
+      )
+    )
+
+  def stalled(
+    self, state: LogMaxLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: an overflow with S at `scale_min`, or below it."""
+    return _amax_and_scale.at_floor(state.loss_scale, self.scale_min, overflow)
 
   def _enter(
     self, state: LogMaxLossScaleState, x: jax.Array

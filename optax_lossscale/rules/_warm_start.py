@@ -11,8 +11,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
 from optax_lossscale._step import skipping
-from optax_lossscale.rules import _bounds
-from optax_lossscale.rules import _powers_of_two
+from optax_lossscale.rules import _amax_and_scale
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
@@ -115,8 +114,8 @@ class WarmStart(base.LossScale):
       )
     checked = {
       "probe_scale": arguments.check_scale("probe_scale", self.probe_scale),
-      "headroom": _bounds.check_bits("headroom", self.headroom),
-      "dtype": _bounds.check_dtype(self.dtype),
+      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
+      "dtype": _amax_and_scale.check_dtype(self.dtype),
       "skip": self.rule.skip,
     }
     for name, value in checked.items():
@@ -159,24 +158,24 @@ class WarmStart(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _powers_of_two.require_amax(amax)
+    amax = _amax_and_scale.require_amax(amax)
     moved = self.rule.update(state.rule_state, overflow, amax=amax, **measured)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
-    tells = _powers_of_two.tells(amax)
+    tells = _amax_and_scale.tells(amax)
 
-    limit = _bounds.largest(self.dtype)
-    fitting = _powers_of_two.fitting_exponent(amax, state.loss_scale, limit)
-    exponent = _powers_of_two.exponent(state.loss_scale)
+    limit = _amax_and_scale.largest(self.dtype)
+    fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
+    exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(
       overflow,
-      exponent - _powers_of_two.LEAP,
-      _powers_of_two.leap_up(exponent),
+      exponent - _amax_and_scale.LEAP,
+      _amax_and_scale.leap_up(exponent),
     )
     found = tells & ~overflow
-    next_probe = _powers_of_two.power_of_two(
+    next_probe = _amax_and_scale.power_of_two(
       jnp.where(found, fitting - self.headroom, probed)
     )
-    begun = self._begin(_bounds.clip(next_probe, _SMALLEST, _LARGEST))
+    begun = self._begin(_amax_and_scale.clip(next_probe, _SMALLEST, _LARGEST))
     return WarmStartState(
       rule_state=skipping.select(state.is_warm, moved, begun),
       is_warm=state.is_warm | found,
@@ -189,7 +188,7 @@ class WarmStart(base.LossScale):
     return jnp.where(
       state.is_warm,
       self.rule.stalled(state.rule_state, overflow),
-      _bounds.at_floor(state.loss_scale, _SMALLEST, overflow),
+      _amax_and_scale.at_floor(state.loss_scale, _SMALLEST, overflow),
     )
 
   def _begin(self, loss_scale: jax.Array) -> Any:

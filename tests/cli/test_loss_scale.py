@@ -39,7 +39,7 @@ pytestmark = pytest.mark.one_end
       ),
     ),
     ("log_max", rules.LogMaxLossScale()),
-    ("log_max:original=True", rules.LogMaxLossScale(original=True)),
+    ("log_max:log_max=128", rules.LogMaxLossScale(log_max=128.0)),
     (
       "histogram:update_period=3,threshold_upper_count_proportion=1e-6",
       rules.HistogramLossScale(

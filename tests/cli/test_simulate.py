@@ -8,7 +8,7 @@ import pytest
 
 from optax_lossscale import cli
 from optax_lossscale import instruments
-from tests.instruments.traces import make_trace
+from tests.instruments.histories import make_history
 
 pytestmark = [
   pytest.mark.usefixtures("quick_compilation"),
@@ -22,7 +22,7 @@ UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 @pytest.fixture
 def trace(tmp_path):
   path = tmp_path / "trace.csv"
-  instruments.write_history(path, make_trace(UNSCALED, scale=2.0**10))
+  instruments.write_history(path, make_history(UNSCALED, scale=2.0**10))
   return path
 
 

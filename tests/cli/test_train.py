@@ -18,7 +18,7 @@ from optax_lossscale import cli
 from optax_lossscale.demo import comparison
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import figure
-from optax_lossscale.demo import history
+from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
@@ -479,10 +479,10 @@ def test_quick_is_the_tasks_affair(tmp_path, tiny_digits, monkeypatch, capsys):
 def test_full_disk_does_not_hide_the_table(
   tmp_path, tiny_digits, monkeypatch, capsys
 ):
-  def refuse(path, records):
+  def refuse(path, results):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-  monkeypatch.setattr(history, "write_csv", refuse)
+  monkeypatch.setattr(run_lib, "write_csv", refuse)
   assert train("--precision=float32", "--output", tmp_path) == 2
   out, err = capsys.readouterr()
   assert "float32, none" in out

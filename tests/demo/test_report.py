@@ -1,7 +1,6 @@
 """The files, the table and the picture."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
@@ -10,69 +9,63 @@ import pytest
 import rich.console
 
 from optax_lossscale.demo import figure
-from optax_lossscale.demo import history
+from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
 
 LABEL_NAME = "precision, loss scale, check"
 
 
-def make_record(
-  run="a",
-  seed=0,
-  step=1,
-  loss=1.0,
-  scale=None,
-  skipped=None,
-  precision="float16",
-):
+def make_step(step=1, loss=1.0, scale=None, skipped=None, precision="float16"):
   amax = None if scale is None else math.inf if skipped else 8.0
-  return history.Record(
-    run, seed, step, precision, loss, scale, skipped, skipped, amax
-  )
+  return run_lib.Step(step, precision, loss, scale, skipped, skipped, amax)
+
+
+def make_result(run="a", seed=0, *steps, held_out=None):
+  return run_lib.Result(run, seed, list(steps or [make_step()]), held_out)
 
 
 def switching(switch=3, *, run="a", seed=0, scale=8.0):
   """Four steps, those from `switch` on in float32, where S is not used."""
-  return [
-    make_record(run, seed, step, scale=scale, skipped=False)
+  steps = [
+    make_step(step, scale=scale, skipped=False)
     if step < switch
-    else make_record(run, seed, step, precision="float32")
+    else make_step(step, precision="float32")
     for step in (1, 2, 3, 4)
   ]
+  return make_result(run, seed, *steps)
 
 
-def test_summary_counts_steps():
-  records = [
-    make_record(step=1, scale=16.0, skipped=True),
-    make_record(step=2, loss=3.0, scale=8.0, skipped=False),
-    make_record(step=3, loss=2.0, scale=8.0, skipped=False),
-    make_record("b", seed=1, step=1, loss=math.nan),
-  ]
-  scores = {("a", 0): 0.5, ("b", 0): 0.25}
-  first, second = history.summarize(records, scores)
-  assert first == history.Summary("a", 0, 2.0, 0.5, 2, 1, 8.0)
-  assert math.isnan(second.loss)
-  assert dataclasses.astuple(second)[3:] == (None, 1, 0, None, None)
+def test_a_result_counts_its_steps():
+  result = make_result(
+    "a",
+    0,
+    make_step(1, scale=16.0, skipped=True),
+    make_step(2, loss=3.0, scale=8.0, skipped=False),
+    make_step(3, loss=2.0, scale=8.0, skipped=False),
+  )
+  assert (result.applied_steps, result.skipped_steps) == (2, 1)
+  assert (result.loss, result.loss_scale) == (2.0, 8.0)
+  unscaled = make_result()
+  assert (unscaled.applied_steps, unscaled.skipped_steps) == (1, 0)
+  assert unscaled.loss_scale is None and unscaled.held_out is None
 
 
 @pytest.mark.parametrize(("switch", "after"), [(1, None), (3, 2), (5, None)])
-def test_summary_tells_after_which_step_the_precision_changed(switch, after):
-  (summary,) = history.summarize(switching(switch), {})
-  assert summary.switched_after == after
+def test_a_result_tells_after_which_step_the_precision_changed(switch, after):
+  assert switching(switch).switched_after == after
 
 
-def test_summary_tells_the_last_scale_that_was_used():
-  (summary,) = history.summarize(switching(), {})
-  assert summary.loss_scale == 8.0
+def test_a_result_tells_the_last_scale_that_was_used():
+  assert switching().loss_scale == 8.0
 
 
-def test_csv_holds_every_record(tmp_path):
+def test_csv_holds_every_step(tmp_path):
   path = tmp_path / "history.csv"
-  records = [
-    make_record("float16, none", loss=math.nan),
-    make_record("float16, fixed:8", 1, 2, 0.1, 8.0, True),
+  results = [
+    make_result("float16, none", 0, make_step(loss=math.nan)),
+    make_result("float16, fixed:8", 1, make_step(2, 0.1, 8.0, True)),
   ]
-  history.write_csv(path, records)
+  run_lib.write_csv(path, results)
   with path.open(newline="") as file:
     rows = list(csv.reader(file))
   assert rows == [
@@ -97,25 +90,35 @@ def test_json_is_json_whatever_the_loss(tmp_path):
     raise AssertionError(constant)
 
   path = tmp_path / "summary.json"
-  summaries = history.summarize([make_record(loss=math.inf)], {})
-  history.write_json(path, {"steps": 1}, summaries)
+  result = make_result("a", 0, make_step(loss=math.inf))
+  run_lib.write_json(path, {"steps": 1}, [result])
   report = json.loads(path.read_text(), parse_constant=refuse)
   assert report["steps"] == 1
-  assert report["runs"][0]["loss"] == "inf"
-  assert report["runs"][0]["held_out"] is None
+  assert report["runs"] == [
+    {
+      "run": "a",
+      "seed": 0,
+      "loss": "inf",
+      "held_out": None,
+      "applied_steps": 1,
+      "skipped_steps": 0,
+      "loss_scale": None,
+      "switched_after": None,
+      "trace": None,
+    }
+  ]
 
 
 def test_json_has_the_trace_of_what_was_scaled(tmp_path):
   path = tmp_path / "summary.json"
   label = "[\n  two  spaces"
-  records = [
-    make_record(label, step=1, scale=16.0, skipped=True),
-    make_record(label, step=2, scale=8.0, skipped=False),
-    make_record(label, step=3),
-    make_record("b", step=1),
+  steps = [
+    make_step(1, scale=16.0, skipped=True),
+    make_step(2, scale=8.0, skipped=False),
+    make_step(3),
   ]
-  summaries = history.summarize(records, {})
-  history.write_json(path, {"seeds": [0, 1], "none": []}, summaries, records)
+  results = [make_result(label, 0, *steps), make_result("b")]
+  run_lib.write_json(path, {"seeds": [0, 1], "none": []}, results)
   report = json.loads(path.read_text())
   assert report["seeds"] == [0, 1] and report["none"] == []
   first, second = report["runs"]
@@ -136,35 +139,40 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path):
   path.write_text("old")
   with (
     pytest.raises(KeyboardInterrupt),
-    history.replacing(path) as temporary,
+    run_lib.replacing(path) as temporary,
   ):
     temporary.write_text("half")
     raise KeyboardInterrupt
   assert path.read_text() == "old"
   assert list(tmp_path.iterdir()) == [path]
-  with history.replacing(path) as temporary:
+  with run_lib.replacing(path) as temporary:
     temporary.write_text("new")
     assert path.read_text() == "old"
   assert path.read_text() == "new"
   assert list(tmp_path.iterdir()) == [path]
 
 
-def printed(summaries, width=80):
+def printed(*results, width=80):
   console = rich.console.Console(file=io.StringIO(), width=width)
   console.print(
     table.make_table(
-      summaries, score_name="held-out accuracy", label_name=LABEL_NAME
+      results, score_name="held-out accuracy", label_name=LABEL_NAME
     )
   )
   return console.file.getvalue()
 
 
+def summed(run, seed, loss, held_out, applied, skipped, scale=None):
+  """A result with these figures."""
+  steps = [make_step(loss=loss, scale=scale, skipped=True)] * skipped
+  steps += [make_step(loss=loss, scale=scale, skipped=False)] * applied
+  return make_result(run, seed, *steps, held_out=held_out)
+
+
 def test_table_tells_every_figure():
   lines = printed(
-    [
-      history.Summary("float32, none", 0, 2.44597, 0.97214, 60, 0, None),
-      history.Summary("float16, dynamic", 0, math.nan, None, 56, 4, 2.0**21),
-    ]
+    summed("float32, none", 0, 2.44597, 0.97214, 60, 0),
+    summed("float16, dynamic", 0, math.nan, None, 56, 4, 2.0**21),
   ).splitlines()
   assert any(line.strip().startswith(LABEL_NAME) for line in lines)
   rows = [line.split() for line in lines]
@@ -174,57 +182,59 @@ def test_table_tells_every_figure():
 
 def test_table_keeps_its_figures_on_a_narrow_terminal():
   label = "float16, dynamic:init_scale=2**15,growth_interval=200"
-  summary = history.Summary(label, 0, 2.4459, 0.9721, 1234, 56, 2.0**-10)
-  words = printed([summary], width=46).split()
+  result = summed(label, 0, 2.4459, 0.9721, 1234, 56, 2.0**-10)
+  words = printed(result, width=46).split()
   for figure_ in ("2.4459", "0.9721", "1234", "56", "2^-10"):
     assert figure_ in words
 
 
 def test_table_gives_mean_and_spread_of_several_seeds():
   out = printed(
-    [
-      history.Summary("a", 0, 1.0, 0.5, 9, 1, 8.0),
-      history.Summary("a", 1, 2.0, 0.5, 10, 0, 12.0),
-      history.Summary("b", 0, math.nan, 0.5, 10, 0, None),
-      history.Summary("b", 1, 2.0, 0.5, 10, 0, None),
-    ]
+    summed("a", 0, 1.0, 0.5, 9, 1, 8.0),
+    summed("a", 1, 2.0, 0.5, 10, 0, 12.0),
+    summed("b", 0, math.nan, 0.5, 10, 0),
+    summed("b", 1, 2.0, 0.5, 10, 0),
   )
   for part in ("1.5000", "± 0.7071", "9.5", "2^3", "to 12", "nan", "2 seeds"):
     assert part in out
 
 
 def test_table_tells_after_which_step_if_one_switched():
-  summaries = history.summarize(
-    [*switching(5, run="stays"), *switching(run="goes")], {}
-  )
-  rows = [line.split() for line in printed(summaries).splitlines()]
+  stays, goes = switching(5, run="stays"), switching(run="goes")
+  rows = [line.split() for line in printed(stays, goes).splitlines()]
   assert ["stays", "1.0000", "-", "4", "0", "2^3", "-"] in rows
   assert ["goes", "1.0000", "-", "4", "0", "2^3", "2"] in rows
-  assert "switched" not in printed(summaries[:1])
+  assert "switched" not in printed(stays)
 
 
 @pytest.mark.parametrize(
-  "records",
+  "results",
   [
-    [make_record()],
-    [make_record("a"), make_record("b", 0, 1, 1.0, 8.0, False)],
-    [make_record("a", 0, 1, math.inf, 8.0, True)],
-    [make_record("a", 0, step, math.nan) for step in (1, 2)],
+    [make_result()],
+    [make_result("a"), make_result("b", 0, make_step(1, 1.0, 8.0, False))],
+    [make_result("a", 0, make_step(1, math.inf, 8.0, True))],
+    [make_result("a", 0, *(make_step(step, math.nan) for step in (1, 2)))],
     [
-      make_record(run, seed, step, 10.0**-step, 2.0**step, step == 2)
+      make_result(
+        run,
+        seed,
+        *(
+          make_step(step, 10.0**-step, 2.0**step, step == 2)
+          for step in (1, 2, 3)
+        ),
+      )
       for run in "abcdef"
       for seed in (0, 1)
-      for step in (1, 2, 3)
     ],
-    [make_record("a", 0, 1), make_record("b", 1, 1)],
-    [*switching(2), *switching(4, seed=1)],
-    switching(scale=None),
+    [make_result("a", 0), make_result("b", 1)],
+    [switching(2), switching(4, seed=1)],
+    [switching(scale=None)],
   ],
   ids=["one", "two", "inf", "nan", "many", "apart", "switching", "unscaled"],
 )
-def test_figure_draws_any_history(records, tmp_path):
+def test_figure_draws_any_results(results, tmp_path):
   path = tmp_path / "figure.png"
-  figure.write_figure(path, records, title="Title", label_name=LABEL_NAME)
+  figure.write_figure(path, results, title="Title", label_name=LABEL_NAME)
   assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
   assert list(tmp_path.iterdir()) == [path]
 
@@ -242,14 +252,14 @@ def drawn(monkeypatch):
 
 
 def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
-  records = [
-    make_record("a", step=1),
-    make_record("a", step=2, loss=math.nan),
-    make_record("b", 0, 1, 1.5, 16.0, True),
-    make_record("b", 0, 2, 1.5, 8.0, False),
+  results = [
+    make_result("a", 0, make_step(1), make_step(2, loss=math.nan)),
+    make_result(
+      "b", 0, make_step(1, 1.5, 16.0, True), make_step(2, 1.5, 8.0, False)
+    ),
   ]
   figure.write_figure(
-    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
   )
   losses, differences, scales = drawn[0].axes
   lines = {
@@ -272,9 +282,9 @@ def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
 
 
 def test_figure_marks_the_switch_and_ends_the_scale_there(tmp_path, drawn):
-  records = [*switching(5, run="stays"), *switching(run="goes")]
+  results = [switching(5, run="stays"), switching(run="goes")]
   figure.write_figure(
-    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
   )
   losses, _, scales = drawn[0].axes
   (mark,) = (
@@ -289,9 +299,9 @@ def test_figure_marks_the_switch_and_ends_the_scale_there(tmp_path, drawn):
 
 
 def test_figure_draws_each_of_eight_runs_in_a_way_of_its_own(tmp_path, drawn):
-  records = [make_record(run) for run in "abcdefgh"]
+  results = [make_result(run) for run in "abcdefgh"]
   figure.write_figure(
-    tmp_path / "figure.png", records, title="Title", label_name=LABEL_NAME
+    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
   )
   lines = drawn[0].axes[0].get_lines()
   assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8

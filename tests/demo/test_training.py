@@ -51,63 +51,63 @@ def tiny_task():
   return tiny.make_task()
 
 
-def records_of(run, task, *, seed=0, steps=3, **options):
-  records = []
+def steps_of(run, task, *, seed=0, steps=3, **options):
+  found = []
   score = training.train(
-    run, task, seed=seed, steps=steps, on_step=records.append, **options
+    run, task, seed=seed, steps=steps, on_step=found.append, **options
   )
-  return records, score
+  return found, score
 
 
 def test_first_loss_does_not_depend_on_loss_scaling(tiny_task):
   runs = (FLOAT32, UNSCALED, FIXED, TOO_LARGE)
-  losses = [records_of(run, tiny_task, steps=1)[0][0].loss for run in runs]
+  losses = [steps_of(run, tiny_task, steps=1)[0][0].loss for run in runs]
   assert losses[1] == losses[2] == losses[3]
   assert losses[0] == pytest.approx(losses[1], rel=1e-2)
   assert losses[0] != losses[1]
 
 
 def test_training_lowers_the_loss(tiny_task):
-  records, score = records_of(FIXED, tiny_task, steps=150)
-  assert records[-1].loss < records[0].loss / 1.2
+  made, score = steps_of(FIXED, tiny_task, steps=150)
+  assert made[-1].loss < made[0].loss / 1.2
   assert 0.5 < score <= 1
 
 
 def test_same_seed_gives_the_same_history(tiny_task):
-  first, _ = records_of(FIXED, tiny_task, seed=1)
-  again, _ = records_of(FIXED, tiny_task, seed=1)
-  other, _ = records_of(FIXED, tiny_task, seed=2)
+  first, _ = steps_of(FIXED, tiny_task, seed=1)
+  again, _ = steps_of(FIXED, tiny_task, seed=1)
+  other, _ = steps_of(FIXED, tiny_task, seed=2)
   assert first == again
   assert first[0].loss != other[0].loss
 
 
 def test_record_holds_the_scale_that_the_step_used(tiny_task):
-  records, _ = records_of(TOO_LARGE, tiny_task, steps=3)
-  assert [record.step for record in records] == [1, 2, 3]
-  assert [record.loss_scale for record in records] == [
+  made, _ = steps_of(TOO_LARGE, tiny_task, steps=3)
+  assert [step.step for step in made] == [1, 2, 3]
+  assert [step.loss_scale for step in made] == [
     2.0**40,
     2.0**10,
     2.0**10,
   ]
-  assert [record.overflow for record in records] == [True, False, False]
-  assert [record.skipped for record in records] == [True, False, False]
-  assert not math.isfinite(records[0].amax)
-  assert 0 < records[1].amax < 65504
+  assert [step.overflow for step in made] == [True, False, False]
+  assert [step.skipped for step in made] == [True, False, False]
+  assert not math.isfinite(made[0].amax)
+  assert 0 < made[1].amax < 65504
 
 
 def test_skipped_step_leaves_the_model_alone(tiny_task):
-  records, _ = records_of(TOO_LARGE, tiny_task, steps=1)
+  made, _ = steps_of(TOO_LARGE, tiny_task, steps=1)
   same_batch = dataclasses.replace(
     tiny_task,
     batches=lambda seed: itertools.repeat(next(tiny_task.batches(seed))),
   )
-  again, _ = records_of(TOO_LARGE, same_batch, steps=3)
-  assert records[0].loss == again[0].loss == again[1].loss != again[2].loss
+  again, _ = steps_of(TOO_LARGE, same_batch, steps=3)
+  assert made[0].loss == again[0].loss == again[1].loss != again[2].loss
 
 
 def test_unscaled_run_records_no_scale(tiny_task):
-  records, _ = records_of(UNSCALED, tiny_task, steps=1)
-  assert records[0][5:] == (None, None, None, None)
+  made, _ = steps_of(UNSCALED, tiny_task, steps=1)
+  assert made[0][3:] == (None, None, None, None)
 
 
 def test_unscaled_step_holds_nothing_of_ours(tiny_task):
@@ -153,37 +153,37 @@ def test_record_holds_the_precision_of_a_run_without_a_schedule(tiny_task):
     (O0, "float32"),
     (LOW, "float16"),
   ):
-    records, _ = records_of(run, tiny_task, steps=1)
-    assert [record.precision for record in records] == [precision]
+    made, _ = steps_of(run, tiny_task, steps=1)
+    assert [step.precision for step in made] == [precision]
 
 
 @pytest.fixture(scope="module")
 def fast(tiny_task):
   """Five steps, of which the first is skipped, and the score."""
-  return records_of(FAST, tiny_task, steps=5)
+  return steps_of(FAST, tiny_task, steps=5)
 
 
 def test_run_with_a_schedule_switches_after_its_share_of_applied_steps(fast):
-  precisions = [record.precision for record in fast[0]]
+  precisions = [step.precision for step in fast[0]]
   # Half of five is two and a half, and one was skipped.
   assert precisions == ["float16"] * 3 + ["float32"] * 2
 
 
 def test_low_part_of_a_schedule_is_the_low_run(fast, tiny_task):
-  low, _ = records_of(LOW, tiny_task, steps=5)
-  for record, expected in zip(fast[0][:3], low[:3], strict=True):
-    assert record.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert record.loss_scale == expected.loss_scale
-    assert record.skipped == expected.skipped
+  low, _ = steps_of(LOW, tiny_task, steps=5)
+  for step, expected in zip(fast[0][:3], low[:3], strict=True):
+    assert step.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert step.loss_scale == expected.loss_scale
+    assert step.skipped == expected.skipped
   assert fast[0][4].loss != low[4].loss
 
 
 def test_full_part_of_a_schedule_is_not_scaled(fast):
-  for record in fast[0][3:]:
-    assert record.loss_scale is None
-    assert not record.skipped
+  for step in fast[0][3:]:
+    assert step.loss_scale is None
+    assert not step.skipped
     # Of gradients that S has not multiplied.
-    assert 0 < record.amax < 1
+    assert 0 < step.amax < 1
 
 
 @pytest.mark.parametrize(
@@ -200,19 +200,19 @@ def test_run_with_a_schedule_is_scored_as_it_ends(
   run = dataclasses.replace(
     FAST1, accelerate="fast1|loss", target_loss=target_loss
   )
-  records, score = records_of(run, task, steps=2)
-  assert [x.precision for x in records] == ["bfloat16", precision]
-  assert {x.loss_scale for x in records} == {None}
+  made, score = steps_of(run, task, steps=2)
+  assert [x.precision for x in made] == ["bfloat16", precision]
+  assert {x.loss_scale for x in made} == {None}
   same = dataclasses.replace(O1, precision="bfloat16")
   if precision == "float32":
     same = FLOAT32
-  assert score == records_of(same, task, steps=1)[1]
+  assert score == steps_of(same, task, steps=1)[1]
 
 
 def test_o0_computes_as_the_float32_model_does(tiny_task):
-  expected, expected_score = records_of(FLOAT32, tiny_task)
-  records, score = records_of(O0, tiny_task)
-  assert [x.loss for x in records] == [x.loss for x in expected]
+  expected, expected_score = steps_of(FLOAT32, tiny_task)
+  made, score = steps_of(O0, tiny_task)
+  assert [x.loss for x in made] == [x.loss for x in expected]
   assert score == expected_score
 
 
@@ -223,13 +223,13 @@ def test_loss_and_score_are_computed_at_the_level(tiny_task):
     score=lambda logits, labels: logits.max(-1),
   )
   results = {
-    run.label: [records[0].loss, score]
+    run.label: [made[0].loss, score]
     for run in (
       FLOAT32,
       *(dataclasses.replace(O0, level=x) for x in ("O1", "O2", "O3", "auto")),
       dataclasses.replace(O1, precision="bfloat16"),
     )
-    for records, score in [records_of(run, still, steps=1)]
+    for made, score in [steps_of(run, still, steps=1)]
   }
   expected = results.pop("float32, none")
   for result in results.values():
@@ -239,21 +239,21 @@ def test_loss_and_score_are_computed_at_the_level(tiny_task):
 
 
 def test_saturation_mode_hides_an_overflow_from_nonfinite(tiny_task):
-  records, _ = records_of(NONFINITE, tiny_task, saturating=True)
-  assert [record.loss_scale for record in records] == [2.0**40] * 3
-  assert not any(record.overflow or record.skipped for record in records)
-  assert [record.amax for record in records] == [65504.0] * 3
+  made, _ = steps_of(NONFINITE, tiny_task, saturating=True)
+  assert [step.loss_scale for step in made] == [2.0**40] * 3
+  assert not any(step.overflow or step.skipped for step in made)
+  assert [step.amax for step in made] == [65504.0] * 3
 
 
 def test_saturated_sees_there_what_nonfinite_sees_on_ieee_hardware(tiny_task):
-  seen, seen_score = records_of(SATURATED, tiny_task, saturating=True)
-  assert [record.overflow for record in seen] == [True, False, False]
+  seen, seen_score = steps_of(SATURATED, tiny_task, saturating=True)
+  assert [step.overflow for step in seen] == [True, False, False]
   assert seen[0].amax == 65504.0
-  expected, expected_score = records_of(NONFINITE, tiny_task)
+  expected, expected_score = steps_of(NONFINITE, tiny_task)
   assert seen[0].loss_scale == expected[0].loss_scale
   assert seen_score == expected_score
-  for record, other in zip(seen[1:], expected[1:], strict=True):
-    assert record[1:] == other[1:]
+  for step, other in zip(seen[1:], expected[1:], strict=True):
+    assert step == other
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_saturated_sees_there_what_nonfinite_sees_on_ieee_hardware(tiny_task):
 )
 def test_what_a_level_makes_float16_saturates(run, overflows, tiny_task):
   run = dataclasses.replace(run, level="O1")
-  records, _ = records_of(run, tiny_task, saturating=True)
-  assert [record.overflow for record in records] == overflows
+  made, _ = steps_of(run, tiny_task, saturating=True)
+  assert [step.overflow for step in made] == overflows
 
 
 @pytest.mark.parametrize("run", [UNSCALED, FIXED], ids=["unscaled", "fixed"])
@@ -274,10 +274,10 @@ def test_loss_and_score_of_float16_saturate(run, tiny_task):
     model=lambda dtype: Huge(dtype=dtype),
     score=lambda logits, labels: logits.max(-1),
   )
-  records, score = records_of(run, huge, steps=1)
-  assert not math.isfinite(records[0].loss) and not math.isfinite(score)
-  records, score = records_of(run, huge, steps=1, saturating=True)
-  assert 0 < records[0].loss <= 2 * 65504
+  made, score = steps_of(run, huge, steps=1)
+  assert not math.isfinite(made[0].loss) and not math.isfinite(score)
+  made, score = steps_of(run, huge, steps=1, saturating=True)
+  assert 0 < made[0].loss <= 2 * 65504
   assert 0 < score <= 65504
 
 
@@ -293,7 +293,7 @@ def test_nothing_is_emulated_unless_it_saturates(
     raise AssertionError(fun)
 
   monkeypatch.setattr(ols, "saturating", refuse)
-  records_of(run, tiny_task, steps=1, saturating=saturating)
+  steps_of(run, tiny_task, steps=1, saturating=saturating)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_nothing_is_emulated_unless_it_saturates(
 def test_saturated_knows_the_precision_of_the_run(precision, level, tiny_task):
   rule = ols.FixedLossScale(2.0**40)
   run = run_lib.Run(precision, "fixed:2**40", rule, "saturated", level)
-  records, _ = records_of(run, tiny_task, steps=1)
-  assert records[0].amax > 65504 and not records[0].overflow
+  made, _ = steps_of(run, tiny_task, steps=1)
+  assert made[0].amax > 65504 and not made[0].overflow
 
 
 def test_host_reads_a_step_after_the_next_was_dispatched(tiny_task):
@@ -329,15 +329,11 @@ def test_comparison_gives_every_run_the_same_batches(tiny_task):
   )
   results = comparison.train(plan)
   assert not results.interrupted
-  assert [record[:3] for record in results.records] == [
-    (run.label, seed, step)
-    for seed in range(2)
-    for run in (FLOAT32, FIXED)
-    for step in (1, 2)
+  assert [(x.run, x.seed) for x in results.runs] == [
+    (run.label, seed) for seed in range(2) for run in (FLOAT32, FIXED)
   ]
-  losses = [record.loss for record in results.records]
-  assert losses[0:2] == pytest.approx(losses[2:4], rel=1e-2)
-  assert losses[0:2] != pytest.approx(losses[4:6], rel=1e-2)
-  assert set(results.held_out) == {
-    (run.label, seed) for run in (FLOAT32, FIXED) for seed in range(2)
-  }
+  assert [[s.step for s in x.steps] for x in results.runs] == [[1, 2]] * 4
+  losses = [[s.loss for s in x.steps] for x in results.runs]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+  assert losses[0] != pytest.approx(losses[2], rel=1e-2)
+  assert all(0 <= x.held_out <= 1 for x in results.runs)

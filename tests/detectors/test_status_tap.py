@@ -223,6 +223,15 @@ def test_where_all_devices_share_a_value_its_summed_cotangent_is_seen():
   assert jax.jit(function)(HALF(1), ZERO, jnp.full(8, 9000, HALF)) == 1
 
 
+def test_a_shared_leaf_counts_once_beside_one_that_varies():
+  def loss(x, status, factors):
+    shared, varying = ols.status_tap((x, x * factors), status)
+    return jnp.sum(shared * factors) + jnp.sum(varying)
+
+  function = on_each_device(jax.grad(loss, 1), jax.P(), True)
+  assert jax.jit(function)(HALF(1), ZERO, jnp.full(8, 9000, HALF)) == 1
+
+
 @each_vma
 def test_a_status_that_varies_is_each_devices_own(check_vma):
   def own(x, status, factors):

@@ -12,7 +12,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import presets
-from tests.instruments.traces import make_trace
+from tests.instruments.histories import make_history
 
 pytestmark = [
   pytest.mark.usefixtures("quick_compilation"),
@@ -91,19 +91,19 @@ def with_advice(rule, advice):
 
 @pytest.mark.parametrize("system", ["dynamic", "npu"])
 def test_a_good_run_needs_nothing(system):
-  assert changes(make_trace(FLAT), make_rule(system)) == []
+  assert changes(make_history(FLAT), make_rule(system)) == []
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_start_that_is_far_too_high_is_the_first_scale_that_stood(system):
   name = SYSTEMS[system][1]
   rule = make_rule(system, init_scale=2.0**32)
-  assert changes(make_trace(FLAT), rule) == [(name, 2.0**32, 2.0**15)]
+  assert changes(make_history(FLAT), rule) == [(name, 2.0**32, 2.0**15)]
 
 
 def test_reason_has_the_figures_of_both_replays():
   rule = make_rule("npu", init_scale=2.0**32)
-  trace = make_trace(FLAT)
+  trace = make_history(FLAT)
   advice = instruments.advise(trace, rule)
   before = instruments.replay(rule, trace)
   after = instruments.replay(with_advice(rule, advice), trace)
@@ -122,13 +122,13 @@ def test_a_short_interval_is_doubled_until_one_step_in_1000_is_lost(system):
   # 39 with 100, and with 800 four, as many as may be.
   name = SYSTEMS[system][2]
   rule = make_rule(system, interval=100)
-  assert changes(make_trace(FLAT), rule) == [(name, 100, 800)]
+  assert changes(make_history(FLAT), rule) == [(name, 100, 800)]
 
 
 def test_a_spike_every_500_steps_needs_an_interval_beyond_them():
   unscaled = FLAT.copy()
   unscaled[250::500] *= 2.0**6
-  trace = make_trace(unscaled)
+  trace = make_history(unscaled)
   rule = make_rule("npu", interval=100)
   advice = instruments.advise(trace, rule)
   assert [item.argument for item in advice] == ["incr_every_n_steps"]
@@ -140,7 +140,7 @@ def test_a_spike_every_500_steps_needs_an_interval_beyond_them():
 
 def test_hysteresis_that_loses_steps_is_given_up():
   # Where no longer interval fits into the run.
-  trace = make_trace(2.0 ** (np.arange(STEPS) / 400))
+  trace = make_history(2.0 ** (np.arange(STEPS) / 400))
   rule = make_rule("megatron", hysteresis=4, refill="clean")
   assert changes(trace, rule) == [("hysteresis", 4, 1)]
 
@@ -150,11 +150,11 @@ def test_a_start_that_is_far_too_low_is_raised(system):
   # 2**13 leaves 2.4 bits.
   name = SYSTEMS[system][1]
   rule = make_rule(system, init_scale=1.0)
-  assert changes(make_trace(FLAT), rule) == [(name, 1.0, 2.0**13)]
+  assert changes(make_history(FLAT), rule) == [(name, 1.0, 2.0**13)]
 
 
 def test_an_interval_that_is_too_long_for_shrinking_gradients_is_halved():
-  trace = make_trace(2.0 ** -(np.arange(STEPS) / 100))
+  trace = make_history(2.0 ** -(np.arange(STEPS) / 100))
   advice = instruments.advise(trace, make_rule("npu", interval=2000))
   assert [item.argument for item in advice] == ["incr_every_n_steps"]
   rule = make_rule("npu", interval=advice[0].new)
@@ -167,19 +167,19 @@ def test_an_interval_that_is_too_long_for_shrinking_gradients_is_halved():
 def test_a_fixed_scale_that_is_too_high_leaves_two_bits(kind):
   make, name = FIXED[kind]
   rule = make(**{name: 2.0**20})
-  assert changes(make_trace(FLAT), rule) == [(name, 2.0**20, 2.0**13)]
+  assert changes(make_history(FLAT), rule) == [(name, 2.0**20, 2.0**13)]
 
 
 def test_a_fixed_scale_that_is_too_low_leaves_two_bits():
   rule = ols.FixedLossScale(2.0**4)
-  assert changes(make_trace(FLAT), rule) == [("scale", 2.0**4, 2.0**13)]
-  assert changes(make_trace(FLAT), ols.FixedLossScale(2.0**12)) == []
+  assert changes(make_history(FLAT), rule) == [("scale", 2.0**4, 2.0**13)]
+  assert changes(make_history(FLAT), ols.FixedLossScale(2.0**12)) == []
 
 
 def test_one_spike_in_a_thousand_steps_does_not_lower_a_fixed_scale():
   unscaled = FLAT.copy()
   unscaled[::1001] = 2.0**14
-  trace = make_trace(unscaled)
+  trace = make_history(unscaled)
   assert changes(trace, ols.FixedLossScale(2.0**13)) == []
   low = ols.FixedLossScale(2.0**4)
   assert changes(trace, low) == [("scale", 2.0**4, 2.0**13)]
@@ -197,7 +197,7 @@ def test_one_spike_in_a_thousand_steps_does_not_lower_a_fixed_scale():
   ],
 )
 def test_a_ceiling_in_the_way_is_raised_with_the_start(rule, name):
-  ceiling, start = changes(make_trace(FLAT), rule)
+  ceiling, start = changes(make_history(FLAT), rule)
   assert ceiling == (name, 2.0**8, 2.0**13)
   assert start[1:] == (2.0**8, 2.0**13)
 
@@ -205,7 +205,7 @@ def test_a_ceiling_in_the_way_is_raised_with_the_start(rule, name):
 def test_a_ceiling_that_is_reached_later_is_raised():
   unscaled = FLAT * np.where(np.arange(STEPS) < 1000, 1, 2.0**-12)
   rule = ols.DynamicLossScale(growth_interval=100, max_scale=2.0**16)
-  assert changes(make_trace(unscaled), rule)[0] == (
+  assert changes(make_history(unscaled), rule)[0] == (
     "max_scale",
     2.0**16,
     2.0**25,
@@ -218,22 +218,25 @@ def test_a_ceiling_that_is_reached_later_is_raised():
     (ols.DynamicLossScale(1.0, min_scale=1.0), "min_scale"),
     (presets.megatron(initial_scale=1.0, hysteresis=1), "min_scale"),
     (presets.jmp(loss_scale=1.0, min_loss_scale=1.0), "min_loss_scale"),
+    (ols.rules.LogMaxLossScale(scale_min=1.0), "scale_min"),
   ],
 )
 def test_a_floor_that_overflows_is_lowered(rule, name):
-  advice = changes(make_trace(FLAT * 2.0**20), rule)
+  advice = changes(make_history(FLAT * 2.0**20), rule)
   assert advice[0] == (name, 1.0, 2.0**-5)
 
 
 def test_a_floor_that_the_scale_stays_above_is_lowered_further():
   rule = presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
-  advice = changes(make_trace(FLAT * 2.0**20), rule)
+  advice = changes(make_history(FLAT * 2.0**20), rule)
   assert advice[0] == ("min_loss_scale", 0.5, 2.0**-6)
 
 
 @pytest.mark.parametrize("system", ["npu", "mindspore"])
 def test_a_floor_that_no_argument_lowers_is_told(system):
-  (advice,) = instruments.advise(make_trace(FLAT * 2.0**20), make_rule(system))
+  (advice,) = instruments.advise(
+    make_history(FLAT * 2.0**20), make_rule(system)
+  )
   assert advice.argument is None
   assert "at its floor, 1, and no argument lowers it" in str(advice)
 
@@ -241,7 +244,7 @@ def test_a_floor_that_no_argument_lowers_is_told(system):
 def test_nan_that_no_scale_mends_is_told_and_is_no_reason_for_another():
   unscaled = FLAT.copy()
   unscaled[[1000, 3500]] = NAN
-  (advice,) = instruments.advise(make_trace(unscaled), make_rule("npu"))
+  (advice,) = instruments.advise(make_history(unscaled), make_rule("npu"))
   assert advice.argument is None
   assert str(advice).startswith("2 of 4000 steps had NaN")
 
@@ -250,7 +253,7 @@ def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
   unscaled = FLAT.copy()
   unscaled[100::300] = NAN
   note, change = instruments.advise(
-    make_trace(unscaled), make_rule("npu", interval=2000)
+    make_history(unscaled), make_rule("npu", interval=2000)
   )
   assert note.argument is None
   assert (change.argument, change.old) == ("incr_every_n_steps", 2000)
@@ -258,19 +261,19 @@ def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
 
 
 def test_a_recorded_overflow_is_mended_by_the_next_smaller_scale():
-  trace = make_trace(np.full(150, math.inf), scale=2.0**20)
+  trace = make_history(np.full(150, math.inf), scale=2.0**20)
   rule = ols.FixedLossScale(2.0**20)
   assert changes(trace, rule) == [("scale", 2.0**20, 2.0**17)]
 
 
 def test_nothing_is_said_about_the_start_of_a_run_that_is_not_there():
   rule = make_rule("npu", init_scale=2.0**32)
-  trace = make_trace(FLAT, scale=2.0**15, first_step=5001)
+  trace = make_history(FLAT, scale=2.0**15, first_step=5001)
   assert changes(trace, rule) == []
 
 
 def test_the_trial_of_a_later_part_begins_with_its_scale():
-  trace = make_trace(FLAT, scale=1.0, first_step=5001)
+  trace = make_history(FLAT, scale=1.0, first_step=5001)
   ((name, _, interval),) = changes(trace, make_rule("npu"))
   assert name == "incr_every_n_steps" and interval < 500
 
@@ -279,11 +282,11 @@ def test_headroom_that_spikes_need_is_left_to_them():
   unscaled = FLAT.copy()
   unscaled[50::100] *= 2.0**10
   rule = ols.DynamicLossScale(2.0**5, growth_interval=1000)
-  assert changes(make_trace(unscaled), rule) == []
+  assert changes(make_history(unscaled), rule) == []
 
 
 def test_dtype_and_hardware_are_those_of_the_computation():
-  trace = make_trace(np.full(STEPS, 65504.0))
+  trace = make_history(np.full(STEPS, 65504.0))
   rule = ols.FixedLossScale(1.0)
   assert changes(trace, rule) == []
   assert changes(trace, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
@@ -293,19 +296,19 @@ def test_dtype_and_hardware_are_those_of_the_computation():
 def test_unused_range_is_no_harm_where_the_dtype_has_that_of_float32(dtype):
   for unscaled in (FLAT, 2.0 ** -(np.arange(STEPS) / 100)):
     for rule in (ols.FixedLossScale(1.0), make_rule("npu", interval=2000)):
-      assert changes(make_trace(unscaled), rule, dtype=dtype) == []
+      assert changes(make_history(unscaled), rule, dtype=dtype) == []
 
 
 def test_a_scale_that_overflows_is_lowered_in_wide_dtypes_too():
   rule = ols.FixedLossScale(2.0**127)
-  advice = changes(make_trace(FLAT * 4), rule, dtype=jnp.bfloat16)
+  advice = changes(make_history(FLAT * 4), rule, dtype=jnp.bfloat16)
   assert advice == [("scale", 2.0**127, 2.0**123)]
 
 
 def callers_trace(rule, scale):
   """A run of which the caller gave up every 20th step, at any S."""
   overflow = np.arange(STEPS) % 20 == 10
-  trace = make_trace(np.full(STEPS, 0.9), scale=scale, overflow=overflow)
+  trace = make_history(np.full(STEPS, 0.9), scale=scale, overflow=overflow)
   return instruments.replay(rule, trace).history
 
 
@@ -323,7 +326,9 @@ def test_overflows_of_the_caller_are_told_and_are_not_for_the_scale(rule):
 
 def test_run_that_goes_on_from_a_checkpoint_is_not_asked_for_its_start():
   rule = make_rule("npu", init_scale=2.0**32, interval=1000)
-  trace = instruments.replay(rule, make_trace(FLAT), loss_scale=2.0**15).history
+  trace = instruments.replay(
+    rule, make_history(FLAT), loss_scale=2.0**15
+  ).history
   assert changes(trace, rule) == []
 
 
@@ -332,7 +337,7 @@ def test_a_first_scale_that_still_loses_steps_is_lowered_further():
   unscaled = np.full(1000, 0.75)
   unscaled[[200, 400]] = 1.5, 3.0
   rule = make_rule("npu", init_scale=2.0**32, interval=10**6)
-  assert changes(make_trace(unscaled), rule) == [
+  assert changes(make_history(unscaled), rule) == [
     ("init_loss_scale", 2.0**32, 2.0**15)
   ]
 
@@ -340,37 +345,39 @@ def test_a_first_scale_that_still_loses_steps_is_lowered_further():
 def test_lost_steps_that_no_argument_keeps_are_told():
   log2 = np.concatenate([np.full(1000, -2.0), np.linspace(-2, 40, 300)])
   rule = presets.torch()
-  trace = instruments.replay(rule, make_trace(2.0**log2)).history
+  trace = instruments.replay(rule, make_history(2.0**log2)).history
   (advice,) = instruments.advise(trace, rule)
   assert advice.argument is None
   assert f"{np.sum(trace.overflow)} of 1300 steps were lost" in str(advice)
 
 
 def test_nothing_is_proposed_from_a_few_steps():
-  (advice,) = instruments.advise(make_trace(FLAT[:99]), ols.FixedLossScale(1.0))
+  (advice,) = instruments.advise(
+    make_history(FLAT[:99]), ols.FixedLossScale(1.0)
+  )
   assert advice.argument is None and "99 steps are too few" in str(advice)
-  assert changes(make_trace(FLAT[:100]), ols.FixedLossScale(1.0)) == [
+  assert changes(make_history(FLAT[:100]), ols.FixedLossScale(1.0)) == [
     ("scale", 1.0, 2.0**13)
   ]
 
 
 def test_steps_that_were_nan_from_the_first_on_are_of_the_scale():
   scale = 2.0 ** np.maximum(32.0 - np.arange(150), 0)
-  trace = make_trace(np.full(150, NAN), scale=scale)
+  trace = make_history(np.full(150, NAN), scale=scale)
   rule = make_rule("npu", init_scale=2.0**32)
   for advice in instruments.advise(trace, rule):
     assert "NaN" not in str(advice)
 
 
 def test_the_fixed_scale_of_a_later_part_is_the_rules_own():
-  trace = make_trace(FLAT, first_step=5001)
+  trace = make_history(FLAT, first_step=5001)
   rule = ols.FixedLossScale(2.0**20)
   assert changes(trace, rule) == [("scale", 2.0**20, 2.0**13)]
 
 
 @pytest.mark.parametrize("first_step", [1, 100])
 def test_an_empty_history_says_nothing(first_step):
-  trace = make_trace([], first_step=first_step)
+  trace = make_history([], first_step=first_step)
   assert instruments.advise(trace, ols.DynamicLossScale()) == []
 
 
@@ -390,14 +397,14 @@ class Other(ols.LossScale):
 
 
 def test_lost_steps_of_a_rule_without_known_arguments_are_told():
-  (advice,) = instruments.advise(make_trace(FLAT), Other())
+  (advice,) = instruments.advise(make_history(FLAT), Other())
   assert advice.argument is None
   assert "4000 of 4000 steps were lost" in str(advice)
 
 
 def test_switched_off_scaler_is_left_alone():
   rule = presets.torch(enabled=False)
-  assert changes(make_trace(FLAT * 2.0**20), rule) == []
+  assert changes(make_history(FLAT * 2.0**20), rule) == []
 
 
 def test_headroom_of_a_statistical_rule_is_turned():
@@ -405,7 +412,7 @@ def test_headroom_of_a_statistical_rule_is_turned():
 
   unscaled = FLAT * np.where(np.arange(STEPS) % 100 == 0, 2.0**3.5, 1)
   rule = rules.HeadroomLossScale(2.0**15, headroom=0, window=50)
-  advice = changes(make_trace(unscaled), rule)
+  advice = changes(make_history(unscaled), rule)
   assert [item[:2] for item in advice] == [("headroom", 0)]
   assert 3 <= advice[0][2] <= 4
 
@@ -414,7 +421,7 @@ def test_a_warm_start_is_asked_for_the_rule_inside():
   from optax_lossscale import rules
 
   rule = rules.WarmStart(make_rule("npu", interval=100))
-  assert changes(make_trace(FLAT), rule) == [("incr_every_n_steps", 100, 800)]
+  assert changes(make_history(FLAT), rule) == [("incr_every_n_steps", 100, 800)]
 
 
 @pytest.mark.parametrize(
@@ -438,4 +445,4 @@ def test_bad_arguments_are_told():
   with pytest.raises(TypeError, match="History"):
     instruments.advise([1.0], ols.DynamicLossScale())
   with pytest.raises(TypeError, match="`rule`"):
-    instruments.advise(make_trace(FLAT), "dynamic")
+    instruments.advise(make_history(FLAT), "dynamic")

@@ -14,7 +14,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import presets
-from tests.instruments.traces import make_trace
+from tests.instruments.histories import make_history
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
@@ -108,7 +108,7 @@ def the_trace():
   """Recorded at an S of 1, where only the NaN is an overflow."""
   unscaled = UNSCALED.copy()
   unscaled[40] = NAN
-  return make_trace(unscaled)
+  return make_history(unscaled)
 
 
 def assert_same(replay, outcome):
@@ -164,7 +164,7 @@ def fixed(exponent, trace, **options):
 
 
 def test_recorded_inf_overflows_from_its_scale_on():
-  trace = make_trace([INF, 1.0], scale=2.0**10)
+  trace = make_history([INF, 1.0], scale=2.0**10)
   assert fixed(11, trace) == ([True, False], [INF, 2.0**11])
   assert fixed(10, trace) == ([True, False], [INF, 2.0**10])
   # Below it is clean, with the largest amax that it can have had.
@@ -172,19 +172,19 @@ def test_recorded_inf_overflows_from_its_scale_on():
 
 
 def test_overflow_with_amax_near_the_limit_is_of_the_scale():
-  trace = make_trace([32753 / 2**10], scale=2.0**10, overflow=True)
+  trace = make_history([32753 / 2**10], scale=2.0**10, overflow=True)
   assert fixed(10, trace) == ([True], [32753])
   assert fixed(9, trace) == ([False], [32753 / 2])
 
 
 def test_overflow_with_amax_a_bit_below_the_limit_is_one_at_every_scale():
-  trace = make_trace([32752 / 2**10], scale=2.0**10, overflow=True)
+  trace = make_history([32752 / 2**10], scale=2.0**10, overflow=True)
   assert fixed(10, trace) == ([True], [32752])
   assert fixed(0, trace) == ([True], [32752 / 2**10])
 
 
 def test_scale_that_differs_by_rounding_is_that_of_the_record():
-  trace = make_trace([INF, 60.0], scale=2.0**10)
+  trace = make_history([INF, 60.0], scale=2.0**10)
   rule = ols.FixedLossScale(2.0**10 * (1 - 1e-5))
   replay = instruments.replay(rule, trace)
   assert replay.history.overflow.tolist() == [True, False]
@@ -196,7 +196,7 @@ def test_clean_step_at_the_limit_is_clean_at_its_scale():
   scales = np.float32(np.random.default_rng(0).uniform(1, 2000, 16))
   lost = 0
   for scale in scales:
-    trace = make_trace([1.0], scale=scale)._replace(amax=np.float32([65504]))
+    trace = make_history([1.0], scale=scale)._replace(amax=np.float32([65504]))
     replay = instruments.replay(ols.FixedLossScale(float(scale)), trace)
     assert replay.history.amax.tolist() == [65504]
     lost += replay.lost_steps
@@ -204,7 +204,7 @@ def test_clean_step_at_the_limit_is_clean_at_its_scale():
 
 
 def test_recorded_saturation_overflows_from_its_scale_on():
-  trace = make_trace([65504 / 2**10], scale=2.0**10, overflow=True)
+  trace = make_history([65504 / 2**10], scale=2.0**10, overflow=True)
   assert fixed(10, trace, saturating=True) == ([True], [65504])
   assert fixed(11, trace, saturating=True) == ([True], [65504])
   assert fixed(9, trace, saturating=True) == ([False], [65504 / 2])
@@ -212,13 +212,13 @@ def test_recorded_saturation_overflows_from_its_scale_on():
 
 
 def test_largest_finite_value_is_an_overflow_in_saturation_only():
-  trace = make_trace([65504.0])
+  trace = make_history([65504.0])
   assert fixed(0, trace) == ([False], [65504])
   assert fixed(0, trace, saturating=True) == ([True], [65504])
 
 
 def test_nan_above_what_its_neighbours_stood_is_of_the_scale():
-  trace = make_trace(
+  trace = make_history(
     [NAN, NAN, 1.0, 1.0, NAN, 1.0, NAN],
     scale=2.0 ** np.array([12, 11, 10, 10, 11, 10, 11]),
   )
@@ -228,26 +228,26 @@ def test_nan_above_what_its_neighbours_stood_is_of_the_scale():
 
 
 def test_nan_where_its_neighbours_stood_as_much_stays():
-  trace = make_trace([1.0, NAN, NAN, 1.0, NAN], scale=[8, 8, 4, 4, 4])
+  trace = make_history([1.0, NAN, NAN, 1.0, NAN], scale=[8, 8, 4, 4, 4])
   overflow, amax = fixed(0, trace)
   assert overflow == [False, True, True, False, True]
   assert np.isnan(amax).tolist() == overflow
 
 
 def test_nan_without_a_clean_step_is_of_the_scale():
-  trace = make_trace([NAN, NAN], scale=[8, 4])
+  trace = make_history([NAN, NAN], scale=[8, 4])
   assert fixed(2, trace)[0] == [False, True]
   assert fixed(1, trace)[0] == [False, False]
 
 
 def test_amax_of_zero_never_overflows():
-  assert fixed(100, make_trace([0.0])) == ([False], [0])
+  assert fixed(100, make_history([0.0])) == ([False], [0])
 
 
 def test_scaled_amax_is_exact_where_the_unscaled_one_is_no_float32():
-  trace = make_trace([np.ldexp(1.5, -140)], scale=2.0**100)
+  trace = make_history([np.ldexp(1.5, -140)], scale=2.0**100)
   assert fixed(126, trace) == ([False], [math.ldexp(1.5, -14)])
-  trace = make_trace([2.0**130], scale=2.0**-10)
+  trace = make_history([2.0**130], scale=2.0**-10)
   assert fixed(-126, trace) == ([False], [16.0])
 
 
@@ -256,13 +256,13 @@ def test_scaled_amax_is_exact_where_the_unscaled_one_is_no_float32():
   [(jnp.bfloat16, 127), ("float32", 127), (jnp.float8_e5m2, 15)],
 )
 def test_dtype_says_where_it_overflows(dtype, largest):
-  trace = make_trace([1.0])
+  trace = make_history([1.0])
   assert fixed(largest, trace, dtype=dtype)[0] == [False]
-  assert fixed(largest, make_trace([2.0]), dtype=dtype)[0] == [True]
+  assert fixed(largest, make_history([2.0]), dtype=dtype)[0] == [True]
 
 
 def test_unusable_scale_is_held_and_told():
-  replay = instruments.replay(Falls(), make_trace([1.0] * 4))
+  replay = instruments.replay(Falls(), make_history([1.0] * 4))
   exponents = np.log2(replay.history.loss_scale).tolist()
   assert exponents == [0, -60, -120, -120]
   assert replay.stalled.tolist() == [False, False, True, True]
@@ -271,16 +271,16 @@ def test_unusable_scale_is_held_and_told():
 
 def test_a_rule_is_compiled_once():
   rule = LooksAtAmax(factor=2.0)
-  instruments.replay(rule, make_trace([1.0, 2.0]))
+  instruments.replay(rule, make_history([1.0, 2.0]))
   before = LooksAtAmax.traced
   equal = LooksAtAmax(factor=2.0)
   for unscaled, dtype in (([3.0, 4.0], jnp.float16), ([0.0, NAN], jnp.float32)):
-    instruments.replay(equal, make_trace(unscaled), dtype=dtype)
+    instruments.replay(equal, make_history(unscaled), dtype=dtype)
   assert LooksAtAmax.traced == before
 
 
 def test_rule_that_has_no_hash_is_replayed():
-  trace = make_trace(UNSCALED[:4])
+  trace = make_history(UNSCALED[:4])
   with_hash = instruments.replay(LooksAtAmax(), trace)
   without = instruments.replay(Unhashable(), trace)
   assert without.history.loss_scale.tolist() == (
@@ -290,14 +290,14 @@ def test_rule_that_has_no_hash_is_replayed():
 
 def test_replay_may_begin_with_another_scale():
   rule = ols.DynamicLossScale(2.0**15, growth_interval=1)
-  trace = make_trace([1.0] * 3, first_step=900)
+  trace = make_history([1.0] * 3, first_step=900)
   replay = instruments.replay(rule, trace, loss_scale=8.0)
   assert replay.history.loss_scale.tolist() == [8, 16, 32]
   assert replay.history.step.tolist() == [900, 901, 902]
 
 
 def test_figures_of_a_replay():
-  trace = make_trace([2.0**5, 0.0, 2.0**3, 2.0**6])
+  trace = make_history([2.0**5, 0.0, 2.0**3, 2.0**6])
   replay = instruments.replay(ols.FixedLossScale(2.0**10), trace)
   clean = [math.log2(65504) - exponent for exponent in (15, 13)]
   assert replay.lost_steps == 1
@@ -309,13 +309,13 @@ def test_figures_of_a_replay():
 
 def test_overflow_that_is_not_skipped_is_a_lost_step():
   rule = ols.FixedLossScale(2.0**20, skip=False)
-  replay = instruments.replay(rule, make_trace([1.0]))
+  replay = instruments.replay(rule, make_history([1.0]))
   assert replay.lost_steps == 1 and not replay.skipped.any()
 
 
 @pytest.mark.parametrize("unscaled", [[], [NAN], [0.0]])
 def test_figures_without_a_clean_step(unscaled):
-  replay = instruments.replay(ols.FixedLossScale(), make_trace(unscaled))
+  replay = instruments.replay(ols.FixedLossScale(), make_history(unscaled))
   assert math.isnan(replay.mean_headroom)
   assert replay.lost_steps == sum(map(math.isnan, unscaled))
 
@@ -348,4 +348,4 @@ def test_figures_without_a_clean_step(unscaled):
 )
 def test_bad_arguments_are_told(call, error, words):
   with pytest.raises(error, match=words):
-    call(make_trace([1.0]))
+    call(make_history([1.0]))

@@ -1,6 +1,7 @@
 """What is lost, element by element against casts and sums of NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
-from optax_lossscale.instruments import _shares
 from tests import compiled
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
@@ -25,10 +25,24 @@ TARGETS = {
   "float32": np.float32,
 }
 LARGEST = float(np.finfo(np.float32).max)
+
+
+def just_above(product, count=8):
+  """Yields factors with another one that make so little more than a product.
+
+  Both have 24 bits, and the upper 32 bits of 64 do not show the difference.
+  """
+  factors = np.random.default_rng(4).integers(2**23, 2**24, 10_000).tolist()
+  little = (m for m in factors if 0 < -product % m < product >> 30)
+  return itertools.islice(little, count)
+
+
 SCALES = [
   *(2.0**k for k in (0, 1, 15, 32, 100, 126, -1, -20, -126)),
   *(1 / 3, 1.1, 3.0, 1000.0, 65504.0, 1.5 * 2.0**100, LARGEST),
   *np.exp(np.random.default_rng(0).normal(size=24) * 20),
+  *(m * 2.0**-123 for m in just_above(2**47)),
+  *(m * 2.0**-123 for m in just_above(2**47 + 2**31)),
 ]
 SCALES = [float(np.float32(scale)) for scale in SCALES]
 
@@ -55,43 +69,42 @@ def jitted(name):
   )
 
 
-def values_around(bits, dtype):
-  """Returns the numbers whose magnitudes have bits near those given."""
-  unsigned = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
-  infinity = int(np.array(np.inf, dtype).view(unsigned))
-  near = np.arange(max(int(bits) - 4, 0), min(int(bits) + 5, infinity))
-  return near.astype(unsigned).view(dtype)
+def around_the_boundary(own, lost):
+  """Returns the last numbers that are lost, and the first that are not."""
+  unsigned = np.dtype(f"uint{8 * np.dtype(own).itemsize}")
+  low, high = 0, int(np.array(np.inf, own).view(unsigned))
+  while high - low > 1:  # `low` is lost, `high` is not.
+    middle = (low + high) // 2
+    is_lost = lost(np.array([middle], unsigned).view(own))[0]
+    low, high = (middle, high) if is_lost else (low, middle)
+  near = np.arange(max(low - 4, 0), low + 6).astype(unsigned)
+  return near[near <= np.array(np.inf, own).view(unsigned)].view(own)
 
 
 @pytest.mark.parametrize("own", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_boundary_is_where_a_cast_has_it(own, name):
-  target = np.dtype(TARGETS[name])
-  boundary = jax.jit(
-    lambda scale: _shares._largest_lost(np.dtype(own), scale, target)
-  )
   for scale in SCALES:
-    bits = boundary(jnp.float32(scale))
-    x = values_around(bits, own)
-    found = (x != 0) & (x.view(bits.dtype) <= bits)
-    np.testing.assert_array_equal(found, lost(x, target, scale), f"{scale}")
+    lost_here = functools.partial(lost, dtype=TARGETS[name], loss_scale=scale)
+    # Of one length, so that it is compiled once.
+    x = np.resize(around_the_boundary(own, lost_here), 10)
+    found = jitted(name)(jnp.asarray(x), loss_scale=jnp.float32(scale))
+    assert found == share(lost_here(x), x), f"{scale}"
 
 
 @pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_boundary_of_float64_is_where_a_cast_has_it(name):
-  target = np.dtype(TARGETS[name])
+  # Through float32 a cast would round twice.
+  half = float(ml_dtypes.finfo(TARGETS[name]).smallest_subnormal) / 2
   with jax.enable_x64(True):
-    boundary = jax.jit(
-      lambda scale: _shares._largest_lost(np.dtype(float), scale, target)
-    )
     for scale in SCALES:
-      bits = boundary(jnp.float32(scale))
-      x = values_around(bits, np.float64)
-      found = (x != 0) & (x.view(bits.dtype) <= bits)
-      # Through float32 a cast would round twice.
-      half = float(ml_dtypes.finfo(target).smallest_subnormal) / 2
-      model = (x != 0) & (np.float64(scale) * x <= half)
-      np.testing.assert_array_equal(found, model, f"{scale}")
+
+      def lost_here(x, scale=scale):
+        return (x != 0) & (scale * x <= half)
+
+      x = np.resize(around_the_boundary(np.float64, lost_here), 10)
+      found = jitted(name)(jnp.asarray(x), loss_scale=jnp.float32(scale))
+      assert found == share(lost_here(x), x), f"{scale}"
 
 
 @pytest.mark.parametrize("own", [np.float16, ml_dtypes.bfloat16])

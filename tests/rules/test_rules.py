@@ -25,19 +25,11 @@ pytestmark = [
 RULES = {
   "headroom": ols.rules.HeadroomLossScale(window=3),
   "log_max": ols.rules.LogMaxLossScale(),
-  "original": ols.rules.LogMaxLossScale(original=True),
   "histogram": ols.rules.HistogramLossScale(update_period=2),
   "warm_start": ols.rules.WarmStart(ols.DynamicLossScale(growth_interval=2)),
   "warm_headroom": ols.rules.WarmStart(ols.rules.HeadroomLossScale(window=2)),
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-
-# Whose S is usable whatever comes; the original's is not.
-each_sound_rule = pytest.mark.parametrize(
-  "rule",
-  [rule for name, rule in RULES.items() if name != "original"],
-  ids=[name for name in RULES if name != "original"],
-)
 
 
 def avals(tree):
@@ -139,7 +131,7 @@ def test_a_missing_amax_is_an_error(rule):
 # The scale.
 
 
-@each_sound_rule
+@each_rule
 def test_guarantee_4_the_scale_stays_usable_on_every_sequence(rule):
   extremes = np.asarray(
     [0, runs.SUBNORMAL, 2.0**-126, 3e38, np.inf, np.nan, 1], np.float32
@@ -218,18 +210,11 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
     ("LogMax", {"beta2": 1 - 1e-9}, ValueError, "below 1 (in float32)"),
     ("LogMax", {"overflow_std_dev": -1}, ValueError, "must not be negative"),
     ("LogMax", {"log_max": math.inf}, ValueError, "must be finite"),
-    ("LogMax", {"original": 1}, TypeError, "`original` must be True or False"),
     (
       "LogMax",
       {"scale_min": 4.0, "scale_max": 2.0},
       ValueError,
       "`scale_min` must not be above `scale_max`, got `scale_min`=4.0",
-    ),
-    (
-      "LogMax",
-      {"scale_min": 2.0**20, "original": True},
-      ValueError,
-      "`scale_max`=16384.0",
     ),
   ],
 )

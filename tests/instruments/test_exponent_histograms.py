@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from optax_lossscale import instruments
-from optax_lossscale.instruments import _histograms
+from optax_lossscale.instruments import _exponent_histograms
 from tests import compiled
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -82,10 +82,12 @@ def around_every_exponent(dtype):
 def histogram(request, monkeypatch):
   """Returns `exponent_histogram` as a CPU does it, or an accelerator."""
   if request.param == "by_comparison":
-    monkeypatch.setattr(_histograms, "_by_scatter", _histograms._by_comparison)
-  _histograms._histogram.clear_cache()
+    monkeypatch.setattr(
+      _exponent_histograms, "_by_scatter", _exponent_histograms._by_comparison
+    )
+  _exponent_histograms._histogram.clear_cache()
   yield instruments.exponent_histogram
-  _histograms._histogram.clear_cache()
+  _exponent_histograms._histogram.clear_cache()
 
 
 @functools.cache

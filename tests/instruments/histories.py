@@ -5,7 +5,7 @@ import numpy as np
 from optax_lossscale import instruments
 
 
-def make_trace(unscaled, *, scale=1.0, overflow=False, first_step=1):
+def make_history(unscaled, *, scale=1.0, overflow=False, first_step=1):
   """A history with this amax / S; where it is not finite, an overflow."""
   unscaled = np.asarray(unscaled, np.float64)
   scale = np.broadcast_to(np.float32(scale), unscaled.shape)

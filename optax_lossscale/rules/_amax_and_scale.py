@@ -1,14 +1,16 @@
-"""How amax and S relate, in exact integers: exponents read from float32 bits.
+"""The largest S that fits an amax, and the arguments of rules that go by it.
 
-XLA's log2 and exp2 are an ulp off for some powers of two, which here would be a
-whole bit of S.
+Exponents are read from the bits of float32: XLA's log2 and exp2 are an ulp off
+for some powers of two, which here would be a whole bit of S.
 """
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._base import arguments
 
@@ -54,7 +56,7 @@ def require_amax(amax: jax.Array | None) -> jax.Array:
 
 
 def tells(amax: jax.Array) -> jax.Array:
-  """Returns bool[], whether amax tells where S belongs.
+  """Returns bool[], whether amax shows where S belongs.
 
   Not 0, inf and NaN, nor the subnormal numbers, which a backend may flush to 0.
   """
@@ -78,3 +80,56 @@ def fitting_exponent(
   is_above = (fraction > limit_fraction).astype(jnp.int32)
   fitting: jax.Array = exponent(loss_scale) + doublings - is_above
   return fitting
+
+
+def check_bounds(**scales: Any) -> dict[str, float]:
+  """Returns loss scales as floats, which must come in increasing order."""
+  checked = {
+    name: arguments.check_scale(name, value) for name, value in scales.items()
+  }
+  if sorted(checked.values()) != list(checked.values()):
+    names = [f"`{name}`" for name in checked]
+    got = ", ".join(f"`{name}`={value!r}" for name, value in checked.items())
+    raise ValueError(
+      f"{' must not be above '.join(names)}, got {got}."
+      if len(names) == 2
+      else f"{names[1]} must lie between {names[0]} and {names[2]}, got {got}."
+    )
+  return checked
+
+
+def check_bits(name: str, value: Any) -> int:
+  """Returns `value` as an int from 0 to 126."""
+  bits = arguments.check_integer(name, value, unit="bits")
+  if not 0 <= bits <= 126:
+    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {value!r}.")
+  return bits
+
+
+def check_dtype(dtype: Any) -> Any:
+  """Returns a floating dtype."""
+  found, name = arguments.read_dtype(dtype)
+  if found is None:
+    raise TypeError(
+      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
+    )
+  return found
+
+
+def largest(dtype: Any) -> float:
+  """Returns the largest finite value of a floating dtype."""
+  return float(jnp.finfo(dtype).max)
+
+
+def clip(
+  loss_scale: jax.Array, min_scale: float, max_scale: float
+) -> jax.Array:
+  """Returns S between its bounds, float32[]."""
+  return jnp.clip(loss_scale, np.float32(min_scale), np.float32(max_scale))
+
+
+def at_floor(
+  loss_scale: jax.Array, min_scale: float, overflow: jax.Array | bool
+) -> jax.Array:
+  """Returns bool[]: an overflow with S at its floor, or below it."""
+  return jnp.asarray(overflow, bool) & (loss_scale <= np.float32(min_scale))

@@ -12,8 +12,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._rules import base
-from optax_lossscale.rules import _bounds
-from optax_lossscale.rules import _powers_of_two
+from optax_lossscale.rules import _amax_and_scale
 
 
 class HistogramCounts(NamedTuple):
@@ -134,7 +133,7 @@ class HistogramLossScale(base.LossScale):
         f"{self.threshold_upper_count_proportion!r}: no share is above it."
       )
     checked = {
-      **_bounds.check_bounds(
+      **_amax_and_scale.check_bounds(
         min_scale=self.min_scale,
         init_scale=self.init_scale,
         max_scale=self.max_scale,
@@ -144,7 +143,7 @@ class HistogramLossScale(base.LossScale):
       "update_period": arguments.check_count(
         "update_period", self.update_period
       ),
-      "dtype": _bounds.check_dtype(self.dtype),
+      "dtype": _amax_and_scale.check_dtype(self.dtype),
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)
@@ -193,7 +192,7 @@ class HistogramLossScale(base.LossScale):
     """
     overflow = jnp.asarray(overflow, bool)
     if amax is not None or measured is None:
-      amax = _powers_of_two.require_amax(amax)
+      amax = _amax_and_scale.require_amax(amax)
       overflow |= ~jnp.isfinite(amax)
     if measured is None:
       too_large = ~(jnp.asarray(amax) < np.float32(self._edge))
@@ -212,7 +211,9 @@ class HistogramLossScale(base.LossScale):
     )
     loss_scale = jnp.where(decides, moved, state.loss_scale)
     return HistogramLossScaleState(
-      loss_scale=_bounds.clip(loss_scale, self.min_scale, self.max_scale),
+      loss_scale=_amax_and_scale.clip(
+        loss_scale, self.min_scale, self.max_scale
+      ),
       steps_since_update=jnp.where(decides, 0, steps),
     )
 
@@ -220,8 +221,8 @@ class HistogramLossScale(base.LossScale):
     self, state: HistogramLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
     """Returns bool[]: an overflow with S at `min_scale`, or below it."""
-    return _bounds.at_floor(state.loss_scale, self.min_scale, overflow)
+    return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)
 
   @property
   def _edge(self) -> float:
-    return _bounds.largest(self.dtype) * self.bin_edge_location
+    return _amax_and_scale.largest(self.dtype) * self.bin_edge_location

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from optax_lossscale import instruments
-from optax_lossscale.demo import history as demo_history
-from tests.instruments.traces import make_trace
+from optax_lossscale.demo import run as run_lib
+from tests.instruments.histories import make_history
 
 pytestmark = pytest.mark.one_end
 
@@ -70,7 +70,7 @@ def test_json_that_is_written_is_json(tmp_path):
 )
 def test_amax_alone_is_of_an_unscaled_run(name, content, write):
   history = instruments.read_history(write(name, content))
-  assert_same(history, make_trace([1.0, INF, 2.5]))
+  assert_same(history, make_history([1.0, INF, 2.5]))
 
 
 def test_steps_that_were_not_scaled_are_left_out(write):
@@ -92,36 +92,40 @@ def test_overflow_is_what_the_file_says_and_what_is_not_finite(write):
   assert history.overflow.tolist() == [False, True, True, True, True, False]
 
 
-def record(run, seed, step, scale=None, amax=None, overflow=False):
-  flag = None if scale is None else overflow
-  return demo_history.Record(
-    run, seed, step, "float16", 1.0, scale, flag, flag, amax
-  )
+def result(run, seed, *steps):
+  """What came of a run: of each step its S, amax and whether it overflowed."""
+  found = run_lib.Result(run, seed)
+  for i, (scale, amax, overflow) in enumerate(steps, start=1):
+    found.steps.append(
+      run_lib.Step(i, "float16", 1.0, scale, overflow, overflow, amax)
+    )
+  return found
 
 
 @pytest.fixture(params=["csv", "json"])
 def trained(request, tmp_path):
-  """Writes records as `train` does and returns the path."""
+  """Writes results as `train` does and returns the path."""
 
-  def write_records(records):
+  def write_results(results):
     path = tmp_path / f"task.{request.param}"
     if request.param == "csv":
-      demo_history.write_csv(path, records)
+      run_lib.write_csv(path, results)
     else:
-      summaries = demo_history.summarize(records, {})
-      demo_history.write_json(path, {"seeds": [0, 1]}, summaries, records)
+      run_lib.write_json(path, {"seeds": [0, 1]}, results)
     return path
 
-  return write_records
+  return write_results
 
 
-RECORDS = [
-  record("float32, none", 0, 1),
-  record("a", 0, 1, 8.0, INF, overflow=True),
-  record("a", 0, 2, 4.0, 0.1),
-  record("a", 0, 3),
+UNSCALED = (None, None, None)
+RESULTS = [
+  result("float32, none", 0, UNSCALED),
+  result("a", 0, (8.0, INF, True), (4.0, 0.1, False), UNSCALED),
 ]
-OTHERS = [record("a", 1, 1, 2.0, 3.0), record("b, x", 0, 1, 2.0, 5.0)]
+OTHERS = [
+  result("a", 1, (2.0, 3.0, False)),
+  result("b, x", 0, (2.0, 5.0, False)),
+]
 EXPECTED = instruments.History(
   np.array([1, 2]),
   np.float32([8, 4]),
@@ -131,11 +135,11 @@ EXPECTED = instruments.History(
 
 
 def test_the_one_run_with_an_amax_is_read(trained):
-  assert_same(instruments.read_history(trained(RECORDS)), EXPECTED)
+  assert_same(instruments.read_history(trained(RESULTS)), EXPECTED)
 
 
 def test_one_of_several_runs_is_chosen(trained):
-  path = trained(RECORDS + OTHERS)
+  path = trained(RESULTS + OTHERS)
   assert_same(instruments.read_history(path, run="a", seed=0), EXPECTED)
   assert instruments.read_history(path, "a", 1).amax.tolist() == [3]
   assert instruments.read_history(path, "b, x").amax.tolist() == [5]
@@ -152,7 +156,7 @@ def test_one_of_several_runs_is_chosen(trained):
   ],
 )
 def test_a_choice_that_is_left_or_wrong_is_told(choice, words, trained):
-  path = trained(RECORDS + OTHERS)
+  path = trained(RESULTS + OTHERS)
   with pytest.raises(ValueError, match=words) as error:
     instruments.read_history(path, **choice)
   assert str(path) in str(error.value)
@@ -160,7 +164,7 @@ def test_a_choice_that_is_left_or_wrong_is_told(choice, words, trained):
 
 def test_run_without_loss_scaling_is_told(trained):
   with pytest.raises(ValueError, match="no step has an amax"):
-    instruments.read_history(trained(RECORDS[:1]))
+    instruments.read_history(trained(RESULTS[:1]))
 
 
 @pytest.mark.parametrize(

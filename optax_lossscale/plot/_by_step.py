@@ -1,4 +1,4 @@
-"""S and headroom over the steps of a run, or of several replays."""
+"""S and headroom over the steps of a history, or of several replays."""
 
 from collections.abc import Mapping
 import functools
@@ -10,13 +10,12 @@ from matplotlib.ticker import MaxNLocator
 import numpy as np
 import numpy.typing as npt
 
-from optax_lossscale.instruments import _history
-from optax_lossscale.instruments import _replay
-from optax_lossscale.plot import _axes
+from optax_lossscale import instruments
+from optax_lossscale.plot import axes as axes_lib
 
 
 def loss_scale(
-  history: _history.History, dtype: Any = jnp.float16, *, ax: Any = None
+  history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
   """Draws S over the steps, and the largest S that each would have stood.
 
@@ -49,19 +48,17 @@ def loss_scale(
     >>> print(axes.get_ylabel())
     loss scale S
   """
-  # Raised before a figure is made.
-  _check_history(history)
-  largest = _largest_scale(history, dtype)
-  axes = _axes.make_axes(ax)
+  largest = _largest_scale(history, _headroom(history, dtype))
+  axes = axes_lib.make_axes(ax)
   _draw_largest(axes, history.step, largest, dtype)
-  _draw_scale(axes, history, _axes.ALONE, label="S")
+  _draw_scale(axes, history, axes_lib.ALONE, label="S")
   _draw_overflows(axes, history, label="overflow")
-  _finish_scales(axes, np.concatenate([history.loss_scale, largest]))
-  return axes
+  axes_lib.log2_axis(axes, np.concatenate([history.loss_scale, largest]))
+  return _finish(axes, "loss scale S")
 
 
 def headroom(
-  history: _history.History, dtype: Any = jnp.float16, *, ax: Any = None
+  history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
   """Draws how many doublings of S each step was away from an overflow.
 
@@ -91,14 +88,13 @@ def headroom(
     >>> print(axes.get_lines()[0].get_ydata())
     [nan  2.]
   """
-  _check_history(history)
-  bits = history.headroom(dtype)
-  axes = _axes.make_axes(ax, height=3.0)
+  bits = _headroom(history, dtype)
+  axes = axes_lib.make_axes(ax, height=3.0)
   axes.plot(
     history.step,
     np.where(np.isfinite(bits), bits, np.nan),
     marker=_marker(history),
-    color=_axes.BLUE,
+    color=axes_lib.BLUE,
     linewidth=1.0,
   )
   axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -106,16 +102,13 @@ def headroom(
     axes.set_ylim(-1, 1)
   axes.axhline(0, color="black", linewidth=0.8)
   lost = history.step[history.overflow]
-  _axes.draw_skips(axes, lost, np.zeros(len(lost)), label="overflow")
-  if len(lost):
-    _legend_above(axes)
-  axes.set_ylabel(f"headroom in {jnp.dtype(dtype).name} (bits)")
-  _axes.step_axis(axes)
-  axes.grid(alpha=0.3)
-  return axes
+  axes_lib.draw_skips(axes, lost, np.zeros(len(lost)), label="overflow")
+  return _finish(axes, f"headroom in {jnp.dtype(dtype).name} (bits)")
 
 
-def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
+def replays(
+  replays: Mapping[str, instruments.Replay], *, ax: Any = None
+) -> Axes:
   """Draws the S of several rules on one trace, and the steps that each loses.
 
   Args:
@@ -155,23 +148,26 @@ def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
   if not replays:
     raise ValueError("`replays` must have at least one replay, got none.")
   for each in replays.values():
-    _axes.check_kind(
+    axes_lib.check_kind(
       "Each of `replays` must be a",
       each,
-      _replay.Replay,
+      instruments.Replay,
       "pass what instruments.replay returned",
     )
   first = next(iter(replays.values()))
   # A step that one rule loses, another one may not have lost.
   largest = functools.reduce(
     np.fmax,
-    (_largest_scale(each.history, each.dtype) for each in replays.values()),
+    (
+      _largest_scale(each.history, each.history.headroom(each.dtype))
+      for each in replays.values()
+    ),
   )
-  axes = _axes.make_axes(ax)
+  axes = axes_lib.make_axes(ax)
   _draw_largest(axes, first.history.step, largest, first.dtype)
   for i, (label, replay) in enumerate(replays.items()):
     # The first style is too much like the thin line.
-    style = _axes.style_of(i + 1, len(replays))
+    style = axes_lib.style_of(i + 1, len(replays))
     told = f"{label}: {replay.lost_steps} lost"
     if not np.isnan(replay.mean_headroom):
       told += f", {replay.mean_headroom:.1f} bits"
@@ -179,26 +175,29 @@ def replays(replays: Mapping[str, _replay.Replay], *, ax: Any = None) -> Axes:
   for replay in replays.values():
     _draw_overflows(axes, replay.history, label="_")
   scales = [each.history.loss_scale for each in replays.values()]
-  _finish_scales(axes, np.concatenate([*scales, largest]))
-  return axes
+  axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
+  return _finish(axes, "loss scale S")
 
 
-def _check_history(history: Any) -> None:
-  _axes.check_kind(
+def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
+  """Returns the headroom of a history; raises before a figure is made."""
+  axes_lib.check_kind(
     "`history` must be a",
     history,
-    _history.History,
+    instruments.History,
     "pass instruments.history(opt_state), or replay.history of a replay",
   )
+  headroom: npt.NDArray[np.float64] = history.headroom(dtype)
+  return headroom
 
 
 def _largest_scale(
-  history: _history.History, dtype: Any
+  history: instruments.History, headroom: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
   """Returns the largest S that each step would have stood; NaN if unknown."""
-  largest = history.loss_scale * np.exp2(history.headroom(dtype))
+  largest = history.loss_scale * np.exp2(headroom)
   # Then it was found elsewhere, or is what saturation left.
-  is_hidden = history.overflow & ~(history.headroom(dtype) < 0)
+  is_hidden = history.overflow & ~(headroom < 0)
   is_known = np.isfinite(largest) & ~is_hidden
   return np.where(is_known, largest, np.nan)
 
@@ -209,7 +208,7 @@ def _draw_largest(axes: Axes, steps: Any, largest: Any, dtype: Any) -> None:
   axes.plot(
     steps,
     largest,
-    color=_axes.GREY,
+    color=axes_lib.GREY,
     linewidth=0.8,
     marker=".",
     markersize=2,
@@ -218,7 +217,7 @@ def _draw_largest(axes: Axes, steps: Any, largest: Any, dtype: Any) -> None:
 
 
 def _draw_scale(
-  axes: Axes, history: _history.History, style: _axes.Style, *, label: str
+  axes: Axes, history: instruments.History, style: axes_lib.Style, *, label: str
 ) -> None:
   axes.plot(
     history.step,
@@ -231,33 +230,24 @@ def _draw_scale(
 
 
 def _draw_overflows(
-  axes: Axes, history: _history.History, *, label: str
+  axes: Axes, history: instruments.History, *, label: str
 ) -> None:
   lost = history.overflow
-  _axes.draw_skips(
+  axes_lib.draw_skips(
     axes, history.step[lost], history.loss_scale[lost], label=label
   )
 
 
-def _finish_scales(axes: Axes, scales: Any) -> None:
-  _axes.log2_axis(axes, scales)
-  axes.set_ylabel("loss scale S")
-  _axes.step_axis(axes)
+def _finish(axes: Axes, ylabel: str) -> Axes:
+  """Returns the axes with their names, and with those of the lines above."""
+  axes.set_ylabel(ylabel)
+  axes_lib.step_axis(axes)
   axes.grid(alpha=0.3)
-  _legend_above(axes)
+  if axes.get_legend_handles_labels()[0]:
+    axes_lib.legend_beside(axes, "lower left", (0.0, 1.0), ncols=2)
+  return axes
 
 
-def _legend_above(axes: Axes) -> None:
-  """Names the lines above the axes, where the names hide none of them."""
-  axes.legend(
-    fontsize="small",
-    frameon=False,
-    loc="lower left",
-    bbox_to_anchor=(0.0, 1.0),
-    ncols=2,
-  )
-
-
-def _marker(history: _history.History) -> str:
+def _marker(history: instruments.History) -> str:
   """Returns the marker of a line: one step alone would not show otherwise."""
   return "o" if len(history.step) == 1 else ""

@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, lines, and the axes they use."""
+"""The colours, lines and axes that all pictures share."""
 
 from collections.abc import Iterable
 import math
@@ -101,6 +101,19 @@ def draw_skips(axes: Axes, steps: Any, values: Any, *, label: str) -> None:
       label=label,
       zorder=3,
     )
+
+
+def legend_beside(
+  axes: Axes, loc: Any, anchor: tuple[float, float], ncols: int = 1
+) -> None:
+  """Names the lines where the names hide none of them."""
+  axes.legend(
+    fontsize="small",
+    frameon=False,
+    loc=loc,
+    bbox_to_anchor=anchor,
+    ncols=ncols,
+  )
 
 
 def power_of_two(exponent: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale._base import bits as _bits
-from optax_lossscale.instruments import _gradients
+from optax_lossscale.instruments import _elements
 
 # Those of float32, subnormal numbers included.
 _LOWEST, _HIGHEST = -149, 127
@@ -122,8 +122,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, figure 3.
   """
-  gradients = list(_gradients.named(tree).values())
-  size = sum(x.size * len(_gradients.parts(x)) for x in gradients)
+  gradients = list(_elements.named(tree).values())
+  size = sum(x.size * len(_elements.parts(x)) for x in gradients)
   if size > _MOST:
     raise ValueError(
       f"`tree` must have fewer than 2**32 elements, got {size}; call "
@@ -161,7 +161,7 @@ def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
     b 0 1.0
   """
   return {
-    path: exponent_histogram(x) for path, x in _gradients.named(tree).items()
+    path: exponent_histogram(x) for path, x in _elements.named(tree).items()
   }
 
 
@@ -203,8 +203,8 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
   length = highest - lowest + 3
   way = _by_scatter if jax.default_backend() == "cpu" else _by_comparison
   by_place = jnp.zeros(length, jnp.uint32)
-  for part in _gradients.parts(x):
-    by_place += _gradients.count(
+  for part in _elements.parts(x):
+    by_place += _elements.count(
       lambda y: way(y.astype(dtype), length), length, [part]
     )
   finite = by_place[1:-1]

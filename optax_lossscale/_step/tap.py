@@ -1,0 +1,69 @@
+"""A point of a model at which the cotangents that pass are measured."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._base import leaves as _leaves
+from optax_lossscale._step import devices
+
+
+def check_measured(name: str, value: Any) -> None:
+  """Raises unless `value` is float32[], whose gradient can be a measurement."""
+  dtype = getattr(value, "dtype", None)
+  if dtype != jnp.float32 or jnp.shape(value) != ():
+    got = repr(value) if dtype is None else f"{dtype}{list(value.shape)}"
+    raise TypeError(
+      f"`{name}` must be float32[], an argument of the loss function such as "
+      f"jnp.float32(0), got {got}."
+    )
+
+
+def tap(
+  tree: Any,
+  measured: jax.Array,
+  measure: Callable[[Sequence[jax.Array]], jax.Array],
+) -> Any:
+  """Returns `tree`; the gradient of `measured` is what its cotangents give."""
+  leaves, structure = jax.tree.flatten(tree)
+  places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
+  if not places:
+    return tree
+  tapped = _tap([jnp.asarray(leaves[i]) for i in places], measured, measure)
+  for i, leaf in zip(places, tapped, strict=True):
+    leaves[i] = leaf
+  return jax.tree.unflatten(structure, leaves)
+
+
+def _tap(
+  xs: list[jax.Array],
+  measured: jax.Array,
+  measure: Callable[[Sequence[jax.Array]], jax.Array],
+) -> list[jax.Array]:
+  # Under `shard_map` the measurement varies as the cotangents do. JAX sums it
+  # over the axes that `measured` is made to vary along here.
+  varying = frozenset().union(*map(devices.varying_axes, xs))
+  measured = devices.make_varying(measured, tuple(varying))
+  axes = tuple(devices.varying_axes(measured))
+
+  @jax.custom_vjp
+  def identity(xs: list[jax.Array], measured: jax.Array) -> list[jax.Array]:
+    del measured
+    return xs
+
+  def forward(
+    xs: list[jax.Array], measured: jax.Array
+  ) -> tuple[list[jax.Array], None]:
+    return identity(xs, measured), None
+
+  def backward(
+    _: None, cotangents: list[jax.Array]
+  ) -> tuple[list[jax.Array], jax.Array]:
+    return cotangents, measure(devices.make_varying(cotangents, axes))
+
+  identity.defvjp(forward, backward)
+  tapped: list[jax.Array] = identity(xs, measured)
+  return tapped

@@ -1,0 +1,347 @@
+"""Histories in files, of `train` or a user's own."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import csv
+import itertools
+import json
+import math
+import os
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale.instruments import _history
+
+_Path = str | os.PathLike[str]
+
+
+def read_history(
+  path: _Path, run: str | None = None, seed: int | None = None
+) -> _history.History:
+  r"""Reads a trace from a CSV or JSON file.
+
+  A CSV file needs a column `amax`, scaled, beside the `loss_scale` of the step;
+  without such a column S was 1. `overflow` (0 or 1; without it, amax inf or
+  NaN) and `step` (from 1; must increase) are optional, and so are `run` and
+  `seed`, which tell several runs in one file apart. Steps whose amax or
+  loss_scale is empty are left out: they were not scaled.
+
+  A JSON file holds the same as lists, `{"amax": [...], "loss_scale": [...]}`,
+  where a single number stands for all steps; or a list of amax alone. inf and
+  NaN may be the strings "inf" and "nan", null is empty.
+
+  Both are also as `optax-lossscale train` writes them.
+
+  Args:
+    path: of a file that ends in `.csv` or `.json`.
+    run: which one, where several have an amax: as the file labels it.
+    seed: which one, where there are several of that run.
+
+  Returns:
+    The history, as `replay` and `advise` take it.
+
+  Raises:
+    OSError: if the file cannot be read.
+    ValueError: if it is not of this form, with the place and what is there; or
+      if there are several runs to choose from, with their labels.
+
+  Examples:
+    >>> import pathlib, tempfile
+    >>> import optax_lossscale as ols
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = pathlib.Path(folder, "trace.csv")
+    ...   _ = path.write_text("loss_scale,amax\n1024,16376\n1024,inf\n")
+    ...   history = ols.instruments.read_history(path)
+    >>> print(history.step, history.overflow, history.headroom())
+    [1 2] [False  True] [ 2. nan]
+  """
+  path = pathlib.Path(path)
+  read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
+  try:
+    return _choose(read(path), run, seed).parse()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path}: not text in UTF-8: {error}.") from error
+  except (ValueError, csv.Error, RecursionError) as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def write_history(path: _Path, history: _history.History) -> None:
+  """Writes a trace as a CSV or JSON file, which `read_history` reads.
+
+  Args:
+    path: of a file that ends in `.csv` or `.json`; it is replaced.
+    history: what was recorded.
+
+  Raises:
+    OSError: if the file cannot be written.
+    ValueError: if the path ends otherwise.
+  """
+  path = pathlib.Path(path)
+  suffix = _suffix(path)
+  columns = as_columns(history)
+  for name in ("loss_scale", "amax"):
+    # The shortest text of all that float32 takes for the same number.
+    columns[name] = [float(str(np.float32(x))) for x in columns[name]]
+  if suffix == ".csv":
+    with path.open("w", newline="", encoding="utf-8") as file:
+      writer = csv.writer(file, lineterminator="\n")
+      writer.writerow(columns)
+      writer.writerows(zip(*columns.values(), strict=True))
+  else:
+    columns["amax"] = [as_json(x) for x in columns["amax"]]
+    path.write_text(json.dumps(columns) + "\n", encoding="utf-8")
+
+
+def as_columns(history: _history.History) -> dict[str, list[Any]]:
+  """Returns the columns that a file has of a history."""
+  return {
+    "step": np.asarray(history.step).tolist(),
+    "loss_scale": np.asarray(history.loss_scale).tolist(),
+    "overflow": [int(x) for x in history.overflow],
+    "amax": np.asarray(history.amax).tolist(),
+  }
+
+
+def as_json(value: Any) -> Any:
+  """Returns a value, or text for inf and NaN, which JSON does not have."""
+  is_finite = not isinstance(value, float) or math.isfinite(value)
+  return value if is_finite else str(value)
+
+
+class _Source(NamedTuple):
+  """One run in a file, unparsed."""
+
+  columns: dict[str, list[Any]]  # By name, each with an entry for every step.
+  places: list[str]  # Of each entry, for an error; {} stands for the column.
+  run: str | None = None
+  seed: str | None = None
+
+  @property
+  def scaled(self) -> list[int]:
+    """The places of the steps that have an amax and were scaled."""
+    needed = [x for n, x in self.columns.items() if n in ("amax", "loss_scale")]
+    return [
+      i
+      for i, values in enumerate(zip(*needed, strict=True))
+      if not any(value is None or not str(value).strip() for value in values)
+    ]
+
+  def parse(self) -> _history.History:
+    """Returns the scaled steps as arrays."""
+    scaled = self.scaled
+    parsed = {
+      name: [self._parse(name, i) for i in scaled]
+      for name in _PARSERS
+      if name in self.columns
+    }
+    # What is too large for float32 is inf, as it is in a float32 amax.
+    with np.errstate(over="ignore"):
+      amax = np.array(parsed["amax"], np.float32)
+    scale = parsed.get("loss_scale", np.ones(amax.size))
+    overflow = parsed.get("overflow", np.zeros(amax.size))
+    step = parsed.get("step", range(1, amax.size + 1))
+    for i, (before, after) in enumerate(itertools.pairwise(step), start=1):
+      if after <= before:
+        raise ValueError(
+          f"{self._place('step', scaled[i])}: steps must increase, got {after} "
+          f"after {before}; several runs need a column `run`."
+        )
+    return _history.History(
+      step=np.array(step, np.int64),
+      loss_scale=np.array(scale, np.float32),
+      amax=amax,
+      overflow=np.array(overflow, bool) | ~np.isfinite(amax),
+    )
+
+  def _parse(self, column: str, i: int) -> Any:
+    try:
+      return _PARSERS[column](self.columns[column][i])
+    except ValueError as error:
+      raise ValueError(f"{self._place(column, i)}: {error}") from None
+
+  def _place(self, column: str, i: int) -> str:
+    return self.places[i].format(column)
+
+
+def _choose(
+  sources: Iterable[_Source], run: str | None, seed: int | None
+) -> _Source:
+  """Returns the run that was asked for, or the only one."""
+  scaled = [source for source in sources if source.scaled]
+  if not scaled:
+    raise ValueError(
+      "no step has an amax; a run without loss scaling has none, and one from "
+      "before this library wrote it neither."
+    )
+  runs = list(dict.fromkeys(source.run for source in scaled))
+  if run is not None:
+    scaled = [source for source in scaled if source.run == run]
+  elif len(runs) > 1:
+    raise ValueError(
+      f"it holds {len(runs)} runs with an amax; choose one by `run`: "
+      f"{_listed(runs)}."
+    )
+  if not scaled:
+    raise ValueError(
+      f"it has no run {run!r} with an amax; there are: {_listed(runs)}."
+    )
+  seeds = [source.seed for source in scaled]
+  if seed is not None:
+    scaled = [source for source in scaled if source.seed == str(seed)]
+  elif len(seeds) > 1:
+    raise ValueError(
+      f"it holds {len(seeds)} seeds of this run; choose one by `seed`: "
+      f"{', '.join(map(str, seeds))}."
+    )
+  if not scaled:
+    raise ValueError(
+      f"it has no seed {seed} of this run; there are: "
+      f"{', '.join(map(str, seeds))}."
+    )
+  return scaled[0]
+
+
+def _listed(runs: Iterable[str | None]) -> str:
+  return ", ".join(repr(run) for run in runs)
+
+
+def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
+  with path.open(newline="", encoding="utf-8-sig") as file:
+    reader = csv.reader(file, strict=True)
+    names = [name.strip() for name in next(reader, [])]
+    if "amax" not in names:
+      raise ValueError(
+        f"line 1: one of the columns must be amax, got {', '.join(names)!r}."
+      )
+    runs: dict[Any, list[tuple[int, dict[str, str]]]] = {}
+    for values in reader:
+      if not values:
+        continue  # A blank line, as at the end.
+      if len(values) != len(names):
+        raise ValueError(
+          f"line {reader.line_num}: must have {len(names)} columns as the "
+          f"first line, got {len(values)}."
+        )
+      row = dict(zip(names, values, strict=True))
+      key = row.get("run"), row.get("seed")
+      runs.setdefault(key, []).append((reader.line_num, row))
+  for key, rows in runs.items():
+    yield _Source(
+      {n: [row[n] for _, row in rows] for n in _PARSERS if n in names},
+      [f"line {line}, column {{}}" for line, _ in rows],
+      *key,
+    )
+
+
+def _read_json(path: pathlib.Path) -> Iterator[_Source]:
+  content = json.loads(path.read_text(encoding="utf-8"))
+  if isinstance(content, dict) and "runs" in content:
+    for i, run in enumerate(_of_kind(list, "runs", content["runs"])):
+      trace = _of_kind(dict, f"runs[{i}]", run).get("trace")
+      if trace is not None:
+        where = f"runs[{i}].trace"
+        _of_kind(dict, where, trace)
+        label = run.get("run"), str(run.get("seed"))
+        yield _json_source(f"{where}.", trace, *label)
+  else:
+    if isinstance(content, list):
+      content = {"amax": content}
+    yield _json_source("", _of_kind(dict, "the file", content))
+
+
+def _json_source(
+  prefix: str,
+  columns: dict[str, Any],
+  run: str | None = None,
+  seed: str | None = None,
+) -> _Source:
+  if "amax" not in columns:
+    raise ValueError(f"it must have a list {prefix}amax, got {list(columns)}.")
+  count = len(_of_kind(list, f"{prefix}amax", columns["amax"]))
+  columns = {n: columns[n] for n in _PARSERS if columns.get(n) is not None}
+  if not isinstance(columns.get("loss_scale", []), list):
+    columns["loss_scale"] = [columns["loss_scale"]] * count
+  for name, values in columns.items():
+    if len(_of_kind(list, f"{prefix}{name}", values)) != count:
+      raise ValueError(
+        f"{prefix}{name} must have an entry for each of the {count} of "
+        f"{prefix}amax, got {len(values)}."
+      )
+  places = [f"{prefix}{{}}[{i}]" for i in range(count)]
+  return _Source(columns, places, run, seed)
+
+
+def _of_kind(kind: Any, place: str, value: Any) -> Any:
+  if not isinstance(value, kind):
+    name = "a list" if kind is list else "an object"
+    raise ValueError(f"{place} must be {name}, got {_shown(value)}.")
+  return value
+
+
+def _suffix(path: pathlib.Path) -> str:
+  suffix = path.suffix.lower()
+  if suffix not in (".csv", ".json"):
+    raise ValueError(
+      f"{path}: the file's name must end in .csv or .json, got {path.suffix!r}."
+    )
+  return suffix
+
+
+def _parse_number(value: Any) -> float:
+  try:
+    if isinstance(value, bool):
+      raise TypeError
+    return float(value)
+  except (TypeError, ValueError, OverflowError):
+    raise ValueError(f"must be a number, got {_shown(value)}.") from None
+
+
+def _parse_amax(value: Any) -> float:
+  number = _parse_number(value)
+  if number < 0:
+    raise ValueError(f"must not be negative, got {_shown(value)}.")
+  return number
+
+
+def _parse_scale(value: Any) -> float:
+  number = _parse_number(value)
+  if not arguments.SMALLEST_SCALE <= number <= arguments.LARGEST_SCALE:
+    raise ValueError(
+      f"must be positive and a normal float32, got {_shown(value)}."
+    )
+  return number
+
+
+def _parse_flag(value: Any) -> bool:
+  flags = {"0": False, "1": True, "false": False, "true": True}
+  flag = flags.get(str(value).strip().lower())
+  if flag is None:
+    raise ValueError(f"must be 0 or 1, got {_shown(value)}.")
+  return flag
+
+
+def _parse_step(value: Any) -> int:
+  number = _parse_number(value)
+  if not (number.is_integer() and 0 < number < 2**53):
+    raise ValueError(f"must be a step, from 1, got {_shown(value)}.")
+  return int(number)
+
+
+def _shown(value: Any) -> str:
+  """Returns a value for an error, cut short."""
+  text = repr(value)
+  return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# The columns that are read, by their names.
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+  "amax": _parse_amax,
+  "loss_scale": _parse_scale,
+  "overflow": _parse_flag,
+  "step": _parse_step,
+}
