@@ -141,7 +141,7 @@ class TrainState(train_state.TrainState):
     Args:
       grads: the scaled gradients of `params`, as `scaled_value_and_grad` of
         `opt_state` returns them.
-      extra_args: what `tx.update` is to be given by name: `overflow`, `scaled`,
+      extra_args: what `tx.update` is to be given by name: `overflow`, `amax`,
         or what the optimizer takes, such as `value`.
       **kwargs: new values for fields that a subclass adds, pytrees of arrays.
         On a skip these fields keep their old values. What depends on the new

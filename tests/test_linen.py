@@ -468,14 +468,11 @@ def test_a_rule_that_does_not_skip_applies_every_step():
   assert (state.step, state.mean, state.skipped) == (1, 1.0, False)
 
 
-@pytest.mark.parametrize(
-  ("extra_args", "params"),
-  [({"overflow": True}, [1.0, 2.0]), ({"scaled": False}, [-7.0, -14.0])],
-)
-def test_extra_args_reach_loss_scaling(extra_args, params):
+@pytest.mark.parametrize("extra_args", [{"overflow": True}, {"amax": np.inf}])
+def test_extra_args_reach_loss_scaling(extra_args):
   state = averaged_state()
   state = state.apply_gradients(grads=GOOD, extra_args=extra_args)
-  np.testing.assert_array_equal(state.params, params)
+  np.testing.assert_array_equal(state.params, [1.0, 2.0])
 
 
 def test_guarantee_13_extra_args_reach_the_optimizer():

@@ -157,14 +157,17 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
 @pytest.mark.one_end
 def test_nan_on_one_device_outlives_inf_on_all_others():
   def agree(amax):
-    finding = findings.Finding(overflow=amax > 1, amax=amax)
-    return findings.agree(finding, ["data"])
+    overflow = amax > 1
+    finding = findings.Finding(overflow, amax, ~overflow, amax)
+    return findings.agree(finding, ("data",))
 
   for device in range(8):
     amax = jnp.full(8, jnp.inf).at[device].set(jnp.nan)
     found = per_device(agree, {"data": 8})(amax)
     assert np.all(found.overflow)
     assert np.all(np.isnan(found.amax))
+    assert np.all(np.isnan(found.used))
+    assert np.all(found.dropped)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
