@@ -16,7 +16,7 @@ from optax_lossscale._autocast import autocast as _autocast
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -137,7 +137,7 @@ def make_train_step(
 
 def _refuse_frozen(state: Any) -> None:
   """Raises if a compiled function would hold the schedule's state for ever."""
-  if record.is_recording():
+  if interpreter.is_recording():
     return  # What is recorded is evaluated at once.
   if states.is_staged() and not isinstance(state.low, jax.core.Tracer):
     raise ValueError(

@@ -151,6 +151,22 @@ def test_values_and_gradients_are_those_of_the_program(name):
   mixed.assert_close(got, both(function)(X, W), 0.06)
 
 
+def with_vmap(function):
+  function = jax.custom_batching.custom_vmap(function)
+  function.def_vmap(lambda size, batched, x, w: (x, True))
+  return function
+
+
+@pytest.mark.parametrize(
+  "hold", [with_vmap, functools.partial(lax.composite, name="my.layer")]
+)
+def test_what_may_be_replaced_is_what_it_holds(hold):
+  low = ols.autocast(hold(layer), "O1")
+  mixed.assert_close(low(X, W), layer(X, W))
+  # By itself it has no derivative in reverse mode.
+  mixed.assert_close(mixed.gradient(low)(X, W), mixed.gradient(layer)(X, W))
+
+
 @pytest.mark.one_end
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_loops_and_branches_run_at_every_level(level):
