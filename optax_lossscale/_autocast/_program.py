@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,13 @@ from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import throughout
 
 _Values = Sequence[_value.Value]
+
+# These hold a jaxpr, and are one operation all the same: what is in there says
+# how to combine two numbers.
+_COMBINING = operation_table.names("""
+  reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul
+  select_and_scatter select_and_gather_add
+""")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +78,7 @@ class MixedProgram:
       else:
         name = operation_table.listed_name(equation)
         decision = self.recipe.decide(name, scope)
-      if calls.is_unknown(equation):
+      if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
         self.unknown.add(f"{equation.primitive.name}{where}")
         decision = self.recipe.as_written
@@ -81,6 +89,16 @@ class MixedProgram:
       x if isinstance(x, _value.Value) else _value.constant(x, atom.aval)
       for x, atom in zip(outputs, jaxpr.jaxpr.outvars, strict=True)
     ]
+
+
+def _is_unknown(equation: core.JaxprEqn) -> bool:
+  """Returns whether an operation holds a jaxpr that nothing is known of."""
+  name = equation.primitive.name
+  if name in calls.TABLE or name in _COMBINING:
+    return False
+  parameters = equation.params.values()
+  several = [x if isinstance(x, (tuple, list)) else [x] for x in parameters]
+  return any(map(calls.is_jaxpr, itertools.chain(*several)))
 
 
 # Each takes the program inside of an equation, the equation, the values of its

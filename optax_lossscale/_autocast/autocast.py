@@ -1,4 +1,4 @@
-"""Mixed precision for any function."""
+"""Mixed precision for any function; docs/autocast.md says how it works."""
 
 from collections.abc import Callable
 from collections.abc import Mapping

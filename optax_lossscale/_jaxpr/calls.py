@@ -103,22 +103,6 @@ TABLE: Mapping[str, Call] = {
   primitives.linear_solve_p.name: Call(Form.SOLVE, _solver),
 }
 
-# These hold a jaxpr, and are one operation all the same: what is in there says
-# how to combine two numbers.
-_OPERATIONS = frozenset(
-  [
-    "reduce",
-    "reduce_window",
-    "scatter",
-    "scatter-add",
-    "scatter-max",
-    "scatter-min",
-    "scatter-mul",
-    "select_and_scatter",
-    "select_and_gather_add",
-  ]
-)
-
 
 def form(equation: core.JaxprEqn) -> Form | None:
   """Returns the form of an equation that holds a jaxpr, None of any other."""
@@ -177,20 +161,11 @@ def carried(equation: core.JaxprEqn) -> range:
   return range(num_consts, num_consts + num_carry)
 
 
-def is_unknown(equation: core.JaxprEqn) -> bool:
-  """Returns whether an equation holds a jaxpr that nothing is known of."""
-  name = equation.primitive.name
-  if name in TABLE or name in _OPERATIONS:
-    return False
-  return any(
-    isinstance(x, (core.Jaxpr, _ClosedJaxpr))
-    for parameter in equation.params.values()
-    for x in (
-      parameter if isinstance(parameter, (tuple, list)) else [parameter]
-    )
-  )
-
-
 def close(jaxpr: Any) -> Any:
   """Returns a jaxpr that has constants."""
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
+
+
+def is_jaxpr(x: Any) -> bool:
+  """Returns whether a parameter of an equation is a jaxpr."""
+  return isinstance(x, (core.Jaxpr, _ClosedJaxpr))

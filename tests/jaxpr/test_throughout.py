@@ -274,10 +274,6 @@ READ = {
       "newly_manual_axes",
     ),
   ),
-  "custom_jvp_call": (with_jvp, ()),
-  "custom_vjp_call": (with_vjp, ()),
-  "custom_vmap_call": (with_vmap, ()),
-  "composite": (lax.composite(jnp.sin, name="my.sin"), ()),
 }
 
 
