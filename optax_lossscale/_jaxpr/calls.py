@@ -16,7 +16,7 @@ _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
 
 class Form(enum.Enum):
-  """What an equation is besides the jaxpr that it holds."""
+  """What an equation is besides the jaxprs that it holds."""
 
   # Nothing else.
   CALL = enum.auto()
@@ -46,18 +46,9 @@ class Body(NamedTuple):
   inputs: Sequence[int]
 
 
-class Call(NamedTuple):
-  """How a primitive holds the jaxprs that run."""
-
-  form: Form
-  bodies: Callable[[core.JaxprEqn], list[Body]]
-
-
-def _one(name: str) -> Callable[[core.JaxprEqn], list[Body]]:
-  """Returns how a jaxpr is held that takes all inputs."""
-  return lambda equation: [
-    Body(close(equation.params[name]), range(len(equation.invars)))
-  ]
+def _only(equation: core.JaxprEqn) -> list[Body]:
+  (jaxpr,) = filter(is_jaxpr, equation.params.values())
+  return [Body(close(jaxpr), range(len(equation.invars)))]
 
 
 def _branches(equation: core.JaxprEqn) -> list[Body]:
@@ -86,20 +77,27 @@ def _solver(equation: core.JaxprEqn) -> list[Body]:
   ]
 
 
+class Call(NamedTuple):
+  """How a primitive holds the jaxprs that run."""
+
+  form: Form
+  bodies: Callable[[core.JaxprEqn], list[Body]] = _only
+
+
 # By name, since some have no public handle.
 TABLE: Mapping[str, Call] = {
-  primitives.call_p.name: Call(Form.CALL, _one("call_jaxpr")),
-  primitives.closed_call_p.name: Call(Form.CALL, _one("call_jaxpr")),
-  primitives.jit_p.name: Call(Form.JIT, _one("jaxpr")),
-  "composite": Call(Form.REPLACEABLE, _one("call_jaxpr")),
-  "custom_vmap_call": Call(Form.REPLACEABLE, _one("call")),
-  primitives.remat_p.name: Call(Form.REMAT, _one("jaxpr")),
-  primitives.custom_jvp_call_p.name: Call(Form.CUSTOM_JVP, _one("call_jaxpr")),
-  primitives.custom_vjp_call_p.name: Call(Form.CUSTOM_VJP, _one("call_jaxpr")),
+  primitives.call_p.name: Call(Form.CALL),
+  primitives.closed_call_p.name: Call(Form.CALL),
+  primitives.jit_p.name: Call(Form.JIT),
+  "composite": Call(Form.REPLACEABLE),
+  "custom_vmap_call": Call(Form.REPLACEABLE),
+  primitives.remat_p.name: Call(Form.REMAT),
+  primitives.custom_jvp_call_p.name: Call(Form.CUSTOM_JVP),
+  primitives.custom_vjp_call_p.name: Call(Form.CUSTOM_VJP),
   primitives.cond_p.name: Call(Form.COND, _branches),
-  primitives.scan_p.name: Call(Form.SCAN, _one("jaxpr")),
+  primitives.scan_p.name: Call(Form.SCAN),
   primitives.while_p.name: Call(Form.WHILE, _test_and_round),
-  "shard_map": Call(Form.SHARD_MAP, _one("jaxpr")),
+  "shard_map": Call(Form.SHARD_MAP),
   primitives.linear_solve_p.name: Call(Form.SOLVE, _solver),
 }
 

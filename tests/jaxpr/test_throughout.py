@@ -133,7 +133,10 @@ SINES = {
   ),
   "custom_linear_solve": (
     lambda x: lax.custom_linear_solve(
-      lambda y: y * x[3], x, lambda _, b: jnp.sin(b) * x[3]
+      lambda y: y * x[3],
+      x,
+      lambda _, b: jnp.sin(b) * x[2],
+      lambda _, b: b * x[1],
     ),
     1,
   ),
