@@ -191,7 +191,7 @@ def _around_bodies(
     body: calls.Body, arrays: Sequence[Any]
   ) -> tuple[list[Any], Any]:
     received = _value.received([inputs[i] for i in body.inputs], arrays)
-    of_outputs = [use] * len(body.jaxpr.out_avals) if use else uses
+    of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
     outputs = program.evaluate(body.jaxpr, received, of_outputs)
     outputs[:num_agreed] = map(_as_written, outputs[:num_agreed])
     if len(outputs) == len(spans):  # Not so the condition of a loop.

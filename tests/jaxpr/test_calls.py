@@ -20,9 +20,14 @@ X = np.linspace(1, 300, 32, dtype=np.float16).reshape(8, 4)
 
 
 def called(primitive):
-  return lambda f: (
-    lambda x: primitive.bind(x, call_jaxpr=jax.make_jaxpr(f)(x))[0]
-  )
+  def call(f, x):
+    jaxpr = jax.make_jaxpr(f)(x)
+    if primitive is primitives.call_p:
+      jaxpr = jaxpr.jaxpr
+    parameters = primitive.get_bind_params({"call_jaxpr": jaxpr})
+    return primitive.bind(x, **parameters)[0]
+
+  return lambda f: functools.partial(call, f)
 
 
 def with_jvp(f):
