@@ -123,9 +123,9 @@ def _differentiable(
   @jax.custom_jvp
   def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
     consts, arguments = recording.consts_and_arguments(operands)
-    return throughout.evaluate(
-      recording.jaxpr, arguments, _Counting(dtypes, saturating), consts
-    )
+    nothing = jnp.zeros((), jnp.int32)
+    rule = _Counting(dtypes, saturating, StatusCounts(nothing, nothing))
+    return throughout.evaluate(recording.jaxpr, arguments, rule, consts)
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
@@ -144,12 +144,7 @@ class _Counting(throughout.Sum):
 
   dtypes: frozenset[Any]
   saturating: bool
-
-  @property
-  def zero(self) -> StatusCounts:
-    """See the base class."""
-    nothing = jnp.zeros((), jnp.int32)
-    return StatusCounts(nothing, nothing)
+  zero: StatusCounts
 
   def apply(
     self,

@@ -28,10 +28,8 @@ class Tally:
   wherever it comes from. Here it is empty.
   """
 
-  @property
-  def zero(self) -> Any:
-    """The count of nothing."""
-    return ()
+  # The count of nothing.
+  zero: Any = ()
 
   def join(self, counts: Sequence[Any]) -> Any:
     """Returns one count for what was counted one after the other."""

@@ -36,9 +36,11 @@ class First(NamedTuple):
 class FirstRule(throughout.Rule):
   """A rule that finds something in operations, and counts the first to run."""
 
+  zero: First
+
   def __init__(self, jaxpr: core.Jaxpr) -> None:
     zero, depth = np.zeros((), np.int32), _loop_depth(jaxpr)
-    self._zero = First(
+    self.zero = First(
       elements=zero,
       place=zero,
       time=zero,
@@ -46,11 +48,6 @@ class FirstRule(throughout.Rule):
       ran=zero,
       rounds=zero,
     )
-
-  @property
-  def zero(self) -> First:
-    """See the base class."""
-    return self._zero
 
   def found(self, place: int, mask: Any) -> First:
     """Returns the count of one result."""
