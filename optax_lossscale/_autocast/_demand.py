@@ -15,9 +15,7 @@ from typing import NamedTuple
 from jax.extend import core
 import numpy as np
 
-from optax_lossscale._autocast import _levels
-from optax_lossscale._autocast import _lists
-from optax_lossscale._autocast import _recipe
+from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
@@ -25,14 +23,11 @@ from optax_lossscale._jaxpr import scopes
 
 
 class Use(NamedTuple):
-  """What becomes of a value.
+  """What becomes of a value."""
 
-  Attributes:
-    leads_to_product: whether a product is computed from it, however late.
-    in_float32: whether all operations that take it are in float32.
-  """
-
+  # Whether a product is computed from it, however late.
   leads_to_product: bool = False
+  # Whether all operations that take it are in float32.
   in_float32: bool = True
 
   def __or__(self, other: "Use") -> "Use":
@@ -45,19 +40,15 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-  """The result for one jaxpr.
+  """The result for one jaxpr."""
 
-  Attributes:
-    in_float32: the equations that are in float32 for what comes after them,
-      by id.
-    outputs: what becomes of the outputs of each equation, by id.
-    inputs: what becomes of the inputs of the jaxpr.
-    has_product: whether there is a product in low precision in it.
-  """
-
+  # The equations that are in float32 for what comes after them, by id.
   in_float32: frozenset[int]
+  # What becomes of the outputs of each equation, by id.
   outputs: dict[int, list[Use]]
+  # What becomes of the inputs of the jaxpr.
   inputs: list[Use]
+  # Whether there is a product in low precision in it.
   has_product: bool
 
 
@@ -84,7 +75,7 @@ _BEFORE_SUMS = frozenset(["cube", "square"])
 
 
 def find_demand(
-  jaxpr: Any, recipe: _recipe.Recipe, scope: str, outputs: Sequence[Use]
+  jaxpr: Any, recipe: levels.Recipe, scope: str, outputs: Sequence[Use]
 ) -> Demand:
   """Returns what becomes of the values of a jaxpr."""
   uses: dict[core.Var, Use] = {}
@@ -103,7 +94,7 @@ def find_demand(
     after = [uses.get(variable, Use()) for variable in equation.outvars]
     of_outputs[id(equation)] = after
     where = scopes.join(scope, str(equation.source_info.name_stack))
-    if calls.bodies(equation):
+    if calls.lowered_bodies(equation):
       of_inputs, product = _call(equation, recipe, where, after)
     else:
       of_input, product, full = _operation(
@@ -129,14 +120,14 @@ def find_demand(
 
 def in_loop(
   equation: core.JaxprEqn,
-  recipe: _recipe.Recipe,
+  recipe: levels.Recipe,
   scope: str,
   after: Sequence[Use],
 ) -> tuple[Use, bool]:
   """Returns what becomes of all values of a loop, and if it has a product."""
   has_product = any(
     find_demand(
-      body, recipe, scope, [Use()] * len(body.jaxpr.outvars)
+      body.jaxpr, recipe, scope, [Use()] * len(body.jaxpr.out_avals)
     ).has_product
     for body in calls.bodies(equation)
   )
@@ -146,7 +137,7 @@ def in_loop(
 
 def _call(
   equation: core.JaxprEqn,
-  recipe: _recipe.Recipe,
+  recipe: levels.Recipe,
   scope: str,
   after: Sequence[Use],
 ) -> tuple[list[Use], bool]:
@@ -154,21 +145,19 @@ def _call(
   if calls.is_loop(equation):
     use, has_product = in_loop(equation, recipe, scope, after)
     return [use] * len(equation.invars), has_product
-  inside = [
-    find_demand(body, recipe, scope, after) for body in calls.bodies(equation)
-  ]
-  inputs = [
-    functools.reduce(operator.or_, of_input)
-    for of_input in zip(*(demand.inputs for demand in inside), strict=True)
-  ]
-  # Of the branches of a cond: the first input says which one it is.
-  first = [Use()] * (len(equation.invars) - len(inputs))
-  return first + inputs, any(demand.has_product for demand in inside)
+  has_product = False
+  of_inputs = [Use()] * len(equation.invars)
+  for body in calls.bodies(equation):
+    demand = find_demand(body.jaxpr, recipe, scope, after)
+    has_product |= demand.has_product
+    for place, use in zip(body.inputs, demand.inputs, strict=True):
+      of_inputs[place] |= use
+  return of_inputs, has_product
 
 
 def _operation(
   equation: core.JaxprEqn,
-  recipe: _recipe.Recipe,
+  recipe: levels.Recipe,
   scope: str,
   after: Use,
   constants: set[core.Var],
@@ -180,15 +169,15 @@ def _operation(
   is_move = operation_table.moves(equation) or name == "convert_element_type"
   if is_move and name not in _LINEAR | operation_table.JOINS:
     return after, False, False
-  is_product = treatment is _levels.Treatment.WHITE or (
-    name in _lists.PRODUCTS
-    and treatment in (_levels.Treatment.LOW, _levels.Treatment.LOW_BUT_NORMS)
+  is_product = treatment is levels.Treatment.WHITE or (
+    name in levels.PRODUCTS
+    and treatment in (levels.Treatment.LOW, levels.Treatment.LOW_BUT_NORMS)
   )
   leads = is_product or after.leads_to_product
-  if treatment is _levels.Treatment.WRITTEN:
+  if treatment is levels.Treatment.WRITTEN:
     return Use(leads), False, False
-  in_float32 = treatment is _levels.Treatment.BLACK
-  if name in _lists.SUMS:
+  in_float32 = treatment is levels.Treatment.BLACK
+  if name in levels.SUMS:
     # Whatever they give, they take float32.
     return Use(leads), False, not leads and not decision.is_override
   if not (decision.is_override or is_product):

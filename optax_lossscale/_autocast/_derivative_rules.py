@@ -16,6 +16,7 @@ import numpy as np
 
 from optax_lossscale._autocast import _value
 from optax_lossscale._base import bits
+from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
 # Evaluates a jaxpr; returns its outputs.
@@ -167,7 +168,7 @@ class _Function:
     inputs: Sequence[_value.Value],
     interpret: Interpret,
   ) -> None:
-    self._equation = equation
+    ((self._body, _),) = calls.bodies(equation)
     self._inputs = inputs
     self._interpret = interpret
     self._outputs: list[_value.Value] | None = None
@@ -175,7 +176,7 @@ class _Function:
   def run(self, *arguments: Any) -> list[Any]:
     """Returns what the function returns, and notes what that is."""
     outputs = self._interpret(
-      self._equation.params["call_jaxpr"],
+      self._body,
       _value.received(self._inputs, arguments),
     )
     self._outputs = [x.outline for x in outputs]

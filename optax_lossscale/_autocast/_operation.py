@@ -1,6 +1,8 @@
 """One operation in mixed precision: in which dtype it runs, and how."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -9,21 +11,29 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._autocast import _choice
-from optax_lossscale._autocast import _levels
-from optax_lossscale._autocast import _lists
-from optax_lossscale._autocast import _recipe
 from optax_lossscale._autocast import _value
+from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 
 _Kind = _value.Kind
-_Treatment = _levels.Treatment
-_FLOAT32 = _recipe.FLOAT32
+_Treatment = levels.Treatment
+
+_OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
+_ARITHMETIC = ("add", "div", "mul", "neg", "sub")
+# After these a large number is still large. Others are bounded, or make it so
+# much larger or smaller that nothing is known.
+_KEEP_SPAN = (
+  operation_table.JOINS
+  | levels.PRODUCTS
+  | levels.SUMS
+  | {"abs", "add", "add_any", "mul", "neg", "sqrt", "sub"}
+)
+_FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-_SUMS = _lists.SUMS
+_SUMS = levels.SUMS
 # They are about the bits of a dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
@@ -31,7 +41,7 @@ _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 def evaluate(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
-  decision: _recipe.Decision,
+  decision: levels.Decision,
   dtypes: frozenset[Any],
 ) -> list[_value.Value]:
   """Returns the outputs of an operation."""
@@ -46,16 +56,16 @@ def evaluate(
     return _conversion(equation, inputs)
   if operation_table.listed_name(equation) in _SUMS:
     return _sum(equation, inputs, decision)
-  if name in _lists.PRODUCTS:
+  if name in levels.PRODUCTS:
     return _product(equation, inputs, decision)
   if name in operation_table.COMPARISONS:
-    return _in_dtype(equation, inputs, _choice.widest(inputs))
+    return _in_dtype(equation, inputs, _widest(inputs))
   if operation_table.moves(equation) and not (
     name in operation_table.JOINS or decision.treatment is _Treatment.BLACK
   ):
     return _move(equation, inputs)
   if name in _ELEMENTWISE or operation_table.moves(equation):
-    dtype, kind = _choice.choose(equation, inputs, decision)
+    dtype, kind = _choose(equation, inputs, decision)
     return _in_dtype(equation, inputs, dtype, kind)
   return _as_written(equation, inputs)
 
@@ -89,7 +99,7 @@ def _as_written(
   outputs = _bind(equation, arrays, kind)
   for output in outputs:
     if output.written == _FLOAT32:
-      output.span = _choice.span(equation, inputs)
+      output.span = _span(equation, inputs)
   return outputs
 
 
@@ -113,7 +123,7 @@ def _conversion(
 def _product(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
-  decision: _recipe.Decision,
+  decision: levels.Decision,
 ) -> list[_value.Value]:
   parameters = equation.params
   if _has_algorithm(parameters.get("precision")):
@@ -124,7 +134,7 @@ def _product(
     dtype = _FLOAT32
   elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     promotes = decision.treatment is _Treatment.PROMOTE
-    dtype = _choice.widest(floats, promotes=promotes)
+    dtype = _widest(floats, promotes=promotes)
   else:
     dtype = decision.dtype
   if any(x.exceeds(dtype) for x in floats):
@@ -141,7 +151,7 @@ def _product(
 def _sum(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
-  decision: _recipe.Decision,
+  decision: levels.Decision,
 ) -> list[_value.Value]:
   """A sum, accumulated in float32 whatever comes in and goes out."""
   treatment = decision.treatment
@@ -157,7 +167,7 @@ def _sum(
   outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
-    dtype = _choice.widest(inputs, promotes=False)
+    dtype = _widest(inputs, promotes=False)
   if (
     kind is _Kind.STATISTIC
     or treatment in (_Treatment.BLACK, _Treatment.PROMOTE)
@@ -226,7 +236,7 @@ def _in_dtype(
     ]
   outputs = _bind(equation, arrays, kind)
   if dtype == _FLOAT32:
-    span = _choice.span(equation, inputs)
+    span = _span(equation, inputs)
     for output in outputs:
       output.span = span
   return outputs
@@ -283,3 +293,109 @@ def _has_algorithm(precision: Any) -> bool:
   return isinstance(
     precision, (str, lax.DotAlgorithm, lax.DotAlgorithmPreset)
   ) and precision not in (lax.DotAlgorithmPreset.DEFAULT,)
+
+
+def _choose(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  decision: levels.Decision,
+) -> tuple[Any, _value.Kind]:
+  """Returns the dtype that an operation runs in, and what its result is."""
+  floats = [x for x in inputs if x.is_float]
+  treatment = decision.treatment
+  kinds = {x.kind for x in floats}
+  if kinds == {_Kind.CONSTANT}:
+    return levels.FLOAT32, _Kind.CONSTANT
+  if equation.primitive.name in operation_table.JOINS and all(
+    x.kind.is_neutral for x in floats
+  ):
+    # Such as the biases of several gates in one array.
+    return _widest(floats), _Kind.GIVEN
+  is_given = all(x.kind.stays_float32 for x in floats)
+  name = operation_table.listed_name(equation)
+  if treatment is _Treatment.BLACK:
+    return levels.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+  if decision.is_override:
+    # Between a sum and its mean there may be no room.
+    is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
+  if is_given and treatment is not _Treatment.WHITE:
+    return _widest(floats), _kind_in_norm(name, floats)
+  if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    # A bias is added, and a scale multiplied with. What is subtracted is a mean
+    # or a target, and what is divided by may be of any size.
+    promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
+    return _widest(floats, promotes=promotes), _Kind.COMPUTED
+  kind = _Kind.COMPUTED
+  if treatment is _Treatment.LOW_BUT_NORMS:
+    kind = _kind_in_norm(name, floats)
+  if kind is not _Kind.COMPUTED:
+    return levels.FLOAT32, kind
+  # Of a choice the numbers beyond the range are there to be beyond it: they are
+  # clipped. Anything else is computed with them, where there is room.
+  is_choice = equation.primitive.name in operation_table.JOINS
+  has_room = all(
+    x.fits(decision.dtype)
+    or (is_choice and x.number is not None and x.exceeds(decision.dtype))
+    for x in floats
+  )
+  return (decision.dtype if has_room else levels.FLOAT32), kind
+
+
+def _span(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> _value.Span:
+  """Returns the span of what an operation computes in float32."""
+  name = equation.primitive.name
+  floats = [x for x in inputs if x.is_float]
+  if name == "div":
+    floats = floats[:1]
+  elif name not in _KEEP_SPAN:
+    return None
+  found = _value.union(x.span for x in floats)
+  are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
+  if found is not None and (name == "div" or are_computed):
+    # What is small vanishes beside what is not, or is divided by no more.
+    return (found[1], found[1]) if found[1] > 1 else None
+  return found
+
+
+def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
+  """Returns which part of a norm an operation is, COMPUTED if of none.
+
+  A norm subtracts a mean, squares and sums (these two are in float32 anyway),
+  takes a root and divides by it. What it gives goes on in low precision.
+  """
+  kinds = {x.kind for x in floats if not x.kind.is_neutral}
+  if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
+    is_root = name in ("sqrt", "rsqrt") or _Kind.ROOT in kinds
+    return _Kind.ROOT if is_root else _Kind.STATISTIC
+  if name == "sub" and (
+    _Kind.STATISTIC in kinds or any(x.kind is _Kind.GIVEN for x in floats)
+  ):
+    return _Kind.NORMALIZING
+  if name in ("mul", "div") and _Kind.ROOT in kinds:
+    return _Kind.NORMALIZING
+  if name in _ARITHMETIC and _Kind.COMPUTED not in kinds:
+    return _Kind.NORMALIZING
+  return _Kind.COMPUTED
+
+
+def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
+  """Returns the widest dtype of those inputs that have a say.
+
+  Constants follow the others where there is room for them, and given values do
+  so unless it `promotes`.
+  """
+  floats = [x for x in inputs if x.is_float]
+  computed = [x for x in floats if not x.kind.is_neutral]
+  if promotes or not computed:
+    computed += [x for x in floats if x.kind is _Kind.GIVEN]
+  dtypes = [x.dtype for x in computed]
+  dtypes += [
+    x.written
+    for x in floats
+    if x.kind is _Kind.CONSTANT and not all(map(x.fits, dtypes))
+  ]
+  if not dtypes:
+    dtypes = [x.dtype for x in floats]
+  return functools.reduce(jnp.promote_types, dtypes)

@@ -1,26 +1,27 @@
-"""A program in mixed precision: its equations and calls.
+"""A program in mixed precision: its equations, and the bodies that they hold.
 
-Calls that are nothing but their jaxpr are evaluated in place, so that what is
-known of a value holds inside as well. Where a function of its own must remain
-(a derivative rule, a loop, a branch), values go in and come out as arrays.
+Most calls are evaluated in place, so that what is known of a value holds inside
+as well. Where a function of its own must remain (a derivative rule, a loop, a
+branch), values go in and come out as arrays, in the dtypes that the program is
+written for wherever another round or another branch must agree.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.extend.core import primitives
 
-from optax_lossscale._autocast import _control
 from optax_lossscale._autocast import _demand
 from optax_lossscale._autocast import _derivative_rules
 from optax_lossscale._autocast import _operation
-from optax_lossscale._autocast import _recipe
 from optax_lossscale._autocast import _value
+from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -29,19 +30,22 @@ from optax_lossscale._jaxpr import throughout
 
 _Values = Sequence[_value.Value]
 
+# These hold a jaxpr, and are one operation all the same: what is in there says
+# how to combine two numbers.
+_COMBINING = operation_table.names("""
+  reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul
+  select_and_scatter select_and_gather_add
+""")
+
 
 @dataclasses.dataclass(frozen=True)
 class MixedProgram:
-  """Evaluates jaxprs in mixed precision.
+  """Evaluates jaxprs in mixed precision."""
 
-  Attributes:
-    recipe: of the `autocast`.
-    scope: in which the jaxprs are.
-    unknown: the operations that could not be looked into.
-  """
-
-  recipe: _recipe.Recipe
+  recipe: levels.Recipe
+  # In which the jaxprs are.
   scope: str = ""
+  # The operations that could not be looked into.
   unknown: set[str] = dataclasses.field(default_factory=set)
 
   def evaluate(
@@ -66,15 +70,15 @@ class MixedProgram:
       ]
       scope = scopes.join(self.scope, str(equation.source_info.name_stack))
       inner = dataclasses.replace(self, scope=scope)
-      call = _CALLS.get(equation.primitive.name)
-      if call is not None:
+      if calls.lowered_bodies(equation):
+        call = _CALLS.get(calls.form(equation), _in_place)
         return call(inner, equation, values, demand.outputs[id(equation)])
       if id(equation) in demand.in_float32:
         decision = self.recipe.in_float32
       else:
         name = operation_table.listed_name(equation)
         decision = self.recipe.decide(name, scope)
-      if calls.is_unknown(equation):
+      if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
         self.unknown.add(f"{equation.primitive.name}{where}")
         decision = self.recipe.as_written
@@ -86,12 +90,15 @@ class MixedProgram:
       for x, atom in zip(outputs, jaxpr.jaxpr.outvars, strict=True)
     ]
 
-  def use_in_loop(
-    self, equation: core.JaxprEqn, uses: Sequence[_demand.Use]
-  ) -> _demand.Use:
-    """Returns what becomes of all values in the body of a loop."""
-    use, _ = _demand.in_loop(equation, self.recipe, self.scope, uses)
-    return use
+
+def _is_unknown(equation: core.JaxprEqn) -> bool:
+  """Returns whether an operation holds a jaxpr that nothing is known of."""
+  name = equation.primitive.name
+  if name in calls.TABLE or name in _COMBINING:
+    return False
+  parameters = equation.params.values()
+  several = [x if isinstance(x, (tuple, list)) else [x] for x in parameters]
+  return any(map(calls.is_jaxpr, itertools.chain(*several)))
 
 
 # Each takes the program inside of an equation, the equation, the values of its
@@ -102,38 +109,19 @@ _Call = Callable[
 ]
 
 
-def _jit(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
-  parameters = equation.params
-  with interpreter.inside(equation):
-    inputs = _constrain(parameters["in_shardings"], inputs)
-    outputs = program.evaluate(parameters["jaxpr"], inputs, uses)
-    return _constrain(parameters["out_shardings"], outputs)
-
-
-def _constrain(shardings: Sequence[Any], values: _Values) -> list[_value.Value]:
-  """Returns values that lie where a jitted function says that they do."""
-  return [
-    value.received(throughout.lay(value.array, sharding))
-    if isinstance(sharding, jax.sharding.Sharding)
-    else value
-    for sharding, value in zip(shardings, values, strict=True)
-  ]
-
-
 def _in_place(
   program: MixedProgram,
   equation: core.JaxprEqn,
   inputs: _Values,
   uses: Sequence[_demand.Use],
 ) -> list[_value.Value]:
-  (jaxpr,) = calls.bodies(equation)
-  with interpreter.context(equation):
-    return program.evaluate(jaxpr, inputs, uses)
+  outputs, _ = throughout.in_place(
+    equation,
+    inputs,
+    lambda body, inputs: (program.evaluate(body.jaxpr, inputs, uses), ()),
+    lambda function, x: x.received(function(x.array)),
+  )
+  return outputs
 
 
 def _remat(
@@ -143,18 +131,18 @@ def _remat(
   uses: Sequence[_demand.Use],
 ) -> list[_value.Value]:
   parameters = equation.params
-  (jaxpr,) = calls.bodies(equation)
+  if parameters["differentiated"]:
+    return _in_place(program, equation, inputs, uses)
+  (body,) = calls.bodies(equation)
   outlines: list[_value.Value] = []
 
   def run(*arrays: Any) -> list[Any]:
-    outputs = program.evaluate(jaxpr, _value.received(inputs, arrays), uses)
+    received = _value.received(inputs, arrays)
+    outputs = program.evaluate(body.jaxpr, received, uses)
     outlines[:] = [x.outline for x in outputs]
     return _value.arrays(outputs)
 
-  with interpreter.context(equation):
-    if parameters["differentiated"]:
-      arrays = throughout.recomputed(equation, _value.arrays(inputs))
-      return program.evaluate(jaxpr, _value.received(inputs, arrays), uses)
+  with interpreter.inside(equation):
     arrays = jax.checkpoint(
       run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"]
     )(*_value.arrays(inputs))
@@ -169,36 +157,74 @@ def _derivative_rule(
   uses: Sequence[_demand.Use],
 ) -> list[_value.Value]:
   def interpret(jaxpr: Any, inputs: _Values) -> list[_value.Value]:
-    jaxpr = calls.close(jaxpr)
     # A derivative goes with the products that the function goes with.
     leads = any(use.leads_to_product for use in uses)
     of_rule = _demand.Use(leads, in_float32=not leads)
     return program.evaluate(jaxpr, inputs, [of_rule] * len(jaxpr.out_avals))
 
-  with interpreter.context(equation):
+  with interpreter.inside(equation):
     return keep(equation, inputs, interpret)
 
 
-_CALLS: dict[str, _Call] = {
-  "shard_map": _control.shard_map,
-  **{
-    primitive.name: call
-    for primitive, call in (
-      (primitives.jit_p, _jit),
-      (primitives.remat_p, _remat),
-      (primitives.call_p, _in_place),
-      (primitives.closed_call_p, _in_place),
-      (
-        primitives.custom_jvp_call_p,
-        functools.partial(_derivative_rule, _derivative_rules.custom_jvp),
-      ),
-      (
-        primitives.custom_vjp_call_p,
-        functools.partial(_derivative_rule, _derivative_rules.custom_vjp),
-      ),
-      (primitives.cond_p, _control.cond),
-      (primitives.scan_p, _control.scan),
-      (primitives.while_p, _control.while_loop),
+def _around_bodies(
+  program: MixedProgram,
+  equation: core.JaxprEqn,
+  inputs: _Values,
+  uses: Sequence[_demand.Use],
+) -> list[_value.Value]:
+  """A loop, branches or a `shard_map`, around bodies that are lowered."""
+  inputs = [*inputs]
+  use = None
+  num_agreed = 0
+  if calls.is_loop(equation):
+    use, _ = _demand.in_loop(equation, program.recipe, program.scope, uses)
+    for place in calls.carried(equation):
+      # What a loop carries is computed, also where the start is given.
+      x = _as_written(inputs[place])
+      inputs[place] = _value.Value(x.array, x.written, span=x.span)
+      num_agreed += 1
+  elif calls.form(equation) is calls.Form.COND:
+    num_agreed = len(uses)
+  spans: list[_value.Span] = [None] * len(uses)
+
+  def interpret(
+    body: calls.Body, arrays: Sequence[Any]
+  ) -> tuple[list[Any], Any]:
+    received = _value.received([inputs[i] for i in body.inputs], arrays)
+    of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
+    outputs = program.evaluate(body.jaxpr, received, of_outputs)
+    outputs[:num_agreed] = map(_as_written, outputs[:num_agreed])
+    if len(outputs) == len(spans):  # Not so the condition of a loop.
+      spans[:] = [
+        _value.union([span, x.span])
+        for span, x in zip(spans, outputs, strict=True)
+      ]
+    return _value.arrays(outputs), ()
+
+  arrays, _ = throughout.rebuild(equation, _value.arrays(inputs), interpret)
+  return [
+    _value.Value(array, getattr(variable.aval, "dtype", None), span=span)
+    for variable, array, span in zip(
+      equation.outvars, arrays, spans, strict=True
     )
-  },
+  ]
+
+
+def _as_written(x: _value.Value) -> _value.Value:
+  array = x.in_dtype(x.written) if x.is_float else x.array
+  return _value.Value(array, x.written, x.kind, span=x.span)
+
+
+_CALLS: Mapping[calls.Form | None, _Call] = {
+  calls.Form.REMAT: _remat,
+  calls.Form.CUSTOM_JVP: functools.partial(
+    _derivative_rule, _derivative_rules.custom_jvp
+  ),
+  calls.Form.CUSTOM_VJP: functools.partial(
+    _derivative_rule, _derivative_rules.custom_vjp
+  ),
+  calls.Form.COND: _around_bodies,
+  calls.Form.SCAN: _around_bodies,
+  calls.Form.WHILE: _around_bodies,
+  calls.Form.SHARD_MAP: _around_bodies,
 }

@@ -1,4 +1,4 @@
-"""Mixed precision for any function."""
+"""Mixed precision for any function; docs/autocast.md says how it works."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._autocast import _demand
 from optax_lossscale._autocast import _program
-from optax_lossscale._autocast import _recipe
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import full_precision
+from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
-from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import scopes
 
 
 def autocast(
@@ -42,9 +42,11 @@ def autocast(
   products of two vectors among them. A number that `dtype` cannot hold keeps
   what it is added to or multiplied with in float32. The derivative rules of
   `custom_jvp` and `custom_vjp` hold, loops carry the dtypes that they are
-  written for, and `remat` computes again what it did. Only what is written in
-  float32 or in `dtype` takes part: integers, keys, float64 and other dtypes are
-  left alone.
+  written for, and `remat` computes again what it did. The rule of a
+  `custom_vmap` is used where `fun` itself maps it, a `composite` becomes what
+  it is made of, and a `custom_linear_solve` stays in the precision that it is
+  written in. Only what is written in float32 or in `dtype` takes part:
+  integers, keys, float64 and other dtypes are left alone.
 
   The levels:
 
@@ -115,7 +117,7 @@ def autocast(
     al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
   """
   arguments.check_function(fun)
-  recipe = _recipe.make_recipe(level, dtype, overrides, operations)
+  recipe = levels.make_recipe(level, dtype, overrides, operations)
 
   if recipe.is_idle:
     return fun
@@ -123,9 +125,13 @@ def autocast(
   @functools.wraps(fun)
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     full_precision.refuse_autocast()
-    recording = record.record(fun, args, kwargs)
+    recording = interpreter.record(fun, args, kwargs)
     jaxpr = recording.jaxpr
-    of_fun = recipe.of(set(calls.operations(jaxpr)), operation_table.NAMES)
+    operations_of_fun = {
+      (scope, operation_table.listed_name(equation))
+      for scope, equation in scopes.equations(jaxpr)
+    }
+    of_fun = recipe.of(operations_of_fun, operation_table.NAMES)
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
     consts, inputs = recording.consts_and_arguments(
       [

@@ -10,10 +10,10 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._autocast import _lists
-from optax_lossscale._jaxpr import calls
+from optax_lossscale._autocast import levels
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import scopes
 
 _is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
   "_is_refused", default=False
@@ -34,7 +34,7 @@ def in_full_precision(
   @functools.wraps(fun)
   def checked_fun(*args: Any, **kwargs: Any) -> Any:
     with _refused():
-      recording = record.record(fun, args, kwargs)
+      recording = interpreter.record(fun, args, kwargs)
     if not keeps_products:
       _check_products(recording.jaxpr)
     return recording.result(recording.evaluate(*recording.operands))
@@ -72,9 +72,9 @@ def _refused() -> Iterator[None]:
 
 
 def _check_products(jaxpr: Any) -> None:
-  for scope, equation in calls.equations(jaxpr):
+  for scope, equation in scopes.equations(jaxpr):
     name = operation_table.listed_name(equation)
-    if name in _lists.PRODUCTS and _is_low(equation):
+    if name in levels.PRODUCTS and _is_low(equation):
       raise ValueError(
         "`loss_fn` must be in full precision as it is written, since that is "
         f"how training ends, got {name!r} below float32"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -15,7 +16,6 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import record
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 
@@ -106,7 +106,7 @@ def float_status(
 
   @functools.wraps(fun)
   def float_status_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    recording = record.record(fun, args, kwargs)
+    recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording, dtypes, saturating)
     outputs, counted = run(*recording.operands)
     status = counted if counts else counted.overflow > 0
@@ -116,22 +116,16 @@ def float_status(
 
 
 def _differentiable(
-  recording: record.Recording, dtypes: frozenset[Any], saturating: bool
+  recording: interpreter.Recording, dtypes: frozenset[Any], saturating: bool
 ) -> Callable[..., tuple[list[Any], StatusCounts]]:
   """Returns the recorded function and its counts, with its own derivative."""
 
   @jax.custom_jvp
   def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
     consts, arguments = recording.consts_and_arguments(operands)
-    zero = jnp.zeros((), jnp.int32)
-    outputs, counts = throughout.evaluate_throughout(
-      recording.jaxpr,
-      arguments,
-      functools.partial(_count_equation, dtypes, saturating),
-      zero=StatusCounts(zero, zero),
-      consts=consts,
-    )
-    return outputs, counts
+    nothing = jnp.zeros((), jnp.int32)
+    rule = _Counting(dtypes, saturating, StatusCounts(nothing, nothing))
+    return throughout.evaluate(recording.jaxpr, arguments, rule, consts)
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
@@ -144,28 +138,36 @@ def _differentiable(
   return run
 
 
-def _count_equation(
-  dtypes: frozenset[Any],
-  saturating: bool,
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-) -> tuple[Sequence[Any], StatusCounts]:
+@dataclasses.dataclass(frozen=True)
+class _Counting(throughout.Sum):
   """The rule: an operation as it is, and whether it overflowed."""
-  outputs = interpreter.bind(equation, inputs)
-  found = [
-    by_kind
-    for _, by_kind in operation_overflow.find(
-      dtypes, saturating, equation, inputs, outputs
-    )
-  ]
-  if not found:
-    nothing = jnp.zeros((), jnp.int32)
-    return outputs, StatusCounts(nothing, nothing)
-  with interpreter.context(equation):
-    return outputs, StatusCounts(
-      _count_operation(found, operation_overflow.OVERFLOW),
-      _count_operation(found, operation_overflow.UNDEFINED),
-    )
+
+  dtypes: frozenset[Any]
+  saturating: bool
+  zero: StatusCounts
+
+  def apply(
+    self,
+    around: tuple[core.JaxprEqn, ...],
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+  ) -> tuple[Sequence[Any], StatusCounts]:
+    """See the base class."""
+    del around
+    outputs = interpreter.bind(equation, inputs)
+    found = [
+      by_kind
+      for _, by_kind in operation_overflow.find(
+        self.dtypes, self.saturating, equation, inputs, outputs
+      )
+    ]
+    if not found:
+      return outputs, self.zero
+    with interpreter.context(equation):
+      return outputs, StatusCounts(
+        _count_operation(found, operation_overflow.OVERFLOW),
+        _count_operation(found, operation_overflow.UNDEFINED),
+      )
 
 
 def _count_operation(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -18,7 +19,6 @@ from optax_lossscale._base import bits
 from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
-from optax_lossscale._jaxpr import record
 from optax_lossscale._jaxpr import throughout
 
 
@@ -76,7 +76,7 @@ def saturating(
 
   @functools.wraps(fun)
   def saturating_fun(*args: Any, **kwargs: Any) -> Any:
-    recording = record.record(fun, args, kwargs)
+    recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording, dtypes)
     if jax.sharding.get_abstract_mesh().manual_axes:
       # An eager `shard_map` does not take the derivative as it is.
@@ -87,18 +87,15 @@ def saturating(
 
 
 def _differentiable(
-  recording: record.Recording, dtypes: frozenset[Any]
+  recording: interpreter.Recording, dtypes: frozenset[Any]
 ) -> Callable[..., list[Any]]:
   """Returns the recorded function, saturating, with a saturating derivative."""
 
   @jax.custom_vjp
   def run(*operands: Any) -> list[Any]:
     consts, arguments = recording.consts_and_arguments(operands)
-    outputs, _ = throughout.evaluate_throughout(
-      recording.jaxpr,
-      arguments,
-      functools.partial(_saturate_equation, dtypes),
-      consts=consts,
+    outputs, _ = throughout.evaluate(
+      recording.jaxpr, arguments, _Clamping(dtypes), consts
     )
     return outputs
 
@@ -141,35 +138,46 @@ def _differentiable(
   return run
 
 
-def _saturate_equation(
-  dtypes: frozenset[Any], equation: core.JaxprEqn, inputs: Sequence[Any]
-) -> tuple[list[Any], tuple[()]]:
+@dataclasses.dataclass(frozen=True)
+class _Clamping(throughout.Rule):
   """The rule: an operation as it is, and its results clamped."""
-  if not any(_saturates(dtypes, v.aval) for v in equation.outvars):
-    return list(interpreter.bind(equation, inputs)), ()
-  name = equation.primitive.name
-  without_inf = [
-    dtype
-    for dtype in {bits.part_dtype(v.aval) for v in equation.outvars}
-    if dtype in dtypes and not bits.has_inf(dtype)
-  ]
-  if without_inf and name == "convert_element_type":
-    # NaN is all that is left of what is too large, so it is clamped before.
+
+  dtypes: frozenset[Any]
+
+  def apply(
+    self,
+    around: tuple[core.JaxprEqn, ...],
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+  ) -> tuple[Sequence[Any], tuple[()]]:
+    """See the base class."""
+    del around
+    clamped = [_saturates(self.dtypes, v.aval) for v in equation.outvars]
+    if not any(clamped):
+      return interpreter.bind(equation, inputs), ()
+    name = equation.primitive.name
+    without_inf = [
+      dtype
+      for dtype in {bits.part_dtype(v.aval) for v in equation.outvars}
+      if dtype in self.dtypes and not bits.has_inf(dtype)
+    ]
+    if without_inf and name == "convert_element_type":
+      # NaN is all that is left of what is too large, so it is clamped before.
+      with interpreter.context(equation):
+        inputs = [_clip(x, without_inf[0]) for x in inputs]
+    elif without_inf and not operation_table.moves(equation):
+      raise TypeError(
+        "`saturating` must be able to tell inf from NaN, got the operation "
+        f"{name} in {without_inf[0].name}, which has no inf: compute in "
+        "float16 or float32 and cast the result."
+      )
+    outputs = interpreter.bind(equation, inputs)
+    # Of a function that has another mesh the values do not fit outside.
     with interpreter.context(equation):
-      inputs = [_clip(x, without_inf[0]) for x in inputs]
-  elif without_inf and not operation_table.moves(equation):
-    raise TypeError(
-      "`saturating` must be able to tell inf from NaN, got the operation "
-      f"{name} in {without_inf[0].name}, which has no inf: compute in float16 "
-      "or float32 and cast the result."
-    )
-  outputs = interpreter.bind(equation, inputs)
-  # Of a function that has another mesh the values do not fit outside.
-  with interpreter.context(equation):
-    return [
-      _saturate(x) if _saturates(dtypes, variable.aval) else x
-      for variable, x in zip(equation.outvars, outputs, strict=True)
-    ], ()
+      return [
+        _saturate(x) if is_clamped else x
+        for is_clamped, x in zip(clamped, outputs, strict=True)
+      ], ()
 
 
 def _saturates(dtypes: frozenset[Any], aval: Any) -> bool:

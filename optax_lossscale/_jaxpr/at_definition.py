@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
 # Takes an old value and a new one, returns the one that is to be kept.
@@ -78,7 +79,7 @@ def _evaluate_selecting(
     olds = [old_of.get(variable) for variable in equation.outvars]
     if all(old is None for old in olds):
       return interpreter.bind(equation, inputs)
-    inner = interpreter.inner_jaxpr(equation)
+    inner = calls.transparent_body(equation)
     if inner is not None:
       # What the function returns is defined in there, and may be used there.
       with interpreter.inside(equation):

@@ -1,94 +1,162 @@
-"""Equations that hold a jaxpr, by what `autocast` does with them."""
+"""One table of the primitives that hold jaxprs, for all who look into them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import enum
 from typing import Any
+from typing import NamedTuple
 
+import jax
 from jax.extend import core
 from jax.extend.core import primitives
-
-from optax_lossscale._jaxpr import operation_table
-from optax_lossscale._jaxpr import scopes
 
 # From jax 0.11 it is the same as `core.Jaxpr`, and no longer in the stubs.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
-# What these do is what their jaxpr does, once.
-_ONCE = {
-  primitives.jit_p: "jaxpr",
-  primitives.remat_p: "jaxpr",
-  primitives.call_p: "call_jaxpr",
-  primitives.closed_call_p: "call_jaxpr",
-  primitives.custom_jvp_call_p: "call_jaxpr",
-  primitives.custom_vjp_call_p: "call_jaxpr",
+
+class Form(enum.Enum):
+  """What an equation is besides the jaxprs that it holds."""
+
+  # Nothing else.
+  CALL = enum.auto()
+  # A function that says where its values lie.
+  JIT = enum.auto()
+  # A function that a backend or `vmap` may replace by another one.
+  REPLACEABLE = enum.auto()
+  # A function that the backward pass computes again.
+  REMAT = enum.auto()
+  # Functions with derivative rules of their own.
+  CUSTOM_JVP = enum.auto()
+  CUSTOM_VJP = enum.auto()
+  # One of several, a loop, a function of each device.
+  COND = enum.auto()
+  SCAN = enum.auto()
+  WHILE = enum.auto()
+  SHARD_MAP = enum.auto()
+  # A solver, whose derivative is solved for as well. Its precision is a part of
+  # it: iterations that wait for a small residual may never end in float16.
+  SOLVE = enum.auto()
+
+
+class Body(NamedTuple):
+  """A jaxpr, with constants, and which inputs of its equation it takes."""
+
+  jaxpr: Any
+  inputs: Sequence[int]
+
+
+def _only(equation: core.JaxprEqn) -> list[Body]:
+  (jaxpr,) = filter(is_jaxpr, equation.params.values())
+  return [Body(close(jaxpr), range(len(equation.invars)))]
+
+
+def _branches(equation: core.JaxprEqn) -> list[Body]:
+  operands = range(1, len(equation.invars))  # The first one says which.
+  return [Body(close(x), operands) for x in equation.params["branches"]]
+
+
+def _test_and_round(equation: core.JaxprEqn) -> list[Body]:
+  parameters = equation.params
+  num_test = parameters["cond_nconsts"]
+  carry = carried(equation)
+  return [
+    Body(close(parameters["cond_jaxpr"]), [*range(num_test), *carry]),
+    Body(close(parameters["body_jaxpr"]), range(num_test, carry.stop)),
+  ]
+
+
+def _solver(equation: core.JaxprEqn) -> list[Body]:
+  """Forward it is the function that solves, which comes third of four."""
+  lengths = equation.params["const_lengths"]
+  start = lengths.matvec + lengths.vecmat
+  consts = range(start, start + lengths.solve)
+  right_hand_side = range(sum(lengths), len(equation.invars))
+  return [
+    Body(close(equation.params["jaxprs"].solve), [*consts, *right_hand_side])
+  ]
+
+
+class Call(NamedTuple):
+  """How a primitive holds the jaxprs that run."""
+
+  form: Form
+  bodies: Callable[[core.JaxprEqn], list[Body]] = _only
+
+
+# By name, since some have no public handle.
+TABLE: Mapping[str, Call] = {
+  primitives.call_p.name: Call(Form.CALL),
+  primitives.closed_call_p.name: Call(Form.CALL),
+  primitives.jit_p.name: Call(Form.JIT),
+  "composite": Call(Form.REPLACEABLE),
+  "custom_vmap_call": Call(Form.REPLACEABLE),
+  primitives.remat_p.name: Call(Form.REMAT),
+  primitives.custom_jvp_call_p.name: Call(Form.CUSTOM_JVP),
+  primitives.custom_vjp_call_p.name: Call(Form.CUSTOM_VJP),
+  primitives.cond_p.name: Call(Form.COND, _branches),
+  primitives.scan_p.name: Call(Form.SCAN),
+  primitives.while_p.name: Call(Form.WHILE, _test_and_round),
+  "shard_map": Call(Form.SHARD_MAP),
+  primitives.linear_solve_p.name: Call(Form.SOLVE, _solver),
 }
 
-# These hold a jaxpr, and are one operation all the same: what is in there says
-# how to combine two numbers, or solves in the precision that it was written in.
-_OPERATIONS = frozenset(
-  [
-    "custom_linear_solve",
-    "reduce",
-    "reduce_window",
-    "scatter",
-    "scatter-add",
-    "scatter-max",
-    "scatter-min",
-    "scatter-mul",
-    "select_and_scatter",
-    "select_and_gather_add",
-  ]
-)
+
+def form(equation: core.JaxprEqn) -> Form | None:
+  """Returns the form of an equation that holds a jaxpr, None of any other."""
+  call = TABLE.get(equation.primitive.name)
+  return call and call.form
 
 
-def bodies(equation: core.JaxprEqn) -> list[Any]:
+def bodies(equation: core.JaxprEqn) -> list[Body]:
+  """Returns the jaxprs of an equation that run when it does."""
+  call = TABLE.get(equation.primitive.name)
+  return call.bodies(equation) if call else []
+
+
+def lowered_bodies(equation: core.JaxprEqn) -> list[Body]:
   """Returns the jaxprs of an equation that `autocast` goes into."""
-  primitive, parameters = equation.primitive, equation.params
-  if primitive in _ONCE:
-    return [close(parameters[_ONCE[primitive]])]
-  if primitive.name == "shard_map":
-    return [close(parameters["jaxpr"])]
-  if primitive is primitives.cond_p:
-    return [close(branch) for branch in parameters["branches"]]
-  if primitive is primitives.scan_p:
-    return [close(parameters["jaxpr"])]
-  if primitive is primitives.while_p:
-    return [close(parameters["cond_jaxpr"]), close(parameters["body_jaxpr"])]
-  return []
+  return [] if form(equation) is Form.SOLVE else bodies(equation)
+
+
+def transparent_body(equation: core.JaxprEqn) -> Any | None:
+  """Returns the jaxpr of an equation that is nothing else, None of any other.
+
+  Also None of a jitted function that says where its values lie: that would be
+  lost if its equations were evaluated one by one.
+  """
+  parameters = equation.params
+  if form(equation) not in (Form.CALL, Form.JIT) or any(
+    isinstance(x, jax.sharding.Sharding)
+    for name in ("in_shardings", "out_shardings")
+    for x in parameters.get(name, ())
+  ):
+    return None
+  for name in ("in_layouts", "out_layouts"):
+    if any(x is not None for x in parameters.get(name, ())):
+      return None
+  (body,) = bodies(equation)
+  return body.jaxpr
 
 
 def is_loop(equation: core.JaxprEqn) -> bool:
   """Returns whether what comes out of the body goes into it again."""
-  return equation.primitive in (primitives.scan_p, primitives.while_p)
+  return form(equation) in (Form.SCAN, Form.WHILE)
 
 
-def is_unknown(equation: core.JaxprEqn) -> bool:
-  """Returns whether an equation holds a jaxpr that nothing is known of."""
-  return equation.primitive.name not in _OPERATIONS and any(
-    is_jaxpr(x)
-    for parameter in equation.params.values()
-    for x in (
-      parameter if isinstance(parameter, (tuple, list)) else [parameter]
-    )
-  )
-
-
-def equations(
-  jaxpr: Any, scope: str = ""
-) -> Iterator[tuple[str, core.JaxprEqn]]:
-  """Yields the scope and the equation of each operation of a jaxpr."""
-  for equation in close(jaxpr).jaxpr.eqns:
-    where = scopes.join(scope, str(equation.source_info.name_stack))
-    inner = bodies(equation)
-    if not inner:
-      yield where, equation
-    for body in inner:
-      yield from equations(body, where)
-
-
-def operations(jaxpr: Any) -> Iterator[tuple[str, str]]:
-  """Yields the scope and the listed name of each operation of a jaxpr."""
-  for scope, equation in equations(jaxpr):
-    yield scope, operation_table.listed_name(equation)
+def carried(equation: core.JaxprEqn) -> range:
+  """Returns which inputs of a loop are its first outputs in the next round."""
+  parameters = equation.params
+  if form(equation) is Form.WHILE:
+    num_consts = parameters["cond_nconsts"] + parameters["body_nconsts"]
+    return range(num_consts, len(equation.invars))
+  if "num_carry" in parameters:
+    num_consts, num_carry = parameters["num_consts"], parameters["num_carry"]
+  else:
+    # From jax 0.11 a scan holds them as the parts of a tree, which is not a
+    # public class; a part's length is all that is read of it.
+    num_consts, num_carry, _ = map(len, parameters["ft_in"].unpack())
+  return range(num_consts, num_consts + num_carry)
 
 
 def close(jaxpr: Any) -> Any:

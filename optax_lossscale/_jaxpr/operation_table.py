@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+  """Returns the words of a text."""
   return frozenset(text.split())
 
 
 # The results are among the inputs, in magnitude, or below them: shape and
 # place, choice, and values no larger than before. Of bits nothing is known.
-MOVES = _names("""
+MOVES = names("""
   all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k
   bitcast_convert_type broadcast_in_dim concatenate copy device_put
   dynamic_slice dynamic_update_slice freeze gather get name
@@ -30,7 +31,7 @@ MOVES = _names("""
 """)
 
 # Each element of the result is made of those at its place in the inputs.
-ELEMENTWISE = _names("""
+ELEMENTWISE = names("""
   abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
   cbrt ceil complex convert_element_type cos cosh digamma div erf erf_inv erfc
   exp exp2 expm1 floor igamma igamma_grad_a igammac integer_pow lgamma log log1p
@@ -40,38 +41,38 @@ ELEMENTWISE = _names("""
 """)
 
 # Truth of two elements.
-COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
+COMPARISONS = names("eq eq_to ge gt le le_to lt lt_to ne")
 
 # Moves that take several values of one dtype.
-JOINS = _names("""
+JOINS = names("""
   clamp concatenate dynamic_update_slice max min pad ragged_all_to_all scatter
   scatter-max scatter-min select_and_gather_add select_n stack
 """)
 
 # Moves that neither repeat nor leave out anything.
-REARRANGES = _names("""
+REARRANGES = names("""
   copy reshape rev squeeze stop_gradient transpose
 """)
 
 # Each element of the result is made of the inputs along some axes.
-REDUCTIONS = _names("reduce_prod reduce_sum")
+REDUCTIONS = names("reduce_prod reduce_sum")
 
 # Each element of the result is made of those before it along an axis.
-CUMULATIVE = _names("cumlogsumexp cumprod cumsum")
+CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 
 # The result is made of the inputs of several devices.
-DEVICE_SUMS = _names("psum psum_invariant reduce_scatter")
+DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
 
 # No finite result of these is too large for a dtype that holds the input. What
 # is not finite had no value: log 0, rsqrt 0, sqrt(-1).
-BOUNDED = _names("""
+BOUNDED = names("""
   acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos erf
   erf_inv erfc igamma igammac log log1p log2 logistic
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
 
 # Of complex inputs these are not bounded: they grow along the other axis.
-_REAL_BOUNDED = _names("cos logistic sin tanh")
+_REAL_BOUNDED = names("cos logistic sin tanh")
 
 # Where the others have no finite value.
 _Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -93,7 +94,7 @@ NAMES = frozenset(
   getattr(primitives, attribute).name
   for attribute in dir(primitives)
   if attribute.endswith("_p")
-) | _names("cube reciprocal square vecdot")
+) | names("cube reciprocal square vecdot")
 
 _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 

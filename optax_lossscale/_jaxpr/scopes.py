@@ -2,7 +2,13 @@
 
 from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Iterator
 import re
+from typing import Any
+
+from jax.extend import core
+
+from optax_lossscale._jaxpr import calls
 
 # What JAX writes around scopes when it transforms a function, or in their place
 # when it calls one: those are not scopes of the model.
@@ -11,13 +17,54 @@ _TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
 _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 
 
+# JAX's name for what a remat computes again in the backward pass.
+_RECOMPUTED = "rematted_computation"
+
+
+def equations(
+  jaxpr: Any, scope: str = ""
+) -> Iterator[tuple[str, core.JaxprEqn]]:
+  """Yields scope and equation of each operation that `autocast` decides on."""
+  for equation in calls.close(jaxpr).jaxpr.eqns:
+    where = join(scope, str(equation.source_info.name_stack))
+    bodies = calls.lowered_bodies(equation)
+    if not bodies:
+      yield where, equation
+    for body in bodies:
+      yield from equations(body.jaxpr, where)
+
+
 def join(scope: str, name_stack: str) -> str:
   """Returns the scope of an equation."""
+  return "/".join([*_parts(scope), *_parts(_without_repetition(name_stack))])
+
+
+def _parts(name_stack: str) -> list[str]:
+  """Returns the scopes in a name stack, the outermost first."""
   count = 1
   while count:
     name_stack, count = _TRANSFORM.subn(r"\1", name_stack)
-  parts = [scope, *_FUNCTION.sub("", name_stack).split("/")]
-  return "/".join(part for part in parts if part)
+  parts = _FUNCTION.sub("", name_stack).split("/")
+  return [part for part in parts if part not in ("", _RECOMPUTED)]
+
+
+def _without_repetition(name_stack: str) -> str:
+  """Returns a name stack with the scopes around a remat written once.
+
+  Where the backward pass computes it again, JAX writes them twice:
+  "transpose(jvp(block))/mlp/jvp(block)/mlp".
+  """
+  for slash in re.finditer("/", name_stack):
+    head, tail = name_stack[: slash.start()], name_stack[slash.end() :]
+    if (
+      "transpose(" in head
+      and "jvp(" in tail
+      and head.count("(") == head.count(")")
+    ):
+      around = _parts(head)
+      if _parts(tail)[: len(around)] == around:
+        return tail
+  return name_stack
 
 
 def ancestors(scope: str) -> list[str]:

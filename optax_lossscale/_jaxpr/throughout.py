@@ -1,11 +1,13 @@
-"""The interpreter inside of calls and control flow, and what it counts there.
+"""The interpreter inside of calls and control flow, and what is counted there.
 
 A rule that looks at every operation must also see those in the body of a scan
 or in the branches of a cond. Here each of these is written again, with public
 functions of JAX, around bodies that the rule has evaluated.
 """
 
+import abc
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -13,32 +15,72 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+import jax.numpy as jnp
 
 from optax_lossscale._jaxpr import calls
-from optax_lossscale._jaxpr import control_flow
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import tallies
-
-# Takes an equation and its inputs, returns its outputs and what it counted: a
-# pytree of arrays, the same for every equation.
-CountingRule = Callable[
-  [core.JaxprEqn, Sequence[Any]], tuple[Sequence[Any], Any]
-]
-
-# Takes also the equations that hold this one, the outermost first.
-PlacedRule = Callable[
-  [tuple[core.JaxprEqn, ...], core.JaxprEqn, Sequence[Any]],
-  tuple[Sequence[Any], Any],
-]
 
 
-def evaluate_throughout(
+class Tally:
+  """How counts are put together: in order, in loops, over devices.
+
+  A count is a pytree of arrays, of the same structure, shapes and dtypes
+  wherever it comes from. Here it is empty.
+  """
+
+  # The count of nothing.
+  zero: Any = ()
+
+  def join(self, counts: Sequence[Any]) -> Any:
+    """Returns one count for what was counted one after the other."""
+    del counts
+    return self.zero
+
+  def join_round(self, counts: Any, more: Any, *, is_over: bool) -> Any:
+    """Returns the count of a loop so far."""
+    del is_over
+    return self.join([counts, more])
+
+  def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
+    """Returns one count for several devices, the same on all of them."""
+    del axes
+    return count
+
+
+class Rule(Tally, abc.ABC):
+  """What is done with every operation, and how it counts."""
+
+  @abc.abstractmethod
+  def apply(
+    self,
+    around: tuple[core.JaxprEqn, ...],
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+  ) -> tuple[Sequence[Any], Any]:
+    """Returns the outputs of an operation, and its count.
+
+    Also told are the equations that hold it, the outermost first.
+    """
+
+
+class Sum(Rule):
+  """A rule whose counts, of int32[], are added up."""
+
+  def join(self, counts: Sequence[Any]) -> Any:
+    """See the base class."""
+    return functools.reduce(_add, counts, self.zero)
+
+  def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
+    """See the base class."""
+    return jax.tree.map(lambda x: lax.psum(x, axes), count)
+
+
+def evaluate(
   jaxpr: core.Jaxpr,
   arguments: Sequence[Any],
-  rule: CountingRule,
-  zero: Any = (),
+  rule: Rule,
   consts: Sequence[Any] | None = None,
+  around: tuple[core.JaxprEqn, ...] = (),
 ) -> tuple[list[Any], Any]:
   """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
 
@@ -46,164 +88,90 @@ def evaluate_throughout(
   evaluated as it is written. Evaluate the differentiated function instead. So
   is one with a rule of its own for `vmap`: map it before.
   """
-  return tally_throughout(
-    jaxpr,
-    arguments,
-    lambda around, equation, inputs: rule(equation, inputs),
-    tallies.Sum(zero),
-    consts,
-  )
-
-
-def tally_throughout(
-  jaxpr: core.Jaxpr,
-  arguments: Sequence[Any],
-  rule: PlacedRule,
-  tally: tallies.Tally,
-  consts: Sequence[Any] | None = None,
-  around: tuple[core.JaxprEqn, ...] = (),
-) -> tuple[list[Any], Any]:
-  """Returns the outputs of a jaxpr, and what `rule` counted in all of it."""
   counts = []
 
-  def rule_throughout(
-    equation: core.JaxprEqn, inputs: Sequence[Any]
-  ) -> Sequence[Any]:
-    call = _find_call(equation)
-    if call is None:
-      outputs, count = rule(around, equation, inputs)
+  def apply(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    if calls.form(equation) is None:
+      outputs, count = rule.apply(around, equation, inputs)
     else:
-      interpret = functools.partial(interpret_inside, equation)
-      with interpreter.context(equation):
-        outputs, count = call(equation, inputs, interpret, tally)
+      inside = (*around, equation)
+      outputs, count = rebuild(
+        equation,
+        inputs,
+        lambda body, inputs: evaluate(body.jaxpr, inputs, rule, None, inside),
+        rule,
+      )
     counts.append(count)
     return outputs
 
-  def interpret_inside(
-    equation: core.JaxprEqn, inner: Any, inputs: Sequence[Any]
-  ) -> tuple[list[Any], Any]:
-    return tally_throughout(
-      calls.close(inner), inputs, rule, tally, around=(*around, equation)
-    )
-
-  outputs = interpreter.evaluate(jaxpr, arguments, rule_throughout, consts)
-  return outputs, tally.join(counts)
+  outputs = interpreter.evaluate(jaxpr, arguments, apply, consts)
+  return outputs, rule.join(counts)
 
 
-def _find_call(equation: core.JaxprEqn) -> control_flow.Call | None:
-  primitive = equation.primitive
-  return _CALLS.get(primitive) or _CALLS_BY_NAME.get(primitive.name)
+# Evaluates a body of an equation; returns its outputs and its count.
+Interpret = Callable[[calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]]
+_Call = Callable[
+  [core.JaxprEqn, Sequence[Any], Interpret, Tally], tuple[list[Any], Any]
+]
 
 
-def _inline(
+def rebuild(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: control_flow.Interpret,
-  tally: tallies.Tally,
+  interpret: Interpret,
+  tally: Tally | None = None,
 ) -> tuple[list[Any], Any]:
-  """A call that is nothing but its jaxpr."""
-  del tally
-  jaxpr = next(
-    parameter
-    for parameter in equation.params.values()
-    if calls.is_jaxpr(parameter)
-  )
-  return interpret(jaxpr, inputs)
-
-
-def _jit(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: control_flow.Interpret,
-  tally: tallies.Tally,
-) -> tuple[list[Any], Any]:
-  del tally
-  parameters = equation.params
+  """Returns the outputs of an equation around bodies that are evaluated."""
+  call = _CALLS.get(calls.form(equation))
+  if call is None:
+    return in_place(equation, inputs, interpret)
   with interpreter.inside(equation):
-    outputs, counts = interpret(
-      parameters["jaxpr"], _constrain(parameters["in_shardings"], inputs)
-    )
-    return _constrain(parameters["out_shardings"], outputs), counts
+    return call(equation, inputs, interpret, tally or Tally())
 
 
-def _remat(
+def in_place(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: control_flow.Interpret,
-  tally: tallies.Tally,
+  interpret: Interpret,
+  change: Callable[[Callable[[Any], Any], Any], Any] = lambda f, x: f(x),
 ) -> tuple[list[Any], Any]:
-  del tally
-  return interpret(equation.params["jaxpr"], recomputed(equation, inputs))
+  """Returns the outputs of an equation whose one body is evaluated instead.
 
-
-def recomputed(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-  """Returns the inputs of a remat, for its jaxpr to be evaluated in place."""
+  `change` applies a function of arrays to inputs and outputs.
+  """
   parameters = equation.params
-  if not (parameters["differentiated"] and parameters["prevent_cse"]):
-    return inputs
-  # As JAX lowers it: what is computed again must not be found to be the same as
-  # what was computed before. One by one, or under `shard_map` all would vary as
-  # any of them does.
-  return [lax.optimization_barrier(x) for x in inputs]
+  form = calls.form(equation)
+  (body,) = calls.bodies(equation)
+  inputs = [inputs[place] for place in body.inputs]
+
+  def lay_out(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Returns values that lie where a jitted function says that they do."""
+    return [
+      change(functools.partial(_lay, sharding=sharding), value)
+      if isinstance(sharding, jax.sharding.Sharding)
+      else value
+      for value, sharding in zip(values, shardings, strict=True)
+    ]
+
+  with interpreter.inside(equation):
+    if form is calls.Form.JIT:
+      inputs = lay_out(inputs, parameters["in_shardings"])
+      outputs, count = interpret(body, inputs)
+      return lay_out(outputs, parameters["out_shardings"]), count
+    if (
+      form is calls.Form.REMAT
+      and parameters["differentiated"]
+      and parameters["prevent_cse"]
+    ):
+      # As JAX lowers it: what is computed again must not be found to be the
+      # same as what was computed before. One by one, or under `shard_map` all
+      # would vary as any of them does.
+      inputs = [change(lax.optimization_barrier, x) for x in inputs]
+    outputs, count = interpret(body, inputs)
+    return list(outputs), count
 
 
-def shard_map(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: control_flow.Interpret,
-  tally: tallies.Tally,
-) -> tuple[list[Any], Any]:
-  """`jax.shard_map`, and `jax.pmap`, which is one."""
-  parameters = equation.params
-  axes = tuple(parameters["newly_manual_axes"])
-
-  def body(*inputs: Any) -> tuple[list[Any], Any]:
-    outputs, counts = interpret(parameters["jaxpr"], inputs)
-    counts = tally.join([control_flow.varying(tally.zero), counts])
-    return outputs, tally.join_devices(counts, axes)
-
-  result: tuple[list[Any], Any] = jax.shard_map(
-    body,
-    mesh=parameters["mesh"],
-    in_specs=tuple(parameters["in_specs"]),
-    out_specs=(
-      list(parameters["out_specs"]),
-      jax.tree.map(lambda _: jax.P(), tally.zero),
-    ),
-    axis_names=set(axes),
-    check_vma=parameters["check_vma"],
-  )(*inputs)
-  return result
-
-
-def _linear_solve(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: control_flow.Interpret,
-  tally: tallies.Tally,
-) -> tuple[list[Any], Any]:
-  """Forward it is the function that solves, which comes third of four."""
-  del tally
-  lengths = equation.params["const_lengths"]
-  start = lengths.matvec + lengths.vecmat
-  consts = inputs[start : start + lengths.solve]
-  return interpret(
-    equation.params["jaxprs"].solve, [*consts, *inputs[sum(lengths) :]]
-  )
-
-
-def _constrain(shardings: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-  """Returns values that lie where a jitted function says that they do."""
-  return [
-    lay(value, sharding)
-    if isinstance(sharding, jax.sharding.Sharding)
-    else value
-    for sharding, value in zip(shardings, values, strict=True)
-  ]
-
-
-def lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
-  """Returns an array that lies where a sharding says."""
+def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
   if isinstance(sharding, jax.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
@@ -216,22 +184,181 @@ def _same(array: Any) -> Any:
   return array
 
 
-_CALLS: dict[core.Primitive, control_flow.Call] = {
-  primitives.jit_p: _jit,
-  primitives.remat_p: _remat,
-  primitives.cond_p: control_flow.cond,
-  primitives.scan_p: control_flow.scan,
-  primitives.while_p: control_flow.while_loop,
-  primitives.call_p: _inline,
-  primitives.closed_call_p: _inline,
-  primitives.custom_jvp_call_p: _inline,
-  primitives.custom_vjp_call_p: _inline,
-  primitives.linear_solve_p: _linear_solve,
+def _cond(
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  interpret: Interpret,
+  tally: Tally,
+) -> tuple[list[Any], Any]:
+  """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
+  index, *operands = inputs
+
+  def evaluate_branch(body: calls.Body, *operands: Any) -> tuple[Any, Any]:
+    outputs, counts = interpret(body, operands)
+    return outputs, tally.join([_varying(tally.zero), counts])
+
+  functions = [
+    functools.partial(evaluate_branch, body) for body in calls.bodies(equation)
+  ]
+  result: tuple[list[Any], Any]
+  platforms = equation.params.get("branches_platforms")
+  if platforms is None:
+    result = lax.switch(index, functions, *operands)
+  else:
+    # Of this JAX compiles one branch only: code for one kind of device may not
+    # even compile for another.
+    of_platform = {
+      platform: function
+      for function, of_branch in zip(functions, platforms, strict=True)
+      for platform in of_branch or ("default",)
+    }
+    result = lax.platform_dependent(*operands, **of_platform)
+  return result
+
+
+def _scan(
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  interpret: Interpret,
+  tally: Tally,
+) -> tuple[list[Any], Any]:
+  """`lax.scan`, and `fori_loop` of known length."""
+  parameters = equation.params
+  carried = calls.carried(equation)
+  (body,) = calls.bodies(equation)
+  consts = inputs[: carried.start]
+
+  def run_round(state: Any, x: list[Any]) -> tuple[Any, Any]:
+    carry, counts = state
+    outputs, more = interpret(body, [*consts, *carry, *x])
+    counts = tally.join_round(counts, more, is_over=True)
+    return (outputs[: len(carried)], counts), outputs[len(carried) :]
+
+  (carry, counts), ys = lax.scan(
+    run_round,
+    (list(inputs[carried.start : carried.stop]), _varying(tally.zero)),
+    list(inputs[carried.stop :]),
+    length=parameters["length"],
+    reverse=parameters["reverse"],
+    unroll=parameters["unroll"],
+  )
+  return [*carry, *ys], counts
+
+
+def _while_loop(
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  interpret: Interpret,
+  tally: Tally,
+) -> tuple[list[Any], Any]:
+  """`lax.while_loop`, and `fori_loop` of unknown length."""
+  test_body, round_body = calls.bodies(equation)
+  start = calls.carried(equation).start
+
+  def run(body: calls.Body, carry: Sequence[Any]) -> tuple[Any, Any]:
+    consts = [inputs[place] for place in body.inputs if place < start]
+    return interpret(body, [*consts, *carry])
+
+  # The condition is tested where the values are made, so that what it counts
+  # can be carried along.
+  def run_round(state: Any) -> Any:
+    goes_on, carry, counts = state
+    outputs, in_round = run(round_body, carry)
+    # Under `vmap` there is a condition for each example, and those that are
+    # through stay as they are.
+    outputs = [
+      _where_goes_on(goes_on, new, old)
+      for new, old in zip(outputs, carry, strict=True)
+    ]
+    counts = tally.join_round(counts, in_round, is_over=True)
+    # What the condition counts belongs to the round that it lets begin.
+    (goes_on,), in_test = run(test_body, outputs)
+    counts = tally.join_round(counts, in_test, is_over=False)
+    return goes_on, outputs, counts
+
+  carry = list(inputs[start:])
+  (goes_on,), in_test = run(test_body, carry)
+  counts = tally.join_round(_varying(tally.zero), in_test, is_over=False)
+  _, carry, counts = lax.while_loop(
+    lambda state: jnp.any(state[0]), run_round, (goes_on, carry, counts)
+  )
+  return carry, counts
+
+
+def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
+  if jnp.ndim(goes_on) == 0:
+    return new  # The loop has ended where it is False.
+  shape = goes_on.shape + (1,) * (jnp.ndim(new) - goes_on.ndim)
+  return jnp.where(goes_on.reshape(shape), new, old)
+
+
+def _shard_map(
+  equation: core.JaxprEqn,
+  inputs: Sequence[Any],
+  interpret: Interpret,
+  tally: Tally,
+) -> tuple[list[Any], Any]:
+  """`jax.shard_map`, and `jax.pmap`, which is one."""
+  parameters = equation.params
+  axes = tuple(parameters["newly_manual_axes"])
+  (body,) = calls.bodies(equation)
+
+  def of_device(*inputs: Any) -> tuple[list[Any], Any]:
+    outputs, counts = interpret(body, inputs)
+    counts = tally.join([_varying(tally.zero), counts])
+    return list(outputs), tally.join_devices(counts, axes)
+
+  result: tuple[list[Any], Any] = jax.shard_map(
+    of_device,
+    mesh=parameters["mesh"],
+    in_specs=tuple(parameters["in_specs"]),
+    out_specs=(
+      list(parameters["out_specs"]),
+      jax.tree.map(lambda _: jax.P(), tally.zero),
+    ),
+    axis_names=set(axes),
+    check_vma=parameters["check_vma"],
+  )(*inputs)
+  return result
+
+
+_CALLS: Mapping[calls.Form | None, _Call] = {
+  calls.Form.COND: _cond,
+  calls.Form.SCAN: _scan,
+  calls.Form.WHILE: _while_loop,
+  calls.Form.SHARD_MAP: _shard_map,
 }
 
-# These have no public handle.
-_CALLS_BY_NAME: dict[str, control_flow.Call] = {
-  "shard_map": shard_map,
-  "custom_vmap_call": _inline,
-  "composite": _inline,
-}
+
+def _varying(zero: Any) -> Any:
+  """Returns `zero` as a value that may differ between devices.
+
+  What a loop carries and what branches return must have one type. Under
+  `shard_map` the type says along which axes of the mesh a value may vary, and
+  the position on an axis varies along it.
+  """
+  for axis in jax.sharding.get_abstract_mesh().manual_axes:
+    position = lax.axis_index(axis)
+    zero = jax.tree.map(lambda x, p=position: x + 0 * p, zero)
+  return zero
+
+
+def _add(counts: Any, more: Any) -> Any:
+  return jax.tree.map(
+    lambda x, y: on_this_mesh(x) + on_this_mesh(y), counts, more
+  )
+
+
+def on_this_mesh(count: Any) -> Any:
+  """Returns an array of a count made in `jax.sharding.auto_axes` or the like.
+
+  The mesh there has axes of another kind, which is in the type of the array.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  mesh_there = jax.typeof(count).sharding.mesh
+  if mesh.empty or mesh_there.empty or mesh_there == mesh:
+    return count
+  here: jax.Array = jax.sharding.reshard(
+    count, jax.NamedSharding(mesh, jax.P())
+  )
+  return here

@@ -14,7 +14,7 @@ import optax
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -139,8 +139,8 @@ def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
 
 def _refuse_frozen(low: Any) -> None:
   """Raises if a compiled function would hold the schedule's state for ever."""
-  # What `record` records is evaluated at once.
-  is_compiled = record.is_staged() and not record.is_recording()
+  # What is recorded is evaluated at once.
+  is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(low, jax.core.Tracer):
     raise ValueError(
       "`state` must be an argument of the function that JAX is tracing (jit, "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from optax_lossscale._autocast import _levels
+from optax_lossscale._autocast import levels
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import arguments as _arguments
@@ -79,7 +79,7 @@ class Policy:
       object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
     if self.level is None:
       return
-    _levels.find_level(self.level)
+    levels.find_level(self.level)
     if self.level != "O0" and _name(self.compute_dtype) not in _LOW:
       raise ValueError(
         "`compute_dtype` must be float16 or bfloat16 at level "
@@ -362,7 +362,7 @@ def _parse(policy: str) -> Policy:
     values[_KEYS[key]] = value
   level = values.pop("level", None)
   if level is not None and not values:
-    _levels.find_level(level)
+    levels.find_level(level)
     return _NAMES[level]
   for key, value in values.items():
     if not _is_dtype(value):

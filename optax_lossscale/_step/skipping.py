@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import at_definition
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import states
 
 
@@ -29,7 +29,7 @@ def update_unless(
   # recording would only cost time, so there `update` runs as any function does
   # and the select comes after it. Both give the same bits. It follows that
   # under jit the inner optimizer must be pure, as jit asks anyway.
-  if record.is_staged():
+  if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose
     )

@@ -10,7 +10,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import interpreter
 
 # Orbax and flax.serialization return plain dicts and lists where they are not
 # told what to restore.
@@ -198,9 +198,9 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  if record.is_recording():
+  if interpreter.is_recording():
     return  # What is recorded is evaluated at once, with this S.
-  if record.is_staged() and not isinstance(loss_scale, jax.core.Tracer):
+  if interpreter.is_staged() and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "
       "(jit, scan, shard_map ...), got one that was closed over: what is "

@@ -11,39 +11,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxpr import calls
-from optax_lossscale._jaxpr import tallies
+from optax_lossscale._jaxpr import throughout
 
 _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 
 
 class First(NamedTuple):
-  """The first result that was found, in a part of a program that ran.
+  """The first result that was found, in a part of a program that ran."""
 
-  Attributes:
-    elements: int32[], how many elements of it were; 0 if none was found.
-    place: int32[], the number that the result has.
-    time: int32[], how many results were looked at before it.
-    iterations: int32[depth], in which rounds of the loops around it, the
-      outermost first.
-    ran: int32[], how many results were looked at in all.
-    rounds: int32[], how many rounds of a loop are over.
-  """
-
+  # int32[], how many elements of it were; 0 if none was found.
   elements: Any
+  # int32[], the number that the result has.
   place: Any
+  # int32[], how many results were looked at before it.
   time: Any
+  # int32[depth], in which rounds of the loops around it, the outermost first.
   iterations: Any
+  # int32[], how many results were looked at in all.
   ran: Any
+  # int32[], how many rounds of a loop are over.
   rounds: Any
 
 
-class FirstTally(tallies.Tally):
-  """Of what was found, the first in the order in which operations ran."""
+class FirstRule(throughout.Rule):
+  """A rule that finds something in operations, and counts the first to run."""
 
-  def __init__(self, jaxpr: core.Jaxpr):
-    """See the class."""
+  zero: First
+
+  def __init__(self, jaxpr: core.Jaxpr) -> None:
     zero, depth = np.zeros((), np.int32), _loop_depth(jaxpr)
-    self._zero = First(
+    self.zero = First(
       elements=zero,
       place=zero,
       time=zero,
@@ -51,11 +48,6 @@ class FirstTally(tallies.Tally):
       ran=zero,
       rounds=zero,
     )
-
-  @property
-  def zero(self) -> First:
-    """See the base class."""
-    return self._zero
 
   def found(self, place: int, mask: Any) -> First:
     """Returns the count of one result."""
@@ -71,7 +63,7 @@ class FirstTally(tallies.Tally):
     counts = [x for x in counts if x is not self.zero]
     if len(counts) < 2:
       return counts[0] if counts else self.zero
-    counts = [jax.tree.map(tallies.on_this_mesh, x) for x in counts]
+    counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
     stacked = First(*(_stack(x) for x in zip(*counts, strict=True)))
     before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
     # The first True among them; the very first if there is none.
@@ -129,16 +121,11 @@ def _at(index: Any, stacked: Any) -> Any:
 
 def _loop_depth(jaxpr: Any) -> int:
   """Returns how many loops there are around one another."""
-  depth = 0
-  for equation in calls.close(jaxpr).jaxpr.eqns:
-    inner = [
-      _loop_depth(x)
-      for parameter in equation.params.values()
-      for x in (
-        parameter if isinstance(parameter, (tuple, list)) else [parameter]
-      )
-      if calls.is_jaxpr(x)
-    ]
-    if inner:
-      depth = max(depth, max(inner) + calls.is_loop(equation))
-  return depth
+  return max(
+    (
+      _loop_depth(body.jaxpr) + calls.is_loop(equation)
+      for equation in jaxpr.jaxpr.eqns
+      for body in calls.bodies(equation)
+    ),
+    default=0,
+  )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 import pathlib
 import re
 import sysconfig
@@ -21,14 +22,11 @@ from optax_lossscale.instruments import _first
 # What JAX writes around the scopes of the backward pass.
 _TRANSPOSE = "transpose("
 
-# JAX's name for what a remat computes again in the backward pass.
-_RECOMPUTED = "rematted_computation"
-
 # How JAX writes a line of code: with its column and its function.
 _FRAME = re.compile(r"(?P<line>.+?:\d+)(?::\d+)? \((?P<function>.*)\)")
 
 _HERE = pathlib.Path(__file__).parents[1]
-_INTERPRETER = str(_HERE / "jaxpr")
+_INTERPRETERS = (str(_HERE / "_autocast"), str(_HERE / "_jaxpr"))
 _LIBRARIES = (
   str(_HERE),
   sysconfig.get_path("purelib"),
@@ -117,7 +115,7 @@ def describe(result: Result, first: _first.First) -> Place:
   return Place(
     operation=result.equation.primitive.name,
     kind=result.kind,
-    layer=_layer(stacks),
+    layer=functools.reduce(scopes.join, stacks, ""),
     backward=any(_TRANSPOSE in stack for stack in stacks),
     dtype=np.dtype(aval.dtype),
     shape=tuple(aval.shape),
@@ -155,26 +153,6 @@ def _iterations(
   )
 
 
-def _layer(stacks: Iterable[str]) -> str:
-  scope = ""
-  for stack in stacks:
-    scope = scopes.join(scope, _without_repetition(stack))
-  return "/".join(x for x in scope.split("/") if x != _RECOMPUTED)
-
-
-def _without_repetition(stack: str) -> str:
-  """Returns a name stack with the scopes around a remat written once.
-
-  Where the backward pass computes it again, JAX writes them twice:
-  "transpose(jvp(block))/mlp/jvp(block)/mlp".
-  """
-  head, _, tail = stack.rpartition("/jvp(")
-  tail = f"jvp({tail}"
-  around, inside = scopes.join("", head), scopes.join("", tail)
-  repeats = f"{inside}/".startswith(f"{around}/")
-  return tail if _TRANSPOSE in head and repeats else stack
-
-
 def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   """Returns the line of code that the user wrote, or the nearest to it."""
   *around, equation = equations
@@ -187,7 +165,7 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)
-  if not frames or frames[0][0].startswith(_INTERPRETER):
+  if not frames or frames[0][0].startswith(_INTERPRETERS):
     # Evaluated again by `autocast` or the like, whose caller says nothing.
     return None
   lines = [line for line, _ in frames]

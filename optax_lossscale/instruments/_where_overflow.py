@@ -16,7 +16,6 @@ from optax_lossscale._base import bits
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import record
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
@@ -90,14 +89,22 @@ def where_overflow(
   @functools.wraps(fun)
   def where_overflow_fun(*args: Any, **kwargs: Any) -> _place.Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
-    recording = record.record(fun, args, kwargs)
+    recording = interpreter.record(fun, args, kwargs)
     _check_eager(recording.operands)
-    run, results = _looking(recording, dtypes, saturating, undefined)
+    rule = _Looking(recording.jaxpr, dtypes, saturating, undefined)
+
+    def run(*operands: Any) -> _first.First:
+      consts, inputs = recording.consts_and_arguments(operands)
+      result: tuple[list[Any], _first.First] = throughout.evaluate(
+        recording.jaxpr, inputs, rule, consts
+      )
+      return result[1]
+
     first = jax.device_get(jax.jit(run)(*recording.operands))
     # Two's complement: 2^31 elements of one result and more are negative.
     if first.elements == 0:
       return _nonfinite_argument(fun, args, kwargs)
-    return _place.describe(results[int(first.place)], first)
+    return _place.describe(rule.results[int(first.place)], first)
 
   return where_overflow_fun
 
@@ -143,39 +150,36 @@ def _check_eager(values: Iterable[Any]) -> None:
     )
 
 
-def _looking(
-  recording: record.Recording,
-  dtypes: frozenset[Any],
-  saturating: bool,
-  undefined: bool,
-) -> tuple[Callable[..., _first.First], list[_place.Result]]:
-  """Returns the function that finds a result, and the list it numbers."""
-  tally = _first.FirstTally(recording.jaxpr)
-  results: list[_place.Result] = []
+class _Looking(_first.FirstRule):
+  """The rule: an operation as it is, and the first of its kinds of failure."""
 
-  def rule(
+  def __init__(
+    self,
+    jaxpr: core.Jaxpr,
+    dtypes: frozenset[Any],
+    saturating: bool,
+    undefined: bool,
+  ) -> None:
+    super().__init__(jaxpr)
+    self._look = functools.partial(operation_overflow.find, dtypes, saturating)
+    self._undefined = undefined
+    # By the number that each has in a count.
+    self.results: list[_place.Result] = []
+
+  def apply(
+    self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
     inputs: Sequence[Any],
   ) -> tuple[Sequence[Any], _first.First]:
+    """See the base class."""
     outputs = interpreter.bind(equation, inputs)
     counts = []
-    for variable, by_kind in operation_overflow.find(
-      dtypes, saturating, equation, inputs, outputs
-    ):
+    for variable, by_kind in self._look(equation, inputs, outputs):
       for kind, mask in by_kind.items():
-        if kind == operation_overflow.UNDEFINED and not undefined:
+        if kind == operation_overflow.UNDEFINED and not self._undefined:
           continue
         with interpreter.context(equation):
-          counts.append(tally.found(len(results), mask))
-        results.append(_place.Result(around, equation, variable, kind))
-    return outputs, tally.join(counts)
-
-  def run(*operands: Any) -> _first.First:
-    consts, arguments = recording.consts_and_arguments(operands)
-    result: tuple[list[Any], _first.First] = throughout.tally_throughout(
-      recording.jaxpr, arguments, rule, tally, consts
-    )
-    return result[1]
-
-  return run, results
+          counts.append(self.found(len(self.results), mask))
+        self.results.append(_place.Result(around, equation, variable, kind))
+    return outputs, self.join(counts)

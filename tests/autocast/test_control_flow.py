@@ -151,6 +151,22 @@ def test_values_and_gradients_are_those_of_the_program(name):
   mixed.assert_close(got, both(function)(X, W), 0.06)
 
 
+def with_vmap(function):
+  function = jax.custom_batching.custom_vmap(function)
+  function.def_vmap(lambda size, batched, x, w: (x, True))
+  return function
+
+
+@pytest.mark.parametrize(
+  "hold", [with_vmap, functools.partial(lax.composite, name="my.layer")]
+)
+def test_what_may_be_replaced_is_what_it_holds(hold):
+  low = ols.autocast(hold(layer), "O1")
+  mixed.assert_close(low(X, W), layer(X, W))
+  # By itself it has no derivative in reverse mode.
+  mixed.assert_close(mixed.gradient(low)(X, W), mixed.gradient(layer)(X, W))
+
+
 @pytest.mark.one_end
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_loops_and_branches_run_at_every_level(level):
@@ -159,6 +175,51 @@ def test_loops_and_branches_run_at_every_level(level):
 
   got = jax.jit(ols.autocast(function, level))(X, W)
   mixed.assert_close(got, jax.jit(function)(X, W), 0.05)
+
+
+# Each applies a function of a carried value and of another value in a body.
+BODIES = {
+  "cond": lambda f, c, x: lax.cond(c[0, 0] > 0, f, jnp.add, c, x),
+  "scan": lambda f, c, x: lax.scan(
+    lambda c, _: (f(c, x), None), c, None, length=2
+  )[0],
+  "while": lambda f, c, x: lax.while_loop(
+    lambda c: (c < x[0]).all(), lambda c: f(c, x), c
+  ),
+}
+each_loop = pytest.mark.parametrize("name", ["scan", "while"])
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_bias_that_goes_into_a_body_follows(name):
+  def function(x, w):
+    return BODIES[name](lambda c, b: jnp.cos(c @ w + b) @ w, x @ w, w[0])
+
+  low = ols.autocast(function, "O1")
+  assert mixed.dtypes_of(low, "cos", X, W) == {"float16"}
+
+
+@each_loop
+def test_what_a_loop_carries_does_not_follow_though_its_start_is_given(name):
+  def function(x, w):
+    return BODIES[name](lambda c, _: jnp.cos(c + c @ w), x, w[0]) @ w
+
+  low = ols.autocast(function, "O1")
+  assert mixed.dtypes_of(low, "cos", X, W) == {"float32"}
+
+
+@each_loop
+@pytest.mark.parametrize("change", [lambda f: f, jax.jit])
+def test_the_next_round_is_what_follows_in_a_loop(name, change):
+  @change
+  def product(x, w):
+    return x @ w
+
+  def function(x, w):
+    return BODIES[name](lambda c, _: jnp.cos(product(c, w)), x, w[0])
+
+  low = ols.autocast(function, "O1")
+  assert mixed.dtypes_of(low, "cos", X, W) == {"float16"}
 
 
 def test_a_scan_draws_the_same_numbers_and_stacks_the_same_dtypes():

@@ -123,6 +123,23 @@ def test_overrides_hold_inside_of_a_gradient():
   assert products_by_scope(mixed, PARAMS, X)["conv1"] == "float16"
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
+def test_overrides_hold_inside_of_what_a_gradient_computes_again(transform):
+  @jax.checkpoint
+  @jax.named_scope("mlp")
+  def mlp(x):
+    return jnp.sin(jnp.sin(x @ x) @ x)
+
+  @jax.named_scope("block")
+  def loss(x):
+    return jnp.sum(mlp(mlp(x)))
+
+  mixed = ols.autocast(
+    transform(loss), "O0", overrides={"block/mlp": jnp.float16}
+  )
+  assert set(dtypes_of("dot_general", mixed, jnp.eye(2))) == {"float16"}
+
+
 def test_overrides_hold_in_loops_and_jitted_functions():
   w = jnp.eye(2)
 
@@ -304,6 +321,16 @@ def test_something_that_is_no_function_is_an_error():
     ("", "transpose(jvp(LeNet5/conv1))/b", "LeNet5/conv1/b"),
     ("", "jvp(jit(f))/jvp(f(x))/jit(g)", "f(x)"),
     ("a", "f(x)", "a/f(x)"),
+    # Twice around a remat, in the backward pass.
+    ("", "transpose(jvp(a/b))/jvp(a/b)", "a/b"),
+    ("", "transpose(jvp(a))/b/jvp(a)/b/c", "a/b/c"),
+    ("", "s/transpose(jvp(a))/b/s/jvp(a)/b", "s/a/b"),
+    ("", "vmap(transpose(jvp(a)))/vmap(jvp(a))", "a"),
+    ("a", "rematted_computation/b", "a/b"),
+    # Once, and of the same name.
+    ("", "transpose(jvp(a))/a", "a/a"),
+    ("", "jvp(a)/jvp(jvp(a))", "a/a"),
+    ("", "transpose(jvp(a))/b/jvp(a)", "a/b/a"),
   ],
 )
 def test_a_scope_is_without_what_jax_writes_around_it(

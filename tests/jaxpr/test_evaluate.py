@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale
+from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from tests.optimizers import describe
 from tests.optimizers import to_bits
@@ -24,7 +25,7 @@ X = jnp.array([0.5, -1.25, 2.0])
 
 def inline(equation, inputs):
   """A rule that evaluates jitted functions one equation at a time."""
-  inner = interpreter.inner_jaxpr(equation)
+  inner = calls.transparent_body(equation)
   if inner is None:
     return interpreter.bind(equation, inputs)
   with interpreter.inside(equation):
@@ -472,14 +473,14 @@ def test_an_axis_made_automatic_inside_stays_so(rule):
 
 def test_the_jaxpr_of_a_jitted_function_is_that_of_the_equation():
   equation = equation_of(jax.jit(lambda x: jnp.sin(x) + 1), X)
-  inner = interpreter.inner_jaxpr(equation)
+  inner = calls.transparent_body(equation)
   assert [eqn.primitive.name for eqn in inner.eqns] == ["sin", "add"]
 
 
 @pytest.mark.parametrize("function", [jnp.sin, scan, remat, eleven, seven])
 def test_what_is_no_jitted_function_has_no_inner_jaxpr(function):
   for equation in jax.make_jaxpr(function)(X).eqns:
-    assert interpreter.inner_jaxpr(equation) is None
+    assert calls.transparent_body(equation) is None
 
 
 @pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
@@ -491,7 +492,7 @@ def test_a_function_that_says_where_its_values_lie_is_not_inlined(
     # Replicated, or an Explicit mesh would refuse the argument as it is.
     sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     function = jax.jit(jnp.sin, **{side: sharding})
-    assert interpreter.inner_jaxpr(equation_of(function, X)) is None
+    assert calls.transparent_body(equation_of(function, X)) is None
 
 
 def test_one_sharding_among_many_values_is_enough():
@@ -499,7 +500,7 @@ def test_one_sharding_among_many_values_is_enough():
   function = jax.jit(
     lambda x: (x, x + 1), out_shardings=(None, sharding), in_shardings=None
   )
-  assert interpreter.inner_jaxpr(equation_of(function, X)) is None
+  assert calls.transparent_body(equation_of(function, X)) is None
 
 
 @each_rule

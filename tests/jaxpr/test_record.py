@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxpr import record
+from optax_lossscale._jaxpr import interpreter
 
 X = jnp.array([1.0, 2.0], jnp.float16)
 
@@ -99,15 +99,15 @@ def test_nothing_is_recorded_before_and_after():
   seen = []
 
   def fun(x):
-    seen.append(record.is_recording())
-    return jax.jit(lambda x: seen.append(record.is_recording()) or x)(x)
+    seen.append(interpreter.is_recording())
+    return jax.jit(lambda x: seen.append(interpreter.is_recording()) or x)(x)
 
-  seen.append(record.is_recording())
+  seen.append(interpreter.is_recording())
   ols.saturating(fun)(X)
-  seen.append(record.is_recording())
+  seen.append(interpreter.is_recording())
   with pytest.raises(ZeroDivisionError):
     ols.saturating(lambda: 1 / 0)()
-  seen.append(record.is_recording())
+  seen.append(interpreter.is_recording())
   assert seen == [False, True, False, False, False]
 
 
@@ -124,7 +124,7 @@ def test_what_a_function_returns_are_arrays():
   def fun(x):
     return x, 1.0, 2, True, None, np.ones(2, np.float16), (jax.random.key(0),)
 
-  recording = record.record(fun, (X,), {})
+  recording = interpreter.record(fun, (X,), {})
   result = recording.result(recording.evaluate(*recording.operands))
   expected = jax.jit(fun)(X)
   assert jax.tree.structure(result) == jax.tree.structure(expected)
@@ -141,7 +141,7 @@ def test_what_a_function_closes_over_comes_before_its_arguments():
   def fun(x, power, train=False):
     return (x * weights) ** power if train else x
 
-  recording = record.record(fun, (X, 2), {"train": True})
+  recording = interpreter.record(fun, (X, 2), {"train": True})
   consts, arguments = recording.consts_and_arguments(recording.operands)
   assert [x is X for x in arguments] == [True]
   assert len(consts) == 1

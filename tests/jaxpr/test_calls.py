@@ -1,0 +1,160 @@
+"""Every primitive of the table, looked into by all who look into programs."""
+
+import functools
+
+import jax
+from jax import lax
+from jax.extend.core import primitives
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._jaxpr import at_definition
+from optax_lossscale._jaxpr import calls
+from tests.autocast import mixed
+from tests.optimizers import to_bits
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+X = np.linspace(1, 300, 32, dtype=np.float16).reshape(8, 4)
+
+
+def called(primitive):
+  def call(f, x):
+    jaxpr = jax.make_jaxpr(f)(x)
+    if primitive is primitives.call_p:
+      jaxpr = jaxpr.jaxpr
+    parameters = primitive.get_bind_params({"call_jaxpr": jaxpr})
+    return primitive.bind(x, **parameters)[0]
+
+  return lambda f: functools.partial(call, f)
+
+
+def with_jvp(f):
+  f = jax.custom_jvp(f)
+  f.defjvp(lambda x, dx: (f(*x), *dx))
+  return f
+
+
+def with_vjp(f):
+  f = jax.custom_vjp(f)
+  f.defvjp(lambda x: (f(x), ()), lambda _, cotangent: (cotangent,))
+  return f
+
+
+def with_vmap(f):
+  f = jax.custom_batching.custom_vmap(f)
+  f.def_vmap(lambda size, batched, x: (-f(x), True))
+  return f
+
+
+# A program around a function, once for each primitive: it does what that does.
+PROGRAMS = {
+  primitives.call_p.name: called(primitives.call_p),
+  primitives.closed_call_p.name: called(primitives.closed_call_p),
+  "jit": jax.jit,
+  "composite": lambda f: lax.composite(f, name="my.layer"),
+  "custom_vmap_call": with_vmap,
+  primitives.remat_p.name: jax.checkpoint,
+  "custom_jvp_call": with_jvp,
+  "custom_vjp_call": with_vjp,
+  "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, jnp.negative, x),
+  "scan": lambda f: lambda x: lax.scan(lambda c, y: (f(c), y), x, X[:1])[0],
+  "while": lambda f: (
+    lambda x: lax.while_loop(
+      lambda state: state[0] < x[0, 0],
+      lambda state: (state[0] + x[0, 0], f(state[1])),
+      (jnp.zeros_like(x[0, 0]), x),
+    )[1]
+  ),
+  "shard_map": lambda f: jax.shard_map(
+    f, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data")
+  ),
+  "custom_linear_solve": lambda f: (
+    lambda x: lax.custom_linear_solve(lambda y: y * x, x, lambda _, y: f(y))
+  ),
+}
+
+# They are nothing but the function.
+TRANSPARENT = ("jit", primitives.call_p.name, primitives.closed_call_p.name)
+
+each_primitive = pytest.mark.parametrize("name", PROGRAMS)
+
+
+@jax.named_scope("hidden")
+def hidden(x):
+  """Overflows where nobody sees it who looks at the result alone."""
+  return 1 / (x * x + 1)
+
+
+def test_every_primitive_of_the_table_has_a_program():
+  assert PROGRAMS.keys() == calls.TABLE.keys()
+
+
+@each_primitive
+def test_the_program_of_a_primitive_has_it(name):
+  names = [
+    x.primitive.name for x in jax.make_jaxpr(PROGRAMS[name](hidden))(X).eqns
+  ]
+  assert [x for x in names if x in PROGRAMS] == [name]
+
+
+@each_primitive
+def test_autocast_lowers_the_product_inside(name):
+  low = ols.autocast(PROGRAMS[name](lambda x: x @ jnp.eye(4)))
+  x = np.asarray(X, np.float32)
+  # The precision of a solver is a part of it.
+  dtype = "float32" if name == "custom_linear_solve" else "float16"
+  assert mixed.dtypes_of(low, "dot_general", x) == {dtype}
+  np.testing.assert_array_equal(low(x), x)
+
+
+@each_primitive
+def test_float_status_sees_the_overflow_inside(name):
+  status = jax.jit(ols.float_status(PROGRAMS[name](hidden), counts=True))
+  result, counts = status(X)
+  assert np.all(np.isfinite(result))
+  devices = np.sum(np.max(X, axis=1) > 255)  # Each has a row.
+  assert counts.overflow == (devices if name == "shard_map" else 1)
+  assert status(X / 2)[1] == (0, 0)
+
+
+@each_primitive
+def test_saturating_clamps_inside(name):
+  result = jax.jit(ols.saturating(PROGRAMS[name](hidden)))(X)
+  square = np.minimum(X.astype(np.float32) ** 2, 65504).astype(np.float16)
+  np.testing.assert_array_equal(result, 1 / (square + np.float16(1)))
+  assert np.all(result > 0)
+
+
+@each_primitive
+def test_where_overflow_names_the_operation_inside(name):
+  place = ols.instruments.where_overflow(PROGRAMS[name](hidden))(X)
+  assert (place.operation, place.layer) == ("mul", "hidden")
+  assert place.elements == np.sum(X > 255)
+  assert place.iterations == ((0,) if name in ("scan", "while") else ())
+
+
+@each_primitive
+def test_select_at_definition_is_update_and_then_where(name):
+  def update(old):
+    new = PROGRAMS[name](jnp.sin)(old)
+    return jnp.cos(new) + new, new
+
+  def at_once(bad, old):
+    return at_definition.select_at_definition(
+      lambda: update(old), old, functools.partial(jnp.where, bad)
+    )
+
+  def afterwards(bad, old):
+    result, new = update(old)
+    return result, jnp.where(bad, old, new)
+
+  for bad in (True, False):
+    got, want = jax.jit(at_once)(bad, X), jax.jit(afterwards)(bad, X)
+    assert to_bits(got[1]) == to_bits(want[1])
+    if not bad:
+      assert to_bits(got) == to_bits(want)
+  # Where nothing is lost with the equation, it is evaluated in place.
+  names = [x.primitive.name for x in jax.make_jaxpr(at_once)(True, X).eqns]
+  assert ("sin" in names) == (name in TRANSPARENT)
