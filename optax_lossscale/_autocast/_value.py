@@ -49,25 +49,17 @@ Span = tuple[float, float] | None
 
 @dataclasses.dataclass(eq=False)
 class Value:
-  """A value as it is held, and in what other dtypes it was wanted.
+  """A value as it is held, and in what other dtypes it was wanted."""
 
-  Attributes:
-    array: the value, in the dtype that it was computed or given in.
-    written: the dtype that it has in the original program.
-    kind: where it comes from.
-    number: of a constant, if it is known.
-    span: the smallest and the largest magnitude among the numbers of the
-      program that were added to it, multiplied with it or put into it.
-    source: the move that made it of another value, if the order of moving and
-      converting does not matter: the other one is then converted, once for all
-      that is made of it.
-  """
-
-  array: Any
-  written: Any
+  array: Any  # In the dtype that it was computed or given in.
+  written: Any  # The dtype that it has in the original program.
   kind: Kind = Kind.COMPUTED
-  number: float | None = None
+  number: float | None = None  # Of a constant, if it is known.
+  # Of the program's numbers that were added to it, multiplied with it or put
+  # into it.
   span: Span = None
+  # The move that made it of another value, where moving and converting may
+  # change places: the other one is then converted, once for all made of it.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

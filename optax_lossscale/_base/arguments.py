@@ -1,5 +1,7 @@
 """What a person may pass: each check names the argument and the remedy."""
 
+from collections.abc import Iterable
+import difflib
 import numbers
 import operator
 from typing import Any
@@ -37,6 +39,17 @@ def check_function(fun: Any) -> None:
       f"`fun` must be a function, got {type(fun).__name__}; pass the function "
       "itself, and its arguments to what is returned."
     )
+
+
+def did_you_mean(
+  name: Any, names: Iterable[str], quote: str = "'", most: int = 1
+) -> str:
+  """Returns the end of an error: the names that may have been meant, if any."""
+  # Upper and lower case are easily mistaken, so they count as the same.
+  known = {x.lower(): x for x in names}
+  close = difflib.get_close_matches(str(name).lower(), known, n=most)
+  listed = " or ".join(f"{quote}{known[x]}{quote}" for x in close)
+  return f"; did you mean {listed}?" if close else ""
 
 
 def check_enabled(name: str, dtype: Any) -> None:

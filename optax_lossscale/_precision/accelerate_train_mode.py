@@ -12,14 +12,7 @@ from optax_lossscale._base import arguments
 
 
 class _Mode(NamedTuple):
-  """A mode: the argument that it needs, and its ratio.
-
-  Attributes:
-    needs: the name of the argument.
-    default: the ratio where none is given.
-    least: the smallest ratio.
-    most: the largest ratio.
-  """
+  """A mode: the name of the argument that it needs, and its ratio."""
 
   needs: str
   default: str

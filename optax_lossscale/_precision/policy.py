@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
-import difflib
 import functools
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 from optax_lossscale._autocast import levels
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
-from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 
@@ -144,10 +142,10 @@ class Policy:
       if self.level is not None or self.compute_dtype is None:
         return self.cast_to_output(in_mixed_precision(*args, **kwargs))
       # A copy of `fun`'s own: what it changes there, the caller does not see.
-      args, kwargs = arguments = self.cast_to_compute((args, kwargs))
-      before = jax.tree.leaves(arguments)
+      args, kwargs = cast = self.cast_to_compute((args, kwargs))
+      before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
-      trees.check_unchanged(before, arguments)
+      trees.check_unchanged(before, cast)
       return self.cast_to_output(output)
 
     return fun_in_policy
@@ -168,7 +166,7 @@ def _check_dtype(name: str, dtype: Any) -> Any:
   """Returns a dtype, or None."""
   if dtype is None:
     return None
-  found, shown = _arguments.read_dtype(dtype)
+  found, shown = arguments.read_dtype(dtype)
   if found is None:
     shown = repr(dtype) if isinstance(dtype, str) else shown
     raise TypeError(
@@ -182,7 +180,7 @@ def _cast(name: str, dtype: Any, tree: Any) -> Any:
   """Returns `tree` with its real floating arrays in `dtype`."""
   if dtype is None:
     return tree
-  _arguments.check_enabled(name, dtype)
+  arguments.check_enabled(name, dtype)
 
   def cast_leaf(is_gradient: bool, x: Any) -> Any:
     is_array = isinstance(
@@ -335,7 +333,7 @@ def _read(policy: str) -> Policy:
   known = (*_NAMES, *_DTYPE_NAMES)
   raise ValueError(
     f"`policy` must be a name that is known, or dtypes such as {_EXAMPLE}, got "
-    f"{policy!r}{_nearest(policy, known)} The names are {', '.join(known)}."
+    f"{policy!r}{_hint(policy, known)} The names are {', '.join(known)}."
   )
 
 
@@ -352,7 +350,7 @@ def _parse(policy: str) -> Policy:
     if key not in _KEYS:
       raise ValueError(
         "`policy` must have the keys params (p), compute (c), output (o) and "
-        f"level, got {key!r} in {policy!r}{_nearest(key, _KEYS)}"
+        f"level, got {key!r} in {policy!r}{_hint(key, _KEYS)}"
       )
     if _KEYS[key] in values:
       raise ValueError(
@@ -369,7 +367,7 @@ def _parse(policy: str) -> Policy:
       raise ValueError(
         f"`policy` must have a dtype for {key!r}, one of "
         f"{', '.join(_DTYPE_NAMES)}, got {value!r} in {policy!r}"
-        f"{_nearest(value, _DTYPE_NAMES)}"
+        f"{_hint(value, _DTYPE_NAMES)}"
       )
   params = values.get("params", "float32")
   compute = values.get("compute", params)
@@ -394,11 +392,5 @@ def _dtype(name: str) -> Any:
   return _DTYPES.get(name, name)
 
 
-def _nearest(got: str, known: Iterable[str]) -> str:
-  """Returns the end of an error's sentence: the nearest names, if any are."""
-  # Upper and lower case are easily mistaken, so they count as the same.
-  names = {name.lower(): name for name in known}
-  close = difflib.get_close_matches(got.lower(), names)
-  if not close:
-    return "."
-  return f"; did you mean {' or '.join(repr(names[x]) for x in close)}?"
+def _hint(got: str, known: Iterable[str]) -> str:
+  return arguments.did_you_mean(got, known, most=3) or "."

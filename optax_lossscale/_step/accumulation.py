@@ -210,15 +210,10 @@ def accumulated_value_and_grad(
 
 
 class _Carry(NamedTuple):
-  """What passes from one micro-batch to the next.
+  """What passes from one micro-batch to the next; elsewhere masked nodes."""
 
-  Attributes:
-    overwritten: the leaves that are no gradients, masked nodes elsewhere.
-    sums: of the gradients, masked nodes elsewhere.
-  """
-
-  overwritten: Any
-  sums: Any
+  overwritten: Any  # The leaves that are no gradients.
+  sums: Any  # Of the gradients.
 
 
 class _Outcome(NamedTuple):

@@ -18,19 +18,12 @@ _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
 class Finding(NamedTuple):
-  """What is known of the scaled gradients of one step.
+  """What is known of the scaled gradients of one step."""
 
-  Attributes:
-    overflow: bool[], the gradients are not usable.
-    amax: float32[], their largest absolute value; NaN if one of them was NaN.
-    dropped: bool[], some micro-batches overflowed and were left out.
-    used: float32[], as in the wrapper's state.
-  """
-
-  overflow: jax.Array
-  amax: jax.Array
-  dropped: jax.Array
-  used: jax.Array
+  overflow: jax.Array  # bool[], they are not usable.
+  amax: jax.Array  # float32[], NaN if one of them was NaN.
+  dropped: jax.Array  # bool[], some micro-batches overflowed and were left out.
+  used: jax.Array  # float32[], as in `LossScalingState`.
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import optax_lossscale as ols
 from optax_lossscale import rules
-from optax_lossscale.presets.declaration import did_you_mean
+from optax_lossscale._base.arguments import did_you_mean
 from optax_lossscale.presets.declaration import PRESETS
 
 _NONE = "none"

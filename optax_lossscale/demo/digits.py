@@ -63,17 +63,9 @@ def split(
 
 
 class LeNet5(nn.Module):
-  """LeNet-5, with tanh and average pooling.
+  """LeNet-5, with tanh and average pooling (LeCun et al., 1998)."""
 
-  Attributes:
-    dtype: of its matrix operations and activations. Parameters are float32.
-
-  References:
-    LeCun et al., "Gradient-based learning applied to document recognition",
-    1998.
-  """
-
-  dtype: DTypeLike
+  dtype: DTypeLike  # Of operations and activations; parameters are float32.
 
   @nn.compact
   def __call__(self, images: jax.Array) -> jax.Array:

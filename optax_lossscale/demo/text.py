@@ -94,19 +94,12 @@ def split(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Transformer(nn.Module):
-  """Pre-norm causal transformer.
+  """Pre-norm causal transformer."""
 
-  Attributes:
-    dtype: of its matrix operations and activations. Parameters are float32.
-    width: of each position.
-    layers: how many.
-    heads: of attention, each `width / heads` wide.
-  """
-
-  dtype: DTypeLike
+  dtype: DTypeLike  # Of operations and activations; parameters are float32.
   width: int = 64
   layers: int = 2
-  heads: int = 4
+  heads: int = 4  # Each is width / heads wide.
 
   @nn.compact
   def __call__(self, symbols: jax.Array) -> jax.Array:

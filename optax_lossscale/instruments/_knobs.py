@@ -22,12 +22,7 @@ _FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
 
 
 class Knob(NamedTuple):
-  """An argument of a rule.
-
-  Attributes:
-    name: as the rule has it.
-    value: as it was given.
-  """
+  """An argument of a rule, under the rule's own name for it."""
 
   name: str
   value: Any

@@ -92,19 +92,12 @@ class Place(NamedTuple):
 
 
 class Result(NamedTuple):
-  """One result of an operation, and what may be found of it.
+  """One result of an operation, and what may be found of it."""
 
-  Attributes:
-    around: the equations that hold the operation, the outermost first.
-    equation: the operation.
-    variable: which of its results.
-    kind: what may be found, as in `Place`.
-  """
-
-  around: tuple[core.JaxprEqn, ...]
+  around: tuple[core.JaxprEqn, ...]  # What holds it, the outermost first.
   equation: core.JaxprEqn
   variable: core.Var
-  kind: str
+  kind: str  # As in `Place`.
 
 
 def describe(result: Result, first: _first.First) -> Place:

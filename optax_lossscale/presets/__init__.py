@@ -21,6 +21,7 @@ Ascend does, and takes a rule as its manager.
 
 import typing
 
+from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
 from optax_lossscale.presets._checkpoints import (
   from_state_dict as from_state_dict,
 )
@@ -58,7 +59,6 @@ from optax_lossscale.presets._pytorch import torch_sharded as torch_sharded
 from optax_lossscale.presets._tensorflow import keras as keras
 from optax_lossscale.presets._tensorflow import tensorflow as tensorflow
 from optax_lossscale.presets._tensorflow import tf_exponential as tf_exponential
-from optax_lossscale.presets.declaration import did_you_mean as _did_you_mean
 from optax_lossscale.presets.declaration import PRESETS as _PRESETS
 
 # `import x as x` exports x to type checkers. `__all__` is what was declared.

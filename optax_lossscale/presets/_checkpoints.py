@@ -138,7 +138,7 @@ def from_state_dict(
     return system, _restore(system, state_dict)
   presets = declaration.PRESETS
   if not isinstance(system, str) or system not in presets:
-    hint = declaration.did_you_mean(system, presets) or "."
+    hint = _arguments.did_you_mean(system, presets) or "."
     raise ValueError(
       f"`system` must be a rule or one of {', '.join(sorted(presets))}, got "
       f"{system!r}{hint}"

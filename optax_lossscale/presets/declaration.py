@@ -14,10 +14,8 @@ A new preset needs that and its line of import in `presets/__init__.py`.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
-import difflib
 import functools
 import inspect
 import operator
@@ -152,7 +150,7 @@ class Preset:
     for unknown in (x for x in given if x not in parameters):
       raise TypeError(
         f"`{name}` takes the arguments {', '.join(parameters)}, got {unknown!r}"
-        f"{did_you_mean(unknown, parameters, quote='`') or '.'}"
+        f"{_arguments.did_you_mean(unknown, parameters, quote='`') or '.'}"
       )
     inspect.unwrap(self.function)(**given)  # Raises if an argument is missing.
     return {x: given.get(x, p.default) for x, p in parameters.items()}
@@ -213,12 +211,6 @@ def preset(
     return make
 
   return declare
-
-
-def did_you_mean(name: Any, names: Iterable[str], quote: str = "'") -> str:
-  """Returns the end of an error: the name that was meant, if it is clear."""
-  close = difflib.get_close_matches(str(name), names, n=1)
-  return f"; did you mean {quote}{close[0]}{quote}?" if close else ""
 
 
 def check_scale_from_one(name: str, value: Any) -> float:
