@@ -8,6 +8,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+
 # These take longest. They are begun first, or one worker would still run one
 # of them when the others have nothing left.
 LONGEST = (
@@ -39,6 +40,14 @@ def pytest_collection_finish(session):
   gc.collect()
   gc.freeze()
   gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  """Says how to run the tests that the markers leave out."""
+  if "not slow" in config.option.markexpr:
+    terminalreporter.write_line(
+      "The slow tests were left out. All there are: pytest -n auto -m ''"
+    )
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The inner optimizers, parameters and loss of the batteries of tests."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 OPTIMIZERS = {
@@ -64,22 +62,3 @@ def loss_fn(params):
   """Returns a loss whose gradients are neither tiny nor huge."""
   params = {name: jnp.float32(leaf) for name, leaf in params.items()}
   return jnp.sum(jnp.sin(params["bias"])) + jnp.sum(params["kernel"] ** 2)
-
-
-def to_bits(tree):
-  """Returns the bytes of every leaf, so that NaN and -0.0 compare too."""
-  return [
-    np.asarray(
-      jax.random.key_data(leaf)
-      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-      else leaf
-    ).tobytes()
-    for leaf in jax.tree.leaves(tree)
-  ]
-
-
-def describe(tree):
-  """Returns what must stay the same for a program not to recompile."""
-  return jax.tree.map(
-    lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
-  )

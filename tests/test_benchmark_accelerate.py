@@ -13,7 +13,7 @@ from benchmarks import autocast_counts as counts
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def row(*seconds, compilation=(1.0, 2.0)):

@@ -16,8 +16,6 @@ from benchmarks import contest
 from benchmarks import flax_training
 from benchmarks import gpt2
 
-pytestmark = pytest.mark.one_end
-
 TINY = gpt2.SIZES["tiny"]
 WEIGHTS = np.ones((4, 4), np.float32)
 

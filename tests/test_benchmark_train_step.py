@@ -17,7 +17,7 @@ from benchmarks import nonfinite
 from benchmarks import train_step
 import optax_lossscale as ols
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 TINY = gpt2.SIZES["tiny"]
 SMALL_CONTEST = contest.Contest(

@@ -17,7 +17,7 @@ from benchmarks import summary
 from benchmarks.peers import bare
 from benchmarks.peers import this_library
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 # What needs nothing beyond the library and its tests.
 PEERS = ("bare", "one more read", "optax_lossscale", "flax", "apply_if_finite")

@@ -20,11 +20,11 @@ import pytest
 
 import optax_lossscale as ols
 from tests import checkpoint_worker
-from tests import compiled
 from tests import optimizers
-from tests.optimizers import describe
-from tests.optimizers import to_bits
+from tests import support
 from tests.step import test_processes
+from tests.support import describe
+from tests.support import to_bits
 
 RULES = {
   "dynamic": ols.DynamicLossScale(8.0, growth_interval=2, hysteresis=2),
@@ -140,7 +140,7 @@ def test_guarantee_15_no_step_is_compiled_again(through, tmp_path):
   opt_state = step(opt_state)
   restored = through(opt_state, tmp_path)
   names = []
-  with compiled.listening_to_compilations(names):
+  with support.listening_to_compilations(names):
     jax.block_until_ready(step(restored))
   assert names == []
 
@@ -214,7 +214,6 @@ def resumed(tmp_path_factory):
   return left, {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
 
 
-@pytest.mark.one_end
 def test_each_killed_run_dies_within_its_own_save(resumed):
   left, _ = resumed
   kept, killed, _ = checkpoint_worker.SAVED
@@ -231,7 +230,6 @@ def test_each_killed_run_dies_within_its_own_save(resumed):
   assert f"orbax/{killed}" not in left
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("step", checkpoint_worker.SAVED)
 @pytest.mark.parametrize("name", ["file", "orbax"])
 def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(

@@ -342,9 +342,7 @@ def test_guarantee_10_sharded_parameters_and_their_average_stay_so(axis_type):
   assert (state.step, state.attempts, state.loss_scale) == (1, 2, 4.0)
 
 
-@pytest.mark.parametrize(
-  "check_vma", [True, pytest.param(False, marks=pytest.mark.one_end)]
-)
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_guarantee_10_one_device_of_shard_map_skips_the_step_on_all(check_vma):
   state = new_state(Model("data").apply, optimizer("data"))
 

@@ -125,8 +125,6 @@ def test_neither_errors_nor_warnings_are_stored(path):
       assert output.get("name") != "stderr"
 
 
-# What it uses of the library is tested on every version of JAX elsewhere.
-@pytest.mark.one_end
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "path",

@@ -16,8 +16,6 @@ import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import plot
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
-
 
 def make_history(loss_scale, amax, overflow=None):
   amax = np.float32(amax)

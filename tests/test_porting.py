@@ -21,8 +21,6 @@ from tests import documents
 from tests.autocast.programs import products
 from tests.presets import traces
 
-pytestmark = pytest.mark.one_end
-
 PAGE = documents.read("docs/porting.md")
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}

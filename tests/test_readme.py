@@ -18,9 +18,7 @@ from optax_lossscale.cli import _loss_scale
 from optax_lossscale.demo import digits
 from tests import documents
 from tests.autocast.programs import dtypes_of
-from tests.optimizers import to_bits
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.support import to_bits
 
 README = documents.read("README.md")
 
@@ -29,8 +27,6 @@ def blocks_of(title):
   return documents.blocks(documents.section(README, title))
 
 
-# What they use is tested on every version of JAX elsewhere.
-@pytest.mark.one_end
 def test_the_examples_run_one_after_the_other():
   model = nn.Dense(3, dtype=jnp.float16)
   batch = np.ones((4, 5), np.float32)
@@ -144,7 +140,6 @@ def test_the_examples_run_one_after_the_other():
   assert jnp.all(names["variables"]["params"] == 2.0)
 
 
-@pytest.mark.one_end
 def test_what_is_seen_and_advised(capfd):
   _, record, history, advise, where, overflow = documents.blocks(
     documents.section(README, "Seeing it, and tuning it"), "python"
@@ -184,7 +179,6 @@ def test_what_is_seen_and_advised(capfd):
   assert none == "no operation overflowed"
 
 
-@pytest.mark.one_end
 def test_the_table_of_rules_is_what_replays_show():
   section = documents.section(README, "Rules that look before they leap")
   rows = re.findall(r"^\| `(\S+)`(.*?) \| (.*) \|$", section, re.MULTILINE)
@@ -212,7 +206,6 @@ def test_the_table_of_rules_is_what_replays_show():
     assert cells == expected, name
 
 
-@pytest.mark.one_end
 def test_amax_inside_the_model_reaches_the_rule():
   section = documents.section(README, "Rules that look before they leap")
   wrap, tapped = documents.blocks(section, "python")

@@ -27,16 +27,6 @@ def assert_close(got, want, tolerance=0.02):
       np.testing.assert_array_equal(x, y)
 
 
-def assert_same_bits(got, want):
-  """Asserts equal structures, dtypes and bits."""
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      x, y = jax.random.key_data(x), jax.random.key_data(y)
-    assert x.dtype == y.dtype
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 def gradient(function, argnums=(0, 1)):
   """Returns the gradient of the sum of all floats that a function returns."""
 

@@ -275,22 +275,18 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
   assert ours <= by_hand
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_operations_as_written_cost_no_more_than_by_hand(case):
   assert_costs_no_more(*map(counts.costs, lowered(case)))
 
 
-@pytest.mark.one_end
 # XLA's CPU computes float16 in float32, by hand as well. So this is about the
 # conversions that it leaves and the fusions that they prevent.
-@pytest.mark.one_end
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_compiled_step_costs_no_more_than_by_hand(case):
   assert_costs_no_more(*map(counts.costs, compiled(case)))
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_loss_and_gradients_are_those_by_hand_up_to_rounding(case):
   _, (params, batch) = contenders(case)

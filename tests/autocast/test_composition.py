@@ -72,7 +72,6 @@ def test_autocast_of_autocast_lowers_once(levels):
     assert mixed.count(twice, name, X, W) <= mixed.count(once, name, X, W)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize(
   "change",
   [
@@ -90,7 +89,6 @@ def test_saturating_and_float_status_go_around_and_inside(change):
   mixed.assert_close(got, jax.jit(change(network, lambda f: f))(X, W))
 
 
-@pytest.mark.one_end
 def test_an_overflow_of_float16_is_clamped_and_seen():
   def function(x, w):
     return (x @ w).sum()

@@ -10,8 +10,6 @@ import pytest
 import optax_lossscale as ols
 from tests.autocast import foreign
 
-pytestmark = pytest.mark.one_end
-
 # --- Functions of jax.nn, between two products as in a network.
 
 IN = foreign.normal(4, 6)

@@ -226,8 +226,6 @@ def test_layers_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
-@pytest.mark.one_end
-@pytest.mark.one_end
 @of_every_layer
 def test_layers_compute_what_they_compute_without_autocast(name):
   CASES.assert_same_values(name)
@@ -282,7 +280,6 @@ def first(tree):
   return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("around", AROUND)
 def test_transformations_of_autocast_compute_the_same(around):
   for name in ("transformer", "LSTMCell", "BatchNorm, training"):

@@ -11,7 +11,7 @@ import pytest
 import optax_lossscale as ols
 from tests.autocast import foreign
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 LOGITS = foreign.normal(6, 5, scale=2)
 SIGNS = np.sign(foreign.normal(6, 5, seed=1))

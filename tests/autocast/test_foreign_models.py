@@ -10,7 +10,7 @@ import pytest
 
 from tests.autocast import foreign
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 16, 16, 3)

@@ -114,8 +114,6 @@ def test_layers_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
-@pytest.mark.one_end
-@pytest.mark.one_end
 @of_every_layer
 def test_layers_compute_what_they_compute_without_autocast(name):
   CASES.assert_same_values(name)

@@ -316,8 +316,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.one_end
-@pytest.mark.one_end
 @pytest.mark.parametrize("loss", LOSSES)
 @each_mixed_level
 def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):
@@ -377,7 +375,6 @@ def test_a_fully_masked_row_is_no_nan(level, masked):
   np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize(
   "operation",
   [

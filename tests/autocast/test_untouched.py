@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 from tests.autocast import mixed
 
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
@@ -123,7 +124,7 @@ def drawn(x, w, key):
 def test_what_is_drawn_is_the_same_bit_for_bit(level):
   want = jax.jit(drawn)(X, W, KEY)
   got = jax.jit(ols.autocast(drawn, level))(X, W, KEY)
-  mixed.assert_same_bits(got[1], want[1])
+  support.assert_same_bits(got[1], want[1])
   mixed.assert_close(got[0], want[0])
 
 
@@ -155,7 +156,7 @@ OTHERS = {
 def test_other_dtypes_are_left_alone(level, name):
   want = jax.jit(OTHERS[name])(X, W)
   got = jax.jit(ols.autocast(OTHERS[name], level))(X, W)
-  mixed.assert_same_bits(got, jax.tree.map(jnp.asarray, want))
+  support.assert_same_bits(got, jax.tree.map(jnp.asarray, want))
 
 
 @pytest.mark.parametrize("level", mixed.LOW_LEVELS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 
 
 def _refused(error, name, value):
@@ -62,7 +62,7 @@ def test_a_backoff_factor_that_float32_rounds_to_zero_is_refused():
     ols.DynamicLossScale(backoff_factor=1e-50)
 
 
-@pytest.mark.parametrize("name, value", parameters.pairs(_INTEGERS, [0, -1]))
+@pytest.mark.parametrize("name, value", support.pairs(_INTEGERS, [0, -1]))
 def test_a_count_below_one_is_refused(name, value):
   with _refused(ValueError, name, value):
     ols.DynamicLossScale(**{name: value})
@@ -75,7 +75,7 @@ def test_a_count_beyond_int32_is_refused(name):
 
 
 @pytest.mark.parametrize(
-  "name, value", parameters.pairs(_INTEGERS, _NOT_INTEGERS), ids=parameters.name
+  "name, value", support.pairs(_INTEGERS, _NOT_INTEGERS), ids=support.name
 )
 def test_a_count_that_is_not_an_integer_is_refused(name, value):
   with _refused(TypeError, name, value):
@@ -117,7 +117,7 @@ def test_a_floor_above_the_cap_is_refused():
     ols.DynamicLossScale(2.0, min_scale=4.0, max_scale=1.0)
 
 
-@pytest.mark.parametrize("name, value", parameters.pairs(_FLOATS, _NOT_FINITE))
+@pytest.mark.parametrize("name, value", support.pairs(_FLOATS, _NOT_FINITE))
 def test_a_number_that_is_not_finite_is_refused(name, value):
   with _refused(ValueError, name, value):
     ols.DynamicLossScale(**{name: value})
@@ -135,7 +135,7 @@ def test_a_traced_argument_is_refused():
 
 
 @pytest.mark.parametrize(
-  "name, value", parameters.pairs(_FLOATS, _NOT_FLOATS), ids=parameters.name
+  "name, value", support.pairs(_FLOATS, _NOT_FLOATS), ids=support.name
 )
 def test_a_value_that_is_not_a_number_is_refused(name, value):
   with _refused(TypeError, name, value):
@@ -144,7 +144,7 @@ def test_a_value_that_is_not_a_number_is_refused(name, value):
 
 @pytest.mark.parametrize(
   "rule, value",
-  parameters.pairs(
+  support.pairs(
     [ols.DynamicLossScale, ols.FixedLossScale], [0, 1, "yes", None]
   ),
 )
@@ -161,12 +161,12 @@ def test_a_fixed_scale_that_is_no_normal_float32_is_refused(value):
     ols.FixedLossScale(value)
 
 
-@pytest.mark.parametrize("value", _NOT_FLOATS, ids=parameters.name)
+@pytest.mark.parametrize("value", _NOT_FLOATS, ids=support.name)
 def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
   with _refused(TypeError, "scale", value):
     ols.FixedLossScale(value)
 
 
-@pytest.mark.parametrize("scale", [parameters.SMALLEST, parameters.LARGEST])
+@pytest.mark.parametrize("scale", [support.SMALLEST, support.LARGEST])
 def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
   assert ols.FixedLossScale(scale).init().loss_scale == scale

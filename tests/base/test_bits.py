@@ -13,10 +13,8 @@ import pytest
 
 from optax_lossscale._base import bits as _bits
 
-# What uses it, such as the checks, is tested on every version of JAX.
 pytestmark = [
   pytest.mark.usefixtures("full_compilation"),
-  pytest.mark.one_end,
 ]
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)

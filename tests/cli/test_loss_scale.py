@@ -9,8 +9,6 @@ import optax_lossscale as ols
 from optax_lossscale import rules
 from optax_lossscale.cli import _loss_scale
 
-pytestmark = pytest.mark.one_end
-
 
 @pytest.mark.parametrize(
   ("text", "rule"),

@@ -10,11 +10,6 @@ from optax_lossscale import cli
 from optax_lossscale import instruments
 from tests.instruments.histories import make_history
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
-
 # 2**15 is the largest power of two that the first 40 steps stand.
 UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 

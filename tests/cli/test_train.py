@@ -22,8 +22,6 @@ from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
-pytestmark = pytest.mark.one_end
-
 ROOT = pathlib.Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
 FAST = ("--accelerate", "fast|step|0.5")

@@ -11,8 +11,6 @@ from optax_lossscale.demo import digits
 from optax_lossscale.demo import text
 from optax_lossscale.demo import training
 
-pytestmark = pytest.mark.one_end
-
 each_task = pytest.mark.parametrize("name", ["text", "digits"])
 
 

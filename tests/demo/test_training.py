@@ -15,7 +15,7 @@ from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import training
 from tests.demo import tiny
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 FLOAT32 = run_lib.Run("float32", "none", None)
 UNSCALED = run_lib.Run("float16", "none", None)

@@ -17,8 +17,6 @@ import pytest
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.one_end
-
 README = pathlib.Path(__file__).parents[2] / "README.md"
 
 DEVICES = 4

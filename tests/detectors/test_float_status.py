@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import assert_same_bits
 
 HALF = jnp.float16
 INF = np.float16(np.inf)
@@ -87,7 +88,6 @@ def test_an_element_of_a_product_overflows_unless_its_row_or_column_is_masked(
   assert 0 < np.sum(expected) < 40
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("axis", [None, 0, 1, (0, 2), ()])
 def test_an_element_of_a_sum_overflows_unless_one_of_its_terms_is_masked(axis):
   x = draw((40, 2, 3, 4)) * 200
@@ -243,7 +243,6 @@ def test_a_mask_is_no_overflow(name):
   assert count_masked(name, KEEP) == (0, 0)
 
 
-@pytest.mark.one_end
 @each_masked
 def test_a_row_that_is_masked_altogether_is_no_overflow(name):
   overflow, _ = count_masked(name, DROP_ROW)
@@ -256,7 +255,6 @@ def test_a_logsumexp_that_is_masked_altogether_is_undefined_once():
   assert count(function, logits) == (0, 1)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "exp"])
 def test_an_overflow_beside_a_mask_is_seen(name):
   def squared(x, keep):
@@ -299,7 +297,6 @@ def test_a_branch_of_where_that_is_not_taken_is_no_overflow(name):
   assert undefined == 1
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", DEAD)
 def test_nor_is_what_its_gradient_makes_of_it(name):
   overflow, undefined = count(
@@ -468,7 +465,6 @@ def test_an_overflow_inside_of_control_flow_is_counted_each_time(name):
     chex.assert_trees_all_equal(result, jax.jit(function)(x))
 
 
-@pytest.mark.one_end
 @each_program
 def test_under_vmap_each_example_has_its_own_count(name):
   function, times = PROGRAMS[name]
@@ -663,12 +659,6 @@ def draw_network(seed, scale=1.0):
   return params, draw(5, 6)
 
 
-def assert_same_bits(one, other):
-  chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
-  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 GRADIENT = jax.value_and_grad(network)
 
 
@@ -833,7 +823,6 @@ def test_counts_as_overflow_skip_the_step_for_what_is_undefined_as_well():
 # Hardware that saturates ------------------------------------------------------
 
 
-@pytest.mark.one_end
 @pytest.mark.slow
 def test_the_register_of_saturating_hardware_agrees_with_that_of_this_one():
   gradient = jax.grad(

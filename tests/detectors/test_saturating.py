@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests.support import assert_same_bits
 
 # Of what compiled kernels do with NaN and inf.
 pytestmark = pytest.mark.usefixtures("full_compilation")
@@ -39,14 +40,6 @@ def is_finite(tree):
   return all(
     np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(tree)
   )
-
-
-def assert_same_bits(got, want):
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    x, y = np.asarray(x), np.asarray(y)
-    assert (x.shape, x.dtype) == (y.shape, y.dtype)
-    assert x.tobytes() == y.tobytes(), f"got {x}, expected {y}"
 
 
 # --- Straight-line programs, against NumPy.
@@ -87,7 +80,6 @@ def run_program(program, values, module, after):
   return values[3:]
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("seed", range(6))
 def test_programs_compute_what_numpy_computes_with_a_clamp(seed):
   rng = np.random.default_rng(seed)
@@ -245,7 +237,6 @@ def test_an_operation_is_clamped_inside_and_around(name):
   assert_same_bits(construct(ols.saturating(layer))(X), expected)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("place", range(len(CONSTRUCTS)))
 def test_an_operation_is_clamped_in_a_nest(place):
   names = [*CONSTRUCTS, *CONSTRUCTS]
@@ -402,11 +393,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(x, marks=() if x == "mixed" else pytest.mark.one_end)
+    pytest.param(x, marks=() if x == "mixed" else pytest.mark.slow)
     for x in LOSSES
   ],
 )
@@ -429,7 +419,6 @@ def test_the_gradient_of_a_saturating_loss_is_the_saturating_gradient(name):
   assert moved
 
 
-@pytest.mark.one_end
 def test_the_second_derivative_is_that_of_what_saturates():
   def second(fun):
     return jax.jacrev(jax.jacrev(fun))
@@ -684,7 +673,6 @@ DTYPES = {
 }
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", DTYPES)
 def test_other_dtypes_saturate_at_their_own_largest_value(name):
   dtype = DTYPES[name]
@@ -822,7 +810,6 @@ class Cell(nn.Module):
     return nn.gelu(nn.Dense(4, dtype=HALF, param_dtype=HALF)(x)), None
 
 
-@pytest.mark.one_end
 @pytest.mark.slow
 def test_a_flax_model_saturates_forward_and_backward():
   model = Model()

@@ -14,11 +14,6 @@ from optax_lossscale import instruments
 from optax_lossscale import presets
 from tests.instruments.histories import make_history
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
-
 NAN = math.nan
 STEPS = 4000
 # At 1.5 the largest power of two is 2**15: it leaves 0.4 bits.

@@ -10,8 +10,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
-
 HALF = ols.nonfinite(jnp.float16)
 
 

@@ -13,9 +13,7 @@ import pytest
 
 from optax_lossscale import instruments
 from optax_lossscale.instruments import _exponent_histograms
-from tests import compiled
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests import support
 
 EIGHT_BITS = (
   ml_dtypes.float8_e3m4,
@@ -111,14 +109,12 @@ def test_float32_numbers_around_each_exponent_are_in_their_places(histogram):
   check_equal(histogram(jnp.asarray(x)), expected(x))
 
 
-@pytest.mark.one_end
 def test_float64_numbers_beyond_float32_are_counted_at_its_ends(histogram):
   x = around_every_exponent(np.float64)
   with jax.enable_x64(True):
     check_equal(histogram(jnp.asarray(x)), expected(x))
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_every_8_bit_number_is_in_its_place(dtype):
   x = every(dtype)
@@ -126,13 +122,11 @@ def test_every_8_bit_number_is_in_its_place(dtype):
   check_equal(found, expected(x))
 
 
-@pytest.mark.one_end
 def test_each_part_of_a_complex_number_is_counted(histogram):
   x = np.complex64([1 + 4j, complex(0, np.inf), complex(np.nan, 2.0**-140)])
   check_equal(histogram(jnp.asarray(x)), expected(x))
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 3 * 1024, 4999])
 def test_arrays_of_any_size_are_counted_whole(size):
   x = normals()[:size]
@@ -141,7 +135,6 @@ def test_arrays_of_any_size_are_counted_whole(size):
   assert found.total == size
 
 
-@pytest.mark.one_end
 def test_arrays_of_any_rank_are_counted_whole(histogram):
   x = normals()
   for shape in ((5, 4, 250), (2500, 2), (1, 5000)):
@@ -149,7 +142,6 @@ def test_arrays_of_any_rank_are_counted_whole(histogram):
   check_equal(histogram(jnp.float32(3.0)), expected(np.float32(3.0)))
 
 
-@pytest.mark.one_end
 def test_leaves_of_all_dtypes_are_added_up():
   x = normals()
   tree = {
@@ -234,12 +226,11 @@ BFLOAT16 = pytest.param(
 )
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, BFLOAT16])
 def test_nothing_as_large_as_the_gradients_is_written(dtype):
   x = jax.ShapeDtypeStruct((1000, 1001), dtype)
   jitted = jax.jit(instruments.exponent_histogram).lower(x).compile()
-  assert compiled.temporaries(jitted) < 20_000
+  assert support.temporaries(jitted) < 20_000
   # One loop is one look at each element.
   assert len(re.findall(r" while\(", jitted.as_text())) == 1
 
@@ -257,7 +248,7 @@ def test_sharded_arrays_are_counted_where_they_are(histogram, axis_type, spec):
   found = jitted(sharded)
   check_equal(found, expected(x))
   assert all(leaf.is_fully_replicated for leaf in found)
-  moved = compiled.between_devices(jitted)
+  moved = support.between_devices(jitted)
   assert len(moved) > 0
   assert all(" all-reduce" in line for line in moved)
 

@@ -10,8 +10,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GRADIENTS = [1.0, 2.0, np.inf, 3.0, np.nan, 5.0, 7.0]
 
 
@@ -151,7 +149,6 @@ def test_runs_side_by_side_are_read_one_by_one():
   assert instruments.history(second).amax.tolist() == [2.0]
 
 
-@pytest.mark.one_end
 def test_an_optimizer_of_nnx_is_recorded():
   optimizer = nnx.Optimizer(
     model := nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make(4), wrt=nnx.Param

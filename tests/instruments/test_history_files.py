@@ -10,8 +10,6 @@ from optax_lossscale import instruments
 from optax_lossscale.demo import run as run_lib
 from tests.instruments.histories import make_history
 
-pytestmark = pytest.mark.one_end
-
 INF, NAN = math.inf, math.nan
 TRACE = instruments.History(
   step=np.array([3, 4, 7, 8, 9]),

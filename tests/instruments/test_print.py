@@ -10,8 +10,6 @@ from optax_lossscale import instruments
 
 AUTO = (jax.sharding.AxisType.Auto,)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TX = ols.loss_scaling(
   optax.sgd(0.1),
   ols.DynamicLossScale(2.0**15),

@@ -16,8 +16,6 @@ from optax_lossscale import instruments
 from optax_lossscale import presets
 from tests.instruments.histories import make_history
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
-
 INF, NAN = math.inf, math.nan
 # Amax over S: 11 bits each, as float16 has, and spread so that rules move.
 UNSCALED = np.ldexp(

@@ -13,9 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
-from tests import compiled
-
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
+from tests import support
 
 TARGETS = {
   "float16": np.float16,
@@ -249,5 +247,5 @@ def test_shares_of_sharded_arrays_are_made_where_they_are(axis_type):
   underflow, swallowed = function(*sharded)
   assert underflow == share(lost(x, np.float16), x)
   assert swallowed == share(kept(params, x), x)
-  moved = compiled.between_devices(function)
+  moved = support.between_devices(function)
   assert moved and all(" all-reduce" in line for line in moved)

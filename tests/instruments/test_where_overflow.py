@@ -16,8 +16,6 @@ import optax_lossscale as ols
 from optax_lossscale.instruments import Place
 from optax_lossscale.instruments import where_overflow
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HALF = jnp.float16
 X = jnp.array([1.0, 2.0, 40000.0], HALF)
 

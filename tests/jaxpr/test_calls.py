@@ -13,7 +13,7 @@ import optax_lossscale as ols
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import calls
 from tests.autocast import mixed
-from tests.optimizers import to_bits
+from tests.support import to_bits
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 X = np.linspace(1, 300, 32, dtype=np.float16).reshape(8, 4)

@@ -17,8 +17,9 @@ import pytest
 import optax_lossscale
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
-from tests.optimizers import describe
-from tests.optimizers import to_bits
+from tests.support import describe
+from tests.support import make_mesh
+from tests.support import to_bits
 
 X = jnp.array([0.5, -1.25, 2.0])
 
@@ -378,11 +379,6 @@ def test_ordered_effects_keep_their_order(rule):
   jax.jit(evaluated(function, rule))(X)
   jax.effects_barrier()
   assert seen == ["a", "b", "c"]
-
-
-def make_mesh(axis_type):
-  types = (getattr(jax.sharding.AxisType, axis_type),)
-  return jax.make_mesh((8,), ("data",), axis_types=types)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

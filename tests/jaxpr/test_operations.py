@@ -245,7 +245,6 @@ def pairs(name=None):
   return columns
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", UNARY)
 def test_a_result_too_large_for_float16_is_told_from_none_at_all(name):
   function, truth = UNARY[name]
@@ -326,7 +325,6 @@ def reached_saturated(x):
   return ~(np.abs(np.asarray(x, np.float32)) < LARGEST)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
 def test_with_the_saturated_check_the_largest_value_counts_as_inf_does(name):
   function, truth = (UNARY | BINARY)[name]

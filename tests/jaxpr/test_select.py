@@ -11,8 +11,9 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxpr.at_definition import select_at_definition
 from tests import optimizers
-from tests.optimizers import describe
-from tests.optimizers import to_bits
+from tests.support import describe
+from tests.support import make_mesh
+from tests.support import to_bits
 
 RULE = ols.FixedLossScale(1.0)  # Unscales exactly.
 PARAMS = jnp.array([0.5, -0.25, 1.0])
@@ -553,7 +554,6 @@ def meta_loss(make_tx, learning_rate):
   return optimizers.loss_fn(params)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize(
   "transform",
   [
@@ -662,11 +662,6 @@ MEAN_THEN_ADAM = optax.chain(
   optax.GradientTransformation(lambda _: optax.EmptyState(), mean),
   jitted_update(optax.adam(0.1)),
 )
-
-
-def make_mesh(axis_type):
-  types = (getattr(jax.sharding.AxisType, axis_type),)
-  return jax.make_mesh((8,), ("data",), axis_types=types)
 
 
 def check_distributed(step):
@@ -873,7 +868,7 @@ def test_guarantee_10_an_old_state_may_differ_by_device_and_the_new_not():
 
 @pytest.mark.parametrize(
   "transform",
-  [jax.jit, pytest.param(lambda function: function, marks=pytest.mark.one_end)],
+  [jax.jit, lambda function: function],
 )
 def test_guarantee_10_a_skip_may_differ_by_device_where_the_state_does_not(
   transform,

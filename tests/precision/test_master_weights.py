@@ -12,11 +12,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import compiled
-from tests.optimizers import describe
-from tests.optimizers import to_bits
-
-pytestmark = pytest.mark.one_end
+from tests import support
+from tests.support import describe
+from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=100)
 SGD = optax.sgd(1.0)
@@ -545,7 +543,7 @@ def test_a_master_lies_as_its_parameter_does_and_nothing_is_gathered(axis_type):
   for name, param in params.items():
     for x in (after, master_of(state), master_of(new_state)):
       assert x[name].sharding.is_equivalent_to(param.sharding, param.ndim)
-  for line in compiled.between_devices(step):
+  for line in support.between_devices(step):
     assert " all-reduce(" in line and "[]" in line.split(" all-reduce(")[0]
 
 
@@ -554,15 +552,15 @@ def test_the_master_moves_in_its_place():
 
   def temporaries(tx):
     step = functools.partial(take_step, tx)
-    return compiled.temporaries(
-      compiled.compile_donated(step, params, tx.init(params), params)
+    return support.temporaries(
+      support.compile_donated(step, params, tx.init(params), params)
     )
 
   inner = optax.adamw(1e-3)
   extra = temporaries(POSITIONS["inside"](inner)) - temporaries(
     ols.loss_scaling(inner, RULE)
   )
-  assert extra <= 0.01 * compiled.size(params)
+  assert extra <= 0.01 * support.size(params)
 
 
 def test_parameters_that_something_else_changed_jump_back():

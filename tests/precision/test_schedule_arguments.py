@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.precision.schedules import each_mode
 from tests.precision.schedules import INF
 from tests.precision.schedules import latch
@@ -121,7 +121,7 @@ def refused(text, **arguments):
     ("fast|loss|1", {}, ("1.01", "1.5", "'1'")),
     ("fast|loss|1.51", {}, ("1.01", "1.5", "'1.51'")),
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_an_error_of_the_grammar_says_the_rule_and_what_came(
   text, arguments, words

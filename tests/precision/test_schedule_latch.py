@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.precision.schedules import avals
 from tests.precision.schedules import each_mode
 from tests.precision.schedules import INF
@@ -146,7 +146,7 @@ def test_the_counter_can_be_fed_back():
     ("loss", {}, "neither"),
     ("loss", {"step": None, "loss": None}, "neither"),
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_an_update_with_what_its_mode_does_not_take_names_the_mode(
   mode, fed, got

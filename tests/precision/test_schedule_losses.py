@@ -78,7 +78,6 @@ TARGETS = (
 )
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("ratio, target", TARGETS)
 def test_every_loss_of_16_bits_switches_with_the_model(dtype, ratio, target):

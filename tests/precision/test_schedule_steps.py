@@ -20,9 +20,6 @@ from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
 
-pytestmark = pytest.mark.one_end
-
-
 # The model, against numbers worked by hand.
 
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import same_bits
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 Y = np.linspace(1, -1, 16, dtype=np.float32).reshape(8, 2)
@@ -61,13 +62,6 @@ def run(step, state, steps, *args):
     states.append(tuple(state))
     losses.append(float(loss))
   return tuple(state), states, losses
-
-
-def same_bits(a, b):
-  return jax.tree.structure(a) == jax.tree.structure(b) and all(
-    x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  )
 
 
 def rule_states(states):
@@ -294,7 +288,6 @@ def test_bfloat16_needs_no_loss_scaling():
   assert state[2].steps == STEPS
 
 
-@pytest.mark.one_end
 def test_many_seeds_switch_each_at_its_own_time():
   schedule = by_loss(0.4)
   step = jax.vmap(
@@ -310,7 +303,6 @@ def test_many_seeds_switch_each_at_its_own_time():
   assert states.low[0] != states.low[1]
 
 
-@pytest.mark.one_end
 def test_it_runs_operation_by_operation_as_well():
   schedule = by_steps(total_steps=2)
   step = schedule.make_train_step(loss_fn, scaling())

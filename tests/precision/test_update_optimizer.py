@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
+from tests.support import same_bits
 
 PARAMS = {"w": jnp.array([1.0, -0.0, 3.0]), "b": jnp.array([0.5], jnp.float16)}
 GRADIENTS = {
@@ -39,14 +40,6 @@ OVERFLOWS = {
   "nan": {"w": jnp.array([1.0, jnp.nan, 0.0])},
   "half": {"b": jnp.array([-jnp.inf], jnp.float16)},
 }
-
-
-def same_bits(a, b):
-  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  return jax.tree.structure(a) == jax.tree.structure(b) and all(
-    x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    for x, y in leaves
-  )
 
 
 SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=10)
@@ -96,8 +89,8 @@ def test_an_unscaled_step_is_that_of_the_optimizer_alone(convert):
 
 @pytest.mark.parametrize(
   ("rule", "overflow"),
-  parameters.pairs(RULES, [None, *OVERFLOWS]),
-  ids=parameters.name,
+  support.pairs(RULES, [None, *OVERFLOWS]),
+  ids=support.name,
 )
 def test_on_unscaled_steps_the_rules_state_stays_bit_for_bit(rule, overflow):
   tx, state = make(rule)

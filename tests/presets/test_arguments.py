@@ -16,10 +16,8 @@ import pytest
 from optax_lossscale import presets
 from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
-from tests import parameters
 from tests import reference
-
-pytestmark = pytest.mark.one_end
+from tests import support
 
 SYSTEMS = list(reference.MODELS)
 
@@ -541,9 +539,9 @@ def test_megatron_refuses_a_floor_of_zero():
 @pytest.mark.parametrize("system, name", _arguments(OTHER))
 def test_the_ends_of_the_range_are_allowed(system, name):
   ends = {
-    "scale": [parameters.SMALLEST, 2.0**127, 1, np.float32(8), np.int64(8)],
+    "scale": [support.SMALLEST, 2.0**127, 1, np.float32(8), np.int64(8)],
     "scale from one": [1, 1.0, 2.0**127],
-    "dynamic or scale": ["dynamic", parameters.SMALLEST, 2.0**127],
+    "dynamic or scale": ["dynamic", support.SMALLEST, 2.0**127],
     "growth": [1 + 2.0**-23, 2.0**100, 2],
     "backoff": [2.0**-100, 1 - 2.0**-24],
     "count": [1, 2**31 - 1, np.int32(3), 2.0],
@@ -559,7 +557,7 @@ def test_the_ends_of_the_range_are_allowed(system, name):
   kind = KINDS[system][name]
   for value in ends[kind]:
     # Megatron refuses a first S below its floor, which is 1.
-    lower = {"min_scale": parameters.SMALLEST} if system == "megatron" else {}
+    lower = {"min_scale": support.SMALLEST} if system == "megatron" else {}
     rule = _make(system, **(lower | {name: value}))
     assert dict(rule.arguments)[name] == value
 

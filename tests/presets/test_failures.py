@@ -12,8 +12,6 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests import reference
 
-pytestmark = pytest.mark.one_end
-
 # The systems that end runs, and what the error says.
 _AT_MINIMUM = "overflowed with the loss scale at its minimum.*DeepSpeed"
 FAILING = {

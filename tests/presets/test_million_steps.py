@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from optax_lossscale import presets
-from tests import parameters
 from tests import reference
+from tests import support
 
-pytestmark = [pytest.mark.one_end, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STEPS = 1_000_000
 
@@ -96,7 +96,7 @@ def run_model(model):
   return np.array(overflows), np.array(scales), np.array(failed)
 
 
-@pytest.mark.parametrize(("system", "arguments"), CASES, ids=parameters.name)
+@pytest.mark.parametrize(("system", "arguments"), CASES, ids=support.name)
 def test_a_million_steps_are_the_models(system, arguments):
   rule = getattr(presets, system)(**arguments)
   model = reference.MODELS[system](**arguments)

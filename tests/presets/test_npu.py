@@ -11,9 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import presets
-from tests.optimizers import to_bits
-
-pytestmark = pytest.mark.one_end
+from tests.support import to_bits
 
 WORKERS = 8
 LARGEST = 65504.0

@@ -6,8 +6,6 @@ from optax_lossscale import presets
 from tests import documents
 from tests.presets import traces
 
-pytestmark = pytest.mark.one_end
-
 OTHERS = {
   "from_state_dict",
   "npu_loss_scale_optimizer",

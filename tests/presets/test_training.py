@@ -7,10 +7,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests.optimizers import describe
 from tests.presets import test_million_steps
-
-pytestmark = pytest.mark.one_end
+from tests.support import describe
 
 OVERFLOWS = np.random.default_rng(0).random((2, 64)) < 0.3
 

@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests.optimizers import to_bits
-
-# The functions have their tests on each version of JAX.
-pytestmark = pytest.mark.one_end
+from tests.support import to_bits
 
 PAGE = documents.read("docs/recipes/accumulation.md")
 BATCH = np.linspace(-1, 1, 96, dtype=np.float32).reshape(32, 3)

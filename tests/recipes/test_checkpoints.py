@@ -17,11 +17,8 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests.optimizers import describe
-from tests.optimizers import to_bits
-
-# The formats have their tests on each version of JAX.
-pytestmark = pytest.mark.one_end
+from tests.support import describe
+from tests.support import to_bits
 
 PAGE = documents.read("docs/recipes/checkpoints.md")
 PARAMS = {"kernel": jnp.arange(32.0).reshape(4, 8) / 64, "bias": jnp.zeros(8)}

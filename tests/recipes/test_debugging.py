@@ -11,8 +11,6 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
-pytestmark = pytest.mark.one_end
-
 PAGE = documents.read("docs/recipes/debugging.md")
 PARAMS = {"kernel": jnp.full((4, 3), 0.25)}
 GOOD = {

@@ -14,8 +14,6 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
-pytestmark = pytest.mark.one_end
-
 PAGE = documents.read("docs/recipes/linen.md")
 
 BATCH = {

@@ -15,9 +15,8 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests.optimizers import to_bits
-
-pytestmark = pytest.mark.one_end
+from tests.support import assert_same_bits
+from tests.support import to_bits
 
 PAGE = documents.read("docs/recipes/optimizers.md")
 SCALE = 2.0**15
@@ -117,11 +116,6 @@ def train_bare(inner, steps=APPLIED, params=PARAMS):
     updates, state = update(make_gradients(i), state, params)
     params = apply(params, updates)
   return params, state
-
-
-def assert_same_bits(left, right):
-  assert jax.tree.structure(left) == jax.tree.structure(right)
-  assert to_bits(left) == to_bits(right)
 
 
 def run_steps(step, carry, steps):

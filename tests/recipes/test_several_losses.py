@@ -17,8 +17,6 @@ import optax_lossscale as ols
 from tests import documents
 from tests import reference
 
-pytestmark = pytest.mark.one_end
-
 PAGE = documents.read("docs/recipes/several_losses.md")
 NAMES = ("discriminator", "generator")
 INTERVAL = 3

@@ -10,8 +10,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.rules import amax_tap
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HALF = jnp.float16
 ZERO = jnp.float32(0)
 
@@ -104,7 +102,6 @@ def deep(weights, x, tap):
   return jnp.sum(hidden**2)
 
 
-@pytest.mark.one_end
 def test_taps_see_what_differentiation_says_of_the_activations():
   # In float64, by the gradient with respect to a zero added to each activation.
   with jax.enable_x64(True):

@@ -9,11 +9,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.reference import statistics as reference
 from tests.rules import runs
-
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 Headroom = ols.rules.HeadroomLossScale
 
@@ -45,7 +43,7 @@ def lost_steps(rule, true_amax):
     ({"window": 1, "headroom": 3, "init_scale": 3.0}, 3),
     ({"window": 2, "min_scale": 0.75, "max_scale": 5.0}, 3),
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
   runs.assert_as_the_model(
@@ -63,11 +61,11 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
     {
       "window": 20,
       "headroom": 0,
-      "min_scale": parameters.SMALLEST,
-      "max_scale": parameters.LARGEST,
+      "min_scale": support.SMALLEST,
+      "max_scale": support.LARGEST,
     },
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_long_random_runs_give_the_scales_of_the_model(arguments):
   rule = Headroom(**arguments)

@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.reference import statistics as reference
 from tests.rules import runs
-
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
 
 LogMax = ols.rules.LogMaxLossScale
 
@@ -43,7 +38,7 @@ def follow(rule, model, overflows, amaxes):
 @pytest.mark.parametrize(
   "arguments",
   [{}, {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20}],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   follow(
@@ -56,7 +51,7 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments):
 @pytest.mark.parametrize(
   "arguments",
   [{}, {"beta1": 0.9, "beta2": 0.99, "overflow_std_dev": 1.0}],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_long_random_runs_give_the_scales_of_the_model(arguments):
   rule = LogMax(**arguments)

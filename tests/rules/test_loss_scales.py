@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
 from tests import reference
-
-pytestmark = pytest.mark.one_end
+from tests import support
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,7 +91,7 @@ _each_rule = pytest.mark.parametrize("rule", _RULES.values(), ids=_RULES.keys())
 
 
 @pytest.mark.parametrize(
-  "growth_interval, hysteresis", parameters.pairs([1, 2, 3], [1, 2, 3])
+  "growth_interval, hysteresis", support.pairs([1, 2, 3], [1, 2, 3])
 )
 def test_every_short_sequence_gives_the_scales_of_the_model(
   growth_interval, hysteresis
@@ -147,11 +145,11 @@ def _random_overflows():
     },
     {
       "growth_interval": 2,
-      "min_scale": parameters.SMALLEST,
-      "max_scale": parameters.LARGEST,
+      "min_scale": support.SMALLEST,
+      "max_scale": support.LARGEST,
     },
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_long_random_sequences_give_the_scales_of_the_model(arguments):
   rule, overflows = ols.DynamicLossScale(**arguments), _random_overflows()
@@ -385,7 +383,7 @@ def test_growth_leaves_the_floor():
 
 
 def test_a_fixed_loss_scale_never_stalls():
-  rule = ols.FixedLossScale(parameters.SMALLEST)
+  rule = ols.FixedLossScale(support.SMALLEST)
   stalled = rule.stalled(rule.init(), True)
   assert (stalled.shape, stalled.dtype) == ((), jnp.bool_)
   assert not stalled
@@ -425,7 +423,7 @@ def test_guarantee_3_clean_steps_before_an_overflow_do_not_count():
 @pytest.mark.parametrize(
   "factors",
   [(2.0, 0.5), (1.7, 0.3), (1e30, 1e-30), (3e38, 2e-38)],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_guarantee_4_500_overflows_and_500_growths_keep_a_usable_scale(factors):
   growth_factor, backoff_factor = factors
@@ -433,25 +431,21 @@ def test_guarantee_4_500_overflows_and_500_growths_keep_a_usable_scale(factors):
     growth_factor=growth_factor,
     backoff_factor=backoff_factor,
     growth_interval=1,
-    min_scale=parameters.SMALLEST,
-    max_scale=parameters.LARGEST,
+    min_scale=support.SMALLEST,
+    max_scale=support.LARGEST,
   )
-  from_bounds = np.asarray(
-    [parameters.SMALLEST, 1.0, parameters.LARGEST], np.float32
-  )
+  from_bounds = np.asarray([support.SMALLEST, 1.0, support.LARGEST], np.float32)
   overflows = np.repeat(
     [[True, False, True], [False, True, False]], 500, axis=1
   )
   scales = np.asarray(_trajectories(rule, from_bounds, overflows)[0])
   # A comparison with NaN is false, so this also says that there is none.
-  assert np.all(
-    (scales >= parameters.SMALLEST) & (scales <= parameters.LARGEST)
-  )
-  assert np.all(np.float32(1) / scales >= parameters.SMALLEST)
+  assert np.all((scales >= support.SMALLEST) & (scales <= support.LARGEST))
+  assert np.all(np.float32(1) / scales >= support.SMALLEST)
   ends = scales[:, :, [499, 999, 1499]].tolist()
   down, up = (
-    [parameters.SMALLEST, parameters.LARGEST, parameters.SMALLEST],
-    [parameters.LARGEST, parameters.SMALLEST, parameters.LARGEST],
+    [support.SMALLEST, support.LARGEST, support.SMALLEST],
+    [support.LARGEST, support.SMALLEST, support.LARGEST],
   )
   assert ends == [[down, up]] * 3
 
@@ -563,7 +557,7 @@ def test_rules_with_equal_arguments_have_equal_hashes():
     {"max_scale": 2.0**24},
     {"skip": False},
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_rules_with_different_arguments_differ(arguments):
   assert ols.DynamicLossScale(**arguments) != ols.DynamicLossScale()

@@ -11,11 +11,6 @@ import optax_lossscale as ols
 from tests.reference import statistics
 from tests.rules import runs
 
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
-
 each_trace = pytest.mark.parametrize("task", ["digits", "text"])
 
 

@@ -14,13 +14,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.rules import runs
-
-pytestmark = [
-  pytest.mark.usefixtures("quick_compilation"),
-  pytest.mark.one_end,
-]
 
 RULES = {
   "headroom": ols.rules.HeadroomLossScale(window=3),
@@ -231,7 +226,7 @@ def test_arguments_out_of_range_are_refused(rule, arguments, error, message):
     ({"headroom": 127}, ValueError),
     ({"dtype": "f16"}, TypeError),
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_arguments_of_a_warm_start_are_checked(arguments, error):
   with pytest.raises(error, match=f"`{next(iter(arguments))}`"):

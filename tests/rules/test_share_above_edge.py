@@ -9,11 +9,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
+from tests import support
 from tests.reference import statistics as reference
 from tests.rules import runs
-
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 Histogram = ols.rules.HistogramLossScale
 Counts = ols.rules.HistogramCounts
@@ -28,12 +26,12 @@ EDGE = 8188.0  # An eighth of 65504.
     {"update_period": 3, "init_scale": 2.0**-13, "bin_edge_location": 2.0**-12},
     {"init_scale": 2.0, "min_scale": 0.75, "max_scale": 5.0},
     {
-      "init_scale": parameters.LARGEST,
-      "min_scale": parameters.SMALLEST,
+      "init_scale": support.LARGEST,
+      "min_scale": support.SMALLEST,
       "max_scale": 2.0**127,
     },
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   runs.assert_as_the_model(

@@ -10,12 +10,10 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import parameters
 from tests import reference as engines
+from tests import support
 from tests.reference import statistics as reference
 from tests.rules import runs
-
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.one_end]
 
 WarmStart = ols.rules.WarmStart
 
@@ -35,7 +33,7 @@ class DynamicModel(engines.Dynamic):
     ({"probe_scale": 2.0**32, "headroom": 0}, 4),
     ({"probe_scale": 2.0**-120}, 3),
   ],
-  ids=parameters.name,
+  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
   rule = WarmStart(

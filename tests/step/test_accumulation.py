@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests.optimizers import to_bits
+from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(8.0, growth_interval=3)
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
@@ -178,7 +178,6 @@ def test_what_is_saturated_does_not_hide_in_the_mean():
   np.testing.assert_array_equal(grads["w"], [0, 0, 0])
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("k", [3, 7, 8])  # 7 times a seventh is rounded up.
 @pytest.mark.parametrize("drop", [False, True])
@@ -269,7 +268,6 @@ def test_auxiliary_data_comes_with_an_axis_for_the_micro_batches():
   np.testing.assert_array_equal(aux["first"], BATCH[:4, 0])
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("argnums", [1, (1,), [1, 0], -2])
 def test_argnums_are_those_of_jax(argnums):
   def fun(rate, params, batch):

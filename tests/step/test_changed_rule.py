@@ -15,8 +15,6 @@ import optax_lossscale as ols
 from tests import reference
 from tests.reference.floats import float32
 
-pytestmark = pytest.mark.one_end
-
 # Overflows of the steps before the change and of those after it.
 BEFORE, AFTER = 5, 5
 SEQUENCES = np.array(list(itertools.product([False, True], repeat=10)))

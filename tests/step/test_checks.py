@@ -221,7 +221,6 @@ def test_guarantee_5_every_inf_is_seen(dtype, size):
         assert found.amax == jnp.inf
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", WITH_NAN)
 def test_guarantee_5_every_saturated_value_is_seen(dtype):
   size = 5_000  # Of the others NaN and inf tell.
@@ -348,7 +347,6 @@ def test_checks_are_frozen_equal_and_hashable():
     ols.nonfinite().dtype = jnp.float16
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
 def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
@@ -363,7 +361,6 @@ def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
   )
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
 def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
@@ -396,7 +393,6 @@ def test_gradients_of_float8_parameters_are_float8():
   assert examine(jnp.full(3, 30_000.0, jnp.float16))
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("value", [jnp.inf, float(jnp.finfo("bfloat16").max)])
 def test_an_fp8_layer_shows_an_overflow_in_its_amax_history_alone(value):
   layer = nn.Dense(

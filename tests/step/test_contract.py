@@ -10,13 +10,13 @@ import pytest
 
 import optax_lossscale as ols
 from tests import optimizers
-from tests.optimizers import describe
-from tests.optimizers import to_bits
+from tests.support import describe
+from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
 
 # The others use nothing of JAX that these do not.
-ON_BOTH_ENDS = {
+MOST_DIFFERENT = {
   "adafactor",
   "adam",
   "apply_if_finite",
@@ -30,7 +30,7 @@ ON_BOTH_ENDS = {
 each_optimizer = pytest.mark.parametrize(
   "name",
   [
-    pytest.param(x, marks=() if x in ON_BOTH_ENDS else pytest.mark.one_end)
+    pytest.param(x, marks=() if x in MOST_DIFFERENT else pytest.mark.slow)
     for x in optimizers.OPTIMIZERS
   ],
 )

@@ -11,10 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import compiled
-
-# It depends on XLA more than on JAX.
-pytestmark = pytest.mark.one_end
+from tests import support
 
 RULE = ols.DynamicLossScale(1024.0)
 
@@ -46,32 +43,30 @@ def test_a_step_keeps_no_second_copy_of_anything(inner, dtype):
   tx = ols.loss_scaling(inner, RULE)
   params = make_leaves(8, 100_000)
   grads = make_leaves(8, 100_000, dtype)
-  bare = compiled.compile_donated(
+  bare = support.compile_donated(
     make_step(inner), params, inner.init(params), grads
   )
-  scaling = compiled.compile_donated(
+  scaling = support.compile_donated(
     make_step(tx), params, tx.init(params), grads
   )
-  extra = compiled.temporaries(scaling) - compiled.temporaries(bare)
-  assert extra <= 0.01 * compiled.size(params)
+  extra = support.temporaries(scaling) - support.temporaries(bare)
+  assert extra <= 0.01 * support.size(params)
 
 
 def test_small_leaves_are_copied_once_and_no_more():
   tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
   params = make_leaves(40, 4000)
-  step = compiled.compile_donated(
-    make_step(tx), params, tx.init(params), params
-  )
-  assert compiled.temporaries(step) <= 1.1 * compiled.size(params)
+  step = support.compile_donated(make_step(tx), params, tx.init(params), params)
+  assert support.temporaries(step) <= 1.1 * support.size(params)
 
 
 def test_guarantee_9_nothing_is_sent_to_the_host():
   tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
   params = make_leaves(3, 5000)
-  step = compiled.compile_donated(
+  step = support.compile_donated(
     make_step(tx), params, tx.init(params), make_leaves(3, 5000, jnp.float16)
   )
-  assert compiled.to_the_host(step) == []
+  assert support.to_the_host(step) == []
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -85,13 +80,13 @@ def test_all_leaves_share_one_reduction_over_devices(axis_type, count):
       name: leaf.astype(DTYPES[i % 3])
       for i, (name, leaf) in enumerate(params.items())
     }
-    step = compiled.compile_donated(
+    step = support.compile_donated(
       make_step(tx), params, tx.init(params), shard(grads, mesh, "data")
     )
-  (line,) = compiled.between_devices(step)
+  (line,) = support.between_devices(step)
   assert "all-reduce(" in line
   assert reduced_elements(line) == count
-  assert compiled.to_the_host(step) == []
+  assert support.to_the_host(step) == []
 
 
 def test_guarantee_9_a_sharded_step_is_compiled_as_often_as_the_bare_one():
@@ -103,7 +98,7 @@ def test_guarantee_9_a_sharded_step_is_compiled_as_often_as_the_bare_one():
     state = tx.init(params)
     step = jax.jit(make_step(tx), donate_argnums=(0, 1))
     names = []
-    with compiled.listening_to_compilations(names):
+    with support.listening_to_compilations(names):
       for bad in (0.0, jnp.inf, 0.0, jnp.nan, 0.0):
         grads = shard(make_leaves(3, (16, 4)), mesh, "data")
         grads["layer_1"] += bad
@@ -117,10 +112,8 @@ def test_two_sharded_dimensions_make_two_reductions_over_devices():
   mesh = jax.make_mesh((4, 2), ("data", "model"))
   tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
   params = shard(make_leaves(40, (16, 4)), mesh, "data", "model")
-  step = compiled.compile_donated(
-    make_step(tx), params, tx.init(params), params
-  )
-  assert len(compiled.between_devices(step)) == 2
+  step = support.compile_donated(make_step(tx), params, tx.init(params), params)
+  assert len(support.between_devices(step)) == 2
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -140,7 +133,7 @@ def test_named_axes_are_agreed_over_at_once(spec, check_vma):
     check_vma=check_vma,
   )
   step = jax.jit(overflow).lower(grads, state).compile()
-  (line,) = compiled.between_devices(step)
+  (line,) = support.between_devices(step)
   assert reduced_elements(line) == 3  # The flag, amax, and the share used.
 
   grads["layer_7"] = grads["layer_7"].at[15].set(np.nan)

@@ -15,9 +15,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests.optimizers import to_bits
-
-pytestmark = pytest.mark.one_end
+from tests.support import to_bits
 
 PARAMS = {
   "b": jnp.full((4,), 0.5),

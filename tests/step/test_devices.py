@@ -13,7 +13,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._step import devices as _devices
 from optax_lossscale._step import findings
-from tests import compiled
+from tests import support
 
 SATURATED = ols.saturated(jnp.float16)
 
@@ -154,7 +154,6 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
       assert np.any(skipped != last)
 
 
-@pytest.mark.one_end
 def test_nan_on_one_device_outlives_inf_on_all_others():
   def agree(amax):
     overflow = amax > 1
@@ -191,7 +190,6 @@ def regression_loss(params, batch):
   return jnp.mean((batch @ params) ** 2)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_both_orders_make_the_step_of_one_device_in_float64(mapping, order):
@@ -227,7 +225,6 @@ def test_both_orders_are_equal_when_nothing_overflows(mapping):
     assert np.all(bits(x) == bits(y))
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_an_average_of_the_largest_values_is_finite(devices):
   tx = ols.loss_scaling(
@@ -245,7 +242,6 @@ def test_an_average_of_the_largest_values_is_finite(devices):
   np.testing.assert_allclose(updates, expected, atol=16 * devices)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("devices", [3, 5, 6, 7])
 def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   tx = ols.loss_scaling(
@@ -258,7 +254,6 @@ def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   np.testing.assert_array_equal(update(own)[0], expected)
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize(
   "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32]
 )
@@ -298,7 +293,7 @@ def test_gradients_travel_in_the_dtype_of_the_order(order, dtype, on_the_wire):
   tx = averaging(order, "data", optax.identity(), ols.FixedLossScale(1.0))
   update = per_device(lambda x: tx.update(x, tx.init(x))[0], {"data": 8})
   gradients = jnp.tile(jnp.arange(8.0)[:, None], 5).astype(dtype)
-  lines = compiled.between_devices(update.lower(gradients).compile())
+  lines = support.between_devices(update.lower(gradients).compile())
   shapes = sorted(line.split(" = ")[1].split("{")[0] for line in lines)
   # The flag and amax, twice: of all, and of what has a known dtype.
   assert shapes == sorted([f"{on_the_wire}[5]", "u32[3]"])
@@ -357,7 +352,7 @@ def test_leaves_that_go_around_the_wrapper_are_not_averaged():
 
 @pytest.mark.parametrize(
   "transform",
-  [jax.jit, pytest.param(lambda function: function, marks=pytest.mark.one_end)],
+  [jax.jit, lambda function: function],
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_guarantee_10_gradients_are_not_reduced_twice(order, transform):
@@ -525,7 +520,7 @@ def test_what_is_made_to_vary_costs_nothing():
 
   step = per_device(make_varying, {"data": 8}, replicated=1)
   lowered = step.lower(jnp.ones(3), jnp.ones((8, 3)))
-  assert compiled.between_devices(lowered.compile()) == []
+  assert support.between_devices(lowered.compile()) == []
 
 
 @pytest.mark.parametrize("got", [None, (), ["data", None], {"data"}])

@@ -13,14 +13,13 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._jaxpr import at_definition as select
-from tests import compiled
 from tests import exported
 from tests import optimizers
+from tests import support
 
 pytestmark = [
   pytest.mark.filterwarnings("ignore:Specifying a key will be required"),
   pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-  pytest.mark.one_end,
   pytest.mark.long,
 ]
 
@@ -111,14 +110,14 @@ def test_guarantees_6_and_8_hold_for(name):
   first = tx.init(params)
   params, updates, state = step(params, first, False)
   assert (state.applied_steps, state.skipped_steps) == (1, 0)
-  assert optimizers.describe(state) == optimizers.describe(first)
+  assert support.describe(state) == support.describe(first)
   for leaf in jax.tree.leaves(updates):
     assert leaf.dtype == jnp.float16
     assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
 
   after, _, skipped = step(params, state, True)
   assert (skipped.applied_steps, skipped.skipped_steps) == (1, 1)
-  to_bits = optimizers.to_bits
+  to_bits = support.to_bits
   assert to_bits(skipped.inner_state) == to_bits(state.inner_state)
   assert to_bits(after) == to_bits(params)
   assert len(traces) == 1
@@ -127,7 +126,7 @@ def test_guarantees_6_and_8_hold_for(name):
   params = optimizers.make_params(jnp.float32)
   first = tx.init(params)
   _, updates, state = jax.eval_shape(step, params, first, False)
-  assert optimizers.describe(state) == optimizers.describe(first)
+  assert support.describe(state) == support.describe(first)
   assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {
     jnp.dtype("float32")
   }
@@ -165,8 +164,8 @@ def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
   grads = jax.grad(exported.loss_fn)(params)
   scaled_grads = jax.tree.map(lambda x: 1024 * x, grads)
   bare_state, state = inner.init(params), tx.init(params)
-  bare = compiled.compile_donated(bare_step, params, bare_state, grads)
-  scaling = compiled.compile_donated(step, params, state, scaled_grads)
+  bare = support.compile_donated(bare_step, params, bare_state, grads)
+  scaling = support.compile_donated(step, params, state, scaled_grads)
   arguments = exported.extra_args(name, exported.loss_fn, 1.0, grads)
   update = functools.partial(inner.update, **arguments)
   elementwise = is_elementwise(
@@ -174,8 +173,8 @@ def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
   )
   assert elementwise or name not in ELEMENTWISE
   if elementwise:
-    extra = compiled.temporaries(scaling) - compiled.temporaries(bare)
-    assert extra <= 0.02 * compiled.size(params)
+    extra = support.temporaries(scaling) - support.temporaries(bare)
+    assert extra <= 0.02 * support.size(params)
 
   bare_params = params
   for _ in range(3):
@@ -188,7 +187,7 @@ def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
 
   scaled_grads["layer_1"] = scaled_grads["layer_1"].at[7, 7].set(jnp.inf)
   after, skipped = scaling(*copy((params, state)), scaled_grads)
-  to_bits = optimizers.to_bits
+  to_bits = support.to_bits
   assert (skipped.applied_steps, skipped.skipped_steps) == (3, 1)
   assert to_bits(skipped.inner_state) == to_bits(state.inner_state)
   assert to_bits(after) == to_bits(params)

@@ -14,8 +14,6 @@ import optax_lossscale as ols
 
 AUTO = (jax.sharding.AxisType.Auto,)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class CountState(NamedTuple):
   loss_scale: jax.Array

@@ -15,8 +15,6 @@ F16_MAX = 65504.0
 
 AUTO = (jax.sharding.AxisType.Auto,)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def metrics_after(gradients, check=None, **extra):
   """Returns the metrics after one step with these scaled gradients."""

@@ -127,11 +127,10 @@ def has_moved(checksums):
   return [bool(x) for x in checksums[1:] != checksums[:-1]]
 
 
-@pytest.mark.one_end
 # Four processes on two cores take a while, and do what two do.
 @pytest.mark.parametrize(
   "processes",
-  [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.one_end])],
+  [2, pytest.param(4, marks=pytest.mark.slow)],
 )
 def test_processes_stay_in_step_whichever_of_them_overflows(
   processes, tmp_path
@@ -152,7 +151,6 @@ def test_processes_stay_in_step_whichever_of_them_overflows(
     assert different == []
 
 
-@pytest.mark.one_end
 def test_the_script_runs_from_the_command_line(tmp_path):
   script = (*PYTHON, "docs/cluster.py", "--steps", "60", "--processes", "2")
   with coordinator() as address:

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import compiled
+from tests import support
+from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(8.0)
 SATURATED = ols.saturated(jnp.float16)
@@ -66,10 +67,6 @@ def loss_fn(params, batch):
   return jnp.mean((batch @ params["kernel"] + params["bias"]) ** 2)
 
 
-def bits(tree):
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
 def is_equal_everywhere(x):
   """Returns whether all devices hold the same copy of an array."""
   copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
@@ -84,8 +81,8 @@ def check_skipped_together(old, new):
   scalars = jax.tree.leaves(new_state._replace(inner_state=None))
   assert all(map(is_equal_everywhere, scalars))
   assert all(len(x.sharding.device_set) == 8 for x in scalars)
-  assert bits(params) == bits(new_params)
-  assert bits(state.inner_state) == bits(new_state.inner_state)
+  assert to_bits(params) == to_bits(new_params)
+  assert to_bits(state.inner_state) == to_bits(new_state.inner_state)
 
 
 def with_value_in_shard(leaf, shard, value):
@@ -122,7 +119,7 @@ def test_guarantee_10_a_bad_element_in_any_shard_skips_the_step(
       assert after[1].nan == np.isnan(value)
     moved, state = step(*after, clean)
   assert (state.applied_steps, state.skipped_steps) == (1, 1)
-  for old, new in zip(bits(params), bits(moved), strict=True):
+  for old, new in zip(to_bits(params), to_bits(moved), strict=True):
     assert old != new
 
 
@@ -253,7 +250,7 @@ def test_the_inner_state_lies_as_the_parameters_do_and_nothing_is_gathered(
       for name, x in params_after.items():
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
   # The flag and amax cross, one maximum for each leaf, and nothing else does.
-  for line in compiled.between_devices(step):
+  for line in support.between_devices(step):
     assert " all-reduce(" in line
     shapes = line.split(" = ")[1].split(" all-reduce(")[0]
     assert not re.search(r"\[\d+,", shapes), line
@@ -278,7 +275,7 @@ def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
 
   def moved(step, state):
     step = jax.jit(step).lower(params, state, batch).compile()
-    lines = compiled.between_devices(step)
+    lines = support.between_devices(step)
     return [line for line in lines if " all-reduce(" not in line]
 
   assert len(moved(scaling, tx.init(params))) == len(
