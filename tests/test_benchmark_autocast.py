@@ -145,6 +145,7 @@ def test_nothing_is_timed_where_float16_is_computed_in_float32(content):
   assert (content["step"] is None) == (jax.default_backend() != "gpu")
 
 
+@pytest.mark.slow
 def test_autocast_is_timed_beside_float32_and_by_hand(monkeypatch):
   made = []
 

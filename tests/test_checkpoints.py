@@ -214,6 +214,7 @@ def resumed(tmp_path_factory):
   return left, {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
 
 
+@pytest.mark.slow
 def test_each_killed_run_dies_within_its_own_save(resumed):
   left, _ = resumed
   kept, killed, _ = checkpoint_worker.SAVED

@@ -136,6 +136,7 @@ def moving_parts(state):
   return inner_state, *rest
 
 
+@pytest.mark.slow
 def test_an_applied_step_moves_all_and_a_skipped_one_nothing_but_the_scale():
   for before, after, applied in zip(
     states(), states()[1:], APPLIED, strict=False
@@ -154,6 +155,7 @@ def test_step_counts_applied_steps_and_attempts_all():
       assert (count.dtype, count.shape) == (jnp.int32, ())
 
 
+@pytest.mark.slow
 def test_the_step_is_bit_for_bit_the_one_written_by_hand():
   tx = optimizer()
   apply_fn = APPLY
@@ -240,6 +242,7 @@ def test_guarantee_9_one_compilation_from_the_first_call():
   assert (state.step, state.epoch, state.attempts) == (2, 2, 3)
 
 
+@pytest.mark.slow
 def test_the_step_runs_within_scan():
   @jax.jit
   def scanned(state, factors):

@@ -138,6 +138,7 @@ def trained_functionally():
     yield np.array(loss), values(model), values(opt_state)
 
 
+@pytest.mark.slow
 def test_training_is_that_of_pure_functions_bit_for_bit():
   for (loss, model, optimizer), expected in zip(
     trained()[1:], trained_functionally(), strict=True
@@ -247,6 +248,7 @@ def scan_of_jax(model, optimizer, batches):
   return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [scan_of_nnx, scan_of_jax])
 def test_a_scan_over_the_step_is_the_loop(scan):
   model, optimizer = make()
@@ -340,6 +342,7 @@ def test_a_first_argument_that_the_optimizer_does_not_update_is_refused():
     value_and_grad(model=model, x=CLEAN)
 
 
+@pytest.mark.slow
 def test_only_what_the_optimizer_updates_is_differentiated():
   model, optimizer = make(
     lambda rngs: nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs),
@@ -356,6 +359,7 @@ def test_only_what_the_optimizer_updates_is_differentiated():
     assert moved == ("lora_b" in name), name
 
 
+@pytest.mark.slow
 def test_a_shared_parameter_is_updated_once():
   class Tied(nnx.Module):
     def __init__(self, rngs):
@@ -533,6 +537,7 @@ def test_an_optimizer_that_is_named_is_skipped_with_the_other():
   assert second_optimizer.step[...] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [(BAD, CLEAN), (CLEAN, BAD)])
 def test_a_skip_of_either_of_two_updates_undoes_the_block(batches):
   model, optimizer = make(norm)
@@ -549,6 +554,7 @@ def test_a_skip_of_either_of_two_updates_undoes_the_block(batches):
   assert_same(values(model), before)
 
 
+@pytest.mark.slow
 def test_an_update_that_a_condition_does_not_reach_undoes_nothing():
   model, optimizer = make(norm)
   step(model, optimizer, BAD)

@@ -30,6 +30,7 @@ def test_the_version_is_that_of_the_installed_package():
   assert ols.__version__ == importlib.metadata.version("optax-lossscale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "module", ["flax", "matplotlib", "rich", "sklearn", "orbax"]
 )

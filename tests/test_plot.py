@@ -101,6 +101,7 @@ def test_what_is_no_axes_is_refused(drawn):
     draw(data, ax=Figure())
 
 
+@pytest.mark.slow
 def test_pyplot_is_not_loaded_for_the_axes_of_the_caller():
   program = """
 import sys
@@ -333,6 +334,7 @@ ONLY_NAN = instruments.exponent_histogram(jnp.array([jnp.nan]))
 ALL_ZERO = instruments.exponent_histogram(jnp.zeros(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("histogram", [EMPTY, ONLY_NAN, ALL_ZERO])
 @pytest.mark.parametrize("dtypes", [(), (jnp.bfloat16,), (jnp.float16,)])
 def test_any_histogram_is_drawn(histogram, dtypes):

@@ -374,6 +374,7 @@ def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
   )
 
 
+@pytest.mark.slow
 def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
   names = run_npu_lines([jnp.ones(16)] * 100)
   state = names["opt_state"]
@@ -390,6 +391,7 @@ def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
   ]
 
 
+@pytest.mark.slow
 def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
   *_, tune, _ = documents.blocks(NPU, "python")
   names = run_npu_lines([jnp.ones(16)])
@@ -417,6 +419,7 @@ def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
   )
 
 
+@pytest.mark.slow
 def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
   # Of two rows of a worker: with S = 2**15 their gradient is 65504, and that of
   # the other workers and the mean of all are far below.

@@ -27,6 +27,7 @@ def blocks_of(title):
   return documents.blocks(documents.section(README, title))
 
 
+@pytest.mark.slow
 def test_the_examples_run_one_after_the_other():
   model = nn.Dense(3, dtype=jnp.float16)
   batch = np.ones((4, 5), np.float32)
@@ -140,6 +141,7 @@ def test_the_examples_run_one_after_the_other():
   assert jnp.all(names["variables"]["params"] == 2.0)
 
 
+@pytest.mark.slow
 def test_what_is_seen_and_advised(capfd):
   _, record, history, advise, where, overflow = documents.blocks(
     documents.section(README, "Seeing it, and tuning it"), "python"
@@ -179,6 +181,7 @@ def test_what_is_seen_and_advised(capfd):
   assert none == "no operation overflowed"
 
 
+@pytest.mark.slow
 def test_the_table_of_rules_is_what_replays_show():
   section = documents.section(README, "Rules that look before they leap")
   rows = re.findall(r"^\| `(\S+)`(.*?) \| (.*) \|$", section, re.MULTILINE)

@@ -14,6 +14,8 @@ import pytest
 import optax_lossscale as ols
 from tests.autocast import mixed
 
+pytestmark = pytest.mark.slow
+
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 32).reshape(8, 4)
 MESHES = {

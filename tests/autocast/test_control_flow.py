@@ -139,6 +139,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_those_of_the_program(name):
   function = PROGRAMS[name]
@@ -158,6 +159,7 @@ def with_vmap(function):
   return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "hold", [with_vmap, functools.partial(lax.composite, name="my.layer")]
 )
@@ -168,6 +170,7 @@ def test_what_may_be_replaced_is_what_it_holds(hold):
   mixed.assert_close(mixed.gradient(low)(X, W), mixed.gradient(layer)(X, W))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_loops_and_branches_run_at_every_level(level):
   def function(x, w):

@@ -17,6 +17,8 @@ from tests import support
 from tests.autocast import mixed
 from tests.jaxpr import rules
 
+pytestmark = pytest.mark.slow
+
 KEY, W, X = rules.KEY, rules.W, rules.X
 
 

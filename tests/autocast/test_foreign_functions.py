@@ -10,6 +10,8 @@ import pytest
 import optax_lossscale as ols
 from tests.autocast import foreign
 
+pytestmark = pytest.mark.slow
+
 # --- Functions of jax.nn, between two products as in a network.
 
 IN = foreign.normal(4, 6)

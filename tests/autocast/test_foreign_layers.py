@@ -12,6 +12,8 @@ import pytest
 import optax_lossscale as ols
 from tests.autocast import foreign
 
+pytestmark = pytest.mark.slow
+
 X = foreign.normal(4, 6)
 IMAGES = foreign.normal(2, 8, 8, 4)
 SEQUENCES = foreign.normal(2, 5, 6)

@@ -114,16 +114,19 @@ def test_layers_return_what_they_return_without_autocast(name):
   CASES.assert_same_shapes(name)
 
 
+@pytest.mark.slow
 @of_every_layer
 def test_layers_compute_what_they_compute_without_autocast(name):
   CASES.assert_same_values(name)
 
 
+@pytest.mark.slow
 @of_every_layer
 def test_no_product_of_a_layer_or_of_its_gradient_stays_in_float32(name):
   CASES.assert_low_products(name)
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_values():
   def drop(x):
     return nnx.Dropout(0.5, rngs=nnx.Rngs(0))(jnp.tanh(x @ X))

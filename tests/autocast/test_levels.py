@@ -205,6 +205,7 @@ def test_what_is_divided_by_or_counted_does_not_follow(level):
   assert dtypes_at(level, "add", lambda x: x + counts) == {"float32"}
 
 
+@pytest.mark.slow
 @each_mixed_level
 def test_noise_is_that_of_the_function_without_autocast(level):
   def function(x):
@@ -316,6 +317,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @each_mixed_level
 def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):
@@ -375,6 +377,7 @@ def test_a_fully_masked_row_is_no_nan(level, masked):
   np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "operation",
   [

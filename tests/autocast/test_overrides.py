@@ -339,6 +339,7 @@ def test_a_scope_is_without_what_jax_writes_around_it(
   assert scopes.join(scope, name_stack) == expected
 
 
+@pytest.mark.slow
 def test_gradients_of_one_low_layer_are_those_of_float32_up_to_rounding():
   mixed = ols.autocast(loss_fn, "O0", overrides={"LeNet5/conv1": jnp.float16})
   expected = jax.grad(loss_fn)(PARAMS, X)

@@ -120,6 +120,7 @@ def drawn(x, w, key):
   return y @ w, (keep, noise, second, *others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", mixed.LEVELS)
 def test_what_is_drawn_is_the_same_bit_for_bit(level):
   want = jax.jit(drawn)(X, W, KEY)
@@ -151,6 +152,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("level", ["O1", "O3"])
 def test_other_dtypes_are_left_alone(level, name):
@@ -234,6 +236,7 @@ def test_a_rule_for_vmap_is_used_where_the_function_maps():
   mixed.assert_close(around(X, W), want)
 
 
+@pytest.mark.slow
 def test_no_warning_is_given_of_what_is_known():
   def function(x, w):
     y = (x @ w).at[0].add(w[0])

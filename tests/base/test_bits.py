@@ -46,6 +46,7 @@ def amax(request, monkeypatch):
   return jitted_amax(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_is_the_largest_magnitude_wherever_it_is(amax, dtype):
   rng = np.random.default_rng(0)
@@ -69,6 +70,7 @@ def test_guarantee_5_nan_and_inf_are_seen_wherever_they_are(amax, dtype, bad):
       )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *EIGHT_BITS])
 def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax, dtype):
   unsigned = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
@@ -80,6 +82,7 @@ def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax, dtype):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_the_largest_of_many_8_bit_values_is_found(amax, dtype):
   values = np.arange(256, dtype=np.uint8).view(dtype)
@@ -99,6 +102,7 @@ def test_nan_is_told_from_inf_beside_it(amax):
   assert np.isnan(amax([jnp.asarray(x)]))
 
 
+@pytest.mark.slow
 def test_every_array_of_a_size_counts(amax):
   for size in (4096, 5000, 65_536):
     arrays = [np.zeros(size, np.float32) for _ in range(18)]
@@ -140,6 +144,7 @@ def test_amax_under_vmap_is_that_of_each_row(amax):
   np.testing.assert_array_equal(rows, np.max(np.abs(x), axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [(), ("data",), (None, "data")])
 @pytest.mark.parametrize("devices", [1, 8])

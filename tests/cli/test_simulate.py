@@ -161,6 +161,7 @@ def test_missing_extra_is_told_with_its_remedy(
   assert not picture.parent.exists()
 
 
+@pytest.mark.slow
 def test_bad_input_is_answered_before_anything_heavy_is_imported():
   code = (
     "import sys; from optax_lossscale import cli;"

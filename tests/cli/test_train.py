@@ -22,6 +22,8 @@ from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import text
 from tests.demo import tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
 FAST = ("--accelerate", "fast|step|0.5")

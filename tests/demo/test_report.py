@@ -207,6 +207,7 @@ def test_table_tells_after_which_step_if_one_switched():
   assert "switched" not in printed(stays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "results",
   [

@@ -139,6 +139,7 @@ def test_seed_decides_the_batches(name, tasks):
   assert not np.array_equal(first[0], other[0])
 
 
+@pytest.mark.slow
 @each_task
 def test_precision_does_not_change_the_first_parameters(name, tasks):
   inputs = tasks[name].held_out[0][0][:1]
@@ -151,12 +152,14 @@ def test_precision_does_not_change_the_first_parameters(name, tasks):
   assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 @each_task
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_model_computes_in_its_precision(name, precision, tasks):
   assert_products_are_in(precision, tasks[name], model_dtype=precision)
 
 
+@pytest.mark.slow
 @each_task
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
 def test_level_lowers_every_product_of_the_float32_model(name, level, tasks):

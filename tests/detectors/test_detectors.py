@@ -170,6 +170,7 @@ def detect_after_the_mean(case, params, numbers, signs):
   return jnp.stack([overflows(gradients, check) for check in checks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case", CASES, ids=lambda case: f"{case.kind}, {case.hardware}"
 )

@@ -14,6 +14,8 @@ import pytest
 import optax_lossscale as ols
 from tests.support import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 HALF = jnp.float16
 INF = np.float16(np.inf)
 

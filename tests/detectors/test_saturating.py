@@ -18,7 +18,7 @@ import optax_lossscale as ols
 from tests.support import assert_same_bits
 
 # Of what compiled kernels do with NaN and inf.
-pytestmark = pytest.mark.usefixtures("full_compilation")
+pytestmark = [pytest.mark.usefixtures("full_compilation"), pytest.mark.slow]
 
 HALF = jnp.float16
 MESH = jax.make_mesh(

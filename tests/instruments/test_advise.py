@@ -89,6 +89,7 @@ def test_a_good_run_needs_nothing(system):
   assert changes(make_history(FLAT), make_rule(system)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_start_that_is_far_too_high_is_the_first_scale_that_stood(system):
   name = SYSTEMS[system][1]
@@ -111,6 +112,7 @@ def test_reason_has_the_figures_of_both_replays():
   assert before.lost_steps - after.lost_steps == 17
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["npu", "flax"])
 def test_a_short_interval_is_doubled_until_one_step_in_1000_is_lost(system):
   # S grows and falls back, so one step in each interval is lost: of 4000 steps
@@ -158,6 +160,7 @@ def test_an_interval_that_is_too_long_for_shrinking_gradients_is_halved():
   assert replay.mean_headroom < 6 and replay.lost_steps <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FIXED)
 def test_a_fixed_scale_that_is_too_high_leaves_two_bits(kind):
   make, name = FIXED[kind]
@@ -180,6 +183,7 @@ def test_one_spike_in_a_thousand_steps_does_not_lower_a_fixed_scale():
   assert changes(trace, low) == [("scale", 2.0**4, 2.0**13)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rule", "name"),
   [
@@ -207,6 +211,7 @@ def test_a_ceiling_that_is_reached_later_is_raised():
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rule", "name"),
   [
@@ -267,12 +272,14 @@ def test_nothing_is_said_about_the_start_of_a_run_that_is_not_there():
   assert changes(trace, rule) == []
 
 
+@pytest.mark.slow
 def test_the_trial_of_a_later_part_begins_with_its_scale():
   trace = make_history(FLAT, scale=1.0, first_step=5001)
   ((name, _, interval),) = changes(trace, make_rule("npu"))
   assert name == "incr_every_n_steps" and interval < 500
 
 
+@pytest.mark.slow
 def test_headroom_that_spikes_need_is_left_to_them():
   unscaled = FLAT.copy()
   unscaled[50::100] *= 2.0**10
@@ -307,6 +314,7 @@ def callers_trace(rule, scale):
   return instruments.replay(rule, trace).history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rule",
   [ols.FixedLossScale(2048.0), make_rule("npu"), ols.DynamicLossScale()],
@@ -402,6 +410,7 @@ def test_switched_off_scaler_is_left_alone():
   assert changes(make_history(FLAT * 2.0**20), rule) == []
 
 
+@pytest.mark.slow
 def test_headroom_of_a_statistical_rule_is_turned():
   from optax_lossscale import rules
 

@@ -115,6 +115,7 @@ def test_float64_numbers_beyond_float32_are_counted_at_its_ends(histogram):
     check_equal(histogram(jnp.asarray(x)), expected(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_every_8_bit_number_is_in_its_place(dtype):
   x = every(dtype)
@@ -127,6 +128,7 @@ def test_each_part_of_a_complex_number_is_counted(histogram):
   check_equal(histogram(jnp.asarray(x)), expected(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 3 * 1024, 4999])
 def test_arrays_of_any_size_are_counted_whole(size):
   x = normals()[:size]
@@ -135,6 +137,7 @@ def test_arrays_of_any_size_are_counted_whole(size):
   assert found.total == size
 
 
+@pytest.mark.slow
 def test_arrays_of_any_rank_are_counted_whole(histogram):
   x = normals()
   for shape in ((5, 4, 250), (2500, 2), (1, 5000)):

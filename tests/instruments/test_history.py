@@ -37,6 +37,7 @@ def model(gradients):
   return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 3, 7, 20])
 def test_history_is_the_last_steps_in_order(capacity):
   history = instruments.history(run(make(capacity), GRADIENTS))
@@ -76,6 +77,7 @@ def test_a_record_may_be_anywhere_in_a_chain():
   np.testing.assert_array_equal(instruments.history(state).amax, [1.0, 2.0])
 
 
+@pytest.mark.slow
 def test_an_unscaled_step_is_recorded_with_a_scale_of_1():
   tx = make(3)
   schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
@@ -138,6 +140,7 @@ def test_the_ring_is_written_in_place_where_the_state_is_donated():
   assert memory.temp_size_in_bytes < capacity
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_read_one_by_one():
   tx = make(4)
   state = jax.vmap(tx.init)(jnp.zeros((2, 1)))

@@ -117,6 +117,7 @@ def assert_same(replay, outcome):
   np.testing.assert_array_equal(replay.stalled, stalled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_replay_is_what_the_wrapper_does(name):
   rule = RULES[name]
@@ -189,6 +190,7 @@ def test_scale_that_differs_by_rounding_is_that_of_the_record():
   assert replay.history.amax.tolist() == [INF, 60 * 2.0**10]
 
 
+@pytest.mark.slow
 def test_clean_step_at_the_limit_is_clean_at_its_scale():
   # At these S, amax / S * S rounds to more than it was.
   scales = np.float32(np.random.default_rng(0).uniform(1, 2000, 16))

@@ -79,6 +79,7 @@ def around_the_boundary(own, lost):
   return near[near <= np.array(np.inf, own).view(unsigned)].view(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_boundary_is_where_a_cast_has_it(own, name):
@@ -105,6 +106,7 @@ def test_every_boundary_of_float64_is_where_a_cast_has_it(name):
       assert found == share(lost_here(x), x), f"{scale}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_share_of_all_16_bit_numbers_is_that_of_casts(own, name):
@@ -115,6 +117,7 @@ def test_the_share_of_all_16_bit_numbers_is_that_of_casts(own, name):
     assert found.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_share_of_float32_numbers_is_that_of_casts(name):
   rng = np.random.default_rng(1)

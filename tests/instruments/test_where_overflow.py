@@ -99,6 +99,7 @@ def run_in_numpy(steps, inputs, undefined):
   return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("undefined", [True, False])
 def test_the_first_of_a_random_program_is_that_of_numpy(undefined):
   expected = []
@@ -240,6 +241,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_place_is_that_by_construction(name):
   function, expected = PROGRAMS[name]
@@ -256,6 +258,7 @@ def test_the_backward_pass_of_a_scan_tells_the_forward_iteration():
   assert place.elements == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "change", [lambda x: x, jax.checkpoint, jax.jit], ids=["", "remat", "jit"]
 )
@@ -312,6 +315,7 @@ def on_devices(function, check_vma=True):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_several_devices_it_is_the_earliest_on_any(check_vma):
   x = jnp.full(8, 1.0, HALF).at[2].set(2.0**13).at[jnp.array([5, 6])].set(2**14)
@@ -320,6 +324,7 @@ def test_on_several_devices_it_is_the_earliest_on_any(check_vma):
   assert find(repeat, x / 2**9) == ("add", "", (), 3)
 
 
+@pytest.mark.slow
 def test_devices_that_run_differently_are_compared_by_what_ran_before():
   def function(x):
     long = functools.partial(loop(8), x / 1024)
@@ -409,6 +414,7 @@ def with_gain(params, block, gain):
   return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_remat", [False, True], ids=["", "remat"])
 def test_the_layer_of_a_linen_module_in_mixed_precision_is_named(is_remat):
   gradients, params, state, x = make_net(nn.remat(Block) if is_remat else Block)
@@ -423,6 +429,7 @@ def test_the_layer_of_a_linen_module_in_mixed_precision_is_named(is_remat):
   assert f"backward pass: {backward.elements} elements" in str(backward)
 
 
+@pytest.mark.slow
 def test_on_saturating_hardware_it_is_the_first_clipped_result():
   gradients, params, state, x = make_net()
   emulated = ols.saturating(gradients)

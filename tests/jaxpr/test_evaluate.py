@@ -200,6 +200,7 @@ FUNCTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_has_the_values_that_it_has_without(function):
   expected = jax.jit(function)(X)
@@ -381,6 +382,7 @@ def test_ordered_effects_keep_their_order(rule):
   assert seen == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 @each_rule
@@ -400,6 +402,7 @@ def test_a_shard_map_is_evaluated_from_outside(check_vma, transform, rule):
   assert to_bits(got) == to_bits(jax.jit(function)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 @each_rule

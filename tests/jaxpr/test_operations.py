@@ -16,6 +16,8 @@ import scipy.special
 import optax_lossscale as ols
 from optax_lossscale._jaxpr import operation_table
 
+pytestmark = pytest.mark.slow
+
 LARGEST = 65504.0
 
 # True values from here on are rounded to inf in float16. An approximation may

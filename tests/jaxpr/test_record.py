@@ -82,6 +82,7 @@ def test_what_is_compiled_still_refuses_a_frozen_scale(recording, where):
     fun(X)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_an_argument_passes_everywhere():
   def fun(params, opt_state):
     return ols.scaled_value_and_grad(loss_fn, opt_state)(params)[1]
@@ -111,6 +112,7 @@ def test_nothing_is_recorded_before_and_after():
   assert seen == [False, True, False, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", RECORDING)
 @pytest.mark.parametrize("inner", RECORDING)
 def test_a_recording_within_a_recording_is_at_once_as_well(outer, inner):

@@ -214,6 +214,7 @@ def as_numbers(x):
   return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+@pytest.mark.slow
 @jitted_or_not
 @each_inner
 def test_a_skipped_step_is_that_of_the_plain_way(name, jitted):
@@ -225,6 +226,7 @@ def test_a_skipped_step_is_that_of_the_plain_way(name, jitted):
     assert to_bits(got[1]) == to_bits(state.inner_state)
 
 
+@pytest.mark.slow
 @jitted_or_not
 @each_inner
 def test_an_applied_step_is_that_of_the_bare_transformation(name, jitted):
@@ -242,6 +244,7 @@ def test_an_applied_step_is_that_of_the_bare_transformation(name, jitted):
     np.testing.assert_allclose(got, leaf.astype(got.dtype), rtol=1e-6)
 
 
+@pytest.mark.slow
 @each_inner
 def test_an_eager_step_is_the_compiled_one(name):
   state, step, _ = compiled_steps(name, False)
@@ -493,6 +496,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_run_with_skips_is_that_of_the_plain_way(name):
   inner = WRAPPERS[name]()
@@ -554,6 +558,7 @@ def meta_loss(make_tx, learning_rate):
   return optimizers.loss_fn(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "transform",
   [
@@ -608,6 +613,7 @@ def test_nothing_flows_through_a_skipped_step():
   assert slope(GRADS, True).tolist() == [0.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_steps_are_taken_side_by_side_under_vmap(batched, transform):
@@ -681,6 +687,7 @@ def check_distributed(step):
     assert not np.any(leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_skip_together_under_shard_map(check_vma):
   tx = ols.loss_scaling(
@@ -703,6 +710,7 @@ def test_devices_skip_together_under_shard_map(check_vma):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_state_is_selected_under_an_eager_shard_map(check_vma):
   def function(x, old, bad):
@@ -737,6 +745,7 @@ def test_devices_skip_together_under_pmap():
   check_distributed(jax.pmap(step, axis_name="data", in_axes=(0, None, None)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "clipped", "sgd"])
 def test_a_state_on_an_explicit_mesh_keeps_its_sharding(name):
   tx = ols.loss_scaling(jitted_update(optimizers.OPTIMIZERS[name]()), RULE)
@@ -830,6 +839,7 @@ def test_what_is_recorded_passes_the_checks_of_jax(name):
     jax.jit(tx.update)(GRADS, tx.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_the_step_works_with_jit_disabled():
   tx = ols.loss_scaling(jitted_inside, RULE)
   with jax.disable_jit():

@@ -187,6 +187,7 @@ def params_of(function, *args):
   return equation.primitive.name, equation.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SINES)
 def test_every_operation_that_runs_is_counted(name):
   function, expected = SINES[name]
@@ -195,6 +196,7 @@ def test_every_operation_that_runs_is_counted(name):
   np.testing.assert_array_equal(result, jax.jit(function)(X))
 
 
+@pytest.mark.slow
 def test_an_eager_evaluation_counts_the_same():
   for name in ("while", "cond, taken", "shard_map", "platform_dependent"):
     function, expected = SINES[name]

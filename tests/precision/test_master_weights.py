@@ -117,6 +117,7 @@ def adam_in_float64(param, gradients, learning_rate):
   return np.stack(every)
 
 
+@pytest.mark.slow
 @each_position
 def test_updates_below_the_resolution_add_up(position):
   params = {
@@ -244,6 +245,7 @@ def test_outside_gradients_are_checked_in_their_own_dtype():
   assert state.inner_state.skipped  # 65504 is nothing special in float32.
 
 
+@pytest.mark.slow
 @each_position
 def test_the_inner_optimizer_sees_the_master_and_float32_gradients(position):
   calls = []
@@ -523,6 +525,7 @@ def test_parameters_that_differ_by_device_have_masters_that_do(position):
   np.testing.assert_array_equal(params, true.astype(np.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_master_lies_as_its_parameter_does_and_nothing_is_gathered(axis_type):
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -547,6 +550,7 @@ def test_a_master_lies_as_its_parameter_does_and_nothing_is_gathered(axis_type):
     assert " all-reduce(" in line and "[]" in line.split(" all-reduce(")[0]
 
 
+@pytest.mark.slow
 def test_the_master_moves_in_its_place():
   params = {f"layer_{i}": jnp.ones(20_000, jnp.float16) for i in range(3)}
 

@@ -89,6 +89,7 @@ def assert_switches_with_the_model(total, hundredths, steps_per_call):
   assert not state.low
 
 
+@pytest.mark.slow
 def test_every_total_up_to_100_and_every_ratio_switch_at_the_exact_step():
   for total, hundredths in itertools.product(range(101), range(20, 91)):
     assert_switches_with_the_model(total, hundredths, steps_per_call=1)
@@ -106,6 +107,7 @@ def test_every_product_that_is_wrong_in_floats_is_exact(steps_per_call):
     assert_switches_with_the_model(total, hundredths, steps_per_call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "total_steps, steps_per_call",
   [(1, 1), (2, 1), (3, 2), (10, 1), (63, 5), (90, 1), (100, 30), (101, 300)],
@@ -147,6 +149,7 @@ each_integer = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_integer
 @pytest.mark.parametrize("jit", [False, True])
 def test_steps_of_every_integer_type_switch_at_the_same_step(
@@ -175,6 +178,7 @@ def test_a_switch_beyond_the_range_of_the_type_is_not_reached(kind):
     assert update(schedule.init(), step=kind(127)).low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind, largest",
   [

@@ -85,6 +85,7 @@ def test_the_low_part_is_autocast_and_the_rest_is_as_written(kind):
   assert "f32[8,2] = dot_general" in full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_low_part_is_the_step_by_hand(kind):
   low_loss_fn = ols.autocast(loss_fn, "O1", dtype=TYPES[kind])
@@ -185,6 +186,7 @@ def test_the_switch_compiles_nothing():
   assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "make_schedule",
   [by_steps, lambda: by_loss(1.16)],
@@ -311,6 +313,7 @@ def test_it_runs_operation_by_operation_as_well():
   assert not state[2].low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_devices_switch_together_at_the_mean_of_their_losses(kind):
   mesh = jax.make_mesh(
@@ -517,6 +520,7 @@ def test_what_belongs_inside_of_loss_scaling_is_refused_around_it(wrap, error):
     jax.eval_shape(step, *start(tx=tx), X, Y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "make",
   [
@@ -572,6 +576,7 @@ def test_a_step_that_is_rejected_around_loss_scaling_does_not_count():
   assert state[2].steps == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["inside", "outside"])
 def test_narrow_parameters_with_a_master_are_cast_in_the_loss(position):
   def cast_loss_fn(params, x, y):
@@ -592,6 +597,7 @@ def test_narrow_parameters_with_a_master_are_cast_in_the_loss(position):
   assert optax.tree.get(state[1], "master")["w"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_step_by_hand_is_that_of_make_train_step(kind):
   schedule, tx = by_steps(kind), scaling()

@@ -87,6 +87,7 @@ def test_an_unscaled_step_is_that_of_the_optimizer_alone(convert):
   assert not state.overflow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rule", "overflow"),
   support.pairs(RULES, [None, *OVERFLOWS]),

@@ -492,6 +492,7 @@ def test_a_value_of_another_kind_is_refused(system, name):
       _make(system, **{name: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "system, name", _arguments(set(OTHER) - {"refill", "two"})
 )

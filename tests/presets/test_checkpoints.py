@@ -23,6 +23,8 @@ import optax_lossscale as ols
 from optax_lossscale import presets
 from tests.presets import traces
 
+pytestmark = pytest.mark.slow
+
 # These save nothing, or nothing but their arguments.
 WITHOUT_STATE = {"megatron_constant", "mindspore_fixed", "npu_fixed"}
 WITH_STATE = [x for x in traces.SYSTEMS if x not in WITHOUT_STATE]

@@ -346,6 +346,7 @@ def test_a_traced_state_is_refused_with_the_remedy(system):
     jax.eval_shape(ols.raise_if_failed, opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", AT_THE_END)
 def test_nothing_raises_inside_jit_and_steps_are_skipped(system):
   rule = getattr(presets, system)(**AT_THE_END[system])

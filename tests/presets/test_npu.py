@@ -156,6 +156,7 @@ def test_a_flag_of_the_caller_is_or_ed_in():
 # Several workers.
 
 
+@pytest.mark.slow
 @each_mapping
 def test_one_bad_worker_skips_the_step_of_all(mapping):
   """Released code reduced "any worker finite" instead of "all finite"."""
@@ -225,6 +226,7 @@ def test_the_error_lists_every_mapped_axis():
     jax.jit(step)(jnp.float32(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_is_distributed_needs_no_axis_under_plain_jit(axis_type):
   tx = optimizer(is_distributed=True)

@@ -22,6 +22,7 @@ def test_every_preset_has_a_trace_of_its_original():
   assert traces.SYSTEMS == PRESETS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", traces.SYSTEMS)
 def test_a_preset_moves_s_as_the_original_did(system):
   outcomes = traces.outcomes(system)

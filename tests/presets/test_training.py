@@ -19,6 +19,7 @@ each_preset = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_preset
 def test_a_preset_drives_a_training_step(system, arguments):
   rule = getattr(ols.presets, system)(**arguments)
@@ -62,6 +63,7 @@ def test_a_preset_keeps_the_structure_of_its_state(system, arguments):
   assert all(not x.weak_type for x in jax.tree.leaves(rule.update(state, True)))
 
 
+@pytest.mark.slow
 @each_preset
 @pytest.mark.usefixtures("strict_promotion")
 def test_a_preset_promotes_no_dtype_implicitly(system, arguments):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 from tests import documents
@@ -91,6 +92,7 @@ def test_noise_batch_statistics_auxiliary_data():
   assert to_bits(after) == to_bits(statistics)
 
 
+@pytest.mark.slow
 def test_on_many_devices():
   names = documents.run(documents.section(PAGE, "On many devices"), NAMES)
   state = names["tx"].init(NAMES["params"])

@@ -76,6 +76,7 @@ def wrapped():
   return {"tx": tx, "opt_state": opt_state, "scaled_grads": scaled_grads}
 
 
+@pytest.mark.slow
 def test_save_and_resume_with_orbax(saved, tmp_path):
   _, whole = saved
   run("Save and resume with Orbax", folder=tmp_path, steps=13)
@@ -138,6 +139,7 @@ def test_a_checkpoint_from_before_loss_scaling(tmp_path):
   assert ols.get_loss_scale(opt_state) == RULE.init_scale
 
 
+@pytest.mark.slow
 def test_without_loss_scaling_again():
   inner, opt_state = NAMES["inner"], wrapped()["opt_state"]
   names = run("Without loss scaling again", opt_state=opt_state)

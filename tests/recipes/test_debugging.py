@@ -51,6 +51,7 @@ def run(title, batch=GOOD, loss_fn=loss_fn, loss_scale=1024.0):
   return documents.run(documents.section(PAGE, title), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("batch", "cause"),
   [
@@ -98,6 +99,7 @@ def test_debug_nans_names_the_line_of_a_nan_in_the_forward_pass():
   assert "negative_loss_fn" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("batch", "loss_scale", "overflow", "undefined"),
   [
@@ -165,6 +167,7 @@ def test_headroom_is_how_many_doublings_remain(capsys):
   assert update._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_check_of_ones_own_is_reported():
   names = run("A check of your own")
   assert names["message"] is None

@@ -12,6 +12,8 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
+pytestmark = pytest.mark.slow
+
 PAGE = documents.read("docs/recipes/equinox.md")
 BATCH = {
   "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),

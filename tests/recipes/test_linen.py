@@ -14,6 +14,8 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
+pytestmark = pytest.mark.slow
+
 PAGE = documents.read("docs/recipes/linen.md")
 
 BATCH = {

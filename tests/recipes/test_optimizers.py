@@ -127,6 +127,7 @@ def run_steps(step, carry, steps):
   return carry, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", PLAIN)
 def test_all_is_as_if_a_skipped_step_had_not_been(title):
   """The authority is the optimizer alone, without S and those steps."""
@@ -168,6 +169,7 @@ def assert_steps_agree(title, bare, inner):
   )
 
 
+@pytest.mark.slow
 def test_a_plateau_is_that_of_the_true_losses_of_applied_steps():
   title = "Reducing the rate on a plateau"
   inner = recipe(title)["inner"]
@@ -175,6 +177,7 @@ def test_a_plateau_is_that_of_the_true_losses_of_applied_steps():
   assert_steps_agree(title, bare, inner)
 
 
+@pytest.mark.slow
 def test_a_line_search_sees_true_losses_and_gradients():
   def extra_args(loss, grads, batch):
     return {
@@ -187,6 +190,7 @@ def test_a_line_search_sees_true_losses_and_gradients():
   assert_steps_agree("Line search", bare_step(inner, extra_args), inner)
 
 
+@pytest.mark.slow
 def test_sam_in_one_step_is_that_of_optax():
   """The authority is the opaque mode in float32, where nothing overflows."""
   title = "Sharpness-aware minimization in one step"
@@ -280,6 +284,7 @@ def test_gradients_without_a_norm_leave_all_finite(title, size):
   assert is_finite((params, state.inner_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", STEPPING)
 def test_s_grows_out_of_an_underflow_of_all_gradients(title):
   names = dict(recipe(title), loss_fn=lost_loss_fn)
@@ -329,6 +334,7 @@ def test_apply_if_finite_inside_sees_what_comes_in_and_not_what_comes_out():
   assert np.isnan(updates["kernel"]).all()
 
 
+@pytest.mark.slow
 def test_differential_privacy_is_that_of_unscaled_gradients_per_example():
   names = recipe("Differential privacy")
   inner = names["inner"]
@@ -352,6 +358,7 @@ def test_one_example_that_overflows_skips_the_private_step():
   assert_same_bits((params, after.inner_state), (PARAMS, state.inner_state))
 
 
+@pytest.mark.slow
 def test_an_average_of_the_parameters_stays_with_them():
   names = recipe("An average of the parameters")
   carry = (PARAMS, names["tx"].init(PARAMS), PARAMS)
@@ -533,6 +540,7 @@ def test_clipping_by_norm_before_the_wrapper_clips_to_1_over_s():
   np.testing.assert_allclose(optax.tree.norm(updates), 1 / SCALE, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_noise_before_the_wrapper_is_divided_by_s():
   noise = optax.add_noise(eta=1.0, gamma=0.0, key=jax.random.key(0))
   zeros = jax.tree.map(jnp.zeros_like, PARAMS)

@@ -160,6 +160,7 @@ def test_a_scale_each_each_skips_alone():
   assert recipe_of(title)["metrics"]["generator"]["applied_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_scale_each_they_skip_together_and_each_s_follows_its_own_loss():
   title = "A scale each, skipping together"
   expected = bare_run([NAMES if step else () for step in STEPS], in_turn=False)
@@ -223,6 +224,7 @@ IN_OPTIMIZERS = {
 NAMED = {", alone)": ', alone, axis_name="data")'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [IN_SCALING, IN_OPTIMIZERS | NAMED],
@@ -369,6 +371,7 @@ def head_batch(overflows=()):
 HEAD_STEPS = [(), (), ("actor",), (), ("critic",), HEADS, (), (), ()]
 
 
+@pytest.mark.slow
 def test_one_loss_of_two_parts_has_one_scale():
   recipe = run(
     "Actor and critic: one loss of two parts",
@@ -401,6 +404,7 @@ def sum_recipe():
   )
 
 
+@pytest.mark.slow
 def test_a_sum_of_losses_moves_each_scale_by_its_own_loss():
   recipe = sum_recipe()
   params, opt_state = MODEL_PARAMS, recipe["tx"].init(MODEL_PARAMS)
@@ -421,6 +425,7 @@ def test_a_sum_of_losses_moves_each_scale_by_its_own_loss():
       assert ols.get_loss_scale(scales[name]) == models[name].scale
 
 
+@pytest.mark.slow
 def test_a_sum_of_losses_holds_what_one_scale_cannot():
   """Gradients of 2**12 and 2**-30: no S brings both into float16."""
 
@@ -570,6 +575,7 @@ def relative_error(found, true):
   return np.linalg.norm(found - true) / np.linalg.norm(true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", [critic, autocast_critic])
 def test_a_gradient_penalty_has_its_true_gradient(critic):
   params, batch = penalty_case()
@@ -637,6 +643,7 @@ def penalty_run(params, batch, critic, init_scale, steps):
   return params, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", [critic, autocast_critic])
 def test_a_gradient_penalty_finds_its_s_from_a_low_one(critic):
   params, batch = penalty_case()
@@ -647,6 +654,7 @@ def test_a_gradient_penalty_finds_its_s_from_a_low_one(critic):
   assert np.any(trained["second"] != params["second"])
 
 
+@pytest.mark.slow
 def test_a_dead_example_adds_nothing_to_a_gradient_penalty():
   params, batch = penalty_case(second=1.0)
   params = jax.tree.map(jnp.abs, params) | {"first": jnp.ones((3, 8)) / 4}

@@ -248,6 +248,7 @@ def test_values_that_vary_and_values_that_do_not_are_seen_together():
   assert np.all(np.asarray(found) >= np.maximum(3, factors))
 
 
+@pytest.mark.slow
 def test_the_wrapper_takes_the_largest_of_all_devices():
   rule = ols.rules.HeadroomLossScale(window=2)
   tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name="data")

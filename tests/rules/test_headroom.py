@@ -35,6 +35,7 @@ def lost_steps(rule, true_amax):
 # Against the model.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("arguments", "length"),
   [

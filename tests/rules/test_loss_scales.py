@@ -90,6 +90,7 @@ _each_rule = pytest.mark.parametrize("rule", _RULES.values(), ids=_RULES.keys())
 # Against the model.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "growth_interval, hysteresis", support.pairs([1, 2, 3], [1, 2, 3])
 )
@@ -125,6 +126,7 @@ def _random_overflows():
   return np.concatenate([independent, np.cumsum(changes, axis=1) % 2 == 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "arguments",
   [

@@ -84,6 +84,7 @@ def test_a_rule_is_frozen(rule):
     rule.skip = False
 
 
+@pytest.mark.slow
 @each_rule
 def test_rules_run_side_by_side_under_vmap(rule):
   overflows, amaxes = np.asarray([False, True]), np.float32([8, np.inf])

@@ -19,6 +19,7 @@ Counts = ols.rules.HistogramCounts
 EDGE = 8188.0  # An eighth of 65504.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "arguments",
   [

@@ -26,6 +26,7 @@ class DynamicModel(engines.Dynamic):
     super().update(overflow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("arguments", "length"),
   [

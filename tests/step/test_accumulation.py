@@ -56,6 +56,7 @@ def step(drop=False, k=4, check=None):
   return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 12])
 def test_the_mean_over_micro_batches_is_that_of_the_batch(k):
   batch = np.concatenate([BATCH, BATCH[:4] / 2])
@@ -165,6 +166,7 @@ def test_the_loss_is_the_mean_over_what_counts(drop, large, expected):
   assert loss == expected
 
 
+@pytest.mark.slow
 def test_what_is_saturated_does_not_hide_in_the_mean():
   check = ols.saturated(jnp.float16)
   _, state = make(check=check)
@@ -178,6 +180,7 @@ def test_what_is_saturated_does_not_hide_in_the_mean():
   np.testing.assert_array_equal(grads["w"], [0, 0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("k", [3, 7, 8])  # 7 times a seventh is rounded up.
 @pytest.mark.parametrize("drop", [False, True])
@@ -406,6 +409,7 @@ def on_devices(drop):
   return tx, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_devices_agree_on_what_one_of_them_dropped(drop):
   tx, run = on_devices(drop)
@@ -555,6 +559,7 @@ def test_update_takes_several_reasons_in_a_list():
     tx.update(grads, state, PARAMS, overflow=[dropped, "yes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_amax_is_that_of_the_micro_batches_and_not_of_their_mean(drop):
   _, state = make()

@@ -198,6 +198,7 @@ def test_inject_hyperparams_inside_and_outside(scaling):
   assert ols.get_loss_scale(state) == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "search",
   [

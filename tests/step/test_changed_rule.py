@@ -76,6 +76,7 @@ def run_before():
   return rule, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_argument_of_a_dynamic_loss_scale_can_change(change):
   rule, state = run_before()
@@ -385,6 +386,7 @@ def through_a_checkpoint(system, changed):
   return changed_rule, jax.tree.map(lambda *x: jnp.stack(x), *restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "system, argument",
   # NeMo loses the count of overflows.
@@ -448,6 +450,7 @@ REQUIRED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", INTERVALS)
 def test_a_preset_past_its_new_interval_does_what_its_system_does(system):
   name, required = INTERVALS[system], REQUIRED.get(system, {})

@@ -248,6 +248,7 @@ def test_large_finite_values_are_no_overflow():
   assert found.amax == jnp.finfo(jnp.float32).max
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", WITH_NAN)
 def test_amax_is_the_largest_magnitude(dtype):
   values = np.array([0.25, -3.5, 1.0])
@@ -347,6 +348,7 @@ def test_checks_are_frozen_equal_and_hashable():
     ols.nonfinite().dtype = jnp.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
 def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
@@ -361,6 +363,7 @@ def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
 def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
@@ -393,6 +396,7 @@ def test_gradients_of_float8_parameters_are_float8():
   assert examine(jnp.full(3, 30_000.0, jnp.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [jnp.inf, float(jnp.finfo("bfloat16").max)])
 def test_an_fp8_layer_shows_an_overflow_in_its_amax_history_alone(value):
   layer = nn.Dense(
@@ -511,6 +515,7 @@ def test_leaves_left_out_by_the_mask_keep_their_place_in_the_dtypes(way):
     assert overflow(gradients) == (bad_path == "half/kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("way", PER_LEAF)
 def test_devices_agree_on_what_one_leaf_of_one_of_them_shows(way, check_vma):

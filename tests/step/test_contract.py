@@ -101,6 +101,7 @@ def test_guarantee_6_a_skipped_step_changes_no_bit(name, dtype):
   assert opt_state.skipped_steps == 2
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_an_applied_step_is_that_of_the_bare_optimizer(name):
   # Factors and S are powers of two, so scaling loses nothing. The compiled

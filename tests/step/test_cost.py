@@ -33,6 +33,7 @@ def make_leaves(count, size, dtype=jnp.float32):
   return {f"layer_{i}": jnp.ones(size, dtype) for i in range(count)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
   "inner",
@@ -69,6 +70,7 @@ def test_guarantee_9_nothing_is_sent_to_the_host():
   assert support.to_the_host(step) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_all_leaves_share_one_reduction_over_devices(axis_type, count):
@@ -108,6 +110,7 @@ def test_guarantee_9_a_sharded_step_is_compiled_as_often_as_the_bare_one():
   assert compilations(ols.loss_scaling(inner, RULE)) == compilations(inner)
 
 
+@pytest.mark.slow
 def test_two_sharded_dimensions_make_two_reductions_over_devices():
   mesh = jax.make_mesh((4, 2), ("data", "model"))
   tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
@@ -116,6 +119,7 @@ def test_two_sharded_dimensions_make_two_reductions_over_devices():
   assert len(support.between_devices(step)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("spec", [("data",), ("model",), ("data", "model")])
 def test_named_axes_are_agreed_over_at_once(spec, check_vma):

@@ -169,6 +169,7 @@ def expected():
   return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "switch"), CASES)
 def test_a_clean_step_runs(switch, kind, expected):
   params, opt_state, *_ = run(kind, switch)
@@ -178,6 +179,7 @@ def test_a_clean_step_runs(switch, kind, expected):
     np.testing.assert_allclose(leaf, expected[name], rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "switch"), [case for case in CASES if "debug_infs" not in case]
 )
@@ -248,6 +250,7 @@ def test_the_transfer_guard_stops_eager_optax_without_us_too():
     run("eager", "transfer_guard")
 
 
+@pytest.mark.slow
 def test_float64_parameters_beside_narrower_ones():
   """The authority is the optimizer alone, in float32 and in float64."""
   wide = {"a": jnp.float32, "b": jnp.float32, "c": jnp.float64}
@@ -307,6 +310,7 @@ def test_a_check_in_the_loss_is_reported_through(name):
   assert "the loss is" in error.get()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "inner", "schedule"])
 def test_a_check_in_a_step_is_reported(where):
   tx, step = TX, None

@@ -190,6 +190,7 @@ def regression_loss(params, batch):
   return jnp.mean((batch @ params) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_both_orders_make_the_step_of_one_device_in_float64(mapping, order):
@@ -214,6 +215,7 @@ def test_both_orders_make_the_step_of_one_device_in_float64(mapping, order):
   assert updates.tolist() == [expected.tolist()] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_both_orders_are_equal_when_nothing_overflows(mapping):
   gradients = gradients_of_three_steps(seed=1)
@@ -225,6 +227,7 @@ def test_both_orders_are_equal_when_nothing_overflows(mapping):
     assert np.all(bits(x) == bits(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_an_average_of_the_largest_values_is_finite(devices):
   tx = ols.loss_scaling(
@@ -242,6 +245,7 @@ def test_an_average_of_the_largest_values_is_finite(devices):
   np.testing.assert_allclose(updates, expected, atol=16 * devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [3, 5, 6, 7])
 def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   tx = ols.loss_scaling(
@@ -254,6 +258,7 @@ def test_what_one_device_adds_to_an_average_is_rounded_once(devices):
   np.testing.assert_array_equal(update(own)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32]
 )
@@ -535,6 +540,7 @@ def test_the_wrapper_refuses_what_names_no_axis(argument):
     ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), **{argument: {"x"}})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize("order", ORDERS)
 def test_averages_promote_nothing_implicitly(order):

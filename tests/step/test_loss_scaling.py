@@ -818,6 +818,7 @@ def test_devices_agree_where_gradients_vary_over_one_axis_of_two(axis_name):
   assert state.skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_skip_together_over_a_named_axis(check_vma):
   tx = ols.loss_scaling(
@@ -845,6 +846,7 @@ def test_devices_skip_together_over_a_named_axis(check_vma):
   assert ols.get_loss_scale(state) == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_both_ways_to_average_over_devices_give_the_true_gradient(check_vma):
   def mean(updates, state, params=None):

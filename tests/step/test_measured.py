@@ -126,6 +126,7 @@ def test_amax_of_narrow_gradients_has_their_limit():
   assert update_once(CountLarge(), gradients, amax=1e5).overflow
 
 
+@pytest.mark.slow
 def test_a_float64_amax_beyond_float32_is_not_reported_as_inf():
   largest = float(jnp.finfo(jnp.float32).max)
   for amax in (1e300, np.float64(-1e300), np.array([1e300, 1.0])):

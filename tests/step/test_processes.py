@@ -128,6 +128,7 @@ def has_moved(checksums):
 
 
 # Four processes on two cores take a while, and do what two do.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "processes",
   [2, pytest.param(4, marks=pytest.mark.slow)],
@@ -151,6 +152,7 @@ def test_processes_stay_in_step_whichever_of_them_overflows(
     assert different == []
 
 
+@pytest.mark.slow
 def test_the_script_runs_from_the_command_line(tmp_path):
   script = (*PYTHON, "docs/cluster.py", "--steps", "60", "--processes", "2")
   with coordinator() as address:

@@ -74,6 +74,7 @@ def test_a_gradient_of_another_shape_is_not_broadcast(inner, shape):
     tx.update(gradients, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 def test_gradients_for_each_example_are_for_the_optimizer_to_sum():
   inner = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
   gradients = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)

@@ -184,6 +184,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("dtype", [HALF, jnp.float32])
 def test_it_multiplies_inside_of(name, dtype):
@@ -192,6 +193,7 @@ def test_it_multiplies_inside_of(name, dtype):
   np.testing.assert_array_equal(found, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [ols.saturating, ols.float_status])
 def test_it_multiplies_in_a_gradient_that_is_transformed(transform):
   found = transform(jax.grad(scan))(X, jnp.float32(4))

@@ -149,6 +149,7 @@ def test_guarantee_10_a_bad_batch_on_any_device_skips_the_step(axis_type):
   assert state.applied_steps == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("value", "is_seen"),
   [(np.nan, True), (np.inf, True), (65504.0, False), (-65504.0, False)],
@@ -226,6 +227,7 @@ def check_shardings(state, params):
     assert id(x) in moments or is_equal_everywhere(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["eager", "jit"])
 @pytest.mark.parametrize("layout", ["fully sharded", "tensor parallel", "both"])
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
@@ -256,6 +258,7 @@ def test_the_inner_state_lies_as_the_parameters_do_and_nothing_is_gathered(
     assert not re.search(r"\[\d+,", shapes), line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fully sharded", "tensor parallel", "both"])
 def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
   mesh = make_mesh(AxisType.Auto)
@@ -283,6 +286,7 @@ def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 1, 8])
 def test_what_is_compiled_grows_with_the_leaves_and_not_faster(devices):
   tx = ols.loss_scaling(optax.sgd(1e-3, momentum=0.9), ols.DynamicLossScale())
