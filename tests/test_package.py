@@ -54,3 +54,13 @@ def test_only_public_interfaces_of_jax_and_optax_are_used():
   for file in PACKAGE.rglob("*.py"):
     found = re.findall(r"(?:jax|optax|flax)\._src", file.read_text())
     assert not found, file
+
+
+def test_links_between_files_lead_somewhere():
+  root = TESTS.parent
+  pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
+  assert len(pages) > 10
+  for page in pages:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [x for x in links if not (page.parent / x).exists()]
+    assert not missing, page

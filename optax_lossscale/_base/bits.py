@@ -25,8 +25,8 @@ _LANES = 16
 # Below this many elements a copy costs less than another kernel.
 _SMALL = 4096
 
-# Below this many elements arrays of one size share a kernel: it is compiled in
-# the time of one, and reads so many as fast. Longer ones it would read slower.
+# Below this many elements, arrays of one size share a kernel, up to so many: it
+# compiles in the time of one. Longer arrays it would read more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
@@ -42,7 +42,7 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   dtype = carrier(arrays[0].dtype)
   arrays = [x.astype(dtype) for x in arrays]
   # What is fastest on a CPU, on arrays that may be reshaped.
-  can_fold = jax.default_backend() == "cpu" and not any(map(_is_laid, arrays))
+  can_fold = jax.default_backend() == "cpu" and not any(map(_may_move, arrays))
   largest = (
     _largest_by_folding(arrays) if can_fold else _largest_by_leaf(arrays)
   )
@@ -56,7 +56,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
 
 
-def _is_laid(x: jax.Array) -> bool:
+def _may_move(x: jax.Array) -> bool:
   """Returns whether another shape could move an array between devices.
 
   So it is on a mesh, also one of devices that this machine does not have. Where

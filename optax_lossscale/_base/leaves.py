@@ -151,7 +151,7 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
 
 
 def overwrites(path: tuple[Any, ...]) -> bool:
-  """Returns whether a path leads through the collection of that name."""
+  """Returns whether a path leads through `_overwrite_with_gradient`."""
   return any(
     getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT
     for key in path

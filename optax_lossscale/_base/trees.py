@@ -94,10 +94,9 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
 
 
 def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
-  """Raises if the function that was called has changed an object.
+  """Raises if a function has changed an object among its arguments.
 
-  Other than with a dict, which is used as a variable of one's own, one relies
-  on that.
+  A change to its copy of a dict or list is its own affair.
   """
   known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):

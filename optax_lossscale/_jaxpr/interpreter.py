@@ -64,7 +64,7 @@ class Recording(NamedTuple):
 def record(
   function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Recording:
-  """Records a function."""
+  """Records a function; arrays among its arguments become inputs."""
   # Under jit what is recorded becomes a part of what JAX compiles; in another
   # recording it becomes a part of that.
   is_at_once = is_recording() or not is_staged()

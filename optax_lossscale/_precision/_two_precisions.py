@@ -14,6 +14,7 @@ import optax
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
@@ -92,36 +93,40 @@ def update_optimizer(
   optimizer = requirements.as_optimizer("tx", tx)
   requirements.check_accumulation(opt_state)
 
-  def with_scale(
-    state: states.LossScalingState,
-  ) -> states.LossScalingState:
-    _refuse_different(is_scaled, state)
-    return state._replace(
-      loss_scale_state=_set_scale(state.loss_scale_state, is_scaled)
-    )
+  old_states = states.find_states(opt_state)
 
-  def with_rule_state(
-    new: states.LossScalingState, old: states.LossScalingState
-  ) -> states.LossScalingState:
-    return new._replace(
-      loss_scale_state=skipping.select(
-        ~is_scaled, old.loss_scale_state, new.loss_scale_state
-      )
-    )
+  def with_scale(place: str) -> Any:
+    state = old_states[place]
+    _refuse_different(is_scaled, state)
+    return _set_scale(state.loss_scale_state, is_scaled)
 
   updates, new_state = optimizer.update(
-    gradients, _map_states(with_scale, opt_state), params, **extra_args
+    gradients,
+    _with_rule_states(opt_state, {x: with_scale(x) for x in old_states}),
+    params,
+    **extra_args,
   )
-  return updates, _map_states(with_rule_state, new_state, opt_state)
+  new_states = states.find_states(new_state)
+  return updates, _with_rule_states(
+    new_state,
+    {
+      place: skipping.select(
+        ~is_scaled, old.loss_scale_state, new_states[place].loss_scale_state
+      )
+      for place, old in old_states.items()
+    },
+  )
 
 
-def _map_states(function: Callable[..., Any], *trees: Any) -> Any:
-  """Returns a tree with `function` of every `LossScalingState` in it."""
-  return jax.tree.map(
-    lambda x, *rest: function(x, *rest) if states.is_state(x) else x,
-    *trees,
-    is_leaf=states.is_state,
-  )
+def _with_rule_states(opt_state: Any, rule_states: Mapping[str, Any]) -> Any:
+  """Returns an optimizer's state with other states of rules, by path."""
+
+  def replace(path: Any, x: Any) -> Any:
+    if not states.is_state(x):
+      return x
+    return x._replace(loss_scale_state=rule_states[leaves.path_name(path)])
+
+  return jax.tree.map_with_path(replace, opt_state, is_leaf=states.is_state)
 
 
 def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
@@ -132,7 +137,7 @@ def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
   if swapped.loss_scale is not scale:
     raise TypeError(
       "the state of `rule` must hold S as its leaf `loss_scale` in a precision "
-      f"schedule, got a {type(rule_state).__name__} that computes it."
+      f"schedule, got a {type(rule_state).__name__} that does not."
     )
   return swapped
 

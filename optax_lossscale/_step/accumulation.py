@@ -307,7 +307,7 @@ def _add(
 
 
 def _means(sums: Any, counted: jax.Array) -> Any:
-  """Returns the means of the gradients of which `add` made the sums."""
+  """Returns the means of the gradients whose sums `_add` made."""
   count = jnp.sum(counted)
 
   def mean_leaf(total: jax.Array) -> jax.Array:
@@ -337,7 +337,7 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
 
 
 def _power_of_two(microbatches: int) -> float:
-  """Returns one that is no smaller than the number of micro-batches.
+  """Returns a power of two no smaller than the number of micro-batches.
 
   To divide by it rounds nothing that stays a normal number, and the sum of so
   many quotients is no larger than the largest dividend: it cannot overflow

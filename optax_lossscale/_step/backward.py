@@ -69,9 +69,8 @@ def scaled_value_and_grad(
     5.0 [2048. 4096.]
   """
   _check_argnums(argnums)
-  states.get_loss_scale(
-    opt_state, path=path
-  )  # What is wrong with it shows here.
+  # Raises now if `opt_state` is not one to differentiate with.
+  states.get_loss_scale(opt_state, path=path)
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

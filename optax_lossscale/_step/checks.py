@@ -1,4 +1,4 @@
-"""What counts as an overflow: the checks, and what they find."""
+"""What counts as an overflow: the checks that a user chooses from."""
 
 import dataclasses
 import functools

@@ -100,7 +100,9 @@ def examine(
     amaxes.append(to_float32(largest))
     if check.dtype is not None or own.itemsize < 4:
       limits.append(limit)
-      shares.append(amaxes[-1] / min(limit, _LARGEST))
+      # A limit that float32 does not hold is far away from all that it holds.
+      is_far = limit > _LARGEST
+      shares.append(amaxes[-1] * 0 if is_far else amaxes[-1] / limit)
 
   # What was measured elsewhere counts where there is the least headroom.
   least = min(limits, default=None)

@@ -32,11 +32,10 @@ class LossScalingState(NamedTuple):
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, or without being scaled, or the rule's next S was
-      unusable.
+      the rule's floor, or the rule's next S was unusable.
     amax: float32[], the largest absolute value among the last step's gradients
-      as they came in, so scaled unless `update` was told otherwise, and among
-      those of the micro-batches that it was told of; NaN if `nan`.
+      as they came in, and among those of the micro-batches that `update` was
+      told of; NaN if `nan`.
     used: float32[], the share of its range that the last step used: amax over
       the largest finite value of the computation's dtype, where that share
       is largest; at least 2**-126. NaN or inf as `amax`; 0 if no dtype is known
@@ -83,6 +82,7 @@ class LossScalingState(NamedTuple):
     """
     # Not kept in the state, where its NaN would stop jax_debug_nans.
     used = jnp.asarray(self.used)
+    # Subtracted from 0, or it would be -0.0 at the limit.
     return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
 
 

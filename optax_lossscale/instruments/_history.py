@@ -152,11 +152,7 @@ def record(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, RecordState]:
-    loss_scale = jnp.where(
-      extra_args.get("scaled", True),
-      states.get_loss_scale(state.recorded_state, path=path),
-      1,
-    )
+    loss_scale = states.get_loss_scale(state.recorded_state, path=path)
     updates, recorded_state = tx.update(
       updates, state.recorded_state, params, **extra_args
     )

@@ -131,7 +131,7 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unwrap(steps: int, interval: int) -> int:
-  """Returns the clean steps that a count stands for which starts over.
+  """Returns the clean steps that a count stands for if it starts over.
 
   A count past the interval, which has become shorter, starts over without a
   growth: at 0 on the next step, where `interval` clean steps would grow S.

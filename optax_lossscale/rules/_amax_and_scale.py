@@ -35,7 +35,7 @@ def exponent(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """Returns 2**exponent, float32[...]; at the ends the nearest normal one."""
+  """Returns 2**exponent, float32[...], held within the normal numbers."""
   biased = jnp.clip(exponent, -126, 127) + 127
   return lax.bitcast_convert_type(biased << _FRACTION_BITS, jnp.float32)
 
@@ -46,7 +46,7 @@ def leap_up(exponent: jax.Array) -> jax.Array:
 
 
 def require_amax(amax: jax.Array | None) -> jax.Array:
-  """Returns amax as float32[]."""
+  """Returns amax as float32[], or raises if it was not passed."""
   if amax is None:
     raise ValueError(
       "`amax` must be passed to update, got None: this rule moves S by it. "
@@ -66,7 +66,7 @@ def tells(amax: jax.Array) -> jax.Array:
 def fitting_exponent(
   amax: jax.Array, loss_scale: jax.Array, limit: float
 ) -> jax.Array:
-  """Returns the largest e for which this step fits at S = 2**e, int32[].
+  """Returns the largest e for which amax at S = 2**e is at most `limit`.
 
   Of an S that is no power of two the next smaller one is taken, so the result
   may be 1 too small.

@@ -41,8 +41,8 @@ def jitted_amax(way):
 @pytest.fixture(params=["by_folding", "by_leaf"])
 def amax(request, monkeypatch):
   """Returns the jitted amax by one way, which is taken when it is traced."""
-  is_laid = request.param == "by_leaf"
-  monkeypatch.setattr(_bits, "_is_laid", lambda x: is_laid)
+  may_move = request.param == "by_leaf"
+  monkeypatch.setattr(_bits, "_may_move", lambda x: may_move)
   return jitted_amax(request.param)
 
 

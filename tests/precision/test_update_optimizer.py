@@ -203,6 +203,20 @@ def test_the_scale_is_swapped_wherever_it_is_and_nothing_else_is():
   assert not same_bits(after[1], state[1])
 
 
+def test_what_is_around_may_change_the_structure_of_its_state():
+  def init(params):
+    return {}
+
+  def update_fn(updates, state, params=None):
+    return updates, {"seen": jnp.ones(())}
+
+  grows = optax.GradientTransformation(init, update_fn)
+  for tx in (optax.chain(make()[0], grows), optax.chain(grows, optax.sgd(1.0))):
+    state = tx.init(PARAMS)
+    _, after = update(tx, GRADIENTS, state, PARAMS, scaled=False)
+    assert any(part == {"seen": 1.0} for part in after)
+
+
 def test_a_rule_that_computes_its_scale_cannot_be_swapped():
   class State(NamedTuple):
     exponent: jax.Array
