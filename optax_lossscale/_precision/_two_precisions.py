@@ -14,7 +14,6 @@ import optax
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
-from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
@@ -93,38 +92,33 @@ def update_optimizer(
   optimizer = requirements.as_optimizer("tx", tx)
   requirements.check_accumulation(opt_state)
 
-  old_states = states.find_states(opt_state)
+  # By path, since what is around may change the structure of its own state.
+  rule_states: dict[Any, Any] = {}
 
-  def with_scale(place: str) -> Any:
-    state = old_states[place]
+  def swap(path: Any, state: states.LossScalingState) -> Any:
     _refuse_different(is_scaled, state)
+    rule_states[path] = state.loss_scale_state
     return _set_scale(state.loss_scale_state, is_scaled)
 
+  def put_back(path: Any, state: states.LossScalingState) -> Any:
+    return skipping.select(
+      ~is_scaled, rule_states[path], state.loss_scale_state
+    )
+
+  swapped = _map_rule_states(swap, opt_state)
   updates, new_state = optimizer.update(
-    gradients,
-    _with_rule_states(opt_state, {x: with_scale(x) for x in old_states}),
-    params,
-    **extra_args,
+    gradients, swapped, params, **extra_args
   )
-  new_states = states.find_states(new_state)
-  return updates, _with_rule_states(
-    new_state,
-    {
-      place: skipping.select(
-        ~is_scaled, old.loss_scale_state, new_states[place].loss_scale_state
-      )
-      for place, old in old_states.items()
-    },
-  )
+  return updates, _map_rule_states(put_back, new_state)
 
 
-def _with_rule_states(opt_state: Any, rule_states: Mapping[str, Any]) -> Any:
-  """Returns an optimizer's state with other states of rules, by path."""
+def _map_rule_states(function: Callable[..., Any], opt_state: Any) -> Any:
+  """Returns an optimizer's state with other states of the rules in it."""
 
   def replace(path: Any, x: Any) -> Any:
     if not states.is_state(x):
       return x
-    return x._replace(loss_scale_state=rule_states[leaves.path_name(path)])
+    return x._replace(loss_scale_state=function(path, x))
 
   return jax.tree.map_with_path(replace, opt_state, is_leaf=states.is_state)
 

@@ -100,9 +100,7 @@ def examine(
     amaxes.append(to_float32(largest))
     if check.dtype is not None or own.itemsize < 4:
       limits.append(limit)
-      # A limit that float32 does not hold is far away from all that it holds.
-      is_far = limit > _LARGEST
-      shares.append(amaxes[-1] * 0 if is_far else amaxes[-1] / limit)
+      shares.append(_share(amaxes[-1], limit))
 
   # What was measured elsewhere counts where there is the least headroom.
   least = min(limits, default=None)
@@ -123,7 +121,7 @@ def examine(
     elsewhere.append(value)
   amaxes += elsewhere
   if least is not None:
-    shares += [x / min(least, _LARGEST) for x in elsewhere]
+    shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
   # Made of the amax, so that it varies over devices as all of a state does.
   used = jnp.zeros_like(found)
@@ -133,12 +131,16 @@ def examine(
   return Finding(flag, found, dropped, used)
 
 
+def _share(amax: jax.Array, limit: float) -> jax.Array:
+  # A limit that float32 does not hold is far away from all that it holds.
+  return amax * 0 if limit > _LARGEST else amax / limit
+
+
 def to_float32(amax: jax.Array) -> jax.Array:
   """Returns `amax` as float32[]; inf only if it was inf."""
   if amax.dtype == jnp.float64:
     # A finite float64 beyond float32's range must not be reported as inf.
-    largest = float(jnp.finfo(jnp.float32).max)
-    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, largest), amax)
+    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, _LARGEST), amax)
   return amax.astype(jnp.float32)
 
 

@@ -23,7 +23,7 @@ def named(tree: Any) -> dict[str, jax.Array]:
   found: dict[str, jax.Array] = {}
   for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree)):
     if leaves.is_gradient(leaf) and not leaves.overwrites(path):
-      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      name = leaves.path_name(path)
       # A key may have a slash of its own.
       found[jax.tree_util.keystr(path) if name in found else name] = leaf
   return found

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
@@ -231,7 +232,7 @@ def _check_capacity(state: RecordState, capacity: int) -> None:
 
 def _find_record(opt_state: Any, path: str | None) -> RecordState:
   records = {
-    jax.tree_util.keystr(key, simple=True, separator="/"): leaf
+    leaves.path_name(key): leaf
     for key, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=_is_record)
     if _is_record(leaf)
   }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
@@ -215,15 +216,15 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
     keys = _keys_of(rule)
     return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
   state = rule.init()
-  leaves = _own_leaves(state)
+  own = _own_leaves(state)
   values = _read(
     type(rule).__name__,
-    {x: _keys.LeafKey(leaf, x == "loss_scale") for x, leaf in leaves.items()},
+    {x: _keys.LeafKey(leaf, x == "loss_scale") for x, leaf in own.items()},
     dictionary,
   )
   return jax.tree.unflatten(
     jax.tree.structure(state),
-    [jnp.asarray(values[name], x.dtype) for name, x in leaves.items()],
+    [jnp.asarray(values[name], x.dtype) for name, x in own.items()],
   )
 
 
@@ -255,7 +256,7 @@ def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
 def _own_leaves(state: Any) -> dict[str, Any]:
   """Returns the leaves of a state by their paths."""
   return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    leaves.path_name(path): leaf
     for path, leaf in jax.tree.leaves_with_path(state)
   }
 
