@@ -200,7 +200,7 @@ def _find_state(
 def _refuse_frozen(state: states.LossScalingState) -> None:
   """Raises if a compiled function would hold the optimizer's S for ever."""
   try:
-    states.refuse_frozen(state)
+    states.state_in_use(state)
   except ValueError as error:
     raise ValueError(
       "`optimizer` must be an argument of the function that is jitted or "

@@ -40,17 +40,17 @@ def value_and_grad(
     jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
     keeps_products=keeps_products,
   )
-  in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
-  if dtype == jnp.float16:
-    loss_scale = states.get_loss_scale(opt_state, path=path)
-    in_low = backward.scaled_value_and_grad(
-      low_loss_fn, loss_scale, argnums, has_aux
-    )
+  is_scaled = dtype == jnp.float16
+  if is_scaled:
+    backward.check_arguments(opt_state, argnums, path)
 
   @functools.wraps(loss_fn)
   def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    if dtype == jnp.float16:
-      states.refuse_frozen(opt_state, path)
+    in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
+    if is_scaled:
+      in_low = backward.scaled_value_and_grad(
+        low_loss_fn, states.scale_in_use(opt_state, path), argnums, has_aux
+      )
     _refuse_frozen(low)
     value_and_gradients: tuple[Any, Any] = lax.cond(
       low, lambda: in_low(*args, **kwargs), lambda: in_full(*args, **kwargs)

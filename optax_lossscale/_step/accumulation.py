@@ -132,11 +132,7 @@ def accumulated_value_and_grad(
   drop = arguments.check_flag("drop", drop)
   requirements.check_check(check)
   names = devices.axis_names("axis_name", axis_name)
-  # A scale on its own, since the scan is a function being traced.
-  loss_scale = states.get_loss_scale(opt_state, path=path)
-  value_and_grad = backward.scaled_value_and_grad(
-    fun, loss_scale, arguments.as_tuple(argnums), has_aux, allow_int=allow_int
-  )
+  backward.check_arguments(opt_state, argnums, path)
 
   def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
     # In the form that `update` is given, for a tree of dtypes in the check.
@@ -154,7 +150,14 @@ def accumulated_value_and_grad(
   def accumulated(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
-    states.refuse_frozen(opt_state, path)
+    # By S alone, since to the scan the state would be one that is closed over.
+    value_and_grad = backward.scaled_value_and_grad(
+      fun,
+      states.scale_in_use(opt_state, path),
+      arguments.as_tuple(argnums),
+      has_aux,
+      allow_int=allow_int,
+    )
     places = arguments.find_places(argnums, batch_argnums, len(args))
     given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
     is_overwritten, is_summed = _kinds(argnums, mask, given)

@@ -68,9 +68,7 @@ def scaled_value_and_grad(
     >>> print(loss, grads)
     5.0 [2048. 4096.]
   """
-  _check_argnums(argnums)
-  # Raises now if `opt_state` is not one to differentiate with.
-  states.get_loss_scale(opt_state, path=path)
+  check_arguments(opt_state, argnums, path)
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -158,6 +156,20 @@ def unscale(
   )
 
 
+def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
+  """Raises what is wrong with them now, and not in the first step."""
+  for number in arguments.as_tuple(argnums):
+    try:
+      arguments.check_integer("argnums", number, unit="")
+    except TypeError:
+      raise TypeError(
+        "`argnums` must be an integer or integers, got "
+        f"{type(number).__name__}; the arguments of `fun` go to the function "
+        "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
+      ) from None
+  states.get_loss_scale(opt_state, path=path)
+
+
 def scaled_loss_fn(
   fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, Any]]:
@@ -220,18 +232,6 @@ def inf_where_unusable(
     is_gradient,
     gradients,
   )
-
-
-def _check_argnums(argnums: Any) -> None:
-  for number in arguments.as_tuple(argnums):
-    try:
-      arguments.check_integer("argnums", number, unit="")
-    except TypeError:
-      raise TypeError(
-        "`argnums` must be an integer or integers, got "
-        f"{type(number).__name__}; the arguments of `fun` go to the function "
-        "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
-      ) from None
 
 
 def _check_pair(value: Any) -> tuple[Any, Any]:

@@ -85,9 +85,7 @@ def select_on_skip(
   trees.check_structure(
     "`new` and `old` must have the same structure", new, old
   )
-  states.refuse_frozen(opt_state, path)
-  skipped = states.find_state(opt_state, path).skipped
-  return select(skipped, old, new)
+  return select(states.state_in_use(opt_state, path).skipped, old, new)
 
 
 def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:

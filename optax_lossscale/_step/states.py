@@ -12,6 +12,9 @@ from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 
+# What stands for S itself, where a state is asked for.
+_SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
+
 # Orbax and flax.serialization return plain dicts and lists where they are not
 # told what to restore.
 RESTORE = (
@@ -161,6 +164,9 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
     >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
     1024.0
   """
+  if not isinstance(opt_state, _SCALES):
+    state = find_state(opt_state, path)
+    return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
     if opt_state.ndim != 0:
       raise ValueError(
@@ -170,37 +176,34 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
     if isinstance(opt_state, (np.ndarray, np.generic)):
       arguments.check_scale("loss scale", opt_state)
     return jnp.asarray(opt_state, jnp.float32)
-  if isinstance(opt_state, (bool, int, float, str)):
-    scale = arguments.check_scale("loss scale", opt_state)
-    return jnp.full((), scale, jnp.float32)
-  state = find_state(opt_state, path)
-  return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
+  scale = arguments.check_scale("loss scale", opt_state)
+  return jnp.full((), scale, jnp.float32)
 
 
 def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
   """Returns S for a backward pass that runs now, or raises if it is frozen."""
-  refuse_frozen(opt_state, path)
-  return get_loss_scale(opt_state, path=path)
+  if not isinstance(opt_state, _SCALES):
+    opt_state = state_in_use(opt_state, path)
+  return get_loss_scale(opt_state)
 
 
-def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
-  """Raises if a compiled function would hold this state's S for ever.
+def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
+  """Returns the one state, or raises if a compiled function would freeze it.
 
   A state that is an array while a function is being traced has been closed
   over: the compiled function keeps that S, while the wrapper's moves on. JAX
   does not tell jit from an eager scan, which also compiles its body.
   """
-  if isinstance(opt_state, (jax.Array, np.ndarray, np.generic, int, float)):
-    return
-  loss_scale = find_state(opt_state, path).loss_scale_state.loss_scale
+  state = find_state(opt_state, path)
+  loss_scale = state.loss_scale_state.loss_scale
   # Flax NNX keeps each array of a state in a variable of its own.
   if not isinstance(loss_scale, jax.Array) and hasattr(
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  if interpreter.is_recording():
-    return  # What is recorded is evaluated at once, with this S.
-  if interpreter.is_staged() and not isinstance(loss_scale, jax.core.Tracer):
+  # What is recorded is evaluated at once, with this S.
+  is_compiled = interpreter.is_staged() and not interpreter.is_recording()
+  if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "
       "(jit, scan, shard_map ...), got one that was closed over: what is "
@@ -209,6 +212,7 @@ def refuse_frozen(opt_state: Any, path: str | None = None) -> None:
       "scaled_value_and_grad(loss_fn, opt_state)(params, batch)). If this "
       "constant is what you mean, pass get_loss_scale(opt_state)."
     )
+  return state
 
 
 def _is_restored(tree: Any) -> bool:
