@@ -128,28 +128,6 @@ def apply_updates(params: Any, updates: Any) -> Any:
   return merge(is_gradient, new, updates)
 
 
-def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
-  """Returns the gradients in `tree` divided by S, in float32 at least."""
-  # Above 2**126 the inverse is subnormal, which a backend may flush to 0: there
-  # it is applied in two factors.
-  quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
-
-  def unscale_leaf(x: Any) -> Any:
-    if not is_gradient(x):
-      return x
-    # Before the product: 1/S may be 0 in float16, and the product may be.
-    x = jnp.asarray(x, at_least_float32(x.dtype))
-    # The inverse in the leaf's own precision, so float64 loses nothing.
-    inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
-    shift = quarter.astype(inverse.dtype)
-    if jnp.iscomplexobj(x):
-      # By parts: a product with a complex 1/S would make NaN of inf * 0.
-      return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
-    return x * inverse * shift
-
-  return jax.tree.map(unscale_leaf, tree)
-
-
 def overwrites(path: tuple[Any, ...]) -> bool:
   """Returns whether a path leads through `_overwrite_with_gradient`."""
   return any(

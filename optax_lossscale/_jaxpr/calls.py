@@ -47,6 +47,7 @@ class Body(NamedTuple):
 
 
 def _only(equation: core.JaxprEqn) -> list[Body]:
+  # By its type, since JAX has renamed some of these parameters.
   (jaxpr,) = filter(is_jaxpr, equation.params.values())
   return [Body(close(jaxpr), range(len(equation.invars)))]
 

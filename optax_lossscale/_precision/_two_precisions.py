@@ -152,15 +152,11 @@ def _refuse_different(
   is_scaled: jax.Array, state: states.LossScalingState
 ) -> None:
   """Raises if devices that share an S could be in different precisions."""
-  axes = sorted(
-    devices.varying_axes(is_scaled)
-    - devices.varying_axes(states.get_loss_scale(state)),
-    key=str,
-  )
+  axes = devices.axes_beyond(is_scaled, states.get_loss_scale(state))
   if axes:
-    names = axes[0] if len(axes) == 1 else tuple(axes)
+    names = devices.listed(axes)
     raise ValueError(
       "`state` must be the same on all devices that share a loss scale, got "
-      f"one that varies along {names!r}; reduce what it depends on, such as a "
-      f"loss: jax.lax.pmean(loss, {names!r})."
+      f"one that varies along {names}; reduce what it depends on, such as a "
+      f"loss: jax.lax.pmean(loss, {names})."
     )

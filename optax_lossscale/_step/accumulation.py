@@ -162,7 +162,9 @@ def accumulated_value_and_grad(
     given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
     is_overwritten, is_summed = _kinds(argnums, mask, given)
 
-    def add(carry: _Carry, batches: dict[int, Any]) -> tuple[_Carry, _Outcome]:
+    def take_next(
+      carry: _Carry, batches: dict[int, Any]
+    ) -> tuple[_Carry, _Outcome]:
       current = dict(enumerate(args)) | batches
       changed = leaves.merge(is_overwritten, carry.overwritten, given)
       current |= zip(places.differentiated, changed, strict=True)
@@ -187,7 +189,7 @@ def accumulated_value_and_grad(
       )
 
     end, outcomes = lax.scan(
-      add,
+      take_next,
       _Carry(
         leaves.leave_out(is_overwritten, given),
         _zeros(leaves.leave_out(is_summed, given)),
@@ -279,8 +281,8 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
 
-  arguments: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
-  return arguments
+  split: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
+  return split
 
 
 def _zeros(params: Any) -> Any:
@@ -354,11 +356,11 @@ def _check_share(x: Any, microbatches: int, place: str) -> None:
   sharding = jax.typeof(x).sharding
   axes = sharding.spec[0] or ()
   names = axes if isinstance(axes, tuple) else (axes,)
-  devices = math.prod(sharding.mesh.shape[name] for name in names)
-  if x.shape[0] % (microbatches * devices):
+  shares = math.prod(sharding.mesh.shape[name] for name in names)
+  if x.shape[0] % (microbatches * shares):
     raise ValueError(
       "`microbatches` must divide the share of the batch that each device has, "
-      f"got {microbatches} for {x.shape[0]} examples on {devices} devices in "
+      f"got {microbatches} for {x.shape[0]} examples on {shares} devices in "
       f"{place}."
     )
 

@@ -165,6 +165,12 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
   return axes
 
 
+def axes_beyond(x: Any, *others: Any) -> list[Hashable]:
+  """Returns the axes along which `x` varies and one of the others does not."""
+  missing = (varying_axes(x) - varying_axes(other) for other in others)
+  return sorted(frozenset().union(*missing), key=str)
+
+
 def average_scaled(
   gradients: Any, names: Sequence[Hashable], overflow: jax.Array
 ) -> Any:
@@ -186,14 +192,14 @@ def refuse_divergence(
   overflow: jax.Array, loss_scale: jax.Array, names: Sequence[Hashable]
 ) -> None:
   """Raises if devices that share an S could decide differently."""
-  missing = sorted(varying_axes(overflow) - varying_axes(loss_scale), key=str)
+  missing = axes_beyond(overflow, loss_scale)
   if missing:
     raise ValueError(
       "devices that share a loss scale must skip together, got an overflow "
-      f"flag that varies along {_listed(missing)} for a state that does not; "
-      f"pass loss_scaling(..., axis_name={_listed([*names, *missing])}). For "
+      f"flag that varies along {listed(missing)} for a state that does not; "
+      f"pass loss_scaling(..., axis_name={listed([*names, *missing])}). For "
       "one model a device let the state vary as well: make_varying(state, "
-      f"{_listed(missing)})."
+      f"{listed(missing)})."
     )
 
 
@@ -201,11 +207,9 @@ def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
   """Raises if devices could decide differently about what they share."""
-  missing = {
-    axis for x in together for axis in varying_axes(overflow) - varying_axes(x)
-  }
+  missing = axes_beyond(overflow, *together)
   if missing:
-    axes = _listed([*names, *sorted(missing, key=str)])
+    axes = listed([*names, *missing])
     raise ValueError(
       "devices that share a loss or gradients must decide about a micro-batch "
       f"together, got an overflow that varies along {axes} and a loss or a "
@@ -239,10 +243,10 @@ def _refuse_reduced(
       place = jax.tree_util.keystr(path) or "their root"
       raise ValueError(
         f"`{what}` must be given gradients that vary along "
-        f"{_listed(names)}, got one at {place} that does not along "
-        f"{_listed(missing)}: JAX has summed it over the devices already, as "
+        f"{listed(names)}, got one at {place} that does not along "
+        f"{listed(missing)}: JAX has summed it over the devices already, as "
         "it does for replicated parameters. Differentiate with respect to "
-        f"make_varying(params, {_listed(names)}); or leave `{what}` out and "
+        f"make_varying(params, {listed(names)}); or leave `{what}` out and "
         "take jax.lax.pmean of the loss in the function to differentiate."
       )
 
@@ -253,6 +257,6 @@ def _map_gradients(function: Any, tree: Any) -> Any:
   )
 
 
-def _listed(names: Sequence[Hashable]) -> str:
+def listed(names: Sequence[Hashable]) -> str:
   """Returns names as a caller would write them."""
   return repr(names[0] if len(names) == 1 else tuple(names))

@@ -10,6 +10,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
+from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
@@ -171,7 +172,7 @@ def loss_scaling(
     inner_params = leaves.leave_out(is_gradient, params)
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
-      gradients = leaves.unscale_tree(scaled_gradients, loss_scale)
+      gradients = backward.unscale_tree(scaled_gradients, loss_scale)
       requirements.check_gradients(gradients, inner_params)
       with requirements.explained(
         inner, gradients, state.inner_state, inner_params

@@ -20,7 +20,6 @@ from tests import support
 pytestmark = [
   pytest.mark.filterwarnings("ignore:Specifying a key will be required"),
   pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-  pytest.mark.long,
 ]
 
 # Whose state keeps arrays as they are, or makes them in a branch or a loop.
@@ -87,7 +86,14 @@ def test_what_is_left_out_is_still_exported():
     assert hasattr(optax if place == "optax" else optax.contrib, attribute)
 
 
-@pytest.mark.parametrize("name", NARROW)
+# One of them in every run, all where the long tests are.
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=() if x == "contrib.ademamix" else pytest.mark.long)
+    for x in NARROW
+  ],
+)
 def test_guarantees_6_and_8_hold_for(name):
   tx = ols.loss_scaling(exported.make_inner(name), ols.DynamicLossScale(1024.0))
 
@@ -132,6 +138,7 @@ def test_guarantees_6_and_8_hold_for(name):
   }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEPPED)
 def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
   name,
@@ -193,6 +200,7 @@ def test_an_applied_step_is_the_bare_one_and_a_skip_costs_no_memory(
   assert to_bits(after) == to_bits(params)
 
 
+@pytest.mark.long
 def test_whose_state_is_not_selected_where_it_is_defined():
   found = set()
   params = exported.make_params(8)

@@ -127,12 +127,8 @@ def has_moved(checksums):
   return [bool(x) for x in checksums[1:] != checksums[:-1]]
 
 
-# Four processes on two cores take a while, and do what two do.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "processes",
-  [2, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("processes", [2, 4])
 def test_processes_stay_in_step_whichever_of_them_overflows(
   processes, tmp_path
 ):
