@@ -245,7 +245,7 @@ def _in_dtype(
 def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
   """Returns an input of an operation that runs in `dtype`."""
   if x.number is not None and x.exceeds(dtype):
-    # In a choice, see `_mixed_choice`.
+    # In a choice: see `_choose`.
     limit = float(jnp.finfo(dtype).max)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
