@@ -189,7 +189,7 @@ def test_the_table_of_rules_is_what_replays_show():
     "megatron": "megatron:initial_scale=2**32,min_scale=1,growth_factor=2,"
     "backoff_factor=0.5,growth_interval=1000,hysteresis=2"
   }
-  traces = [
+  histories = [
     ols.instruments.read_history(f"tests/traces/amax_{name}.csv")
     for name in ("digits", "text")
   ]
@@ -200,7 +200,7 @@ def test_the_table_of_rules_is_what_replays_show():
   assert len(shown) == 15
   for name, cells in shown.items():
     rule = _loss_scale.parse(text_of.get(name, name)).rule
-    replays = [ols.instruments.replay(rule, trace) for trace in traces]
+    replays = [ols.instruments.replay(rule, x) for x in histories]
     expected = [
       cell
       for replay in replays
