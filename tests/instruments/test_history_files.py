@@ -9,6 +9,7 @@ import pytest
 from optax_lossscale import instruments
 from optax_lossscale.demo import run as run_lib
 from tests.instruments.histories import make_history
+from tests.support import assert_same_bits
 
 INF, NAN = math.inf, math.nan
 HISTORY = instruments.History(
@@ -17,12 +18,6 @@ HISTORY = instruments.History(
   amax=np.float32([0.1, INF, NAN, 0, 1e-42]),
   overflow=np.array([False, True, True, False, True]),
 )
-
-
-def assert_same(history, expected):
-  for got, want in zip(history, expected, strict=True):
-    np.testing.assert_array_equal(got, want)
-    assert got.dtype == want.dtype
 
 
 @pytest.fixture
@@ -42,7 +37,7 @@ def write(tmp_path):
 def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
   path = tmp_path / name
   instruments.write_history(path, HISTORY)
-  assert_same(instruments.read_history(str(path)), HISTORY)
+  assert_same_bits(instruments.read_history(str(path)), HISTORY)
 
 
 def test_json_that_is_written_is_json(tmp_path):
@@ -68,7 +63,7 @@ def test_json_that_is_written_is_json(tmp_path):
 )
 def test_amax_alone_is_of_an_unscaled_run(name, content, write):
   history = instruments.read_history(write(name, content))
-  assert_same(history, make_history([1.0, INF, 2.5]))
+  assert_same_bits(history, make_history([1.0, INF, 2.5]))
 
 
 def test_steps_that_were_not_scaled_are_left_out(write):
@@ -133,12 +128,12 @@ EXPECTED = instruments.History(
 
 
 def test_the_one_run_with_an_amax_is_read(trained):
-  assert_same(instruments.read_history(trained(RESULTS)), EXPECTED)
+  assert_same_bits(instruments.read_history(trained(RESULTS)), EXPECTED)
 
 
 def test_one_of_several_runs_is_chosen(trained):
   path = trained(RESULTS + OTHERS)
-  assert_same(instruments.read_history(path, run="a", seed=0), EXPECTED)
+  assert_same_bits(instruments.read_history(path, run="a", seed=0), EXPECTED)
   assert instruments.read_history(path, "a", 1).amax.tolist() == [3]
   assert instruments.read_history(path, "b, x").amax.tolist() == [5]
 
