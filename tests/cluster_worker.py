@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lossscale as ols
+from tests.support import to_bits
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "docs" / "cluster.py"
 # A process that hangs ends by itself, also when nobody is left to kill it.
@@ -114,8 +115,9 @@ def poisoned_batches(batches, steps, process):
 
 def checksum(tree):
   """Returns a number that depends on every bit."""
-  arrays = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-  return functools.reduce(lambda sum, bits: zlib.crc32(bits, sum), arrays, 0)
+  return functools.reduce(
+    lambda sum, bits: zlib.crc32(bits, sum), to_bits(tree), 0
+  )
 
 
 class Recorder:

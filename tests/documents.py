@@ -31,6 +31,22 @@ def blocks(text, language="python"):
   return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+def block(page, title, words):
+  """Returns the one Python block of a section that has some words in it.
+
+  Args:
+    page: the text of a page.
+    title: of the section, of any level.
+    words: what no other block of the section has.
+  """
+  found = [x for x in blocks(section(page, title)) if words in x]
+  assert len(found) == 1, (
+    f"One Python block in the section {title!r} must have {words!r}, got "
+    f"{len(found)}."
+  )
+  return found[0]
+
+
 def run(text, names):
   """Runs the Python blocks one after the other and returns all names.
 

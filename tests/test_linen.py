@@ -15,6 +15,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import assert_same_bits
+from tests.support import same_bits
+from tests.support import to_bits
 
 FP8 = "_overwrite_with_gradient"
 
@@ -121,14 +124,6 @@ def states():
   return iterate(jitted_step, new_state())
 
 
-def bits(tree):
-  """Returns the bytes of every array in a tree, by its path."""
-  return {
-    jax.tree_util.keystr(path): np.asarray(x).tobytes()
-    for path, x in jax.tree.leaves_with_path(tree)
-  }
-
-
 def moving_parts(state):
   """Returns all that a skipped step must keep."""
   inner_state = optax.tree.get(state.opt_state, "inner_state")
@@ -142,7 +137,7 @@ def test_an_applied_step_moves_all_and_a_skipped_one_nothing_but_the_scale():
     states(), states()[1:], APPLIED, strict=False
   ):
     for old, new in zip(moving_parts(before), moving_parts(after), strict=True):
-      assert (bits(old) == bits(new)) == (not applied)
+      assert same_bits(old, new) == (not applied)
     assert after.loss_scale == before.loss_scale * (1.0 if applied else 0.5)
     assert after.skipped == (not applied)
 
@@ -181,7 +176,7 @@ def test_the_step_is_bit_for_bit_the_one_written_by_hand():
   names = ("params", "batch_stats", "key", "ema", "opt_state")
   plain = {name: getattr(new_state(), name) for name in names}
   for state, other in zip(states(), iterate(by_hand, plain), strict=True):
-    assert bits({name: getattr(state, name) for name in names}) == bits(other)
+    assert_same_bits({name: getattr(state, name) for name in names}, other)
 
 
 def test_it_trains_as_the_bare_optimizer_does_on_the_steps_that_are_finite():
@@ -265,14 +260,14 @@ def test_the_state_can_be_donated():
   after = iterate(jax.jit(train_step, donate_argnums=0), state)
   for given in after[:-1]:
     assert all(x.is_deleted() for x in jax.tree.leaves(moving_parts(given)))
-  assert bits(after[-1]) == bits(states()[-1])
+  assert_same_bits(after[-1], states()[-1])
 
 
 def test_guarantee_15_the_state_goes_through_flax_serialization():
   saved = serialization.to_bytes(states()[2])
   restored = serialization.from_bytes(new_state(), saved)
-  assert bits(restored) == bits(states()[2])
-  assert bits(jitted_step(restored, jnp.float32(1.0))) == bits(states()[3])
+  assert_same_bits(restored, states()[2])
+  assert_same_bits(jitted_step(restored, jnp.float32(1.0)), states()[3])
 
 
 def test_create_can_be_traced_for_its_shapes():
@@ -371,11 +366,11 @@ def test_guarantee_10_one_device_of_shard_map_skips_the_step_on_all(check_vma):
   good = np.ones(8, np.float32)
   first = step(state, good, BATCH)
   assert (first.step, first.skipped) == (1, False)
-  assert bits(first.batch_stats) != bits(state.batch_stats)
+  assert to_bits(first.batch_stats) != to_bits(state.batch_stats)
   bad = good.copy()
   bad[5] = np.nan
   second = step(first, bad, BATCH)
-  assert bits(moving_parts(second)) == bits(moving_parts(first))
+  assert_same_bits(moving_parts(second), moving_parts(first))
   assert (second.attempts, second.skipped) == (2, True)
   copies = [np.asarray(x.data) for x in second.loss_scale.addressable_shards]
   assert copies == [4.0] * 8
@@ -599,10 +594,10 @@ def test_guarantee_12_fp8_values_are_overwritten_and_kept_on_a_skip():
   states, gradients = fp8_steps(ols.linen.TrainState)
   for before, after, grads in zip(states, states[1:], gradients, strict=False):
     if after.skipped:
-      assert bits(after.params) == bits(before.params)
-      assert bits(grads[FP8]) != bits(before.params[FP8])
+      assert_same_bits(after.params, before.params)
+      assert to_bits(grads[FP8]) != to_bits(before.params[FP8])
     else:
-      assert bits(after.params[FP8]) == bits(grads[FP8])
+      assert_same_bits(after.params[FP8], grads[FP8])
   assert [bool(state.skipped) for state in states] == [0, 0, 0, 1, 0]
   assert bool(jnp.all(jnp.isfinite(optax.tree.norm(states[-1].params))))
 
@@ -633,8 +628,9 @@ def test_fp8_leaves_the_optimizer_the_state_of_flax_own_train_state():
   arguments = {"apply_fn": None, "params": fp8_variables(), "tx": optimizer()}
   ours = ols.linen.TrainState.create(**arguments).opt_state
   stock = train_state.TrainState.create(**arguments).opt_state
-  assert bits(ours) == bits(stock)
-  assert FP8 not in jax.tree_util.keystr(bits(ours))
+  assert_same_bits(ours, stock)
+  paths = [path for path, _ in jax.tree.leaves_with_path(ours)]
+  assert not any(FP8 in jax.tree_util.keystr(path) for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -666,8 +662,8 @@ def test_flax_own_train_state_trains_alike_and_counts_attempts():
   ours = ols.linen.TrainState.create(**arguments)
   for gradient in (GOOD, BAD, GOOD):
     stock, ours = step(stock, gradient), step(ours, gradient)
-    assert bits(stock.params) == bits(ours.params)
-    assert bits(stock.opt_state) == bits(ours.opt_state)
+    assert_same_bits(stock.params, ours.params)
+    assert_same_bits(stock.opt_state, ours.opt_state)
     assert stock.step == ours.attempts
   assert (stock.step, ours.step) == (3, 2)
   assert ols.loss_scale_metrics(stock.opt_state)["applied_steps"] == 2
@@ -681,8 +677,8 @@ def test_flax_own_train_state_stores_fp8_values_of_a_skipped_step():
   """
   states, gradients = fp8_steps(train_state.TrainState)
   before, skipped, after = states[2:]
-  assert bits(skipped.params["params"]) == bits(before.params["params"])
-  assert bits(skipped.params[FP8]) == bits(gradients[2][FP8])
+  assert_same_bits(skipped.params["params"], before.params["params"])
+  assert_same_bits(skipped.params[FP8], gradients[2][FP8])
   ours = fp8_steps(ols.linen.TrainState)[0][-1]
   history = "output_grad_amax_history"
   assert np.isnan(histories(after, history)).any()

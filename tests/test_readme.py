@@ -23,8 +23,8 @@ from tests.support import to_bits
 README = documents.read("README.md")
 
 
-def blocks_of(title):
-  return documents.blocks(documents.section(README, title))
+block = functools.partial(documents.block, README)
+STEP = block("optax_lossscale", "import optax_lossscale as ols\n\ntx = ")
 
 
 @pytest.mark.slow
@@ -38,20 +38,7 @@ def test_the_examples_run_one_after_the_other():
 
   names = {"params": params, "loss_fn": loss_fn, "batch": batch}
   names |= {"jnp": jnp, "functools": functools}
-  step = documents.blocks(README)[0]
-  *precision, policy, master_weights = blocks_of("Mixed precision")
-  schedule, scheduled_step = blocks_of(
-    "Low precision for the first part of training"
-  )
-  status, rehearsal = blocks_of("Which check do I need?")
-  (port,) = blocks_of("Concepts")
-  metrics, *_ = blocks_of("Seeing it, and tuning it")
-  (threshold,) = blocks_of("Your own reasons to skip")
-  (selection,) = blocks_of("What else a step changes")
-  (accumulation,) = blocks_of("Accumulation")
-  (devices,) = blocks_of("Many devices")
-  (collection,) = blocks_of("FP8")
-  exec(step, names)
+  exec(STEP, names)
   before = loss_fn(params, batch)
   for _ in range(5):
     names["params"], names["opt_state"], loss = names["train_step"](
@@ -61,39 +48,45 @@ def test_the_examples_run_one_after_the_other():
   assert names["opt_state"].applied_steps == 5
 
   names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
-  for block in precision:
-    exec(block, names)
+  mixed = functools.partial(block, "Mixed precision")
+  exec(mixed("ols.autocast(loss_fn"), names)
   np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
+  exec(mixed("ols.autocast(lenet.apply"), names)
   images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
   variables = names["lenet"].init(jax.random.key(0), images)
   found = dtypes_of(
     "conv_general_dilated", names["mixed_lenet"], variables, images
   )
   assert found == ["float16"] * 2 + ["float32"] * 4
+  exec(mixed("class Head"), names)
   assert names["mixed_head"](batch).dtype == jnp.float32
 
   # What is written in float32, as these expect it.
   written = names | {"loss_fn": lambda params, x: jnp.mean(x @ params["w"])}
   written["params"] = {"w": jnp.ones((5, 3), jnp.float16)}
-  exec(policy, written)
+  exec(mixed("ols.get_policy"), written)
   assert written["params"]["w"].dtype == jnp.float32
-  mixed = written["mixed_loss_fn"]
-  found = dtypes_of("dot_general", mixed, written["params"], batch)
+  found = dtypes_of(
+    "dot_general", written["mixed_loss_fn"], written["params"], batch
+  )
   assert found == ["float16"] * 2
-  exec(master_weights, written)
+  exec(mixed("ols.master_weights"), written)
   written["opt_state"] = written["tx"].init(written["params"])
-  exec(schedule, written)
+  schedule = functools.partial(
+    block, "Low precision for the first part of training"
+  )
+  exec(schedule("make_train_step"), written)
   assert (written["state"].low, written["state"].steps) == (True, 1)
-  exec(scheduled_step, written)
+  exec(schedule("schedule.value_and_grad"), written)
   *_, state, _ = written["train_step"](
     *(written[x] for x in ("params", "opt_state", "state", "batch"))
   )
   assert (state.low, state.steps) == (True, 2)
 
-  exec(status, names)
+  exec(block("Which check do I need?", "ols.float_status"), names)
   assert not names["overflowed"]
   assert names["opt_state"].applied_steps == 6
-  exec(rehearsal, names)
+  exec(block("Which check do I need?", "ols.saturating"), names)
   assert jnp.isfinite(names["loss"])
 
   saved = {
@@ -102,7 +95,7 @@ def test_the_examples_run_one_after_the_other():
     "hysteresis_tracker": 2,
   }
   ported = names | {"checkpoint": {"optimizer": {"grad_scaler": saved}}}
-  exec(port, ported)
+  exec(block("Concepts", "from_state_dict"), ported)
   zeros = jax.tree.map(jnp.zeros_like, params)
   _, opt_state = ported["tx"].update(zeros, ported["opt_state"], params)
   assert ols.get_loss_scale(opt_state) == 8192.0
@@ -110,25 +103,25 @@ def test_the_examples_run_one_after_the_other():
   _, names["grads"] = ols.scaled_value_and_grad(loss_fn, names["opt_state"])(
     names["params"], batch
   )
-  exec(metrics, names)
+  exec(block("Seeing it, and tuning it", "ols.loss_scale_metrics"), names)
   assert names["metrics"]["applied_steps"] == 6
 
-  exec(threshold, names)
+  exec(block("Your own reasons to skip", "overflow=grad_norm"), names)
   assert not names["opt_state"].skipped
 
   names["ema"] = names["params"]
   names["new_ema"] = optax.apply_updates(names["params"], names["updates"])
-  exec(selection, names)
+  exec(block("What else a step changes", "ols.select_on_skip"), names)
   assert jax.tree.all(
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
 
-  exec(accumulation, names)
+  exec(block("Accumulation", "microbatches=4"), names)
   assert names["overflow"].valid == 4
   assert not names["opt_state"].skipped
 
   names["batch"] = np.ones((8, 5), np.float32)
-  exec(devices, names)
+  exec(block("Many devices", "ols.pmean_gradients"), names)
   opt_state = names["tx"].init(params)
   _, opt_state, loss = names["train_step"](params, opt_state, names["batch"])
   assert opt_state.applied_steps == 1
@@ -136,16 +129,14 @@ def test_the_examples_run_one_after_the_other():
 
   names["variables"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 3.0}
   names["updates"] = {"params": jnp.ones(2), "_overwrite_with_gradient": 5.0}
-  exec(collection, names)
+  exec(block("FP8", "_overwrite_with_gradient"), names)
   assert names["variables"]["_overwrite_with_gradient"] == 5.0
   assert jnp.all(names["variables"]["params"] == 2.0)
 
 
 @pytest.mark.slow
 def test_what_is_seen_and_advised(capfd):
-  _, record, history, advise, where, overflow = documents.blocks(
-    documents.section(README, "Seeing it, and tuning it"), "python"
-  )
+  seeing = functools.partial(block, "Seeing it, and tuning it")
   rule = ols.DynamicLossScale(2.0**20)
   batch = np.ones((4, 5), np.float32)
   params = {"w": jnp.full((5, 3), 0.5)}
@@ -156,21 +147,23 @@ def test_what_is_seen_and_advised(capfd):
 
   names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "rule": rule}
   names |= {"params": params, "loss_fn": loss_fn, "batch": batch}
+  record = seeing("ols.instruments.record")
   exec(record.replace("ols.DynamicLossScale()", "rule"), names)
   for _ in range(100):
     names["params"], names["opt_state"], _ = names["train_step"](
       names["params"], names["opt_state"], batch
     )
   with matplotlib.rc_context({"backend": "agg"}):
-    exec(history, names)
+    exec(seeing("ols.instruments.history"), names)
     assert names["history"].overflow.sum() == 5
-    exec(advise, names)
+    exec(seeing("ols.instruments.advise"), names)
     _, names["grads"] = jax.value_and_grad(loss_fn)(params, batch)
-    exec(where, names)
+    exec(seeing("ols.instruments.exponent_histogram"), names)
     matplotlib.pyplot.close("all")
   assert names["histogram"].total == 15
   assert names["lost"] == 0
   first = names["history"]._replace(loss_scale=np.float32([2.0**20]))
+  overflow = seeing("ols.instruments.where_overflow")
   exec(overflow, names | {"history": first})
   exec(overflow, names)
   jax.effects_barrier()
@@ -189,7 +182,7 @@ def test_the_table_of_rules_is_what_replays_show():
     "megatron": "megatron:initial_scale=2**32,min_scale=1,growth_factor=2,"
     "backoff_factor=0.5,growth_interval=1000,hysteresis=2"
   }
-  traces = [
+  histories = [
     ols.instruments.read_history(f"tests/traces/amax_{name}.csv")
     for name in ("digits", "text")
   ]
@@ -200,7 +193,7 @@ def test_the_table_of_rules_is_what_replays_show():
   assert len(shown) == 15
   for name, cells in shown.items():
     rule = _loss_scale.parse(text_of.get(name, name)).rule
-    replays = [ols.instruments.replay(rule, trace) for trace in traces]
+    replays = [ols.instruments.replay(rule, x) for x in histories]
     expected = [
       cell
       for replay in replays
@@ -210,15 +203,14 @@ def test_the_table_of_rules_is_what_replays_show():
 
 
 def test_amax_inside_the_model_reaches_the_rule():
-  section = documents.section(README, "Rules that look before they leap")
-  wrap, tapped = documents.blocks(section, "python")
+  rules = functools.partial(block, "Rules that look before they leap")
   params = {"w": jnp.full((5, 3), 0.5)}
   batch = {"x": jnp.ones((4, 5)), "y": jnp.ones(4)}
   names = {"jnp": jnp, "ols": ols, "optax": optax, "params": params}
   names |= {"batch": batch}
-  exec(wrap, names)
+  exec(rules("ols.rules.HeadroomLossScale"), names)
   names["opt_state"] = names["tx"].init(params)
-  exec(tapped, names)
+  exec(rules("ols.rules.amax_tap"), names)
   assert names["opt_state"].amax == max(
     names["amax"], jnp.abs(names["grads"]["w"]).max()
   )
@@ -291,12 +283,12 @@ def test_pages_that_are_linked_are_there(page):
 
 def test_the_train_step_is_that_of_the_demo():
   demo = documents.read("optax_lossscale/demo/training.py")
-  body = re.search(r"def train_step.*?\n(.*?)  return", README, re.DOTALL)
+  body = re.search(r"def train_step.*?\n(.*?)  return", STEP, re.DOTALL)
   for line in body.group(1).splitlines():
     assert line.strip() in demo
 
 
 def test_the_table_of_names_is_complete():
-  table = README[README.index("## Names") : README.index("## The command")]
+  table = documents.section(README, "Names")
   for name in ols.__all__:
     assert f"`{name}" in table, name

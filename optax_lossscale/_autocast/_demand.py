@@ -94,7 +94,7 @@ def find_demand(
     after = [uses.get(variable, Use()) for variable in equation.outvars]
     of_outputs[id(equation)] = after
     where = scopes.join(scope, str(equation.source_info.name_stack))
-    if calls.lowered_bodies(equation):
+    if calls.castable_bodies(equation):
       of_inputs, product = _call(equation, recipe, where, after)
     else:
       of_input, product, full = _operation(
@@ -163,7 +163,7 @@ def _operation(
   constants: set[core.Var],
 ) -> tuple[Use, bool, bool]:
   """Returns what becomes of the inputs, if it is a product, and if float32."""
-  name = operation_table.listed_name(equation)
+  name = operation_table.name_of(equation)
   decision = recipe.decide(name, scope)
   treatment = decision.treatment
   is_move = operation_table.moves(equation) or name == "convert_element_type"

@@ -54,7 +54,7 @@ def evaluate(
     return _as_written(equation, inputs)
   if name == "convert_element_type":
     return _conversion(equation, inputs)
-  if operation_table.listed_name(equation) in _SUMS:
+  if operation_table.name_of(equation) in _SUMS:
     return _sum(equation, inputs, decision)
   if name in levels.PRODUCTS:
     return _product(equation, inputs, decision)
@@ -155,7 +155,7 @@ def _sum(
 ) -> list[_value.Value]:
   """A sum, accumulated in float32 whatever comes in and goes out."""
   treatment = decision.treatment
-  name = operation_table.listed_name(equation)
+  name = operation_table.name_of(equation)
   is_reduction = name in operation_table.REDUCTIONS or name == "vecdot"
   is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
   kind = _Kind.COMPUTED
@@ -312,7 +312,7 @@ def _choose(
     # Such as the biases of several gates in one array.
     return _widest(floats), _Kind.GIVEN
   is_given = all(x.kind.stays_float32 for x in floats)
-  name = operation_table.listed_name(equation)
+  name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
     return levels.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:

@@ -70,13 +70,13 @@ class MixedProgram:
       ]
       scope = scopes.join(self.scope, str(equation.source_info.name_stack))
       inner = dataclasses.replace(self, scope=scope)
-      if calls.lowered_bodies(equation):
+      if calls.castable_bodies(equation):
         call = _CALLS.get(calls.form(equation), _in_place)
         return call(inner, equation, values, demand.outputs[id(equation)])
       if id(equation) in demand.in_float32:
         decision = self.recipe.in_float32
       else:
-        name = operation_table.listed_name(equation)
+        name = operation_table.name_of(equation)
         decision = self.recipe.decide(name, scope)
       if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
@@ -115,13 +115,12 @@ def _in_place(
   inputs: _Values,
   uses: Sequence[_demand.Use],
 ) -> list[_value.Value]:
-  outputs, _ = throughout.in_place(
+  return throughout.in_place(
     equation,
     inputs,
-    lambda body, inputs: (program.evaluate(body.jaxpr, inputs, uses), ()),
+    lambda body, inputs: program.evaluate(body.jaxpr, inputs, uses),
     lambda function, x: x.received(function(x.array)),
   )
-  return outputs
 
 
 def _remat(
@@ -187,9 +186,7 @@ def _around_bodies(
     num_agreed = len(uses)
   spans: list[_value.Span] = [None] * len(uses)
 
-  def interpret(
-    body: calls.Body, arrays: Sequence[Any]
-  ) -> tuple[list[Any], Any]:
+  def interpret(body: calls.Body, arrays: Sequence[Any]) -> list[Any]:
     received = _value.received([inputs[i] for i in body.inputs], arrays)
     of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
     outputs = program.evaluate(body.jaxpr, received, of_outputs)
@@ -199,9 +196,9 @@ def _around_bodies(
         _value.union([span, x.span])
         for span, x in zip(spans, outputs, strict=True)
       ]
-    return _value.arrays(outputs), ()
+    return _value.arrays(outputs)
 
-  arrays, _ = throughout.rebuild(equation, _value.arrays(inputs), interpret)
+  arrays = throughout.rebuild(equation, _value.arrays(inputs), interpret)
   return [
     _value.Value(array, getattr(variable.aval, "dtype", None), span=span)
     for variable, array, span in zip(

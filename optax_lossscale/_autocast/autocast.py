@@ -128,8 +128,8 @@ def autocast(
     recording = interpreter.record(fun, args, kwargs)
     jaxpr = recording.jaxpr
     operations_of_fun = {
-      (scope, operation_table.listed_name(equation))
-      for scope, equation in scopes.equations(jaxpr)
+      (scope, operation_table.name_of(equation))
+      for scope, equation in scopes.operations(jaxpr)
     }
     of_fun = recipe.of(operations_of_fun, operation_table.NAMES)
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]

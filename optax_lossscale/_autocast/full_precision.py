@@ -72,8 +72,8 @@ def _refused() -> Iterator[None]:
 
 
 def _check_products(jaxpr: Any) -> None:
-  for scope, equation in scopes.equations(jaxpr):
-    name = operation_table.listed_name(equation)
+  for scope, equation in scopes.operations(jaxpr):
+    name = operation_table.name_of(equation)
     if name in levels.PRODUCTS and _is_low(equation):
       raise ValueError(
         "`loss_fn` must be in full precision as it is written, since that is "

@@ -211,7 +211,7 @@ class Recipe:
     self, operations: Collection[tuple[str, str]], names: frozenset[str]
   ) -> "Recipe":
     """Returns the recipe for a function."""
-    scopes.check_patterns(
+    _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
     )
@@ -283,6 +283,33 @@ def make_recipe(
     ),
     edited=frozenset().union(*edits.values()),
   )
+
+
+def _check_patterns(
+  patterns: Iterable[str], found_scopes: Collection[str]
+) -> None:
+  """Raises if a pattern matches nothing."""
+  for pattern in patterns:
+    if any(scopes.matches(scope, pattern) for scope in found_scopes):
+      continue
+    known = sorted(
+      {x for scope in found_scopes for x in scopes.ancestors(scope)}
+    )
+    there_are = (
+      f"the scopes are {', '.join(map(repr, known))}"
+      if known
+      else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
+    )
+    anywhere = f"*{pattern}"
+    hint = (
+      f" It begins at the first part of a scope: {anywhere!r} would match."
+      if any(scopes.matches(scope, anywhere) for scope in found_scopes)
+      else ""
+    )
+    raise ValueError(
+      "Each pattern of `overrides` must match a scope of the function, got "
+      f"{pattern!r}; {there_are}.{hint}"
+    )
 
 
 def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:

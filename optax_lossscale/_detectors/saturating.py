@@ -139,7 +139,7 @@ def _differentiable(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Clamping(throughout.Rule):
+class _Clamping(throughout.CountingRule):
   """The rule: an operation as it is, and its results clamped."""
 
   dtypes: frozenset[Any]

@@ -115,8 +115,8 @@ def bodies(equation: core.JaxprEqn) -> list[Body]:
   return call.bodies(equation) if call else []
 
 
-def lowered_bodies(equation: core.JaxprEqn) -> list[Body]:
-  """Returns the jaxprs of an equation that `autocast` goes into."""
+def castable_bodies(equation: core.JaxprEqn) -> list[Body]:
+  """Returns the jaxprs of an equation that may run in another precision."""
   return [] if form(equation) is Form.SOLVE else bodies(equation)
 
 

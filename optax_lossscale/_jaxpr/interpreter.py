@@ -22,7 +22,7 @@ from optax_lossscale._base import trees
 # named `ClosedJaxpr`, with the same attributes.
 
 # Takes an equation and the values of its inputs, returns those of its outputs.
-Rule = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
+EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
 # JAX's mark of the function that is being recorded, to be evaluated at once.
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -127,7 +127,7 @@ def _is_array(x: Any) -> bool:
 def evaluate(
   jaxpr: core.Jaxpr,
   arguments: Sequence[Any],
-  rule: Rule,
+  rule: EvaluateEquation,
   consts: Sequence[Any] | None = None,
 ) -> list[Any]:
   """Returns the outputs of a jaxpr, each equation evaluated by `rule`."""
@@ -168,7 +168,7 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
 def context(equation: core.JaxprEqn) -> Iterator[None]:
   """Restores the scopes, settings and lines of code of an equation.
 
-  So profilers, errors and `where_overflow` show the user's lines.
+  So profilers and errors show the user's lines.
   """
   scope = str(equation.source_info.name_stack)
   with (

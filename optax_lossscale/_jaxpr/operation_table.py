@@ -89,7 +89,7 @@ def moves(equation: core.JaxprEqn) -> bool:
   return name in MOVES
 
 
-# The names that an operation may have in the lists of `autocast`.
+# What `name_of` returns for the primitives that JAX exports.
 NAMES = frozenset(
   getattr(primitives, attribute).name
   for attribute in dir(primitives)
@@ -99,8 +99,11 @@ NAMES = frozenset(
 _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 
 
-def listed_name(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation in the lists of `autocast`."""
+def name_of(equation: core.JaxprEqn) -> str:
+  """Returns the name of an operation: its primitive's, or a closer one.
+
+  One name for all ways to write the same, which `autocast` goes by.
+  """
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":
     return _POWERS.get(equation.params["y"], name)

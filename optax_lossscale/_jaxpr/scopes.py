@@ -1,6 +1,5 @@
 """Scopes: the names that JAX records with operations, and patterns for them."""
 
-from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
 import re
@@ -21,17 +20,17 @@ _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 _RECOMPUTED = "rematted_computation"
 
 
-def equations(
+def operations(
   jaxpr: Any, scope: str = ""
 ) -> Iterator[tuple[str, core.JaxprEqn]]:
-  """Yields scope and equation of each operation that `autocast` decides on."""
+  """Yields scope and equation of each operation that has its own precision."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
     where = join(scope, str(equation.source_info.name_stack))
-    bodies = calls.lowered_bodies(equation)
+    bodies = calls.castable_bodies(equation)
     if not bodies:
       yield where, equation
     for body in bodies:
-      yield from equations(body.jaxpr, where)
+      yield from operations(body.jaxpr, where)
 
 
 def join(scope: str, name_stack: str) -> str:
@@ -82,31 +81,6 @@ def ends_in(scope: str, patterns: Iterable[str]) -> bool:
   """Returns whether the last part of a scope is like one of the patterns."""
   part = scope.rsplit("/", 1)[-1]
   return any(_is_like(part, pattern) for pattern in patterns)
-
-
-def check_patterns(
-  patterns: Iterable[str], found_scopes: Collection[str]
-) -> None:
-  """Raises if a pattern matches nothing."""
-  for pattern in patterns:
-    if any(matches(scope, pattern) for scope in found_scopes):
-      continue
-    known = sorted({x for scope in found_scopes for x in ancestors(scope)})
-    there_are = (
-      f"the scopes are {', '.join(map(repr, known))}"
-      if known
-      else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
-    )
-    anywhere = f"*{pattern}"
-    hint = (
-      f" It begins at the first part of a scope: {anywhere!r} would match."
-      if any(matches(scope, anywhere) for scope in found_scopes)
-      else ""
-    )
-    raise ValueError(
-      "Each pattern of `overrides` must match a scope of the function, got "
-      f"{pattern!r}; {there_are}.{hint}"
-    )
 
 
 def _is_like(text: str, pattern: str) -> bool:

@@ -47,8 +47,8 @@ class Tally:
     return count
 
 
-class Rule(Tally, abc.ABC):
-  """What is done with every operation, and how it counts."""
+class CountingRule(Tally, abc.ABC):
+  """What is done with every operation, and how its counts are put together."""
 
   @abc.abstractmethod
   def apply(
@@ -63,7 +63,7 @@ class Rule(Tally, abc.ABC):
     """
 
 
-class Sum(Rule):
+class Sum(CountingRule):
   """A rule whose counts, of int32[], are added up."""
 
   def join(self, counts: Sequence[Any]) -> Any:
@@ -78,7 +78,7 @@ class Sum(Rule):
 def evaluate(
   jaxpr: core.Jaxpr,
   arguments: Sequence[Any],
-  rule: Rule,
+  rule: CountingRule,
   consts: Sequence[Any] | None = None,
   around: tuple[core.JaxprEqn, ...] = (),
 ) -> tuple[list[Any], Any]:
@@ -95,7 +95,7 @@ def evaluate(
       outputs, count = rule.apply(around, equation, inputs)
     else:
       inside = (*around, equation)
-      outputs, count = rebuild(
+      outputs, count = _rebuild(
         equation,
         inputs,
         lambda body, inputs: evaluate(body.jaxpr, inputs, rule, None, inside),
@@ -108,25 +108,47 @@ def evaluate(
   return outputs, rule.join(counts)
 
 
-# Evaluates a body of an equation; returns its outputs and its count.
-Interpret = Callable[[calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]]
+# Evaluates a body of an equation; returns its outputs.
+Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
+# The same, and returns its count as well.
+_InterpretAndCount = Callable[
+  [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
+]
 _Call = Callable[
-  [core.JaxprEqn, Sequence[Any], Interpret, Tally], tuple[list[Any], Any]
+  [core.JaxprEqn, Sequence[Any], _InterpretAndCount, Tally],
+  tuple[list[Any], Any],
 ]
 
 
 def rebuild(
+  equation: core.JaxprEqn, inputs: Sequence[Any], interpret: Interpret
+) -> list[Any]:
+  """Returns the outputs of an equation around bodies that are evaluated."""
+  outputs, _ = _rebuild(
+    equation, inputs, lambda *of_body: (interpret(*of_body), ()), Tally()
+  )
+  return outputs
+
+
+def _rebuild(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: Interpret,
-  tally: Tally | None = None,
+  interpret: _InterpretAndCount,
+  tally: Tally,
 ) -> tuple[list[Any], Any]:
-  """Returns the outputs of an equation around bodies that are evaluated."""
+  """Returns the outputs of an equation, and what was counted in its bodies."""
   call = _CALLS.get(calls.form(equation))
-  if call is None:
-    return in_place(equation, inputs, interpret)
-  with interpreter.inside(equation):
-    return call(equation, inputs, interpret, tally or Tally())
+  if call is not None:
+    with interpreter.inside(equation):
+      return call(equation, inputs, interpret, tally)
+  count = None
+
+  def interpret_body(body: calls.Body, inputs: Sequence[Any]) -> Sequence[Any]:
+    nonlocal count
+    outputs, count = interpret(body, inputs)
+    return outputs
+
+  return in_place(equation, inputs, interpret_body), count
 
 
 def in_place(
@@ -134,7 +156,7 @@ def in_place(
   inputs: Sequence[Any],
   interpret: Interpret,
   change: Callable[[Callable[[Any], Any], Any], Any] = lambda f, x: f(x),
-) -> tuple[list[Any], Any]:
+) -> list[Any]:
   """Returns the outputs of an equation whose one body is evaluated instead.
 
   `change` applies a function of arrays to inputs and outputs.
@@ -156,8 +178,7 @@ def in_place(
   with interpreter.inside(equation):
     if form is calls.Form.JIT:
       inputs = lay_out(inputs, parameters["in_shardings"])
-      outputs, count = interpret(body, inputs)
-      return lay_out(outputs, parameters["out_shardings"]), count
+      return lay_out(interpret(body, inputs), parameters["out_shardings"])
     if (
       form is calls.Form.REMAT
       and parameters["differentiated"]
@@ -167,8 +188,7 @@ def in_place(
       # same as what was computed before. One by one, or under `shard_map` all
       # would vary as any of them does.
       inputs = [change(lax.optimization_barrier, x) for x in inputs]
-    outputs, count = interpret(body, inputs)
-    return list(outputs), count
+    return list(interpret(body, inputs))
 
 
 def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -187,7 +207,7 @@ def _same(array: Any) -> Any:
 def _cond(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: Interpret,
+  interpret: _InterpretAndCount,
   tally: Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
@@ -219,7 +239,7 @@ def _cond(
 def _scan(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: Interpret,
+  interpret: _InterpretAndCount,
   tally: Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.scan`, and `fori_loop` of known length."""
@@ -248,7 +268,7 @@ def _scan(
 def _while_loop(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: Interpret,
+  interpret: _InterpretAndCount,
   tally: Tally,
 ) -> tuple[list[Any], Any]:
   """`lax.while_loop`, and `fori_loop` of unknown length."""
@@ -295,7 +315,7 @@ def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
 def _shard_map(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  interpret: Interpret,
+  interpret: _InterpretAndCount,
   tally: Tally,
 ) -> tuple[list[Any], Any]:
   """`jax.shard_map`, and `jax.pmap`, which is one."""

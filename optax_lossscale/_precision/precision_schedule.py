@@ -19,7 +19,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._precision import _thresholds
 from optax_lossscale._precision import _two_precisions
-from optax_lossscale._precision import accelerate_train_mode as grammar
+from optax_lossscale._precision import ascend_grammar
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -447,11 +447,11 @@ def precision_schedule(
   References:
     Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
   """
-  dtype, mode, ratio = grammar.parse(accelerate_train_mode)
-  total, target = grammar.check_end(
+  dtype, mode, ratio = ascend_grammar.parse(accelerate_train_mode)
+  total, target = ascend_grammar.check_end(
     mode, total_steps=total_steps, target_loss=target_loss
   )
-  keeps_origin_dtype = grammar.keeps_origin_dtype(
+  keeps_origin_dtype = ascend_grammar.keeps_origin_dtype(
     precision_mode=precision_mode, precision_mode_v2=precision_mode_v2
   )
   return PrecisionSchedule(

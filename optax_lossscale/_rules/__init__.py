@@ -1,1 +1,1 @@
-"""The rules that move the loss scale S."""
+"""The base class of rules, the rules that count overflows, and their engine."""

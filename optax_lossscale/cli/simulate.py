@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
       "Replays the amax of a recorded run through rules, and prints for each "
       "how many steps it loses and how much of the dtype's range it leaves "
       "unused. What a lost step changes in the training after it, no replay "
-      "shows. A trace with few overflows, recorded at a small S, tells most."
+      "shows. A history with few overflows, recorded at a small S, tells most."
     ),
   )
   _add_input(parser)
@@ -59,10 +59,10 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
-    "trace",
+    "history",
     nargs="+",
     type=pathlib.Path,
-    metavar="TRACE",
+    metavar="HISTORY",
     help="a CSV or JSON file: what train wrote, or one with a column amax, "
     "scaled, and loss_scale (without it 1), overflow and step",
   )
@@ -98,7 +98,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Reads every history before anything is replayed."""
   rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
-  histories = {x: _read(parser, arguments, x) for x in arguments.trace}
+  histories = {x: _read(parser, arguments, x) for x in arguments.history}
   parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
     with parser.writing(arguments.output):
@@ -142,11 +142,11 @@ def _read(
   try:
     return instruments.read_history(path, arguments.label, arguments.seed)
   except OSError as error:
-    parser.error(f"argument TRACE: {error.strerror}: {path}")
+    parser.error(f"argument HISTORY: {error.strerror}: {path}")
   except ValueError as error:
     # The reader's arguments are options here.
     message = str(error).replace("`run`:", "--run:")
-    parser.error(f"argument TRACE: {message.replace('`seed`:', '--seed:')}")
+    parser.error(f"argument HISTORY: {message.replace('`seed`:', '--seed:')}")
 
 
 def _print_advice(

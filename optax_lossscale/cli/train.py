@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
-from optax_lossscale._precision import accelerate_train_mode
+from optax_lossscale._precision import ascend_grammar
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 from optax_lossscale.demo import run as run_lib
@@ -48,7 +48,7 @@ class _Accelerate(NamedTuple):
   @classmethod
   def parse(cls, text: str) -> "_Accelerate":
     """Returns what a text says."""
-    dtype, mode, _ = accelerate_train_mode.parse(text)
+    dtype, mode, _ = ascend_grammar.parse(text)
     return cls(text, dtype.name, mode)
 
 

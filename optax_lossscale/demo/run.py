@@ -197,7 +197,7 @@ def _summary(result: Result) -> dict[str, Any]:
   columns["amax"] = [history_files.as_json(x) for x in columns["amax"]]
   return {
     **{name: history_files.as_json(getattr(result, name)) for name in _FIGURES},
-    "trace": columns if columns["step"] else None,
+    "history": columns if columns["step"] else None,
   }
 
 

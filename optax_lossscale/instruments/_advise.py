@@ -92,11 +92,11 @@ def advise(
   1000. A value is proposed only if a replay of the recorded steps bears it out:
   fewer steps lost, or a mean headroom that is smaller by 1 bit without more
   than 1 step in 1000 lost. Each is tried on top of those before it. See
-  `replay` for what such a trial cannot show.
+  `replay` for what that cannot show.
 
   Args:
     history: what was recorded, best of some thousand steps. If it begins in
-      the middle of a run, so does the trial, and nothing is said about the
+      the middle of a run, so does the replay, and nothing is said about the
       start: its first step is not 1, or S moves but does not begin with the
       rule's first one, as after a checkpoint.
     rule: the one that was used: this library's, a preset, or any other; the

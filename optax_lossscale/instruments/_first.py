@@ -33,7 +33,7 @@ class First(NamedTuple):
   rounds: Any
 
 
-class FirstRule(throughout.Rule):
+class FirstRule(throughout.CountingRule):
   """A rule that finds something in operations, and counts the first to run."""
 
   zero: First

@@ -75,7 +75,7 @@ class Replay(NamedTuple):
 
 def replay(
   rule: base.LossScale,
-  trace: _history.History,
+  history: _history.History,
   *,
   dtype: Any = jnp.float16,
   saturating: bool = False,
@@ -102,17 +102,17 @@ def replay(
     before and after, since a backward pass makes NaN out of inf; and where no
     step is clean. Otherwise it is NaN at every S.
 
-  So compare rules on a trace that has few of them, recorded with a small fixed
-  S, say: a rule that goes by amax chases the bounds.
+  So compare rules on a history that has few of them, recorded with a small
+  fixed S, say: a rule that goes by amax chases the bounds.
 
   Args:
     rule: any rule.
-    trace: what was recorded, with any rule.
-    dtype: the computation's dtype, here and in the trace.
+    history: what was recorded, with any rule.
+    dtype: the computation's dtype, here and in the history.
     saturating: whether it clips: an amax of the dtype's largest finite value is
       then an overflow as well, and there is no inf.
-    loss_scale: the first S; the rule's own by default. For a trace that begins
-      in the middle of a run.
+    loss_scale: the first S; the rule's own by default. For a history that
+      begins in the middle of a run.
 
   Returns:
     The replay.
@@ -124,18 +124,18 @@ def replay(
   Examples:
     >>> import numpy as np
     >>> import optax_lossscale as ols
-    >>> trace = ols.instruments.History(
+    >>> history = ols.instruments.History(
     ...   step=np.arange(1, 5),
     ...   loss_scale=np.float32([1024.0] * 4),
     ...   amax=np.float32([4.0, 8.0, 4.0, 2.0]),
     ...   overflow=np.array([False] * 4),
     ... )
     >>> rule = ols.DynamicLossScale(2.0**24, growth_interval=2)
-    >>> replay = ols.instruments.replay(rule, trace)
+    >>> replay = ols.instruments.replay(rule, history)
     >>> print(np.log2(replay.history.loss_scale), replay.lost_steps)
     [24. 23. 22. 22.] 2
   """
-  check_history(trace)
+  check_history(history)
   _check_rule(rule)
   found, name = arguments.read_dtype(dtype)
   if found is None:
@@ -149,11 +149,11 @@ def replay(
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
   limit = limit_of(found)
   outcome = _steps_of(rule)(
-    state, known_steps(trace, limit), np.float32(limit), saturating
+    state, known_steps(history, limit), np.float32(limit), saturating
   )
   scales, amax, overflow, stalled = map(np.asarray, outcome)
   return Replay(
-    history=_history.History(np.asarray(trace.step), scales, amax, overflow),
+    history=_history.History(np.asarray(history.step), scales, amax, overflow),
     skipped=overflow & rule.skip,
     stalled=stalled,
     dtype=found,
@@ -164,7 +164,7 @@ def check_history(history: Any) -> None:
   """Raises TypeError if it is no History."""
   if not isinstance(history, _history.History):
     raise TypeError(
-      f"a trace must be a History, got {type(history).__name__}; "
+      f"`history` must be a History, got {type(history).__name__}; "
       "instruments.history takes one out of a training state, and "
       "instruments.read_history reads one from a file."
     )

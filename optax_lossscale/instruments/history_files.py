@@ -23,7 +23,7 @@ _Path = str | os.PathLike[str]
 def read_history(
   path: _Path, run: str | None = None, seed: int | None = None
 ) -> _history.History:
-  r"""Reads a trace from a CSV or JSON file.
+  r"""Reads a history from a CSV or JSON file.
 
   A CSV file needs a column `amax`, scaled, beside the `loss_scale` of the step;
   without such a column S was 1. `overflow` (0 or 1; without it, amax inf or
@@ -54,7 +54,7 @@ def read_history(
     >>> import pathlib, tempfile
     >>> import optax_lossscale as ols
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...   path = pathlib.Path(folder, "trace.csv")
+    ...   path = pathlib.Path(folder, "history.csv")
     ...   _ = path.write_text("loss_scale,amax\n1024,16376\n1024,inf\n")
     ...   history = ols.instruments.read_history(path)
     >>> print(history.step, history.overflow, history.headroom())
@@ -71,7 +71,7 @@ def read_history(
 
 
 def write_history(path: _Path, history: _history.History) -> None:
-  """Writes a trace as a CSV or JSON file, which `read_history` reads.
+  """Writes a history as a CSV or JSON file, which `read_history` reads.
 
   Args:
     path: of a file that ends in `.csv` or `.json`; it is replaced.
@@ -242,12 +242,12 @@ def _read_json(path: pathlib.Path) -> Iterator[_Source]:
   content = json.loads(path.read_text(encoding="utf-8"))
   if isinstance(content, dict) and "runs" in content:
     for i, run in enumerate(_of_kind(list, "runs", content["runs"])):
-      trace = _of_kind(dict, f"runs[{i}]", run).get("trace")
-      if trace is not None:
-        where = f"runs[{i}].trace"
-        _of_kind(dict, where, trace)
+      history = _of_kind(dict, f"runs[{i}]", run).get("history")
+      if history is not None:
+        where = f"runs[{i}].history"
+        _of_kind(dict, where, history)
         label = run.get("run"), str(run.get("seed"))
-        yield _json_source(f"{where}.", trace, *label)
+        yield _json_source(f"{where}.", history, *label)
   else:
     if isinstance(content, list):
       content = {"amax": content}

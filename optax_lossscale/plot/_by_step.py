@@ -109,7 +109,7 @@ def headroom(
 def replays(
   replays: Mapping[str, instruments.Replay], *, ax: Any = None
 ) -> Axes:
-  """Draws the S of several rules on one trace, and the steps that each loses.
+  """Draws the S of several rules on one history, and the steps that each loses.
 
   Args:
     replays: what `instruments.replay` returned for each rule, by the name that
@@ -129,13 +129,13 @@ def replays(
     >>> from matplotlib.figure import Figure
     >>> import numpy as np
     >>> import optax_lossscale as ols
-    >>> trace = ols.instruments.History(
+    >>> history = ols.instruments.History(
     ...   step=np.array([1, 2]),
     ...   loss_scale=np.float32([1.0, 1.0]),
     ...   amax=np.float32([4.0, 65504 / 2**14]),
     ...   overflow=np.array([False, False]),
     ... )
-    >>> replay = ols.instruments.replay(ols.DynamicLossScale(2.0**15), trace)
+    >>> replay = ols.instruments.replay(ols.DynamicLossScale(2.0**15), history)
     >>> axes = ols.plot.replays({"dynamic": replay}, ax=Figure().subplots())
     >>> print(axes.get_legend_handles_labels()[1][-1])
     dynamic: 1 lost, 0.0 bits

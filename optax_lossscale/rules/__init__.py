@@ -1,4 +1,4 @@
-"""Rules that look at amax before they leap.
+"""Rules that go by more than overflows, such as amax.
 
 The rules that count overflows learn how large S may be from the steps that they
 lose. The largest gradient says it beforehand, on every step:

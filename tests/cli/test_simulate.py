@@ -15,8 +15,8 @@ UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 
 
 @pytest.fixture
-def trace(tmp_path):
-  path = tmp_path / "trace.csv"
+def history(tmp_path):
+  path = tmp_path / "history.csv"
   instruments.write_history(path, make_history(UNSCALED, scale=2.0**10))
   return path
 
@@ -48,10 +48,10 @@ def rows_of(out):
   ],
 )
 def test_bad_input_is_answered_with_one_line(
-  option, arguments, trace, monkeypatch, capsys
+  option, arguments, history, monkeypatch, capsys
 ):
-  monkeypatch.chdir(trace.parent)
-  assert simulate(trace, *arguments) == 2
+  monkeypatch.chdir(history.parent)
+  assert simulate(history, *arguments) == 2
   out, err = capsys.readouterr()
   assert out == ""
   assert err.startswith("optax-lossscale")
@@ -68,29 +68,29 @@ def test_bad_input_is_answered_with_one_line(
     ("a.csv", "seed,amax\n1,1\n2,1\n", "choose one by --seed: 1, 2"),
   ],
 )
-def test_a_trace_that_cannot_be_read_is_told_by_name(
-  name, text, words, tmp_path, trace, capsys
+def test_a_history_that_cannot_be_read_is_told_by_name(
+  name, text, words, tmp_path, history, capsys
 ):
   path = tmp_path / name
   if text is not None:
     path.write_text(text)
-  assert simulate(trace, path) == 2
+  assert simulate(history, path) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert "argument TRACE" in err and str(path) in err and words in err
+  assert "argument HISTORY" in err and str(path) in err and words in err
 
 
-def test_a_trace_is_wanted(capsys):
+def test_a_history_is_wanted(capsys):
   assert simulate() == 2
-  assert "TRACE" in capsys.readouterr().err
+  assert "HISTORY" in capsys.readouterr().err
 
 
-def test_table_has_the_figures_of_each_rule(trace, capsys):
+def test_table_has_the_figures_of_each_rule(history, capsys):
   rules = ("fixed:2**12", "fixed:2**20", "dynamic:2**16")
   arguments = [word for rule in rules for word in ("--rule", rule)]
-  assert simulate(trace, *arguments) == 0
+  assert simulate(history, *arguments) == 0
   out = capsys.readouterr().out
-  assert f"{trace}, 121 steps" in out.replace("\n", "")
+  assert f"{history}, 121 steps" in out.replace("\n", "")
   rows = rows_of(out)
   # The recorded overflow says nothing below its S, and 2 bits above it.
   assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "0", "2^12"]
@@ -98,13 +98,13 @@ def test_table_has_the_figures_of_each_rule(trace, capsys):
   assert rows[rules[2]] == ["2", "1.1", "0.4", "1.4", "0", "2^14"]
 
 
-def test_default_rules_are_compared(trace, capsys):
-  assert simulate(trace) == 0
+def test_default_rules_are_compared(history, capsys):
+  assert simulate(history) == 0
   assert {"dynamic", "headroom"} <= rows_of(capsys.readouterr().out).keys()
 
 
 def test_dtype_and_hardware_count(tmp_path, capsys):
-  path = tmp_path / "trace.json"
+  path = tmp_path / "history.json"
   path.write_text("[65504]")
   lost = []
   for options in ([], ["--hardware=saturating"], ["--dtype=bfloat16"]):
@@ -114,16 +114,16 @@ def test_dtype_and_hardware_count(tmp_path, capsys):
 
 
 def test_run_and_seed_are_chosen(tmp_path, capsys):
-  path = tmp_path / "trace.csv"
+  path = tmp_path / "history.csv"
   path.write_text("run,seed,amax\na,0,1\nb,0,1\nb,1,inf\nb,1,1\n")
   assert simulate(path, "--run=b", "--seed=1", "--rule=fixed:4") == 0
   out = capsys.readouterr().out
   assert "2 steps" in out and rows_of(out)["fixed:4"][0] == "1"
 
 
-def test_advice_is_given_on_each_rule(trace, capsys):
+def test_advice_is_given_on_each_rule(history, capsys):
   rules = ("--rule", "npu_fixed:loss_scale=2**20", "--rule", "fixed:2**13")
-  assert simulate(trace, *rules, "--advise") == 0
+  assert simulate(history, *rules, "--advise") == 0
   lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
   first = lines.index("npu_fixed:loss_scale=2**20:")
   # 2**9 is what the recorded overflow leaves, of which 2 bits are kept free.
@@ -131,30 +131,30 @@ def test_advice_is_given_on_each_rule(trace, capsys):
   assert lines[lines.index("fixed:2**13:") + 1] == "nothing to change"
 
 
-def test_picture_has_a_panel_for_each_trace(trace, tmp_path, capsys):
+def test_picture_has_a_panel_for_each_history(history, tmp_path, capsys):
   other = tmp_path / "other.json"
   other.write_text("[1, 2]")
   picture = tmp_path / "new" / "picture.png"
   arguments = ["--rule", "fixed:8", "--output", picture]
-  assert simulate(trace, other, *arguments) == 0
+  assert simulate(history, other, *arguments) == 0
   assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
   out = capsys.readouterr().out.replace("\n", "")
   assert f"{other}, 2 steps" in out and f"wrote {picture}" in out
 
 
-def test_picture_is_what_its_name_says(trace, tmp_path):
+def test_picture_is_what_its_name_says(history, tmp_path):
   picture = tmp_path / "picture.SVG"
-  assert simulate(trace, "--rule", "fixed:8", "--output", picture) == 0
+  assert simulate(history, "--rule", "fixed:8", "--output", picture) == 0
   assert b"<svg" in picture.read_bytes()
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
 def test_missing_extra_is_told_with_its_remedy(
-  package, trace, tmp_path, monkeypatch, capsys
+  package, history, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setitem(sys.modules, package, None)
   picture = tmp_path / "new" / "picture.png"
-  assert simulate(trace, "--output", picture) == 2
+  assert simulate(history, "--output", picture) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
   assert package in err and 'pip install "optax-lossscale[demo]"' in err

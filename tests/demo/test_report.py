@@ -104,12 +104,12 @@ def test_json_is_json_whatever_the_loss(tmp_path):
       "skipped_steps": 0,
       "loss_scale": None,
       "switched_after": None,
-      "trace": None,
+      "history": None,
     }
   ]
 
 
-def test_json_has_the_trace_of_what_was_scaled(tmp_path):
+def test_json_has_the_history_of_what_was_scaled(tmp_path):
   path = tmp_path / "summary.json"
   label = "[\n  two  spaces"
   steps = [
@@ -123,13 +123,13 @@ def test_json_has_the_trace_of_what_was_scaled(tmp_path):
   assert report["seeds"] == [0, 1] and report["none"] == []
   first, second = report["runs"]
   assert first["run"] == label
-  assert first["trace"] == {
+  assert first["history"] == {
     "step": [1, 2],
     "loss_scale": [16.0, 8.0],
     "overflow": [1, 0],
     "amax": ["inf", 8.0],
   }
-  assert second["trace"] is None
+  assert second["history"] is None
   # A list is one line, however long.
   assert '"loss_scale": [16.0, 8.0],\n' in path.read_text()
 

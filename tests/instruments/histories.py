@@ -1,4 +1,4 @@
-"""Traces that are made up, for what replays and advice make of them."""
+"""Histories that are made up, for what replays and advice make of them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Advice on traces where the right answer is known."""
+"""Advice on histories where the right answer is known."""
 
 import dataclasses
 import math
@@ -69,10 +69,10 @@ def make_rule(system, init_scale=2.0**15, interval=1000, **more):
   return make(**arguments | others | more)
 
 
-def changes(trace, rule, **options):
+def changes(history, rule, **options):
   return [
     (advice.argument, advice.old, advice.new)
-    for advice in instruments.advise(trace, rule, **options)
+    for advice in instruments.advise(history, rule, **options)
   ]
 
 
@@ -99,10 +99,10 @@ def test_a_start_that_is_far_too_high_is_the_first_scale_that_stood(system):
 
 def test_reason_has_the_figures_of_both_replays():
   rule = make_rule("npu", init_scale=2.0**32)
-  trace = make_history(FLAT)
-  advice = instruments.advise(trace, rule)
-  before = instruments.replay(rule, trace)
-  after = instruments.replay(with_advice(rule, advice), trace)
+  history = make_history(FLAT)
+  advice = instruments.advise(history, rule)
+  before = instruments.replay(rule, history)
+  after = instruments.replay(with_advice(rule, advice), history)
   assert str(advice[0]) == (
     "init_loss_scale: 2**32 -> 2**15: 17 steps were lost before the first "
     f"clean one; steps lost {before.lost_steps} -> {after.lost_steps} of 4000, "
@@ -125,21 +125,21 @@ def test_a_short_interval_is_doubled_until_one_step_in_1000_is_lost(system):
 def test_a_spike_every_500_steps_needs_an_interval_beyond_them():
   unscaled = FLAT.copy()
   unscaled[250::500] *= 2.0**6
-  trace = make_history(unscaled)
+  history = make_history(unscaled)
   rule = make_rule("npu", interval=100)
-  advice = instruments.advise(trace, rule)
+  advice = instruments.advise(history, rule)
   assert [item.argument for item in advice] == ["incr_every_n_steps"]
   assert advice[0].new > 500
-  before = instruments.replay(rule, trace).lost_steps
-  after = instruments.replay(with_advice(rule, advice), trace).lost_steps
+  before = instruments.replay(rule, history).lost_steps
+  after = instruments.replay(with_advice(rule, advice), history).lost_steps
   assert after < before / 4
 
 
 def test_hysteresis_that_loses_steps_is_given_up():
   # Where no longer interval fits into the run.
-  trace = make_history(2.0 ** (np.arange(STEPS) / 400))
+  history = make_history(2.0 ** (np.arange(STEPS) / 400))
   rule = make_rule("megatron", hysteresis=4, refill="clean")
-  assert changes(trace, rule) == [("hysteresis", 4, 1)]
+  assert changes(history, rule) == [("hysteresis", 4, 1)]
 
 
 @pytest.mark.parametrize("system", ["dynamic", "npu"])
@@ -151,12 +151,12 @@ def test_a_start_that_is_far_too_low_is_raised(system):
 
 
 def test_an_interval_that_is_too_long_for_shrinking_gradients_is_halved():
-  trace = make_history(2.0 ** -(np.arange(STEPS) / 100))
-  advice = instruments.advise(trace, make_rule("npu", interval=2000))
+  history = make_history(2.0 ** -(np.arange(STEPS) / 100))
+  advice = instruments.advise(history, make_rule("npu", interval=2000))
   assert [item.argument for item in advice] == ["incr_every_n_steps"]
   rule = make_rule("npu", interval=advice[0].new)
   assert 2000 % advice[0].new == 0 and advice[0].new < 500
-  replay = instruments.replay(rule, trace)
+  replay = instruments.replay(rule, history)
   assert replay.mean_headroom < 6 and replay.lost_steps <= 4
 
 
@@ -177,10 +177,10 @@ def test_a_fixed_scale_that_is_too_low_leaves_two_bits():
 def test_one_spike_in_a_thousand_steps_does_not_lower_a_fixed_scale():
   unscaled = FLAT.copy()
   unscaled[::1001] = 2.0**14
-  trace = make_history(unscaled)
-  assert changes(trace, ols.FixedLossScale(2.0**13)) == []
+  history = make_history(unscaled)
+  assert changes(history, ols.FixedLossScale(2.0**13)) == []
   low = ols.FixedLossScale(2.0**4)
-  assert changes(trace, low) == [("scale", 2.0**4, 2.0**13)]
+  assert changes(history, low) == [("scale", 2.0**4, 2.0**13)]
 
 
 @pytest.mark.slow
@@ -261,21 +261,21 @@ def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
 
 
 def test_a_recorded_overflow_is_mended_by_the_next_smaller_scale():
-  trace = make_history(np.full(150, math.inf), scale=2.0**20)
+  history = make_history(np.full(150, math.inf), scale=2.0**20)
   rule = ols.FixedLossScale(2.0**20)
-  assert changes(trace, rule) == [("scale", 2.0**20, 2.0**17)]
+  assert changes(history, rule) == [("scale", 2.0**20, 2.0**17)]
 
 
 def test_nothing_is_said_about_the_start_of_a_run_that_is_not_there():
   rule = make_rule("npu", init_scale=2.0**32)
-  trace = make_history(FLAT, scale=2.0**15, first_step=5001)
-  assert changes(trace, rule) == []
+  history = make_history(FLAT, scale=2.0**15, first_step=5001)
+  assert changes(history, rule) == []
 
 
 @pytest.mark.slow
 def test_the_trial_of_a_later_part_begins_with_its_scale():
-  trace = make_history(FLAT, scale=1.0, first_step=5001)
-  ((name, _, interval),) = changes(trace, make_rule("npu"))
+  history = make_history(FLAT, scale=1.0, first_step=5001)
+  ((name, _, interval),) = changes(history, make_rule("npu"))
   assert name == "incr_every_n_steps" and interval < 500
 
 
@@ -288,10 +288,10 @@ def test_headroom_that_spikes_need_is_left_to_them():
 
 
 def test_dtype_and_hardware_are_those_of_the_computation():
-  trace = make_history(np.full(STEPS, 65504.0))
+  history = make_history(np.full(STEPS, 65504.0))
   rule = ols.FixedLossScale(1.0)
-  assert changes(trace, rule) == []
-  assert changes(trace, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
+  assert changes(history, rule) == []
+  assert changes(history, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "float32"])
@@ -307,11 +307,11 @@ def test_a_scale_that_overflows_is_lowered_in_wide_dtypes_too():
   assert advice == [("scale", 2.0**127, 2.0**123)]
 
 
-def callers_trace(rule, scale):
+def callers_history(rule, scale):
   """A run of which the caller gave up every 20th step, at any S."""
   overflow = np.arange(STEPS) % 20 == 10
-  trace = make_history(np.full(STEPS, 0.9), scale=scale, overflow=overflow)
-  return instruments.replay(rule, trace).history
+  history = make_history(np.full(STEPS, 0.9), scale=scale, overflow=overflow)
+  return instruments.replay(rule, history).history
 
 
 @pytest.mark.slow
@@ -320,7 +320,7 @@ def callers_trace(rule, scale):
   [ols.FixedLossScale(2048.0), make_rule("npu"), ols.DynamicLossScale()],
 )
 def test_overflows_of_the_caller_are_told_and_are_not_for_the_scale(rule):
-  advice = instruments.advise(callers_trace(rule, 1024.0), rule)
+  advice = instruments.advise(callers_history(rule, 1024.0), rule)
   assert "200 of 4000 steps were overflows although amax was" in str(advice[0])
   assert "overflow=" in str(advice[0])
   for item in advice:
@@ -329,10 +329,10 @@ def test_overflows_of_the_caller_are_told_and_are_not_for_the_scale(rule):
 
 def test_run_that_goes_on_from_a_checkpoint_is_not_asked_for_its_start():
   rule = make_rule("npu", init_scale=2.0**32, interval=1000)
-  trace = instruments.replay(
+  history = instruments.replay(
     rule, make_history(FLAT), loss_scale=2.0**15
   ).history
-  assert changes(trace, rule) == []
+  assert changes(history, rule) == []
 
 
 def test_a_first_scale_that_still_loses_steps_is_lowered_further():
@@ -348,10 +348,10 @@ def test_a_first_scale_that_still_loses_steps_is_lowered_further():
 def test_lost_steps_that_no_argument_keeps_are_told():
   log2 = np.concatenate([np.full(1000, -2.0), np.linspace(-2, 40, 300)])
   rule = presets.torch()
-  trace = instruments.replay(rule, make_history(2.0**log2)).history
-  (advice,) = instruments.advise(trace, rule)
+  history = instruments.replay(rule, make_history(2.0**log2)).history
+  (advice,) = instruments.advise(history, rule)
   assert advice.argument is None
-  assert f"{np.sum(trace.overflow)} of 1300 steps were lost" in str(advice)
+  assert f"{np.sum(history.overflow)} of 1300 steps were lost" in str(advice)
 
 
 def test_nothing_is_proposed_from_a_few_steps():
@@ -366,22 +366,22 @@ def test_nothing_is_proposed_from_a_few_steps():
 
 def test_steps_that_were_nan_from_the_first_on_are_of_the_scale():
   scale = 2.0 ** np.maximum(32.0 - np.arange(150), 0)
-  trace = make_history(np.full(150, NAN), scale=scale)
+  history = make_history(np.full(150, NAN), scale=scale)
   rule = make_rule("npu", init_scale=2.0**32)
-  for advice in instruments.advise(trace, rule):
+  for advice in instruments.advise(history, rule):
     assert "NaN" not in str(advice)
 
 
 def test_the_fixed_scale_of_a_later_part_is_the_rules_own():
-  trace = make_history(FLAT, first_step=5001)
+  history = make_history(FLAT, first_step=5001)
   rule = ols.FixedLossScale(2.0**20)
-  assert changes(trace, rule) == [("scale", 2.0**20, 2.0**13)]
+  assert changes(history, rule) == [("scale", 2.0**20, 2.0**13)]
 
 
 @pytest.mark.parametrize("first_step", [1, 100])
 def test_an_empty_history_says_nothing(first_step):
-  trace = make_history([], first_step=first_step)
-  assert instruments.advise(trace, ols.DynamicLossScale()) == []
+  history = make_history([], first_step=first_step)
+  assert instruments.advise(history, ols.DynamicLossScale()) == []
 
 
 class OtherState(NamedTuple):

@@ -1,4 +1,4 @@
-"""Traces in files: of this library, of `train`, of a user; and what is not."""
+"""Histories in files: the library's, `train`'s, a user's; and other files."""
 
 import json
 import math
@@ -9,20 +9,15 @@ import pytest
 from optax_lossscale import instruments
 from optax_lossscale.demo import run as run_lib
 from tests.instruments.histories import make_history
+from tests.support import assert_same_bits
 
 INF, NAN = math.inf, math.nan
-TRACE = instruments.History(
+HISTORY = instruments.History(
   step=np.array([3, 4, 7, 8, 9]),
   loss_scale=np.float32([2.0**15, 2.0**-14, 0.1, 1e30, 1]),
   amax=np.float32([0.1, INF, NAN, 0, 1e-42]),
   overflow=np.array([False, True, True, False, True]),
 )
-
-
-def assert_same(history, expected):
-  for got, want in zip(history, expected, strict=True):
-    np.testing.assert_array_equal(got, want)
-    assert got.dtype == want.dtype
 
 
 @pytest.fixture
@@ -38,16 +33,16 @@ def write(tmp_path):
   return write_text
 
 
-@pytest.mark.parametrize("name", ["trace.csv", "trace.json", "TRACE.CSV"])
+@pytest.mark.parametrize("name", ["history.csv", "history.json", "HISTORY.CSV"])
 def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
   path = tmp_path / name
-  instruments.write_history(path, TRACE)
-  assert_same(instruments.read_history(str(path)), TRACE)
+  instruments.write_history(path, HISTORY)
+  assert_same_bits(instruments.read_history(str(path)), HISTORY)
 
 
 def test_json_that_is_written_is_json(tmp_path):
-  path = tmp_path / "trace.json"
-  instruments.write_history(path, TRACE)
+  path = tmp_path / "history.json"
+  instruments.write_history(path, HISTORY)
 
   def refuse(constant):
     raise AssertionError(constant)
@@ -68,7 +63,7 @@ def test_json_that_is_written_is_json(tmp_path):
 )
 def test_amax_alone_is_of_an_unscaled_run(name, content, write):
   history = instruments.read_history(write(name, content))
-  assert_same(history, make_history([1.0, INF, 2.5]))
+  assert_same_bits(history, make_history([1.0, INF, 2.5]))
 
 
 def test_steps_that_were_not_scaled_are_left_out(write):
@@ -133,12 +128,12 @@ EXPECTED = instruments.History(
 
 
 def test_the_one_run_with_an_amax_is_read(trained):
-  assert_same(instruments.read_history(trained(RESULTS)), EXPECTED)
+  assert_same_bits(instruments.read_history(trained(RESULTS)), EXPECTED)
 
 
 def test_one_of_several_runs_is_chosen(trained):
   path = trained(RESULTS + OTHERS)
-  assert_same(instruments.read_history(path, run="a", seed=0), EXPECTED)
+  assert_same_bits(instruments.read_history(path, run="a", seed=0), EXPECTED)
   assert instruments.read_history(path, "a", 1).amax.tolist() == [3]
   assert instruments.read_history(path, "b, x").amax.tolist() == [5]
 
@@ -198,13 +193,13 @@ def test_run_without_loss_scaling_is_told(trained):
     ("a.json", {"runs": [{"run": "a", "seed": 0}]}, "no step has an amax"),
     (
       "a.json",
-      {"runs": [{"trace": {"amax": [1, -2]}}]},
-      r"runs\[0\].trace.amax\[1\]: .*negative, got -2",
+      {"runs": [{"history": {"amax": [1, -2]}}]},
+      r"runs\[0\].history.amax\[1\]: .*negative, got -2",
     ),
     ("a.txt", "amax\n1\n", "must end in .csv or .json, got '.txt'"),
   ],
 )
-def test_what_is_no_trace_is_told_with_its_place(name, content, words, write):
+def test_what_is_no_history_is_told_with_its_place(name, content, words, write):
   path = write(name, content)
   with pytest.raises(ValueError, match=words) as error:
     instruments.read_history(path)
@@ -226,5 +221,5 @@ def test_file_that_is_not_there_is_the_systems_error(tmp_path):
 
 def test_ending_is_checked_before_anything_is_written(tmp_path):
   with pytest.raises(ValueError, match=".txt"):
-    instruments.write_history(tmp_path / "a.txt", TRACE)
+    instruments.write_history(tmp_path / "a.txt", HISTORY)
   assert list(tmp_path.iterdir()) == []

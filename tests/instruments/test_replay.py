@@ -15,6 +15,7 @@ import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import presets
 from tests.instruments.histories import make_history
+from tests.support import assert_same_bits
 
 INF, NAN = math.inf, math.nan
 # Amax over S: 11 bits each, as float16 has, and spread so that rules move.
@@ -76,7 +77,7 @@ RULES = {
 
 
 def wrapped(rule, check, gradient_of):
-  """Trains with the wrapper on gradients that are made of the trace."""
+  """Trains with the wrapper on gradients that are made of the history."""
   tx = ols.loss_scaling(optax.sgd(1.0), rule, check=check)
 
   @jax.jit
@@ -102,19 +103,17 @@ def clipped(x):
 
 
 @functools.cache
-def the_trace():
+def the_history():
   """Recorded at an S of 1, where only the NaN is an overflow."""
   unscaled = UNSCALED.copy()
   unscaled[40] = NAN
   return make_history(unscaled)
 
 
-def assert_same(replay, outcome):
-  scale, overflow, skipped, stalled = map(np.asarray, outcome)
-  np.testing.assert_array_equal(replay.history.loss_scale, scale)
-  np.testing.assert_array_equal(replay.history.overflow, overflow)
-  np.testing.assert_array_equal(replay.skipped, skipped)
-  np.testing.assert_array_equal(replay.stalled, stalled)
+def assert_outcome(replay, outcome):
+  history = replay.history
+  got = history.loss_scale, history.overflow, replay.skipped, replay.stalled
+  assert_same_bits(got, outcome)
 
 
 @pytest.mark.slow
@@ -123,14 +122,14 @@ def test_replay_is_what_the_wrapper_does(name):
   rule = RULES[name]
   outcome = wrapped(rule, ols.nonfinite(), to_float16)
   assert 1 < np.sum(outcome[1]) < STEPS - 10
-  assert_same(instruments.replay(rule, the_trace()), outcome)
+  assert_outcome(instruments.replay(rule, the_history()), outcome)
 
 
 def test_replay_is_what_the_wrapper_does_on_saturating_hardware():
   rule = RULES["user"]
   outcome = wrapped(rule, ols.saturated(jnp.float16), clipped)
-  replay = instruments.replay(rule, the_trace(), saturating=True)
-  assert_same(replay, outcome)
+  replay = instruments.replay(rule, the_history(), saturating=True)
+  assert_outcome(replay, outcome)
   assert replay.history.amax[replay.history.overflow][0] == 65504
 
 
@@ -155,37 +154,37 @@ def test_recorded_run_replays_to_itself():
     np.testing.assert_array_equal(again, kept)
 
 
-def fixed(exponent, trace, **options):
-  """The overflows and amax of a trace at an S of 2**exponent."""
+def fixed(exponent, history, **options):
+  """The overflows and amax of a history at an S of 2**exponent."""
   rule = ols.FixedLossScale(2.0**exponent)
-  history = instruments.replay(rule, trace, **options).history
-  return history.overflow.tolist(), history.amax.tolist()
+  replayed = instruments.replay(rule, history, **options).history
+  return replayed.overflow.tolist(), replayed.amax.tolist()
 
 
 def test_recorded_inf_overflows_from_its_scale_on():
-  trace = make_history([INF, 1.0], scale=2.0**10)
-  assert fixed(11, trace) == ([True, False], [INF, 2.0**11])
-  assert fixed(10, trace) == ([True, False], [INF, 2.0**10])
+  history = make_history([INF, 1.0], scale=2.0**10)
+  assert fixed(11, history) == ([True, False], [INF, 2.0**11])
+  assert fixed(10, history) == ([True, False], [INF, 2.0**10])
   # Below it is clean, with the largest amax that it can have had.
-  assert fixed(9, trace) == ([False, False], [65504 / 2, 2.0**9])
+  assert fixed(9, history) == ([False, False], [65504 / 2, 2.0**9])
 
 
 def test_overflow_with_amax_near_the_limit_is_of_the_scale():
-  trace = make_history([32753 / 2**10], scale=2.0**10, overflow=True)
-  assert fixed(10, trace) == ([True], [32753])
-  assert fixed(9, trace) == ([False], [32753 / 2])
+  history = make_history([32753 / 2**10], scale=2.0**10, overflow=True)
+  assert fixed(10, history) == ([True], [32753])
+  assert fixed(9, history) == ([False], [32753 / 2])
 
 
 def test_overflow_with_amax_a_bit_below_the_limit_is_one_at_every_scale():
-  trace = make_history([32752 / 2**10], scale=2.0**10, overflow=True)
-  assert fixed(10, trace) == ([True], [32752])
-  assert fixed(0, trace) == ([True], [32752 / 2**10])
+  history = make_history([32752 / 2**10], scale=2.0**10, overflow=True)
+  assert fixed(10, history) == ([True], [32752])
+  assert fixed(0, history) == ([True], [32752 / 2**10])
 
 
 def test_scale_that_differs_by_rounding_is_that_of_the_record():
-  trace = make_history([INF, 60.0], scale=2.0**10)
+  history = make_history([INF, 60.0], scale=2.0**10)
   rule = ols.FixedLossScale(2.0**10 * (1 - 1e-5))
-  replay = instruments.replay(rule, trace)
+  replay = instruments.replay(rule, history)
   assert replay.history.overflow.tolist() == [True, False]
   assert replay.history.amax.tolist() == [INF, 60 * 2.0**10]
 
@@ -196,48 +195,50 @@ def test_clean_step_at_the_limit_is_clean_at_its_scale():
   scales = np.float32(np.random.default_rng(0).uniform(1, 2000, 16))
   lost = 0
   for scale in scales:
-    trace = make_history([1.0], scale=scale)._replace(amax=np.float32([65504]))
-    replay = instruments.replay(ols.FixedLossScale(float(scale)), trace)
+    history = make_history([1.0], scale=scale)._replace(
+      amax=np.float32([65504])
+    )
+    replay = instruments.replay(ols.FixedLossScale(float(scale)), history)
     assert replay.history.amax.tolist() == [65504]
     lost += replay.lost_steps
   assert lost == 0
 
 
 def test_recorded_saturation_overflows_from_its_scale_on():
-  trace = make_history([65504 / 2**10], scale=2.0**10, overflow=True)
-  assert fixed(10, trace, saturating=True) == ([True], [65504])
-  assert fixed(11, trace, saturating=True) == ([True], [65504])
-  assert fixed(9, trace, saturating=True) == ([False], [65504 / 2])
-  assert fixed(10, trace) == ([True], [INF])
+  history = make_history([65504 / 2**10], scale=2.0**10, overflow=True)
+  assert fixed(10, history, saturating=True) == ([True], [65504])
+  assert fixed(11, history, saturating=True) == ([True], [65504])
+  assert fixed(9, history, saturating=True) == ([False], [65504 / 2])
+  assert fixed(10, history) == ([True], [INF])
 
 
 def test_largest_finite_value_is_an_overflow_in_saturation_only():
-  trace = make_history([65504.0])
-  assert fixed(0, trace) == ([False], [65504])
-  assert fixed(0, trace, saturating=True) == ([True], [65504])
+  history = make_history([65504.0])
+  assert fixed(0, history) == ([False], [65504])
+  assert fixed(0, history, saturating=True) == ([True], [65504])
 
 
 def test_nan_above_what_its_neighbours_stood_is_of_the_scale():
-  trace = make_history(
+  history = make_history(
     [NAN, NAN, 1.0, 1.0, NAN, 1.0, NAN],
     scale=2.0 ** np.array([12, 11, 10, 10, 11, 10, 11]),
   )
-  assert fixed(10, trace)[0] == [False] * 7
+  assert fixed(10, history)[0] == [False] * 7
   # The first one is known to overflow from 2**12 on only.
-  assert fixed(11, trace)[0] == [False, True, False, False, True, False, True]
+  assert fixed(11, history)[0] == [False, True, False, False, True, False, True]
 
 
 def test_nan_where_its_neighbours_stood_as_much_stays():
-  trace = make_history([1.0, NAN, NAN, 1.0, NAN], scale=[8, 8, 4, 4, 4])
-  overflow, amax = fixed(0, trace)
+  history = make_history([1.0, NAN, NAN, 1.0, NAN], scale=[8, 8, 4, 4, 4])
+  overflow, amax = fixed(0, history)
   assert overflow == [False, True, True, False, True]
   assert np.isnan(amax).tolist() == overflow
 
 
 def test_nan_without_a_clean_step_is_of_the_scale():
-  trace = make_history([NAN, NAN], scale=[8, 4])
-  assert fixed(2, trace)[0] == [False, True]
-  assert fixed(1, trace)[0] == [False, False]
+  history = make_history([NAN, NAN], scale=[8, 4])
+  assert fixed(2, history)[0] == [False, True]
+  assert fixed(1, history)[0] == [False, False]
 
 
 def test_amax_of_zero_never_overflows():
@@ -245,10 +246,10 @@ def test_amax_of_zero_never_overflows():
 
 
 def test_scaled_amax_is_exact_where_the_unscaled_one_is_no_float32():
-  trace = make_history([np.ldexp(1.5, -140)], scale=2.0**100)
-  assert fixed(126, trace) == ([False], [math.ldexp(1.5, -14)])
-  trace = make_history([2.0**130], scale=2.0**-10)
-  assert fixed(-126, trace) == ([False], [16.0])
+  history = make_history([np.ldexp(1.5, -140)], scale=2.0**100)
+  assert fixed(126, history) == ([False], [math.ldexp(1.5, -14)])
+  history = make_history([2.0**130], scale=2.0**-10)
+  assert fixed(-126, history) == ([False], [16.0])
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,8 @@ def test_scaled_amax_is_exact_where_the_unscaled_one_is_no_float32():
   [(jnp.bfloat16, 127), ("float32", 127), (jnp.float8_e5m2, 15)],
 )
 def test_dtype_says_where_it_overflows(dtype, largest):
-  trace = make_history([1.0])
-  assert fixed(largest, trace, dtype=dtype)[0] == [False]
+  history = make_history([1.0])
+  assert fixed(largest, history, dtype=dtype)[0] == [False]
   assert fixed(largest, make_history([2.0]), dtype=dtype)[0] == [True]
 
 
@@ -280,9 +281,9 @@ def test_a_rule_is_compiled_once():
 
 
 def test_rule_that_has_no_hash_is_replayed():
-  trace = make_history(UNSCALED[:4])
-  with_hash = instruments.replay(LooksAtAmax(), trace)
-  without = instruments.replay(Unhashable(), trace)
+  history = make_history(UNSCALED[:4])
+  with_hash = instruments.replay(LooksAtAmax(), history)
+  without = instruments.replay(Unhashable(), history)
   assert without.history.loss_scale.tolist() == (
     with_hash.history.loss_scale.tolist()
   )
@@ -290,15 +291,15 @@ def test_rule_that_has_no_hash_is_replayed():
 
 def test_replay_may_begin_with_another_scale():
   rule = ols.DynamicLossScale(2.0**15, growth_interval=1)
-  trace = make_history([1.0] * 3, first_step=900)
-  replay = instruments.replay(rule, trace, loss_scale=8.0)
+  history = make_history([1.0] * 3, first_step=900)
+  replay = instruments.replay(rule, history, loss_scale=8.0)
   assert replay.history.loss_scale.tolist() == [8, 16, 32]
   assert replay.history.step.tolist() == [900, 901, 902]
 
 
 def test_figures_of_a_replay():
-  trace = make_history([2.0**5, 0.0, 2.0**3, 2.0**6])
-  replay = instruments.replay(ols.FixedLossScale(2.0**10), trace)
+  history = make_history([2.0**5, 0.0, 2.0**3, 2.0**6])
+  replay = instruments.replay(ols.FixedLossScale(2.0**10), history)
   clean = [math.log2(65504) - exponent for exponent in (15, 13)]
   assert replay.lost_steps == 1
   assert replay.mean_headroom == pytest.approx(np.mean(clean))

@@ -166,10 +166,6 @@ def test_an_update_with_what_its_mode_does_not_take_names_the_mode(
 # In checkpoints, and in compiled functions.
 
 
-def bits(tree):
-  return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
-
-
 def through_pickle(state, schedule):
   return pickle.loads(pickle.dumps(state))
 
@@ -227,14 +223,13 @@ def test_a_training_resumed_anywhere_switches_where_it_would_have(
   for at, saved in enumerate(states):
     loaded = round_trip(saved, schedule)
     if round_trip is not through_python:
-      assert bits(loaded) == bits(saved)
+      support.assert_same_bits(loaded, saved)
     rest = numbers[at + 1 :]
     for again in (update, schedule.update):
       assert one_by_one(again, loaded, mode, rest) == lows[at + 1 :]
   # The whole state, after the last step of a training that was resumed.
-  assert bits(
-    update(round_trip(states[-2], schedule), **{mode: numbers[-1]})
-  ) == (bits(states[-1]))
+  last = update(round_trip(states[-2], schedule), **{mode: numbers[-1]})
+  support.assert_same_bits(last, states[-1])
 
 
 # Python's and NumPy's, before and after the switch of `latch`.
@@ -300,10 +295,10 @@ def test_an_update_under_jit_does_not_ask_the_host(mode):
 def test_an_update_leaves_the_state_before_it_alone(mode):
   schedule = latch(mode)
   first = schedule.init()
-  before = bits(first)
+  before = support.to_bits(first)
   before_switch, after_switch = NUMBERS[mode][:2]
   schedule.update(first, **{mode: after_switch})
-  assert bits(first) == before
+  assert support.to_bits(first) == before
   # Two buffers, so that a state can be donated.
   update = jax.jit(schedule.update, donate_argnums=0)
   state = update(schedule.init(), **{mode: before_switch})

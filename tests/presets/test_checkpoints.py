@@ -22,6 +22,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import presets
 from tests.presets import traces
+from tests.support import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -231,10 +232,9 @@ def test_a_dictionary_is_neither_kept_nor_changed(system):
 
 
 def _assert_same(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert jax.typeof(x) == jax.typeof(y)
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+  """Asserts equal types as well, weak ones and shardings among them."""
+  assert_same_bits(a, b)
+  assert jax.tree.map(jax.typeof, a) == jax.tree.map(jax.typeof, b)
 
 
 # What a dictionary lacks.
@@ -863,11 +863,11 @@ def _opt_state(rule):
 @pytest.mark.parametrize("rule", _SERIALIZED, ids=_rule_name)
 def test_flax_serializes_the_state(rule):
   first, opt_state = _opt_state(rule)
-  _assert_equal(
+  assert_same_bits(
     serialization.from_bytes(first, serialization.to_bytes(opt_state)),
     opt_state,
   )
-  _assert_equal(
+  assert_same_bits(
     serialization.from_state_dict(
       first, serialization.to_state_dict(opt_state)
     ),
@@ -878,7 +878,7 @@ def test_flax_serializes_the_state(rule):
 @pytest.mark.parametrize("rule", _SERIALIZED, ids=_rule_name)
 def test_the_state_pickles(rule):
   _, opt_state = _opt_state(rule)
-  _assert_equal(pickle.loads(pickle.dumps(opt_state)), opt_state)
+  assert_same_bits(pickle.loads(pickle.dumps(opt_state)), opt_state)
 
 
 @pytest.mark.parametrize("rule", _SERIALIZED, ids=_rule_name)
@@ -888,16 +888,7 @@ def test_orbax_saves_the_state(rule, tmp_path):
   with orbax.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", opt_state)
     checkpointer.wait_until_finished()
-    _assert_equal(checkpointer.restore(tmp_path / "state", first), opt_state)
-
-
-def _assert_equal(loaded, opt_state):
-  assert jax.tree.structure(loaded) == jax.tree.structure(opt_state)
-  for x, y in zip(
-    jax.tree.leaves(loaded), jax.tree.leaves(opt_state), strict=True
-  ):
-    assert x.dtype == y.dtype
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    assert_same_bits(checkpointer.restore(tmp_path / "state", first), opt_state)
 
 
 # Nothing else is needed.

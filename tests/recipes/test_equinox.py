@@ -11,6 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests.support import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +68,6 @@ def make_names():
     "rule": rule,
     "tx": ols.loss_scaling(optax.sgd(0.5), rule),
   }
-
-
-def assert_same(left, right):
-  jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def arrays(tree):
@@ -137,7 +134,7 @@ def run(train_step, *state):
     params = state[0]
     *state, loss = train_step(*state, batch)
     if batch is BAD_BATCH:
-      assert_same(arrays(state[0]), arrays(params))
+      assert_same_bits(arrays(state[0]), arrays(params))
     else:
       losses.append(float(loss))
   return state, losses
@@ -176,7 +173,7 @@ def test_partitioned_it_is_the_same_bit_for_bit():
     names["train_step"], names["params"], names["opt_state"]
   )
   assert ours == losses
-  assert_same(arrays(params), arrays(by_hand))
+  assert_same_bits(arrays(params), arrays(by_hand))
 
 
 def test_a_partitioned_model_is_accumulated():
@@ -205,7 +202,7 @@ def test_a_partitioned_model_is_accumulated():
   _, grads, overflow = value_and_grad(params, one_bad)
   assert overflow.flags.tolist() == [False, True, False, False]
   updates, after = tx.update(grads, opt_state, params, overflow=overflow)
-  assert_same(arrays(optax.apply_updates(params, updates)), arrays(params))
+  assert_same_bits(arrays(optax.apply_updates(params, updates)), arrays(params))
   assert after.skipped
 
 
@@ -237,7 +234,7 @@ def test_on_a_skip_statistics_and_key_stay():
   before = [names[name] for name in ("params", "state", "key", "opt_state")]
   *after, _ = names["train_step"](*before, BAD_BATCH)
   for old, new in zip(before[:3], after[:3], strict=True):
-    assert_same(arrays(new), arrays(old))
+    assert_same_bits(arrays(new), arrays(old))
   assert after[3].skipped
   *after, _ = names["train_step"](*before, BATCH)
   for old, new in zip(before[:3], after[:3], strict=True):
@@ -289,7 +286,7 @@ def test_plain_jax_descends_as_float64_does():
   ):
     np.testing.assert_allclose(new, old - 0.5 * gradient, atol=2e-3)
   skipped, opt_state, _ = names["train_step"](params, opt_state, BAD_BATCH)
-  assert_same(skipped, params)
+  assert_same_bits(skipped, params)
   assert ols.get_loss_scale(opt_state) == 2.0**9
 
 
@@ -331,6 +328,6 @@ def test_without_optax_it_is_the_step_with_optax_bit_for_bit():
     *ours, loss = names["train_step"](*ours, batch)
     *theirs, expected = by_optax["train_step"](*theirs, batch)
     np.testing.assert_array_equal(loss, expected)
-    assert_same(ours[0], theirs[0])
+    assert_same_bits(ours[0], theirs[0])
     assert ours[1].loss_scale == ols.get_loss_scale(theirs[1])
   assert ours[1].loss_scale == 2.0**9

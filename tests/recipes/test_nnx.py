@@ -12,6 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests.support import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +76,6 @@ def data(value):
   return np.array(value)
 
 
-def assert_same(left, right):
-  jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 def assert_close(left, right, atol):
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, atol=atol), left, right
@@ -115,8 +112,8 @@ def test_a_train_step_is_the_bare_one_bit_for_bit_and_skips_as_a_whole():
     before = values(model)
     names["train_step"](model, optimizer, batch)
     if i == 1:
-      assert_same(values(model), before)
-  assert_same(values(model), bare_training(2))
+      assert_same_bits(values(model), before)
+  assert_same_bits(values(model), bare_training(2))
   assert ols.get_loss_scale(optimizer.opt_state) == 2.0**9
 
 
@@ -158,7 +155,7 @@ def test_an_average_and_random_keys_move_with_the_model():
     before = values((model, ema, rngs))
     names["train_step"](model, optimizer, ema, rngs, batch)
     if batch is BAD_BATCH:
-      assert_same(values((model, ema, rngs)), before)
+      assert_same_bits(values((model, ema, rngs)), before)
       continue
     params = values(nnx.state(model, nnx.Param))
     average = jax.tree.map(
@@ -181,7 +178,7 @@ def test_only_the_adapters_are_trained():
   model = Adapted()
   before = values(nnx.state(model, nnx.Not(nnx.LoRAParam)))
   recipe("A part of the parameters", model=model)
-  assert_same(values(nnx.state(model, nnx.Not(nnx.LoRAParam))), before)
+  assert_same_bits(values(nnx.state(model, nnx.Not(nnx.LoRAParam))), before)
   # The adapter's second factor starts as zeros; this is softmax regression.
   reference = Adapted()
   inputs = np.float64(BATCH["x"] @ reference.dense.lora.lora_a[...])
@@ -242,7 +239,7 @@ def test_accumulation_is_the_mean_over_the_valid_micro_batches():
   assert overflow.flags.tolist() == [False, True, False, False]
   trained = values(nnx.state(model, (nnx.Param, nnx.BatchStat)))
   assert_close(trained, accumulated_by_hand(key, (0, 2, 3)), atol=1e-5)
-  assert_same(values(nnx.state(model, nnx.RngState)), kept)
+  assert_same_bits(values(nnx.state(model, nnx.RngState)), kept)
   assert ols.get_loss_scale(optimizer.opt_state) == 2.0**9
   assert optimizer.opt_state.applied_steps[...] == 1
 
@@ -252,7 +249,7 @@ def test_an_accumulated_step_without_a_valid_micro_batch_is_skipped():
   model, optimizer = names["model"], names["optimizer"]
   before = values(model)
   names["train_step"](model, optimizer, INFINITE_BATCH, jax.random.key(3))
-  assert_same(values(model), before)
+  assert_same_bits(values(model), before)
   assert optimizer.opt_state.skipped[...]
 
 
@@ -272,7 +269,7 @@ def test_pure_functions_are_the_bare_step_bit_for_bit_and_skip_as_a_whole():
     *state, _ = names["train_step"](*state, batch)
   params, rest, opt_state = state
   assert opt_state.skipped_steps == 1
-  assert_same(
+  assert_same_bits(
     values(nnx.merge(names["graphdef"], params, rest)), bare_training(2)
   )
 
@@ -322,9 +319,9 @@ def test_a_training_resumed_reaches_the_same_bits(tmp_path):
   model = Model(jnp.float16)
   resumed = model, nnx.Optimizer(model, names["tx"], wrt=nnx.Param)
   names["restore"](tmp_path / "checkpoint", *resumed)
-  assert_same(values(resumed), values(both))
+  assert_same_bits(values(resumed), values(both))
   for batch in BATCHES[1:]:
     for each in (both, resumed):
       names["train_step"](*each, batch)
-  assert_same(values(resumed), values(both))
+  assert_same_bits(values(resumed), values(both))
   assert ols.get_loss_scale(both[1].opt_state) == 2.0**8

@@ -10,7 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
-from tests.reference import statistics as reference
+from tests.reference import amax_rules as reference
 from tests.rules import runs
 
 Headroom = ols.rules.HeadroomLossScale

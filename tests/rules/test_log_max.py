@@ -8,7 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
-from tests.reference import statistics as reference
+from tests.reference import amax_rules as reference
 from tests.rules import runs
 
 LogMax = ols.rules.LogMaxLossScale

@@ -66,14 +66,6 @@ def _expected(arguments, init_scales, overflows):
   return scales, stalled
 
 
-def _values(state):
-  return [leaf.item() for leaf in jax.tree.leaves(state)]
-
-
-def _bits(array):
-  return np.asarray(array, np.float32).view(np.int32)
-
-
 def _avals(tree):
   """Structure, shapes, dtypes and weak types of a tree."""
   leaves, structure = jax.tree.flatten(tree)
@@ -113,7 +105,7 @@ def test_every_short_sequence_gives_the_scales_of_the_model(
   expected_scales, expected_stalled = _expected(
     arguments, init_scales.tolist(), overflows
   )
-  np.testing.assert_array_equal(_bits(scales), _bits(expected_scales))
+  support.assert_same_bits(scales, expected_scales)
   np.testing.assert_array_equal(stalled, expected_stalled)
 
 
@@ -160,7 +152,7 @@ def test_long_random_sequences_give_the_scales_of_the_model(arguments):
   expected_scales, expected_stalled = _expected(
     arguments, init_scales.tolist(), overflows
   )
-  np.testing.assert_array_equal(_bits(scales), _bits(expected_scales))
+  support.assert_same_bits(scales, expected_scales)
   np.testing.assert_array_equal(stalled, expected_stalled)
 
 
@@ -273,7 +265,7 @@ def test_python_and_array_overflows_agree(convert):
   for overflow in [False, True, True, True, False, False, False, True]:
     state_of_python = rule.update(state_of_python, overflow)
     state_of_array = rule.update(state_of_array, convert(overflow))
-    assert _values(state_of_python) == _values(state_of_array)
+    support.assert_same_bits(state_of_python, state_of_array)
 
 
 def test_untraced_and_traced_overflows_agree():
@@ -285,7 +277,7 @@ def test_untraced_and_traced_overflows_agree():
   for overflow in [False, True, True, True, False, False, False, True]:
     eager = rule.update(eager, overflow)
     traced = update(traced, overflow)
-    assert _values(eager) == _values(traced)
+    support.assert_same_bits(eager, traced)
 
 
 @_each_rule
@@ -295,7 +287,7 @@ def test_amax_does_not_move_these_rules(rule):
     for overflow in [True, True, False, False]:
       without = rule.update(state, overflow)
       state = rule.update(state, overflow, amax=jnp.asarray(amax, jnp.float32))
-      assert _values(state) == _values(without)
+      support.assert_same_bits(state, without)
 
 
 def test_no_counter_wraps_around():
@@ -333,7 +325,7 @@ def test_inv_scale_is_the_float32_reciprocal(rule):
   scales = _normal_scales()
   state = rule.init()._replace(loss_scale=jnp.asarray(scales))
   expected = np.float32(1) / scales
-  np.testing.assert_array_equal(_bits(state.inv_scale), _bits(expected))
+  support.assert_same_bits(state.inv_scale, expected)
 
 
 @_each_rule
@@ -341,7 +333,7 @@ def test_inv_scale_under_jit_is_the_float32_reciprocal(rule):
   scales = _normal_scales()
   state = rule.init()._replace(loss_scale=jnp.asarray(scales))
   inv_scale = jax.jit(lambda state: state.inv_scale)(state)
-  np.testing.assert_array_equal(_bits(inv_scale), _bits(np.float32(1) / scales))
+  support.assert_same_bits(inv_scale, np.float32(1) / scales)
 
 
 @_each_rule
@@ -578,8 +570,7 @@ def test_a_rule_pickles(rule):
 def test_a_state_pickles(rule):
   state = rule.update(rule.init(), True)
   restored = pickle.loads(pickle.dumps(state))
-  assert jax.tree.structure(restored) == jax.tree.structure(state)
-  assert _values(restored) == _values(state)
+  support.assert_same_bits(restored, state)
 
 
 @_each_rule

@@ -12,7 +12,7 @@ import pytest
 import optax_lossscale as ols
 from tests import reference as engines
 from tests import support
-from tests.reference import statistics as reference
+from tests.reference import amax_rules as reference
 from tests.rules import runs
 
 WarmStart = ols.rules.WarmStart

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxpr import at_definition as select
+from optax_lossscale._jaxpr import at_definition
 from tests import exported
 from tests import optimizers
 from tests import support
@@ -224,7 +224,7 @@ def test_whose_state_is_not_selected_where_it_is_defined():
     }
     defined = [
       id(old)
-      for variable, old in select.find_definitions(jaxpr, olds).items()
+      for variable, old in at_definition.find_definitions(jaxpr, olds).items()
       if variable not in made_within
     ]
     if any(id(x) not in defined for x in jax.tree.leaves(state) if x.ndim == 2):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import assert_same_bits
 
 
 class Params(NamedTuple):
@@ -170,9 +171,7 @@ def test_the_state_pickles_bit_for_bit():
   state = tx.init({"w": jnp.ones(2)})
   _, state = tx.update({"w": jnp.array([jnp.nan, 1.0])}, state)
   loaded = pickle.loads(pickle.dumps(state))
-  assert jax.tree.structure(loaded) == jax.tree.structure(state)
-  for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert_same_bits(loaded, state)
 
 
 def test_select_on_skip_moves_everything_or_nothing():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests.reference import statistics
+from tests.reference import amax_rules
 from tests.rules import runs
 
-each_trace = pytest.mark.parametrize("task", ["digits", "text"])
+each_history = pytest.mark.parametrize("task", ["digits", "text"])
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def dynamic(interval, init_scale=2.0**15):
 HEADROOM = ols.rules.HeadroomLossScale()
 
 
-@each_trace
+@each_history
 @pytest.mark.parametrize("interval", [200, 2000])
 def test_the_defaults_lose_nothing_and_leave_fewer_bits_unused(task, interval):
   lost, headroom = replay(task, HEADROOM)
@@ -48,7 +48,7 @@ def test_the_defaults_lose_nothing_and_leave_fewer_bits_unused(task, interval):
   assert headroom < unused
 
 
-@each_trace
+@each_history
 def test_an_interval_that_leaves_fewer_bits_unused_loses_steps(task):
   _, headroom = replay(task, HEADROOM)
   lost, unused = replay(task, dynamic(50))
@@ -56,24 +56,24 @@ def test_an_interval_that_leaves_fewer_bits_unused_loses_steps(task):
   assert lost >= 7
 
 
-@each_trace
+@each_history
 def test_a_first_scale_of_two_to_the_32_costs_one_step_instead_of_15(task):
   assert replay(task, dynamic(2000, 2.0**32))[0] == 15
   assert replay(task, ols.rules.HeadroomLossScale(2.0**32))[0] == 1
 
 
-@each_trace
+@each_history
 def test_a_warm_start_spares_the_skipped_steps_of_the_beginning(task):
   rule = ols.presets.megatron()
   assert replay(task, rule)[0] == 16
   assert replay(task, ols.rules.WarmStart(rule))[0] == 0
 
 
-@each_trace
+@each_history
 def test_log_max_loses_nothing_and_uses_the_bits_above_its_old_ceiling(task):
   lost, headroom = replay(task, ols.rules.LogMaxLossScale())
   assert lost == 0
-  model = statistics.LogMaxOriginal()
+  model = amax_rules.LogMaxOriginal()
   unused = []
   for amax in true_amax(task).tolist():
     unused.append(math.log2(runs.FLOAT16_MAX / (amax * model.scale)))
