@@ -1,6 +1,8 @@
 """What the README shows works as it stands there."""
 
+import ast
 import functools
+import pathlib
 import re
 from typing import Any
 
@@ -274,6 +276,23 @@ def test_checkpoints():
   names = documents.run(documents.section(README, "Checkpoints"), names)
   assert to_bits(names["opt_state"].inner_state) == to_bits(bare_state)
   assert to_bits(names["bare_state"]) == to_bits(bare_state)
+
+
+@pytest.mark.parametrize("code", documents.blocks(README))
+def test_every_block_is_run_by_one_of_these_tests(code):
+  calls = [
+    node.args[-1].value
+    for node in ast.walk(ast.parse(pathlib.Path(__file__).read_text()))
+    if isinstance(node, ast.Call)
+    and isinstance(node.func, ast.Name)
+    and node.args
+    and isinstance(node.args[-1], ast.Constant)
+  ]
+  whole = ("Flax Linen", "Flax NNX", "Checkpoints")
+  assert any(str(words) in code for words in calls) or any(
+    code in documents.blocks(documents.section(README, title))
+    for title in whole
+  )
 
 
 @pytest.mark.parametrize("page", re.findall(r"\]\((docs/[^)#]*\.md)", README))
