@@ -22,10 +22,10 @@ Ascend does, and takes a rule as its manager.
 import typing
 
 from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
-from optax_lossscale.presets._checkpoints import (
+from optax_lossscale.presets._state_dicts import (
   from_state_dict as from_state_dict,
 )
-from optax_lossscale.presets._checkpoints import to_state_dict as to_state_dict
+from optax_lossscale.presets._state_dicts import to_state_dict as to_state_dict
 from optax_lossscale.presets._fairseq import fairseq as fairseq
 from optax_lossscale.presets._fairseq import metaseq as metaseq
 from optax_lossscale.presets._jax import flax as flax
