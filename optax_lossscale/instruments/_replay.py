@@ -136,7 +136,8 @@ def replay(
     [24. 23. 22. 22.] 2
   """
   check_history(trace)
-  _check_rule(rule)
+  requirements.check_rule("rule", rule)
+  requirements.check_first_state(rule)
   found, name = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
@@ -284,12 +285,3 @@ def _steps(
 
 
 _steps_of_hashable = jax.jit(_steps, static_argnums=0)
-
-
-def _check_rule(rule: Any) -> None:
-  if not isinstance(rule, base.LossScale):
-    raise TypeError(
-      f"`rule` must be a LossScale, got {rule!r}; for example "
-      "DynamicLossScale()."
-    )
-  requirements.check_rule(rule)
