@@ -223,7 +223,7 @@ def inf_where_unusable(
 
 
 def _check_argnums(argnums: Any) -> None:
-  for number in arguments.as_tuple(argnums):
+  for number in arguments.argnums_as_tuple(argnums):
     try:
       arguments.check_integer("argnums", number, unit="")
     except TypeError:

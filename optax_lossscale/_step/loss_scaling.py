@@ -242,9 +242,7 @@ def move(
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
   # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
   # end the training silently, so the state before it is held instead.
-  is_usable = (loss_scale >= arguments.SMALLEST_SCALE) & (
-    loss_scale <= arguments.LARGEST_SCALE
-  )
+  is_usable = arguments.is_usable_scale(loss_scale)
   stalled = rule.stalled(state, overflow) | ~is_usable
   return skipping.select(~is_usable, state, moved), stalled
 

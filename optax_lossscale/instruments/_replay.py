@@ -138,17 +138,13 @@ def replay(
   check_history(trace)
   requirements.check_rule("rule", rule)
   requirements.check_first_state(rule)
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
-    )
+  dtype = arguments.check_dtype("dtype", dtype)
   saturating = arguments.check_flag("saturating", saturating)
   state = leaves.as_arrays(rule.init())
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
-  limit = limit_of(found)
+  limit = limit_of(dtype)
   outcome = _steps_of(rule)(
     state, known_steps(trace, limit), np.float32(limit), saturating
   )
@@ -157,7 +153,7 @@ def replay(
     history=_history.History(np.asarray(trace.step), scales, amax, overflow),
     skipped=overflow & rule.skip,
     stalled=stalled,
-    dtype=found,
+    dtype=dtype,
   )
 
 

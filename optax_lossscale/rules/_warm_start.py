@@ -112,7 +112,7 @@ class WarmStart(base.LossScale):
     checked = {
       "probe_scale": arguments.check_scale("probe_scale", self.probe_scale),
       "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "dtype": _amax_and_scale.check_dtype(self.dtype),
+      "dtype": arguments.check_dtype("dtype", self.dtype),
       "skip": self.rule.skip,
     }
     for name, value in checked.items():
