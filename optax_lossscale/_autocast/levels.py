@@ -12,7 +12,6 @@ from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
-import difflib
 import enum
 import functools
 from typing import Any
@@ -220,16 +219,14 @@ class Recipe:
       *(level.named for level in LEVELS.values()),
     )
     for name in sorted(self.edited - known):
-      close = difflib.get_close_matches(name, known, cutoff=0.75)
-      remedy = (
-        f"did you mean {', '.join(map(repr, close))}?"
-        if close
-        else "a matrix product is 'dot_general', a softmax is made of 'exp', "
+      # Closer than elsewhere: 'matmul' is no misspelt 'mul'.
+      remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
+        "; a matrix product is 'dot_general', a softmax is made of 'exp', "
         "'reduce_sum' and 'div': jax.make_jaxpr shows those of a function."
       )
       raise ValueError(
         "The names in `operations` must be those of JAX's primitives, got "
-        f"{name!r}; {remedy}"
+        f"{name!r}{remedy}"
       )
     with_product = {
       ancestor

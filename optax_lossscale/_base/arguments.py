@@ -19,6 +19,11 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 LARGEST_COUNT = 2**31 - 1
 
 
+def is_usable_scale(loss_scale: Any) -> Any:
+  """Returns whether S is a normal positive float32: a bool, or bool[]."""
+  return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+
+
 def read_dtype(dtype: Any) -> tuple[Any, str]:
   """Returns a floating dtype, None if it is none, and its name for errors."""
   if not isinstance(dtype, (str, type, np.dtype)):
@@ -32,6 +37,19 @@ def read_dtype(dtype: Any) -> tuple[Any, str]:
   return found if is_float else None, found.name
 
 
+def check_dtype(
+  name: str, dtype: Any, *, example: str = "jnp.float16", place: str = ""
+) -> Any:
+  """Returns a floating dtype; `place` is the end of the error."""
+  found, shown = read_dtype(dtype)
+  if found is None:
+    raise TypeError(
+      f"`{name}` must be a floating-point dtype such as {example}, got {shown}"
+      f"{place}."
+    )
+  return found
+
+
 def check_function(fun: Any) -> None:
   """Raises if what was passed as `fun` is no function."""
   if not callable(fun):
@@ -42,12 +60,16 @@ def check_function(fun: Any) -> None:
 
 
 def did_you_mean(
-  name: Any, names: Iterable[str], quote: str = "'", most: int = 1
+  name: Any,
+  names: Iterable[str],
+  quote: str = "'",
+  most: int = 1,
+  cutoff: float = 0.6,
 ) -> str:
   """Returns the end of an error: the names that may have been meant, if any."""
   # Upper and lower case are easily mistaken, so they count as the same.
   known = {x.lower(): x for x in names}
-  close = difflib.get_close_matches(str(name).lower(), known, n=most)
+  close = difflib.get_close_matches(str(name).lower(), known, most, cutoff)
   listed = " or ".join(f"{quote}{known[x]}{quote}" for x in close)
   return f"; did you mean {listed}?" if close else ""
 
@@ -201,12 +223,12 @@ def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
   return Places(differentiated, batched)
 
 
-def as_tuple(argnums: Any) -> tuple[Any, ...]:
+def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
   """Returns the numbers in what a caller passed."""
   return tuple(argnums) if _are_several(argnums) else (argnums,)
 
 
-def like(argnums: Any, values: tuple[Any, ...]) -> Any:
+def like_argnums(argnums: Any, values: tuple[Any, ...]) -> Any:
   """Returns values by argument in the form that JAX has for `argnums`."""
   return values if _are_several(argnums) else values[0]
 
@@ -217,7 +239,7 @@ def _are_several(argnums: Any) -> bool:
 
 def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
   numbers = tuple(
-    check_integer(name, number, unit="") for number in as_tuple(argnums)
+    check_integer(name, number, unit="") for number in argnums_as_tuple(argnums)
   )
   for number in numbers:
     if not -count <= number < count:

@@ -102,7 +102,7 @@ def float_status(
   """
   arguments.check_function(fun)
   dtypes = operation_overflow.check_dtypes(dtypes)
-  saturating = operation_overflow.check_check(check, dtypes)
+  saturating = operation_overflow.saturates(check, dtypes)
 
   @functools.wraps(fun)
   def float_status_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

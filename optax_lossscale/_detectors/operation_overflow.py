@@ -16,6 +16,7 @@ from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import checks
+from optax_lossscale._step import requirements
 
 # What there is to say of an operation's result.
 OVERFLOW = "overflow"
@@ -48,12 +49,9 @@ def _check_dtype(dtype: Any) -> Any:
   return found
 
 
-def check_check(check: Any, dtypes: frozenset[Any]) -> bool:
-  """Returns whether the check is that for hardware that saturates."""
-  if not isinstance(check, checks.Check):
-    raise TypeError(
-      f"`check` must be made by nonfinite() or saturated(), got {check!r}."
-    )
+def saturates(check: checks.Check, dtypes: frozenset[Any]) -> bool:
+  """Returns whether a check of operations is for hardware that saturates."""
+  requirements.check_check(check)
   is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
   if check.dtype is not None and not is_one:
     raise TypeError(

@@ -255,15 +255,11 @@ def _is_moved(x: Any) -> bool:
 
 def _check_dtype(dtype: Any) -> Any:
   """Returns the dtype of the master, or raises."""
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`dtype` must be a floating-point dtype such as jnp.float32, got {name}."
-    )
+  found = arguments.check_dtype("dtype", dtype, example="jnp.float32")
   if jnp.finfo(found).bits < 32:
     raise ValueError(
       "`dtype` must be at least as wide as float32, since small updates are to "
-      f"add up in it, got {name}; parameters keep the dtype that they have."
+      f"add up in it, got {found}; parameters keep the dtype that they have."
     )
   arguments.check_enabled("dtype", found)
   return found

@@ -177,11 +177,7 @@ class Engine:
     if "backoff" in self.refill:
       overflows = jnp.where(step.shrinks, 0, overflows)
     state = state._replace(
-      loss_scale=jnp.where(
-        _is_usable(step.wanted) & ~self._is_held(step),
-        step.wanted,
-        state.loss_scale,
-      ),
+      loss_scale=jnp.where(self._can_move(step), step.wanted, state.loss_scale),
       clean_steps=clean_steps,
       overflows=overflows,
       failure=self._next_failure(state, step),
@@ -209,7 +205,7 @@ class Engine:
     overflow = jnp.asarray(overflow, bool)
     step = self._step(state, overflow)
     at_floor = state.loss_scale == jnp.float32(self.min_scale)
-    return overflow & at_floor | self._is_held(step) | ~_is_usable(step.wanted)
+    return overflow & at_floor | ~self._can_move(step)
 
   def _step(self, state: DynamicLossScaleState, overflow: jax.Array) -> _Step:
     clean_steps = jnp.where(
@@ -274,6 +270,11 @@ class Engine:
       case "multiple":
         return (clean_steps > 0) & (clean_steps % interval == 0)
 
+  def _can_move(self, step: _Step) -> jax.Array:
+    """Returns bool[]: S may become what is wanted."""
+    is_usable: jax.Array = arguments.is_usable_scale(step.wanted)
+    return is_usable & ~self._is_held(step)
+
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
 
@@ -316,12 +317,6 @@ def _divide(x: jax.Array, divisor: float) -> jax.Array:
   # XLA makes a division by a constant a product with its reciprocal, which
   # rounds otherwise. What depends on `x`, which is positive, is no constant.
   return x / jnp.where(x > 0, jnp.float32(divisor), jnp.float32(1))
-
-
-def _is_usable(loss_scale: jax.Array) -> jax.Array:
-  return (loss_scale >= arguments.SMALLEST_SCALE) & (
-    loss_scale <= arguments.LARGEST_SCALE
-  )
 
 
 def _count_share(

@@ -136,8 +136,10 @@ def accumulated_value_and_grad(
 
   def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
     # In the form that `update` is given, for a tree of dtypes in the check.
-    whole = arguments.like(argnums, gradients)
-    summands = leaves.leave_out(arguments.like(argnums, is_summed), whole)
+    whole = arguments.like_argnums(argnums, gradients)
+    summands = leaves.leave_out(
+      arguments.like_argnums(argnums, is_summed), whole
+    )
     overflow = False if overflow_fn is None else overflow_fn(whole)
     finding = findings.examine(check, summands, overflow)
     if names:
@@ -154,7 +156,7 @@ def accumulated_value_and_grad(
     value_and_grad = backward.scaled_value_and_grad(
       fun,
       states.scale_in_use(opt_state, path),
-      arguments.as_tuple(argnums),
+      arguments.argnums_as_tuple(argnums),
       has_aux,
       allow_int=allow_int,
     )
@@ -207,7 +209,7 @@ def accumulated_value_and_grad(
     loss = _mean_loss(losses, counted)
     return (
       (loss, aux) if has_aux else loss,
-      arguments.like(argnums, gradients),
+      arguments.like_argnums(argnums, gradients),
       overflow,
     )
 
@@ -231,7 +233,7 @@ class _Outcome(NamedTuple):
 
 def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
   """Returns two trees of bools: what has a next value, what a gradient."""
-  is_kept = leaves.resolve_mask(mask, arguments.like(argnums, given))
+  is_kept = leaves.resolve_mask(mask, arguments.like_argnums(argnums, given))
   is_kept = jax.tree.unflatten(
     jax.tree.structure(given), jax.tree.leaves(is_kept)
   )

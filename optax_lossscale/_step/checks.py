@@ -153,14 +153,8 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
   """Returns the dtype that a caller named for a leaf, None as it is."""
   if dtype is None:
     return None
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    place = f" for {leaves.path_name(path)!r}" if path else ""
-    raise TypeError(
-      "`dtype` must be a floating-point dtype such as jnp.float16, got "
-      f"{name}{place}."
-    )
-  return found
+  place = f" for {leaves.path_name(path)!r}" if path else ""
+  return arguments.check_dtype("dtype", dtype, place=place)
 
 
 def _is_function(dtype: Any) -> bool:

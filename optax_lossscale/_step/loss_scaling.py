@@ -107,8 +107,9 @@ def loss_scaling(
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  requirements.check_arguments(inner, rule, check)
   inner = requirements.as_optimizer("inner", inner)
+  requirements.check_rule("rule", rule)
+  requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
   # Where gradients are averaged, no device may skip alone.
   agreed = devices.axis_names(
@@ -120,7 +121,7 @@ def loss_scaling(
     inner_state = inner.init(
       leaves.widen(leaves.leave_out(is_gradient, params))
     )
-    requirements.check_rule(rule)
+    requirements.check_first_state(rule)
     requirements.check_inner_state(inner_state)
     return states.LossScalingState(
       loss_scale_state=leaves.as_arrays(rule.init()),
@@ -242,9 +243,7 @@ def move(
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
   # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
   # end the training silently, so the state before it is held instead.
-  is_usable = (loss_scale >= arguments.SMALLEST_SCALE) & (
-    loss_scale <= arguments.LARGEST_SCALE
-  )
+  is_usable = arguments.is_usable_scale(loss_scale)
   stalled = rule.stalled(state, overflow) | ~is_usable
   return skipping.select(~is_usable, state, moved), stalled
 

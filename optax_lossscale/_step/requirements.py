@@ -31,7 +31,11 @@ def as_optimizer(
   if isinstance(inner, (type, base.LossScale)) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
   ):
-    remedy = "; call it: optax.adam(1e-3)" if callable(inner) else ""
+    remedy = ""
+    if isinstance(inner, base.LossScale):
+      remedy = "; loss_scaling takes the optimizer first, then the rule"
+    elif callable(inner):
+      remedy = "; call it: optax.adam(1e-3)"
     raise TypeError(
       f"`{name}` must be an optax gradient transformation, got "
       f"{getattr(inner, '__name__', repr(inner))}{remedy}."
@@ -39,13 +43,8 @@ def as_optimizer(
   return optax.with_extra_args_support(inner)
 
 
-def check_arguments(inner: Any, rule: Any, check: Any) -> None:
-  """Raises if arguments of `loss_scaling` are not of their kinds."""
-  if isinstance(inner, base.LossScale):
-    raise TypeError(
-      f"`inner` must be an optax gradient transformation, got {inner!r}; "
-      "loss_scaling takes the optimizer first, then the rule."
-    )
+def check_rule(name: str, rule: Any) -> None:
+  """Raises if it is no rule."""
   if not isinstance(rule, base.LossScale):
     remedy = (
       f"call it: {rule.__name__}(...)"
@@ -53,8 +52,7 @@ def check_arguments(inner: Any, rule: Any, check: Any) -> None:
       else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
       "DynamicLossScale()"
     )
-    raise TypeError(f"`rule` must be a LossScale, got {rule!r}; {remedy}.")
-  check_check(check)
+    raise TypeError(f"`{name}` must be a LossScale, got {rule!r}; {remedy}.")
 
 
 def check_check(check: Any) -> None:
@@ -65,7 +63,7 @@ def check_check(check: Any) -> None:
     )
 
 
-def check_rule(rule: base.LossScale) -> None:
+def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state is not one to start with."""
   # Also where `init` is being traced, the first S is a constant to look at. A
   # program that forbids transfers means those of its steps.

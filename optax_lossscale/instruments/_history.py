@@ -65,15 +65,10 @@ class History(NamedTuple):
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
     """
-    found, name = arguments.read_dtype(dtype)
-    if found is None:
-      raise TypeError(
-        "`dtype` must be a floating-point dtype such as jnp.float16, got "
-        f"{name}."
-      )
+    dtype = arguments.check_dtype("dtype", dtype)
     amax = np.asarray(self.amax, np.float64)
     with np.errstate(divide="ignore"):
-      headroom = np.log2(float(jnp.finfo(found).max) / amax)
+      headroom = np.log2(float(jnp.finfo(dtype).max) / amax)
     return np.asarray(np.where(np.isfinite(amax), headroom, np.nan))
 
 

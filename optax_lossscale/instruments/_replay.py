@@ -136,18 +136,15 @@ def replay(
     [24. 23. 22. 22.] 2
   """
   check_history(history)
-  _check_rule(rule)
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
-    )
+  requirements.check_rule("rule", rule)
+  requirements.check_first_state(rule)
+  dtype = arguments.check_dtype("dtype", dtype)
   saturating = arguments.check_flag("saturating", saturating)
   state = leaves.as_arrays(rule.init())
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
-  limit = limit_of(found)
+  limit = limit_of(dtype)
   outcome = _steps_of(rule)(
     state, known_steps(history, limit), np.float32(limit), saturating
   )
@@ -156,7 +153,7 @@ def replay(
     history=_history.History(np.asarray(history.step), scales, amax, overflow),
     skipped=overflow & rule.skip,
     stalled=stalled,
-    dtype=found,
+    dtype=dtype,
   )
 
 
@@ -284,12 +281,3 @@ def _steps(
 
 
 _steps_of_hashable = jax.jit(_steps, static_argnums=0)
-
-
-def _check_rule(rule: Any) -> None:
-  if not isinstance(rule, base.LossScale):
-    raise TypeError(
-      f"`rule` must be a LossScale, got {rule!r}; for example "
-      "DynamicLossScale()."
-    )
-  requirements.check_rule(rule)

@@ -116,11 +116,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
 
 def _as_dtype(dtype: Any) -> Any:
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
-    )
+  found = arguments.check_dtype("dtype", dtype)
   if found == jnp.float8_e8m0fnu:
     raise ValueError(
       "`dtype` must be able to hold 0, or nothing becomes 0 in it, got "

@@ -84,7 +84,7 @@ def where_overflow(
   """
   arguments.check_function(fun)
   dtypes = operation_overflow.check_dtypes(dtypes)
-  saturating = operation_overflow.check_check(check, dtypes)
+  saturating = operation_overflow.saturates(check, dtypes)
 
   @functools.wraps(fun)
   def where_overflow_fun(*args: Any, **kwargs: Any) -> _place.Place | None:

@@ -310,7 +310,7 @@ def _parse_amax(value: Any) -> float:
 
 def _parse_scale(value: Any) -> float:
   number = _parse_number(value)
-  if not arguments.SMALLEST_SCALE <= number <= arguments.LARGEST_SCALE:
+  if not arguments.is_usable_scale(number):
     raise ValueError(
       f"must be positive and a normal float32, got {_shown(value)}."
     )

@@ -376,14 +376,10 @@ def _check_histogram(rule: str, histogram: Any) -> None:
 
 def _range_of(name: str, dtype: Any) -> _Range:
   """Returns the range of a dtype."""
-  found, got = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`{name}` must be a floating-point dtype such as jnp.float16, got {got}."
-    )
+  found = arguments.check_dtype(name, dtype)
   info = jnp.finfo(found)
   return _Range(
-    got,
+    found.name,
     math.log2(float(info.smallest_subnormal)),
     math.log2(float(info.smallest_normal)),
     math.log2(float(info.max)),

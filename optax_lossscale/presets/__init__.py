@@ -22,49 +22,63 @@ Ascend does, and takes a rule as its manager.
 import typing
 
 from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
-from optax_lossscale.presets._checkpoints import (
-  from_state_dict as from_state_dict,
-)
-from optax_lossscale.presets._checkpoints import to_state_dict as to_state_dict
-from optax_lossscale.presets._fairseq import fairseq as fairseq
-from optax_lossscale.presets._fairseq import metaseq as metaseq
-from optax_lossscale.presets._jax import flax as flax
-from optax_lossscale.presets._jax import jmp as jmp
-from optax_lossscale.presets._megatron import colossalai as colossalai
-from optax_lossscale.presets._megatron import deepspeed as deepspeed
-from optax_lossscale.presets._megatron import (
-  deepspeed_legacy as deepspeed_legacy,
-)
-from optax_lossscale.presets._megatron import megatron as megatron
-from optax_lossscale.presets._megatron import (
-  megatron_constant as megatron_constant,
-)
-from optax_lossscale.presets._mindspore import mindspore as mindspore
-from optax_lossscale.presets._mindspore import mindspore_amp as mindspore_amp
-from optax_lossscale.presets._mindspore import mindspore_cell as mindspore_cell
-from optax_lossscale.presets._mindspore import (
-  mindspore_fixed as mindspore_fixed,
-)
-from optax_lossscale.presets._npu import npu_exponential as npu_exponential
-from optax_lossscale.presets._npu import npu_fixed as npu_fixed
-from optax_lossscale.presets._npu import (
-  npu_loss_scale_optimizer as npu_loss_scale_optimizer,
-)
-from optax_lossscale.presets._paddle import paddle as paddle
-from optax_lossscale.presets._paddle import paddle_op as paddle_op
-from optax_lossscale.presets._pytorch import apex as apex
-from optax_lossscale.presets._pytorch import apex_hysteresis as apex_hysteresis
-from optax_lossscale.presets._pytorch import torch as torch
-from optax_lossscale.presets._pytorch import torch_sharded as torch_sharded
-from optax_lossscale.presets._tensorflow import keras as keras
-from optax_lossscale.presets._tensorflow import tensorflow as tensorflow
-from optax_lossscale.presets._tensorflow import tf_exponential as tf_exponential
-from optax_lossscale.presets.declaration import PRESETS as _PRESETS
+from optax_lossscale.presets._fairseq import fairseq
+from optax_lossscale.presets._fairseq import metaseq
+from optax_lossscale.presets._jax import flax
+from optax_lossscale.presets._jax import jmp
+from optax_lossscale.presets._megatron import colossalai
+from optax_lossscale.presets._megatron import deepspeed
+from optax_lossscale.presets._megatron import deepspeed_legacy
+from optax_lossscale.presets._megatron import megatron
+from optax_lossscale.presets._megatron import megatron_constant
+from optax_lossscale.presets._mindspore import mindspore
+from optax_lossscale.presets._mindspore import mindspore_amp
+from optax_lossscale.presets._mindspore import mindspore_cell
+from optax_lossscale.presets._mindspore import mindspore_fixed
+from optax_lossscale.presets._npu import npu_exponential
+from optax_lossscale.presets._npu import npu_fixed
+from optax_lossscale.presets._npu import npu_loss_scale_optimizer
+from optax_lossscale.presets._paddle import paddle
+from optax_lossscale.presets._paddle import paddle_op
+from optax_lossscale.presets._pytorch import apex
+from optax_lossscale.presets._pytorch import apex_hysteresis
+from optax_lossscale.presets._pytorch import torch
+from optax_lossscale.presets._pytorch import torch_sharded
+from optax_lossscale.presets._state_dicts import from_state_dict
+from optax_lossscale.presets._state_dicts import to_state_dict
+from optax_lossscale.presets._tensorflow import keras
+from optax_lossscale.presets._tensorflow import tensorflow
+from optax_lossscale.presets._tensorflow import tf_exponential
 
-# `import x as x` exports x to type checkers. `__all__` is what was declared.
-__all__ = sorted(
-  {*_PRESETS, "from_state_dict", "npu_loss_scale_optimizer", "to_state_dict"}
-)
+__all__ = [
+  "apex",
+  "apex_hysteresis",
+  "colossalai",
+  "deepspeed",
+  "deepspeed_legacy",
+  "fairseq",
+  "flax",
+  "from_state_dict",
+  "jmp",
+  "keras",
+  "megatron",
+  "megatron_constant",
+  "metaseq",
+  "mindspore",
+  "mindspore_amp",
+  "mindspore_cell",
+  "mindspore_fixed",
+  "npu_exponential",
+  "npu_fixed",
+  "npu_loss_scale_optimizer",
+  "paddle",
+  "paddle_op",
+  "tensorflow",
+  "tf_exponential",
+  "to_state_dict",
+  "torch",
+  "torch_sharded",
+]
 
 # Type checkers would take any name to be here.
 if not typing.TYPE_CHECKING:

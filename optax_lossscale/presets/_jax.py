@@ -1,5 +1,7 @@
 """The scalers that JAX had before: Flax's and jmp's."""
 
+# mypy: disable-error-code="empty-body"
+
 import numpy as np
 
 from optax_lossscale._base import arguments as _arguments

@@ -159,7 +159,7 @@ def int_or_float(value: float) -> float:
 def _read_scale(value: Any) -> float:
   """Returns a usable S as a Python number."""
   number = _read_number(value)
-  if not _arguments.SMALLEST_SCALE <= number <= _arguments.LARGEST_SCALE:
+  if not _arguments.is_usable_scale(number):
     raise ValueError(f"must be a positive normal float32, got {value!r}")
   return number
 

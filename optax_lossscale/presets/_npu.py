@@ -1,5 +1,7 @@
 """The scalers of npu_bridge on Ascend, and the optimizer that takes them."""
 
+# mypy: disable-error-code="empty-body"
+
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import loss_scaling
+from optax_lossscale._step import requirements
 from optax_lossscale.presets import _tensorflow
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import check_scale_from_one
@@ -158,7 +161,8 @@ def npu_loss_scale_optimizer(
   References:
     Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_optimizer.py.
   """
-  _check_arguments(opt, loss_scale_manager)
+  opt = requirements.as_optimizer("opt", opt)
+  requirements.check_rule("loss_scale_manager", loss_scale_manager)
   is_distributed = arguments.check_flag("is_distributed", is_distributed)
   names = devices.axis_names("axis_name", axis_name)
   tx = loss_scaling.loss_scaling(
@@ -194,22 +198,4 @@ def _refuse_mapped_axes() -> None:
       "pass the one that the workers are along, or several in a tuple: "
       "npu_loss_scale_optimizer(..., is_distributed=True, "
       f"axis_name={axes[0]!r}). Under pmap it is the `axis_name=` given to it."
-    )
-
-
-def _check_arguments(opt: Any, loss_scale_manager: Any) -> None:
-  """Raises under the names that these arguments have here."""
-  if isinstance(opt, (type, base.LossScale)) or not (
-    hasattr(opt, "init") and hasattr(opt, "update")
-  ):
-    raise TypeError(
-      f"`opt` must be an optax gradient transformation, got {opt!r}; the "
-      "optimizer comes first, then the manager: "
-      "npu_loss_scale_optimizer(optax.adam(1e-3), loss_scale_manager)."
-    )
-  if not isinstance(loss_scale_manager, base.LossScale):
-    raise TypeError(
-      "`loss_scale_manager` must be a LossScale, got "
-      f"{loss_scale_manager!r}; make one by presets.npu_fixed(loss_scale=...) "
-      "or presets.npu_exponential(...)."
     )

@@ -1,5 +1,7 @@
 """The scalers of PyTorch and of NVIDIA Apex."""
 
+# mypy: disable-error-code="empty-body"
+
 from typing import Any
 
 from optax_lossscale._base import arguments as _arguments

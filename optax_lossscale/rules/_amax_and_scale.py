@@ -106,16 +106,6 @@ def check_bits(name: str, value: Any) -> int:
   return bits
 
 
-def check_dtype(dtype: Any) -> Any:
-  """Returns a floating dtype."""
-  found, name = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"`dtype` must be a floating-point dtype such as jnp.float16, got {name}."
-    )
-  return found
-
-
 def largest(dtype: Any) -> float:
   """Returns the largest finite value of a floating dtype."""
   return float(jnp.finfo(dtype).max)

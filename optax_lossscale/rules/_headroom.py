@@ -139,7 +139,7 @@ class HeadroomLossScale(base.LossScale):
       ),
       "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
       "window": arguments.check_count("window", self.window),
-      "dtype": _amax_and_scale.check_dtype(self.dtype),
+      "dtype": arguments.check_dtype("dtype", self.dtype),
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)

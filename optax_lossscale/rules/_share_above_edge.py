@@ -143,7 +143,7 @@ class HistogramLossScale(base.LossScale):
       "update_period": arguments.check_count(
         "update_period", self.update_period
       ),
-      "dtype": _amax_and_scale.check_dtype(self.dtype),
+      "dtype": arguments.check_dtype("dtype", self.dtype),
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)

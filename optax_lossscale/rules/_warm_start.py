@@ -10,6 +10,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
+from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale.rules import _amax_and_scale
 
@@ -102,11 +103,7 @@ class WarmStart(base.LossScale):
   skip: bool = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self) -> None:
-    if not isinstance(self.rule, base.LossScale):
-      raise TypeError(
-        f"`rule` must be a LossScale, got {self.rule!r}; for a dynamic rule "
-        "pass DynamicLossScale()."
-      )
+    requirements.check_rule("rule", self.rule)
     if isinstance(self.rule, WarmStart):
       raise ValueError(
         f"`rule` must not be a WarmStart, got {self.rule!r}: a first S can be "
@@ -115,7 +112,7 @@ class WarmStart(base.LossScale):
     checked = {
       "probe_scale": arguments.check_scale("probe_scale", self.probe_scale),
       "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "dtype": _amax_and_scale.check_dtype(self.dtype),
+      "dtype": arguments.check_dtype("dtype", self.dtype),
       "skip": self.rule.skip,
     }
     for name, value in checked.items():

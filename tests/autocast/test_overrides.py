@@ -261,6 +261,9 @@ def test_an_operation_that_jax_does_not_have_is_an_error_with_the_nearest():
   mixed = ols.autocast(jnp.tanh, operations={"black": ["softmax", "tahn"]})
   with pytest.raises(ValueError, match="got 'softmax'"):
     mixed(X)
+  mixed = ols.autocast(jnp.tanh, operations={"black": ["matmul"]})
+  with pytest.raises(ValueError, match="got 'matmul'; a matrix product is"):
+    mixed(X)
   mixed = ols.autocast(jnp.tanh, operations={"black": ["tahn"]})
   with pytest.raises(ValueError, match="got 'tahn'; did you mean .*'tanh'"):
     mixed(X)

@@ -321,10 +321,16 @@ def test_figures_without_a_clean_step(unscaled):
   assert replay.lost_steps == sum(map(math.isnan, unscaled))
 
 
+class _IntegerScale(ols.FixedLossScale):
+  def init(self):
+    return super().init()._replace(loss_scale=jnp.int32(8))
+
+
 @pytest.mark.parametrize(
   ("call", "error", "words"),
   [
     (lambda t: instruments.replay("dynamic", t), TypeError, "`rule`"),
+    (lambda t: instruments.replay(_IntegerScale(), t), TypeError, "float32"),
     (
       lambda t: instruments.replay(ols.FixedLossScale(), [1]),
       TypeError,

@@ -662,7 +662,7 @@ def test_python_and_numpy_parameters_have_a_master():
     ((optax.adam,), TypeError, "`inner` must be .* got adam; call it"),
     ((optax.MultiSteps,), TypeError, "`inner` must be .* got MultiSteps; call"),
     ((jnp.float32, SGD), TypeError, "`inner` must be an optax .* got float32"),
-    ((SGD, RULE), TypeError, "`dtype` must be a floating-point .* got Dynamic"),
+    ((SGD, RULE), TypeError, "`dtype` must be .* jnp.float32, got Dynamic"),
     ((SGD, jnp.int32), TypeError, "`dtype` must be .* got int32"),
     (
       (SGD, jnp.bfloat16),

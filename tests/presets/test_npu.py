@@ -106,13 +106,19 @@ def test_the_three_arguments_of_the_original_are_positional():
 @pytest.mark.parametrize(
   ("arguments", "match"),
   [
-    ((exponential(), optax.sgd(1.0)), r"`opt` must .* got presets.npu_expo"),
-    ((optax.adam, exponential()), r"`opt` must .* got <function adam"),
-    ((optax.EmptyState, exponential()), r"`opt` must .* got <class"),
-    ((optax.sgd(1.0), 0), r"`loss_scale_manager` must .* got 0;"),
+    (
+      (exponential(), optax.sgd(1.0)),
+      r"`opt` must .* got presets.npu_expo.* first, then the rule",
+    ),
+    ((optax.adam, exponential()), r"`opt` must .* got adam; call it"),
+    (
+      (optax.EmptyState, exponential()),
+      r"`opt` must .* got EmptyState; call it",
+    ),
+    ((optax.sgd(1.0), 0), r"`loss_scale_manager` must .* got 0; for"),
     (
       (optax.sgd(1.0), presets.npu_fixed),
-      r"`loss_scale_manager` must .* got <function npu_fixed",
+      r"`loss_scale_manager` must .* got .*; call it: npu_fixed",
     ),
     (
       (optax.sgd(1.0), exponential(), "data"),
