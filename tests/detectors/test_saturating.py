@@ -604,6 +604,18 @@ def test_a_function_with_shardings_keeps_them(mesh, where):
     assert is_finite(gradient)
 
 
+@pytest.mark.parametrize("where", ["in_shardings", "out_shardings"])
+def test_a_function_that_asks_for_another_sharding_gets_what_jit_gives(where):
+  # A constraint to another sharding than an explicit one is an error.
+  sharding = jax.NamedSharding(EXPLICIT_MESH, jax.P("data"))
+  inner = jax.jit(layer, **{where: sharding})
+  with jax.set_mesh(EXPLICIT_MESH):
+    x = jax.device_put(X, jax.NamedSharding(EXPLICIT_MESH, jax.P()))
+    result = jax.jit(ols.saturating(lambda x: inner(x + 0)))(x)
+    assert result.sharding == jax.jit(lambda x: inner(x + 0))(x).sharding
+  assert_same_bits(result, hand_clamped_layer(X))
+
+
 def test_a_part_on_automatic_axes_of_an_explicit_mesh_saturates():
   def fun(x):
     automatic = jax.sharding.auto_axes(layer, out_sharding=jax.P("data"))

@@ -259,6 +259,14 @@ def test_two_inputs_that_give_too_much_are_told_from_those_without_value(name):
   assert_told_apart(function, truth, pairs(name))
 
 
+def test_a_zeta_of_a_negative_number_has_a_value_for_whole_exponents():
+  # Where JAX's own is far off, so by the rule alone.
+  x, q = jnp.float32([2.0, 1.5, 2.0]), jnp.float32([-0.5, -0.5, -1.0])
+  (equation,) = jax.make_jaxpr(lax.zeta)(x, q).eqns
+  found = operation_table.undefined(equation, [x, q])
+  assert found.tolist() == [False, True, True]
+
+
 @pytest.mark.parametrize("exponent", [-4, -1, 0, 2, 5])
 def test_an_integer_power_overflows_unless_it_is_of_zero(exponent):
   assert_told_apart(

@@ -84,8 +84,13 @@ def test_a_complex_cotangent_is_multiplied_by_parts():
   _, pullback = jax.vjp(
     lambda x: ols.scale_cotangent(x, 2.0), jnp.zeros((), jnp.complex64)
   )
-  (found,) = pullback(lax.complex(jnp.float32(jnp.inf), jnp.float32(3)))
-  assert (found.real, found.imag) == (jnp.inf, 6)
+  for parts, expected in (
+    ((5, 3), (10, 6)),
+    ((jnp.inf, 3), (jnp.inf, 6)),
+    ((5, jnp.inf), (10, jnp.inf)),
+  ):
+    (found,) = pullback(lax.complex(*map(jnp.float32, parts)))
+    assert (found.real, found.imag) == expected
 
 
 def test_what_has_no_gradient_passes():
