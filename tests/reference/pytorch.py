@@ -172,4 +172,4 @@ class ApexHysteresis(Model):
 
     It looks for `_hysterisis_tracker`, never finds it, and starts with 1.
     """
-    self.hysteresis_tracker = 1
+    self.hysteresis_tracker = self.hysteresis
