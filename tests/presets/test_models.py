@@ -111,9 +111,9 @@ def test_a_preset_moves_s_as_its_model_and_resumes_as_it(system, data):
   expected = model.state_dict()
   assert saved == {key: expected[key] for key in saved}
   _, resumed = presets.from_state_dict(rule, saved)
+  if system != "apex_hysteresis":  # NeMo does not read a count that it saves.
+    assert presets.to_state_dict(rule, resumed) == saved
   if hasattr(model, "resume"):  # It loses counts.
     model.resume()
-  else:
-    assert presets.to_state_dict(rule, resumed) == saved
   model.failed = False
   follow(rule, spread(resumed), [copy.copy(model) for _ in SEQUENCES])
