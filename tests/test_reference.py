@@ -88,9 +88,12 @@ def test_a_model_does_what_was_recorded_of_its_original(system):
     half, model = len(overflows) // 2, _make_model(system, run)
     for overflow in overflows[:half]:
       model.update(overflow)
-    saved = traces.saved_dict(system, run)
+    saved = traces.state_dict(run["state_dict"])
+    if system == "keras":  # Which numbers its variables.
+      saved = traces.saved_dict(system, run)
     written = model.state_dict()
-    assert {key: written[key] for key in saved} == saved
+    # A model may have its arguments among them.
+    assert written == written | saved
     if hasattr(model, "resume"):
       model.resume()
     _assert_follows(model, overflows[half:], run["resumed"])
