@@ -2,11 +2,29 @@
 
 import gc
 import os
+import pathlib
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# The same examples on every run, and no database of those that failed. What is
+# slow is JAX's first compilation, which no example is to blame for. What
+# Hypothesis caches goes where pytest's own cache is.
+os.environ.setdefault(
+  "HYPOTHESIS_STORAGE_DIRECTORY",
+  str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"),
+)
+hypothesis.settings.register_profile(
+  "repeatable",
+  derandomize=True,
+  database=None,
+  deadline=None,
+  suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 # These take longest. They are begun first, or one worker would still run one

@@ -18,6 +18,11 @@ def pairs(first, second):
   return list(itertools.product(first, second))
 
 
+def every_sequence(steps):
+  """Returns every sequence of overflows, bool[2**steps, steps]."""
+  return np.array(list(itertools.product([False, True], repeat=steps)))
+
+
 def name(value):
   """Returns a test id without spaces, so that `pytest -k` can select it."""
   if isinstance(value, dict):

@@ -1,5 +1,8 @@
 """Where an array has reached a limit, against NumPy's comparisons."""
 
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,8 @@ DTYPES = {
   "float8_e4m3fn": jnp.float8_e4m3fn,
   "float8_e5m2": jnp.float8_e5m2,
   "float8_e4m3fnuz": jnp.float8_e4m3fnuz,
+  "float32": jnp.float32,
+  "float64": jnp.float64,
 }
 
 
@@ -32,39 +37,29 @@ def expected(x, limit, inclusive):
   return ~(x < limit) if inclusive else ~(x <= limit)
 
 
-@pytest.mark.parametrize("inclusive", [True, False])
+def around(limit, dtype):
+  """Returns what is nearest to a limit in a dtype, and the ends of it."""
+  nearest = np.asarray(limit, dtype)
+  ends = [0, np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max]
+  with np.errstate(over="ignore"):
+    steps = [np.nextafter(nearest, dtype.type(x)) for x in (0, np.inf)]
+  return np.array([nearest, *steps, *ends, np.inf, np.nan], dtype)
+
+
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_number_is_held_against_limits_of_any_dtype(name, inclusive):
-  x = every(DTYPES[name])
-  limits = [largest(dtype) for dtype in DTYPES.values()]
-  # A limit that the dtype cannot hold, on either side of what it rounds to.
-  limits = [y for y in limits if y <= largest(x.dtype)] + [100.3, 0.3]
-  for limit in limits:
-    found = _bits.reached(jnp.asarray(x), limit, inclusive=inclusive)
-    np.testing.assert_array_equal(found, expected(x, limit, inclusive))
-
-
-NEAR = [0.0, 1e-45, 65503.0, 65504.0, 65505.0, 3.4e38, 3.4028235e38]
-
-
-@pytest.mark.parametrize("inclusive", [True, False])
-@pytest.mark.parametrize("limit", [65504.0, largest(jnp.float32)])
-def test_a_float32_is_held_against_limits_of_narrower_dtypes(limit, inclusive):
-  x = np.float32([*NEAR, np.inf, np.nan])
-  x = np.concatenate([x, -x])
-  found = _bits.reached(x, limit, inclusive=inclusive)
-  np.testing.assert_array_equal(found, expected(x, limit, inclusive))
-
-
-@pytest.mark.parametrize("inclusive", [True, False])
-def test_a_float64_is_held_against_limits_of_narrower_dtypes(inclusive):
-  x = np.float64([*NEAR, 1e300, largest(jnp.float64), np.inf, np.nan])
-  with jax.enable_x64(True):
-    for dtype in (jnp.float16, jnp.float32, jnp.float64):
-      found = _bits.reached(x, largest(dtype), inclusive=inclusive)
-      np.testing.assert_array_equal(
-        found, expected(x, largest(dtype), inclusive)
-      )
+@given(data=st.data(), inclusive=st.booleans())
+@settings(max_examples=25)
+def test_every_number_is_held_against_any_limit(name, data, inclusive):
+  dtype = np.dtype(DTYPES[name])
+  # Most are numbers that the dtype cannot hold, or the largest of another.
+  others = [y for y in map(largest, DTYPES.values()) if y <= largest(dtype)]
+  limits = st.sampled_from(others) | st.floats(2.0**-9, largest(dtype))
+  limit = data.draw(limits)
+  x = every(dtype) if dtype.itemsize < 4 else around(limit, dtype)
+  with jax.enable_x64(dtype.itemsize == 8):
+    for y in (x, -x):
+      found = _bits.reached(y, limit, inclusive=inclusive)
+      np.testing.assert_array_equal(found, expected(y, limit, inclusive))
 
 
 def test_either_part_of_a_complex_number_reaches_the_limit():

@@ -2,6 +2,9 @@
 
 import functools
 
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxpr.at_definition import select_at_definition
 from tests import optimizers
+from tests import reference
+from tests.support import assert_same_bits
 from tests.support import describe
 from tests.support import make_mesh
 from tests.support import to_bits
@@ -214,34 +219,34 @@ def as_numbers(x):
   return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+def drawn(like):
+  """Draws an array of any numbers; most are such that no step overflows."""
+  finite = st.floats(-1e4, 1e4, width=16)
+  # A product with 1 may make subnormal numbers 0.
+  wide = st.floats(width=32, allow_subnormal=False)
+  number = st.one_of(finite, finite, finite, wide)
+
+  def make(values):
+    with np.errstate(over="ignore"):
+      return jnp.asarray(np.reshape(values, like.shape).astype(like.dtype))
+
+  return st.lists(number, min_size=like.size, max_size=like.size).map(make)
+
+
 @pytest.mark.slow
 @jitted_or_not
 @each_inner
-def test_a_skipped_step_is_that_of_the_plain_way(name, jitted):
+@given(grads=drawn(GRADS), flag=st.booleans())
+@settings(max_examples=25)
+def test_a_step_is_that_of_the_plain_way(name, jitted, grads, flag):
   state, step, plain_step = compiled_steps(name, jitted)
-  for grads in (GRADS, GRADS.at[1].set(jnp.nan)):
-    got = step(grads, state, PARAMS, True)
-    expected = plain_step(grads, state.inner_state, PARAMS, True)
-    assert to_bits(got) == to_bits(expected)
+  got = step(grads, state, PARAMS, flag)
+  bad = flag or not np.isfinite(grads).all()
+  expected = plain_step(grads, state.inner_state, PARAMS, bad)
+  assert describe(got[1]) == describe(state.inner_state)
+  assert to_bits(got) == to_bits(expected)
+  if bad:
     assert to_bits(got[1]) == to_bits(state.inner_state)
-
-
-@pytest.mark.slow
-@jitted_or_not
-@each_inner
-def test_an_applied_step_is_that_of_the_bare_transformation(name, jitted):
-  state, step, _ = compiled_steps(name, jitted)
-  updates, after = step(GRADS, state, PARAMS, False)
-  expected = jax.jit(HAND_WRITTEN[name].update)(
-    GRADS, state.inner_state, PARAMS
-  )
-  assert describe(after) == describe(state.inner_state)
-  for got, leaf in zip(
-    jax.tree.leaves((updates, after)), jax.tree.leaves(expected), strict=True
-  ):
-    got, leaf = as_numbers(got), as_numbers(leaf)
-    # Where the state is kept in another dtype, so it is here.
-    np.testing.assert_allclose(got, leaf.astype(got.dtype), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -496,49 +501,79 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_run_with_skips_is_that_of_the_plain_way(name):
-  inner = WRAPPERS[name]()
-  tx = ols.loss_scaling(inner, RULE)
+MIXED = {
+  "bias": jnp.array([0.5, -0.0, 3.0], jnp.float16),
+  "kernel": jnp.array([[0.25, -1.5], [0.0, 2.0]], jnp.bfloat16),
+  "scalar": jnp.float32(0.1),
+}
+DYNAMIC = {"init_scale": 2.0**10, "growth_interval": 2}
 
-  def run(update, params, state):
-    def step(carry, bad):
-      params, state = carry
-      loss, grads = jax.value_and_grad(optimizers.loss_fn)(params)
-      updates, state = update(
-        grads,
-        state,
-        params,
-        bad,
-        value=loss,
-        grad=grads,
-        value_fn=optimizers.loss_fn,
-      )
-      return (optax.apply_updates(params, updates), state), updates
 
-    bads = jnp.array([True, False, False, True, True, False])
-    return jax.lax.scan(step, (params, state), bads)
+def as_float32(tree):
+  return jax.tree.map(jnp.float32, tree)
 
-  def scaled(grads, state, params, bad, **extra):
-    return tx.update(grads, state, params, overflow=bad, **extra)
 
-  params = optimizers.make_params()
-  (got, state), updates = jax.jit(functools.partial(run, scaled))(
-    params, tx.init(params)
-  )
-  expected = jax.jit(
-    functools.partial(
-      run, functools.partial(plain_update, optimizers.bare(inner))
+@functools.cache
+def mixed_steps(name):
+  """Returns both optimizers, and their compiled steps in mixed precision."""
+  tx = ols.loss_scaling(WRAPPERS[name](), ols.DynamicLossScale(**DYNAMIC))
+  inner = optimizers.bare(WRAPPERS[name]())
+
+  def arguments(true):
+    return {
+      "value": true["scalar"],
+      "grad": true,
+      "value_fn": lambda x: optax.tree.norm(x, squared=True),
+    }
+
+  def step(scaled, state, params, true):
+    return tx.update(scaled, state, params, **arguments(true))
+
+  def plain_step(scaled, state, params, true):
+    finite = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), scaled)
+    bad = ~jnp.all(jnp.stack(jax.tree.leaves(finite)))
+    updates, state = plain_update(
+      inner, true, state, as_float32(params), bad, **arguments(true)
     )
-  )(params, jax.tree.map(jnp.asarray, inner.init(params)))
-  assert (state.applied_steps, state.skipped_steps) == (3, 3)
-  for x, y in zip(
-    jax.tree.leaves(((got, state.inner_state), updates)),
-    jax.tree.leaves(expected),
-    strict=True,
-  ):
-    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    updates = jax.tree.map(lambda x, p: x.astype(p.dtype), updates, params)
+    return updates, state, bad
+
+  return tx, inner, jax.jit(step), jax.jit(plain_step)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=() if x == "multi_steps" else pytest.mark.slow)
+    for x in WRAPPERS
+  ],
+)
+@given(
+  st.lists(
+    st.fixed_dictionaries({x: drawn(MIXED[x]) for x in MIXED}),
+    min_size=1,
+    max_size=4,
+  )
+)
+@settings(max_examples=25)
+def test_a_run_in_mixed_precision_is_that_of_the_plain_way(name, gradients):
+  tx, inner, step, plain_step = mixed_steps(name)
+  params, state = MIXED, tx.init(MIXED)
+  plain_state = jax.tree.map(jnp.asarray, inner.init(as_float32(MIXED)))
+  model, applied = reference.Dynamic(**DYNAMIC), 0
+  for scaled in gradients:
+    true = jax.tree.map(lambda x: jnp.float32(x) / model.scale, scaled)
+    updates, state = step(scaled, state, params, true)
+    expected, plain_state, bad = plain_step(scaled, plain_state, params, true)
+    assert_same_bits(updates, expected)
+    assert_same_bits(state.inner_state, plain_state)
+    model.update(bool(bad))
+    applied += not bad
+    assert (ols.get_loss_scale(state), state.applied_steps) == (
+      model.scale,
+      applied,
+    )
+    params = optax.apply_updates(params, updates)
 
 
 def meta_loss(make_tx, learning_rate):

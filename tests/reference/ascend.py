@@ -26,11 +26,12 @@ def parse(text):
   if mode not in ratios:
     raise ValueError("mode")
   default, least, greatest = map(decimal.Decimal, ratios[mode])
-  try:
-    ratio = decimal.Decimal(written) if written else default
-  except decimal.InvalidOperation:
-    raise ValueError("ratio") from None
-  if ratio.is_nan() or not least <= ratio <= greatest:
+  # No sign, exponent, space or underscore, which Python would read.
+  is_number = set(written) <= set("0123456789.") and written.count(".") < 2
+  if not is_number or written == ".":
+    raise ValueError("ratio")
+  ratio = decimal.Decimal(written or default)
+  if not least <= ratio <= greatest:
     raise ValueError("ratio")
   return dtypes[kind], mode, fractions.Fraction(ratio)
 

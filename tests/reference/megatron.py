@@ -26,8 +26,6 @@ class Megatron(Model):
     hysteresis=2,
     refill="growth",
   ):
-    if refill not in ("growth", "clean"):
-      raise ValueError(f"`refill` must be 'growth' or 'clean', got {refill!r}.")
     self.scale, self.min_scale = float32(initial_scale), float32(min_scale)
     self.growth_factor = float32(growth_factor)
     self.backoff_factor = float32(backoff_factor)

@@ -170,6 +170,6 @@ class ApexHysteresis(Model):
   def resume(self):
     """Restarts from `state_dict`, of which NeMo misspells one key.
 
-    It looks for `_hysterisis_tracker`, never finds it, and starts with 1.
+    It looks for `_hysterisis_tracker`, never finds it, and starts afresh.
     """
-    self.hysteresis_tracker = 1
+    self.hysteresis_tracker = self.hysteresis

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import pickle
 from typing import NamedTuple
 
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,19 +55,6 @@ def _scales(rule, overflows):
   )
 
 
-def _expected(arguments, init_scales, overflows):
-  """What `_trajectories` returns, from the plain-Python model."""
-  shape = (len(init_scales), *overflows.shape)
-  scales, stalled = np.empty(shape, np.float32), np.empty(shape, bool)
-  for i, init_scale in enumerate(init_scales):
-    for j, sequence in enumerate(overflows.tolist()):
-      model = reference.Dynamic(**arguments | {"init_scale": init_scale})
-      for k, overflow in enumerate(sequence):
-        model.update(overflow)
-        scales[i, j, k], stalled[i, j, k] = model.scale, model.stalled
-  return scales, stalled
-
-
 def _avals(tree):
   """Structure, shapes, dtypes and weak types of a tree."""
   leaves, structure = jax.tree.flatten(tree)
@@ -76,96 +65,48 @@ _RULES = {
   "dynamic": ols.DynamicLossScale(growth_interval=2, hysteresis=2),
   "fixed": ols.FixedLossScale(),
 }
+_SEQUENCES = support.every_sequence(8)
 _each_rule = pytest.mark.parametrize("rule", _RULES.values(), ids=_RULES.keys())
 
 
 # Against the model.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "growth_interval, hysteresis", support.pairs([1, 2, 3], [1, 2, 3])
-)
-def test_every_short_sequence_gives_the_scales_of_the_model(
-  growth_interval, hysteresis
-):
-  # Neither bound is a power of two away from the other scales, so that clamping
-  # to a bound differs from refusing to pass it.
-  arguments = {
-    "init_scale": 2.0,
-    "growth_interval": growth_interval,
-    "hysteresis": hysteresis,
-    "min_scale": 0.75,
-    "max_scale": 5.0,
+# Near each other, so that factors lead past the bounds, or anywhere.
+_SCALES = st.floats(0.1, 10.0) | st.floats(support.SMALLEST, 2.0**127)
+
+
+@st.composite
+def _arguments(draw):
+  """Any configuration, of which a short sequence shows what it does."""
+  lowest, first, highest = sorted(draw(_SCALES) for _ in range(3))
+  return {
+    "init_scale": first,
+    "growth_factor": draw(st.floats(1.001, 8.0) | st.floats(8.0, 3e38)),
+    "backoff_factor": draw(st.floats(0.1, 0.999) | st.floats(2e-38, 0.1)),
+    "growth_interval": draw(st.integers(1, 4)),
+    "hysteresis": draw(st.integers(1, 4)),
+    "min_scale": lowest,
+    "max_scale": highest,
   }
-  init_scales = np.asarray([0.75, 2.0, 5.0], np.float32)
-  overflows = np.asarray(list(itertools.product([False, True], repeat=12)))
+
+
+@given(_arguments())
+@settings(max_examples=20)
+def test_every_sequence_gives_the_scales_of_the_model(arguments):
+  # Compiled, where XLA could take constant factors for something else.
   rule = ols.DynamicLossScale(**arguments)
-  scales, stalled = _trajectories(rule, init_scales, overflows)
-  expected_scales, expected_stalled = _expected(
-    arguments, init_scales.tolist(), overflows
-  )
-  support.assert_same_bits(scales, expected_scales)
-  np.testing.assert_array_equal(stalled, expected_stalled)
-
-
-def _random_overflows():
-  """Sequences of 10,000 steps: four rates, and one that comes in bursts."""
-  rng = np.random.default_rng(0)
-  rates = np.asarray([0.0005, 0.01, 0.2, 0.9])
-  independent = rng.random((4, 10_000)) < rates[:, None]
-  changes = rng.random((1, 10_000)) < 0.2
-  return np.concatenate([independent, np.cumsum(changes, axis=1) % 2 == 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "arguments",
-  [
-    {"growth_interval": 2000},
-    {"growth_interval": 20, "hysteresis": 2},
-    {"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.125},
-    {"growth_interval": 7, "growth_factor": 1.5, "backoff_factor": 0.8},
-    {"growth_interval": 3, "growth_factor": 1.1, "backoff_factor": 0.9},
-    {"growth_interval": 1, "growth_factor": 1.001, "hysteresis": 2},
-    {"growth_interval": 30, "growth_factor": 3.0, "backoff_factor": 0.1},
-    {
-      "growth_interval": 5,
-      "growth_factor": 1.3,
-      "backoff_factor": 0.7,
-      "hysteresis": 3,
-      "min_scale": 0.1,
-      "max_scale": 1e6 / 3,
-    },
-    {
-      "growth_interval": 2,
-      "min_scale": support.SMALLEST,
-      "max_scale": support.LARGEST,
-    },
-  ],
-  ids=support.name,
-)
-def test_long_random_sequences_give_the_scales_of_the_model(arguments):
-  rule, overflows = ols.DynamicLossScale(**arguments), _random_overflows()
-  init_scales = np.asarray([2.0**15], np.float32)
-  scales, stalled = _trajectories(rule, init_scales, overflows)
-  expected_scales, expected_stalled = _expected(
-    arguments, init_scales.tolist(), overflows
-  )
-  support.assert_same_bits(scales, expected_scales)
-  np.testing.assert_array_equal(stalled, expected_stalled)
-
-
-def test_updates_outside_jit_give_the_scales_of_the_model():
-  # XLA may compile a constant factor differently from one that is an argument.
-  arguments = {"growth_factor": 1.1, "backoff_factor": 0.8}
-  rule = ols.DynamicLossScale(growth_interval=2, **arguments)
-  model = reference.Dynamic(growth_interval=2, **arguments)
-  state = rule.init()
-  for overflow in _random_overflows()[-1, :100].tolist():
-    state = rule.update(state, overflow)
-    model.update(overflow)
-    assert state.loss_scale.item() == model.scale
+  first = jnp.reshape(rule.init().loss_scale, (1,))
+  (scales,), (stalled,) = _trajectories(rule, first, _SEQUENCES)
+  models = [reference.Dynamic(**arguments) for _ in _SEQUENCES]
+  for i, overflows in enumerate(_SEQUENCES.T.tolist()):
+    for model, overflow in zip(models, overflows, strict=True):
+      model.update(overflow)
+    expected = np.float32([model.scale for model in models])
+    support.assert_same_bits(scales[:, i], expected)
+    np.testing.assert_array_equal(
+      stalled[:, i], [model.stalled for model in models]
+    )
 
 
 def test_the_defaults_are_those_of_the_model():
