@@ -33,7 +33,7 @@ def as_optimizer(
   ):
     remedy = ""
     if isinstance(inner, base.LossScale):
-      remedy = "; loss_scaling takes the optimizer first, then the rule"
+      remedy = "; the optimizer comes first, then the rule"
     elif callable(inner):
       remedy = "; call it: optax.adam(1e-3)"
     raise TypeError(
