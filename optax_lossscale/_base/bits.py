@@ -51,9 +51,13 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
   """Returns |x| as unsigned integers that order as the values do."""
-  unsigned = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+  unsigned = _unsigned(x.dtype)
   all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
+
+
+def _unsigned(dtype: Any) -> np.dtype[Any]:
+  return np.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def _may_move(x: jax.Array) -> bool:
@@ -89,7 +93,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   maxima: list[jax.Array] = []
   # One of the maxima so far. It is let into the next array, so that this waits
   # for the one before it: XLA would keep the first maxima of all at once.
-  so_far = jnp.zeros((), magnitude_bits(arrays[0]).dtype)
+  so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):
     if together[0].size < _SMALL:
       small += together
@@ -102,7 +106,9 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
     so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
   # Behind a barrier, or XLA would read each of them by a kernel of its own.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
-  maxima += [_fold(magnitude_bits(folded)), magnitude_bits(rest)]
+  if folded.size:
+    maxima.append(_fold(magnitude_bits(folded)))
+  maxima.append(magnitude_bits(rest))
   return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
 
 
@@ -159,6 +165,14 @@ def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
     bits = bits + bits.dtype.type(1)
   above: jax.Array = magnitude_bits(x.astype(dtype)) >= bits
   return above
+
+
+def divide(x: jax.Array, divisor: float) -> jax.Array:
+  """Returns x / divisor for x of 0 or more, rounded once, as it is written."""
+  # XLA makes a division by a constant a product with its reciprocal. That
+  # rounds otherwise, and is subnormal, so 0 on a CPU, for the largest float32.
+  # What depends on `x` is no constant.
+  return x / jnp.where(x > 0, jnp.asarray(divisor, x.dtype), 1)
 
 
 def log2(x: jax.Array) -> jax.Array:

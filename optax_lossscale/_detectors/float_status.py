@@ -62,7 +62,7 @@ def float_status(
   (convolution, linear algebra, FFT, scatter-add, sums over devices), or holds a
   program of its own (a kernel, a reduction by a function of yours), overflowed
   when all its inputs were finite, on all those devices, and some result was
-  not.
+  not. Of a `custom_vmap` the rule is used where `fun` itself maps it.
 
   Args:
     fun: any function that JAX can trace. Arguments that are no arrays, such as

@@ -25,7 +25,7 @@ class Tally:
   """How counts are put together: in order, in loops, over devices.
 
   A count is a pytree of arrays, of the same structure, shapes and dtypes
-  wherever it comes from. Here it is empty.
+  wherever it comes from. Here it is empty, for those who count nothing.
   """
 
   # The count of nothing.

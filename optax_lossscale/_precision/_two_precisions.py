@@ -92,35 +92,34 @@ def update_optimizer(
   optimizer = requirements.as_optimizer("tx", tx)
   requirements.check_accumulation(opt_state)
 
-  # By path, since what is around may change the structure of its own state.
+  # By path, since what is around may add to its own state or take from it.
   rule_states: dict[Any, Any] = {}
 
-  def swap(path: Any, state: states.LossScalingState) -> Any:
+  def swap(path: Any, state: Any) -> Any:
+    if not states.is_state(state):
+      return state
     _refuse_different(is_scaled, state)
     rule_states[path] = state.loss_scale_state
-    return _set_scale(state.loss_scale_state, is_scaled)
-
-  def put_back(path: Any, state: states.LossScalingState) -> Any:
-    return skipping.select(
-      ~is_scaled, rule_states[path], state.loss_scale_state
+    return state._replace(
+      loss_scale_state=_set_scale(state.loss_scale_state, is_scaled)
     )
 
-  swapped = _map_rule_states(swap, opt_state)
+  def put_back(path: Any, state: Any) -> Any:
+    if not states.is_state(state):
+      return state
+    return state._replace(
+      loss_scale_state=skipping.select(
+        ~is_scaled, rule_states[path], state.loss_scale_state
+      ),
+      # No S can help where there is none.
+      stalled=jnp.where(is_scaled, state.stalled, state.overflow),
+    )
+
+  visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
   updates, new_state = optimizer.update(
-    gradients, swapped, params, **extra_args
+    gradients, visit(swap, opt_state), params, **extra_args
   )
-  return updates, _map_rule_states(put_back, new_state)
-
-
-def _map_rule_states(function: Callable[..., Any], opt_state: Any) -> Any:
-  """Returns an optimizer's state with other states of the rules in it."""
-
-  def replace(path: Any, x: Any) -> Any:
-    if not states.is_state(x):
-      return x
-    return x._replace(loss_scale_state=function(path, x))
-
-  return jax.tree.map_with_path(replace, opt_state, is_leaf=states.is_state)
+  return updates, visit(put_back, new_state)
 
 
 def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
@@ -131,7 +130,8 @@ def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
   if swapped.loss_scale is not scale:
     raise TypeError(
       "the state of `rule` must hold S as its leaf `loss_scale` in a precision "
-      f"schedule, got a {type(rule_state).__name__} that does not."
+      f"schedule, got a {type(rule_state).__name__} that does not; of an "
+      "nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)."
     )
   return swapped
 

@@ -389,8 +389,8 @@ def precision_schedule(
 
   What it returns is a pure state machine, `init` and `update`, whose
   `state.low` tells what the next step is in. The switch is a latch. Gradients
-  in both precisions are made by `value_and_grad`, a whole train step by
-  `make_train_step`.
+  in both precisions are made by `value_and_grad`, and `update_optimizer` takes
+  them; a whole train step is made by `make_train_step`.
 
   Args:
     accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
@@ -416,7 +416,7 @@ def precision_schedule(
 
   Returns:
     A `PrecisionSchedule`, with `init`, `update`, `value_and_grad`,
-    `make_train_step`, and the `dtype` of the low precision.
+    `update_optimizer`, `make_train_step`, and the `dtype` of the low precision.
 
   Raises:
     TypeError: if an argument is of another type.

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 
 # MindSpore's manager gives up after this many overflows in a row.
 MOST_OVERFLOWS_IN_A_ROW = 1000
@@ -243,7 +244,7 @@ class Engine:
 
   def _shrunk(self, loss_scale: jax.Array) -> jax.Array:
     if self.backoff_factor is None:
-      smaller = _divide(loss_scale, self.growth_factor)
+      smaller = bits.divide(loss_scale, self.growth_factor)
     else:
       smaller = loss_scale * jnp.float32(self.backoff_factor)
     return jnp.maximum(smaller, jnp.float32(self.min_scale))
@@ -282,7 +283,7 @@ class Engine:
     self, state: DynamicLossScaleState, step: _Step
   ) -> jax.Array:
     interval: jax.Array = state.growth_interval
-    shorter = jnp.floor(_divide(interval, self.interval_factor))
+    shorter = jnp.floor(bits.divide(interval, self.interval_factor))
     longer = interval * jnp.float32(self.interval_factor)
     unless_shorter = jnp.where(step.grows, longer, interval)
     return jnp.where(step.shrinks, jnp.maximum(shorter, 1), unless_shorter)
@@ -311,12 +312,6 @@ def _increment(count: jax.Array) -> jax.Array:
   # Stops at the largest int32 instead of wrapping around.
   incremented: jax.Array = optax.safe_increment(count)
   return incremented
-
-
-def _divide(x: jax.Array, divisor: float) -> jax.Array:
-  # XLA makes a division by a constant a product with its reciprocal, which
-  # rounds otherwise. What depends on `x`, which is positive, is no constant.
-  return x / jnp.where(x > 0, jnp.float32(divisor), jnp.float32(1))
 
 
 def _count_share(

@@ -49,10 +49,11 @@ def scaled_value_and_grad(
     `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
 
   Raises:
-    ValueError: if `opt_state` holds no scale or several; when called, if a
-      function being traced (jit, scan, shard_map ...) has closed over
-      `opt_state` and would keep its S, or if `fun` changes an object in place,
-      such as an nnx.Module, which would be lost.
+    ValueError: if `opt_state` holds no scale or several, or `argnums` no number
+      or one twice; when called, if a function being traced (jit, scan,
+      shard_map ...) has closed over `opt_state` and would keep its S, or if
+      `fun` changes an object in place, such as an nnx.Module, which would be
+      lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
       not return a floating-point scalar.
 
@@ -178,7 +179,8 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
   """Raises what is wrong with them now, and not in the first step."""
-  for number in arguments.argnums_as_tuple(argnums):
+  numbers = arguments.argnums_as_tuple(argnums)
+  for number in numbers:
     try:
       arguments.check_integer("argnums", number, unit="")
     except TypeError:
@@ -187,6 +189,11 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
         f"{type(number).__name__}; the arguments of `fun` go to the function "
         "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
       ) from None
+  if len({*numbers}) < max(len(numbers), 1):
+    raise ValueError(
+      "`argnums` must name at least one argument, and each once, got "
+      f"{argnums!r}."
+    )
   states.get_loss_scale(opt_state, path=path)
 
 

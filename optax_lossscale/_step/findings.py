@@ -123,17 +123,17 @@ def examine(
   if least is not None:
     shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
-  # Made of the amax, so that it varies over devices as all of a state does.
-  used = jnp.zeros_like(found)
-  if shares:
-    used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
-    used = jnp.where(jnp.isfinite(found), used, found)
+  if not shares:
+    # Made of the amax, so that it varies over devices as all of a state does.
+    return Finding(flag, found, dropped, used=jnp.zeros_like(found))
+  used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
+  used = jnp.where(jnp.isfinite(found), used, found)
   return Finding(flag, found, dropped, used)
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
   # A limit that float32 does not hold is far away from all that it holds.
-  return amax * 0 if limit > _LARGEST else amax / limit
+  return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
 
 
 def to_float32(amax: jax.Array) -> jax.Array:

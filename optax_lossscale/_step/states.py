@@ -35,14 +35,15 @@ class LossScalingState(NamedTuple):
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, or the rule's next S was unusable.
+      the rule's floor, or without being scaled, or the rule's next S was
+      unusable.
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, and among those of the micro-batches that `update` was
       told of; NaN if `nan`.
     used: float32[], the share of its range that the last step used: amax over
       the largest finite value of the computation's dtype, where that share
-      is largest; at least 2**-126. NaN or inf as `amax`; 0 if no dtype is known
-      because the check names none and the gradients are float32.
+      is largest; at least 2**-126. NaN or inf as `amax`; 0 whatever came if no
+      dtype is known because the check names none and the gradients are float32.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
     consecutive_skips: int32[], how many of them have come in a row, to the last

@@ -92,6 +92,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
     if name not in names:
       raise ValueError(
         f"{rule} has no argument {name!r}; choose from {', '.join(names)}"
+        f"{did_you_mean(name, names)}"
       )
     parsed = value if name == "dtype" else _parse_value(name, value)
     if name in arguments:

@@ -60,7 +60,7 @@ class History(NamedTuple):
 
     Returns:
       float64[n], in bits; NaN where amax is inf or NaN, which tells nothing,
-      and inf where it is 0.
+      and inf where it is 0. Not held to the 126 bits that a step reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.

@@ -159,7 +159,9 @@ def _becomes_zero(
   """Returns where S x is rounded to 0: to float32 at least, then to `target`.
 
   The product is exact, in two integers, and compared with the largest that is
-  rounded to 0: no floating-point operation meets a subnormal number.
+  rounded to 0: no floating-point operation meets a subnormal number, which a
+  backend may flush. For bfloat16 and float32 the product itself is one, just
+  where this has to decide.
   """
   wide = jnp.finfo(leaves.at_least_float32(x.dtype))
   unsigned, width = jnp.dtype(f"uint{wide.bits}").type, wide.bits

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import autocast_counts as counts
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 FLOAT32, FLOAT16 = jnp.float32, jnp.float16
 BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, BLOCKS = 4, 64, 64, 4, 96, 2

@@ -66,6 +66,7 @@ def test_text_stands_for_rule(text, rule):
     ("fixed:scale=True", "`scale` must be a number, got True"),
     ("dynamic:growth_interval=0.5", "`growth_interval` must be an integer"),
     ("dynamic:growth=2", "dynamic has no argument 'growth'; choose from init"),
+    ("torch:init_scal=8", "enabled; did you mean 'init_scale'?"),
     ("mindspore:4,3000", "mindspore takes its arguments by name, as in"),
     ("mindspore:scale_window=0", "`scale_window` must be between 1 and"),
     (

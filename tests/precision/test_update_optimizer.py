@@ -85,6 +85,7 @@ def test_an_unscaled_step_is_that_of_the_optimizer_alone(convert):
   assert (state.applied_steps, state.skipped_steps) == (2, 0)
   assert state.amax == 1e5
   assert not state.overflow
+  assert not state.stalled
 
 
 @pytest.mark.slow
@@ -118,6 +119,8 @@ def test_an_unscaled_step_that_is_not_finite_is_skipped(overflow):
   assert after.overflow
   assert after.skipped
   assert after.nan == (overflow == "nan")
+  # S cannot help.
+  assert after.stalled
   assert (after.applied_steps, after.skipped_steps) == (0, 1)
 
 

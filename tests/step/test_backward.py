@@ -304,6 +304,12 @@ def test_has_aux_asks_for_a_pair(value):
     ols.scaled_value_and_grad(lambda x: value, 8.0, has_aux=True)(1.0)
 
 
+@pytest.mark.parametrize("argnums", [(), [], (0, 0)])
+def test_argnums_name_one_argument_at_least_and_none_twice(argnums):
+  with pytest.raises(ValueError, match="`argnums` must name at least one"):
+    ols.scaled_value_and_grad(lambda x: x, 8.0, argnums)
+
+
 def test_arguments_in_the_wrong_call_are_told_apart():
   with pytest.raises(TypeError, match="`argnums` must be .* got dict; the arg"):
     ols.scaled_value_and_grad(loss_fn, 8.0, {"w": 1.0}, BATCH)

@@ -86,11 +86,11 @@ def test_what_is_left_out_is_still_exported():
     assert hasattr(optax if place == "optax" else optax.contrib, attribute)
 
 
-# One of them in every run, all where the long tests are.
+# One of them in every run, all where the slow tests are.
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(x, marks=() if x == "contrib.ademamix" else pytest.mark.long)
+    pytest.param(x, marks=() if x == "contrib.ademamix" else pytest.mark.slow)
     for x in NARROW
   ],
 )

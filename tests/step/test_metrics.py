@@ -10,6 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._base import bits
+from tests.support import assert_same_bits
 
 F16_MAX = 65504.0
 
@@ -21,7 +22,10 @@ def metrics_after(gradients, check=None, **extra):
   check = ols.nonfinite() if check is None else check
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(), check=check)
   params = jax.tree.map(jnp.zeros_like, gradients)
-  _, state = tx.update(gradients, tx.init(params), params, **extra)
+  arguments = (gradients, tx.init(params), params)
+  _, eager = tx.update(*arguments, **extra)
+  _, state = jax.jit(tx.update)(*arguments, **extra)
+  assert_same_bits(state, eager)
   return ols.loss_scale_metrics(state)
 
 
@@ -39,6 +43,14 @@ def test_headroom_is_known_without_a_name_where_gradients_are_narrow():
   metrics = metrics_after(jnp.array([1024.0], jnp.bfloat16))
   largest = float(jnp.finfo(jnp.bfloat16).max)
   assert metrics["headroom"] == pytest.approx(math.log2(largest / 1024))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("amax", [1.0, 1e30, 1e38])
+def test_headroom_to_a_limit_whose_reciprocal_is_subnormal(dtype, amax):
+  metrics = metrics_after(jnp.array([amax]), ols.nonfinite(dtype))
+  expected = math.log2(float(jnp.finfo(dtype).max) / amax)
+  assert metrics["headroom"] == pytest.approx(min(expected, 126), abs=1e-5)
 
 
 def test_headroom_is_nan_where_no_dtype_is_known():
