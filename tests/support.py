@@ -14,7 +14,7 @@ SMALLEST = 2.0**-126  # The smallest normal float32.
 LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
 
 AXIS_TYPES = ("Auto", "Explicit")  # What `make_mesh` takes.
-SPREAD = jax.P("data")
+SPREAD = jax.P("data")  # The first axis of an array, over the devices.
 
 
 def pairs(first, second):
@@ -108,19 +108,17 @@ def on_each_device(function, out_specs, check_vma=True, in_specs=SPREAD):
   )
 
 
-def with_jvp(function, slope=1):
-  """Returns a function of one argument with a `custom_jvp` rule: `slope`."""
+def with_jvp(function, rule=lambda tangent: tangent):
+  """Returns a function of one argument whose tangents go through a rule."""
   wrapped = jax.custom_jvp(function)
-  wrapped.defjvp(lambda x, dx: (wrapped(*x), slope * dx[0]))
+  wrapped.defjvp(lambda x, dx: (wrapped(*x), rule(*dx)))
   return wrapped
 
 
-def with_vjp(function, slope=1):
-  """Returns a function of one argument with a `custom_vjp` rule: `slope`."""
+def with_vjp(function, rule=lambda cotangent: cotangent):
+  """Returns a function of one argument whose cotangents go through a rule."""
   wrapped = jax.custom_vjp(function)
-  wrapped.defvjp(
-    lambda x: (wrapped(x), ()), lambda _, cotangent: (slope * cotangent,)
-  )
+  wrapped.defvjp(lambda x: (wrapped(x), ()), lambda _, dy: (rule(dy),))
   return wrapped
 
 

@@ -130,8 +130,8 @@ def straight_through(x):
 
 
 RULES = {
-  "with_jvp": support.with_jvp(jnp.sin, 3),
-  "with_vjp": support.with_vjp(jnp.sin, 3),
+  "with_jvp": support.with_jvp(jnp.sin, lambda dx: 3 * dx),
+  "with_vjp": support.with_vjp(jnp.sin, lambda dy: 3 * dy),
   "with_gradient": with_gradient,
   "straight_through": straight_through,
 }
