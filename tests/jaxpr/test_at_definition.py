@@ -880,7 +880,9 @@ def test_the_step_works_with_jit_disabled():
 
 
 def test_guarantee_10_an_old_state_may_differ_by_device_and_the_new_not():
-  mesh = make_mesh()
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
 
   def update(updates, state, params):
     mean = jax.lax.pmean(updates, "data")  # The same on all devices.
@@ -912,7 +914,9 @@ def test_guarantee_10_an_old_state_may_differ_by_device_and_the_new_not():
 def test_guarantee_10_a_skip_may_differ_by_device_where_the_state_does_not(
   transform,
 ):
-  mesh = make_mesh()
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
   # One model a device: no axis name, so each decides for itself.
   tx = ols.loss_scaling(optax.sgd(4.0, momentum=0.9), ols.FixedLossScale(8.0))
 
