@@ -1,8 +1,9 @@
-"""What tests of several rooms share: ids, bits, meshes, and what XLA made."""
+"""What tests of several rooms share: bits, meshes, rules, what XLA made."""
 
 import contextlib
 import itertools
 import logging
+import math
 import re
 
 import jax
@@ -11,6 +12,9 @@ import numpy as np
 
 SMALLEST = 2.0**-126  # The smallest normal float32.
 LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
+
+AXIS_TYPES = ("Auto", "Explicit")  # What `make_mesh` takes.
+SPREAD = jax.P("data")  # The first axis of an array, over the devices.
 
 
 def pairs(first, second):
@@ -30,23 +34,24 @@ def name(value):
   return repr(value).replace(" ", "")
 
 
+def to_numpy(x):
+  """Returns a copy of an array, of random keys their data."""
+  if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  return np.array(x)
+
+
 def to_bits(tree):
   """Returns the bytes of every leaf, so that NaN and -0.0 compare too."""
-  return [
-    np.asarray(
-      jax.random.key_data(leaf)
-      if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-      else leaf
-    ).tobytes()
-    for leaf in jax.tree.leaves(tree)
-  ]
+  return [to_numpy(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def describe(tree):
   """Returns what must stay the same for a program not to recompile."""
-  return jax.tree.map(
-    lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
-  )
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [
+    (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves
+  ]
 
 
 def same_bits(left, right):
@@ -70,12 +75,67 @@ def assert_same_bits(got, expected):
     assert to_bits(x) == to_bits(y), f"got {x}, expected {y}"
 
 
-def make_mesh(axis_type="Auto", devices=8):
-  """Returns a mesh of one axis, "data", of a kind given by its name."""
-  types = (getattr(jax.sharding.AxisType, axis_type),)
+def relative_error(found, true):
+  """Returns how far an array is from the true one, as a share of it."""
+  return np.linalg.norm(found - true) / np.linalg.norm(true)
+
+
+def make_mesh(axis_type="Auto", **axes):
+  """Returns a mesh of axes of one type; eight devices along "data" by default.
+
+  Args:
+    axis_type: the name of the type, as in `AXIS_TYPES`.
+    **axes: how many devices each axis has.
+  """
+  axes = axes or {"data": 8}
+  shape = tuple(axes.values())
   return jax.make_mesh(
-    (devices,), ("data",), axis_types=types, devices=jax.devices()[:devices]
+    shape,
+    tuple(axes),
+    axis_types=(jax.sharding.AxisType[axis_type],) * len(axes),
+    devices=jax.devices()[: math.prod(shape)],
   )
+
+
+def on_each_device(function, out_specs, check_vma=True, in_specs=SPREAD):
+  """Returns a function mapped over eight devices, the axis "data"."""
+  return jax.shard_map(
+    function,
+    mesh=make_mesh(),
+    in_specs=in_specs,
+    out_specs=out_specs,
+    check_vma=check_vma,
+  )
+
+
+def with_jvp(function, rule=lambda tangent: tangent):
+  """Returns a function of one argument whose tangents go through a rule."""
+  wrapped = jax.custom_jvp(function)
+  wrapped.defjvp(lambda x, dx: (wrapped(*x), rule(*dx)))
+  return wrapped
+
+
+def with_vjp(function, rule=lambda cotangent: cotangent):
+  """Returns a function of one argument whose cotangents go through a rule."""
+  wrapped = jax.custom_vjp(function)
+  wrapped.defvjp(lambda x: (wrapped(x), ()), lambda _, dy: (rule(dy),))
+  return wrapped
+
+
+def with_vmap(function, batched):
+  """Returns a function that under `vmap` is another one, of whole batches."""
+  wrapped = jax.custom_batching.custom_vmap(function)
+  wrapped.def_vmap(lambda size, is_batched, *args: (batched(*args), True))
+  return wrapped
+
+
+def equations(jaxpr):
+  """Yields all equations of a jaxpr, and of those in its parameters."""
+  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    yield equation
+    for parameter in jax.tree.leaves(list(equation.params.values())):
+      if hasattr(getattr(parameter, "jaxpr", parameter), "eqns"):
+        yield from equations(parameter)
 
 
 def compile_donated(step, params, state, *rest):

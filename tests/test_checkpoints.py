@@ -10,7 +10,6 @@ from flax.core import FrozenDict
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -162,19 +161,15 @@ def place(tree, mesh, spec):
   )
 
 
-def make_mesh(shape, names):
-  return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-
-
 def test_guarantee_15_orbax_restores_onto_another_mesh(tmp_path):
   params = {"kernel": jnp.arange(64.0).reshape(8, 8) / 32}
   state = (params, WRAPPED.init(params))
-  one = place(state, make_mesh((8,), ("data",)), PartitionSpec("data"))
+  one = place(state, support.make_mesh(), PartitionSpec("data"))
   one = sharded_step(*one)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", one)
     checkpointer.wait_until_finished()
-    mesh = make_mesh((2, 4), ("data", "model"))
+    mesh = support.make_mesh(data=2, model=4)
     target = abstract(place(state, mesh, PartitionSpec("model", "data")))
     other = checkpointer.restore(tmp_path / "state", target)
   assert_equal(other, one)

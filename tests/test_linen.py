@@ -16,6 +16,8 @@ import pytest
 
 import optax_lossscale as ols
 from tests.support import assert_same_bits
+from tests.support import AXIS_TYPES
+from tests.support import make_mesh
 from tests.support import same_bits
 from tests.support import to_bits
 
@@ -278,13 +280,6 @@ def test_create_can_be_traced_for_its_shapes():
   ):
     assert (shape.shape, shape.dtype) == (x.shape, x.dtype)
     assert not shape.weak_type
-
-
-AXIS_TYPES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
-
-
-def make_mesh(axis_type=AXIS_TYPES[0]):
-  return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
 
 
 def test_guarantee_10_a_state_sharded_under_jit_makes_the_same_steps():

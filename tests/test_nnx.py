@@ -12,6 +12,7 @@ import pytest
 import optax_lossscale as ols
 from tests.support import assert_same_bits
 from tests.support import to_bits
+from tests.support import to_numpy
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=3)
 # Made once: NNX compiles anew for each transformation.
@@ -85,13 +86,7 @@ def train_step(model, optimizer, x):
 def values(node):
   """Returns copies of all values of a node, by their paths."""
   state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
-  return {"/".join(map(str, path)): data(value) for path, value in state}
-
-
-def data(value):
-  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-    value = jax.random.key_data(value)
-  return np.array(value)
+  return {"/".join(map(str, path)): to_numpy(value) for path, value in state}
 
 
 @functools.cache

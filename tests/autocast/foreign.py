@@ -5,7 +5,6 @@ parameters and its input. It is differentiated along all of them.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 import functools
 import itertools
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lossscale as ols
+from tests import support
 
 LEVELS = ("O1", "O2", "O3", "auto")
 
@@ -189,25 +189,9 @@ class Cases:
       assert products == [("float16", "float16")] * len(written), level
 
 
-def equations(jaxpr) -> Iterator[Any]:
-  """Yields the equations of a jaxpr and of all that are in it."""
-  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    yield equation
-    for parameter in jax.tree.leaves(
-      list(equation.params.values()), is_leaf=is_jaxpr
-    ):
-      if is_jaxpr(parameter):
-        yield from equations(parameter)
-
-
-def is_jaxpr(x):
-  """Returns whether something has equations."""
-  return hasattr(getattr(x, "jaxpr", x), "eqns")
-
-
 def count(jaxpr, name):
   """Returns how often a primitive occurs."""
-  return sum(eqn.primitive.name == name for eqn in equations(jaxpr))
+  return sum(eqn.primitive.name == name for eqn in support.equations(jaxpr))
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -217,7 +201,7 @@ def product_dtypes(jaxpr):
   """Returns the dtypes of the operands of each matrix product."""
   return [
     tuple(operand.aval.dtype.name for operand in equation.invars[:2])
-    for equation in equations(jaxpr)
+    for equation in support.equations(jaxpr)
     if equation.primitive.name in PRODUCTS
   ]
 

@@ -1,9 +1,10 @@
 """What the tests of `autocast` share: comparisons, gradients, counts."""
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
+
+from tests import support
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 LOW_LEVELS = LEVELS[1:]
@@ -42,7 +43,7 @@ def gradient(function, argnums=(0, 1)):
 
 def equations(function, *args):
   """Returns all equations of a function's jaxpr, of inner jaxprs too."""
-  return list(_walk(jax.make_jaxpr(function)(*args).jaxpr))
+  return list(support.equations(jax.make_jaxpr(function)(*args)))
 
 
 def count(function, name, *args):
@@ -58,15 +59,3 @@ def dtypes_of(function, name, *args):
     if equation.primitive.name == name
     for atom in equation.invars
   }
-
-
-def _walk(jaxpr):
-  for equation in jaxpr.eqns:
-    yield equation
-    for parameter in equation.params.values():
-      several = (
-        parameter if isinstance(parameter, (tuple, list)) else [parameter]
-      )
-      for x in several:
-        if isinstance(x, (core.Jaxpr, core.ClosedJaxpr)):
-          yield from _walk(x.jaxpr if hasattr(x, "jaxpr") else x)

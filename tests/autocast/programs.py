@@ -1,32 +1,17 @@
 """What is in a jaxpr: the dtypes of its operations, with those inside."""
 
-import jax
 import jax.numpy as jnp
 
+from tests.autocast import mixed
+
 PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
-
-
-def equations(jaxpr):
-  """Yields all equations of a jaxpr, and of those in its parameters."""
-  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    yield equation
-    for parameter in equation.params.values():
-      inner = parameter if isinstance(parameter, (tuple, list)) else [parameter]
-      for x in inner:
-        if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
-          yield from equations(x)
-
-
-def recorded(function, *arguments):
-  """Returns all equations of a function."""
-  return list(equations(jax.make_jaxpr(function)(*arguments)))
 
 
 def dtypes_of(name, function, *arguments):
   """Returns the names of the float dtypes that an operation takes."""
   return [
     atom.aval.dtype.name
-    for equation in recorded(function, *arguments)
+    for equation in mixed.equations(function, *arguments)
     if equation.primitive.name == name
     for atom in equation.invars
     if jnp.issubdtype(atom.aval.dtype, jnp.floating)
@@ -42,7 +27,7 @@ def conversions(function, *arguments):
   """Returns from where to where values are converted, between floats."""
   return [
     (equation.invars[0].aval.dtype.name, equation.outvars[0].aval.dtype.name)
-    for equation in recorded(function, *arguments)
+    for equation in mixed.equations(function, *arguments)
     if equation.primitive.name == "convert_element_type"
     and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
     and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)

@@ -153,15 +153,13 @@ def test_values_and_gradients_are_those_of_the_program(name):
   mixed.assert_close(got, both(function)(X, W), 0.06)
 
 
-def with_vmap(function):
-  function = jax.custom_batching.custom_vmap(function)
-  function.def_vmap(lambda size, batched, x, w: (x, True))
-  return function
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "hold", [with_vmap, functools.partial(lax.composite, name="my.layer")]
+  "hold",
+  [
+    lambda function: support.with_vmap(function, lambda x, w: x),
+    functools.partial(lax.composite, name="my.layer"),
+  ],
 )
 def test_what_may_be_replaced_is_what_it_holds(hold):
   low = ols.autocast(hold(layer), "O1")

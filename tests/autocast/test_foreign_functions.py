@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 from tests.autocast import foreign
 
 pytestmark = pytest.mark.slow
@@ -119,22 +120,6 @@ def test_no_product_around_a_function_stays_in_float32(name):
 # --- Derivatives that are not those of the function.
 
 
-@jax.custom_jvp
-def with_jvp(x):
-  return jnp.sin(x)
-
-
-with_jvp.defjvp(lambda x, dx: (with_jvp(*x), 3 * dx[0]))
-
-
-@jax.custom_vjp
-def with_vjp(x):
-  return jnp.sin(x)
-
-
-with_vjp.defvjp(lambda x: (with_vjp(x), x), lambda x, g: (3 * g + 0 * x,))
-
-
 @jax.custom_gradient
 def with_gradient(x):
   return jnp.sin(x), lambda g: 3 * g
@@ -144,12 +129,17 @@ def straight_through(x):
   return 3 * x + jax.lax.stop_gradient(jnp.sin(x) - 3 * x)
 
 
-RULES = [with_jvp, with_vjp, with_gradient, straight_through]
+RULES = {
+  "with_jvp": support.with_jvp(jnp.sin, lambda dx: 3 * dx),
+  "with_vjp": support.with_vjp(jnp.sin, lambda dy: 3 * dy),
+  "with_gradient": with_gradient,
+  "straight_through": straight_through,
+}
 
 
-@pytest.mark.parametrize("function", RULES, ids=lambda f: f.__name__)
-def test_a_derivative_that_its_author_chose_stays(function):
-  case = between(function)
+@pytest.mark.parametrize("name", RULES)
+def test_a_derivative_that_its_author_chose_stays(name):
+  case = between(RULES[name])
   want = BEFORE * 0 + IN.T @ (3 * foreign.weights((4, 3)) @ BEHIND.T)
   for level in foreign.LEVELS:
     run = foreign.differentiated(ols.autocast(case.function, level), case.args)

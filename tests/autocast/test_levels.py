@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.autocast.mixed import equations
 from tests.autocast.programs import conversions
 from tests.autocast.programs import dtypes_of
 from tests.autocast.programs import products
-from tests.autocast.programs import recorded
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -241,7 +241,7 @@ def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
   mixed = ols.autocast(between(norm), level)
   low = {
     equation.primitive.name
-    for equation in recorded(mixed, X)
+    for equation in equations(mixed, X)
     if equation.outvars[0].aval.dtype == jnp.float16
   }
   # What is left are the products and what they take.
@@ -492,7 +492,7 @@ def test_the_table_of_levels_in_the_readme(row):
     mixed = ols.autocast(operation, row["level"])
     (dtype,) = {
       equation.outvars[0].aval.dtype.name
-      for equation in recorded(mixed, X)
+      for equation in equations(mixed, X)
       if equation.primitive.name == name
     }
     return dtype

@@ -8,9 +8,9 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._jaxpr import scopes
+from tests.autocast.mixed import equations
 from tests.autocast.programs import conversions
 from tests.autocast.programs import dtypes_of
-from tests.autocast.programs import recorded
 
 
 class LeNet5(nn.Module):
@@ -40,7 +40,7 @@ def products_by_scope(function, *arguments):
     scopes.join("", str(equation.source_info.name_stack)).split("/")[
       -1
     ]: equation.invars[0].aval.dtype.name
-    for equation in recorded(function, *arguments)
+    for equation in equations(function, *arguments)
     if equation.primitive.name in ("dot_general", "conv_general_dilated")
   }
 
@@ -108,7 +108,7 @@ def test_overrides_hold_in_the_backward_pass():
   mixed = ols.autocast(loss_fn, "O0", overrides={"LeNet5/conv1": jnp.float16})
   low = [
     scopes.join("", str(equation.source_info.name_stack))
-    for equation in recorded(jax.grad(mixed), PARAMS, X)
+    for equation in equations(jax.grad(mixed), PARAMS, X)
     if equation.primitive.name in ("dot_general", "conv_general_dilated")
     and all(atom.aval.dtype == jnp.float16 for atom in equation.invars)
   ]

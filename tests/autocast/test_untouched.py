@@ -203,14 +203,6 @@ def kernel(x):
   return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
 
 
-@jax.custom_batching.custom_vmap
-def with_vmap(x):
-  return jnp.sin(x)
-
-
-with_vmap.def_vmap(lambda size, batched, x: (-jnp.sin(x), True))
-
-
 def test_what_cannot_be_looked_into_runs_as_written_with_one_warning():
   def twice(x, w):
     y = lax.scan(lambda y, _: (kernel(y @ w), None), x, None, length=2)[0]
@@ -226,8 +218,10 @@ def test_what_cannot_be_looked_into_runs_as_written_with_one_warning():
 
 
 def test_a_rule_for_vmap_is_used_where_the_function_maps():
+  sine = support.with_vmap(jnp.sin, lambda x: -jnp.sin(x))
+
   def function(x, w):
-    return with_vmap(x @ w)
+    return sine(x @ w)
 
   inside = ols.autocast(jax.vmap(function, (0, None)), "O1")
   around = jax.vmap(ols.autocast(function, "O1"), (0, None))

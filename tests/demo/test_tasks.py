@@ -10,6 +10,7 @@ import optax_lossscale as ols
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import text
 from optax_lossscale.demo import training
+from tests import support
 
 each_task = pytest.mark.parametrize("name", ["text", "digits"])
 
@@ -21,19 +22,6 @@ def tasks():
     "text": text.make_task(quick=True),
     "digits": digits.make_task(quick=True),
   }
-
-
-def equations(jaxpr):
-  """Yields every equation, also those of inner functions."""
-  for equation in jaxpr.eqns:
-    yield equation
-    for inner in jax.tree.leaves(
-      list(equation.params.values()),
-      is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-    ):
-      inner = getattr(inner, "jaxpr", inner)
-      if hasattr(inner, "eqns"):
-        yield from equations(inner)
 
 
 def assert_products_are_in(
@@ -48,7 +36,7 @@ def assert_products_are_in(
   jaxpr = jax.make_jaxpr(gradient)(params, batch)
   operands = [
     (equation.primitive.name, variable.aval.dtype.name)
-    for equation in equations(jaxpr.jaxpr)
+    for equation in support.equations(jaxpr)
     if equation.primitive.name in ("dot_general", "conv_general_dilated")
     for variable in (*equation.invars, *equation.outvars)
   ]

@@ -13,6 +13,9 @@ import pytest
 
 import optax_lossscale as ols
 from tests.support import assert_same_bits
+from tests.support import AXIS_TYPES
+from tests.support import make_mesh
+from tests.support import on_each_device
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +42,6 @@ def half(*numbers):
 def hide(x):
   """Squares x, and makes inf 0, so that no result shows an overflow."""
   return jnp.sum(1 / (1 + x * x))
-
-
-def make_mesh(axis_type=jax.sharding.AxisType.Auto):
-  return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
 
 
 # Contraction ------------------------------------------------------------------
@@ -508,16 +507,6 @@ def test_what_remat_computes_again_is_counted_again(policy):
 # Devices ----------------------------------------------------------------------
 
 
-def on_each_device(function, check_vma=True, out_specs=None):
-  return jax.shard_map(
-    function,
-    mesh=make_mesh(),
-    in_specs=jax.P("data"),
-    out_specs=jax.P() if out_specs is None else out_specs,
-    check_vma=check_vma,
-  )
-
-
 def ones_but(place, value):
   return jnp.ones(8, HALF).at[place].set(value)
 
@@ -528,7 +517,7 @@ each_vma = pytest.mark.parametrize("check_vma", [True, False])
 @each_vma
 def test_an_overflow_on_any_device_of_a_shard_map_is_seen(check_vma):
   function = on_each_device(
-    lambda x: lax.psum(hide(x), "data"), check_vma=check_vma
+    lambda x: lax.psum(hide(x), "data"), jax.P(), check_vma
   )
   status = jax.jit(ols.float_status(function, counts=True))
   assert status(ones_but(0, 1))[1] == (0, 0)
@@ -543,7 +532,7 @@ def test_inside_of_a_shard_map_each_device_has_its_own_flag(check_vma):
     _, flag = ols.float_status(hide)(x)
     return flag[None]
 
-  flags = jax.jit(on_each_device(body, check_vma, jax.P("data")))
+  flags = jax.jit(on_each_device(body, jax.P("data"), check_vma))
   for device in range(8):
     found = flags(ones_but(device, 300))
     np.testing.assert_array_equal(found, np.arange(8) == device)
@@ -568,7 +557,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_devices_overflows_on_all_of_them(name, check_vma):
   function, out_specs = SUMS[name]
-  function = on_each_device(function, check_vma, out_specs)
+  function = on_each_device(function, out_specs, check_vma)
   status = jax.jit(ols.float_status(function, counts=True))
   assert status(jnp.full(8, 8000, HALF))[1] == (0, 0)
   assert status(jnp.full(8, 9000, HALF))[1] == (8, 0)
@@ -580,7 +569,7 @@ def test_the_inf_of_one_device_in_a_sum_is_no_overflow_on_another(
   name, check_vma
 ):
   function, out_specs = SUMS[name]
-  function = on_each_device(function, check_vma, out_specs)
+  function = on_each_device(function, out_specs, check_vma)
   status = jax.jit(ols.float_status(function, counts=True))
   assert status(ones_but(5, -np.inf))[1] == (0, 0)
 
@@ -601,11 +590,7 @@ def test_the_sum_that_jax_puts_into_a_gradient_is_looked_at():
   assert counts == (8, 0)
 
 
-@pytest.mark.parametrize(
-  "axis_type",
-  [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit],
-  ids=["auto", "explicit"],
-)
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
 def test_a_sharded_array_is_looked_at_where_it_lies(axis_type):
   mesh = make_mesh(axis_type)
 
@@ -627,7 +612,7 @@ def test_a_sharded_array_is_looked_at_where_it_lies(axis_type):
 
 
 def test_an_operation_on_automatic_axes_of_an_explicit_mesh_is_seen():
-  mesh = make_mesh(jax.sharding.AxisType.Explicit)
+  mesh = make_mesh("Explicit")
 
   @functools.partial(jax.sharding.auto_axes, out_sharding=jax.P("data"))
   def square(x):
@@ -914,7 +899,7 @@ def test_what_a_function_returned_is_no_function(factory):
 
 def test_an_eager_look_at_a_sharded_array():
   # Without a mesh that is set: it comes with the array, or with the function.
-  mesh = make_mesh(jax.sharding.AxisType.Explicit)
+  mesh = make_mesh("Explicit")
   x = jax.device_put(
     half(*[1.0] * 7, 300.0), jax.NamedSharding(mesh, jax.P("data"))
   )

@@ -15,18 +15,15 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 from tests.support import assert_same_bits
 
 # Of what compiled kernels do with NaN and inf.
 pytestmark = [pytest.mark.usefixtures("full_compilation"), pytest.mark.slow]
 
 HALF = jnp.float16
-MESH = jax.make_mesh(
-  (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-)
-EXPLICIT_MESH = jax.make_mesh(
-  (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
-)
+MESH = support.make_mesh(data=4, model=2)
+EXPLICIT_MESH = support.make_mesh("Explicit", data=4, model=2)
 X = jnp.array([12.0, -1.0, 0.0, 300.0, 2.0, 8.0, -20.0, 65504.0], HALF)
 
 
@@ -161,24 +158,6 @@ def of_parts(fun, check_vma, axes=("data", "model")):
   )
 
 
-def with_jvp(fun):
-  wrapped = jax.custom_jvp(fun)
-  wrapped.defjvp(lambda x, dx: (wrapped(*x), dx[0]))
-  return wrapped
-
-
-def with_vjp(fun):
-  wrapped = jax.custom_vjp(fun)
-  wrapped.defvjp(lambda x: (wrapped(x), ()), lambda _, cotangent: (cotangent,))
-  return wrapped
-
-
-def with_vmap(fun):
-  wrapped = jax.custom_batching.custom_vmap(fun)
-  wrapped.def_vmap(lambda _, __, x: (jax.vmap(fun)(x), True))
-  return wrapped
-
-
 # Each takes a function of an array, and returns one.
 CONSTRUCTS = {
   "jit": jax.jit,
@@ -196,8 +175,8 @@ CONSTRUCTS = {
   ),
   "remat": jax.checkpoint,
   "switch": lambda f: lambda x: lax.switch(1, [jnp.negative, f], x),
-  "custom_jvp": with_jvp,
-  "custom_vjp": with_vjp,
+  "custom_jvp": support.with_jvp,
+  "custom_vjp": support.with_vjp,
   "fori_loop": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, y: f(y), x),
   "named_call": lambda f: jax.named_call(f, name="mine"),
   "while over a batch": lambda f: (
@@ -211,7 +190,7 @@ CONSTRUCTS = {
     ).reshape(x.shape)
   ),
   "composite": lambda f: lax.composite(f, name="my.layer"),
-  "custom_vmap": with_vmap,
+  "custom_vmap": lambda f: support.with_vmap(f, jax.vmap(f)),
   "platform_dependent": lambda f: (
     lambda x: lax.platform_dependent(x, cuda=jnp.negative, default=f)
   ),
@@ -847,12 +826,8 @@ def test_a_flax_model_saturates_forward_and_backward():
 
 
 def test_a_rule_for_vmap_is_used_where_the_function_maps():
-  @jax.custom_batching.custom_vmap
-  def square(x):
-    return x * x
-
   # It is wrong, which shows that it is used.
-  square.def_vmap(lambda _, __, x: (x * x * x, True))
+  square = support.with_vmap(lambda x: x * x, lambda x: x * x * x)
   np.testing.assert_array_equal(ols.saturating(square)(X[3]), 65504)
   np.testing.assert_array_equal(
     ols.saturating(jax.vmap(square))(X[3:5]), [65504, 8]

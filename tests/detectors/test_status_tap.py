@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 
 HALF = jnp.float16
 ZERO = jnp.float32(0)
@@ -181,17 +182,9 @@ def one_device(x, status, factors):
   return jnp.sum(ols.status_tap(x * factors, status) * factors)
 
 
-def on_each_device(function, out_specs, check_vma):
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  return jax.shard_map(
-    function,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P(), jax.P("data")),
-    out_specs=out_specs,
-    check_vma=check_vma,
-  )
+on_each_device = functools.partial(
+  support.on_each_device, in_specs=(jax.P(), jax.P(), jax.P("data"))
+)
 
 
 @each_vma
@@ -255,14 +248,9 @@ def test_what_all_devices_share_may_pass_with_a_status_that_varies():
   np.testing.assert_array_equal(found, 1)
 
 
-@pytest.mark.parametrize(
-  "axis_type",
-  [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit],
-  ids=["auto", "explicit"],
-)
+@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
 def test_a_sharded_array_is_counted_once(axis_type):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(support.make_mesh(axis_type)):
     x = jax.device_put(jnp.ones(8, HALF), jax.P("data"))
     factors = jax.device_put(jnp.array([1, jnp.inf] * 4, HALF), jax.P("data"))
     found = jax.jit(jax.grad(one_device, 1))(x, jnp.float32(0), factors)

@@ -15,6 +15,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.instruments import Place
 from optax_lossscale.instruments import where_overflow
+from tests import support
 
 HALF = jnp.float16
 X = jnp.array([1.0, 2.0, 40000.0], HALF)
@@ -166,14 +167,6 @@ def until_the_condition(x):
   )
 
 
-@jax.custom_jvp
-def with_jvp(x):
-  return scaled_up(x)
-
-
-with_jvp.defjvp(lambda x, dx: (with_jvp(*x), dx[0]))
-
-
 @jax.custom_vjp
 def with_vjp(x):
   return scaled_up(x)
@@ -228,7 +221,7 @@ PROGRAMS = {
     ("double", (3,), 1),
   ),
   "remat": (jax.checkpoint(scaled_up), ("double", (), 1)),
-  "custom_jvp": (with_jvp, ("double", (), 1)),
+  "custom_jvp": (support.with_jvp(scaled_up), ("double", (), 1)),
   "custom_vjp": (with_vjp, ("double", (), 1)),
   "vmap": (
     lambda x: jax.vmap(scaled_up)(jnp.stack([x / 4, x, -x])),
@@ -300,9 +293,7 @@ def test_a_derivative_rule_is_in_the_layer_of_its_function():
 
 # Several devices --------------------------------------------------------------
 
-MESH = jax.make_mesh(
-  (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-)
+MESH = support.make_mesh(data=4, model=2)
 
 
 def on_devices(function, check_vma=True):
@@ -363,11 +354,8 @@ def test_an_array_on_several_devices_counts_as_a_whole():
 
 
 def test_an_operation_on_automatic_axes_of_an_explicit_mesh_is_seen():
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)
-  )
   square = jax.sharding.auto_axes(jnp.square, out_sharding=jax.P("data"))
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(support.make_mesh("Explicit")):
     x = jax.device_put(jnp.full(8, 300, HALF), jax.P("data"))
     assert find(lambda x: square(x) * 2, x) == ("square", "", (), 8)
 

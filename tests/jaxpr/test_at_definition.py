@@ -19,6 +19,7 @@ from tests.support import assert_same_bits
 from tests.support import describe
 from tests.support import make_mesh
 from tests.support import to_bits
+from tests.support import to_numpy
 
 RULE = ols.FixedLossScale(1.0)  # Unscales exactly.
 PARAMS = jnp.array([0.5, -0.25, 1.0])
@@ -214,11 +215,6 @@ def compiled_steps(name, jitted):
   )
 
 
-def as_numbers(x):
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
 def drawn(like):
   """Draws an array of any numbers; most are such that no step overflows."""
   finite = st.floats(-1e4, 1e4, width=16)
@@ -261,7 +257,7 @@ def test_an_eager_step_is_the_compiled_one(name):
     if bad:
       assert to_bits(eager) == to_bits(compiled)
     for x, y in zip(*map(jax.tree.leaves, (eager, compiled)), strict=True):
-      np.testing.assert_allclose(*map(as_numbers, (x, y)), rtol=1e-6)
+      np.testing.assert_allclose(*map(to_numpy, (x, y)), rtol=1e-6)
 
 
 def all_equations(jaxpr):

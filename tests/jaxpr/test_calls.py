@@ -12,10 +12,11 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import calls
+from tests import support
 from tests.autocast import mixed
 from tests.support import to_bits
 
-MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+MESH = support.make_mesh()
 X = np.linspace(1, 300, 32, dtype=np.float16).reshape(8, 4)
 
 
@@ -30,34 +31,16 @@ def called(primitive):
   return lambda f: functools.partial(call, f)
 
 
-def with_jvp(f):
-  f = jax.custom_jvp(f)
-  f.defjvp(lambda x, dx: (f(*x), *dx))
-  return f
-
-
-def with_vjp(f):
-  f = jax.custom_vjp(f)
-  f.defvjp(lambda x: (f(x), ()), lambda _, cotangent: (cotangent,))
-  return f
-
-
-def with_vmap(f):
-  f = jax.custom_batching.custom_vmap(f)
-  f.def_vmap(lambda size, batched, x: (-f(x), True))
-  return f
-
-
 # A program around a function, once for each primitive: it does what that does.
 PROGRAMS = {
   primitives.call_p.name: called(primitives.call_p),
   primitives.closed_call_p.name: called(primitives.closed_call_p),
   "jit": jax.jit,
   "composite": lambda f: lax.composite(f, name="my.layer"),
-  "custom_vmap_call": with_vmap,
+  "custom_vmap_call": lambda f: support.with_vmap(f, lambda x: -f(x)),
   primitives.remat_p.name: jax.checkpoint,
-  "custom_jvp_call": with_jvp,
-  "custom_vjp_call": with_vjp,
+  "custom_jvp_call": support.with_jvp,
+  "custom_vjp_call": support.with_vjp,
   "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, jnp.negative, x),
   "scan": lambda f: lambda x: lax.scan(lambda c, y: (f(c), y), x, X[:1])[0],
   "while": lambda f: (

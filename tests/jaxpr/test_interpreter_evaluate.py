@@ -20,6 +20,7 @@ from optax_lossscale._jaxpr import interpreter
 from tests.support import describe
 from tests.support import make_mesh
 from tests.support import to_bits
+from tests.support import with_vmap
 
 X = jnp.array([0.5, -1.25, 2.0])
 
@@ -239,15 +240,7 @@ def test_a_custom_jvp_rule_is_still_used_forwards():
 
 
 def test_a_custom_vmap_rule_is_still_used():
-  @jax.custom_batching.custom_vmap
-  def function(x):
-    return jnp.sin(x)
-
-  @function.def_vmap
-  def _(size, batched, x):
-    del size, batched
-    return x * 5, True
-
+  function = with_vmap(jnp.sin, lambda x: x * 5)
   batched = jax.jit(jax.vmap(evaluated(function, inline)))(jnp.stack([X, X]))
   assert batched.tolist() == jnp.stack([X * 5] * 2).tolist()
 

@@ -9,36 +9,11 @@ import pytest
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import throughout
+from tests import support
 
 X = jnp.arange(8.0)
-MESH = jax.make_mesh(
-  (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-)
+MESH = support.make_mesh(data=4, model=2)
 ZERO = np.zeros((), np.int32)
-
-
-@jax.custom_jvp
-def with_jvp(x):
-  return jnp.sin(x)
-
-
-with_jvp.defjvp(lambda x, dx: (with_jvp(*x), dx[0]))
-
-
-@jax.custom_vjp
-def with_vjp(x):
-  return jnp.sin(x)
-
-
-with_vjp.defvjp(lambda x: (with_vjp(x), ()), lambda _, cotangent: (cotangent,))
-
-
-@jax.custom_batching.custom_vmap
-def with_vmap(x):
-  return jnp.sin(x)
-
-
-with_vmap.def_vmap(lambda size, batched, x: (jnp.sin(x), True))
 
 
 def platform_dependent(x):
@@ -106,9 +81,9 @@ SINES = {
     2,
   ),
   "remat": (jax.checkpoint(jnp.sin), 1),
-  "custom_jvp": (with_jvp, 1),
-  "custom_vjp": (with_vjp, 1),
-  "custom_vmap": (with_vmap, 1),
+  "custom_jvp": (support.with_jvp(jnp.sin), 1),
+  "custom_vjp": (support.with_vjp(jnp.sin), 1),
+  "custom_vmap": (support.with_vmap(jnp.sin, jnp.sin), 1),
   "composite": (lax.composite(jnp.sin, name="my.sin"), 1),
   "named_call": (jax.named_call(jnp.sin, name="mine"), 1),
   "shard_map": (sharded(True), 8),

@@ -78,9 +78,3 @@ def switches(schedule, numbers):
 
   # Without jit, which would compile anew for every schedule.
   return ~np.asarray(jax.vmap(low)(jnp.asarray(numbers)))
-
-
-def avals(tree):
-  """Structure, shapes, dtypes and weak types of a tree."""
-  leaves, structure = jax.tree.flatten(tree)
-  return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests.precision.schedules import avals
 from tests.precision.schedules import INF
 from tests.precision.schedules import lows_of_model
 from tests.precision.schedules import NAN
@@ -17,6 +16,7 @@ from tests.precision.schedules import one_by_one
 from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
+from tests.support import describe
 
 # The model, against numbers worked by hand.
 
@@ -187,7 +187,7 @@ def test_a_loss_of_every_type_switches_with_the_model(
       model.low = True
       state = update(schedule.init(), loss=loss)
       assert bool(state.low) == model.check(loss=float(loss)), loss
-      assert avals(state) == avals(schedule.init())
+      assert describe(state) == describe(schedule.init())
 
 
 def test_a_python_integer_is_a_loss_with_and_without_jit():

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests.precision.schedules import avals
 from tests.precision.schedules import LARGEST_INT32
 from tests.precision.schedules import lows_of_model
 from tests.precision.schedules import NAN
@@ -19,6 +18,7 @@ from tests.precision.schedules import scanned
 from tests.precision.schedules import schedule_and_model
 from tests.precision.schedules import switches
 from tests.reference import ascend
+from tests.support import describe
 
 # The model, against numbers worked by hand.
 
@@ -163,7 +163,7 @@ def test_steps_of_every_integer_type_switch_at_the_same_step(
   for step in (0, 1, 114, 115, 116, 127):
     state = update(schedule.init(), step=kind(step))
     assert bool(state.low) == (step < 115)
-    assert avals(state) == avals(schedule.init())
+    assert describe(state) == describe(schedule.init())
     assert state.steps == step
 
 
@@ -222,7 +222,7 @@ def test_the_counter_stops_at_the_largest_int32(step):
   schedule = ols.precision_schedule("fast|step", total_steps=2**80)
   state = schedule.update(schedule.init(), step=step)
   assert state.steps == LARGEST_INT32
-  assert avals(state) == avals(schedule.init())
+  assert describe(state) == describe(schedule.init())
   for largest in (LARGEST_INT32, 2**32 - 1):
     state = jax.jit(schedule.update)(schedule.init(), step=jnp.uint32(largest))
     assert state.steps == LARGEST_INT32
@@ -239,7 +239,7 @@ def test_steps_in_int64_are_compared_exactly():
     assert switches(schedule, steps).tolist() == [False] * 4 + [True]
     state = jax.jit(schedule.update)(schedule.init(), step=steps[2])
     assert state.steps == LARGEST_INT32
-    assert avals(state) == avals(schedule.init())
+    assert describe(state) == describe(schedule.init())
 
 
 @pytest.mark.parametrize(

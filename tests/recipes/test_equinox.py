@@ -12,6 +12,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests.support import assert_same_bits
+from tests.support import to_numpy
 
 pytestmark = pytest.mark.slow
 
@@ -72,15 +73,7 @@ def make_names():
 
 def arrays(tree):
   """Returns the arrays in a tree, random keys as their data."""
-  return [
-    np.array(
-      jax.random.key_data(x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    )
-    for x in jax.tree.leaves(tree)
-    if eqx.is_array(x)
-  ]
+  return [to_numpy(x) for x in jax.tree.leaves(tree) if eqx.is_array(x)]
 
 
 def two_layers(weights, x, y):

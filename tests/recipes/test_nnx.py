@@ -13,6 +13,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests.support import assert_same_bits
+from tests.support import to_numpy
 
 pytestmark = pytest.mark.slow
 
@@ -67,13 +68,7 @@ def recipe(title, **names):
 def values(node):
   """Returns copies of all values of a node, by their paths."""
   state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
-  return {path: data(value) for path, value in state}
-
-
-def data(value):
-  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-    value = jax.random.key_data(value)
-  return np.array(value)
+  return {path: to_numpy(value) for path, value in state}
 
 
 def assert_close(left, right, atol):

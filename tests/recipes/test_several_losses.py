@@ -16,6 +16,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests import reference
+from tests.support import relative_error
 
 PAGE = documents.read("docs/recipes/several_losses.md")
 NAMES = ("discriminator", "generator")
@@ -569,10 +570,6 @@ def true_penalty_gradient(params, batch):
     return jax.tree.map(
       np.asarray, jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     )
-
-
-def relative_error(found, true):
-  return np.linalg.norm(found - true) / np.linalg.norm(true)
 
 
 @pytest.mark.slow

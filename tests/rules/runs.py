@@ -64,17 +64,21 @@ def trajectories(rule, overflows, amaxes):
   return jax.tree.map(np.asarray, found)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _trajectories(rule, overflows, amaxes):
+def trajectory(rule, state, overflows, amaxes=None):
+  """Returns S after each step of one run and whether the step was stalled."""
+
   def step(state, inputs):
     overflow, amax = inputs
     stalled = rule.stalled(state, overflow)
     state = rule.update(state, overflow, amax=amax)
     return state, (state.loss_scale, stalled)
 
-  def run(overflows, amaxes):
-    return jax.lax.scan(step, rule.init(), (overflows, amaxes))[1]
+  return jax.lax.scan(step, state, (overflows, amaxes))[1]
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trajectories(rule, overflows, amaxes):
+  run = functools.partial(trajectory, rule, rule.init())
   return jax.vmap(run)(overflows, amaxes)
 
 

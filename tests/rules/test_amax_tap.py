@@ -9,6 +9,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.rules import amax_tap
+from tests import support
 
 HALF = jnp.float16
 ZERO = jnp.float32(0)
@@ -185,19 +186,9 @@ def test_a_value_without_a_cotangent_is_not_seen():
 each_vma = pytest.mark.parametrize("check_vma", [True, False])
 
 
-def on_each_device(function, out_specs, check_vma):
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  return jax.jit(
-    jax.shard_map(
-      function,
-      mesh=mesh,
-      in_specs=(jax.P(), jax.P(), jax.P("data")),
-      out_specs=out_specs,
-      check_vma=check_vma,
-    )
-  )
+def on_each_device(function, out_specs, check_vma=True):
+  specs = (jax.P(), jax.P(), jax.P("data"))
+  return jax.jit(support.on_each_device(function, out_specs, check_vma, specs))
 
 
 def one_device(x, amax, factors):
@@ -221,14 +212,12 @@ def test_what_all_devices_share_may_pass_with_an_amax_that_varies():
     found = jax.grad(lambda amax: amax_tap(x, amax) * 3)(amax)
     return found[None] + 0 * factors.astype(jnp.float32)
 
-  found = on_each_device(own, jax.P("data"), True)(
-    HALF(1), ZERO, jnp.ones(8, HALF)
-  )
+  found = on_each_device(own, jax.P("data"))(HALF(1), ZERO, jnp.ones(8, HALF))
   np.testing.assert_array_equal(found, 3)
 
 
 def test_an_amax_that_devices_share_adds_them_up():
-  found = on_each_device(jax.grad(one_device, 1), jax.P(), True)(
+  found = on_each_device(jax.grad(one_device, 1), jax.P())(
     HALF(1), ZERO, jnp.ones(8, HALF)
   )
   assert found == 8
@@ -244,7 +233,7 @@ def test_values_that_vary_and_values_that_do_not_are_seen_together():
 
   factors = jnp.asarray([1, 9] * 4, HALF)
   # Of what all devices share, JAX sums the cotangents before they pass: 8 * 3.
-  found = on_each_device(own, jax.P("data"), True)(HALF(1), ZERO, factors)
+  found = on_each_device(own, jax.P("data"))(HALF(1), ZERO, factors)
   assert np.all(np.asarray(found) >= np.maximum(3, factors))
 
 
@@ -258,7 +247,7 @@ def test_the_wrapper_takes_the_largest_of_all_devices():
     found = jax.grad(one_device, 1)(x, amax, factors)
     return tx.update(jnp.zeros(()), state, amax={"layer": found})[1]
 
-  mapped = on_each_device(step, jax.P(), True)
+  mapped = on_each_device(step, jax.P())
   state = tx.init(jnp.zeros(()))
   state = mapped(HALF(1), state, jnp.arange(1.0, 9.0, dtype=HALF))
   assert (state.amax, state.overflow) == (8, False)

@@ -18,6 +18,8 @@ import pytest
 import optax_lossscale as ols
 from tests import reference
 from tests import support
+from tests.rules import runs
+from tests.support import describe
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -34,14 +36,9 @@ def _trajectories(rule, init_scales, overflows):
     the step overflowed with the scale at the floor, bool of the same shape.
   """
 
-  def step(state, overflow):
-    stalled = rule.stalled(state, overflow)
-    state = rule.update(state, overflow)
-    return state, (state.loss_scale, stalled)
-
   def trajectory(init_scale, overflows):
     state = rule.init()._replace(loss_scale=init_scale)
-    return jax.lax.scan(step, state, overflows)[1]
+    return runs.trajectory(rule, state, overflows)
 
   over_sequences = jax.vmap(trajectory, in_axes=(None, 0))
   return jax.vmap(over_sequences, in_axes=(0, None))(init_scales, overflows)
@@ -53,12 +50,6 @@ def _scales(rule, overflows):
   return np.asarray(
     _trajectories(rule, init_scales, np.asarray([overflows], bool))[0][0, 0]
   )
-
-
-def _avals(tree):
-  """Structure, shapes, dtypes and weak types of a tree."""
-  leaves, structure = jax.tree.flatten(tree)
-  return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
 _RULES = {
@@ -147,30 +138,30 @@ def test_the_state_is_strongly_typed(rule):
 def test_update_with_a_traced_overflow_keeps_structure_and_types(rule):
   before = jax.eval_shape(rule.init)
   after = jax.eval_shape(rule.update, before, True)
-  assert _avals(after) == _avals(before)
+  assert describe(after) == describe(before)
 
 
 @_each_rule
 def test_update_with_a_python_overflow_keeps_structure_and_types(rule):
   before = jax.eval_shape(rule.init)
   after = jax.eval_shape(lambda state: rule.update(state, True), before)
-  assert _avals(after) == _avals(before)
+  assert describe(after) == describe(before)
 
 
 @_each_rule
 def test_update_outside_jit_keeps_structure_and_types(rule):
   before = jax.eval_shape(rule.init)
   for overflow in [False, True, np.True_, jnp.asarray(True)]:
-    assert _avals(rule.update(rule.init(), overflow)) == _avals(before)
+    assert describe(rule.update(rule.init(), overflow)) == describe(before)
 
 
 @_each_rule
 def test_the_state_is_the_same_with_64_bit_types_enabled(rule):
-  narrow = _avals(rule.init())
+  narrow = describe(rule.init())
   with jax.enable_x64(True):
     state = rule.init()
-    assert _avals(state) == narrow
-    assert _avals(rule.update(state, True)) == narrow
+    assert describe(state) == narrow
+    assert describe(rule.update(state, True)) == narrow
     assert state.inv_scale.dtype == jnp.float32
 
 

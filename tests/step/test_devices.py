@@ -41,14 +41,6 @@ PARAMS = {
 }
 
 
-def make_mesh(axes):
-  auto = (jax.sharding.AxisType.Auto,) * len(axes)
-  devices = jax.devices()[: int(np.prod(list(axes.values())))]
-  return jax.make_mesh(
-    tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices
-  )
-
-
 def per_device(function, axes, check_vma=True, replicated=0):
   """Returns `function` on every device, its results stacked by device.
 
@@ -75,7 +67,7 @@ def per_device(function, axes, check_vma=True, replicated=0):
   return jax.jit(
     jax.shard_map(
       local,
-      mesh=make_mesh(axes),
+      mesh=support.make_mesh(**axes),
       in_specs=(*[jax.P()] * replicated, jax.P(names)),
       out_specs=jax.P(names),
       check_vma=check_vma,
@@ -372,7 +364,7 @@ def test_guarantee_10_gradients_are_not_reduced_twice(order, transform):
   params = {"w": jnp.ones(3)}
   step = jax.shard_map(
     step,
-    mesh=make_mesh({"data": 8}),
+    mesh=support.make_mesh(),
     in_specs=(jax.P(), jax.P(), jax.P("data")),
     out_specs=jax.P(),
   )

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import on_each_device
+from tests.support import relative_error
 
 HALF = jnp.float16
 X = jnp.array([1.0, 2.0, 3.0], HALF)
@@ -232,39 +234,21 @@ def test_each_example_of_a_vmap_may_have_a_scale_of_its_own():
 # Devices ----------------------------------------------------------------------
 
 
-def on_each_device(function, in_specs, out_specs, check_vma=True):
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  return jax.jit(
-    jax.shard_map(
-      function,
-      mesh=mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      check_vma=check_vma,
-    )
-  )
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_multiplies_its_own(check_vma):
+  specs = (jax.P("data"), jax.P(), jax.P("data"))
   function = on_each_device(
-    jax.grad(scaled_loss),
-    (jax.P("data"), jax.P(), jax.P("data")),
-    jax.P("data"),
-    check_vma,
+    jax.grad(scaled_loss), jax.P("data"), check_vma, specs
   )
   factors = jnp.arange(8.0)
-  found = function(jnp.ones(8), jnp.float32(4), factors)
+  found = jax.jit(function)(jnp.ones(8), jnp.float32(4), factors)
   np.testing.assert_array_equal(found, 4 * factors)
 
 
 def test_what_all_devices_share_is_multiplied_after_the_sum_of_cotangents():
-  function = on_each_device(
-    jax.grad(scaled_loss), (jax.P(), jax.P(), jax.P("data")), jax.P()
-  )
-  found = function(jnp.ones(()), jnp.float32(4), jnp.arange(8.0))
+  specs = (jax.P(), jax.P(), jax.P("data"))
+  function = on_each_device(jax.grad(scaled_loss), jax.P(), in_specs=specs)
+  found = jax.jit(function)(jnp.ones(()), jnp.float32(4), jnp.arange(8.0))
   assert found == 4 * 28
 
 
@@ -272,10 +256,9 @@ def test_where_the_scale_varies_each_device_multiplies_before_the_sum():
   def own(x, scales, factors):
     return jax.grad(scaled_loss)(x, scales[0], factors)
 
-  function = on_each_device(
-    own, (jax.P(), jax.P("data"), jax.P("data")), jax.P()
-  )
-  found = function(jnp.ones(()), jnp.arange(8.0), jnp.arange(8.0))
+  specs = (jax.P(), jax.P("data"), jax.P("data"))
+  function = on_each_device(own, jax.P(), in_specs=specs)
+  found = jax.jit(function)(jnp.ones(()), jnp.arange(8.0), jnp.arange(8.0))
   assert found == sum(i * i for i in range(8))
 
 
@@ -348,10 +331,6 @@ def layer_scales():
     jnp.float32(2.0 ** -math.floor(math.log2(np.max(np.abs(g)))))
     for g in true_gradients()
   ]
-
-
-def relative_error(found, true):
-  return np.linalg.norm(found - true) / np.linalg.norm(true)
 
 
 ONES = [jnp.float32(1)] * LAYERS

@@ -1,17 +1,18 @@
 """Under plain jit sharded arrays need no axis name, and nothing is gathered."""
 
+import functools
 import itertools
 import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
 from tests import support
+from tests.support import AXIS_TYPES
 from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(8.0)
@@ -31,11 +32,7 @@ SHAPES = {"bias": (8,), "kernel": (16, 8)}
 
 BAD_VALUES = (np.nan, np.inf, -np.inf, 65504.0, -65504.0)
 
-AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
-
-
-def make_mesh(axis_type):
-  return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+make_mesh = functools.partial(support.make_mesh, data=4, model=2)
 
 
 def lay_out(tree, layout, mesh):
@@ -166,7 +163,7 @@ def test_what_saturates_on_one_device_is_lost_in_the_mean_of_all(
   tx = ols.loss_scaling(
     optax.sgd(1.0), ols.FixedLossScale(1.0), check=SATURATED
   )
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = support.make_mesh()
 
   def local_loss(params, row):
     return jnp.sum(params * row)  # Its gradient is the row.
@@ -261,7 +258,7 @@ def test_the_inner_state_lies_as_the_parameters_do_and_nothing_is_gathered(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fully sharded", "tensor parallel", "both"])
 def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
-  mesh = make_mesh(AxisType.Auto)
+  mesh = make_mesh()
   inner = optax.adam(0.5)
   tx = ols.loss_scaling(inner, ols.FixedLossScale(1.0))
 
@@ -295,12 +292,7 @@ def test_what_is_compiled_grows_with_the_leaves_and_not_faster(devices):
     params = {f"layer_{i}": jnp.ones(8192) for i in range(count)}
     state = tx.init(params)
     if devices:
-      mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:devices],
-      )
+      mesh = support.make_mesh(data=devices)
       sharding = jax.NamedSharding(mesh, jax.P())
       params, state = jax.device_put((params, state), sharding)
     step = jax.jit(tx.update).lower(params, state, params).compile()
