@@ -661,7 +661,7 @@ def test_the_wrapper_promotes_nothing_implicitly():
     (
       (ols.FixedLossScale(), optax.sgd(1.0)),
       TypeError,
-      "`inner` must be an optax .* got FixedLossScale.* takes the optimizer",
+      "`inner` must be an optax .* got FixedLossScale.* optimizer comes first",
     ),
     (
       (optax.adam, ols.FixedLossScale()),
