@@ -168,10 +168,11 @@ def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
 
 
 def divide(x: jax.Array, divisor: float) -> jax.Array:
-  """Returns x / divisor for x of 0 or more, rounded once, as it is written."""
-  # XLA makes a division by a constant a product with its reciprocal. That
-  # rounds otherwise, and is subnormal, so 0 on a CPU, for the largest float32.
-  # What depends on `x` is no constant.
+  """Returns x / divisor, rounded once. `x` must not be negative."""
+  # XLA turns a division by a constant into a product with its reciprocal. The
+  # product rounds differently, and the reciprocal of the largest float32 is
+  # subnormal, which a CPU takes for 0. XLA leaves a divisor alone that depends
+  # on `x`.
   return x / jnp.where(x > 0, jnp.asarray(divisor, x.dtype), 1)
 
 

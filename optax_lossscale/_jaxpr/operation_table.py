@@ -89,7 +89,7 @@ def moves(equation: core.JaxprEqn) -> bool:
   return name in MOVES
 
 
-# What `name_of` returns for the primitives that JAX exports.
+# The names that `name_of` gives to the primitives that JAX exports.
 NAMES = frozenset(
   getattr(primitives, attribute).name
   for attribute in dir(primitives)
@@ -102,7 +102,7 @@ _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 def name_of(equation: core.JaxprEqn) -> str:
   """Returns the name of an operation: its primitive's, or a closer one.
 
-  One name for all ways to write the same, which `autocast` goes by.
+  Equivalent ways to write an operation share one name; `autocast` goes by it.
   """
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":

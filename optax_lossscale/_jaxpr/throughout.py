@@ -110,7 +110,7 @@ def evaluate(
 
 # Evaluates a body of an equation; returns its outputs.
 Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
-# The same, and returns its count as well.
+# Evaluates a body of an equation; returns its outputs and its count.
 _InterpretAndCount = Callable[
   [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
 ]

@@ -92,7 +92,7 @@ def update_optimizer(
   optimizer = requirements.as_optimizer("tx", tx)
   requirements.check_accumulation(opt_state)
 
-  # By path, since what is around may add to its own state or take from it.
+  # Keyed by path, since an optimizer around may add to its own state.
   rule_states: dict[Any, Any] = {}
 
   def swap(path: Any, state: Any) -> Any:
@@ -111,7 +111,7 @@ def update_optimizer(
       loss_scale_state=skipping.select(
         ~is_scaled, rule_states[path], state.loss_scale_state
       ),
-      # No S can help where there is none.
+      # The step was not scaled, so a smaller S would not help.
       stalled=jnp.where(is_scaled, state.stalled, state.overflow),
     )
 

@@ -152,7 +152,7 @@ def accumulated_value_and_grad(
   def accumulated(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
-    # By S alone, since to the scan the state would be one that is closed over.
+    # With S itself: a state that the scan closes over would be refused.
     value_and_grad = backward.scaled_value_and_grad(
       fun,
       states.scale_in_use(opt_state, path),

@@ -178,7 +178,7 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises what is wrong with them now, and not in the first step."""
+  """Raises now what would otherwise fail in the first step."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:

@@ -44,7 +44,7 @@ def as_optimizer(
 
 
 def check_rule(name: str, rule: Any) -> None:
-  """Raises if it is no rule."""
+  """Raises if `rule` is not a LossScale."""
   if not isinstance(rule, base.LossScale):
     remedy = (
       f"call it: {rule.__name__}(...)"

@@ -12,7 +12,7 @@ from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 
-# What stands for S itself, where a state is asked for.
+# The types of S itself, which may be passed in place of a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
 # Orbax and flax.serialization return plain dicts and lists where they are not
@@ -202,7 +202,7 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  # What is recorded is evaluated at once, with this S.
+  # A recording is evaluated at once, with this S.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
