@@ -100,8 +100,11 @@ def update_optimizer(
       return state
     _refuse_different(is_scaled, state)
     rule_states[path] = state.loss_scale_state
+    rule_state = state.loss_scale_state
     return state._replace(
-      loss_scale_state=_set_scale(state.loss_scale_state, is_scaled)
+      loss_scale_state=states.replace_scale(
+        rule_state, jnp.where(is_scaled, rule_state.loss_scale, 1)
+      )
     )
 
   def put_back(path: Any, state: Any) -> Any:
@@ -120,20 +123,6 @@ def update_optimizer(
     gradients, visit(swap, opt_state), params, **extra_args
   )
   return updates, visit(put_back, new_state)
-
-
-def _set_scale(rule_state: Any, is_scaled: jax.Array) -> Any:
-  """Returns a rule's state with an S of 1 unless the loss is scaled."""
-  old = rule_state.loss_scale
-  scale = jnp.where(is_scaled, old, 1)
-  swapped = jax.tree.map(lambda x: scale if x is old else x, rule_state)
-  if swapped.loss_scale is not scale:
-    raise TypeError(
-      "the state of `rule` must hold S as its leaf `loss_scale` in a precision "
-      f"schedule, got a {type(rule_state).__name__} that does not; of an "
-      "nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)."
-    )
-  return swapped
 
 
 def _refuse_frozen(low: Any) -> None:

@@ -216,6 +216,26 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   return state
 
 
+def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
+  """Returns a rule's state with another S, in the leaf that holds it.
+
+  The leaf is found through the attribute, since a rule around another one has S
+  further inside, under any name.
+  """
+  values, structure = jax.tree.flatten(rule_state)
+  places = [object() for _ in values]
+  try:
+    place = jax.tree.unflatten(structure, places).loss_scale
+    values[places.index(place)] = loss_scale
+  except Exception as error:  # What computes S may ask anything of its leaves.
+    raise TypeError(
+      "the state of `rule` must hold S as a leaf, where it can be set, got a "
+      f"{type(rule_state).__name__} whose `loss_scale` is computed; of an "
+      "nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)."
+    ) from error
+  return jax.tree.unflatten(structure, values)
+
+
 def _is_restored(tree: Any) -> bool:
   """Returns whether our state is in a tree, as a dict that was restored."""
   return any(

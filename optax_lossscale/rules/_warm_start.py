@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
+from optax_lossscale._step import states
 from optax_lossscale.rules import _amax_and_scale
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -71,8 +71,8 @@ class WarmStart(base.LossScale):
   there.
 
   Raises:
-    TypeError: if an argument is not of its kind, or the state of `rule` is not
-      one in which `optax.tree.set` finds one `loss_scale`.
+    TypeError: if an argument is not of its kind, or the state of `rule` does
+      not hold S as a leaf.
     ValueError: if an argument is out of its range, or `rule` is a `WarmStart`.
 
   Examples:
@@ -190,10 +190,4 @@ class WarmStart(base.LossScale):
 
   def _begin(self, loss_scale: jax.Array) -> Any:
     """Returns the rule's first state with another S."""
-    try:
-      return optax.tree.set(self.rule.init(), loss_scale=loss_scale)
-    except KeyError as error:
-      raise TypeError(
-        "`rule` must have a state in which optax.tree.set finds one "
-        f"`loss_scale`, such as a NamedTuple, got {self.rule!r}."
-      ) from error
+    return states.replace_scale(self.rule.init(), loss_scale)

@@ -236,7 +236,7 @@ def test_a_rule_that_computes_its_scale_cannot_be_swapped():
       return state
 
   tx = ols.loss_scaling(optax.sgd(1.0), Exponent())
-  with pytest.raises(TypeError, match="as its leaf `loss_scale`.*a State"):
+  with pytest.raises(TypeError, match="S as a leaf.*a State"):
     update(tx, GRADIENTS, tx.init(PARAMS), PARAMS, scaled=False)
 
 
