@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
 from typing import Any
 
 from flax import nnx
+import jax
 
 from optax_lossscale._base import trees
 from optax_lossscale._step import backward
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
+from optax_lossscale.instruments import laws
 
 
 def scaled_value_and_grad(
@@ -174,6 +177,95 @@ def select_on_skip(
     if place in old
   }
   nnx.update(nodes, nnx.from_flat_state(selected))
+
+
+def check_step(
+  step: Callable[..., Any],
+  *args: Any,
+  may_change: Sequence[str] = (),
+  **kwargs: Any,
+) -> laws.StepReport:
+  """Returns whether a train step treats the loss scale as it must.
+
+  It is `instruments.check_step` for a step that changes its arguments in place.
+  Each run gets copies of the model, the optimizer and the rest, so nothing of
+  yours changes. `optimizer.step` may count skipped steps, as Flax has it count.
+
+  Args:
+    step: the train step. What it changes are its arguments, and nothing that it
+      has closed over.
+    *args: its arguments, one of them an `nnx.Optimizer` with `loss_scaling`.
+    may_change: as in `instruments.check_step`; the names are those of the
+      arguments and the paths of variables, such as "model/dropout/rngs/count".
+    **kwargs: more arguments of the step.
+
+  Returns:
+    The report: print it, ask it whether it is `ok`, or let it
+    `raise_if_wrong()`.
+
+  Raises:
+    TypeError: if `step` is no function.
+    ValueError: if no argument holds an optimizer with `loss_scaling`, or
+      `may_change` names nothing.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
+    >>> @nnx.jit
+    ... def train_step(model, optimizer, x):
+    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    ...   loss, grads = value_and_grad(model, x)
+    ...   optimizer.update(model, grads)
+    ...   return loss
+    >>> report = ols.nnx.check_step(train_step, model, optimizer, jnp.eye(2))
+    >>> print(report.laws[2].text)
+    A step that overflows changed model/mean, model/var.
+  """
+  call, named = laws.bind(step, args, kwargs)
+  changing = _changing(named)
+
+  def run(values: Mapping[str, Any]) -> Any:
+    objects: Any = nnx.clone({x: named[x] for x in changing}, graph=True)
+    variables = _changing(objects)
+    jax.tree.map(
+      lambda variable, value: variable.set_value(value),
+      variables,
+      {name: values[name] for name in variables},
+      is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    output = call(dict(values) | objects)
+    return nnx.as_pure(_changing(objects)), output
+
+  carry = {name: f"0/{name}" for name in changing}
+  return laws.check(run, named | nnx.as_pure(changing), carry, may_change)
+
+
+def _changing(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns, by argument and path, the variables that a step may change.
+
+  The state of an optimizer is one, in the types by which loss scaling is found.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  own = set()
+  nodes = nnx.iter_graph(dict(named), graph=True)
+  for (name, *path), node in [x for x in nodes if x[0]]:
+    if isinstance(node, nnx.Optimizer):
+      found.setdefault(str(name), {})[_name((*path, "opt_state"))] = (
+        node.opt_state
+      )
+      parts = node.step, node.opt_state
+      own |= {id(x) for x in _variables(parts).values()}
+  for (name, *path), variable in _variables(dict(named)).items():
+    is_kept = not isinstance(variable, nnx.Intermediate)  # It only reports.
+    if is_kept and id(variable) not in own:
+      found.setdefault(str(name), {})[_name(tuple(path))] = variable
+  return found
 
 
 def _find_state(

@@ -21,17 +21,23 @@ from optax_lossscale.instruments._shares import underflow_fraction
 from optax_lossscale.instruments._where_overflow import where_overflow
 from optax_lossscale.instruments.history_files import read_history
 from optax_lossscale.instruments.history_files import write_history
+from optax_lossscale.instruments.laws import check_step
+from optax_lossscale.instruments.laws import Law
+from optax_lossscale.instruments.laws import StepReport
 
 __all__ = [
   "Advice",
   "Culprit",
   "ExponentHistogram",
   "History",
+  "Law",
   "Place",
   "RecordState",
   "Replay",
+  "StepReport",
   "advise",
   "amax_by_leaf",
+  "check_step",
   "culprit",
   "exponent_histogram",
   "histogram_by_leaf",

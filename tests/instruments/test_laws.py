@@ -1,0 +1,747 @@
+"""The laws of a correct step, on right programs and on every known mistake."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+from flax import linen
+from flax import nnx
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import presets
+from optax_lossscale import rules
+from optax_lossscale.presets import declaration
+from tests import support
+
+RULE = ols.DynamicLossScale()
+ADAM = optax.adam(1e-2)
+RNG = np.random.default_rng(0)
+PARAMS = {
+  "v": jnp.asarray(RNG.normal(size=(16, 4)) * 0.3, jnp.float32),
+  "w": jnp.asarray(RNG.normal(size=(8, 16)) * 0.3, jnp.float32),
+}
+BATCH = {
+  "x": jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32),
+  "y": jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32),
+}
+VERDICTS = ("exact", "rounding", "wrong", "inconclusive", "not applied")
+
+
+def loss_fn(params, batch):
+  hidden = jnp.tanh(batch["x"] @ params["w"])
+  return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+
+half_loss_fn = ols.autocast(loss_fn, "O1")
+
+
+def make_step(
+  tx,
+  loss_fn=loss_fn,
+  value_and_grad=ols.scaled_value_and_grad,
+  change=lambda grads, opt_state, params: grads,
+):
+  """Returns the step of the README, with what a mistake changes in it."""
+
+  def train_step(params, opt_state, batch):
+    loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
+    grads = change(grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return train_step
+
+
+def check(tx, compile=jax.jit, **mistakes):
+  """Returns the report on a step that is right but for its mistakes."""
+  step = compile(make_step(tx, **mistakes))
+  return ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+
+
+def verdicts(report):
+  """Returns the verdict of each law by its name, the worst one of several."""
+  found = {}
+  for law in report.laws:
+    assert law.verdict in VERDICTS
+    found.setdefault(law.name, []).append(law.verdict)
+  return {
+    name: "wrong" if "wrong" in several else several[0]
+    for name, several in found.items()
+  }
+
+
+def law(report, name):
+  """Returns what is seen of a law, and what mends it."""
+  (found,) = (x for x in report.laws if x.name == name)
+  return f"{found.text} {found.remedy}"
+
+
+def assert_exact(report):
+  assert report.ok, report
+  report.raise_if_wrong()
+  found = verdicts(report)
+  assert [found[x] for x in ("scale", "invariance", "skip")] == ["exact"] * 3
+
+
+# Right programs.
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda step: step])
+def test_a_right_step_is_exact(compile):
+  report = check(ols.loss_scaling(ADAM, RULE), compile)
+  assert_exact(report)
+  assert report.next_values == {"params": "0", "opt_state": "1"}
+  assert report.follows == () and report.deterministic
+
+
+def test_a_right_step_in_float16_is_exact_and_its_precision_is_told():
+  report = check(ols.loss_scaling(ADAM, RULE), loss_fn=half_loss_fn)
+  assert_exact(report)
+  assert "in float16" in law(report, "precision")
+
+
+def test_a_step_without_low_precision_is_told_and_not_wrong():
+  report = check(ols.loss_scaling(ADAM, RULE))
+  assert verdicts(report)["precision"] == "not applied"
+  assert "autocast" in law(report, "precision")
+
+
+# The arguments that have no default.
+EVERY = {"scale_factor": 2, "scale_window": 9}
+REQUIRED = {
+  "jmp": {"loss_scale": 2.0**15},
+  "megatron_constant": {"initial_scale": 2.0**15},
+  "mindspore_amp": {"scale_value": 2**15} | EVERY,
+  "mindspore_cell": {"loss_scale_value": 2**15} | EVERY,
+  "npu_exponential": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 9},
+  "npu_fixed": {"loss_scale": 2.0**15},
+  "tf_exponential": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 9},
+}
+RULES = [
+  *(
+    getattr(presets, name)(**REQUIRED.get(name, {}))
+    for name in sorted(declaration.PRESETS)
+  ),
+  rules.HeadroomLossScale(),
+  rules.HistogramLossScale(),
+  rules.LogMaxLossScale(),
+  rules.WarmStart(presets.megatron()),
+  ols.FixedLossScale(1024.0),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=support.name)
+def test_a_step_with_any_rule_is_right(rule):
+  found = check(ols.loss_scaling(optax.sgd(0.1), rule))
+  assert found.ok, found
+
+
+def test_a_rule_that_skips_nothing_is_not_held_to_the_skip():
+  rule = ols.DynamicLossScale(skip=False)
+  report = check(ols.loss_scaling(ADAM, rule))
+  assert report.ok and verdicts(report)["skip"] == "not applied"
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    ols.instruments.record(ols.loss_scaling(ADAM, RULE), 8),
+    ols.loss_scaling(optax.apply_if_finite(ADAM, 3), RULE),
+    ols.loss_scaling(optax.MultiSteps(ADAM, 2), RULE),
+    ols.master_weights(ols.loss_scaling(ADAM, RULE)),
+    optax.chain(ols.loss_scaling(ADAM, RULE), optax.add_decayed_weights(0.0)),
+  ],
+)
+def test_what_may_be_around_or_inside_is_right(tx):
+  assert check(tx).ok
+
+
+def test_an_accumulated_step_is_right():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    value_and_grad = ols.accumulated_value_and_grad(
+      half_loss_fn, opt_state, microbatches=4, drop=True
+    )
+    loss, grads, overflow = value_and_grad(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+  assert report.ok, report
+
+
+def test_donated_arguments_are_copies_and_nothing_compiles_again():
+  tx = ols.loss_scaling(ADAM, RULE)
+  step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+  params, opt_state = jax.tree.map(jnp.copy, (PARAMS, tx.init(PARAMS)))
+  step(*jax.tree.map(jnp.copy, (params, opt_state)), BATCH)
+  before = support.to_bits((params, opt_state))
+  assert_exact(ols.instruments.check_step(step, params, opt_state, BATCH))
+  assert step._cache_size() == 1
+  assert support.to_bits((params, opt_state)) == before
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_under_shard_map_is_right(check_vma):
+  mesh = support.make_mesh(data=4)
+  tx = ols.loss_scaling(ADAM, RULE, axis_name="data", average_scaled="data")
+
+  def step(params, opt_state, batch):
+    varying = ols.make_varying(params, "data")
+    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(varying, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  sharded = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  batch = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+  report = ols.instruments.check_step(
+    jax.jit(sharded), PARAMS, tx.init(PARAMS), batch
+  )
+  assert_exact(report)
+
+
+def test_a_step_under_pmap_is_right():
+  tx = ols.loss_scaling(ADAM, RULE, axis_name="data", average_scaled="data")
+  step = jax.pmap(make_step(tx), axis_name="data", donate_argnums=(0, 1))
+
+  def spread(tree):
+    return jax.tree.map(lambda x: jnp.stack([x] * 2), tree)
+
+  batch = jax.tree.map(lambda x: x.reshape(2, 16, -1), BATCH)
+  state = spread(tx.init(PARAMS))
+  assert_exact(ols.instruments.check_step(step, spread(PARAMS), state, batch))
+
+
+def test_a_vmapped_ensemble_is_right_and_one_wrong_member_is_seen():
+  tx = ols.loss_scaling(ADAM, RULE)
+  several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), PARAMS)
+  opt_state = jax.vmap(tx.init)(several)
+  # Each has its own S, and one of them overflows at first.
+  scales = jnp.array([2.0**10, 2.0**126, 2.0**15], jnp.float32)
+  opt_state = optax.tree.set(opt_state, loss_scale=scales)
+  step = jax.jit(jax.vmap(make_step(tx), (0, 0, None)))
+  assert_exact(ols.instruments.check_step(step, several, opt_state, BATCH))
+
+  def unscale_one(grads, opt_state, params):
+    is_wrong = jnp.mean(params["w"] ** 2) < 0.05
+    return jax.tree.map(
+      lambda x, y: jnp.where(is_wrong, x, y),
+      ols.unscale(grads, opt_state),
+      grads,
+    )
+
+  wrong = jax.jit(jax.vmap(make_step(tx, change=unscale_one), (0, 0, None)))
+  report = ols.instruments.check_step(wrong, several, opt_state, BATCH)
+  assert verdicts(report)["scale"] == "wrong"
+
+
+def two_losses(tx, first="a", second="b"):
+  """Returns a step of two optimizers, each with the scale that is named."""
+
+  def step(params, opt_states, batch):
+    after, new_states = {}, {}
+    for name, scale in (("a", first), ("b", second)):
+      value_and_grad = ols.scaled_value_and_grad(
+        loss_fn, ols.get_loss_scale(opt_states[scale])
+      )
+      _, grads = value_and_grad(params[name], batch)
+      updates, new_states[name] = tx.update(
+        grads, opt_states[name], params[name]
+      )
+      after[name] = optax.apply_updates(params[name], updates)
+    return after, new_states
+
+  params = {"a": PARAMS, "b": jax.tree.map(lambda x: x / 2, PARAMS)}
+  opt_states = {name: tx.init(params[name]) for name in params}
+  return jax.jit(step), params, opt_states, BATCH
+
+
+def test_two_scales_are_varied_one_at_a_time():
+  tx = ols.loss_scaling(ADAM, RULE)
+  assert_exact(ols.instruments.check_step(*two_losses(tx)))
+  report = ols.instruments.check_step(*two_losses(tx, "a", "a"))
+  assert verdicts(report)["scale"] == "wrong"
+  assert "The gradients of opt_states/b depend on it." in str(report)
+
+
+def test_a_linen_train_state_is_right_and_that_of_flax_is_not():
+  class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+      x = linen.Dense(8, dtype=jnp.float16)(x)
+      x = linen.BatchNorm(use_running_average=False, dtype=jnp.float16)(x)
+      return jnp.float32(linen.Dense(4, dtype=jnp.float16)(x))
+
+  class State(ols.linen.TrainState):
+    batch_stats: dict
+
+  class FlaxState(train_state.TrainState):
+    batch_stats: dict
+
+  net = Net()
+  variables = net.init(jax.random.key(0), BATCH["x"])
+
+  @jax.jit
+  def step(state, batch):
+    def loss_fn(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      out, new = net.apply(variables, batch["x"], mutable=["batch_stats"])
+      return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
+
+    value_and_grad = ols.scaled_value_and_grad(
+      loss_fn, state.opt_state, has_aux=True
+    )
+    (loss, batch_stats), grads = value_and_grad(state.params)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+  def make(kind):
+    return kind.create(
+      apply_fn=net.apply,
+      params=variables["params"],
+      tx=ols.loss_scaling(ADAM, RULE),
+      batch_stats=variables["batch_stats"],
+    )
+
+  report = ols.instruments.check_step(step, make(State), BATCH)
+  assert report.ok, report
+  report = ols.instruments.check_step(step, make(FlaxState), BATCH)
+  assert verdicts(report)["skip"] == "wrong"
+  text = law(report, "skip")
+  assert "state/batch_stats/BatchNorm_0/mean" in text and "state/step" in text
+  report = ols.instruments.check_step(
+    step, make(FlaxState), BATCH, may_change=["state/step", "*/BatchNorm_?/*"]
+  )
+  assert report.ok, report
+
+
+def test_an_equinox_step_is_right():
+  model = eqx.nn.MLP(8, 4, 16, depth=1, key=jax.random.key(0))
+  tx = ols.loss_scaling(ADAM, RULE)
+  opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+  @eqx.filter_jit
+  def step(model, opt_state, batch):
+    def scaled_loss_fn(model):
+      loss = jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+      return ols.scale_loss(loss, opt_state)
+
+    grads = eqx.filter_grad(scaled_loss_fn)(model)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return eqx.apply_updates(model, updates), opt_state
+
+  assert_exact(ols.instruments.check_step(step, model, opt_state, BATCH))
+
+
+class Net(nnx.Module):
+  """Everything that a forward pass changes in place."""
+
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(8, 4, rngs=rngs, dtype=jnp.float16)
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+  def __call__(self, x):
+    self.sow(nnx.Intermediate, "seen", x)
+    return jnp.float32(self.dropout(self.norm(self.linear(x))))
+
+
+def nnx_loss_fn(model, batch):
+  return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+@nnx.jit
+def nnx_step(model, optimizer, batch):
+  with ols.nnx.select_on_skip(optimizer, model):
+    value_and_grad = ols.nnx.scaled_value_and_grad(nnx_loss_fn, optimizer)
+    loss, grads = value_and_grad(model, batch)
+    optimizer.update(model, grads)
+  return loss
+
+
+@nnx.jit
+def nnx_step_without_a_block(model, optimizer, batch):
+  value_and_grad = ols.nnx.scaled_value_and_grad(nnx_loss_fn, optimizer)
+  loss, grads = value_and_grad(model, batch)
+  optimizer.update(model, grads)
+  return loss
+
+
+@nnx.jit
+def nnx_step_without_a_scale(model, optimizer, batch):
+  with ols.nnx.select_on_skip(optimizer, model):
+    loss, grads = nnx.value_and_grad(nnx_loss_fn)(model, batch)
+    optimizer.update(model, grads)
+  return loss
+
+
+def check_nnx(step, **options):
+  """Returns the report on a step, which must have changed nothing."""
+  model = Net(nnx.Rngs(0))
+  tx = ols.loss_scaling(ADAM, RULE)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  before = support.to_bits(nnx.as_pure(nnx.state((model, optimizer))))
+  report = ols.nnx.check_step(step, model, optimizer, BATCH, **options)
+  assert support.to_bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
+  return report
+
+
+def test_an_nnx_step_is_right():
+  assert_exact(check_nnx(nnx_step))
+
+
+def test_nnx_statistics_that_a_skip_leaves_changed_are_named():
+  report = check_nnx(nnx_step_without_a_block)
+  assert verdicts(report)["skip"] == "wrong"
+  assert (
+    "changed model/dropout/rngs/count, model/norm/mean, model/norm/var. "
+    in law(report, "skip")
+  )
+  report = check_nnx(
+    nnx_step_without_a_block, may_change=["model/norm", "*/rngs/*"]
+  )
+  assert report.ok, report
+
+
+def test_nnx_gradients_that_are_not_scaled_are_seen():
+  report = check_nnx(nnx_step_without_a_scale)
+  assert verdicts(report)["scale"] == "wrong"
+
+
+# What a report says beside the laws.
+
+
+def test_other_outputs_that_follow_s_are_told_and_no_mistake():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(state, batch):
+    params, opt_state = state
+    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    true = ols.unscale(grads, opt_state)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    metrics = {
+      "loss": loss,
+      "norm": optax.global_norm(grads),
+      "true_norm": optax.global_norm(true),
+    }
+    return (optax.apply_updates(params, updates), opt_state), metrics
+
+  report = ols.instruments.check_step(step, (PARAMS, tx.init(PARAMS)), BATCH)
+  assert_exact(report)
+  assert report.next_values == {"state": "0"}
+  assert report.follows == ("1/norm",)
+  assert "Other outputs that depend on S: 1/norm." in str(report)
+
+
+def test_a_running_mean_that_a_skip_moves_is_named():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, mean, batch):
+    params, opt_state, loss = make_step(tx)(params, opt_state, batch)
+    return params, opt_state, 0.9 * mean + 0.1 * loss
+
+  arguments = (PARAMS, tx.init(PARAMS), jnp.float32(0), BATCH)
+  # A single float might be anything.
+  report = ols.instruments.check_step(step, *arguments)
+  assert report.ok and "mean" not in report.next_values
+  carry = {0: 0, "opt_state": 1, "mean": 2}
+  report = ols.instruments.check_step(step, *arguments, carry=carry)
+  assert "A step that overflows changed mean." in law(report, "skip")
+
+
+def test_a_step_that_is_not_repeatable_is_told():
+  tx = ols.loss_scaling(optax.sgd(0.1), RULE)
+  rng = np.random.default_rng(0)
+
+  def step(params, opt_state, batch):
+    noise = jnp.float32(rng.normal(size=(32, 8)))
+    return make_step(tx)(params, opt_state, {**batch, "x": batch["x"] + noise})
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+  assert not report.deterministic and not report.ok
+  assert "Two runs with the same S differ." in str(report)
+  assert verdicts(report)["invariance"] == "inconclusive"
+
+
+def test_a_step_that_runs_on_the_host_is_checked_but_for_its_precision():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  def step(params, opt_state, batch):
+    params, opt_state, loss = make_step(tx)(params, opt_state, batch)
+    return params, opt_state, float(loss)
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+  assert verdicts(report) == {
+    "scale": "exact",
+    "invariance": "exact",
+    "skip": "exact",
+    "precision": "inconclusive",
+  }
+
+
+def test_without_a_clean_step_there_is_no_verdict():
+  tx = ols.loss_scaling(ADAM, RULE)
+  batch = {**BATCH, "x": BATCH["x"].at[0].set(jnp.nan)}
+  report = ols.instruments.check_step(
+    jax.jit(make_step(tx)), PARAMS, tx.init(PARAMS), batch
+  )
+  assert not report.ok and verdicts(report)["scale"] == "inconclusive"
+  assert "overflows with S and 40 halvings of it" in str(report)
+  report.raise_if_wrong()
+
+
+def test_a_batch_without_gradients_gives_no_verdict_on_the_scale():
+  tx = ols.loss_scaling(optax.sgd(0.1), RULE)
+  report = check(tx, loss_fn=lambda params, batch: 0 * loss_fn(params, batch))
+  assert verdicts(report)["scale"] == "inconclusive"
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"carry": {"param": 0}}, "the arguments are params, opt_state, batch"),
+    ({"carry": {0: 7}}, "the outputs 0, 1, 2"),
+    ({"carry": {0: 1}}, "of the same structure, shapes and dtypes"),
+    ({"may_change": ["param"]}, "got 'param'; there are opt_state/applied"),
+  ],
+)
+def test_a_name_that_leads_nowhere_is_refused(options, text):
+  tx = ols.loss_scaling(ADAM, RULE)
+  with pytest.raises(ValueError, match=text):
+    ols.instruments.check_step(
+      make_step(tx), PARAMS, tx.init(PARAMS), BATCH, **options
+    )
+
+
+def test_a_step_without_a_state_to_judge_is_refused():
+  tx = ols.loss_scaling(ADAM, RULE)
+  check_step = ols.instruments.check_step
+  with pytest.raises(ValueError, match="none among its arguments params, x"):
+    check_step(lambda params, x: params, PARAMS, BATCH)
+  with pytest.raises(ValueError, match="next value of the argument that holds"):
+    check_step(lambda params, state: params, PARAMS, tx.init(PARAMS))
+  with pytest.raises(TypeError, match="`fun` must be a function"):
+    check_step(PARAMS, tx.init(PARAMS))
+  with pytest.raises(TypeError, match="must be called outside of jit"):
+    jax.jit(functools.partial(check_step, make_step(tx)))(
+      PARAMS, tx.init(PARAMS), BATCH
+    )
+
+
+def test_a_rule_whose_scale_is_derived_is_named():
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Exponent:
+    exponent: jax.Array
+
+    @property
+    def loss_scale(self):
+      return jnp.exp2(self.exponent)
+
+  class Derived(ols.LossScale):
+    def init(self):
+      return Exponent(jnp.float32(3))
+
+    def update(self, state, overflow, *, amax=None):
+      return state
+
+  tx = ols.loss_scaling(ADAM, Derived())
+  with pytest.raises(TypeError, match="got a Exponent whose `loss_scale` is"):
+    ols.instruments.check_step(make_step(tx), PARAMS, tx.init(PARAMS), BATCH)
+
+
+# Mistakes.
+
+
+def plain(loss_fn, opt_state):
+  """Stands for `scaled_value_and_grad`, and does not scale."""
+  return jax.value_and_grad(loss_fn)
+
+
+def scaled_twice(loss_fn, opt_state):
+  """Stands for `scaled_value_and_grad`, and scales by hand as well."""
+
+  def scaled_loss_fn(params, batch):
+    return loss_fn(params, batch) * ols.get_loss_scale(opt_state)
+
+  return ols.scaled_value_and_grad(scaled_loss_fn, opt_state)
+
+
+def read_once(loss_fn, opt_state):
+  """Stands for `scaled_value_and_grad`, with an S that was read once."""
+  return ols.scaled_value_and_grad(loss_fn, 2.0**15)
+
+
+def unscaled(grads, opt_state, params):
+  """Unscales before `update`."""
+  return ols.unscale(grads, opt_state)
+
+
+def clipped(grads, opt_state, params):
+  """Clips before `update`."""
+  return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+
+
+def decayed(grads, opt_state, params):
+  """Adds weight decay to scaled gradients."""
+  return jax.tree.map(lambda x, p: x + 1e-2 * p, grads, params)
+
+
+W_ALONE = {"w": True, "v": False}
+NOT_SCALED = "The largest gradient does not depend on S."
+MISTAKES = {
+  "unscaled before update": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "change": unscaled},
+    {"scale": NOT_SCALED},
+  ),
+  "jax.value_and_grad": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "value_and_grad": plain},
+    {"scale": NOT_SCALED, "invariance": "(50 % like S^-1)"},
+  ),
+  # Its updates do not depend on the size of gradients.
+  "jax.value_and_grad, sign_sgd": (
+    {
+      "tx": ols.loss_scaling(optax.sign_sgd(0.1), RULE),
+      "value_and_grad": plain,
+    },
+    {"scale": NOT_SCALED},
+  ),
+  "a clip before the wrapper": (
+    {
+      "tx": optax.chain(
+        optax.clip_by_global_norm(1.0), ols.loss_scaling(ADAM, RULE)
+      )
+    },
+    {"scale": NOT_SCALED},
+  ),
+  "a clip by hand": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "change": clipped},
+    {"scale": NOT_SCALED},
+  ),
+  "scaled twice": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "value_and_grad": scaled_twice},
+    {"scale": "proportional to S squared. The loss is scaled twice"},
+  ),
+  "masked": (
+    {"tx": optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE)},
+    {"invariance": "differ of params/v (50 % like S^1).", "skip": "params/v"},
+  ),
+  "one group": (
+    {
+      "tx": optax.partition(
+        {True: ols.loss_scaling(ADAM, RULE), False: optax.sgd(0.1)}, W_ALONE
+      )
+    },
+    {"invariance": "differ of params/v (50 % like S^1).", "skip": "params/v"},
+  ),
+  "an optimizer before the wrapper": (
+    {"tx": optax.chain(ADAM, ols.loss_scaling(optax.identity(), RULE))},
+    {"scale": NOT_SCALED, "skip": "opt_state/0/0/count"},
+  ),
+  "an optimizer after the wrapper": (
+    {"tx": optax.chain(ols.loss_scaling(optax.identity(), RULE), ADAM)},
+    {"skip": "opt_state/1/0/count"},
+  ),
+  "momentum after the wrapper": (
+    {
+      "tx": optax.chain(
+        ols.loss_scaling(optax.sgd(0.1), RULE), optax.trace(0.9)
+      )
+    },
+    {"skip": "opt_state/1/trace/v"},
+  ),
+  "an S that was read once": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "value_and_grad": read_once},
+    {"scale": NOT_SCALED},
+  ),
+  "MultiSteps around": (
+    {"tx": optax.MultiSteps(ols.loss_scaling(ADAM, RULE), 4)},
+    {"invariance": "opt_state/acc_grads/v (50 % like S^1)", "skip": "not"},
+  ),
+  "apply_if_finite around": (
+    {"tx": optax.apply_if_finite(ols.loss_scaling(ADAM, RULE), 3)},
+    {"skip": "S could never come down"},
+  ),
+  "weight decay by hand": (
+    {"tx": ols.loss_scaling(optax.sgd(0.1), RULE), "change": decayed},
+    {"invariance": "With half the S the updates differ of params/"},
+  ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_breaks_its_law(mistake):
+  program, expected = MISTAKES[mistake]
+  report = check(**program)
+  assert not report.ok
+  found = verdicts(report)
+  assert {x for x in found if found[x] == "wrong"} >= expected.keys(), report
+  for name, text in expected.items():
+    assert text in law(report, name)
+  with pytest.raises(ValueError, match="The step is wrong"):
+    report.raise_if_wrong()
+
+
+def test_in_float16_a_small_mistake_is_not_certain_and_float32_is_advised():
+  tx = ols.loss_scaling(optax.sgd(0.1), RULE)
+  report = check(tx, loss_fn=half_loss_fn, change=decayed)
+  assert verdicts(report)["invariance"] != "exact"
+  assert "check the step with the model in float32" in law(report, "invariance")
+
+
+def lstm():
+  """Returns parameters, tokens and loss of a small character LSTM."""
+  size, letters = 32, 40
+  rng = np.random.default_rng(0)
+  shapes = {
+    "embed": (letters, 4 * size),
+    "hidden": (size, 4 * size),
+    "out": (size, letters),
+  }
+  params = {
+    name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+    for name, shape in shapes.items()
+  }
+  tokens = jnp.asarray(rng.integers(0, letters, (17, 64)))
+
+  def loss_fn(params, tokens):
+    def cell(carry, x):
+      hidden, memory = carry
+      i, f, g, o = jnp.split(x + hidden @ params["hidden"], 4, axis=-1)
+      memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+      hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
+      return (hidden, memory), hidden
+
+    zeros = jnp.zeros((tokens.shape[1], size))
+    _, hidden = jax.lax.scan(cell, (zeros, zeros), params["embed"][tokens[:-1]])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      hidden @ params["out"], tokens[1:]
+    )
+    return jnp.mean(losses)
+
+  return params, tokens, loss_fn
+
+
+@pytest.mark.parametrize("log2_scale", [15, 10, 6])
+def test_what_float16_loses_at_a_smaller_scale_is_rounding(log2_scale):
+  params, tokens, loss_fn = lstm()
+  tx = ols.loss_scaling(ADAM, ols.DynamicLossScale(2.0**log2_scale))
+  step = jax.jit(make_step(tx, loss_fn=ols.autocast(loss_fn, "O2")))
+  report = ols.instruments.check_step(step, params, tx.init(params), tokens)
+  assert report.ok and verdicts(report)["invariance"] == "rounding", report
