@@ -636,7 +636,7 @@ def _skip_law(runs: _Runs, infinite: _Run) -> Law:
       "wrong",
       "The step with an S of inf was not skipped.",
       "Either `update` of loss_scaling did not run, or something around it, "
-      "such as optax.apply_if_finite, took the step back and S with it: S could "
+      "such as optax.apply_if_finite, took the step back and S with it: S can "
       "never come down. It belongs inside.",
     )
   before, after = runs.watched(runs.named), runs.watched(infinite.after)

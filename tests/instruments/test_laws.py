@@ -676,7 +676,7 @@ MISTAKES = {
   ),
   "apply_if_finite around": (
     {"tx": optax.apply_if_finite(ols.loss_scaling(ADAM, RULE), 3)},
-    {"skip": "S could never come down"},
+    {"skip": "S can never come down"},
   ),
   "weight decay by hand": (
     {"tx": ols.loss_scaling(optax.sgd(0.1), RULE), "change": decayed},
