@@ -134,14 +134,16 @@ def accumulated_value_and_grad(
   names = devices.axis_names("axis_name", axis_name)
   backward.check_arguments(opt_state, argnums, path)
 
-  def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
+  def examine(
+    gradients: Any, is_summed: Any, loss: jax.Array, loss_scale: jax.Array
+  ) -> Any:
     # In the form that `update` is given, for a tree of dtypes in the check.
     whole = arguments.like_argnums(argnums, gradients)
     summands = leaves.leave_out(
       arguments.like_argnums(argnums, is_summed), whole
     )
     overflow = False if overflow_fn is None else overflow_fn(whole)
-    finding = findings.examine(check, summands, overflow)
+    finding = findings.examine(check, summands, overflow, loss_scale=loss_scale)
     if names:
       finding = findings.agree(finding, names)
     together = jax.tree.leaves(summands) + ([loss] if drop else [])
@@ -153,9 +155,10 @@ def accumulated_value_and_grad(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
     # With S itself: a state that the scan closes over would be refused.
+    loss_scale = states.scale_in_use(opt_state, path)
     value_and_grad = backward.scaled_value_and_grad(
       fun,
-      states.scale_in_use(opt_state, path),
+      loss_scale,
       arguments.argnums_as_tuple(argnums),
       has_aux,
       allow_int=allow_int,
@@ -172,7 +175,7 @@ def accumulated_value_and_grad(
       current |= zip(places.differentiated, changed, strict=True)
       value, gradients = value_and_grad(*current.values(), **kwargs)
       loss = value[0] if has_aux else value
-      finding = examine(gradients, is_summed, loss)
+      finding = examine(gradients, is_summed, loss, loss_scale)
       return (
         _Carry(
           skipping.select(

@@ -36,7 +36,7 @@ class LossScalingState(NamedTuple):
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
       the rule's floor, or without being scaled, or the rule's next S was
-      unusable.
+      unusable; or S itself was, and the rule started over.
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, and among those of the micro-batches that `update` was
       told of; NaN if `nan`.
