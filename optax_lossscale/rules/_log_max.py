@@ -139,16 +139,12 @@ class LogMaxLossScale(base.LossScale):
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""
-    zero, one = (jnp.full((), x, jnp.float32) for x in (0, 1))
-    return LogMaxLossScaleState(
-      loss_scale=_amax_and_scale.clip(one, self.scale_min, self.scale_max),
-      mean=zero,
-      slow_mean=zero,
-      variance=zero,
-      weight=zero,
-      slow_weight=zero,
-      log2_ceiling=jnp.full((), _NO_CEILING, jnp.float32),
+    # Each in a buffer of its own, so that the state can be donated.
+    one, *zeros, ceiling = (
+      jnp.full((), x, jnp.float32) for x in (1, 0, 0, 0, 0, 0, _NO_CEILING)
     )
+    loss_scale = _amax_and_scale.clip(one, self.scale_min, self.scale_max)
+    return LogMaxLossScaleState(loss_scale, *zeros, log2_ceiling=ceiling)
 
   def update(
     self,
@@ -163,6 +159,10 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
+    # Damaged statistics would stay so for ever, and S where they put it.
+    fresh = self.init()._replace(loss_scale=state.loss_scale)
+    is_sound = jnp.all(jnp.isfinite(jnp.stack(state)))
+    state = skipping.select(is_sound, state, fresh)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
