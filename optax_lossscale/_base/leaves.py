@@ -52,6 +52,15 @@ def resolve_mask(mask: Any, tree: Any) -> Any:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
   if callable(mask):
     mask = mask(tree)
+  for path, is_kept in jax.tree.leaves_with_path(mask):
+    # Not by its truth: a label or a weight would count as True.
+    if not isinstance(is_kept, (bool, np.bool_)):
+      place = f" at {path_name(path)!r}" if path else ""
+      raise TypeError(
+        "`mask` must be a tree of bools, True for what is a gradient, or a "
+        f"function from the parameters to one, got {is_kept!r:.60} of type "
+        f"{type(is_kept).__name__}{place}."
+      )
   try:
     return jax.tree.broadcast(mask, tree)
   except ValueError as error:

@@ -82,7 +82,7 @@ def loss_scaling(
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
       the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made.
+      another state than `init` made; from both, if `mask` is no tree of bools.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if the gradients do not fit
       the parameters or the optimizer's state, if `inner` or the rule changes

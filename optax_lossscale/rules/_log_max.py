@@ -139,12 +139,22 @@ class LogMaxLossScale(base.LossScale):
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""
-    # Each in a buffer of its own, so that the state can be donated.
-    one, *zeros, ceiling = (
-      jnp.full((), x, jnp.float32) for x in (1, 0, 0, 0, 0, 0, _NO_CEILING)
+
+    def number(value: float) -> jax.Array:
+      # Each in a buffer of its own, so that the state can be donated.
+      return jnp.full((), value, jnp.float32)
+
+    return LogMaxLossScaleState(
+      loss_scale=_amax_and_scale.clip(
+        number(1), self.scale_min, self.scale_max
+      ),
+      mean=number(0),
+      slow_mean=number(0),
+      variance=number(0),
+      weight=number(0),
+      slow_weight=number(0),
+      log2_ceiling=number(_NO_CEILING),
     )
-    loss_scale = _amax_and_scale.clip(one, self.scale_min, self.scale_max)
-    return LogMaxLossScaleState(loss_scale, *zeros, log2_ceiling=ceiling)
 
   def update(
     self,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -881,6 +882,49 @@ def test_a_mask_that_does_not_fit_is_refused():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), mask={"a": True})
   with pytest.raises(ValueError, match="`mask` must be a tree of bools"):
     tx.init({"b": jnp.ones(1)})
+
+
+NO_BOOLS = {
+  "'train' of type str at 'b'": {"w": ["train", "frozen"], "b": "train"},
+  "'' of type str": "",
+  "5 of type int": lambda _: 5,
+  "0 of type int at 'b'": {"w": True, "b": 0},
+  "nan of type float": jnp.nan,
+  "Array(True, dtype=bool) of type ArrayImpl at 'b'": {
+    "w": True,
+    "b": jnp.array(True),
+  },
+}
+
+
+@pytest.mark.parametrize("got", NO_BOOLS)
+def test_a_mask_of_anything_but_bools_is_refused(got):
+  mask = NO_BOOLS[got]
+  params = {"w": [jnp.ones(2), jnp.ones(2)], "b": jnp.ones(2)}
+  rule = ols.FixedLossScale()
+  refused = pytest.raises(
+    TypeError, match=f"^`mask` must be a tree of bools.* got {re.escape(got)}.$"
+  )
+  with refused:
+    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).init(params)
+  state = ols.loss_scaling(optax.sgd(1.0), rule).init(params)
+  with refused:
+    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).update(params, state)
+  with refused:
+    ols.accumulated_value_and_grad(
+      lambda params, batch: jnp.mean(batch) * jnp.sum(params["b"]),
+      state,
+      microbatches=2,
+      mask=mask,
+    )(params, jnp.ones(2))
+
+
+def test_a_mask_may_be_made_of_numpys_bools():
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  mask = {"a": np.bool_(True), "b": np.array([False])[0]}
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), mask=mask)
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert updates["a"][0] == -0.125 and updates["b"][0] == 1
 
 
 def test_update_refuses_the_state_of_another_rule():
