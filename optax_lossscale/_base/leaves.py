@@ -113,7 +113,7 @@ def widen(tree: Any) -> Any:
 
 
 def narrow_like(updates: Any, params: Any) -> Any:
-  """Returns `updates` in the dtypes of `params`, where both are real."""
+  """Returns `updates` as `params` are to take them, where both are real."""
   if params is None:
     return updates
 
@@ -122,7 +122,13 @@ def narrow_like(updates: Any, params: Any) -> Any:
       hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
       for x in (update, param)
     )
-    return jnp.asarray(update, param.dtype) if is_real else update
+    if not is_real:
+      return update
+    update = jnp.asarray(update, param.dtype)
+    # Of one number each: the parameter would take the update's shape.
+    if update.size == param.size == 1 and update.shape != param.shape:
+      update = update.reshape(param.shape)
+    return update
 
   # None stands for a parameter without a gradient, which need not be an array.
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
