@@ -157,8 +157,8 @@ def accumulated_value_and_grad(
   def accumulated(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
-    # With S itself: a state that the scan closes over would be refused.
     devices.check_mapped("axis_name", names)
+    # With S itself: a state that the scan closes over would be refused.
     loss_scale = states.scale_in_use(opt_state, path)
     value_and_grad = backward.at_scale(
       loss_scale, fun, arguments.argnums_as_tuple(argnums), has_aux, allow_int
@@ -297,7 +297,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"`microbatches` must divide the batch, got {microbatches} for "
         f"{shape[0]} examples in {place}."
       )
-    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    x = jnp.asarray(x)  # What a scan would pass on.
     _check_share(x, microbatches, place)
     # The first axis stays the first for as long as it can be sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])

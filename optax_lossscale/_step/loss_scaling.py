@@ -33,10 +33,10 @@ def loss_scaling(
   `update` looks for an overflow in the scaled gradients, divides them by S in
   float32, lets the inner optimizer make its step, and takes the step back if
   there was an overflow: the updates are then -0.0 and the inner state stays as
-  it was, bit for bit. Then the rule moves S. An overflow is also a gradient
-  that only an S below 1 keeps within the range of its dtype, and an S that is
-  no normal positive number, as from a damaged checkpoint: the rule then starts
-  over.
+  it was, bit for bit. Then the rule moves S. A gradient that leaves the range
+  of its dtype when it is divided by an S below 1 counts as an overflow, too. So
+  does an S that is not a positive normal number, as from a damaged checkpoint;
+  the rule then starts over.
 
   Everything that is to see true gradients goes inside: clipping, noise, weight
   decay, accumulation, schedules. Schedules inside count applied steps.

@@ -708,6 +708,7 @@ def test_outside_of_jit_a_second_call_compiles_nothing(drop):
   _, state = make()
 
   def noisy_loss_fn(params, batch, keys):
+    assert isinstance(batch, jax.Array)
     noise = jax.random.normal(keys[0], batch.shape[:1])
     aux = {"count": jnp.int32(len(batch)), "key": keys[0]}
     return loss_fn(params, batch) + jnp.mean(noise) * params["b"], aux
@@ -717,7 +718,7 @@ def test_outside_of_jit_a_second_call_compiles_nothing(drop):
       noisy_loss_fn, state, has_aux=True, microbatches=4, drop=drop
     )(params, batch, keys)
 
-  batch = jnp.asarray(bad_batch(1))
+  batch = bad_batch(1)
   keys = jax.random.split(jax.random.key(0), 4)
   call(PARAMS, batch, keys)
   names = []
