@@ -52,6 +52,15 @@ def resolve_mask(mask: Any, tree: Any) -> Any:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
   if callable(mask):
     mask = mask(tree)
+  for path, is_kept in jax.tree.leaves_with_path(mask):
+    # Not by its truth: a label or a weight would count as True.
+    if not isinstance(is_kept, (bool, np.bool_)):
+      place = f" at {path_name(path)!r}" if path else ""
+      raise TypeError(
+        "`mask` must be a tree of bools, True for what is a gradient, or a "
+        f"function from the parameters to one, got {is_kept!r:.60} of type "
+        f"{type(is_kept).__name__}{place}."
+      )
   try:
     return jax.tree.broadcast(mask, tree)
   except ValueError as error:
@@ -104,7 +113,7 @@ def widen(tree: Any) -> Any:
 
 
 def narrow_like(updates: Any, params: Any) -> Any:
-  """Returns `updates` in the dtypes of `params`, where both are real."""
+  """Returns `updates` as `params` are to take them, where both are real."""
   if params is None:
     return updates
 
@@ -113,7 +122,13 @@ def narrow_like(updates: Any, params: Any) -> Any:
       hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
       for x in (update, param)
     )
-    return jnp.asarray(update, param.dtype) if is_real else update
+    if not is_real:
+      return update
+    update = jnp.asarray(update, param.dtype)
+    # Of one number each: the parameter would take the update's shape.
+    if update.size == param.size == 1 and update.shape != param.shape:
+      update = update.reshape(param.shape)
+    return update
 
   # None stands for a parameter without a gradient, which need not be an array.
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)

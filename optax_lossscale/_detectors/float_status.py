@@ -107,7 +107,7 @@ def float_status(
   @functools.wraps(fun)
   def float_status_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     recording = interpreter.record(fun, args, kwargs)
-    run = _differentiable(recording, dtypes, saturating)
+    run = _differentiable(recording.without_values(), dtypes, saturating)
     outputs, counted = run(*recording.operands)
     status = counted if counts else counted.overflow > 0
     return recording.result(outputs), status

@@ -77,7 +77,7 @@ def saturating(
   @functools.wraps(fun)
   def saturating_fun(*args: Any, **kwargs: Any) -> Any:
     recording = interpreter.record(fun, args, kwargs)
-    run = _differentiable(recording, dtypes)
+    run = _differentiable(recording.without_values(), dtypes)
     if jax.sharding.get_abstract_mesh().manual_axes:
       # An eager `shard_map` does not take the derivative as it is.
       run = jax.jit(run)
@@ -118,14 +118,20 @@ def _differentiable(
       )
       return list(itertools.compress(outputs, is_output)), outputs
 
-    def outputs_and_vjp(inputs: dict[int, Any]) -> tuple[list[Any], Any]:
+    treedefs: list[Any] = []
+
+    def outputs_and_vjp(inputs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
       _, vjp, outputs = jax.vjp(of_inputs, inputs, has_aux=True)
-      return outputs, vjp
+      # JAX keeps the structure of what a recorded function returns. That of
+      # `vjp` holds its program.
+      residuals, treedef = jax.tree.flatten(vjp)
+      treedefs.append(treedef)
+      return outputs, residuals
 
     # A function of its own, which is recorded in turn, and in turn has a
     # derivative.
-    result: tuple[list[Any], Any] = saturating(outputs_and_vjp, dtypes)(inputs)
-    return result
+    outputs, residuals = saturating(outputs_and_vjp, dtypes)(inputs)
+    return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
   def backward(vjp: Any, cotangents: Any) -> tuple[Any, ...]:
     cotangents = [

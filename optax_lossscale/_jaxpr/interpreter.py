@@ -40,6 +40,14 @@ class Recording(NamedTuple):
   # The structure of what the function returns.
   treedef: Any
 
+  def without_values(self) -> "Recording":
+    """Returns what a function that JAX keeps may close over, with no tracer."""
+    nothing = [None] * len(self.operands)
+    consts, _ = self.consts_and_arguments(nothing)
+    return self._replace(
+      jaxpr=self.jaxpr.replace(consts=consts), operands=nothing
+    )
+
   def consts_and_arguments(
     self, operands: Sequence[Any]
   ) -> tuple[Sequence[Any], Sequence[Any]]:

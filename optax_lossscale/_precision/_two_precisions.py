@@ -48,8 +48,8 @@ def value_and_grad(
   def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
     if is_scaled:
-      in_low = backward.scaled_value_and_grad(
-        low_loss_fn, states.scale_in_use(opt_state, path), argnums, has_aux
+      in_low = backward.at_scale(
+        states.scale_in_use(opt_state, path), low_loss_fn, argnums, has_aux
       )
     _refuse_frozen(low)
     value_and_gradients: tuple[Any, Any] = lax.cond(

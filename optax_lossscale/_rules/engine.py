@@ -261,7 +261,7 @@ class Engine:
   ) -> jax.Array:
     interval = jnp.int32(self.growth_interval)
     if state.growth_interval is not None:
-      interval = state.growth_interval
+      interval = self._own_interval(state)
       clean_steps = clean_steps.astype(jnp.float32)
     match self.growth_test:
       case "at_least":
@@ -279,10 +279,16 @@ class Engine:
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
 
+  def _own_interval(self, state: DynamicLossScaleState) -> jax.Array:
+    """Returns the state's interval, or the first one if it is damaged."""
+    interval = state.growth_interval
+    is_sound = (interval >= 1) & jnp.isfinite(interval)
+    return jnp.where(is_sound, interval, jnp.float32(self.growth_interval))
+
   def _next_interval(
     self, state: DynamicLossScaleState, step: _Step
   ) -> jax.Array:
-    interval: jax.Array = state.growth_interval
+    interval = self._own_interval(state)
     shorter = jnp.floor(bits.divide(interval, self.interval_factor))
     longer = interval * jnp.float32(self.interval_factor)
     unless_shorter = jnp.where(step.grows, longer, interval)

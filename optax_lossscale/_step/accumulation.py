@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import math
+import operator
 from typing import Any
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
@@ -43,10 +45,10 @@ def accumulated_value_and_grad(
 
   For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
   mean of `fun` over micro-batches, which are computed one after the other, in
-  one scan. S is the same in all of them. The gradients are summed up in
-  float32, so that their sum overflows nowhere, and each micro-batch is looked
-  at for itself: in the sum an overflow might not show, and one step later it
-  would still be there.
+  one scan; outside of jit operation by operation, so jit the step. S is the
+  same in all of them. The gradients are summed up in float32, so that their sum
+  overflows nowhere, and each micro-batch is looked at for itself: in the sum an
+  overflow might not show, and one step later it would still be there.
 
   What one overflow costs is your choice. As it is, the window is void: all
   gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
@@ -101,11 +103,12 @@ def accumulated_value_and_grad(
 
   Raises:
     TypeError: if an argument is not of its kind.
-    ValueError: if `opt_state` holds no scale or several; when called, if the
-      batch has no first axis, or axes of different sizes, or is not divided by
-      `microbatches`, if a function being traced has closed over `opt_state`,
-      if `fun` changes an object in place, or, as far as JAX tracks what varies
-      by device, if devices could drop different micro-batches of one model.
+    ValueError: if `opt_state` holds no scale or several; when called, if there
+      is no axis of that name, if the batch has no first axis, or axes of
+      different sizes, or is not divided by `microbatches`, if a function being
+      traced has closed over `opt_state`, if `fun` changes an object in place,
+      or, as far as JAX tracks what varies by device, if devices could drop
+      different micro-batches of one model.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -134,14 +137,16 @@ def accumulated_value_and_grad(
   names = devices.axis_names("axis_name", axis_name)
   backward.check_arguments(opt_state, argnums, path)
 
-  def examine(gradients: Any, is_summed: Any, loss: jax.Array) -> Any:
+  def examine(
+    gradients: Any, is_summed: Any, loss: jax.Array, loss_scale: jax.Array
+  ) -> Any:
     # In the form that `update` is given, for a tree of dtypes in the check.
     whole = arguments.like_argnums(argnums, gradients)
     summands = leaves.leave_out(
       arguments.like_argnums(argnums, is_summed), whole
     )
     overflow = False if overflow_fn is None else overflow_fn(whole)
-    finding = findings.examine(check, summands, overflow)
+    finding = findings.examine(check, summands, overflow, loss_scale=loss_scale)
     if names:
       finding = findings.agree(finding, names)
     together = jax.tree.leaves(summands) + ([loss] if drop else [])
@@ -152,13 +157,11 @@ def accumulated_value_and_grad(
   def accumulated(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
+    devices.check_mapped("axis_name", names)
     # With S itself: a state that the scan closes over would be refused.
-    value_and_grad = backward.scaled_value_and_grad(
-      fun,
-      states.scale_in_use(opt_state, path),
-      arguments.argnums_as_tuple(argnums),
-      has_aux,
-      allow_int=allow_int,
+    loss_scale = states.scale_in_use(opt_state, path)
+    value_and_grad = backward.at_scale(
+      loss_scale, fun, arguments.argnums_as_tuple(argnums), has_aux, allow_int
     )
     places = arguments.find_places(argnums, batch_argnums, len(args))
     given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
@@ -172,7 +175,7 @@ def accumulated_value_and_grad(
       current |= zip(places.differentiated, changed, strict=True)
       value, gradients = value_and_grad(*current.values(), **kwargs)
       loss = value[0] if has_aux else value
-      finding = examine(gradients, is_summed, loss)
+      finding = examine(gradients, is_summed, loss, loss_scale)
       return (
         _Carry(
           skipping.select(
@@ -190,15 +193,12 @@ def accumulated_value_and_grad(
         _Outcome(value, finding.overflow, finding.amax),
       )
 
-    end, outcomes = lax.scan(
-      take_next,
-      _Carry(
-        leaves.leave_out(is_overwritten, given),
-        _zeros(leaves.leave_out(is_summed, given)),
-      ),
-      _split({i: args[i] for i in places.batched}, k),
-      length=k,
+    start = _Carry(
+      leaves.leave_out(is_overwritten, given),
+      _zeros(leaves.leave_out(is_summed, given)),
     )
+    split = _split({i: args[i] for i in places.batched}, k)
+    end, outcomes = _scan(take_next, start, split, k)
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
     overflow = findings.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
     valid = ~overflow.flags
@@ -229,6 +229,26 @@ class _Outcome(NamedTuple):
   value: Any
   overflow: jax.Array
   amax: jax.Array
+
+
+def _scan(
+  take_next: Callable[[_Carry, Any], tuple[_Carry, _Outcome]],
+  carry: _Carry,
+  batches: Any,
+  microbatches: int,
+) -> tuple[_Carry, _Outcome]:
+  """Returns what `lax.scan` does; eagerly, where it compiles at every call."""
+  if interpreter.is_staged():
+    end: tuple[_Carry, _Outcome] = lax.scan(
+      take_next, carry, batches, microbatches
+    )
+    return end
+  outcomes = []
+  for i in range(microbatches):
+    batch = jax.tree.map(operator.itemgetter(i), batches)
+    carry, outcome = take_next(carry, batch)
+    outcomes.append(outcome)
+  return carry, jax.tree.map(lambda *x: jnp.stack(x), *outcomes)
 
 
 def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
@@ -277,7 +297,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"`microbatches` must divide the batch, got {microbatches} for "
         f"{shape[0]} examples in {place}."
       )
-    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    x = jnp.asarray(x)  # What a scan would pass on.
     _check_share(x, microbatches, place)
     # The first axis stays the first for as long as it can be sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])

@@ -74,14 +74,8 @@ def scaled_value_and_grad(
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     loss_scale = states.scale_in_use(opt_state, path)
-    value_and_grad = jax.value_and_grad(
-      scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
-      argnums,
-      has_aux=True,
-      allow_int=allow_int,
-    )
-    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+    value_and_grad = at_scale(loss_scale, fun, argnums, has_aux, allow_int)
+    return value_and_grad(*args, **kwargs)
 
   return scaled_value_and_grad_fun
 
@@ -175,6 +169,28 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
     return x * inverse * shift
 
   return jax.tree.map(unscale_leaf, tree)
+
+
+def at_scale(
+  loss_scale: jax.Array,
+  fun: Callable[..., Any],
+  argnums: int | Sequence[int],
+  has_aux: bool,
+  allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns `scaled_value_and_grad` at an S that need not be usable."""
+  value_and_grad = jax.value_and_grad(
+    scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
+    argnums,
+    has_aux=True,
+    allow_int=allow_int,
+  )
+
+  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
+    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+
+  return scaled_value_and_grad_fun
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:

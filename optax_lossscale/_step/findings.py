@@ -9,8 +9,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -70,9 +72,17 @@ class WindowOverflow:
 
 
 def examine(
-  check: checks.Check, gradients: Any, overflow: Any = False, amax: Any = None
+  check: checks.Check,
+  gradients: Any,
+  overflow: Any = False,
+  amax: Any = None,
+  *,
+  loss_scale: jax.Array | None = None,
 ) -> Finding:
   """Looks at every element of every gradient, and at what the caller knows.
+
+  With S, also at S itself and at what is left of the largest when it is
+  unscaled, which an S below 1 may take out of the range.
 
   The magnitude of a complex number is the larger of its two parts', since they
   overflow one by one.
@@ -85,6 +95,8 @@ def examine(
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
 
   flag, dropped = jnp.full((), False), jnp.full((), False)
+  if loss_scale is not None:
+    flag |= ~arguments.is_usable_scale(loss_scale)
   amaxes = [jnp.full((), 0, jnp.float32)]
   # Shares of the limits that are known: gradients in float32 may have been
   # computed in anything.
@@ -97,6 +109,8 @@ def examine(
     within = wide < limit if check.saturating else wide <= limit
     # `not within` and not the opposite comparison: NaN is within no limit.
     flag |= ~within
+    if loss_scale is not None:
+      flag |= ~jnp.isfinite(backward.unscale_tree(largest, loss_scale))
     amaxes.append(to_float32(largest))
     if check.dtype is not None or own.itemsize < 4:
       limits.append(limit)

@@ -33,7 +33,10 @@ def loss_scaling(
   `update` looks for an overflow in the scaled gradients, divides them by S in
   float32, lets the inner optimizer make its step, and takes the step back if
   there was an overflow: the updates are then -0.0 and the inner state stays as
-  it was, bit for bit. Then the rule moves S.
+  it was, bit for bit. Then the rule moves S. A gradient that leaves the range
+  of its dtype when it is divided by an S below 1 counts as an overflow, too. So
+  does an S that is not a positive normal number, as from a damaged checkpoint;
+  the rule then starts over.
 
   Everything that is to see true gradients goes inside: clipping, noise, weight
   decay, accumulation, schedules. Schedules inside count applied steps.
@@ -79,7 +82,7 @@ def loss_scaling(
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
       the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made.
+      another state than `init` made; from both, if `mask` is no tree of bools.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if the gradients do not fit
       the parameters or the optimizer's state, if `inner` or the rule changes
@@ -153,14 +156,16 @@ def loss_scaling(
     )
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
 
-    finding = findings.examine(check, scaled_gradients, overflow, amax)
+    loss_scale = states.get_loss_scale(state)
+    finding = findings.examine(
+      check, scaled_gradients, overflow, amax, loss_scale=loss_scale
+    )
     measured = rule.measure(scaled_gradients)
     if agreed:
       devices.check_mapped("axis_name", agreed)
       finding = findings.agree(finding, agreed)
       measured = findings.total(measured, agreed)
     reported = finding.overflow | finding.dropped
-    loss_scale = states.get_loss_scale(state)
     devices.refuse_divergence(reported, loss_scale, agreed)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
@@ -244,8 +249,14 @@ def move(
   # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
   # end the training silently, so the state before it is held instead.
   is_usable = arguments.is_usable_scale(loss_scale)
-  stalled = rule.stalled(state, overflow) | ~is_usable
-  return skipping.select(~is_usable, state, moved), stalled
+  held = skipping.select(~is_usable, state, moved)
+  # A damaged checkpoint may hold such an S, too. The rest of the rule's state
+  # is then as doubtful.
+  was_usable = arguments.is_usable_scale(
+    jnp.asarray(state.loss_scale, jnp.float32)
+  )
+  stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
+  return skipping.select(~was_usable, rule.init(), held), stalled
 
 
 def _next_values(

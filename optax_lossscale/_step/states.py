@@ -36,7 +36,7 @@ class LossScalingState(NamedTuple):
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
       the rule's floor, or without being scaled, or the rule's next S was
-      unusable.
+      unusable; or S itself was, and the rule started over.
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, and among those of the micro-batches that `update` was
       told of; NaN if `nan`.
@@ -154,8 +154,9 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
 
   Raises:
     TypeError: if a scale is passed that is not a number.
-    ValueError: if there is no scale, or several and no path, or a Python number
-      that is not a usable scale.
+    ValueError: if there is no scale, or several and no path, or a scale is
+      passed, and not traced, that is not usable. What a state holds is returned
+      as it is; `update` sees to it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -174,8 +175,10 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
         "a loss scale must be a scalar, got an array of shape "
         f"{opt_state.shape}."
       )
-    if isinstance(opt_state, (np.ndarray, np.generic)):
-      arguments.check_scale("loss scale", opt_state)
+    if not isinstance(opt_state, jax.core.Tracer):
+      # A program that forbids transfers means those of its data.
+      with jax.transfer_guard("allow"):
+        arguments.check_scale("loss scale", opt_state)
     return jnp.asarray(opt_state, jnp.float32)
   scale = arguments.check_scale("loss scale", opt_state)
   return jnp.full((), scale, jnp.float32)

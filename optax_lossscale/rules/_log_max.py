@@ -139,15 +139,21 @@ class LogMaxLossScale(base.LossScale):
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""
-    zero, one = (jnp.full((), x, jnp.float32) for x in (0, 1))
+
+    def number(value: float) -> jax.Array:
+      # Each in a buffer of its own, so that the state can be donated.
+      return jnp.full((), value, jnp.float32)
+
     return LogMaxLossScaleState(
-      loss_scale=_amax_and_scale.clip(one, self.scale_min, self.scale_max),
-      mean=zero,
-      slow_mean=zero,
-      variance=zero,
-      weight=zero,
-      slow_weight=zero,
-      log2_ceiling=jnp.full((), _NO_CEILING, jnp.float32),
+      loss_scale=_amax_and_scale.clip(
+        number(1), self.scale_min, self.scale_max
+      ),
+      mean=number(0),
+      slow_mean=number(0),
+      variance=number(0),
+      weight=number(0),
+      slow_weight=number(0),
+      log2_ceiling=number(_NO_CEILING),
     )
 
   def update(
@@ -163,6 +169,10 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
+    # Damaged statistics would stay so for ever, and S where they put it.
+    fresh = self.init()._replace(loss_scale=state.loss_scale)
+    is_sound = jnp.all(jnp.isfinite(jnp.stack(state)))
+    state = skipping.select(is_sound, state, fresh)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)

@@ -641,3 +641,16 @@ def test_gradients_of_other_arguments_by_one_of_several_scales():
   assert aux == 3
   assert loss == pytest.approx(float(loss_fn(PARAMS, X, Y)), rel=1e-3)
   np.testing.assert_allclose(scaled["w"] / 8.0, unscaled["w"], rtol=1e-2)
+
+
+def test_a_damaged_scale_is_skipped_and_starts_over():
+  """Outside of jit too, where S could be looked at."""
+  rule = ols.DynamicLossScale()
+  schedule, params, tx = by_steps(), PARAMS, ols.loss_scaling(BARE, rule)
+  opt_state = optax.tree.set(tx.init(params), loss_scale=jnp.float32(jnp.nan))
+  state = schedule.init()
+  loss, grads = schedule.value_and_grad(loss_fn, opt_state, state)(params, X, Y)
+  _, after = schedule.update_optimizer(tx, grads, opt_state, params, state)
+  assert jnp.isfinite(loss)
+  assert after.skipped and after.stalled
+  assert ols.get_loss_scale(after) == rule.init().loss_scale

@@ -106,6 +106,16 @@ def test_on_unscaled_steps_the_rules_state_stays_bit_for_bit(rule, overflow):
   assert not same_bits(moved.loss_scale_state, state.loss_scale_state)
 
 
+def test_a_damaged_scale_waits_for_a_scaled_step():
+  tx, state = make()
+  state = optax.tree.set(state, loss_scale=jnp.float32(jnp.nan))
+  _, after = update(tx, GRADIENTS, state, PARAMS, scaled=False)
+  assert not after.skipped and jnp.isnan(ols.get_loss_scale(after))
+  _, after = update(tx, GRADIENTS, after, PARAMS, scaled=True)
+  assert after.skipped and after.stalled
+  assert ols.get_loss_scale(after) == ols.get_loss_scale(tx.init(PARAMS))
+
+
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_an_unscaled_step_that_is_not_finite_is_skipped(overflow):
   tx, state = make()

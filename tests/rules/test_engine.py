@@ -1,9 +1,12 @@
 """The engine's own checks; its rows are tested as presets."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale._rules import engine as _engine
+from tests import support
 
 
 def doubling(growth_interval, hysteresis=1, **rest):
@@ -50,3 +53,14 @@ def test_growth_needs_an_s_below_its_bound_and_not_at_it():
   assert engine.update(engine.init(), False).loss_scale == 2.0**24
   engine = doubling(1, growth_below=2.0**24 + 2)
   assert engine.update(engine.init(), False).loss_scale == 2.0**25
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.0, -3.0])
+def test_a_damaged_growth_interval_starts_over(bad):
+  rule = ols.presets.metaseq(scale_window=2)
+  damaged = rule.init()._replace(growth_interval=jnp.float32(bad))
+  sound = rule.init()
+  for overflow in (False, False, True, False, False, False):
+    damaged = rule.update(damaged, overflow)
+    sound = rule.update(sound, overflow)
+  support.assert_same_bits(damaged, sound)

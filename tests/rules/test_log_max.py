@@ -122,6 +122,23 @@ def test_no_state_holds_an_inf_that_a_debugging_switch_would_stop():
     ols.rules.WarmStart(LogMax()).init()
 
 
+@pytest.mark.parametrize("field", LogMax().init()._fields[1:])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_damaged_statistics_start_over_at_the_same_scale(field, bad):
+  rule, step = LogMax(), jax.jit(LogMax().update)
+  state = rule.init()
+  for _ in range(100):
+    state = step(state, False, amax=state.loss_scale / 4)
+  fresh = rule.init()._replace(loss_scale=state.loss_scale)
+  damaged = state._replace(**{field: np.float32(bad)})
+  for _ in range(3):
+    amax = fresh.loss_scale / 4
+    damaged = step(damaged, False, amax=amax)
+    fresh = step(fresh, False, amax=amax)
+    support.assert_same_bits(damaged, fresh)
+  assert fresh.loss_scale > 1000
+
+
 def test_zeros_and_subnormal_amax_change_nothing():
   rule = LogMax()
   update = jax.jit(rule.update)

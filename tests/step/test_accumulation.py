@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(8.0, growth_interval=3)
@@ -594,7 +595,7 @@ def test_a_reason_of_ones_own_drops_a_micro_batch():
     loss_fn, 8.0, microbatches=4, drop=True, overflow_fn=is_large
   )(PARAMS, batch)
   assert overflow.flags.tolist() == [False, True, False, False]
-  assert seen == [{"w", "b"}]
+  assert seen == [{"w", "b"}] * 4
 
 
 def test_a_mask_says_what_is_no_gradient():
@@ -687,6 +688,56 @@ def test_an_object_that_the_loss_changes_is_refused():
   ):
     with pytest.raises(ValueError, match="must not change its arguments"):
       value_and_grad(Box(), BATCH)
+
+
+def test_an_axis_that_is_none_is_refused():
+  _, state = make()
+  value_and_grad = ols.accumulated_value_and_grad(
+    loss_fn, state, microbatches=2, axis_name="nope"
+  )
+  message = "`axis_name` must name an axis .* got 'nope', which is none"
+  with pytest.raises(ValueError, match=message):
+    value_and_grad(PARAMS, BATCH)
+  with pytest.raises(ValueError, match=message):
+    jax.jit(value_and_grad)(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_outside_of_jit_a_second_call_compiles_nothing(drop):
+  """And gives what is compiled as one scan, with a random key too."""
+  _, state = make()
+
+  def noisy_loss_fn(params, batch, keys):
+    assert isinstance(batch, jax.Array)
+    noise = jax.random.normal(keys[0], batch.shape[:1])
+    aux = {"count": jnp.int32(len(batch)), "key": keys[0]}
+    return loss_fn(params, batch) + jnp.mean(noise) * params["b"], aux
+
+  def call(params, batch, keys):
+    return ols.accumulated_value_and_grad(
+      noisy_loss_fn, state, has_aux=True, microbatches=4, drop=drop
+    )(params, batch, keys)
+
+  batch = bad_batch(1)
+  keys = jax.random.split(jax.random.key(0), 4)
+  call(PARAMS, batch, keys)
+  names = []
+  with support.listening_to_compilations(names):
+    eager = call(PARAMS, batch, keys)
+  assert not names
+  (loss, aux), grads, overflow = eager
+  (jit_loss, jit_aux), jit_grads, jit_overflow = jax.jit(
+    lambda opt_state: ols.accumulated_value_and_grad(
+      noisy_loss_fn, opt_state, has_aux=True, microbatches=4, drop=drop
+    )(PARAMS, batch, keys)
+  )(state)
+  support.assert_same_bits((aux, overflow.flags), (jit_aux, jit_overflow.flags))
+  for x, y in zip(
+    jax.tree.leaves((loss, grads, overflow.amax)),
+    jax.tree.leaves((jit_loss, jit_grads, jit_overflow.amax)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 def test_a_state_that_jit_has_closed_over_is_refused():

@@ -359,6 +359,44 @@ def test_an_unusable_scale_is_refused(scale, error, message):
     ols.get_loss_scale(scale)
 
 
+UNUSABLE = [
+  (jnp.nan, ValueError, "must be finite in float32, got nan"),
+  (jnp.inf, ValueError, "must be finite in float32, got inf"),
+  (0.0, ValueError, "must be positive, got .*0[.]"),
+  (-8.0, ValueError, "must be positive, got .*-8[.]"),
+  (2.0**-127, ValueError, "at least 2.*-126"),
+  (True, TypeError, "must be a number, got .*True"),
+  (1j, TypeError, "must be a number, got .*1j?"),
+]
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array, jax.jit(jnp.array)])
+@pytest.mark.parametrize(("scale", "error", "message"), UNUSABLE, ids=str)
+def test_an_array_that_is_no_scale_is_refused_whoever_made_it(
+  array, scale, error, message
+):
+  scale = array(scale) if scale in (True, 1j) else array(np.float32(scale))
+  x = jnp.ones(2)
+  for use in (
+    ols.get_loss_scale,
+    lambda scale: ols.unscale(x, scale),
+    lambda scale: ols.scale_loss(x, scale),
+    lambda scale: ols.scaled_value_and_grad(jnp.sum, scale)(x),
+    lambda scale: jax.jit(lambda x: ols.unscale(x, scale))(x),
+  ):
+    with jax.transfer_guard("disallow"), pytest.raises(error, match=message):
+      use(scale)
+
+
+def test_what_a_state_or_a_traced_scale_is_worth_is_not_looked_at():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
+  state = optax.tree.set(tx.init(1.0), loss_scale=jnp.float32(jnp.nan))
+  assert jnp.isnan(ols.get_loss_scale(state))
+  assert jnp.isnan(jax.jit(ols.get_loss_scale)(jnp.float32(jnp.nan)))
+  _, grads = ols.scaled_value_and_grad(jnp.sum, state)(jnp.ones(2))
+  assert jnp.all(jnp.isnan(grads))
+
+
 def test_an_s_that_is_no_power_of_two_scales_within_one_rounding():
   generator = np.random.default_rng(0)
   gradients = generator.normal(size=1000).astype(np.float32)

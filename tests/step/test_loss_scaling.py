@@ -1,6 +1,8 @@
 """The wrapper: what the optimizer sees, what the state says, its errors."""
 
 import dataclasses
+import inspect
+import re
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,6 +13,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._step import states
+from optax_lossscale.presets import declaration
+from tests import support
 
 
 class Recorded(NamedTuple):
@@ -508,6 +513,161 @@ def test_guarantee_4_a_reckless_rule_is_held(factor):
   assert state.stalled
 
 
+def make_preset(name):
+  """Returns a preset, with an 8 for each argument that must be given."""
+  parameters = inspect.signature(getattr(ols.presets, name)).parameters
+  needed = [k for k, x in parameters.items() if x.default is x.empty]
+  return getattr(ols.presets, name)(**dict.fromkeys(needed, 8))
+
+
+EVERY_RULE = {
+  "dynamic": ols.DynamicLossScale(),
+  "fixed": ols.FixedLossScale(),
+  "headroom": ols.rules.HeadroomLossScale(window=3),
+  "histogram": ols.rules.HistogramLossScale(),
+  "log_max": ols.rules.LogMaxLossScale(),
+  "warm_start": ols.rules.WarmStart(ols.presets.deepspeed()),
+  "warm_log_max": ols.rules.WarmStart(ols.rules.LogMaxLossScale()),
+  **{name: make_preset(name) for name in declaration.PRESETS},
+}
+
+UNUSABLE = [jnp.nan, 0.0, 2.0**-127, 2.0**-149, jnp.inf, -8.0, -jnp.inf]
+
+
+def with_scale(opt_state, loss_scale):
+  """Returns the state of a wrapper with another S."""
+  rule_state = states.replace_scale(
+    opt_state.loss_scale_state, jnp.asarray(loss_scale, jnp.float32)
+  )
+  return opt_state._replace(loss_scale_state=rule_state)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_guarantee_4_a_damaged_scale_is_skipped_and_starts_over(rule):
+  """The last of the states side by side is sound."""
+  tx = ols.loss_scaling(optax.adam(0.5), rule)
+  params = jnp.ones(2)
+  _, used = tx.update(jnp.ones(2), tx.init(params), params)
+  scales = [*UNUSABLE, 8.0]
+  stacked = jax.tree.map(
+    lambda *x: jnp.stack(x), *(with_scale(used, s) for s in scales)
+  )
+  update = jax.jit(jax.vmap(tx.update, in_axes=(None, 0, None)))
+  updates, after = update(jnp.ones(2), stacked, params)
+  np.testing.assert_array_equal(updates[-1] != 0, True)
+  assert not (after.skipped | after.overflow | after.stalled)[-1]
+  for i, scale in enumerate(UNUSABLE):
+    one = jax.tree.map(lambda x, i=i: x[i], after)
+    assert one.skipped and one.overflow and one.stalled, scale
+    assert np.all(np.signbit(updates[i]) & (updates[i] == 0)), scale
+    support.assert_same_bits(one.inner_state, used.inner_state)
+    support.assert_same_bits(one.loss_scale_state, rule.init())
+
+
+def test_guarantee_4_without_skip_a_damaged_scale_is_reported():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0, skip=False))
+  state = with_scale(tx.init(jnp.zeros(1)), 0.0)
+  updates, state = tx.update(jnp.ones(1), state)
+  assert updates[0] == -jnp.inf
+  assert state.overflow and state.stalled and not state.skipped
+  assert ols.get_loss_scale(state) == 8.0
+
+
+@pytest.mark.parametrize("scale", UNUSABLE)
+def test_guarantee_4_a_damaged_scale_skips_a_whole_step(scale):
+  """Also eagerly, and where micro-batches that overflow are dropped."""
+  tx = ols.loss_scaling(optax.adam(0.5), ols.DynamicLossScale())
+  params, batch = jnp.ones(2), jnp.ones((4, 2))
+  opt_state = with_scale(tx.init(params), scale)
+
+  def loss_fn(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+  assert loss == 4.0
+  updates, after = tx.update(grads, opt_state, params)
+  assert after.skipped and np.all(updates == 0)
+  value_and_grad = ols.accumulated_value_and_grad(
+    loss_fn, opt_state, microbatches=2, drop=True
+  )
+  _, grads, overflow = value_and_grad(params, batch)
+  assert jnp.all(overflow.flags)
+  updates, after = tx.update(grads, opt_state, params, overflow=overflow)
+  assert after.skipped and np.all(updates == 0)
+  assert ols.get_loss_scale(after) == 2.0**15
+
+
+def test_guarantee_4_devices_skip_a_damaged_scale_together():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), axis_name="d")
+  state = tx.init(jnp.zeros(()))
+  stacked = jax.vmap(lambda s: with_scale(state, s))(jnp.array([8.0, jnp.nan]))
+  update = jax.vmap(tx.update, axis_name="d")
+  updates, after = update(jnp.ones(2), stacked)
+  np.testing.assert_array_equal(after.skipped, [True, True])
+  np.testing.assert_array_equal(updates, [0, 0])
+
+
+def test_a_gradient_that_float32_cannot_hold_unscaled_never_reaches_adam():
+  """d/dw (1e20 w)**2 is 2e40 w, 59 times the largest float32."""
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  params = jnp.float32(1.0)
+
+  def step(carry, _):
+    params, state = carry
+    loss_fn = lambda w: (1e20 * w) ** 2  # noqa: E731
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), grads
+
+  end, grads = jax.lax.scan(step, (params, tx.init(params)), length=60)
+  assert jnp.isfinite(grads[-1])
+  support.assert_same_bits(end[0], params)
+  support.assert_same_bits(end[1].inner_state, tx.init(params).inner_state)
+  assert end[1].skipped and end[1].stalled and end[1].applied_steps == 0
+
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+  ("largest", "scale", "fits"),
+  [
+    (jnp.float32(FLOAT32_MAX / 8), 0.125, True),
+    (jnp.nextafter(jnp.float32(FLOAT32_MAX / 8), jnp.inf), 0.125, False),
+    (jnp.float32(FLOAT32_MAX), 1.0, True),
+    (jnp.float16(65504), 2.0**-112, True),
+    (jnp.float16(65504), 2.0**-113, False),
+    (jnp.complex64(complex(1, -FLOAT32_MAX / 8)), 0.125, True),
+    (jnp.complex64(complex(1, -FLOAT32_MAX / 4)), 0.125, False),
+    (np.float64(1e300), 0.125, True),
+    (np.float64(1e308), 0.125, False),
+    (np.complex128(complex(1e300, 1)), 0.125, True),
+  ],
+  ids=str,
+)
+def test_a_quotient_beyond_the_range_of_its_dtype_is_an_overflow(
+  largest, scale, fits
+):
+  with jax.enable_x64(largest.dtype in ("float64", "complex128")):
+    tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(scale))
+    gradients = {"a": jnp.ones(3, largest.dtype).at[1].set(largest)}
+    updates, state = jax.jit(tx.update)(gradients, tx.init(gradients))
+    assert state.skipped == (not fits)
+    assert jnp.all(jnp.isfinite(updates["a"]))
+    assert (updates["a"][1] != 0) == fits
+
+
+def test_a_micro_batch_that_does_not_fit_unscaled_is_dropped():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(0.125))
+  state = tx.init(jnp.zeros(()))
+  value_and_grad = ols.accumulated_value_and_grad(
+    lambda w, x: jnp.mean(w * x) * 1e20, state, microbatches=2, drop=True
+  )
+  _, grads, overflow = value_and_grad(jnp.zeros(()), jnp.array([1e19, 8.0]))
+  np.testing.assert_array_equal(overflow.flags, [True, False])
+  assert jnp.isfinite(overflow.amax[0]) and grads == jnp.float32(1e20)
+
+
 @pytest.mark.parametrize("transform", [lambda init: init, jax.jit])
 def test_guarantee_4_a_rule_that_starts_unusable_is_refused(transform):
   @dataclasses.dataclass(frozen=True)
@@ -623,18 +783,19 @@ def test_an_inner_state_that_changes_a_shape_is_refused():
     tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
 
 
-@pytest.mark.parametrize("rule", [ols.FixedLossScale(), ols.DynamicLossScale()])
-def test_a_state_can_be_donated(rule):
+@pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_a_state_can_be_donated_from_the_first_on(rule):
   tx = ols.loss_scaling(optax.sgd(1.0), rule)
-  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  state = tx.init(jnp.ones(2))
 
   def step(state):
     metrics = ols.loss_scale_metrics(state)
     return tx.update(jnp.ones(2), state)[1], metrics
 
-  state, _ = jax.jit(step, donate_argnums=0)(state)
-  state, _ = jax.jit(step, donate_argnums=0)(state)
-  assert state.applied_steps == 3
+  step = jax.jit(step, donate_argnums=0)
+  for _ in range(3):
+    state, _ = step(state)
+  assert state.applied_steps + state.skipped_steps == 3
 
 
 @pytest.mark.usefixtures("strict_promotion")
@@ -721,6 +882,49 @@ def test_a_mask_that_does_not_fit_is_refused():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), mask={"a": True})
   with pytest.raises(ValueError, match="`mask` must be a tree of bools"):
     tx.init({"b": jnp.ones(1)})
+
+
+NO_BOOLS = {
+  "'train' of type str at 'b'": {"w": ["train", "frozen"], "b": "train"},
+  "'' of type str": "",
+  "5 of type int": lambda _: 5,
+  "0 of type int at 'b'": {"w": True, "b": 0},
+  "nan of type float": jnp.nan,
+  "Array(True, dtype=bool) of type ArrayImpl at 'b'": {
+    "w": True,
+    "b": jnp.array(True),
+  },
+}
+
+
+@pytest.mark.parametrize("got", NO_BOOLS)
+def test_a_mask_of_anything_but_bools_is_refused(got):
+  mask = NO_BOOLS[got]
+  params = {"w": [jnp.ones(2), jnp.ones(2)], "b": jnp.ones(2)}
+  rule = ols.FixedLossScale()
+  refused = pytest.raises(
+    TypeError, match=f"^`mask` must be a tree of bools.* got {re.escape(got)}.$"
+  )
+  with refused:
+    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).init(params)
+  state = ols.loss_scaling(optax.sgd(1.0), rule).init(params)
+  with refused:
+    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).update(params, state)
+  with refused:
+    ols.accumulated_value_and_grad(
+      lambda params, batch: jnp.mean(batch) * jnp.sum(params["b"]),
+      state,
+      microbatches=2,
+      mask=mask,
+    )(params, jnp.ones(2))
+
+
+def test_a_mask_may_be_made_of_numpys_bools():
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  mask = {"a": np.bool_(True), "b": np.array([False])[0]}
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), mask=mask)
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert updates["a"][0] == -0.125 and updates["b"][0] == 1
 
 
 def test_update_refuses_the_state_of_another_rule():

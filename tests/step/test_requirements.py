@@ -105,6 +105,30 @@ def test_an_update_of_another_shape_is_not_broadcast():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_update_of_one_number_fits_a_parameter_of_one_number(jit):
+  """DoG makes an update of shape (1,) for a scalar."""
+  inner = optax.scale_by_distance_over_gradients()
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0))
+  update = jax.jit(tx.update) if jit else tx.update
+  params = bare_params = {"a": jnp.ones(3), "b": jnp.float32(2.0)}
+  state, bare_state = tx.init(params), inner.init(params)
+  for i in range(3):
+    gradients = {"a": jnp.ones(3) * (i + 1), "b": jnp.float32(i - 0.5)}
+    updates, state = update(
+      jax.tree.map(lambda x: 8 * x, gradients), state, params
+    )
+    params = optax.apply_updates(params, updates)
+    assert [x.shape for x in jax.tree.leaves(params)] == [(3,), ()]
+    bare_updates, bare_state = inner.update(gradients, bare_state, bare_params)
+    bare_params = optax.apply_updates(bare_params, bare_updates)
+    np.testing.assert_allclose(params["a"], bare_params["a"], rtol=1e-7)
+    np.testing.assert_allclose(params["b"], bare_params["b"], rtol=1e-7)
+  assert bare_params["b"].shape == (1,)
+  updates, _ = update({"a": jnp.ones(3), "b": jnp.nan}, state, params)
+  assert updates["b"].shape == () and jnp.signbit(updates["b"])
+
+
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)])
 def test_a_parameter_without_a_gradient_has_none(inner):
   trained = {"a": PARAMS["a"], "b": None}
