@@ -205,8 +205,7 @@ def check_step(
 
   Raises:
     TypeError: if `step` is no function.
-    ValueError: if no argument holds an optimizer with `loss_scaling`, or
-      `may_change` names nothing.
+    ValueError: if no argument holds an optimizer with `loss_scaling`.
 
   Examples:
     >>> from flax import nnx

@@ -1,6 +1,5 @@
 """The laws of a correct step, tested by running it."""
 
-import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -38,6 +37,9 @@ _NARROW_ROUNDING = 2.0**-6
 
 # How close log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
+
+# Where linen.TrainState counts all steps, skipped ones too.
+_ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 
 # How many leaves a line of the report names.
 _MOST_NAMED = 4
@@ -194,7 +196,7 @@ def check_step(
     TypeError: if `step` is no function, if this is called under jit, or if the
       state of the rule does not hold S as a leaf.
     ValueError: if no argument holds the state of `loss_scaling`, if its next
-      value is not returned, or if `carry` or `may_change` names nothing.
+      value is not returned, or if `carry` names none.
 
   Examples:
     >>> import jax
@@ -288,16 +290,12 @@ def bind(
 ) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
   """Returns a function of a dict of arguments, and that dict."""
   arguments.check_function(step)
-  try:
-    signature = inspect.signature(step)
-    named = dict(signature.bind(*args, **kwargs).arguments)
-  except (TypeError, ValueError):  # It has none, or that of what it wraps.
-    named = {"args": args, "kwargs": kwargs}
-    return lambda named: step(*named["args"], **named["kwargs"]), named
+  signature = inspect.signature(step)
+  named = dict(signature.bind(*args, **kwargs).arguments)
 
   def call(named: Mapping[str, Any]) -> Any:
     bound = signature.bind_partial()
-    bound.arguments.update(named)
+    bound.arguments |= named
     return step(*bound.args, **bound.kwargs)
 
   return call, named
@@ -349,7 +347,6 @@ class _Runs:
     nodes = dict(_nodes(outputs))
     if not self.next_values:
       self.next_values = _next_values(self.named, nodes, self._carry)
-      self._check_may_change()
     after = {name: nodes[place] for name, place in self.next_values.items()}
     found = states.find_states(after)
     for path in factors:
@@ -387,15 +384,6 @@ class _Runs:
       if not any(_is_under(name, x) for x in self.next_values.values())
       and not _is_same(first[name], second[name])
     ]
-
-  def _check_may_change(self) -> None:
-    names = list(_named_leaves({x: self.named[x] for x in self.next_values}))
-    for pattern in self._may_change:
-      if not any(_matches(name, pattern) for name in names):
-        raise ValueError(
-          "`may_change` must name leaves whose next value is returned, got "
-          f"{pattern!r}; there are {_listed(names)}."
-        )
 
 
 def _next_values(
@@ -446,29 +434,23 @@ def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
       yield from _nodes(child, f"{name}/{key}" if name else key)
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
+def _named_leaves(tree: Any, inside: str = "") -> dict[str, Any]:
   """Returns arrays by name, but for those that loss scaling itself moves."""
-
-  def is_ours(x: Any) -> bool:
-    return isinstance(x, (states.LossScalingState, _history.RecordState))
-
-  def without_own(x: Any) -> Any:
+  found: dict[str, Any] = {}
+  for path, x in jax.tree.leaves_with_path(tree, is_leaf=_is_ours):
+    name = "/".join(filter(None, [inside, _leaves.path_name(path)]))
     if states.is_state(x):
-      return {"inner_state": x.inner_state, "applied_steps": x.applied_steps}
-    if is_ours(x):
-      return {"recorded_state": visit(x.recorded_state)}
-    return x
+      kept = {"inner_state": x.inner_state, "applied_steps": x.applied_steps}
+      found |= _named_leaves(kept, name)
+    elif _is_ours(x):
+      found |= _named_leaves({"recorded_state": x.recorded_state}, name)
+    elif _is_value(x) and path[-1:] != _ATTEMPTS:
+      found[name] = x
+  return found
 
-  def visit(tree: Any) -> Any:
-    return jax.tree.map(without_own, tree, is_leaf=is_ours)
 
-  return {
-    _leaves.path_name(path): leaf
-    for path, leaf in jax.tree.leaves_with_path(visit(tree))
-    # linen.TrainState counts all steps in its `attempts`.
-    if _is_value(leaf)
-    and not (path and getattr(path[-1], "name", None) == "attempts")
-  }
+def _is_ours(x: Any) -> bool:
+  return isinstance(x, (states.LossScalingState, _history.RecordState))
 
 
 def _copy(x: Any) -> Any:
@@ -476,8 +458,7 @@ def _copy(x: Any) -> Any:
 
 
 def _is_value(x: Any) -> bool:
-  kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-  return isinstance(x, kinds)
+  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -670,15 +651,21 @@ def _precision(
   except Exception as error:  # A step may do anything on the host.
     text = f"JAX cannot trace the step ({type(error).__name__})."
     return Law("precision", "inconclusive", text), True
-  counts: collections.Counter[Any] = collections.Counter()
-  for _, equation in scopes.operations(recording.jaxpr):
-    atoms: list[Any] = [*equation.invars, *equation.outvars]
-    if equation.primitive.name != "convert_element_type":
-      counts.update({x.aval.dtype for x in atoms if _is_narrow(x.aval)})
-  if counts:
-    listed = " and ".join(f"{n} in {dtype}" for dtype, n in counts.items())
-    text = f"Operations below float32: {listed}."
-    return Law("precision", "exact", text), any(map(_loses_range, counts))
+  avals: list[Any] = [
+    x.aval
+    for _, equation in scopes.operations(recording.jaxpr)
+    if equation.primitive.name != "convert_element_type"
+    for x in (*equation.invars, *equation.outvars)
+  ]
+  floats = {x.dtype for x in avals if _leaves.is_gradient(x)}
+  dtypes = {x for x in floats if _leaves.at_least_float32(x) != x}
+  if dtypes:
+    listed = ", ".join(sorted(x.name for x in dtypes))
+    loses_range = any(
+      jnp.finfo(x).minexp > jnp.finfo(np.float32).minexp for x in dtypes
+    )
+    text = f"Operations work in {listed}."
+    return Law("precision", "exact", text), loses_range
   return Law(
     "precision",
     "not applied",
@@ -686,12 +673,3 @@ def _precision(
     "If that is not meant, loss scaling has nothing to save: "
     'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
   ), False
-
-
-def _is_narrow(aval: Any) -> bool:
-  dtype = getattr(aval, "dtype", np.dtype(bool))
-  return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-
-
-def _loses_range(dtype: Any) -> bool:
-  return bool(jnp.finfo(dtype).smallest_normal > 2.0**-126)

@@ -103,7 +103,7 @@ def test_a_right_step_is_exact(compile):
 def test_a_right_step_in_float16_is_exact_and_its_precision_is_told():
   report = check(ols.loss_scaling(ADAM, RULE), loss_fn=half_loss_fn)
   assert_exact(report)
-  assert "in float16" in law(report, "precision")
+  assert "work in float16." in law(report, "precision")
 
 
 def test_a_step_without_low_precision_is_told_and_not_wrong():
@@ -518,7 +518,6 @@ def test_a_batch_without_gradients_gives_no_verdict_on_the_scale():
     ({"carry": {"param": 0}}, "the arguments are params, opt_state, batch"),
     ({"carry": {0: 7}}, "the outputs 0, 1, 2"),
     ({"carry": {0: 1}}, "of the same structure, shapes and dtypes"),
-    ({"may_change": ["param"]}, "got 'param'; there are opt_state/applied"),
   ],
 )
 def test_a_name_that_leads_nowhere_is_refused(options, text):
