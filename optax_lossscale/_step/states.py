@@ -131,8 +131,8 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   listed = ", ".join(repr(key) for key in states)
   if not chosen:
     raise ValueError(
-      f"`path` must lead to a loss scale in `opt_state`, got {path!r}; there "
-      f"are scales at {listed}."
+      f"`path` must lead to a loss scale in `opt_state`, got "
+      f"{arguments.shown(path)}; there are scales at {listed}."
     )
   raise ValueError(
     f"`opt_state` must hold one loss scale, got {len(chosen)}; choose one by "

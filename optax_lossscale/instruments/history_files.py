@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
@@ -188,7 +189,7 @@ def _choose(
     )
   if not scaled:
     raise ValueError(
-      f"it has no run {run!r} with an amax; there are: {_listed(runs)}."
+      f"it has no run {shown(run)} with an amax; there are: {_listed(runs)}."
     )
   seeds = [source.seed for source in scaled]
   if seed is not None:
@@ -216,7 +217,8 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
     names = [name.strip() for name in next(reader, [])]
     if "amax" not in names:
       raise ValueError(
-        f"line 1: one of the columns must be amax, got {', '.join(names)!r}."
+        "line 1: one of the columns must be amax, got "
+        f"{shown(', '.join(names))}."
       )
     runs: dict[Any, list[tuple[int, dict[str, str]]]] = {}
     for values in reader:

@@ -102,7 +102,8 @@ def check_bits(name: str, value: Any) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")
   if not 0 <= bits <= 126:
-    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {value!r}.")
+    got = arguments.shown(value)
+    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {got}.")
   return bits
 
 
