@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 import difflib
+import fractions
 import numbers
 import operator
 from typing import Any
@@ -136,6 +137,13 @@ def check_number(name: str, value: Any) -> float:
   return float(value)
 
 
+def as_finite(name: str, value: Any) -> Any:
+  """Returns a float for an exact number of Python's, and others as they are."""
+  # One that no float holds is an OverflowError to NumPy and JAX.
+  is_exact = type(value) in (int, fractions.Fraction)
+  return check_number(name, value) if is_exact else value
+
+
 def check_scale(name: str, value: Any) -> float:
   """Returns `value` as a float that is a usable loss scale."""
   number = check_number(name, value)
@@ -156,8 +164,8 @@ def check_growth_factor(name: str, value: Any) -> float:
   # never move.
   if np.float32(number) <= 1:
     raise ValueError(
-      f"`{name}` must be above 1 (in float32), got {value!r}; for an S that "
-      "never moves use FixedLossScale."
+      f"`{name}` must be above 1 (in float32), got {shown(value)}; for an S "
+      "that never moves use FixedLossScale."
     )
   return number
 
@@ -270,8 +278,8 @@ def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
   for number in numbers:
     if not -count <= number < count:
       raise ValueError(
-        f"`{name}` must name positional arguments of the call, got {number} "
-        f"for {count} of them."
+        f"`{name}` must name positional arguments of the call, got "
+        f"{shown(number)} for {count} of them."
       )
   numbers = tuple(number % count for number in numbers)
   if len({*numbers}) < len(numbers):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._base import arguments
+
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. What differentiation returns for
 # them is their next value, not a gradient.
@@ -34,7 +36,13 @@ def as_arrays(tree: Any) -> Any:
 
   def as_array(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex)):
-      return jnp.asarray(x, jnp.result_type(x))
+      dtype = jnp.result_type(x)
+      try:
+        return jnp.asarray(x, dtype)
+      except OverflowError:
+        raise ValueError(
+          f"numbers in a tree must fit into {dtype}, got {arguments.shown(x)}."
+        ) from None
     if isinstance(x, (np.ndarray, np.generic)):
       # float0 and text are no numbers to JAX.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool

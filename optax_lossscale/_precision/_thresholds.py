@@ -28,6 +28,7 @@ def check_loss(loss: Any) -> Any:
   """Returns `loss` as a NumPy or JAX array, float32 or float64, exactly."""
   rule = "`loss` must be a real scalar"
   if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+    loss = arguments.as_finite("loss", loss)
     # Not in JAX, which would round it to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):

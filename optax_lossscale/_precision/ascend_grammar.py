@@ -115,7 +115,9 @@ def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
 
 def _check_target(target_loss: Any) -> fractions.Fraction:
   if arguments.check_number("target_loss", target_loss) <= 0:
-    raise ValueError(f"`target_loss` must be positive, got {target_loss!r}.")
+    raise ValueError(
+      f"`target_loss` must be positive, got {shown(target_loss)}."
+    )
   if isinstance(target_loss, fractions.Fraction):
     return target_loss
   # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.

@@ -201,8 +201,7 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
     return []
   values = []
   for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
-    if type(value) is int:  # NumPy has no type for large ones.
-      value = arguments.check_number("amax", value)
+    value = arguments.as_finite("amax", value)
     try:
       if value is None or not arguments.is_numeric(value):
         raise TypeError

@@ -52,7 +52,7 @@ def require_amax(amax: jax.Array | None) -> jax.Array:
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
-  return jnp.asarray(amax, jnp.float32)
+  return jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
 
 
 def tells(amax: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The arguments of the rules: what is refused, and how the error says it."""
 
+import fractions
 import math
 import re
 
@@ -30,6 +31,12 @@ _NOT_FINITE = [math.nan, math.inf, -math.inf]
 _NOT_FLOATS = ["2.0", None, True, np.True_, 1j, np.complex64(2), [2.0]]
 _NOT_FLOATS += [np.timedelta64(5, "s"), np.array(b"8"), bytearray(b"8")]
 _NOT_INTEGERS = ["2", None, True, np.True_, 1.5, 2.0, [2]]
+
+
+_INNER, _RULE = optax.identity(), ols.FixedLossScale()
+_STATE = ols.rules.HeadroomLossScale().init()
+_SCHEDULE = ols.precision_schedule("fast|loss", target_loss=1.0)
+_FRACTION = fractions.Fraction(10**400)
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -2.0])
@@ -180,7 +187,41 @@ def test_an_integer_that_python_does_not_write_is_refused(name):
     ols.DynamicLossScale(**{name: 10**30000})
 
 
-_INNER, _RULE = optax.identity(), ols.FixedLossScale()
+@pytest.mark.parametrize(
+  "number", [10**400, -(10**30000), _FRACTION], ids=["int", "huge", "fraction"]
+)
+@pytest.mark.parametrize(
+  "take",
+  [
+    lambda x: ols.DynamicLossScale(growth_factor=-x),
+    lambda x: ols.rules.HeadroomLossScale().update(_STATE, False, amax=x),
+    lambda x: _SCHEDULE.update(_SCHEDULE.init(), loss=x),
+    lambda x: ols.precision_schedule("fast|loss", target_loss=x),
+    lambda x: ols.scale_cotangent(1.0, x),
+  ],
+)
+def test_a_number_beyond_every_float_is_refused(take, number):
+  with pytest.raises(ValueError, match="finite in float32, got"):
+    take(number)
+
+
+@pytest.mark.parametrize(
+  "number", [2**31, -(2**63), 10**400, 10**30000], ids=int.bit_length
+)
+@pytest.mark.parametrize(
+  "take",
+  [
+    lambda x: ols.unscale({"w": x}, 8.0),
+    ols.instruments.exponent_histogram,
+    ols.instruments.underflow_fraction,
+    lambda x: ols.instruments.swallowed_fraction(1.0, x),
+  ],
+)
+def test_an_integer_beyond_int32_in_a_tree_is_refused(take, number):
+  with pytest.raises(ValueError, match="in a tree must fit into int32, got"):
+    take(number)
+
+
 _LONG = {
   "a text": "x" * 10**6,
   "an integer": 10**4000,
