@@ -134,6 +134,8 @@ def check_state(state: Any, rule: base.LossScale) -> None:
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
       "keep S"
     )
+  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
+    remedy = states.AS_PURE
   raise ValueError(
     f"{rule_text}, got {_describe(got)} where the rule has "
     f"{_describe(expected)}; {remedy}."
