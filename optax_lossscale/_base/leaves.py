@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. What differentiation returns for
@@ -36,13 +36,11 @@ def as_arrays(tree: Any) -> Any:
 
   def as_array(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex)):
-      dtype = jnp.result_type(x)
       try:
-        return jnp.asarray(x, dtype)
-      except OverflowError:
-        raise ValueError(
-          f"numbers in a tree must fit into {dtype}, got {arguments.shown(x)}."
-        ) from None
+        return jnp.asarray(x, jnp.result_type(x))
+      except OverflowError as error:
+        rule = "an integer in a tree must fit into JAX's"
+        raise ValueError(f"{rule}, got {shown(x)}.") from error
     if isinstance(x, (np.ndarray, np.generic)):
       # float0 and text are no numbers to JAX.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool

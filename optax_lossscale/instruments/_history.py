@@ -243,9 +243,8 @@ def _find_record(opt_state: Any, path: str | None) -> RecordState:
   ]
   if len(chosen) != 1:
     raise ValueError(
-      f"`path` must be that of one record, got "
-      f"{shown(path)}; there are records at "
-      f"{', '.join(map(repr, records))}."
+      f"`path` must be that of one record, got {shown(path)}; there are "
+      f"records at {', '.join(map(repr, records))}."
     )
   found: RecordState = chosen[0]
   return found

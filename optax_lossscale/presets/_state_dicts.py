@@ -20,6 +20,9 @@ from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
 from optax_lossscale.rules import WarmStart
 
+# How many an error lists.
+_MOST_PROBLEMS = 20
+
 
 def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
@@ -289,6 +292,8 @@ def _read(
       got = shown(came[name])
       problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")
   problems += [f"{shown(name)} is unknown" for name in came if name not in keys]
+  if len(problems) > _MOST_PROBLEMS:  # As of a whole model.
+    problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
   if problems:
     raise ValueError(
       f"`state_dict` of {system} must hold "

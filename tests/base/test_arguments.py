@@ -218,7 +218,7 @@ def test_a_number_beyond_every_float_is_refused(take, number):
   ],
 )
 def test_an_integer_beyond_int32_in_a_tree_is_refused(take, number):
-  with pytest.raises(ValueError, match="in a tree must fit into int32, got"):
+  with pytest.raises(ValueError, match="in a tree must fit into .*, got"):
     take(number)
 
 

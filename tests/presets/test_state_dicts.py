@@ -1085,6 +1085,13 @@ def test_a_whole_checkpoint_gets_a_hint():
     presets.from_state_dict("torch", checkpoint)
 
 
+def test_of_a_whole_model_a_few_keys_are_listed():
+  weights = {f"layer {i}": np.zeros(3) for i in range(1000)}
+  with pytest.raises(ValueError, match=r"; and 98\d more\.$") as error:
+    _import("torch", weights)
+  assert len(str(error.value)) < 1000
+
+
 def test_a_traced_dictionary_is_refused():
   def load(scale):
     saved = {"scale": scale, "growth_tracker": 0, "hysteresis_tracker": 2}
