@@ -103,8 +103,8 @@ def from_state_dict(
   Raises:
     TypeError: if `state_dict` is no dictionary, or traced, or an argument is
       not of its kind.
-    ValueError: if keys are missing, unknown or of another type, of which all
-      are listed; or if `system` is unknown.
+    ValueError: if keys are missing or unknown, or values of another type or not
+      finite, of which the first twenty are listed; or if `system` is unknown.
 
   Examples:
     >>> import jax.numpy as jnp
