@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._step import states
 
@@ -230,7 +231,7 @@ def _describe(node: Any) -> str:
     return "None"
   if jax.tree_util.all_leaves([node]):
     if not _is_array(node):
-      return repr(node)
+      return arguments.shown(node)
     shape = ", ".join(map(str, np.shape(node)))
     return f"{_dtype(node).name}[{shape}]"
   if hasattr(node, "_fields"):

@@ -55,13 +55,12 @@ def describe(tree):
 
 
 def same_bits(left, right):
-  """Returns whether two trees are the same in structure, dtypes and bits."""
-  return (
-    jax.tree.structure(left) == jax.tree.structure(right)
-    and [x.dtype for x in jax.tree.leaves(left)]
-    == [x.dtype for x in jax.tree.leaves(right)]
-    and to_bits(left) == to_bits(right)
-  )
+  """Returns whether two trees have the same structure, shapes and bits."""
+  try:
+    assert_same_bits(left, right)
+  except AssertionError:
+    return False
+  return True
 
 
 def assert_same_bits(got, expected):

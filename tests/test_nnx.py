@@ -754,3 +754,16 @@ def test_a_variable_that_grows_is_refused_by_name():
   ):
     unprotected_step(model, optimizer, CLEAN)
     model.bias.set_value(jnp.zeros(5))
+
+
+@pytest.mark.parametrize(
+  "rule", [RULE, ols.rules.WarmStart(RULE)], ids=["own", "around"]
+)
+def test_the_state_as_the_optimizer_has_it_is_refused_with_the_remedy(rule):
+  model, optimizer = make(tx=ols.loss_scaling(BARE, rule))
+  params = nnx.as_pure(nnx.state(model, nnx.Param))
+  remedy = r"; of an nnx.Optimizer pass nnx.as_pure\(optimizer.opt_state\)\.$"
+  with pytest.raises(ValueError, match=remedy):
+    optimizer.tx.update(params, optimizer.opt_state, params)
+  state = nnx.as_pure(optimizer.opt_state)
+  assert not optimizer.tx.update(params, state, params)[1].skipped

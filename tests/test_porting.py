@@ -293,7 +293,7 @@ def test_the_old_lines_find_the_dictionary_in_the_checkpoint(system):
 
 
 def test_the_train_step_runs():
-  (step,) = documents.blocks(section("The train step"), "python")
+  step = documents.block(PAGE, "The train step", "def train_step")
   rule = ols.presets.torch(init_scale=8.0)
   names = {
     "jax": jax,
@@ -326,23 +326,26 @@ def test_what_the_page_names_of_the_library_exists():
 
 
 def test_the_worked_example_prints_what_the_page_shows():
-  text = section("A Megatron run, continued")
-  (example,), (shown,) = (
-    documents.blocks(text, "python"),
-    documents.blocks(text, "text"),
-  )
+  title = "A Megatron run, continued"
+  example = documents.block(PAGE, title, "from_state_dict")
+  (shown,) = documents.blocks(section(title), "text")
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(example, {})
   assert printed.getvalue() == shown
 
 
-NPU = section("NPULossScaleOptimizer, on Ascend")
+OLD_LINES = "NPULossScaleOptimizer("
+NEW_LINES = "opt = ols.presets.npu_loss_scale_optimizer("
+
+
+def npu(words):
+  """Returns the block for Ascend that has some words in it."""
+  return documents.block(PAGE, "NPULossScaleOptimizer, on Ascend", words)
 
 
 def run_npu_lines(batches):
   """Runs the lines for Ascend as one script, and returns its names."""
-  _, wrap, step, watch, *_ = documents.blocks(NPU, "python")
 
   def loss_fn(params, batch):
     return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
@@ -358,15 +361,13 @@ def run_npu_lines(batches):
   }
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
-    for lines in (wrap, step, watch):
-      exec(lines, names)
+    for words in (NEW_LINES, "def train_step", "loss_scale_metrics"):
+      exec(npu(words), names)
   return names | {"printed": printed.getvalue()}
 
 
 def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
-  old, new, *_ = (
-    ast.parse(lines).body for lines in documents.blocks(NPU, "python")
-  )
+  old, new = (ast.parse(npu(words)).body for words in (OLD_LINES, NEW_LINES))
   assert keywords(old[0].value) == keywords(new[0].value)
   old_wrap, new_wrap = old[2].value, new[2].value
   assert ast.unparse(old_wrap).removeprefix("NPULossScaleOptimizer(") in (
@@ -393,7 +394,6 @@ def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
 
 @pytest.mark.slow
 def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
-  *_, tune, _ = documents.blocks(NPU, "python")
   names = run_npu_lines([jnp.ones(16)])
   steps = np.arange(1, 101)
   history = ols.instruments.replay(
@@ -412,7 +412,7 @@ def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
     recorded_amax=jnp.asarray(history.amax),
     recorded_overflow=jnp.asarray(history.overflow),
   )
-  exec(tune, names)
+  exec(npu("instruments.advise"), names)
   advice, *_ = capsys.readouterr().out.splitlines()
   assert advice.startswith(
     "init_loss_scale: 2**32 -> 2**15: 34 steps were lost"
@@ -434,7 +434,7 @@ def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
 def create_optimizer(*args, **kwargs):
   """Calls the page's function of that name."""
   names = {"ols": ols}
-  exec(documents.blocks(NPU, "python")[-1], names)
+  exec(npu("def create_optimizer"), names)
   return names["create_optimizer"](*args, **kwargs)
 
 
@@ -520,9 +520,8 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
 
 
 def test_what_mindspores_model_becomes_runs():
-  (block,) = documents.blocks(
-    section("Mixed precision: levels and lists"), "python"
-  )
+  title = "Mixed precision: levels and lists"
+  block = documents.block(PAGE, title, "mindspore_cell")
   names = {
     "ols": ols,
     "optax": optax,
@@ -541,8 +540,8 @@ def test_what_mindspores_model_becomes_runs():
 
 
 def test_the_lines_for_accelerate_train_mode_run():
-  text = section("Low precision first: accelerate_train_mode, on Ascend")
-  (block,) = documents.blocks(text, "python")
+  title = "Low precision first: accelerate_train_mode, on Ascend"
+  block = documents.block(PAGE, title, "make_train_step")
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
   params = jnp.ones((2, 2))
   names = {"ols": ols, "jax": jax, "tx": tx}
@@ -552,6 +551,7 @@ def test_the_lines_for_accelerate_train_mode_run():
     params, tx.init(params), names["schedule_state"], jnp.eye(2)
   )
   assert (state.low, state.steps) == (True, 1)
+  text = section(title)
   lines = re.findall(r"`(ols\.precision_schedule\([^`]*\))`", text)
   assert len(lines) == 3
   for line in lines:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
@@ -163,7 +164,7 @@ def find_level(level: Any) -> Level:
   """Returns the level of a name."""
   if not isinstance(level, str) or level not in LEVELS:
     raise ValueError(
-      f"`level` must be one of {', '.join(LEVELS)}, got {level!r}."
+      f"`level` must be one of {', '.join(LEVELS)}, got {shown(level)}."
     )
   return LEVELS[level]
 
@@ -226,7 +227,7 @@ class Recipe:
       )
       raise ValueError(
         "The names in `operations` must be those of JAX's primitives, got "
-        f"{name!r}{remedy}"
+        f"{shown(name)}{remedy}"
       )
     with_product = {
       ancestor
@@ -275,8 +276,8 @@ def make_recipe(
     level=find_level(level).edit(edits),
     dtype=_check_dtype("`dtype`", dtype, _LOW),
     overrides=tuple(
-      (pattern, _check_dtype(f"`overrides[{pattern!r}]`", value, _DTYPES))
-      for pattern, value in overrides.items()
+      (x, _check_dtype(f"`overrides[{shown(x)}]`", value, _DTYPES))
+      for x, value in overrides.items()
     ),
     edited=frozenset().union(*edits.values()),
   )
@@ -299,21 +300,21 @@ def _check_patterns(
     )
     anywhere = f"*{pattern}"
     hint = (
-      f" It begins at the first part of a scope: {anywhere!r} would match."
+      f" It begins at the first part of a scope: {shown(anywhere)} would match."
       if any(scopes.matches(scope, anywhere) for scope in found_scopes)
       else ""
     )
     raise ValueError(
       "Each pattern of `overrides` must match a scope of the function, got "
-      f"{pattern!r}; {there_are}.{hint}"
+      f"{shown(pattern)}; {there_are}.{hint}"
     )
 
 
 def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:
-  found, shown = arguments.read_dtype(dtype)
+  found, got = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
-      f"{name} must be a dtype, one of {', '.join(known)}, got {shown}."
+      f"{name} must be a dtype, one of {', '.join(known)}, got {got}."
     )
   if found.name not in known:
     remedy = (
@@ -323,7 +324,7 @@ def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:
       else ""
     )
     raise ValueError(
-      f"{name} must be one of {', '.join(known)}, got {shown}{remedy}."
+      f"{name} must be one of {', '.join(known)}, got {got}{remedy}."
     )
   return found
 
@@ -337,7 +338,7 @@ def _check_operations(operations: Any) -> dict[str, frozenset[str]]:
     if name not in LIST_NAMES:
       raise ValueError(
         "The lists of `operations` are "
-        f"{', '.join(map(repr, LIST_NAMES))}, got {name!r}."
+        f"{', '.join(map(repr, LIST_NAMES))}, got {shown(name)}."
       )
     if (
       isinstance(members, str)
@@ -346,7 +347,7 @@ def _check_operations(operations: Any) -> dict[str, frozenset[str]]:
     ):
       raise TypeError(
         f"`operations[{name!r}]` must be a list of names, such as {example}, "
-        f"got {members!r}."
+        f"got {shown(members)}."
       )
     for other, others in checked.items():
       if twice := others & frozenset(members):
@@ -365,6 +366,6 @@ def _check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
     isinstance(key, str) for key in value
   ):
     raise TypeError(
-      f"`{name}` must be a dict such as {example}, got {value!r}."
+      f"`{name}` must be a dict such as {example}, got {shown(value)}."
     )
   return value

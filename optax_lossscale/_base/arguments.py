@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 import difflib
+import fractions
 import numbers
 import operator
 from typing import Any
@@ -24,14 +25,38 @@ def is_usable_scale(loss_scale: Any) -> Any:
   return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
 
 
+def shown(value: Any, most: int = 100) -> str:
+  """Returns what a person passed for an error, cut short where it is long."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python writes no integer of more than 4300 digits.
+    return "an integer of more than 4300 digits"
+  size = f"{len(text)} characters"
+  if hasattr(value, "shape"):
+    size = f"shape {value.shape}"
+  return text if len(text) <= most else f"{text[:most]}... ({size})"
+
+
+def is_numeric(value: Any) -> bool:
+  """Returns False for what NumPy reads numbers from though it holds none.
+
+  It takes bytes for their codes, and time spans and dates for integers.
+  """
+  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    dtype = value.dtype
+    is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    return bool(is_number) and dtype.kind != "m"
+  return not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
 def read_dtype(dtype: Any) -> tuple[Any, str]:
   """Returns a floating dtype, None if it is none, and its name for errors."""
   if not isinstance(dtype, (str, type, np.dtype)):
-    return None, repr(dtype)
+    return None, shown(dtype)
   try:
     found = jnp.dtype(dtype)
   except (TypeError, ValueError):  # NumPy reads "p:f16,c" as a structure.
-    return None, repr(dtype)
+    return None, shown(dtype)
   # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
   is_float = jnp.issubdtype(found, jnp.floating) and found.itemsize <= 8
   return found if is_float else None, found.name
@@ -41,10 +66,10 @@ def check_dtype(
   name: str, dtype: Any, *, example: str = "jnp.float16", place: str = ""
 ) -> Any:
   """Returns a floating dtype; `place` is the end of the error."""
-  found, shown = read_dtype(dtype)
+  found, got = read_dtype(dtype)
   if found is None:
     raise TypeError(
-      f"`{name}` must be a floating-point dtype such as {example}, got {shown}"
+      f"`{name}` must be a floating-point dtype such as {example}, got {got}"
       f"{place}."
     )
   return found
@@ -91,34 +116,43 @@ def check_number(name: str, value: Any) -> float:
       f"{value}; what changes during training lives in the state."
     )
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-    is_number = value.ndim == 0 and (
-      jnp.issubdtype(value.dtype, jnp.integer)
-      or jnp.issubdtype(value.dtype, jnp.floating)
+    is_number = (
+      is_numeric(value)
+      and value.ndim == 0
+      and value.dtype != bool
+      and not jnp.iscomplexobj(value)
     )
   else:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if not is_number:
     raise TypeError(
-      f"`{name}` must be a number, got {value!r} of type "
+      f"`{name}` must be a number, got {shown(value)} of type "
       f"{type(value).__name__}."
     )
   if hasattr(value, "dtype"):
     value = value.item()  # NumPy would compare in its dtype.
   # Compared with float32's range, where S lives; an int may exceed float's.
   if not abs(value) <= LARGEST_SCALE:
-    raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
+    raise ValueError(f"`{name}` must be finite in float32, got {shown(value)}.")
   return float(value)
+
+
+def as_finite(name: str, value: Any) -> Any:
+  """Returns a float for an exact number of Python's, and others as they are."""
+  # One that no float holds is an OverflowError to NumPy and JAX.
+  is_exact = type(value) in (int, fractions.Fraction)
+  return check_number(name, value) if is_exact else value
 
 
 def check_scale(name: str, value: Any) -> float:
   """Returns `value` as a float that is a usable loss scale."""
   number = check_number(name, value)
   if number <= 0:
-    raise ValueError(f"`{name}` must be positive, got {value!r}.")
+    raise ValueError(f"`{name}` must be positive, got {shown(value)}.")
   if number < SMALLEST_SCALE:
     raise ValueError(
       f"`{name}` must be at least 2**-126, the smallest normal float32 number, "
-      f"got {value!r}."
+      f"got {shown(value)}."
     )
   return number
 
@@ -130,8 +164,8 @@ def check_growth_factor(name: str, value: Any) -> float:
   # never move.
   if np.float32(number) <= 1:
     raise ValueError(
-      f"`{name}` must be above 1 (in float32), got {value!r}; for an S that "
-      "never moves use FixedLossScale."
+      f"`{name}` must be above 1 (in float32), got {shown(value)}; for an S "
+      "that never moves use FixedLossScale."
     )
   return number
 
@@ -142,7 +176,7 @@ def check_backoff_factor(name: str, value: Any) -> float:
   if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
     raise ValueError(
       f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
-      f"at least 2**-126), got {value!r}."
+      f"at least 2**-126), got {shown(value)}."
     )
   return number
 
@@ -151,7 +185,7 @@ def check_not_negative(name: str, value: Any) -> float:
   """Returns `value` as a float of 0 or more."""
   number = check_number(name, value)
   if number < 0:
-    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+    raise ValueError(f"`{name}` must not be negative, got {shown(value)}.")
   return number
 
 
@@ -164,7 +198,7 @@ def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
   except TypeError:
     number = f"an integer number of {unit}" if unit else "an integer"
     raise TypeError(
-      f"`{name}` must be {number}, got {value!r} of type "
+      f"`{name}` must be {number}, got {shown(value)} of type "
       f"{type(value).__name__}."
     ) from None
 
@@ -173,7 +207,7 @@ def check_steps(name: str, value: Any) -> int:
   """Returns `value` as an int of 0 or more."""
   steps = check_integer(name, value)
   if steps < 0:
-    raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+    raise ValueError(f"`{name}` must not be negative, got {shown(value)}.")
   return steps
 
 
@@ -182,7 +216,7 @@ def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
   count = check_integer(name, value, unit=unit)
   if not 1 <= count <= LARGEST_COUNT:
     raise ValueError(
-      f"`{name}` must be between 1 and 2**31 - 1 {unit}, got {value!r}."
+      f"`{name}` must be between 1 and 2**31 - 1 {unit}, got {shown(value)}."
     )
   return count
 
@@ -190,7 +224,7 @@ def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
 def check_flag(name: str, value: Any) -> bool:
   """Returns `value`, which must be True or False."""
   if not isinstance(value, (bool, np.bool_)):
-    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
   return bool(value)
 
 
@@ -217,8 +251,8 @@ def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
   if not batched:
     raise ValueError(
       "`fun` must be given a batch beside what it is differentiated by, got "
-      f"{count} positional arguments with argnums={argnums!r}; pass the batch "
-      "by position."
+      f"{count} positional arguments with argnums={shown(argnums)}; pass "
+      "the batch by position."
     )
   return Places(differentiated, batched)
 
@@ -244,10 +278,12 @@ def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
   for number in numbers:
     if not -count <= number < count:
       raise ValueError(
-        f"`{name}` must name positional arguments of the call, got {number} "
-        f"for {count} of them."
+        f"`{name}` must name positional arguments of the call, got "
+        f"{shown(number)} for {count} of them."
       )
   numbers = tuple(number % count for number in numbers)
   if len({*numbers}) < len(numbers):
-    raise ValueError(f"`{name}` must name each argument once, got {argnums!r}.")
+    raise ValueError(
+      f"`{name}` must name each argument once, got {shown(argnums)}."
+    )
   return numbers

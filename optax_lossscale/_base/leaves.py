@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._base.arguments import shown
+
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. What differentiation returns for
 # them is their next value, not a gradient.
@@ -34,7 +36,11 @@ def as_arrays(tree: Any) -> Any:
 
   def as_array(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex)):
-      return jnp.asarray(x, jnp.result_type(x))
+      try:
+        return jnp.asarray(x, jnp.result_type(x))
+      except OverflowError as error:
+        rule = "an integer in a tree must fit into JAX's"
+        raise ValueError(f"{rule}, got {shown(x)}.") from error
     if isinstance(x, (np.ndarray, np.generic)):
       # float0 and text are no numbers to JAX.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
@@ -58,7 +64,7 @@ def resolve_mask(mask: Any, tree: Any) -> Any:
       place = f" at {path_name(path)!r}" if path else ""
       raise TypeError(
         "`mask` must be a tree of bools, True for what is a gradient, or a "
-        f"function from the parameters to one, got {is_kept!r:.60} of type "
+        f"function from the parameters to one, got {shown(is_kept)} of type "
         f"{type(is_kept).__name__}{place}."
       )
   try:
@@ -66,8 +72,8 @@ def resolve_mask(mask: Any, tree: Any) -> Any:
   except ValueError as error:
     raise ValueError(
       "`mask` must be a tree of bools of which the parameters are an "
-      f"extension, got {jax.tree.structure(mask)} for parameters "
-      f"{jax.tree.structure(tree)}."
+      f"extension, got {shown(jax.tree.structure(mask), 500)} for parameters "
+      f"{shown(jax.tree.structure(tree), 500)}."
     ) from error
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._base import leaves
+from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
 
@@ -43,7 +44,7 @@ def difference(
     jax.tree.structure(expected),
   ]
   if structures[0] != structures[1]:
-    return f"{structures[0]} and not {structures[1]}"
+    return " and not ".join(shown(x, 500) for x in structures)
   return None
 
 
@@ -82,7 +83,8 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
   """Raises if two trees differ in structure."""
   structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
   if structures[0] != structures[1]:
-    raise ValueError(f"{rule}, got {structures[0]} and {structures[1]}.")
+    got = " and ".join(shown(x, 500) for x in structures)
+    raise ValueError(f"{rule}, got {got}.")
   for (path, new_leaf), old_leaf in zip(
     jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True
   ):

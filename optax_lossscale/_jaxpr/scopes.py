@@ -84,6 +84,15 @@ def ends_in(scope: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_like(text: str, pattern: str) -> bool:
-  # Not by fnmatch, in which the brackets of "layers[0]" have a meaning.
-  parts = map(re.escape, pattern.split("*"))
-  return re.fullmatch(".*".join(parts), text) is not None
+  # Not by fnmatch, in which the brackets of "layers[0]" have a meaning. Nor by
+  # a regular expression, which tries all ways to part a text among the "*".
+  first, *parts = pattern.split("*")
+  if not parts or not text.startswith(first):
+    return text == pattern
+  place, last = len(first), parts.pop()
+  for part in parts:
+    found = text.find(part, place)
+    if found < 0:
+      return False
+    place = found + len(part)
+  return text.endswith(last, place)

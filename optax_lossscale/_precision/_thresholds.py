@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 
 
 def check_step(step: Any) -> Any:
@@ -27,10 +28,11 @@ def check_loss(loss: Any) -> Any:
   """Returns `loss` as a NumPy or JAX array, float32 or float64, exactly."""
   rule = "`loss` must be a real scalar"
   if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+    loss = arguments.as_finite("loss", loss)
     # Not in JAX, which would round it to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
-    raise TypeError(f"{rule}, got {loss!r} of type {type(loss).__name__}.")
+    raise TypeError(f"{rule}, got {shown(loss)} of type {type(loss).__name__}.")
   is_real = any(
     jnp.issubdtype(loss.dtype, kind) for kind in (jnp.integer, jnp.floating)
   )

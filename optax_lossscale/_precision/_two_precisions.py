@@ -14,6 +14,7 @@ import optax
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
@@ -110,6 +111,11 @@ def update_optimizer(
   def put_back(path: Any, state: Any) -> Any:
     if not states.is_state(state):
       return state
+    if path not in rule_states:
+      raise ValueError(
+        "`tx` must keep the state of loss_scaling where it is, got it back at "
+        f"{leaves.path_name(path)!r}; make loss_scaling outermost."
+      )
     return state._replace(
       loss_scale_state=skipping.select(
         ~is_scaled, rule_states[path], state.loss_scale_state

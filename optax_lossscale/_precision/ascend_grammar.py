@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 
 
 class _Mode(NamedTuple):
@@ -38,24 +39,25 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
   if not isinstance(text, str):
     raise TypeError(
       "`accelerate_train_mode` must be a text such as 'fast|step|0.9', got "
-      f"{text!r} of type {type(text).__name__}."
+      f"{shown(text)} of type {type(text).__name__}."
     )
   fields = text.split("|")
   if len(fields) not in (2, 3):
     raise ValueError(
       "`accelerate_train_mode` must be 'type|mode|ratio' or 'type|mode', such "
-      f"as 'fast|step|0.9', got {text!r} with {_count(len(fields), 'field')}."
+      f"as 'fast|step|0.9', got {shown(text)} with "
+      f"{_count(len(fields), 'field')}."
     )
   kind, name, ratio = (*fields, "")[:3]
   if kind not in _DTYPES:
     raise ValueError(
       "the type in `accelerate_train_mode` must be 'fast' (float16) or 'fast1' "
-      f"(bfloat16), got {kind!r} in {text!r}."
+      f"(bfloat16), got {shown(kind)} in {shown(text)}."
     )
   if name not in _MODES:
     raise ValueError(
       "the mode in `accelerate_train_mode` must be 'step' or 'loss', got "
-      f"{name!r} in {text!r}."
+      f"{shown(name)} in {shown(text)}."
     )
   return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
 
@@ -72,7 +74,7 @@ def check_end(
     if name != needed and value is not None:
       raise ValueError(
         f"`{name}` must be left out in mode {mode!r}, which goes by "
-        f"`{needed}`, got {value!r}."
+        f"`{needed}`, got {shown(value)}."
       )
   if mode == "step":
     return arguments.check_steps("total_steps", total_steps), None
@@ -88,7 +90,7 @@ def keeps_origin_dtype(**modes: Any) -> bool:
       allowed = " or ".join(map(repr, _BESIDE[name]))
       raise ValueError(
         f"`{name}` must be {allowed} or empty beside `accelerate_train_mode`, "
-        f"which sets the precision itself, got {mode!r}."
+        f"which sets the precision itself, got {shown(mode)}."
       )
   return not {"must_keep_origin_dtype", "origin"}.isdisjoint(modes.values())
 
@@ -105,15 +107,17 @@ def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
   if number is None or not least <= number <= most:
     raise ValueError(
       "the ratio in `accelerate_train_mode` must be a number from "
-      f"{mode.least} to {mode.most} in mode {name!r}, got {ratio!r} in "
-      f"{text!r}."
+      f"{mode.least} to {mode.most} in mode {name!r}, got {shown(ratio)} in "
+      f"{shown(text)}."
     )
   return number
 
 
 def _check_target(target_loss: Any) -> fractions.Fraction:
   if arguments.check_number("target_loss", target_loss) <= 0:
-    raise ValueError(f"`target_loss` must be positive, got {target_loss!r}.")
+    raise ValueError(
+      f"`target_loss` must be positive, got {shown(target_loss)}."
+    )
   if isinstance(target_loss, fractions.Fraction):
     return target_loss
   # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.

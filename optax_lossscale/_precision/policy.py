@@ -17,6 +17,7 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._base.arguments import shown
 
 _LOW = ("float16", "bfloat16")
 FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
@@ -166,12 +167,12 @@ def _check_dtype(name: str, dtype: Any) -> Any:
   """Returns a dtype, or None."""
   if dtype is None:
     return None
-  found, shown = arguments.read_dtype(dtype)
+  found, got = arguments.read_dtype(dtype)
   if found is None:
-    shown = repr(dtype) if isinstance(dtype, str) else shown
+    got = shown(dtype) if isinstance(dtype, str) else got
     raise TypeError(
       f"`{name}` must be a floating-point dtype or its full name, such as "
-      f"'float16', or None for the dtype that there is, got {shown}."
+      f"'float16', or None for the dtype that there is, got {got}."
     )
   return found
 
@@ -317,8 +318,9 @@ def get_policy(policy: Any) -> Policy:
   raise TypeError(
     "`policy` must be a string, a Policy, or an object with `param_dtype`, "
     "`compute_dtype` and `output_dtype` such as a jmp.Policy, got "
-    f"{policy!r} of type {type(policy).__name__}; for one dtype everywhere "
-    "pass its name, such as 'float16', and of a Keras policy its `name`."
+    f"{shown(policy)} of type {type(policy).__name__}; for one dtype "
+    "everywhere pass its name, such as 'float16', and of a Keras policy its "
+    "`name`."
   )
 
 
@@ -333,7 +335,7 @@ def _read(policy: str) -> Policy:
   known = (*_NAMES, *_DTYPE_NAMES)
   raise ValueError(
     f"`policy` must be a name that is known, or dtypes such as {_EXAMPLE}, got "
-    f"{policy!r}{_hint(policy, known)} The names are {', '.join(known)}."
+    f"{shown(policy)}{_hint(policy, known)} The names are {', '.join(known)}."
   )
 
 
@@ -345,17 +347,17 @@ def _parse(policy: str) -> Policy:
     if not equals or "=" in value:
       raise ValueError(
         "`policy` must be dtypes with a comma between one and the next, such "
-        f"as {_EXAMPLE}, got {part!r} in {policy!r}."
+        f"as {_EXAMPLE}, got {shown(part)} in {shown(policy)}."
       )
     if key not in _KEYS:
       raise ValueError(
         "`policy` must have the keys params (p), compute (c), output (o) and "
-        f"level, got {key!r} in {policy!r}{_hint(key, _KEYS)}"
+        f"level, got {shown(key)} in {shown(policy)}{_hint(key, _KEYS)}"
       )
     if _KEYS[key] in values:
       raise ValueError(
         "`policy` must have each key once, got a second "
-        f"{_KEYS[key]!r} in {policy!r}; leave one of them out."
+        f"{_KEYS[key]!r} in {shown(policy)}; leave one of them out."
       )
     values[_KEYS[key]] = value
   level = values.pop("level", None)
@@ -365,9 +367,9 @@ def _parse(policy: str) -> Policy:
   for key, value in values.items():
     if not _is_dtype(value):
       raise ValueError(
-        f"`policy` must have a dtype for {key!r}, one of "
-        f"{', '.join(_DTYPE_NAMES)}, got {value!r} in {policy!r}"
-        f"{_hint(value, _DTYPE_NAMES)}"
+        f"`policy` must have a dtype for {shown(key)}, one of "
+        f"{', '.join(_DTYPE_NAMES)}, got {shown(value)} in "
+        f"{shown(policy)}{_hint(value, _DTYPE_NAMES)}"
       )
   params = values.get("params", "float32")
   compute = values.get("compute", params)

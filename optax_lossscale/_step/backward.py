@@ -208,7 +208,7 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
   if len({*numbers}) < max(len(numbers), 1):
     raise ValueError(
       "`argnums` must name at least one argument, and each once, got "
-      f"{argnums!r}."
+      f"{arguments.shown(argnums)}."
     )
   states.get_loss_scale(opt_state, path=path)
 

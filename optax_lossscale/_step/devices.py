@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base.arguments import shown
 
 
 def pmean_gradients(
@@ -61,7 +62,7 @@ def pmean_gradients(
   if not names:
     raise TypeError(
       "`axis_name` must name a mapped axis, or several in a tuple or list, got "
-      f"{axis_name!r}."
+      f"{shown(axis_name)}."
     )
 
   def mean(updates: optax.Updates, params: Any = None) -> optax.Updates:
@@ -141,7 +142,7 @@ def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
   if not all(isinstance(x, Hashable) and x is not None for x in names):
     raise TypeError(
       f"`{argument}` must name a mapped axis, or several in a tuple or list, "
-      f"got {axis_name!r}."
+      f"got {shown(axis_name)}."
     )
   return tuple(dict.fromkeys(names))
 
@@ -154,7 +155,8 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
     except NameError as error:
       raise ValueError(
         f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
-        f"this, got {name!r}, which is none; under plain jit leave it out."
+        f"this, got {shown(name)}, which is none; under plain jit "
+        "leave it out."
       ) from error
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 
@@ -194,12 +195,15 @@ def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 def _as_flag(reason: Any) -> jax.Array:
   """Returns whether a caller's flag is set, of any kind and shape."""
   rule = "`overflow` must be a bool, a number or an array, or a list of these"
-  if reason is None or isinstance(reason, str):
-    raise TypeError(f"{rule}, got {reason!r}.")
   try:
+    if reason is None or not arguments.is_numeric(reason):
+      raise TypeError
+    # On the host, since JAX keeps 32 bits of an integer, which may all be 0.
+    if isinstance(reason, (int, np.ndarray, np.generic)):
+      reason = np.asarray(reason).astype(bool)
     flags = jnp.asarray(reason)
-  except (TypeError, ValueError) as error:
-    raise TypeError(f"{rule}, got {reason!r}.") from error
+  except (TypeError, ValueError, OverflowError) as error:
+    raise TypeError(f"{rule}, got {shown(reason)}.") from error
   # NaN is not 0, so a flag that went wrong counts as an overflow.
   return jnp.any(flags.astype(bool))
 
@@ -210,14 +214,15 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
     return []
   values = []
   for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
+    value = arguments.as_finite("amax", value)
     try:
-      if value is None or isinstance(value, str):
+      if value is None or not arguments.is_numeric(value):
         raise TypeError
       values.append(_as_float32(value).reshape(-1))
     except (TypeError, ValueError) as error:
       raise TypeError(
         "`amax` must be a number, an array, or a tree of these, such as the "
-        f"gradient of what an amax_tap was given, got {value!r}."
+        f"gradient of what an amax_tap was given, got {shown(value)}."
       ) from error
   return [bits.amax(values)] if values else []
 

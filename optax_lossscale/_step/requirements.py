@@ -11,6 +11,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
@@ -38,7 +39,7 @@ def as_optimizer(
       remedy = "; call it: optax.adam(1e-3)"
     raise TypeError(
       f"`{name}` must be an optax gradient transformation, got "
-      f"{getattr(inner, '__name__', repr(inner))}{remedy}."
+      f"{getattr(inner, '__name__', shown(inner))}{remedy}."
     )
   return optax.with_extra_args_support(inner)
 
@@ -52,14 +53,17 @@ def check_rule(name: str, rule: Any) -> None:
       else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
       "DynamicLossScale()"
     )
-    raise TypeError(f"`{name}` must be a LossScale, got {rule!r}; {remedy}.")
+    raise TypeError(
+      f"`{name}` must be a LossScale, got {shown(rule)}; {remedy}."
+    )
 
 
 def check_check(check: Any) -> None:
   """Raises if it is none of the checks."""
   if not isinstance(check, checks.Check):
     raise TypeError(
-      f"`check` must be made by nonfinite() or saturated(dtype), got {check!r}."
+      "`check` must be made by nonfinite() or saturated(dtype), got "
+      f"{shown(check)}."
     )
 
 
@@ -78,7 +82,7 @@ def check_first_state(rule: base.LossScale) -> None:
       got = type(state).__name__ if loss_scale is None else loss_scale
       raise TypeError(
         "the state of `rule` must have an attribute `loss_scale`, float32[], "
-        f"got {got!r}."
+        f"got {shown(got)}."
       )
     if not isinstance(loss_scale, jax.core.Tracer):
       arguments.check_scale("loss_scale of the rule's first state", loss_scale)
@@ -130,6 +134,8 @@ def check_state(state: Any, rule: base.LossScale) -> None:
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
       "keep S"
     )
+  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
+    remedy = states.AS_PURE
   raise ValueError(
     f"{rule_text}, got {_describe(got)} where the rule has "
     f"{_describe(expected)}; {remedy}."

@@ -22,6 +22,9 @@ RESTORE = (
   "with tx.init(params) as its target"
 )
 
+# There each array is in a variable of its own.
+AS_PURE = "of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)"
+
 
 class LossScalingState(NamedTuple):
   """State of `loss_scaling`: the loss scale, the optimizer, the last step.
@@ -131,8 +134,8 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   listed = ", ".join(repr(key) for key in states)
   if not chosen:
     raise ValueError(
-      f"`path` must lead to a loss scale in `opt_state`, got {path!r}; there "
-      f"are scales at {listed}."
+      f"`path` must lead to a loss scale in `opt_state`, got "
+      f"{arguments.shown(path)}; there are scales at {listed}."
     )
   raise ValueError(
     f"`opt_state` must hold one loss scale, got {len(chosen)}; choose one by "
@@ -233,8 +236,7 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   except Exception as error:  # What computes S may ask anything of its leaves.
     raise TypeError(
       "the state of `rule` must hold S as a leaf, where it can be set, got a "
-      f"{type(rule_state).__name__} whose `loss_scale` is computed; of an "
-      "nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)."
+      f"{type(rule_state).__name__} whose `loss_scale` is computed; {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._base import leaves as _leaves
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import devices
 
 
@@ -15,7 +16,7 @@ def check_measured(name: str, value: Any) -> None:
   """Raises unless `value` is float32[], whose gradient can be a measurement."""
   dtype = getattr(value, "dtype", None)
   if dtype != jnp.float32 or jnp.shape(value) != ():
-    got = repr(value) if dtype is None else f"{dtype}{list(value.shape)}"
+    got = shown(value) if dtype is None else f"{dtype}{list(value.shape)}"
     raise TypeError(
       f"`{name}` must be float32[], an argument of the loss function such as "
       f"jnp.float32(0), got {got}."

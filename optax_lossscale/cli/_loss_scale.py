@@ -2,8 +2,8 @@
 
 A name, which may be a preset's, then its arguments in any order, by name or the
 first one without; a preset's by name only. A number is a Python literal or a
-power of two literals, as in `2**15`; a dtype is a name. `warm_start:` stands
-before the text of another rule.
+power of two literals, as in `2**15`; a dtype is a name, and so may be what has
+a name as its default. `warm_start:` stands before the text of another rule.
 """
 
 import ast
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import optax_lossscale as ols
 from optax_lossscale import rules
 from optax_lossscale._base.arguments import did_you_mean
+from optax_lossscale._base.arguments import shown
 from optax_lossscale.presets.declaration import PRESETS
 
 _NONE = "none"
@@ -49,7 +50,7 @@ def parse(text: str) -> LossScaleOption:
   if name not in _RULES:
     names = (_NONE, *_RULES, _WARM_START)
     raise ValueError(
-      f"unknown rule {text!r}; choose from {', '.join(names)}, "
+      f"unknown rule {shown(text)}; choose from {', '.join(names)}, "
       "with arguments as in fixed:1024 or dynamic:growth_interval=200"
       f"{did_you_mean(name, names)}"
     )
@@ -58,20 +59,25 @@ def parse(text: str) -> LossScaleOption:
   try:
     return LossScaleOption(text, _RULES[name](**arguments))
   except (TypeError, ValueError) as error:
-    raise ValueError(f"{text!r}: {error}") from error
+    raise ValueError(f"{shown(text)}: {error}") from error
 
 
 def _parse_warm_start(text: str, rest: str) -> ols.LossScale:
+  # Told here, since a text may hold more of them than Python can nest.
+  if rest.partition(":")[0] == _WARM_START:
+    raise ValueError(
+      f"{shown(text)}: {_WARM_START} must come once: a first S is found once"
+    )
   rule = parse(rest).rule if rest else None
   if rule is None:
     raise ValueError(
-      f"{text!r}: {_WARM_START} stands before a rule, as in "
+      f"{shown(text)}: {_WARM_START} stands before a rule, as in "
       f"{_WARM_START}:dynamic:growth_interval=200"
     )
   try:
     return rules.WarmStart(rule)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"{text!r}: {error}") from error
+    raise ValueError(f"{shown(text)}: {error}") from error
 
 
 def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
@@ -94,7 +100,9 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
         f"{rule} has no argument {name!r}; choose from {', '.join(names)}"
         f"{did_you_mean(name, names)}"
       )
-    parsed = value if name == "dtype" else _parse_value(name, value)
+    takes_name = isinstance(parameters[name].default, str)
+    is_name = name == "dtype" or (takes_name and value.isidentifier())
+    parsed = value if is_name else _parse_value(name, value)
     if name in arguments:
       raise ValueError(f"{rule} got {name!r} twice")
     arguments[name] = parsed
@@ -136,7 +144,7 @@ def _parse_value(name: str, text: str) -> float | bool:
     MemoryError,
   ):
     raise ValueError(
-      f"{name} must be a number such as 1024, 0.5 or 2**15, got {text!r}"
+      f"{name} must be a number such as 1024, 0.5 or 2**15, got {shown(text)}"
     ) from None
 
 

@@ -11,6 +11,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
@@ -242,8 +243,8 @@ def _find_record(opt_state: Any, path: str | None) -> RecordState:
   ]
   if len(chosen) != 1:
     raise ValueError(
-      f"`path` must be that of one record, got {path!r}; there are records at "
-      f"{', '.join(map(repr, records))}."
+      f"`path` must be that of one record, got {shown(path)}; there are "
+      f"records at {', '.join(map(repr, records))}."
     )
   found: RecordState = chosen[0]
   return found

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
@@ -47,8 +48,9 @@ def read_history(
 
   Raises:
     OSError: if the file cannot be read.
-    ValueError: if it is not of this form, with the place and what is there; or
-      if there are several runs to choose from, with their labels.
+    ValueError: if it is not of this form, with the place and what is there; if
+      it is no regular file, such as a pipe; or if there are several runs to
+      choose from, with their labels.
 
   Examples:
     >>> import pathlib, tempfile
@@ -62,6 +64,9 @@ def read_history(
   """
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
+  # A device such as /dev/zero never ends.
+  if path.exists() and not path.is_file():
+    raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
   try:
     return _choose(read(path), run, seed).parse()
   except UnicodeDecodeError as error:
@@ -120,6 +125,7 @@ class _Source(NamedTuple):
   places: list[str]  # Of each entry, for an error; {} stands for the column.
   run: str | None = None
   seed: str | None = None
+  where: str = ""  # The place of the run in the file, where it has one.
 
   @property
   def scaled(self) -> list[int]:
@@ -188,26 +194,30 @@ def _choose(
     )
   if not scaled:
     raise ValueError(
-      f"it has no run {run!r} with an amax; there are: {_listed(runs)}."
+      f"it has no run {shown(run)} with an amax; there are: {_listed(runs)}."
     )
-  seeds = [source.seed for source in scaled]
+  seeds = list(dict.fromkeys(source.seed or "none" for source in scaled))
   if seed is not None:
     scaled = [source for source in scaled if source.seed == str(seed)]
   elif len(seeds) > 1:
     raise ValueError(
       f"it holds {len(seeds)} seeds of this run; choose one by `seed`: "
-      f"{', '.join(map(str, seeds))}."
+      f"{', '.join(seeds)}."
     )
   if not scaled:
     raise ValueError(
-      f"it has no seed {seed} of this run; there are: "
-      f"{', '.join(map(str, seeds))}."
+      f"it has no seed {seed} of this run; there are: {', '.join(seeds)}."
+    )
+  if len(scaled) > 1:
+    raise ValueError(
+      "each run must have a `run` and `seed` of its own, got the same for "
+      f"{', '.join(source.where for source in scaled)}."
     )
   return scaled[0]
 
 
 def _listed(runs: Iterable[str | None]) -> str:
-  return ", ".join(repr(run) for run in runs)
+  return ", ".join("none" if run is None else shown(run) for run in runs)
 
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
@@ -216,8 +226,12 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
     names = [name.strip() for name in next(reader, [])]
     if "amax" not in names:
       raise ValueError(
-        f"line 1: one of the columns must be amax, got {', '.join(names)!r}."
+        "line 1: one of the columns must be amax, got "
+        f"{shown(', '.join(names))}."
       )
+    for name in (*_PARSERS, "run", "seed"):
+      if names.count(name) > 1:
+        raise ValueError(f"line 1: column {name} must come once, got it twice.")
     runs: dict[Any, list[tuple[int, dict[str, str]]]] = {}
     for values in reader:
       if not values:
@@ -227,7 +241,7 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
           f"line {reader.line_num}: must have {len(names)} columns as the "
           f"first line, got {len(values)}."
         )
-      row = dict(zip(names, values, strict=True))
+      row = dict(zip(names, map(str.strip, values), strict=True))
       key = row.get("run"), row.get("seed")
       runs.setdefault(key, []).append((reader.line_num, row))
   for key, rows in runs.items():
@@ -244,24 +258,23 @@ def _read_json(path: pathlib.Path) -> Iterator[_Source]:
     for i, run in enumerate(_of_kind(list, "runs", content["runs"])):
       history = _of_kind(dict, f"runs[{i}]", run).get("history")
       if history is not None:
-        where = f"runs[{i}].history"
-        _of_kind(dict, where, history)
-        label = run.get("run"), str(run.get("seed"))
-        yield _json_source(f"{where}.", history, *label)
+        where = f"runs[{i}]"
+        _of_kind(dict, f"{where}.history", history)
+        label = _of_kind(str | None, f"{where}.run", run.get("run"))
+        seed = _of_kind(int | str | None, f"{where}.seed", run.get("seed"))
+        source = _json_source(f"{where}.history.", history)
+        seed = None if seed is None else str(seed).strip()
+        yield source._replace(run=label, seed=seed, where=where)
   else:
     if isinstance(content, list):
       content = {"amax": content}
     yield _json_source("", _of_kind(dict, "the file", content))
 
 
-def _json_source(
-  prefix: str,
-  columns: dict[str, Any],
-  run: str | None = None,
-  seed: str | None = None,
-) -> _Source:
+def _json_source(prefix: str, columns: dict[str, Any]) -> _Source:
   if "amax" not in columns:
-    raise ValueError(f"it must have a list {prefix}amax, got {list(columns)}.")
+    got = shown(list(columns))
+    raise ValueError(f"it must have a list {prefix}amax, got {got}.")
   count = len(_of_kind(list, f"{prefix}amax", columns["amax"]))
   columns = {n: columns[n] for n in _PARSERS if columns.get(n) is not None}
   if not isinstance(columns.get("loss_scale", []), list):
@@ -273,13 +286,14 @@ def _json_source(
         f"{prefix}amax, got {len(values)}."
       )
   places = [f"{prefix}{{}}[{i}]" for i in range(count)]
-  return _Source(columns, places, run, seed)
+  return _Source(columns, places)
 
 
 def _of_kind(kind: Any, place: str, value: Any) -> Any:
   if not isinstance(value, kind):
-    name = "a list" if kind is list else "an object"
-    raise ValueError(f"{place} must be {name}, got {_shown(value)}.")
+    names = {list: "a list", dict: "an object", str | None: "text"}
+    name = names.get(kind, "an integer")
+    raise ValueError(f"{place} must be {name}, got {shown(value)}.")
   return value
 
 
@@ -298,13 +312,13 @@ def _parse_number(value: Any) -> float:
       raise TypeError
     return float(value)
   except (TypeError, ValueError, OverflowError):
-    raise ValueError(f"must be a number, got {_shown(value)}.") from None
+    raise ValueError(f"must be a number, got {shown(value)}.") from None
 
 
 def _parse_amax(value: Any) -> float:
   number = _parse_number(value)
   if number < 0:
-    raise ValueError(f"must not be negative, got {_shown(value)}.")
+    raise ValueError(f"must not be negative, got {shown(value)}.")
   return number
 
 
@@ -312,7 +326,7 @@ def _parse_scale(value: Any) -> float:
   number = _parse_number(value)
   if not arguments.is_usable_scale(number):
     raise ValueError(
-      f"must be positive and a normal float32, got {_shown(value)}."
+      f"must be positive and a normal float32, got {shown(value)}."
     )
   return number
 
@@ -321,21 +335,15 @@ def _parse_flag(value: Any) -> bool:
   flags = {"0": False, "1": True, "false": False, "true": True}
   flag = flags.get(str(value).strip().lower())
   if flag is None:
-    raise ValueError(f"must be 0 or 1, got {_shown(value)}.")
+    raise ValueError(f"must be 0 or 1, got {shown(value)}.")
   return flag
 
 
 def _parse_step(value: Any) -> int:
   number = _parse_number(value)
   if not (number.is_integer() and 0 < number < 2**53):
-    raise ValueError(f"must be a step, from 1, got {_shown(value)}.")
+    raise ValueError(f"must be a step, from 1, got {shown(value)}.")
   return int(number)
-
-
-def _shown(value: Any) -> str:
-  """Returns a value for an error, cut short."""
-  text = repr(value)
-  return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # The columns that are read, by their names.

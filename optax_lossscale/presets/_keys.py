@@ -75,7 +75,7 @@ def read(key: Any, value: Any) -> Any:
     case ConstantKey(constant):
       scalar = _read_scalar(value)
       if not isinstance(scalar, (bool, int, float)) or scalar != constant:
-        raise ValueError(f"must be {constant!r}, got {value!r}")
+        raise ValueError(f"must be {constant!r}")
       return constant
     case DerivedKey():
       return _read_number(value)
@@ -160,7 +160,7 @@ def _read_scale(value: Any) -> float:
   """Returns a usable S as a Python number."""
   number = _read_number(value)
   if not _arguments.is_usable_scale(number):
-    raise ValueError(f"must be a positive normal float32, got {value!r}")
+    raise ValueError("must be a positive normal float32")
   return number
 
 
@@ -169,14 +169,18 @@ def _read_scalar(value: Any) -> Any:
   if isinstance(value, (bool, int, float, str, type(None), Mapping)):
     return value
   array = np.asarray(value)  # Also of a framework's tensor on the CPU.
-  return array.item() if array.size == 1 else value
+  is_number = array.size == 1 and _arguments.is_numeric(value)
+  return array.item() if is_number else value
 
 
 def _read_number(value: Any) -> float:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, (int, float)):
-    raise TypeError(f"must be a number, got {value!r}")
-  return float(number)
+    raise TypeError("must be a number")
+  try:
+    return float(number)
+  except OverflowError:
+    raise ValueError("must be finite in float32") from None
 
 
 def _read_int_or_float(value: Any) -> Any:
@@ -187,30 +191,35 @@ def _read_int_or_float(value: Any) -> Any:
 def _read_integer(value: Any) -> int:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, int):
-    raise TypeError(f"must be an integer, got {value!r}")
+    raise TypeError("must be an integer")
   if abs(number) > _arguments.LARGEST_COUNT:
-    raise ValueError(f"must fit into int32, got {value!r}")
+    raise ValueError("must fit into int32")
   return number
 
 
 def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
   """Returns an array that fits into the place of a leaf."""
   array = np.asarray(value)
-  if array.shape != leaf.shape or not np.can_cast(
-    array.dtype, leaf.dtype, "same_kind"
+  if (
+    array.shape != leaf.shape
+    or not _arguments.is_numeric(value)
+    or not np.can_cast(array.dtype, leaf.dtype, "same_kind")
   ):
-    raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}, got {value!r}")
-  if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(
-    array != array.astype(leaf.dtype)
-  ):
-    raise ValueError(f"must fit into {leaf.dtype}, got {value!r}")
-  return array
+    raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}")
+  with np.errstate(over="ignore"):  # What is too large becomes inf.
+    kept = array.astype(leaf.dtype)
+  if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(array != kept):
+    raise ValueError(f"must fit into {leaf.dtype}")
+  # A rule of the user's may begin with inf, for what it has not seen.
+  if np.any(np.isfinite(leaf) & ~np.isfinite(kept)):
+    raise ValueError(f"must be finite in {leaf.dtype}")
+  return kept
 
 
 def _read_flag(value: Any) -> bool:
   flag = _read_scalar(value)
   if not isinstance(flag, bool):
-    raise TypeError(f"must be True or False, got {value!r}")
+    raise TypeError("must be True or False")
   return flag
 
 

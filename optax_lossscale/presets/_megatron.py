@@ -58,7 +58,7 @@ def _check_refill(name: str, value: Any) -> Any:
   if value not in ("growth", "clean"):
     raise ValueError(
       f"`{name}` must be 'growth', as the code does, or 'clean', as its "
-      f"documentation says, got {value!r}."
+      f"documentation says, got {_arguments.shown(value)}."
     )
   return value
 

@@ -5,6 +5,7 @@
 from typing import Any
 
 from optax_lossscale._base import arguments as _arguments
+from optax_lossscale._base.arguments import shown
 from optax_lossscale.presets._keys import one_int32
 from optax_lossscale.presets._keys import StateKey
 from optax_lossscale.presets.declaration import Argument
@@ -31,7 +32,9 @@ def _check_dynamic_or_scale(name: str, value: Any) -> Any:
   if not isinstance(value, str):
     return _arguments.check_scale(name, value)
   if value != "dynamic":
-    raise TypeError(f"`{name}` must be 'dynamic' or a number, got {value!r}.")
+    raise TypeError(
+      f"`{name}` must be 'dynamic' or a number, got {shown(value)}."
+    )
   return value
 
 

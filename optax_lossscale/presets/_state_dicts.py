@@ -12,12 +12,16 @@ import numpy as np
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
 from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
 from optax_lossscale.rules import WarmStart
+
+# How many an error lists.
+_MOST_PROBLEMS = 20
 
 
 def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
     ['clean_steps', 'loss_scale', 'overflows']
   """
   if not isinstance(rule, base.LossScale):
-    raise TypeError(f"`rule` must be a LossScale, got {rule!r}.")
+    raise TypeError(f"`rule` must be a LossScale, got {shown(rule)}.")
   written = _write(rule, state)
   if not _starts_preset(rule):
     return written
@@ -99,8 +103,8 @@ def from_state_dict(
   Raises:
     TypeError: if `state_dict` is no dictionary, or traced, or an argument is
       not of its kind.
-    ValueError: if keys are missing, unknown or of another type, of which all
-      are listed; or if `system` is unknown.
+    ValueError: if keys are missing or unknown, or values of another type or not
+      finite, of which the first twenty are listed; or if `system` is unknown.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -142,7 +146,7 @@ def from_state_dict(
     hint = _arguments.did_you_mean(system, presets) or "."
     raise ValueError(
       f"`system` must be a rule or one of {', '.join(sorted(presets))}, got "
-      f"{system!r}{hint}"
+      f"{shown(system)}{hint}"
     )
   preset = presets[system]
   if preset.is_off(arguments):
@@ -215,11 +219,15 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
     return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
-  state = rule.init()
+  # By copies, since one array may stand in several places of a state.
+  state = jax.tree.map(jnp.copy, rule.init())
   own = _own_leaves(state)
   values = _read(
     type(rule).__name__,
-    {x: _keys.LeafKey(leaf, x == "loss_scale") for x, leaf in own.items()},
+    {
+      x: _keys.LeafKey(leaf, leaf is state.loss_scale)
+      for x, leaf in own.items()
+    },
     dictionary,
   )
   return jax.tree.unflatten(
@@ -281,8 +289,11 @@ def _read(
     try:
       values[name] = _keys.read(key, came[name])
     except (TypeError, ValueError) as error:
-      problems.append(f"{name!r} {str(error).rstrip('.')}")
-  problems += [f"{name!r} is unknown" for name in came if name not in keys]
+      got = shown(came[name])
+      problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")
+  problems += [f"{shown(name)} is unknown" for name in came if name not in keys]
+  if len(problems) > _MOST_PROBLEMS:  # As of a whole model.
+    problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
   if problems:
     raise ValueError(
       f"`state_dict` of {system} must hold "

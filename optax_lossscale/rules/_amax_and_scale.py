@@ -52,7 +52,7 @@ def require_amax(amax: jax.Array | None) -> jax.Array:
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
-  return jnp.asarray(amax, jnp.float32)
+  return jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
 
 
 def tells(amax: jax.Array) -> jax.Array:
@@ -102,7 +102,8 @@ def check_bits(name: str, value: Any) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")
   if not 0 <= bits <= 126:
-    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {value!r}.")
+    got = arguments.shown(value)
+    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {got}.")
   return bits
 
 

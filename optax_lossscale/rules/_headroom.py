@@ -15,6 +15,10 @@ from optax_lossscale.rules import _amax_and_scale
 # below where int32 ends.
 _ANY = 2**20
 
+# The state has an entry for each step of the window, and every step reads and
+# writes all of them: here 256 KiB.
+_LARGEST_WINDOW = 2**16
+
 # A ceiling rises by a bit after so many windows of clean steps.
 _WINDOWS_A_BIT = 4
 
@@ -85,7 +89,7 @@ class HeadroomLossScale(base.LossScale):
   Attributes:
     init_scale: S of the first step.
     headroom: the bits to keep free, 0 or more.
-    window: how many steps count.
+    window: how many steps count, at most 2**16.
     dtype: the computation's, of which the largest finite value is the limit.
     min_scale: the floor. The default is the smallest normal float16.
     max_scale: the ceiling. The default is the largest power of two whose
@@ -143,6 +147,11 @@ class HeadroomLossScale(base.LossScale):
     }
     for name, value in checked.items():
       object.__setattr__(self, name, value)
+    if self.window > _LARGEST_WINDOW:
+      raise ValueError(
+        f"`window` must be at most 2**16 steps, got {self.window}: the state "
+        "has an entry for each of them, which every step reads and writes."
+      )
 
   def init(self) -> HeadroomLossScaleState:
     """Returns the state before the first step."""

@@ -125,7 +125,7 @@ class HistogramLossScale(base.LossScale):
     if not 0 < edge <= 1:
       raise ValueError(
         "`bin_edge_location` must be above 0 and at most 1, a share of the "
-        f"largest finite value of `dtype`, got {self.bin_edge_location!r}."
+        f"largest finite value of `dtype`, got {edge}."
       )
     if threshold >= 1:
       raise ValueError(

@@ -1,5 +1,9 @@
 """Precision by scope, and lists that the caller edits."""
 
+import collections
+import fnmatch
+import random
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -89,6 +93,31 @@ def test_an_override_covers_everything_inside_of_the_scope():
 def test_an_asterisk_stands_for_anything():
   assert low_layers("O1", {"*fc*": jnp.float32}) == {"conv1", "conv2"}
   assert low_layers("O1", {"LeNet5/c*v*": jnp.float32}) == {"fc1", "fc2"}
+
+
+def test_an_asterisk_matches_as_that_of_a_shell():
+  rng = random.Random(0)
+  answers = collections.Counter()
+  for _ in range(20_000):
+    pattern = "".join(rng.choices("ab*", k=rng.randint(0, 6)))
+    text = "".join(rng.choices("ab", k=rng.randint(1, 6)))
+    expected = fnmatch.fnmatchcase(text, pattern)
+    assert scopes.ends_in(text, [pattern]) == expected, (text, pattern)
+    answers[expected] += 1
+  assert min(answers.values()) > 1000
+
+
+def test_what_else_means_something_to_a_shell_stands_for_itself():
+  assert scopes.matches("layers[0].x?", "l*s[0].x?")
+  assert not scopes.matches("layers0", "layers[0]")
+  assert not scopes.matches("layer", "laye?")
+  assert not scopes.matches("layer", "laye.")
+
+
+def test_a_pattern_of_many_asterisks_comes_to_an_end():
+  # By a regular expression not within a lifetime.
+  assert not scopes.matches("a" * 60, "*a" * 30 + "*b")
+  assert scopes.matches("a" * 60, "*a" * 30 + "*a")
 
 
 def test_the_longest_pattern_wins_whatever_the_order():

@@ -1,10 +1,12 @@
 """The arguments of the rules: what is refused, and how the error says it."""
 
+import fractions
 import math
 import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -27,7 +29,14 @@ _FLOATS = [
 _INTEGERS = ["growth_interval", "hysteresis"]
 _NOT_FINITE = [math.nan, math.inf, -math.inf]
 _NOT_FLOATS = ["2.0", None, True, np.True_, 1j, np.complex64(2), [2.0]]
+_NOT_FLOATS += [np.timedelta64(5, "s"), np.array(b"8"), bytearray(b"8")]
 _NOT_INTEGERS = ["2", None, True, np.True_, 1.5, 2.0, [2]]
+
+
+_INNER, _RULE = optax.identity(), ols.FixedLossScale()
+_STATE = ols.rules.HeadroomLossScale().init()
+_SCHEDULE = ols.precision_schedule("fast|loss", target_loss=1.0)
+_FRACTION = fractions.Fraction(10**400)
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -2.0])
@@ -170,3 +179,89 @@ def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
 @pytest.mark.parametrize("scale", [support.SMALLEST, support.LARGEST])
 def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
   assert ols.FixedLossScale(scale).init().loss_scale == scale
+
+
+@pytest.mark.parametrize("name", [*_FLOATS, *_INTEGERS])
+def test_an_integer_that_python_does_not_write_is_refused(name):
+  with pytest.raises(ValueError, match=f"`{name}` .*of more than 4300 digits"):
+    ols.DynamicLossScale(**{name: 10**30000})
+
+
+@pytest.mark.parametrize(
+  "number", [10**400, -(10**30000), _FRACTION], ids=["int", "huge", "fraction"]
+)
+@pytest.mark.parametrize(
+  "take",
+  [
+    lambda x: ols.DynamicLossScale(growth_factor=-x),
+    lambda x: ols.rules.HeadroomLossScale().update(_STATE, False, amax=x),
+    lambda x: _SCHEDULE.update(_SCHEDULE.init(), loss=x),
+    lambda x: ols.precision_schedule("fast|loss", target_loss=x),
+    lambda x: ols.scale_cotangent(1.0, x),
+  ],
+)
+def test_a_number_beyond_every_float_is_refused(take, number):
+  with pytest.raises(ValueError, match="finite in float32, got"):
+    take(number)
+
+
+@pytest.mark.parametrize(
+  "number", [2**31, -(2**63), 10**400, 10**30000], ids=int.bit_length
+)
+@pytest.mark.parametrize(
+  "take",
+  [
+    lambda x: ols.unscale({"w": x}, 8.0),
+    ols.instruments.exponent_histogram,
+    ols.instruments.underflow_fraction,
+    lambda x: ols.instruments.swallowed_fraction(1.0, x),
+  ],
+)
+def test_an_integer_beyond_int32_in_a_tree_is_refused(take, number):
+  with pytest.raises(ValueError, match="in a tree must fit into .*, got"):
+    take(number)
+
+
+_LONG = {
+  "a text": "x" * 10**6,
+  "an integer": 10**4000,
+  "a list": [0.5] * 10**5,
+  "an array": np.zeros(900),
+  "a tree": {f"layer {i}": {"kernel": i} for i in range(1000)},
+}
+
+
+@pytest.mark.parametrize("value", _LONG.values(), ids=_LONG.keys())
+@pytest.mark.parametrize(
+  "refuse",
+  [
+    lambda x: ols.DynamicLossScale(growth_interval=x),
+    lambda x: ols.DynamicLossScale(x, skip=x),
+    lambda x: ols.DynamicLossScale(skip=x),
+    lambda x: ols.loss_scaling(x, _RULE),
+    lambda x: ols.loss_scaling(_INNER, x),
+    lambda x: ols.loss_scaling(_INNER, _RULE, check=x),
+    lambda x: ols.loss_scaling(_INNER, _RULE, axis_name=[x, None]),
+    lambda x: ols.get_policy(x),
+    lambda x: ols.precision_schedule(_INNER, accelerate_train_mode=x),
+    lambda x: ols.autocast(abs, level=x),
+    lambda x: ols.autocast(abs, overrides=x),
+    lambda x: ols.autocast(abs, dtype=x),
+    lambda x: ols.saturated(x),
+    lambda x: ols.presets.from_state_dict(x, {}),
+    lambda x: ols.presets.from_state_dict("flax", {"scale": x}),
+    lambda x: ols.presets.megatron(refill=x),
+    lambda x: ols.rules.HeadroomLossScale(headroom=x),
+  ],
+)
+def test_an_error_repeats_the_beginning_of_what_is_long(refuse, value):
+  with pytest.raises((TypeError, ValueError)) as error:
+    refuse(value)
+  assert len(str(error.value)) < 600
+
+
+def test_a_long_array_is_shown_with_its_shape():
+  with pytest.raises(
+    TypeError, match=r"(?s)got Array.*\.\.\. \(shape \(900,\)\)"
+  ):
+    ols.FixedLossScale(jax.numpy.zeros(900))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from optax_lossscale._base import bits as _bits
+from tests import support
 
 pytestmark = [
   pytest.mark.usefixtures("full_compilation"),
@@ -169,3 +170,13 @@ def test_arrays_of_a_mesh_are_read_in_their_own_shape(devices, spec, axis_type):
 def test_an_array_without_a_mesh_is_folded():
   jaxpr = jax.make_jaxpr(_bits.amax)([jnp.ones((64, 200))])
   assert "reshape" in str(jaxpr)
+
+
+def test_trees_of_other_shapes_or_dtypes_do_not_have_the_same_bits():
+  zeros = np.zeros((2, 3), np.float32)
+  assert support.same_bits({"w": zeros}, {"w": jnp.array(zeros)})
+  assert not support.same_bits(zeros, zeros.reshape(3, 2))
+  assert not support.same_bits(zeros, zeros[None])
+  assert not support.same_bits(zeros, zeros.astype(np.int32))
+  assert not support.same_bits(zeros, -zeros)
+  assert not support.same_bits([zeros], (zeros,))

@@ -29,6 +29,9 @@ from optax_lossscale.cli import _loss_scale
       "dynamic:init_scale=2**15, growth_interval=200, skip=False",
       ols.DynamicLossScale(2.0**15, growth_interval=200, skip=False),
     ),
+    ("apex:loss_scale=dynamic", ols.presets.apex(loss_scale="dynamic")),
+    ("apex:loss_scale=2**7", ols.presets.apex(loss_scale=128)),
+    ("megatron:refill=clean", ols.presets.megatron(refill="clean")),
     ("headroom", rules.HeadroomLossScale()),
     (
       "headroom:2**10,headroom=2,window=100,dtype=bfloat16",
@@ -90,13 +93,24 @@ def test_text_stands_for_rule(text, rule):
     ("warm_start", "'warm_start': warm_start stands before a rule, as in"),
     ("warm_start:none", "'warm_start:none': warm_start stands before a rule"),
     ("warm_start:nope", "unknown rule 'nope'; choose from none, fixed"),
-    ("warm_start:warm_start:fixed", "`rule` must not be a WarmStart"),
+    ("warm_start:warm_start:fixed", "warm_start must come once"),
+    ("warm_start:" * 9999, "warm_start must come once"),
+    ("apex:loss_scale=big", "`loss_scale` must be 'dynamic' or a number, got"),
+    ("megatron:refill=sometimes", "`refill` must be 'growth'"),
+    ("apex:scale_window=dynamic", "scale_window must be a number such as"),
     ("fixed:" + "(" * 9999, "scale must be a number"),
   ],
 )
 def test_text_that_is_no_rule_is_refused(text, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     _loss_scale.parse(text)
+
+
+@pytest.mark.parametrize("text", ["warm_start:" * 9999, "x" * 10**6])
+def test_of_a_long_text_the_beginning_is_repeated(text):
+  with pytest.raises(ValueError) as error:
+    _loss_scale.parse(text)
+  assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("name", [*_loss_scale.PRESETS, *_loss_scale._OWN])

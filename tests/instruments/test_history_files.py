@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -160,6 +161,9 @@ def test_run_without_loss_scaling_is_told(trained):
     instruments.read_history(trained(RESULTS[:1]))
 
 
+_TEXT = r"runs\[0\].run must be text, got "
+
+
 @pytest.mark.parametrize(
   ("name", "content", "words"),
   [
@@ -196,6 +200,17 @@ def test_run_without_loss_scaling_is_told(trained):
       {"runs": [{"history": {"amax": [1, -2]}}]},
       r"runs\[0\].history.amax\[1\]: .*negative, got -2",
     ),
+    ("a.json", {"runs": [{"run": ["a"], "history": {"amax": [1]}}]}, _TEXT),
+    ("a.json", {"runs": [{"run": 3, "history": {"amax": [1]}}]}, _TEXT),
+    (
+      "a.json",
+      {"runs": [{"seed": [0], "history": {"amax": [1]}}]},
+      r"runs\[0\].seed must be an integer, got \[0\]",
+    ),
+    ("a.csv", "amax, amax\n1,2\n", "line 1: column amax .*once, got it twice"),
+    ("a.csv", "amax,seed,seed\n1,0,1\n", "line 1: column seed must come once"),
+    ("a.csv", "x" * 10**5 + "\n1\n", "columns must be amax, got 'xxx"),
+    ("a.json", {"x" * 10**5: 1}, "a list amax, got .'xxx"),
     ("a.txt", "amax\n1\n", "must end in .csv or .json, got '.txt'"),
   ],
 )
@@ -223,3 +238,59 @@ def test_ending_is_checked_before_anything_is_written(tmp_path):
   with pytest.raises(ValueError, match=".txt"):
     instruments.write_history(tmp_path / "a.txt", HISTORY)
   assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_one_label_and_seed_are_told_with_their_places(write):
+  history = {"amax": [1]}
+  runs = [
+    {"run": "a", "seed": 0, "history": history},
+    {"run": "a", "seed": 1, "history": history},
+    {"run": "a", "seed": 0, "history": history},
+  ]
+  path = write("a.json", {"runs": runs})
+  with pytest.raises(ValueError, match=r"the same for runs\[0\], runs\[2\]"):
+    instruments.read_history(path, "a", 0)
+  with pytest.raises(ValueError, match="2 seeds .*by `seed`: 0, 1"):
+    instruments.read_history(path)
+  assert instruments.read_history(path, "a", 1).amax.tolist() == [1]
+
+
+def test_runs_without_a_seed_are_told_with_their_places(write):
+  runs = [{"run": "a", "history": {"amax": [1]}}] * 2
+  path = write("a.json", {"runs": runs})
+  with pytest.raises(ValueError, match="`run` and `seed` of its own, got the"):
+    instruments.read_history(path)
+  with pytest.raises(ValueError, match="no seed 0 of this run; .*: none"):
+    instruments.read_history(path, seed=0)
+
+
+def test_a_run_without_a_label_is_told_as_such(write):
+  runs = [{"history": {"amax": [1]}}, {"run": "a", "history": {"amax": [1]}}]
+  path = write("a.json", {"runs": runs})
+  with pytest.raises(ValueError, match="2 runs .*by `run`: none, 'a'"):
+    instruments.read_history(path)
+
+
+def test_spaces_around_a_cell_are_not_part_of_it(write):
+  path = write("a.csv", "run , seed, amax\na , 0, 1\n b, 0 ,2\na,0,3\n")
+  assert instruments.read_history(path, "a", 0).amax.tolist() == [1, 3]
+  path = write("a.json", {"runs": [{"seed": " 0", "history": {"amax": [1]}}]})
+  assert instruments.read_history(path, seed=0).amax.tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json"])
+def test_what_never_ends_is_not_read(name, tmp_path):
+  path = tmp_path / name
+  path.symlink_to("/dev/zero")
+  with pytest.raises(ValueError, match="must be a file, got a folder, device"):
+    instruments.read_history(path)
+  path.unlink()
+  os.mkfifo(path)  # Which would wait for somebody who writes.
+  with pytest.raises(ValueError, match="must be a file"):
+    instruments.read_history(path)
+
+
+def test_a_link_to_a_file_is_read(write, tmp_path):
+  link = tmp_path / "link.csv"
+  link.symlink_to(write("a.csv", "amax\n1\n"))
+  assert instruments.read_history(link).amax.tolist() == [1]

@@ -250,6 +250,19 @@ def test_a_rule_that_computes_its_scale_cannot_be_swapped():
     update(tx, GRADIENTS, tx.init(PARAMS), PARAMS, scaled=False)
 
 
+def test_a_transformation_around_that_moves_the_state_is_refused():
+  inner, _ = make()
+  tx = optax.GradientTransformation(
+    lambda params: {"before": inner.init(params)},
+    lambda updates, state, params: (
+      updates,
+      {"after": inner.update(updates, state["before"], params)[1]},
+    ),
+  )
+  with pytest.raises(ValueError, match="`tx` must keep .*'after'; make"):
+    update(tx, GRADIENTS, tx.init(PARAMS), PARAMS, scaled=True)
+
+
 def test_devices_must_agree_on_whether_a_step_was_scaled():
   mesh = jax.make_mesh(
     (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)

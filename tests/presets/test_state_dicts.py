@@ -21,6 +21,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import presets
+from optax_lossscale import rules
 from tests.presets import traces
 from tests.support import assert_same_bits
 
@@ -729,6 +730,84 @@ def test_an_unusable_scale_of_an_own_rule_is_refused(rule, value):
     presets.from_state_dict(rule, written | {"loss_scale": value})
 
 
+@pytest.mark.parametrize("value", [np.nan, 0.0, -1.0, np.inf], ids=repr)
+@pytest.mark.parametrize("inner", [ols.DynamicLossScale(), presets.torch()])
+def test_an_unusable_scale_inside_of_a_warm_start_is_refused(inner, value):
+  rule = rules.WarmStart(inner)
+  key = "rule_state/loss_scale"
+  written = {
+    "is_warm": True,
+    key: value,
+    "rule_state/clean_steps": 0,
+    "rule_state/overflows": 0,
+  }
+  with pytest.raises(ValueError, match=rf"'{key}' must .*got {value!r}"):
+    presets.from_state_dict(rule, written)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300], ids=repr)
+@pytest.mark.parametrize("key", rules.LogMaxLossScale().init()._fields)
+def test_a_statistic_that_is_not_finite_is_refused_by_its_name(key, value):
+  rule = rules.LogMaxLossScale()
+  written = presets.to_state_dict(rule, rule.init())
+  match = rf"'{key}' must .*got {re.escape(repr(value))}"
+  with pytest.raises(ValueError, match=match):
+    presets.from_state_dict(rule, written | {key: value})
+
+
+class SeenState(NamedTuple):
+  loss_scale: jax.Array
+  least_seen: jax.Array
+  share: jax.Array
+
+
+class Seen(ols.LossScale):
+  def init(self):
+    one = jnp.float32(1)
+    return SeenState(one, least_seen=jnp.float32(jnp.inf), share=one)
+
+  def update(self, state, overflow, *, amax=None):
+    return state
+
+
+@pytest.mark.parametrize("least", [np.inf, 2.0])
+def test_a_field_that_begins_with_inf_may_hold_it(least):
+  rule = Seen()
+  written = presets.to_state_dict(rule, rule.init())
+  _, state = presets.from_state_dict(
+    rule, written | {"least_seen": least, "share": 0.0}
+  )
+  assert (state.least_seen, state.share) == (least, 0)
+
+
+@pytest.mark.parametrize(
+  "value", [10**400, -(10**400), 10**30000], ids=int.bit_length
+)
+@pytest.mark.parametrize("system", SCALE_KEYS)
+def test_an_integer_beyond_every_float_is_refused_by_its_name(system, value):
+  _, saved = _saved(system)
+  path = SCALE_KEYS[system]
+  with pytest.raises(ValueError, match="`state_dict`") as error:
+    _import(system, _nested(_flat(saved) | {path: value}))
+  _assert_lists(error, {path: "must be finite in float32, got "})
+
+
+@pytest.mark.parametrize(
+  "value",
+  [bytearray(b"8"), memoryview(b"8"), np.timedelta64(5, "s")],
+  ids=lambda x: type(x).__name__,
+)
+def test_what_is_no_number_is_none_in_a_dictionary(value):
+  names = ["scale", "growth_tracker", "hysteresis_tracker"]
+  with pytest.raises(ValueError, match="`state_dict`") as error:
+    _import("megatron", dict.fromkeys(names, value))
+  _assert_lists(error, dict.fromkeys(names, "must be .*, got "))
+  rule = ols.DynamicLossScale()
+  written = presets.to_state_dict(rule, rule.init())
+  with pytest.raises(ValueError, match="'clean_steps' must be int32"):
+    presets.from_state_dict(rule, written | {"clean_steps": value})
+
+
 @pytest.mark.parametrize("value", [2**31, 2**40, -(2**40)])
 def test_a_counter_of_an_own_rule_beyond_int32_is_refused(value):
   rule = ols.DynamicLossScale()
@@ -1004,6 +1083,13 @@ def test_a_whole_checkpoint_gets_a_hint():
   checkpoint = {"scaler": presets.to_state_dict(rule, rule.init()), "epoch": 3}
   with pytest.raises(ValueError, match=r"state_dict\['scaler'\]: pass that"):
     presets.from_state_dict("torch", checkpoint)
+
+
+def test_of_a_whole_model_a_few_keys_are_listed():
+  weights = {f"layer {i}": np.zeros(3) for i in range(1000)}
+  with pytest.raises(ValueError, match=r"; and 98\d more\.$") as error:
+    _import("torch", weights)
+  assert len(str(error.value)) < 1000
 
 
 def test_a_traced_dictionary_is_refused():

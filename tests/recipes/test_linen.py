@@ -476,11 +476,8 @@ def test_fp8_histories_that_differ_by_device_are_refused_by_jax():
 
 def test_flax_own_train_state_is_as_the_page_says():
   ours = fp8_names()
-  text = documents.section(PAGE, "Flax's own train state")
-  *stock_blocks, _ = documents.blocks(text)
   names = dict(ours)
-  for block in stock_blocks:
-    exec(block, names)
+  exec(documents.block(PAGE, "Flax's own train state", "select_on_skip"), names)
   states = [(names["state"], ours["state"])]
   for batch in (BATCH, NAN_BATCH, BATCH):
     stock, other = (
@@ -498,10 +495,8 @@ def test_flax_own_train_state_is_as_the_page_says():
 def test_a_run_with_flax_own_train_state_goes_on_with_ours():
   old = bare_state()
   names = fp8_names() | {"old": old}
-  *_, block = documents.blocks(
-    documents.section(PAGE, "Flax's own train state")
-  )
-  exec(block, names)
+  title = "Flax's own train state"
+  exec(documents.block(PAGE, title, "with_loss_scaling"), names)
   state = names["state"]
   assert (state.step, state.attempts, state.loss_scale) == (2, 0, 2.0**10)
   assert is_equal(state.params, old.params)

@@ -118,6 +118,18 @@ def test_gradients_that_grow_slower_than_the_headroom_lose_no_step():
   assert lost_steps(Headroom(headroom=1), true_amax) == []
 
 
+def test_the_largest_window_is_kept_in_a_quarter_of_a_mebibyte():
+  state = Headroom(window=2**16).init()
+  assert support.size(state) < 2**18 + 100
+
+
+@pytest.mark.parametrize("window", [2**16 + 1, 2**31 - 1])
+def test_a_window_that_the_state_would_be_too_large_for_is_refused(window):
+  match = f"`window` must be at most .*got {window}: the state has an entry"
+  with pytest.raises(ValueError, match=match):
+    Headroom(window=window)
+
+
 def test_one_spike_counts_for_the_window_and_no_longer():
   rule = Headroom(window=3, headroom=1)
   true_amax = np.asarray([1, 1, 2, 1, 1, 1, 1], np.float32)

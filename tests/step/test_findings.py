@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 
 AUTO = (jax.sharding.AxisType.Auto,)
 
@@ -161,3 +162,38 @@ def test_amax_from_elsewhere_is_agreed_on():
 def test_what_is_no_magnitude_is_refused(amax):
   with pytest.raises(TypeError, match="`amax` must be a number, an array"):
     update_once(CountLarge(), jnp.ones(1), amax=amax)
+
+
+@pytest.mark.parametrize(
+  "count",
+  [2**31, 2**63, 2**64, -(2**63), 10**400, np.int64(2**32)],
+  ids=support.name,
+)
+def test_any_integer_but_0_is_an_overflow(count):
+  assert update_once(CountLarge(), jnp.ones(2), overflow=count).overflow
+
+
+@pytest.mark.parametrize(
+  "amax", [10**400, -(10**400), 10**30000, 2**128], ids=int.bit_length
+)
+def test_an_amax_beyond_float32_that_is_an_integer_is_refused(amax):
+  with pytest.raises(ValueError, match="`amax` must be finite in float32"):
+    update_once(CountLarge(), jnp.ones(2), amax=amax)
+
+
+@pytest.mark.parametrize(
+  "value",
+  [
+    b"8",
+    bytearray(b"8"),
+    memoryview(b"8"),
+    np.timedelta64(5, "s"),
+    np.datetime64("2020"),
+    np.array([None]),
+  ],
+  ids=lambda x: type(x).__name__,
+)
+@pytest.mark.parametrize("name", ["overflow", "amax"])
+def test_what_is_no_number_is_none_from_elsewhere(name, value):
+  with pytest.raises(TypeError, match=f"`{name}` must be a "):
+    update_once(CountLarge(), jnp.ones(2), **{name: value})
