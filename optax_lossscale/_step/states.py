@@ -35,8 +35,8 @@ class LossScalingState(NamedTuple):
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, or without being scaled, or the rule's next S was
-      unusable.
+      the rule's floor, with an S that never moves, or without being scaled; or
+      the rule's next S was unusable.
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, and among those of the micro-batches that `update` was
       told of; NaN if `nan`.

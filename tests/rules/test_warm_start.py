@@ -144,8 +144,8 @@ def test_an_overflow_of_the_smallest_probe_is_stalled():
   assert rule.stalled(rule.init(), True)
   assert not rule.stalled(rule.init(), False)
   warm = rule.update(rule.init(), False, amax=1.0)
-  # The fixed rule never is.
-  assert not rule.stalled(warm._replace(is_warm=jnp.full((), True)), True)
+  # From then on the rule says it: a fixed one cannot move S.
+  assert rule.stalled(warm._replace(is_warm=jnp.full((), True)), True)
 
 
 def test_the_rule_decides_whether_an_overflow_is_skipped():
