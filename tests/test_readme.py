@@ -107,6 +107,7 @@ def test_the_examples_run_one_after_the_other():
   )
   exec(block("Seeing it, and tuning it", "ols.loss_scale_metrics"), names)
   assert names["metrics"]["applied_steps"] == 6
+  exec(block("Seeing it, and tuning it", "ols.raise_if_failed"), names)
 
   exec(block("Your own reasons to skip", "overflow=grad_norm"), names)
   assert not names["opt_state"].skipped

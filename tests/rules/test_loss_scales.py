@@ -321,7 +321,10 @@ def test_a_fixed_scale_that_is_far_too_large_is_stalled_from_the_first_step():
   tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**40))
   params = jnp.ones(2, jnp.float16)
   state = tx.init(params)
-  loss_fn = lambda params: jnp.float32(jnp.sum(params**2))
+
+  def loss_fn(params):
+    return jnp.float32(jnp.sum(params**2))
+
   for step in (1, 2):
     _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
     _, state = tx.update(grads, state, params)
