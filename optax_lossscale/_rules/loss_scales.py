@@ -12,6 +12,15 @@ from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
 
 
+class NoLossScaleState(NamedTuple):
+  """State of loss scaling that is switched off: none, since S is 1."""
+
+  @property
+  def loss_scale(self) -> np.float32:
+    """float32[], the loss scale S."""
+    return np.float32(1)
+
+
 class FixedLossScaleState(NamedTuple):
   """State of a loss scale that never moves.
 

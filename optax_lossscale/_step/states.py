@@ -11,6 +11,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._rules import loss_scales
 
 # The types of S itself, which may be passed in place of a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
@@ -196,6 +197,8 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   does not tell jit from an eager scan, which also compiles its body.
   """
   state = find_state(opt_state, path)
+  if not jax.tree.leaves(state.loss_scale_state):
+    return state  # Nothing moves S.
   loss_scale = state.loss_scale_state.loss_scale
   # Flax NNX keeps each array of a state in a variable of its own.
   if not isinstance(loss_scale, jax.Array) and hasattr(
@@ -222,6 +225,8 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   The leaf is found through the attribute, since a rule around another one has S
   further inside, under any name.
   """
+  if isinstance(rule_state, loss_scales.NoLossScaleState):
+    return rule_state  # Its S is always 1.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]
   try:
