@@ -23,6 +23,7 @@ def scaled_value_and_grad(
   *,
   allow_int: bool = False,
   path: str | None = None,
+  value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function for the loss and its *scaled* gradients.
 
@@ -43,6 +44,9 @@ def scaled_value_and_grad(
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+    value_and_grad: what differentiates, for models that are no pytree of
+      arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It is given
+      has_aux=True, and `argnums` and `allow_int` where they are not as above.
 
   Returns:
     A function with the arguments of `fun` that returns
@@ -70,18 +74,22 @@ def scaled_value_and_grad(
     5.0 [2048. 4096.]
   """
   check_arguments(opt_state, argnums, path)
+  arguments.check_function(value_and_grad, "value_and_grad")
+  options = {} if argnums == 0 else {"argnums": argnums}
+  if allow_int:
+    options["allow_int"] = allow_int
+  # Another one may carry out what `fun` changes, as Flax NNX does.
+  is_copied = value_and_grad is jax.value_and_grad
+  unchanging = _unchanging(fun) if is_copied else fun
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     loss_scale = states.scale_in_use(opt_state, path)
-    value_and_grad = jax.value_and_grad(
-      scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
-      argnums,
-      has_aux=True,
-      allow_int=allow_int,
+    differentiated = value_and_grad(
+      _scaled_loss_fn(unchanging, loss_scale, has_aux), has_aux=True, **options
     )
-    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+    (_, (loss, value)), gradients = differentiated(*args, **kwargs)
+    return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
 
   return scaled_value_and_grad_fun
 
@@ -197,7 +205,7 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
   states.get_loss_scale(opt_state, path=path)
 
 
-def scaled_loss_fn(
+def _scaled_loss_fn(
   fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, Any]]:
   """Returns a function to differentiate: S times the loss, and the true one."""
@@ -235,7 +243,7 @@ def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:
   return unchanging_fun
 
 
-def inf_where_unusable(
+def _inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: Any, gradients: Any
 ) -> Any:
   """Returns inf for every gradient if a loss of this dtype cannot carry S."""
