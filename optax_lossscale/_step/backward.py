@@ -29,7 +29,8 @@ def scaled_value_and_grad(
 
   It is `jax.value_and_grad` of S times `fun`, but the value is that of `fun`.
   The gradients stay scaled: hand them to the `update` of `loss_scaling` with
-  the same `opt_state`.
+  the same `opt_state`. A norm of them is S times too large. The true one is
+  `optax.tree.norm(unscale(gradients, opt_state))`, before `update` moves S.
 
   A loss in float16 works: the product with S is formed in float32. Where the
   loss's dtype does not hold S, the backward pass could only start from inf or,
@@ -132,7 +133,8 @@ def unscale(
   """Returns the gradients divided by S, in float32 at least.
 
   For gradients that are used outside the wrapper: to log their norm, to hand
-  them to a line search as `grad=`. `update` itself takes them scaled.
+  them to a line search as `grad=`. `update` itself takes them scaled, so this
+  comes before it, with the `opt_state` that they were made with.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
