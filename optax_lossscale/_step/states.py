@@ -43,8 +43,9 @@ class LossScalingState(NamedTuple):
       told of; NaN if `nan`.
     used: float32[], the share of its range that the last step used: amax over
       the largest finite value of the computation's dtype, where that share
-      is largest; at least 2**-126. NaN or inf as `amax`; 0 whatever came if no
-      dtype is known because the check names none and the gradients are float32.
+      is largest; at least 2**-126. NaN or inf as `amax`; 0 before the first
+      step. The dtype is float16 if the check names none and the gradients are
+      not narrow.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
     consecutive_skips: int32[], how many of them have come in a row, to the last
@@ -82,8 +83,9 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], how many doublings of S the last step left, in bits.
 
-    -log2(used), so 126 at most; NaN if `nan`, and where no dtype is known; -inf
-    if amax is inf.
+    -log2(used), so 126 at most; NaN if `nan`, and before the first step; -inf
+    if amax is inf. Below 0 the gradients fit no float16, and the check does not
+    name what they were computed in.
     """
     # Not kept in the state, where its NaN would stop jax_debug_nans.
     used = jnp.asarray(self.used)
