@@ -118,16 +118,11 @@ def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
   worst, member = _member(skips)
   if skips[worst] <= most:
     return
-  nan, amax, used, stalled, loss_scale = (
-    np.asarray(x)[worst]
-    for x in (
-      state.nan,
-      state.amax,
-      state.used,
-      state.stalled,
-      state.loss_scale_state.loss_scale,
-    )
+  nan, amax, used, stalled = (
+    np.asarray(getattr(state, name))[worst]
+    for name in ("nan", "amax", "used", "stalled")
   )
+  loss_scale = np.asarray(state.loss_scale_state.loss_scale)[worst]
   move = "cannot come down" if stalled else "still coming down"
   remedy = (
     "run its batch again with scaled_value_and_grad(loss_fn, 1.0): what is not "
@@ -139,7 +134,10 @@ def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
   elif np.isinf(amax):
     cause = "inf in its gradients"
   elif used >= 1:
-    cause = f"a gradient at the limit of its dtype (amax is {amax})"
+    cause = (
+      f"a gradient at the limit of its dtype (amax is {amax}, the dtype "
+      "float16 if the check names none)"
+    )
   else:
     cause = "`overflow`, which the caller passed"
     remedy = "look at what sets it"
@@ -153,10 +151,5 @@ def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
 def _member(values: Any) -> tuple[Any, str]:
   """Returns where the largest is, in words if runs were stacked by vmap."""
   place = np.unravel_index(np.argmax(values), values.shape)
-  if not values.shape:
-    return place, ""
-  member, of = (
-    int(x[0]) if len(x) == 1 else tuple(map(int, x))
-    for x in (place, values.shape)
-  )
-  return place, f"member {member} of {of}: "
+  member = ", ".join(map(str, place))
+  return place, f"member {member} of {values.size}: " if place else ""

@@ -244,7 +244,9 @@ def _switched_off(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
     requirements.check_switched_off(state)
-    is_gradient = leaves.resolve_mask(mask, updates)
+    is_gradient = leaves.resolve_mask(
+      mask, updates if params is None or mask is None else params
+    )
     gradients = leaves.leave_out(is_gradient, updates)
     if averaged:
       # As after an overflow: NaN stays NaN.

@@ -69,11 +69,11 @@ def test_the_error_says_how_many_why_what_s_is_and_what_it_suggests():
     (after(INF, INF), "because of inf in its gradients; run its batch"),
     (
       after(*2 * [65504 * GOOD], check=ols.saturated(jnp.float16)),
-      "because of a gradient at the limit of its dtype (amax is 65504.0); run",
+      "because of a gradient at the limit of its dtype (amax is 65504.0, the ",
     ),
     (
       after(*2 * [1e5 * GOOD], check=ols.nonfinite(jnp.float16)),
-      "because of a gradient at the limit of its dtype (amax is 100000.0); run",
+      "because of a gradient at the limit of its dtype (amax is 100000.0, the ",
     ),
     (
       after(GOOD, GOOD, overflow=True),
@@ -120,7 +120,7 @@ def test_the_error_says_which_member_it_is():
   assert text.endswith("; S is 2.0.")
   # The axes that vmap has stacked, one in the other.
   text = message(jax.tree.map(lambda x: x[None], state))
-  assert text.startswith("member (0, 2) of (1, 3): 2 steps in a row")
+  assert text.startswith("member 0, 2 of 3: 2 steps in a row")
 
 
 def test_all_data_nan_is_heard():

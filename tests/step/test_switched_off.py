@@ -274,6 +274,31 @@ def test_the_train_state_of_linen_takes_it():
   assert not state.skipped
 
 
+def test_its_steps_are_recorded(capfd):
+  tx = ols.instruments.record(OFF, capacity=2)
+
+  @jax.jit
+  def train_step(params, opt_state):
+    params, opt_state, _ = step(tx, params, opt_state, X)
+    ols.instruments.print_loss_scale(opt_state, every=1)
+    return params, opt_state
+
+  _, opt_state = train_step(PARAMS, tx.init(PARAMS))
+  jax.effects_barrier()
+  assert ols.instruments.history(opt_state).loss_scale.tolist() == [1]
+  expected = "step 1: clean, loss scale now 1, 1 applied, 0 skipped (0.0 %)\n"
+  assert capfd.readouterr().out == expected
+
+
+@pytest.mark.parametrize("mask", [None, lambda p: {"w": True, "s": p["s"] > 3}])
+def test_a_mask_goes_by_the_parameters(mask):
+  params = {"w": jnp.ones(2), "s": np.float32(3.0)}
+  grads = {"w": jnp.ones(2), "s": np.float32(5.0)}
+  tx = ols.loss_scaling(optax.sgd(0.5), None, mask=mask)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  assert updates["s"] == (5 if mask else -2.5)
+
+
 def test_an_nnx_optimizer_takes_it():
   def train(tx, with_lines):
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
