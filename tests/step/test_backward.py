@@ -479,6 +479,13 @@ def test_an_object_that_changes_in_place_goes_through_nnx():
   )
 
 
+def test_an_object_that_changes_in_place_is_refused_by_default():
+  fun = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+  value_and_grad = ols.scaled_value_and_grad(fun, 8.0)
+  with pytest.raises(ValueError, match="`fun` must not change its arguments"):
+    value_and_grad(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), BATCH)
+
+
 def test_what_differentiates_must_be_a_function():
   with pytest.raises(TypeError, match="`value_and_grad` must be a function"):
     ols.scaled_value_and_grad(loss_fn, 8.0, value_and_grad="filter")
