@@ -46,10 +46,10 @@ def loss_scaling(
       first and then evaluated, so it must be pure.
     rule: where S starts and how each step moves it. None switches all of it
       off, so that a program with configurable precision has the same lines
-      with and without: S is 1, nothing is checked or skipped, `overflow` and
-      `amax` are ignored, and XLA makes of it what it makes of `inner`, also
-      where parameters are narrow. `mask` and `average_scaled` hold, and
-      `accumulated_value_and_grad` keeps its own check.
+      with and without. S is then 1, nothing is checked or skipped, `overflow`
+      and `amax` are ignored, and narrow parameters reach `inner` as they are.
+      XLA compiles `inner` and the count of applied steps. `mask` and
+      `average_scaled` hold; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
       devices decide together, under `shard_map` or `pmap`. Under plain jit none
