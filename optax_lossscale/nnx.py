@@ -78,6 +78,10 @@ def scaled_value_and_grad(
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
+  # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
+  differentiate = functools.partial(
+    nnx.value_and_grad, argnums=chosen, graph=True, graph_updates=True
+  )
   # Flax refuses a bound method, which our function around it would hide.
   nnx.value_and_grad(fun)
 
@@ -87,17 +91,9 @@ def scaled_value_and_grad(
       _check_first(optimizer, args)
     state = _find_state(optimizer, path)
     _refuse_frozen(state)
-    loss_scale = states.get_loss_scale(state)
-    # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
-    value_and_grad = nnx.value_and_grad(
-      backward.scaled_loss_fn(fun, loss_scale, has_aux),
-      argnums=chosen,
-      has_aux=True,
-      graph=True,
-      graph_updates=True,
-    )
-    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, backward.inf_where_unusable(loss_scale, loss.dtype, gradients)
+    return backward.scaled_value_and_grad(
+      fun, state, has_aux=has_aux, value_and_grad=differentiate
+    )(*args, **kwargs)
 
   return scaled_value_and_grad_fun
 

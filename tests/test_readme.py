@@ -106,14 +106,16 @@ def test_the_examples_run_one_after_the_other():
     names["params"], batch
   )
   exec(block("Seeing it, and tuning it", "ols.loss_scale_metrics"), names)
-  assert names["metrics"]["applied_steps"] == 6
+  assert names["metrics"]["applied_steps"] == 7
+  assert names["metrics"]["headroom"] > 0
+  exec(block("Seeing it, and tuning it", "ols.raise_if_failed"), names)
 
   exec(block("Your own reasons to skip", "overflow=grad_norm"), names)
   assert not names["opt_state"].skipped
 
   names["ema"] = names["params"]
   names["new_ema"] = optax.apply_updates(names["params"], names["updates"])
-  exec(block("What else a step changes", "ols.select_on_skip"), names)
+  exec(block("What else a step changes", "new_ema"), names)
   assert jax.tree.all(
     jax.tree.map(jnp.array_equal, names["ema"], names["new_ema"])
   )
@@ -134,6 +136,44 @@ def test_the_examples_run_one_after_the_other():
   exec(block("FP8", "_overwrite_with_gradient"), names)
   assert names["variables"]["_overwrite_with_gradient"] == 5.0
   assert jnp.all(names["variables"]["params"] == 2.0)
+
+
+def test_the_norm_that_is_logged_is_the_true_one_when_s_grows():
+  seeing = block("Seeing it, and tuning it", "ols.loss_scale_metrics")
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(growth_interval=1))
+  params = {"w": jnp.array([3.0, 4.0])}
+  names = {"ols": ols, "optax": optax, "tx": tx, "params": params}
+  names["opt_state"] = tx.init(params)
+  for step in range(1, 4):
+    _, names["grads"] = ols.scaled_value_and_grad(
+      lambda params: jnp.sum(params["w"] ** 2) / 2, names["opt_state"]
+    )(params)
+    exec(seeing, names)
+    assert names["metrics"]["grad_norm"] == 5
+    assert names["metrics"]["loss_scale"] == 2.0 ** (15 + step)
+  # After `update` it would be halved.
+  after = optax.tree.norm(ols.unscale(names["grads"], names["opt_state"]))
+  assert after == 2.5
+
+
+def test_a_running_mean_passes_over_the_nan_of_a_skipped_step():
+  averaging = block("What else a step changes", "mean_loss")
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  params = jnp.ones(2)
+  names = {"ols": ols, "opt_state": tx.init(params), "mean_loss": 4.0}
+  for factor, expected in (
+    (2.0, 3.8),
+    (np.nan, 3.8),
+    (np.inf, 3.8),
+    (2.0, 3.62),
+  ):
+    names["loss"], grads = ols.scaled_value_and_grad(
+      lambda params, factor: jnp.mean(params) * factor, names["opt_state"]
+    )(params, jnp.float32(factor))
+    _, names["opt_state"] = tx.update(grads, names["opt_state"], params)
+    exec(averaging, names)
+    np.testing.assert_allclose(names["mean_loss"], expected, rtol=1e-6)
+  assert names["opt_state"].skipped_steps == 2
 
 
 @pytest.mark.slow
@@ -170,7 +210,9 @@ def test_what_is_seen_and_advised(capfd):
   exec(overflow, names)
   jax.effects_barrier()
   printed, advice, place, none = capfd.readouterr().out.splitlines()
-  assert printed.startswith("step 100: clean, loss scale now 32768, 95 appl")
+  assert printed.startswith(
+    "step 100: clean, loss scale now 32768, headroom 0.6 bits, 95 appl"
+  )
   assert advice.startswith("init_scale: 2**20 -> 2**15: 5 steps were lost")
   assert place.startswith("float16 overflow in ")
   assert none == "no operation overflowed"

@@ -75,12 +75,12 @@ def check_dtype(
   return found
 
 
-def check_function(fun: Any) -> None:
+def check_function(fun: Any, name: str = "fun") -> None:
   """Raises if what was passed as `fun` is no function."""
   if not callable(fun):
     raise TypeError(
-      f"`fun` must be a function, got {type(fun).__name__}; pass the function "
-      "itself, and its arguments to what is returned."
+      f"`{name}` must be a function, got {type(fun).__name__}; pass the "
+      "function itself, and its arguments to what is returned."
     )
 
 

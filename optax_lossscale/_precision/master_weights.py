@@ -152,8 +152,12 @@ def master_weights(
     params = leaves.as_arrays(params)
     is_gradient = leaves.resolve_mask(None, updates)
     # Loss scaling in there checks gradients in their own dtype, and knows about
-    # leaves that are none: a skip returns their old values.
-    scales = bool(_states.find_states(state.inner_state))
+    # leaves that are none: a skip returns their old values. Switched off, it
+    # has a state without leaves.
+    scales = any(
+      jax.tree.leaves(x.loss_scale_state)
+      for x in _states.find_states(state.inner_state).values()
+    )
     if not scales:
       gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
       params = leaves.leave_out(leaves.resolve_mask(None, params), params)

@@ -88,7 +88,7 @@ class LossScale(abc.ABC):
   def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
     """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
 
-    The wrapper reports it.
+    The wrapper reports it. Of a rule that never moves S, every overflow is one.
 
     Args:
       state: the state that the step used.

@@ -12,6 +12,15 @@ from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
 
 
+class NoLossScaleState(NamedTuple):
+  """State of loss scaling that is switched off: none, since S is 1."""
+
+  @property
+  def loss_scale(self) -> np.float32:
+    """float32[], the loss scale S."""
+    return np.float32(1)
+
+
 class FixedLossScaleState(NamedTuple):
   """State of a loss scale that never moves.
 
@@ -33,7 +42,8 @@ class FixedLossScale(base.LossScale):
 
   It is the right rule when a good S is known: no step is lost to finding it. S
   lives in the state, so another `scale` moves nothing in a run that has begun:
-  set it there, `optax.tree.set(opt_state, loss_scale_state=rule.init())`.
+  set it there, `optax.tree.set(opt_state, loss_scale_state=rule.init())`. A
+  step that overflows is `stalled`: the next one has the same S.
 
   Attributes:
     scale: the first S, and every later one, a normal float32. A power of two
@@ -78,6 +88,13 @@ class FixedLossScale(base.LossScale):
     """Returns `state`. See `LossScale.update`."""
     del overflow, amax
     return state
+
+  def stalled(
+    self, state: FixedLossScaleState, overflow: jax.Array | bool
+  ) -> jax.Array:
+    """Returns bool[]: any overflow, since S cannot move."""
+    del state
+    return jnp.asarray(overflow, bool)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,14 @@ def scaled_value_and_grad(
   *,
   allow_int: bool = False,
   path: str | None = None,
+  value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function for the loss and its *scaled* gradients.
 
   It is `jax.value_and_grad` of S times `fun`, but the value is that of `fun`.
   The gradients stay scaled: hand them to the `update` of `loss_scaling` with
-  the same `opt_state`.
+  the same `opt_state`. A norm of them is S times too large. The true one is
+  `optax.tree.norm(unscale(gradients, opt_state))`, before `update` moves S.
 
   A loss in float16 works: the product with S is formed in float32. Where the
   loss's dtype does not hold S, the backward pass could only start from inf or,
@@ -43,6 +45,9 @@ def scaled_value_and_grad(
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+    value_and_grad: what differentiates, for models that are no pytree of
+      arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It is given
+      has_aux=True, and `argnums` and `allow_int` where they are not as above.
 
   Returns:
     A function with the arguments of `fun` that returns
@@ -70,12 +75,19 @@ def scaled_value_and_grad(
     5.0 [2048. 4096.]
   """
   check_arguments(opt_state, argnums, path)
+  arguments.check_function(value_and_grad, "value_and_grad")
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    loss_scale = states.scale_in_use(opt_state, path)
-    value_and_grad = at_scale(loss_scale, fun, argnums, has_aux, allow_int)
-    return value_and_grad(*args, **kwargs)
+    differentiated = at_scale(
+      states.scale_in_use(opt_state, path),
+      fun,
+      argnums,
+      has_aux,
+      allow_int,
+      value_and_grad,
+    )
+    return differentiated(*args, **kwargs)
 
   return scaled_value_and_grad_fun
 
@@ -118,7 +130,8 @@ def unscale(
   """Returns the gradients divided by S, in float32 at least.
 
   For gradients that are used outside the wrapper: to log their norm, to hand
-  them to a line search as `grad=`. `update` itself takes them scaled.
+  them to a line search as `grad=`. `update` itself takes them scaled, so this
+  comes before it, with the `opt_state` that they were made with.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
@@ -174,21 +187,25 @@ def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
 def at_scale(
   loss_scale: jax.Array,
   fun: Callable[..., Any],
-  argnums: int | Sequence[int],
+  argnums: Any,
   has_aux: bool,
   allow_int: bool = False,
+  value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns `scaled_value_and_grad` at an S that need not be usable."""
-  value_and_grad = jax.value_and_grad(
-    scaled_loss_fn(_unchanging(fun), loss_scale, has_aux),
-    argnums,
-    has_aux=True,
-    allow_int=allow_int,
+  options = {} if argnums == 0 else {"argnums": argnums}
+  if allow_int:
+    options["allow_int"] = allow_int
+  if value_and_grad is jax.value_and_grad:
+    # Another one may carry out what `fun` changes, as Flax NNX does.
+    fun = _unchanging(fun)
+  differentiated = value_and_grad(
+    _scaled_loss_fn(fun, loss_scale, has_aux), has_aux=True, **options
   )
 
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+    (_, (loss, value)), gradients = differentiated(*args, **kwargs)
+    return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
 
   return scaled_value_and_grad_fun
 
@@ -213,7 +230,7 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
   states.get_loss_scale(opt_state, path=path)
 
 
-def scaled_loss_fn(
+def _scaled_loss_fn(
   fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, Any]]:
   """Returns a function to differentiate: S times the loss, and the true one."""
@@ -251,7 +268,7 @@ def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:
   return unchanging_fun
 
 
-def inf_where_unusable(
+def _inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: Any, gradients: Any
 ) -> Any:
   """Returns inf for every gradient if a loss of this dtype cannot carry S."""

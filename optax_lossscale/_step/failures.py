@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._base import arguments
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale._step import states as _states
@@ -27,62 +29,127 @@ _CONDITIONS = {
 }
 
 
-def raise_if_failed(opt_state: Any) -> None:
-  """Raises if the rule's system would have raised by now.
+def raise_if_failed(
+  opt_state: Any, max_consecutive_skips: int | None = None
+) -> None:
+  """Raises if too many steps in a row were skipped, or a rule has given up.
+
+  Nothing raises inside jit: a run whose data are all NaN skips every step and
+  goes on. Call this between steps, as often as you log. It waits for the step
+  that made `opt_state`.
 
   DeepSpeed, fairseq and MindSpore end a run whose loss scale cannot help any
-  more. Nothing raises inside jit, so their presets note it in the state, where
-  it stays, and go on skipping; call this between steps, as often as you log.
-  It waits for the step that made `opt_state`. With other rules it never raises,
-  nor after a step of a rule that was made with raise_error_at_min_scale=False,
-  nor because of steps that were not scaled, which the rule does not see.
+  more. Their presets note it in the state, where it stays, so this raises with
+  or without a limit. It does not after a step of a rule that was made with
+  raise_error_at_min_scale=False, nor because of steps that were not scaled,
+  which the rule does not see.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
+    max_consecutive_skips: how many skipped steps in a row may be, with any
+      rule; None for any number. While S comes down from a first value that is
+      too large each step is skipped, so leave room: 100, say.
 
   Raises:
-    FloatingPointError: if the rule's system would have raised.
-    TypeError: if the state is traced.
-    ValueError: if `opt_state` holds no loss scale.
+    FloatingPointError: if more steps in a row were skipped, or if the rule's
+      system would have raised. It says which state of several, which member of
+      runs that `vmap` has stacked, what was wrong with the last step, and S.
+    TypeError: if the state is traced, or the limit is no integer.
+    ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
-    >>> rule = ols.presets.deepspeed(init_scale=2.0, delayed_shift=1)
-    >>> tx = ols.loss_scaling(optax.sgd(0.1), rule)
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
     >>> state = tx.init(jnp.zeros(1))
-    >>> for _ in range(2):
-    ...   ols.raise_if_failed(state)
-    ...   _, state = tx.update(jnp.array([jnp.inf]), state)
-    >>> ols.raise_if_failed(state)
+    >>> for _ in range(3):
+    ...   ols.raise_if_failed(state, max_consecutive_skips=2)
+    ...   _, state = tx.update(jnp.array([jnp.nan]), state)
+    >>> ols.raise_if_failed(state, max_consecutive_skips=2)
     Traceback (most recent call last):
       ...
-    FloatingPointError: a step overflowed with the loss scale at its minimum, \
-where DeepSpeed ends the run; find out what makes the gradients overflow, or \
-go on with raise_error_at_min_scale=False; S is 1.0.
+    FloatingPointError: 3 steps in a row were skipped, more than \
+`max_consecutive_skips`=2, the last one because of NaN in its gradients; run \
+its batch again with scaled_value_and_grad(loss_fn, 1.0): what is not finite \
+there is the model's or the batch's, else S is too large and still coming \
+down; S is 4096.0.
   """
+  if max_consecutive_skips is not None:
+    max_consecutive_skips = arguments.check_count(
+      "max_consecutive_skips", max_consecutive_skips
+    )
   states = _states.find_states(opt_state)
   if not states:
     _states.find_state(opt_state)  # Raises, and says what to pass.
-  for state in states.values():
-    loss_scale_state = state.loss_scale_state
-    # A rule around another, such as WarmStart, holds its state.
-    while hasattr(loss_scale_state, "rule_state"):
-      loss_scale_state = loss_scale_state.rule_state
-    failure = getattr(loss_scale_state, "failure", None)
-    if failure is None:
-      continue
-    if isinstance(failure, jax.core.Tracer):
+  for path, state in states.items():
+    # As an array, also where NNX keeps it in a variable.
+    if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
       raise TypeError(
         "`opt_state` must have values, got a traced one; call raise_if_failed "
         "between the steps, outside jit."
       )
-    # Several, if the runs were stacked by vmap.
-    failures = np.ravel(failure)
-    if failures.any():
-      first = int(np.argmax(failures != 0))
-      loss_scale = np.ravel(loss_scale_state.loss_scale)[first]
-      raise FloatingPointError(
-        f"{_CONDITIONS[Failure(failures[first])]}; S is {loss_scale}."
-      )
+    place = f"at {path!r}: " if len(states) > 1 else ""
+    _check_system(state, place)
+    if max_consecutive_skips is not None:
+      _check_row(state, max_consecutive_skips, place)
+
+
+def _check_system(state: _states.LossScalingState, place: str) -> None:
+  """Raises if the rule's system would have raised."""
+  loss_scale_state = state.loss_scale_state
+  # A rule around another, such as WarmStart, holds its state.
+  while hasattr(loss_scale_state, "rule_state"):
+    loss_scale_state = loss_scale_state.rule_state
+  failure = getattr(loss_scale_state, "failure", None)
+  failure = np.asarray(0 if failure is None else failure)
+  if failure.any():
+    first, member = _member(failure != 0)
+    loss_scale = np.asarray(loss_scale_state.loss_scale)[first]
+    raise FloatingPointError(
+      f"{place}{member}{_CONDITIONS[Failure(failure[first])]}; S is "
+      f"{loss_scale}."
+    )
+
+
+def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
+  """Raises if more than `most` steps in a row were skipped."""
+  skips = np.asarray(state.consecutive_skips)
+  worst, member = _member(skips)
+  if skips[worst] <= most:
+    return
+  nan, amax, used, stalled = (
+    np.asarray(getattr(state, name))[worst]
+    for name in ("nan", "amax", "used", "stalled")
+  )
+  loss_scale = np.asarray(state.loss_scale_state.loss_scale)[worst]
+  move = "cannot come down" if stalled else "still coming down"
+  remedy = (
+    "run its batch again with scaled_value_and_grad(loss_fn, 1.0): what is not "
+    "finite there is the model's or the batch's, else S is too large and "
+    f"{move}"
+  )
+  if nan:
+    cause = "NaN in its gradients"
+  elif np.isinf(amax):
+    cause = "inf in its gradients"
+  elif used >= 1:
+    cause = (
+      f"a gradient at the limit of its dtype (amax is {amax}, the dtype "
+      "float16 if the check names none)"
+    )
+  else:
+    cause = "`overflow`, which the caller passed"
+    remedy = "look at what sets it"
+  raise FloatingPointError(
+    f"{place}{member}{skips[worst]} steps in a row were skipped, more than "
+    f"`max_consecutive_skips`={most}, the last one because of {cause}; "
+    f"{remedy}; S is {loss_scale}."
+  )
+
+
+def _member(values: Any) -> tuple[Any, str]:
+  """Returns where the largest is, in words if runs were stacked by vmap."""
+  place = np.unravel_index(np.argmax(values), values.shape)
+  member = ", ".join(map(str, place))
+  return place, f"member {member} of {values.size}: " if place else ""

@@ -17,6 +17,7 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 
 _LARGEST = float(np.finfo(np.float32).max)
+_FLOAT16 = float(np.finfo(np.float16).max)
 _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
@@ -139,8 +140,8 @@ def examine(
     shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
   if not shares:
-    # Made of the amax, so that it varies over devices as all of a state does.
-    return Finding(flag, found, dropped, used=jnp.zeros_like(found))
+    # Nobody said. Losses are scaled for float16, and that is no limit here.
+    shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
   return Finding(flag, found, dropped, used)

@@ -10,6 +10,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
+from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
@@ -21,7 +22,7 @@ from optax_lossscale._step import states
 
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
-  rule: base.LossScale,
+  rule: base.LossScale | None,
   *,
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   axis_name: Any = None,
@@ -46,7 +47,12 @@ def loss_scaling(
       parameters or gradients are narrower than float32 it gets float32 copies,
       so its state is float32 from the start. Under jit its update is recorded
       first and then evaluated, so it must be pure.
-    rule: where S starts and how each step moves it.
+    rule: where S starts and how each step moves it. None switches all of it
+      off, so that a program with configurable precision has the same lines
+      with and without. S is then 1, nothing is checked or skipped, `overflow`
+      and `amax` are ignored, and narrow parameters reach `inner` as they are.
+      XLA compiles `inner` and the count of applied steps. `mask` and
+      `average_scaled` hold; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
       devices decide together, under `shard_map` or `pmap`. Under plain jit none
@@ -111,13 +117,16 @@ def loss_scaling(
     <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
   inner = requirements.as_optimizer("inner", inner)
-  requirements.check_rule("rule", rule)
+  if rule is not None:
+    requirements.check_rule("rule", rule)
   requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
   # Where gradients are averaged, no device may skip alone.
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
+  if rule is None:
+    return _switched_off(inner, averaged, mask)
 
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
@@ -125,20 +134,7 @@ def loss_scaling(
       leaves.widen(leaves.leave_out(is_gradient, params))
     )
     requirements.check_first_state(rule)
-    requirements.check_inner_state(inner_state)
-    return states.LossScalingState(
-      loss_scale_state=leaves.as_arrays(rule.init()),
-      inner_state=leaves.as_arrays(inner_state),
-      overflow=jnp.full((), False),
-      nan=jnp.full((), False),
-      skipped=jnp.full((), False),
-      stalled=jnp.full((), False),
-      amax=jnp.full((), 0, jnp.float32),
-      used=jnp.full((), 0, jnp.float32),
-      applied_steps=jnp.full((), 0, jnp.int32),
-      skipped_steps=jnp.full((), 0, jnp.int32),
-      consecutive_skips=jnp.full((), 0, jnp.int32),
-    )
+    return _first_state(rule.init(), inner_state)
 
   def update(
     updates: optax.Updates,
@@ -230,6 +226,68 @@ def loss_scaling(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _switched_off(
+  inner: optax.GradientTransformationExtraArgs, averaged: Any, mask: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the wrapper without a rule: the optimizer, and the same state."""
+
+  def init(params: optax.Params) -> states.LossScalingState:
+    is_gradient = leaves.resolve_mask(mask, params)
+    inner_state = inner.init(leaves.leave_out(is_gradient, params))
+    return _first_state(loss_scales.NoLossScaleState(), inner_state)
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    *,
+    overflow: Any = False,
+    amax: Any = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, states.LossScalingState]:
+    del overflow, amax
+    requirements.check_switched_off(state)
+    is_gradient = leaves.resolve_mask(
+      mask, updates if params is None or mask is None else params
+    )
+    gradients = leaves.leave_out(is_gradient, updates)
+    if averaged:
+      # As after an overflow: NaN stays NaN.
+      gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
+    inner_updates, inner_state = inner.update(
+      gradients,
+      state.inner_state,
+      leaves.leave_out(is_gradient, params),
+      **extra_args,
+    )
+    return leaves.merge(is_gradient, inner_updates, updates), state._replace(
+      inner_state=inner_state,
+      # Known to be False, so that XLA drops the selects that go by it.
+      skipped=jnp.zeros_like(state.skipped),
+      applied_steps=optax.safe_increment(state.applied_steps),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_state(rule_state: Any, inner_state: Any) -> states.LossScalingState:
+  """Returns the state before the first step."""
+  requirements.check_inner_state(inner_state)
+  return states.LossScalingState(
+    loss_scale_state=leaves.as_arrays(rule_state),
+    inner_state=leaves.as_arrays(inner_state),
+    overflow=jnp.full((), False),
+    nan=jnp.full((), False),
+    skipped=jnp.full((), False),
+    stalled=jnp.full((), False),
+    amax=jnp.full((), 0, jnp.float32),
+    used=jnp.full((), 0, jnp.float32),
+    applied_steps=jnp.full((), 0, jnp.int32),
+    skipped_steps=jnp.full((), 0, jnp.int32),
+    consecutive_skips=jnp.full((), 0, jnp.int32),
+  )
 
 
 def move(

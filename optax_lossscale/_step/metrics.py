@@ -28,9 +28,9 @@ def loss_scale_metrics(
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
     the share of skipped steps among all. `inf` is that a gradient was infinite
     and none NaN; an overflow that is neither was saturated, or the caller's.
-    `headroom` is how many doublings of S the step left, in bits, and NaN where
-    the computation's dtype is not known: name it in the check. The others are
-    explained at `LossScalingState`.
+    `headroom` is how many doublings of S the step left, in bits: in float16,
+    unless the check names another dtype or the gradients are in one that is as
+    narrow. The others are explained at `LossScalingState`.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
@@ -54,7 +54,7 @@ def loss_scale_metrics(
     skipped True
     stalled False
     amax inf
-    headroom nan
+    headroom -inf
     applied_steps 1
     skipped_steps 1
     consecutive_skips 1

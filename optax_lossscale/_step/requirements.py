@@ -13,6 +13,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
+from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 
@@ -140,6 +141,19 @@ def check_state(state: Any, rule: base.LossScale) -> None:
     f"{rule_text}, got {_describe(got)} where the rule has "
     f"{_describe(expected)}; {remedy}."
   )
+
+
+def check_switched_off(state: Any) -> None:
+  """Raises if `update` without a rule is given another state than its own."""
+  if not states.is_state(state) or not isinstance(
+    state.loss_scale_state, loss_scales.NoLossScaleState
+  ):
+    raise ValueError(
+      "`state` must be the LossScalingState that init made without a rule, got "
+      f"{type(state).__name__}; to switch loss scaling off in mid-run, take "
+      "checkpoints.with_loss_scaling(checkpoints.without_loss_scaling(state), "
+      "tx.init(params))."
+    )
 
 
 def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:

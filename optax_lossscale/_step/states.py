@@ -11,6 +11,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._rules import loss_scales
 
 # The types of S itself, which may be passed in place of a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
@@ -38,15 +39,17 @@ class LossScalingState(NamedTuple):
       inf. Overflow without it means inf, saturation, or the caller's flag.
     skipped: bool[], the last step was skipped.
     stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, or without being scaled, or the rule's next S was
-      unusable; or S itself was, and the rule started over.
+      the rule's floor, with an S that never moves, or without being scaled; or
+      the rule's next S was unusable; or S itself was, and the rule started
+      over.
     amax: float32[], the largest absolute value among the last step's gradients
       as they came in, and among those of the micro-batches that `update` was
       told of; NaN if `nan`.
     used: float32[], the share of its range that the last step used: amax over
       the largest finite value of the computation's dtype, where that share
-      is largest; at least 2**-126. NaN or inf as `amax`; 0 whatever came if no
-      dtype is known because the check names none and the gradients are float32.
+      is largest; at least 2**-126. NaN or inf as `amax`; 0 before the first
+      step. The dtype is float16 if the check names none and the gradients are
+      not narrow.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which nothing but the loss scale moved.
     consecutive_skips: int32[], how many of them have come in a row, to the last
@@ -84,8 +87,9 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], how many doublings of S the last step left, in bits.
 
-    -log2(used), so 126 at most; NaN if `nan`, and where no dtype is known; -inf
-    if amax is inf.
+    -log2(used), so 126 at most; NaN if `nan`, and before the first step; -inf
+    if amax is inf. Below 0 the gradients fit no float16, and the check does not
+    name what they were computed in.
     """
     # Not kept in the state, where its NaN would stop jax_debug_nans.
     used = jnp.asarray(self.used)
@@ -202,6 +206,8 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   does not tell jit from an eager scan, which also compiles its body.
   """
   state = find_state(opt_state, path)
+  if not jax.tree.leaves(state.loss_scale_state):
+    return state  # Nothing moves S.
   loss_scale = state.loss_scale_state.loss_scale
   # Flax NNX keeps each array of a state in a variable of its own.
   if not isinstance(loss_scale, jax.Array) and hasattr(
@@ -228,6 +234,8 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   The leaf is found through the attribute, since a rule around another one has S
   further inside, under any name.
   """
+  if isinstance(rule_state, loss_scales.NoLossScaleState):
+    return rule_state  # Its S is always 1.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]
   try:

@@ -344,7 +344,8 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
 
 def _is_stuck_at_floor(tuning: _Tuning) -> bool:
   """Returns whether S has to be below a floor that no argument lowers."""
-  at_floor = tuning.lost & tuning.replay.stalled
+  # What is applied all the same, as by a scaler that is off, is not lost.
+  at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
   if tuning.knob("scale") or not np.any(at_floor):
     return False
   floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))

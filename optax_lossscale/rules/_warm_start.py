@@ -54,11 +54,17 @@ class WarmStart(base.LossScale):
   2**32, so that after any number of such steps the first other gradients cost
   about two; a larger `probe_scale` stays where it is.
 
-  With a probe at 1 mostly no step is lost. Small gradients are 0 on it, as
-  they are without loss scaling; a larger probe sees them, and may overflow. A
-  first step with much smaller gradients than later ones, as with a learning
-  rate that warms up from zero-initialized layers, makes the first S too large:
-  `headroom` is for this, and the rule for what comes after it.
+  With a probe at 1 mostly no step is lost at the start. Small gradients are 0
+  on it, as they are without loss scaling; a larger probe sees them, and may
+  overflow.
+
+  It helps where the first S is too large for the first step, and no longer
+  where gradients then grow: from zero-initialized layers, or in actor-critic
+  training, as returns do. `headroom` is spent soon, and then the rule loses a
+  step for each bit. Of the first 64 steps of PPO (Brax's loss and networks
+  under `autocast`, five settings of three small environments) a dynamic rule
+  lost 7 to 12, this around it 2 to 12, and `HeadroomLossScale`, which goes by
+  the amax of each step, none.
 
   Attributes:
     rule: the rule. Its first S is not used.

@@ -92,9 +92,10 @@ def test_table_has_the_figures_of_each_rule(history, capsys):
   out = capsys.readouterr().out
   assert f"{history}, 121 steps" in out.replace("\n", "")
   rows = rows_of(out)
-  # The recorded overflow says nothing below its S, and 2 bits above it.
-  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "0", "2^12"]
-  assert rows["fixed:2**20"] == ["121", "-", "-", "-", "0", "2^20"]
+  # The recorded overflow says nothing below its S, and 2 bits above it. A fixed
+  # S is stalled by every overflow.
+  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "1", "2^12"]
+  assert rows["fixed:2**20"] == ["121", "-", "-", "-", "121", "2^20"]
   assert rows[rules[2]] == ["2", "1.1", "0.4", "1.4", "0", "2^14"]
 
 

@@ -74,7 +74,8 @@ def test_of_many_devices_one_prints(capfd):
 
   update(jnp.ones(4), tx.init(jnp.zeros(1)))
   assert lines(capfd) == [
-    "step 1: clean, loss scale now 4, 1 applied, 0 skipped (0.0 %)"
+    "step 1: clean, loss scale now 4, headroom 16.0 bits, 1 applied, 0 skipped "
+    "(0.0 %)"
   ]
 
 

@@ -171,8 +171,28 @@ def test_no_other_system_ever_fails(system):
 )
 def test_no_own_rule_fails(rule):
   state = rule.update(rule.init(), True)
-  assert rule.stalled(state, True) == isinstance(rule, ols.DynamicLossScale)
+  assert rule.stalled(state, True)
   ols.raise_if_failed(_opt_state(rule, state))
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [
+    presets.mindspore_fixed(),
+    presets.npu_fixed(loss_scale=8.0),
+    presets.megatron_constant(initial_scale=8.0),
+    presets.apex(loss_scale=8.0),
+    presets.paddle(use_dynamic_loss_scaling=False),
+    presets.torch(enabled=False),
+  ],
+  ids=str,
+)
+def test_a_preset_that_never_moves_s_is_stalled_by_every_overflow(rule):
+  state = rule.init()
+  for overflow in (True, False, True):
+    assert rule.stalled(state, overflow) == overflow
+    state = rule.update(state, overflow)
+    assert state.loss_scale == rule.init().loss_scale
 
 
 @pytest.mark.parametrize("system", FAILING)

@@ -146,8 +146,8 @@ def test_the_page_begins_with_an_optimizer():
   assert names["tx"].init({"w": jnp.ones(1)}).applied_steps == 0
 
 
-def test_equinox_by_hand_descends_as_float64_does():
-  names = recipe("Equinox, by hand")
+def test_equinox_descends_as_float64_does():
+  names = recipe("Equinox")
   model, opt_state = names["model"], names["opt_state"]
   start = weights_of_mlp(model)
   (model, opt_state), losses = run(names["train_step"], model, opt_state)
@@ -157,20 +157,20 @@ def test_equinox_by_hand_descends_as_float64_does():
 
 
 def test_partitioned_it_is_the_same_bit_for_bit():
-  names = recipe("Equinox, by hand")
-  (by_hand, _), losses = run(
+  names = recipe("Equinox")
+  (whole, _), losses = run(
     names["train_step"], names["model"], names["opt_state"]
   )
-  names = recipe("Equinox, by hand", "Equinox, partitioned")
+  names = recipe("Equinox", "Equinox, partitioned")
   (params, _), ours = run(
     names["train_step"], names["params"], names["opt_state"]
   )
   assert ours == losses
-  assert_same_bits(arrays(params), arrays(by_hand))
+  assert_same_bits(arrays(params), arrays(whole))
 
 
 def test_a_partitioned_model_is_accumulated():
-  names = recipe("Equinox, by hand", "Equinox, partitioned")
+  names = recipe("Equinox", "Equinox, partitioned")
   line = (
     "ols.accumulated_value_and_grad(partitioned_loss_fn, opt_state, "
     "microbatches=4)"
@@ -200,7 +200,7 @@ def test_a_partitioned_model_is_accumulated():
 
 
 def test_a_partitioned_model_in_float32_is_autocast():
-  names = recipe("Equinox, by hand", "Equinox, partitioned")
+  names = recipe("Equinox", "Equinox, partitioned")
 
   def loss_fn(params, batch):
     logits = jax.vmap(eqx.combine(params, names["static"]))(batch["x"])

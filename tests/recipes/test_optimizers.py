@@ -506,6 +506,19 @@ def test_a_snapshot_keeps_the_norm_of_the_last_applied_step():
   assert np.isinf(state.amax)
 
 
+def test_a_snapshot_is_the_true_norm_on_a_step_on_which_s_grows():
+  inner = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.sgd(1.0))
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(SCALE, growth_interval=1))
+  gradients = make_gradients(0)
+  state = tx.init(PARAMS)
+  for _ in range(3):
+    _, new_state = tx.update(scaled(gradients, state), state, PARAMS)
+    assert ols.get_loss_scale(new_state) == 2 * ols.get_loss_scale(state)
+    state = new_state
+    norm = optax.tree.get(state, "norm")
+    np.testing.assert_allclose(norm, optax.tree.norm(gradients), rtol=1e-6)
+
+
 def test_monitor_changes_its_state_and_is_refused():
   tx = ols.loss_scaling(optax.monitor({"norm": optax.tree.norm}), RULE)
   with pytest.raises(ValueError, match="`inner` must keep the structure"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -308,11 +309,26 @@ def test_growth_leaves_the_floor():
   assert not rule.stalled(rule.update(rule.init(), False), True)
 
 
-def test_a_fixed_loss_scale_never_stalls():
-  rule = ols.FixedLossScale(support.SMALLEST)
+def test_a_fixed_loss_scale_is_stalled_by_every_overflow():
+  rule = ols.FixedLossScale()
   stalled = rule.stalled(rule.init(), True)
   assert (stalled.shape, stalled.dtype) == ((), jnp.bool_)
-  assert not stalled
+  assert stalled
+  assert not rule.stalled(rule.init(), False)
+
+
+def test_a_fixed_scale_that_is_far_too_large_is_stalled_from_the_first_step():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**40))
+  params = jnp.ones(2, jnp.float16)
+  state = tx.init(params)
+
+  def loss_fn(params):
+    return jnp.float32(jnp.sum(params**2))
+
+  for step in (1, 2):
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    _, state = tx.update(grads, state, params)
+    assert (state.skipped_steps, bool(state.stalled)) == (step, True)
 
 
 def test_a_fixed_loss_scale_does_not_move():

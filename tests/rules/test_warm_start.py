@@ -144,8 +144,8 @@ def test_an_overflow_of_the_smallest_probe_is_stalled():
   assert rule.stalled(rule.init(), True)
   assert not rule.stalled(rule.init(), False)
   warm = rule.update(rule.init(), False, amax=1.0)
-  # The fixed rule never is.
-  assert not rule.stalled(warm._replace(is_warm=jnp.full((), True)), True)
+  # From then on the rule says it: a fixed one cannot move S.
+  assert rule.stalled(warm._replace(is_warm=jnp.full((), True)), True)
 
 
 def test_the_rule_decides_whether_an_overflow_is_skipped():
@@ -200,3 +200,59 @@ def test_a_state_in_which_nobody_can_set_the_scale_is_refused():
 def test_skip_is_no_argument():
   with pytest.raises(TypeError, match="skip"):
     WarmStart(ols.FixedLossScale(), skip=False)
+
+
+# When it helps: the first steps of a critic whose gradients grow.
+
+
+def lost_steps(rule, growth, first):
+  """Returns which of 48 steps a critic in float16 loses.
+
+  Args:
+    rule: the rule.
+    growth: by how many bits the returns grow a step, as an actor's do.
+    first: how large they are at first.
+  """
+  keys = jax.random.split(jax.random.key(0), 3)
+  params = {
+    "hidden": jax.random.normal(keys[0], (4, 32)) / 2,
+    "value": jax.random.normal(keys[1], (32, 1)) / 8,
+  }
+  x = jax.random.normal(keys[2], (256, 4))
+  tx = ols.loss_scaling(optax.adam(3e-4), rule)
+
+  def loss_fn(params, returns):
+    values = jax.nn.swish(x @ params["hidden"]) @ params["value"]
+    return jnp.mean((values[:, 0] - returns) ** 2)
+
+  def step(carry, count):
+    params, state = carry
+    returns = first * jnp.exp2(growth * count) * (1 + x[:, 0])
+    value_and_grad = ols.scaled_value_and_grad(
+      ols.autocast(loss_fn, "O1"), state
+    )
+    _, grads = value_and_grad(params, returns)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), state.skipped
+
+  train = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(48)))
+  _, skipped = train((params, tx.init(params)))
+  return np.flatnonzero(skipped)
+
+
+def test_no_step_is_lost_where_the_first_s_alone_is_too_large():
+  plain = ols.DynamicLossScale()
+  assert lost_steps(plain, growth=0, first=400.0).tolist() == [*range(9)]
+  assert lost_steps(WarmStart(plain), growth=0, first=400.0).size == 0
+
+
+def test_a_step_is_lost_for_each_bit_that_gradients_grow_by_afterwards():
+  plain = ols.DynamicLossScale()
+  lost = lost_steps(WarmStart(plain), growth=1 / 4, first=4.0)
+  # After the spare bits, one in four steps, as without a warm start.
+  assert lost[0] >= 4 * WarmStart(plain).headroom
+  assert set(np.diff(lost)) == {4}
+  without = lost_steps(plain, growth=1 / 4, first=4.0)
+  assert lost.tolist() == without[-lost.size :].tolist()
+  by_amax = ols.rules.HeadroomLossScale()
+  assert lost_steps(by_amax, growth=1 / 4, first=4.0).size == 0

@@ -1,7 +1,10 @@
 """Scaled gradients: made, found to be what they should, and brought back."""
 
+from collections.abc import Callable
 import functools
 
+import equinox as eqx
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import assert_same_bits
 
 
 def make(rule=None):
@@ -406,3 +410,120 @@ def test_an_s_that_is_no_power_of_two_scales_within_one_rounding():
     )
     true = np.asarray(ols.unscale(scaled, scale), np.float64)
     np.testing.assert_allclose(true, gradients, rtol=3 * 2.0**-24)
+
+
+# Another function that differentiates.
+
+
+class Scaled(eqx.Module):
+  """Not all of it are arrays, so JAX alone cannot differentiate it."""
+
+  weight: jax.Array
+  count: jax.Array
+  activation: Callable[[jax.Array], jax.Array]
+
+  def __call__(self, x):
+    return self.activation(x @ self.weight)
+
+
+def model_loss(model, x):
+  return jnp.mean(model(x) ** 2)
+
+
+MODEL = Scaled(jnp.array([1.0, -2.0, 0.5]), jnp.array(3), jax.nn.relu)
+
+
+def test_a_filtered_function_differentiates_what_is_not_all_arrays():
+  _, _, state = make()
+
+  @eqx.filter_jit
+  def value_and_grad(model, state):
+    return ols.scaled_value_and_grad(
+      model_loss, state, value_and_grad=eqx.filter_value_and_grad
+    )(model, BATCH)
+
+  loss, scaled = value_and_grad(MODEL, state)
+  expected, gradients = eqx.filter_value_and_grad(model_loss)(MODEL, BATCH)
+  assert loss == expected
+  assert (scaled.count, scaled.activation) == (None, None)
+  np.testing.assert_array_equal(scaled.weight, 1024.0 * gradients.weight)
+
+
+def test_a_filtered_function_hands_on_what_comes_beside_the_loss():
+  def fun(model, x, *, power):
+    return jnp.mean(model(x) ** power), {"sum": jnp.sum(x)}
+
+  _, _, state = make()
+  value_and_grad = ols.scaled_value_and_grad(
+    fun, state, has_aux=True, value_and_grad=eqx.filter_value_and_grad
+  )
+  (loss, aux), _ = value_and_grad(MODEL, BATCH, power=4)
+  assert (loss, aux["sum"]) == (jnp.mean(MODEL(BATCH) ** 4), 15)
+
+
+def test_guarantee_7_a_float16_loss_of_a_filtered_function_is_carried():
+  def fun(model, x):
+    return jnp.float16(model_loss(model, x))
+
+  for scale, is_carried in ((2.0**12, True), (2.0**16, False)):
+    loss, scaled = ols.scaled_value_and_grad(
+      fun, scale, value_and_grad=eqx.filter_value_and_grad
+    )(MODEL, BATCH)
+    assert loss == fun(MODEL, BATCH)
+    assert jnp.isfinite(scaled.weight).all() == is_carried
+    assert is_carried or jnp.isinf(scaled.weight).all()
+
+
+def test_the_arguments_of_jax_reach_another_function():
+  seen = []
+
+  def value_and_grad(fun, **options):
+    seen.append(options)
+    return jax.value_and_grad(fun, **options)
+
+  def fun(count, params):
+    return loss_fn(params, BATCH) * count
+
+  params, _, state = make()
+  ols.scaled_value_and_grad(fun, state, value_and_grad=value_and_grad)(
+    1.0, params
+  )
+  ols.scaled_value_and_grad(
+    fun, state, (0, 1), allow_int=True, value_and_grad=value_and_grad
+  )(3, params)
+  # What is as by default is left out: Equinox takes nothing else.
+  assert seen == [
+    {"has_aux": True},
+    {"argnums": (0, 1), "has_aux": True, "allow_int": True},
+  ]
+
+
+def test_an_object_that_changes_in_place_goes_through_nnx():
+  model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+  fun = lambda model, x: jnp.mean(model(x) ** 2 * x)  # noqa: E731
+  _, _, state = make()
+  loss, scaled = ols.scaled_value_and_grad(
+    fun, state, value_and_grad=nnx.value_and_grad
+  )(model, BATCH)
+  expected = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+  assert loss == fun(expected, BATCH)
+  assert_same_bits(
+    nnx.as_pure(nnx.state(model, nnx.BatchStat)),
+    nnx.as_pure(nnx.state(expected, nnx.BatchStat)),
+  )
+  _, gradients = nnx.value_and_grad(fun)(nnx.clone(expected), BATCH)
+  np.testing.assert_allclose(
+    scaled["scale"][...], 1024 * gradients["scale"][...]
+  )
+
+
+def test_an_object_that_changes_in_place_is_refused_by_default():
+  fun = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+  value_and_grad = ols.scaled_value_and_grad(fun, 8.0)
+  with pytest.raises(ValueError, match="`fun` must not change its arguments"):
+    value_and_grad(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), BATCH)
+
+
+def test_what_differentiates_must_be_a_function():
+  with pytest.raises(TypeError, match="`value_and_grad` must be a function"):
+    ols.scaled_value_and_grad(loss_fn, 8.0, value_and_grad="filter")

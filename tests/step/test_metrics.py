@@ -53,8 +53,32 @@ def test_headroom_to_a_limit_whose_reciprocal_is_subnormal(dtype, amax):
   assert metrics["headroom"] == pytest.approx(min(expected, 126), abs=1e-5)
 
 
-def test_headroom_is_nan_where_no_dtype_is_known():
-  assert np.isnan(metrics_after(jnp.array([1.0]))["headroom"])
+def test_headroom_is_that_of_float16_where_no_dtype_is_known():
+  # As with the check that names it, but nothing else counts as an overflow.
+  named = ols.nonfinite(jnp.float16)
+  for value in (0.0, 1.0, 12345.0, 1e5, 1e30, math.inf, math.nan):
+    gradient = jnp.array([value])
+    np.testing.assert_array_equal(
+      metrics_after(gradient)["headroom"],
+      metrics_after(gradient, named)["headroom"],
+    )
+  assert not metrics_after(jnp.array([1e30]))["overflow"]
+  assert metrics_after(jnp.array([1e5]))["headroom"] < 0
+
+
+def test_headroom_is_nan_before_the_first_step():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  assert np.isnan(ols.loss_scale_metrics(tx.init(jnp.ones(2)))["headroom"])
+
+
+def test_amax_from_elsewhere_counts_where_no_dtype_is_known():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  state = tx.init(jnp.ones(2))
+  _, state = tx.update(jnp.ones(2), state, jnp.ones(2), amax=F16_MAX / 8)
+  assert ols.loss_scale_metrics(state)["headroom"] == 3
+  _, state = tx.update(jnp.ones(2), state, jnp.ones(2), amax=8 * F16_MAX)
+  assert ols.loss_scale_metrics(state)["headroom"] == -3
+  assert not state.overflow
 
 
 def test_no_nan_is_kept_in_the_state_of_a_clean_step():
