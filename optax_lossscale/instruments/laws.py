@@ -233,14 +233,18 @@ def check(
       "`check_step` must be called outside of jit, got traced arguments; give "
       "it the jitted step: check_step(train_step, params, opt_state, batch)."
     )
-  paths = list(states.find_states(named))
-  if not paths:
+  found = states.find_states(named)
+  if not found:
     raise ValueError(
       "`step` must be given the state of loss_scaling, got none among its "
       f"arguments {', '.join(named)}; it must be an argument, and its next "
       "value be returned."
     )
   precision, is_narrow = _precision(run, named)
+  paths = [x for x in found if jax.tree.leaves(found[x].loss_scale_state)]
+  if not paths:
+    law = Law("scale", "not applied", "Loss scaling is switched off.")
+    return StepReport((law, precision), {}, (), True)
   runs = _Runs(run, named, carry, may_change)
   factor = 1.0
   first = runs.at(dict.fromkeys(paths, factor))
@@ -332,12 +336,13 @@ class _Runs:
     """Runs the step on copies, with each S multiplied by its factor."""
 
     def scale(path: Any, x: Any) -> Any:
-      if not states.is_state(x):
-        return _copy(x)
+      factor = factors.get(_leaves.path_name(path))
+      if factor is None:
+        return jax.tree.map(_copy, x)
       x = jax.tree.map(_copy, x)
       # The product has the shape and the sharding of S: nothing recompiles.
       old = x.loss_scale_state.loss_scale
-      new = old * np.float32(factors[_leaves.path_name(path)])
+      new = old * np.float32(factor)
       rule_state = states.replace_scale(x.loss_scale_state, new)
       return x._replace(loss_scale_state=rule_state)
 

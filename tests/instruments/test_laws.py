@@ -506,6 +506,12 @@ def test_without_a_clean_step_there_is_no_verdict():
   report.raise_if_wrong()
 
 
+def test_loss_scaling_that_is_switched_off_breaks_no_law():
+  report = check(ols.loss_scaling(ADAM, None))
+  assert report.ok and verdicts(report)["scale"] == "not applied"
+  assert "switched off" in str(report)
+
+
 def test_a_batch_without_gradients_gives_no_verdict_on_the_scale():
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
   report = check(tx, loss_fn=lambda params, batch: 0 * loss_fn(params, batch))
