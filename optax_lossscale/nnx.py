@@ -11,6 +11,8 @@ from flax import nnx
 
 from optax_lossscale._base import trees
 from optax_lossscale._step import backward
+from optax_lossscale._step import provenance
+from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
@@ -74,6 +76,7 @@ def scaled_value_and_grad(
     512.0 2
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
+  requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
   # Flax refuses a bound method, which our function around it would hide.
   nnx.value_and_grad(fun)
@@ -94,7 +97,9 @@ def scaled_value_and_grad(
       graph_updates=True,
     )
     (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, backward.inf_where_unusable(loss_scale, loss.dtype, gradients)
+    gradients = backward.inf_where_unusable(loss_scale, loss.dtype, gradients)
+    provenance.note(gradients, provenance.scaled_by(state, loss_scale))
+    return value, gradients
 
   return scaled_value_and_grad_fun
 

@@ -12,6 +12,8 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._step import provenance
+from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
 
@@ -81,7 +83,9 @@ def scaled_value_and_grad(
       allow_int=allow_int,
     )
     (_, (loss, value)), gradients = value_and_grad(*args, **kwargs)
-    return value, inf_where_unusable(loss_scale, loss.dtype, gradients)
+    gradients = inf_where_unusable(loss_scale, loss.dtype, gradients)
+    provenance.note(gradients, provenance.scaled_by(opt_state, loss_scale))
+    return value, gradients
 
   return scaled_value_and_grad_fun
 
@@ -146,13 +150,14 @@ def unscale(
     [5.9604645e-08 1.1920929e-07]
   """
   loss_scale = states.scale_in_use(opt_state, path)
+  provenance.check_unscale(scaled_gradients, loss_scale)
   scaled_gradients = leaves.as_arrays(scaled_gradients)
   is_gradient = leaves.resolve_mask(None, scaled_gradients)
-  return leaves.merge(
-    is_gradient,
-    unscale_tree(leaves.leave_out(is_gradient, scaled_gradients), loss_scale),
-    scaled_gradients,
+  gradients = unscale_tree(
+    leaves.leave_out(is_gradient, scaled_gradients), loss_scale
   )
+  provenance.note(gradients, provenance.Origin(is_unscaled=True))
+  return leaves.merge(is_gradient, gradients, scaled_gradients)
 
 
 def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
@@ -195,6 +200,7 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
       f"{argnums!r}."
     )
   states.get_loss_scale(opt_state, path=path)
+  requirements.check_surroundings(opt_state)
 
 
 def scaled_loss_fn(

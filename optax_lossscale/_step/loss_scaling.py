@@ -14,6 +14,7 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
+from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
@@ -21,7 +22,7 @@ from optax_lossscale._step import states
 
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
-  rule: base.LossScale,
+  rule: base.LossScale = requirements.MISSING,
   *,
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   axis_name: Any = None,
@@ -79,7 +80,8 @@ def loss_scaling(
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
       the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made.
+      another state than `init` made, None for gradients, or `overflow` under
+      another name.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if the gradients do not fit
       the parameters or the optimizer's state, if `inner` or the rule changes
@@ -147,6 +149,7 @@ def loss_scaling(
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
+    requirements.check_call(inner, updates, params, extra_args)
     incoming = leaves.as_arrays(updates)
     is_gradient = leaves.resolve_mask(
       mask, incoming if params is None or mask is None else params
@@ -161,6 +164,9 @@ def loss_scaling(
       measured = findings.total(measured, agreed)
     reported = finding.overflow | finding.dropped
     loss_scale = states.get_loss_scale(state)
+    provenance.check_update(
+      leaves.leave_out(is_gradient, updates), loss_scale, rule, overflow
+    )
     devices.refuse_divergence(reported, loss_scale, agreed)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
@@ -245,7 +251,9 @@ def move(
   # end the training silently, so the state before it is held instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   stalled = rule.stalled(state, overflow) | ~is_usable
-  return skipping.select(~is_usable, state, moved), stalled
+  held_or_moved = skipping.select(~is_usable, state, moved)
+  provenance.note_move(rule, state.loss_scale, held_or_moved.loss_scale)
+  return held_or_moved, stalled
 
 
 def _next_values(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import inspect
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
@@ -19,6 +21,12 @@ _SET_STATE = (
   "to change the rule in mid-run, set its state: "
   "optax.tree.set(opt_state, loss_scale_state=rule.init())"
 )
+
+
+# What `rule` is where none is passed: None is a value that a user may pass.
+MISSING: Any = object()
+
+_FLAG_NAMES = frozenset({"overflowed", "overflows", "is_overflow"})
 
 
 def as_optimizer(
@@ -33,7 +41,9 @@ def as_optimizer(
   ):
     remedy = ""
     if isinstance(inner, base.LossScale):
-      remedy = "; the optimizer comes first, then the rule"
+      remedy = (
+        "; the optimizer comes first: loss_scaling(optax.adam(1e-3), rule)"
+      )
     elif callable(inner):
       remedy = "; call it: optax.adam(1e-3)"
     raise TypeError(
@@ -46,13 +56,14 @@ def as_optimizer(
 def check_rule(name: str, rule: Any) -> None:
   """Raises if `rule` is not a LossScale."""
   if not isinstance(rule, base.LossScale):
+    got = "none" if rule is MISSING else repr(rule)
     remedy = (
       f"call it: {rule.__name__}(...)"
       if callable(rule) and hasattr(rule, "__name__")
       else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
       "DynamicLossScale()"
     )
-    raise TypeError(f"`{name}` must be a LossScale, got {rule!r}; {remedy}.")
+    raise TypeError(f"`{name}` must be a LossScale, got {got}; {remedy}.")
 
 
 def check_check(check: Any) -> None:
@@ -158,6 +169,111 @@ def _describe(rule_state: Any) -> str:
   return f"{type(rule_state).__name__}({', '.join(names)})"
 
 
+def check_surroundings(opt_state: Any) -> None:
+  """Warns if what is around loss scaling sees scaled gradients, or skips none.
+
+  A chain's state is a plain tuple. So may be what a user keeps together, and
+  where it is not certainly a chain of optax, nothing is said.
+  """
+  for message in _misplaced(opt_state, ()):
+    wiring.warn(message)
+    return
+
+
+def _misplaced(node: Any, path: tuple[Any, ...]) -> Iterator[str]:
+  """Yields what is wrong with the place of loss scaling in a tree."""
+  if states.is_state(node) or not states.find_states(node):
+    return
+  children = [
+    ((*path, *key), child)
+    for key, child in jax.tree.leaves_with_path(
+      node, is_leaf=lambda x: x is not node
+    )
+  ]
+  if isinstance(node, optax.MultiStepsState):
+    yield (
+      "`opt_state` must have optax.MultiSteps inside of loss_scaling, got it "
+      f"around{_at(path)}, where it adds up scaled gradients, and an inf for "
+      "ever. Write loss_scaling(optax.MultiSteps(inner, k), rule)."
+    )
+  elif isinstance(node, optax.MaskedState):
+    yield (
+      "`opt_state` must have optax.masked inside of loss_scaling, got it "
+      f"around{_at(path)}: gradients that are masked stay scaled by S. Write "
+      "loss_scaling(optax.masked(inner, mask), rule)."
+    )
+  elif isinstance(node, optax.PartitionState):
+    groups = node.inner_states
+    for name, group in groups.items():
+      if not states.find_states(group) and jax.tree.leaves(group):
+        yield (
+          "`opt_state` must have all groups of a partition inside of "
+          f"loss_scaling, got group {name!r}{_at(path)} outside of it: its "
+          "gradients stay scaled by S. Write loss_scaling(optax.multi_transform"
+          "(...), rule)."
+        )
+    # Each group is masked, which is right.
+    children = [
+      ((*path, jax.tree_util.DictKey(name)), getattr(x, "inner_state", x))
+      for name, x in groups.items()
+    ]
+  elif type(node) is tuple and all(isinstance(x, tuple) for x in node):
+    yield from _neighbours(children)
+    # Several are groups: what one masks another one may take.
+    if sum(isinstance(x, optax.MaskedState) for x in node) > 1:
+      children = [
+        (key, x.inner_state if isinstance(x, optax.MaskedState) else x)
+        for key, x in children
+      ]
+  for key, child in children:
+    if child is not node:
+      yield from _misplaced(child, key)
+
+
+def _neighbours(links: list[tuple[Any, Any]]) -> Iterator[str]:
+  """Yields what is wrong with the states that are chained with loss scaling."""
+  first = min(i for i, (_, x) in enumerate(links) if states.find_states(x))
+  shapes = _shapes(links[first][1])
+  for i, (path, link) in enumerate(links):
+    if states.find_states(link):
+      continue
+    # The first array's state, through chains in the chain.
+    while type(link) is tuple and jax.tree.leaves(link):
+      place = next(j for j, x in enumerate(link) if jax.tree.leaves(x))
+      path = (*path, jax.tree_util.SequenceKey(place))
+      link = link[place]
+    of_link = _shapes(link)
+    if (
+      type(link).__module__.partition(".")[0] == "optax"
+      # They look on, and change nothing.
+      and not isinstance(link, (optax.SnapshotState, optax.MonitorState))
+      and jax.tree.leaves(link)
+      # The state of another model, in a tuple of the user's.
+      and (shapes <= of_link or of_link <= shapes)
+    ):
+      what = (
+        "sees scaled gradients, and those that overflow"
+        if i < first
+        else "moves on a skipped step, and the parameters with it"
+      )
+      yield (
+        "`opt_state` must have what holds arrays inside of loss_scaling, got "
+        f"{type(link).__name__}{_at(path)} {'before' if i < first else 'after'}"
+        f" it in a chain, where it {what}. Put it inside: "
+        "loss_scaling(optax.chain(...), rule)."
+      )
+
+
+def _shapes(tree: Any) -> set[tuple[int, ...]]:
+  """Returns the shapes of the floating arrays that are no scalars."""
+  floats = filter(leaves.is_gradient, jax.tree.leaves(tree))
+  return {x.shape for x in floats} - {()}
+
+
+def _at(path: tuple[Any, ...]) -> str:
+  return f" at {leaves.path_name(path)}" if path else ""
+
+
 def check_accumulation(opt_state: Any) -> None:
   """Raises if `optax.MultiSteps` is around loss scaling."""
 
@@ -171,6 +287,26 @@ def check_accumulation(opt_state: Any) -> None:
         "around, where it would add up scaled gradients. Write "
         "loss_scaling(optax.MultiSteps(inner, k), rule)."
       )
+
+
+def check_call(
+  inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
+) -> None:
+  """Raises if `update` is called without gradients, or by a wrong name."""
+  if updates is None and jax.tree.leaves(params):
+    raise TypeError(
+      "`updates` must be the scaled gradients, got None; pass what "
+      "scaled_value_and_grad returned."
+    )
+  mistaken = _FLAG_NAMES.intersection(names)
+  if mistaken:
+    mistaken -= inspect.signature(inner.update).parameters.keys()
+  if mistaken:
+    raise TypeError(
+      f"`update` takes a flag of the caller's as `overflow`, got "
+      f"`{min(mistaken)}`, which the optimizer would ignore; did you mean "
+      "overflow=?"
+    )
 
 
 def check_gradients(gradients: Any, params: Any) -> None:
