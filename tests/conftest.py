@@ -40,6 +40,17 @@ LONGEST = (
 )
 
 
+# Files whose programs a reader copies: there nothing at all may be warned of.
+PAGES = ("optax_lossscale/", "tests/recipes/", "tests/test_readme.py")
+
+
+def pytest_itemcollected(item):
+  """Lets tests take any dtype and any S, as a program of a user would not."""
+  if not item.nodeid.startswith(PAGES):
+    for text in "parameters in float16 should", ".* should be a power of two":
+      item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
+
+
 def pytest_collection_modifyitems(config, items):
   """Moves the longest files to the front, where workers share the tests."""
   if hasattr(config, "workerinput"):

@@ -23,8 +23,9 @@ class WiringWarning(UserWarning):
     >>> with warnings.catch_warnings(record=True) as caught:
     ...   warnings.simplefilter("always")
     ...   rule = ols.FixedLossScale(1000.0)
-    >>> print(caught[0].category.__name__)
-    WiringWarning
+    >>> print(caught[0].message)
+    `scale` should be a power of two, by which scaling rounds nothing, got \
+1000.0: take 1024.0.
   """
 
 

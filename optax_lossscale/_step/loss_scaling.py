@@ -52,7 +52,9 @@ def loss_scaling(
       along which gradients or the caller's flag vary, unless each device has a
       model and a state of its own: a missing one lets devices fall out of step.
       It is an error where JAX tracks what varies, under `shard_map` with
-      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows.
+      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows,
+      so to name none is a `WiringWarning` there: () says that gradients are
+      the same on all devices already, or that each has a model of its own.
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged, in their own dtype, after the check: float16 gradients
       travel as float16. Devices decide together over these axes as well. Each
@@ -120,11 +122,11 @@ def loss_scaling(
 
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
-    inner_state = inner.init(
-      leaves.widen(leaves.leave_out(is_gradient, params))
-    )
+    kept = leaves.leave_out(is_gradient, params)
+    inner_state = inner.init(leaves.widen(kept))
     requirements.check_first_state(rule)
     requirements.check_inner_state(inner_state)
+    requirements.check_masters(kept, inner_state)
     return states.LossScalingState(
       loss_scale_state=leaves.as_arrays(rule.init()),
       inner_state=leaves.as_arrays(inner_state),
@@ -162,6 +164,8 @@ def loss_scaling(
       devices.check_mapped("axis_name", agreed)
       finding = findings.agree(finding, agreed)
       measured = findings.total(measured, agreed)
+    elif axis_name is None:
+      devices.check_named()
     reported = finding.overflow | finding.dropped
     loss_scale = states.get_loss_scale(state)
     provenance.check_update(

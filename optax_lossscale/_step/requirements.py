@@ -42,7 +42,8 @@ def as_optimizer(
     remedy = ""
     if isinstance(inner, base.LossScale):
       remedy = (
-        "; the optimizer comes first: loss_scaling(optax.adam(1e-3), rule)"
+        "; the optimizer comes first, then the rule: "
+        "loss_scaling(optax.adam(1e-3), rule)"
       )
     elif callable(inner):
       remedy = "; call it: optax.adam(1e-3)"
@@ -104,6 +105,27 @@ def check_inner_state(inner_state: Any) -> None:
       f"`inner` must not contain loss_scaling, got it at {place}: gradients "
       "would be unscaled twice. Wrap the optimizer once, outermost."
     )
+
+
+def check_masters(params: Any, inner_state: Any) -> None:
+  """Warns if updates of float16 parameters are added up in float16."""
+  names = [
+    getattr(key, "name", "")
+    for path, _ in jax.tree.leaves_with_path(inner_state)
+    for key in path
+  ]
+  # By its name, since others keep such a copy as well.
+  if any(isinstance(name, str) and "master" in name for name in names):
+    return
+  for path, x in jax.tree.leaves_with_path(params):
+    if getattr(x, "dtype", None) == jnp.float16:
+      wiring.warn(
+        "parameters in float16 should have master weights, got float16"
+        f"{_at(path)} and no masters in the state of `inner`: small updates "
+        "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
+        "keep the parameters in float32."
+      )
+      return
 
 
 def check_state(state: Any, rule: base.LossScale) -> None:

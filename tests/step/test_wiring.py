@@ -468,10 +468,107 @@ def test_none_for_gradients_is_refused_where_there_are_parameters():
 
 def test_a_missing_optimizer_or_rule_is_named():
   with pytest.raises(
-    TypeError, match=r"`inner` .*comes first: loss_scaling\(optax.adam\(1e-3\),"
+    TypeError, match=r"`inner` .*the rule: loss_scaling\(optax.adam\(1e-3\), r"
   ):
     ols.loss_scaling(RULE)
   with pytest.raises(
     TypeError, match=r"`rule` must be a LossScale, got none; .*DynamicLossScale"
   ):
     ols.loss_scaling(optax.adam(1e-3))
+
+
+# What a rule starts with, and what parameters are made of.
+
+FIRST_SCALES = {
+  "fixed": (
+    lambda: ols.FixedLossScale(1000),
+    "`scale` should be a power of two, by which scaling rounds nothing, got "
+    "1000: take 1024.0.",
+  ),
+  "dynamic": (
+    lambda: ols.DynamicLossScale(2000),
+    "`init_scale` should be a power of two, by which scaling rounds nothing, "
+    "got 2000: take 2048.0; if the interval was meant: growth_interval=2000.",
+  ),
+  "dynamic, a fraction": (
+    lambda: ols.DynamicLossScale(0.3),
+    "`init_scale` should be a power of two, by which scaling rounds nothing, "
+    "got 0.3: take 0.25.",
+  ),
+  "preset": (
+    lambda: ols.presets.torch(init_scale=1000.0),
+    "`init_scale` should be a power of two",
+  ),
+  "fixed preset": (
+    lambda: ols.presets.mindspore_fixed(loss_scale=1000.0),
+    "`scale` should be a power of two",
+  ),
+  "headroom": (
+    lambda: ols.rules.HeadroomLossScale(init_scale=5.0),
+    "`init_scale` should be a power of two",
+  ),
+  "warm start": (
+    lambda: ols.rules.WarmStart(RULE, probe_scale=3.0),
+    "`probe_scale` should be a power of two",
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("make", "text"), FIRST_SCALES.values(), ids=FIRST_SCALES
+)
+def test_a_first_scale_that_rounds_is_told_at_construction(make, text):
+  (only,) = told(make)
+  assert only.startswith(text)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 0.5, 1, 1024, 2.0**127])
+def test_a_power_of_two_is_not_told(scale):
+  def make():
+    ols.FixedLossScale(scale)
+    ols.DynamicLossScale(
+      8.0, growth_factor=1.5, backoff_factor=0.3, min_scale=0.1, max_scale=9.0
+    )
+
+  assert told(make) == []
+
+
+def test_float16_parameters_without_a_master_are_told_by_init():
+  params = {"w": jnp.ones(2), "v": jnp.ones(2, jnp.float16)}
+  text = (
+    "parameters in float16 should have master weights, got float16 at v and no "
+    "masters in the state of `inner`: small updates are rounded away. Write "
+    "loss_scaling(master_weights(inner), rule), or keep the parameters in "
+    "float32."
+  )
+  assert told(lambda: scaling(ADAM).init(params)) == [text]
+  assert told(lambda: jax.jit(scaling().init)(params)) == [text]
+
+
+FP8 = {
+  "params": jnp.ones(2),
+  "_overwrite_with_gradient": jnp.ones(2, "float16"),
+}
+
+
+@pytest.mark.parametrize(
+  ("tx", "params"),
+  [
+    (scaling(ols.master_weights(ADAM)), jnp.ones(2, jnp.float16)),
+    (
+      scaling(optax.chain(optax.clip(1.0), ols.master_weights(ADAM))),
+      jnp.ones(2, jnp.float16),
+    ),
+    (ols.master_weights(scaling(ADAM)), jnp.ones(2, jnp.float16)),
+    (scaling(ADAM), jnp.ones(2, jnp.bfloat16)),
+    (scaling(ADAM), jnp.ones(2, jnp.float8_e4m3fn)),
+    (scaling(ADAM), FP8),
+    (
+      ols.loss_scaling(ADAM, RULE, mask={"a": True, "b": False}),
+      {"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)},
+    ),
+  ],
+  ids=["inside", "chain", "outside", "bfloat16", "float8", "FP8", "mask"],
+)
+def test_parameters_that_have_a_master_or_need_none_are_not_told(tx, params):
+  assert told(lambda: tx.init(params)) == []
