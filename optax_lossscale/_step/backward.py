@@ -59,6 +59,10 @@ def scaled_value_and_grad(
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
       not return a floating-point scalar.
 
+  Warns:
+    WiringWarning: if what is around `loss_scaling` in `opt_state`, such as a
+      neighbour in a chain that holds arrays, belongs inside.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax
@@ -142,6 +146,10 @@ def unscale(
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
+
+  Warns:
+    WiringWarning: if the gradients were scaled by another S: `unscale` takes
+      the `opt_state` from before `update`.
 
   Examples:
     >>> import jax.numpy as jnp

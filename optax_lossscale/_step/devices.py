@@ -160,31 +160,25 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
 
 
 def check_named() -> None:
-  """Warns in a function that is mapped over devices, where nothing tracks it.
+  """Warns where devices may fall out of step, as JAX does not track them.
 
   An axis that pmap has named itself is none over which devices can agree.
   """
-  names = [
-    name
-    for name in sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
-    if not str(name).startswith("_") and not _is_tracked(name)
-  ]
-  if names:
+  manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
+  names = [name for name in manual if not str(name).startswith("_")]
+  tracked: set[Hashable] = set()
+  # Types alone: the program that is being traced gets no operation more.
+  jax.eval_shape(
+    lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
+  )
+  if names := [name for name in names if name not in tracked]:
     wiring.warn(
       "`axis_name` must say over which axes devices skip together, as JAX does "
-      f"not track what varies along {listed(names)} here, got none: one device "
-      "may skip where the others do not. Pass loss_scaling(..., "
-      f"axis_name={listed(names)}); or axis_name=() if gradients are the same "
-      "on all devices already, or if each device has a model of its own."
+      f"not track what varies along {listed(names)} here, got none. Pass "
+      f"loss_scaling(..., axis_name={listed(names)}); or axis_name=() if "
+      "gradients are the same on all devices already, or if each device has a "
+      "model of its own."
     )
-
-
-def _is_tracked(name: Hashable) -> bool:
-  """Returns whether JAX knows what varies along an axis."""
-  axes: list[Any] = []
-  # Its type alone: the program that is being traced gets no operation more.
-  jax.eval_shape(lambda: axes.extend(varying_axes(lax.axis_index(name))))
-  return bool(axes)
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

@@ -48,13 +48,14 @@ def loss_scaling(
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
       devices decide together, under `shard_map` or `pmap`. Under plain jit none
-      is needed. The flag is reduced, the gradients are not. Name every axis
-      along which gradients or the caller's flag vary, unless each device has a
-      model and a state of its own: a missing one lets devices fall out of step.
-      It is an error where JAX tracks what varies, under `shard_map` with
-      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows,
-      so to name none is a `WiringWarning` there: () says that gradients are
-      the same on all devices already, or that each has a model of its own.
+      is needed: its arrays are whole, however they are sharded. The flag is
+      reduced, the gradients are not. Name every axis along which gradients or
+      the caller's flag vary, unless each device has a model and a state of its
+      own: a missing one lets devices fall out of step. It is an error where JAX
+      tracks what varies, under `shard_map` with `check_vma=True`. Under `pmap`
+      and with `check_vma=False` it does not, so there None is a
+      `WiringWarning`: () says that gradients are the same on all devices
+      already, or that each has a model of its own.
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged, in their own dtype, after the check: float16 gradients
       travel as float16. Devices decide together over these axes as well. Each
@@ -92,6 +93,12 @@ def loss_scaling(
       `params` are passed, or, as far as JAX tracks what varies by device, if
       devices that share an S could decide differently or what is to be averaged
       has been reduced already; from both, if `mask` does not fit.
+
+  Warns:
+    WiringWarning: from `init`, if parameters in float16 have no master weights;
+      from `update`, while it is traced, if the gradients come from `unscale`,
+      were scaled by another S, or lack micro-batches that it is not told of,
+      or if no axis is named where devices may fall out of step.
 
   Examples:
     >>> import jax.numpy as jnp

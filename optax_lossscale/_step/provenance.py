@@ -5,7 +5,7 @@ scaled. A table beside them does, for as long as they live. What comes out of
 jit is other arrays, of which nothing is known, and nothing is said.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from optax_lossscale._rules import loss_scales
 
 
 class Origin(NamedTuple):
-  """What is known of an array."""
+  """What is known of an array; a function returns None for what is not."""
 
-  scale: Any = None  # What it was scaled by: a number, an array, a reference.
+  scale: Callable[[], Any] = lambda: None  # What it was scaled by.
   is_unscaled: bool = False
   may_lack: bool = False  # Micro-batches may have been dropped.
-  follows: Any = None  # For an S: a weak reference to the S before it.
+  follows: Callable[[], Any] = lambda: None  # For an S: the S before it.
 
 
 # By the id of an array, with a weak reference to it: a tracer must not be kept.
@@ -48,9 +48,9 @@ def _forget(key: int, _: Any) -> None:
 def scaled_by(scale: Any, loss_scale: jax.Array) -> Origin:
   """Returns the origin of gradients: `scale` as passed, `loss_scale` as S."""
   if isinstance(scale, (int, float, np.ndarray, np.generic)):
-    return Origin(float(scale))
+    return Origin(lambda: float(scale))
   is_traced = isinstance(loss_scale, jax.core.Tracer)
-  return Origin(weakref.ref(loss_scale) if is_traced else loss_scale)
+  return Origin(weakref.ref(loss_scale) if is_traced else lambda: loss_scale)
 
 
 def note_move(rule: base.LossScale, old: Any, new: Any) -> None:
@@ -63,78 +63,66 @@ def check_update(
   gradients: Any, loss_scale: jax.Array, rule: base.LossScale, overflow: Any
 ) -> None:
   """Warns if `update` is given gradients that are not what it takes."""
-  for origin in _origins(gradients):
-    if origin.is_unscaled and _fixed(rule) != 1 and not _equal(loss_scale, 1):
-      wiring.warn(
-        "`update` takes the gradients scaled, got some that `unscale` has "
-        "divided by S already: here they are divided once more, and the model "
-        "does not learn. Leave the line with `unscale` out, or use what it "
-        "returns for looking alone."
-      )
-      return
-    if origin.may_lack and overflow is False:
-      wiring.warn(
-        "`overflow` must be passed to `update` after accumulated_value_and_grad"
-        "(..., drop=True), got none: S would stay where it is while "
-        "micro-batches are dropped. Write tx.update(grads, opt_state, params, "
-        "overflow=overflow)."
-      )
-      return
-    used = _scale_of(origin)
-    is_number = not isinstance(used, jax.core.Tracer)
-    is_frozen = is_number and isinstance(loss_scale, jax.core.Tracer)
-    if _is_another(used, loss_scale) or (
-      is_frozen and used is not None and not _equal(used, _fixed(rule))
-    ):
-      wiring.warn(
-        "`update` takes the opt_state that the gradients were scaled with, got "
-        f"gradients scaled by {_shown(used)}: it divides them by its own S. "
-        "Call scaled_value_and_grad(loss_fn, opt_state) anew in each step, "
-        "with the opt_state that goes to `update`."
-      )
-      return
+  origin, fixed = _origin(gradients), _fixed(rule)
+  used = origin.scale()
+  is_frozen = _is_known(used) and not _is_known(loss_scale)
+  if origin.is_unscaled and fixed != 1 and not _equal(loss_scale, 1):
+    wiring.warn(
+      "`update` takes the gradients scaled, got some that `unscale` has "
+      "divided by S already: the model would not learn. Leave the line with "
+      "`unscale` out, or use what it returns for looking alone."
+    )
+  elif origin.may_lack and overflow is False:
+    wiring.warn(
+      "`overflow` must be passed to `update` after accumulated_value_and_grad"
+      "(..., drop=True), got none: S would stay where it is while "
+      "micro-batches are dropped. Write tx.update(grads, opt_state, params, "
+      "overflow=overflow)."
+    )
+  elif _is_another(used, loss_scale) or (is_frozen and not _equal(used, fixed)):
+    wiring.warn(
+      "`update` takes the opt_state that the gradients were scaled with, got "
+      f"gradients scaled by {_shown(used)}. Call scaled_value_and_grad("
+      "loss_fn, opt_state) anew in each step, with the opt_state that goes to "
+      "`update`."
+    )
 
 
 def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
-  """Warns if `unscale` is given another state than gradients were made with."""
-  for origin in _origins(gradients):
-    used = _scale_of(origin)
-    if _is_another(used, loss_scale):
-      wiring.warn(
-        "`unscale` takes the opt_state from before `update`, got gradients "
-        f"scaled by {_shown(used)}: it may be another S. Call `unscale` before "
-        "`update`, or keep the old opt_state."
-      )
-      return
+  """Warns if `unscale` is given another S than gradients were scaled by."""
+  used = _origin(gradients).scale()
+  if _is_another(used, loss_scale):
+    wiring.warn(
+      "`unscale` takes the opt_state from before `update`, got gradients "
+      f"scaled by {_shown(used)}. Call `unscale` before `update`, or keep the "
+      "old opt_state."
+    )
 
 
-def _origins(tree: Any) -> Iterator[Origin]:
-  """Yields what is known of the leaves, if anything."""
+def _origin(tree: Any) -> Origin:
+  """Returns what is known of the first leaf of which anything is."""
   for x in jax.tree.leaves(tree):
     found = _ORIGINS.get(id(x))
     if found is not None and found[0]() is x:
-      yield found[1]
-
-
-def _scale_of(origin: Origin) -> Any:
-  """Returns what gradients were scaled by; None if that is not known."""
-  is_array = isinstance(origin.scale, weakref.ref)
-  return origin.scale() if is_array else origin.scale
+      return found[1]
+  return Origin()
 
 
 def _is_another(used: Any, loss_scale: jax.Array) -> bool:
   """Returns whether S is certainly not the one that was used."""
   if used is None or used is loss_scale:
     return False
-  for origin in _origins(loss_scale):
-    if origin.follows is not None and origin.follows() is used:
-      return True
-  return _equal(used, loss_scale) is False
+  is_next = _origin(loss_scale).follows() is used
+  return is_next or _equal(used, loss_scale) is False
+
+
+def _is_known(scale: Any) -> bool:
+  return scale is not None and not isinstance(scale, jax.core.Tracer)
 
 
 def _equal(x: Any, y: Any) -> bool | None:
   """Returns whether two scales are equal; None if that cannot be known."""
-  if any(x is None or isinstance(x, jax.core.Tracer) for x in (x, y)):
+  if not (_is_known(x) and _is_known(y)):
     return None
   try:
     # On the host, also where a program forbids transfers: those of its steps.
@@ -152,5 +140,4 @@ def _fixed(rule: base.LossScale) -> float | None:
 
 
 def _shown(used: Any) -> str:
-  is_number = isinstance(used, float)
-  return f"the number {used!r}" if is_number else "that of another opt_state"
+  return f"the number {used}" if isinstance(used, float) else "another S"

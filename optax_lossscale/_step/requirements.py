@@ -23,10 +23,8 @@ _SET_STATE = (
 )
 
 
-# What `rule` is where none is passed: None is a value that a user may pass.
-MISSING: Any = object()
-
-_FLAG_NAMES = frozenset({"overflowed", "overflows", "is_overflow"})
+# What `rule` is where none is passed; None is a value that a user may pass.
+MISSING: Any = ...
 
 
 def as_optimizer(
@@ -109,23 +107,18 @@ def check_inner_state(inner_state: Any) -> None:
 
 def check_masters(params: Any, inner_state: Any) -> None:
   """Warns if updates of float16 parameters are added up in float16."""
-  names = [
-    getattr(key, "name", "")
-    for path, _ in jax.tree.leaves_with_path(inner_state)
-    for key in path
-  ]
-  # By its name, since others keep such a copy as well.
-  if any(isinstance(name, str) and "master" in name for name in names):
-    return
-  for path, x in jax.tree.leaves_with_path(params):
-    if getattr(x, "dtype", None) == jnp.float16:
-      wiring.warn(
-        "parameters in float16 should have master weights, got float16"
-        f"{_at(path)} and no masters in the state of `inner`: small updates "
-        "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
-        "keep the parameters in float32."
-      )
-      return
+  found = jax.tree.leaves_with_path(params)
+  narrow = [p for p, x in found if getattr(x, "dtype", None) == jnp.float16]
+  # By a field's name, since others keep such a copy as well.
+  paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
+  names = {str(getattr(key, "name", "")) for path in paths for key in path}
+  if narrow and not any("master" in name for name in names):
+    wiring.warn(
+      "parameters in float16 should have master weights, got float16"
+      f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "
+      "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
+      "keep the parameters in float32."
+    )
 
 
 def check_state(state: Any, rule: base.LossScale) -> None:
@@ -197,99 +190,85 @@ def check_surroundings(opt_state: Any) -> None:
   A chain's state is a plain tuple. So may be what a user keeps together, and
   where it is not certainly a chain of optax, nothing is said.
   """
-  for message in _misplaced(opt_state, ()):
-    wiring.warn(message)
-    return
+  if (message := next(_misplaced((), opt_state), None)) is not None:
+    wiring.warn(f"`opt_state` must have {message}")
 
 
-def _misplaced(node: Any, path: tuple[Any, ...]) -> Iterator[str]:
+def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   """Yields what is wrong with the place of loss scaling in a tree."""
   if states.is_state(node) or not states.find_states(node):
     return
-  children = [
-    ((*path, *key), child)
-    for key, child in jax.tree.leaves_with_path(
-      node, is_leaf=lambda x: x is not node
-    )
-  ]
+  is_partition = isinstance(node, optax.PartitionState)
+  children = _children(path, node.inner_states if is_partition else node)
+  groups = [x for _, x in children if isinstance(x, optax.MaskedState)]
   if isinstance(node, optax.MultiStepsState):
     yield (
-      "`opt_state` must have optax.MultiSteps inside of loss_scaling, got it "
-      f"around{_at(path)}, where it adds up scaled gradients, and an inf for "
-      "ever. Write loss_scaling(optax.MultiSteps(inner, k), rule)."
+      f"optax.MultiSteps inside of loss_scaling, got it around{_at(path)}, "
+      "where it adds up scaled gradients, and an inf for ever. Write "
+      "loss_scaling(optax.MultiSteps(inner, k), rule)."
     )
   elif isinstance(node, optax.MaskedState):
     yield (
-      "`opt_state` must have optax.masked inside of loss_scaling, got it "
-      f"around{_at(path)}: gradients that are masked stay scaled by S. Write "
-      "loss_scaling(optax.masked(inner, mask), rule)."
+      f"optax.masked inside of loss_scaling, got it around{_at(path)}: what is "
+      "masked stays scaled by S. Write loss_scaling(optax.masked(inner, mask), "
+      "rule)."
     )
-  elif isinstance(node, optax.PartitionState):
-    groups = node.inner_states
-    for name, group in groups.items():
-      if not states.find_states(group) and jax.tree.leaves(group):
-        yield (
-          "`opt_state` must have all groups of a partition inside of "
-          f"loss_scaling, got group {name!r}{_at(path)} outside of it: its "
-          "gradients stay scaled by S. Write loss_scaling(optax.multi_transform"
-          "(...), rule)."
-        )
-    # Each group is masked, which is right.
-    children = [
-      ((*path, jax.tree_util.DictKey(name)), getattr(x, "inner_state", x))
-      for name, x in groups.items()
-    ]
-  elif type(node) is tuple and all(isinstance(x, tuple) for x in node):
-    yield from _neighbours(children)
-    # Several are groups: what one masks another one may take.
-    if sum(isinstance(x, optax.MaskedState) for x in node) > 1:
-      children = [
-        (key, x.inner_state if isinstance(x, optax.MaskedState) else x)
-        for key, x in children
-      ]
-  for key, child in children:
-    if child is not node:
-      yield from _misplaced(child, key)
+  elif is_partition or (
+    type(node) is tuple and all(isinstance(x, tuple) for x in node)
+  ):
+    yield from _beside(children, is_partition)
+    # What one of several masks another one may take.
+    if is_partition or len(groups) > 1:
+      children = [(key, getattr(x, "inner_state", x)) for key, x in children]
+  for child in children:
+    yield from _misplaced(*child)
 
 
-def _neighbours(links: list[tuple[Any, Any]]) -> Iterator[str]:
-  """Yields what is wrong with the states that are chained with loss scaling."""
-  first = min(i for i, (_, x) in enumerate(links) if states.find_states(x))
+def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
+  """Yields which states beside that of loss scaling hold arrays."""
+  first = next(i for i, (_, x) in enumerate(links) if states.find_states(x))
   shapes = _shapes(links[first][1])
   for i, (path, link) in enumerate(links):
-    if states.find_states(link):
-      continue
-    # The first array's state, through chains in the chain.
-    while type(link) is tuple and jax.tree.leaves(link):
-      place = next(j for j, x in enumerate(link) if jax.tree.leaves(x))
-      path = (*path, jax.tree_util.SequenceKey(place))
-      link = link[place]
-    of_link = _shapes(link)
+    held = [] if states.find_states(link) else jax.tree.leaves(link)
+    while held and (type(link) is tuple or isinstance(link, optax.MaskedState)):
+      found = (x for x in _children(path, link) if jax.tree.leaves(x[1]))
+      path, link = next(found)
     if (
-      type(link).__module__.partition(".")[0] == "optax"
+      not held
+      or not type(link).__module__.startswith("optax.")
       # They look on, and change nothing.
-      and not isinstance(link, (optax.SnapshotState, optax.MonitorState))
-      and jax.tree.leaves(link)
+      or isinstance(link, (optax.SnapshotState, optax.MonitorState))
       # The state of another model, in a tuple of the user's.
-      and (shapes <= of_link or of_link <= shapes)
+      or not (
+        is_partition or shapes <= _shapes(link) or _shapes(link) <= shapes
+      )
     ):
-      what = (
-        "sees scaled gradients, and those that overflow"
-        if i < first
-        else "moves on a skipped step, and the parameters with it"
-      )
-      yield (
-        "`opt_state` must have what holds arrays inside of loss_scaling, got "
-        f"{type(link).__name__}{_at(path)} {'before' if i < first else 'after'}"
-        f" it in a chain, where it {what}. Put it inside: "
-        "loss_scaling(optax.chain(...), rule)."
-      )
+      continue
+    if is_partition:
+      why = "in another group, whose gradients stay scaled by S"
+    elif i < first:
+      why = "before it in a chain, where it sees scaled gradients"
+    else:
+      why = "after it in a chain, where it moves on a skipped step"
+    outer = "multi_transform" if is_partition else "chain"
+    yield (
+      "what holds arrays inside of loss_scaling, got "
+      f"{type(link).__name__}{_at(path)} {why}. Put it inside: "
+      f"loss_scaling(optax.{outer}(...), rule)."
+    )
+
+
+def _children(path: tuple[Any, ...], node: Any) -> list[Any]:
+  """Returns what a node of a tree is made of, each with its path."""
+  below = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
+  return [((*path, *key), x) for key, x in below if x is not node]
 
 
 def _shapes(tree: Any) -> set[tuple[int, ...]]:
   """Returns the shapes of the floating arrays that are no scalars."""
-  floats = filter(leaves.is_gradient, jax.tree.leaves(tree))
-  return {x.shape for x in floats} - {()}
+  return {x.shape for x in jax.tree.leaves(tree) if leaves.is_gradient(x)} - {
+    ()
+  }
 
 
 def _at(path: tuple[Any, ...]) -> str:
@@ -320,15 +299,12 @@ def check_call(
       "`updates` must be the scaled gradients, got None; pass what "
       "scaled_value_and_grad returned."
     )
-  mistaken = _FLAG_NAMES.intersection(names)
-  if mistaken:
-    mistaken -= inspect.signature(inner.update).parameters.keys()
-  if mistaken:
-    raise TypeError(
-      f"`update` takes a flag of the caller's as `overflow`, got "
-      f"`{min(mistaken)}`, which the optimizer would ignore; did you mean "
-      "overflow=?"
-    )
+  for name in ("overflowed", "overflows", "is_overflow"):
+    if name in names and name not in inspect.signature(inner.update).parameters:
+      raise TypeError(
+        f"`update` takes a flag of the caller's as `overflow`, got `{name}`, "
+        "which the optimizer would ignore; did you mean overflow=?"
+      )
 
 
 def check_gradients(gradients: Any, params: Any) -> None:

@@ -60,39 +60,40 @@ MISPLACED = {
   "masked": (
     lambda: optax.masked(scaling(), MASK),
     "`opt_state` must have optax.masked inside of loss_scaling, got it around: "
-    "gradients that are masked stay scaled by S. Write "
+    "what is masked stays scaled by S. Write "
     "loss_scaling(optax.masked(inner, mask), rule).",
   ),
   "masked in a chain": (
     lambda: optax.chain(optax.masked(scaling(), MASK), optax.clip(1.0)),
     "`opt_state` must have optax.masked inside of loss_scaling, got it around "
-    "at 0: gradients that are masked stay scaled by S.",
+    "at 0: what is masked stays scaled by S.",
   ),
   "a group": (
     lambda: optax.multi_transform({"x": scaling(), "y": ADAM}, LABELS),
-    "`opt_state` must have all groups of a partition inside of loss_scaling, "
-    "got group 'y' outside of it: its gradients stay scaled by S. Write "
-    "loss_scaling(optax.multi_transform(...), rule).",
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByAdamState at y/inner_state/0 in another group, whose gradients "
+    "stay scaled by S. Put it inside: loss_scaling(optax.multi_transform(...), "
+    "rule).",
   ),
   "masks as groups": (
     lambda: optax.chain(
       optax.masked(scaling(), MASK), optax.masked(ADAM, REST)
     ),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
-    "MaskedState at 1 after it in a chain",
+    "ScaleByAdamState at 1/inner_state/0 after it in a chain",
   ),
   "before": (
     lambda: optax.chain(ADAM, scaling(optax.identity())),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at 0/0 before it in a chain, where it sees scaled "
-    "gradients, and those that overflow. Put it inside: "
+    "gradients. Put it inside: "
     "loss_scaling(optax.chain(...), rule).",
   ),
   "after": (
     lambda: optax.chain(scaling(optax.identity()), ADAM),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at 1/0 after it in a chain, where it moves on a skipped "
-    "step, and the parameters with it. Put it inside: "
+    "step. Put it inside: "
     "loss_scaling(optax.chain(...), rule).",
   ),
   "an average after": (
@@ -182,12 +183,10 @@ def test_what_is_right_or_not_certain_is_not_told(make):
 S1 = "`update` takes the gradients scaled, got some that `unscale` has divided"
 S7 = (
   "`update` takes the opt_state that the gradients were scaled with, got "
-  "gradients scaled by the number 8.0: it divides them by its own S."
+  "gradients scaled by the number 8.0. Call scaled_value_and_grad(loss_fn, "
+  "opt_state) anew in each step, with the opt_state that goes to `update`."
 )
-S8 = (
-  "`update` takes the opt_state that the gradients were scaled with, got "
-  "gradients scaled by that of another opt_state: it divides them by its own S."
-)
+S8 = S7.replace("the number 8.0", "another S")
 S16 = (
   "`overflow` must be passed to `update` after accumulated_value_and_grad"
   "(..., drop=True), got none: S would stay where it is while micro-batches "
@@ -195,7 +194,7 @@ S16 = (
 )
 S17 = (
   "`unscale` takes the opt_state from before `update`, got gradients scaled by "
-  "that of another opt_state"
+  "another S. Call `unscale` before `update`, or keep the old opt_state."
 )
 
 
@@ -400,17 +399,19 @@ def test_nnx_gradients_are_known_by_their_scale():
   def loss(model, x):
     return jnp.sum(model(x))
 
-  def step(model, optimizer, x, wrong):
-    _, grads = ols.nnx.scaled_value_and_grad(loss, optimizer)(model, x)
-    if wrong:
-      grads = ols.unscale(grads, optimizer.opt_state)
-    optimizer.update(model, grads)
+  def step(model, optimizer, x, mistake):
+    _, scaled = ols.nnx.scaled_value_and_grad(loss, optimizer)(model, x)
+    grads = ols.unscale(scaled, optimizer.opt_state)
+    optimizer.update(model, grads if mistake == S1 else scaled)
+    if mistake == S17:
+      ols.unscale(scaled, optimizer.opt_state)
 
   x = jnp.ones((1, 2))
   for run in step, nnx.jit(step, static_argnums=3):
-    assert told(lambda run=run: run(model, optimizer, x, False)) == []
-    (text,) = told(lambda run=run: run(model, optimizer, x, True))
-    assert text.startswith(S1)
+    assert told(lambda run=run: run(model, optimizer, x, "")) == []
+    for mistake in S1, S17:
+      (text,) = told(lambda run=run: run(model, optimizer, x, mistake))  # noqa: B023
+      assert text.startswith(mistake)
 
 
 def test_notes_end_with_the_gradients_and_keep_no_tracer():
@@ -421,6 +422,18 @@ def test_notes_end_with_the_gradients_and_keep_no_tracer():
   state = right(tx, PARAMS, state)
   del state
   assert len(provenance._ORIGINS) <= before
+
+
+def test_a_note_that_outlives_a_trace_keeps_none_of_its_tracers():
+  kept = jnp.ones(3)
+
+  @jax.jit
+  def trace(scale):
+    provenance.note(kept, provenance.scaled_by(None, scale))
+    return scale
+
+  with jax.checking_leaks():
+    trace(jnp.float32(8.0))
 
 
 def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
