@@ -40,12 +40,17 @@ LONGEST = (
 )
 
 
-# Files whose programs a reader copies: there nothing at all may be warned of.
-PAGES = ("optax_lossscale/", "tests/recipes/", "tests/test_readme.py")
+# Tests of programs that readers copy, which may give no warning at all.
+PAGES = (
+  "optax_lossscale/",
+  "tests/recipes/",
+  "tests/test_porting.py",
+  "tests/test_readme.py",
+)
 
 
 def pytest_itemcollected(item):
-  """Lets tests take any dtype and any S, as a program of a user would not."""
+  """Lets other tests use float16 parameters, and an S of any value."""
   if not item.nodeid.startswith(PAGES):
     for text in "parameters in float16 should", ".* should be a power of two":
       item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
