@@ -18,6 +18,7 @@ import importlib as _importlib
 
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._detectors.float_status import float_status
 from optax_lossscale._detectors.saturating import saturating
 from optax_lossscale._detectors.status_tap import status_tap
@@ -52,6 +53,7 @@ __all__ = [
   "LossScale",
   "LossScalingState",
   "Policy",
+  "WiringWarning",
   "accumulated_value_and_grad",
   "autocast",
   "float_status",

@@ -13,6 +13,7 @@ import jax
 
 from optax_lossscale._base import trees
 from optax_lossscale._step import backward
+from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 from optax_lossscale.instruments import laws
@@ -77,6 +78,7 @@ def scaled_value_and_grad(
     512.0 2
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
+  requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
   # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
   differentiate = functools.partial(

@@ -40,6 +40,22 @@ LONGEST = (
 )
 
 
+# Tests of programs that readers copy, which may give no warning at all.
+PAGES = (
+  "optax_lossscale/",
+  "tests/recipes/",
+  "tests/test_porting.py",
+  "tests/test_readme.py",
+)
+
+
+def pytest_itemcollected(item):
+  """Lets other tests use float16 parameters, and an S of any value."""
+  if not item.nodeid.startswith(PAGES):
+    for text in "parameters in float16 should", ".* should be a power of two":
+      item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
+
+
 def pytest_collection_modifyitems(config, items):
   """Moves the longest files to the front, where workers share the tests."""
   if hasattr(config, "workerinput"):

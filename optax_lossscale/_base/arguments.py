@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 import difflib
 import fractions
+import math
 import numbers
 import operator
 from typing import Any
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from optax_lossscale._base import wiring
 
 # S is a normal float32 number: a backend may flush the subnormal ones to zero.
 SMALLEST_SCALE = 2.0**-126
@@ -153,6 +156,21 @@ def check_scale(name: str, value: Any) -> float:
     raise ValueError(
       f"`{name}` must be at least 2**-126, the smallest normal float32 number, "
       f"got {shown(value)}."
+    )
+  return number
+
+
+def check_first_scale(name: str, value: Any, interval: str = "") -> float:
+  """Returns `value` as `check_scale` does, and warns if scaling would round."""
+  number = check_scale(name, value)
+  if math.frexp(np.float32(number))[0] != 0.5:
+    nearest = 2.0 ** min(round(math.log2(number)), 127)
+    remedy = ""
+    if interval and number.is_integer():
+      remedy = f"; if the interval was meant: {interval}={number:.0f}"
+    wiring.warn(
+      f"`{name}` should be a power of two, by which scaling rounds nothing, "
+      f"got {value!r}: take {nearest!r}{remedy}."
     )
   return number
 

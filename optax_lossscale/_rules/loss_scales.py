@@ -47,7 +47,7 @@ class FixedLossScale(base.LossScale):
 
   Attributes:
     scale: the first S, and every later one, a normal float32. A power of two
-      makes scaling exact.
+      makes scaling exact; another S is a `WiringWarning`.
     skip: whether an overflow skips the step (keyword only).
 
   Raises:
@@ -71,7 +71,7 @@ class FixedLossScale(base.LossScale):
   def __post_init__(self) -> None:
     super().__post_init__()
     object.__setattr__(
-      self, "scale", arguments.check_scale("scale", self.scale)
+      self, "scale", arguments.check_first_scale("scale", self.scale)
     )
 
   def init(self) -> FixedLossScaleState:
@@ -106,7 +106,8 @@ class DynamicLossScale(base.LossScale):
 
   Attributes:
     init_scale: the first S. The default is the largest power of two that
-      float16 holds, so a loss in float16 works from the first step.
+      float16 holds, so a loss in float16 works from the first step. One that
+      is no power of two is a `WiringWarning`.
     growth_factor: S is multiplied by it on growth; above 1.
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
     growth_interval: S grows on exactly this many clean steps in a row, counted
@@ -160,7 +161,9 @@ class DynamicLossScale(base.LossScale):
   def __post_init__(self) -> None:
     super().__post_init__()
     checked = {
-      "init_scale": arguments.check_scale("init_scale", self.init_scale),
+      "init_scale": arguments.check_first_scale(
+        "init_scale", self.init_scale, interval="growth_interval"
+      ),
       "min_scale": arguments.check_scale("min_scale", self.min_scale),
       "max_scale": arguments.check_scale("max_scale", self.max_scale),
       "growth_factor": arguments.check_growth_factor(

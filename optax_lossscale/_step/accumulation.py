@@ -20,6 +20,7 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
+from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
@@ -206,6 +207,8 @@ def accumulated_value_and_grad(
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
     others = leaves.merge(is_overwritten, end.overwritten, _float0(given))
     gradients = leaves.merge(is_summed, means, others)
+    origin = provenance.scaled_by(opt_state, loss_scale)
+    provenance.note(means, origin._replace(may_lack=drop))
     loss = _mean_loss(losses, counted)
     return (
       (loss, aux) if has_aux else loss,

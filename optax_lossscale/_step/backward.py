@@ -12,6 +12,8 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._step import provenance
+from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
 
@@ -62,6 +64,10 @@ def scaled_value_and_grad(
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
       not return a floating-point scalar.
 
+  Warns:
+    WiringWarning: if what is around `loss_scaling` in `opt_state`, such as a
+      neighbour in a chain that holds arrays, belongs inside.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax
@@ -79,15 +85,18 @@ def scaled_value_and_grad(
 
   @functools.wraps(fun)
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    loss_scale = states.scale_in_use(opt_state, path)
     differentiated = at_scale(
-      states.scale_in_use(opt_state, path),
+      loss_scale,
       fun,
       argnums,
       has_aux,
       allow_int,
       value_and_grad,
     )
-    return differentiated(*args, **kwargs)
+    value, gradients = differentiated(*args, **kwargs)
+    provenance.note(gradients, provenance.scaled_by(opt_state, loss_scale))
+    return value, gradients
 
   return scaled_value_and_grad_fun
 
@@ -146,6 +155,10 @@ def unscale(
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
 
+  Warns:
+    WiringWarning: if the gradients were scaled by another S: `unscale` takes
+      the `opt_state` from before `update`.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
@@ -153,13 +166,14 @@ def unscale(
     [5.9604645e-08 1.1920929e-07]
   """
   loss_scale = states.scale_in_use(opt_state, path)
+  provenance.check_unscale(scaled_gradients, loss_scale)
   scaled_gradients = leaves.as_arrays(scaled_gradients)
   is_gradient = leaves.resolve_mask(None, scaled_gradients)
-  return leaves.merge(
-    is_gradient,
-    unscale_tree(leaves.leave_out(is_gradient, scaled_gradients), loss_scale),
-    scaled_gradients,
+  gradients = unscale_tree(
+    leaves.leave_out(is_gradient, scaled_gradients), loss_scale
   )
+  provenance.note(gradients, provenance.Origin(is_unscaled=True))
+  return leaves.merge(is_gradient, gradients, scaled_gradients)
 
 
 def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
@@ -228,6 +242,7 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
       f"{arguments.shown(argnums)}."
     )
   states.get_loss_scale(opt_state, path=path)
+  requirements.check_surroundings(opt_state)
 
 
 def _scaled_loss_fn(

@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 
 
@@ -158,6 +159,28 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
         f"this, got {shown(name)}, which is none; under plain jit "
         "leave it out."
       ) from error
+
+
+def check_named() -> None:
+  """Warns where devices may fall out of step, as JAX does not track them.
+
+  An axis that pmap has named itself is none over which devices can agree.
+  """
+  manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
+  names = [name for name in manual if not str(name).startswith("_")]
+  tracked: set[Hashable] = set()
+  # Types alone: the program that is being traced gets no operation more.
+  jax.eval_shape(
+    lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
+  )
+  if names := [name for name in names if name not in tracked]:
+    wiring.warn(
+      "`axis_name` must say over which axes devices skip together, as JAX does "
+      f"not track what varies along {listed(names)} here, got none. Pass "
+      f"loss_scaling(..., axis_name={listed(names)}); or axis_name=() if "
+      "gradients are the same on all devices already, or if each device has a "
+      "model of its own."
+    )
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

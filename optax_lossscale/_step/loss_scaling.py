@@ -15,6 +15,7 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
+from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
@@ -22,7 +23,7 @@ from optax_lossscale._step import states
 
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
-  rule: base.LossScale | None,
+  rule: base.LossScale | None = requirements.MISSING,
   *,
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   axis_name: Any = None,
@@ -56,11 +57,14 @@ def loss_scaling(
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
       devices decide together, under `shard_map` or `pmap`. Under plain jit none
-      is needed. The flag is reduced, the gradients are not. Name every axis
-      along which gradients or the caller's flag vary, unless each device has a
-      model and a state of its own: a missing one lets devices fall out of step.
-      It is an error where JAX tracks what varies, under `shard_map` with
-      `check_vma=True`. Under `pmap` and with `check_vma=False` nothing shows.
+      is needed: its arrays are whole, however they are sharded. The flag is
+      reduced, the gradients are not. Name every axis along which gradients or
+      the caller's flag vary, unless each device has a model and a state of its
+      own: a missing one lets devices fall out of step. It is an error where JAX
+      tracks what varies, under `shard_map` with `check_vma=True`. Under `pmap`
+      and with `check_vma=False` it does not, so there None is a
+      `WiringWarning`: () says that gradients are the same on all devices
+      already, or that each has a model of its own.
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged, in their own dtype, after the check: float16 gradients
       travel as float16. Devices decide together over these axes as well. Each
@@ -88,7 +92,8 @@ def loss_scaling(
   Raises:
     TypeError: if an argument is not of its kind; from `init`, if the state of
       the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made; from both, if `mask` is no tree of bools.
+      another state than `init` made, None for gradients, or `overflow` under
+      another name; from both, if `mask` is no tree of bools.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
       rule starts with an unusable S; from `update`, if the gradients do not fit
       the parameters or the optimizer's state, if `inner` or the rule changes
@@ -97,6 +102,12 @@ def loss_scaling(
       `params` are passed, or, as far as JAX tracks what varies by device, if
       devices that share an S could decide differently or what is to be averaged
       has been reduced already; from both, if `mask` does not fit.
+
+  Warns:
+    WiringWarning: from `init`, if parameters in float16 have no master weights;
+      from `update`, while it is traced, if the gradients come from `unscale`,
+      were scaled by another S, or lack micro-batches that it is not told of,
+      or if no axis is named where devices may fall out of step.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -130,10 +141,10 @@ def loss_scaling(
 
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
-    inner_state = inner.init(
-      leaves.widen(leaves.leave_out(is_gradient, params))
-    )
+    kept = leaves.leave_out(is_gradient, params)
+    inner_state = inner.init(leaves.widen(kept))
     requirements.check_first_state(rule)
+    requirements.check_masters(kept, inner_state)
     return _first_state(rule.init(), inner_state)
 
   def update(
@@ -146,6 +157,7 @@ def loss_scaling(
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
+    requirements.check_call(inner, updates, params, extra_args)
     incoming = leaves.as_arrays(updates)
     is_gradient = leaves.resolve_mask(
       mask, incoming if params is None or mask is None else params
@@ -161,7 +173,12 @@ def loss_scaling(
       devices.check_mapped("axis_name", agreed)
       finding = findings.agree(finding, agreed)
       measured = findings.total(measured, agreed)
+    elif axis_name is None:
+      devices.check_named()
     reported = finding.overflow | finding.dropped
+    provenance.check_update(
+      leaves.leave_out(is_gradient, updates), loss_scale, rule, overflow
+    )
     devices.refuse_divergence(reported, loss_scale, agreed)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
@@ -313,8 +330,10 @@ def move(
   was_usable = arguments.is_usable_scale(
     jnp.asarray(state.loss_scale, jnp.float32)
   )
+  next_state = skipping.select(~was_usable, rule.init(), held)
+  provenance.note_move(rule, state.loss_scale, next_state.loss_scale)
   stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
-  return skipping.select(~was_usable, rule.init(), held), stalled
+  return next_state, stalled
 
 
 def _next_values(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import inspect
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
@@ -21,6 +23,10 @@ _SET_STATE = (
   "to change the rule in mid-run, set its state: "
   "optax.tree.set(opt_state, loss_scale_state=rule.init())"
 )
+
+
+# What `rule` is where none is passed; None is a value that a user may pass.
+MISSING: Any = ...
 
 
 def as_optimizer(
@@ -35,7 +41,10 @@ def as_optimizer(
   ):
     remedy = ""
     if isinstance(inner, base.LossScale):
-      remedy = "; the optimizer comes first, then the rule"
+      remedy = (
+        "; the optimizer comes first, then the rule: "
+        "loss_scaling(optax.adam(1e-3), rule)"
+      )
     elif callable(inner):
       remedy = "; call it: optax.adam(1e-3)"
     raise TypeError(
@@ -48,15 +57,14 @@ def as_optimizer(
 def check_rule(name: str, rule: Any) -> None:
   """Raises if `rule` is not a LossScale."""
   if not isinstance(rule, base.LossScale):
+    got = "none" if rule is MISSING else shown(rule)
     remedy = (
       f"call it: {rule.__name__}(...)"
       if callable(rule) and hasattr(rule, "__name__")
       else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
       "DynamicLossScale()"
     )
-    raise TypeError(
-      f"`{name}` must be a LossScale, got {shown(rule)}; {remedy}."
-    )
+    raise TypeError(f"`{name}` must be a LossScale, got {got}; {remedy}.")
 
 
 def check_check(check: Any) -> None:
@@ -97,6 +105,22 @@ def check_inner_state(inner_state: Any) -> None:
     raise ValueError(
       f"`inner` must not contain loss_scaling, got it at {place}: gradients "
       "would be unscaled twice. Wrap the optimizer once, outermost."
+    )
+
+
+def check_masters(params: Any, inner_state: Any) -> None:
+  """Warns if updates of float16 parameters are added up in float16."""
+  found = jax.tree.leaves_with_path(params)
+  narrow = [p for p, x in found if getattr(x, "dtype", None) == jnp.float16]
+  # By a field's name, since others keep such a copy as well.
+  paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
+  names = {str(getattr(key, "name", "")) for path in paths for key in path}
+  if narrow and not any("master" in name for name in names):
+    wiring.warn(
+      "parameters in float16 should have master weights, got float16"
+      f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "
+      "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
+      "keep the parameters in float32."
     )
 
 
@@ -178,6 +202,97 @@ def _describe(rule_state: Any) -> str:
   return f"{type(rule_state).__name__}({', '.join(names)})"
 
 
+def check_surroundings(opt_state: Any) -> None:
+  """Warns if what is around loss scaling sees scaled gradients, or skips none.
+
+  A chain's state is a plain tuple. So may be what a user keeps together, and
+  where it is not certainly a chain of optax, nothing is said.
+  """
+  if (message := next(_misplaced((), opt_state), None)) is not None:
+    wiring.warn(f"`opt_state` must have {message}")
+
+
+def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
+  """Yields what is wrong with the place of loss scaling in a tree."""
+  if states.is_state(node) or not states.find_states(node):
+    return
+  is_partition = isinstance(node, optax.PartitionState)
+  children = _children(path, node.inner_states if is_partition else node)
+  groups = [x for _, x in children if isinstance(x, optax.MaskedState)]
+  if isinstance(node, optax.MultiStepsState):
+    yield (
+      f"optax.MultiSteps inside of loss_scaling, got it around{_at(path)}, "
+      "where it adds up scaled gradients, and an inf for ever. Write "
+      "loss_scaling(optax.MultiSteps(inner, k), rule)."
+    )
+  elif isinstance(node, optax.MaskedState):
+    yield (
+      f"optax.masked inside of loss_scaling, got it around{_at(path)}: what is "
+      "masked stays scaled by S. Write loss_scaling(optax.masked(inner, mask), "
+      "rule)."
+    )
+  elif is_partition or (
+    type(node) is tuple and all(isinstance(x, tuple) for x in node)
+  ):
+    yield from _beside(children, is_partition)
+    # What one of several masks another one may take.
+    if is_partition or len(groups) > 1:
+      children = [(key, getattr(x, "inner_state", x)) for key, x in children]
+  for child in children:
+    yield from _misplaced(*child)
+
+
+def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
+  """Yields which states beside that of loss scaling hold arrays."""
+  first = next(i for i, (_, x) in enumerate(links) if states.find_states(x))
+  shapes = _shapes(links[first][1])
+  for i, (path, link) in enumerate(links):
+    held = [] if states.find_states(link) else jax.tree.leaves(link)
+    while held and (type(link) is tuple or isinstance(link, optax.MaskedState)):
+      found = (x for x in _children(path, link) if jax.tree.leaves(x[1]))
+      path, link = next(found)
+    if (
+      not held
+      or not type(link).__module__.startswith("optax.")
+      # They look on, and change nothing.
+      or isinstance(link, (optax.SnapshotState, optax.MonitorState))
+      # The state of another model, in a tuple of the user's.
+      or not (
+        is_partition or shapes <= _shapes(link) or _shapes(link) <= shapes
+      )
+    ):
+      continue
+    if is_partition:
+      why = "in another group, whose gradients stay scaled by S"
+    elif i < first:
+      why = "before it in a chain, where it sees scaled gradients"
+    else:
+      why = "after it in a chain, where it moves on a skipped step"
+    outer = "multi_transform" if is_partition else "chain"
+    yield (
+      "what holds arrays inside of loss_scaling, got "
+      f"{type(link).__name__}{_at(path)} {why}. Put it inside: "
+      f"loss_scaling(optax.{outer}(...), rule)."
+    )
+
+
+def _children(path: tuple[Any, ...], node: Any) -> list[Any]:
+  """Returns what a node of a tree is made of, each with its path."""
+  below = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
+  return [((*path, *key), x) for key, x in below if x is not node]
+
+
+def _shapes(tree: Any) -> set[tuple[int, ...]]:
+  """Returns the shapes of the floating arrays that are no scalars."""
+  return {x.shape for x in jax.tree.leaves(tree) if leaves.is_gradient(x)} - {
+    ()
+  }
+
+
+def _at(path: tuple[Any, ...]) -> str:
+  return f" at {leaves.path_name(path)}" if path else ""
+
+
 def check_accumulation(opt_state: Any) -> None:
   """Raises if `optax.MultiSteps` is around loss scaling."""
 
@@ -190,6 +305,23 @@ def check_accumulation(opt_state: Any) -> None:
         "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
         "around, where it would add up scaled gradients. Write "
         "loss_scaling(optax.MultiSteps(inner, k), rule)."
+      )
+
+
+def check_call(
+  inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
+) -> None:
+  """Raises if `update` is called without gradients, or by a wrong name."""
+  if updates is None and jax.tree.leaves(params):
+    raise TypeError(
+      "`updates` must be the scaled gradients, got None; pass what "
+      "scaled_value_and_grad returned."
+    )
+  for name in ("overflowed", "overflows", "is_overflow"):
+    if name in names and name not in inspect.signature(inner.update).parameters:
+      raise TypeError(
+        f"`update` takes a flag of the caller's as `overflow`, got `{name}`, "
+        "which the optimizer would ignore; did you mean overflow=?"
       )
 
 

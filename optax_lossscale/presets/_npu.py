@@ -169,7 +169,8 @@ def npu_loss_scale_optimizer(
     opt,
     loss_scale_manager,
     check=check,
-    axis_name=names if is_distributed else None,
+    # An axis that is there and not used is meant so.
+    axis_name=(names if is_distributed else ()) if names else None,
   )
   if names or not is_distributed:
     return tx

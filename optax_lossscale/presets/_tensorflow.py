@@ -111,7 +111,7 @@ def tensorflow(
 
   Examples:
     >>> import optax_lossscale as ols
-    >>> rule = ols.presets.tensorflow(initial_loss_scale=1.5)
+    >>> rule = ols.presets.tensorflow(initial_loss_scale=1.0)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)
     1.0
 

@@ -275,7 +275,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "moves": _arguments.check_flag,
   "skip": _arguments.check_flag,
   "enabled": _arguments.check_flag,
-  "init_scale": _arguments.check_scale,
+  "init_scale": _arguments.check_first_scale,
   "growth_factor": _arguments.check_growth_factor,
   "backoff_factor": _arguments.check_backoff_factor,
   "growth_interval": _check_steps,

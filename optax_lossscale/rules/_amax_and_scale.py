@@ -85,7 +85,10 @@ def fitting_exponent(
 def check_bounds(**scales: Any) -> dict[str, float]:
   """Returns loss scales as floats, which must come in increasing order."""
   checked = {
-    name: arguments.check_scale(name, value) for name, value in scales.items()
+    name: arguments.check_first_scale(name, value)
+    if name == "init_scale"
+    else arguments.check_scale(name, value)
+    for name, value in scales.items()
   }
   if sorted(checked.values()) != list(checked.values()):
     names = [f"`{name}`" for name in checked]

@@ -116,7 +116,9 @@ class WarmStart(base.LossScale):
         "found once."
       )
     checked = {
-      "probe_scale": arguments.check_scale("probe_scale", self.probe_scale),
+      "probe_scale": arguments.check_first_scale(
+        "probe_scale", self.probe_scale
+      ),
       "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
       "dtype": arguments.check_dtype("dtype", self.dtype),
       "skip": self.rule.skip,

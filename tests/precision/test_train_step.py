@@ -502,6 +502,7 @@ def test_a_state_that_is_closed_over_is_refused():
     jax.eval_shape(lambda p, s: step(p, opt_state, s, X, Y), params, state)
 
 
+@pytest.mark.filterwarnings("ignore:`opt_state` must have optax.MultiSteps")
 @pytest.mark.parametrize(
   ("wrap", "error"),
   [

@@ -6,6 +6,7 @@ wrong where the wrapper is not outermost is in tests/step/test_chaining.py.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,52 @@ def run_steps(step, carry, steps):
     *carry, loss = step(*carry, make_batch(i))
     losses.append(float(loss))
   return carry, losses
+
+
+PLACES = re.findall(
+  r"^\| `(.+)` \| (\w+) \| (\w+) \|$",
+  documents.section(PAGE, "Places in a chain"),
+  re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("code", "state_word", "params_word"), PLACES)
+def test_on_a_skip_each_place_in_a_chain_does_as_the_page_says(
+  code, state_word, params_word
+):
+  rule = ols.DynamicLossScale(8.0)
+  tx = eval(code, {"optax": optax, "ols": ols, "rule": rule})
+  update = jax.jit(tx.update)
+
+  def neighbours(state):
+    """Returns the arrays in the state that are not the wrapper's own."""
+    is_own = lambda x: isinstance(x, ols.LossScalingState)  # noqa: E731
+    found = jax.tree.leaves(state, is_leaf=is_own)
+    return [x.inner_state if is_own(x) else x for x in found]
+
+  def is_same(old, new):
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return all(np.array_equal(to_bits(x), to_bits(y)) for x, y in pairs)
+
+  updates, state = update(make_gradients(0), tx.init(PARAMS), PARAMS)
+  params = apply(PARAMS, updates)
+  updates, new_state = update(make_gradients(None), state, params)
+  old, new = neighbours(state), neighbours(new_state)
+  moves = "stays" if is_same(old, new) else "moves"
+  assert state_word == (moves if jax.tree.leaves(old) else "none")
+  new_params = apply(params, updates)
+  assert params_word == ("stay" if is_same(params, new_params) else "move")
+
+
+def test_the_page_shows_every_outcome_of_a_place():
+  assert len(PLACES) == 9
+  assert {(x, y) for _, x, y in PLACES} == {
+    ("stays", "stay"),
+    ("none", "stay"),
+    ("none", "move"),
+    ("moves", "stay"),
+    ("moves", "move"),
+  }
 
 
 @pytest.mark.slow
@@ -609,5 +656,5 @@ def test_every_recipe_is_run_here():
     for line in PAGE.splitlines()
     if line.startswith("## ")
   }
-  for title in titles:
+  for title in titles - {"Places in a chain"}:
     assert "tx" in recipe(title), title

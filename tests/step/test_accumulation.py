@@ -105,6 +105,7 @@ def test_guarantee_11_an_overflow_voids_its_window_and_no_later_one(row, value):
     np.testing.assert_array_equal(updates[name], -expected)
 
 
+@pytest.mark.filterwarnings("ignore:`overflow` must be passed")
 @pytest.mark.parametrize("drop", [False, True])
 def test_an_overflow_shows_in_the_gradients_when_nobody_tells_update(drop):
   tx, state = make()

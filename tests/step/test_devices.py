@@ -436,16 +436,52 @@ def test_guarantee_10_a_missing_axis_name_is_refused(
 
 
 @pytest.mark.parametrize("check_vma", [False, None])
-def test_a_missing_axis_name_shows_nowhere_if_jax_does_not_track(check_vma):
-  """Records why `axis_name` is to be checked there by whoever writes it."""
+def test_a_missing_axis_name_is_asked_for_if_jax_does_not_track(check_vma):
+  """Under () each device decides for itself: it may have its own model."""
+  text = (
+    r"`axis_name` must say .* along 'data' here, .*, axis_name='data'\); or"
+  )
+
+  def scales(axis_name):
+    rule = ols.DynamicLossScale(8.0)
+    tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name=axis_name)
+
+    def update(state, x):
+      return tx.update(x, state)[1].loss_scale_state.loss_scale
+
+    update = per_device(update, {"data": 8}, check_vma, replicated=1)
+    gradients = jnp.ones(8).at[3].set(jnp.inf)
+    return update(tx.init(jnp.ones(2)), gradients).tolist()
+
+  alone = [8.0, 8.0, 8.0, 4.0, 8.0, 8.0, 8.0, 8.0]
+  with pytest.warns(ols.WiringWarning, match=text) as told:
+    assert scales(None) == alone
+  assert len(told) == 1
+  assert scales(()) == alone
+  assert scales("data") == [4.0] * 8
+
+
+def test_no_axis_is_asked_for_where_devices_cannot_meet_or_are_tracked():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
+  state, gradients = tx.init(jnp.ones(())), jnp.ones(8)
+  # An axis without a name is none to reduce over: one model a device.
+  jax.pmap(lambda x: tx.update(x, state)[0])(gradients)
 
-  def update(state, x):
-    return tx.update(x, state)[1].loss_scale_state.loss_scale
+  def update(x):
+    return tx.update(lax.pmean(x[0], "data"), state)[0]
 
-  update = per_device(update, {"data": 8}, check_vma, replicated=1)
-  scales = update(tx.init(jnp.ones(2)), jnp.ones(8).at[3].set(jnp.inf))
-  assert scales.tolist() == [8.0, 8.0, 8.0, 4.0, 8.0, 8.0, 8.0, 8.0]
+  tracked = jax.shard_map(
+    update,
+    mesh=support.make_mesh(data=8),
+    in_specs=jax.P("data"),
+    out_specs=jax.P(),
+  )
+  jaxpr = jax.make_jaxpr(tracked)(gradients)
+  assert "axis_index" not in str(jaxpr)
+  averaged = ols.loss_scaling(
+    optax.sgd(1.0), ols.DynamicLossScale(8.0), average_scaled="data"
+  )
+  jax.pmap(lambda x: averaged.update(x, state)[0], axis_name="data")(gradients)
 
 
 def test_one_model_a_device_decides_for_itself():

@@ -1,0 +1,39 @@
+"""The warning of a program that runs and yet does not train as it should."""
+
+import sys
+import warnings
+
+# Whose frames are not the user's line.
+_LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
+  __name__.partition(".")[0]
+}
+
+
+class WiringWarning(UserWarning):
+  """Loss scaling is wired so that a run would go wrong without an error.
+
+  It is emitted while a step is traced, or by a constructor, and never by a
+  compiled step. What it names is a mistake or, rarely, meant. To silence it:
+
+    warnings.filterwarnings("ignore", category=ols.WiringWarning)
+
+  Examples:
+    >>> import warnings
+    >>> import optax_lossscale as ols
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...   warnings.simplefilter("always")
+    ...   rule = ols.FixedLossScale(1000.0)
+    >>> print(caught[0].message)
+    `scale` should be a power of two, by which scaling rounds nothing, got \
+1000.0: take 1024.0.
+  """
+
+
+def warn(message: str) -> None:
+  """Warns at the user's line: the first frame outside of the libraries."""
+  level, frame = 1, sys._getframe()
+  while frame.f_back is not None and (
+    frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
+  ):
+    level, frame = level + 1, frame.f_back
+  warnings.warn(message, WiringWarning, stacklevel=level)
