@@ -48,6 +48,8 @@ def test_the_examples_run_one_after_the_other():
     )
   assert loss < before
   assert names["opt_state"].applied_steps == 5
+  exec(block("optax_lossscale", "check_step"), names)
+  assert names["report"].ok
 
   names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
   mixed = functools.partial(block, "Mixed precision")
@@ -110,6 +112,9 @@ def test_the_examples_run_one_after_the_other():
   assert names["metrics"]["headroom"] > 0
   exec(block("Seeing it, and tuning it", "ols.raise_if_failed"), names)
 
+  _, names["grads"] = ols.scaled_value_and_grad(loss_fn, names["opt_state"])(
+    names["params"], batch
+  )
   exec(block("Your own reasons to skip", "overflow=grad_norm"), names)
   assert not names["opt_state"].skipped
 
@@ -152,7 +157,8 @@ def test_the_norm_that_is_logged_is_the_true_one_when_s_grows():
     assert names["metrics"]["grad_norm"] == 5
     assert names["metrics"]["loss_scale"] == 2.0 ** (15 + step)
   # After `update` it would be halved.
-  after = optax.tree.norm(ols.unscale(names["grads"], names["opt_state"]))
+  with pytest.warns(ols.WiringWarning, match="from before `update`"):
+    after = optax.tree.norm(ols.unscale(names["grads"], names["opt_state"]))
   assert after == 2.5
 
 

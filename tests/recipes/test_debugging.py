@@ -51,6 +51,25 @@ def run(title, batch=GOOD, loss_fn=loss_fn, loss_scale=1024.0):
   return documents.run(documents.section(PAGE, title), names)
 
 
+def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+
+  @jax.jit
+  def train_step(params, opt_state, batch):
+    half_loss_fn = ols.autocast(loss_fn, "O1")
+    value_and_grad = ols.scaled_value_and_grad(half_loss_fn, opt_state)
+    loss, grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  names = {"ols": ols, "train_step": train_step, "params": PARAMS}
+  names |= {"opt_state": tx.init(PARAMS), "batch": GOOD}
+  text = documents.section(PAGE, "Is my step right?")
+  names = documents.run(text, names)
+  assert f"```\n{capsys.readouterr().out}```" in text
+  names["test_train_step"]()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("batch", "cause"),

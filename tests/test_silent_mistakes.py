@@ -1,0 +1,413 @@
+"""The mistakes that no error used to tell: what is told, and when.
+
+`docs/recipes/debugging.md` has the same table in words. In each row the mistake
+is made as a user would make it, in a step that is right but for it.
+"""
+
+import re
+import warnings
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._step import states
+from tests import documents
+from tests import support
+
+PAGE = documents.read("docs/recipes/debugging.md")
+RULE = ols.DynamicLossScale()
+ADAM = optax.adam(0.01)
+PARAMS = {
+  "v": jnp.linspace(-1, 1, 12).reshape(4, 3),
+  "w": jnp.linspace(-1, 1, 8).reshape(2, 4),
+}
+BATCH = jnp.linspace(-2, 2, 16).reshape(8, 2)
+NAN = jnp.full_like(BATCH, jnp.nan)
+W_ALONE = {"v": False, "w": True}
+
+# When something is told, in the words of the page.
+BUILT = "when it is built"
+TRACED = "while the step is traced"
+SECOND = "on the second step"
+ERROR = "an error"
+CHECKED = "`check_step`"
+STATE = "`stalled` in the state"
+FAILED = "`raise_if_failed`"
+
+
+def loss_fn(params, batch):
+  return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2)
+
+
+def scaled(loss_fn, opt_state):
+  return ols.scaled_value_and_grad(loss_fn, opt_state)
+
+
+def update(tx, grads, opt_state, params):
+  return tx.update(grads, opt_state, params)
+
+
+def told(tx, value_and_grad=scaled, update=update, params=PARAMS, batch=BATCH):
+  """Returns what a step is told, by when: one text for each."""
+
+  def step(params, opt_state, batch):
+    loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = update(tx, grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  found = {}
+
+  def listen(when, function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      try:
+        result = function(*args)
+      except (TypeError, ValueError) as error:
+        found[ERROR] = str(error)
+        result = None
+    if caught:
+      found[when] = str(caught[0].message)
+    return result
+
+  opt_state = listen(BUILT, tx.init, params)
+  out = listen(TRACED, jax.jit(step), params, opt_state, batch)
+  if out is None:
+    return found
+  if np.any([x.stalled for x in states.find_states(out[1]).values()]):
+    found[STATE] = "stalled"
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    report = ols.instruments.check_step(jax.jit(step), params, opt_state, batch)
+  return found | broken(report)
+
+
+def broken(report):
+  """Returns what is said of the first law that is broken, if one is."""
+  wrong = [x.text for x in report.laws if x.verdict == "wrong"]
+  return {CHECKED: wrong[0]} if wrong else {}
+
+
+# The mistakes, one function each.
+
+
+def unscaled_before_update():
+  def unscale(tx, grads, opt_state, params):
+    return tx.update(ols.unscale(grads, opt_state), opt_state, params)
+
+  return told(ols.loss_scaling(ADAM, RULE), update=unscale)
+
+
+def plain_gradients():
+  def plain(loss_fn, opt_state):
+    return jax.value_and_grad(loss_fn)
+
+  return told(ols.loss_scaling(ADAM, RULE), plain)
+
+
+def a_clip_before():
+  clip = optax.clip_by_global_norm(1.0)
+  return told(optax.chain(clip, ols.loss_scaling(ADAM, RULE)))
+
+
+def scaled_by_hand_as_well():
+  def twice(loss_fn, opt_state):
+    def scaled_loss_fn(params, batch):
+      return loss_fn(params, batch) * ols.get_loss_scale(opt_state)
+
+    return ols.scaled_value_and_grad(scaled_loss_fn, opt_state)
+
+  return told(ols.loss_scaling(ADAM, RULE), twice)
+
+
+def masked_around():
+  return told(optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE))
+
+
+def one_group():
+  groups = {True: ols.loss_scaling(ADAM, RULE), False: ADAM}
+  return told(optax.partition(groups, W_ALONE))
+
+
+def an_optimizer_before():
+  return told(optax.chain(ADAM, ols.loss_scaling(optax.identity(), RULE)))
+
+
+def a_number_read_once():
+  def frozen(loss_fn, opt_state):
+    return ols.scaled_value_and_grad(loss_fn, 2.0**15)
+
+  return told(ols.loss_scaling(ADAM, RULE), frozen)
+
+
+def built_once():
+  tx = ols.loss_scaling(ADAM, ols.DynamicLossScale(growth_interval=1))
+  params, opt_state = PARAMS, tx.init(PARAMS)
+  value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+  found = {}
+  for when in ("first", SECOND):
+    _, grads = value_and_grad(params, BATCH)
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    if caught:
+      found[when] = str(caught[0].message)
+  return found
+
+
+def multi_steps_around():
+  return told(optax.MultiSteps(ols.loss_scaling(ADAM, RULE), 2))
+
+
+def no_axis_name():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  def step(params, opt_state, batch):
+    grads = scaled(loss_fn, opt_state)(params, batch)[1]
+    updates, _ = tx.update(grads, opt_state, params)
+    return jax.tree.map(lambda x: x[None], updates)
+
+  mapped = jax.shard_map(
+    step,
+    mesh=support.make_mesh(data=2),
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=jax.P("data"),
+    check_vma=False,
+  )
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    jax.jit(mapped)(PARAMS, tx.init(PARAMS), BATCH)
+  return {TRACED: str(caught[0].message)}
+
+
+def float16_parameters():
+  params = jax.tree.map(jnp.float16, PARAMS)
+  found = told(ols.loss_scaling(optax.sgd(0.1), RULE), params=params)
+  return {BUILT: found[BUILT]}
+
+
+def overflow_misspelt():
+  def misspelt(tx, grads, opt_state, params):
+    return tx.update(grads, opt_state, params, overflowed=True)
+
+  return told(ols.loss_scaling(ADAM, RULE), update=misspelt)
+
+
+def a_fixed_scale_that_overflows():
+  def in_float16(loss_fn, opt_state):
+    return scaled(ols.autocast(loss_fn, "O1"), opt_state)
+
+  found = told(ols.loss_scaling(ADAM, ols.FixedLossScale(2.0**40)), in_float16)
+  return {STATE: found[STATE]}
+
+
+def nothing_but_nan():
+  tx = ols.loss_scaling(ADAM, RULE)
+  opt_state = tx.init(PARAMS)
+  for _ in range(3):
+    _, grads = scaled(loss_fn, opt_state)(PARAMS, NAN)
+    _, opt_state = tx.update(grads, opt_state, PARAMS)
+  with pytest.raises(FloatingPointError) as raised:
+    ols.raise_if_failed(opt_state, max_consecutive_skips=2)
+  return {FAILED: str(raised.value)}
+
+
+def statistics_that_a_skip_changes():
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  tx = ols.loss_scaling(ADAM, RULE)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer, batch):
+    value_and_grad = ols.nnx.scaled_value_and_grad(
+      lambda model, batch: jnp.mean((model(batch) - 1) ** 2), optimizer
+    )
+    optimizer.update(model, value_and_grad(model, batch)[1])
+
+  report = ols.nnx.check_step(step, model, optimizer, BATCH)
+  return broken(report)
+
+
+def dropped_and_not_passed_on():
+  def accumulated(loss_fn, opt_state):
+    value_and_grad = ols.accumulated_value_and_grad(
+      loss_fn, opt_state, microbatches=2, drop=True
+    )
+    return lambda params, batch: value_and_grad(params, batch)[:2]
+
+  return told(ols.loss_scaling(ADAM, RULE), accumulated)
+
+
+def unscaled_by_the_next_state():
+  def late(tx, grads, opt_state, params):
+    updates, new_state = tx.update(grads, opt_state, params)
+    ols.unscale(grads, new_state)
+    return updates, new_state
+
+  return told(ols.loss_scaling(ADAM, RULE), update=late)
+
+
+def a_running_mean_of_the_loss():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, mean, batch):
+    loss, grads = scaled(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    mean = 0.9 * mean + 0.1 * loss
+    return optax.apply_updates(params, updates), opt_state, mean
+
+  report = ols.instruments.check_step(
+    step,
+    PARAMS,
+    tx.init(PARAMS),
+    jnp.float32(0),
+    BATCH,
+    carry={"params": 0, "opt_state": 1, "mean": 2},
+  )
+  return broken(report)
+
+
+def no_gradients():
+  def without(tx, grads, opt_state, params):
+    return tx.update(None, opt_state, params)
+
+  return told(ols.loss_scaling(ADAM, RULE), update=without)
+
+
+NOT_SCALED = "The largest gradient does not depend on S."
+MISTAKES = {
+  "S1": (
+    unscaled_before_update,
+    {
+      TRACED: "`update` takes the gradients scaled, got some that `unscale` "
+      "has divided by S already",
+      CHECKED: NOT_SCALED,
+    },
+  ),
+  "S2": (plain_gradients, {CHECKED: NOT_SCALED}),
+  "S3": (a_clip_before, {CHECKED: NOT_SCALED}),
+  "S4": (
+    scaled_by_hand_as_well,
+    {CHECKED: "The largest gradient is proportional to S squared."},
+  ),
+  "S5": (
+    masked_around,
+    {
+      TRACED: "`opt_state` must have optax.masked inside of loss_scaling",
+      CHECKED: "With half the S the updates differ of params/v (50 % like S^1)",
+    },
+  ),
+  "S5, a group": (
+    one_group,
+    {
+      TRACED: "`opt_state` must have what holds arrays inside of loss_scaling, "
+      "got ScaleByAdamState at False/inner_state/0 in another group",
+      CHECKED: "With half the S the updates differ of opt_state/inner_states",
+    },
+  ),
+  "S6": (
+    an_optimizer_before,
+    {
+      TRACED: "`opt_state` must have what holds arrays inside of loss_scaling, "
+      "got ScaleByAdamState at 0/0 before it in a chain",
+      CHECKED: NOT_SCALED,
+    },
+  ),
+  "S7": (
+    a_number_read_once,
+    {
+      TRACED: "`update` takes the opt_state that the gradients were scaled "
+      "with, got gradients scaled by the number 32768.0.",
+      CHECKED: NOT_SCALED,
+    },
+  ),
+  "S8": (
+    built_once,
+    {
+      SECOND: "`update` takes the opt_state that the gradients were scaled "
+      "with, got gradients scaled by another S."
+    },
+  ),
+  "S9": (
+    multi_steps_around,
+    {
+      TRACED: "`opt_state` must have optax.MultiSteps inside of loss_scaling",
+      CHECKED: "With half the S the updates differ of opt_state/acc_grads/v",
+    },
+  ),
+  "S10": (
+    no_axis_name,
+    {
+      TRACED: "`axis_name` must say over which axes devices skip together, as "
+      "JAX does not track what varies along 'data' here, got none."
+    },
+  ),
+  "S11": (
+    float16_parameters,
+    {
+      BUILT: "parameters in float16 should have master weights, got float16 at "
+      "v and no masters in the state of `inner`"
+    },
+  ),
+  "S12": (
+    overflow_misspelt,
+    {ERROR: "`update` takes a flag of the caller's as `overflow`, got `over"},
+  ),
+  "S13": (a_fixed_scale_that_overflows, {STATE: "stalled"}),
+  "S14": (
+    nothing_but_nan,
+    {
+      FAILED: "3 steps in a row were skipped, more than "
+      "`max_consecutive_skips`=2, the last one because of NaN"
+    },
+  ),
+  "S15": (
+    statistics_that_a_skip_changes,
+    {CHECKED: "A step that overflows changed model/mean, model/var."},
+  ),
+  "S16": (
+    dropped_and_not_passed_on,
+    {
+      TRACED: "`overflow` must be passed to `update` after "
+      "accumulated_value_and_grad(..., drop=True), got none"
+    },
+  ),
+  "S17": (
+    unscaled_by_the_next_state,
+    {TRACED: "`unscale` takes the opt_state from before `update`"},
+  ),
+  "S18": (
+    a_running_mean_of_the_loss,
+    {CHECKED: "A step that overflows changed mean."},
+  ),
+  "S19": (
+    no_gradients,
+    {ERROR: "`updates` must be the scaled gradients, got None"},
+  ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told(mistake):
+  make, expected = MISTAKES[mistake]
+  found = make()
+  assert found.keys() == expected.keys(), found
+  for when, text in expected.items():
+    assert found[when].startswith(text)
+
+
+def test_the_page_says_when_each_mistake_is_told():
+  table = documents.section(PAGE, "What is told, and when")
+  rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE)[1:]
+  told = [", ".join(expected) for _, expected in MISTAKES.values()]
+  assert rows == told
+
+
+def test_a_right_step_is_told_nothing():
+  assert told(ols.loss_scaling(ADAM, RULE)) == {}
