@@ -186,15 +186,13 @@ def check_step(
   """Returns whether a train step treats the loss scale as it must.
 
   It is `instruments.check_step` for a step that changes its arguments in place.
-  Each run gets copies of the model, the optimizer and the rest, so nothing of
-  yours changes. `optimizer.step` may count skipped steps, as Flax has it count.
+  It gets copies of the model, the optimizer and the rest, so nothing of yours
+  changes. `optimizer.step` may count skipped steps, as Flax has it count.
 
   Args:
-    step: the train step. What it changes are its arguments, and nothing that it
-      has closed over.
+    step: the train step, which changes its arguments alone.
     *args: its arguments, one of them an `nnx.Optimizer` with `loss_scaling`.
-    may_change: as in `instruments.check_step`; the names are those of the
-      arguments and the paths of variables, such as "model/dropout/rngs/count".
+    may_change: as in `instruments.check_step`, such as "model/dropout/*".
     **kwargs: more arguments of the step.
 
   Returns:
@@ -214,12 +212,9 @@ def check_step(
     >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
-    >>> @nnx.jit
-    ... def train_step(model, optimizer, x):
+    >>> def train_step(model, optimizer, x):
     ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
-    ...   loss, grads = value_and_grad(model, x)
-    ...   optimizer.update(model, grads)
-    ...   return loss
+    ...   optimizer.update(model, value_and_grad(model, x)[1])
     >>> report = ols.nnx.check_step(train_step, model, optimizer, jnp.eye(2))
     >>> print(report.laws[2].text)
     A step that overflows changed model/mean, model/var.
@@ -236,32 +231,30 @@ def check_step(
       {name: values[name] for name in variables},
       is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-    output = call(dict(values) | objects)
+    output = call({**values, **objects})
     return nnx.as_pure(_changing(objects)), output
 
   carry = {name: f"0/{name}" for name in changing}
   return laws.check(run, named | nnx.as_pure(changing), carry, may_change)
 
 
-def _changing(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns, by argument and path, the variables that a step may change.
+def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns, by argument and path, what a step may change.
 
   The state of an optimizer is one, in the types by which loss scaling is found.
+  What is sown only reports.
   """
+  parts: dict[tuple[Any, ...], Any] = {
+    (*place, "opt_state"): node.opt_state
+    for place, node in nnx.iter_graph(named, graph=True)
+    if isinstance(node, nnx.Optimizer)
+  }
+  for place, variable in _variables(named).items():
+    if not isinstance(variable, (nnx.OptState, nnx.Intermediate)):
+      parts[place] = variable
   found: dict[str, dict[str, Any]] = {}
-  own = set()
-  nodes = nnx.iter_graph(dict(named), graph=True)
-  for (name, *path), node in [x for x in nodes if x[0]]:
-    if isinstance(node, nnx.Optimizer):
-      found.setdefault(str(name), {})[_name((*path, "opt_state"))] = (
-        node.opt_state
-      )
-      parts = node.step, node.opt_state
-      own |= {id(x) for x in _variables(parts).values()}
-  for (name, *path), variable in _variables(dict(named)).items():
-    is_kept = not isinstance(variable, nnx.Intermediate)  # It only reports.
-    if is_kept and id(variable) not in own:
-      found.setdefault(str(name), {})[_name(tuple(path))] = variable
+  for (name, *path), part in parts.items():
+    found.setdefault(str(name), {})[_name(tuple(path))] = part
   return found
 
 

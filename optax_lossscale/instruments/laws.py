@@ -1,6 +1,7 @@
 """The laws of a correct step, tested by running it."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -11,14 +12,13 @@ import math
 import textwrap
 from typing import Any
 from typing import NamedTuple
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import leaves as _leaves
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._step import states
@@ -38,6 +38,11 @@ _NARROW_ROUNDING = 2.0**-6
 # How close log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
+# What loss scaling does not move itself.
+_KEPT = {
+  states.LossScalingState: ("inner_state", "applied_steps"),
+  _history.RecordState: ("recorded_state",),
+}
 # Where linen.TrainState counts all steps, skipped ones too.
 _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 
@@ -47,37 +52,94 @@ _MOST_NAMED = 4
 _INSIDE = (
   "What is to see true gradients goes inside: loss_scaling(chain, rule)."
 )
+_WIDE = "check the step with the model in float32, where S must not show."
+_CARRY = (
+  "That is a mistake only if the next values below were guessed right: name "
+  "them, as in carry={'params': 0, 'opt_state': 1}."
+)
 
-
-# By log2(amax) over log2(S): the verdict, what is seen, and what makes it so.
+# Verdict, text and remedy. Of the scale law by log2(amax) over log2(S).
 _SLOPES = {
-  1: ("exact", "is proportional to S", ""),
+  1: ("exact", "The largest gradient is proportional to S."),
   0: (
     "wrong",
-    "does not depend on S",
+    "The largest gradient does not depend on S.",
     "Either the loss is not scaled by this S: jax.value_and_grad in the place "
     "of ols.scaled_value_and_grad, an S that was read once or outside of the "
-    "step. Or `update` of loss_scaling is not given the scaled gradients: "
+    "step, the S of another optimizer (path= says which). Or `update` of "
+    "loss_scaling is not given the scaled gradients: "
     f"ols.unscale, a clip or an optimizer before it. {_INSIDE}",
   ),
   2: (
     "wrong",
-    "is proportional to S squared",
+    "The largest gradient is proportional to S squared.",
     "The loss is scaled twice, by ols.scaled_value_and_grad and by hand.",
   ),
 }
+_OVERFLOWS = (
+  "inconclusive",
+  "The step overflows at this S and at smaller ones.",
+  "Take another batch, or see where this one overflows: "
+  "ols.instruments.where_overflow.",
+)
+_NOTHING_SEEN = (
+  "inconclusive",
+  "`update` of loss_scaling did not run, or all gradients are 0.",
+  "Take another batch, or a step in which it runs. optax.MultiSteps belongs "
+  "inside of it.",
+)
+_SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
+_SET_ASIDE = (
+  "not applied",
+  "The step sets this S aside, as a schedule does in full precision.",
+)
 
-# By the verdict, the worst one first.
+# Verdict and remedy of that of invariance by the worst leaf.
 _INVARIANCE = {
-  "wrong": "Some gradients do not pass through loss_scaling (optax.masked or "
-  "one group of a partition around it), something around it takes scaled ones "
-  "(MultiSteps, an optimizer), or something was added to them by hand (weight "
-  f"decay, noise). {_INSIDE}",
-  "inconclusive": "That may be rounding, or not: check the step with the model "
-  "in float32, where S must not show.",
-  "rounding": "That is rounding, in which a smaller mistake would hide: check "
-  "the step with the model in float32 as well.",
+  "wrong": (
+    "wrong",
+    "Some gradients do not pass through loss_scaling (optax.masked or one "
+    "group of a partition around it), something around it takes scaled ones "
+    "(MultiSteps, an optimizer), or something was added to them by hand "
+    f"(weight decay, noise). {_INSIDE}",
+  ),
+  "doubtful": ("inconclusive", _CARRY),
+  "inconclusive": ("inconclusive", f"That may be rounding or not: {_WIDE}"),
+  "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
 }
+
+# Of the law of the skip by what comes of an S of inf, the worst first.
+_NOT_SKIPPED = {
+  "nothing": (
+    "wrong",
+    "The step with an S of inf was not skipped.",
+    "Something around loss_scaling, such as optax.apply_if_finite, took the "
+    "step back and S with it: S can never come down. It belongs inside.",
+  ),
+  "several": (
+    "inconclusive",
+    "The step makes several updates and skipped only some of them.",
+    "Check one of them alone, such as the body of the scan.",
+  ),
+  "overflow": (
+    "not applied",
+    "The rule has skip=False, so that overflows are applied.",
+  ),
+  "applied": _SET_ASIDE,
+}
+_MOVES = (
+  "What a step changes moves with the parameters or not at all: new = "
+  "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
+  "ols.nnx.select_on_skip(optimizer, model):`; in Flax Linen "
+  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. What may "
+  "change all the same is for may_change=."
+)
+_ALL_WIDE = (
+  "not applied",
+  "Nothing in the step works below float32.",
+  "If that is not meant, loss scaling has nothing to save: "
+  'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
+)
 
 
 class Law(NamedTuple):
@@ -112,31 +174,28 @@ class StepReport:
 
   laws: tuple[Law, ...]
   next_values: Mapping[str, str]
-  follows: tuple[str, ...]
-  deterministic: bool
+  follows: tuple[str, ...] = ()
+  deterministic: bool = True
 
   @property
   def ok(self) -> bool:
     """Whether every law that applies was seen to hold."""
     return not {x.verdict for x in self.laws} & {"wrong", "inconclusive"}
 
-  @property
-  def is_wrong(self) -> bool:
-    """Whether a law is broken."""
-    return any(law.verdict == "wrong" for law in self.laws)
-
   def raise_if_wrong(self) -> None:
     """Raises ValueError, with the report as its text, if a law is broken."""
-    if self.is_wrong:
+    if any(law.verdict == "wrong" for law in self.laws):
       raise ValueError(str(self))
 
   def __str__(self) -> str:
-    found = "right" if self.ok else "wrong" if self.is_wrong else "not certain"
+    is_wrong = any(law.verdict == "wrong" for law in self.laws)
+    found = "wrong" if is_wrong else "right" if self.ok else "not certain"
     pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
-    lines = [f"The step is {found}."]
-    for law in self.laws:
-      lines += [f"{law.name} ({law.verdict}): {law.text} {law.remedy}".rstrip()]
-    lines += [f"Next values: {', '.join(pairs)}."]
+    lines = [
+      f"The step is {found}.",
+      *(f"{x.name} ({x.verdict}): {x.text} {x.remedy}" for x in self.laws),
+      f"Next values: {', '.join(pairs)}.",
+    ]
     if self.follows:
       lines += [f"Other outputs that depend on S: {_listed(self.follows)}."]
     if not self.deterministic:
@@ -168,10 +227,9 @@ def check_step(
     for. It is told, and makes no step wrong.
 
   Call it once before a long run, and in your own tests, outside of jit. The
-  step itself may be jitted or not, on one device or many. Each run gets copies,
-  so arguments may be donated, and nothing changes; that takes memory for some
-  five times the arguments. If S itself overflows it is halved until it does
-  not.
+  step may be jitted or not, on one device or on many of one process. Each run
+  gets copies, so arguments may be donated, and nothing changes. If S itself
+  overflows it is halved until it does not.
 
   It cannot see what does not depend on S: a wrong loss, data that differ. In
   float16 a small mistake, such as weight decay that is added by hand, hides in
@@ -183,7 +241,7 @@ def check_step(
     carry: which output is the next value of which argument, such as `{"params":
       0, "opt_state": "1/opt"}`: arguments by name or position, outputs by
       position, key or path. None: the first output of the same structure,
-      shapes and dtypes, unless that is a single float.
+      shapes and dtypes, unless that is a single number.
     may_change: what may depend on S and move on a skip, by its name in the
       report, or by a pattern such as "*/rngs/*".
     **kwargs: more arguments of the step.
@@ -233,59 +291,69 @@ def check(
       "`check_step` must be called outside of jit, got traced arguments; give "
       "it the jitted step: check_step(train_step, params, opt_state, batch)."
     )
-  found = states.find_states(named)
-  if not found:
+  given = states.find_states(named)
+  if not given:
     raise ValueError(
       "`step` must be given the state of loss_scaling, got none among its "
       f"arguments {', '.join(named)}; it must be an argument, and its next "
       "value be returned."
     )
   precision, is_narrow = _precision(run, named)
-  paths = [x for x in found if jax.tree.leaves(found[x].loss_scale_state)]
+  paths = [x for x in given if jax.tree.leaves(given[x].loss_scale_state)]
   if not paths:
-    law = Law("scale", "not applied", "Loss scaling is switched off.")
-    return StepReport((law, precision), {}, (), True)
+    return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   runs = _Runs(run, named, carry, may_change)
-  factor = 1.0
-  first = runs.at(dict.fromkeys(paths, factor))
-  while first.overflows and factor > 2.0**-_MOST_HALVINGS:
-    factor /= 2
-    first = runs.at(dict.fromkeys(paths, factor))
-  if first.overflows:
-    law = Law(
-      "scale",
-      "inconclusive",
-      f"The step overflows with S and {_MOST_HALVINGS} halvings of it.",
-      "Take another batch, or see where this one overflows: "
-      "ols.instruments.where_overflow.",
-    )
-    return StepReport((law, precision), runs.next_values, (), True)
-
-  noise = runs.differences(first, runs.at(first.factors))
-  laws: list[Law] = []
-  follows: dict[str, None] = {}
-  for path in paths:
-    half, quarter = (
-      runs.at(first.factors | {path: factor * share}) for share in (0.5, 0.25)
-    )
-    upper, lower = (
-      runs.differences(first, half),
-      runs.differences(half, quarter),
-    )
-    scale = _scale_law(path, runs.named, (first, half, quarter))
-    invariance = _invariance_law(upper, lower, noise, is_narrow)
-    if scale.verdict == "wrong":
-      # What comes of the same mistake needs no remedy of its own.
-      invariance = invariance._replace(remedy="")
-    place = f"Of S at {path}: " if len(paths) > 1 else ""
-    laws += [x._replace(text=place + x.text) for x in (scale, invariance)]
-    follows |= dict.fromkeys(runs.others_that_differ(first, half))
+  for halvings in range(_MOST_HALVINGS + 1):
+    factors = dict.fromkeys(paths, 0.5**halvings)
+    first = runs.at(factors)
+    if not first.overflows:
+      break
+  else:
+    laws = (Law("scale", *_OVERFLOWS), precision)
+    return StepReport(laws, runs.next_values)
+  before, again = runs.watched(runs.named), runs.at(factors)
+  is_repeatable = not _differing(first.watched, again.watched)
   # After a step, since momentum of 0 would not show that it moves.
-  runs.named |= first.after
-  laws += [_skip_law(runs, runs.at(dict.fromkeys(paths, math.inf))), precision]
-  deterministic = not any(x.largest for x in noise.values())
+  later = _Runs(run, runs.named | first.after, runs.next_values, may_change)
+  clean, infinite = later.at(factors), later.at(dict.fromkeys(paths, math.inf))
+  changed = _differing(later.watched(later.named), infinite.watched)
+  doubtful = set() if carry else _doubtful(later, infinite, changed)
+
+  found: list[Law] = []
+  follows: dict[str, None] = {}
+  for path in first.outcomes:
+    half, quarter = (
+      runs.at(factors | {path: share * factors[path]}) for share in (0.5, 0.25)
+    )
+    values = [before, *(x.watched for x in (first, again, half, quarter))]
+    scale = _scale_law(
+      np.array([np.ravel(x.states[path].amax) for x in (first, half, quarter)]),
+      is_narrow or not is_repeatable,
+    )
+    invariance = _invariance_law(values, doubtful, is_narrow)
+    if half.overflows or quarter.overflows:
+      scale = invariance = _OVERFLOWS
+    elif infinite.outcomes[path] == "applied":
+      scale = _SET_ASIDE
+    elif first.outcomes[path] == "nothing":
+      scale = _NOTHING_SEEN
+    elif scale[0] == "wrong" and _argument(path) in doubtful:
+      scale = ("inconclusive", scale[1], _CARRY)
+    elif scale[0] == "wrong":
+      # What comes of the same mistake needs no remedy of its own.
+      invariance = invariance[:2]
+    place = f"Of S at {path}: " if len(first.outcomes) > 1 else ""
+    for name, law in (("scale", scale), ("invariance", invariance)):
+      found += [Law(name, law[0], place + law[1], *law[2:])]
+    follows |= dict.fromkeys(_differing(first.others, half.others))
+  outcomes = {
+    outcome
+    for path, outcome in infinite.outcomes.items()
+    if clean.outcomes[path] != "nothing"
+  }
+  found += [Law("skip", *_skip_law(outcomes, changed, doubtful)), precision]
   return StepReport(
-    tuple(laws), runs.next_values, tuple(follows), deterministic
+    tuple(found), runs.next_values, tuple(follows), is_repeatable
   )
 
 
@@ -294,106 +362,100 @@ def bind(
 ) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
   """Returns a function of a dict of arguments, and that dict."""
   arguments.check_function(step)
-  signature = inspect.signature(step)
-  named = dict(signature.bind(*args, **kwargs).arguments)
+  parameters = inspect.signature(step).parameters.values()
+  names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
+  # What goes into *args has a number for a name.
+  names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
   def call(named: Mapping[str, Any]) -> Any:
-    bound = signature.bind_partial()
-    bound.arguments |= named
-    return step(*bound.args, **bound.kwargs)
+    by_keyword = {name: named[name] for name in kwargs}
+    return step(*(named[name] for name in names), **by_keyword)
 
-  return call, named
+  return call, dict(zip(names, args, strict=True)) | kwargs
 
 
 class _Run(NamedTuple):
-  """What the step made with one S, or with one for each state."""
+  """What the step made of one S, or of one for each state."""
 
-  factors: dict[str, float]  # By which each S was multiplied.
-  outputs: Any
-  after: dict[str, Any]  # The next values of arguments, by name.
+  after: dict[str, Any]  # The next values of arguments.
+  watched: dict[str, np.ndarray]  # Their leaves.
+  others: dict[str, Any]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
+  outcomes: dict[str, str]  # What `update` did, by the path of the state.
 
   @property
   def overflows(self) -> bool:
-    return any(np.any(x.overflow) for x in self.states.values())
+    return not {*self.outcomes.values()} <= {"nothing", "applied"}
 
 
 class _Runs:
   """A step and its arguments, to be run with any S."""
 
-  def __init__(
-    self,
-    run: Callable[[Mapping[str, Any]], Any],
-    named: Mapping[str, Any],
-    carry: Mapping[Any, Any] | None,
-    may_change: Sequence[str],
-  ) -> None:
-    self._run, self.named = run, dict(named)
-    self._carry, self._may_change = carry, may_change
+  def __init__(self, run: Any, named: Any, carry: Any, may_change: Any) -> None:
+    self._run, self.named, self._carry = run, dict(named), carry
+    # A pattern alone is not one of letters.
+    is_one = isinstance(may_change, str)
+    self._may_change = [may_change] if is_one else list(may_change)
     self.next_values: dict[str, str] = {}
 
-  def at(self, factors: dict[str, float]) -> _Run:
+  def at(self, factors: Mapping[str, float]) -> _Run:
     """Runs the step on copies, with each S multiplied by its factor."""
 
-    def scale(path: Any, x: Any) -> Any:
-      factor = factors.get(_leaves.path_name(path))
+    def copy(path: Any, x: Any) -> Any:
+      x = jax.tree.map(lambda x: x.copy() if hasattr(x, "copy") else x, x)
+      factor = factors.get(leaves.path_name(path))
       if factor is None:
-        return jax.tree.map(_copy, x)
-      x = jax.tree.map(_copy, x)
+        return x
       # The product has the shape and the sharding of S: nothing recompiles.
-      old = x.loss_scale_state.loss_scale
-      new = old * np.float32(factor)
+      new = x.loss_scale_state.loss_scale * np.float32(factor)
       rule_state = states.replace_scale(x.loss_scale_state, new)
       return x._replace(loss_scale_state=rule_state)
 
-    named = jax.tree.map_with_path(scale, self.named, is_leaf=states.is_state)
+    inputs = jax.tree.map_with_path(copy, self.named, is_leaf=states.is_state)
     with jax.debug_nans(False), jax.debug_infs(False):
-      outputs = jax.block_until_ready(self._run(named))
-    nodes = dict(_nodes(outputs))
+      outputs = dict(_nodes(jax.block_until_ready(self._run(inputs))))
     if not self.next_values:
-      self.next_values = _next_values(self.named, nodes, self._carry)
-    after = {name: nodes[place] for name, place in self.next_values.items()}
-    found = states.find_states(after)
-    for path in factors:
-      if path not in found:
-        raise ValueError(
-          "`step` must return the next value of the argument that holds the "
-          f"state of loss_scaling, {path}, got no output of its structure, "
-          "shapes and dtypes."
-        )
-    return _Run(factors, outputs, after, found)
+      self.next_values = _next_values(self.named, outputs, self._carry)
+    after = {name: outputs[place] for name, place in self.next_values.items()}
+    old, new = states.find_states(self.named), states.find_states(after)
+    missing = [path for path in factors if path not in new]
+    # With `carry` a state may be one that is only read.
+    if missing and (self._carry is None or not new):
+      raise ValueError(
+        "`step` must return the next value of the argument that holds the "
+        f"state of loss_scaling, {missing[0]}, got no output of its structure, "
+        "shapes and dtypes."
+      )
+    outcomes = {x: _outcome(old[x], new[x]) for x in factors if x in new}
+    places = self.next_values.values()
+    others = {x: y for x, y in outputs.items() if not _overlaps(x, places)}
+    return _Run(after, self.watched(after), others, new, outcomes)
 
-  def watched(self, named: Mapping[str, Any]) -> dict[str, Any]:
+  def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns what must neither depend on S nor move on a skip, by name."""
-    return {
-      name: leaf
-      for argument in self.next_values
-      for name, leaf in _named_leaves({argument: named[argument]}).items()
-      if not any(_matches(name, pattern) for pattern in self._may_change)
-    }
+    found = _named_leaves({x: named[x] for x in self.next_values})
+    for x in self._may_change:
+      for name in fnmatch.filter(found, x) + fnmatch.filter(found, f"{x}/*"):
+        found.pop(name, None)
+    return found
 
-  def differences(self, a: _Run, b: _Run) -> dict[str, "_Difference"]:
-    """Returns how far the next values of two runs are apart."""
-    before, others = self.watched(self.named), self.watched(b.after)
-    return {
-      name: _difference(before[name], leaf, others[name])
-      for name, leaf in self.watched(a.after).items()
-    }
 
-  def others_that_differ(self, a: _Run, b: _Run) -> list[str]:
-    """Returns the outputs that are no next values and differ in two runs."""
-    first, second = _named_leaves(a.outputs), _named_leaves(b.outputs)
-    return [
-      name
-      for name in first
-      if not any(_is_under(name, x) for x in self.next_values.values())
-      and not _is_same(first[name], second[name])
-    ]
+def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
+  """Returns what `update` did; by the counts, since flags are of its last."""
+  applied, skipped = (
+    np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
+    for x in ("applied_steps", "skipped_steps")
+  )
+  if skipped:
+    return "several" if applied else "skipped"
+  if applied:
+    return "overflow" if np.any(new.overflow) else "applied"
+  return "nothing"
 
 
 def _next_values(
   named: Mapping[str, Any],
-  nodes: Mapping[str, Any],
+  outputs: Mapping[str, Any],
   carry: Mapping[Any, Any] | None,
 ) -> dict[str, str]:
   """Returns the path of the output that is the next value of an argument."""
@@ -402,14 +464,13 @@ def _next_values(
   found: dict[str, str] = {}
   for name, tree in named.items():
     form = _form(tree)
-    # A single float may be a loss as well as a rate.
-    if carry is None and form[1] in ([], [((), np.dtype(np.float32))]):
+    # A number alone may be anything, such as a rate and a loss.
+    is_number = _is_value(tree) and not _is_key(tree) and not np.shape(tree)
+    if carry is None and (is_number or not form[1]):
       continue
-    for place in nodes if carry is None else [chosen.get(name, "-")]:
-      is_taken = any(
-        _is_under(place, x) or _is_under(x, place) for x in found.values()
-      )
-      if not is_taken and place in nodes and _form(nodes[place]) == form:
+    for place in outputs if carry is None else [chosen.get(name, "-")]:
+      is_like = place in outputs and _form(outputs[place]) == form
+      if is_like and not _overlaps(place, found.values()):
         found[name] = place
         break
   if carry is not None and found.keys() != chosen.keys():
@@ -417,9 +478,31 @@ def _next_values(
       "`carry` must lead from arguments to outputs of the same structure, "
       f"shapes and dtypes, got {carry!r}; the arguments are "
       f"{', '.join(named)}, the outputs "
-      f"{', '.join(x for x in nodes if x and '/' not in x)}."
+      f"{', '.join(x for x in outputs if x and '/' not in x)}."
     )
   return found
+
+
+def _doubtful(later: _Runs, skipped: _Run, changed: Sequence[str]) -> set[str]:
+  """Returns the arguments whose next value may be another output, or none.
+
+  A skip returns the arguments, so there is no doubt of what it did not change.
+  """
+
+  def is_doubtful(name: str) -> bool:
+    argument, after = later.named[name], {"": skipped.after[name]}
+    rivals = [
+      {"": x}
+      for y, x in later.named.items()
+      if y != name and _form(x) == _form(argument)
+    ]
+    return (
+      (_is_value(argument) and not _is_key(argument))
+      or _form(argument) in map(_form, skipped.others.values())
+      or any(not _differing(x, after) for x in rivals)
+    )
+
+  return set(filter(is_doubtful, map(_argument, changed)))
 
 
 def _form(tree: Any) -> tuple[Any, list[Any]]:
@@ -435,43 +518,48 @@ def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
   children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
   for path, child in children:
     if child is not tree:
-      key = _leaves.path_name(path)
+      key = leaves.path_name(path)
       yield from _nodes(child, f"{name}/{key}" if name else key)
 
 
-def _named_leaves(tree: Any, inside: str = "") -> dict[str, Any]:
+def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
   """Returns arrays by name, but for those that loss scaling itself moves."""
-  found: dict[str, Any] = {}
-  for path, x in jax.tree.leaves_with_path(tree, is_leaf=_is_ours):
-    name = "/".join(filter(None, [inside, _leaves.path_name(path)]))
-    if states.is_state(x):
-      kept = {"inner_state": x.inner_state, "applied_steps": x.applied_steps}
+  found: dict[str, np.ndarray] = {}
+  for path, x in jax.tree.leaves_with_path(
+    tree, is_leaf=lambda x: type(x) in _KEPT
+  ):
+    name = "/".join(filter(None, [inside, leaves.path_name(path)]))
+    is_exempt = path[-1:] == _ATTEMPTS or leaves.overwrites(path)
+    if type(x) in _KEPT:
+      kept = {field: getattr(x, field) for field in _KEPT[type(x)]}
       found |= _named_leaves(kept, name)
-    elif _is_ours(x):
-      found |= _named_leaves({"recorded_state": x.recorded_state}, name)
-    elif _is_value(x) and path[-1:] != _ATTEMPTS:
-      found[name] = x
+    elif _is_value(x) and not is_exempt:
+      found[name] = _on_host(x)
   return found
-
-
-def _is_ours(x: Any) -> bool:
-  return isinstance(x, (states.LossScalingState, _history.RecordState))
-
-
-def _copy(x: Any) -> Any:
-  return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
 
 
 def _is_value(x: Any) -> bool:
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def _matches(name: str, pattern: str) -> bool:
-  return _is_under(name, pattern) or fnmatch.fnmatchcase(name, pattern)
+def _is_key(x: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _is_under(name: str, place: str) -> bool:
-  return not place or name == place or name.startswith(f"{place}/")
+def _on_host(x: Any) -> np.ndarray:
+  """Returns a NumPy array; of a random key its words."""
+  return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _overlaps(name: str, places: Iterable[str]) -> bool:
+  """Returns whether a subtree is in another one, or around it."""
+  first = f"/{name}/".replace("//", "/")
+  others = [f"/{x}/".replace("//", "/") for x in places]
+  return any(first.startswith(x) or x.startswith(first) for x in others)
+
+
+def _argument(name: str) -> str:
+  return name.partition("/")[0]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -480,165 +568,123 @@ def _listed(names: Sequence[str]) -> str:
   return f"{listed} and {more} more" if more > 0 else listed
 
 
-def _on_host(x: Any) -> np.ndarray:
-  """Returns a NumPy array; of a random key its words."""
-  is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-  return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-  """Returns whether two leaves are equal; a NaN equals itself."""
-  a, b = _on_host(a), _on_host(b)
+def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
+  """Returns whether two arrays are equal; a NaN equals itself."""
   return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
-class _Difference(NamedTuple):
-  """How far two updates of a leaf are apart, as shares of the update."""
-
-  largest: float  # In the largest element; 0 if both are the same.
-  middle: float  # In the middle one of the elements that move.
-  slope: float  # log2 of the middle quotient of the first and the second.
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+  """Returns the names of leaves that differ in two trees alike."""
+  first, second = _named_leaves(a), _named_leaves(b)
+  return [x for x in first if not _is_same(first[x], second[x])]
 
 
-def _difference(old: Any, a: Any, b: Any) -> _Difference:
-  """Returns how far two next values of a leaf are apart."""
-  if _is_same(a, b):
-    return _Difference(0, 0, 0)
-  unlike = _Difference(math.inf, math.inf, math.nan)
-  if not _leaves.is_gradient(a):
-    return unlike
-  wide = np.complex128 if jnp.iscomplexobj(a) else np.float64
-  old, a, b = (_on_host(x).astype(wide) for x in (old, a, b))
-  with np.errstate(all="ignore"):
-    first, second, apart = np.abs(a - old), np.abs(b - old), np.abs(a - b)
-    quotients = (first / second)[(first > 0) & (second > 0)]
-  if not np.all(np.isfinite(apart)):
-    return unlike
-  size = np.maximum(first, second)
-  moves = size > 0
-  return _Difference(
-    largest=float(np.max(apart) / np.max(size)),
-    middle=float(np.median(apart[moves] / size[moves])),
-    slope=float(np.log2(np.median(quotients))) if quotients.size else math.nan,
-  )
-
-
-def _verdict(
-  upper: _Difference, lower: _Difference, noise: float, is_narrow: bool
-) -> str:
-  """Returns the verdict on a leaf, by S and S/2 and by S/2 and S/4."""
-  if upper.largest == lower.largest == 0:
-    return "exact"
-  if upper.largest <= _ROUNDING:
-    return "rounding"
-  if upper.largest <= 4 * noise:
-    return "inconclusive"
-  if not is_narrow or math.isinf(upper.middle):
-    return "wrong"
-  # What float16 loses is more at a smaller S.
-  if upper.middle <= min(_NARROW_ROUNDING, 2 * lower.middle + _ROUNDING):
-    return "rounding"
-  slopes = upper.slope, lower.slope
-  is_power = min(slopes) >= 0.5 or max(slopes) <= -0.5
-  return "wrong" if is_power else "inconclusive"
-
-
-def _scale_law(
-  path: str, named: Mapping[str, Any], runs: tuple[_Run, _Run, _Run]
-) -> Law:
-  """Returns whether amax is proportional to this S, and to no other."""
-  first, half, _ = (x.states for x in runs)
-  for other in first:
-    if other != path and not _is_same(first[other].amax, half[other].amax):
-      return Law(
-        "scale",
-        "wrong",
-        f"The gradients of {other} depend on it.",
-        "Each loss is scaled with the state of the optimizer that takes its "
-        "gradients: scaled_value_and_grad(loss_fn, opt_state, path=...).",
-      )
-  before = states.find_states(named)[path]
-  steps = (x.applied_steps + x.skipped_steps for x in (before, first[path]))
-  amaxes = np.array([np.ravel(_on_host(x.states[path].amax)) for x in runs])
-  amaxes = amaxes[:, np.all((amaxes > 0) & np.isfinite(amaxes), axis=0)]
-  if _is_same(*steps) or not amaxes.size:
-    return Law(
-      "scale",
-      "inconclusive",
-      "`update` of loss_scaling did not run, or all gradients are 0.",
-      "Take another batch, or a step in which it runs. optax.MultiSteps "
-      "belongs inside of it.",
-    )
-  slopes = -np.diff(np.log2(amaxes.astype(np.float64)), axis=0)
-  for slope, (verdict, like, remedy) in _SLOPES.items():
+def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
+  """Returns whether amax is proportional to S, of float[S, members]."""
+  is_usable = np.all((amaxes > 0) & np.isfinite(amaxes), axis=0)
+  amaxes = amaxes[:, is_usable]
+  slopes = np.log2(amaxes[:-1] / amaxes[1:])
+  if not slopes.size:
+    return _NOTHING_SEEN
+  for slope, law in _SLOPES.items():
     apart = np.max(np.abs(slopes - slope))
     if apart <= _SLOPE_ROUNDING:
-      verdict = "rounding" if verdict == "exact" and apart else verdict
-      return Law("scale", verdict, f"The largest gradient {like}.", remedy)
+      return ("rounding", law[1]) if slope == 1 and apart else law
   worst = slopes.ravel()[np.argmax(np.abs(slopes - 1))]
-  return Law(
-    "scale",
-    "inconclusive" if abs(worst - 1) < 0.5 else "wrong",
+  return (
+    "inconclusive" if is_rough or abs(worst - 1) < 0.5 else "wrong",
     f"The largest gradient is proportional to S^{worst:.2f}.",
     "Either this S is so small that gradients are lost, or something comes "
     f"before `update` that depends on their size, such as a clip. {_INSIDE}",
   )
 
 
+def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
+  """Returns how far two updates of a leaf are apart.
+
+  That is the largest difference over the largest update, the middle one of the
+  quotients of the two, and log2 of the quotient of the updates.
+  """
+  if _is_same(a, b):
+    return 0, 0, 0
+  if not leaves.is_gradient(a):
+    return math.inf, math.inf, math.nan
+  old, a, b = (
+    np.asarray(x, np.result_type(x, np.float64)) for x in (old, a, b)
+  )
+  with np.errstate(all="ignore"):
+    first, second, apart = np.abs(a - old), np.abs(b - old), np.abs(a - b)
+    size = np.maximum(first, second)
+    if not np.all(np.isfinite(apart)):
+      return math.inf, math.inf, math.nan
+    return (
+      np.max(apart) / np.max(size),
+      np.median(apart[size > 0] / size[size > 0]),
+      np.log2(np.sum(first) / np.sum(second)),
+    )
+
+
+def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
+  """Returns the verdict on a leaf, and how far S shows in it."""
+  old, first, again, half, quarter = values
+  largest, middle, slope = _difference(old, first, half)
+  lower, lower_middle, lower_slope = _difference(old, half, quarter)
+  noise, *_ = _difference(old, first, again)
+  # That is what a mistake does; what float16 loses follows no power of S.
+  is_power = 0.5 <= abs(slope) < math.inf and np.allclose(
+    [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
+  )
+  if largest == lower == 0:
+    verdict = "exact"
+  elif max(largest, lower) <= _ROUNDING:
+    verdict = "rounding"
+  # One pair of runs says little about the largest noise of others.
+  elif 0 < largest <= 64 * noise:
+    verdict = "inconclusive"
+  # It is more at a smaller S.
+  elif is_narrow and middle <= min(
+    _NARROW_ROUNDING, 2 * lower_middle + _ROUNDING
+  ):
+    verdict = "rounding"
+  else:
+    verdict = "wrong" if is_power or not is_narrow else "inconclusive"
+  like = f" like S^{slope:.2g}" if 0.5 <= abs(slope) < math.inf else ""
+  return verdict, f" ({100 * largest:.2g} %{like})" if largest < 2 else ""
+
+
 def _invariance_law(
-  upper: Mapping[str, _Difference],
-  lower: Mapping[str, _Difference],
-  noise: Mapping[str, _Difference],
+  values: Sequence[Mapping[str, np.ndarray]],
+  doubtful: set[str],
   is_narrow: bool,
-) -> Law:
+) -> Sequence[str]:
   """Returns whether S shows in the next values."""
   named: dict[str, list[str]] = {}
-  for name, found in upper.items():
-    verdict = _verdict(found, lower[name], noise[name].largest, is_narrow)
-    like = f" like S^{found.slope:.2g}" if abs(found.slope) >= 0.5 else ""
-    share = f" ({100 * found.largest:.2g} %{like})" if found.largest < 2 else ""
-    named.setdefault(verdict, []).append(name + share)
-  verdict = next(
-    x for x in (*_INVARIANCE, "exact") if x in named or x == "exact"
-  )
-  if verdict == "exact":
-    return Law("invariance", verdict, "No next value depends on S.")
-  return Law(
-    "invariance",
-    verdict,
-    f"With half the S the updates differ of {_listed(named[verdict])}.",
-    _INVARIANCE[verdict],
-  )
+  for name in values[0]:
+    found, seen = _compare([x[name] for x in values], is_narrow)
+    if found == "wrong" and _argument(name) in doubtful:
+      found = "doubtful"
+    named.setdefault(found, []).append(name + seen)
+  for found, (verdict, remedy) in _INVARIANCE.items():
+    if found in named:
+      text = f"Updates differ between S and S/2: {_listed(named[found])}."
+      return verdict, text, remedy
+  return "exact", "No next value depends on S."
 
 
-def _skip_law(runs: _Runs, infinite: _Run) -> Law:
+def _skip_law(
+  outcomes: set[str], changed: Sequence[str], doubtful: set[str]
+) -> Sequence[str]:
   """Returns whether a step that overflowed changed nothing."""
-  if not all(np.all(x.skipped) for x in infinite.states.values()):
-    if infinite.overflows:
-      text = "The rule has skip=False, so that overflows are applied."
-      return Law("skip", "not applied", text)
-    return Law(
-      "skip",
-      "wrong",
-      "The step with an S of inf was not skipped.",
-      "Either `update` of loss_scaling did not run, or something around it, "
-      "such as optax.apply_if_finite, took the step back and S with it: S can "
-      "never come down. It belongs inside.",
-    )
-  before, after = runs.watched(runs.named), runs.watched(infinite.after)
-  changed = [name for name in before if not _is_same(before[name], after[name])]
+  if not outcomes:
+    return _NOTHING_SEEN
+  for outcome, law in _NOT_SKIPPED.items():
+    if outcome in outcomes:
+      return law
   if not changed:
-    return Law("skip", "exact", "A step that overflows changes nothing.")
-  return Law(
-    "skip",
-    "wrong",
-    f"A step that overflows changed {_listed(changed)}.",
-    "What a step changes moves with the parameters or not at all: new = "
-    "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
-    "ols.nnx.select_on_skip(optimizer, model):`; in Flax Linen "
-    "ols.linen.TrainState. Optimizers belong inside of loss_scaling. What may "
-    "change all the same is for may_change=.",
-  )
+    return "exact", "A step that overflows changes nothing."
+  certain = [name for name in changed if _argument(name) not in doubtful]
+  text = f"A step that overflows changed {_listed(certain or changed)}."
+  return ("wrong", text, _MOVES) if certain else ("inconclusive", text, _CARRY)
 
 
 def _precision(
@@ -650,9 +696,7 @@ def _precision(
     return list(filter(_is_value, jax.tree.leaves(run(named))))
 
   try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # The runs warn.
-      recording = interpreter.record(arrays_of, (dict(named),), {})
+    recording = interpreter.record(arrays_of, (dict(named),), {})
   except Exception as error:  # A step may do anything on the host.
     text = f"JAX cannot trace the step ({type(error).__name__})."
     return Law("precision", "inconclusive", text), True
@@ -662,19 +706,10 @@ def _precision(
     if equation.primitive.name != "convert_element_type"
     for x in (*equation.invars, *equation.outvars)
   ]
-  floats = {x.dtype for x in avals if _leaves.is_gradient(x)}
-  dtypes = {x for x in floats if _leaves.at_least_float32(x) != x}
-  if dtypes:
-    listed = ", ".join(sorted(x.name for x in dtypes))
-    loses_range = any(
-      jnp.finfo(x).minexp > jnp.finfo(np.float32).minexp for x in dtypes
-    )
-    text = f"Operations work in {listed}."
-    return Law("precision", "exact", text), loses_range
-  return Law(
-    "precision",
-    "not applied",
-    "Nothing in the step works below float32.",
-    "If that is not meant, loss scaling has nothing to save: "
-    'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
-  ), False
+  floats = {x.dtype for x in avals if leaves.is_gradient(x)}
+  dtypes = {x for x in floats if leaves.at_least_float32(x) != x}
+  if not dtypes:
+    return Law("precision", *_ALL_WIDE), False
+  lost = any(jnp.finfo(x).minexp > jnp.finfo("float32").minexp for x in dtypes)
+  listed = ", ".join(sorted(x.name for x in dtypes))
+  return Law("precision", "exact", f"Operations work in {listed}."), lost
