@@ -300,7 +300,7 @@ MISTAKES = {
     masked_around,
     {
       TRACED: "`opt_state` must have optax.masked inside of loss_scaling",
-      CHECKED: "With half the S the updates differ of params/v (50 % like S^1)",
+      CHECKED: "Updates differ between S and S/2: params/v (50 % like S^1)",
     },
   ),
   "S5, a group": (
@@ -308,7 +308,7 @@ MISTAKES = {
     {
       TRACED: "`opt_state` must have what holds arrays inside of loss_scaling, "
       "got ScaleByAdamState at False/inner_state/0 in another group",
-      CHECKED: "With half the S the updates differ of opt_state/inner_states",
+      CHECKED: "Updates differ between S and S/2: opt_state/inner_states",
     },
   ),
   "S6": (
@@ -338,7 +338,7 @@ MISTAKES = {
     multi_steps_around,
     {
       TRACED: "`opt_state` must have optax.MultiSteps inside of loss_scaling",
-      CHECKED: "With half the S the updates differ of opt_state/acc_grads/v",
+      CHECKED: "Updates differ between S and S/2: opt_state/acc_grads/v",
     },
   ),
   "S10": (
