@@ -25,7 +25,7 @@ _ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
 def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
   """Notes what the floating arrays of a tree are; `passed` may be a number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
-    scale = float(passed)
+    scale = float(passed)  # As an array it would be a tracer under jit.
   # A tracer must not outlive its trace, nor each S keep all those before it.
   is_weak = kind == "next" or isinstance(scale, jax.core.Tracer)
   get_scale = weakref.ref(scale) if is_weak else lambda: scale
@@ -45,7 +45,7 @@ def check_update(
   machine: Any = getattr(rule, "machine", rule)  # Of a preset.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
-  if kind == "unscaled" and fixed != 1 and not _equal(loss_scale, 1):
+  if kind == "unscaled" and fixed != 1:
     wiring.warn(
       "`update` takes the gradients scaled, got some that `unscale` has "
       "divided by S already: the model would not learn. Leave the line with "

@@ -269,10 +269,11 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
     own = _shapes(link)
     # In a tuple of the user's, another model's state may be beside it.
     fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
-    for key, x in jax.tree.leaves_with_path(link, is_leaf=_is_of_optax):
+    fits |= isinstance(link, optax.MaskedState)
+    for key, x in jax.tree.leaves_with_path(link, is_leaf=_is_named):
       # A group without a parameter may still count its steps.
-      holds = _is_of_optax(x) and jax.tree.leaves(x) and _shapes(x) != {None}
-      if holds and (fits or isinstance(link, optax.MaskedState)):
+      holds = jax.tree.leaves(x) and _shapes(x) != {None}
+      if holds and fits and _acts(x):
         yield (
           "what holds arrays inside of loss_scaling, got "
           f"{type(x).__name__}{_at((*path, *key))} {why}. Write "
@@ -280,10 +281,14 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
         )
 
 
-def _is_of_optax(x: Any) -> bool:
-  """Returns whether this is the state of a transformation that acts."""
-  others = optax.MaskedState, optax.SnapshotState, optax.MonitorState
-  return type(x).__module__.startswith("optax.") and not isinstance(x, others)
+def _is_named(x: Any) -> bool:
+  return hasattr(x, "_fields") and not isinstance(x, optax.MaskedState)
+
+
+def _acts(x: Any) -> bool:
+  """Returns whether a state is one of optax, and not of what only looks on."""
+  looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
+  return type(x).__module__.startswith("optax.") and not looks_on
 
 
 def _shapes(tree: Any) -> set[Any]:

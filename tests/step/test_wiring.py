@@ -7,6 +7,7 @@ is an error.
 """
 
 import pathlib
+from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -116,6 +117,11 @@ MISPLACED = {
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at 1/inner_state/0 after it in a chain",
   ),
+  "a count after": (
+    lambda: optax.chain(scaling(ADAM), optax.scale_by_schedule(lambda _: 0.1)),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByScheduleState at 1 after it in a chain",
+  ),
   "a group that counts": (
     lambda: optax.multi_transform(
       {"x": scaling(ADAM), "y": optax.sgd(lambda _: 0.1)}, LABELS
@@ -164,6 +170,10 @@ def test_each_function_that_scales_sees_what_is_around():
     assert "EmaState at 1 after it" in text
 
 
+class Averages(NamedTuple):
+  ema: optax.EmaState
+
+
 PLACED = {
   "frozen by masks": lambda: optax.chain(
     optax.masked(scaling(), MASK), optax.masked(optax.set_to_zero(), REST)
@@ -199,6 +209,10 @@ PLACED = {
     scaling(ADAM).init(PARAMS),
     ADAM.init({"z": jnp.ones(7)}),
   ),
+  "beside a state of the user's": lambda: (
+    scaling(ADAM).init(PARAMS),
+    Averages(optax.ema(0.9).init(PARAMS)),
+  ),
   "beside parameters": lambda: (scaling(ADAM).init(PARAMS), PARAMS),
   "beside an array": lambda: (scaling(ADAM).init(PARAMS), jnp.zeros(3)),
   "a train state": lambda: ols.linen.TrainState.create(
@@ -214,6 +228,13 @@ def test_what_is_right_or_not_certain_is_not_told(make):
   assert (
     told(lambda: ols.scaled_value_and_grad(loss_fn, state, path=path)) == []
   )
+
+
+def test_a_tuple_like_the_state_of_a_chain_is_told_what_to_pass():
+  state = scaling(ADAM).init(PARAMS), optax.ema(0.9).init(PARAMS)
+  (text,) = told(lambda: ols.scaled_value_and_grad(loss_fn, state))
+  assert text.endswith("; of a tuple of your own pass the optimizer's part.")
+  assert told(lambda: ols.scaled_value_and_grad(loss_fn, state[0])) == []
 
 
 # Where gradients come from.
@@ -498,7 +519,9 @@ def test_notes_end_with_the_gradients_and_keep_no_tracer():
   tx = scaling()
   with jax.checking_leaks():
     state = jax.jit(lambda p, s: right(tx, p, s))(PARAMS, tx.init(PARAMS))
-  state = right(tx, PARAMS, state)
+  for _ in range(5):
+    state = right(tx, PARAMS, state)
+  assert len(provenance._ORIGINS) <= before + 1  # That of the last S.
   del state
   assert len(provenance._ORIGINS) <= before
 
