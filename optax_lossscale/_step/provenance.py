@@ -41,7 +41,8 @@ def check_update(
   """Warns if `update` is given gradients that are not what it takes."""
   kind, used = _origin(gradients)
   # What is compiled keeps a number for ever.
-  is_frozen = _is_known(used) and not _is_known(loss_scale)
+  is_known = not isinstance(used, jax.core.Tracer | None)
+  is_frozen = is_known and isinstance(loss_scale, jax.core.Tracer)
   machine: Any = getattr(rule, "machine", rule)  # Of a preset.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
@@ -90,10 +91,6 @@ def _is_another(used: Any, loss_scale: jax.Array) -> bool:
     return False
   is_next = _origin(loss_scale)[1] is used
   return is_next or _equal(used, loss_scale) is False
-
-
-def _is_known(scale: Any) -> bool:
-  return scale is not None and not isinstance(scale, jax.core.Tracer)
 
 
 def _equal(x: Any, y: Any) -> bool | None:

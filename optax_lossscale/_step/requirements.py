@@ -219,6 +219,9 @@ _AROUND = {
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
+# What is looked into for states that are beside each other.
+_OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
+
 
 def check_surroundings(opt_state: Any) -> None:
   """Warns if what is around loss scaling sees scaled gradients, or skips none.
@@ -242,7 +245,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   node = node.inner_states if is_partition else node
   children = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
   links = [((*path, *key), x) for key, x in children]
-  is_chain = kind in (tuple, collections.OrderedDict)
+  is_chain = kind in _OPEN
   if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
     yield from _beside(links, is_partition)
     masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
@@ -270,25 +273,19 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
     # In a tuple of the user's, another model's state may be beside it.
     fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
     fits |= isinstance(link, optax.MaskedState)
-    for key, x in jax.tree.leaves_with_path(link, is_leaf=_is_named):
+    # What is of another class may be the user's.
+    is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
+    for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
       # A group without a parameter may still count its steps.
       holds = jax.tree.leaves(x) and _shapes(x) != {None}
-      if holds and fits and _acts(x):
+      is_of_optax = type(x).__module__.startswith("optax.")
+      looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
+      if fits and holds and is_of_optax and not looks_on:
         yield (
           "what holds arrays inside of loss_scaling, got "
           f"{type(x).__name__}{_at((*path, *key))} {why}. Write "
           f"loss_scaling(optax.{remedy}."
         )
-
-
-def _is_named(x: Any) -> bool:
-  return hasattr(x, "_fields") and not isinstance(x, optax.MaskedState)
-
-
-def _acts(x: Any) -> bool:
-  """Returns whether a state is one of optax, and not of what only looks on."""
-  looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
-  return type(x).__module__.startswith("optax.") and not looks_on
 
 
 def _shapes(tree: Any) -> set[Any]:
@@ -311,11 +308,7 @@ def check_accumulation(opt_state: Any) -> None:
 
   for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
     if accumulates(x) and states.find_states(x):
-      raise ValueError(
-        "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
-        "around, where it would add up scaled gradients. Write "
-        "loss_scaling(optax.MultiSteps(inner, k), rule)."
-      )
+      raise ValueError(f"`tx` must have {_AROUND[type(x)].format('')}")
 
 
 def check_call(
