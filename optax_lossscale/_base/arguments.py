@@ -165,12 +165,12 @@ def check_first_scale(name: str, value: Any, interval: str = "") -> float:
   number = check_scale(name, value)
   if math.frexp(np.float32(number))[0] != 0.5:
     nearest = 2.0 ** min(round(math.log2(number)), 127)
-    remedy = ""
+    remedy = f"take {nearest!r}"
     if interval and number.is_integer():
-      remedy = f"; if the interval was meant: {interval}={number:.0f}"
+      remedy += f"; if the interval was meant: {interval}={number:.0f}"
     wiring.warn(
-      f"`{name}` should be a power of two, by which scaling rounds nothing, "
-      f"got {value!r}: take {nearest!r}{remedy}."
+      f"`{name}` should be a power of two, so that scaling rounds nothing, got "
+      f"{shown(value)}: {remedy}."
     )
   return number
 

@@ -24,7 +24,7 @@ class WiringWarning(UserWarning):
     ...   warnings.simplefilter("always")
     ...   rule = ols.FixedLossScale(1000.0)
     >>> print(caught[0].message)
-    `scale` should be a power of two, by which scaling rounds nothing, got \
+    `scale` should be a power of two, so that scaling rounds nothing, got \
 1000.0: take 1024.0.
   """
 

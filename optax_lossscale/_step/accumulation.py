@@ -207,8 +207,8 @@ def accumulated_value_and_grad(
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
     others = leaves.merge(is_overwritten, end.overwritten, _float0(given))
     gradients = leaves.merge(is_summed, means, others)
-    origin = provenance.scaled_by(opt_state, loss_scale)
-    provenance.note(means, origin._replace(may_lack=drop))
+    kind = "dropping" if drop else "scaled"
+    provenance.note(means, kind, loss_scale, opt_state)
     loss = _mean_loss(losses, counted)
     return (
       (loss, aux) if has_aux else loss,

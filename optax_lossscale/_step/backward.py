@@ -95,7 +95,7 @@ def scaled_value_and_grad(
       value_and_grad,
     )
     value, gradients = differentiated(*args, **kwargs)
-    provenance.note(gradients, provenance.scaled_by(opt_state, loss_scale))
+    provenance.note(gradients, "scaled", loss_scale, opt_state)
     return value, gradients
 
   return scaled_value_and_grad_fun
@@ -172,7 +172,7 @@ def unscale(
   gradients = unscale_tree(
     leaves.leave_out(is_gradient, scaled_gradients), loss_scale
   )
-  provenance.note(gradients, provenance.Origin(is_unscaled=True))
+  provenance.note(gradients, "unscaled", None)
   return leaves.merge(is_gradient, gradients, scaled_gradients)
 
 

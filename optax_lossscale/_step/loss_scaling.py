@@ -176,9 +176,7 @@ def loss_scaling(
     elif axis_name is None:
       devices.check_named()
     reported = finding.overflow | finding.dropped
-    provenance.check_update(
-      leaves.leave_out(is_gradient, updates), loss_scale, rule, overflow
-    )
+    provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
     devices.refuse_divergence(reported, loss_scale, agreed)
     # Computed once: without a barrier XLA would do it again at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
@@ -327,11 +325,11 @@ def move(
   held = skipping.select(~is_usable, state, moved)
   # A damaged checkpoint may hold such an S, too. The rest of the rule's state
   # is then as doubtful.
-  was_usable = arguments.is_usable_scale(
-    jnp.asarray(state.loss_scale, jnp.float32)
-  )
+  before = jnp.asarray(state.loss_scale, jnp.float32)
+  was_usable = arguments.is_usable_scale(before)
   next_state = skipping.select(~was_usable, rule.init(), held)
-  provenance.note_move(rule, state.loss_scale, next_state.loss_scale)
+  if moved.loss_scale is not state.loss_scale:
+    provenance.note(next_state.loss_scale, "next", before)
   stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
   return next_state, stalled
 

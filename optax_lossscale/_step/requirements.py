@@ -1,5 +1,6 @@
 """What a step requires: of its arguments, its rule, its states and trees."""
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import inspect
@@ -111,9 +112,12 @@ def check_inner_state(inner_state: Any) -> None:
 def check_masters(params: Any, inner_state: Any) -> None:
   """Warns if updates of float16 parameters are added up in float16."""
   found = jax.tree.leaves_with_path(params)
-  narrow = [p for p, x in found if getattr(x, "dtype", None) == jnp.float16]
-  # By a field's name, since others keep such a copy as well.
   paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
+  # Parameters without a state, where others have one, may be frozen.
+  ends = {path[i:] for path in paths for i in range(len(path) + 1)}
+  moved = [x for x in found if x[0] in ends] or found
+  narrow = [p for p, x in moved if getattr(x, "dtype", None) == jnp.float16]
+  # By a field's name, since others keep such a copy as well.
   names = {str(getattr(key, "name", "")) for path in paths for key in path}
   if narrow and not any("master" in name for name in names):
     wiring.warn(
@@ -202,11 +206,27 @@ def _describe(rule_state: Any) -> str:
   return f"{type(rule_state).__name__}({', '.join(names)})"
 
 
+# What should not be around loss scaling, with its place, and why.
+_AROUND = {
+  optax.MultiStepsState: "optax.MultiSteps inside of loss_scaling, got it "
+  "around{}, where it adds up scaled gradients, and an inf for ever. Write "
+  "loss_scaling(optax.MultiSteps(inner, k), rule).",
+  optax.MaskedState: "optax.masked inside of loss_scaling, got it around{}: "
+  "what is masked stays scaled by S. Write "
+  "loss_scaling(optax.masked(inner, mask), rule).",
+  optax.ApplyIfFiniteState: "no optax.apply_if_finite around loss_scaling, got "
+  "it{}, where it takes a skipped step back and S with it, which then never "
+  "shrinks. Leave it out: loss_scaling itself skips such a step.",
+}
+
+# What is looked into for states that are beside each other.
+_OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
+
+
 def check_surroundings(opt_state: Any) -> None:
   """Warns if what is around loss scaling sees scaled gradients, or skips none.
 
-  A chain's state is a plain tuple. So may be what a user keeps together, and
-  where it is not certainly a chain of optax, nothing is said.
+  Nothing is said of a tuple that cannot be the state of a chain.
   """
   if (message := next(_misplaced((), opt_state), None)) is not None:
     wiring.warn(f"`opt_state` must have {message}")
@@ -216,77 +236,64 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   """Yields what is wrong with the place of loss scaling in a tree."""
   if states.is_state(node) or not states.find_states(node):
     return
-  is_partition = isinstance(node, optax.PartitionState)
-  children = _children(path, node.inner_states if is_partition else node)
-  groups = [x for _, x in children if isinstance(x, optax.MaskedState)]
-  if isinstance(node, optax.MultiStepsState):
-    yield (
-      f"optax.MultiSteps inside of loss_scaling, got it around{_at(path)}, "
-      "where it adds up scaled gradients, and an inf for ever. Write "
-      "loss_scaling(optax.MultiSteps(inner, k), rule)."
-    )
-  elif isinstance(node, optax.MaskedState):
-    yield (
-      f"optax.masked inside of loss_scaling, got it around{_at(path)}: what is "
-      "masked stays scaled by S. Write loss_scaling(optax.masked(inner, mask), "
-      "rule)."
-    )
-  elif is_partition or (
-    type(node) is tuple and all(isinstance(x, tuple) for x in node)
-  ):
-    yield from _beside(children, is_partition)
+  kind, shapes = type(node), _shapes(node)
+  # A mask that leaves nothing out does no harm; most states show it.
+  may_mask = None in shapes or shapes <= {()}
+  if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
+    yield _AROUND[kind].format(_at(path))
+  is_partition = kind is optax.PartitionState
+  node = node.inner_states if is_partition else node
+  children = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
+  links = [((*path, *key), x) for key, x in children]
+  is_chain = kind in _OPEN
+  if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
+    yield from _beside(links, is_partition)
+    masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
     # What one of several masks another one may take.
-    if is_partition or len(groups) > 1:
-      children = [(key, getattr(x, "inner_state", x)) for key, x in children]
-  for child in children:
-    yield from _misplaced(*child)
+    if is_partition or len(masks) > 1:
+      links = [(key, getattr(x, "inner_state", x)) for key, x in links]
+  for link in links:
+    yield from _misplaced(*link)
 
 
 def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
   """Yields which states beside that of loss scaling hold arrays."""
-  first = next(i for i, (_, x) in enumerate(links) if states.find_states(x))
-  shapes = _shapes(links[first][1])
-  for i, (path, link) in enumerate(links):
-    held = [] if states.find_states(link) else jax.tree.leaves(link)
-    while held and (type(link) is tuple or isinstance(link, optax.MaskedState)):
-      found = (x for x in _children(path, link) if jax.tree.leaves(x[1]))
-      path, link = next(found)
-    if (
-      not held
-      or not type(link).__module__.startswith("optax.")
-      # They look on, and change nothing.
-      or isinstance(link, (optax.SnapshotState, optax.MonitorState))
-      # The state of another model, in a tuple of the user's.
-      or not (
-        is_partition or shapes <= _shapes(link) or _shapes(link) <= shapes
-      )
-    ):
+  why = "before it in a chain, where it sees scaled gradients"
+  after = "after it in a chain, where it moves on a skipped step"
+  remedy = "chain(...), rule); of a tuple of your own pass the optimizer's part"
+  if is_partition:
+    why = after = "in another group, whose gradients stay scaled by S"
+    remedy = "multi_transform(...), rule)"
+  wrapped = _shapes([x for _, x in links if states.find_states(x)])
+  for path, link in links:
+    if states.find_states(link):
+      why = after
       continue
-    if is_partition:
-      why = "in another group, whose gradients stay scaled by S"
-    elif i < first:
-      why = "before it in a chain, where it sees scaled gradients"
-    else:
-      why = "after it in a chain, where it moves on a skipped step"
-    outer = "multi_transform" if is_partition else "chain"
-    yield (
-      "what holds arrays inside of loss_scaling, got "
-      f"{type(link).__name__}{_at(path)} {why}. Put it inside: "
-      f"loss_scaling(optax.{outer}(...), rule)."
-    )
+    own = _shapes(link)
+    # In a tuple of the user's, another model's state may be beside it.
+    fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
+    fits |= isinstance(link, optax.MaskedState)
+    # What is of another class may be the user's.
+    is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
+    for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
+      # A group without a parameter may still count its steps.
+      holds = jax.tree.leaves(x) and _shapes(x) != {None}
+      is_of_optax = type(x).__module__.startswith("optax.")
+      looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
+      if fits and holds and is_of_optax and not looks_on:
+        yield (
+          "what holds arrays inside of loss_scaling, got "
+          f"{type(x).__name__}{_at((*path, *key))} {why}. Write "
+          f"loss_scaling(optax.{remedy}."
+        )
 
 
-def _children(path: tuple[Any, ...], node: Any) -> list[Any]:
-  """Returns what a node of a tree is made of, each with its path."""
-  below = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
-  return [((*path, *key), x) for key, x in below if x is not node]
-
-
-def _shapes(tree: Any) -> set[tuple[int, ...]]:
-  """Returns the shapes of the floating arrays that are no scalars."""
-  return {x.shape for x in jax.tree.leaves(tree) if leaves.is_gradient(x)} - {
-    ()
-  }
+def _shapes(tree: Any) -> set[Any]:
+  """Returns the shapes of floating arrays, with None for what is masked."""
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  nodes = jax.tree.leaves(tree, is_leaf=is_masked)
+  found = (x for x in nodes if is_masked(x) or leaves.is_gradient(x))
+  return {getattr(x, "shape", None) for x in found}
 
 
 def _at(path: tuple[Any, ...]) -> str:
@@ -301,11 +308,7 @@ def check_accumulation(opt_state: Any) -> None:
 
   for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
     if accumulates(x) and states.find_states(x):
-      raise ValueError(
-        "`tx` must have optax.MultiSteps inside of loss_scaling, got it "
-        "around, where it would add up scaled gradients. Write "
-        "loss_scaling(optax.MultiSteps(inner, k), rule)."
-      )
+      raise ValueError(f"`tx` must have {_AROUND[type(x)].format('')}")
 
 
 def check_call(

@@ -568,6 +568,7 @@ def test_a_bare_optimizer_is_not_given_what_is_no_gradient():
     jax.eval_shape(step, *start(tx=BARE, params=params), X, Y)
 
 
+@pytest.mark.filterwarnings("ignore:.*no optax.apply_if_finite around")
 def test_a_step_that_is_rejected_around_loss_scaling_does_not_count():
   tx = optax.apply_if_finite(scaling(), 5)
   step = jax.jit(by_steps().make_train_step(loss_fn, tx))

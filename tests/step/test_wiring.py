@@ -7,6 +7,7 @@ is an error.
 """
 
 import pathlib
+from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -72,8 +73,7 @@ MISPLACED = {
     lambda: optax.multi_transform({"x": scaling(), "y": ADAM}, LABELS),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at y/inner_state/0 in another group, whose gradients "
-    "stay scaled by S. Put it inside: loss_scaling(optax.multi_transform(...), "
-    "rule).",
+    "stay scaled by S. Write loss_scaling(optax.multi_transform(...), rule).",
   ),
   "masks as groups": (
     lambda: optax.chain(
@@ -86,15 +86,54 @@ MISPLACED = {
     lambda: optax.chain(ADAM, scaling(optax.identity())),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at 0/0 before it in a chain, where it sees scaled "
-    "gradients. Put it inside: "
-    "loss_scaling(optax.chain(...), rule).",
+    "gradients. Write loss_scaling(optax.chain(...), rule); of a tuple of "
+    "your own pass the optimizer's part.",
   ),
   "after": (
     lambda: optax.chain(scaling(optax.identity()), ADAM),
     "`opt_state` must have what holds arrays inside of loss_scaling, got "
     "ScaleByAdamState at 1/0 after it in a chain, where it moves on a skipped "
-    "step. Put it inside: "
-    "loss_scaling(optax.chain(...), rule).",
+    "step. Write loss_scaling(optax.chain(...), rule); of a tuple of your own "
+    "pass the optimizer's part.",
+  ),
+  "before, by name": (
+    lambda: optax.named_chain(
+      ("adam", ADAM), ("scaling", scaling(optax.identity()))
+    ),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByAdamState at adam/0 before it in a chain",
+  ),
+  "after, beside what looks on": (
+    lambda: optax.chain(
+      scaling(), optax.chain(optax.snapshot("norm", optax.tree.norm), ADAM)
+    ),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByAdamState at 1/1/0 after it in a chain",
+  ),
+  "masks as groups, both with states": (
+    lambda: optax.chain(
+      optax.masked(scaling(ADAM), MASK), optax.masked(ADAM, REST)
+    ),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByAdamState at 1/inner_state/0 after it in a chain",
+  ),
+  "a count after": (
+    lambda: optax.chain(scaling(ADAM), optax.scale_by_schedule(lambda _: 0.1)),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByScheduleState at 1 after it in a chain",
+  ),
+  "a group that counts": (
+    lambda: optax.multi_transform(
+      {"x": scaling(ADAM), "y": optax.sgd(lambda _: 0.1)}, LABELS
+    ),
+    "`opt_state` must have what holds arrays inside of loss_scaling, got "
+    "ScaleByScheduleState at y/inner_state/1 in another group",
+  ),
+  "apply_if_finite": (
+    lambda: optax.apply_if_finite(scaling(), 3),
+    "`opt_state` must have no optax.apply_if_finite around loss_scaling, got "
+    "it, where it takes a skipped step back and S with it, which then never "
+    "shrinks. Leave it out: loss_scaling itself skips such a step.",
   ),
   "an average after": (
     lambda: optax.chain(scaling(ADAM), optax.clip(1.0), optax.ema(0.9)),
@@ -131,6 +170,10 @@ def test_each_function_that_scales_sees_what_is_around():
     assert "EmaState at 1 after it" in text
 
 
+class Averages(NamedTuple):
+  ema: optax.EmaState
+
+
 PLACED = {
   "frozen by masks": lambda: optax.chain(
     optax.masked(scaling(), MASK), optax.masked(optax.set_to_zero(), REST)
@@ -151,7 +194,12 @@ PLACED = {
   "inject_hyperparams": lambda: optax.inject_hyperparams(
     lambda rate: scaling(optax.sgd(rate))
   )(rate=1.0).init(PARAMS),
-  "apply_if_finite": lambda: optax.apply_if_finite(scaling(), 3).init(PARAMS),
+  "a mask that leaves nothing out": lambda: optax.masked(
+    scaling(ADAM), {"a": True, "b": True}
+  ).init(PARAMS),
+  "a group without a parameter": lambda: optax.multi_transform(
+    {"x": scaling(ADAM), "y": ADAM}, {"a": "x", "b": "x"}
+  ).init(PARAMS),
   "master_weights": lambda: ols.master_weights(scaling(ADAM)).init(PARAMS),
   "two optimizers": lambda: {
     "gen": scaling().init(PARAMS),
@@ -160,6 +208,10 @@ PLACED = {
   "two optimizers in a tuple": lambda: (
     scaling(ADAM).init(PARAMS),
     ADAM.init({"z": jnp.ones(7)}),
+  ),
+  "beside a state of the user's": lambda: (
+    scaling(ADAM).init(PARAMS),
+    Averages(optax.ema(0.9).init(PARAMS)),
   ),
   "beside parameters": lambda: (scaling(ADAM).init(PARAMS), PARAMS),
   "beside an array": lambda: (scaling(ADAM).init(PARAMS), jnp.zeros(3)),
@@ -176,6 +228,13 @@ def test_what_is_right_or_not_certain_is_not_told(make):
   assert (
     told(lambda: ols.scaled_value_and_grad(loss_fn, state, path=path)) == []
   )
+
+
+def test_a_tuple_like_the_state_of_a_chain_is_told_what_to_pass():
+  state = scaling(ADAM).init(PARAMS), optax.ema(0.9).init(PARAMS)
+  (text,) = told(lambda: ols.scaled_value_and_grad(loss_fn, state))
+  assert text.endswith("; of a tuple of your own pass the optimizer's part.")
+  assert told(lambda: ols.scaled_value_and_grad(loss_fn, state[0])) == []
 
 
 # Where gradients come from.
@@ -329,6 +388,41 @@ def in_a_scan(tx, params, state):
   return jax.lax.scan(body, state, None, length=2)[0]
 
 
+def twice_in_one_trace(tx, params, state):
+  return right(tx, params, right(tx, params, state))
+
+
+def in_a_branch(tx, params, state):
+  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  return jax.lax.cond(
+    state.skipped, lambda: state, lambda: tx.update(grads, state, params)[1]
+  )
+
+
+def summed_by_hand(tx, params, state):
+  value_and_grad = ols.scaled_value_and_grad(loss_fn, state)
+  grads = jax.tree.map(jnp.add, value_and_grad(params)[1], params)
+  return tx.update(grads, state, params)[1]
+
+
+def with_a_state_restored_from_a_checkpoint(tx, params, state):
+  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  return tx.update(grads, jax.tree.map(jnp.copy, state), params)[1]
+
+
+def two_optimizers(tx, params, state):
+  other = scaling(ADAM, ols.DynamicLossScale(2.0))
+  right(other, params, other.init(params))
+  return right(tx, params, state)
+
+
+def through_a_gradient_of_the_step(tx, params, state):
+  def unrolled(params):
+    return loss_fn(params), right(tx, params, right(tx, params, state))
+
+  return jax.grad(unrolled, has_aux=True)(params)[1]
+
+
 def dropped_and_passed_on(tx, params, state):
   _, grads, overflow = ols.accumulated_value_and_grad(
     batch_loss_fn, state, microbatches=2, drop=True
@@ -351,6 +445,12 @@ def as_an_ensemble(tx, params, state):
     with_a_rate_set_by_hand,
     in_halves,
     in_a_scan,
+    in_a_branch,
+    twice_in_one_trace,
+    summed_by_hand,
+    with_a_state_restored_from_a_checkpoint,
+    two_optimizers,
+    through_a_gradient_of_the_step,
     dropped_and_passed_on,
     as_an_ensemble,
   ],
@@ -419,7 +519,9 @@ def test_notes_end_with_the_gradients_and_keep_no_tracer():
   tx = scaling()
   with jax.checking_leaks():
     state = jax.jit(lambda p, s: right(tx, p, s))(PARAMS, tx.init(PARAMS))
-  state = right(tx, PARAMS, state)
+  for _ in range(5):
+    state = right(tx, PARAMS, state)
+  assert len(provenance._ORIGINS) <= before + 1  # That of the last S.
   del state
   assert len(provenance._ORIGINS) <= before
 
@@ -429,7 +531,7 @@ def test_a_note_that_outlives_a_trace_keeps_none_of_its_tracers():
 
   @jax.jit
   def trace(scale):
-    provenance.note(kept, provenance.scaled_by(None, scale))
+    provenance.note(kept, "scaled", scale)
     return scale
 
   with jax.checking_leaks():
@@ -444,7 +546,7 @@ def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
     return str(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS)))
 
   noted = make_jaxpr()
-  for name in ("note", "note_move", "check_update", "check_unscale"):
+  for name in ("note", "check_update", "check_unscale"):
     monkeypatch.setattr(provenance, name, lambda *_: None)
   assert make_jaxpr() == noted
 
@@ -495,17 +597,17 @@ def test_a_missing_optimizer_or_rule_is_named():
 FIRST_SCALES = {
   "fixed": (
     lambda: ols.FixedLossScale(1000),
-    "`scale` should be a power of two, by which scaling rounds nothing, got "
+    "`scale` should be a power of two, so that scaling rounds nothing, got "
     "1000: take 1024.0.",
   ),
   "dynamic": (
     lambda: ols.DynamicLossScale(2000),
-    "`init_scale` should be a power of two, by which scaling rounds nothing, "
+    "`init_scale` should be a power of two, so that scaling rounds nothing, "
     "got 2000: take 2048.0; if the interval was meant: growth_interval=2000.",
   ),
   "dynamic, a fraction": (
     lambda: ols.DynamicLossScale(0.3),
-    "`init_scale` should be a power of two, by which scaling rounds nothing, "
+    "`init_scale` should be a power of two, so that scaling rounds nothing, "
     "got 0.3: take 0.25.",
   ),
   "preset": (
@@ -558,6 +660,15 @@ def test_float16_parameters_without_a_master_are_told_by_init():
   assert told(lambda: jax.jit(scaling().init)(params)) == [text]
 
 
+LORA = {"base": jnp.ones(3, jnp.float16), "adapter": jnp.ones(2)}
+FROZEN = {"base": True, "adapter": False}
+
+
+def test_what_other_parameters_have_a_state_for_is_not_frozen():
+  (text,) = told(lambda: scaling(ADAM).init(LORA))
+  assert "float16 at base" in text
+
+
 FP8 = {
   "params": jnp.ones(2),
   "_overwrite_with_gradient": jnp.ones(2, "float16"),
@@ -580,8 +691,18 @@ FP8 = {
       ols.loss_scaling(ADAM, RULE, mask={"a": True, "b": False}),
       {"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)},
     ),
+    (scaling(optax.selective_transform(ADAM, freeze_mask=FROZEN)), LORA),
   ],
-  ids=["inside", "chain", "outside", "bfloat16", "float8", "FP8", "mask"],
+  ids=[
+    "inside",
+    "chain",
+    "outside",
+    "bfloat16",
+    "float8",
+    "FP8",
+    "mask",
+    "frozen",
+  ],
 )
 def test_parameters_that_have_a_master_or_need_none_are_not_told(tx, params):
   assert told(lambda: tx.init(params)) == []
