@@ -48,13 +48,6 @@ def npu_exponential(
     incr_ratio: S is multiplied by it on growth; above 1.
     decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.npu_exponential(
@@ -81,13 +74,6 @@ def npu_fixed(
   Args:
     loss_scale: S, at least 1.
     enable_overflow_check: False applies every step, overflow or not.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if S is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
