@@ -1,5 +1,6 @@
 """What a person may pass: each check names the argument and the remedy."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 import difflib
 import fractions
@@ -244,6 +245,12 @@ def check_flag(name: str, value: Any) -> bool:
   if not isinstance(value, (bool, np.bool_)):
     raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
   return bool(value)
+
+
+def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
+  """Replaces fields of a frozen dataclass by what their checks return."""
+  for name, check in checks.items():
+    object.__setattr__(owner, name, check(name, getattr(owner, name)))
 
 
 class Places(NamedTuple):

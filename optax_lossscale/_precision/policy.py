@@ -74,8 +74,7 @@ class Policy:
   level: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self) -> None:
-    for name in FIELDS:
-      object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
+    arguments.check_fields(self, **dict.fromkeys(FIELDS, _check_dtype))
     if self.level is None:
       return
     levels.find_level(self.level)

@@ -135,18 +135,13 @@ class HeadroomLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked = {
-      **_amax_and_scale.check_bounds(
-        min_scale=self.min_scale,
-        init_scale=self.init_scale,
-        max_scale=self.max_scale,
-      ),
-      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "window": arguments.check_count("window", self.window),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    _amax_and_scale.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_fields(
+      self,
+      headroom=_amax_and_scale.check_bits,
+      window=arguments.check_count,
+      dtype=arguments.check_dtype,
+    )
     if self.window > _LARGEST_WINDOW:
       raise ValueError(
         f"`window` must be at most 2**16 steps, got {self.window}: the state "

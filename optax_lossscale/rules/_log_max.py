@@ -123,19 +123,14 @@ class LogMaxLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked = {
-      **_amax_and_scale.check_bounds(
-        scale_min=self.scale_min, scale_max=self.scale_max
-      ),
-      "log_max": arguments.check_number("log_max", self.log_max),
-      "overflow_std_dev": arguments.check_not_negative(
-        "overflow_std_dev", self.overflow_std_dev
-      ),
-      "beta1": _check_beta("beta1", self.beta1),
-      "beta2": _check_beta("beta2", self.beta2),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    _amax_and_scale.check_bounds(self, "scale_min", "scale_max")
+    arguments.check_fields(
+      self,
+      log_max=arguments.check_number,
+      overflow_std_dev=arguments.check_not_negative,
+      beta1=_check_beta,
+      beta2=_check_beta,
+    )
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""

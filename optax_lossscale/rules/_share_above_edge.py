@@ -118,35 +118,27 @@ class HistogramLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    edge = arguments.check_number("bin_edge_location", self.bin_edge_location)
-    threshold = arguments.check_not_negative(
-      "threshold_upper_count_proportion", self.threshold_upper_count_proportion
+    arguments.check_fields(
+      self,
+      bin_edge_location=arguments.check_number,
+      threshold_upper_count_proportion=arguments.check_not_negative,
     )
-    if not 0 < edge <= 1:
+    if not 0 < self.bin_edge_location <= 1:
       raise ValueError(
         "`bin_edge_location` must be above 0 and at most 1, a share of the "
-        f"largest finite value of `dtype`, got {edge}."
+        f"largest finite value of `dtype`, got {self.bin_edge_location}."
       )
-    if threshold >= 1:
+    if self.threshold_upper_count_proportion >= 1:
       raise ValueError(
         "`threshold_upper_count_proportion` must be below 1, got "
         f"{self.threshold_upper_count_proportion!r}: no share is above it."
       )
-    checked = {
-      **_amax_and_scale.check_bounds(
-        min_scale=self.min_scale,
-        init_scale=self.init_scale,
-        max_scale=self.max_scale,
-      ),
-      "bin_edge_location": edge,
-      "threshold_upper_count_proportion": threshold,
-      "update_period": arguments.check_count(
-        "update_period", self.update_period
-      ),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    _amax_and_scale.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_fields(
+      self,
+      update_period=arguments.check_count,
+      dtype=arguments.check_dtype,
+    )
 
   def init(self) -> HistogramLossScaleState:
     """Returns the state before the first step."""

@@ -115,16 +115,13 @@ class WarmStart(base.LossScale):
         f"`rule` must not be a WarmStart, got {self.rule!r}: a first S can be "
         "found once."
       )
-    checked = {
-      "probe_scale": arguments.check_first_scale(
-        "probe_scale", self.probe_scale
-      ),
-      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-      "skip": self.rule.skip,
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    object.__setattr__(self, "skip", self.rule.skip)
+    arguments.check_fields(
+      self,
+      probe_scale=arguments.check_first_scale,
+      headroom=_amax_and_scale.check_bits,
+      dtype=arguments.check_dtype,
+    )
     super().__post_init__()
     with jax.ensure_compile_time_eval():
       self.init()
