@@ -196,7 +196,10 @@ def accumulated_value_and_grad(
 
     start = _Carry(
       leaves.leave_out(is_overwritten, given),
-      _zeros(leaves.leave_out(is_summed, given)),
+      jax.tree.map(
+        lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)),
+        leaves.leave_out(is_summed, given),
+      ),
     )
     split = _split({i: args[i] for i in places.batched}, k)
     end, outcomes = _scan(take_next, start, split, k)
@@ -308,13 +311,6 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
 
   split: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
   return split
-
-
-def _zeros(params: Any) -> Any:
-  """Returns the sums of no gradients, in float32 at least."""
-  return jax.tree.map(
-    lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)), params
-  )
 
 
 def _add(
