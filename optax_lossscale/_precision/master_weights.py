@@ -43,40 +43,33 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it moves a float32 copy of the parameters.
 
-  Of 1.0 the next float16 is 0.001 away, the next bfloat16 0.008. An update of
+  The next float16 after 1.0 is 1.001, the next bfloat16 1.008. An update of
   less than half of that is lost when it is added, however often. Here it is
-  added to the master, a wider copy in the optimizer's state, where updates add
-  up. The update that comes out is the way from the parameter to the master, so
-  that `optax.apply_updates` makes the parameter the master rounded, mostly.
-  Since the way is rounded to the parameter's dtype as well, it may end up to
-  one and a half last bits beside the master: bits of what it was or of what it
-  becomes, whichever is larger. So one that came close to 0 in a single step may
-  be far away for its size. That does not add up: the next step starts from
-  where it is.
+  added to the master, a wider copy in the optimizer's state, and the update
+  that comes out leads from the parameter to the master. It is rounded to the
+  parameter's dtype as well, so the parameter may end up to one and a half last
+  bits beside the master, bits of its larger value before and after the step.
+  The error does not accumulate, because the next step starts from the rounded
+  value.
 
   The inner optimizer sees the master as its parameters: so does weight decay.
   Nothing that changes updates may come after this wrapper in a chain, as the
   parameters would no longer arrive at the master.
 
-  It goes inside of `loss_scaling` or outside: with
-  `loss_scaling(master_weights(adam), rule)` and with
-  `master_weights(loss_scaling(adam, rule))` masters and parameters are the
-  same, and a skipped step leaves both as they were, bit for bit. What differs
-  is which state is the outer one, and that a `mask` of `loss_scaling` needs
-  this wrapper inside: outside, the next values of what goes around the
-  optimizer would be added to a master.
+  It goes inside of `loss_scaling` or outside: masters and parameters are the
+  same, and a skipped step leaves both as they were, bit for bit. But a `mask`
+  of `loss_scaling` needs this wrapper inside: outside, the next values of what
+  goes around the optimizer would be added to a master.
 
-  It costs the memory of the master, 4 bytes for a parameter in float32: with
-  float16 parameters 6 bytes in place of the 4 of float32 ones. What it spares
-  is the cast of the parameters in each forward pass, and half of what travels
-  where parameters are gathered from other devices.
+  A float16 parameter with its master takes 6 bytes in place of the 4 of a
+  float32 one. That spares the cast of the parameters in each forward pass, and
+  half of what travels where parameters are gathered from other devices.
 
   Parameters follow the master. If something else changes them, they jump back
   at the next step: call `init` on the new ones, which starts the inner
   optimizer anew, or set the master as well, in its own dtypes, with
-  `optax.tree.set(opt_state, master=...)`. What no update brings back is a
-  parameter or a step beyond the largest value of the parameter's dtype: it
-  becomes inf, then NaN, while the master stays finite.
+  `optax.tree.set(opt_state, master=...)`. A parameter or a step beyond the
+  largest value of the parameter's dtype becomes inf, then NaN, for good.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It

@@ -249,10 +249,8 @@ class PrecisionSchedule:
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
     """Returns a train step in both precisions: all of it, with the schedule.
 
-    `value_and_grad`, the optimizer's update, and the update of the schedule.
-    Parameters and the optimizer's state are the same before the switch and
-    after it. Outside of float16 S is 1 and the rule's state stays bit for bit,
-    while steps that are not finite are skipped all the same.
+    It is made of `value_and_grad`, `update_optimizer` and `update`. Parameters
+    and the optimizer's state are the same before the switch and after it.
 
     Args:
       loss_fn: as in `value_and_grad`, the parameters being its first argument.
@@ -387,10 +385,8 @@ def precision_schedule(
   than an hour; what a short one gains may be less than what it costs to compile
   the step twice.
 
-  What it returns is a pure state machine, `init` and `update`, whose
-  `state.low` tells what the next step is in. The switch is a latch. Gradients
-  in both precisions are made by `value_and_grad`, and `update_optimizer` takes
-  them; a whole train step is made by `make_train_step`.
+  What it returns is a pure state machine, whose `state.low` tells what the next
+  step is in. The switch is a latch.
 
   Args:
     accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
@@ -415,8 +411,9 @@ def precision_schedule(
     precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
 
   Returns:
-    A `PrecisionSchedule`, with `init`, `update`, `value_and_grad`,
-    `update_optimizer`, `make_train_step`, and the `dtype` of the low precision.
+    A `PrecisionSchedule`: `make_train_step` makes a whole train step;
+    `value_and_grad` and `update_optimizer` are for one of your own, with `init`
+    and `update` of the schedule's state.
 
   Raises:
     TypeError: if an argument is of another type.

@@ -46,10 +46,10 @@ def accumulated_value_and_grad(
 
   For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
   mean of `fun` over micro-batches, which are computed one after the other, in
-  one scan; outside of jit operation by operation, so jit the step. S is the
-  same in all of them. The gradients are summed up in float32, so that their sum
-  overflows nowhere, and each micro-batch is looked at for itself: in the sum an
-  overflow might not show, and one step later it would still be there.
+  one scan; outside of jit operation by operation, so jit the step. The
+  gradients are summed up in float32, so that their sum overflows nowhere, and
+  each micro-batch is looked at for itself: in the sum an overflow might not
+  show, and one step later it would still be there.
 
   What one overflow costs is your choice. As it is, the window is void: all
   gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
@@ -104,12 +104,10 @@ def accumulated_value_and_grad(
 
   Raises:
     TypeError: if an argument is not of its kind.
-    ValueError: if `opt_state` holds no scale or several; when called, if there
-      is no axis of that name, if the batch has no first axis, or axes of
-      different sizes, or is not divided by `microbatches`, if a function being
-      traced has closed over `opt_state`, if `fun` changes an object in place,
-      or, as far as JAX tracks what varies by device, if devices could drop
-      different micro-batches of one model.
+    ValueError: as `scaled_value_and_grad`; when called, if there is no axis of
+      that name, if the batch cannot be split into `microbatches`, or, as far as
+      JAX tracks what varies by device, if devices could drop different
+      micro-batches of one model.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -41,7 +41,7 @@ def loss_scaling(
   the rule then starts over.
 
   Everything that is to see true gradients goes inside: clipping, noise, weight
-  decay, accumulation, schedules. Schedules inside count applied steps.
+  decay, accumulation, schedules, which count applied steps.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
@@ -90,18 +90,16 @@ def loss_scaling(
     have the dtypes of the parameters, if those are passed.
 
   Raises:
-    TypeError: if an argument is not of its kind; from `init`, if the state of
-      the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made, None for gradients, or `overflow` under
-      another name; from both, if `mask` is no tree of bools.
+    TypeError: if an argument is not of its kind, also of `init` and `update`;
+      from `init`, if the state of the rule has no float32[] `loss_scale`; from
+      `update`, if it is given `overflow` under another name.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
-      rule starts with an unusable S; from `update`, if the gradients do not fit
-      the parameters or the optimizer's state, if `inner` or the rule changes
-      the structure of its state, if a tree of dtypes in `check` does not fit,
-      if there is no axis of that name, if leaves go around the optimizer and no
-      `params` are passed, or, as far as JAX tracks what varies by device, if
-      devices that share an S could decide differently or what is to be averaged
-      has been reduced already; from both, if `mask` does not fit.
+      rule starts with an unusable S; from `update`, if what it is given, or
+      what `inner` and the rule return, does not fit the rest, if there is no
+      axis of that name, if leaves go around the optimizer and no `params` are
+      passed, or, as far as JAX tracks what varies by device, if devices that
+      share an S could decide differently or what is to be averaged has been
+      reduced already.
 
   Warns:
     WiringWarning: from `init`, if parameters in float16 have no master weights;
