@@ -23,6 +23,16 @@ def is_gradient(x: Any) -> bool:
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def is_real(x: Any) -> bool:
+  """Returns whether a leaf is a floating array."""
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_none(x: Any) -> bool:
+  """Returns whether this is None, where a tree is mapped that holds it."""
+  return x is None
+
+
 def path_name(path: tuple[Any, ...]) -> str:
   """Returns the place of a leaf as people write it, "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -124,11 +134,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
     return updates
 
   def narrow_leaf(update: Any, param: Any) -> Any:
-    is_real = all(
-      hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-      for x in (update, param)
-    )
-    if not is_real:
+    if not (is_real(update) and is_real(param)):
       return update
     update = jnp.asarray(update, param.dtype)
     # Of one number each: the parameter would take the update's shape.
@@ -137,7 +143,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
     return update
 
   # None stands for a parameter without a gradient, which need not be an array.
-  return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
+  return jax.tree.map(narrow_leaf, updates, params, is_leaf=is_none)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -25,7 +25,9 @@ class Check:
 
   def __post_init__(self) -> None:
     if not _is_function(self.dtype):
-      dtype = jax.tree.map_with_path(_as_dtype, self.dtype, is_leaf=_is_none)
+      dtype = jax.tree.map_with_path(
+        _as_dtype, self.dtype, is_leaf=leaves.is_none
+      )
       object.__setattr__(self, "dtype", dtype)
 
 
@@ -124,8 +126,8 @@ def with_computation_dtypes(
       for path, leaf in jax.tree.leaves_with_path(gradients)
       if leaves.is_gradient(leaf)
     ]
-  dtypes = jax.tree.leaves(check.dtype, is_leaf=_is_none)
-  structure: Any = jax.tree.structure(check.dtype, is_leaf=_is_none)
+  dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
+  structure: Any = jax.tree.structure(check.dtype, is_leaf=leaves.is_none)
   try:
     subtrees = structure.flatten_up_to(gradients)
   except ValueError as error:
@@ -157,7 +159,3 @@ def _is_function(dtype: Any) -> bool:
   return callable(dtype) and (
     is_partial or not (is_tree or isinstance(dtype, type))
   )
-
-
-def _is_none(x: Any) -> bool:
-  return x is None

@@ -220,7 +220,7 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
   if amax is None:
     return []
   values = []
-  for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
+  for value in jax.tree.leaves(amax, is_leaf=leaves.is_none):
     value = arguments.as_finite("amax", value)
     try:
       if value is None or not arguments.is_numeric(value):

@@ -136,9 +136,17 @@ def train(
   loss_scale = None
   if run.rule is not None:
     loss_scale = float(ols.get_loss_scale(opt_state))
-  train_step, state = _start(
-    run, make_loss_fn(model), tx, opt_state, steps, lower
-  )
+  loss_fn = make_loss_fn(model)
+  schedule = run.make_schedule(steps)
+  state: Any = opt_state
+  if schedule is not None:
+    state = opt_state, schedule.init()
+    train_step = make_accelerated_train_step(
+      schedule, loss_fn, tx, level=run.level or "O1"
+    )
+  else:
+    make = make_plain_train_step if run.rule is None else make_train_step
+    train_step = make(lower(loss_fn), tx)
 
   batches = itertools.islice(task.batches(seed), steps)
   stepping = _steps(train_step, params, state, batches)
@@ -149,25 +157,6 @@ def train(
   score = _make_score_fn(model, task)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
-
-
-def _start(
-  run: run_lib.Run,
-  loss_fn: LossFn,
-  tx: optax.GradientTransformation,
-  opt_state: optax.OptState,
-  steps: int,
-  lower: Callable[[LossFn], LossFn],
-) -> tuple[TrainStep, Any]:
-  """Returns the train step of a run, and the first state that it takes."""
-  schedule = run.make_schedule(steps)
-  if schedule is not None:
-    train_step = make_accelerated_train_step(
-      schedule, loss_fn, tx, level=run.level or "O1"
-    )
-    return train_step, (opt_state, schedule.init())
-  make = make_plain_train_step if run.rule is None else make_train_step
-  return make(lower(loss_fn), tx), opt_state
 
 
 def _make_optimizer(

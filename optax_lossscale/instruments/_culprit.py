@@ -115,16 +115,12 @@ def culprit(
     check, leaves.leave_out(mask, scaled_grads)
   )
   amaxes = jax.device_get(_amaxes(named))
-  found = [
-    _examine(path, float(amaxes[path]), x, dtype)
-    for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True)
-  ]
+  found = []
+  for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True):
+    limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
+    amax = float(amaxes[path])
+    found.append(Culprit(path, amax, _headroom(amax, limit)))
   return min(found, key=_order)
-
-
-def _examine(path: str, amax: float, x: jax.Array, dtype: Any) -> Culprit:
-  limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
-  return Culprit(path, amax, _headroom(amax, limit))
 
 
 def _headroom(amax: float, limit: float) -> float:

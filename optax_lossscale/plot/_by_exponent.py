@@ -125,11 +125,25 @@ def exponent_histogram(
     told[0] = f", {_lost(histogram, shares, 0.0, ranges[0])}"
     told[0] += f" in {ranges[0].name}"
     told[1] = f": {_lost(histogram, shares, shift, ranges[0])}"
-  _draw_bars(axes, histogram, shares, (low, high), floor, told[0])
+  heights = np.maximum(shares.by_exponent, floor)
+  edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
+  axes.stairs(
+    heights,
+    edges,
+    baseline=floor,
+    fill=True,
+    color=axes_lib.SKY_BLUE,
+    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
+  )
+  # What has no exponent is beside them.
+  beside = {low - _APART: shares.zeros, high + _APART: shares.nonfinite}
+  for place, share in beside.items():
+    if share:
+      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
   if loss_scale is not None:
     axes.stairs(
-      np.maximum(shares.by_exponent, floor),
-      np.append(histogram.exponents, histogram.exponents[-1] + 1) + shift,
+      heights,
+      edges + shift,
       baseline=floor,
       color="black",
       linewidth=1.4,
@@ -219,32 +233,6 @@ def heat_map(
     "|g|" if loss_scale is None else f"S |g|, S = {_written(shift)}"
   )
   return axes
-
-
-def _draw_bars(
-  axes: Axes,
-  histogram: instruments.ExponentHistogram,
-  shares: _Shares,
-  span: tuple[float, float],
-  floor: float,
-  told: str,
-) -> None:
-  """Draws the gradients as they are, with what has no exponent beside them."""
-  axes.stairs(
-    np.maximum(shares.by_exponent, floor),
-    np.append(histogram.exponents, histogram.exponents[-1] + 1),
-    baseline=floor,
-    fill=True,
-    color=axes_lib.SKY_BLUE,
-    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told}",
-  )
-  beside = [
-    (span[0] - _APART, shares.zeros),
-    (span[1] + _APART, shares.nonfinite),
-  ]
-  for place, share in beside:
-    if share:
-      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
