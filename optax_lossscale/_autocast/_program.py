@@ -73,15 +73,14 @@ class MixedProgram:
       if calls.castable_bodies(equation):
         call = _CALLS.get(calls.form(equation), _in_place)
         return call(inner, equation, values, demand.outputs[id(equation)])
+      decision = self.recipe.decide(operation_table.name_of(equation), scope)
       if id(equation) in demand.in_float32:
-        decision = self.recipe.in_float32
-      else:
-        name = operation_table.name_of(equation)
-        decision = self.recipe.decide(name, scope)
+        # For what comes after it.
+        decision = levels.Decision(levels.Treatment.BLACK, self.recipe.dtype)
       if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
         self.unknown.add(f"{equation.primitive.name}{where}")
-        decision = self.recipe.as_written
+        decision = levels.Decision(levels.Treatment.WRITTEN, self.recipe.dtype)
       return _operation.evaluate(equation, values, decision, self.recipe.dtypes)
 
     outputs = interpreter.evaluate(jaxpr, inputs, rule, consts)

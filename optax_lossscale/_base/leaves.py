@@ -62,10 +62,14 @@ def as_arrays(tree: Any) -> Any:
   return jax.tree.map(as_array, tree)
 
 
-def resolve_mask(mask: Any, tree: Any) -> Any:
-  """Returns a tree of bools like `tree`: True where a leaf is a gradient."""
+def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
+  """Returns a tree of bools like `tree`: True where a leaf is a gradient.
+
+  A mask of the caller's goes by the parameters, where they are known.
+  """
   if mask is None:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
+  tree = tree if params is None else params
   if callable(mask):
     mask = mask(tree)
   for path, is_kept in jax.tree.leaves_with_path(mask):

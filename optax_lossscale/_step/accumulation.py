@@ -206,7 +206,9 @@ def accumulated_value_and_grad(
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
-    others = leaves.merge(is_overwritten, end.overwritten, _float0(given))
+    # JAX gives float0 for a gradient where there is none.
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
+    others = leaves.merge(is_overwritten, end.overwritten, none)
     gradients = leaves.merge(is_summed, means, others)
     origin = provenance.scaled_by(opt_state, loss_scale)
     provenance.note(means, origin._replace(may_lack=drop))
@@ -267,11 +269,6 @@ def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
       lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, given
     ),
   )
-
-
-def _float0(given: Any) -> Any:
-  """Returns what JAX gives for a gradient where there is none."""
-  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
 
 
 def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:

@@ -157,9 +157,7 @@ def loss_scaling(
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
     incoming = leaves.as_arrays(updates)
-    is_gradient = leaves.resolve_mask(
-      mask, incoming if params is None or mask is None else params
-    )
+    is_gradient = leaves.resolve_mask(mask, incoming, params)
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
 
     loss_scale = states.get_loss_scale(state)
@@ -264,9 +262,7 @@ def _switched_off(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
     requirements.check_switched_off(state)
-    is_gradient = leaves.resolve_mask(
-      mask, updates if params is None or mask is None else params
-    )
+    is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
     if averaged:
       # As after an overflow: NaN stays NaN.
