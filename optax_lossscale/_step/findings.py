@@ -91,8 +91,7 @@ def examine(
   """
   parts_of: dict[Any, list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, gradients):
-    is_complex = jnp.iscomplexobj(gradient)
-    parts = [gradient.real, gradient.imag] if is_complex else [gradient]
+    parts = bits.parts(gradient)
     own = parts[0].dtype
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
 

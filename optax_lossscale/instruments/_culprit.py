@@ -148,4 +148,4 @@ def _order(culprit: Culprit) -> tuple[bool, bool, float]:
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the amax of each array, in its own dtype or a wider one."""
-  return {path: bits.amax(_elements.parts(x)) for path, x in named.items()}
+  return {path: bits.amax(bits.parts(x)) for path, x in named.items()}
