@@ -114,11 +114,10 @@ def select_on_skip(
   value at the end of the block, bit for bit. That is a `jnp.where`, so it works
   under `nnx.jit` and `nnx.scan`.
 
-  The old values are those at the beginning of the block. A loss that is taken
-  before it has changed them already, and nothing undoes that. Two updates in
-  one block are two steps: if either is skipped, the model goes back to where
-  it was before both, and an optimizer that applied the other does not. An
-  update that `nnx.cond` does not reach skips nothing, so all is kept.
+  The old values are those at the beginning of the block, so the loss is taken
+  inside. Two updates in one block are two steps: if either is skipped, the
+  model goes back to where it was before both, and an optimizer that applied the
+  other does not. An update that `nnx.cond` does not reach skips nothing.
 
   What is sown (`nnx.Intermediate`) is left, since it reports on the step, and
   so is what the step itself creates or removes. If the block raises, nothing

@@ -215,12 +215,17 @@ def loss_scaling(
     loss_scale_state, stalled = move(
       rule, state.loss_scale_state, reported, finding.amax, measured
     )
+    # What the leaves that are no gradients are to become.
+    next_values = incoming
+    if rule.skip and not all(jax.tree.leaves(is_gradient)):
+      if params is None:
+        raise ValueError(
+          "`params` must be passed to update where leaves go around the "
+          "optimizer (see `mask`): a skipped step returns their old values."
+        )
+      next_values = skipping.select(skipped, params, incoming)
     return (
-      leaves.merge(
-        is_gradient,
-        new_updates,
-        _next_values(skipped, rule, is_gradient, incoming, params),
-      ),
+      leaves.merge(is_gradient, new_updates, next_values),
       states.LossScalingState(
         loss_scale_state=loss_scale_state,
         inner_state=inner_state,
@@ -328,24 +333,6 @@ def move(
   provenance.note_move(rule, state.loss_scale, next_state.loss_scale)
   stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
   return next_state, stalled
-
-
-def _next_values(
-  skipped: jax.Array,
-  rule: base.LossScale,
-  is_gradient: Any,
-  updates: optax.Updates,
-  params: optax.Params | None,
-) -> optax.Updates:
-  """Returns, for the leaves that are no gradients, what they are to become."""
-  if all(jax.tree.leaves(is_gradient)) or not rule.skip:
-    return updates
-  if params is None:
-    raise ValueError(
-      "`params` must be passed to update where leaves go around the optimizer "
-      "(see `mask`): a skipped step returns their old values."
-    )
-  return skipping.select(skipped, params, updates)
 
 
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:

@@ -61,7 +61,6 @@ def parse(text: str) -> LossScaleOption:
       f"{did_you_mean(name, names)}"
     )
   arguments = _parse_arguments(name, rest)
-  _check_complete(name, arguments)
   try:
     rule = _RULES[name](**arguments)
     return LossScaleOption(text, rules.WarmStart(rule) if is_warm else rule)
@@ -95,23 +94,17 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
     if name in arguments:
       raise ValueError(f"{rule} got {name!r} twice")
     arguments[name] = parsed
-  return arguments
-
-
-def _check_complete(
-  rule: str, arguments: dict[str, float | bool | str]
-) -> None:
-  parameters = inspect.signature(_RULES[rule]).parameters.values()
   missing = [
-    parameter.name
-    for parameter in parameters
-    if parameter.default is parameter.empty and parameter.name not in arguments
+    name
+    for name, parameter in parameters.items()
+    if parameter.default is parameter.empty and name not in arguments
   ]
   if missing:
     examples = ",".join(f"{name}={_example(name)}" for name in missing)
     raise ValueError(
       f"{rule} needs {' and '.join(missing)}, as in {rule}:{examples}"
     )
+  return arguments
 
 
 def _example(name: str) -> str:

@@ -66,16 +66,14 @@ def culprit(
   """Returns the gradient that overflowed, or is the next to do so.
 
   It is the one that keeps S down: the layer to compute in float32, or to look
-  for a fault in. If several overflowed it is the first in the tree. One that is
-  inf comes before one that is NaN: a backward pass makes NaN of inf, in all
-  layers before it, but no inf of NaN. It waits for the gradients, so call it
-  now and then, on the host.
+  for a fault in. One that is inf comes before one that is NaN: a backward pass
+  makes NaN of inf, in all layers before it, but no inf of NaN. It waits for the
+  gradients, so call it now and then, on the host.
 
-  Which one overflows first, the gradients of a step on which several have
-  overflowed do not tell: of these the first in the tree is not the first in
-  time, nor the one with the least room. Ask for a clean step, where the least
-  headroom is the answer. Or compute the gradients of the step again with half
-  the S, as often as more than one is inf: the last one left is the answer.
+  If several overflowed it is the first in the tree, which need not be the first
+  in time. Ask for a clean step, where the least headroom is the answer. Or
+  compute the gradients of the step again with half the S, as often as more than
+  one is inf: the last one left is the answer.
 
   Args:
     scaled_grads: a pytree, as `loss_scaling` would take it.

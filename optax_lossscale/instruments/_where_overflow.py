@@ -33,12 +33,10 @@ def where_overflow(
 ) -> Callable[..., _place.Place | None]:
   """Returns a function for the first operation of `fun` that overflowed.
 
-  Gradients show that a step has overflowed, and `culprit` in which parameter.
-  By then inf and NaN have spread: the parameter is where they ended up, not
-  where they began. This runs `fun` and names the operation that made the first
-  one, its layer and its line of code. Put it around the function that makes
-  the gradients, and call it with the parameters, the opt_state and the batch
-  of the step that was skipped.
+  Gradients show where inf and NaN ended up, not where they began. This runs
+  `fun` and names the operation that made the first one, its layer and its line
+  of code. Put it around the function that makes the gradients, and call it with
+  the parameters, the opt_state and the batch of the step that was skipped.
 
   An operation overflowed if `float_status` says so, and the order is that in
   which `fun` is written: forward pass before backward pass, iteration after

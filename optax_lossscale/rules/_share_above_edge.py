@@ -61,14 +61,12 @@ class HistogramLossScale(base.LossScale):
 
   It loses steps where amax leaps up by more than the bits above the edge, less
   the one by which S may just have doubled; and all of them at an S that is far
-  too large, since it moves by one bit a step: see `WarmStart`. Where the loss
-  itself is cast to float16, its cotangent is S, which float16 does not hold
-  above 2**15: pass `max_scale=2.0**15`.
+  too large, since it moves by one bit a step: see `WarmStart`. A loss that is
+  cast to float16 cannot carry an S above 2**15: pass `max_scale=2.0**15`.
 
   Inside of `loss_scaling` all gradients are counted, in one more look at them.
-  Where nobody counts, as in a replay of recorded amax, amax decides: one
-  element at or above the edge halves S. Of what an `amax_tap` saw only an
-  overflow counts, since nobody knows of how many elements it is the largest.
+  Where nobody counts, as in a replay of recorded amax, one element at or above
+  the edge halves S. Of what an `amax_tap` saw only an overflow counts.
 
   Attributes:
     init_scale: S of the first step. The default doubles its way up, which

@@ -60,9 +60,8 @@ class WarmStart(base.LossScale):
 
   It helps where the first S is too large for the first step, and no longer
   where gradients then grow: from zero-initialized layers, or in actor-critic
-  training, as returns do. `headroom` is spent soon, and then the rule loses a
-  step for each bit. Of the first 64 steps of PPO (Brax's loss and networks
-  under `autocast`, five settings of three small environments) a dynamic rule
+  training. `headroom` is spent soon, and then the rule loses a step for each
+  bit. Of the first 64 steps of PPO (Brax's, in five settings) a dynamic rule
   lost 7 to 12, this around it 2 to 12, and `HeadroomLossScale`, which goes by
   the amax of each step, none.
 
