@@ -1,7 +1,6 @@
 """The rules that move the loss scale S: configuration here, arrays in state."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -159,28 +158,15 @@ class DynamicLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    bounds = ("min_scale", "init_scale", "max_scale")
+    arguments.check_bounds(self, *bounds, interval="growth_interval")
     arguments.check_fields(
       self,
-      init_scale=functools.partial(
-        arguments.check_first_scale, interval="growth_interval"
-      ),
-      min_scale=arguments.check_scale,
-      max_scale=arguments.check_scale,
       growth_factor=arguments.check_growth_factor,
       backoff_factor=arguments.check_backoff_factor,
       growth_interval=arguments.check_count,
       hysteresis=arguments.check_count,
     )
-    if not (
-      np.float32(self.min_scale)
-      <= np.float32(self.init_scale)
-      <= np.float32(self.max_scale)
-    ):
-      raise ValueError(
-        "`init_scale` must lie between `min_scale` and `max_scale`, got "
-        f"`init_scale`={self.init_scale!r}, `min_scale`={self.min_scale!r}, "
-        f"`max_scale`={self.max_scale!r}."
-      )
 
   @property
   def _as_engine(self) -> engine.Engine:

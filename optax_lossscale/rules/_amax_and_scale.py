@@ -82,22 +82,6 @@ def fitting_exponent(
   return fitting
 
 
-def check_bounds(rule: Any, *fields: str) -> None:
-  """Makes floats of a rule's loss scales, which must come in this order."""
-  own = {"init_scale": arguments.check_first_scale}
-  checks = {name: own.get(name, arguments.check_scale) for name in fields}
-  arguments.check_fields(rule, **checks)
-  scales = [getattr(rule, name) for name in fields]
-  if sorted(scales) != scales:
-    names = [f"`{name}`" for name in fields]
-    got = ", ".join(map("{}={!r}".format, names, scales))
-    raise ValueError(
-      f"{' must not be above '.join(names)}, got {got}."
-      if len(names) == 2
-      else f"{names[1]} must lie between {names[0]} and {names[2]}, got {got}."
-    )
-
-
 def check_bits(name: str, value: Any) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")

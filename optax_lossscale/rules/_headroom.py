@@ -133,7 +133,7 @@ class HeadroomLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _amax_and_scale.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_bounds(self, "min_scale", "init_scale", "max_scale")
     arguments.check_fields(
       self,
       headroom=_amax_and_scale.check_bits,

@@ -120,7 +120,7 @@ class LogMaxLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _amax_and_scale.check_bounds(self, "scale_min", "scale_max")
+    arguments.check_bounds(self, "scale_min", "scale_max")
     arguments.check_fields(
       self,
       log_max=arguments.check_number,

@@ -131,7 +131,7 @@ class HistogramLossScale(base.LossScale):
         "`threshold_upper_count_proportion` must be below 1, got "
         f"{self.threshold_upper_count_proportion!r}: no share is above it."
       )
-    _amax_and_scale.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_bounds(self, "min_scale", "init_scale", "max_scale")
     arguments.check_fields(
       self,
       update_period=arguments.check_count,
