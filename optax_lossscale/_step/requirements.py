@@ -371,22 +371,19 @@ def _explain(
 ) -> str | None:
   """Returns what does not fit; None if it is something else that is wrong."""
   fits = trees.is_for_each_example
-  of_gradients = _init_shapes(inner, gradients)
-  misfit = None
-  if of_gradients is not None:
-    misfit = trees.difference(inner_state, of_gradients, fits)
+  of_gradients = _init_shapes(inner, gradients, inner_state)
+  misfit = trees.difference(inner_state, of_gradients, fits)
   if params is None:
     return misfit and (
       f"`updates` must be gradients that fit the state, got {misfit}."
     )
-  of_params = _init_shapes(inner, params)
-  if of_params is not None:
-    found = trees.difference(of_params, inner_state)
-    if found is not None:
-      return (
-        "`state` must be that of this optimizer for these parameters, got "
-        f"{found}."
-      )
+  of_params = _init_shapes(inner, params, inner_state)
+  found = trees.difference(of_params, inner_state)
+  if found is not None:
+    return (
+      "`state` must be that of this optimizer for these parameters, got "
+      f"{found}."
+    )
   # Gradients that the state was made for need not look like the parameters.
   found = misfit and trees.difference(params, gradients, fits)
   return found and (
@@ -394,9 +391,11 @@ def _explain(
   )
 
 
-def _init_shapes(inner: optax.GradientTransformation, tree: Any) -> Any:
-  """Returns the state that an optimizer makes, None if it makes none."""
+def _init_shapes(
+  inner: optax.GradientTransformation, tree: Any, default: Any
+) -> Any:
+  """Returns the state that an optimizer makes, or another if it makes none."""
   try:
     return jax.eval_shape(inner.init, leaves.widen(tree))
   except Exception:  # It may ask anything of its parameters.
-    return None
+    return default
