@@ -70,9 +70,8 @@ def loss_scaling(
       travel as float16. Devices decide together over these axes as well. Each
       divides before the sum, which thus does not overflow; but of n devices,
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      Without it nothing is averaged here; see
-      `pmean_gradients`, which does it in float32. Both are for parameters of
-      which every device has a copy.
+      `pmean_gradients` averages in float32. Both are for parameters of which
+      every device has a copy.
     mask: True for the leaves that are gradients: a tree of bools of which the
       parameters are an extension, or a function from them to one. The others go
       around the wrapper and the optimizer and come out of `update` as their

@@ -36,15 +36,7 @@ TrainStep = Callable[..., StepResult]
 
 def make_loss_fn(model: nn.Module) -> LossFn:
   """Returns the mean cross-entropy over all labels of a batch."""
-
-  def loss_fn(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
-    inputs, labels = batch
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-      _logits(model, params, inputs), labels
-    )
-    return jnp.mean(losses)
-
-  return loss_fn
+  return _mean(model, optax.losses.softmax_cross_entropy_with_integer_labels)
 
 
 def make_train_step(
@@ -154,7 +146,7 @@ def train(
     params, metrics = outcome[0], jax.device_get(outcome[1])
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics.get("loss_scale")
-  score = _make_score_fn(model, task)
+  score = _mean(model, task.score)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
 
@@ -234,20 +226,15 @@ def _is_low(metrics: dict[str, Any]) -> bool:
   return bool(metrics.get("low", True))
 
 
-def _make_score_fn(model: nn.Module, task: task_lib.Task) -> LossFn:
-  """Returns the mean score over a batch."""
+def _mean(
+  model: nn.Module, score: Callable[[jax.Array, jax.Array], jax.Array]
+) -> LossFn:
+  """Returns the mean of a score of logits and labels over a batch."""
 
-  def score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
+  def mean_score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
     inputs, labels = batch
-    return jnp.mean(
-      task.score(_logits(model, params, inputs), jnp.asarray(labels))
-    )
+    # In float32, where the softmax is taken.
+    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
+    return jnp.mean(score(logits, jnp.asarray(labels)))
 
-  return score
-
-
-def _logits(
-  model: nn.Module, params: optax.Params, inputs: jax.Array | np.ndarray
-) -> jax.Array:
-  """Returns the model's output in float32, where the softmax is taken."""
-  return jnp.asarray(model.apply(params, inputs), jnp.float32)
+  return mean_score
