@@ -143,9 +143,16 @@ def check_state(state: Any, rule: base.LossScale) -> None:
   expected = jax.eval_shape(lambda: leaves.as_arrays(rule.init()))
   got = state.loss_scale_state
   structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
-  in_words = [_describe(x) for x in (got, expected)]
-  if structures[0] == structures[1] and in_words[0] == in_words[1]:
+  fields = [_fields(x) for x in (got, expected)]
+  if structures[0] == structures[1] and fields[0] == fields[1]:
     return
+  if fields[0].keys() == fields[1].keys():  # Then by what differs.
+    same = dict(fields[0].items() & fields[1].items())
+    fields = [{n: x for n, x in own.items() if n not in same} for own in fields]
+  in_words = [
+    f"{type(x).__name__}({', '.join(map(' '.join, own.items()))})"
+    for x, own in zip((got, expected), fields, strict=True)
+  ]
   remedy = states.RESTORE if isinstance(got, dict) else _SET_STATE
   if hasattr(expected, "_replace") and remedy != states.RESTORE:
     remedy += (
@@ -173,14 +180,14 @@ def check_switched_off(state: Any) -> None:
     )
 
 
-def _describe(rule_state: Any) -> str:
-  """Returns a rule's state in words: its class and what is in it."""
-  fields = [
-    f"{leaves.path_name(path)} {getattr(x, 'dtype', type(x).__name__)}"
-    f"{list(np.shape(x))}"
+def _fields(rule_state: Any) -> dict[str, str]:
+  """Returns the dtype and the shape of each field of a rule's state."""
+  return {
+    leaves.path_name(path): (
+      f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+    )
     for path, x in jax.tree.leaves_with_path(rule_state)
-  ]
-  return f"{type(rule_state).__name__}({', '.join(fields)})"
+  }
 
 
 def check_surroundings(opt_state: Any) -> None:
