@@ -144,14 +144,18 @@ def check_state(state: Any, rule: base.LossScale) -> None:
   got = state.loss_scale_state
   structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
-  if structures[0] == structures[1] and fields[0] == fields[1]:
-    return
-  if fields[0].keys() == fields[1].keys():  # Then by what differs.
-    same = dict(fields[0].items() & fields[1].items())
-    fields = [{n: x for n, x in own.items() if n not in same} for own in fields]
+  # The names of all, or what it is that differs.
+  listed: list[Any] = [list(own) for own in fields]
+  if structures[0] == structures[1]:
+    if fields[0] == fields[1]:
+      return
+    same = fields[0].items() & fields[1].items()
+    listed = [
+      [" ".join(x) for x in own.items() if x not in same] for own in fields
+    ]
   in_words = [
-    f"{type(x).__name__}({', '.join(map(' '.join, own.items()))})"
-    for x, own in zip((got, expected), fields, strict=True)
+    f"{type(x).__name__}({', '.join(own)})"
+    for x, own in zip((got, expected), listed, strict=True)
   ]
   remedy = states.RESTORE if isinstance(got, dict) else _SET_STATE
   if hasattr(expected, "_replace") and remedy != states.RESTORE:
