@@ -168,11 +168,14 @@ def select_on_skip(
   # By the count, since the flag is that of the last update, which need not be
   # the only one, nor in the block if a condition is around it.
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
-  selected = {
-    place: _select_value(skipped, place, new[place], old[place])
-    for place in new
-    if place in old
-  }
+  selected = {}
+  for place in filter(old.__contains__, new):
+    trees.check_structure(
+      "in a step that may be skipped a variable must keep its structure",
+      {_name(place): new[place]},
+      {_name(place): old[place]},
+    )
+    selected[place] = skipping.select(skipped, old[place], new[place])
   nnx.update(nodes, nnx.from_flat_state(selected))
 
 
@@ -350,17 +353,6 @@ def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
   # What is sown reports on a step. None goes on from it.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
   return dict(nnx.to_flat_state(nnx.as_pure(state)))
-
-
-def _select_value(
-  skipped: Any, place: tuple[Any, ...], new: Any, old: Any
-) -> Any:
-  trees.check_structure(
-    "in a step that may be skipped a variable must keep its structure",
-    {_name(place): new},
-    {_name(place): old},
-  )
-  return skipping.select(skipped, old, new)
 
 
 def _name(place: tuple[Any, ...]) -> str:

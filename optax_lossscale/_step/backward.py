@@ -265,8 +265,7 @@ def _scaled_loss_fn(
     value = fun(*args, **kwargs)
     if not may_change:
       trees.check_unchanged(before, (args, kwargs))
-    loss = _check_pair(value)[0] if has_aux else value
-    _check_loss(loss)
+    loss = _checked_loss(value, has_aux)
     return _times(loss, loss_scale), (loss, value)
 
   return scaled_fun
@@ -304,16 +303,14 @@ def _inf_where_unusable(
   )
 
 
-def _check_pair(value: Any) -> tuple[Any, Any]:
-  if not isinstance(value, tuple) or len(value) != 2:
+def _checked_loss(value: Any, has_aux: bool) -> Any:
+  """Returns the loss in what `fun` returned."""
+  if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
       "`fun` must return (loss, aux) if has_aux=True, got "
       f"{type(value).__name__}."
     )
-  return value
-
-
-def _check_loss(loss: Any) -> None:
+  loss = value[0] if has_aux else value
   if isinstance(loss, (tuple, list)):
     raise TypeError(
       f"`fun` must return a scalar loss, got a {type(loss).__name__} of "
@@ -325,6 +322,7 @@ def _check_loss(loss: Any) -> None:
       "`fun` must return a scalar loss, got an array of shape "
       f"{jnp.shape(loss)}; take its mean or sum."
     )
+  return loss
 
 
 def _check_float(name: str, value: Any) -> None:

@@ -123,11 +123,13 @@ def train(
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
-  tx = _make_optimizer(run, task)
-  opt_state = tx.init(params)
-  loss_scale = None
+  tx = task.optimizer
   if run.rule is not None:
-    loss_scale = float(ols.get_loss_scale(opt_state))
+    check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
+    tx = ols.loss_scaling(tx, run.rule, check=check)
+  opt_state = tx.init(params)
+  is_scaled = run.rule is not None
+  loss_scale = float(ols.get_loss_scale(opt_state)) if is_scaled else None
   loss_fn = make_loss_fn(model)
   schedule = run.make_schedule(steps)
   state: Any = opt_state
@@ -149,16 +151,6 @@ def train(
   score = _mean(model, task.score)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
-
-
-def _make_optimizer(
-  run: run_lib.Run, task: task_lib.Task
-) -> optax.GradientTransformation:
-  """Returns the optimizer of the task, with loss scaling if the run has it."""
-  if run.rule is None:
-    return task.optimizer
-  check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
-  return ols.loss_scaling(task.optimizer, run.rule, check=check)
 
 
 def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -126,8 +127,17 @@ def _nonfinite_argument(
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       elements = int(jnp.sum(is_nonfinite))
       if elements:
-        where = name + jax.tree_util.keystr(path)
-        return _place.describe_argument(where, leaf, elements)
+        return _place.Place(
+          operation="argument",
+          kind=_place.NONFINITE,
+          layer=name + jax.tree_util.keystr(path),
+          backward=False,
+          dtype=np.dtype(leaf.dtype),
+          shape=tuple(leaf.shape),
+          elements=elements,
+          iterations=(),
+          source=None,
+        )
   return None
 
 
