@@ -150,13 +150,9 @@ def _fill_leaf(
     raise _mismatch(expected, got, path)
   # Of `got` as it is: a NumPy array may lose bits when it becomes JAX's.
   dtypes = _dtype(expected), _dtype(got)
-  if not is_inner:
-    if dtypes[0] != dtypes[1]:
-      raise _mismatch(expected, got, path)
-    return got
   if dtypes[0] == dtypes[1]:
-    return leaves.as_arrays(got)
-  if not _is_widened(*dtypes):
+    return leaves.as_arrays(got) if is_inner else got
+  if not (is_inner and _is_widened(*dtypes)):
     raise _mismatch(expected, got, path)
   # The wrapper lets an optimizer compute in float32, and so goes its state on.
   return leaves.widen(leaves.as_arrays(got))

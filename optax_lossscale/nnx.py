@@ -114,11 +114,10 @@ def select_on_skip(
   value at the end of the block, bit for bit. That is a `jnp.where`, so it works
   under `nnx.jit` and `nnx.scan`.
 
-  The old values are those at the beginning of the block. A loss that is taken
-  before it has changed them already, and nothing undoes that. Two updates in
-  one block are two steps: if either is skipped, the model goes back to where
-  it was before both, and an optimizer that applied the other does not. An
-  update that `nnx.cond` does not reach skips nothing, so all is kept.
+  The old values are those at the beginning of the block, so the loss is taken
+  inside. Two updates in one block are two steps: if either is skipped, the
+  model goes back to where it was before both, and an optimizer that applied the
+  other does not. An update that `nnx.cond` does not reach skips nothing.
 
   What is sown (`nnx.Intermediate`) is left, since it reports on the step, and
   so is what the step itself creates or removes. If the block raises, nothing
@@ -169,11 +168,14 @@ def select_on_skip(
   # By the count, since the flag is that of the last update, which need not be
   # the only one, nor in the block if a condition is around it.
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
-  selected = {
-    place: _select_value(skipped, place, new[place], old[place])
-    for place in new
-    if place in old
-  }
+  selected = {}
+  for place in filter(old.__contains__, new):
+    trees.check_structure(
+      "in a step that may be skipped a variable must keep its structure",
+      {_name(place): new[place]},
+      {_name(place): old[place]},
+    )
+    selected[place] = skipping.select(skipped, old[place], new[place])
   nnx.update(nodes, nnx.from_flat_state(selected))
 
 
@@ -344,17 +346,6 @@ def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
   # What is sown reports on a step. None goes on from it.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
   return dict(nnx.to_flat_state(nnx.as_pure(state)))
-
-
-def _select_value(
-  skipped: Any, place: tuple[Any, ...], new: Any, old: Any
-) -> Any:
-  trees.check_structure(
-    "in a step that may be skipped a variable must keep its structure",
-    {_name(place): new},
-    {_name(place): old},
-  )
-  return skipping.select(skipped, old, new)
 
 
 def _name(place: tuple[Any, ...]) -> str:

@@ -55,23 +55,12 @@ class Demand:
 # They keep nothing for the backward pass, so that it costs nothing to have them
 # in float32; with a constant, multiplication is one of them. (The largest value
 # is there for a softmax, which takes no gradient of it.)
-_LINEAR = frozenset(
-  [
-    "add",
-    "add_any",
-    "concatenate",
-    "neg",
-    "pad",
-    "reduce_max",
-    "select_n",
-    "stack",
-    "stop_gradient",
-    "sub",
-  ]
-)
-_LINEAR_WITH_CONSTANT = frozenset(["div", "mul"])
+_LINEAR = operation_table.names("""
+  add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
+""")
+_LINEAR_WITH_CONSTANT = operation_table.names("div mul")
 # Not linear, but what they are summed up to is the only reason to have them.
-_BEFORE_SUMS = frozenset(["cube", "square"])
+_BEFORE_SUMS = operation_table.names("cube square")
 
 
 def find_demand(

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax.extend import core
@@ -72,16 +73,16 @@ class MixedProgram:
       inner = dataclasses.replace(self, scope=scope)
       if calls.castable_bodies(equation):
         call = _CALLS.get(calls.form(equation), _in_place)
-        return call(inner, equation, values, demand.outputs[id(equation)])
+        uses = demand.outputs[id(equation)]
+        return call(_Held(inner, equation, values, uses))
+      decision = self.recipe.decide(operation_table.name_of(equation), scope)
       if id(equation) in demand.in_float32:
-        decision = self.recipe.in_float32
-      else:
-        name = operation_table.name_of(equation)
-        decision = self.recipe.decide(name, scope)
+        # For what comes after it.
+        decision = levels.Decision(levels.Treatment.BLACK, self.recipe.dtype)
       if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
         self.unknown.add(f"{equation.primitive.name}{where}")
-        decision = self.recipe.as_written
+        decision = levels.Decision(levels.Treatment.WRITTEN, self.recipe.dtype)
       return _operation.evaluate(equation, values, decision, self.recipe.dtypes)
 
     outputs = interpreter.evaluate(jaxpr, inputs, rule, consts)
@@ -101,20 +102,17 @@ def _is_unknown(equation: core.JaxprEqn) -> bool:
   return any(map(calls.is_jaxpr, itertools.chain(*several)))
 
 
-# Each takes the program inside of an equation, the equation, the values of its
-# inputs, and what becomes of its outputs.
-_Call = Callable[
-  [MixedProgram, core.JaxprEqn, _Values, Sequence[_demand.Use]],
-  list[_value.Value],
-]
+class _Held(NamedTuple):
+  """An equation that holds bodies."""
+
+  program: MixedProgram  # The one inside of it.
+  equation: core.JaxprEqn
+  inputs: _Values
+  uses: Sequence[_demand.Use]  # What becomes of its outputs.
 
 
-def _in_place(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
+def _in_place(of: _Held) -> list[_value.Value]:
+  program, equation, inputs, uses = of
   return throughout.in_place(
     equation,
     inputs,
@@ -123,15 +121,11 @@ def _in_place(
   )
 
 
-def _remat(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
+def _remat(of: _Held) -> list[_value.Value]:
+  program, equation, inputs, uses = of
   parameters = equation.params
   if parameters["differentiated"]:
-    return _in_place(program, equation, inputs, uses)
+    return _in_place(of)
   (body,) = calls.bodies(equation)
   outlines: list[_value.Value] = []
 
@@ -149,12 +143,10 @@ def _remat(
 
 
 def _derivative_rule(
-  keep: Callable[..., list[_value.Value]],
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
+  keep: Callable[..., list[_value.Value]], of: _Held
 ) -> list[_value.Value]:
+  program, equation, inputs, uses = of
+
   def interpret(jaxpr: Any, inputs: _Values) -> list[_value.Value]:
     # A derivative goes with the products that the function goes with.
     leads = any(use.leads_to_product for use in uses)
@@ -165,13 +157,9 @@ def _derivative_rule(
     return keep(equation, inputs, interpret)
 
 
-def _around_bodies(
-  program: MixedProgram,
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  uses: Sequence[_demand.Use],
-) -> list[_value.Value]:
+def _around_bodies(of: _Held) -> list[_value.Value]:
   """A loop, branches or a `shard_map`, around bodies that are lowered."""
+  program, equation, inputs, uses = of
   inputs = [*inputs]
   use = None
   num_agreed = 0
@@ -212,7 +200,7 @@ def _as_written(x: _value.Value) -> _value.Value:
   return _value.Value(array, x.written, x.kind, span=x.span)
 
 
-_CALLS: Mapping[calls.Form | None, _Call] = {
+_CALLS: Mapping[calls.Form | None, Callable[[_Held], list[_value.Value]]] = {
   calls.Form.REMAT: _remat,
   calls.Form.CUSTOM_JVP: functools.partial(
     _derivative_rule, _derivative_rules.custom_jvp

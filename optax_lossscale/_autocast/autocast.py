@@ -37,16 +37,15 @@ def autocast(
   left when the program runs.
 
   What `fun` returns has the dtypes that it has without, and so have gradients.
-  A value is converted once for all operations that want it in a dtype, and once
-  more inside of a loop, a branch or a `remat`. Sums are accumulated in float32,
-  products of two vectors among them. A number that `dtype` cannot hold keeps
-  what it is added to or multiplied with in float32. The derivative rules of
-  `custom_jvp` and `custom_vjp` hold, loops carry the dtypes that they are
-  written for, and `remat` computes again what it did. The rule of a
-  `custom_vmap` is used where `fun` itself maps it, a `composite` becomes what
-  it is made of, and a `custom_linear_solve` stays in the precision that it is
-  written in. Only what is written in float32 or in `dtype` takes part:
-  integers, keys, float64 and other dtypes are left alone.
+  A value is converted once for all operations that want it in a dtype. Sums are
+  accumulated in float32, products of two vectors among them. A number that
+  `dtype` cannot hold keeps what it is added to or multiplied with in float32.
+  The derivative rules of `custom_jvp` and `custom_vjp` hold, loops carry the
+  dtypes that they are written for, and `remat` computes again what it did. The
+  rule of a `custom_vmap` is used where `fun` itself maps it, a `composite`
+  becomes what it is made of, and a `custom_linear_solve` stays in the precision
+  that it is written in. Only what is written in float32 or in `dtype` takes
+  part: integers, keys, float64 and other dtypes are left alone.
 
   The levels:
 

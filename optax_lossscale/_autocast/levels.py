@@ -237,16 +237,6 @@ class Recipe:
     }
     return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
-  @property
-  def in_float32(self) -> Decision:
-    """What is done with an operation for what comes after it."""
-    return Decision(Treatment.BLACK, self.dtype)
-
-  @property
-  def as_written(self) -> Decision:
-    """What is done with an operation that nothing is known of."""
-    return Decision(Treatment.WRITTEN, self.dtype)
-
   def decide(self, operation: str, scope: str) -> Decision:
     """Returns what is done with an operation."""
     overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]

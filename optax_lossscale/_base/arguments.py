@@ -1,8 +1,10 @@
 """What a person may pass: each check names the argument and the remedy."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 import difflib
 import fractions
+import functools
 import math
 import numbers
 import operator
@@ -244,6 +246,29 @@ def check_flag(name: str, value: Any) -> bool:
   if not isinstance(value, (bool, np.bool_)):
     raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
   return bool(value)
+
+
+def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
+  """Replaces fields of a frozen dataclass by what their checks return."""
+  for name, check in checks.items():
+    object.__setattr__(owner, name, check(name, getattr(owner, name)))
+
+
+def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
+  """Makes floats of a rule's loss scales, which must come in this order."""
+  check_first = functools.partial(check_first_scale, interval=interval)
+  checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
+  check_fields(rule, **{name: checks[name] for name in fields})
+  scales = [getattr(rule, name) for name in fields]
+  # In float32, where S lives.
+  if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
+    names = [f"`{name}`" for name in fields]
+    got = ", ".join(map("{}={!r}".format, names, scales))
+    raise ValueError(
+      f"{' must not be above '.join(names)}, got {got}."
+      if len(names) == 2
+      else f"{names[1]} must lie between {names[0]} and {names[2]}, got {got}."
+    )
 
 
 class Places(NamedTuple):

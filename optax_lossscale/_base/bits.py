@@ -49,6 +49,11 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   return lax.bitcast_convert_type(largest, dtype)
 
 
+def parts(x: jax.Array) -> list[jax.Array]:
+  """Returns a real array as it is, the two parts of a complex one."""
+  return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+
+
 def magnitude_bits(x: jax.Array) -> jax.Array:
   """Returns |x| as unsigned integers that order as the values do."""
   unsigned = _unsigned(x.dtype)

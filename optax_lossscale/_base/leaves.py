@@ -23,6 +23,16 @@ def is_gradient(x: Any) -> bool:
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def is_real(x: Any) -> bool:
+  """Returns whether a leaf is a floating array."""
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_none(x: Any) -> bool:
+  """Returns whether this is None, where a tree is mapped that holds it."""
+  return x is None
+
+
 def path_name(path: tuple[Any, ...]) -> str:
   """Returns the place of a leaf as people write it, "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -52,10 +62,14 @@ def as_arrays(tree: Any) -> Any:
   return jax.tree.map(as_array, tree)
 
 
-def resolve_mask(mask: Any, tree: Any) -> Any:
-  """Returns a tree of bools like `tree`: True where a leaf is a gradient."""
+def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
+  """Returns a tree of bools like `tree`: True where a leaf is a gradient.
+
+  A mask of the caller's goes by the parameters, where they are known.
+  """
   if mask is None:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
+  tree = tree if params is None else params
   if callable(mask):
     mask = mask(tree)
   for path, is_kept in jax.tree.leaves_with_path(mask):
@@ -124,11 +138,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
     return updates
 
   def narrow_leaf(update: Any, param: Any) -> Any:
-    is_real = all(
-      hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-      for x in (update, param)
-    )
-    if not is_real:
+    if not (is_real(update) and is_real(param)):
       return update
     update = jnp.asarray(update, param.dtype)
     # Of one number each: the parameter would take the update's shape.
@@ -137,7 +147,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
     return update
 
   # None stands for a parameter without a gradient, which need not be an array.
-  return jax.tree.map(narrow_leaf, updates, params, is_leaf=lambda x: x is None)
+  return jax.tree.map(narrow_leaf, updates, params, is_leaf=is_none)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

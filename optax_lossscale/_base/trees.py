@@ -64,9 +64,12 @@ def mismatched_shape(
   None if there is no such leaf, or if the trees are not alike, which some
   optimizers want.
   """
-  own, structure = jax.tree.flatten(expected, is_leaf=_is_none)
-  paths = jax.tree.leaves_with_path(got, is_leaf=_is_none)
-  structures: list[Any] = [structure, jax.tree.structure(got, is_leaf=_is_none)]
+  own, structure = jax.tree.flatten(expected, is_leaf=leaves.is_none)
+  paths = jax.tree.leaves_with_path(got, is_leaf=leaves.is_none)
+  structures: list[Any] = [
+    structure,
+    jax.tree.structure(got, is_leaf=leaves.is_none),
+  ]
   if structures[0] != structures[1]:
     return None
   for leaf, (path, x) in zip(own, paths, strict=True):
@@ -118,10 +121,6 @@ def _shapes(tree: Any) -> dict[str, Shape]:
     leaves.path_name(path): np.shape(leaf)
     for path, leaf in jax.tree.leaves_with_path(tree)
   }
-
-
-def _is_none(x: Any) -> bool:
-  return x is None
 
 
 def _listed(paths: list[str]) -> str:

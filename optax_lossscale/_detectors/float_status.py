@@ -57,12 +57,12 @@ def float_status(
   from finfo.min: mask with -inf.
 
   Operations are looked at wherever they are, in loops, branches, calls, and in
-  the parts of a `shard_map`, also if nothing comes of their result and a
-  compiler would leave them out. What is not known element by element
-  (convolution, linear algebra, FFT, scatter-add, sums over devices), or holds a
-  program of its own (a kernel, a reduction by a function of yours), overflowed
-  when all its inputs were finite, on all those devices, and some result was
-  not. Of a `custom_vmap` the rule is used where `fun` itself maps it.
+  the parts of a `shard_map`, also if nothing comes of their result. What is not
+  known element by element (convolution, linear algebra, FFT, scatter-add, sums
+  over devices), or holds a program of its own (a kernel, a reduction by a
+  function of yours), overflowed when all its inputs were finite, on all those
+  devices, and some result was not. Of a `custom_vmap` the rule is used where
+  `fun` itself maps it.
 
   Args:
     fun: any function that JAX can trace. Arguments that are no arrays, such as

@@ -203,9 +203,9 @@ def _saturate(x: jax.Array) -> jax.Array:
     return lax.complex(_saturate(x.real), _saturate(x.imag))
   if not bits.has_inf(x.dtype):
     return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
-  unsigned = np.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+  magnitude = bits.magnitude_bits(x)
+  unsigned = magnitude.dtype
   pattern = lax.bitcast_convert_type(x, unsigned)
-  magnitude = pattern & np.array(np.iinfo(unsigned).max >> 1, unsigned)
   inf = np.array(np.inf, x.dtype).view(unsigned)
   # One below the bits of inf are those of the largest finite value.
   pattern = jnp.where(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -114,10 +115,15 @@ Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
 _InterpretAndCount = Callable[
   [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
 ]
-_Call = Callable[
-  [core.JaxprEqn, Sequence[Any], _InterpretAndCount, Tally],
-  tuple[list[Any], Any],
-]
+
+
+class _Rebuilt(NamedTuple):
+  """An equation that is written again, and how its bodies are evaluated."""
+
+  equation: core.JaxprEqn
+  inputs: Sequence[Any]
+  interpret: _InterpretAndCount
+  tally: Tally
 
 
 def rebuild(
@@ -140,7 +146,7 @@ def _rebuild(
   call = _CALLS.get(calls.form(equation))
   if call is not None:
     with interpreter.inside(equation):
-      return call(equation, inputs, interpret, tally)
+      return call(_Rebuilt(equation, inputs, interpret, tally))
   count = None
 
   def interpret_body(body: calls.Body, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -204,13 +210,9 @@ def _same(array: Any) -> Any:
   return array
 
 
-def _cond(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _InterpretAndCount,
-  tally: Tally,
-) -> tuple[list[Any], Any]:
+def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
+  equation, inputs, interpret, tally = of
   index, *operands = inputs
 
   def evaluate_branch(body: calls.Body, *operands: Any) -> tuple[Any, Any]:
@@ -236,13 +238,9 @@ def _cond(
   return result
 
 
-def _scan(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _InterpretAndCount,
-  tally: Tally,
-) -> tuple[list[Any], Any]:
+def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.scan`, and `fori_loop` of known length."""
+  equation, inputs, interpret, tally = of
   parameters = equation.params
   carried = calls.carried(equation)
   (body,) = calls.bodies(equation)
@@ -265,13 +263,9 @@ def _scan(
   return [*carry, *ys], counts
 
 
-def _while_loop(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _InterpretAndCount,
-  tally: Tally,
-) -> tuple[list[Any], Any]:
+def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.while_loop`, and `fori_loop` of unknown length."""
+  equation, inputs, interpret, tally = of
   test_body, round_body = calls.bodies(equation)
   start = calls.carried(equation).start
 
@@ -312,13 +306,9 @@ def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
   return jnp.where(goes_on.reshape(shape), new, old)
 
 
-def _shard_map(
-  equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: _InterpretAndCount,
-  tally: Tally,
-) -> tuple[list[Any], Any]:
+def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`jax.shard_map`, and `jax.pmap`, which is one."""
+  equation, inputs, interpret, tally = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
   (body,) = calls.bodies(equation)
@@ -342,7 +332,9 @@ def _shard_map(
   return result
 
 
-_CALLS: Mapping[calls.Form | None, _Call] = {
+_CALLS: Mapping[
+  calls.Form | None, Callable[[_Rebuilt], tuple[list[Any], Any]]
+] = {
   calls.Form.COND: _cond,
   calls.Form.SCAN: _scan,
   calls.Form.WHILE: _while_loop,

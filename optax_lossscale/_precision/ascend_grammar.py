@@ -45,8 +45,7 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
   if len(fields) not in (2, 3):
     raise ValueError(
       "`accelerate_train_mode` must be 'type|mode|ratio' or 'type|mode', such "
-      f"as 'fast|step|0.9', got {shown(text)} with "
-      f"{_count(len(fields), 'field')}."
+      f"as 'fast|step|0.9', got {shown(text)}."
     )
   kind, name, ratio = (*fields, "")[:3]
   if kind not in _DTYPES:
@@ -122,7 +121,3 @@ def _check_target(target_loss: Any) -> fractions.Fraction:
     return target_loss
   # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
   return fractions.Fraction(str(np.asarray(target_loss)[()]))
-
-
-def _count(number: int, noun: str) -> str:
-  return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

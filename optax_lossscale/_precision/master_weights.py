@@ -43,40 +43,33 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it moves a float32 copy of the parameters.
 
-  Of 1.0 the next float16 is 0.001 away, the next bfloat16 0.008. An update of
+  The next float16 after 1.0 is 1.001, the next bfloat16 1.008. An update of
   less than half of that is lost when it is added, however often. Here it is
-  added to the master, a wider copy in the optimizer's state, where updates add
-  up. The update that comes out is the way from the parameter to the master, so
-  that `optax.apply_updates` makes the parameter the master rounded, mostly.
-  Since the way is rounded to the parameter's dtype as well, it may end up to
-  one and a half last bits beside the master: bits of what it was or of what it
-  becomes, whichever is larger. So one that came close to 0 in a single step may
-  be far away for its size. That does not add up: the next step starts from
-  where it is.
+  added to the master, a wider copy in the optimizer's state, and the update
+  that comes out leads from the parameter to the master. It is rounded to the
+  parameter's dtype as well, so the parameter may end up to one and a half last
+  bits beside the master, bits of its larger value before and after the step.
+  The error does not accumulate, because the next step starts from the rounded
+  value.
 
   The inner optimizer sees the master as its parameters: so does weight decay.
   Nothing that changes updates may come after this wrapper in a chain, as the
   parameters would no longer arrive at the master.
 
-  It goes inside of `loss_scaling` or outside: with
-  `loss_scaling(master_weights(adam), rule)` and with
-  `master_weights(loss_scaling(adam, rule))` masters and parameters are the
-  same, and a skipped step leaves both as they were, bit for bit. What differs
-  is which state is the outer one, and that a `mask` of `loss_scaling` needs
-  this wrapper inside: outside, the next values of what goes around the
-  optimizer would be added to a master.
+  It goes inside of `loss_scaling` or outside: masters and parameters are the
+  same, and a skipped step leaves both as they were, bit for bit. But a `mask`
+  of `loss_scaling` needs this wrapper inside: outside, the next values of what
+  goes around the optimizer would be added to a master.
 
-  It costs the memory of the master, 4 bytes for a parameter in float32: with
-  float16 parameters 6 bytes in place of the 4 of float32 ones. What it spares
-  is the cast of the parameters in each forward pass, and half of what travels
-  where parameters are gathered from other devices.
+  A float16 parameter with its master takes 6 bytes in place of the 4 of a
+  float32 one. That spares the cast of the parameters in each forward pass, and
+  half of what travels where parameters are gathered from other devices.
 
   Parameters follow the master. If something else changes them, they jump back
   at the next step: call `init` on the new ones, which starts the inner
   optimizer anew, or set the master as well, in its own dtypes, with
-  `optax.tree.set(opt_state, master=...)`. What no update brings back is a
-  parameter or a step beyond the largest value of the parameter's dtype: it
-  becomes inf, then NaN, while the master stays finite.
+  `optax.tree.set(opt_state, master=...)`. A parameter or a step beyond the
+  largest value of the parameter's dtype becomes inf, then NaN, for good.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
@@ -125,7 +118,7 @@ def master_weights(
   def init(params: optax.Params) -> MasterWeightsState:
     is_gradient = leaves.resolve_mask(None, params)
     wide = jax.tree.map(
-      lambda x: _convert(x, _wider(dtype, x.dtype)) if _is_real(x) else x,
+      lambda x: _convert(x, _wider(dtype, x.dtype)) if leaves.is_real(x) else x,
       leaves.as_arrays(params),
     )
     kept = leaves.leave_out(is_gradient, wide)
@@ -136,7 +129,7 @@ def master_weights(
       # A copy even of float32: the parameters, or what the inner optimizer
       # keeps of them, and the master may be donated together.
       master=jax.tree.map(
-        lambda x: _copy(x) if _is_real(x) else optax.MaskedNode(), kept
+        lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
       ),
       inner_state=leaves.as_arrays(inner_state),
     )
@@ -168,14 +161,14 @@ def master_weights(
       _over(_first_present, state.master, params),
       **extra_args,
     )
-    moved = _over(
-      functools.partial(_move, _is_skipped(inner_state)),
-      state.master,
-      leaves.as_arrays(inner_updates),
-      params,
+    inner_updates = leaves.as_arrays(inner_updates)
+    skipped = _is_skipped(inner_state)
+    new_master = _over(
+      functools.partial(_move, skipped), state.master, inner_updates
     )
-    new_master = jax.tree.map(lambda x: x.master, moved, is_leaf=_is_moved)
-    new_updates = jax.tree.map(lambda x: x.update, moved, is_leaf=_is_moved)
+    new_updates = _over(
+      functools.partial(_way, skipped), new_master, inner_updates, params
+    )
     if not scales:
       new_updates = leaves.merge(is_gradient, new_updates, updates)
     return new_updates, MasterWeightsState(
@@ -185,31 +178,32 @@ def master_weights(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Moved(NamedTuple):
-  master: Any
-  update: Any
+def _move(skipped: jax.Array, master: Any, update: Any) -> Any:
+  """Returns a leaf's next master."""
+  if _is_absent(master) or update is None:
+    return master
+  # Selected, since a sum with -0.0 may flush a subnormal master to 0.
+  return jnp.where(skipped, master, optax.apply_updates(master, update))
 
 
-def _move(skipped: jax.Array, master: Any, update: Any, param: Any) -> _Moved:
-  """Returns a leaf's next master, and the way from the parameter to it.
+def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
+  """Returns the way from a parameter to its next master.
 
-  The way depends on the next master alone, and not on the one before it or on
-  the update, so that the master moves in its place.
+  It depends on that one alone, and not on the one before it or on the update,
+  so that the master moves in its place.
   """
   if _is_absent(master) or update is None:
-    return _Moved(master, update)
-  # Selected, since a sum with -0.0 may flush a subnormal master to 0.
-  new = jnp.where(skipped, master, optax.apply_updates(master, update))
-  wide = _convert(param, new.dtype)
+    return update
+  wide = _convert(param, master.dtype)
   way = jnp.where(
     # -0.0 where it has arrived: adding 0.0 would turn -0.0 into 0.0.
-    skipped | (new == wide),
-    jnp.asarray(-0.0, new.dtype),
-    new - wide,
+    skipped | (master == wide),
+    jnp.asarray(-0.0, master.dtype),
+    master - wide,
   )
   # By way of float32, as it goes inside of `loss_scaling`, and on CPU anyway.
   way = _convert(way, leaves.at_least_float32(param.dtype))
-  return _Moved(new, _convert(way, param.dtype))
+  return _convert(way, param.dtype)
 
 
 def _is_skipped(inner_state: Any) -> jax.Array:
@@ -245,16 +239,8 @@ def _copy(x: Any) -> Any:
   return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 
-def _is_real(x: Any) -> bool:
-  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _is_absent(master: Any) -> bool:
   return master is None or isinstance(master, optax.MaskedNode)
-
-
-def _is_moved(x: Any) -> bool:
-  return isinstance(x, _Moved)
 
 
 def _check_dtype(dtype: Any) -> Any:

@@ -31,10 +31,8 @@ class Policy:
   is casts in many places of a program. `get_policy` makes it from a name.
 
   Casts are for real floating arrays: those of JAX and NumPy, and
-  `jax.ShapeDtypeStruct`. All else comes back as it is: integers, bools, complex
-  numbers, random keys, float0, None, Python's numbers, strings, and the leaves
-  of Flax's `_overwrite_with_gradient` collection, whose dtypes are a part of
-  FP8.
+  `jax.ShapeDtypeStruct`. All else comes back as it is, also the leaves of
+  Flax's `_overwrite_with_gradient` collection, whose dtypes are a part of FP8.
 
   Attributes:
     param_dtype: of the parameters between the steps; a dtype, or a name of one.
@@ -74,8 +72,7 @@ class Policy:
   level: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self) -> None:
-    for name in FIELDS:
-      object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
+    arguments.check_fields(self, **dict.fromkeys(FIELDS, _check_dtype))
     if self.level is None:
       return
     levels.find_level(self.level)
@@ -284,10 +281,9 @@ def get_policy(policy: Any) -> Policy:
     matrix unit rounds its inputs to float16 all the same; in JAX that is
     another setting, `jax.default_matmul_precision`.
 
-  Names that two systems have mean the same in both: "mixed_float16" is Keras's
-  and Ascend's, "float16" jmp's and Keras's, everything in float16 and no level.
-  But names that look alike do not: Ascend's "fp16" is mixed precision, with
-  parameters in float32.
+  Names that two systems have mean the same in both. But names that look alike
+  do not: jmp's and Keras's "float16" is everything in float16 and no level,
+  Ascend's "fp16" mixed precision with parameters in float32.
 
   Args:
     policy: a string; or a `Policy`, which is returned; or an object with

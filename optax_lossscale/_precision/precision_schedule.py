@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fractions
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -15,13 +16,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
+from optax_lossscale._autocast import full_precision
+from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._precision import _thresholds
-from optax_lossscale._precision import _two_precisions
 from optax_lossscale._precision import ascend_grammar
+from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
+from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
 
@@ -184,21 +189,33 @@ class PrecisionSchedule:
         the dtype of a layer or of the parameters.
     """
     _check_state(state)
-    return _two_precisions.value_and_grad(
-      loss_fn,
-      opt_state,
-      state.low,
-      dtype=self.dtype,
-      keeps_products=self.keeps_origin_dtype,
-      argnums=argnums,
-      has_aux=has_aux,
-      path=path,
-      options={
-        "level": level,
-        "overrides": overrides,
-        "operations": operations,
-      },
+    low_loss_fn = _make_low(
+      loss_fn, self.dtype, level, overrides=overrides, operations=operations
     )
+    in_full = full_precision.in_full_precision(
+      jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
+      keeps_products=self.keeps_origin_dtype,
+    )
+    may_be_scaled = self.dtype == jnp.float16
+    if may_be_scaled:
+      backward.check_arguments(opt_state, argnums, path)
+
+    @functools.wraps(loss_fn)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+      in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
+      if may_be_scaled:
+        in_low = backward.at_scale(
+          states.scale_in_use(opt_state, path), low_loss_fn, argnums, has_aux
+        )
+      _refuse_frozen(state.low)
+      value_and_gradients: tuple[Any, Any] = lax.cond(
+        state.low,
+        lambda: in_low(*args, **kwargs),
+        lambda: in_full(*args, **kwargs),
+      )
+      return value_and_gradients
+
+    return value_and_grad_fun
 
   def update_optimizer(
     self,
@@ -231,10 +248,47 @@ class PrecisionSchedule:
       ValueError: if `optax.MultiSteps` is around `loss_scaling`, or if the
         devices that share an S could be in different precisions.
     """
-    _check_state(state)
-    return _two_precisions.update_optimizer(
-      tx, gradients, opt_state, params, self.is_scaled(state), **extra_args
+    is_scaled = self.is_scaled(state)
+    optimizer = requirements.as_optimizer("tx", tx)
+    requirements.check_accumulation(opt_state)
+
+    # Keyed by path, since an optimizer around may add to its own state.
+    rule_states: dict[Any, Any] = {}
+
+    # True gradients are scaled by 1: that is the S which the step finds in the
+    # state. Afterwards the rule's state is put back.
+    def swap(path: Any, node: Any) -> Any:
+      if not states.is_state(node):
+        return node
+      _refuse_different(is_scaled, node)
+      rule_state = rule_states[path] = node.loss_scale_state
+      return node._replace(
+        loss_scale_state=states.replace_scale(
+          rule_state, jnp.where(is_scaled, rule_state.loss_scale, 1)
+        )
+      )
+
+    def put_back(path: Any, node: Any) -> Any:
+      if not states.is_state(node):
+        return node
+      if path not in rule_states:
+        raise ValueError(
+          "`tx` must keep the state of loss_scaling where it is, got it back "
+          f"at {leaves.path_name(path)!r}; make loss_scaling outermost."
+        )
+      return node._replace(
+        loss_scale_state=skipping.select(
+          ~is_scaled, rule_states[path], node.loss_scale_state
+        ),
+        # The step was not scaled, so a smaller S would not help.
+        stalled=jnp.where(is_scaled, node.stalled, node.overflow),
+      )
+
+    visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
+    updates, new_state = optimizer.update(
+      gradients, visit(swap, opt_state), params, **extra_args
     )
+    return updates, visit(put_back, new_state)
 
   def make_train_step(
     self,
@@ -249,10 +303,8 @@ class PrecisionSchedule:
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
     """Returns a train step in both precisions: all of it, with the schedule.
 
-    `value_and_grad`, the optimizer's update, and the update of the schedule.
-    Parameters and the optimizer's state are the same before the switch and
-    after it. Outside of float16 S is 1 and the rule's state stays bit for bit,
-    while steps that are not finite are skipped all the same.
+    It is made of `value_and_grad`, `update_optimizer` and `update`. Parameters
+    and the optimizer's state are the same before the switch and after it.
 
     Args:
       loss_fn: as in `value_and_grad`, the parameters being its first argument.
@@ -303,9 +355,12 @@ class PrecisionSchedule:
       False 0.125
       False 0.03125
     """
-    options = {"level": level, "overrides": overrides, "operations": operations}
-    # What is wrong shows here.
-    _two_precisions.make_low(loss_fn, self.dtype, options)
+    options: dict[str, Any] = {
+      "level": level,
+      "overrides": overrides,
+      "operations": operations,
+    }
+    _make_low(loss_fn, self.dtype, **options)  # What is wrong shows here.
     requirements.as_optimizer("tx", tx)
     names = devices.axis_names("axis_name", axis_name)
 
@@ -313,13 +368,7 @@ class PrecisionSchedule:
       params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
       value_and_gradients = self.value_and_grad(
-        loss_fn,
-        opt_state,
-        state,
-        has_aux=has_aux,
-        level=level,
-        overrides=overrides,
-        operations=operations,
+        loss_fn, opt_state, state, has_aux=has_aux, **options
       )
       local = devices.make_varying(params, names) if names else params
       value, gradients = value_and_gradients(local, *args, **kwargs)
@@ -387,10 +436,8 @@ def precision_schedule(
   than an hour; what a short one gains may be less than what it costs to compile
   the step twice.
 
-  What it returns is a pure state machine, `init` and `update`, whose
-  `state.low` tells what the next step is in. The switch is a latch. Gradients
-  in both precisions are made by `value_and_grad`, and `update_optimizer` takes
-  them; a whole train step is made by `make_train_step`.
+  What it returns is a pure state machine, whose `state.low` tells what the next
+  step is in. The switch is a latch.
 
   Args:
     accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
@@ -415,8 +462,9 @@ def precision_schedule(
     precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
 
   Returns:
-    A `PrecisionSchedule`, with `init`, `update`, `value_and_grad`,
-    `update_optimizer`, `make_train_step`, and the `dtype` of the low precision.
+    A `PrecisionSchedule`: `make_train_step` makes a whole train step;
+    `value_and_grad` and `update_optimizer` are for one of your own, with `init`
+    and `update` of the schedule's state.
 
   Raises:
     TypeError: if an argument is of another type.
@@ -481,4 +529,46 @@ def _check_gradients_alone(params: Any) -> None:
       "`tx` must hold loss_scaling where parameters are in Flax's "
       "_overwrite_with_gradient collection, which then goes around the "
       "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
+    )
+
+
+def _make_low(
+  loss_fn: Callable[..., Any], dtype: Any, level: str, **options: Any
+) -> Callable[..., Any]:
+  """Returns `loss_fn` in low precision, or raises if nothing would be."""
+  arguments.check_function(loss_fn)
+  # Also here: what jit traces in this part it does not trace in the other one.
+  as_written = full_precision.without_autocast(loss_fn)
+  low_loss_fn = autocast(as_written, level, dtype=dtype, **options)
+  if low_loss_fn is as_written:
+    raise ValueError(
+      "`level` must lower something in the first part of training, got 'O0'; "
+      "take 'O1', or name in `overrides` what is to be lowered."
+    )
+  return low_loss_fn
+
+
+def _refuse_frozen(low: Any) -> None:
+  """Raises if a compiled function would hold the schedule's state for ever."""
+  # What is recorded is evaluated at once.
+  is_compiled = interpreter.is_staged() and not interpreter.is_recording()
+  if is_compiled and not isinstance(low, jax.core.Tracer):
+    raise ValueError(
+      "`state` must be an argument of the function that JAX is tracing (jit, "
+      "scan ...), got one that was closed over: what is compiled would never "
+      "switch. Pass it in, and return the new one."
+    )
+
+
+def _refuse_different(
+  is_scaled: jax.Array, state: states.LossScalingState
+) -> None:
+  """Raises if devices that share an S could be in different precisions."""
+  axes = devices.axes_beyond(is_scaled, states.get_loss_scale(state))
+  if axes:
+    names = devices.listed(axes)
+    raise ValueError(
+      "`state` must be the same on all devices that share a loss scale, got "
+      f"one that varies along {names}; reduce what it depends on, such as a "
+      f"loss: jax.lax.pmean(loss, {names})."
     )

@@ -51,7 +51,7 @@ class LossScale(abc.ABC):
   skip: bool = dataclasses.field(default=True, kw_only=True)
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "skip", arguments.check_flag("skip", self.skip))
+    arguments.check_fields(self, skip=arguments.check_flag)
 
   @abc.abstractmethod
   def init(self) -> Any:

@@ -70,9 +70,7 @@ class FixedLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    object.__setattr__(
-      self, "scale", arguments.check_first_scale("scale", self.scale)
-    )
+    arguments.check_fields(self, scale=arguments.check_first_scale)
 
   def init(self) -> FixedLossScaleState:
     """Returns the state, which is the same at every step."""
@@ -160,35 +158,15 @@ class DynamicLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked = {
-      "init_scale": arguments.check_first_scale(
-        "init_scale", self.init_scale, interval="growth_interval"
-      ),
-      "min_scale": arguments.check_scale("min_scale", self.min_scale),
-      "max_scale": arguments.check_scale("max_scale", self.max_scale),
-      "growth_factor": arguments.check_growth_factor(
-        "growth_factor", self.growth_factor
-      ),
-      "backoff_factor": arguments.check_backoff_factor(
-        "backoff_factor", self.backoff_factor
-      ),
-      "growth_interval": arguments.check_count(
-        "growth_interval", self.growth_interval
-      ),
-      "hysteresis": arguments.check_count("hysteresis", self.hysteresis),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
-    if not (
-      np.float32(self.min_scale)
-      <= np.float32(self.init_scale)
-      <= np.float32(self.max_scale)
-    ):
-      raise ValueError(
-        "`init_scale` must lie between `min_scale` and `max_scale`, got "
-        f"`init_scale`={self.init_scale!r}, `min_scale`={self.min_scale!r}, "
-        f"`max_scale`={self.max_scale!r}."
-      )
+    bounds = ("min_scale", "init_scale", "max_scale")
+    arguments.check_bounds(self, *bounds, interval="growth_interval")
+    arguments.check_fields(
+      self,
+      growth_factor=arguments.check_growth_factor,
+      backoff_factor=arguments.check_backoff_factor,
+      growth_interval=arguments.check_count,
+      hysteresis=arguments.check_count,
+    )
 
   @property
   def _as_engine(self) -> engine.Engine:

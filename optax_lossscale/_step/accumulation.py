@@ -46,10 +46,10 @@ def accumulated_value_and_grad(
 
   For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
   mean of `fun` over micro-batches, which are computed one after the other, in
-  one scan; outside of jit operation by operation, so jit the step. S is the
-  same in all of them. The gradients are summed up in float32, so that their sum
-  overflows nowhere, and each micro-batch is looked at for itself: in the sum an
-  overflow might not show, and one step later it would still be there.
+  one scan; outside of jit operation by operation, so jit the step. The
+  gradients are summed up in float32, so that their sum overflows nowhere, and
+  each micro-batch is looked at for itself: in the sum an overflow might not
+  show, and one step later it would still be there.
 
   What one overflow costs is your choice. As it is, the window is void: all
   gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
@@ -104,12 +104,10 @@ def accumulated_value_and_grad(
 
   Raises:
     TypeError: if an argument is not of its kind.
-    ValueError: if `opt_state` holds no scale or several; when called, if there
-      is no axis of that name, if the batch has no first axis, or axes of
-      different sizes, or is not divided by `microbatches`, if a function being
-      traced has closed over `opt_state`, if `fun` changes an object in place,
-      or, as far as JAX tracks what varies by device, if devices could drop
-      different micro-batches of one model.
+    ValueError: as `scaled_value_and_grad`; when called, if there is no axis of
+      that name, if the batch cannot be split into `microbatches`, or, as far as
+      JAX tracks what varies by device, if devices could drop different
+      micro-batches of one model.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -196,7 +194,10 @@ def accumulated_value_and_grad(
 
     start = _Carry(
       leaves.leave_out(is_overwritten, given),
-      _zeros(leaves.leave_out(is_summed, given)),
+      jax.tree.map(
+        lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)),
+        leaves.leave_out(is_summed, given),
+      ),
     )
     split = _split({i: args[i] for i in places.batched}, k)
     end, outcomes = _scan(take_next, start, split, k)
@@ -205,7 +206,9 @@ def accumulated_value_and_grad(
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
-    others = leaves.merge(is_overwritten, end.overwritten, _float0(given))
+    # JAX gives float0 for a gradient where there is none.
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
+    others = leaves.merge(is_overwritten, end.overwritten, none)
     gradients = leaves.merge(is_summed, means, others)
     kind = "dropping" if drop else "scaled"
     provenance.note(means, kind, loss_scale, opt_state)
@@ -268,11 +271,6 @@ def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
   )
 
 
-def _float0(given: Any) -> Any:
-  """Returns what JAX gives for a gradient where there is none."""
-  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
-
-
 def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
   """Returns arguments with a first axis for the micro-batches."""
   sizes: dict[int, str] = {}
@@ -308,13 +306,6 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
 
   split: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
   return split
-
-
-def _zeros(params: Any) -> Any:
-  """Returns the sums of no gradients, in float32 at least."""
-  return jax.tree.map(
-    lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)), params
-  )
 
 
 def _add(

@@ -210,11 +210,12 @@ def at_scale(
   options = {} if argnums == 0 else {"argnums": argnums}
   if allow_int:
     options["allow_int"] = allow_int
-  if value_and_grad is jax.value_and_grad:
-    # Another one may carry out what `fun` changes, as Flax NNX does.
-    fun = _unchanging(fun)
+  # Another one may carry out what `fun` changes, as Flax NNX does.
+  may_change = value_and_grad is not jax.value_and_grad
   differentiated = value_and_grad(
-    _scaled_loss_fn(fun, loss_scale, has_aux), has_aux=True, **options
+    _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change),
+    has_aux=True,
+    **options,
   )
 
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -246,15 +247,25 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
 
 
 def _scaled_loss_fn(
-  fun: Callable[..., Any], loss_scale: jax.Array, has_aux: bool
+  fun: Callable[..., Any],
+  loss_scale: jax.Array,
+  has_aux: bool,
+  *,
+  may_change: bool,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-  """Returns a function to differentiate: S times the loss, and the true one."""
+  """Returns a function to differentiate: S times the loss, and the true one.
+
+  It raises if `fun` changes an object that it is given, such as the batch
+  statistics of an nnx.Module, unless it may: what is differentiated is a copy.
+  """
 
   @functools.wraps(fun)
   def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    before = jax.tree.leaves((args, kwargs))
     value = fun(*args, **kwargs)
-    loss = _check_pair(value)[0] if has_aux else value
-    _check_loss(loss)
+    if not may_change:
+      trees.check_unchanged(before, (args, kwargs))
+    loss = _checked_loss(value, has_aux)
     return _times(loss, loss_scale), (loss, value)
 
   return scaled_fun
@@ -264,23 +275,6 @@ def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
   # In float32: S itself may be inf in the loss's dtype.
   dtype = leaves.at_least_float32(loss.dtype)
   return loss.astype(dtype) * loss_scale.astype(dtype)
-
-
-def _unchanging(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun`, which raises if it changes an object that it is given.
-
-  What is differentiated is a copy, so the change would be lost: the batch
-  statistics of an nnx.Module, say.
-  """
-
-  @functools.wraps(fun)
-  def unchanging_fun(*args: Any, **kwargs: Any) -> Any:
-    before = jax.tree.leaves((args, kwargs))
-    value = fun(*args, **kwargs)
-    trees.check_unchanged(before, (args, kwargs))
-    return value
-
-  return unchanging_fun
 
 
 def _inf_where_unusable(
@@ -309,16 +303,14 @@ def _inf_where_unusable(
   )
 
 
-def _check_pair(value: Any) -> tuple[Any, Any]:
-  if not isinstance(value, tuple) or len(value) != 2:
+def _checked_loss(value: Any, has_aux: bool) -> Any:
+  """Returns the loss in what `fun` returned."""
+  if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
       "`fun` must return (loss, aux) if has_aux=True, got "
       f"{type(value).__name__}."
     )
-  return value
-
-
-def _check_loss(loss: Any) -> None:
+  loss = value[0] if has_aux else value
   if isinstance(loss, (tuple, list)):
     raise TypeError(
       f"`fun` must return a scalar loss, got a {type(loss).__name__} of "
@@ -330,6 +322,7 @@ def _check_loss(loss: Any) -> None:
       "`fun` must return a scalar loss, got an array of shape "
       f"{jnp.shape(loss)}; take its mean or sum."
     )
+  return loss
 
 
 def _check_float(name: str, value: Any) -> None:

@@ -25,7 +25,9 @@ class Check:
 
   def __post_init__(self) -> None:
     if not _is_function(self.dtype):
-      dtype = jax.tree.map_with_path(_as_dtype, self.dtype, is_leaf=_is_none)
+      dtype = jax.tree.map_with_path(
+        _as_dtype, self.dtype, is_leaf=leaves.is_none
+      )
       object.__setattr__(self, "dtype", dtype)
 
 
@@ -72,25 +74,17 @@ def saturated(dtype: Any = None) -> Check:
   value; NaN and inf count as well. An exact 65504 is also what true values
   between 65488 and 65520 are rounded to: such a false alarm costs one step.
 
-  Gradients are float8 where parameters are stored in a float8 dtype, since
-  differentiation returns them in the dtype of the parameters, or where a
-  cotangent is cast to one and handed on as it is. Flax's FP8 layers do
-  neither: inside, they divide cotangents by a scale, clip them to float8_e5m2
-  and multiply by the scale again. So the gradients are in the computation's
-  dtype, which is the one to name here, and the largest float8 value means
-  nothing in them. No check of gradients sees an inf or a saturated value that
-  such a layer receives: in the gradients of its kernel and of all that comes
-  before it, it is clipped to the largest amax of the steps before. NaN passes.
-  The first entry of the layer's new `output_grad_amax_history` shows all of
-  them, and a flag made from it can be passed as `overflow=` to `update`.
+  With Flax's FP8 layers name the computation's dtype, in which the gradients
+  are, and no float8 one. No check of gradients sees an inf or a saturated value
+  that such a layer receives: the layer clips it to the largest amax of the
+  steps before. NaN passes. The first entry of the layer's new
+  `output_grad_amax_history` shows all of them, and a flag made from it can be
+  passed as `overflow=` to `update`.
 
   Args:
-    dtype: the computation's dtype. Float32 gradients of float32 parameters do
-      not show in which dtype they were computed, so say it here; without it
-      each leaf's own is taken. Where layers differ, it is a tree of dtypes, of
-      which the gradients may be an extension, or a function from a leaf's path,
-      such as "params/Dense_0/kernel", to a dtype; None in either stands for the
-      leaf's own.
+    dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
+      float32 parameters do not show in which dtype they were computed, so say
+      it here.
 
   Returns:
     A check for `loss_scaling`.
@@ -132,8 +126,8 @@ def with_computation_dtypes(
       for path, leaf in jax.tree.leaves_with_path(gradients)
       if leaves.is_gradient(leaf)
     ]
-  dtypes = jax.tree.leaves(check.dtype, is_leaf=_is_none)
-  structure: Any = jax.tree.structure(check.dtype, is_leaf=_is_none)
+  dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
+  structure: Any = jax.tree.structure(check.dtype, is_leaf=leaves.is_none)
   try:
     subtrees = structure.flatten_up_to(gradients)
   except ValueError as error:
@@ -165,7 +159,3 @@ def _is_function(dtype: Any) -> bool:
   return callable(dtype) and (
     is_partial or not (is_tree or isinstance(dtype, type))
   )
-
-
-def _is_none(x: Any) -> bool:
-  return x is None

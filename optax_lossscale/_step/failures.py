@@ -90,39 +90,39 @@ down; S is 4096.0.
         "between the steps, outside jit."
       )
     place = f"at {path!r}: " if len(states) > 1 else ""
-    _check_system(state, place)
-    if max_consecutive_skips is not None:
-      _check_row(state, max_consecutive_skips, place)
+    most = max_consecutive_skips
+    found = _end_of_system(state) or (most is not None and _row(state, most))
+    if found:
+      worst, why = found
+      if worst:  # In runs that vmap has stacked.
+        size = np.size(state.consecutive_skips)
+        place += f"member {', '.join(map(str, worst))} of {size}: "
+      loss_scale = np.asarray(state.loss_scale_state.loss_scale)[worst]
+      raise FloatingPointError(f"{place}{why}; S is {loss_scale}.")
 
 
-def _check_system(state: _states.LossScalingState, place: str) -> None:
-  """Raises if the rule's system would have raised."""
-  loss_scale_state = state.loss_scale_state
+def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
+  """Returns where and why the rule's system would have raised."""
+  rule_state = state.loss_scale_state
   # A rule around another, such as WarmStart, holds its state.
-  while hasattr(loss_scale_state, "rule_state"):
-    loss_scale_state = loss_scale_state.rule_state
-  failure = getattr(loss_scale_state, "failure", None)
+  while hasattr(rule_state, "rule_state"):
+    rule_state = rule_state.rule_state
+  failure = getattr(rule_state, "failure", None)
   failure = np.asarray(0 if failure is None else failure)
-  if failure.any():
-    first, member = _member(failure != 0)
-    loss_scale = np.asarray(loss_scale_state.loss_scale)[first]
-    raise FloatingPointError(
-      f"{place}{member}{_CONDITIONS[Failure(failure[first])]}; S is "
-      f"{loss_scale}."
-    )
+  first = _largest(failure != 0)
+  return (first, _CONDITIONS[failure[first]]) if failure[first] else None
 
 
-def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
-  """Raises if more than `most` steps in a row were skipped."""
+def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
+  """Returns where and why more than `most` steps in a row were skipped."""
   skips = np.asarray(state.consecutive_skips)
-  worst, member = _member(skips)
+  worst = _largest(skips)
   if skips[worst] <= most:
-    return
+    return None
   nan, amax, used, stalled = (
-    np.asarray(getattr(state, name))[worst]
-    for name in ("nan", "amax", "used", "stalled")
+    np.asarray(x)[worst]
+    for x in (state.nan, state.amax, state.used, state.stalled)
   )
-  loss_scale = np.asarray(state.loss_scale_state.loss_scale)[worst]
   move = "cannot come down" if stalled else "still coming down"
   remedy = (
     "run its batch again with scaled_value_and_grad(loss_fn, 1.0): what is not "
@@ -141,15 +141,12 @@ def _check_row(state: _states.LossScalingState, most: int, place: str) -> None:
   else:
     cause = "`overflow`, which the caller passed"
     remedy = "look at what sets it"
-  raise FloatingPointError(
-    f"{place}{member}{skips[worst]} steps in a row were skipped, more than "
-    f"`max_consecutive_skips`={most}, the last one because of {cause}; "
-    f"{remedy}; S is {loss_scale}."
+  return worst, (
+    f"{skips[worst]} steps in a row were skipped, more than "
+    f"`max_consecutive_skips`={most}, the last one because of {cause}; {remedy}"
   )
 
 
-def _member(values: Any) -> tuple[Any, str]:
-  """Returns where the largest is, in words if runs were stacked by vmap."""
-  place = np.unravel_index(np.argmax(values), values.shape)
-  member = ", ".join(map(str, place))
-  return place, f"member {member} of {values.size}: " if place else ""
+def _largest(values: Any) -> Any:
+  """Returns the place of the largest value, () of a single one."""
+  return np.unravel_index(np.argmax(values), values.shape)

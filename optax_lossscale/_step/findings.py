@@ -91,8 +91,7 @@ def examine(
   """
   parts_of: dict[Any, list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, gradients):
-    is_complex = jnp.iscomplexobj(gradient)
-    parts = [gradient.real, gradient.imag] if is_complex else [gradient]
+    parts = bits.parts(gradient)
     own = parts[0].dtype
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
 
@@ -152,12 +151,18 @@ def _share(amax: jax.Array, limit: float) -> jax.Array:
   return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
 
 
-def to_float32(amax: jax.Array) -> jax.Array:
-  """Returns `amax` as float32[]; inf only if it was inf."""
-  if amax.dtype == jnp.float64:
-    # A finite float64 beyond float32's range must not be reported as inf.
-    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, _LARGEST), amax)
-  return amax.astype(jnp.float32)
+def to_float32(value: Any) -> jax.Array:
+  """Returns numbers as float32[...]; inf only where they were inf."""
+  is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
+  # On the host first, where jnp would warn of a number that is too large.
+  numpy = jnp if is_jax else np
+  value = numpy.asarray(value)
+  if np.issubdtype(value.dtype, np.bool_):
+    raise TypeError
+  if value.dtype == np.float64:
+    clipped = numpy.clip(value, -_LARGEST, _LARGEST)
+    value = numpy.where(numpy.isfinite(value), clipped, value)
+  return jnp.asarray(value, jnp.float32)
 
 
 def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
@@ -214,29 +219,15 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
   if amax is None:
     return []
   values = []
-  for value in jax.tree.leaves(amax, is_leaf=lambda x: x is None):
+  for value in jax.tree.leaves(amax, is_leaf=leaves.is_none):
     value = arguments.as_finite("amax", value)
     try:
       if value is None or not arguments.is_numeric(value):
         raise TypeError
-      values.append(_as_float32(value).reshape(-1))
+      values.append(to_float32(value).reshape(-1))
     except (TypeError, ValueError) as error:
       raise TypeError(
         "`amax` must be a number, an array, or a tree of these, such as the "
         f"gradient of what an amax_tap was given, got {shown(value)}."
       ) from error
   return [bits.amax(values)] if values else []
-
-
-def _as_float32(value: Any) -> jax.Array:
-  """Returns numbers as float32[...]; inf only where they were inf."""
-  is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
-  # On the host first, where jnp would warn of a number that is too large.
-  numpy = jnp if is_jax else np
-  value = numpy.asarray(value)
-  if np.issubdtype(value.dtype, np.bool_):
-    raise TypeError
-  if value.dtype == np.float64:
-    clipped = numpy.clip(value, -_LARGEST, _LARGEST)
-    value = numpy.where(numpy.isfinite(value), clipped, value)
-  return jnp.asarray(value, jnp.float32)

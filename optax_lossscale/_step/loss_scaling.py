@@ -41,7 +41,7 @@ def loss_scaling(
   the rule then starts over.
 
   Everything that is to see true gradients goes inside: clipping, noise, weight
-  decay, accumulation, schedules. Schedules inside count applied steps.
+  decay, accumulation, schedules, which count applied steps.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
@@ -70,9 +70,8 @@ def loss_scaling(
       travel as float16. Devices decide together over these axes as well. Each
       divides before the sum, which thus does not overflow; but of n devices,
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      Without it nothing is averaged here; see
-      `pmean_gradients`, which does it in float32. Both are for parameters of
-      which every device has a copy.
+      `pmean_gradients` averages in float32. Both are for parameters of which
+      every device has a copy.
     mask: True for the leaves that are gradients: a tree of bools of which the
       parameters are an extension, or a function from them to one. The others go
       around the wrapper and the optimizer and come out of `update` as their
@@ -90,18 +89,16 @@ def loss_scaling(
     have the dtypes of the parameters, if those are passed.
 
   Raises:
-    TypeError: if an argument is not of its kind; from `init`, if the state of
-      the rule has no float32[] `loss_scale`; from `update`, if it is given
-      another state than `init` made, None for gradients, or `overflow` under
-      another name; from both, if `mask` is no tree of bools.
+    TypeError: if an argument is not of its kind, also of `init` and `update`;
+      from `init`, if the state of the rule has no float32[] `loss_scale`; from
+      `update`, if it is given `overflow` under another name.
     ValueError: from `init`, if `inner` holds loss scaling already, or if the
-      rule starts with an unusable S; from `update`, if the gradients do not fit
-      the parameters or the optimizer's state, if `inner` or the rule changes
-      the structure of its state, if a tree of dtypes in `check` does not fit,
-      if there is no axis of that name, if leaves go around the optimizer and no
-      `params` are passed, or, as far as JAX tracks what varies by device, if
-      devices that share an S could decide differently or what is to be averaged
-      has been reduced already; from both, if `mask` does not fit.
+      rule starts with an unusable S; from `update`, if what it is given, or
+      what `inner` and the rule return, does not fit the rest, if there is no
+      axis of that name, if leaves go around the optimizer and no `params` are
+      passed, or, as far as JAX tracks what varies by device, if devices that
+      share an S could decide differently or what is to be averaged has been
+      reduced already.
 
   Warns:
     WiringWarning: from `init`, if parameters in float16 have no master weights;
@@ -159,9 +156,7 @@ def loss_scaling(
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
     incoming = leaves.as_arrays(updates)
-    is_gradient = leaves.resolve_mask(
-      mask, incoming if params is None or mask is None else params
-    )
+    is_gradient = leaves.resolve_mask(mask, incoming, params)
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
 
     loss_scale = states.get_loss_scale(state)
@@ -217,12 +212,17 @@ def loss_scaling(
     loss_scale_state, stalled = move(
       rule, state.loss_scale_state, reported, finding.amax, measured
     )
+    # What the leaves that are no gradients are to become.
+    next_values = incoming
+    if rule.skip and not all(jax.tree.leaves(is_gradient)):
+      if params is None:
+        raise ValueError(
+          "`params` must be passed to update where leaves go around the "
+          "optimizer (see `mask`): a skipped step returns their old values."
+        )
+      next_values = skipping.select(skipped, params, incoming)
     return (
-      leaves.merge(
-        is_gradient,
-        new_updates,
-        _next_values(skipped, rule, is_gradient, incoming, params),
-      ),
+      leaves.merge(is_gradient, new_updates, next_values),
       states.LossScalingState(
         loss_scale_state=loss_scale_state,
         inner_state=inner_state,
@@ -264,9 +264,7 @@ def _switched_off(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
     requirements.check_switched_off(state)
-    is_gradient = leaves.resolve_mask(
-      mask, updates if params is None or mask is None else params
-    )
+    is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
     if averaged:
       # As after an overflow: NaN stays NaN.
@@ -332,24 +330,6 @@ def move(
     provenance.note(next_state.loss_scale, "next", before)
   stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
   return next_state, stalled
-
-
-def _next_values(
-  skipped: jax.Array,
-  rule: base.LossScale,
-  is_gradient: Any,
-  updates: optax.Updates,
-  params: optax.Params | None,
-) -> optax.Updates:
-  """Returns, for the leaves that are no gradients, what they are to become."""
-  if all(jax.tree.leaves(is_gradient)) or not rule.skip:
-    return updates
-  if params is None:
-    raise ValueError(
-      "`params` must be passed to update where leaves go around the optimizer "
-      "(see `mask`): a skipped step returns their old values."
-    )
-  return skipping.select(skipped, params, updates)
 
 
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -143,20 +144,23 @@ def check_state(state: Any, rule: base.LossScale) -> None:
       "`state` must be the LossScalingState that init made, got "
       f"{type(state).__name__}{remedy}."
     )
-  rule_text = "`state` must hold the state of this `rule`"
   expected = jax.eval_shape(lambda: leaves.as_arrays(rule.init()))
   got = state.loss_scale_state
-  structures: list[Any] = [
-    jax.tree.structure(got),
-    jax.tree.structure(expected),
-  ]
+  structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
+  fields = [_fields(x) for x in (got, expected)]
+  # The names of all, or what it is that differs.
+  listed: list[Any] = [list(own) for own in fields]
   if structures[0] == structures[1]:
-    try:
-      trees.check_structure(rule_text, got, expected)
-    except ValueError as error:
-      raise ValueError(f"{str(error).rstrip('.')}; {_SET_STATE}.") from None
-    _check_dtypes(rule_text, got, expected)
-    return
+    if fields[0] == fields[1]:
+      return
+    same = fields[0].items() & fields[1].items()
+    listed = [
+      [" ".join(x) for x in own.items() if x not in same] for own in fields
+    ]
+  in_words = [
+    f"{type(x).__name__}({', '.join(own)})"
+    for x, own in zip((got, expected), listed, strict=True)
+  ]
   remedy = states.RESTORE if isinstance(got, dict) else _SET_STATE
   if hasattr(expected, "_replace") and remedy != states.RESTORE:
     remedy += (
@@ -166,8 +170,8 @@ def check_state(state: Any, rule: base.LossScale) -> None:
   if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
     remedy = states.AS_PURE
   raise ValueError(
-    f"{rule_text}, got {_describe(got)} where the rule has "
-    f"{_describe(expected)}; {remedy}."
+    f"`state` must hold the state of this `rule`, got {in_words[0]} where the "
+    f"rule has {in_words[1]}; {remedy}."
   )
 
 
@@ -184,26 +188,14 @@ def check_switched_off(state: Any) -> None:
     )
 
 
-def _check_dtypes(rule_text: str, got: Any, expected: Any) -> None:
-  """Raises where S would be computed in another dtype than float32."""
-  for (path, leaf), like in zip(
-    jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
-  ):
-    dtype = getattr(leaf, "dtype", type(leaf).__name__)
-    if dtype != like.dtype:
-      name = leaves.path_name(path)
-      raise ValueError(
-        f"{rule_text}, got {dtype} as its {name}, which is {like.dtype}; set "
-        f"jnp.{like.dtype}(...)."
-      )
-
-
-def _describe(rule_state: Any) -> str:
-  """Returns a rule's state in words: its class and what is in it."""
-  names = [
-    leaves.path_name(path) for path, _ in jax.tree.leaves_with_path(rule_state)
-  ]
-  return f"{type(rule_state).__name__}({', '.join(names)})"
+def _fields(rule_state: Any) -> dict[str, str]:
+  """Returns the dtype and the shape of each field of a rule's state."""
+  return {
+    leaves.path_name(path): (
+      f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+    )
+    for path, x in jax.tree.leaves_with_path(rule_state)
+  }
 
 
 # What should not be around loss scaling, with its place, and why.
@@ -393,22 +385,19 @@ def _explain(
 ) -> str | None:
   """Returns what does not fit; None if it is something else that is wrong."""
   fits = trees.is_for_each_example
-  of_gradients = _init_shapes(inner, gradients)
-  misfit = None
-  if of_gradients is not None:
-    misfit = trees.difference(inner_state, of_gradients, fits)
+  of_gradients = _init_shapes(inner, gradients, inner_state)
+  misfit = trees.difference(inner_state, of_gradients, fits)
   if params is None:
     return misfit and (
       f"`updates` must be gradients that fit the state, got {misfit}."
     )
-  of_params = _init_shapes(inner, params)
-  if of_params is not None:
-    found = trees.difference(of_params, inner_state)
-    if found is not None:
-      return (
-        "`state` must be that of this optimizer for these parameters, got "
-        f"{found}."
-      )
+  of_params = _init_shapes(inner, params, inner_state)
+  found = trees.difference(of_params, inner_state)
+  if found is not None:
+    return (
+      "`state` must be that of this optimizer for these parameters, got "
+      f"{found}."
+    )
   # Gradients that the state was made for need not look like the parameters.
   found = misfit and trees.difference(params, gradients, fits)
   return found and (
@@ -416,9 +405,11 @@ def _explain(
   )
 
 
-def _init_shapes(inner: optax.GradientTransformation, tree: Any) -> Any:
-  """Returns the state that an optimizer makes, None if it makes none."""
+def _init_shapes(
+  inner: optax.GradientTransformation, tree: Any, default: Any
+) -> Any:
+  """Returns the state that an optimizer makes, or another if it makes none."""
   try:
     return jax.eval_shape(inner.init, leaves.widen(tree))
   except Exception:  # It may ask anything of its parameters.
-    return None
+    return default

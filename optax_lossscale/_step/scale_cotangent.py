@@ -25,19 +25,18 @@ def scale_cotangent(x: Any, scale: float | jax.Array) -> Any:
     return scale_cotangent(layer(params, x), factor)
 
   The product is formed in float32 at least and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. What is undone must fit
-  again: undo on the float32 side, so of float32 parameters before they are
-  cast to float16. Between two layers in float16 let one call do both, with the
-  lower layer's factor divided by the upper one's.
+  `x`, so the factor itself need not fit float16. What is undone must fit again:
+  undo it of float32 parameters before they are cast to float16. Between two
+  layers in float16 let one call do both, with the lower layer's factor divided
+  by the upper one's.
 
-  A cotangent of inf or NaN stays one, whatever the scale; 0 times inf is NaN.
-  A saturated one, of 65504, does not: where a saturated gradient has been
-  multiplied no check of gradients sees it, but a `status_tap` in the layer
-  does. With -1 as the scale this reverses gradients.
+  A cotangent of inf or NaN stays one. A saturated one, of 65504, does not:
+  once it has been multiplied no check of gradients sees it, but a `status_tap`
+  in the layer does. With -1 as the scale this reverses gradients.
 
   Forward mode multiplies the tangents likewise. Each further derivative
-  multiplies once more, and there factors that are undone do not cancel: a
-  gradient inside the loss, such as a gradient penalty, must do without.
+  multiplies once more without cancelling: a gradient inside the loss, such as a
+  gradient penalty, must do without.
 
   Args:
     x: an array or a pytree. Leaves that are not floating or complex pass.

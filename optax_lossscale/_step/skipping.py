@@ -20,15 +20,11 @@ def update_unless(
   """Returns the updates and state that `update` makes, or those of a skip."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
-  # The inner optimizer runs in one of two ways, and this is the one place that
-  # decides which. Under jit, scan and the like JAX stages the step out: there
-  # `update` is recorded as a jaxpr and evaluated equation by equation, so that
-  # each value of the new state is selected where it is defined and XLA writes
-  # it into the old one's buffer. A select after the update would keep the state
-  # twice. Eagerly, each equation runs on its own and frees nothing sooner, and
-  # recording would only cost time, so there `update` runs as any function does
-  # and the select comes after it. Both give the same bits. It follows that
-  # under jit the inner optimizer must be pure, as jit asks anyway.
+  # The one place that decides how the inner optimizer runs. Under jit, scan and
+  # the like each value of the new state is selected where it is defined, so
+  # that the state is not kept twice. Eagerly that would free nothing sooner and
+  # cost time, so there the select comes after the update. Both give the same
+  # bits. Under jit the inner optimizer must be pure, as jit asks anyway.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose

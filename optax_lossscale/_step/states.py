@@ -111,7 +111,9 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
 def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
   states = find_states(opt_state)
-  if not states and _is_rule_state(opt_state):
+  own = getattr(opt_state, "loss_scale", None)
+  # A parameter of that name is seldom a scalar, and a rule's S no array.
+  if not states and getattr(own, "shape", None) == ():
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
       f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
@@ -256,12 +258,6 @@ def _is_restored(tree: Any) -> bool:
     for path, _ in jax.tree.leaves_with_path(tree)
     for key in path
   )
-
-
-def _is_rule_state(x: Any) -> bool:
-  """Returns whether `x` looks like the state of a rule, anybody's."""
-  # A parameter of that name is seldom a scalar, and a rule's S no array.
-  return getattr(getattr(x, "loss_scale", None), "shape", None) == ()
 
 
 def is_state(x: Any) -> bool:

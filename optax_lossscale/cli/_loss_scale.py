@@ -42,40 +42,28 @@ class LossScaleOption(NamedTuple):
 
 def parse(text: str) -> LossScaleOption:
   """Returns the rule that a text stands for."""
-  name, _, rest = text.partition(":")
+  head, _, tail = text.partition(":")
+  is_warm = head == _WARM_START
+  own = tail if is_warm else text
+  name, _, rest = own.partition(":")
+  if is_warm and name in ("", _NONE, _WARM_START):
+    raise ValueError(
+      f"{shown(text)}: {_WARM_START} stands before a rule, as in "
+      f"{_WARM_START}:dynamic:growth_interval=200, and once"
+    )
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
-  if name == _WARM_START:
-    return LossScaleOption(text, _parse_warm_start(text, rest))
   if name not in _RULES:
     names = (_NONE, *_RULES, _WARM_START)
     raise ValueError(
-      f"unknown rule {shown(text)}; choose from {', '.join(names)}, "
+      f"unknown rule {shown(own)}; choose from {', '.join(names)}, "
       "with arguments as in fixed:1024 or dynamic:growth_interval=200"
       f"{did_you_mean(name, names)}"
     )
   arguments = _parse_arguments(name, rest)
-  _check_complete(name, arguments)
   try:
-    return LossScaleOption(text, _RULES[name](**arguments))
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"{shown(text)}: {error}") from error
-
-
-def _parse_warm_start(text: str, rest: str) -> ols.LossScale:
-  # Told here, since a text may hold more of them than Python can nest.
-  if rest.partition(":")[0] == _WARM_START:
-    raise ValueError(
-      f"{shown(text)}: {_WARM_START} must come once: a first S is found once"
-    )
-  rule = parse(rest).rule if rest else None
-  if rule is None:
-    raise ValueError(
-      f"{shown(text)}: {_WARM_START} stands before a rule, as in "
-      f"{_WARM_START}:dynamic:growth_interval=200"
-    )
-  try:
-    return rules.WarmStart(rule)
+    rule = _RULES[name](**arguments)
+    return LossScaleOption(text, rules.WarmStart(rule) if is_warm else rule)
   except (TypeError, ValueError) as error:
     raise ValueError(f"{shown(text)}: {error}") from error
 
@@ -106,23 +94,17 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
     if name in arguments:
       raise ValueError(f"{rule} got {name!r} twice")
     arguments[name] = parsed
-  return arguments
-
-
-def _check_complete(
-  rule: str, arguments: dict[str, float | bool | str]
-) -> None:
-  parameters = inspect.signature(_RULES[rule]).parameters.values()
   missing = [
-    parameter.name
-    for parameter in parameters
-    if parameter.default is parameter.empty and parameter.name not in arguments
+    name
+    for name, parameter in parameters.items()
+    if parameter.default is parameter.empty and name not in arguments
   ]
   if missing:
     examples = ",".join(f"{name}={_example(name)}" for name in missing)
     raise ValueError(
       f"{rule} needs {' and '.join(missing)}, as in {rule}:{examples}"
     )
+  return arguments
 
 
 def _example(name: str) -> str:

@@ -107,23 +107,27 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   import rich.console
 
   console = rich.console.Console(highlight=False)
+  tell = functools.partial(console.print, soft_wrap=True, markup=False)
+  recorded: dict[str, Any] = {
+    "dtype": arguments.dtype,
+    "saturating": arguments.hardware == "saturating",
+  }
   replays = {}
   for path, history in histories.items():
     replays[path] = {
-      text: instruments.replay(
-        rule,
-        history,
-        dtype=arguments.dtype,
-        saturating=arguments.hardware == "saturating",
-      )
+      text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
-    console.print(
-      f"{path}, {len(history.step)} steps", soft_wrap=True, markup=False
-    )
+    tell(f"{path}, {len(history.step)} steps")
     console.print(_make_table(replays[path]))
     if arguments.advise:
-      _print_advice(console, arguments, history, rules, replays[path])
+      for text, rule in rules.items():
+        own = _history_of(replays[path][text], history)
+        tell(f"{text}:")
+        advice = [*map(str, instruments.advise(own, rule, **recorded))]
+        for line in advice or ["nothing to change"]:
+          tell(f"  {line}")
+      console.print()
   console.print(
     f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
     "leave unused; least: on the step closest to overflow; worst: on the step "
@@ -132,7 +136,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   if arguments.output is not None:
     with parser.writing(arguments.output):
       _write_figure(arguments.output, replays)
-    console.print(f"wrote {arguments.output}", soft_wrap=True, markup=False)
+    tell(f"wrote {arguments.output}")
   return 0
 
 
@@ -147,26 +151,6 @@ def _read(
     # The reader's arguments are options here.
     message = str(error).replace("`run`:", "--run:")
     parser.error(f"argument HISTORY: {message.replace('`seed`:', '--seed:')}")
-
-
-def _print_advice(
-  console: Any,
-  arguments: argparse.Namespace,
-  history: instruments.History,
-  rules: dict[str, ols.LossScale],
-  replays: dict[str, instruments.Replay],
-) -> None:
-  for text, rule in rules.items():
-    advice = instruments.advise(
-      _history_of(replays[text], history),
-      rule,
-      dtype=arguments.dtype,
-      saturating=arguments.hardware == "saturating",
-    )
-    console.print(f"{text}:", soft_wrap=True, markup=False)
-    for line in [str(item) for item in advice] or ["nothing to change"]:
-      console.print(f"  {line}", soft_wrap=True, markup=False)
-  console.print()
 
 
 def _history_of(

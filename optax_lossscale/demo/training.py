@@ -36,15 +36,7 @@ TrainStep = Callable[..., StepResult]
 
 def make_loss_fn(model: nn.Module) -> LossFn:
   """Returns the mean cross-entropy over all labels of a batch."""
-
-  def loss_fn(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
-    inputs, labels = batch
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-      _logits(model, params, inputs), labels
-    )
-    return jnp.mean(losses)
-
-  return loss_fn
+  return _mean(model, optax.losses.softmax_cross_entropy_with_integer_labels)
 
 
 def make_train_step(
@@ -131,14 +123,24 @@ def train(
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
-  tx = _make_optimizer(run, task)
-  opt_state = tx.init(params)
-  loss_scale = None
+  tx = task.optimizer
   if run.rule is not None:
-    loss_scale = float(ols.get_loss_scale(opt_state))
-  train_step, state = _start(
-    run, make_loss_fn(model), tx, opt_state, steps, lower
-  )
+    check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
+    tx = ols.loss_scaling(tx, run.rule, check=check)
+  opt_state = tx.init(params)
+  is_scaled = run.rule is not None
+  loss_scale = float(ols.get_loss_scale(opt_state)) if is_scaled else None
+  loss_fn = make_loss_fn(model)
+  schedule = run.make_schedule(steps)
+  state: Any = opt_state
+  if schedule is not None:
+    state = opt_state, schedule.init()
+    train_step = make_accelerated_train_step(
+      schedule, loss_fn, tx, level=run.level or "O1"
+    )
+  else:
+    make = make_plain_train_step if run.rule is None else make_train_step
+    train_step = make(lower(loss_fn), tx)
 
   batches = itertools.islice(task.batches(seed), steps)
   stepping = _steps(train_step, params, state, batches)
@@ -146,38 +148,9 @@ def train(
     params, metrics = outcome[0], jax.device_get(outcome[1])
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics.get("loss_scale")
-  score = _make_score_fn(model, task)
+  score = _mean(model, task.score)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
-
-
-def _start(
-  run: run_lib.Run,
-  loss_fn: LossFn,
-  tx: optax.GradientTransformation,
-  opt_state: optax.OptState,
-  steps: int,
-  lower: Callable[[LossFn], LossFn],
-) -> tuple[TrainStep, Any]:
-  """Returns the train step of a run, and the first state that it takes."""
-  schedule = run.make_schedule(steps)
-  if schedule is not None:
-    train_step = make_accelerated_train_step(
-      schedule, loss_fn, tx, level=run.level or "O1"
-    )
-    return train_step, (opt_state, schedule.init())
-  make = make_plain_train_step if run.rule is None else make_train_step
-  return make(lower(loss_fn), tx), opt_state
-
-
-def _make_optimizer(
-  run: run_lib.Run, task: task_lib.Task
-) -> optax.GradientTransformation:
-  """Returns the optimizer of the task, with loss scaling if the run has it."""
-  if run.rule is None:
-    return task.optimizer
-  check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
-  return ols.loss_scaling(task.optimizer, run.rule, check=check)
 
 
 def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:
@@ -245,20 +218,15 @@ def _is_low(metrics: dict[str, Any]) -> bool:
   return bool(metrics.get("low", True))
 
 
-def _make_score_fn(model: nn.Module, task: task_lib.Task) -> LossFn:
-  """Returns the mean score over a batch."""
+def _mean(
+  model: nn.Module, score: Callable[[jax.Array, jax.Array], jax.Array]
+) -> LossFn:
+  """Returns the mean of a score of logits and labels over a batch."""
 
-  def score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
+  def mean_score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
     inputs, labels = batch
-    return jnp.mean(
-      task.score(_logits(model, params, inputs), jnp.asarray(labels))
-    )
+    # In float32, where the softmax is taken.
+    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
+    return jnp.mean(score(logits, jnp.asarray(labels)))
 
-  return score
-
-
-def _logits(
-  model: nn.Module, params: optax.Params, inputs: jax.Array | np.ndarray
-) -> jax.Array:
-  """Returns the model's output in float32, where the softmax is taken."""
-  return jnp.asarray(model.apply(params, inputs), jnp.float32)
+  return mean_score

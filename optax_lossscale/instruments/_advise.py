@@ -61,8 +61,7 @@ def advise(
 ) -> list[Advice]:
   """Returns what to change in a rule, from a run that was recorded with it.
 
-  It is the procedure of the guides, "print the loss scale, count the overflows,
-  adjust the parameters", with numbers. In this order it looks for:
+  In this order it looks for:
 
   - NaN that no S mends: a fault to find in the model, and no argument;
   - overflows with amax 1 bit or more below the dtype's limit: the caller's own,

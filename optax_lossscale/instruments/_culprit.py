@@ -66,16 +66,14 @@ def culprit(
   """Returns the gradient that overflowed, or is the next to do so.
 
   It is the one that keeps S down: the layer to compute in float32, or to look
-  for a fault in. If several overflowed it is the first in the tree. One that is
-  inf comes before one that is NaN: a backward pass makes NaN of inf, in all
-  layers before it, but no inf of NaN. It waits for the gradients, so call it
-  now and then, on the host.
+  for a fault in. One that is inf comes before one that is NaN: a backward pass
+  makes NaN of inf, in all layers before it, but no inf of NaN. It waits for the
+  gradients, so call it now and then, on the host.
 
-  Which one overflows first, the gradients of a step on which several have
-  overflowed do not tell: of these the first in the tree is not the first in
-  time, nor the one with the least room. Ask for a clean step, where the least
-  headroom is the answer. Or compute the gradients of the step again with half
-  the S, as often as more than one is inf: the last one left is the answer.
+  If several overflowed it is the first in the tree, which need not be the first
+  in time. Ask for a clean step, where the least headroom is the answer. Or
+  compute the gradients of the step again with half the S, as often as more than
+  one is inf: the last one left is the answer.
 
   Args:
     scaled_grads: a pytree, as `loss_scaling` would take it.
@@ -115,16 +113,12 @@ def culprit(
     check, leaves.leave_out(mask, scaled_grads)
   )
   amaxes = jax.device_get(_amaxes(named))
-  found = [
-    _examine(path, float(amaxes[path]), x, dtype)
-    for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True)
-  ]
+  found = []
+  for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True):
+    limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
+    amax = float(amaxes[path])
+    found.append(Culprit(path, amax, _headroom(amax, limit)))
   return min(found, key=_order)
-
-
-def _examine(path: str, amax: float, x: jax.Array, dtype: Any) -> Culprit:
-  limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
-  return Culprit(path, amax, _headroom(amax, limit))
 
 
 def _headroom(amax: float, limit: float) -> float:
@@ -152,4 +146,4 @@ def _order(culprit: Culprit) -> tuple[bool, bool, float]:
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the amax of each array, in its own dtype or a wider one."""
-  return {path: bits.amax(_elements.parts(x)) for path, x in named.items()}
+  return {path: bits.amax(bits.parts(x)) for path, x in named.items()}

@@ -29,11 +29,6 @@ def named(tree: Any) -> dict[str, jax.Array]:
   return found
 
 
-def parts(x: jax.Array) -> list[jax.Array]:
-  """Returns a real array as it is, the two parts of a complex one."""
-  return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
-
-
 def count(
   tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
 ) -> jax.Array:

@@ -123,7 +123,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     <https://arxiv.org/abs/1710.03740>`_, 2018, figure 3.
   """
   gradients = list(_elements.named(tree).values())
-  size = sum(x.size * len(_elements.parts(x)) for x in gradients)
+  size = sum(x.size * len(_bits.parts(x)) for x in gradients)
   if size > _MOST:
     raise ValueError(
       f"`tree` must have fewer than 2**32 elements, got {size}; call "
@@ -203,7 +203,7 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
   length = highest - lowest + 3
   way = _by_scatter if jax.default_backend() == "cpu" else _by_comparison
   by_place = jnp.zeros(length, jnp.uint32)
-  for part in _elements.parts(x):
+  for part in _bits.parts(x):
     by_place += _elements.count(
       lambda y: way(y.astype(dtype), length), length, [part]
     )

@@ -154,7 +154,13 @@ def record(
       updates, state.recorded_state, params, **extra_args
     )
     last = states.find_state(recorded_state, path)
-    _check_capacity(state, capacity)
+    size = state.recorded_scale.shape[-1]
+    if size != capacity:
+      raise ValueError(
+        "`capacity` must stay what it was in the run that is continued, got "
+        f"{capacity} for a record of {size} steps; take {size}, or begin a new "
+        "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
+      )
     place = state.recorded_steps % capacity
     return updates, RecordState(
       recorded_state=recorded_state,
@@ -213,17 +219,6 @@ def history(opt_state: Any, *, path: str | None = None) -> History:
   step = np.arange(max(0, int(steps) - len(scales)), int(steps))
   places = step % len(scales)
   return History(step + 1, scales[places], amaxes[places], overflows[places])
-
-
-def _check_capacity(state: RecordState, capacity: int) -> None:
-  """Raises ValueError if a ring of another size was restored."""
-  size = state.recorded_scale.shape[-1]
-  if size != capacity:
-    raise ValueError(
-      "`capacity` must stay what it was in the run that is continued, got "
-      f"{capacity} for a record of {size} steps; take {size}, or begin a new "
-      "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
-    )
 
 
 def _find_record(opt_state: Any, path: str | None) -> RecordState:

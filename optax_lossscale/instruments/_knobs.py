@@ -8,14 +8,16 @@ from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
 from optax_lossscale.presets import declaration
 
-# What a rule that is a dataclass of its own calls the columns of the engine.
-_FIELDS = {
-  "init_scale": ("init_scale",),
-  "growth_interval": ("growth_interval",),
-  "hysteresis": ("hysteresis",),
-  "min_scale": ("min_scale", "scale_min"),
-  "max_scale": ("max_scale", "scale_max"),
-  "headroom": ("headroom",),
+# The fields of rules that are dataclasses of their own, and what they do.
+_COLUMNS = {
+  "init_scale": "init_scale",
+  "growth_interval": "growth_interval",
+  "hysteresis": "hysteresis",
+  "min_scale": "min_scale",
+  "scale_min": "min_scale",
+  "max_scale": "max_scale",
+  "scale_max": "max_scale",
+  "headroom": "headroom",
 }
 # What presets call the S that stays.
 _FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
@@ -38,13 +40,14 @@ def knobs(rule: base.LossScale) -> dict[str, Knob]:
     found = _of_preset(rule)
   elif isinstance(rule, loss_scales.FixedLossScale):
     found = {"scale": Knob("scale", rule.scale)}
-  else:
+  elif dataclasses.is_dataclass(rule):
     found = {
-      column: Knob(name, getattr(rule, name))
-      for column, names in _FIELDS.items()
-      for name in names
-      if name in _field_names(rule)
+      _COLUMNS[field.name]: Knob(field.name, getattr(rule, field.name))
+      for field in dataclasses.fields(rule)
+      if field.init and field.name in _COLUMNS
     }
+  else:
+    found = {}
   # A bound of 0 is none to the systems that take it.
   return {
     column: knob
@@ -91,9 +94,3 @@ def _inner(rule: base.LossScale) -> base.LossScale | None:
   """Returns the rule inside of a rule, such as of a warm start."""
   inner = getattr(rule, "rule", None)
   return inner if isinstance(inner, base.LossScale) else None
-
-
-def _field_names(rule: base.LossScale) -> set[str]:
-  if not dataclasses.is_dataclass(rule):
-    return set()
-  return {field.name for field in dataclasses.fields(rule) if field.init}

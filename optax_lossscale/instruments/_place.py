@@ -118,21 +118,6 @@ def describe(result: Result, first: _first.First) -> Place:
   )
 
 
-def describe_argument(path: str, x: Any, elements: int) -> Place:
-  """Returns the place of an argument that is not finite."""
-  return Place(
-    operation="argument",
-    kind=NONFINITE,
-    layer=path,
-    backward=False,
-    dtype=np.dtype(x.dtype),
-    shape=tuple(x.shape),
-    elements=elements,
-    iterations=(),
-    source=None,
-  )
-
-
 def _iterations(
   around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
 ) -> tuple[int, ...]:

@@ -102,8 +102,7 @@ def replay(
     before and after, since a backward pass makes NaN out of inf; and where no
     step is clean. Otherwise it is NaN at every S.
 
-  So compare rules on a history that has few of them, recorded with a small
-  fixed S, say: a rule that goes by amax chases the bounds.
+  So compare rules on a history that has few of them.
 
   Args:
     rule: any rule.

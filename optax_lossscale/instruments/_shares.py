@@ -60,7 +60,7 @@ def underflow_fraction(
   return _share(
     _count_lost(part, scale, target)
     for x in _elements.named(tree).values()
-    for part in _elements.parts(x)
+    for part in _bits.parts(x)
   )
 
 
@@ -217,12 +217,12 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
 
   def tally(param: jax.Array, update: jax.Array) -> jax.Array:
     new = optax.apply_updates(param, update)
-    pairs = zip(_elements.parts(new), _elements.parts(param), strict=True)
+    pairs = zip(_bits.parts(new), _bits.parts(param), strict=True)
     is_same = functools.reduce(
       jnp.logical_and, (_is_same(a, b) for a, b in pairs)
     )
     is_nonzero = functools.reduce(
-      jnp.logical_or, (_magnitude(x) > 0 for x in _elements.parts(update))
+      jnp.logical_or, (_magnitude(x) > 0 for x in _bits.parts(update))
     )
     return _counts(is_same, is_nonzero)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -33,12 +34,10 @@ def where_overflow(
 ) -> Callable[..., _place.Place | None]:
   """Returns a function for the first operation of `fun` that overflowed.
 
-  Gradients show that a step has overflowed, and `culprit` in which parameter.
-  By then inf and NaN have spread: the parameter is where they ended up, not
-  where they began. This runs `fun` and names the operation that made the first
-  one, its layer and its line of code. Put it around the function that makes
-  the gradients, and call it with the parameters, the opt_state and the batch
-  of the step that was skipped.
+  Gradients show where inf and NaN ended up, not where they began. This runs
+  `fun` and names the operation that made the first one, its layer and its line
+  of code. Put it around the function that makes the gradients, and call it with
+  the parameters, the opt_state and the batch of the step that was skipped.
 
   An operation overflowed if `float_status` says so, and the order is that in
   which `fun` is written: forward pass before backward pass, iteration after
@@ -128,8 +127,17 @@ def _nonfinite_argument(
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       elements = int(jnp.sum(is_nonfinite))
       if elements:
-        where = name + jax.tree_util.keystr(path)
-        return _place.describe_argument(where, leaf, elements)
+        return _place.Place(
+          operation="argument",
+          kind=_place.NONFINITE,
+          layer=name + jax.tree_util.keystr(path),
+          backward=False,
+          dtype=np.dtype(leaf.dtype),
+          shape=tuple(leaf.shape),
+          elements=elements,
+          iterations=(),
+          source=None,
+        )
   return None
 
 

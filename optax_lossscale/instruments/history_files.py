@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import math
+import operator
 import os
 import pathlib
 from typing import Any
@@ -19,6 +20,9 @@ from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
+
+# The columns that are read, by their names.
+_COLUMNS = ("amax", "loss_scale", "overflow", "step")
 
 
 def read_history(
@@ -142,7 +146,7 @@ class _Source(NamedTuple):
     scaled = self.scaled
     parsed = {
       name: [self._parse(name, i) for i in scaled]
-      for name in _PARSERS
+      for name in _COLUMNS
       if name in self.columns
     }
     # What is too large for float32 is inf, as it is in a float32 amax.
@@ -166,7 +170,7 @@ class _Source(NamedTuple):
 
   def _parse(self, column: str, i: int) -> Any:
     try:
-      return _PARSERS[column](self.columns[column][i])
+      return _parse(column, self.columns[column][i])
     except ValueError as error:
       raise ValueError(f"{self._place(column, i)}: {error}") from None
 
@@ -184,30 +188,11 @@ def _choose(
       "no step has an amax; a run without loss scaling has none, and one from "
       "before this library wrote it neither."
     )
-  runs = list(dict.fromkeys(source.run for source in scaled))
-  if run is not None:
-    scaled = [source for source in scaled if source.run == run]
-  elif len(runs) > 1:
-    raise ValueError(
-      f"it holds {len(runs)} runs with an amax; choose one by `run`: "
-      f"{_listed(runs)}."
-    )
-  if not scaled:
-    raise ValueError(
-      f"it has no run {shown(run)} with an amax; there are: {_listed(runs)}."
-    )
-  seeds = list(dict.fromkeys(source.seed or "none" for source in scaled))
-  if seed is not None:
-    scaled = [source for source in scaled if source.seed == str(seed)]
-  elif len(seeds) > 1:
-    raise ValueError(
-      f"it holds {len(seeds)} seeds of this run; choose one by `seed`: "
-      f"{', '.join(seeds)}."
-    )
-  if not scaled:
-    raise ValueError(
-      f"it has no seed {seed} of this run; there are: {', '.join(seeds)}."
-    )
+  scaled = _labelled(scaled, "run", run, "with an amax", shown)
+  wanted = None if seed is None else str(seed)
+  scaled = _labelled(
+    scaled, "seed", wanted, "of this run", lambda x: x or "none"
+  )
   if len(scaled) > 1:
     raise ValueError(
       "each run must have a `run` and `seed` of its own, got the same for "
@@ -216,8 +201,28 @@ def _choose(
   return scaled[0]
 
 
-def _listed(runs: Iterable[str | None]) -> str:
-  return ", ".join("none" if run is None else shown(run) for run in runs)
+def _labelled(
+  sources: list[_Source],
+  kind: str,
+  wanted: str | None,
+  which: str,
+  as_text: Callable[[str], str],
+) -> list[_Source]:
+  """Returns the sources with the label that was asked for, or the only one."""
+  label_of = operator.attrgetter(kind)
+  labels = dict.fromkeys(map(label_of, sources))
+  listed = ", ".join("none" if x is None else as_text(x) for x in labels)
+  if wanted is None and len(labels) > 1:
+    raise ValueError(
+      f"it holds {len(labels)} {kind}s {which}; choose one by `{kind}`: "
+      f"{listed}."
+    )
+  found = [x for x in sources if wanted is None or label_of(x) == wanted]
+  if not found:
+    raise ValueError(
+      f"it has no {kind} {as_text(str(wanted))} {which}; there are: {listed}."
+    )
+  return found
 
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
@@ -229,7 +234,7 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
         "line 1: one of the columns must be amax, got "
         f"{shown(', '.join(names))}."
       )
-    for name in (*_PARSERS, "run", "seed"):
+    for name in (*_COLUMNS, "run", "seed"):
       if names.count(name) > 1:
         raise ValueError(f"line 1: column {name} must come once, got it twice.")
     runs: dict[Any, list[tuple[int, dict[str, str]]]] = {}
@@ -246,7 +251,7 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
       runs.setdefault(key, []).append((reader.line_num, row))
   for key, rows in runs.items():
     yield _Source(
-      {n: [row[n] for _, row in rows] for n in _PARSERS if n in names},
+      {n: [row[n] for _, row in rows] for n in _COLUMNS if n in names},
       [f"line {line}, column {{}}" for line, _ in rows],
       *key,
     )
@@ -276,7 +281,7 @@ def _json_source(prefix: str, columns: dict[str, Any]) -> _Source:
     got = shown(list(columns))
     raise ValueError(f"it must have a list {prefix}amax, got {got}.")
   count = len(_of_kind(list, f"{prefix}amax", columns["amax"]))
-  columns = {n: columns[n] for n in _PARSERS if columns.get(n) is not None}
+  columns = {n: columns[n] for n in _COLUMNS if columns.get(n) is not None}
   if not isinstance(columns.get("loss_scale", []), list):
     columns["loss_scale"] = [columns["loss_scale"]] * count
   for name, values in columns.items():
@@ -306,50 +311,32 @@ def _suffix(path: pathlib.Path) -> str:
   return suffix
 
 
-def _parse_number(value: Any) -> float:
+def _parse(column: str, value: Any) -> Any:
+  """Returns an entry of a column as a number or a flag."""
+  if column == "overflow":
+    flags = {"0": False, "1": True, "false": False, "true": True}
+    flag = flags.get(str(value).strip().lower())
+    if flag is None:
+      raise ValueError(f"must be 0 or 1, got {shown(value)}.")
+    return flag
   try:
     if isinstance(value, bool):
       raise TypeError
-    return float(value)
+    number = float(value)
   except (TypeError, ValueError, OverflowError):
     raise ValueError(f"must be a number, got {shown(value)}.") from None
+  rule, holds = _NUMBERS[column]
+  if not holds(number):
+    raise ValueError(f"must {rule}, got {shown(value)}.")
+  return int(number) if column == "step" else number
 
 
-def _parse_amax(value: Any) -> float:
-  number = _parse_number(value)
-  if number < 0:
-    raise ValueError(f"must not be negative, got {shown(value)}.")
-  return number
-
-
-def _parse_scale(value: Any) -> float:
-  number = _parse_number(value)
-  if not arguments.is_usable_scale(number):
-    raise ValueError(
-      f"must be positive and a normal float32, got {shown(value)}."
-    )
-  return number
-
-
-def _parse_flag(value: Any) -> bool:
-  flags = {"0": False, "1": True, "false": False, "true": True}
-  flag = flags.get(str(value).strip().lower())
-  if flag is None:
-    raise ValueError(f"must be 0 or 1, got {shown(value)}.")
-  return flag
-
-
-def _parse_step(value: Any) -> int:
-  number = _parse_number(value)
-  if not (number.is_integer() and 0 < number < 2**53):
-    raise ValueError(f"must be a step, from 1, got {shown(value)}.")
-  return int(number)
-
-
-# The columns that are read, by their names.
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-  "amax": _parse_amax,
-  "loss_scale": _parse_scale,
-  "overflow": _parse_flag,
-  "step": _parse_step,
+# What holds for the numbers in a column.
+_NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
+  "amax": ("not be negative", lambda x: not x < 0),
+  "loss_scale": (
+    "be positive and a normal float32",
+    arguments.is_usable_scale,
+  ),
+  "step": ("be a step, from 1", lambda x: x.is_integer() and 0 < x < 2**53),
 }

@@ -125,11 +125,25 @@ def exponent_histogram(
     told[0] = f", {_lost(histogram, shares, 0.0, ranges[0])}"
     told[0] += f" in {ranges[0].name}"
     told[1] = f": {_lost(histogram, shares, shift, ranges[0])}"
-  _draw_bars(axes, histogram, shares, (low, high), floor, told[0])
+  heights = np.maximum(shares.by_exponent, floor)
+  edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
+  axes.stairs(
+    heights,
+    edges,
+    baseline=floor,
+    fill=True,
+    color=axes_lib.SKY_BLUE,
+    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
+  )
+  # What has no exponent is beside them.
+  beside = {low - _APART: shares.zeros, high + _APART: shares.nonfinite}
+  for place, share in beside.items():
+    if share:
+      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
   if loss_scale is not None:
     axes.stairs(
-      np.maximum(shares.by_exponent, floor),
-      np.append(histogram.exponents, histogram.exponents[-1] + 1) + shift,
+      heights,
+      edges + shift,
       baseline=floor,
       color="black",
       linewidth=1.4,
@@ -202,7 +216,27 @@ def heat_map(
   shares = [_Shares.of(histogram) for histogram in histograms.values()]
   axes = axes_lib.make_axes(ax, height=1.6 + 0.22 * len(histograms))
   low, high = _span(list(histograms.values()), shift, [limits])
-  mesh = _draw_rows(axes, histograms, shares, (low, high), shift)
+  exponents = next(iter(histograms.values())).exponents
+  rows = np.arange(len(histograms) + 1) - 0.5
+  how: Any = {
+    "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
+    "cmap": "cividis_r",  # In black and white, dark for many.
+  }
+  mesh = axes.pcolormesh(
+    np.append(exponents, exponents[-1] + 1) + shift,
+    rows,
+    _masked([share.by_exponent for share in shares]),
+    **how,
+  )
+  # What has no exponent is beside them.
+  for place, column in (
+    (low - _APART, [[share.zeros] for share in shares]),
+    (high + _APART, [[share.nonfinite] for share in shares]),
+  ):
+    edges = place + np.array([-0.5, 0.5]) * _BROAD
+    axes.pcolormesh(edges, rows, _masked(column), **how)
+  for row in rows[1:-1]:
+    axes.axhline(row, color="white", linewidth=2)
   _draw_limits(axes, limits)
   axes.figure.colorbar(
     mesh, ax=axes, label="share of a row's elements", fraction=0.05
@@ -219,32 +253,6 @@ def heat_map(
     "|g|" if loss_scale is None else f"S |g|, S = {_written(shift)}"
   )
   return axes
-
-
-def _draw_bars(
-  axes: Axes,
-  histogram: instruments.ExponentHistogram,
-  shares: _Shares,
-  span: tuple[float, float],
-  floor: float,
-  told: str,
-) -> None:
-  """Draws the gradients as they are, with what has no exponent beside them."""
-  axes.stairs(
-    np.maximum(shares.by_exponent, floor),
-    np.append(histogram.exponents, histogram.exponents[-1] + 1),
-    baseline=floor,
-    fill=True,
-    color=axes_lib.SKY_BLUE,
-    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told}",
-  )
-  beside = [
-    (span[0] - _APART, shares.zeros),
-    (span[1] + _APART, shares.nonfinite),
-  ]
-  for place, share in beside:
-    if share:
-      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
@@ -283,43 +291,6 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
   )
   axes.minorticks_off()
   return at(1.0)
-
-
-def _draw_rows(
-  axes: Axes,
-  histograms: Mapping[str, instruments.ExponentHistogram],
-  shares: Sequence[_Shares],
-  span: tuple[float, float],
-  shift: float,
-) -> Any:
-  """Draws the rows, with what has no exponent beside them; returns a mesh."""
-  floor = min(map(_floor_of, shares))
-  exponents = next(iter(histograms.values())).exponents
-  rows = np.arange(len(histograms) + 1) - 0.5
-  how: Any = {
-    "norm": LogNorm(floor, 1.0),
-    "cmap": "cividis_r",  # In black and white, dark for many.
-  }
-  mesh = axes.pcolormesh(
-    np.append(exponents, exponents[-1] + 1) + shift,
-    rows,
-    _masked([share.by_exponent for share in shares]),
-    **how,
-  )
-  beside = [
-    (span[0] - _APART, [[share.zeros] for share in shares]),
-    (span[1] + _APART, [[share.nonfinite] for share in shares]),
-  ]
-  for place, column in beside:
-    axes.pcolormesh(
-      place + np.array([-0.5, 0.5]) * _BROAD,
-      rows,
-      _masked(column),
-      **how,
-    )
-  for row in rows[1:-1]:
-    axes.axhline(row, color="white", linewidth=2)
-  return mesh
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def loss_scale(
     >>> print(axes.get_ylabel())
     loss scale S
   """
-  largest = _largest_scale(history, _headroom(history, dtype))
+  largest = _largest_scale(history, dtype)
   axes = axes_lib.make_axes(ax)
   _draw_largest(axes, history.step, largest, dtype)
   _draw_scale(axes, history, axes_lib.ALONE, label="S")
@@ -158,10 +158,7 @@ def replays(
   # A step that one rule loses, another one may not have lost.
   largest = functools.reduce(
     np.fmax,
-    (
-      _largest_scale(each.history, each.history.headroom(each.dtype))
-      for each in replays.values()
-    ),
+    (_largest_scale(each.history, each.dtype) for each in replays.values()),
   )
   axes = axes_lib.make_axes(ax)
   _draw_largest(axes, first.history.step, largest, first.dtype)
@@ -191,10 +188,9 @@ def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
   return headroom
 
 
-def _largest_scale(
-  history: instruments.History, headroom: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
   """Returns the largest S that each step would have stood; NaN if unknown."""
+  headroom = _headroom(history, dtype)
   largest = history.loss_scale * np.exp2(headroom)
   # Then it was found elsewhere, or is what saturation left.
   is_hidden = history.overflow & ~(headroom < 0)

@@ -68,13 +68,6 @@ def fairseq(
     threshold: the floor; None for none.
     min_loss_scale: S stays above it.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.fairseq(init_scale=8.0, tolerance=0.5)
@@ -124,13 +117,6 @@ def metaseq(
       to float32.
     threshold: the floor; None for none.
     min_loss_scale: S does not shrink below it.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

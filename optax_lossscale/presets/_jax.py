@@ -49,13 +49,6 @@ def flax(
     minimum_scale: the floor; None for none: then S goes to 0 in Flax and is
       held here.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.flax(growth_interval=1)
@@ -99,13 +92,6 @@ def jmp(
     period: clean steps in a row before S grows.
     factor: S is multiplied or divided by it; above 1.
     min_loss_scale: the floor; at 0 S goes to 0 in jmp and is held here.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

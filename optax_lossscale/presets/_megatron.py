@@ -102,13 +102,6 @@ def megatron(
     refill: what forgives overflows: "growth", as in the code, or "clean", any
       clean step, as documented. This one is not Megatron's.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.megatron(initial_scale=8.0)
@@ -128,17 +121,10 @@ def megatron(
 
 @preset(scale=Argument("initial_scale"))
 def megatron_constant(*, initial_scale: float) -> PresetLossScale:
-  """Megatron-LM's `ConstantGradScaler`: S stays.
+  """Megatron-LM's `ConstantGradScaler`: S stays, an overflow skips.
 
   Args:
     initial_scale: S.
-
-  Returns:
-    The rule; an overflow skips the step.
-
-  Raises:
-    TypeError: if S is not a number.
-    ValueError: if S is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -185,13 +171,6 @@ def deepspeed(
     consecutive_hysteresis: whether every clean step forgives earlier overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step
       overflowed with S at `min_scale`.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -242,13 +221,6 @@ def deepspeed_legacy(
     consecutive_hysteresis: whether every clean step forgives earlier overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step
       overflowed with S at `min_scale`.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -306,13 +278,6 @@ def colossalai(
       ColossalAI's optimizers pass 2**32.
     hysteresis: overflows since the last growth before S shrinks. ColossalAI
       takes 0 for 1.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

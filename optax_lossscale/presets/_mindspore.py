@@ -67,13 +67,6 @@ def mindspore(
     scale_factor: S is multiplied or divided by it; above 1.
     scale_window: clean steps in a row before S grows.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore(scale_factor=4, scale_window=3000)
@@ -99,13 +92,6 @@ def mindspore_fixed(
     loss_scale: S, at least 1.
     drop_overflow_update: False applies every step, overflow or not. Gradients
       are unscaled in either case; MindSpore leaves that to the optimizer then.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if S is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -140,13 +126,6 @@ def mindspore_amp(
     scale_value: the first S, at least 1.
     scale_factor: S is multiplied or divided by it; above 1.
     scale_window: clean steps in a row before S grows.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -187,13 +166,6 @@ def mindspore_cell(
     loss_scale_value: the first S; one below 1 is raised to 1 by an overflow.
     scale_factor: S is multiplied or divided by it; above 1.
     scale_window: clean steps before S grows.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

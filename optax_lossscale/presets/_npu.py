@@ -48,13 +48,6 @@ def npu_exponential(
     incr_ratio: S is multiplied by it on growth; above 1.
     decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.npu_exponential(
@@ -81,13 +74,6 @@ def npu_fixed(
   Args:
     loss_scale: S, at least 1.
     enable_overflow_check: False applies every step, overflow or not.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if S is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -122,12 +108,10 @@ def npu_loss_scale_optimizer(
     opt: the optimizer, `inner` of `loss_scaling`.
     loss_scale_manager: the rule, mostly `npu_fixed` or `npu_exponential`.
     is_distributed: whether the workers decide together. True needs `axis_name`
-      under `shard_map` and `pmap`, and nothing under plain jit, where the
-      gradients are those of all workers. With False each worker decides alone,
-      which `loss_scaling` refuses where JAX shows that they share one S, and
-      `axis_name` is not used, so that a script may toggle the flag.
-    axis_name: the mapped axis, or several, that the workers are along. The flag
-      is reduced, the gradients are not: see `pmean_gradients`.
+      under `shard_map` and `pmap`, and nothing under plain jit. With False each
+      worker decides alone, which `loss_scaling` refuses where JAX shows that
+      they share one S, and `axis_name` is not used.
+    axis_name: as in `loss_scaling`: the axes that the workers are along.
     check: what counts as an overflow. The dtype in it is the computation's.
 
   Returns:
@@ -181,22 +165,18 @@ def npu_loss_scale_optimizer(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    _refuse_mapped_axes()
+    # Empty under plain jit, also with sharded arrays, and under vmap.
+    axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    if axes:
+      raise ValueError(
+        "`axis_name` must be given where `is_distributed` is True inside "
+        "shard_map or pmap, where a worker sees its part alone, got None with "
+        f"the mapped axes {', '.join(axes)}; pass the one that the workers are "
+        "along, or several in a tuple: npu_loss_scale_optimizer(..., "
+        f"is_distributed=True, axis_name={axes[0]!r}). Under pmap it is the "
+        "`axis_name=` given to it."
+      )
     updates, state = tx.update(updates, state, params, **extra_args)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _refuse_mapped_axes() -> None:
-  """Raises inside shard_map and pmap, where a worker sees its part alone."""
-  # Empty under plain jit, also with sharded arrays, and under vmap.
-  axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
-  if axes:
-    raise ValueError(
-      "`axis_name` must be given where `is_distributed` is True inside "
-      f"shard_map or pmap, got None with the mapped axes {', '.join(axes)}; "
-      "pass the one that the workers are along, or several in a tuple: "
-      "npu_loss_scale_optimizer(..., is_distributed=True, "
-      f"axis_name={axes[0]!r}). Under pmap it is the `axis_name=` given to it."
-    )

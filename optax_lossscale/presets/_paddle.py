@@ -62,13 +62,6 @@ def paddle(
     decr_every_n_nan_or_inf: overflows in a row before S shrinks.
     use_dynamic_loss_scaling: False leaves S at `init_loss_scaling`.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.paddle(decr_every_n_nan_or_inf=2)
@@ -103,7 +96,9 @@ def paddle_op(
 
   The rule of `paddle`, with a floor of 1. The defaults are those of
   `paddle.static.amp.decorate(optimizer)`; with `use_pure_fp16`, and in the
-  operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8.
+  operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8. The operator sets
+  overflowing gradients to 0 and lets the optimizer run; here the step is
+  skipped.
 
   Args:
     init_loss_scaling: the first S; one below 1 is raised to 1 by a shrink.
@@ -111,14 +106,6 @@ def paddle_op(
     decr_every_n_nan_or_inf: overflows in a row before S shrinks.
     incr_ratio: S is multiplied by it on growth; above 1.
     decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
-
-  Returns:
-    The rule. The operator sets overflowing gradients to 0 and lets the
-    optimizer run; here the step is skipped.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

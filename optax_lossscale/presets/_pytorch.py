@@ -70,13 +70,6 @@ def torch(
     growth_interval: clean steps in a row before S grows.
     enabled: False leaves S at 1 and skips no step.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.torch(growth_interval=100)
@@ -109,13 +102,6 @@ def torch_sharded(
     growth_factor: S is multiplied by it on growth; above 1.
     growth_interval: clean steps in a row before S grows.
     enabled: False leaves S at 1 and skips no step.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -170,13 +156,6 @@ def apex(
     min_loss_scale: the floor; None, as Apex's 0, for none.
     max_loss_scale: the ceiling.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> float(ols.presets.apex(init_scale=2.0**30).init().loss_scale)
@@ -217,13 +196,6 @@ def apex_hysteresis(
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
     growth_interval: clean steps in a row before S grows.
     hysteresis: overflows in a row before S shrinks.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -84,9 +84,8 @@ def from_state_dict(
 
   S then moves as it would have moved in the system. Some dictionaries hold the
   system's arguments (torch, DeepSpeed, Paddle), others do not (Megatron,
-  MindSpore): give those that were not the default, as to the preset. What you
-  give goes before what the dictionary holds. fairseq, metaseq and ColossalAI
-  lose their counters at a restart; so does this.
+  MindSpore): give those that were not the default. What you give goes before
+  what the dictionary holds.
 
   Args:
     system: the preset's name; or a rule, whose arguments then go before what
@@ -97,8 +96,7 @@ def from_state_dict(
 
   Returns:
     rule: as the preset returns it.
-    state: its state, to be set into that of the optimizer as below. (Of several
-      optimizers do it with the state of the one.)
+    state: its state, to be set into that of the optimizer as below.
 
   Raises:
     TypeError: if `state_dict` is no dictionary, or traced, or an argument is

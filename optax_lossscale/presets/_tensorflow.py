@@ -50,13 +50,6 @@ def tf_exponential(
     incr_ratio: S is multiplied by it on growth; above 1.
     decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.tf_exponential(
@@ -102,13 +95,6 @@ def tensorflow(
     increment_period: clean steps in a row before S grows.
     multiplier: S is multiplied or divided by it; above 1.
 
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.tensorflow(initial_loss_scale=1.0)
@@ -143,13 +129,6 @@ def keras(
   Args:
     initial_scale: the first S.
     dynamic_growth_steps: clean steps in a row before S grows.
-
-  Returns:
-    The rule.
-
-  Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
 
   Examples:
     >>> import optax_lossscale as ols

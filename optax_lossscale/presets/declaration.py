@@ -12,6 +12,7 @@
 
 A new preset needs that, and its import and its name in `presets/__init__.py`.
 Since presets have no body, each file of them switches mypy's "empty-body" off.
+What all of them return and raise is put into their docstrings here.
 """
 
 from collections.abc import Callable
@@ -31,6 +32,17 @@ from optax_lossscale._rules import engine
 from optax_lossscale._rules import loss_scales
 
 _P = ParamSpec("_P")
+
+_ENDS_OF_EVERY_PRESET = """
+Returns:
+  The rule.
+
+Raises:
+  TypeError: if an argument is not of its kind.
+  ValueError: if an argument is out of its range.
+
+Examples:
+"""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -220,6 +232,8 @@ def preset(
       make, columns, switches, saves or {}, starts_within_bounds
     )
     PRESETS[function.__name__] = declared
+    text = inspect.cleandoc(function.__doc__ or "")
+    make.__doc__ = text.replace("\nExamples:\n", _ENDS_OF_EVERY_PRESET)
     return make
 
   return declare

@@ -82,25 +82,6 @@ def fitting_exponent(
   return fitting
 
 
-def check_bounds(**scales: Any) -> dict[str, float]:
-  """Returns loss scales as floats, which must come in increasing order."""
-  checked = {
-    name: arguments.check_first_scale(name, value)
-    if name == "init_scale"
-    else arguments.check_scale(name, value)
-    for name, value in scales.items()
-  }
-  if sorted(checked.values()) != list(checked.values()):
-    names = [f"`{name}`" for name in checked]
-    got = ", ".join(f"`{name}`={value!r}" for name, value in checked.items())
-    raise ValueError(
-      f"{' must not be above '.join(names)}, got {got}."
-      if len(names) == 2
-      else f"{names[1]} must lie between {names[0]} and {names[2]}, got {got}."
-    )
-  return checked
-
-
 def check_bits(name: str, value: Any) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")

@@ -80,11 +80,10 @@ class HeadroomLossScale(base.LossScale):
 
   It loses steps where amax leaps up by more than `headroom` bits above all of
   the last `window` steps: more of either costs precision of small gradients on
-  all steps, and saves a step now and then. Gradients of activations that
-  overflow where those of the parameters are small it does not see coming:
-  `amax_tap` shows them to it, and without it a dynamic rule may lose fewer
-  steps. The same holds for a loss that is cast to float16, which cannot carry
-  an S above 2**15: give it a `max_scale`.
+  all steps, and saves a step now and then. It cannot predict overflows of
+  activations where the gradients of the parameters are small: `amax_tap` shows
+  them to it. A loss that is cast to float16 cannot carry an S above 2**15: give
+  it a `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
@@ -96,8 +95,7 @@ class HeadroomLossScale(base.LossScale):
       inverse is a normal float32.
     skip: whether an overflow skips the step.
 
-  All but the first are keyword only. A bound that is no power of two is an S
-  that is none, where it is reached. S set by hand holds for one step. In a run
+  All but the first are keyword only. S set by hand holds for one step. In a run
   that goes on with the same state, another `headroom` and other bounds hold
   from the next step on; for another `window` make a new state.
 
@@ -135,18 +133,13 @@ class HeadroomLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked = {
-      **_amax_and_scale.check_bounds(
-        min_scale=self.min_scale,
-        init_scale=self.init_scale,
-        max_scale=self.max_scale,
-      ),
-      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "window": arguments.check_count("window", self.window),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    arguments.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_fields(
+      self,
+      headroom=_amax_and_scale.check_bits,
+      window=arguments.check_count,
+      dtype=arguments.check_dtype,
+    )
     if self.window > _LARGEST_WINDOW:
       raise ValueError(
         f"`window` must be at most 2**16 steps, got {self.window}: the state "

@@ -64,18 +64,15 @@ class LogMaxLossScale(base.LossScale):
 
   Here an overflow enters as the amax of which S had been twice too large. S is
   halved at once, again at every further one, and doubles from there in no less
-  than 1 / (1 - beta1) clean steps: the means take longer to learn that the
-  gradients have grown than steps may be lost. An amax of 0 enters nothing. The
-  first step, which shows no variation, counts as if it had varied by one bit.
+  than 1 / (1 - beta1) clean steps, since the means learn slowly that the
+  gradients have grown. An amax of 0 enters nothing. The first step, which shows
+  no variation, counts as if it had varied by one bit.
 
   It loses steps where amax grows by more bits than it varied before, and where
   log2(amax) has a heavier tail than a normal distribution. It takes
   1 / (1 - beta2) steps to believe in less variation than there was. While all
-  gradients are 0 it does not move: for a first S use `WarmStart`.
-
-  There is no `dtype` here: for bfloat16 it is `log_max=128`. Where the loss
-  itself is cast to float16, its cotangent is S, which float16 does not hold
-  above 2**15: pass `scale_max=2.0**15`.
+  gradients are 0 it does not move: for a first S use `WarmStart`. A loss that
+  is cast to float16 cannot carry an S above 2**15: pass `scale_max=2.0**15`.
 
   Attributes:
     scale_min: the floor. The default is the smallest normal float16.
@@ -123,19 +120,14 @@ class LogMaxLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checked = {
-      **_amax_and_scale.check_bounds(
-        scale_min=self.scale_min, scale_max=self.scale_max
-      ),
-      "log_max": arguments.check_number("log_max", self.log_max),
-      "overflow_std_dev": arguments.check_not_negative(
-        "overflow_std_dev", self.overflow_std_dev
-      ),
-      "beta1": _check_beta("beta1", self.beta1),
-      "beta2": _check_beta("beta2", self.beta2),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    arguments.check_bounds(self, "scale_min", "scale_max")
+    arguments.check_fields(
+      self,
+      log_max=arguments.check_number,
+      overflow_std_dev=arguments.check_not_negative,
+      beta1=_check_beta,
+      beta2=_check_beta,
+    )
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""

@@ -61,14 +61,12 @@ class HistogramLossScale(base.LossScale):
 
   It loses steps where amax leaps up by more than the bits above the edge, less
   the one by which S may just have doubled; and all of them at an S that is far
-  too large, since it moves by one bit a step: see `WarmStart`. Where the loss
-  itself is cast to float16, its cotangent is S, which float16 does not hold
-  above 2**15: pass `max_scale=2.0**15`.
+  too large, since it moves by one bit a step: see `WarmStart`. A loss that is
+  cast to float16 cannot carry an S above 2**15: pass `max_scale=2.0**15`.
 
   Inside of `loss_scaling` all gradients are counted, in one more look at them.
-  Where nobody counts, as in a replay of recorded amax, amax decides: one
-  element at or above the edge halves S. Of what an `amax_tap` saw only an
-  overflow counts, since nobody knows of how many elements it is the largest.
+  Where nobody counts, as in a replay of recorded amax, one element at or above
+  the edge halves S. Of what an `amax_tap` saw only an overflow counts.
 
   Attributes:
     init_scale: S of the first step. The default doubles its way up, which
@@ -118,35 +116,27 @@ class HistogramLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    edge = arguments.check_number("bin_edge_location", self.bin_edge_location)
-    threshold = arguments.check_not_negative(
-      "threshold_upper_count_proportion", self.threshold_upper_count_proportion
+    arguments.check_fields(
+      self,
+      bin_edge_location=arguments.check_number,
+      threshold_upper_count_proportion=arguments.check_not_negative,
     )
-    if not 0 < edge <= 1:
+    if not 0 < self.bin_edge_location <= 1:
       raise ValueError(
         "`bin_edge_location` must be above 0 and at most 1, a share of the "
-        f"largest finite value of `dtype`, got {edge}."
+        f"largest finite value of `dtype`, got {self.bin_edge_location}."
       )
-    if threshold >= 1:
+    if self.threshold_upper_count_proportion >= 1:
       raise ValueError(
         "`threshold_upper_count_proportion` must be below 1, got "
         f"{self.threshold_upper_count_proportion!r}: no share is above it."
       )
-    checked = {
-      **_amax_and_scale.check_bounds(
-        min_scale=self.min_scale,
-        init_scale=self.init_scale,
-        max_scale=self.max_scale,
-      ),
-      "bin_edge_location": edge,
-      "threshold_upper_count_proportion": threshold,
-      "update_period": arguments.check_count(
-        "update_period", self.update_period
-      ),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    arguments.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    arguments.check_fields(
+      self,
+      update_period=arguments.check_count,
+      dtype=arguments.check_dtype,
+    )
 
   def init(self) -> HistogramLossScaleState:
     """Returns the state before the first step."""

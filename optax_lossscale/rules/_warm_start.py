@@ -60,9 +60,8 @@ class WarmStart(base.LossScale):
 
   It helps where the first S is too large for the first step, and no longer
   where gradients then grow: from zero-initialized layers, or in actor-critic
-  training, as returns do. `headroom` is spent soon, and then the rule loses a
-  step for each bit. Of the first 64 steps of PPO (Brax's loss and networks
-  under `autocast`, five settings of three small environments) a dynamic rule
+  training. `headroom` is spent soon, and then the rule loses a step for each
+  bit. Of the first 64 steps of PPO (Brax's, in five settings) a dynamic rule
   lost 7 to 12, this around it 2 to 12, and `HeadroomLossScale`, which goes by
   the amax of each step, none.
 
@@ -115,16 +114,13 @@ class WarmStart(base.LossScale):
         f"`rule` must not be a WarmStart, got {self.rule!r}: a first S can be "
         "found once."
       )
-    checked = {
-      "probe_scale": arguments.check_first_scale(
-        "probe_scale", self.probe_scale
-      ),
-      "headroom": _amax_and_scale.check_bits("headroom", self.headroom),
-      "dtype": arguments.check_dtype("dtype", self.dtype),
-      "skip": self.rule.skip,
-    }
-    for name, value in checked.items():
-      object.__setattr__(self, name, value)
+    object.__setattr__(self, "skip", self.rule.skip)
+    arguments.check_fields(
+      self,
+      probe_scale=arguments.check_first_scale,
+      headroom=_amax_and_scale.check_bits,
+      dtype=arguments.check_dtype,
+    )
     super().__post_init__()
     with jax.ensure_compile_time_eval():
       self.init()

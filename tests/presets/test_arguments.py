@@ -308,6 +308,13 @@ def test_what_is_exported_is_what_was_declared():
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+def test_the_docstring_of_a_preset_has_each_part_once_and_in_order(system):
+  lines = getattr(presets, system).__doc__.splitlines()
+  ends = ("Args:", "Returns:", "Raises:", "Examples:", "References:")
+  assert tuple(x for x in lines if x in ends) == ends
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_a_declaration_is_of_the_arguments_of_the_signature(system):
   preset = declaration.PRESETS[system]
   names = {

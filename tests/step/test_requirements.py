@@ -177,7 +177,7 @@ def test_a_loss_scale_of_another_dtype_is_refused(loss_scale):
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
   state = tx.init(PARAMS)
   rule_state = state.loss_scale_state._replace(loss_scale=loss_scale)
-  with pytest.raises(ValueError, match=r"as its loss_scale, which is float32"):
+  with pytest.raises(ValueError, match=r"float32\[\].*to keep S"):
     tx.update(PARAMS, state._replace(loss_scale_state=rule_state), PARAMS)
 
 
