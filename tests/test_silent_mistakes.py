@@ -160,6 +160,10 @@ def built_once():
   return found
 
 
+def apply_if_finite_around():
+  return told(optax.apply_if_finite(ols.loss_scaling(ADAM, RULE), 3))
+
+
 def multi_steps_around():
   return told(optax.MultiSteps(ols.loss_scaling(ADAM, RULE), 2))
 
@@ -202,8 +206,7 @@ def a_fixed_scale_that_overflows():
   def in_float16(loss_fn, opt_state):
     return scaled(ols.autocast(loss_fn, "O1"), opt_state)
 
-  found = told(ols.loss_scaling(ADAM, ols.FixedLossScale(2.0**40)), in_float16)
-  return {STATE: found[STATE]}
+  return told(ols.loss_scaling(ADAM, ols.FixedLossScale(2.0**40)), in_float16)
 
 
 def nothing_but_nan():
@@ -334,6 +337,13 @@ MISTAKES = {
       "with, got gradients scaled by another S."
     },
   ),
+  "apply_if_finite around": (
+    apply_if_finite_around,
+    {
+      TRACED: "`opt_state` must have no optax.apply_if_finite around",
+      CHECKED: "The step with an S of inf was not skipped.",
+    },
+  ),
   "S9": (
     multi_steps_around,
     {
@@ -359,7 +369,13 @@ MISTAKES = {
     overflow_misspelt,
     {ERROR: "`update` takes a flag of the caller's as `overflow`, got `over"},
   ),
-  "S13": (a_fixed_scale_that_overflows, {STATE: "stalled"}),
+  "S13": (
+    a_fixed_scale_that_overflows,
+    {
+      STATE: "stalled",
+      CHECKED: "The step overflows at this S, and the rule cannot lower it.",
+    },
+  ),
   "S14": (
     nothing_but_nan,
     {

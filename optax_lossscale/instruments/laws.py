@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
@@ -81,6 +80,11 @@ _OVERFLOWS = (
   "The step overflows at this S and at smaller ones.",
   "Take another batch, or see where this one overflows: "
   "ols.instruments.where_overflow.",
+)
+_STALLED = (
+  "wrong",
+  "The step overflows at this S, and the rule cannot lower it.",
+  "Every such step is skipped. Take a smaller S, or a rule that moves it.",
 )
 _NOTHING_SEEN = (
   "inconclusive",
@@ -170,12 +174,14 @@ class StepReport:
     follows: the other outputs that depend on S, such as a norm of scaled
       gradients. They are no mistake, unless they are taken for true ones.
     deterministic: whether two runs with the same S gave the same values.
+    halvings: how often S was halved until the step did not overflow.
   """
 
   laws: tuple[Law, ...]
   next_values: Mapping[str, str]
   follows: tuple[str, ...] = ()
   deterministic: bool = True
+  halvings: int = 0
 
   @property
   def ok(self) -> bool:
@@ -190,6 +196,8 @@ class StepReport:
   def __str__(self) -> str:
     is_wrong = any(law.verdict == "wrong" for law in self.laws)
     found = "wrong" if is_wrong else "right" if self.ok else "not certain"
+    if self.ok and any(law.verdict == "rounding" for law in self.laws):
+      found = "right, as far as float16 can tell"
     pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
     lines = [
       f"The step is {found}.",
@@ -198,6 +206,10 @@ class StepReport:
     ]
     if self.follows:
       lines += [f"Other outputs that depend on S: {_listed(self.follows)}."]
+    if self.halvings:
+      lines += [
+        f"The step overflows at its S; it ran at S / 2**{self.halvings}."
+      ]
     if not self.deterministic:
       lines += ["Two runs with the same S differ."]
     return "\n".join(
@@ -306,6 +318,8 @@ def check(
   for halvings in range(_MOST_HALVINGS + 1):
     factors = dict.fromkeys(paths, 0.5**halvings)
     first = runs.at(factors)
+    if not halvings:
+      is_stalled = any(np.any(x.stalled) for x in first.states.values())
     if not first.overflows:
       break
   else:
@@ -319,7 +333,7 @@ def check(
   changed = _differing(later.watched(later.named), infinite.watched)
   doubtful = set() if carry else _doubtful(later, infinite, changed)
 
-  found: list[Law] = []
+  found = [Law("scale", *_STALLED)] if is_stalled else []
   follows: dict[str, None] = {}
   for path in first.outcomes:
     half, quarter = (
@@ -353,7 +367,7 @@ def check(
   }
   found += [Law("skip", *_skip_law(outcomes, changed, doubtful)), precision]
   return StepReport(
-    tuple(found), runs.next_values, tuple(follows), is_repeatable
+    tuple(found), runs.next_values, tuple(follows), is_repeatable, halvings
   )
 
 
@@ -361,7 +375,12 @@ def bind(
   step: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
   """Returns a function of a dict of arguments, and that dict."""
-  arguments.check_function(step)
+  if not callable(step):
+    raise TypeError(
+      "`step` must be the train step itself, got a "
+      f"{type(step).__name__}; its arguments come after it: "
+      "check_step(train_step, params, opt_state, batch)."
+    )
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
   # What goes into *args has a number for a name.

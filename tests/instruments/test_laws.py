@@ -545,7 +545,9 @@ def test_a_step_without_a_state_to_judge_is_refused():
     check_step(lambda params, x: params, PARAMS, BATCH)
   with pytest.raises(ValueError, match="next value of the argument that holds"):
     check_step(lambda params, state: params, PARAMS, tx.init(PARAMS))
-  with pytest.raises(TypeError, match="`fun` must be a function"):
+  with pytest.raises(
+    TypeError, match="must be the train step itself, got a dict"
+  ):
     check_step(PARAMS, tx.init(PARAMS))
   with pytest.raises(TypeError, match="must be called outside of jit"):
     jax.jit(functools.partial(check_step, make_step(tx)))(
@@ -1120,3 +1122,20 @@ def test_a_step_with_any_optimizer_is_right(name, low):
   report = run_check(step, params, tx.init(params))
   assert "wrong" not in verdicts(report).values(), report
   assert low or report.ok, report
+
+
+def test_an_s_that_overflows_is_told_and_is_wrong_if_it_cannot_come_down():
+  params, tokens, loss_fn = lstm()
+  half = ols.autocast(loss_fn, "O1")
+  for rule, is_right in (
+    (ols.DynamicLossScale(2.0**40), True),
+    (ols.FixedLossScale(2.0**40), False),
+  ):
+    tx = ols.loss_scaling(ADAM, rule)
+    step = jax.jit(make_step(tx, loss_fn=half))
+    report = ols.instruments.check_step(step, params, tx.init(params), tokens)
+    assert report.ok == is_right, report
+    assert report.halvings > 10
+    assert f"it ran at S / 2**{report.halvings}." in str(report)
+    cannot = "the rule cannot lower it" in str(report)
+    assert cannot != is_right

@@ -407,3 +407,12 @@ def test_it_runs_on_many_devices(check_vma):
   params, steps = jax.jit(mapped)(jnp.arange(8.0))
   assert params.tolist() == [-6.0] * 8
   assert steps == 2
+
+
+def test_what_a_rule_would_refuse_in_update_is_refused_without_one():
+  tx = ols.loss_scaling(optax.sgd(0.1), None)
+  params = {"w": jnp.ones(2)}
+  with pytest.raises(TypeError, match="did you mean overflow="):
+    tx.update(params, tx.init(params), params, overflowed=True)
+  with pytest.raises(TypeError, match="must be the scaled gradients, got None"):
+    tx.update(None, tx.init(params), params)
