@@ -92,6 +92,11 @@ _NOTHING_SEEN = (
   "Take another batch, or a step in which it runs. optax.MultiSteps belongs "
   "inside of it.",
 )
+_NOT_COMPARED = (
+  "inconclusive",
+  "No output was found to be the next value of the parameters.",
+  "Name it, as in carry={'params': 0, 'opt_state': 1}.",
+)
 _SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
 _SET_ASIDE = (
   "not applied",
@@ -345,6 +350,10 @@ def check(
       is_narrow or not is_repeatable,
     )
     invariance = _invariance_law(values, doubtful, is_narrow)
+    if all(
+      any(f"{name}/".startswith(f"{x}/") for x in given) for name in before
+    ):
+      invariance = _NOT_COMPARED
     if half.overflows or quarter.overflows:
       scale = invariance = _OVERFLOWS
     elif infinite.outcomes[path] == "applied":
@@ -481,8 +490,10 @@ def _next_values(
   by_position = dict(enumerate(named))
   chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
   found: dict[str, str] = {}
-  for name, tree in named.items():
-    form = _form(tree)
+  # The optimizer's state first, since it holds trees like the parameters.
+  names = sorted(named, key=lambda name: not states.find_states(named[name]))
+  for name in names:
+    tree, form = named[name], _form(named[name])
     # A number alone may be anything, such as a rate and a loss.
     is_number = _is_value(tree) and not _is_key(tree) and not np.shape(tree)
     if carry is None and (is_number or not form[1]):
@@ -499,7 +510,7 @@ def _next_values(
       f"{', '.join(named)}, the outputs "
       f"{', '.join(x for x in outputs if x and '/' not in x)}."
     )
-  return found
+  return {name: found[name] for name in named if name in found}
 
 
 def _doubtful(later: _Runs, skipped: _Run, changed: Sequence[str]) -> set[str]:

@@ -1139,3 +1139,16 @@ def test_an_s_that_overflows_is_told_and_is_wrong_if_it_cannot_come_down():
     assert f"it ran at S / 2**{report.halvings}." in str(report)
     cannot = "the rule cannot lower it" in str(report)
     assert cannot != is_right
+
+
+def test_parameters_whose_next_value_is_not_found_leave_the_step_uncertain():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    params, opt_state, _ = make_step(tx)(params, opt_state, batch)
+    return tuple(params.values()), opt_state
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+  assert not report.ok and verdicts(report)["invariance"] == "inconclusive"
+  assert "next value of the parameters" in law(report, "invariance")
