@@ -245,8 +245,9 @@ def check_step(
 
   Call it once before a long run, and in your own tests, outside of jit. The
   step may be jitted or not, on one device or on many of one process. Each run
-  gets copies, so arguments may be donated, and nothing changes. If S itself
-  overflows it is halved until it does not.
+  gets copies, so arguments may be donated, and nothing changes. The next values
+  of each run are fetched and kept on the host until the report is made. If S
+  itself overflows it is halved until it does not.
 
   It cannot see what does not depend on S: a wrong loss, data that differ. In
   float16 a small mistake, such as weight decay that is added by hand, hides in

@@ -22,11 +22,12 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
   JAX adds up gradients. Where one `amax` is given to several taps, or stands
   inside of a scan or a vmap, or is shared by the devices of a `shard_map`, what
   comes back is the sum of what each saw: no less than the largest, so S errs to
-  the safe side. `accumulated_value_and_grad` returns the mean of what each
-  micro-batch saw, which may be less. To have each alone give each its own: an
-  entry of a dict for each tap, an element of an array in `xs` for each
-  iteration of a scan, `make_varying(amax, axis_name)` for each device, where
-  `loss_scaling(..., axis_name=)` takes the largest.
+  the safe side, and a sum beyond the check's limit is an overflow.
+  `accumulated_value_and_grad` returns the mean of what each micro-batch saw,
+  which may be less. To have each alone give each its own: an entry of a dict
+  for each tap, an element of an array in `xs` for each iteration of a scan,
+  `make_varying(amax, axis_name)` for each device, where `loss_scaling(...,
+  axis_name=)` takes the largest.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not

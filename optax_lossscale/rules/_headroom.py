@@ -82,8 +82,8 @@ class HeadroomLossScale(base.LossScale):
   the last `window` steps: more of either costs precision of small gradients on
   all steps, and saves a step now and then. It cannot predict overflows of
   activations where the gradients of the parameters are small: `amax_tap` shows
-  them to it. A loss that is cast to float16 cannot carry an S above 2**15: give
-  it a `max_scale`.
+  them to it, and without one a dynamic rule may lose fewer steps. A loss that
+  is cast to float16 cannot carry an S above 2**15: give it a `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
