@@ -223,6 +223,12 @@ def check_step(
   """
   call, named = laws.bind(step, args, kwargs)
   changing = _changing(named)
+  if not states.find_states(nnx.as_pure(changing)):
+    raise ValueError(
+      "`step` must be given an nnx.Optimizer with loss_scaling, got none among "
+      f"its arguments {', '.join(named)}; a step that returns its next values "
+      "is for ols.instruments.check_step."
+    )
 
   def run(values: Mapping[str, Any]) -> Any:
     objects: Any = nnx.clone({x: named[x] for x in changing}, graph=True)

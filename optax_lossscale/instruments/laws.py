@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import dataclasses
 import fnmatch
 import inspect
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
@@ -25,6 +27,9 @@ from optax_lossscale.instruments import _history
 
 # S is halved so often to find one at which the step does not overflow.
 _MOST_HALVINGS = 40
+
+# So many steps are made to find one that moves the parameters.
+_MOST_STEPS = 64
 
 # By how much two updates may differ where S does: of the largest element where
 # all is as wide as float32, since a power of two is exact there; of the middle
@@ -48,6 +53,10 @@ _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 # How many leaves a line of the report names.
 _MOST_NAMED = 4
 
+_RETURN = (
+  "it must be an argument, and its next value be returned. A step that changes "
+  "Flax NNX objects in place is for ols.nnx.check_step"
+)
 _INSIDE = (
   "What is to see true gradients goes inside: loss_scaling(chain, rule)."
 )
@@ -96,6 +105,12 @@ _NOT_COMPARED = (
   "inconclusive",
   "No output was found to be the next value of the parameters.",
   "Name it, as in carry={'params': 0, 'opt_state': 1}.",
+)
+_STILL = (
+  "inconclusive",
+  f"No parameter moves in {_MOST_STEPS} steps.",
+  "Check a step whose rate is not 0, and whose updates the parameters' dtype "
+  "can hold.",
 )
 _SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
 _SET_ASIDE = (
@@ -189,18 +204,21 @@ class StepReport:
   halvings: int = 0
 
   @property
+  def _is_wrong(self) -> bool:
+    return any(law.verdict == "wrong" for law in self.laws)
+
+  @property
   def ok(self) -> bool:
     """Whether every law that applies was seen to hold."""
     return not {x.verdict for x in self.laws} & {"wrong", "inconclusive"}
 
   def raise_if_wrong(self) -> None:
     """Raises ValueError, with the report as its text, if a law is broken."""
-    if any(law.verdict == "wrong" for law in self.laws):
+    if self._is_wrong:
       raise ValueError(str(self))
 
   def __str__(self) -> str:
-    is_wrong = any(law.verdict == "wrong" for law in self.laws)
-    found = "wrong" if is_wrong else "right" if self.ok else "not certain"
+    found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
     if self.ok and any(law.verdict == "rounding" for law in self.laws):
       found = "right, as far as float16 can tell"
     pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
@@ -309,20 +327,39 @@ def check(
       "`check_step` must be called outside of jit, got traced arguments; give "
       "it the jitted step: check_step(train_step, params, opt_state, batch)."
     )
-  given = states.find_states(named)
-  if not given:
+  if not states.find_states(named):
     raise ValueError(
       "`step` must be given the state of loss_scaling, got none among its "
-      f"arguments {', '.join(named)}; it must be an argument, and its next "
-      "value be returned."
+      f"arguments {', '.join(named)}; {_RETURN}."
     )
   precision, is_narrow = _precision(run, named)
-  paths = [x for x in given if jax.tree.leaves(given[x].loss_scale_state)]
-  if not paths:
-    return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   runs = _Runs(run, named, carry, may_change)
+  if not runs.paths:
+    return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
+  report, found = _judge(runs, precision, is_narrow)
+  # What stands still, as at a rate of 0, shows no mistake: look where it moves.
+  for _ in range(_MOST_STEPS):
+    if not report.ok:
+      return report
+    seen = runs.moved(found)
+    runs = runs.after(found)
+    found = runs.at({})
+    if runs.moved(found) - seen:
+      later, _ = _judge(runs, precision, is_narrow)
+      halvings = report.halvings + later.halvings
+      return dataclasses.replace(later, halvings=halvings)
+    if seen or not runs.parameters():
+      return report
+  laws = (Law("invariance", *_STILL), *report.laws)
+  return dataclasses.replace(report, laws=laws)
+
+
+def _judge(
+  runs: "_Runs", precision: Law, is_narrow: bool
+) -> tuple[StepReport, "_Run"]:
+  """Returns the report on a step from one state, and what the step made."""
   for halvings in range(_MOST_HALVINGS + 1):
-    factors = dict.fromkeys(paths, 0.5**halvings)
+    factors = dict.fromkeys(runs.paths, 0.5**halvings)
     first = runs.at(factors)
     if not halvings:
       is_stalled = any(np.any(x.stalled) for x in first.states.values())
@@ -330,14 +367,17 @@ def check(
       break
   else:
     laws = (Law("scale", *_OVERFLOWS), precision)
-    return StepReport(laws, runs.next_values)
-  before, again = runs.watched(runs.named), runs.at(factors)
+    return StepReport(laws, runs.next_values), first
+  again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
   # After a step, since momentum of 0 would not show that it moves.
-  later = _Runs(run, runs.named | first.after, runs.next_values, may_change)
-  clean, infinite = later.at(factors), later.at(dict.fromkeys(paths, math.inf))
-  changed = _differing(later.watched(later.named), infinite.watched)
-  doubtful = set() if carry else _doubtful(later, infinite, changed)
+  later = runs.after(first)
+  clean, infinite = (
+    later.at(factors),
+    later.at(dict.fromkeys(factors, math.inf)),
+  )
+  changed = _differing(later.before, infinite.watched)
+  doubtful = set() if runs.carry else _doubtful(later, infinite, changed)
 
   found = [Law("scale", *_STALLED)] if is_stalled else []
   follows: dict[str, None] = {}
@@ -345,15 +385,14 @@ def check(
     half, quarter = (
       runs.at(factors | {path: share * factors[path]}) for share in (0.5, 0.25)
     )
-    values = [before, *(x.watched for x in (first, again, half, quarter))]
     scale = _scale_law(
       np.array([np.ravel(x.states[path].amax) for x in (first, half, quarter)]),
       is_narrow or not is_repeatable,
     )
+    several = (first, again, half, quarter)
+    values = [runs.before, *(x.watched for x in several)]
     invariance = _invariance_law(values, doubtful, is_narrow)
-    if all(
-      any(f"{name}/".startswith(f"{x}/") for x in given) for name in before
-    ):
+    if not runs.parameters():
       invariance = _NOT_COMPARED
     if half.overflows or quarter.overflows:
       scale = invariance = _OVERFLOWS
@@ -376,9 +415,10 @@ def check(
     if clean.outcomes[path] != "nothing"
   }
   found += [Law("skip", *_skip_law(outcomes, changed, doubtful)), precision]
-  return StepReport(
+  report = StepReport(
     tuple(found), runs.next_values, tuple(follows), is_repeatable, halvings
   )
+  return report, first
 
 
 def bind(
@@ -421,11 +461,15 @@ class _Runs:
   """A step and its arguments, to be run with any S."""
 
   def __init__(self, run: Any, named: Any, carry: Any, may_change: Any) -> None:
-    self._run, self.named, self._carry = run, dict(named), carry
+    self._run, self.named, self.carry = run, dict(named), carry
     # A pattern alone is not one of letters.
     is_one = isinstance(may_change, str)
     self._may_change = [may_change] if is_one else list(may_change)
     self.next_values: dict[str, str] = {}
+    self._given = states.find_states(self.named)
+    self.paths = [
+      x for x, y in self._given.items() if jax.tree.leaves(y.loss_scale_state)
+    ]
 
   def at(self, factors: Mapping[str, float]) -> _Run:
     """Runs the step on copies, with each S multiplied by its factor."""
@@ -444,29 +488,61 @@ class _Runs:
     with jax.debug_nans(False), jax.debug_infs(False):
       outputs = dict(_nodes(jax.block_until_ready(self._run(inputs))))
     if not self.next_values:
-      self.next_values = _next_values(self.named, outputs, self._carry)
+      self.next_values = _next_values(self.named, outputs, self.carry)
+      self.before = self.watched(self.named)
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
     missing = [path for path in factors if path not in new]
     # With `carry` a state may be one that is only read.
-    if missing and (self._carry is None or not new):
+    if missing and (self.carry is None or not new):
       raise ValueError(
         "`step` must return the next value of the argument that holds the "
         f"state of loss_scaling, {missing[0]}, got no output of its structure, "
-        "shapes and dtypes."
+        f"shapes and dtypes; {_RETURN}."
       )
     outcomes = {x: _outcome(old[x], new[x]) for x in factors if x in new}
     places = self.next_values.values()
     others = {x: y for x, y in outputs.items() if not _overlaps(x, places)}
     return _Run(after, self.watched(after), others, new, outcomes)
 
+  def after(self, found: _Run) -> "_Runs":
+    """Returns the same step with the next values of a run as its arguments."""
+    later = copy.copy(self)
+    later.named = self.named | found.after
+    later.before = self.watched(later.named)
+    return later
+
   def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns what must neither depend on S nor move on a skip, by name."""
     found = _named_leaves({x: named[x] for x in self.next_values})
+    kept = dict(found)
     for x in self._may_change:
-      for name in fnmatch.filter(found, x) + fnmatch.filter(found, f"{x}/*"):
-        found.pop(name, None)
-    return found
+      names = fnmatch.filter(found, x) + fnmatch.filter(found, f"{x}/*")
+      if not names:
+        raise ValueError(
+          "`may_change` must name leaves of next values, or be a pattern, got "
+          f"{arguments.shown(x)}; they are {_listed([*found])}."
+        )
+      for name in names:
+        kept.pop(name, None)
+    return kept
+
+  def parameters(self) -> list[str]:
+    """Returns the names of floating leaves beside the states."""
+    return [
+      name
+      for name, x in self.before.items()
+      if leaves.is_gradient(x)
+      and not any(f"{name}/".startswith(f"{y}/") for y in self._given)
+    ]
+
+  def moved(self, found: _Run) -> set[str]:
+    """Returns the parameters that a run changed."""
+    return {
+      x
+      for x in self.parameters()
+      if not _is_same(self.before[x], found.watched[x])
+    }
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
@@ -489,6 +565,11 @@ def _next_values(
 ) -> dict[str, str]:
   """Returns the path of the output that is the next value of an argument."""
   by_position = dict(enumerate(named))
+  if not isinstance(carry, Mapping | None):
+    raise TypeError(
+      "`carry` must be a dict that leads from arguments to outputs, such as "
+      f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
+    )
   chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
   found: dict[str, str] = {}
   # The optimizer's state first, since it holds trees like the parameters.
@@ -507,7 +588,7 @@ def _next_values(
   if carry is not None and found.keys() != chosen.keys():
     raise ValueError(
       "`carry` must lead from arguments to outputs of the same structure, "
-      f"shapes and dtypes, got {carry!r}; the arguments are "
+      f"shapes and dtypes, got {arguments.shown(carry)}; the arguments are "
       f"{', '.join(named)}, the outputs "
       f"{', '.join(x for x in outputs if x and '/' not in x)}."
     )
@@ -680,7 +761,8 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   else:
     verdict = "wrong" if is_power or not is_narrow else "inconclusive"
   like = f" like S^{slope:.2g}" if 0.5 <= abs(slope) < math.inf else ""
-  return verdict, f" ({100 * largest:.2g} %{like})" if largest < 2 else ""
+  most = max(largest, lower)
+  return verdict, f" ({100 * most:.2g} %{like})" if most < 2 else ""
 
 
 def _invariance_law(

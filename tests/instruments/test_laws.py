@@ -990,7 +990,8 @@ def test_a_random_key_that_a_skip_advances_is_named(key):
   assert_exact(run_check(step, *args, may_change=["key"]))
   # One pattern need not be a list, nor is it one of letters.
   assert_exact(run_check(step, *args, may_change="key"))
-  assert not run_check(step, *args, may_change="*/yek").ok
+  with pytest.raises(ValueError, match=r"must name leaves .* '\*/yek'; they"):
+    run_check(step, *args, may_change="*/yek")
 
 
 def test_a_step_of_any_signature_is_right():
@@ -1152,3 +1153,61 @@ def test_parameters_whose_next_value_is_not_found_leave_the_step_uncertain():
   report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
   assert not report.ok and verdicts(report)["invariance"] == "inconclusive"
   assert "next value of the parameters" in law(report, "invariance")
+
+
+LATE = optax.sgd(optax.linear_schedule(0.0, 0.1, 10))
+LATER = optax.sgd(optax.linear_schedule(0.0, 0.1, 10, transition_begin=3))
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    LATE,
+    LATER,
+    # Some parameters move at once.
+    optax.partition({True: optax.sgd(0.1), False: LATE}, W_ALONE),
+  ],
+)
+def test_a_mistake_shows_where_the_first_rate_is_0(inner):
+  def decay_one(grads, opt_state, params):
+    return grads | {"v": grads["v"] + 1e-2 * params["v"]}
+
+  report = check(ols.loss_scaling(inner, RULE), change=decay_one)
+  assert "between S and S/2: params/v (" in law(report, "invariance")
+  assert verdicts(report)["invariance"] == "wrong"
+
+
+@pytest.mark.parametrize("inner", [LATE, optax.MultiSteps(LATE, 3)])
+def test_a_right_step_whose_parameters_move_late_is_right(inner):
+  assert_exact(check(ols.loss_scaling(inner, RULE)))
+
+
+def test_parameters_that_never_move_leave_the_step_uncertain():
+  tx = ols.loss_scaling(optax.sgd(0.0), RULE)
+  report = check(tx)
+  assert not report.ok and "No parameter moves in 64 steps." in str(report)
+  # Frozen ones do not.
+  groups = {True: ADAM, False: optax.set_to_zero()}
+  assert_exact(check(ols.loss_scaling(optax.partition(groups, W_ALONE), RULE)))
+
+
+def test_a_step_for_the_other_check_is_told_of_it():
+  model = Net(nnx.Rngs(0))
+  tx = ols.loss_scaling(ADAM, RULE)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  with pytest.raises(ValueError, match=r"for ols\.nnx\.check_step\.$"):
+    run_check(nnx_step, model, optimizer, BATCH)
+  with pytest.raises(ValueError, match=r"ols\.instruments\.check_step"):
+    ols.nnx.check_step(make_step(tx), PARAMS, tx.init(PARAMS), BATCH)
+
+
+def test_what_is_quoted_is_short():
+  tx = ols.loss_scaling(ADAM, RULE)
+  args = make_step(tx), PARAMS, tx.init(PARAMS), BATCH
+  with pytest.raises(
+    TypeError, match=r"`carry` must be a dict .* got \[0, 1\]"
+  ):
+    run_check(*args, carry=[0, 1])
+  with pytest.raises(ValueError, match="`carry` must lead") as caught:
+    run_check(*args, carry={"params": "0" * 10**6})
+  assert len(str(caught.value)) < 500
