@@ -246,7 +246,8 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   except Exception as error:  # What computes S may ask anything of its leaves.
     raise TypeError(
       "the state of `rule` must hold S as a leaf, where it can be set, got a "
-      f"{type(rule_state).__name__} whose `loss_scale` is computed; {AS_PURE}."
+      f"{type(rule_state).__name__} whose `loss_scale` is none of its leaves; "
+      f"store S itself in it, and {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
 

@@ -264,8 +264,9 @@ def check_step(
   Call it once before a long run, and in your own tests, outside of jit. The
   step may be jitted or not, on one device or on many of one process. Each run
   gets copies, so arguments may be donated, and nothing changes. The next values
-  of each run are fetched and kept on the host until the report is made. If S
-  itself overflows it is halved until it does not.
+  of up to seven runs are kept on the host until the report is made. If S itself
+  overflows it is halved until it does not. If parameters stand still, as at a
+  rate of 0, the first step that moves them is judged as well.
 
   It cannot see what does not depend on S: a wrong loss, data that differ. In
   float16 a small mistake, such as weight decay that is added by hand, hides in
@@ -538,11 +539,7 @@ class _Runs:
 
   def moved(self, found: _Run) -> set[str]:
     """Returns the parameters that a run changed."""
-    return {
-      x
-      for x in self.parameters()
-      if not _is_same(self.before[x], found.watched[x])
-    }
+    return {*self.parameters()} & {*_differing(self.before, found.watched)}
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
