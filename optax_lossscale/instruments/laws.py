@@ -84,6 +84,11 @@ _SLOPES = {
     "The loss is scaled twice, by ols.scaled_value_and_grad and by hand.",
   ),
 }
+_ADDED = (
+  "wrong",
+  "The largest gradient is proportional to S but for a small part.",
+  f"Something is added before `update` (weight decay, noise). {_INSIDE}",
+)
 _OVERFLOWS = (
   "inconclusive",
   "The step overflows at this S and at smaller ones.",
@@ -171,7 +176,7 @@ class Law(NamedTuple):
 
   Attributes:
     name: "scale", "invariance", "skip" or "precision".
-    verdict: "exact"; "rounding", right as far as float16 can tell; "wrong";
+    verdict: "exact"; "rounding", right as far as rounding can tell; "wrong";
       "inconclusive"; or "not applied", where the law has nothing to say.
     text: what was seen.
     remedy: the mistakes that look like this, and what mends them.
@@ -220,7 +225,7 @@ class StepReport:
   def __str__(self) -> str:
     found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
     if self.ok and any(law.verdict == "rounding" for law in self.laws):
-      found = "right, as far as float16 can tell"
+      found = "right, as far as rounding can tell"
     pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
     lines = [
       f"The step is {found}.",
@@ -331,7 +336,7 @@ def check(
   if not states.find_states(named):
     raise ValueError(
       "`step` must be given the state of loss_scaling, got none among its "
-      f"arguments {', '.join(named)}; {_RETURN}."
+      f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
   precision, is_narrow = _precision(run, named)
   runs = _Runs(run, named, carry, may_change)
@@ -697,8 +702,10 @@ def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
     return _NOTHING_SEEN
   for slope, law in _SLOPES.items():
     apart = np.max(np.abs(slopes - slope))
+    if apart <= _SLOPE_ROUNDING and slope == 1 and apart:
+      return ("rounding", law[1]) if is_rough else _ADDED
     if apart <= _SLOPE_ROUNDING:
-      return ("rounding", law[1]) if slope == 1 and apart else law
+      return law
   worst = slopes.ravel()[np.argmax(np.abs(slopes - 1))]
   return (
     "inconclusive" if is_rough or abs(worst - 1) < 0.5 else "wrong",

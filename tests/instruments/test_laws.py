@@ -573,7 +573,9 @@ def test_a_rule_whose_scale_is_derived_is_named():
       return state
 
   tx = ols.loss_scaling(ADAM, Derived())
-  with pytest.raises(TypeError, match="got a Exponent whose .* store S itself in it"):
+  with pytest.raises(
+    TypeError, match="got a Exponent whose .* store S itself in it"
+  ):
     ols.instruments.check_step(make_step(tx), PARAMS, tx.init(PARAMS), BATCH)
 
 
@@ -1165,21 +1167,36 @@ LATER = optax.sgd(optax.linear_schedule(0.0, 0.1, 10, transition_begin=3))
     LATE,
     LATER,
     # Some parameters move at once.
-    optax.partition({True: optax.sgd(0.1), False: LATE}, W_ALONE),
+    optax.partition({True: LATE, False: optax.sgd(0.1)}, W_ALONE),
   ],
 )
 def test_a_mistake_shows_where_the_first_rate_is_0(inner):
-  def decay_one(grads, opt_state, params):
-    return grads | {"v": grads["v"] + 1e-2 * params["v"]}
+  # The largest gradient is another one.
+  def decay_w(grads, opt_state, params):
+    return grads | {"w": grads["w"] + 1e-2 * params["w"]}
 
-  report = check(ols.loss_scaling(inner, RULE), change=decay_one)
-  assert "between S and S/2: params/v (" in law(report, "invariance")
+  report = check(ols.loss_scaling(inner, RULE), change=decay_w)
+  assert verdicts(report)["scale"] == "exact"
   assert verdicts(report)["invariance"] == "wrong"
+  assert "between S and S/2: params/w (" in law(report, "invariance")
 
 
 @pytest.mark.parametrize("inner", [LATE, optax.MultiSteps(LATE, 3)])
 def test_a_right_step_whose_parameters_move_late_is_right(inner):
   assert_exact(check(ols.loss_scaling(inner, RULE)))
+
+
+def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
+  def decay(grads, opt_state, params):
+    return jax.tree.map(lambda x, p: x + 1e-3 * p, grads, params)
+
+  tx = ols.loss_scaling(ADAM, RULE)
+  report = check(tx, change=decay)
+  assert "proportional to S but for a small part" in law(report, "scale")
+  assert "weight decay" in law(report, "scale")
+  report = check(tx, change=decay, loss_fn=half_loss_fn)
+  assert verdicts(report)["scale"] == "rounding" and report.ok, report
+  assert "right, as far as rounding can tell" in str(report)
 
 
 def test_parameters_that_never_move_leave_the_step_uncertain():
