@@ -47,6 +47,17 @@ def block(page, title, words):
   return found[0]
 
 
+def quoted(page, title):
+  """Returns what the prose of a section quotes, each on one line."""
+  prose = re.sub(r"```.*?```", "", section(page, title), flags=re.DOTALL)
+  return re.findall(r'"([^"]+)"', one_line(prose))
+
+
+def one_line(text):
+  """Returns a text with its line breaks and indents as single spaces."""
+  return " ".join(str(text).split())
+
+
 def run(text, names):
   """Runs the Python blocks one after the other and returns all names.
 

@@ -419,7 +419,7 @@ def test_a_mistake_is_told(mistake):
 
 
 def test_the_page_says_when_each_mistake_is_told():
-  table = documents.section(PAGE, "What is told, and when")
+  table = documents.section(PAGE, "Mistakes that are reported, and when")
   rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE)[1:]
   told = [", ".join(expected) for _, expected in MISTAKES.values()]
   assert rows == told

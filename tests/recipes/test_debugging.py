@@ -10,6 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests import support
 
 PAGE = documents.read("docs/recipes/debugging.md")
 PARAMS = {"kernel": jnp.full((4, 3), 0.25)}
@@ -197,3 +198,168 @@ def test_a_check_of_ones_own_is_reported():
 
   message = run("A check of your own", loss_fn=infinite_loss_fn)["message"]
   assert "the loss is inf" in message
+
+
+BY_HAND = "Gradients that are averaged by hand"
+
+
+@functools.cache
+def averaged_by_hand(axis_name="()", average=True, axis='"data"'):
+  """Returns S and a parameter on each device after a NaN on one of them."""
+  changes = {
+    "axis_name=()": f"axis_name={axis_name}",
+    'axis_name="data")\ndef': f"axis_name={axis})\ndef",
+  }
+  if not average:
+    changes['  grads = jax.lax.pmean(grads, "data")\n'] = ""
+  code = documents.block(PAGE, BY_HAND, "jax.pmap")
+  for old, new in changes.items():
+    assert code.count(old) == 1
+    code = code.replace(old, new)
+  names = {"functools": functools, "jax": jax, "ols": ols, "optax": optax}
+  names |= {"rule": ols.DynamicLossScale(8.0), "loss_fn": jnp.dot}
+  names = documents.run(f"```python\n{code}```", names)
+  params = jnp.ones(2)
+  given = jax.tree.map(
+    lambda x: jnp.stack(8 * [x]), (params, names["tx"].init(params))
+  )
+  batch = jnp.ones((8, 2)).at[3].set(jnp.nan)
+  params, opt_state, _ = names["train_step"](*given, batch)
+  return opt_state.loss_scale_state.loss_scale.tolist(), params[:, 0].tolist()
+
+
+def test_averaged_by_hand_all_devices_skip_and_nothing_warns():
+  assert averaged_by_hand() == ([4.0] * 8, [1.0] * 8)
+  assert averaged_by_hand('"data"') == averaged_by_hand()
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_without_a_name_the_axis_is_asked_for_averaged_or_not(average):
+  with pytest.warns(
+    ols.WiringWarning, match="axis_name=.*if gradients are the"
+  ):
+    scales, _ = averaged_by_hand("None", average)
+  assert scales == ([4.0] * 8 if average else [8.0] * 3 + [4.0] + [8.0] * 4)
+
+
+def test_no_axis_is_seen_where_the_page_says_so():
+  text = documents.one_line(documents.section(PAGE, BY_HAND))
+  alone = [8.0] * 3 + [4.0] + [8.0] * 4
+  assert "under a `pmap` whose axis has no name" in text
+  assert averaged_by_hand("None", False, "None")[0] == alone
+
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
+  state, gradients = tx.init(jnp.ones(())), jnp.ones(8).at[3].set(jnp.nan)
+
+  def update(gradient):
+    return ols.get_loss_scale(tx.update(gradient, state)[1])
+
+  assert "under `vmap`" in text
+  assert jax.vmap(update, axis_name="data")(gradients).tolist() == alone
+
+  mesh = support.make_mesh(data=8)
+  shard_map = functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=jax.P("data")
+  )
+  average = shard_map(
+    lambda x: jax.lax.pmean(x[0], "data"), out_specs=jax.P(), check_vma=False
+  )
+  assert "outside the mapped function" in text
+  assert jax.jit(lambda x: update(average(x)))(gradients) == 4.0
+
+  assert "averaged gradients pass without a warning" in text
+  averaged = shard_map(
+    lambda x: update(jax.lax.pmean(x[0], "data")), out_specs=jax.P()
+  )
+  assert jax.jit(averaged)(gradients) == 4.0
+  assert "gradients that differ are an error" in text
+  with pytest.raises(ValueError, match="flag that varies along 'data'"):
+    jax.jit(shard_map(lambda x: update(x[0]), out_specs=jax.P()))(gradients)
+
+
+@pytest.mark.parametrize("axis_name", [(), "data"])
+def test_flags_that_differ_need_the_axis(axis_name):
+  rule = ols.DynamicLossScale(8.0)
+  tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name=axis_name)
+  state = tx.init(jnp.ones(()))
+
+  def update(flag):
+    return tx.update(jnp.ones(()), state, overflow=flag)[1].skipped
+
+  flags = jnp.arange(8) == 3
+  found = jax.pmap(update, axis_name="data")(flags).tolist()
+  assert found == ([True] * 8 if axis_name else flags.tolist())
+
+
+def test_a_tuple_of_ones_own_is_warned_of_until_the_optimizers_part_is_passed():
+  rule = ols.DynamicLossScale(8.0)
+  opt_state = ols.loss_scaling(optax.adam(0.1), rule).init(PARAMS)
+  pair = opt_state, optax.ema(0.9).init(PARAMS)
+  with pytest.warns(ols.WiringWarning, match="pass the optimizer's part"):
+    ols.scaled_value_and_grad(loss_fn, pair)(PARAMS, GOOD)
+  ols.scaled_value_and_grad(loss_fn, pair[0])(PARAMS, GOOD)
+
+
+@pytest.mark.parametrize(
+  ("law", "where"),
+  [("invariance", "to scaled grad"), ("skip", "after the step")],
+)
+def test_weight_decay_by_hand_breaks_the_law_that_the_page_names(law, where):
+  (row,) = [x for x in PAGE.splitlines() if x.startswith(f"| {law} |")]
+  assert "weight decay" in row
+  assert where in row
+  tx = ols.loss_scaling(optax.adam(0.1), ols.DynamicLossScale())
+
+  def decayed(tree, amount):
+    return jax.tree.map(lambda x, p: x + amount * p, tree, PARAMS)
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    if law == "invariance":
+      grads = decayed(grads, 1.0)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    if law == "skip":
+      params = jax.tree.map(lambda x: 0.99 * x, params)
+    return params, opt_state
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), GOOD)
+  assert law in [x.name for x in report.laws if x.verdict == "wrong"], report
+
+
+def test_carry_names_every_next_value():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  check = functools.partial(
+    ols.instruments.check_step, step, PARAMS, tx.init(PARAMS), GOOD
+  )
+  assert check(carry={"params": 0, "opt_state": 1}).ok
+  assert not check(carry={"opt_state": 1}).ok
+  with pytest.raises(ValueError, match="next value"):
+    check(carry={"params": 0})
+
+
+def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+
+  @jax.jit
+  def gradients(params, opt_state, batch):
+    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    return ols.unscale(grads, opt_state)
+
+  def step(params, opt_state, batch):
+    grads = gradients(params, opt_state, batch)
+    updates, opt_state = jax.jit(tx.update)(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  given = PARAMS, tx.init(PARAMS), GOOD
+  step(*given)  # A warning would be an error here.
+  report = ols.instruments.check_step(step, *given)
+  assert report.laws[0].text == "The largest gradient does not depend on S."

@@ -156,6 +156,25 @@ def test_equinox_descends_as_float64_does():
   assert ols.get_loss_scale(opt_state) == 2.0**9
 
 
+def test_the_step_is_checked_and_gradients_that_are_not_scaled_are_named():
+  names = recipe("Equinox", "Is the step right?")
+  assert names["report"].ok
+
+  @eqx.filter_jit
+  def wrong_step(model, opt_state, batch):
+    value_and_grad = eqx.filter_value_and_grad(names["loss_fn"])
+    loss, grads = value_and_grad(model, batch)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, opt_state = names["tx"].update(grads, opt_state, params)
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+  report = ols.instruments.check_step(
+    wrong_step, names["model"], names["opt_state"], BATCH
+  )
+  (said,) = documents.quoted(PAGE, "Is the step right?")
+  assert said in documents.one_line(report)
+
+
 def test_partitioned_it_is_the_same_bit_for_bit():
   names = recipe("Equinox")
   (whole, _), losses = run(

@@ -154,6 +154,22 @@ def test_its_skipped_step_changes_nothing_but_the_scale(title):
     assert is_equal(getattr(before, name), getattr(after, name))
 
 
+def test_the_step_is_checked_and_statistics_set_after_it_are_named():
+  assert recipe("Is the step right?")["report"].ok
+  right = ", batch_stats=batch_stats, key=key)\n"
+  wrong = ", key=key)\n  state = state.replace(batch_stats=batch_stats)\n"
+  code = documents.block(PAGE, "A train state", "def train_step")
+  assert code.count(right) == 1
+  names = documents.run(
+    f"```python\n{code.replace(right, wrong)}```", recipe("A train state")
+  )
+  report = ols.instruments.check_step(
+    names["train_step"], names["state"], BATCH
+  )
+  (said,) = documents.quoted(PAGE, "Is the step right?")
+  assert said in documents.one_line(report)
+
+
 # The examples 1 and 5 are the second of four micro-batches.
 ONE_BAD = {**BATCH, "x": BATCH["x"].copy()}
 ONE_BAD["x"][5] = np.inf

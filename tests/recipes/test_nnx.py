@@ -122,6 +122,24 @@ def test_a_train_step_in_float16_follows_float32():
   assert_close(values(model), bare_training(3), atol=3e-3)
 
 
+def test_the_step_is_checked_and_what_is_forgotten_is_named():
+  title = "Is the step right?"
+  names = recipe(title)
+  assert names["report"].ok
+  code = documents.block(PAGE, "A train step", "def train_step")
+  scaled = "ols.nnx.scaled_value_and_grad(loss_fn, optimizer)"
+  block = "with ols.nnx.select_on_skip(optimizer, model):"
+  mistakes = [(scaled, "nnx.value_and_grad(loss_fn)"), (block, "if True:")]
+  for (right, wrong), said in zip(
+    mistakes, documents.quoted(PAGE, title), strict=True
+  ):
+    assert code.count(right) == 1
+    step = f"```python\n{code.replace(right, wrong)}```"
+    step = documents.run(step, names)["train_step"]
+    report = ols.nnx.check_step(step, names["model"], names["optimizer"], BATCH)
+    assert said in documents.one_line(report)
+
+
 def test_the_learning_rate_is_read_where_the_schedule_stands():
   names = recipe("What the optimizer counts")
   model, optimizer = names["model"], names["optimizer"]
