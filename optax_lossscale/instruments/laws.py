@@ -275,7 +275,7 @@ def check_step(
 
   It cannot see what does not depend on S: a wrong loss, data that differ. In
   float16 a small mistake, such as weight decay that is added by hand, hides in
-  the rounding; with the model in float32 it does not.
+  the rounding. With the model in float32 only what float32 rounds away does.
 
   Args:
     step: the train step, which returns the next values of its arguments.
@@ -501,10 +501,12 @@ class _Runs:
     missing = [path for path in factors if path not in new]
     # With `carry` a state may be one that is only read.
     if missing and (self.carry is None or not new):
+      got = "no output of its structure, shapes and dtypes"
+      if self.carry:
+        got = f"`carry` without it, {arguments.shown(self.carry)}"
       raise ValueError(
         "`step` must return the next value of the argument that holds the "
-        f"state of loss_scaling, {missing[0]}, got no output of its structure, "
-        f"shapes and dtypes; {_RETURN}."
+        f"state of loss_scaling, {missing[0]}, got {got}; {_RETURN}."
       )
     outcomes = {x: _outcome(old[x], new[x]) for x in factors if x in new}
     places = self.next_values.values()

@@ -452,6 +452,20 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   assert "Other outputs that depend on S: 1/norm." in str(report)
 
 
+def test_a_count_that_depends_on_s_is_named_without_a_size():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, counts, batch):
+    count = jnp.log2(ols.get_loss_scale(opt_state)).astype(counts.dtype)
+    params, opt_state, _ = make_step(tx)(params, opt_state, batch)
+    return params, opt_state, counts + count
+
+  args = PARAMS, tx.init(PARAMS), jnp.zeros(2, int), BATCH
+  report = ols.instruments.check_step(step, *args, carry={0: 0, 1: 1, 2: 2})
+  assert "between S and S/2: counts. " in law(report, "invariance")
+
+
 def test_a_running_mean_that_a_skip_moves_is_named():
   tx = ols.loss_scaling(ADAM, RULE)
 
@@ -528,6 +542,7 @@ def test_a_batch_without_gradients_gives_no_verdict_on_the_scale():
     ({"carry": {"param": 0}}, "the arguments are params, opt_state, batch"),
     ({"carry": {0: 7}}, "the outputs 0, 1, 2"),
     ({"carry": {0: 1}}, "of the same structure, shapes and dtypes"),
+    ({"carry": {0: 0}}, "opt_state, got `carry` without it, {0: 0}; it must"),
   ],
 )
 def test_a_name_that_leads_nowhere_is_refused(options, text):
@@ -703,8 +718,11 @@ MISTAKES = {
 def test_a_mistake_breaks_its_law(mistake):
   program, expected = MISTAKES[mistake]
   report = check(**program)
-  assert not report.ok
+  assert not report.ok and "Of S at" not in str(report)
   found = verdicts(report)
+  # One remedy is enough for one mistake.
+  if found["scale"] == "wrong":
+    assert not any(x.remedy for x in report.laws if x.name == "invariance")
   assert {x for x in found if found[x] == "wrong"} >= expected.keys(), report
   for name, text in expected.items():
     assert text in law(report, name)
