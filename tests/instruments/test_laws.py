@@ -481,6 +481,7 @@ def test_a_running_mean_that_a_skip_moves_is_named():
   carry = {0: 0, "opt_state": 1, "mean": 2}
   report = ols.instruments.check_step(step, *arguments, carry=carry)
   assert "A step that overflows changed mean." in law(report, "skip")
+  assert verdicts(report)["skip"] == "wrong"
 
 
 def test_a_step_that_is_not_repeatable_is_told():
