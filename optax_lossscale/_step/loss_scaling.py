@@ -267,6 +267,8 @@ def _switched_off(
     requirements.check_call(inner, updates, params, extra_args)
     is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
+    one = loss_scales.FixedLossScale(1.0)
+    provenance.check_update(gradients, one.scale, one, overflow=None)
     if averaged:
       # As after an overflow: NaN stays NaN.
       gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
