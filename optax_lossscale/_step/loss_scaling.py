@@ -263,7 +263,7 @@ def _switched_off(
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
-    requirements.check_switched_off(state)
+    requirements.check_state(state, None)
     requirements.check_call(inner, updates, params, extra_args)
     is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
