@@ -267,6 +267,7 @@ def _switched_off(
     requirements.check_call(inner, updates, params, extra_args)
     is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
+    # S is 1: there unscaling twice, or no `overflow`, does no harm.
     one = loss_scales.FixedLossScale(1.0)
     provenance.check_update(gradients, one.scale, one, overflow=None)
     if averaged:
