@@ -224,8 +224,8 @@ def at_scale(
   wrong = TypeError(
     "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
     "function with has_aux=True, and returns a function that returns ((loss, "
-    f"aux), gradients), got {getattr(value_and_grad, '__name__', kind)}; pass "
-    "eqx.filter_value_and_grad or nnx.value_and_grad itself."
+    f"aux), gradients), got {getattr(value_and_grad, '__name__', kind)}; leave "
+    "it out, or pass eqx.filter_value_and_grad or nnx.value_and_grad itself."
   )
   scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
   try:
