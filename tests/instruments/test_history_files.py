@@ -194,6 +194,7 @@ _TEXT = r"runs\[0\].run must be text, got "
     ("a.json", {"amax": [10**400]}, r"amax\[0\]: must be a number"),
     ("a.json", {"runs": 3}, "runs must be a list"),
     ("a.json", {"runs": [3]}, r"runs\[0\] must be an object"),
+    ("a.json", {"runs": [[3]]}, r"runs\[0\] must be an object, got \[3\]\.$"),
     ("a.json", {"runs": [{"run": "a", "seed": 0}]}, "no step has an amax"),
     (
       "a.json",

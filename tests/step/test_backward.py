@@ -575,6 +575,15 @@ def test_an_error_of_the_loss_stays_as_it_is(differentiate, params):
     assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
 
 
+def test_an_error_of_a_loss_of_integers_stays_as_it_is():
+  def fun(count):
+    raise TypeError("mine")
+
+  with pytest.raises(TypeError) as caught:
+    ols.scaled_value_and_grad(fun, 8.0, allow_int=True)(3)
+  assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
+
+
 @pytest.mark.parametrize("model", [MODEL, eqx.nn.Dropout(0.5)])
 def test_a_model_that_is_not_all_arrays_is_told_what_differentiates_it(model):
   for value_and_grad in (
