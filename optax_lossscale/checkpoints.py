@@ -10,6 +10,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
 from optax_lossscale._step import states
 
 _NOTHING = object()
@@ -233,7 +234,7 @@ def _describe(node: Any) -> str:
   if hasattr(node, "_fields"):
     return f"{type(node).__name__}({', '.join(node._fields)})"
   if isinstance(node, Mapping):
-    return f"a {type(node).__name__} of {', '.join(map(repr, node))}"
+    return f"a {type(node).__name__} of {trees.listed(node)}"
   if isinstance(node, (tuple, list)):
     return f"a {type(node).__name__} of {len(node)}"
   return f"a {type(node).__name__}"

@@ -1,6 +1,7 @@
 """Where two pytrees differ, in words for an error."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Sequence
 import operator
 from typing import Any
@@ -31,14 +32,16 @@ def difference(
   extra = [path for path in got_shapes if path not in shapes]
   parts = []
   if missing:
-    parts.append(f"nothing at {_listed(missing)}")
+    parts.append(f"nothing at {listed(missing, _MOST_NAMED)}")
   if extra:
-    parts.append(f"something at {_listed(extra)} where nothing belongs")
+    parts.append(
+      f"something at {listed(extra, _MOST_NAMED)} where nothing belongs"
+    )
   if parts:
     return " and ".join(parts)
   for path, shape in shapes.items():
     if not fits(got_shapes[path], shape):
-      return f"shape {got_shapes[path]} at {_listed([path])} and not {shape}"
+      return f"shape {got_shapes[path]} at {path!r} and not {shape}"
   structures: list[Any] = [
     jax.tree.structure(got),
     jax.tree.structure(expected),
@@ -76,9 +79,7 @@ def mismatched_shape(
     if not all(hasattr(y, "shape") for y in (leaf, x)):
       continue
     if not fits(x.shape, leaf.shape):
-      return (
-        f"{x.shape} at {_listed([leaves.path_name(path)])} for {leaf.shape}"
-      )
+      return f"{x.shape} at {leaves.path_name(path)!r} for {leaf.shape}"
   return None
 
 
@@ -123,7 +124,8 @@ def _shapes(tree: Any) -> dict[str, Shape]:
   }
 
 
-def _listed(paths: list[str]) -> str:
-  named = ", ".join(repr(path) for path in paths[:_MOST_NAMED])
-  more = len(paths) - _MOST_NAMED
+def listed(names: Collection[Any], most: int = 20) -> str:
+  """Returns names for an error, and how many more there are."""
+  named = ", ".join(map(repr, list(names)[:most]))
+  more = len(names) - most
   return f"{named} and {more} more" if more > 0 else named

@@ -16,6 +16,13 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
+_NOT_ALL_ARRAYS = (
+  "What is differentiated holds leaves that are no floating-point arrays. For "
+  "an Equinox model pass value_and_grad=eqx.filter_value_and_grad to "
+  "scaled_value_and_grad, or differentiate its arrays alone, as "
+  "eqx.partition(model, eqx.is_inexact_array) finds them."
+)
+
 
 def scaled_value_and_grad(
   fun: Callable[..., Any],
@@ -62,7 +69,8 @@ def scaled_value_and_grad(
       `fun` changes an object in place, such as an nnx.Module, which would be
       lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
-      not return a floating-point scalar.
+      not return a floating-point scalar, or `value_and_grad` differentiates
+      otherwise, as jax.grad does.
 
   Warns:
     WiringWarning: if what is around `loss_scaling` in `opt_state`, such as a
@@ -212,15 +220,35 @@ def at_scale(
     options["allow_int"] = allow_int
   # Another one may carry out what `fun` changes, as Flax NNX does.
   may_change = value_and_grad is not jax.value_and_grad
-  differentiated = value_and_grad(
-    _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change),
-    has_aux=True,
-    **options,
+  kind = type(value_and_grad).__name__
+  wrong = TypeError(
+    "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
+    "function with has_aux=True, and returns a function that returns ((loss, "
+    f"aux), gradients), got {getattr(value_and_grad, '__name__', kind)}; leave "
+    "it out, or pass eqx.filter_value_and_grad or nnx.value_and_grad itself."
   )
+  scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
+  try:
+    differentiated = value_and_grad(scaled_fun, has_aux=True, **options)
+    arguments.check_function(differentiated)
+  except TypeError as error:
+    raise wrong from error
 
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    (_, (loss, value)), gradients = differentiated(*args, **kwargs)
-    return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
+    try:
+      result = differentiated(*args, **kwargs)
+    except TypeError as error:
+      # JAX refuses such leaves before it calls `fun`, whose errors are its own.
+      if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
+        given = [args[i] for i in arguments.argnums_as_tuple(argnums)]
+        found = jax.tree.leaves(leaves.as_arrays(given))
+        if not all(map(leaves.is_gradient, found)):
+          error.add_note(_NOT_ALL_ARRAYS)
+      raise
+    match result:
+      case ((_, (loss, value)), gradients):
+        return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
+    raise wrong
 
   return scaled_value_and_grad_fun
 

@@ -44,6 +44,10 @@ def raise_if_failed(
   raise_error_at_min_scale=False, nor because of steps that were not scaled,
   which the rule does not see.
 
+  With any other rule only a limit raises. `stalled` alone does not: one bad
+  batch sets it with an S that is fixed or at its floor, and the next step is
+  applied as usual.
+
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
     max_consecutive_skips: how many skipped steps in a row may be, with any

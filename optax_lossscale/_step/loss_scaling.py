@@ -263,10 +263,13 @@ def _switched_off(
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
-    requirements.check_switched_off(state)
+    requirements.check_state(state, None)
     requirements.check_call(inner, updates, params, extra_args)
     is_gradient = leaves.resolve_mask(mask, updates, params)
     gradients = leaves.leave_out(is_gradient, updates)
+    # S is 1: there unscaling twice, or no `overflow`, does no harm.
+    one = loss_scales.FixedLossScale(1.0)
+    provenance.check_update(gradients, one.scale, one, overflow=None)
     if averaged:
       # As after an overflow: NaN stays NaN.
       gradients = devices.average_scaled(gradients, averaged, jnp.array(True))

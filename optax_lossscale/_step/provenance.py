@@ -36,7 +36,7 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 
 
 def check_update(
-  gradients: Any, loss_scale: jax.Array, rule: base.LossScale, overflow: Any
+  gradients: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
 ) -> None:
   """Warns if `update` is given gradients that are not what it takes."""
   kind, used = _origin(gradients)
@@ -85,7 +85,7 @@ def _origin(tree: Any) -> tuple[str, Any]:
   return kind, get_scale()
 
 
-def _is_another(used: Any, loss_scale: jax.Array) -> bool:
+def _is_another(used: Any, loss_scale: Any) -> bool:
   """Returns whether S is not the one that was used, as far as that is known."""
   if used is None or used is loss_scale:
     return False

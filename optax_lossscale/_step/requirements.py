@@ -25,7 +25,10 @@ _SET_STATE = (
   "to change the rule in mid-run, set its state: "
   "optax.tree.set(opt_state, loss_scale_state=rule.init())"
 )
-
+_SWITCH_OFF = (
+  "take checkpoints.with_loss_scaling("
+  "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
+)
 
 # What `rule` is where none is passed; None is a value that a user may pass.
 MISSING: Any = ...
@@ -129,7 +132,7 @@ def check_masters(params: Any, inner_state: Any) -> None:
     )
 
 
-def check_state(state: Any, rule: base.LossScale) -> None:
+def check_state(state: Any, rule: base.LossScale | None) -> None:
   """Raises if `update` is not given the state that `init` made."""
   if not isinstance(state, states.LossScalingState):
     remedy = ""
@@ -144,7 +147,8 @@ def check_state(state: Any, rule: base.LossScale) -> None:
       "`state` must be the LossScalingState that init made, got "
       f"{type(state).__name__}{remedy}."
     )
-  expected = jax.eval_shape(lambda: leaves.as_arrays(rule.init()))
+  init = loss_scales.NoLossScaleState if rule is None else rule.init
+  expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
   structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
@@ -161,8 +165,10 @@ def check_state(state: Any, rule: base.LossScale) -> None:
     f"{type(x).__name__}({', '.join(own)})"
     for x, own in zip((got, expected), listed, strict=True)
   ]
-  remedy = states.RESTORE if isinstance(got, dict) else _SET_STATE
-  if hasattr(expected, "_replace") and remedy != states.RESTORE:
+  remedy = _SWITCH_OFF if rule is None else _SET_STATE
+  if isinstance(got, dict):
+    remedy = states.RESTORE
+  if hasattr(expected, "_replace") and remedy == _SET_STATE and fields[0]:
     remedy += (
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
       "keep S"
@@ -173,19 +179,6 @@ def check_state(state: Any, rule: base.LossScale) -> None:
     f"`state` must hold the state of this `rule`, got {in_words[0]} where the "
     f"rule has {in_words[1]}; {remedy}."
   )
-
-
-def check_switched_off(state: Any) -> None:
-  """Raises if `update` without a rule is given another state than its own."""
-  if not states.is_state(state) or not isinstance(
-    state.loss_scale_state, loss_scales.NoLossScaleState
-  ):
-    raise ValueError(
-      "`state` must be the LossScalingState that init made without a rule, got "
-      f"{type(state).__name__}; to switch loss scaling off in mid-run, take "
-      "checkpoints.with_loss_scaling(checkpoints.without_loss_scaling(state), "
-      "tx.init(params))."
-    )
 
 
 def _fields(rule_state: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
@@ -137,7 +138,7 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   }
   if len(chosen) == 1:
     return next(iter(chosen.values()))
-  listed = ", ".join(repr(key) for key in states)
+  listed = trees.listed(states)
   if not chosen:
     raise ValueError(
       f"`path` must lead to a loss scale in `opt_state`, got "

@@ -11,6 +11,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -239,7 +240,7 @@ def _find_record(opt_state: Any, path: str | None) -> RecordState:
   if len(chosen) != 1:
     raise ValueError(
       f"`path` must be that of one record, got {shown(path)}; there are "
-      f"records at {', '.join(map(repr, records))}."
+      f"records at {trees.listed(records)}."
     )
   found: RecordState = chosen[0]
   return found

@@ -1,5 +1,6 @@
 """Histories in files, of `train` or a user's own."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -37,8 +38,10 @@ def read_history(
   loss_scale is empty are left out: they were not scaled.
 
   A JSON file holds the same as lists, `{"amax": [...], "loss_scale": [...]}`,
-  where a single number stands for all steps; or a list of amax alone. inf and
-  NaN may be the strings "inf" and "nan", null is empty.
+  where a single number stands for all steps, with the label of its one `run`;
+  or a list of amax alone. Several runs are `{"runs": [{"run": "a", "seed": 0,
+  "history": {"amax": [...]}}]}`. inf and NaN may be the strings "inf" and
+  "nan", null is empty.
 
   Both are also as `optax-lossscale train` writes them.
 
@@ -159,7 +162,8 @@ class _Source(NamedTuple):
       if after <= before:
         raise ValueError(
           f"{self._place('step', scaled[i])}: steps must increase, got {after} "
-          f"after {before}; several runs need a column `run`."
+          f"after {before}; several runs need a column `run`, in JSON a list "
+          "`runs`."
         )
     return _history.History(
       step=np.array(step, np.int64),
@@ -258,25 +262,35 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
 
 
 def _read_json(path: pathlib.Path) -> Iterator[_Source]:
-  content = json.loads(path.read_text(encoding="utf-8"))
+  text = path.read_text(encoding="utf-8")
+  content = json.loads(text, object_pairs_hook=_once_each)
   if isinstance(content, dict) and "runs" in content:
     for i, run in enumerate(_of_kind(list, "runs", content["runs"])):
       history = _of_kind(dict, f"runs[{i}]", run).get("history")
       if history is not None:
         where = f"runs[{i}]"
         _of_kind(dict, f"{where}.history", history)
-        label = _of_kind(str | None, f"{where}.run", run.get("run"))
-        seed = _of_kind(int | str | None, f"{where}.seed", run.get("seed"))
-        source = _json_source(f"{where}.history.", history)
-        seed = None if seed is None else str(seed).strip()
-        yield source._replace(run=label, seed=seed, where=where)
+        yield _json_source(f"{where}.history.", history, run, f"{where}.")
   else:
     if isinstance(content, list):
       content = {"amax": content}
-    yield _json_source("", _of_kind(dict, "the file", content))
+    columns = _of_kind(dict, "the file", content)
+    yield _json_source("", columns, columns)
 
 
-def _json_source(prefix: str, columns: dict[str, Any]) -> _Source:
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns an object of JSON; of a key twice Python takes the last one."""
+  keys = [key for key, _ in pairs]
+  if len({*keys}) < len(keys):
+    twice = collections.Counter(keys).most_common(1)[0][0]
+    raise ValueError(f"key {shown(twice)} must come once, got it twice.")
+  return dict(pairs)
+
+
+def _json_source(
+  prefix: str, columns: dict[str, Any], run: dict[str, Any], where: str = ""
+) -> _Source:
+  """Returns a run of which the columns and the labels are in two objects."""
   if "amax" not in columns:
     got = shown(list(columns))
     raise ValueError(f"it must have a list {prefix}amax, got {got}.")
@@ -291,14 +305,20 @@ def _json_source(prefix: str, columns: dict[str, Any]) -> _Source:
         f"{prefix}amax, got {len(values)}."
       )
   places = [f"{prefix}{{}}[{i}]" for i in range(count)]
-  return _Source(columns, places)
+  label = _of_kind(str | None, f"{where}run", run.get("run"))
+  seed = _of_kind(int | str | None, f"{where}seed", run.get("seed"))
+  seed = None if seed is None else str(seed).strip()
+  return _Source(columns, places, label, seed, where.removesuffix("."))
 
 
 def _of_kind(kind: Any, place: str, value: Any) -> Any:
   if not isinstance(value, kind):
     names = {list: "a list", dict: "an object", str | None: "text"}
     name = names.get(kind, "an integer")
-    raise ValueError(f"{place} must be {name}, got {shown(value)}.")
+    remedy = ""
+    if isinstance(value, list) and kind is not dict:  # A column of labels.
+      remedy = "; several runs are objects in a list `runs`"
+    raise ValueError(f"{place} must be {name}, got {shown(value)}{remedy}.")
   return value
 
 

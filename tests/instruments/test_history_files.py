@@ -194,6 +194,7 @@ _TEXT = r"runs\[0\].run must be text, got "
     ("a.json", {"amax": [10**400]}, r"amax\[0\]: must be a number"),
     ("a.json", {"runs": 3}, "runs must be a list"),
     ("a.json", {"runs": [3]}, r"runs\[0\] must be an object"),
+    ("a.json", {"runs": [[3]]}, r"runs\[0\] must be an object, got \[3\]\.$"),
     ("a.json", {"runs": [{"run": "a", "seed": 0}]}, "no step has an amax"),
     (
       "a.json",
@@ -207,6 +208,32 @@ _TEXT = r"runs\[0\].run must be text, got "
       {"runs": [{"seed": [0], "history": {"amax": [1]}}]},
       r"runs\[0\].seed must be an integer, got \[0\]",
     ),
+    (
+      "a.json",
+      {"run": ["a"], "amax": [1]},
+      r"run must be text, got \['a'\]; sev",
+    ),
+    (
+      "a.json",
+      {"run": ["a", "b"], "seed": [0, 0], "amax": [1, 2]},
+      r"run must be text.*; several runs are objects in a list `runs`",
+    ),
+    (
+      "a.json",
+      {"seed": [0], "amax": [1]},
+      r"seed must be an integer, got \[0\]",
+    ),
+    (
+      "a.json",
+      '{"amax": [1], "amax": [2]}',
+      "key .amax. must come once, got it",
+    ),
+    (
+      "a.json",
+      '{"runs": [{"history": {"amax": [1], "amax": [2]}}]}',
+      "key .amax. must come once, got it twice",
+    ),
+    ("a.json", '{"%s": 1, "%s": 2}' % (2 * ("x" * 10**5,)), "key 'x*[.]"),
     ("a.csv", "amax, amax\n1,2\n", "line 1: column amax .*once, got it twice"),
     ("a.csv", "amax,seed,seed\n1,0,1\n", "line 1: column seed must come once"),
     ("a.csv", "x" * 10**5 + "\n1\n", "columns must be amax, got 'xxx"),
@@ -269,6 +296,14 @@ def test_a_run_without_a_label_is_told_as_such(write):
   path = write("a.json", {"runs": runs})
   with pytest.raises(ValueError, match="2 runs .*by `run`: none, 'a'"):
     instruments.read_history(path)
+
+
+def test_a_history_alone_in_json_may_have_a_label_and_a_seed(write):
+  path = write("a.json", {"run": "a", "seed": 3, "amax": [1]})
+  history = instruments.read_history(path, run="a", seed=3)
+  assert history.amax.tolist() == [1]
+  with pytest.raises(ValueError, match="no run 'b'.*there are: 'a'"):
+    instruments.read_history(path, run="b")
 
 
 def test_spaces_around_a_cell_are_not_part_of_it(write):

@@ -527,3 +527,71 @@ def test_an_object_that_changes_in_place_is_refused_by_default():
 def test_what_differentiates_must_be_a_function():
   with pytest.raises(TypeError, match="`value_and_grad` must be a function"):
     ols.scaled_value_and_grad(loss_fn, 8.0, value_and_grad="filter")
+
+
+@pytest.mark.parametrize(
+  "value_and_grad",
+  [
+    jax.grad,
+    jax.hessian,
+    eqx.filter_grad,
+    nnx.grad,
+    jax.value_and_grad(loss_fn),
+    eqx.filter_value_and_grad(loss_fn),
+    nnx.value_and_grad(loss_fn),
+    ols.scaled_value_and_grad,
+    jax.jit,
+    lambda fun, has_aux: None,
+    lambda fun, has_aux: fun,
+  ],
+)
+# Gradients that unpack like a pair are no pair.
+@pytest.mark.parametrize("params", [{"w": jnp.ones(2)}, jnp.ones((2, 2))])
+def test_what_differentiates_must_return_the_value_too(value_and_grad, params):
+  def fun(params):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  with pytest.raises(
+    TypeError, match=r"like jax.value_and_grad.*\(\(loss, aux"
+  ):
+    ols.scaled_value_and_grad(fun, 8.0, value_and_grad=value_and_grad)(params)
+
+
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, jax.grad])
+@pytest.mark.parametrize("params", [jnp.ones(2), 1.0, np.ones(2), {}])
+def test_an_error_of_the_loss_stays_as_it_is(differentiate, params):
+  def fun(model, x):
+    raise TypeError("mine")
+
+  for function, argument in (
+    (differentiate, params),
+    (eqx.filter_value_and_grad, MODEL),
+  ):
+    with pytest.raises(TypeError) as caught:
+      ols.scaled_value_and_grad(fun, 8.0, value_and_grad=function)(
+        argument, BATCH
+      )
+    assert str(caught.value) == "mine"
+    assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
+
+
+def test_an_error_of_a_loss_of_integers_stays_as_it_is():
+  def fun(count):
+    raise TypeError("mine")
+
+  with pytest.raises(TypeError) as caught:
+    ols.scaled_value_and_grad(fun, 8.0, allow_int=True)(3)
+  assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
+
+
+@pytest.mark.parametrize("model", [MODEL, eqx.nn.Dropout(0.5)])
+def test_a_model_that_is_not_all_arrays_is_told_what_differentiates_it(model):
+  for value_and_grad in (
+    ols.scaled_value_and_grad(model_loss, 8.0),
+    ols.scaled_value_and_grad(model_loss, 8.0, value_and_grad=jax.grad),
+    ols.accumulated_value_and_grad(model_loss, 8.0, microbatches=2),
+  ):
+    with pytest.raises(TypeError, match="not a valid JAX|grad requires") as got:
+      value_and_grad(model, BATCH)
+    note = got.value.__notes__[-1]
+    assert "value_and_grad=eqx.filter_value_and_grad" in note

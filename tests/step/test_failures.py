@@ -48,6 +48,22 @@ def test_skips_in_a_row_end_the_run_whatever_the_rule(name):
   assert "2 steps in a row were skipped" in message(state)
 
 
+@pytest.mark.parametrize(
+  "rule",
+  [ols.FixedLossScale(8.0), ols.DynamicLossScale(8.0, min_scale=8.0)],
+  ids=["fixed", "at the floor"],
+)
+def test_a_stalled_step_alone_does_not_end_the_run(rule):
+  state = after(*60 * [NAN], rule=rule)
+  assert state.stalled
+  ols.raise_if_failed(state)
+  # For one bad batch leaves the same flag, and costs its own step alone.
+  state = after(GOOD, NAN, rule=rule)
+  assert state.stalled
+  ols.raise_if_failed(state, max_consecutive_skips=1)
+  assert after(GOOD, NAN, GOOD, rule=rule).applied_steps == 2
+
+
 def test_an_applied_step_ends_the_row():
   ols.raise_if_failed(after(NAN, NAN, GOOD, NAN), max_consecutive_skips=1)
 

@@ -97,6 +97,22 @@ def test_guarantee_14_every_reader_takes_the_path():
       reader(states)
 
 
+def test_many_states_are_told_by_the_first_of_them():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale())
+  states = {f"member_{i}": tx.init(jnp.ones(1)) for i in range(200)}
+  for path in (None, "x"):
+    with pytest.raises(ValueError, match="'member_0', .* and 180 more") as got:
+      ols.get_loss_scale(states, path=path)
+    assert len(str(got.value)) < 600
+  bare = ols.checkpoints.without_loss_scaling(states)
+  with pytest.raises(ValueError, match="dict of .* and 180 more"):
+    ols.checkpoints.with_loss_scaling(bare, states["member_0"])
+  recording = ols.instruments.record(tx, capacity=2)
+  records = {name: recording.init(jnp.ones(1)) for name in states}
+  with pytest.raises(ValueError, match="records at .* and 180 more"):
+    ols.instruments.history(records)
+
+
 def test_the_state_of_a_rule_alone_is_told_apart():
   with pytest.raises(ValueError, match="a FixedLossScaleState; for the S of"):
     ols.get_loss_scale(ols.FixedLossScale().init())

@@ -353,13 +353,23 @@ def test_checkpoints_go_over_and_back():
 def test_a_run_goes_on_with_a_rule_and_without():
   on = ols.loss_scaling(BARE, ols.DynamicLossScale())
   _, state = OFF.update(PARAMS, OFF.init(PARAMS), PARAMS)
-  with pytest.raises(ValueError, match="optax.tree.set.opt_state, loss_scale"):
+  with pytest.raises(ValueError, match="got NoLossScaleState") as to_on:
     on.update(PARAMS, state, PARAMS)
+  # S was 1, which nobody would keep.
+  assert str(to_on.value).endswith(
+    "; to change the rule in mid-run, set its state: "
+    "optax.tree.set(opt_state, loss_scale_state=rule.init())."
+  )
   state = optax.tree.set(state, loss_scale_state=ols.DynamicLossScale().init())
   _, state = on.update(PARAMS, state, PARAMS)
   assert state.applied_steps == 2
-  with pytest.raises(ValueError, match="made without a rule.*without_loss_sc"):
+  with pytest.raises(ValueError, match="got DynamicLossScaleState") as to_off:
     OFF.update(PARAMS, state, PARAMS)
+  assert str(to_off.value).endswith(
+    " where the rule has NoLossScaleState(); take "
+    "checkpoints.with_loss_scaling(checkpoints.without_loss_scaling("
+    "opt_state), tx.init(params))."
+  )
   bare = ols.checkpoints.without_loss_scaling(state)
   state = ols.checkpoints.with_loss_scaling(bare, OFF.init(PARAMS))
   OFF.update(PARAMS, state, PARAMS)
@@ -367,7 +377,13 @@ def test_a_run_goes_on_with_a_rule_and_without():
 
 @pytest.mark.parametrize("state", [BARE.init(PARAMS), None, {}], ids=str)
 def test_another_state_is_refused(state):
-  with pytest.raises(ValueError, match="`state` must be the LossScalingState"):
+  with pytest.raises(TypeError, match="`state` must be the LossScalingState"):
+    OFF.update(PARAMS, state, PARAMS)
+
+
+def test_a_state_that_was_restored_without_its_types_is_told():
+  state = OFF.init(PARAMS)._replace(loss_scale_state={})
+  with pytest.raises(ValueError, match="a checkpoint must be restored into"):
     OFF.update(PARAMS, state, PARAMS)
 
 

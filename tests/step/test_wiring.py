@@ -480,6 +480,14 @@ def test_a_right_step_is_not_told_anything(step, jit):
       scaled_by_a_number,
     ),
     (ols.FixedLossScale(1.0), unscaled_by_hand),
+    (None, right),
+    (None, by_the_scale_itself),
+    (None, unscaled_by_hand),
+    (None, unscaled_by_the_next_state),
+    (None, dropped_and_not_passed_on),
+    (None, summed_by_hand),
+    (None, in_a_branch),
+    (None, as_an_ensemble),
   ],
 )
 def test_what_makes_no_difference_is_not_told(rule, step, jit):
@@ -489,7 +497,28 @@ def test_what_makes_no_difference_is_not_told(rule, step, jit):
     return step(tx, params, state)
 
   run = jax.jit(run) if jit else run
-  assert told(lambda: run(PARAMS, run(PARAMS, tx.init(PARAMS)))) == []
+  state = tx.init(PARAMS)
+  if step is not as_an_ensemble:
+    state = run(PARAMS, state)
+  assert told(lambda: run(PARAMS, state)) == []
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+  ("step", "text"),
+  [(scaled_by_a_number, S7), (scaled_by_an_array_read_once, S8)],
+)
+def test_scaled_gradients_are_told_where_scaling_is_switched_off(
+  step, text, jit
+):
+  tx = scaling(rule=None)
+  state = tx.init(PARAMS)
+
+  def run(params, state):
+    return step(tx, params, state)
+
+  run = jax.jit(run) if jit else run
+  assert told(lambda: run(PARAMS, state)) == [text]
 
 
 def test_nnx_gradients_are_known_by_their_scale():
