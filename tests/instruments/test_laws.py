@@ -622,6 +622,13 @@ def unscaled(grads, opt_state, params):
   return ols.unscale(grads, opt_state)
 
 
+def nearly_unscaled(grads, opt_state, params):
+  """Unscales before `update`, but for a small part."""
+  return jax.tree.map(
+    lambda x, y: x + 1e-8 * y, ols.unscale(grads, opt_state), grads
+  )
+
+
 def clipped(grads, opt_state, params):
   """Clips before `update`."""
   return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
@@ -637,6 +644,10 @@ NOT_SCALED = "The largest gradient does not depend on S."
 MISTAKES = {
   "unscaled before update": (
     {"tx": ols.loss_scaling(ADAM, RULE), "change": unscaled},
+    {"scale": NOT_SCALED},
+  ),
+  "unscaled before update, nearly": (
+    {"tx": ols.loss_scaling(ADAM, RULE), "change": nearly_unscaled},
     {"scale": NOT_SCALED},
   ),
   "jax.value_and_grad": (
