@@ -44,7 +44,7 @@ def without_loss_scaling(opt_state: Any) -> Any:
     >>> ols.checkpoints.without_loss_scaling(opt_state)
     TraceState(trace=Array([1.], dtype=float32))
   """
-  _check_holds_state(opt_state)
+  states.require_states(opt_state)
   return jax.tree.map(
     lambda x: x.inner_state if states.is_state(x) else x,
     opt_state,
@@ -90,7 +90,7 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     >>> print(opt_state.inner_state.trace, ols.get_loss_scale(opt_state))
     [1.] 8.0
   """
-  _check_holds_state(opt_state)
+  states.require_states(opt_state)
   present = states.find_states(bare_state)
   if present:
     raise ValueError(
@@ -183,15 +183,6 @@ def _is_widened(wide: Any, narrow: Any) -> bool:
     and wide == jnp.float32
     and leaves.at_least_float32(narrow) == wide
   )
-
-
-def _check_holds_state(opt_state: Any) -> None:
-  if not states.find_states(opt_state):
-    raise ValueError(
-      "`opt_state` must hold a LossScalingState, got a "
-      f"{type(opt_state).__name__} without one; pass what tx.init(params) "
-      "returns, or a state that was restored into it."
-    )
 
 
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:

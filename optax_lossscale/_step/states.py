@@ -108,8 +108,8 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
   }
 
 
-def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
-  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+def require_states(opt_state: Any) -> dict[str, LossScalingState]:
+  """Returns what `find_states` finds in `opt_state`, or raises."""
   states = find_states(opt_state)
   own = getattr(opt_state, "loss_scale", None)
   # A parameter of that name is seldom a scalar, and a rule's S no array.
@@ -130,6 +130,12 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
       f"{type(opt_state).__name__} without one; "
       f"{RESTORE + '.' if _is_restored(opt_state) else remedy}"
     )
+  return states
+
+
+def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
+  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+  states = require_states(opt_state)
   chosen = {
     key: state
     for key, state in states.items()
