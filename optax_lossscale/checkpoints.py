@@ -149,12 +149,13 @@ def _fill_leaf(
   if not _is_array(got) or np.shape(expected) != np.shape(got):
     raise _mismatch(expected, got, path)
   # Of `got` as it is: a NumPy array may lose bits when it becomes JAX's.
-  dtypes = _dtype(expected), _dtype(got)
-  if dtypes[0] == dtypes[1]:
+  wanted, dtype = _dtype(expected), _dtype(got)
+  if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got
-  if not (is_inner and _is_widened(*dtypes)):
-    raise _mismatch(expected, got, path)
   # The wrapper lets an optimizer compute in float32, and so goes its state on.
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  if not (is_inner and is_float and leaves.at_least_float32(dtype) == wanted):
+    raise _mismatch(expected, got, path)
   return leaves.widen(leaves.as_arrays(got))
 
 
@@ -174,15 +175,6 @@ def _is_array(x: Any) -> bool:
 
 def _dtype(x: Any) -> Any:
   return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-
-
-def _is_widened(wide: Any, narrow: Any) -> bool:
-  """Returns whether one dtype is what the wrapper makes of the other."""
-  return (
-    jnp.issubdtype(narrow, jnp.floating)
-    and wide == jnp.float32
-    and leaves.at_least_float32(narrow) == wide
-  )
 
 
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:

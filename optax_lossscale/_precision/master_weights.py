@@ -158,7 +158,7 @@ def master_weights(
     inner_updates, inner_state = inner.update(
       gradients,
       state.inner_state,
-      _over(_first_present, state.master, params),
+      _over(lambda x, y: y if _is_absent(x) else x, state.master, params),
       **extra_args,
     )
     inner_updates = leaves.as_arrays(inner_updates)
@@ -217,10 +217,6 @@ def _is_skipped(inner_state: Any) -> jax.Array:
 def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
   """Maps over leaves that have a master, and over what stands for none."""
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
-
-
-def _first_present(master: Any, param: Any) -> Any:
-  return param if _is_absent(master) else master
 
 
 def _wider(dtype: Any, other: Any) -> Any:

@@ -117,11 +117,11 @@ class PrecisionSchedule:
         low=state.low & ~_is_at_least(step, self._first_full_step),
         steps=_as_count(step),
       )
+    assert self.target_loss is not None
     loss = _check_loss(loss)
-    return PrecisionScheduleState(
-      low=state.low & ~_is_at_most(loss, self._loss),
-      steps=state.steps,
-    )
+    limit = _round_down(self.target_loss * self.ratio, loss.dtype)
+    # 0 stands for no loss.
+    return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
     """Returns whether the next step's loss is scaled: in float16 alone.
@@ -414,12 +414,6 @@ class PrecisionSchedule:
       ),
     )
 
-  @property
-  def _loss(self) -> fractions.Fraction:
-    """The largest loss that makes a "loss" schedule switch."""
-    assert self.target_loss is not None
-    return self.target_loss * self.ratio
-
 
 def precision_schedule(
   accelerate_train_mode: str,
@@ -614,11 +608,6 @@ def _is_at_least(steps: Any, least: int) -> Any:
     return np.bool_(False)
   # In the dtype of the steps, as JAX takes a Python number for an int32.
   return steps >= np.asarray(least, steps.dtype)
-
-
-def _is_at_most(loss: Any, limit: fractions.Fraction) -> Any:
-  """Returns bool[], whether a loss is there and not above a limit."""
-  return (loss != 0) & (loss <= _round_down(limit, loss.dtype))
 
 
 def _as_count(steps: Any) -> jax.Array:

@@ -120,8 +120,8 @@ def train(
 
   batches = itertools.islice(task.batches(seed), steps)
   stepping = _steps(train_step, params, state, batches)
-  for step, outcome in enumerate(_one_behind(stepping), 1):
-    params, metrics = outcome[0], jax.device_get(outcome[1])
+  for step, made in enumerate(stepping, 1):
+    params, metrics = made[0], jax.device_get(made[1])
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics["loss_scale"]
   score = _mean(model, task.score)
@@ -146,23 +146,19 @@ def _steps(
   opt_state: optax.OptState,
   batches: Iterable[task_lib.Batch],
 ) -> Iterator[tuple[optax.Params, dict[str, Any]]]:
-  """Yields the parameters after each step, and its metrics."""
+  """Yields the parameters after each step, and its metrics.
+
+  Each after the next one has been made, which is then in the device's queue
+  while the host waits for this one.
+  """
+  made = None
   for batch in batches:
     params, opt_state, metrics = train_step(params, opt_state, batch)
-    yield params, metrics
-
-
-def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
-  """Yields each item after the next one has been made.
-
-  The next step is then in the device's queue while the host waits for this one.
-  """
-  waiting: list[Any] = []
-  for item in items:
-    waiting.append(item)
-    if len(waiting) > 1:
-      yield waiting.pop(0)
-  yield from waiting
+    if made is not None:
+      yield made
+    made = params, metrics
+  if made is not None:
+    yield made
 
 
 def _recorded(

@@ -197,8 +197,9 @@ def _empty() -> ExponentHistogram:
 def _histogram(x: jax.Array) -> ExponentHistogram:
   """Returns the histogram of one array."""
   dtype = _bits.carrier(jnp.finfo(x.dtype).dtype)
-  lowest = _lowest(dtype)
-  highest = int(jnp.finfo(dtype).maxexp) - 1
+  info = jnp.finfo(dtype)
+  # The exponents of the smallest subnormal number and of the largest one.
+  lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp) - 1
   # Those that are 0, those of each exponent, those that are not finite.
   length = highest - lowest + 3
   way = _by_scatter if jax.default_backend() == "cpu" else _by_comparison
@@ -217,11 +218,6 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
     subnormals=jnp.sum(finite[: normal - lowest], dtype=jnp.uint32),
     nonfinite=by_place[-1],
   )
-
-
-def _lowest(dtype: Any) -> int:
-  """Returns the exponent of a dtype's smallest subnormal number."""
-  return int(jnp.finfo(dtype).minexp) - int(jnp.finfo(dtype).nmant)
 
 
 def _by_scatter(x: jax.Array, length: int) -> jax.Array:

@@ -195,9 +195,11 @@ def _nonfinite_argument(
     named = inspect.signature(fun).bind(*args, **kwargs).arguments
   except (TypeError, ValueError):  # It has none, or that of what it wraps.
     named = {"args": args, "kwargs": kwargs}
+  # They keep the amax of a step, maybe inf.
+  kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
     leaves = jax.tree.leaves_with_path(
-      _leaves.as_arrays(tree), is_leaf=_remembers_overflows
+      _leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, kept)
     )
     for path, leaf in leaves:
       if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
@@ -218,11 +220,6 @@ def _nonfinite_argument(
           source=None,
         )
   return None
-
-
-def _remembers_overflows(x: Any) -> bool:
-  """Returns whether it is a state that keeps the amax of a step, maybe inf."""
-  return isinstance(x, (states.LossScalingState, _history.RecordState))
 
 
 def _check_eager(values: Iterable[Any]) -> None:
