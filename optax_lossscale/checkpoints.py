@@ -18,11 +18,12 @@ _NOTHING = object()
 def without_loss_scaling(opt_state: Any) -> Any:
   """Returns the state of the same optimizer without loss scaling.
 
-  Training goes on without it, in bfloat16 say, and the optimizer keeps its
-  moments and counts. It is also what a checkpoint from before loss scaling
-  holds, so it serves as the target to restore one into; but where parameters
-  are narrower than float32, or some go around the wrapper, the bare optimizer's
-  state may differ, and its own target is jax.eval_shape(inner.init, params).
+  It undoes `with_loss_scaling`, where the example of both is. Training goes on
+  without it, in bfloat16 say, and the optimizer keeps its moments and counts.
+  It is also what a checkpoint from before loss scaling holds, so it serves as
+  the target to restore one into; but where parameters are narrower than
+  float32, or some go around the wrapper, the bare optimizer's state may differ,
+  and its own target is jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
@@ -34,15 +35,6 @@ def without_loss_scaling(opt_state: Any) -> Any:
 
   Raises:
     ValueError: if there is no `LossScalingState`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> tx = ols.loss_scaling(optax.trace(0.5), ols.FixedLossScale(8.0))
-    >>> _, opt_state = tx.update(jnp.array([8.0]), tx.init(jnp.zeros(1)))
-    >>> ols.checkpoints.without_loss_scaling(opt_state)
-    TraceState(trace=Array([1.], dtype=float32))
   """
   states.require_states(opt_state)
   return jax.tree.map(
@@ -89,6 +81,8 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     >>> opt_state = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
     >>> print(opt_state.inner_state.trace, ols.get_loss_scale(opt_state))
     [1.] 8.0
+    >>> ols.checkpoints.without_loss_scaling(opt_state)
+    TraceState(trace=Array([1.], dtype=float32))
   """
   states.require_states(opt_state)
   present = states.find_states(bare_state)

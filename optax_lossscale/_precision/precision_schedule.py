@@ -379,8 +379,14 @@ class PrecisionSchedule:
         loss = lax.pmean(loss, names)
 
       is_wrapped = bool(states.find_states(opt_state))
-      if not is_wrapped:
-        _check_gradients_alone(params)
+      is_gradient = leaves.resolve_mask(None, params)
+      # A bare optimizer would take the others for gradients.
+      if not (is_wrapped or all(jax.tree.leaves(is_gradient))):
+        raise ValueError(
+          "`tx` must hold loss_scaling where parameters are in Flax's "
+          "_overwrite_with_gradient collection, which then goes around the "
+          "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
+        )
       updates, new_state = self.update_optimizer(
         tx, gradients, opt_state, params, state
       )
@@ -515,16 +521,6 @@ def _check_state(state: Any) -> None:
     raise TypeError(
       "`state` must be the state that the schedule's init made, got "
       f"{type(state).__name__}."
-    )
-
-
-def _check_gradients_alone(params: Any) -> None:
-  """Raises if a bare optimizer would take for gradients what is none."""
-  if not all(jax.tree.leaves(leaves.resolve_mask(None, params))):
-    raise ValueError(
-      "`tx` must hold loss_scaling where parameters are in Flax's "
-      "_overwrite_with_gradient collection, which then goes around the "
-      "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
     )
 
 

@@ -120,6 +120,8 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
       "`loss_scale`."
     )
   if not states:
+    nodes = jax.tree.leaves_with_path(opt_state)
+    keys = [getattr(key, "key", None) for path, _ in nodes for key in path]
     remedy = (
       "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
       "tx.init(params). The state of a run from before loss scaling goes on "
@@ -128,7 +130,7 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
       f"{type(opt_state).__name__} without one; "
-      f"{RESTORE + '.' if _is_restored(opt_state) else remedy}"
+      f"{RESTORE + '.' if 'loss_scale_state' in keys else remedy}"
     )
   return states
 
@@ -255,15 +257,6 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
       f"{type(rule_state).__name__} whose `loss_scale` is computed; {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
-
-
-def _is_restored(tree: Any) -> bool:
-  """Returns whether our state is in a tree, as a dict that was restored."""
-  return any(
-    getattr(key, "key", None) == "loss_scale_state"
-    for path, _ in jax.tree.leaves_with_path(tree)
-    for key in path
-  )
 
 
 def is_state(x: Any) -> bool:

@@ -47,6 +47,9 @@ def loss_scale(
     >>> axes = ols.plot.loss_scale(history, ax=Figure().subplots())
     >>> print(axes.get_ylabel())
     loss scale S
+    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
+    >>> print(axes.get_lines()[0].get_ydata())
+    [nan  2.]
   """
   largest = _largest_scale(history, dtype)
   return _draw_scales({"S": history}, largest, dtype, ax, overflow="overflow")
@@ -56,6 +59,8 @@ def headroom(
   history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
   """Draws how many doublings of S each step was away from an overflow.
+
+  The example is at `loss_scale`.
 
   Args:
     history: what `instruments.history` or `read_history` returns.
@@ -68,20 +73,6 @@ def headroom(
 
   Raises:
     TypeError: if an argument is not of its kind.
-
-  Examples:
-    >>> from matplotlib.figure import Figure
-    >>> import numpy as np
-    >>> import optax_lossscale as ols
-    >>> history = ols.instruments.History(
-    ...   step=np.array([1, 2]),
-    ...   loss_scale=np.float32([2048.0, 1024.0]),
-    ...   amax=np.float32([np.inf, 16376.0]),
-    ...   overflow=np.array([True, False]),
-    ... )
-    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
-    >>> print(axes.get_lines()[0].get_ydata())
-    [nan  2.]
   """
   bits = _headroom(history, dtype)
   axes = axes_lib.make_axes(ax, height=3.0)
@@ -164,7 +155,9 @@ def replays(
   return _draw_scales(histories, largest, dtype, ax, overflow="_")
 
 
-def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
+def _headroom(
+  history: instruments.History, dtype: Any
+) -> npt.NDArray[np.float64]:
   """Returns the headroom of a history; raises before a figure is made."""
   axes_lib.check_kind(
     "`history` must be a",
@@ -172,8 +165,7 @@ def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
     instruments.History,
     "pass instruments.history(opt_state), or replay.history of a replay",
   )
-  headroom: npt.NDArray[np.float64] = history.headroom(dtype)
-  return headroom
+  return history.headroom(dtype)
 
 
 def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
