@@ -109,7 +109,13 @@ class TrainState(train_state.TrainState):
       TypeError: if `tx` is no optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
-    _check_fp8(params)
+    expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
+    if _has_fp8(params) and set(params) != expected:
+      raise ValueError(
+        "`params` with FP8 layers must have the collections "
+        f"{sorted(expected)}, got {sorted(params)}; what no optimizer trains, "
+        "such as batch statistics, is a field of a subclass."
+      )
     params = leaves.as_arrays(params)
     opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
@@ -163,7 +169,13 @@ class TrainState(train_state.TrainState):
         or if `params` has FP8's collection and `grads` has not.
     """
     _check_fields(self, "apply_gradients", kwargs, _OWN_FIELDS)
-    _check_collections(grads, self.params)
+    if _has_fp8(grads) != _has_fp8(self.params):
+      has_it = "`grads`" if _has_fp8(grads) else "`params`"
+      raise ValueError(
+        "`grads` must have the collections of `params`, got "
+        f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
+        "with respect to the whole of state.params."
+      )
     updates, opt_state = self.tx.update(
       _optimized(grads),
       self.opt_state,
@@ -243,28 +255,6 @@ def _check_fields(
         "fields; what tx.update is to be given goes to apply_gradients as "
         f"extra_args={{'{name}': ...}}."
       )
-
-
-def _check_fp8(params: Any) -> None:
-  """Raises if there are parameters beside those that the optimizer is given."""
-  expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
-  if _has_fp8(params) and set(params) != expected:
-    raise ValueError(
-      f"`params` with FP8 layers must have the collections {sorted(expected)}, "
-      f"got {sorted(params)}; what no optimizer trains, such as batch "
-      "statistics, is a field of a subclass."
-    )
-
-
-def _check_collections(grads: Any, params: Any) -> None:
-  """Raises if only one of both has FP8's collection."""
-  if _has_fp8(grads) != _has_fp8(params):
-    has_it = "`grads`" if _has_fp8(grads) else "`params`"
-    raise ValueError(
-      "`grads` must have the collections of `params`, got "
-      f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
-      "with respect to the whole of state.params."
-    )
 
 
 def _check_opt_state(opt_state: Any) -> None:

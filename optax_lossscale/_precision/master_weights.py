@@ -113,7 +113,13 @@ def master_weights(
     `master_weights` of its level O2.
   """
   inner = requirements.as_optimizer("inner", inner)
-  dtype = _check_dtype(dtype)
+  dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
+  if jnp.finfo(dtype).bits < 32:
+    raise ValueError(
+      "`dtype` must be at least as wide as float32, since small updates are to "
+      f"add up in it, got {dtype}; parameters keep the dtype that they have."
+    )
+  arguments.check_enabled("dtype", dtype)
 
   def init(params: optax.Params) -> MasterWeightsState:
     is_gradient = leaves.resolve_mask(None, params)
@@ -140,7 +146,16 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    _check_update(state, params)
+    if not isinstance(state, MasterWeightsState):
+      raise TypeError(
+        "`state` must be the MasterWeightsState that init made, got "
+        f"{type(state).__name__}."
+      )
+    if params is None:
+      raise ValueError(
+        "`params` must be passed to update: what it returns is the way from "
+        "them to the master; tx.update(grads, opt_state, params)."
+      )
     gradients = updates = leaves.as_arrays(updates)
     params = leaves.as_arrays(params)
     is_gradient = leaves.resolve_mask(None, updates)
@@ -237,29 +252,3 @@ def _copy(x: Any) -> Any:
 
 def _is_absent(master: Any) -> bool:
   return master is None or isinstance(master, optax.MaskedNode)
-
-
-def _check_dtype(dtype: Any) -> Any:
-  """Returns the dtype of the master, or raises."""
-  found = arguments.check_dtype("dtype", dtype, example="jnp.float32")
-  if jnp.finfo(found).bits < 32:
-    raise ValueError(
-      "`dtype` must be at least as wide as float32, since small updates are to "
-      f"add up in it, got {found}; parameters keep the dtype that they have."
-    )
-  arguments.check_enabled("dtype", found)
-  return found
-
-
-def _check_update(state: Any, params: Any) -> None:
-  """Raises if `update` is not given what it needs."""
-  if not isinstance(state, MasterWeightsState):
-    raise TypeError(
-      "`state` must be the MasterWeightsState that init made, got "
-      f"{type(state).__name__}."
-    )
-  if params is None:
-    raise ValueError(
-      "`params` must be passed to update: what it returns is the way from them "
-      "to the master; tx.update(grads, opt_state, params)."
-    )

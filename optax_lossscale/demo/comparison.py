@@ -74,7 +74,14 @@ def train(comparison: Comparison) -> Results:
   results = Results()
   total = len(comparison.seeds) * len(comparison.runs) * comparison.steps
   try:
-    with _progress() as progress:
+    with rich.progress.Progress(
+      rich.progress.TextColumn("{task.description}"),
+      rich.progress.BarColumn(bar_width=None),
+      rich.progress.TaskProgressColumn(),
+      rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+      rich.progress.TextColumn("{task.fields[latest]}"),
+      console=rich.console.Console(stderr=True),
+    ) as progress:
       bar = progress.add_task("", total=total, latest="compiling")
 
       def on_step(result: run_lib.Result, step: run_lib.Step) -> None:
@@ -160,17 +167,6 @@ def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
         "On a CPU low precision is as a rule no faster: this shows the switch, "
         "not the speed."
       )
-
-
-def _progress() -> rich.progress.Progress:
-  return rich.progress.Progress(
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(bar_width=None),
-    rich.progress.TaskProgressColumn(),
-    rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
-    rich.progress.TextColumn("{task.fields[latest]}"),
-    console=rich.console.Console(stderr=True),
-  )
 
 
 def _configuration(comparison: Comparison) -> dict[str, Any]:

@@ -23,12 +23,6 @@ from optax_lossscale._precision import precision_schedule
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
 
-_CHECKS = {
-  "nonfinite": lambda _: ols.nonfinite(),
-  # The parameters are float32, so their gradients are in any precision.
-  "saturated": ols.saturated,
-}
-
 LossFn = Callable[[optax.Params, task_lib.Batch], jax.Array]
 StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
@@ -104,7 +98,10 @@ def train(
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
-  check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
+  check = ols.nonfinite()
+  if run.check == "saturated":
+    # The parameters are float32, so their gradients are in any precision.
+    check = ols.saturated(run.lowest_precision)
   tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
   state: Any = tx.init(params)
   loss_scale = ols.get_loss_scale(state)
