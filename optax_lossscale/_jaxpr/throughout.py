@@ -25,7 +25,7 @@ class CountingRule:
   """What is done with every operation, and how its counts are put together.
 
   A count is a pytree of arrays, of the same structure, shapes and dtypes
-  wherever it comes from. Here operations are as they are, and it is empty.
+  wherever it comes from. Here it is empty, for those who count nothing.
   """
 
   # The count of nothing.
@@ -41,8 +41,7 @@ class CountingRule:
 
     Also told are the equations that hold it, the outermost first.
     """
-    del around
-    return interpreter.bind(equation, inputs), self.zero
+    raise NotImplementedError
 
   def join(self, counts: Sequence[Any]) -> Any:
     """Returns one count for what was counted one after the other."""
