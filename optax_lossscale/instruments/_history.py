@@ -128,6 +128,8 @@ def record(
     >>> history = ols.instruments.history(state)
     >>> print(history.step, history.loss_scale, history.amax, history.overflow)
     [2 3] [8. 4.] [inf  2.] [ True False]
+    >>> print(history.unscaled_amax)
+    [inf 0.5]
   """
   capacity = arguments.check_count("capacity", capacity)
   tx = requirements.as_optimizer("tx", tx)
