@@ -19,11 +19,12 @@ _NOTHING = object()
 def without_loss_scaling(opt_state: Any) -> Any:
   """Returns the state of the same optimizer without loss scaling.
 
-  Training goes on without it, in bfloat16 say, and the optimizer keeps its
-  moments and counts. It is also what a checkpoint from before loss scaling
-  holds, so it serves as the target to restore one into; but where parameters
-  are narrower than float32, or some go around the wrapper, the bare optimizer's
-  state may differ, and its own target is jax.eval_shape(inner.init, params).
+  It undoes `with_loss_scaling`, where the example of both is. Training goes on
+  without it, in bfloat16 say, and the optimizer keeps its moments and counts.
+  It is also what a checkpoint from before loss scaling holds, so it serves as
+  the target to restore one into; but where parameters are narrower than
+  float32, or some go around the wrapper, the bare optimizer's state may differ,
+  and its own target is jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
@@ -35,17 +36,8 @@ def without_loss_scaling(opt_state: Any) -> Any:
 
   Raises:
     ValueError: if there is no `LossScalingState`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> tx = ols.loss_scaling(optax.trace(0.5), ols.FixedLossScale(8.0))
-    >>> _, opt_state = tx.update(jnp.array([8.0]), tx.init(jnp.zeros(1)))
-    >>> ols.checkpoints.without_loss_scaling(opt_state)
-    TraceState(trace=Array([1.], dtype=float32))
   """
-  _check_holds_state(opt_state)
+  states.require_states(opt_state)
   return jax.tree.map(
     lambda x: x.inner_state if states.is_state(x) else x,
     opt_state,
@@ -90,8 +82,10 @@ def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
     >>> opt_state = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
     >>> print(opt_state.inner_state.trace, ols.get_loss_scale(opt_state))
     [1.] 8.0
+    >>> ols.checkpoints.without_loss_scaling(opt_state)
+    TraceState(trace=Array([1.], dtype=float32))
   """
-  _check_holds_state(opt_state)
+  states.require_states(opt_state)
   present = states.find_states(bare_state)
   if present:
     raise ValueError(
@@ -150,12 +144,13 @@ def _fill_leaf(
   if not _is_array(got) or np.shape(expected) != np.shape(got):
     raise _mismatch(expected, got, path)
   # Of `got` as it is: a NumPy array may lose bits when it becomes JAX's.
-  dtypes = _dtype(expected), _dtype(got)
-  if dtypes[0] == dtypes[1]:
+  wanted, dtype = _dtype(expected), _dtype(got)
+  if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got
-  if not (is_inner and _is_widened(*dtypes)):
-    raise _mismatch(expected, got, path)
   # The wrapper lets an optimizer compute in float32, and so goes its state on.
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  if not (is_inner and is_float and leaves.at_least_float32(dtype) == wanted):
+    raise _mismatch(expected, got, path)
   return leaves.widen(leaves.as_arrays(got))
 
 
@@ -175,24 +170,6 @@ def _is_array(x: Any) -> bool:
 
 def _dtype(x: Any) -> Any:
   return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-
-
-def _is_widened(wide: Any, narrow: Any) -> bool:
-  """Returns whether one dtype is what the wrapper makes of the other."""
-  return (
-    jnp.issubdtype(narrow, jnp.floating)
-    and wide == jnp.float32
-    and leaves.at_least_float32(narrow) == wide
-  )
-
-
-def _check_holds_state(opt_state: Any) -> None:
-  if not states.find_states(opt_state):
-    raise ValueError(
-      "`opt_state` must hold a LossScalingState, got a "
-      f"{type(opt_state).__name__} without one; pass what tx.init(params) "
-      "returns, or a state that was restored into it."
-    )
 
 
 def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:

@@ -55,20 +55,27 @@ class TrainState(train_state.TrainState):
     >>> import optax_lossscale as ols
     >>> class TrainState(ols.linen.TrainState):
     ...   batch_stats: Any
+    ...   ema: Any
+    >>> params = {"w": jnp.array([1.0, 2.0])}
     >>> state = TrainState.create(
     ...   apply_fn=None,
-    ...   params={"w": jnp.array([1.0, 2.0])},
+    ...   params=params,
     ...   tx=ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0)),
     ...   batch_stats=jnp.zeros(()),
+    ...   ema=params,
     ... )
     >>> for gradient in jnp.array([8.0, 16.0]), jnp.array([8.0, jnp.inf]):
     ...   new_stats = jnp.mean(gradient)
     ...   state = state.apply_gradients(
     ...     grads={"w": gradient}, batch_stats=new_stats
     ...   )
+    ...   ema = optax.incremental_update(state.params, state.ema, 0.5)
+    ...   state = state.replace_if_applied(ema=ema)
     ...   print(state.params["w"], state.batch_stats, state.loss_scale)
     [0.5 1. ] 12.0 8.0
     [0.5 1. ] 12.0 4.0
+    >>> print(state.ema["w"])
+    [0.75 1.5 ]
     >>> print(state.step, state.attempts, state.skipped)
     1 2 True
   """
@@ -102,7 +109,13 @@ class TrainState(train_state.TrainState):
       TypeError: if `tx` is no optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
-    _check_fp8(params)
+    expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
+    if _has_fp8(params) and set(params) != expected:
+      raise ValueError(
+        "`params` with FP8 layers must have the collections "
+        f"{sorted(expected)}, got {sorted(params)}; what no optimizer trains, "
+        "such as batch statistics, is a field of a subclass."
+      )
     params = leaves.as_arrays(params)
     opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
@@ -156,7 +169,13 @@ class TrainState(train_state.TrainState):
         or if `params` has FP8's collection and `grads` has not.
     """
     _check_fields(self, "apply_gradients", kwargs, _OWN_FIELDS)
-    _check_collections(grads, self.params)
+    if _has_fp8(grads) != _has_fp8(self.params):
+      has_it = "`grads`" if _has_fp8(grads) else "`params`"
+      raise ValueError(
+        "`grads` must have the collections of `params`, got "
+        f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
+        "with respect to the whole of state.params."
+      )
     updates, opt_state = self.tx.update(
       _optimized(grads),
       self.opt_state,
@@ -178,7 +197,8 @@ class TrainState(train_state.TrainState):
   def replace_if_applied(self, **kwargs: Any) -> Self:
     """Returns the state with new values, or as it is after a skipped step.
 
-    For what is made of the new parameters, such as their moving average.
+    For what is made of the new parameters, such as the moving average in the
+    example of the class.
 
     Args:
       **kwargs: new values for fields, pytrees of arrays.
@@ -189,26 +209,6 @@ class TrainState(train_state.TrainState):
     Raises:
       TypeError: if a name is not that of a field of arrays.
       ValueError: if a new value differs from the old one in structure or shape.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
-      >>> class TrainState(ols.linen.TrainState):
-      ...   ema: jax.Array
-      >>> state = TrainState.create(
-      ...   apply_fn=None,
-      ...   params=jnp.array([4.0]),
-      ...   tx=ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0)),
-      ...   ema=jnp.array([4.0]),
-      ... )
-      >>> for gradient in jnp.array([16.0]), jnp.array([jnp.nan]):
-      ...   state = state.apply_gradients(grads=gradient)
-      ...   ema = optax.incremental_update(state.params, state.ema, 0.5)
-      ...   state = state.replace_if_applied(ema=ema)
-      ...   print(state.params, state.ema)
-      [2.] [3.]
-      [2.] [3.]
     """
     _check_fields(self, "replace_if_applied", kwargs)
     return self._select(**kwargs)
@@ -255,28 +255,6 @@ def _check_fields(
         "fields; what tx.update is to be given goes to apply_gradients as "
         f"extra_args={{'{name}': ...}}."
       )
-
-
-def _check_fp8(params: Any) -> None:
-  """Raises if there are parameters beside those that the optimizer is given."""
-  expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
-  if _has_fp8(params) and set(params) != expected:
-    raise ValueError(
-      f"`params` with FP8 layers must have the collections {sorted(expected)}, "
-      f"got {sorted(params)}; what no optimizer trains, such as batch "
-      "statistics, is a field of a subclass."
-    )
-
-
-def _check_collections(grads: Any, params: Any) -> None:
-  """Raises if only one of both has FP8's collection."""
-  if _has_fp8(grads) != _has_fp8(params):
-    has_it = "`grads`" if _has_fp8(grads) else "`params`"
-    raise ValueError(
-      "`grads` must have the collections of `params`, got "
-      f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
-      "with respect to the whole of state.params."
-    )
 
 
 def _check_opt_state(opt_state: Any) -> None:

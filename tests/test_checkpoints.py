@@ -557,7 +557,7 @@ def test_outside_of_loss_scaling_a_leaf_must_be_the_same(expected, message):
   ids=["without", "with"],
 )
 def test_a_state_without_loss_scaling_is_refused(function):
-  with pytest.raises(ValueError, match="`opt_state` must hold a LossScaling"):
+  with pytest.raises(ValueError, match="`opt_state` must hold the state of"):
     function(adam_state())
 
 

@@ -214,6 +214,12 @@ def test_a_rule_that_lost_all_steps_has_no_headroom_to_tell():
   assert "fixed: 3 lost" in lines(axes)
 
 
+def test_no_rule_has_the_colour_of_the_largest_scale():
+  colours = [x.get_color() for x in plot.replays(REPLAYS, ax=new_axes()).lines]
+  largest, *others = colours
+  assert largest not in others
+
+
 def test_no_replays_are_refused():
   with pytest.raises(ValueError, match="`replays` must have at least one"):
     plot.replays({}, ax=new_axes())

@@ -87,7 +87,7 @@ class Value:
     result = Value(
       self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
     )
-    if _bits(dtype) > _bits(self.dtype):
+    if np.dtype(dtype).itemsize > self.dtype.itemsize:
       # Nothing was lost, so back it is what it was.
       result._versions[self.dtype] = self.array
     return result
@@ -174,7 +174,3 @@ def arrays(values: Sequence[Value]) -> list[Any]:
 def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
   """Returns values as the body of another function gets them."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]
-
-
-def _bits(dtype: Any) -> int:
-  return int(jax.numpy.finfo(dtype).bits)

@@ -5,7 +5,6 @@ or in the branches of a cond. Here each of these is written again, with public
 functions of JAX, around bodies that the rule has evaluated.
 """
 
-import abc
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
 
-class Tally:
-  """How counts are put together: in order, in loops, over devices.
+class CountingRule:
+  """What is done with every operation, and how its counts are put together.
 
   A count is a pytree of arrays, of the same structure, shapes and dtypes
   wherever it comes from. Here it is empty, for those who count nothing.
@@ -31,6 +30,18 @@ class Tally:
 
   # The count of nothing.
   zero: Any = ()
+
+  def apply(
+    self,
+    around: tuple[core.JaxprEqn, ...],
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+  ) -> tuple[Sequence[Any], Any]:
+    """Returns the outputs of an operation, and its count.
+
+    Also told are the equations that hold it, the outermost first.
+    """
+    raise NotImplementedError
 
   def join(self, counts: Sequence[Any]) -> Any:
     """Returns one count for what was counted one after the other."""
@@ -46,22 +57,6 @@ class Tally:
     """Returns one count for several devices, the same on all of them."""
     del axes
     return count
-
-
-class CountingRule(Tally, abc.ABC):
-  """What is done with every operation, and how its counts are put together."""
-
-  @abc.abstractmethod
-  def apply(
-    self,
-    around: tuple[core.JaxprEqn, ...],
-    equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], Any]:
-    """Returns the outputs of an operation, and its count.
-
-    Also told are the equations that hold it, the outermost first.
-    """
 
 
 class Sum(CountingRule):
@@ -123,7 +118,7 @@ class _Rebuilt(NamedTuple):
   equation: core.JaxprEqn
   inputs: Sequence[Any]
   interpret: _InterpretAndCount
-  tally: Tally
+  rule: CountingRule
 
 
 def rebuild(
@@ -131,7 +126,7 @@ def rebuild(
 ) -> list[Any]:
   """Returns the outputs of an equation around bodies that are evaluated."""
   outputs, _ = _rebuild(
-    equation, inputs, lambda *of_body: (interpret(*of_body), ()), Tally()
+    equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
   )
   return outputs
 
@@ -140,13 +135,13 @@ def _rebuild(
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   interpret: _InterpretAndCount,
-  tally: Tally,
+  rule: CountingRule,
 ) -> tuple[list[Any], Any]:
   """Returns the outputs of an equation, and what was counted in its bodies."""
   call = _CALLS.get(calls.form(equation))
   if call is not None:
     with interpreter.inside(equation):
-      return call(_Rebuilt(equation, inputs, interpret, tally))
+      return call(_Rebuilt(equation, inputs, interpret, rule))
   count = None
 
   def interpret_body(body: calls.Body, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -212,12 +207,12 @@ def _same(array: Any) -> Any:
 
 def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
-  equation, inputs, interpret, tally = of
+  equation, inputs, interpret, rule = of
   index, *operands = inputs
 
   def evaluate_branch(body: calls.Body, *operands: Any) -> tuple[Any, Any]:
     outputs, counts = interpret(body, operands)
-    return outputs, tally.join([_varying(tally.zero), counts])
+    return outputs, rule.join([_varying(rule.zero), counts])
 
   functions = [
     functools.partial(evaluate_branch, body) for body in calls.bodies(equation)
@@ -240,7 +235,7 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.scan`, and `fori_loop` of known length."""
-  equation, inputs, interpret, tally = of
+  equation, inputs, interpret, rule = of
   parameters = equation.params
   carried = calls.carried(equation)
   (body,) = calls.bodies(equation)
@@ -249,12 +244,12 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
   def run_round(state: Any, x: list[Any]) -> tuple[Any, Any]:
     carry, counts = state
     outputs, more = interpret(body, [*consts, *carry, *x])
-    counts = tally.join_round(counts, more, is_over=True)
+    counts = rule.join_round(counts, more, is_over=True)
     return (outputs[: len(carried)], counts), outputs[len(carried) :]
 
   (carry, counts), ys = lax.scan(
     run_round,
-    (list(inputs[carried.start : carried.stop]), _varying(tally.zero)),
+    (list(inputs[carried.start : carried.stop]), _varying(rule.zero)),
     list(inputs[carried.stop :]),
     length=parameters["length"],
     reverse=parameters["reverse"],
@@ -265,7 +260,7 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`lax.while_loop`, and `fori_loop` of unknown length."""
-  equation, inputs, interpret, tally = of
+  equation, inputs, interpret, rule = of
   test_body, round_body = calls.bodies(equation)
   start = calls.carried(equation).start
 
@@ -284,15 +279,15 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
       _where_goes_on(goes_on, new, old)
       for new, old in zip(outputs, carry, strict=True)
     ]
-    counts = tally.join_round(counts, in_round, is_over=True)
+    counts = rule.join_round(counts, in_round, is_over=True)
     # What the condition counts belongs to the round that it lets begin.
     (goes_on,), in_test = run(test_body, outputs)
-    counts = tally.join_round(counts, in_test, is_over=False)
+    counts = rule.join_round(counts, in_test, is_over=False)
     return goes_on, outputs, counts
 
   carry = list(inputs[start:])
   (goes_on,), in_test = run(test_body, carry)
-  counts = tally.join_round(_varying(tally.zero), in_test, is_over=False)
+  counts = rule.join_round(_varying(rule.zero), in_test, is_over=False)
   _, carry, counts = lax.while_loop(
     lambda state: jnp.any(state[0]), run_round, (goes_on, carry, counts)
   )
@@ -308,15 +303,15 @@ def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
 
 def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
   """`jax.shard_map`, and `jax.pmap`, which is one."""
-  equation, inputs, interpret, tally = of
+  equation, inputs, interpret, rule = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
   (body,) = calls.bodies(equation)
 
   def of_device(*inputs: Any) -> tuple[list[Any], Any]:
     outputs, counts = interpret(body, inputs)
-    counts = tally.join([_varying(tally.zero), counts])
-    return list(outputs), tally.join_devices(counts, axes)
+    counts = rule.join([_varying(rule.zero), counts])
+    return list(outputs), rule.join_devices(counts, axes)
 
   result: tuple[list[Any], Any] = jax.shard_map(
     of_device,
@@ -324,7 +319,7 @@ def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
     in_specs=tuple(parameters["in_specs"]),
     out_specs=(
       list(parameters["out_specs"]),
-      jax.tree.map(lambda _: jax.P(), tally.zero),
+      jax.tree.map(lambda _: jax.P(), rule.zero),
     ),
     axis_names=set(axes),
     check_vma=parameters["check_vma"],

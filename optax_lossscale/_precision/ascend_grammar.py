@@ -77,7 +77,14 @@ def check_end(
       )
   if mode == "step":
     return arguments.check_steps("total_steps", total_steps), None
-  return None, _check_target(target_loss)
+  if arguments.check_number("target_loss", target_loss) <= 0:
+    raise ValueError(
+      f"`target_loss` must be positive, got {shown(target_loss)}."
+    )
+  if isinstance(target_loss, fractions.Fraction):
+    return None, target_loss
+  # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
+  return None, fractions.Fraction(str(np.asarray(target_loss)[()]))
 
 
 def keeps_origin_dtype(**modes: Any) -> bool:
@@ -110,14 +117,3 @@ def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
       f"{shown(text)}."
     )
   return number
-
-
-def _check_target(target_loss: Any) -> fractions.Fraction:
-  if arguments.check_number("target_loss", target_loss) <= 0:
-    raise ValueError(
-      f"`target_loss` must be positive, got {shown(target_loss)}."
-    )
-  if isinstance(target_loss, fractions.Fraction):
-    return target_loss
-  # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
-  return fractions.Fraction(str(np.asarray(target_loss)[()]))

@@ -113,7 +113,13 @@ def master_weights(
     `master_weights` of its level O2.
   """
   inner = requirements.as_optimizer("inner", inner)
-  dtype = _check_dtype(dtype)
+  dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
+  if jnp.finfo(dtype).bits < 32:
+    raise ValueError(
+      "`dtype` must be at least as wide as float32, since small updates are to "
+      f"add up in it, got {dtype}; parameters keep the dtype that they have."
+    )
+  arguments.check_enabled("dtype", dtype)
 
   def init(params: optax.Params) -> MasterWeightsState:
     is_gradient = leaves.resolve_mask(None, params)
@@ -140,7 +146,16 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    _check_update(state, params)
+    if not isinstance(state, MasterWeightsState):
+      raise TypeError(
+        "`state` must be the MasterWeightsState that init made, got "
+        f"{type(state).__name__}."
+      )
+    if params is None:
+      raise ValueError(
+        "`params` must be passed to update: what it returns is the way from "
+        "them to the master; tx.update(grads, opt_state, params)."
+      )
     gradients = updates = leaves.as_arrays(updates)
     params = leaves.as_arrays(params)
     is_gradient = leaves.resolve_mask(None, updates)
@@ -158,7 +173,7 @@ def master_weights(
     inner_updates, inner_state = inner.update(
       gradients,
       state.inner_state,
-      _over(_first_present, state.master, params),
+      _over(lambda x, y: y if _is_absent(x) else x, state.master, params),
       **extra_args,
     )
     inner_updates = leaves.as_arrays(inner_updates)
@@ -219,10 +234,6 @@ def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
 
 
-def _first_present(master: Any, param: Any) -> Any:
-  return param if _is_absent(master) else master
-
-
 def _wider(dtype: Any, other: Any) -> Any:
   """Returns the wider of two dtypes; float8 has no promotion in JAX."""
   return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
@@ -241,29 +252,3 @@ def _copy(x: Any) -> Any:
 
 def _is_absent(master: Any) -> bool:
   return master is None or isinstance(master, optax.MaskedNode)
-
-
-def _check_dtype(dtype: Any) -> Any:
-  """Returns the dtype of the master, or raises."""
-  found = arguments.check_dtype("dtype", dtype, example="jnp.float32")
-  if jnp.finfo(found).bits < 32:
-    raise ValueError(
-      "`dtype` must be at least as wide as float32, since small updates are to "
-      f"add up in it, got {found}; parameters keep the dtype that they have."
-    )
-  arguments.check_enabled("dtype", found)
-  return found
-
-
-def _check_update(state: Any, params: Any) -> None:
-  """Raises if `update` is not given what it needs."""
-  if not isinstance(state, MasterWeightsState):
-    raise TypeError(
-      "`state` must be the MasterWeightsState that init made, got "
-      f"{type(state).__name__}."
-    )
-  if params is None:
-    raise ValueError(
-      "`params` must be passed to update: what it returns is the way from them "
-      "to the master; tx.update(grads, opt_state, params)."
-    )

@@ -92,19 +92,11 @@ class Policy:
     return _cast("param_dtype", self.param_dtype, tree)
 
   def cast_to_compute(self, tree: Any) -> Any:
-    """Returns `tree` in the dtype of the computation.
-
-    Args:
-      tree: any; its real floating arrays are cast, of any shape.
-    """
+    """Returns `tree` in the dtype of the computation. See `cast_to_param`."""
     return _cast("compute_dtype", self.compute_dtype, tree)
 
   def cast_to_output(self, tree: Any) -> Any:
-    """Returns `tree` in the dtype of the output.
-
-    Args:
-      tree: any; its real floating arrays are cast, of any shape.
-    """
+    """Returns `tree` in the dtype of the output. See `cast_to_param`."""
     return _cast("output_dtype", self.output_dtype, tree)
 
   def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":

@@ -7,6 +7,7 @@ import dataclasses
 import fractions
 import functools
 import math
+import numbers
 from typing import Any
 from typing import NamedTuple
 
@@ -14,14 +15,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 import optax
 
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._precision import _thresholds
 from optax_lossscale._precision import ascend_grammar
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
@@ -110,16 +112,16 @@ class PrecisionSchedule:
         f"got {got or 'neither `step` nor `loss`'}."
       )
     if self.mode == "step":
-      step = _thresholds.check_step(step)
+      step = _check_step(step)
       return PrecisionScheduleState(
-        low=state.low & ~_thresholds.is_at_least(step, self._first_full_step),
-        steps=_thresholds.as_count(step),
+        low=state.low & ~_is_at_least(step, self._first_full_step),
+        steps=_as_count(step),
       )
-    loss = _thresholds.check_loss(loss)
-    return PrecisionScheduleState(
-      low=state.low & ~_thresholds.is_at_most(loss, self._loss),
-      steps=state.steps,
-    )
+    assert self.target_loss is not None
+    loss = _check_loss(loss)
+    limit = _round_down(self.target_loss * self.ratio, loss.dtype)
+    # 0 stands for no loss.
+    return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
     """Returns whether the next step's loss is scaled: in float16 alone.
@@ -377,8 +379,14 @@ class PrecisionSchedule:
         loss = lax.pmean(loss, names)
 
       is_wrapped = bool(states.find_states(opt_state))
-      if not is_wrapped:
-        _check_gradients_alone(params)
+      is_gradient = leaves.resolve_mask(None, params)
+      # A bare optimizer would take the others for gradients.
+      if not (is_wrapped or all(jax.tree.leaves(is_gradient))):
+        raise ValueError(
+          "`tx` must hold loss_scaling where parameters are in Flax's "
+          "_overwrite_with_gradient collection, which then goes around the "
+          "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
+        )
       updates, new_state = self.update_optimizer(
         tx, gradients, opt_state, params, state
       )
@@ -411,12 +419,6 @@ class PrecisionSchedule:
         self.total_steps - self.steps_per_call,
       ),
     )
-
-  @property
-  def _loss(self) -> fractions.Fraction:
-    """The largest loss that makes a "loss" schedule switch."""
-    assert self.target_loss is not None
-    return self.target_loss * self.ratio
 
 
 def precision_schedule(
@@ -522,16 +524,6 @@ def _check_state(state: Any) -> None:
     )
 
 
-def _check_gradients_alone(params: Any) -> None:
-  """Raises if a bare optimizer would take for gradients what is none."""
-  if not all(jax.tree.leaves(leaves.resolve_mask(None, params))):
-    raise ValueError(
-      "`tx` must hold loss_scaling where parameters are in Flax's "
-      "_overwrite_with_gradient collection, which then goes around the "
-      "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
-    )
-
-
 def _make_low(
   loss_fn: Callable[..., Any], dtype: Any, level: str, **options: Any
 ) -> Callable[..., Any]:
@@ -572,3 +564,67 @@ def _refuse_different(
       f"one that varies along {names}; reduce what it depends on, such as a "
       f"loss: jax.lax.pmean(loss, {names})."
     )
+
+
+def _check_step(step: Any) -> Any:
+  """Returns `step` as an int or an integer array."""
+  if not isinstance(step, jax.Array):
+    return arguments.check_steps("step", step)
+  if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
+    raise TypeError(
+      "`step` must be an integer number of steps, got "
+      f"{step.dtype}{list(step.shape)}."
+    )
+  return step
+
+
+def _check_loss(loss: Any) -> Any:
+  """Returns `loss` as a NumPy or JAX array, float32 or float64, exactly."""
+  rule = "`loss` must be a real scalar"
+  if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+    loss = arguments.as_finite("loss", loss)
+    # Not in JAX, which would round it to float32.
+    loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
+  if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
+    raise TypeError(f"{rule}, got {shown(loss)} of type {type(loss).__name__}.")
+  is_real = any(
+    jnp.issubdtype(loss.dtype, kind) for kind in (jnp.integer, jnp.floating)
+  )
+  if loss.shape != () or not is_real:
+    raise TypeError(f"{rule}, got {loss.dtype}{list(loss.shape)}.")
+  is_double = loss.dtype == jnp.float64
+  return loss if is_double else loss.astype(jnp.float32)
+
+
+def _is_at_least(steps: Any, least: int) -> Any:
+  """Returns bool[], whether that many steps or more are finished."""
+  if not isinstance(steps, jax.Array):
+    return np.bool_(steps >= least)
+  if least > jnp.iinfo(steps.dtype).max:
+    return np.bool_(False)
+  # In the dtype of the steps, as JAX takes a Python number for an int32.
+  return steps >= np.asarray(least, steps.dtype)
+
+
+def _as_count(steps: Any) -> jax.Array:
+  """Returns int32[]; what is above its largest value becomes that."""
+  largest = arguments.LARGEST_COUNT
+  if not isinstance(steps, jax.Array):
+    return jnp.full((), min(steps, largest), jnp.int32)
+  if jnp.iinfo(steps.dtype).max > largest:
+    steps = jnp.minimum(steps, jnp.asarray(largest, steps.dtype))
+  return jnp.asarray(steps, jnp.int32)
+
+
+def _round_down(limit: fractions.Fraction, dtype: Any) -> Any:
+  """Returns the largest number of a dtype that is not above a positive limit.
+
+  A number is at most the limit exactly if it is at most this one.
+  """
+  largest = jnp.finfo(dtype).max
+  if limit >= fractions.Fraction(float(largest)):
+    return largest
+  nearest = np.dtype(dtype).type(float(limit))
+  if fractions.Fraction(float(nearest)) > limit:
+    return np.nextafter(nearest, nearest.dtype.type(0))
+  return nearest

@@ -170,15 +170,9 @@ class DynamicLossScale(base.LossScale):
 
   @property
   def _as_engine(self) -> engine.Engine:
-    return engine.Engine(
-      init_scale=self.init_scale,
-      growth_factor=self.growth_factor,
-      backoff_factor=self.backoff_factor,
-      growth_interval=self.growth_interval,
-      hysteresis=self.hysteresis,
-      min_scale=self.min_scale,
-      max_scale=self.max_scale,
-    )
+    # A subclass may have more fields.
+    names = {x.name for x in dataclasses.fields(DynamicLossScale)} - {"skip"}
+    return engine.Engine(**{name: getattr(self, name) for name in names})
 
   def init(self) -> engine.DynamicLossScaleState:
     """Returns the state before the first step."""

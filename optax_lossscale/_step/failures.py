@@ -83,9 +83,7 @@ down; S is 4096.0.
     max_consecutive_skips = arguments.check_count(
       "max_consecutive_skips", max_consecutive_skips
     )
-  states = _states.find_states(opt_state)
-  if not states:
-    _states.find_state(opt_state)  # Raises, and says what to pass.
+  states = _states.require_states(opt_state)
   for path, state in states.items():
     # As an array, also where NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):

@@ -68,11 +68,8 @@ def loss_scale_metrics(
     for name in state._fields
     if name not in ("loss_scale_state", "inner_state")
   }
-  applied_steps, skipped_steps = (
-    field[name].astype(jnp.float32)
-    for name in ("applied_steps", "skipped_steps")
-  )
-  steps = applied_steps + skipped_steps
+  skipped = field["skipped_steps"].astype(jnp.float32)
+  steps = field["applied_steps"].astype(jnp.float32) + skipped
   return {
     "loss_scale": loss_scale,
     "log2_scale": bits.log2(loss_scale),
@@ -87,5 +84,5 @@ def loss_scale_metrics(
     "applied_steps": field["applied_steps"],
     "skipped_steps": field["skipped_steps"],
     "consecutive_skips": field["consecutive_skips"],
-    "skip_rate": skipped_steps / jnp.maximum(steps, 1),
+    "skip_rate": skipped / jnp.maximum(steps, 1),
   }

@@ -109,8 +109,8 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
   }
 
 
-def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
-  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+def require_states(opt_state: Any) -> dict[str, LossScalingState]:
+  """Returns what `find_states` finds in `opt_state`, or raises."""
   states = find_states(opt_state)
   own = getattr(opt_state, "loss_scale", None)
   # A parameter of that name is seldom a scalar, and a rule's S no array.
@@ -121,6 +121,8 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
       "`loss_scale`."
     )
   if not states:
+    nodes = jax.tree.leaves_with_path(opt_state)
+    keys = [getattr(key, "key", None) for path, _ in nodes for key in path]
     remedy = (
       "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
       "tx.init(params). The state of a run from before loss scaling goes on "
@@ -129,8 +131,14 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
       f"{type(opt_state).__name__} without one; "
-      f"{RESTORE + '.' if _is_restored(opt_state) else remedy}"
+      f"{RESTORE + '.' if 'loss_scale_state' in keys else remedy}"
     )
+  return states
+
+
+def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
+  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+  states = require_states(opt_state)
   chosen = {
     key: state
     for key, state in states.items()
@@ -251,15 +259,6 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
       f"store S itself in it, and {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
-
-
-def _is_restored(tree: Any) -> bool:
-  """Returns whether our state is in a tree, as a dict that was restored."""
-  return any(
-    getattr(key, "key", None) == "loss_scale_state"
-    for path, _ in jax.tree.leaves_with_path(tree)
-    for key in path
-  )
 
 
 def is_state(x: Any) -> bool:

@@ -33,17 +33,7 @@ def tap(
   places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
   if not places:
     return tree
-  tapped = _tap([jnp.asarray(leaves[i]) for i in places], measured, measure)
-  for i, leaf in zip(places, tapped, strict=True):
-    leaves[i] = leaf
-  return jax.tree.unflatten(structure, leaves)
-
-
-def _tap(
-  xs: list[jax.Array],
-  measured: jax.Array,
-  measure: Callable[[Sequence[jax.Array]], jax.Array],
-) -> list[jax.Array]:
+  xs = [jnp.asarray(leaves[i]) for i in places]
   # Under `shard_map` the measurement varies as the cotangents do. JAX sums it
   # over the axes that `measured` is made to vary along here.
   varying = frozenset().union(*map(devices.varying_axes, xs))
@@ -66,5 +56,6 @@ def _tap(
     return cotangents, measure(devices.make_varying(cotangents, axes))
 
   identity.defvjp(forward, backward)
-  tapped: list[jax.Array] = identity(xs, measured)
-  return tapped
+  for i, leaf in zip(places, identity(xs, measured), strict=True):
+    leaves[i] = leaf
+  return jax.tree.unflatten(structure, leaves)

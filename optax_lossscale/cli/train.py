@@ -63,10 +63,8 @@ def add_parser(subparsers: Any) -> None:
     ),
   )
   _add_what(parser)
-  _add_compare(parser)
   _add_accelerate(parser)
-  _add_hardware(parser)
-  _add_how_long(parser)
+  _add_how(parser)
   parser.add_argument(
     "--output",
     type=pathlib.Path,
@@ -156,9 +154,6 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     "also behind warm_start: (default: dynamic if something is float16, "
     "none with --precision float32 or bfloat16 and with --level O0)",
   )
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--compare",
     action="store_true",
@@ -191,7 +186,7 @@ def _add_accelerate(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
+def _add_how(parser: argparse.ArgumentParser) -> None:
   _parser.add_choice(
     parser,
     "--hardware",
@@ -209,9 +204,6 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     "value as well (default: nonfinite; with --hardware saturating, saturated, "
     "and both in a comparison)",
   )
-
-
-def _add_how_long(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--steps",
     type=_parser.integer(1),

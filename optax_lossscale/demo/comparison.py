@@ -74,7 +74,14 @@ def train(comparison: Comparison) -> Results:
   results = Results()
   total = len(comparison.seeds) * len(comparison.runs) * comparison.steps
   try:
-    with _progress() as progress:
+    with rich.progress.Progress(
+      rich.progress.TextColumn("{task.description}"),
+      rich.progress.BarColumn(bar_width=None),
+      rich.progress.TaskProgressColumn(),
+      rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+      rich.progress.TextColumn("{task.fields[latest]}"),
+      console=rich.console.Console(stderr=True),
+    ) as progress:
       bar = progress.add_task("", total=total, latest="compiling")
 
       def on_step(result: run_lib.Result, step: run_lib.Step) -> None:
@@ -85,7 +92,8 @@ def train(comparison: Comparison) -> Results:
 
       for seed in comparison.seeds:
         for run in comparison.runs:
-          progress.update(bar, description=_name(comparison, run, seed))
+          several = f", {seed}" if len(comparison.seeds) > 1 else ""
+          progress.update(bar, description=f"{run.label}{several}")
           result = run_lib.Result(run.label, seed)
           result.held_out = training.train(
             run,
@@ -161,29 +169,19 @@ def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
       )
 
 
-def _name(comparison: Comparison, run: run_lib.Run, seed: int) -> str:
-  return run.label if len(comparison.seeds) == 1 else f"{run.label}, {seed}"
-
-
-def _progress() -> rich.progress.Progress:
-  return rich.progress.Progress(
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(bar_width=None),
-    rich.progress.TaskProgressColumn(),
-    rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
-    rich.progress.TextColumn("{task.fields[latest]}"),
-    console=rich.console.Console(stderr=True),
-  )
-
-
 def _configuration(comparison: Comparison) -> dict[str, Any]:
+  schedules = [
+    {"accelerate": run.accelerate, "target_loss": run.target_loss}
+    for run in comparison.runs
+    if run.accelerate is not None
+  ]
   return {
     "task": comparison.task.name,
     "description": comparison.task.description,
     "score": comparison.task.score_name,
     "steps": comparison.steps,
     "seeds": list(comparison.seeds),
-    **_schedule(comparison),
+    **(schedules[0] if schedules else {}),
     "quick": comparison.quick,
     "hardware": "saturating" if comparison.saturating else "ieee",
     "device": jax.devices()[0].device_kind,
@@ -192,11 +190,3 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
     },
   }
-
-
-def _schedule(comparison: Comparison) -> dict[str, Any]:
-  """Returns the options of the precision schedule, if a run has one."""
-  for run in comparison.runs:
-    if run.accelerate is not None:
-      return {"accelerate": run.accelerate, "target_loss": run.target_loss}
-  return {}

@@ -23,12 +23,6 @@ from optax_lossscale._precision import precision_schedule
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import task as task_lib
 
-_CHECKS = {
-  "nonfinite": lambda _: ols.nonfinite(),
-  # The parameters are float32, so their gradients are in any precision.
-  "saturated": ols.saturated,
-}
-
 LossFn = Callable[[optax.Params, task_lib.Batch], jax.Array]
 StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
@@ -42,7 +36,7 @@ def make_loss_fn(model: nn.Module) -> LossFn:
 def make_train_step(
   loss_fn: LossFn, tx: optax.GradientTransformation
 ) -> TrainStep:
-  """Returns a train step with loss scaling."""
+  """Returns a train step with loss scaling, or with it switched off."""
 
   @jax.jit
   def train_step(
@@ -53,23 +47,6 @@ def make_train_step(
     params = optax.apply_updates(params, updates)
     metrics = {"loss": loss, **ols.loss_scale_metrics(opt_state)}
     return params, opt_state, metrics
-
-  return train_step
-
-
-def make_plain_train_step(
-  loss_fn: LossFn, tx: optax.GradientTransformation
-) -> TrainStep:
-  """Returns the same train step without loss scaling."""
-
-  @jax.jit
-  def train_step(
-    params: optax.Params, opt_state: optax.OptState, batch: task_lib.Batch
-  ) -> StepResult:
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, {"loss": loss}
 
   return train_step
 
@@ -96,9 +73,7 @@ def make_accelerated_train_step(
     params, opt_state, schedule_state, loss = two_precisions(
       params, opt_state, schedule_state, batch
     )
-    metrics = {"loss": loss, "low": low}
-    if schedule.dtype == jnp.float16:
-      metrics |= ols.loss_scale_metrics(opt_state)
+    metrics = {"loss": loss, "low": low, **ols.loss_scale_metrics(opt_state)}
     return params, (opt_state, schedule_state), metrics
 
   return train_step
@@ -123,31 +98,29 @@ def train(
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
   params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
-  tx = task.optimizer
-  if run.rule is not None:
-    check = _CHECKS[run.check or "nonfinite"](run.lowest_precision)
-    tx = ols.loss_scaling(tx, run.rule, check=check)
-  opt_state = tx.init(params)
-  is_scaled = run.rule is not None
-  loss_scale = float(ols.get_loss_scale(opt_state)) if is_scaled else None
+  check = ols.nonfinite()
+  if run.check == "saturated":
+    # The parameters are float32, so their gradients are in any precision.
+    check = ols.saturated(run.lowest_precision)
+  tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
+  state: Any = tx.init(params)
+  loss_scale = ols.get_loss_scale(state)
   loss_fn = make_loss_fn(model)
   schedule = run.make_schedule(steps)
-  state: Any = opt_state
-  if schedule is not None:
-    state = opt_state, schedule.init()
+  if schedule is None:
+    train_step = make_train_step(lower(loss_fn), tx)
+  else:
+    state = state, schedule.init()
     train_step = make_accelerated_train_step(
       schedule, loss_fn, tx, level=run.level or "O1"
     )
-  else:
-    make = make_plain_train_step if run.rule is None else make_train_step
-    train_step = make(lower(loss_fn), tx)
 
   batches = itertools.islice(task.batches(seed), steps)
   stepping = _steps(train_step, params, state, batches)
-  for step, outcome in enumerate(_one_behind(stepping), 1):
-    params, metrics = outcome[0], jax.device_get(outcome[1])
+  for step, made in enumerate(stepping, 1):
+    params, metrics = made[0], jax.device_get(made[1])
     on_step(_recorded(run, step, loss_scale, metrics))
-    loss_scale = metrics.get("loss_scale")
+    loss_scale = metrics["loss_scale"]
   score = _mean(model, task.score)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
@@ -170,29 +143,25 @@ def _steps(
   opt_state: optax.OptState,
   batches: Iterable[task_lib.Batch],
 ) -> Iterator[tuple[optax.Params, dict[str, Any]]]:
-  """Yields the parameters after each step, and its metrics."""
+  """Yields the parameters after each step, and its metrics.
+
+  Each after the next one has been made, which is then in the device's queue
+  while the host waits for this one.
+  """
+  made = None
   for batch in batches:
     params, opt_state, metrics = train_step(params, opt_state, batch)
-    yield params, metrics
-
-
-def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
-  """Yields each item after the next one has been made.
-
-  The next step is then in the device's queue while the host waits for this one.
-  """
-  waiting: list[Any] = []
-  for item in items:
-    waiting.append(item)
-    if len(waiting) > 1:
-      yield waiting.pop(0)
-  yield from waiting
+    if made is not None:
+      yield made
+    made = params, metrics
+  if made is not None:
+    yield made
 
 
 def _recorded(
   run: run_lib.Run,
   step: int,
-  loss_scale: float | None,
+  loss_scale: Any,
   metrics: dict[str, Any],
 ) -> run_lib.Step:
   """Returns what is kept of a step before which S was `loss_scale`."""
@@ -202,7 +171,7 @@ def _recorded(
     precision=run.lowest_precision if is_low else "float32",
     loss=float(metrics["loss"]),
   )
-  if loss_scale is None:
+  if run.rule is None:
     return recorded
   return recorded._replace(
     # What is not low is not scaled.

@@ -12,12 +12,12 @@ from optax_lossscale.instruments._history import History
 from optax_lossscale.instruments._history import history
 from optax_lossscale.instruments._history import record
 from optax_lossscale.instruments._history import RecordState
-from optax_lossscale.instruments._place import Place
 from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._replay import Replay
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._shares import swallowed_fraction
 from optax_lossscale.instruments._shares import underflow_fraction
+from optax_lossscale.instruments._where_overflow import Place
 from optax_lossscale.instruments._where_overflow import where_overflow
 from optax_lossscale.instruments.history_files import read_history
 from optax_lossscale.instruments.history_files import write_history

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale._rules import base
+from optax_lossscale._rules import loss_scales
 from optax_lossscale.instruments import _history
-from optax_lossscale.instruments import _knobs
 from optax_lossscale.instruments import _replay
+from optax_lossscale.presets import declaration
 
 _FEWEST_STEPS = 100
 _TOLERATED_SHARE = 1 / 1000
@@ -25,6 +27,21 @@ _LONG_SHARE = 1 / 10
 _WIDE = 6.0
 _RESERVE = 2
 _LOWER = 4
+
+# The fields of rules that are dataclasses of their own, and what they do.
+_COLUMNS = {
+  "init_scale": "init_scale",
+  "growth_interval": "growth_interval",
+  "hysteresis": "hysteresis",
+  "min_scale": "min_scale",
+  "scale_min": "min_scale",
+  "max_scale": "max_scale",
+  "scale_max": "max_scale",
+  "headroom": "headroom",
+}
+
+# What presets call the S that stays.
+_FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
 
 _IsBetter = Callable[[_replay.Replay, _replay.Replay], bool]
 
@@ -147,6 +164,13 @@ def advise(
   return tuning.advice
 
 
+class _Knob(NamedTuple):
+  """An argument of a rule, under the rule's own name for it."""
+
+  name: str
+  value: Any
+
+
 class _Tuning:
   """A rule on a history, as far as it has been improved."""
 
@@ -202,9 +226,9 @@ class _Tuning:
     loss_scale = np.asarray(self.replay.history.loss_scale, np.float64)
     return self.stood - np.log2(loss_scale)
 
-  def knob(self, column: str) -> _knobs.Knob | None:
+  def knob(self, column: str) -> _Knob | None:
     """Returns the argument that does this, if the rule has one."""
-    return _knobs.knobs(self.rule).get(column)
+    return _knobs(self.rule).get(column)
 
   def tell(self, reason: str) -> None:
     """Adds advice that is about no argument."""
@@ -225,7 +249,7 @@ class _Tuning:
     best: tuple[Any, base.LossScale, _replay.Replay] | None = None
     for value in values:
       try:
-        rule = _knobs.turn(self.rule, knob, value)
+        rule = _turn(self.rule, knob, value)
       except ValueError:
         continue  # The rule does not go there.
       replay = self._replay(rule)
@@ -534,3 +558,69 @@ def _text(value: Any) -> str:
 
 def _bits(headroom: float) -> str:
   return "unknown" if math.isnan(headroom) else f"{headroom:.1f}"
+
+
+def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
+  """Returns the arguments that can be turned, by what they do."""
+  inner = _inner(rule)
+  if inner is not None:
+    # The first S is not the inner rule's affair there.
+    return {c: k for c, k in _knobs(inner).items() if c != "init_scale"}
+  if isinstance(rule, declaration.PresetLossScale):
+    found = _of_preset(rule)
+  elif isinstance(rule, loss_scales.FixedLossScale):
+    found = {"scale": _Knob("scale", rule.scale)}
+  elif dataclasses.is_dataclass(rule):
+    found = {
+      _COLUMNS[field.name]: _Knob(field.name, getattr(rule, field.name))
+      for field in dataclasses.fields(rule)
+      if field.init and field.name in _COLUMNS
+    }
+  else:
+    found = {}
+  # A bound of 0 is none to the systems that take it.
+  return {
+    column: knob
+    for column, knob in found.items()
+    if knob.value or (column == "headroom" and knob.value == 0)
+  }
+
+
+def _turn(rule: base.LossScale, knob: _Knob, value: Any) -> base.LossScale:
+  """Returns the rule with another value of one argument."""
+  inner = _inner(rule)
+  if inner is not None:
+    changes: dict[str, Any] = {"rule": _turn(inner, knob, value)}
+  elif isinstance(rule, declaration.PresetLossScale):
+    arguments = {**dict(rule.arguments), knob.name: value}
+    return declaration.PRESETS[rule.system].function(**arguments)
+  else:
+    changes = {knob.name: value}
+  turned: base.LossScale = dataclasses.replace(rule, **changes)
+  return turned
+
+
+def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
+  arguments = dict(rule.arguments)
+  if isinstance(rule.machine, loss_scales.FixedLossScale):
+    # One argument is S, under a name of the system's own.
+    fixed = [
+      _Knob(name, value)
+      for name, value in arguments.items()
+      if name in _FIXED_SCALES
+      and type(value) in (int, float)
+      and value == rule.machine.scale
+    ]
+    return {"scale": fixed[0]} if fixed else {}
+  columns = declaration.PRESETS[rule.system].columns
+  return {
+    column: _Knob(cell.name, arguments[cell.name])
+    for column, cell in columns.items()
+    if isinstance(cell, declaration.Argument)
+  }
+
+
+def _inner(rule: base.LossScale) -> base.LossScale | None:
+  """Returns the rule inside of a rule, such as of a warm start."""
+  inner = getattr(rule, "rule", None)
+  return inner if isinstance(inner, base.LossScale) else None

@@ -118,7 +118,14 @@ def culprit(
     limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
     amax = float(amaxes[path])
     found.append(Culprit(path, amax, _headroom(amax, limit)))
-  return min(found, key=_order)
+  # inf, then NaN, then the least headroom.
+  return min(
+    found,
+    key=lambda x: (
+      not math.isinf(x.amax),
+      -math.inf if math.isnan(x.amax) else x.headroom,
+    ),
+  )
 
 
 def _headroom(amax: float, limit: float) -> float:
@@ -130,16 +137,6 @@ def _headroom(amax: float, limit: float) -> float:
   fraction, exponent = math.frexp(amax)
   largest, largest_exponent = math.frexp(limit)
   return largest_exponent - exponent + math.log2(largest / fraction)
-
-
-def _order(culprit: Culprit) -> tuple[bool, bool, float]:
-  """Returns a key: inf, then NaN, then the least headroom."""
-  is_nan = math.isnan(culprit.amax)
-  return (
-    not math.isinf(culprit.amax),
-    not is_nan,
-    0.0 if is_nan else culprit.headroom,
-  )
 
 
 # Compiled, or each operation would write as much as it reads.

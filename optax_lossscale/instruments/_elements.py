@@ -33,7 +33,8 @@ def count(
   tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
 ) -> jax.Array:
   """Returns what `tally` counts in arrays, reading each element once."""
-  if jax.default_backend() != "cpu" or any(map(has_mesh, arrays)):
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+  if jax.default_backend() != "cpu" or not all(x.empty for x in meshes):
     # An accelerator reads and counts in one kernel; and a block could lie
     # across devices.
     return tally(*arrays)
@@ -50,8 +51,3 @@ def count(
   if rest:
     counts += tally(*(x[blocks * _BLOCK :] for x in flat))
   return counts
-
-
-def has_mesh(x: jax.Array) -> bool:
-  """Returns whether an array belongs to a mesh and may be sharded."""
-  return not jax.typeof(x).sharding.mesh.empty

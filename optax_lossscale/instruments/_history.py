@@ -129,6 +129,8 @@ def record(
     >>> history = ols.instruments.history(state)
     >>> print(history.step, history.loss_scale, history.amax, history.overflow)
     [2 3] [8. 4.] [inf  2.] [ True False]
+    >>> print(history.unscaled_amax)
+    [inf 0.5]
   """
   capacity = arguments.check_count("capacity", capacity)
   tx = requirements.as_optimizer("tx", tx)
@@ -177,7 +179,8 @@ def record(
 def history(opt_state: Any, *, path: str | None = None) -> History:
   """Returns the steps that `record` has kept, in their order.
 
-  It fetches them from the device, so it belongs outside of jit.
+  It fetches them from the device, so it belongs outside of jit. The example is
+  at `record`.
 
   Args:
     opt_state: the state of an optimizer around which `record` is, or any pytree
@@ -191,17 +194,6 @@ def history(opt_state: Any, *, path: str | None = None) -> History:
   Raises:
     ValueError: if there is no record, or several and no path, if it is of
       several runs at once, or if it is being traced.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1024.0))
-    >>> tx = ols.instruments.record(tx, capacity=100)
-    >>> state = tx.init(jnp.zeros(1))
-    >>> _, state = tx.update(jnp.array([4.0]), state)
-    >>> print(ols.instruments.history(state).unscaled_amax)
-    [0.00390625]
   """
   found = _find_record(opt_state, path)
   ring = found[1:]

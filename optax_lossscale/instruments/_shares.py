@@ -55,7 +55,12 @@ def underflow_fraction(
     >>> print(ols.instruments.underflow_fraction(gradients, loss_scale=2.0))
     0.25
   """
-  target = _as_dtype(dtype)
+  target = arguments.check_dtype("dtype", dtype)
+  if target == jnp.float8_e8m0fnu:
+    raise ValueError(
+      "`dtype` must be able to hold 0, or nothing becomes 0 in it, got "
+      "float8_e8m0fnu."
+    )
   scale = states.get_loss_scale(loss_scale)
   return _share(
     _count_lost(part, scale, target)
@@ -113,16 +118,6 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
     _count_swallowed(named_params[path], update)
     for path, update in named_updates.items()
   )
-
-
-def _as_dtype(dtype: Any) -> Any:
-  found = arguments.check_dtype("dtype", dtype)
-  if found == jnp.float8_e8m0fnu:
-    raise ValueError(
-      "`dtype` must be able to hold 0, or nothing becomes 0 in it, got "
-      "float8_e8m0fnu."
-    )
-  return found
 
 
 def _share(counts: Any) -> jax.Array:

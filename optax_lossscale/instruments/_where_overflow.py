@@ -5,10 +5,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
 import inspect
+import pathlib
+import re
+import sysconfig
 from typing import Any
+from typing import NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
+from jax.extend import source_info_util
+from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,13 +23,85 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._detectors import operation_overflow
+from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
-from optax_lossscale.instruments import _first
 from optax_lossscale.instruments import _history
-from optax_lossscale.instruments import _place
+
+# What JAX writes around the scopes of the backward pass.
+_TRANSPOSE = "transpose("
+
+# How JAX writes a line of code: with its column and its function.
+_FRAME = re.compile(r"(?P<line>.+?:\d+)(?::\d+)? \((?P<function>.*)\)")
+_HERE = pathlib.Path(__file__).parents[1]
+_INTERPRETERS = (str(_HERE / "_autocast"), str(_HERE / "_jaxpr"))
+
+_LIBRARIES = (
+  str(_HERE),
+  sysconfig.get_path("purelib"),
+  sysconfig.get_path("platlib"),
+)
+
+# The kind of an argument that holds inf or NaN.
+_NONFINITE = "nonfinite"
+_LATEST = np.array(np.iinfo(np.int32).max, np.int32)
+
+
+class Place(NamedTuple):
+  """An operation that overflowed; `str()` makes a sentence of it.
+
+  Or an argument that was not finite, where no operation overflowed.
+
+  Attributes:
+    operation: JAX's name of it, such as "mul" or "dot_general"; "argument" of
+      an argument.
+    kind: "overflow", or "undefined" of what has no finite value in any dtype,
+      such as 1/0 or log 0; "nonfinite" of an argument that holds inf or NaN.
+    layer: the scope that it is in, such as "LeNet5/conv1", as Flax Linen and
+      `jax.named_scope` write it; empty without one. Of an argument its path,
+      such as "batch['x']".
+    backward: whether it is in the backward pass.
+    dtype: of its result.
+    shape: of its result; in a `shard_map` that is one device's part.
+    elements: how many elements of the result overflowed, on all devices.
+    iterations: in which iteration of each loop around it, the outermost first,
+      counted from 0. Of a scan that is the index into what it goes over, also
+      where the backward pass goes over it in reverse.
+    source: the line of code, as "file:line", None if JAX has not recorded one.
+  """
+
+  operation: str
+  kind: str
+  layer: str
+  backward: bool
+  dtype: Any
+  shape: tuple[int, ...]
+  elements: int
+  iterations: tuple[int, ...]
+  source: str | None
+
+  def __str__(self) -> str:
+    count = f"{self.elements} element" + "s" * (self.elements != 1)
+    if self.kind == _NONFINITE:
+      verb = "is" if self.elements == 1 else "are"
+      return f"argument {self.layer} holds {count} that {verb} not finite"
+    is_overflow = self.kind == operation_overflow.OVERFLOW
+    what = "overflow" if is_overflow else "undefined result"
+    parts = [f'{self.dtype.name} {what} in "{self.operation}" {self.shape}']
+    if self.layer:
+      parts[0] += f" of layer {self.layer}"
+    if self.backward:
+      parts.append("backward pass")
+    if len(self.iterations) == 1:
+      parts.append(f"iteration {self.iterations[0]} of its loop")
+    elif self.iterations:
+      numbers = ", ".join(map(str, self.iterations))
+      parts.append(f"iterations ({numbers}) of its loops, the outermost first")
+    source = f" at {self.source}" if self.source else ""
+    return f"{', '.join(parts)}: {count}{source}"
 
 
 def where_overflow(
@@ -31,7 +110,7 @@ def where_overflow(
   *,
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   undefined: bool = True,
-) -> Callable[..., _place.Place | None]:
+) -> Callable[..., Place | None]:
   """Returns a function for the first operation of `fun` that overflowed.
 
   Gradients show where inf and NaN ended up, not where they began. This runs
@@ -86,15 +165,15 @@ def where_overflow(
   saturating = operation_overflow.saturates(check, dtypes)
 
   @functools.wraps(fun)
-  def where_overflow_fun(*args: Any, **kwargs: Any) -> _place.Place | None:
+  def where_overflow_fun(*args: Any, **kwargs: Any) -> Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
     recording = interpreter.record(fun, args, kwargs)
     _check_eager(recording.operands)
     rule = _Looking(recording.jaxpr, dtypes, saturating, undefined)
 
-    def run(*operands: Any) -> _first.First:
+    def run(*operands: Any) -> _First:
       consts, inputs = recording.consts_and_arguments(operands)
-      result: tuple[list[Any], _first.First] = throughout.evaluate(
+      result: tuple[list[Any], _First] = throughout.evaluate(
         recording.jaxpr, inputs, rule, consts
       )
       return result[1]
@@ -103,22 +182,24 @@ def where_overflow(
     # Two's complement: 2^31 elements of one result and more are negative.
     if first.elements == 0:
       return _nonfinite_argument(fun, args, kwargs)
-    return _place.describe(rule.results[int(first.place)], first)
+    return _describe(rule.results[int(first.place)], first)
 
   return where_overflow_fun
 
 
 def _nonfinite_argument(
   fun: Callable[..., Any], args: Any, kwargs: Any
-) -> _place.Place | None:
+) -> Place | None:
   """Returns the first argument that holds inf or NaN, by its name."""
   try:
     named = inspect.signature(fun).bind(*args, **kwargs).arguments
   except (TypeError, ValueError):  # It has none, or that of what it wraps.
     named = {"args": args, "kwargs": kwargs}
+  # They keep the amax of a step, maybe inf.
+  kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
     leaves = jax.tree.leaves_with_path(
-      _leaves.as_arrays(tree), is_leaf=_remembers_overflows
+      _leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, kept)
     )
     for path, leaf in leaves:
       if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
@@ -127,9 +208,9 @@ def _nonfinite_argument(
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       elements = int(jnp.sum(is_nonfinite))
       if elements:
-        return _place.Place(
+        return Place(
           operation="argument",
-          kind=_place.NONFINITE,
+          kind=_NONFINITE,
           layer=name + jax.tree_util.keystr(path),
           backward=False,
           dtype=np.dtype(leaf.dtype),
@@ -139,11 +220,6 @@ def _nonfinite_argument(
           source=None,
         )
   return None
-
-
-def _remembers_overflows(x: Any) -> bool:
-  """Returns whether it is a state that keeps the amax of a step, maybe inf."""
-  return isinstance(x, (states.LossScalingState, _history.RecordState))
 
 
 def _check_eager(values: Iterable[Any]) -> None:
@@ -158,8 +234,36 @@ def _check_eager(values: Iterable[Any]) -> None:
     )
 
 
-class _Looking(_first.FirstRule):
+class _First(NamedTuple):
+  """The first result that was found, in a part of a program that ran."""
+
+  # int32[], how many elements of it were; 0 if none was found.
+  elements: Any
+  # int32[], the number that the result has.
+  place: Any
+  # int32[], how many results were looked at before it.
+  time: Any
+  # int32[depth], in which rounds of the loops around it, the outermost first.
+  iterations: Any
+  # int32[], how many results were looked at in all.
+  ran: Any
+  # int32[], how many rounds of a loop are over.
+  rounds: Any
+
+
+class _Result(NamedTuple):
+  """One result of an operation, and what may be found of it."""
+
+  around: tuple[core.JaxprEqn, ...]  # What holds it, the outermost first.
+  equation: core.JaxprEqn
+  variable: core.Var
+  kind: str  # As in `Place`.
+
+
+class _Looking(throughout.CountingRule):
   """The rule: an operation as it is, and the first of its kinds of failure."""
+
+  zero: _First
 
   def __init__(
     self,
@@ -168,18 +272,26 @@ class _Looking(_first.FirstRule):
     saturating: bool,
     undefined: bool,
   ) -> None:
-    super().__init__(jaxpr)
+    zero, depth = np.zeros((), np.int32), _loop_depth(jaxpr)
+    self.zero = _First(
+      elements=zero,
+      place=zero,
+      time=zero,
+      iterations=np.zeros(depth, np.int32),
+      ran=zero,
+      rounds=zero,
+    )
     self._look = functools.partial(operation_overflow.find, dtypes, saturating)
     self._undefined = undefined
     # By the number that each has in a count.
-    self.results: list[_place.Result] = []
+    self.results: list[_Result] = []
 
   def apply(
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
     inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], _first.First]:
+  ) -> tuple[Sequence[Any], _First]:
     """See the base class."""
     outputs = interpreter.bind(equation, inputs)
     counts = []
@@ -188,6 +300,144 @@ class _Looking(_first.FirstRule):
         if kind == operation_overflow.UNDEFINED and not self._undefined:
           continue
         with interpreter.context(equation):
-          counts.append(self.found(len(self.results), mask))
-        self.results.append(_place.Result(around, equation, variable, kind))
+          count = self.zero._replace(
+            elements=jnp.sum(mask, dtype=np.int32),
+            place=np.array(len(self.results), np.int32),
+            ran=np.ones((), np.int32),
+          )
+          counts.append(count)
+        self.results.append(_Result(around, equation, variable, kind))
     return outputs, self.join(counts)
+
+  def join(self, counts: Sequence[_First]) -> _First:
+    """See the base class."""
+    # Of most operations there is nothing to say.
+    counts = [x for x in counts if x is not self.zero]
+    if len(counts) < 2:
+      return counts[0] if counts else self.zero
+    counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
+    stacked = _First(*(_stack(x) for x in zip(*counts, strict=True)))
+    before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
+    # The first True among them; the very first if there is none.
+    which = jnp.argmax(stacked.elements != 0)
+    return _First(
+      elements=_at(which, stacked.elements),
+      place=_at(which, stacked.place),
+      time=_at(which, before + stacked.time),
+      iterations=_at(which, stacked.iterations),
+      ran=stacked.ran.sum(dtype=np.int32),
+      rounds=counts[0].rounds,
+    )
+
+  def join_round(
+    self, counts: _First, more: _First, *, is_over: bool
+  ) -> _First:
+    """See the base class."""
+    around = jnp.reshape(counts.rounds, (1,))
+    more = more._replace(
+      iterations=jnp.concatenate([around, more.iterations[:-1]])
+    )
+    return self.join([counts, more])._replace(
+      rounds=counts.rounds + np.int32(is_over)
+    )
+
+  def join_devices(self, count: _First, axes: Sequence[str]) -> _First:
+    """See the base class."""
+
+    def earliest(x: Any, is_candidate: Any) -> Any:
+      return lax.pmin(jnp.where(is_candidate, x, _LATEST), axes)
+
+    is_first = count.elements != 0
+    time = earliest(count.time, is_first)
+    is_first &= count.time == time
+    place = earliest(count.place, is_first)
+    is_first &= count.place == place
+    return _First(
+      elements=lax.psum(jnp.where(is_first, count.elements, 0), axes),
+      place=place,
+      time=time,
+      iterations=lax.pmax(jnp.where(is_first, count.iterations, 0), axes),
+      ran=lax.pmax(count.ran, axes),
+      rounds=self.zero.rounds,
+    )
+
+
+def _stack(values: Sequence[Any]) -> Any:
+  """Returns values along a new axis; numbers of the program stay so."""
+  if all(isinstance(x, np.ndarray | np.generic) for x in values):
+    return np.stack(values)
+  return jnp.stack(values)
+
+
+def _at(index: Any, stacked: Any) -> Any:
+  return lax.dynamic_index_in_dim(jnp.asarray(stacked), index, keepdims=False)
+
+
+def _loop_depth(jaxpr: Any) -> int:
+  """Returns how many loops there are around one another."""
+  return max(
+    (
+      _loop_depth(body.jaxpr) + calls.is_loop(equation)
+      for equation in jaxpr.jaxpr.eqns
+      for body in calls.bodies(equation)
+    ),
+    default=0,
+  )
+
+
+def _describe(result: _Result, first: _First) -> Place:
+  """Returns the place of a result."""
+  equations = [*result.around, result.equation]
+  stacks = [str(x.source_info.name_stack) for x in equations]
+  aval: Any = result.variable.aval
+  return Place(
+    operation=result.equation.primitive.name,
+    kind=result.kind,
+    layer=functools.reduce(scopes.join, stacks, ""),
+    backward=any(_TRANSPOSE in stack for stack in stacks),
+    dtype=np.dtype(aval.dtype),
+    shape=tuple(aval.shape),
+    elements=int(first.elements),
+    iterations=_iterations(result.around, first.iterations),
+    source=_source(equations),
+  )
+
+
+def _iterations(
+  around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
+) -> tuple[int, ...]:
+  loops = [x for x in around if calls.is_loop(x)]
+  # There may be deeper loops elsewhere.
+  return tuple(
+    loop.params["length"] - 1 - int(number)
+    if loop.params.get("reverse")
+    else int(number)
+    for loop, number in zip(loops, rounds, strict=False)
+  )
+
+
+def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
+  """Returns the line of code that the user wrote, or the nearest to it."""
+  *around, equation = equations
+  frames = _frames(equation)
+  for call in reversed(around):
+    if call.primitive is not primitives.jit_p:
+      continue
+    # JAX traces a jitted function once. One of a library's own, in which there
+    # is no line of the user's, shows the lines of who called it first.
+    name = call.params["name"]
+    if all(function.split(".")[-1] != name for _, function in frames):
+      frames = _frames(call)
+  if not frames or frames[0][0].startswith(_INTERPRETERS):
+    # Evaluated again by `autocast` or the like, whose caller says nothing.
+    return None
+  lines = [line for line, _ in frames]
+  # A library's layer is called from somewhere.
+  own = [line for line in lines if not line.startswith(_LIBRARIES)]
+  return (own or lines)[0]
+
+
+def _frames(equation: core.JaxprEqn) -> list[tuple[str, str]]:
+  """Returns lines of code and their functions, from the innermost on."""
+  text = source_info_util.summarize(equation.source_info, num_frames=1000)
+  return [(x["line"], x["function"]) for x in _FRAME.finditer(text)][::-1]

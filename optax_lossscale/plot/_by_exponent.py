@@ -107,6 +107,10 @@ def exponent_histogram(
     ...   print([text.get_text()])
     ['gradients: 25 % are 0, 25 % become 0 in float16']
     ['times S = $2^{10}$: 0 % become 0']
+    >>> by_leaf = ols.instruments.histogram_by_leaf({"a": gradients})
+    >>> axes = ols.plot.heat_map(by_leaf, ax=Figure().subplots())
+    >>> print([label.get_text() for label in axes.get_yticklabels()])
+    ['a']
 
   References:
     Micikevicius et al., `Mixed Precision Training
@@ -172,7 +176,7 @@ def heat_map(
 
   It shows which layers a format suits: those on the left of the first line
   become 0 in it, between the first and the second they are subnormal, and on
-  the right of the third they overflow.
+  the right of the third they overflow. The example is at `exponent_histogram`.
 
   Args:
     histograms: by path, by `instruments.histogram_by_leaf`.
@@ -189,17 +193,6 @@ def heat_map(
   Raises:
     TypeError: if an argument is not of its kind.
     ValueError: if there is no histogram, or `loss_scale` is not a usable scale.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from matplotlib.figure import Figure
-    >>> import optax_lossscale as ols
-    >>> gradients = {"a": jnp.array([0.0, 2.0**-26]), "b": jnp.ones(3)}
-    >>> axes = ols.plot.heat_map(
-    ...   ols.instruments.histogram_by_leaf(gradients), ax=Figure().subplots()
-    ... )
-    >>> print([label.get_text() for label in axes.get_yticklabels()])
-    ['a', 'b']
   """
   if not isinstance(histograms, Mapping):
     raise TypeError(

@@ -47,20 +47,20 @@ def loss_scale(
     >>> axes = ols.plot.loss_scale(history, ax=Figure().subplots())
     >>> print(axes.get_ylabel())
     loss scale S
+    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
+    >>> print(axes.get_lines()[0].get_ydata())
+    [nan  2.]
   """
   largest = _largest_scale(history, dtype)
-  axes = axes_lib.make_axes(ax)
-  _draw_largest(axes, history.step, largest, dtype)
-  _draw_scale(axes, history, axes_lib.ALONE, label="S")
-  _draw_overflows(axes, history, label="overflow")
-  axes_lib.log2_axis(axes, np.concatenate([history.loss_scale, largest]))
-  return _finish(axes, "loss scale S")
+  return _draw_scales({"S": history}, largest, dtype, ax, overflow="overflow")
 
 
 def headroom(
   history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
   """Draws how many doublings of S each step was away from an overflow.
+
+  The example is at `loss_scale`.
 
   Args:
     history: what `instruments.history` or `read_history` returns.
@@ -73,20 +73,6 @@ def headroom(
 
   Raises:
     TypeError: if an argument is not of its kind.
-
-  Examples:
-    >>> from matplotlib.figure import Figure
-    >>> import numpy as np
-    >>> import optax_lossscale as ols
-    >>> history = ols.instruments.History(
-    ...   step=np.array([1, 2]),
-    ...   loss_scale=np.float32([2048.0, 1024.0]),
-    ...   amax=np.float32([np.inf, 16376.0]),
-    ...   overflow=np.array([True, False]),
-    ... )
-    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
-    >>> print(axes.get_lines()[0].get_ydata())
-    [nan  2.]
   """
   bits = _headroom(history, dtype)
   axes = axes_lib.make_axes(ax, height=3.0)
@@ -154,29 +140,24 @@ def replays(
       instruments.Replay,
       "pass what instruments.replay returned",
     )
-  first = next(iter(replays.values()))
   # A step that one rule loses, another one may not have lost.
   largest = functools.reduce(
     np.fmax,
     (_largest_scale(each.history, each.dtype) for each in replays.values()),
   )
-  axes = axes_lib.make_axes(ax)
-  _draw_largest(axes, first.history.step, largest, first.dtype)
-  for i, (label, replay) in enumerate(replays.items()):
-    # The first style is too much like the thin line.
-    style = axes_lib.style_of(i + 1, len(replays))
-    told = f"{label}: {replay.lost_steps} lost"
-    if not np.isnan(replay.mean_headroom):
-      told += f", {replay.mean_headroom:.1f} bits"
-    _draw_scale(axes, replay.history, style, label=told)
-  for replay in replays.values():
-    _draw_overflows(axes, replay.history, label="_")
-  scales = [each.history.loss_scale for each in replays.values()]
-  axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
-  return _finish(axes, "loss scale S")
+  histories = {}
+  for label, each in replays.items():
+    told = f"{label}: {each.lost_steps} lost"
+    if not np.isnan(each.mean_headroom):
+      told += f", {each.mean_headroom:.1f} bits"
+    histories[told] = each.history
+  dtype = next(iter(replays.values())).dtype
+  return _draw_scales(histories, largest, dtype, ax, overflow="_")
 
 
-def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
+def _headroom(
+  history: instruments.History, dtype: Any
+) -> npt.NDArray[np.float64]:
   """Returns the headroom of a history; raises before a figure is made."""
   axes_lib.check_kind(
     "`history` must be a",
@@ -184,8 +165,7 @@ def _headroom(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
     instruments.History,
     "pass instruments.history(opt_state), or replay.history of a replay",
   )
-  headroom: npt.NDArray[np.float64] = history.headroom(dtype)
-  return headroom
+  return history.headroom(dtype)
 
 
 def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
@@ -198,40 +178,44 @@ def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
   return np.where(is_known, largest, np.nan)
 
 
-def _draw_largest(axes: Axes, steps: Any, largest: Any, dtype: Any) -> None:
-  if np.isnan(largest).all():
-    return
-  axes.plot(
-    steps,
-    largest,
-    color=axes_lib.GREY,
-    linewidth=0.8,
-    marker=".",
-    markersize=2,
-    label=f"largest S without overflow, {jnp.dtype(dtype).name}",
-  )
-
-
-def _draw_scale(
-  axes: Axes, history: instruments.History, style: axes_lib.Style, *, label: str
-) -> None:
-  axes.plot(
-    history.step,
-    history.loss_scale,
-    drawstyle="steps-mid",
-    marker=_marker(history),
-    label=label,
-    **style._asdict(),
-  )
-
-
-def _draw_overflows(
-  axes: Axes, history: instruments.History, *, label: str
-) -> None:
-  lost = history.overflow
-  axes_lib.draw_skips(
-    axes, history.step[lost], history.loss_scale[lost], label=label
-  )
+def _draw_scales(
+  histories: Mapping[str, instruments.History],
+  largest: npt.NDArray[np.float64],
+  dtype: Any,
+  ax: Any,
+  *,
+  overflow: str,
+) -> Axes:
+  """Draws S by the labels of histories, crosses, and the largest possible S."""
+  axes = axes_lib.make_axes(ax)
+  if not np.isnan(largest).all():
+    axes.plot(
+      next(iter(histories.values())).step,
+      largest,
+      color=axes_lib.GREY,
+      linewidth=0.8,
+      marker=".",
+      markersize=2,
+      label=f"largest S without overflow, {jnp.dtype(dtype).name}",
+    )
+  for i, (label, history) in enumerate(histories.items()):
+    axes.plot(
+      history.step,
+      history.loss_scale,
+      drawstyle="steps-mid",
+      marker=_marker(history),
+      label=label,
+      # The first style is too much like the thin line.
+      **axes_lib.style_of(i + 1, len(histories))._asdict(),
+    )
+  for history in histories.values():
+    lost = history.overflow
+    axes_lib.draw_skips(
+      axes, history.step[lost], history.loss_scale[lost], label=overflow
+    )
+  scales = [history.loss_scale for history in histories.values()]
+  axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
+  return _finish(axes, "loss scale S")
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:

@@ -81,7 +81,12 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
   """Makes the y axis one of powers of two that span some values."""
   axes.set_yscale("log", base=2)
   axes.margins(y=0.15)
-  exponents = _exponents(values)
+  known = [math.log2(x) for x in values if 0 < x < math.inf]
+  low = math.floor(min(known, default=0))
+  high = math.ceil(max(known, default=0))
+  # At most nine, evenly spaced.
+  stride = math.ceil(max(high - low, 1) / 7)
+  exponents = range(low // stride * stride, high + stride, stride)
   axes.set_yticks(
     [2.0**exponent for exponent in exponents], map(power_of_two, exponents)
   )
@@ -119,12 +124,3 @@ def legend_beside(
 def power_of_two(exponent: int) -> str:
   """Returns 2 to an exponent, as matplotlib writes it."""
   return f"$2^{{{exponent}}}$"
-
-
-def _exponents(values: Iterable[float]) -> range:
-  """Returns at most nine exponents, evenly spaced, that span the values."""
-  known = [math.log2(x) for x in values if 0 < x < math.inf]
-  low = math.floor(min(known, default=0))
-  high = math.ceil(max(known, default=0))
-  stride = math.ceil(max(high - low, 1) / 7)
-  return range(low // stride * stride, high + stride, stride)

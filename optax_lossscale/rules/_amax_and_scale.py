@@ -91,11 +91,6 @@ def check_bits(name: str, value: Any) -> int:
   return bits
 
 
-def largest(dtype: Any) -> float:
-  """Returns the largest finite value of a floating dtype."""
-  return float(jnp.finfo(dtype).max)
-
-
 def clip(
   loss_scale: jax.Array, min_scale: float, max_scale: float
 ) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._rules import base
 from optax_lossscale.rules import _amax_and_scale
 
@@ -174,7 +175,7 @@ class HeadroomLossScale(base.LossScale):
     amax = _amax_and_scale.require_amax(amax)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
-    limit = _amax_and_scale.largest(self.dtype)
+    limit = bits.limit(self.dtype, None)
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
       jnp.where(

@@ -171,11 +171,7 @@ class HistogramLossScale(base.LossScale):
   ) -> HistogramLossScaleState:
     """Returns the state after a step. See `LossScale.update`.
 
-    Args:
-      state: the state that the step used.
-      overflow: bool[], whether the step's gradients were unusable.
-      amax: float32[], the largest absolute value among the scaled gradients.
-      measured: what `measure` counted; without it `amax` decides.
+    `measured` is what `measure` counted; without it `amax` decides.
 
     Raises:
       ValueError: if `amax` and `measured` are both None.
@@ -215,4 +211,4 @@ class HistogramLossScale(base.LossScale):
 
   @property
   def _edge(self) -> float:
-    return _amax_and_scale.largest(self.dtype) * self.bin_edge_location
+    return bits.limit(self.dtype, None) * self.bin_edge_location

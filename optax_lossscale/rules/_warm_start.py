@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._rules import base
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
@@ -150,11 +151,7 @@ class WarmStart(base.LossScale):
   ) -> WarmStartState:
     """Returns the state after a step. See `LossScale.update`.
 
-    Args:
-      state: the state that the step used.
-      overflow: bool[], whether the step's gradients were unusable.
-      amax: float32[], the largest absolute value among the scaled gradients.
-      **measured: what `measure` returned, if anything, as `measured=`.
+    What `measure` returned, if anything, goes to the rule as `measured=`.
 
     Raises:
       ValueError: if `amax` is None.
@@ -164,7 +161,7 @@ class WarmStart(base.LossScale):
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
 
-    limit = _amax_and_scale.largest(self.dtype)
+    limit = bits.limit(self.dtype, None)
     fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
     exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(

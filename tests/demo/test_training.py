@@ -13,6 +13,7 @@ import optax_lossscale as ols
 from optax_lossscale.demo import comparison
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import training
+from tests import support
 from tests.demo import tiny
 
 pytestmark = pytest.mark.long
@@ -110,17 +111,25 @@ def test_unscaled_run_records_no_scale(tiny_task):
   assert made[0][3:] == (None, None, None, None)
 
 
-def test_unscaled_step_holds_nothing_of_ours(tiny_task):
+def test_unscaled_step_is_that_of_the_bare_optimizer(tiny_task):
   model = tiny_task.model(jnp.dtype("float16"))
   params = model.init(jax.random.key(0), tiny_task.held_out[0][0][:1])
-  step = training.make_plain_train_step(
-    training.make_loss_fn(model), tiny_task.optimizer
-  )
-  opt_state = tiny_task.optimizer.init(params)
-  _, opt_state, metrics = step(params, opt_state, next(tiny_task.batches(0)))
-  assert list(metrics) == ["loss"]
-  with pytest.raises(ValueError):
-    ols.get_loss_scale(opt_state)
+  loss_fn = training.make_loss_fn(model)
+
+  @jax.jit
+  def bare_step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = tiny_task.optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  tx = ols.loss_scaling(tiny_task.optimizer, None)
+  step = training.make_train_step(loss_fn, tx)
+  states = [(params, tx.init(params)), (params, tx.init(params).inner_state)]
+  for batch in itertools.islice(tiny_task.batches(0), 5):
+    *states[0], metrics = step(*states[0], batch)
+    *states[1], loss = bare_step(*states[1], batch)
+    support.assert_same_bits(metrics["loss"], loss)
+    support.assert_same_bits(states[0][0], states[1][0])
 
 
 def test_label_names_the_check_that_was_asked_for():
