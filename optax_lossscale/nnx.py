@@ -145,15 +145,11 @@ def select_on_skip(
     >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
-    >>> def train_step(model, optimizer, x):
-    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
-    ...   optimizer.update(model, value_and_grad(model, x)[1])
-    >>> x = jnp.array([[0.0, 0.0], [0.0, 1.0]])
-    >>> report = ols.nnx.check_step(train_step, model, optimizer, x)
-    >>> print(report.laws[2].text)
-    A step that overflows changed model/mean, model/var.
+    >>> x = jnp.array([[0.0, 0.0], [0.0, jnp.inf]])
     >>> with ols.nnx.select_on_skip(optimizer, model):
-    ...   train_step(model, optimizer, x * jnp.inf)
+    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    ...   loss, grads = value_and_grad(model, x)
+    ...   _ = optimizer.update(model, grads)
     >>> print(model.mean[...], ols.get_loss_scale(optimizer.opt_state))
     [0. 0.] 512.0
   """
@@ -193,8 +189,7 @@ def check_step(
 
   It is `instruments.check_step` for a step that changes its arguments in place.
   It gets copies of the model, the optimizer and the rest, so nothing of yours
-  changes. `optimizer.step` may count skipped steps, as Flax has it count. The
-  example is at `select_on_skip`, which mends what it finds there.
+  changes. `optimizer.step` may count skipped steps, as Flax has it count.
 
   Args:
     step: the train step, which changes its arguments alone.
@@ -209,6 +204,22 @@ def check_step(
   Raises:
     TypeError: if `step` is no function.
     ValueError: if no argument holds an optimizer with `loss_scaling`.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
+    >>> def train_step(model, optimizer, x):
+    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    ...   optimizer.update(model, value_and_grad(model, x)[1])
+    >>> report = ols.nnx.check_step(train_step, model, optimizer, jnp.eye(2))
+    >>> print(report.laws[2].text)
+    A step that overflows changed model/mean, model/var.
   """
   call, named = laws.bind(step, args, kwargs)
   changing = _changing(named)

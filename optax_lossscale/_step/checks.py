@@ -90,7 +90,9 @@ def saturated(dtype: Any = None) -> Check:
     A check for `loss_scaling`.
 
   Raises:
-    TypeError, ValueError: as `nonfinite`.
+    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
+      none; from `update`, if a function returned none.
+    ValueError: from `update`, if a tree does not fit the gradients.
 
   Examples:
     >>> import jax.numpy as jnp
