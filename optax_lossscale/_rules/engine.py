@@ -9,7 +9,6 @@ import dataclasses
 import enum
 import math
 from typing import Any
-from typing import get_args
 from typing import Literal
 from typing import NamedTuple
 
@@ -76,9 +75,6 @@ class DynamicLossScaleState(NamedTuple):
     return f"{type(self).__name__}({fields})"
 
 
-GrowthTest = Literal["at_least", "equal", "multiple"]
-
-
 class _Step(NamedTuple):
   """What one step does: S as the rule wants it, and what moves with it."""
 
@@ -110,9 +106,11 @@ class Engine:
   max_scale: float = math.inf  # S grows to this at the most.
   # How the count of clean steps meets the interval: with "equal", a count past
   # it never grows S; with "multiple", the count runs on after growth.
-  growth_test: GrowthTest = "at_least"
-  # These events reset the count of overflows: "clean", "growth", "backoff".
-  refill: frozenset[str] = frozenset({"clean"})
+  growth_test: Literal["at_least", "equal", "multiple"] = "at_least"
+  # These events reset the count of overflows.
+  refill: frozenset[Literal["clean", "growth", "backoff"]] = frozenset(
+    {"clean"}
+  )
   # The count of clean steps starts here, at first and after an overflow; at -1
   # the growth after it waits one step more.
   initial_clean_steps: int = 0
@@ -127,18 +125,6 @@ class Engine:
   failure: Failure | None = None  # The system gives up on this.
   notes_failure: bool = True  # The state notes that failure.
   counts_steps: bool = False  # The state has `total_steps`.
-
-  def __post_init__(self) -> None:
-    if self.growth_test not in get_args(GrowthTest):
-      raise ValueError(
-        f"`growth_test` must be one of {', '.join(get_args(GrowthTest))}, got "
-        f"{self.growth_test!r}."
-      )
-    if not self.refill <= {"clean", "growth", "backoff"}:
-      raise ValueError(
-        "`refill` must be made of 'clean', 'growth' and 'backoff', got "
-        f"{set(self.refill)}."
-      )
 
   def init(self) -> DynamicLossScaleState:
     """Returns the state of a machine that has seen no step."""

@@ -133,12 +133,12 @@ def loss_scaling(
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
-  if rule is None:
-    return _switched_off(inner, averaged, mask)
 
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
     kept = leaves.leave_out(is_gradient, params)
+    if rule is None:
+      return _first_state(loss_scales.NoLossScaleState(), inner.init(kept))
     inner_state = inner.init(leaves.widen(kept))
     requirements.check_first_state(rule)
     requirements.check_masters(kept, inner_state)
@@ -155,9 +155,16 @@ def loss_scaling(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
-    incoming = leaves.as_arrays(updates)
+    incoming = updates if rule is None else leaves.as_arrays(updates)
     is_gradient = leaves.resolve_mask(mask, incoming, params)
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
+    inner_params = leaves.leave_out(is_gradient, params)
+
+    if rule is None:
+      new_updates, new_state = _bare_update(
+        inner, scaled_gradients, state, inner_params, averaged, extra_args
+      )
+      return leaves.merge(is_gradient, new_updates, incoming), new_state
 
     loss_scale = states.get_loss_scale(state)
     finding = findings.examine(
@@ -180,8 +187,6 @@ def loss_scaling(
       scaled_gradients = devices.average_scaled(
         scaled_gradients, averaged, overflowed
       )
-
-    inner_params = leaves.leave_out(is_gradient, params)
 
     def inner_update() -> tuple[optax.Updates, optax.OptState]:
       gradients = backward.unscale_tree(scaled_gradients, loss_scale)
@@ -243,50 +248,30 @@ def loss_scaling(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _switched_off(
-  inner: optax.GradientTransformationExtraArgs, averaged: Any, mask: Any
-) -> optax.GradientTransformationExtraArgs:
-  """Returns the wrapper without a rule: the optimizer, and the same state."""
-
-  def init(params: optax.Params) -> states.LossScalingState:
-    is_gradient = leaves.resolve_mask(mask, params)
-    inner_state = inner.init(leaves.leave_out(is_gradient, params))
-    return _first_state(loss_scales.NoLossScaleState(), inner_state)
-
-  def update(
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None = None,
-    *,
-    overflow: Any = False,
-    amax: Any = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, states.LossScalingState]:
-    del overflow, amax
-    requirements.check_state(state, None)
-    requirements.check_call(inner, updates, params, extra_args)
-    is_gradient = leaves.resolve_mask(mask, updates, params)
-    gradients = leaves.leave_out(is_gradient, updates)
-    # S is 1: there unscaling twice, or no `overflow`, does no harm.
-    one = loss_scales.FixedLossScale(1.0)
-    provenance.check_update(gradients, one.scale, one, overflow=None)
-    if averaged:
-      # As after an overflow: NaN stays NaN.
-      gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
-    inner_updates, inner_state = inner.update(
-      gradients,
-      state.inner_state,
-      leaves.leave_out(is_gradient, params),
-      **extra_args,
-    )
-    return leaves.merge(is_gradient, inner_updates, updates), state._replace(
-      inner_state=inner_state,
-      # Known to be False, so that XLA drops the selects that go by it.
-      skipped=jnp.zeros_like(state.skipped),
-      applied_steps=optax.safe_increment(state.applied_steps),
-    )
-
-  return optax.GradientTransformationExtraArgs(init, update)
+def _bare_update(
+  inner: optax.GradientTransformationExtraArgs,
+  gradients: Any,
+  state: states.LossScalingState,
+  params: Any,
+  averaged: Any,
+  extra_args: Any,
+) -> tuple[optax.Updates, states.LossScalingState]:
+  """Returns the updates of the optimizer alone, and the same kind of state."""
+  # S is 1: there unscaling twice, or no `overflow`, does no harm.
+  one = loss_scales.FixedLossScale(1.0)
+  provenance.check_update(gradients, one.scale, one, overflow=None)
+  if averaged:
+    # As after an overflow: NaN stays NaN.
+    gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
+  updates, inner_state = inner.update(
+    gradients, state.inner_state, params, **extra_args
+  )
+  return updates, state._replace(
+    inner_state=inner_state,
+    # Known to be False, so that XLA drops the selects that go by it.
+    skipped=jnp.zeros_like(state.skipped),
+    applied_steps=optax.safe_increment(state.applied_steps),
+  )
 
 
 def _first_state(rule_state: Any, inner_state: Any) -> states.LossScalingState:

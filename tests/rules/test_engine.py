@@ -1,4 +1,4 @@
-"""The engine's own checks; its rows are tested as presets."""
+"""What no preset shows of the engine; its rows are tested as presets."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +18,6 @@ def doubling(growth_interval, hysteresis=1, **rest):
     hysteresis=hysteresis,
     **rest,
   )
-
-
-def test_an_unknown_growth_test_is_refused():
-  with pytest.raises(ValueError, match="`growth_test` must be .*'sometimes'"):
-    doubling(1, growth_test="sometimes")
-
-
-def test_an_unknown_refill_is_refused():
-  with pytest.raises(ValueError, match="`refill` must be .*'never'"):
-    doubling(1, refill=frozenset({"never"}))
 
 
 @pytest.mark.parametrize(
