@@ -192,7 +192,8 @@ def check_step(
   changes. `optimizer.step` may count skipped steps, as Flax has it count.
 
   Args:
-    step: the train step, which changes its arguments alone.
+    step: the train step, which changes its arguments in place. What it returns
+      counts as the next value of other arguments that look like it.
     *args: its arguments, one of them an `nnx.Optimizer` with `loss_scaling`.
     may_change: as in `instruments.check_step`, such as "model/dropout/*".
     **kwargs: more arguments of the step.
@@ -242,8 +243,9 @@ def check_step(
     output = call({**values, **objects})
     return nnx.as_pure(_changing(objects)), output
 
-  carry = {name: f"0/{name}" for name in changing}
-  return laws.check(run, named | nnx.as_pure(changing), carry, may_change)
+  known = {name: f"0/{name}" for name in changing}
+  pure = named | nnx.as_pure(changing)
+  return laws.check(run, pure, may_change=may_change, known=known)
 
 
 def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:

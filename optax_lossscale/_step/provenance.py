@@ -40,9 +40,12 @@ def check_update(
 ) -> None:
   """Warns if `update` is given gradients that are not what it takes."""
   kind, used = _origin(gradients)
-  # What is compiled keeps a number for ever.
-  is_known = not isinstance(used, jax.core.Tracer | None)
-  is_frozen = is_known and isinstance(loss_scale, jax.core.Tracer)
+  # What is compiled keeps a number for ever, if it makes the gradients, too.
+  traced = [
+    any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    for tree in (gradients, loss_scale, used)
+  ]
+  is_frozen = used is not None and traced == [True, True, False]
   machine: Any = getattr(rule, "machine", rule)  # Of a preset.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
@@ -59,7 +62,9 @@ def check_update(
       "micro-batches are dropped. Write tx.update(grads, opt_state, params, "
       "overflow=overflow)."
     )
-  elif _is_another(used, loss_scale) or (is_frozen and not _equal(used, fixed)):
+  elif _is_another(used, loss_scale) or (
+    is_frozen and (fixed is None or not _equal(used, fixed))
+  ):
     got = f"the number {used}" if isinstance(used, float) else "another S"
     wiring.warn(
       "`update` takes the opt_state that the gradients were scaled with, got "

@@ -121,9 +121,13 @@ def check_masters(params: Any, inner_state: Any) -> None:
   ends = {path[i:] for path in paths for i in range(len(path) + 1)}
   moved = [x for x in found if x[0] in ends] or found
   narrow = [p for p, x in moved if getattr(x, "dtype", None) == jnp.float16]
+  is_mask = lambda x: isinstance(x, optax.MaskedState)  # noqa: E731
+  masks = filter(is_mask, jax.tree.leaves(inner_state, is_leaf=is_mask))
+  # Without a state it may freeze any of them.
+  may_freeze = any(not jax.tree.leaves(x) for x in masks)
   # By a field's name, since others keep such a copy as well.
   names = {str(getattr(key, "name", "")) for path in paths for key in path}
-  if narrow and not any("master" in name for name in names):
+  if narrow and not may_freeze and not any("master" in name for name in names):
     wiring.warn(
       "parameters in float16 should have master weights, got float16"
       f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
@@ -42,10 +43,12 @@ _NARROW_ROUNDING = 2.0**-6
 # How close log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
-# What loss scaling does not move itself.
+# What neither loss scaling moves itself, nor what may be around it.
 _KEPT = {
   states.LossScalingState: ("inner_state", "applied_steps"),
   _history.RecordState: ("recorded_state",),
+  # Around loss scaling it counts skipped steps, too.
+  optax.InjectStatefulHyperparamsState: ("inner_state",),
 }
 # Where linen.TrainState counts all steps, skipped ones too.
 _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
@@ -63,7 +66,7 @@ _INSIDE = (
 _WIDE = "check the step with the model in float32, where S must not show."
 _CARRY = (
   "That is a mistake only if the next values below were guessed right: name "
-  "them, as in carry={'params': 0, 'opt_state': 1}."
+  "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
 # Verdict, text and remedy. Of the scale law by log2(amax) over log2(S).
@@ -103,8 +106,8 @@ _STALLED = (
 _NOTHING_SEEN = (
   "inconclusive",
   "`update` of loss_scaling did not run, or all gradients are 0.",
-  "Take another batch, or a step in which it runs. optax.MultiSteps belongs "
-  "inside of it.",
+  "Take another batch, or a step in which it runs, and return the state that "
+  "`update` returns. optax.MultiSteps belongs inside of loss_scaling.",
 )
 _NOT_COMPARED = (
   "inconclusive",
@@ -326,8 +329,13 @@ def check(
   named: Mapping[str, Any],
   carry: Mapping[Any, Any] | None = None,
   may_change: Sequence[str] = (),
+  known: Mapping[str, str] | None = None,
 ) -> StepReport:
-  """Returns the report on a function of a dict of arguments."""
+  """Returns the report on a function of a dict of arguments.
+
+  What is `known` is the output that is the next value of an argument, beside
+  those that are found.
+  """
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
     raise TypeError(
       "`check_step` must be called outside of jit, got traced arguments; give "
@@ -338,8 +346,19 @@ def check(
       "`step` must be given the state of loss_scaling, got none among its "
       f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
-  precision, is_narrow = _precision(run, named)
-  runs = _Runs(run, named, carry, may_change)
+  runs = _Runs(run, named, carry, may_change, known or {})
+  # A program may forbid in its steps what the check itself does.
+  with (
+    jax.debug_nans(False),
+    jax.debug_infs(False),
+    jax.transfer_guard("allow"),
+  ):
+    return _report(runs)
+
+
+def _report(runs: "_Runs") -> StepReport:
+  """Returns the report on the first step that moves the parameters."""
+  precision, is_narrow = _precision(runs.run, runs.named)
   if not runs.paths:
     return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   report, found = _judge(runs, precision, is_narrow)
@@ -383,7 +402,9 @@ def _judge(
     later.at(dict.fromkeys(factors, math.inf)),
   )
   changed = _differing(later.before, infinite.watched)
-  doubtful = set() if runs.carry else _doubtful(later, infinite, changed)
+  doubtful: set[str] = set()
+  if not runs.carry:
+    doubtful = _doubtful(later, infinite, changed) - runs.known.keys()
 
   found = [Law("scale", *_STALLED)] if is_stalled else []
   follows: dict[str, None] = {}
@@ -466,8 +487,11 @@ class _Run(NamedTuple):
 class _Runs:
   """A step and its arguments, to be run with any S."""
 
-  def __init__(self, run: Any, named: Any, carry: Any, may_change: Any) -> None:
-    self._run, self.named, self.carry = run, dict(named), carry
+  def __init__(
+    self, run: Any, named: Any, carry: Any, may_change: Any, known: Any
+  ) -> None:
+    self.run, self.named, self.carry = run, dict(named), carry
+    self.known = known
     # A pattern alone is not one of letters.
     is_one = isinstance(may_change, str)
     self._may_change = [may_change] if is_one else list(may_change)
@@ -491,10 +515,11 @@ class _Runs:
       return x._replace(loss_scale_state=rule_state)
 
     inputs = jax.tree.map_with_path(copy, self.named, is_leaf=states.is_state)
-    with jax.debug_nans(False), jax.debug_infs(False):
-      outputs = dict(_nodes(jax.block_until_ready(self._run(inputs))))
+    outputs = dict(_nodes(jax.block_until_ready(self.run(inputs))))
     if not self.next_values:
-      self.next_values = _next_values(self.named, outputs, self.carry)
+      self.next_values = _next_values(
+        self.named, outputs, self.carry, self.known
+      )
       self.before = self.watched(self.named)
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
@@ -522,7 +547,9 @@ class _Runs:
 
   def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns what must neither depend on S nor move on a skip, by name."""
-    found = _named_leaves({x: named[x] for x in self.next_values})
+    found: dict[str, np.ndarray] = {}
+    for x in self.next_values:
+      found |= _named_leaves(named[x], x)
     kept = dict(found)
     for x in self._may_change:
       names = fnmatch.filter(found, x) + fnmatch.filter(found, f"{x}/*")
@@ -566,6 +593,7 @@ def _next_values(
   named: Mapping[str, Any],
   outputs: Mapping[str, Any],
   carry: Mapping[Any, Any] | None,
+  known: Mapping[str, str],
 ) -> dict[str, str]:
   """Returns the path of the output that is the next value of an argument."""
   by_position = dict(enumerate(named))
@@ -575,9 +603,12 @@ def _next_values(
       f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
     )
   chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
-  found: dict[str, str] = {}
+  found = dict(known)
   # The optimizer's state first, since it holds trees like the parameters.
-  names = sorted(named, key=lambda name: not states.find_states(named[name]))
+  names = sorted(
+    named.keys() - known.keys(),
+    key=lambda x: (not states.find_states(named[x]), [*named].index(x)),
+  )
   for name in names:
     tree, form = named[name], _form(named[name])
     # A number alone may be anything, such as a rate and a loss.
@@ -645,11 +676,10 @@ def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
     tree, is_leaf=lambda x: type(x) in _KEPT
   ):
     name = "/".join(filter(None, [inside, leaves.path_name(path)]))
-    is_exempt = path[-1:] == _ATTEMPTS or leaves.overwrites(path)
     if type(x) in _KEPT:
       kept = {field: getattr(x, field) for field in _KEPT[type(x)]}
       found |= _named_leaves(kept, name)
-    elif _is_value(x) and not is_exempt:
+    elif _is_value(x) and path[-1:] != _ATTEMPTS:
       found[name] = _on_host(x)
   return found
 
@@ -779,6 +809,9 @@ def _invariance_law(
   """Returns whether S shows in the next values."""
   named: dict[str, list[str]] = {}
   for name in values[0]:
+    # What FP8 layers see of the gradients is scaled.
+    if leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}:
+      continue
     found, seen = _compare([x[name] for x in values], is_narrow)
     if found == "wrong" and _argument(name) in doubtful:
       found = "doubtful"
@@ -817,8 +850,8 @@ def _precision(
   try:
     recording = interpreter.record(arrays_of, (dict(named),), {})
   except Exception as error:  # A step may do anything on the host.
-    text = f"JAX cannot trace the step ({type(error).__name__})."
-    return Law("precision", "inconclusive", text), True
+    text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
+    return Law("precision", "not applied", text), True
   avals: list[Any] = [
     x.aval
     for _, equation in scopes.operations(recording.jaxpr)

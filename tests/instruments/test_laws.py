@@ -157,6 +157,9 @@ def test_a_rule_that_skips_nothing_is_not_held_to_the_skip():
     ols.loss_scaling(optax.apply_if_finite(ADAM, 3), RULE),
     ols.loss_scaling(optax.MultiSteps(ADAM, 2), RULE),
     ols.master_weights(ols.loss_scaling(ADAM, RULE)),
+    optax.inject_hyperparams(
+      lambda rate: ols.loss_scaling(optax.sgd(rate), RULE)
+    )(optax.linear_schedule(0.1, 0.2, 9)),
     optax.chain(ols.loss_scaling(ADAM, RULE), optax.add_decayed_weights(0.0)),
   ],
 )
@@ -178,6 +181,16 @@ def test_an_accumulated_step_is_right():
 
   report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
   assert report.ok, report
+
+
+def test_a_program_may_forbid_transfers_and_nan():
+  tx = ols.loss_scaling(ADAM, RULE)
+  opt_state = tx.init(PARAMS)
+  with jax.transfer_guard("disallow"), jax.debug_nans(True):
+    report = ols.instruments.check_step(
+      jax.jit(make_step(tx)), PARAMS, opt_state, BATCH
+    )
+  assert_exact(report)
 
 
 def test_donated_arguments_are_copies_and_nothing_compiles_again():
@@ -421,6 +434,33 @@ def test_nnx_statistics_that_a_skip_leaves_changed_are_named():
   assert report.ok, report
 
 
+@pytest.mark.parametrize("is_selected", [True, False])
+def test_what_an_nnx_step_returns_is_held_to_the_skip(is_selected):
+  model = Net(nnx.Rngs(0))
+  tx = ols.loss_scaling(ADAM, RULE)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  def weights():
+    return nnx.as_pure(nnx.state(model, nnx.Param))
+
+  @nnx.jit
+  def step(model, optimizer, mean, batch):
+    loss = nnx_step(model, optimizer, batch)
+    new = optax.incremental_update(
+      nnx.as_pure(nnx.state(model, nnx.Param)), mean, 0.1
+    )
+    opt_state = nnx.as_pure(optimizer.opt_state)
+    return loss, ols.select_on_skip(
+      opt_state, new, mean
+    ) if is_selected else new
+
+  report = ols.nnx.check_step(step, model, optimizer, weights(), BATCH)
+  assert report.next_values["mean"] == "1/1"
+  assert is_selected == report.ok, report
+  changed = "A step that overflows changed mean/linear/bias, mean/linear/kernel"
+  assert is_selected != (changed in law(report, "skip"))
+
+
 def test_nnx_gradients_that_are_not_scaled_are_seen():
   report = check_nnx(nnx_step_without_a_scale)
   assert verdicts(report)["scale"] == "wrong"
@@ -506,12 +546,9 @@ def test_a_step_that_runs_on_the_host_is_checked_but_for_its_precision():
     return params, opt_state, float(loss)
 
   report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
-  assert verdicts(report) == {
-    "scale": "exact",
-    "invariance": "exact",
-    "skip": "exact",
-    "precision": "inconclusive",
-  }
+  assert_exact(report)
+  assert verdicts(report)["precision"] == "not applied"
+  assert "JAX cannot trace the step (Concretization" in str(report)
 
 
 def test_without_a_clean_step_there_is_no_verdict():
@@ -529,6 +566,19 @@ def test_loss_scaling_that_is_switched_off_breaks_no_law():
   report = check(ols.loss_scaling(ADAM, None))
   assert report.ok and verdicts(report)["scale"] == "not applied"
   assert "switched off" in str(report)
+
+
+def test_a_state_that_is_thrown_away_gives_no_verdict_and_is_told():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    params, _, loss = make_step(tx)(params, opt_state, batch)
+    return params, opt_state, loss
+
+  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
+  assert not report.ok
+  assert "return the state that `update` returns" in law(report, "scale")
 
 
 def test_a_batch_without_gradients_gives_no_verdict_on_the_scale():
@@ -1122,6 +1172,19 @@ def test_histories_of_fp8_layers_may_depend_on_s():
 
   params = PARAMS | {"_overwrite_with_gradient": {"amax_history": jnp.ones(4)}}
   assert_exact(run_check(step, params, tx.init(params), BATCH))
+
+  @jax.jit
+  def step_without_a_select(params, opt_state, batch):
+    new, new_state = step(params, opt_state, batch)
+    grads = ols.scaled_value_and_grad(fp8_loss_fn, opt_state)(params, batch)[1]
+    name = "_overwrite_with_gradient"
+    return new | {name: grads[name]}, new_state
+
+  report = run_check(step_without_a_select, params, tx.init(params), BATCH)
+  assert verdicts(report)["invariance"] == "exact"
+  assert "changed params/_overwrite_with_gradient/amax_history." in law(
+    report, "skip"
+  )
 
 
 def test_the_check_warns_as_the_step_does():

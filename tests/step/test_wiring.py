@@ -282,6 +282,22 @@ def unscaled_by_the_next_state(tx, params, state):
   return state
 
 
+def test_a_condition_around_an_eager_update_is_right():
+  tx = scaling()
+  state = tx.init(PARAMS)
+
+  def train():
+    _, grads = ols.scaled_value_and_grad(loss_fn, state)(PARAMS)
+    jax.lax.cond(
+      True,
+      lambda state: tx.update(grads, state, PARAMS)[1],
+      lambda state: state,
+      state,
+    )
+
+  assert told(train) == []
+
+
 def dropped_and_not_passed_on(tx, params, state):
   _, grads, _ = ols.accumulated_value_and_grad(
     batch_loss_fn, state, microbatches=2, drop=True
@@ -691,6 +707,7 @@ def test_float16_parameters_without_a_master_are_told_by_init():
 
 LORA = {"base": jnp.ones(3, jnp.float16), "adapter": jnp.ones(2)}
 FROZEN = {"base": True, "adapter": False}
+SGD_OR_FROZEN = {True: optax.set_to_zero(), False: optax.sgd(0.1)}
 
 
 def test_what_other_parameters_have_a_state_for_is_not_frozen():
@@ -721,6 +738,8 @@ FP8 = {
       {"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)},
     ),
     (scaling(optax.selective_transform(ADAM, freeze_mask=FROZEN)), LORA),
+    (scaling(optax.chain(ADAM, optax.freeze(FROZEN))), LORA),
+    (scaling(optax.partition(SGD_OR_FROZEN, FROZEN)), LORA),
   ],
   ids=[
     "inside",
@@ -731,6 +750,8 @@ FP8 = {
     "FP8",
     "mask",
     "frozen",
+    "freeze",
+    "a frozen group",
   ],
 )
 def test_parameters_that_have_a_master_or_need_none_are_not_told(tx, params):
