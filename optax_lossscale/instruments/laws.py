@@ -29,8 +29,10 @@ from optax_lossscale.instruments import _history
 # S is halved so often to find one at which the step does not overflow.
 _MOST_HALVINGS = 40
 
-# So many steps are made to find one that moves the parameters.
+# So many steps are made to find one that moves any parameter, and one that
+# moves the others.
 _MOST_STEPS = 64
+_MORE_STEPS = 8
 
 # By how much two updates may differ where S does: of the largest element where
 # all is as wide as float32, since a power of two is exact there; of the middle
@@ -87,6 +89,7 @@ _SLOPES = {
     "The loss is scaled twice, by ols.scaled_value_and_grad and by hand.",
   ),
 }
+_NEARLY = ("rounding", "The largest gradient is nearly proportional to S.")
 _ADDED = (
   "wrong",
   "The largest gradient is proportional to S but for a small part.",
@@ -117,8 +120,8 @@ _NOT_COMPARED = (
 _STILL = (
   "inconclusive",
   f"No parameter moves in {_MOST_STEPS} steps.",
-  "Check a step whose rate is not 0, and whose updates the parameters' dtype "
-  "can hold.",
+  "Check a step whose rate is not 0, of fewer that are accumulated, and whose "
+  "updates the parameters' dtype can hold.",
 )
 _SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
 _SET_ASIDE = (
@@ -274,9 +277,10 @@ def check_step(
   gets copies, so arguments may be donated, and nothing changes. The next values
   of up to seven runs are kept on the host until the report is made. If S itself
   overflows it is halved until it does not. If parameters stand still, as at a
-  rate of 0, the first step that moves them is judged as well.
+  rate of 0, more steps are made, up to 64, and those that move them are judged.
 
-  It cannot see what does not depend on S: a wrong loss, data that differ. In
+  It cannot see what does not depend on S: a wrong loss, data that differ, a
+  selection by `isnan` alone, since an S of inf always makes a NaN. In
   float16 a small mistake, such as weight decay that is added by hand, hides in
   the rounding. With the model in float32 only what float32 rounds away does.
 
@@ -346,7 +350,7 @@ def check(
       "`step` must be given the state of loss_scaling, got none among its "
       f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
-  runs = _Runs(run, named, carry, may_change, known or {})
+  runs = _Runs(run, named, carry or None, may_change, known or {})
   # A program may forbid in its steps what the check itself does.
   with (
     jax.debug_nans(False),
@@ -363,18 +367,19 @@ def _report(runs: "_Runs") -> StepReport:
     return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   report, found = _judge(runs, precision, is_narrow)
   # What stands still, as at a rate of 0, shows no mistake: look where it moves.
-  for _ in range(_MOST_STEPS):
-    if not report.ok:
+  seen: set[str] = set()
+  for count in range(_MOST_STEPS):
+    seen |= runs.moved(found)
+    # What is frozen never moves.
+    is_late = seen and count >= _MORE_STEPS
+    if is_late or seen >= {*runs.parameters()} or not report.ok:
       return report
-    seen = runs.moved(found)
     runs = runs.after(found)
     found = runs.at({})
     if runs.moved(found) - seen:
       later, _ = _judge(runs, precision, is_narrow)
       halvings = report.halvings + later.halvings
-      return dataclasses.replace(later, halvings=halvings)
-    if seen or not runs.parameters():
-      return report
+      report = dataclasses.replace(later, halvings=halvings)
   laws = (Law("invariance", *_STILL), *report.laws)
   return dataclasses.replace(report, laws=laws)
 
@@ -387,7 +392,9 @@ def _judge(
     factors = dict.fromkeys(runs.paths, 0.5**halvings)
     first = runs.at(factors)
     if not halvings:
-      is_stalled = any(np.any(x.stalled) for x in first.states.values())
+      is_stalled = any(
+        np.any(x.stalled & x.skipped) for x in first.states.values()
+      )
     if not first.overflows:
       break
   else:
@@ -404,7 +411,7 @@ def _judge(
   changed = _differing(later.before, infinite.watched)
   doubtful: set[str] = set()
   if not runs.carry:
-    doubtful = _doubtful(later, infinite, changed) - runs.known.keys()
+    doubtful = _doubtful(later, clean, infinite, changed) - runs.known.keys()
 
   found = [Law("scale", *_STALLED)] if is_stalled else []
   follows: dict[str, None] = {}
@@ -418,7 +425,9 @@ def _judge(
     )
     several = (first, again, half, quarter)
     values = [runs.before, *(x.watched for x in several)]
-    invariance = _invariance_law(values, doubtful, is_narrow)
+    # Also where a solver rounds in its own way.
+    is_rounded = is_narrow or scale[0] == "rounding"
+    invariance = _invariance_law(values, doubtful, is_rounded)
     if not runs.parameters():
       invariance = _NOT_COMPARED
     if half.overflows or quarter.overflows:
@@ -494,7 +503,7 @@ class _Runs:
     self.known = known
     # A pattern alone is not one of letters.
     is_one = isinstance(may_change, str)
-    self._may_change = [may_change] if is_one else list(may_change)
+    self._may_change = [may_change] if is_one else list(may_change or ())
     self.next_values: dict[str, str] = {}
     self._given = states.find_states(self.named)
     self.paths = [
@@ -505,7 +514,9 @@ class _Runs:
     """Runs the step on copies, with each S multiplied by its factor."""
 
     def copy(path: Any, x: Any) -> Any:
-      x = jax.tree.map(lambda x: x.copy() if hasattr(x, "copy") else x, x)
+      x = jax.tree.map(
+        lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, x
+      )
       factor = factors.get(leaves.path_name(path))
       if factor is None:
         return x
@@ -552,7 +563,12 @@ class _Runs:
       found |= _named_leaves(named[x], x)
     kept = dict(found)
     for x in self._may_change:
-      names = fnmatch.filter(found, x) + fnmatch.filter(found, f"{x}/*")
+      names = [
+        name
+        for name in found
+        if f"{name}/".startswith(f"{x}/") or fnmatch.fnmatch(name, str(x))
+      ]
+      names += fnmatch.filter(found, f"{x}/*")
       if not names:
         raise ValueError(
           "`may_change` must name leaves of next values, or be a pattern, got "
@@ -615,7 +631,10 @@ def _next_values(
     is_number = _is_value(tree) and not _is_key(tree) and not np.shape(tree)
     if carry is None and (is_number or not form[1]):
       continue
-    for place in outputs if carry is None else [chosen.get(name, "-")]:
+    # The report calls an output that is alone 0.
+    place = chosen.get(name, "-")
+    places = [place, ""] if place == "0" else [place]
+    for place in outputs if carry is None else places:
       is_like = place in outputs and _form(outputs[place]) == form
       if is_like and not _overlaps(place, found.values()):
         found[name] = place
@@ -630,7 +649,9 @@ def _next_values(
   return {name: found[name] for name in named if name in found}
 
 
-def _doubtful(later: _Runs, skipped: _Run, changed: Sequence[str]) -> set[str]:
+def _doubtful(
+  later: _Runs, clean: _Run, skipped: _Run, changed: Sequence[str]
+) -> set[str]:
   """Returns the arguments whose next value may be another output, or none.
 
   A skip returns the arguments, so there is no doubt of what it did not change.
@@ -643,13 +664,29 @@ def _doubtful(later: _Runs, skipped: _Run, changed: Sequence[str]) -> set[str]:
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
+    # Updates of a skipped step are 0, and gradients are not like parameters.
+    is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))
       or _form(argument) in map(_form, skipped.others.values())
       or any(not _differing(x, after) for x in rivals)
+      or is_zero
+      or (bool(rivals) and _has_jumped(argument, clean.after[name]))
     )
 
   return set(filter(is_doubtful, map(_argument, changed)))
+
+
+def _has_jumped(old: Any, new: Any) -> bool:
+  """Returns whether a step changes a tree by more than half of its size."""
+  pairs = [
+    [np.asarray(y[x], np.result_type(y[x], np.float64)) for y in (a, b)]
+    for a, b in [(_named_leaves({"": old}), _named_leaves({"": new}))]
+    for x in a
+    if leaves.is_gradient(a[x])
+  ]
+  apart = math.hypot(*(np.linalg.norm(x - y) for x, y in pairs))
+  return apart > 0.5 * math.hypot(*(np.linalg.norm(x) for x, _ in pairs))
 
 
 def _form(tree: Any) -> tuple[Any, list[Any]]:
@@ -685,7 +722,9 @@ def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
 
 
 def _is_value(x: Any) -> bool:
-  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+  # Text, dates and objects are none.
+  kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
+  return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
 
 
 def _is_key(x: Any) -> bool:
@@ -727,7 +766,9 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
   """Returns whether amax is proportional to S, of float[S, members]."""
-  is_usable = np.all((amaxes > 0) & np.isfinite(amaxes), axis=0)
+  # In float64 an amax may be larger than the state can hold.
+  most = np.finfo(np.float32).max
+  is_usable = np.all((amaxes > 0) & (amaxes < most), axis=0)
   amaxes = amaxes[:, is_usable]
   slopes = np.log2(amaxes[:-1] / amaxes[1:])
   if not slopes.size:
@@ -735,7 +776,7 @@ def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
   for slope, law in _SLOPES.items():
     apart = np.max(np.abs(slopes - slope))
     if apart <= _SLOPE_ROUNDING and slope == 1 and apart:
-      return ("rounding", law[1]) if is_rough else _ADDED
+      return _NEARLY if is_rough else _small_part(amaxes)
     if apart <= _SLOPE_ROUNDING:
       return law
   worst = slopes.ravel()[np.argmax(np.abs(slopes - 1))]
@@ -745,6 +786,19 @@ def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
     "Either this S is so small that gradients are lost, or something comes "
     f"before `update` that depends on their size, such as a clip. {_INSIDE}",
   )
+
+
+def _small_part(amaxes: np.ndarray) -> Sequence[str]:
+  """Returns whether what does not follow S is something that was added.
+
+  That is the same at any S, which the errors of a solver are not.
+  """
+  apart = amaxes[:-1] - 2 * amaxes[1:]
+  # Noise of the last bit makes no more than that.
+  noise = 2.0**-22 * amaxes[0]
+  is_seen = np.min(np.abs(apart), axis=0) > noise
+  is_same = np.abs(apart[0] - apart[1]) <= np.abs(apart[0]) / 16 + noise / 2
+  return _ADDED if np.any(is_seen & is_same) else _NEARLY
 
 
 def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
@@ -852,16 +906,19 @@ def _precision(
   except Exception as error:  # A step may do anything on the host.
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     return Law("precision", "not applied", text), True
-  avals: list[Any] = [
-    x.aval
-    for _, equation in scopes.operations(recording.jaxpr)
-    if equation.primitive.name != "convert_element_type"
-    for x in (*equation.invars, *equation.outvars)
-  ]
-  floats = {x.dtype for x in avals if leaves.is_gradient(x)}
-  dtypes = {x for x in floats if leaves.at_least_float32(x) != x}
-  if not dtypes:
-    return Law("precision", *_ALL_WIDE), False
-  lost = any(jnp.finfo(x).minexp > jnp.finfo("float32").minexp for x in dtypes)
-  listed = ", ".join(sorted(x.name for x in dtypes))
-  return Law("precision", "exact", f"Operations work in {listed}."), lost
+  works: set[Any] = set()
+  casts: set[Any] = set()
+  is_reduced = False
+  for _, equation in scopes.operations(recording.jaxpr):
+    name = equation.primitive.name
+    avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
+    floats = {x.dtype for x in avals if leaves.is_gradient(x)}
+    narrow = {x for x in floats if leaves.at_least_float32(x) != x}
+    (casts if name == "convert_element_type" else works).update(narrow)
+    is_reduced |= equation.params.get("exponent_bits", 8) < 8
+  least = jnp.finfo("float32").minexp
+  loses = is_reduced or any(jnp.finfo(x).minexp > least for x in works | casts)
+  if not works:
+    return Law("precision", *_ALL_WIDE), loses
+  listed = ", ".join(sorted(x.name for x in works))
+  return Law("precision", "exact", f"Operations work in {listed}."), loses

@@ -9,6 +9,7 @@ from flax import linen
 from flax import nnx
 from flax.training import train_state
 import jax
+from jax.experimental import ode
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -1281,7 +1282,7 @@ def test_a_right_step_whose_parameters_move_late_is_right(inner):
 
 def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
   def decay(grads, opt_state, params):
-    return jax.tree.map(lambda x, p: x + 1e-3 * p, grads, params)
+    return jax.tree.map(lambda x, p: x + 1e-2 * p, grads, params)
 
   tx = ols.loss_scaling(ADAM, RULE)
   report = check(tx, change=decay)
@@ -1309,6 +1310,142 @@ def test_a_step_for_the_other_check_is_told_of_it():
     run_check(nnx_step, model, optimizer, BATCH)
   with pytest.raises(ValueError, match=r"ols\.instruments\.check_step"):
     ols.nnx.check_step(make_step(tx), PARAMS, tx.init(PARAMS), BATCH)
+
+
+def test_a_mistake_shows_where_something_else_moves_first():
+  tx = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
+
+  @jax.jit
+  def step(params, opt_state, mean, seen, batch):
+    params, opt_state, loss = make_step(tx)(params, opt_state, batch)
+    seen = ols.select_on_skip(opt_state, seen + loss, seen)
+    # The moving average stands still until the parameters move.
+    mean = jax.tree.map(lambda x, y: x + 0.1 * (y - x), mean, params)
+    return params, opt_state, mean, seen
+
+  args = PARAMS, tx.init(PARAMS), PARAMS, jnp.zeros(1), BATCH
+  report = run_check(step, *args)
+  assert verdicts(report)["skip"] == "wrong"
+  assert "changed mean/v, mean/w." in law(report, "skip")
+
+
+def test_parameters_that_only_look_like_the_output_break_no_law():
+  tx = ols.loss_scaling(optax.sgd(0.1), RULE)
+  old = jax.tree.map(lambda x: 0.9 * x, PARAMS)
+
+  def make(outputs):
+    @jax.jit
+    def step(params, old, opt_state, batch):
+      def distilled(params, batch):
+        return loss_fn(params, batch) + optax.tree.norm(
+          jax.tree.map(jnp.subtract, params, old)
+        )
+
+      value_and_grad = ols.scaled_value_and_grad(distilled, opt_state)
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      new = optax.apply_updates(params, updates)
+      return outputs(new, opt_state, loss, grads, updates)
+
+    return step, PARAMS, old, tx.init(PARAMS), BATCH
+
+  report = run_check(*make(lambda p, s, loss, g, u: (p, s, loss, g)))
+  assert not report.ok and "wrong" not in verdicts(report).values(), report
+  assert "carry=" in law(report, "skip")
+  report = run_check(*make(lambda p, s, loss, g, u: (u, s, loss)))
+  assert not report.ok and "wrong" not in verdicts(report).values(), report
+  report = run_check(
+    *make(lambda p, s, loss, g, u: (p, s, loss, g)),
+    carry={"params": 0, "opt_state": 1},
+  )
+  assert_exact(report)
+
+
+def test_the_errors_of_a_solver_are_rounding():
+  tx = ols.loss_scaling(optax.sgd(0.1), RULE)
+
+  def ode_loss_fn(params, batch):
+    def slope(y, t):
+      return jnp.tanh(y @ params["w"] @ params["v"] @ batch["mix"])
+
+    times = jnp.linspace(0.0, 1.0, 3)
+    return jnp.mean((ode.odeint(slope, batch["x"], times)[-1] - 1) ** 2)
+
+  batch = {"x": BATCH["x"], "mix": jnp.ones((4, 8))}
+  step = jax.jit(make_step(tx, loss_fn=ode_loss_fn))
+  report = run_check(step, PARAMS, tx.init(PARAMS), batch)
+  assert "wrong" not in verdicts(report).values(), report
+  assert verdicts(report)["scale"] == "rounding"
+
+
+def test_an_overflow_that_is_not_skipped_is_not_stalled():
+  params, tokens, loss_fn = lstm()
+  rule = ols.FixedLossScale(2.0**40, skip=False)
+  step = make_step(
+    ols.loss_scaling(ADAM, rule), loss_fn=ols.autocast(loss_fn, "O1")
+  )
+  opt_state = ols.loss_scaling(ADAM, rule).init(params)
+  report = run_check(jax.jit(step), params, opt_state, tokens)
+  assert "wrong" not in verdicts(report).values(), report
+
+
+@pytest.mark.parametrize(
+  "narrow",
+  [
+    lambda x: x.astype(jnp.float16).astype(jnp.float32),
+    lambda x: jax.lax.reduce_precision(x, 5, 10),
+  ],
+)
+def test_what_casts_alone_lose_is_rounding(narrow):
+  def cast_loss_fn(params, batch):
+    hidden = narrow(jnp.tanh(batch["x"] @ params["w"]))
+    return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1.0))
+  report = check(tx, loss_fn=cast_loss_fn)
+  assert "wrong" not in verdicts(report).values(), report
+
+
+def test_an_amax_that_the_state_cannot_hold_gives_no_verdict():
+  with jax.enable_x64(True):
+    params, batch = jax.tree.map(
+      lambda x: np.asarray(x, np.float64), (PARAMS, BATCH)
+    )
+    tx = ols.loss_scaling(optax.sgd(1e-60), ols.FixedLossScale(2.0))
+    step = make_step(tx, loss_fn=lambda p, b: 1e60 * loss_fn(p, b))
+    report = run_check(jax.jit(step), params, tx.init(params), batch)
+  assert "wrong" not in verdicts(report).values(), report
+
+
+def test_names_of_the_report_are_taken_as_they_are():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(state, batch):
+    params, opt_state, _ = make_step(tx)(state[0]["l[0]"], state[1], batch)
+    return {"l[0]": params}, opt_state
+
+  args = ({"l[0]": PARAMS}, tx.init(PARAMS)), BATCH
+  report = run_check(step, *args)
+  assert "state from output 0" in str(report)
+  assert_exact(run_check(step, *args, carry={"state": 0}))
+  assert_exact(run_check(step, *args, carry={}, may_change=None))
+  assert_exact(run_check(step, *args, may_change=["state/0/l[0]/v"]))
+
+
+def test_arguments_that_are_no_numbers_are_left_alone():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  class Config:
+    def copy(self, depth):
+      raise AssertionError
+
+  def step(params, opt_state, batch, labels, config):
+    return *make_step(tx)(params, opt_state, batch), labels
+
+  labels = np.array(["a", "b"])
+  args = PARAMS, tx.init(PARAMS), BATCH, labels, Config()
+  assert_exact(run_check(step, *args))
 
 
 def test_what_is_quoted_is_short():
