@@ -163,7 +163,8 @@ class LogMaxLossScale(base.LossScale):
     amax = _amax_and_scale.require_amax(amax)
     # Damaged statistics would stay so for ever, and S where they put it.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
-    is_sound = jnp.all(jnp.isfinite(jnp.stack(state)))
+    least = jnp.stack([state.variance, state.weight, state.slow_weight])
+    is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
     state = skipping.select(is_sound, state, fresh)
     overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)

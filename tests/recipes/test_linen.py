@@ -506,6 +506,12 @@ def test_flax_own_train_state_is_as_the_page_says():
     states.append((stock, other))
   metrics = ols.loss_scale_metrics(stock.opt_state)
   assert metrics["applied_steps"] == other.step == 2
+  check_step = functools.partial(
+    ols.instruments.check_step, names["train_step"], stock, BATCH
+  )
+  assert not check_step().ok
+  report = check_step(may_change=["state/step"])
+  assert report.ok, report
 
 
 def test_a_run_with_flax_own_train_state_goes_on_with_ours():

@@ -1,5 +1,6 @@
 """LogMax: corrected, and beside it as it was published."""
 
+import itertools
 import math
 
 import jax
@@ -122,8 +123,15 @@ def test_no_state_holds_an_inf_that_a_debugging_switch_would_stop():
     ols.rules.WarmStart(LogMax()).init()
 
 
-@pytest.mark.parametrize("field", LogMax().init()._fields[1:])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+  ("field", "bad"),
+  [
+    *itertools.product(
+      LogMax().init()._fields[1:], [math.nan, math.inf, -math.inf]
+    ),
+    *((field, -1.0) for field in ("variance", "weight", "slow_weight")),
+  ],
+)
 def test_damaged_statistics_start_over_at_the_same_scale(field, bad):
   rule, step = LogMax(), jax.jit(LogMax().update)
   state = rule.init()
