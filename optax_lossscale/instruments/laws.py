@@ -337,8 +337,8 @@ def check(
 ) -> StepReport:
   """Returns the report on a function of a dict of arguments.
 
-  What is `known` is the output that is the next value of an argument, beside
-  those that are found.
+  `known` leads from arguments to outputs that are their next values for
+  certain; those of the other arguments are found.
   """
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
     raise TypeError(
@@ -380,6 +380,8 @@ def _report(runs: "_Runs") -> StepReport:
       later, _ = _judge(runs, precision, is_narrow)
       halvings = report.halvings + later.halvings
       report = dataclasses.replace(later, halvings=halvings)
+  if runs.moved(found):
+    return report
   laws = (Law("invariance", *_STILL), *report.laws)
   return dataclasses.replace(report, laws=laws)
 
@@ -404,10 +406,8 @@ def _judge(
   is_repeatable = not _differing(first.watched, again.watched)
   # After a step, since momentum of 0 would not show that it moves.
   later = runs.after(first)
-  clean, infinite = (
-    later.at(factors),
-    later.at(dict.fromkeys(factors, math.inf)),
-  )
+  clean = later.at(factors)
+  infinite = later.at(dict.fromkeys(factors, math.inf))
   changed = _differing(later.before, infinite.watched)
   doubtful: set[str] = set()
   if not runs.carry:
@@ -674,7 +674,7 @@ def _doubtful(
       or (bool(rivals) and _has_jumped(argument, clean.after[name]))
     )
 
-  return set(filter(is_doubtful, map(_argument, changed)))
+  return set(filter(is_doubtful, {*map(_argument, changed)}))
 
 
 def _has_jumped(old: Any, new: Any) -> bool:

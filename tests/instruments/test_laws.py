@@ -1275,7 +1275,9 @@ def test_a_mistake_shows_where_the_first_rate_is_0(inner):
   assert "between S and S/2: params/w (" in law(report, "invariance")
 
 
-@pytest.mark.parametrize("inner", [LATE, optax.MultiSteps(LATE, 3)])
+@pytest.mark.parametrize(
+  "inner", [LATE, optax.MultiSteps(LATE, 3), optax.MultiSteps(ADAM, 65)]
+)
 def test_a_right_step_whose_parameters_move_late_is_right(inner):
   assert_exact(check(ols.loss_scaling(inner, RULE)))
 
