@@ -220,19 +220,12 @@ def at_scale(
     options["allow_int"] = allow_int
   # Another one may carry out what `fun` changes, as Flax NNX does.
   may_change = value_and_grad is not jax.value_and_grad
-  kind = type(value_and_grad).__name__
-  wrong = TypeError(
-    "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
-    "function with has_aux=True, and returns a function that returns ((loss, "
-    f"aux), gradients), got {getattr(value_and_grad, '__name__', kind)}; leave "
-    "it out, or pass eqx.filter_value_and_grad or nnx.value_and_grad itself."
-  )
   scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
   try:
     differentiated = value_and_grad(scaled_fun, has_aux=True, **options)
     arguments.check_function(differentiated)
   except TypeError as error:
-    raise wrong from error
+    raise _unlike_value_and_grad(value_and_grad) from error
 
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     try:
@@ -248,9 +241,20 @@ def at_scale(
     match result:
       case ((_, (loss, value)), gradients):
         return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
-    raise wrong
+    raise _unlike_value_and_grad(value_and_grad)
 
   return scaled_value_and_grad_fun
+
+
+def _unlike_value_and_grad(function: Any) -> TypeError:
+  """Returns the error for a function that differentiates otherwise."""
+  name = getattr(function, "__name__", type(function).__name__)
+  return TypeError(
+    "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
+    "function with has_aux=True, and returns a function that returns ((loss, "
+    f"aux), gradients), got {name}; leave it out, or pass "
+    "eqx.filter_value_and_grad or nnx.value_and_grad itself."
+  )
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:

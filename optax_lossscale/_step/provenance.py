@@ -1,8 +1,8 @@
-"""Where gradients come from: noted beside them, and looked up by `update`.
+"""The origin of gradients: noted beside them, and looked up by `update`.
 
 The gradients are plain arrays, so nothing in them says by which S they were
-scaled. A table beside them does, for as long as they live. What comes out of
-jit is other arrays, of which nothing is known, and nothing is said.
+scaled. A table beside them does, for as long as they live. A jitted function
+returns other arrays. Their origin is unknown, and nothing is said of them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def check_update(
 ) -> None:
   """Warns if `update` is given gradients that are not what it takes."""
   kind, used = _origin(gradients)
-  # What is compiled keeps a number for ever, if it makes the gradients, too.
+  # A compiled step that makes the gradients keeps a number for ever.
   traced = [
     any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
     for tree in (gradients, loss_scale, used)
@@ -84,7 +84,7 @@ def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
 
 
 def _origin(tree: Any) -> tuple[str, Any]:
-  """Returns what the first leaf is of which that is known, and its S."""
+  """Returns the origin of the first leaf with a known one, and its S."""
   found = (_ORIGINS.get(id(x)) for x in jax.tree.leaves(tree))
   kind, get_scale = next(filter(None, found), ("", lambda: None))
   return kind, get_scale()

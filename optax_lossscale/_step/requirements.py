@@ -195,7 +195,7 @@ def _fields(rule_state: Any) -> dict[str, str]:
   }
 
 
-# What should not be around loss scaling, with its place, and why.
+# The states that should not be around loss scaling, and why.
 _AROUND = {
   optax.MultiStepsState: "optax.MultiSteps inside of loss_scaling, got it "
   "around{}, where it adds up scaled gradients, and an inf for ever. Write "
@@ -208,7 +208,7 @@ _AROUND = {
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
-# What is looked into for states that are beside each other.
+# The trees that may hold states beside each other.
 _OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
 
 
@@ -238,7 +238,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
     yield from _beside(links, is_partition)
     masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
-    # What one of several masks another one may take.
+    # Another mask may take the leaves that one of them leaves out.
     if is_partition or len(masks) > 1:
       links = [(key, getattr(x, "inner_state", x)) for key, x in links]
   for link in links:
@@ -262,7 +262,7 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
     # In a tuple of the user's, another model's state may be beside it.
     fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
     fits |= isinstance(link, optax.MaskedState)
-    # What is of another class may be the user's.
+    # A state of another class may be the user's.
     is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
     for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
       # A group without a parameter may still count its steps.

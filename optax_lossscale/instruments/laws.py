@@ -45,14 +45,14 @@ _NARROW_ROUNDING = 2.0**-6
 # How close log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
-# What neither loss scaling moves itself, nor what may be around it.
+# The fields that move with the parameters, in states that also count attempts.
 _KEPT = {
   states.LossScalingState: ("inner_state", "applied_steps"),
   _history.RecordState: ("recorded_state",),
   # Around loss scaling it counts skipped steps, too.
   optax.InjectStatefulHyperparamsState: ("inner_state",),
 }
-# Where linen.TrainState counts all steps, skipped ones too.
+# linen.TrainState counts all steps there, skipped ones too.
 _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 
 # How many leaves a line of the report names.
@@ -143,7 +143,8 @@ _INVARIANCE = {
   "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
 }
 
-# Of the law of the skip by what comes of an S of inf, the worst first.
+# The law of the skip, by the outcome of a step with an S of inf; the worst is
+# first.
 _NOT_SKIPPED = {
   "nothing": (
     "wrong",
@@ -196,14 +197,14 @@ class Law(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-  """What `check_step` found, to be printed.
+  """The findings of `check_step`, to be printed.
 
   Attributes:
     laws: the laws, each with its verdict; with several loss scales the first
       two of them once for each.
     next_values: by argument, the output that was taken for its next value.
     follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. They are no mistake, unless they are taken for true ones.
+      gradients. That is right, unless somebody takes it for the true norm.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
   """
@@ -276,8 +277,9 @@ def check_step(
   step may be jitted or not, on one device or on many of one process. Each run
   gets copies, so arguments may be donated, and nothing changes. The next values
   of up to seven runs are kept on the host until the report is made. If S itself
-  overflows it is halved until it does not. If parameters stand still, as at a
-  rate of 0, more steps are made, up to 64, and those that move them are judged.
+  overflows it is halved until it does not. If the first step moves no
+  parameter, as at a rate of 0, the check makes up to 64 more, and judges those
+  that do.
 
   It cannot see what does not depend on S: a wrong loss, data that differ, a
   selection by `isnan` alone, since an S of inf always makes a NaN. In
@@ -286,7 +288,7 @@ def check_step(
 
   Args:
     step: the train step, which returns the next values of its arguments.
-    *args: its arguments, one of them with the state of `loss_scaling`.
+    *args: its arguments. One of them holds the state of `loss_scaling`.
     carry: which output is the next value of which argument, such as `{"params":
       0, "opt_state": "1/opt"}`: arguments by name or position, outputs by
       position, key or path. None: the first output of the same structure,
@@ -300,8 +302,8 @@ def check_step(
     `raise_if_wrong()`.
 
   Raises:
-    TypeError: if `step` is no function, if this is called under jit, or if the
-      state of the rule does not hold S as a leaf.
+    TypeError: if `step` cannot be called, if this is called under jit, or if
+      the state of the rule does not hold S as a leaf.
     ValueError: if no argument holds the state of `loss_scaling`, if its next
       value is not returned, or if `carry` names none.
 
@@ -366,11 +368,11 @@ def _report(runs: "_Runs") -> StepReport:
   if not runs.paths:
     return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   report, found = _judge(runs, precision, is_narrow)
-  # What stands still, as at a rate of 0, shows no mistake: look where it moves.
+  # A parameter that does not move, as at a rate of 0, shows no mistake.
   seen: set[str] = set()
   for count in range(_MOST_STEPS):
     seen |= runs.moved(found)
-    # What is frozen never moves.
+    # A frozen one never moves.
     is_late = seen and count >= _MORE_STEPS
     if is_late or seen >= {*runs.parameters()} or not report.ok:
       return report
@@ -439,7 +441,7 @@ def _judge(
     elif scale[0] == "wrong" and _argument(path) in doubtful:
       scale = ("inconclusive", scale[1], _CARRY)
     elif scale[0] == "wrong":
-      # What comes of the same mistake needs no remedy of its own.
+      # It comes from the same mistake, and needs no remedy of its own.
       invariance = invariance[:2]
     place = f"Of S at {path}: " if len(first.outcomes) > 1 else ""
     for name, law in (("scale", scale), ("invariance", invariance)):
@@ -469,7 +471,7 @@ def bind(
     )
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
-  # What goes into *args has a number for a name.
+  # Arguments that go into *args have a number for a name.
   names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
   def call(named: Mapping[str, Any]) -> Any:
@@ -480,13 +482,15 @@ def bind(
 
 
 class _Run(NamedTuple):
-  """What the step made of one S, or of one for each state."""
+  """The outputs of the step for one S, or for one of each state."""
 
   after: dict[str, Any]  # The next values of arguments.
   watched: dict[str, np.ndarray]  # Their leaves.
   others: dict[str, Any]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
-  outcomes: dict[str, str]  # What `update` did, by the path of the state.
+  # By the path of the state: "nothing" if `update` did not run, else "applied",
+  # "skipped", "several" if it did both, or "overflow" if it applied one.
+  outcomes: dict[str, str]
 
   @property
   def overflows(self) -> bool:
@@ -566,9 +570,9 @@ class _Runs:
       names = [
         name
         for name in found
-        if f"{name}/".startswith(f"{x}/") or fnmatch.fnmatch(name, str(x))
+        if f"{name}/".startswith(f"{x}/")  # It may have brackets.
+        or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
       ]
-      names += fnmatch.filter(found, f"{x}/*")
       if not names:
         raise ValueError(
           "`may_change` must name leaves of next values, or be a pattern, got "
@@ -722,7 +726,7 @@ def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
 
 
 def _is_value(x: Any) -> bool:
-  # Text, dates and objects are none.
+  # Text, dates and objects have no values to compare.
   kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
   return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
 
@@ -863,7 +867,7 @@ def _invariance_law(
   """Returns whether S shows in the next values."""
   named: dict[str, list[str]] = {}
   for name in values[0]:
-    # What FP8 layers see of the gradients is scaled.
+    # FP8 layers see scaled gradients.
     if leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}:
       continue
     found, seen = _compare([x[name] for x in values], is_narrow)

@@ -178,6 +178,16 @@ def test_an_eager_evaluation_counts_the_same():
     assert count_sines(function)(X)[1] == expected, name
 
 
+@pytest.mark.parametrize("name", ["while", "cond, taken", "shard_map"])
+def test_the_rule_that_counts_nothing_leaves_every_operation_as_it_is(name):
+  function, _ = SINES[name]
+  jaxpr = jax.make_jaxpr(function)(X)
+  rule = throughout.CountingRule()
+  (result,), count = throughout.evaluate(jaxpr, [X], rule)
+  np.testing.assert_array_equal(result, function(X))
+  assert count == ()
+
+
 def test_under_vmap_each_example_counts_for_itself():
   limits = jnp.array([0, 1, 3])
   function = jax.vmap(lambda limit, x: until(limit)(x), in_axes=(0, None))

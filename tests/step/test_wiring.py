@@ -452,6 +452,19 @@ def as_an_ensemble(tx, params, state):
   return jax.vmap(lambda p: right(tx, p, tx.init(p)))(two)
 
 
+def told_in_its_second_step(tx, step, jit):
+  """Returns the warnings of a step from a state that a first one has made."""
+
+  def run(params, state):
+    return step(tx, params, state)
+
+  run = jax.jit(run) if jit else run
+  state = tx.init(PARAMS)
+  if step is not as_an_ensemble:
+    state = run(PARAMS, state)
+  return told(lambda: run(PARAMS, state))
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
   "step",
@@ -472,16 +485,7 @@ def as_an_ensemble(tx, params, state):
   ],
 )
 def test_a_right_step_is_not_told_anything(step, jit):
-  tx = scaling()
-
-  def run(params, state):
-    return step(tx, params, state)
-
-  run = jax.jit(run) if jit else run
-  state = tx.init(PARAMS)
-  if step is not as_an_ensemble:
-    state = run(PARAMS, state)
-  assert told(lambda: run(PARAMS, state)) == []
+  assert told_in_its_second_step(scaling(), step, jit) == []
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -507,16 +511,7 @@ def test_a_right_step_is_not_told_anything(step, jit):
   ],
 )
 def test_what_makes_no_difference_is_not_told(rule, step, jit):
-  tx = scaling(rule=rule)
-
-  def run(params, state):
-    return step(tx, params, state)
-
-  run = jax.jit(run) if jit else run
-  state = tx.init(PARAMS)
-  if step is not as_an_ensemble:
-    state = run(PARAMS, state)
-  assert told(lambda: run(PARAMS, state)) == []
+  assert told_in_its_second_step(scaling(rule=rule), step, jit) == []
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
