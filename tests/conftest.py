@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 
+import chex
 import hypothesis
 import jax
 import pytest
@@ -47,6 +48,12 @@ PAGES = (
   "tests/test_porting.py",
   "tests/test_readme.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def no_traces_of_other_tests():
+  """Lets `chex.assert_max_traces` count anew in each test."""
+  chex.clear_trace_counter()
 
 
 def pytest_itemcollected(item):

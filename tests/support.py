@@ -6,6 +6,7 @@ import logging
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,13 +66,15 @@ def same_bits(left, right):
 
 def assert_same_bits(got, expected):
   """Asserts equal structures, shapes, dtypes and bits."""
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-    assert (jnp.shape(x), jnp.result_type(x)) == (
-      jnp.shape(y),
-      jnp.result_type(y),
+
+  def is_same(x, y):
+    return jnp.shape(x) == jnp.shape(y) and (
+      jnp.result_type(x) == jnp.result_type(y) and to_bits(x) == to_bits(y)
     )
-    assert to_bits(x) == to_bits(y), f"got {x}, expected {y}"
+
+  chex.assert_trees_all_equal_comparator(
+    is_same, lambda x, y: f"got {x}, expected {y}", got, expected
+  )
 
 
 def relative_error(found, true):

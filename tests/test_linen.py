@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 from flax import core
 from flax import serialization
 from flax import struct
@@ -210,23 +211,18 @@ def test_it_trains_as_the_bare_optimizer_does_on_the_steps_that_are_finite():
   last = states()[-1]
   assert last.loss_scale == scale
   found = last.params, last.batch_stats, last.ema, last.key
-  for a, b in zip(
-    jax.tree.leaves((params, batch_stats, ema, key)),
-    jax.tree.leaves(found),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(
+    (params, batch_stats, ema, key), found, rtol=1e-5, atol=1e-6
+  )
 
 
 def test_guarantee_9_one_compilation_from_the_first_call():
   class Counting(ols.linen.TrainState):
     epoch: Any
 
-  traces = []
-
   @jax.jit
+  @chex.assert_max_traces(n=1)
   def step(state, grads):
-    traces.append(grads)
     return state.apply_gradients(grads=grads, epoch=state.epoch + 1)
 
   # Python numbers and weak types would each be compiled for.
@@ -235,7 +231,6 @@ def test_guarantee_9_one_compilation_from_the_first_call():
   )
   for grads in jnp.array([8.0, jnp.inf, 8.0]):
     state = step(state, grads)
-  assert len(traces) == 1
   assert (state.step, state.epoch, state.attempts) == (2, 2, 3)
 
 
@@ -248,12 +243,9 @@ def test_the_step_runs_within_scan():
   last, steps = scanned(new_state(), jnp.array(FACTORS, jnp.float32))
   np.testing.assert_array_equal(steps, [0, 1, 1, 2, 2])
   assert (last.step, last.attempts) == (3, 5)
-  for a, b in zip(
-    jax.tree.leaves(moving_parts(last)),
-    jax.tree.leaves(moving_parts(states()[-1])),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(
+    moving_parts(last), moving_parts(states()[-1]), rtol=1e-5, atol=1e-6
+  )
 
 
 def test_the_state_can_be_donated():
@@ -295,12 +287,9 @@ def test_guarantee_10_a_state_sharded_under_jit_makes_the_same_steps():
     for x in jax.tree.leaves(state):
       assert x.sharding.is_fully_replicated
       assert len(x.sharding.device_set) == 8
-  for a, b in zip(
-    jax.tree.leaves(moving_parts(state)),
-    jax.tree.leaves(moving_parts(states()[-1])),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, atol=0.01)
+  chex.assert_trees_all_close(
+    moving_parts(state), moving_parts(states()[-1]), rtol=1e-7, atol=0.01
+  )
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)

@@ -1,5 +1,6 @@
 """The tasks: real data, held-out apart, and models that compute as told."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +124,7 @@ def test_held_out_digits_are_not_trained_on():
 @each_task
 def test_seed_decides_the_batches(name, tasks):
   first, same, other = (next(tasks[name].batches(seed)) for seed in (5, 5, 6))
-  jax.tree.map(np.testing.assert_array_equal, first, same)
+  chex.assert_trees_all_equal(first, same)
   assert not np.array_equal(first[0], other[0])
 
 
@@ -136,7 +137,7 @@ def test_precision_does_not_change_the_first_parameters(name, tasks):
     jax.jit(tasks[name].model(jnp.dtype(dtype)).init)(key, inputs)
     for dtype in ("float32", "float16")
   )
-  jax.tree.map(np.testing.assert_array_equal, wide, narrow)
+  chex.assert_trees_all_equal(wide, narrow)
   assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("float32")}
 
 

@@ -1,5 +1,6 @@
 """The ring of the last steps: what it keeps, in which order, at what cost."""
 
+import chex
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def test_history_is_empty_before_the_first_step():
 def test_recording_changes_no_bit_of_training():
   plain = ols.loss_scaling(optax.adam(0.1), ols.DynamicLossScale(8.0))
   recorded = run(make(4), GRADIENTS).recorded_state
-  jax.tree.map(np.testing.assert_array_equal, run(plain, GRADIENTS), recorded)
+  chex.assert_trees_all_equal(run(plain, GRADIENTS), recorded)
 
 
 def test_everything_finds_the_scale_in_a_record():

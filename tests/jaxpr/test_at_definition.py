@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -663,8 +664,7 @@ def test_steps_are_taken_side_by_side_under_vmap(batched, transform):
       grads[i], state.inner_state, PARAMS, bads[i] if batched else bads
     )
     got = jax.tree.map(lambda x, i=i: x[i], (updates, after))
-    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-      np.testing.assert_allclose(x, y, rtol=1e-6)
+    chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [True, False])
@@ -857,8 +857,7 @@ def test_a_step_in_control_flow_is_the_step():
     (GRADS, state),
   )
   for got in (by_cond, by_loop):
-    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-      np.testing.assert_allclose(x, y, rtol=1e-6)
+    chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

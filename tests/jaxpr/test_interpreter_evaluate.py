@@ -5,6 +5,7 @@ import functools
 import pathlib
 import re
 
+import chex
 import jax
 from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -217,9 +218,7 @@ def test_a_function_has_the_values_that_it_has_without(function):
 @each_rule
 def test_a_function_evaluated_eagerly_has_the_same_values(function, rule):
   got, expected = evaluated(function, rule)(X), function(X)
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-6)
+  chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("function", "slope"), [(eleven, 11), (seven, 7)])

@@ -8,6 +8,7 @@ wrong where the wrapper is not outermost is in tests/step/test_chaining.py.
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -254,10 +255,11 @@ def test_sam_in_one_step_is_that_of_optax():
   (params, state), _ = run_steps(names["train_step"], carry, STEPS)
   carry = (PARAMS, inner.init(PARAMS))
   (bare_params, bare_state), _ = run_steps(bare, carry, APPLIED)
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-6),
+  chex.assert_trees_all_close(
     (params, state.inner_state),
     (bare_params, bare_state.opt_state),
+    rtol=1e-6,
+    atol=0,
   )
 
 

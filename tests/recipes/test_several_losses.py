@@ -7,6 +7,7 @@ plain-Python model of the rule, and a table of who skips when.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +42,7 @@ def run(title, **names):
 
 def assert_close(found, expected, rtol=1e-5):
   """Asserts that two trees are the same up to rounding."""
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  for a, b in zip(
-    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(a, b, rtol=rtol)
+  chex.assert_trees_all_close(found, expected, rtol=rtol, atol=0)
 
 
 # Two optimizers ---------------------------------------------------------------

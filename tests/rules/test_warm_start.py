@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,8 +113,7 @@ def test_a_warm_start_of_a_preset_is_saved_as_the_preset():
   assert "hysteresis_tracker" in saved
   restored_rule, restored = ols.presets.from_state_dict(rule, saved)
   assert restored_rule is rule
-  jax.tree.map(np.testing.assert_array_equal, restored, state)
-  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  chex.assert_trees_all_equal(restored, state)
   with pytest.raises(ValueError, match="one that still probes"):
     ols.presets.to_state_dict(rule, rule.init())
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,10 +117,7 @@ def test_an_applied_step_is_that_of_the_bare_optimizer(name):
     params = optax.apply_updates(params, updates)
     updates, bare_state = step(bare_params, bare_state)
     bare_params = optax.apply_updates(bare_params, updates)
-  for leaf, bare_leaf in zip(
-    jax.tree.leaves(params), jax.tree.leaves(bare_params), strict=True
-  ):
-    np.testing.assert_allclose(leaf, bare_leaf, rtol=1e-6, atol=1e-6)
+  chex.assert_trees_all_close(params, bare_params, rtol=1e-6, atol=1e-6)
 
 
 @each_optimizer
