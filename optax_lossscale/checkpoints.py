@@ -16,7 +16,7 @@ from optax_lossscale._step import states
 _NOTHING = object()
 
 
-def without_loss_scaling(opt_state: Any) -> Any:
+def without_loss_scaling(opt_state: optax.OptState) -> Any:
   """Returns the state of the same optimizer without loss scaling.
 
   It undoes `with_loss_scaling`, where the example of both is. Training goes on
@@ -45,7 +45,7 @@ def without_loss_scaling(opt_state: Any) -> Any:
   )
 
 
-def with_loss_scaling(bare_state: Any, opt_state: Any) -> Any:
+def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
   """Returns the state of an optimizer that has been wrapped since.
 
   A checkpoint from before loss scaling goes on with its moments and counts.

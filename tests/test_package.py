@@ -5,7 +5,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import typing
 
+import chex
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -32,7 +35,7 @@ def test_the_version_is_that_of_the_installed_package():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "module", ["flax", "matplotlib", "rich", "sklearn", "orbax"]
+  "module", ["chex", "flax", "matplotlib", "rich", "sklearn", "orbax"]
 )
 def test_importing_the_library_does_not_load(module):
   program = f"import sys, optax_lossscale; print({module!r} in sys.modules)"
@@ -64,3 +67,13 @@ def test_links_between_files_lead_somewhere():
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
     missing = [x for x in links if not (page.parent / x).exists()]
     assert not missing, page
+
+
+def test_annotations_name_types_that_exist():
+  # chex is imported for type checkers alone, so that importing is quick.
+  names = {"chex": chex, "ArrayTree": chex.ArrayTree}
+  functions = [x for x in map(ols.__dict__.get, ols.__all__) if callable(x)]
+  update = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1)).update
+  rule = ols.LossScale
+  for function in [*functions, update, rule.update, rule.measure, rule.stalled]:
+    typing.get_type_hints(function, localns=names)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from collections.abc import Sequence
 import operator
 from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
+
+# A tree that comes back with other leaves has the same type.
+Tree = TypeVar("Tree")
 
 # How many leaves an error names before it says how many more there are.
 _MOST_NAMED = 4

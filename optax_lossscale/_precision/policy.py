@@ -83,7 +83,7 @@ class Policy:
         "or no level."
       )
 
-  def cast_to_param(self, tree: Any) -> Any:
+  def cast_to_param(self, tree: trees.Tree) -> trees.Tree:
     """Returns `tree` in the dtype of the parameters.
 
     Args:
@@ -91,11 +91,11 @@ class Policy:
     """
     return _cast("param_dtype", self.param_dtype, tree)
 
-  def cast_to_compute(self, tree: Any) -> Any:
+  def cast_to_compute(self, tree: trees.Tree) -> trees.Tree:
     """Returns `tree` in the dtype of the computation. See `cast_to_param`."""
     return _cast("compute_dtype", self.compute_dtype, tree)
 
-  def cast_to_output(self, tree: Any) -> Any:
+  def cast_to_output(self, tree: trees.Tree) -> trees.Tree:
     """Returns `tree` in the dtype of the output. See `cast_to_param`."""
     return _cast("output_dtype", self.output_dtype, tree)
 

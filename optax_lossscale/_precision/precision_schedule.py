@@ -138,7 +138,7 @@ class PrecisionSchedule:
   def value_and_grad(
     self,
     loss_fn: Callable[..., Any],
-    opt_state: Any,
+    opt_state: optax.OptState,
     state: PrecisionScheduleState,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -223,7 +223,7 @@ class PrecisionSchedule:
     self,
     tx: optax.GradientTransformation,
     gradients: Any,
-    opt_state: Any,
+    opt_state: optax.OptState,
     params: Any,
     state: PrecisionScheduleState,
     **extra_args: Any,

@@ -3,11 +3,15 @@
 import abc
 import dataclasses
 from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from optax_lossscale._base import arguments
+
+if TYPE_CHECKING:
+  import chex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +65,9 @@ class LossScale(abc.ABC):
   def update(
     self,
     state: Any,
-    overflow: jax.Array | bool,
+    overflow: "chex.Array | bool",
     *,
-    amax: jax.Array | None = None,
+    amax: "chex.Numeric | None" = None,
   ) -> Any:
     """Returns the state after a step.
 
@@ -76,7 +80,7 @@ class LossScale(abc.ABC):
         NaN if one of them was NaN; None if nobody measured it.
     """
 
-  def measure(self, gradients: Any) -> Any:
+  def measure(self, gradients: "chex.ArrayTree") -> Any:
     """Returns what `update` is to get as `measured=`; None for nothing.
 
     Args:
@@ -85,7 +89,7 @@ class LossScale(abc.ABC):
     """
     del gradients
 
-  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+  def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
     """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
 
     The wrapper reports it. Of a rule that never moves S, every overflow is one.

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
@@ -28,7 +29,7 @@ from optax_lossscale._step import states
 
 def accumulated_value_and_grad(
   fun: Callable[..., Any],
-  opt_state: Any,
+  opt_state: optax.OptState,
   argnums: int | Sequence[int] = 0,
   has_aux: bool = False,
   *,

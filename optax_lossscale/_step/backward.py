@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
@@ -26,7 +27,7 @@ _NOT_ALL_ARRAYS = (
 
 def scaled_value_and_grad(
   fun: Callable[..., Any],
-  opt_state: Any,
+  opt_state: optax.OptState,
   argnums: int | Sequence[int] = 0,
   has_aux: bool = False,
   *,
@@ -110,7 +111,7 @@ def scaled_value_and_grad(
 
 
 def scale_loss(
-  loss: jax.Array, opt_state: Any, *, path: str | None = None
+  loss: jax.Array, opt_state: optax.OptState, *, path: str | None = None
 ) -> jax.Array:
   """Returns S times the loss, in float32 at least.
 
@@ -142,8 +143,11 @@ def scale_loss(
 
 
 def unscale(
-  scaled_gradients: Any, opt_state: Any, *, path: str | None = None
-) -> Any:
+  scaled_gradients: trees.Tree,
+  opt_state: optax.OptState,
+  *,
+  path: str | None = None,
+) -> trees.Tree:
   """Returns the gradients divided by S, in float32 at least.
 
   For gradients that are used outside the wrapper: to log their norm, to hand
@@ -184,7 +188,7 @@ def unscale(
   return leaves.merge(is_gradient, gradients, scaled_gradients)
 
 
-def unscale_tree(tree: Any, loss_scale: jax.Array) -> Any:
+def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
   """Returns the gradients in `tree` divided by S, in float32 at least."""
   # Above 2**126 the inverse is subnormal, which a backend may flush to 0: there
   # it is applied in two factors.

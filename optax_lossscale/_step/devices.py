@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 
@@ -75,7 +76,9 @@ def pmean_gradients(
   return optax.stateless(mean)
 
 
-def make_varying(tree: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+def make_varying(
+  tree: trees.Tree, axis_name: Hashable | Sequence[Hashable]
+) -> trees.Tree:
   """Returns the same values, as values that may differ by device.
 
   Under `shard_map` as it is by default, JAX sums the gradients of replicated

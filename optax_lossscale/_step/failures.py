@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._rules.engine import Failure
@@ -30,7 +31,7 @@ _CONDITIONS = {
 
 
 def raise_if_failed(
-  opt_state: Any, max_consecutive_skips: int | None = None
+  opt_state: optax.OptState, max_consecutive_skips: int | None = None
 ) -> None:
   """Raises if too many steps in a row were skipped, or a rule has given up.
 

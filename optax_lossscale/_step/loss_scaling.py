@@ -1,6 +1,7 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
 from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
+
+if TYPE_CHECKING:
+  import chex
 
 
 def loss_scaling(
@@ -149,8 +153,8 @@ def loss_scaling(
     state: optax.OptState,
     params: optax.Params | None = None,
     *,
-    overflow: Any = False,
-    amax: Any = None,
+    overflow: "chex.ArrayTree | bool" = False,
+    amax: "chex.ArrayTree | None" = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)

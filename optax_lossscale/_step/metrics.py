@@ -1,16 +1,15 @@
 """What the last step was like, for any logger."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale._base import bits
 from optax_lossscale._step import states
 
 
 def loss_scale_metrics(
-  opt_state: Any, *, path: str | None = None
+  opt_state: optax.OptState, *, path: str | None = None
 ) -> dict[str, jax.Array]:
   """Returns the loss scale and what happened on the last step.
 

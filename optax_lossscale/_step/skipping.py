@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
@@ -36,7 +37,7 @@ def update_unless(
   return _zero_updates(skipped, leaves.as_arrays(updates)), state
 
 
-def select(skipped: jax.Array, old: Any, new: Any) -> Any:
+def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   """Returns `old` where the step is skipped and `new` elsewhere.
 
   The dtypes are those of `old`: what init made is what every step returns, and
@@ -47,8 +48,12 @@ def select(skipped: jax.Array, old: Any, new: Any) -> Any:
 
 
 def select_on_skip(
-  opt_state: Any, new: Any, old: Any, *, path: str | None = None
-) -> Any:
+  opt_state: optax.OptState,
+  new: trees.Tree,
+  old: trees.Tree,
+  *,
+  path: str | None = None,
+) -> trees.Tree:
   """Returns `old` if the last step was skipped, else `new`.
 
   For what a step changes outside the optimizer: batch statistics, a moving

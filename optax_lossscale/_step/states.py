@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -158,7 +159,9 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   )
 
 
-def get_loss_scale(opt_state: Any, *, path: str | None = None) -> jax.Array:
+def get_loss_scale(
+  opt_state: optax.OptState, *, path: str | None = None
+) -> jax.Array:
   """Returns the loss scale S, wherever in `opt_state` it is.
 
   Args:

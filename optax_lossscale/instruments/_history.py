@@ -176,7 +176,7 @@ def record(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def history(opt_state: Any, *, path: str | None = None) -> History:
+def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
   """Returns the steps that `record` has kept, in their order.
 
   It fetches them from the device, so it belongs outside of jit. The example is

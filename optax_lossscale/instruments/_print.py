@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._step import metrics as _metrics
@@ -21,7 +22,7 @@ _SHOWN = (
 
 
 def print_loss_scale(
-  opt_state: Any, every: int = 100, *, path: str | None = None
+  opt_state: optax.OptState, every: int = 100, *, path: str | None = None
 ) -> None:
   """Prints one line about the loss scale, every so many steps.
 
