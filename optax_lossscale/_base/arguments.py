@@ -104,6 +104,20 @@ def did_you_mean(
   return f"; did you mean {listed}?" if close else ""
 
 
+def check_known(
+  function: str, names: Iterable[str], unknown: Any, elsewhere: Any = None
+) -> None:
+  """Raises for an argument's name that is none here, maybe one elsewhere."""
+  for name in unknown:
+    remedy = did_you_mean(name, names, quote="`") or "."
+    if name in (elsewhere or {}):
+      remedy = f"; `{name}` is {elsewhere[name]} here."
+    raise TypeError(
+      f"`{function}` takes the arguments {', '.join(names)}, got "
+      f"{name!r}{remedy}"
+    )
+
+
 def check_enabled(name: str, dtype: Any) -> None:
   """Raises if JAX would take another dtype in the place of this one."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:
