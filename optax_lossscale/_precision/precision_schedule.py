@@ -451,9 +451,9 @@ def precision_schedule(
       the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
       mode "loss" it begins when the loss is `target_loss * ratio` or less, the
       ratio being from 1.01 to 1.5 (1.05). The products are exact.
-    total_steps: of the whole training, for mode "step": as all that counts
-      here, applied steps. A loop of so many steps, skipped ones included, ends
-      before the schedule does, and maybe before the switch.
+    total_steps: of the whole training, for mode "step": applied steps. Loop
+      until `state.steps` reaches it: a loop of so many calls counts skipped
+      steps as well and may end before the switch.
     target_loss: a positive loss, for mode "loss": the one that training without
       the schedule ends at. A single batch below it switches, so feed a mean
       over steps where batches differ much.
