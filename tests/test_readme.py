@@ -348,6 +348,26 @@ def test_every_block_is_run_by_one_of_these_tests(code):
   )
 
 
+@pytest.mark.parametrize("around", ["recorded", "chained"])
+def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  if around == "recorded":
+    tx = ols.instruments.record(tx, 2)
+  else:
+    tx = optax.chain(tx, optax.identity())
+  params = jnp.ones((2, 2))
+  schedule = ols.precision_schedule("fast|step", total_steps=10)
+  names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
+  names |= {"schedule": schedule}
+  names["loss_fn"] = lambda params, x: jnp.mean(x @ params)
+  title = "Low precision for the first part of training"
+  exec(block(title, "schedule.value_and_grad"), names)
+  carry = params, tx.init(params), schedule.init()
+  for x in (jnp.eye(2), jnp.eye(2) * jnp.inf, jnp.eye(2)):
+    *carry, _ = names["train_step"](*carry, x)
+  assert carry[-1].steps == 2
+
+
 def commands():
   """Returns the words of every shell command, in the page's order."""
   return [
