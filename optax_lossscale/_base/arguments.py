@@ -105,12 +105,12 @@ def did_you_mean(
 
 
 def check_known(
-  function: str, names: Iterable[str], unknown: Any, elsewhere: Any = None
+  function: str, names: Iterable[str], given: Any, elsewhere: Any = None
 ) -> None:
-  """Raises for an argument's name that is none here, maybe one elsewhere."""
-  for name in unknown:
+  """Raises for an unknown argument; `elsewhere` says what a name is here."""
+  for name in (x for x in given if x not in names):
     remedy = did_you_mean(name, names, quote="`") or "."
-    if name in (elsewhere or {}):
+    if elsewhere and name in elsewhere:
       remedy = f"; `{name}` is {elsewhere[name]} here."
     raise TypeError(
       f"`{function}` takes the arguments {', '.join(names)}, got "

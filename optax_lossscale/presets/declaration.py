@@ -160,8 +160,7 @@ class Preset:
         f"`{name}` takes its arguments by name, got {len(args)} by position; "
         f"write {name}({', '.join(f'{x}=...' for x in parameters)})."
       )
-    unknown = [x for x in given if x not in parameters]
-    _arguments.check_known(name, parameters, unknown)
+    _arguments.check_known(name, parameters, given)
     arguments = {x: given.get(x, p.default) for x, p in parameters.items()}
     missing = [
       x for x, value in arguments.items() if value is inspect.Parameter.empty
