@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import jax
@@ -292,28 +293,95 @@ def test_the_old_lines_find_the_dictionary_in_the_checkpoint(system):
   run([resumed], {"ols": ols, "saved": names["saved"]})
 
 
-def test_the_train_step_runs():
-  step = documents.block(PAGE, "The train step", "def train_step")
+# Where the wrapper may be, as its state is then further inside.
+WRAPS = {
+  "alone": lambda tx: tx,
+  "recorded": lambda tx: ols.instruments.record(tx, capacity=100),
+  "chained": lambda tx: optax.chain(tx, optax.identity()),
+  "injected": lambda tx: optax.inject_hyperparams(lambda unused: tx)(unused=1),
+  "partitioned": lambda tx: optax.partition(
+    {"all": tx}, lambda params: jax.tree.map(lambda _: "all", params)
+  ),
+}
+wherever = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def right_of(title, left):
+  """Returns the code on the right of a row that has some words on its left."""
+  (row,) = [x for x in cells_of_all(section(title)) if left in x[0]]
+  return re.findall(r"`([^`]+)`", row[1])
+
+
+def cells_of_all(text):
+  """Returns the rows of all Markdown tables in a text, heads included."""
+  lines = [line for line in text.splitlines() if line.startswith("| ")]
+  return [
+    [x.strip().replace("\\|", "|") for x in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in lines
+  ]
+
+
+def run_train_step(wrap):
+  """Runs the page's train step once, and returns the names."""
+  text = documents.block(PAGE, "The train step", "def train_step")
+  first = "tx = ols.loss_scaling(inner, rule)\n"
+  assert text.startswith(first)
   rule = ols.presets.torch(init_scale=8.0)
   names = {
     "jax": jax,
+    "jnp": jnp,
     "ols": ols,
     "optax": optax,
-    "inner": optax.sgd(0.5),
+    "tx": wrap(ols.loss_scaling(optax.sgd(0.5), rule)),
     "rule": rule,
     "state": rule.init()._replace(loss_scale=jnp.float32(4.0)),
     "params": jnp.ones(2),
     "loss_fn": lambda params, batch: jnp.sum(params * batch),
   }
-  exec(step, names)
-  params, opt_state, loss = names["train_step"](
-    names["params"], names["opt_state"], jnp.ones(2)
-  )
-  assert loss == 2.0
-  assert jnp.all(params == 0.5)
+  exec(text.removeprefix(first), names)
+  result = names["train_step"](names["params"], names["opt_state"], jnp.ones(2))
+  return names | dict(zip(("params", "opt_state", "loss"), result, strict=True))
+
+
+@wherever
+def test_the_train_step_runs(wrap):
+  names = run_train_step(wrap)
+  opt_state = names["opt_state"]
+  assert names["loss"] == 2.0
+  assert jnp.all(names["params"] == 0.5)
   assert ols.get_loss_scale(opt_state) == 4.0
   opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(1024.0))
   assert ols.get_loss_scale(opt_state) == 1024.0
+
+
+@wherever
+def test_s_is_set_and_read_in_the_loop_wherever_loss_scaling_is(wrap):
+  names = run_train_step(wrap)
+  structure = jax.tree.structure(names["opt_state"])
+  for line in right_of("The train step", "scaler.update(new_scale)"):
+    exec(line, names)
+  assert jax.tree.structure(names["opt_state"]) == structure
+  (read,) = right_of("The train step", "get_scale()")
+  assert eval(read, names) == 1024.0
+  saved = right_of("The train step", "scaler.state_dict()")[-1]
+  assert eval(saved, names)["scale"] == 1024.0
+
+
+@wherever
+def test_skipped_steps_are_seen_in_the_loop_wherever_loss_scaling_is(wrap):
+  names = run_train_step(wrap)
+  *_, names["opt_state"], _ = names["train_step"](
+    names["params"], names["opt_state"], jnp.array([1.0, jnp.inf])
+  )
+  overflow, *keys = right_of("The train step", "found_inf`, skipped")
+  assert eval(overflow, names)
+  metrics = overflow.removesuffix('["overflow"]')
+  assert [int(eval(metrics + key, names)) for key in keys] == [1, 1]
+  title = "NPULossScaleOptimizer, on Ascend"
+  (applied, *_) = right_of(title, "`global_step`")
+  assert eval(applied, names) == 1
+  names["metrics"] = eval(metrics, names)
+  assert eval(right_of(title, "steps run")[0], names) == 2
 
 
 def test_what_the_page_names_of_the_library_exists():
@@ -539,20 +607,112 @@ def test_what_mindspores_model_becomes_runs():
   assert ols.get_loss_scale(opt_state) == 2.0**23
 
 
-def test_the_lines_for_accelerate_train_mode_run():
-  title = "Low precision first: accelerate_train_mode, on Ascend"
-  block = documents.block(PAGE, title, "make_train_step")
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
-  params = jnp.ones((2, 2))
-  names = {"ols": ols, "jax": jax, "tx": tx}
-  names["loss_fn"] = lambda params, x: jnp.mean((x @ params) ** 2)
-  exec(block, names)
-  *_, state, _ = names["train_step"](
-    params, tx.init(params), names["schedule_state"], jnp.eye(2)
+ACCELERATE = "Low precision first: accelerate_train_mode, on Ascend"
+
+
+def calls(text):
+  """Returns the keywords of each call in some code by the function's name."""
+  found = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Call)]
+  return {
+    ast.unparse(call.func): {x.arg: x.value for x in call.keywords}
+    for call in found
+  }
+
+
+def test_the_lines_for_accelerate_train_mode_say_what_the_old_ones_do():
+  old = calls(documents.block(PAGE, ACCELERATE, "TellMeStepOrLossHook"))
+  new = ast.parse(documents.block(PAGE, ACCELERATE, "make_train_step")).body
+  schedule = new[0].value
+  text = old["ExperimentalConfig"]["accelerate_train_mode"]
+  assert ast.unparse(text) == ast.unparse(schedule.args[0])
+  total = old["TellMeStepOrLossHook"]["total_step"].value
+  assert total == old["estimator.train"]["max_steps"].value
+  assert keywords(schedule) == {
+    "total_steps": total,
+    "precision_mode": old["NPURunConfig"]["precision_mode"].value,
+  }
+
+
+@pytest.mark.parametrize("name", ["alone", "recorded", "chained"])
+def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
+  # S comes down from 2**32 to 2**14, and each halving takes two steps.
+  manager = ols.presets.npu_exponential(
+    init_loss_scale=2.0**32, incr_every_n_steps=1000, decr_ratio=0.5
   )
-  assert (state.low, state.steps) == (True, 1)
-  text = section(title)
+  tx = ols.presets.npu_loss_scale_optimizer(optax.sgd(0.0), manager)
+  tx = WRAPS[name](tx)
+  params = jnp.ones((2, 2))
+  x = 1.5 * jnp.eye(2)
+  names = {"ols": ols, "jax": jax, "tx": tx, "params": params}
+  names |= {"opt_state": tx.init(params), "batches": iter(lambda: x, None)}
+  names["loss_fn"] = lambda params, x: 8 * jnp.mean(x @ params)
+  lines = documents.block(PAGE, ACCELERATE, "make_train_step")
+  exec(lines.replace("10_000", "50"), names)
+  metrics = ols.loss_scale_metrics(names["opt_state"])
+  assert (metrics["applied_steps"], metrics["skipped_steps"]) == (50, 36)
+  assert not names["schedule_state"].low
+  (loop,) = right_of(ACCELERATE, "in mode loss, where")
+  condition = loop.removeprefix("while ").removesuffix(":")
+  assert not eval(condition.replace("10_000", "50"), names)
+  assert eval(condition.replace("10_000", "51"), names)
+  # The loop that the page warns of, in the numbers of the page.
+  state = names["schedule"].init()
+  opt_state = tx.init(params)
+  for _ in range(50):
+    params, opt_state, state, _ = names["train_step"](
+      params, opt_state, state, x
+    )
+  assert (state.steps, state.low) == (14, True)
+
+
+def test_the_rows_for_accelerate_train_mode_run():
+  text = section(ACCELERATE)
   lines = re.findall(r"`(ols\.precision_schedule\([^`]*\))`", text)
   assert len(lines) == 3
   for line in lines:
     assert eval(line.replace("\\|", "|")).init().low
+
+
+@pytest.mark.parametrize("name", ["total_step", "final_loss"])
+def test_the_names_of_the_hook_are_told_by_the_page_and_by_the_error(name):
+  renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
+  with pytest.raises(TypeError, match=f"`{name}` is `{renamed}` here"):
+    ols.precision_schedule("fast|step", **{name: 10})
+
+
+def test_clipping_sees_what_compute_gradients_returned_on_ascend():
+  title = "NPULossScaleOptimizer, on Ascend"
+  clipped, *_, unscaled = right_of(title, "`compute_gradients`")
+  names = {"optax": optax, "ols": ols, "opt": optax.sgd(1.0)}
+  exec(clipped, names)
+  # As the block above the row has it.
+  opt = optax.chain(ols.pmean_gradients("data"), names["opt"])
+  manager = ols.presets.npu_fixed(loss_scale=8.0)
+  tx = ols.presets.npu_loss_scale_optimizer(
+    opt, manager, is_distributed=True, axis_name="data"
+  )
+  state = tx.init(jnp.zeros(2))
+  # The true gradients of two workers: each is too large, their mean is not.
+  grads = jnp.array([[8.0, 0.0], [-7.0, 0.5]])
+  update = jax.vmap(lambda g: tx.update(g * 8, state)[0], axis_name="data")
+  np.testing.assert_array_equal(update(grads), [[-0.5, -0.25]] * 2)
+  # And one whose mean is too large: its norm becomes 1.
+  np.testing.assert_allclose(
+    jnp.linalg.norm(update(jnp.full((2, 2), 5.0)), axis=1), 1.0, rtol=1e-6
+  )
+  names |= {"opt_state": state, "grads": grads * 8}
+  assert jnp.array_equal(eval(unscaled, names), grads)
+
+
+def test_the_lines_beside_what_has_no_counterpart_run():
+  title = "Without a counterpart"
+  names = {"jax": jax, "time": time, "train_step": lambda x: 2 * x}
+  (compiled,) = right_of(title, "graph mode")
+  exec(compiled, names)
+  names["loss"] = names["train_step"](jnp.float32(1.0))
+  (backend,) = right_of(title, "device target")
+  assert eval(backend, names) == jax.default_backend()
+  clock, wait = right_of(title, "timing in the log")
+  assert eval(wait, names) == 2.0 and eval(clock, names) > 0
+  for words in ("session's configuration", "porting tool"):
+    assert right_of(title, words) == []

@@ -1,9 +1,11 @@
 """What the README shows works as it stands there."""
 
 import ast
+import dataclasses
 import functools
 import pathlib
 import re
+import shlex
 from typing import Any
 
 from flax import nnx
@@ -16,10 +18,13 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import cli
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.demo import digits
+from optax_lossscale.demo import text
 from tests import documents
 from tests.autocast.programs import dtypes_of
+from tests.demo import tiny
 from tests.support import to_bits
 
 README = documents.read("README.md")
@@ -341,6 +346,54 @@ def test_every_block_is_run_by_one_of_these_tests(code):
     code in documents.blocks(documents.section(README, title))
     for title in whole
   )
+
+
+@pytest.mark.parametrize("around", ["recorded", "chained"])
+def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  if around == "recorded":
+    tx = ols.instruments.record(tx, 2)
+  else:
+    tx = optax.chain(tx, optax.identity())
+  params = jnp.ones((2, 2))
+  schedule = ols.precision_schedule("fast|step", total_steps=10)
+  names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
+  names |= {"schedule": schedule}
+  names["loss_fn"] = lambda params, x: jnp.mean(x @ params)
+  title = "Low precision for the first part of training"
+  exec(block(title, "schedule.value_and_grad"), names)
+  carry = params, tx.init(params), schedule.init()
+  for x in (jnp.eye(2), jnp.eye(2) * jnp.inf, jnp.eye(2)):
+    *carry, _ = names["train_step"](*carry, x)
+  assert carry[-1].steps == 2
+
+
+def commands():
+  """Returns the words of every shell command, in the page's order."""
+  return [
+    shlex.split(command)
+    for block in documents.blocks(README, "sh")
+    for command in block.split("&&")
+  ]
+
+
+def test_every_command_is_that_of_the_environment_that_was_made():
+  for program, *_ in commands():
+    assert program == "python3" or program.startswith(".venv/bin/")
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_as_typed_one_command_after_the_other(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  task = dataclasses.replace(tiny.make_task(), name="text")
+  monkeypatch.setattr(text, "make_task", lambda *, quick: task)
+  program = ".venv/bin/optax-lossscale"
+  ours = [words[1:] for words in commands() if words[0] == program]
+  assert [words[0] for words in ours] == ["train", "simulate"]
+  for words in ours:
+    assert cli.main(words) == 0
 
 
 @pytest.mark.parametrize("page", re.findall(r"\]\((docs/[^)#]*\.md)", README))

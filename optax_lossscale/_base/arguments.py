@@ -104,6 +104,20 @@ def did_you_mean(
   return f"; did you mean {listed}?" if close else ""
 
 
+def check_known(
+  function: str, names: Iterable[str], given: Any, elsewhere: Any = None
+) -> None:
+  """Raises for an unknown argument; `elsewhere` says what a name is here."""
+  for name in (x for x in given if x not in names):
+    remedy = did_you_mean(name, names, quote="`") or "."
+    if elsewhere and name in elsewhere:
+      remedy = f"; `{name}` is {elsewhere[name]} here."
+    raise TypeError(
+      f"`{function}` takes the arguments {', '.join(names)}, got "
+      f"{name!r}{remedy}"
+    )
+
+
 def check_enabled(name: str, dtype: Any) -> None:
   """Raises if JAX would take another dtype in the place of this one."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import dataclasses
 import fractions
 import functools
+import inspect
 import math
 import numbers
 from typing import Any
 from typing import NamedTuple
+from typing import Never
 
 import jax
 from jax import lax
@@ -429,6 +431,7 @@ def precision_schedule(
   steps_per_call: int = 1,
   precision_mode: str | None = None,
   precision_mode_v2: str | None = None,
+  **unknown: Never,
 ) -> PrecisionSchedule:
   """Returns when to go from low precision to full precision. Experimental.
 
@@ -448,9 +451,9 @@ def precision_schedule(
       the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
       mode "loss" it begins when the loss is `target_loss * ratio` or less, the
       ratio being from 1.01 to 1.5 (1.05). The products are exact.
-    total_steps: of the whole training, for mode "step": as all that counts
-      here, applied steps. A loop of so many steps, skipped ones included, ends
-      before the schedule does, and maybe before the switch.
+    total_steps: of the whole training, for mode "step": applied steps. Loop
+      until `state.steps` reaches it: a loop of so many calls counts skipped
+      steps as well and may end before the switch.
     target_loss: a positive loss, for mode "loss": the one that training without
       the schedule ends at. A single batch below it switches, so feed a mean
       over steps where batches differ much.
@@ -462,6 +465,7 @@ def precision_schedule(
       end of training too, where they are not scaled. "allow_fp32_to_fp16" or
       nothing: float32 at the end. Another one is an error, as there.
     precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
+    **unknown: nothing; a name of Ascend's is answered with the one here.
 
   Returns:
     A `PrecisionSchedule`: `make_train_step` makes a whole train step;
@@ -469,7 +473,7 @@ def precision_schedule(
     and `update` of the schedule's state.
 
   Raises:
-    TypeError: if an argument is of another type.
+    TypeError: if an argument is of another type, or has Ascend's name for it.
     ValueError: if the mode is not of the grammar, what it needs is missing or
       of another mode, or something else sets the precision.
 
@@ -497,6 +501,10 @@ def precision_schedule(
   References:
     Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
   """
+  *names, _ = inspect.signature(precision_schedule).parameters
+  arguments.check_known(
+    "precision_schedule", names, unknown, ascend_grammar.ELSEWHERE
+  )
   dtype, mode, ratio = ascend_grammar.parse(accelerate_train_mode)
   total, target = ascend_grammar.check_end(
     mode, total_steps=total_steps, target_loss=target_loss

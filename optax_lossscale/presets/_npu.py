@@ -14,6 +14,7 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import requirements
+from optax_lossscale._step import states
 from optax_lossscale.presets import _tensorflow
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import check_scale_from_one
@@ -109,8 +110,8 @@ def npu_loss_scale_optimizer(
     loss_scale_manager: the rule, mostly `npu_fixed` or `npu_exponential`.
     is_distributed: whether the workers decide together. True needs `axis_name`
       under `shard_map` and `pmap`, and nothing under plain jit. With False each
-      worker decides alone, which `loss_scaling` refuses where JAX shows that
-      they share one S, and `axis_name` is not used.
+      worker decides alone, which is an error where JAX shows that they share
+      one S, and `axis_name` is not used.
     axis_name: as in `loss_scaling`: the axes that the workers are along.
     check: what counts as an overflow. The dtype in it is the computation's.
 
@@ -120,8 +121,8 @@ def npu_loss_scale_optimizer(
   Raises:
     TypeError: if an argument is not of its kind.
     ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
-      if `is_distributed` is True and there is no `axis_name`. Both errors also
-      where `loss_scaling` raises them.
+      if `is_distributed` is True without `axis_name`, or False for workers that
+      share an S. Both errors also where `loss_scaling` raises them.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -156,7 +157,7 @@ def npu_loss_scale_optimizer(
     # An axis that is there and not used is meant so.
     axis_name=(names if is_distributed else ()) if names else None,
   )
-  if names or not is_distributed:
+  if names and is_distributed:
     return tx
 
   def update(
@@ -167,7 +168,7 @@ def npu_loss_scale_optimizer(
   ) -> tuple[optax.Updates, optax.OptState]:
     # Empty under plain jit, also with sharded arrays, and under vmap.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
-    if axes:
+    if axes and is_distributed:
       raise ValueError(
         "`axis_name` must be given where `is_distributed` is True inside "
         "shard_map or pmap, where a worker sees its part alone, got None with "
@@ -176,7 +177,25 @@ def npu_loss_scale_optimizer(
         f"is_distributed=True, axis_name={axes[0]!r}). Under pmap it is the "
         "`axis_name=` given to it."
       )
+    if axes and states.is_state(state):
+      _refuse_alone((updates, extra_args.get("overflow")), state)
     updates, state = tx.update(updates, state, params, **extra_args)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _refuse_alone(seen: Any, state: states.LossScalingState) -> None:
+  """Raises if workers that share an S would decide alone."""
+  loss_scale = states.get_loss_scale(state)
+  arrays = [x for x in jax.tree.leaves(seen) if isinstance(x, jax.Array)]
+  axes = {axis for x in arrays for axis in devices.axes_beyond(x, loss_scale)}
+  if axes:
+    names = devices.listed(sorted(axes, key=str))
+    raise ValueError(
+      "`is_distributed` must be True where workers share a loss scale, got "
+      f"False with gradients that vary along {names}; pass "
+      "npu_loss_scale_optimizer(..., is_distributed=True, "
+      f"axis_name={names}). For one model a worker let the state vary as well: "
+      f"make_varying(state, {names})."
+    )

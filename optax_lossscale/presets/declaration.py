@@ -160,13 +160,7 @@ class Preset:
         f"`{name}` takes its arguments by name, got {len(args)} by position; "
         f"write {name}({', '.join(f'{x}=...' for x in parameters)})."
       )
-    unknown = [x for x in given if x not in parameters]
-    if unknown:
-      raise TypeError(
-        f"`{name}` takes the arguments {', '.join(parameters)}, got "
-        f"{unknown[0]!r}"
-        f"{_arguments.did_you_mean(unknown[0], parameters, quote='`') or '.'}"
-      )
+    _arguments.check_known(name, parameters, given)
     arguments = {x: given.get(x, p.default) for x, p in parameters.items()}
     missing = [
       x for x, value in arguments.items() if value is inspect.Parameter.empty

@@ -213,6 +213,29 @@ def test_is_distributed_without_an_axis_is_an_error_under(mapping):
     step(jnp.ones(WORKERS))
 
 
+@pytest.mark.parametrize("axis_name", ["data", None])
+@pytest.mark.parametrize("varying", ["gradients", "flag"])
+def test_workers_that_share_an_s_are_told_to_be_distributed(axis_name, varying):
+  tx = optimizer(optax.sgd(1.0), exponential(), False, axis_name=axis_name)
+  state = tx.init(jnp.float32(0.0))
+
+  def update(gradient):
+    if varying == "flag":
+      shared = jnp.float32(1.0)
+      return tx.update(shared, state, overflow=gradient > 1)[0][None]
+    return tx.update(gradient[0], state)[0][None]
+
+  step = jax.shard_map(
+    update, mesh=mesh(), in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
+  match = (
+    r"`is_distributed` must be True .* got False .* vary along 'data'; pass "
+    r"npu_loss_scale_optimizer\(\.\.\., is_distributed=True, axis_name='data'\)"
+  )
+  with pytest.raises(ValueError, match=match):
+    jax.jit(step)(jnp.ones(WORKERS))
+
+
 def test_no_axis_in_a_tuple_is_an_error_as_well():
   tx = optimizer(is_distributed=True, axis_name=())
   step = map_over_workers("pmap", functools.partial(one_step, tx))
