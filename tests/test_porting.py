@@ -18,6 +18,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.presets.declaration import PRESETS
 from tests import documents
+from tests import reference
 from tests.autocast.programs import products
 from tests.presets import traces
 
@@ -216,6 +217,54 @@ def arguments_and_keys(system):
   """Returns a preset's row of the table."""
   table = cells(section("Arguments and keys"))
   return next(row for row in table if row[0] == f"`{system}`")
+
+
+def notes(system):
+  """Returns what is in backticks in the text below a preset's lines."""
+  text = PAGE.split(f'id="{system}">')[1].split('<td colspan="2">')[1]
+  return re.findall(r"`([^`]+)`", text.split("</td>")[0])
+
+
+def test_megatrons_documented_hysteresis_is_an_argument_of_both_calls():
+  (added,) = [note for note in notes("megatron") if note.startswith("refill")]
+  overflows = [True, False, True, True, *[False] * 3, True, False, True, True]
+  scales = {}
+  for argument in ("", added):
+    fresh, resumed = [
+      ast.unparse(node).replace("hysteresis=2", f"hysteresis=2, {argument}")
+      for node in statements("megatron", NEW)
+    ]
+    model = reference.MODELS["megatron"](
+      initial_scale=65536.0, **eval(f"dict({argument})")
+    )
+    names = {"ols": ols}
+    exec(fresh, names)
+    state = names["rule"].init()
+    scales[argument] = []
+    for step, overflow in enumerate(overflows):
+      state = names["rule"].update(state, overflow)
+      model.update(overflow)
+      assert state.loss_scale == model.scale
+      scales[argument].append(float(model.scale))
+      if step == 2:  # From a checkpoint it goes on in the same way.
+        names["saved"] = ols.presets.to_state_dict(names["rule"], state)
+        exec(resumed, names)
+        state = names["state"]
+  assert scales[""] != scales[added]
+
+
+def test_megatrons_found_inf_moves_the_rule_in_its_own_shape():
+  (line,) = [x for x in notes("megatron") if x.startswith("state = ")]
+  names = {"ols": ols}
+  run(statements("megatron", NEW)[:1], names)
+  names["state"] = start = names["rule"].init()
+  for found_inf in ([0.0], [1.0], [1.0]):
+    names["found_inf"] = np.array(found_inf, np.float32)
+    exec(line, names)
+  assert names["state"].loss_scale == start.loss_scale / 2
+  assert jax.tree.map(jnp.shape, names["state"]) == jax.tree.map(
+    jnp.shape, start
+  )
 
 
 def test_the_names_in_configuration_files_are_of_arguments():
