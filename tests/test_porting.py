@@ -572,8 +572,8 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
 def mindspore_level(amp_level, version, device):
   """Returns the level of MindSpore's `Model` and whether its S is dynamic.
 
-  By `_check_level` and `_config_level` of mindspore/train/amp.py in 2.3.0 and
-  2.10.0; 2.4.0 has those of 2.10.0.
+  By `_check_level` and `_config_level` of mindspore/train/amp.py: as in 2.10.0,
+  and as documented from 2.4.0 on; before, as documented from 1.7 to 2.3.1.
   """
   if amp_level == "auto" and version < (2, 4):
     amp_level = {"GPU": "O2", "Ascend": "O3"}[device]
@@ -630,6 +630,8 @@ def test_mindspores_managers_have_their_defaults():
   cell = dict(tutorial("DynamicLossScaleManager()").arguments)
   manager = parameters("mindspore")
   assert list(cell.values()) == list(manager.values())
+  given = [x for x in notes("mindspore_cell") if "=" in x]
+  assert eval(f"dict({','.join(given)})") == cell
   fixed = tutorial("FixedLossScaleManager()")
   assert fixed.init().loss_scale == 128.0
   assert fixed.skip
