@@ -4,16 +4,24 @@ After a change, `python -m tests.test_notebooks` runs them and stores the
 outputs anew.
 """
 
+import ast
 import pathlib
 import re
 import sys
 import tempfile
+import types
 
+import jax
+import jax.numpy as jnp
 import jupyter_client
 from jupyter_client import kernelspec
 import nbclient
 import nbformat
+import numpy as np
+import optax
 import pytest
+
+import optax_lossscale as ols
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATHS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -123,6 +131,99 @@ def test_neither_errors_nor_warnings_are_stored(path):
     for output in cell.outputs:
       assert output.output_type != "error"
       assert output.get("name") != "stderr"
+
+
+# MindSpore's classes, to be copied from the notebook.
+
+
+def of_mindspores_notebook(*classes):
+  """Returns the names of these classes, and of what they import."""
+  path = ROOT / "notebooks/mindspore_mixed_precision.ipynb"
+  names = {"jax": jax, "jnp": jnp, "np": np, "ols": ols, "optax": optax}
+  for cell in code_cells(nbformat.read(path, as_version=4)):
+    tree = ast.parse(re.sub(r"^%.*", "", cell.source, flags=re.MULTILINE))
+    chosen = [x for x in tree.body if getattr(x, "name", None) in classes]
+    exec(ast.unparse(ast.Module(chosen, [])), names)
+  return names
+
+
+def line_model(x=1.0, **arguments):
+  """Returns the notebook's model of a line, and a batch whose inputs are x."""
+  names = of_mindspores_notebook("Model")
+  network = types.SimpleNamespace(apply=lambda params, x: params @ x)
+  model = names["Model"](
+    network,
+    lambda outputs, targets: jnp.mean((outputs - targets) ** 2),
+    optax.sgd(0.125),
+    params=jnp.ones((2, 2)),
+    **arguments,
+  )
+  return model, (jnp.full((2, 3), x), jnp.zeros((2, 3)))
+
+
+def test_train_takes_its_arguments_in_mindspores_order():
+  model, batch = line_model()
+  seen = []
+  history = model.train(2, [batch] * 3, [lambda *args: seen.append(args)])
+  assert history["loss"].shape == (6,)
+  assert [args[:2] for args in seen] == [
+    (epoch, step) for epoch in (1, 2) for step in (1, 2, 3)
+  ]
+  assert [args[2]["loss"] for args in seen] == history["loss"].tolist()
+
+
+@pytest.mark.parametrize(
+  ("level", "scale", "skips"),
+  [("O0", 1, False), ("O2", 2**23, True), ("O3", 1, False), ("auto", 1, False)],
+)
+def test_the_level_decides_about_s_as_in_mindspore(level, scale, skips):
+  # On an overflow, with the managers of mindspore 2.10.0, train/amp.py.
+  model, batch = line_model(jnp.inf, amp_level=level)
+  report = model.train(1, [batch])
+  assert (report["loss_scale"], report["skipped"]) == (scale, skips)
+
+
+def test_the_loss_monitor_prints_as_mindspores(capsys):
+  names = of_mindspores_notebook("LossMonitor")
+  model, batch = line_model()
+  # Of mindspore 2.10.0: after each `per_print_times` steps, over all epochs.
+  history = model.train(2, [batch] * 3, callbacks=[names["LossMonitor"](2)])
+  assert capsys.readouterr().out.splitlines() == [
+    f"epoch: {epoch} step: {step}, loss is {history['loss'][i]:.4f}"
+    for epoch, step, i in ((1, 2, 1), (2, 1, 3), (2, 3, 5))
+  ]
+
+
+def test_the_loss_monitor_ends_a_run_unless_the_step_was_skipped(capsys):
+  monitor = of_mindspores_notebook("LossMonitor")["LossMonitor"](0)
+  model, batch = line_model(jnp.inf, amp_level="O2")
+  model.train(1, [batch], [monitor])
+  model, batch = line_model(jnp.inf, amp_level="O3")
+  with pytest.raises(ValueError, match="In epoch 1, step 1 the loss is inf"):
+    model.train(1, [batch], [monitor])
+  assert not capsys.readouterr().out
+
+
+def test_a_train_step_of_ones_own_trains_in_the_model():
+  model = of_mindspores_notebook("Model")["Model"](
+    lambda params, count, x: (params - x, count + 1, {"loss": jnp.sum(x)}),
+    params=jnp.ones(2),
+    opt_state=jnp.int32(0),
+  )
+  history = model.train(2, [(jnp.ones(2),), (jnp.zeros(2),)])
+  assert history["loss"].tolist() == [2, 0, 2, 0]
+  assert (model.params.tolist(), model.opt_state) == ([-1, -1], 4)
+
+
+def test_a_repeated_dataset_has_as_many_passes_in_an_epoch():
+  dataset = of_mindspores_notebook("Dataset")["Dataset"]
+  images, labels = np.arange(70), np.eye(70)
+  repeated = list(dataset(images, labels, repeat=3))
+  once = dataset(images, labels)
+  single = [batch for _ in range(3) for batch in once]
+  assert [x.tolist() for x, _ in repeated] == [x.tolist() for x, _ in single]
+  assert len(repeated) == 3 * (70 // 32)
+  assert all((y.argmax(-1) == x).all() for x, y in repeated)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import re
 import time
@@ -19,6 +20,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.presets.declaration import PRESETS
 from tests import documents
+from tests import reference
 from tests.autocast.programs import products
 from tests.presets import traces
 
@@ -217,6 +219,54 @@ def arguments_and_keys(system):
   """Returns a preset's row of the table."""
   table = cells(section("Arguments and keys"))
   return next(row for row in table if row[0] == f"`{system}`")
+
+
+def notes(system):
+  """Returns what is in backticks in the text below a preset's lines."""
+  text = PAGE.split(f'id="{system}">')[1].split('<td colspan="2">')[1]
+  return re.findall(r"`([^`]+)`", text.split("</td>")[0])
+
+
+def test_megatrons_documented_hysteresis_is_an_argument_of_both_calls():
+  (added,) = [note for note in notes("megatron") if note.startswith("refill")]
+  overflows = [True, False, True, True, *[False] * 3, True, False, True, True]
+  scales = {}
+  for argument in ("", added):
+    fresh, resumed = [
+      ast.unparse(node).replace("hysteresis=2", f"hysteresis=2, {argument}")
+      for node in statements("megatron", NEW)
+    ]
+    model = reference.MODELS["megatron"](
+      initial_scale=65536.0, **eval(f"dict({argument})")
+    )
+    names = {"ols": ols}
+    exec(fresh, names)
+    state = names["rule"].init()
+    scales[argument] = []
+    for step, overflow in enumerate(overflows):
+      state = names["rule"].update(state, overflow)
+      model.update(overflow)
+      assert state.loss_scale == model.scale
+      scales[argument].append(float(model.scale))
+      if step == 2:  # From a checkpoint it goes on in the same way.
+        names["saved"] = ols.presets.to_state_dict(names["rule"], state)
+        exec(resumed, names)
+        state = names["state"]
+  assert scales[""] != scales[added]
+
+
+def test_megatrons_found_inf_moves_the_rule_in_its_own_shape():
+  (line,) = [x for x in notes("megatron") if x.startswith("state = ")]
+  names = {"ols": ols}
+  run(statements("megatron", NEW)[:1], names)
+  names["state"] = start = names["rule"].init()
+  for found_inf in ([0.0], [1.0], [1.0]):
+    names["found_inf"] = np.array(found_inf, np.float32)
+    exec(line, names)
+  assert names["state"].loss_scale == start.loss_scale / 2
+  assert jax.tree.map(jnp.shape, names["state"]) == jax.tree.map(
+    jnp.shape, start
+  )
 
 
 def test_the_names_in_configuration_files_are_of_arguments():
@@ -587,9 +637,177 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
     assert low, line
 
 
+def mindspore_level(amp_level, version, device):
+  """Returns the level of MindSpore's `Model` and whether its S is dynamic.
+
+  By `_check_level` and `_config_level` of mindspore/train/amp.py: as in 2.10.0,
+  and as documented from 2.4.0 on; before, as documented from 1.7 to 2.3.1.
+  """
+  if amp_level == "auto" and version < (2, 4):
+    amp_level = {"GPU": "O2", "Ascend": "O3"}[device]
+  return amp_level, amp_level == "O2"
+
+
+def mindspore_tables():
+  """Returns the rows of MindSpore's levels, and those of its tutorial."""
+  levels, tutorial = section("MindSpore's Model").split("\n\n| in MindSpore's")
+  return cells(levels), cells("| in MindSpore's" + tutorial)
+
+
+def test_the_levels_of_mindspores_model_are_those_of_its_sources():
+  above = {"ols": ols, "optax": optax, "network": SimpleNamespace(apply=len)}
+  exec(documents.block(PAGE, "MindSpore's Model", "mindspore_cell"), above)
+  levels, _ = mindspore_tables()
+  cases = 0
+  for name, level, text in levels:
+    code = re.match(r"`([^`]+)`", text)
+    rule = eval(code[1], {"ols": ols}) if code else above["rule"]
+    assert code or text == "the rule above"
+    after = rule.update(rule.init(), overflow=True).loss_scale
+    versions = [(2, 3)] if "to MindSpore 2.3" in name else [(2, 4), (2, 10)]
+    devices = [x for x in ("GPU", "Ascend") if x in name] or ["GPU", "Ascend"]
+    for amp_level in re.findall(r'"(\w+)"', name):
+      for version, device in itertools.product(versions, devices):
+        expected, is_dynamic = mindspore_level(amp_level, version, device)
+        assert level in (f'`"{expected}"`', "the same")
+        assert (after, rule.skip) == (
+          (2.0**23, True) if is_dynamic else (1, False)
+        )
+        cases += 1
+  assert cases == 2 + 4 + 4 * 4
+
+
+def tutorial(words, **names):
+  """Runs what a row of MindSpore's tutorial names of this library."""
+  _, rows = mindspore_tables()
+  (right,) = [right for left, right in rows if words in left]
+  codes = [x for x in re.findall(r"`([^`]+)`", right) if "(" in x or " " in x]
+  names = {"ols": ols, "optax": optax} | names
+  values = [eval(code, names) for code in codes]
+  return values if len(values) > 1 else values[0]
+
+
+def mlp(params, x):
+  """Returns a product, in a scope called as LeNet-5's, and a product of it."""
+  with jax.named_scope("LeNet5"), jax.named_scope("conv1"):
+    x = jnp.tanh(x @ params)
+  return x @ params
+
+
+def test_mindspores_managers_have_their_defaults():
+  cell = dict(tutorial("DynamicLossScaleManager()").arguments)
+  manager = parameters("mindspore")
+  assert list(cell.values()) == list(manager.values())
+  given = [x for x in notes("mindspore_cell") if "=" in x]
+  assert eval(f"dict({','.join(given)})") == cell
+  fixed = tutorial("FixedLossScaleManager()")
+  assert fixed.init().loss_scale == 128.0
+  assert fixed.skip
+  model = reference.MODELS["mindspore_fixed"]()
+  assert fixed.init().loss_scale == model.scale
+
+
+def test_one_hot_labels_give_the_mean_cross_entropy():
+  logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+  chosen = np.array([0, 1, 2, 3, 1, 1])
+  loss = tutorial("one-hot", logits=logits, labels=np.eye(4)[chosen])
+  probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+  expected = -np.log(probabilities[np.arange(6), chosen]).mean()
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_a_repeated_dataset_is_passed_over_anew():
+  class Shuffled:
+    passes = 0
+
+    def __iter__(self):
+      self.passes += 1
+      return iter([f"{self.passes}a", f"{self.passes}b"])
+
+  batches = tutorial("repeat", dataset=Shuffled())
+  assert batches == ["1a", "1b", "2a", "2b"]
+
+
+def test_mindspores_o2_has_conv1_in_float16_already():
+  network = SimpleNamespace(apply=mlp)
+  o2 = tutorial("conv1", network=network)
+  alone = ols.autocast(mlp, "O2", overrides={"LeNet5/conv1": jnp.float16})
+  x = jnp.eye(2)
+  assert str(jax.make_jaxpr(o2)(x, x)) == str(jax.make_jaxpr(alone)(x, x))
+  assert products(o2, x, x) == ["float16"] * 4
+
+
+def test_a_level_keeps_the_sum_that_a_cast_by_hand_loses():
+  def apply(params, x):
+    return jnp.sum(params @ x)
+
+  params, x = jnp.ones((1, 1)), jnp.ones((1, 70000))
+  assert apply(params.astype(jnp.float16), x.astype(jnp.float16)) == jnp.inf
+  level = tutorial("manual", network=SimpleNamespace(apply=apply))
+  assert level(params, x) == 70000.0
+  assert set(products(level, params, x)) == {"float16"}
+
+
+def test_a_custom_vjp_is_used_under_autocast():
+  @jax.custom_vjp
+  def function(x):
+    return x @ x
+
+  # Not the derivative, so that it shows which one is taken.
+  function.defvjp(lambda x: (x @ x, x), lambda x, g: (3 * (g @ x),))
+  mixed = tutorial("automatic differentiation", function=function)
+  x = jnp.array([[1.0, 2.0], [0.0, 1.0]])
+  gradient = jax.grad(lambda x: jnp.sum(mixed(x)))
+  assert jnp.array_equal(gradient(x), 3 * jnp.ones((2, 2)) @ x)
+  assert set(products(gradient, x)) == {"float16"}
+
+
+def test_a_step_of_ones_own_unscales_for_an_optimizer_that_does_not():
+  def loss_fn(x):
+    return jnp.sum(jnp.square(x))
+
+  x = jnp.array([1.0, -3.0])
+  value_and_grad = ols.scaled_value_and_grad(loss_fn, 1024.0)
+  loss, grads = value_and_grad(x)
+  of_page, unscaled = tutorial("CustomTrain", loss_fn=loss_fn, grads=grads)
+  assert jax.tree.all(jax.tree.map(jnp.array_equal, of_page(x), (loss, grads)))
+  assert loss == 10.0
+  assert jnp.array_equal(unscaled, 2 * x)
+
+
+def test_float16_halves_what_is_kept_for_the_backward_pass():
+  params, x = jnp.eye(32), jnp.ones((64, 32))
+
+  def kept(apply):
+    _, backward = jax.vjp(apply, params, x)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(backward))
+
+  o2 = tutorial("half the memory", network=SimpleNamespace(apply=mlp))
+  assert kept(o2) == kept(mlp) / 2
+  gradient = jax.grad(lambda params: jnp.sum(o2(params, x)))(params)
+  assert (gradient.dtype, params.dtype) == (jnp.float32, jnp.float32)
+
+
+def test_gradients_of_float16_parameters_travel_as_float16():
+  tx = tutorial(
+    "communication", opt=optax.sgd(1.0), rule=ols.FixedLossScale(8.0)
+  )
+  params = jnp.ones(3, jnp.float16)
+  state = tx.init(params)
+  update = jax.make_jaxpr(tx.update, axis_env=[("data", 2)])
+  traffic = re.findall(
+    r":(f\w+)\[3\]\S* = psum", str(update(params, state, params))
+  )
+  assert traffic == ["f16"]
+
+
+def test_o2_has_every_product_in_float16():
+  o2 = tutorial("speed", network=SimpleNamespace(apply=mlp))
+  assert set(products(o2, jnp.eye(2), jnp.eye(2))) == {"float16"}
+
+
 def test_what_mindspores_model_becomes_runs():
-  title = "Mixed precision: levels and lists"
-  block = documents.block(PAGE, title, "mindspore_cell")
+  block = documents.block(PAGE, "MindSpore's Model", "mindspore_cell")
   names = {
     "ols": ols,
     "optax": optax,

@@ -262,6 +262,19 @@ def check_flag(name: str, value: Any) -> bool:
   return bool(value)
 
 
+def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
+  """Returns a rule's flag, bool[]; Megatron's is an array of one element."""
+  flag = jnp.asarray(overflow, bool)
+  if flag.size == 1:
+    return flag.reshape(())
+  if flag.shape != jnp.shape(loss_scale):  # Equal for a batch of states.
+    raise ValueError(
+      "`overflow` must be one flag, true or false, got an array of shape "
+      f"{flag.shape}; if any of them is to count, pass jnp.any(overflow)."
+    )
+  return flag
+
+
 def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
   """Replaces fields of a frozen dataclass by what their checks return."""
   for name, check in checks.items():

@@ -154,7 +154,7 @@ class Engine:
     self, state: DynamicLossScaleState, overflow: jax.Array | bool
   ) -> DynamicLossScaleState:
     """Returns the state after one more step."""
-    overflow = jnp.asarray(overflow, bool)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
     step = self._step(state, overflow)
     clean_steps, overflows = step.clean_steps, step.overflows
     if self.growth_test != "multiple":
@@ -189,7 +189,7 @@ class Engine:
     It overflowed with S at the floor, or S would leave the normal float32
     numbers.
     """
-    overflow = jnp.asarray(overflow, bool)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
     step = self._step(state, overflow)
     at_floor = state.loss_scale == jnp.float32(self.min_scale)
     return overflow & at_floor | ~self._can_move(step)

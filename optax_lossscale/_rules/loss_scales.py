@@ -91,8 +91,7 @@ class FixedLossScale(base.LossScale):
     self, state: FixedLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
     """Returns bool[]: any overflow, since S cannot move."""
-    del state
-    return jnp.asarray(overflow, bool)
+    return arguments.as_flag(overflow, state.loss_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,4 +198,5 @@ class DynamicLossScale(base.LossScale):
   ) -> jax.Array:
     """Returns bool[]: an overflow with S at `min_scale`, or below it."""
     is_below = state.loss_scale < jnp.float32(self.min_scale)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
     return self._as_engine.stalled(state, overflow) | (is_below & overflow)

@@ -160,7 +160,7 @@ def mindspore_cell(
 
   S shrinks on every overflow, to 1 at the least, and grows after `scale_window`
   clean steps since it last grew or overflowed; at once, where a resumed run has
-  a smaller window.
+  a smaller window. `Model` at O2 makes it with 2**24, 2 and 2000.
 
   Args:
     loss_scale_value: the first S; one below 1 is raised to 1 by an overflow.

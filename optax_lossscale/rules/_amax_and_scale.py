@@ -102,4 +102,6 @@ def at_floor(
   loss_scale: jax.Array, min_scale: float, overflow: jax.Array | bool
 ) -> jax.Array:
   """Returns bool[]: an overflow with S at its floor, or below it."""
-  return jnp.asarray(overflow, bool) & (loss_scale <= np.float32(min_scale))
+  return arguments.as_flag(overflow, loss_scale) & (
+    loss_scale <= np.float32(min_scale)
+  )

@@ -173,7 +173,8 @@ class HeadroomLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
+    overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     limit = bits.limit(self.dtype, None)
     fitting_exponents = jnp.where(

@@ -166,7 +166,8 @@ class LogMaxLossScale(base.LossScale):
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
     state = skipping.select(is_sound, state, fresh)
-    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
+    overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
     # Where amax tells nothing its logarithm is not used: 1 stands for it.

@@ -176,7 +176,7 @@ class HistogramLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` and `measured` are both None.
     """
-    overflow = jnp.asarray(overflow, bool)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
     if amax is not None or measured is None:
       amax = _amax_and_scale.require_amax(amax)
       overflow |= ~jnp.isfinite(amax)

@@ -158,7 +158,8 @@ class WarmStart(base.LossScale):
     """
     amax = _amax_and_scale.require_amax(amax)
     moved = self.rule.update(state.rule_state, overflow, amax=amax, **measured)
-    overflow = jnp.asarray(overflow, bool) | ~jnp.isfinite(amax)
+    overflow = arguments.as_flag(overflow, state.loss_scale)
+    overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
 
     limit = bits.limit(self.dtype, None)

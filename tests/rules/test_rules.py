@@ -113,6 +113,45 @@ def test_a_missing_amax_is_an_error(rule):
     rule.update(rule.init(), True)
 
 
+# The flag.
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [
+    *RULES.values(),
+    ols.DynamicLossScale(),
+    ols.FixedLossScale(),
+    ols.presets.megatron(),
+    ols.presets.megatron_constant(initial_scale=8.0),
+  ],
+  ids=support.name,
+)
+def test_a_flag_in_an_array_of_one_element_moves_the_rule_as_a_scalar(rule):
+  state = rule.init()
+  for overflow in (True, False):
+    # As Megatron's `found_inf`.
+    found_inf = np.array([overflow], np.float32)
+    moved = rule.update(state, found_inf, amax=1.0)
+    support.assert_same_bits(moved, rule.update(state, overflow, amax=1.0))
+    support.assert_same_bits(
+      rule.stalled(state, found_inf), rule.stalled(state, overflow)
+    )
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [*RULES.values(), ols.DynamicLossScale(), ols.presets.megatron()],
+  ids=support.name,
+)
+def test_several_flags_are_an_error_that_names_the_remedy(rule):
+  for flags in (np.zeros(2), np.zeros(0)):
+    with pytest.raises(ValueError, match="`overflow` must be one flag") as info:
+      rule.update(rule.init(), flags, amax=1.0)
+    assert f"got an array of shape {flags.shape}" in str(info.value)
+    assert "pass jnp.any(overflow)" in str(info.value)
+
+
 # The scale.
 
 
