@@ -142,7 +142,7 @@ def explain_changes() -> Iterator[None]:
 def _changed(error: Exception) -> str:
   """Returns the path of the variable that Flax did not let be changed."""
   frames = traceback.walk_tb(error.__traceback__)
-  owners = [frame.f_locals.get("self") for frame, _ in frames]
+  owners = [frame.f_locals.get("self", error) for frame, _ in frames]
   path, owned = "", owners[-1]
   # From the variable outwards, as the methods called each other.
   for owner in reversed(owners):

@@ -250,16 +250,15 @@ def at_scale(
 
 def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
   """Raises if an argument has a leaf without a gradient, and names it."""
-  classes: list[str] = []
+  classes: set[type] = set()
 
   def note(x: Any) -> bool:
-    classes.append(str(type(x).__mro__))
+    classes.update(type(x).__mro__)
     return False
 
   for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(given), note):
     if not leaves.is_gradient(leaf):
-      around = "".join(classes)
-      remedies = [_REMEDIES[start] for start in _REMEDIES if start in around]
+      remedies = [_REMEDIES[x] for x in _REMEDIES if x in str(classes)]
       raise TypeError(
         "what is differentiated must be floating-point arrays, got "
         f"{getattr(leaf, 'dtype', type(leaf).__name__)} at "

@@ -217,6 +217,51 @@ def test_the_step_is_right_and_works_in_float16():
   assert "Operations work in float16" in str(report)
 
 
+class Scoped(nnx.Module):
+  def __init__(self):
+    self.first = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
+    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+  @jax.named_scope("last")
+  def last(self, x):
+    return x @ jnp.ones((3, 1))
+
+  def __call__(self, x):
+    return jnp.sin(self.last(jnp.tanh(self.norm(self.first(x)))))
+
+
+def test_its_options_are_those_of_autocast():
+  options = {
+    "dtype": jnp.bfloat16,
+    "overrides": {"last": jnp.float16},
+    "operations": {"white": ["sin"], "black": ["tanh"]},
+  }
+  graphdef, state = nnx.split(Scoped())
+
+  def forward(state, x):
+    model = nnx.merge(graphdef, state, copy=True)
+    return ols.nnx.autocast(model, "O1", **options)(x)
+
+  found = [
+    (equation.primitive.name, equation.invars[0].aval.dtype.name)
+    for equation in jax.make_jaxpr(forward)(state, X).eqns
+    if equation.primitive.name in ("dot_general", "sin", "tanh")
+  ]
+  assert found == [
+    ("dot_general", "bfloat16"),
+    ("tanh", "float32"),
+    ("dot_general", "float16"),
+    ("sin", "bfloat16"),
+  ]
+
+
+def test_one_inside_another_changes_the_model_once():
+  model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  inside = ols.nnx.autocast(lambda model, x: model(x @ x.T), "O2")
+  ols.nnx.autocast(lambda *args: inside(*args), "O1")(model, X)
+  assert model.rngs.count[...] == 1
+
+
 @pytest.mark.parametrize("graph", [True, False])
 def test_it_works_in_every_mode_of_nnx(graph):
   with nnx.set_graph_mode(graph), nnx.set_graph_updates(False):

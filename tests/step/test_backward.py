@@ -638,9 +638,14 @@ def test_the_argument_of_a_leaf_without_a_gradient_is_named():
 class Counting(nnx.Module):
   def __init__(self):
     self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    self.calls, self.nothing = 0, None
 
   def __call__(self, x):
     return self.norm(x)
+
+  def count(self, x):
+    self.calls += 1
+    return x
 
 
 def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
@@ -658,6 +663,9 @@ def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
   ):
     with pytest.raises(ValueError, match=f"{got}.* keep what a call changes"):
       run()
+  counting = ols.scaled_value_and_grad(lambda x: jnp.sum(model.count(x)), 8.0)
+  with pytest.raises(ValueError, match=r"a new value in Counting; pass them"):
+    counting(BATCH)
   # It is an argument to what differentiates objects.
   ols.scaled_value_and_grad(
     lambda weight, x, model: weight * model_loss(model, x),
