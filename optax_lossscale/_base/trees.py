@@ -120,7 +120,7 @@ def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
       raise ValueError(
         "`fun` must not change its arguments in place, since the change would "
         f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
-        f"it. {_FOR_NNX}; elsewhere it goes in as nnx.split makes it."
+        f"it. {_FOR_NNX}; elsewhere pass what nnx.split makes of it."
       )
 
 
