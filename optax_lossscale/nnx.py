@@ -10,7 +10,11 @@ from typing import Any
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from optax_lossscale._autocast import autocast as plain_autocast
+from optax_lossscale._base import arguments
 from optax_lossscale._base import trees
 from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
@@ -98,6 +102,76 @@ def scaled_value_and_grad(
     )(*args, **kwargs)
 
   return scaled_value_and_grad_fun
+
+
+def autocast(
+  fun: Callable[..., Any],
+  level: str = "O1",
+  *,
+  dtype: DTypeLike = jnp.float16,
+  overrides: Mapping[str, DTypeLike] | None = None,
+  operations: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[..., Any]:
+  """Returns `fun` in mixed precision, for a function of NNX objects.
+
+  It is `optax_lossscale.autocast` for models that a forward pass changes. What
+  `fun` changes in its arguments is changed afterwards, in the dtypes that it
+  has without: batch statistics, counts of random keys, what is sown. It goes
+  into `scaled_value_and_grad`, `nnx.jit` and the like. As in these, what `fun`
+  changes must be an argument; if `fun` is a model, the model counts as one.
+
+  Args:
+    fun: a function of NNX objects and more, such as a loss function; a model.
+    level: as in `optax_lossscale.autocast`, like what follows.
+    dtype: the low precision, float16 or bfloat16.
+    overrides: dtypes by scope; NNX records those of `jax.named_scope`.
+    operations: edits the lists of the level.
+
+  Returns:
+    A function with the arguments of `fun`.
+
+  Raises:
+    TypeError: as in `optax_lossscale.autocast`.
+    ValueError: the same; when called, if `fun` changes what is no argument.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> model = nnx.BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
+    >>> loss_fn = lambda model, x: jnp.mean((x @ model(x)) ** 2)
+    >>> loss = ols.nnx.autocast(loss_fn, "O1")(model, jnp.full((1, 1), 3.0))
+    >>> print(model.mean[...], model.mean[...].dtype)
+    [1.5] float32
+  """
+  arguments.check_function(fun)
+
+  @functools.wraps(fun)
+  def pure(split: Any) -> Any:
+    merged = nnx.from_tree(split, ctxtag="autocast", is_inner=True)
+    called, args, kwargs = merged
+    outputs = called(*args, **kwargs)
+    after, outputs = nnx.to_tree((merged, outputs), ctxtag="autocast")
+    # Arrays and flags among the arguments stay outside: no call changes them.
+    changed = filter(_is_split, jax.tree.leaves(after, is_leaf=_is_split))
+    return list(changed), outputs
+
+  mixed = plain_autocast.autocast(
+    pure, level, dtype=dtype, overrides=overrides, operations=operations
+  )
+
+  @functools.wraps(fun)
+  def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    with nnx.update_context("autocast"):
+      split = nnx.to_tree((fun, args, kwargs), ctxtag="autocast")
+      # This changes in place what was an argument, and makes what is new.
+      return nnx.from_tree(mixed(split), ctxtag="autocast", is_inner=False)[1]
+
+  return autocast_fun
+
+
+def _is_split(x: Any) -> bool:
+  return isinstance(x, nnx.NodeStates)
 
 
 @contextlib.contextmanager

@@ -321,6 +321,32 @@ def test_flax_nnx():
   assert (optimizer.step[...], metrics["applied_steps"]) == (3, 2)
 
 
+def test_flax_nnx_in_float32_with_dropout():
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(
+    nnx.Linear(3, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+  )
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  names = {"jnp": jnp, "nnx": nnx, "ols": ols, "optax": optax}
+  names |= {"model": model, "tx": tx}
+  text = documents.section(README, "Flax NNX")
+  mixed = 'ols.nnx.autocast(loss_fn, "O1")'
+  assert f"pass `{mixed}` in the place of `loss_fn`" in documents.one_line(text)
+  text = text.replace("grad(loss_fn, optimizer)", f"grad({mixed}, optimizer)")
+  names = documents.run(text, names)
+  x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+  batch = {"x": x, "y": np.arange(4)}
+  both = model, names["optimizer"]
+  graphdef, state = nnx.split(both)
+  jaxpr = jax.make_jaxpr(
+    lambda state: names["train_step"](*nnx.merge(graphdef, state), batch)
+  )(state)
+  assert ":f16[4,4] = dot_general" in str(jaxpr)
+  names["train_step"](*both, batch)
+  assert names["optimizer"].opt_state.applied_steps[...] == 1
+  assert model.layers[1].rngs.count[...] == 1
+
+
 def test_checkpoints():
   inner, params = optax.adam(0.1), jnp.ones(3)
   tx = ols.loss_scaling(inner, ols.DynamicLossScale())

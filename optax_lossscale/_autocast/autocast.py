@@ -90,8 +90,8 @@ def autocast(
     TypeError: if `fun` is no function, or another argument of a wrong type.
     ValueError: if there is no such level, list or dtype; when called, if a
       pattern matches no scope of `fun`, JAX has no operation of a name, `fun`
-      changes an object in place, such as an `nnx.Module` in training, or a
-      precision schedule is to lower what it is called in.
+      changes an object in place, such as an NNX model in training, which is for
+      `nnx.autocast`, or a precision schedule is to lower what it is called in.
 
   Warns:
     UserWarning: when called, of an operation that holds a program which nothing

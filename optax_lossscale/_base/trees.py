@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import operator
+import traceback
 from typing import Any
 from typing import TypeVar
 
@@ -20,6 +23,11 @@ Tree = TypeVar("Tree")
 
 # How many leaves an error names before it says how many more there are.
 _MOST_NAMED = 4
+
+_FOR_NNX = (
+  "optax_lossscale.nnx.autocast and optax_lossscale.nnx.scaled_value_and_grad "
+  "keep what a call changes in an NNX model"
+)
 
 _CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
 
@@ -116,9 +124,36 @@ def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
       raise ValueError(
         "`fun` must not change its arguments in place, since the change would "
         f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
-        "it. An nnx.Module that keeps statistics or random keys goes in as "
-        "nnx.split makes it, is merged inside, and its new state returned."
+        f"it. {_FOR_NNX}; elsewhere pass what nnx.split makes of it."
       )
+
+
+@contextlib.contextmanager
+def explain_changes() -> Iterator[None]:
+  """Explains Flax's error where `fun` changes an object that it closes over."""
+  try:
+    yield
+  except Exception as error:
+    # By its name, since Flax need not be imported.
+    if type(error).__name__ != "TraceContextError":
+      raise
+    raise ValueError(
+      "`fun` must not change NNX objects that are not traced with it, got a "
+      f"new value in {_changed(error)}; pass them as arguments. {_FOR_NNX}."
+    ) from error
+
+
+def _changed(error: Exception) -> str:
+  """Returns the path of the variable that Flax did not let be changed."""
+  frames = traceback.walk_tb(error.__traceback__)
+  owners = [frame.f_locals.get("self", error) for frame, _ in frames]
+  path, owned = "", owners[-1]
+  # From the variable outwards, as the methods called each other.
+  for owner in reversed(owners):
+    attributes = getattr(owner, "__dict__", {})
+    if names := [x for x in attributes if attributes[x] is owned]:
+      path, owned = f".{names[0]}{path}", owner
+  return f"{type(owned).__name__}{path}"
 
 
 def _shapes(tree: Any) -> dict[str, Shape]:

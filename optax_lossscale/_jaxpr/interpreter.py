@@ -84,7 +84,7 @@ def record(
     for place, array in zip(places, arrays, strict=True):
       inputs[place] = array
     args, kwargs = jax.tree.unflatten(treedef, inputs)
-    with _recording(is_at_once):
+    with _recording(is_at_once), trees.explain_changes():
       outputs = function(*args, **kwargs)
     trees.check_unchanged(arrays, (args, kwargs))
     return outputs

@@ -17,12 +17,16 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
-_NOT_ALL_ARRAYS = (
-  "What is differentiated holds leaves that are no floating-point arrays. For "
-  "an Equinox model pass value_and_grad=eqx.filter_value_and_grad to "
-  "scaled_value_and_grad, or differentiate its arrays alone, as "
-  "eqx.partition(model, eqx.is_inexact_array) finds them."
-)
+# What to do about leaves without a gradient, by the classes around them.
+_REMEDIES = {
+  "'flax.nnx.": "an NNX model is for optax_lossscale.nnx.scaled_value_and_grad,"
+  " or pass its parameters alone: nnx.split(model, nnx.Param, ...)",
+  "'equinox.": "for an Equinox model pass value_and_grad="
+  "eqx.filter_value_and_grad to scaled_value_and_grad, or pass its arrays "
+  "alone: eqx.partition(model, eqx.is_inexact_array)",
+  "": "pass it in another argument. An integer may stay with allow_int=True, "
+  "and has a gradient of dtype float0",
+}
 
 
 def scaled_value_and_grad(
@@ -237,10 +241,8 @@ def at_scale(
     except TypeError as error:
       # JAX refuses such leaves before it calls `fun`, whose errors are its own.
       if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
-        given = [args[i] for i in arguments.argnums_as_tuple(argnums)]
-        found = jax.tree.leaves(leaves.as_arrays(given))
-        if not all(map(leaves.is_gradient, found)):
-          error.add_note(_NOT_ALL_ARRAYS)
+        for i in arguments.argnums_as_tuple(argnums):
+          _refuse_unless_arrays({f"args[{i}]": args[i]}, error)
       raise
     match result:
       case ((_, (loss, value)), gradients):
@@ -248,6 +250,24 @@ def at_scale(
     raise _unlike_value_and_grad(value_and_grad)
 
   return scaled_value_and_grad_fun
+
+
+def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
+  """Raises if an argument has a leaf without a gradient, and names it."""
+  classes: set[type] = set()
+
+  def note(x: Any) -> bool:
+    classes.update(type(x).__mro__)
+    return False
+
+  for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(given), note):
+    if not leaves.is_gradient(leaf):
+      remedies = [_REMEDIES[x] for x in _REMEDIES if x in str(classes)]
+      raise TypeError(
+        "what is differentiated must be floating-point arrays, got "
+        f"{getattr(leaf, 'dtype', type(leaf).__name__)} at "
+        f"{leaves.path_name(path)!r}; {remedies[0]}."
+      ) from error
 
 
 def _unlike_value_and_grad(function: Any) -> TypeError:
@@ -298,7 +318,8 @@ def _scaled_loss_fn(
   @functools.wraps(fun)
   def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
     before = jax.tree.leaves((args, kwargs))
-    value = fun(*args, **kwargs)
+    with trees.explain_changes():
+      value = fun(*args, **kwargs)
     if not may_change:
       trees.check_unchanged(before, (args, kwargs))
     loss = _checked_loss(value, has_aux)

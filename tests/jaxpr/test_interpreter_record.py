@@ -169,6 +169,15 @@ def test_an_object_that_is_changed_in_place_is_an_error(recording):
   assert "`fun` must not change its arguments in place" in str(caught.value)
   assert "mean" in str(caught.value)
   assert "nnx.split" in str(caught.value)
+  assert "optax_lossscale.nnx.autocast" in str(caught.value)
+
+
+@pytest.mark.parametrize("recording", RECORDING)
+def test_an_object_that_is_closed_over_and_changed_is_an_error(recording):
+  module = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  recorded = RECORDING[recording](lambda x: module(x))
+  with pytest.raises(ValueError, match=r"in BatchNorm\.mean; .*nnx\.autocast"):
+    recorded(jnp.ones((3, 2)))
 
 
 @pytest.mark.parametrize("recording", RECORDING)

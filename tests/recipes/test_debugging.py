@@ -103,6 +103,44 @@ def test_gradients_beyond_float16_ask_for_an_s_below_1_which_the_rule_finds():
   assert ols.get_loss_scale(state) < 1
 
 
+def test_a_loop_that_ends_at_a_nan_asks_whether_the_step_was_skipped():
+  text = documents.section(PAGE, "Reading the metrics")
+
+  def train(batches, tx, text=text):
+    @jax.jit
+    def train_step(params, opt_state, batch):
+      value_and_grad = ols.scaled_value_and_grad(
+        ols.autocast(loss_fn, "O1"), opt_state
+      )
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state, loss
+
+    names = {"train_step": train_step, "batches": batches, "params": PARAMS}
+    names |= {"opt_state": tx.init(PARAMS), "jnp": jnp, "ols": ols}
+    return documents.run(text, names)
+
+  rule = ols.DynamicLossScale(2.0**10)
+  tx = ols.loss_scaling(optax.sgd(2.0**-10), rule)
+  names = train([GOOD, LARGE, GOOD], tx)
+  assert names["opt_state"].skipped_steps == 1
+  assert jnp.isfinite(names["loss"])
+  # Without the question the run would have ended, with nothing wrong.
+  careless = text.replace(
+    "(skipped or jnp.isfinite(loss))", "jnp.isfinite(loss)"
+  )
+  assert careless != text
+  with pytest.raises(
+    FloatingPointError, match="the loss of an applied step is"
+  ):
+    train([GOOD, LARGE, GOOD], tx, careless)
+  applied = ols.loss_scaling(
+    optax.sgd(2.0**-10), ols.FixedLossScale(1.0, skip=False)
+  )
+  with pytest.raises(FloatingPointError, match="applied step is (inf|nan)"):
+    train([GOOD, LARGE, GOOD], applied)
+
+
 def test_debug_nans_stops_at_the_models_nan():
   with pytest.raises(FloatingPointError, match="nan"):
     run("Where a NaN comes from", ZERO)

@@ -156,6 +156,18 @@ def test_equinox_descends_as_float64_does():
   assert ols.get_loss_scale(opt_state) == 2.0**9
 
 
+def test_a_model_that_jax_differentiates_is_refused_by_its_leaf():
+  names = recipe("Equinox")
+  code = documents.block(PAGE, "Equinox", "def train_step")
+  (line,) = [x for x in code.splitlines() if "filter_value_and_grad" in x]
+  code = code.replace(line.partition("opt_state, ")[2], "")
+  plain = documents.run(f"```python\n{code}```", names)
+  with pytest.raises(
+    TypeError, match=r"at 'args\[0\]/activation'.*eqx\.filter_"
+  ):
+    plain["train_step"](plain["model"], plain["opt_state"], BATCH)
+
+
 def test_the_step_is_checked_and_gradients_that_are_not_scaled_are_named():
   names = recipe("Equinox", "Is the step right?")
   assert names["report"].ok

@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+import chex
+from flax import jax_utils
 import flax.linen as nn
 from flax.training import train_state
 import jax
@@ -301,6 +303,61 @@ def test_with_multi_steps_the_rate_is_read_at_its_count():
     state = state.apply_gradients(grads=jnp.ones(1))
   assert state.step == 3
   assert state.opt_state.inner_state.gradient_step == 1
+
+
+def test_under_pmap_devices_step_and_skip_together():
+  rng = np.random.default_rng(1)
+  batch = {
+    "x": rng.normal(size=(32, 16)).astype(np.float32),
+    "y": np.arange(32) % 2,
+  }
+  names = dict(recipe("A train state"))
+  start = names["state"].replace(apply_fn=Model().apply)
+  text = documents.section(PAGE, "Under pmap")
+  assert text.count("adamw(1e-3)") == 1
+  text = text.replace("adamw(1e-3)", "sgd(0.5)")
+  names = documents.run(
+    text, names | {"batch": batch, "jax_utils": jax_utils, "state": start}
+  )
+
+  # By hand, without the library: the means over eight devices.
+  shards = names["shards"]
+  keys = jax.random.split(start.key)
+  losses, statistics, gradients = [], [], []
+  for i in range(8):
+    (loss, new), grads = jax.value_and_grad(names["loss_fn"], has_aux=True)(
+      start.params,
+      start,
+      {name: x[i] for name, x in shards.items()},
+      jax.random.fold_in(keys[1], i),
+    )
+    losses.append(loss)
+    statistics.append(new)
+    gradients.append(grads)
+
+  def mean(trees):
+    return jax.tree.map(lambda *xs: np.mean(xs, axis=0), *trees)
+
+  params = jax.tree.map(lambda x, g: x - 0.5 * g, start.params, mean(gradients))
+  for place in range(8):
+    first = jax.tree.map(lambda x, i=place: x[i], names["state"])
+    chex.assert_trees_all_close(
+      (first.params, first.batch_stats, names["loss"][place]),
+      (params, mean(statistics), mean(losses)),
+      atol=1e-5,
+    )
+    assert is_equal(
+      jax.random.key_data(first.key), jax.random.key_data(keys[0])
+    )
+
+  # One device has it.
+  bad = {**shards, "x": shards["x"].copy()}
+  bad["x"][5, 1, 3] = np.inf
+  before = jax.device_get(names["state"].params)
+  after, _ = names["train_step"](names["state"], bad)
+  assert after.opt_state.skipped.all()
+  assert after.loss_scale.tolist() == [2.0**9] * 8
+  assert is_equal(after.params, before)
 
 
 @functools.cache

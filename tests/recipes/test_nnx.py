@@ -1,8 +1,10 @@
 """The recipes for Flax NNX do what their page says."""
 
+import difflib
 import functools
 
 from flax import nnx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests.support import assert_same_bits
+from tests.support import equations
 from tests.support import to_numpy
 
 pytestmark = pytest.mark.slow
@@ -287,13 +290,98 @@ def test_pure_functions_are_the_bare_step_bit_for_bit_and_skip_as_a_whole():
   )
 
 
-def test_a_model_in_float32_is_autocast():
-  names = make_names(model=Model())
-  for title in ("Pure functions under jax.jit", "A model written in float32"):
-    names = documents.run(documents.section(PAGE, title), names)
+def changed_lines(old, new):
+  """Returns how many lines of one block of code are new in another."""
+  lines = difflib.ndiff(old.splitlines(), new.splitlines())
+  return sum(line.startswith("+ ") and bool(line[2:].strip()) for line in lines)
+
+
+def test_a_model_in_float32_is_autocast_by_two_lines():
+  title = "A model written in float32"
+  names = recipe(title, model=Model())
+  both = names["model"], names["optimizer"]
+  graphdef, state = nnx.split(both)
+  jaxpr = jax.make_jaxpr(
+    lambda state: names["train_step"](*nnx.merge(graphdef, state), BATCH)
+  )(state)
+  products = [
+    {x.aval.dtype for x in equation.invars}
+    for equation in equations(jaxpr)
+    if equation.primitive.name == "dot_general"
+  ]
+  assert products == [{jnp.dtype(jnp.float16)}] * len(products) != []
+  for batch in BATCHES:
+    before = values(both[0])
+    names["train_step"](*both, batch)
+    if batch is BAD_BATCH:
+      assert_same_bits(values(both[0]), before)
+  assert both[1].opt_state.skipped_steps[...] == 1
+  assert_close(values(both[0]), bare_training(3), atol=3e-3)
+  step = documents.block(PAGE, "A train step", "def train_step")
+  step = step[step.index("@nnx.jit") :]
+  mixed = documents.block(PAGE, title, "def train_step")
+  assert changed_lines(step, mixed) == 2
+  assert "Two lines differ" in documents.section(PAGE, title)
+
+
+def test_autocast_around_the_model_in_a_loss_is_that_around_the_loss():
+  names = recipe("A model written in float32", model=Model())
+  ends = []
+  for loss_fn in (names["outer_loss_fn"], names["mixed_loss_fn"]):
+    model = Model()
+    loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, BATCH)
+    ends.append((loss, values(grads), values(model)))
+  assert_same_bits(*ends)
+
+
+def test_plain_autocast_takes_a_model_or_a_loss_that_changes_nothing():
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  names = make_names(model=model)
+  loss_fn = names["loss_fn"]
+
+  def outer_loss_fn(model, batch):
+    return loss_fn(ols.autocast(model, "O1"), batch)
+
+  @nnx.jit
+  def differentiate(model, optimizer):
+    return [
+      ols.nnx.scaled_value_and_grad(fun, optimizer)(model, BATCH)
+      for fun in (ols.autocast(loss_fn, "O1"), outer_loss_fn, loss_fn)
+    ]
+
+  *mixed, (expected, gradients) = differentiate(model, names["optimizer"])
+  for loss, grads in mixed:
+    assert loss != expected
+    np.testing.assert_allclose(loss, expected, atol=1e-3)
+    np.testing.assert_allclose(
+      grads["kernel"][...], gradients["kernel"][...], atol=5
+    )
+
+
+def test_plain_autocast_refuses_statistics_and_keys_by_name():
+  loss_fn = make_names()["loss_fn"]
+  changing = {
+    r"\[0\]\.norm\.mean": nnx.Dict(norm=nnx.BatchNorm(4, rngs=nnx.Rngs(0))),
+    r"\[0\]\.norm\.rngs\.count": nnx.Dict(
+      norm=nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    ),
+  }
+  for place, holder in changing.items():
+    mixed = ols.autocast(lambda model, batch: loss_fn(model.norm, batch), "O1")
+    with pytest.raises(ValueError, match=f"{place}.*nnx.autocast"):
+      mixed(holder, BATCH)
+
+
+def test_a_pure_function_of_a_model_in_float32_is_autocast():
+  names = recipe("Pure functions under jax.jit", model=Model())
+  line = 'ols.autocast(pure_loss_fn, "O1")'
+  text = documents.section(PAGE, "Pure functions under jax.jit")
+  assert line in text
+  step = documents.blocks(text)[0].partition("@jax.jit")[2]
+  step = step.replace("pure_loss_fn", line)
+  names = documents.run(f"```python\n@jax.jit{step}```", names)
   state = tuple(names[name] for name in ("params", "rest", "opt_state"))
-  jaxpr = str(jax.make_jaxpr(names["train_step"])(*state, BATCH))
-  assert "f16" in jaxpr
+  assert "f16" in str(jax.make_jaxpr(names["train_step"])(*state, BATCH))
   for batch in BATCHES:
     *state, _ = names["train_step"](*state, batch)
   params, rest, opt_state = state
@@ -305,22 +393,61 @@ def test_a_model_in_float32_is_autocast():
   )
 
 
-def test_a_model_that_nothing_changes_is_autocast_as_an_object():
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  names = make_names(model=model)
-  assert "ols.nnx.scaled_value_and_grad(ols.autocast(loss_fn, " in PAGE
-  mixed_loss_fn = ols.autocast(names["loss_fn"], "O1")
-  (loss, grads), (expected, gradients) = nnx.jit(
-    lambda model, optimizer: (
-      ols.nnx.scaled_value_and_grad(mixed_loss_fn, optimizer)(model, BATCH),
-      nnx.value_and_grad(names["loss_fn"])(model, BATCH),
-    )
-  )(model, names["optimizer"])
-  assert loss != expected
-  np.testing.assert_allclose(loss, expected, atol=1e-3)
-  np.testing.assert_allclose(
-    grads["kernel"][...], 1024 * gradients["kernel"][...], atol=5
+def test_fp8_values_are_those_of_a_linen_train_state_and_stay_on_a_skip():
+  batch = {**BATCH, "x": np.tile(BATCH["x"], 4)}
+  names = recipe("FP8", batch=batch, nn=nn)
+  model, optimizer = names["model"], names["optimizer"]
+  linen = documents.read("docs/recipes/linen.md")
+  theirs = documents.run(
+    documents.section(linen, "FP8"), make_names(batch=batch, nn=nn)
   )
+  state = theirs["state"]
+  collection = "_overwrite_with_gradient"
+  start = {**nnx.as_pure(nnx.state(model, nnx.Param))}
+  state = state.replace(params={**state.params, "params": start})
+  for x in (batch, {**batch, "x": np.full_like(batch["x"], np.nan)}, batch):
+    names["train_step"](model, optimizer, x)
+    state, _ = theirs["watchful_train_step"](state, x)
+    assert optimizer.opt_state.skipped[...] == state.skipped
+    layer = values(model)
+    for name, value in state.params["params"].items():
+      np.testing.assert_array_equal(layer[(name,)], value)
+    ((layer_name, fp8),) = state.params[collection].items()
+    for name, value in fp8.items():
+      np.testing.assert_array_equal(layer[(layer_name, name)], value)
+  assert state.step == 2
+  assert fp8["input_amax_history"][0] > 0
+
+
+def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_history():
+  batch = {**BATCH, "x": np.tile(BATCH["x"], 4)}
+  text = documents.section(PAGE, "FP8")
+  for told in (True, False):
+    flag = ", overflow=overflow_in_fp8(values)"
+    assert text.count(flag) == 1
+    # A bias is no part of the FP8 product, so its gradient would show the inf.
+    code = text.replace("  16, dtype", "  16, use_bias=False, dtype")
+    tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(2.0**127))
+    names = make_names(batch=batch, nn=nn, tx=tx)
+    names = documents.run(code if told else code.replace(flag, ""), names)
+
+    # Together with S, the factor makes the layer's gradients inf.
+    names["loss_fn"] = lambda model, batch, loss_fn=names["loss_fn"]: loss_fn(
+      lambda x: 2.0**10 * model(x), batch
+    )
+    names["train_step"](names["model"], names["optimizer"], batch)
+    assert names["optimizer"].opt_state.skipped[...] == told
+
+
+@pytest.mark.filterwarnings("ignore:.*ModelAndOptimizer:DeprecationWarning")
+def test_a_model_and_its_optimizer_in_one_are_the_bare_step_bit_for_bit():
+  names = recipe("A model and its optimizer in one", model=Model())
+  optimizer = names["optimizer"]
+  for batch in (BATCH, INFINITE_BATCH, BATCH):
+    names["train_step"](optimizer, batch)
+  assert optimizer.opt_state.skipped_steps[...] == 1
+  assert ols.get_loss_scale(optimizer.opt_state) == 2.0**9
+  assert_same_bits(values(optimizer.model), bare_training(2))
 
 
 def test_a_training_resumed_reaches_the_same_bits(tmp_path):

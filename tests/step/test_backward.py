@@ -584,14 +584,92 @@ def test_an_error_of_a_loss_of_integers_stays_as_it_is():
   assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
 
 
-@pytest.mark.parametrize("model", [MODEL, eqx.nn.Dropout(0.5)])
-def test_a_model_that_is_not_all_arrays_is_told_what_differentiates_it(model):
+FOR_EQUINOX = "for an Equinox model pass value_and_grad=eqx.filter_value_and_"
+FOR_NNX = (
+  "an NNX model is for optax_lossscale.nnx.scaled_value_and_grad, or pass"
+)
+DROPOUT = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+KEY = jax.random.PRNGKey(0)
+# What is no floating-point array, and what the error says of it.
+UNFIT = {
+  "equinox": (MODEL, f"int32 at 'args[0]/count'; {FOR_EQUINOX}"),
+  "flag": (eqx.nn.Dropout(0.5), f"bool at 'args[0]/inference'; {FOR_EQUINOX}"),
+  "nested": (
+    [MODEL.weight, MODEL],
+    f"int32 at 'args[0]/1/count'; {FOR_EQUINOX}",
+  ),
+  "nnx": (DROPOUT, f"uint32 at 'args[0]/rngs/count/value'; {FOR_NNX}"),
+  "state": (
+    nnx.state(DROPOUT),
+    f"uint32 at 'args[0]/rngs/count/value'; {FOR_NNX}",
+  ),
+  "number": (
+    {"w": KEY * 1.0, "step": 3},
+    "int32 at 'args[0]/step'; pass it in",
+  ),
+  "key": ((1.0, {"key": KEY}), "uint32 at 'args[0]/1/key'; pass it in another"),
+  "text": ({"name": "relu"}, "str at 'args[0]/name'; pass it in another arg"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_leaf_without_a_gradient_is_named_with_the_remedy(name):
+  model, said = UNFIT[name]
   for value_and_grad in (
     ols.scaled_value_and_grad(model_loss, 8.0),
     ols.scaled_value_and_grad(model_loss, 8.0, value_and_grad=jax.grad),
     ols.accumulated_value_and_grad(model_loss, 8.0, microbatches=2),
   ):
-    with pytest.raises(TypeError, match="not a valid JAX|grad requires") as got:
+    with pytest.raises(TypeError, match="must be floating-point arr") as caught:
       value_and_grad(model, BATCH)
-    note = got.value.__notes__[-1]
-    assert "value_and_grad=eqx.filter_value_and_grad" in note
+    assert f"got {said}" in str(caught.value)
+    cause = str(caught.value.__cause__)
+    assert "not a valid JAX" in cause or "grad requires" in cause
+
+
+def test_the_argument_of_a_leaf_without_a_gradient_is_named():
+  value_and_grad = ols.scaled_value_and_grad(
+    lambda x, model: model_loss(model, x), 8.0, argnums=(0, 1)
+  )
+  with pytest.raises(TypeError, match=r"got int32 at 'args\[1\]/count'; for"):
+    value_and_grad(BATCH, MODEL)
+
+
+class Counting(nnx.Module):
+  def __init__(self):
+    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    self.calls, self.nothing = 0, None
+
+  def __call__(self, x):
+    return self.norm(x)
+
+  def count(self, x):
+    self.calls += 1
+    return x
+
+
+def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
+  model = Counting()
+  closed_over = ols.scaled_value_and_grad(
+    lambda weight, x: weight * model_loss(model, x), 8.0
+  )
+  beside = ols.scaled_value_and_grad(
+    lambda weight, x, model: weight * model_loss(model, x), 8.0
+  )
+  got = r"got a new value in Counting\.norm\.mean; pass them as arguments"
+  for run in (
+    lambda: closed_over(1.0, BATCH),
+    lambda: beside(1.0, BATCH, model),
+  ):
+    with pytest.raises(ValueError, match=f"{got}.* keep what a call changes"):
+      run()
+  counting = ols.scaled_value_and_grad(lambda x: jnp.sum(model.count(x)), 8.0)
+  with pytest.raises(ValueError, match=r"a new value in Counting; pass them"):
+    counting(BATCH)
+  # It is an argument to what differentiates objects.
+  ols.scaled_value_and_grad(
+    lambda weight, x, model: weight * model_loss(model, x),
+    8.0,
+    value_and_grad=nnx.value_and_grad,
+  )(1.0, BATCH, model)
+  assert model.norm.mean[...].any()

@@ -1,0 +1,283 @@
+"""`nnx.autocast`: models that a forward pass changes, in mixed precision."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import support
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+TX = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+
+
+class Net(nnx.Module):
+  """Changes statistics, a count of random keys, and what is sown."""
+
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 4, use_bias=False, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.head = nnx.Linear(4, 2, rngs=rngs)
+
+  def __call__(self, x, train=True):
+    assert isinstance(train, bool)
+    layers = nnx.remat(lambda model, x: model.norm(jnp.tanh(model.dense(x))))
+    hidden = layers(self, x)
+    self.sow(nnx.Intermediate, "hidden", hidden)
+    return self.head(self.dropout(hidden, deterministic=not train))
+
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:Using 'Module.sow:DeprecationWarning"
+)
+
+
+def loss_fn(model, x, train=True):
+  return jnp.mean((model(x, train) - 1.0) ** 2)
+
+
+def make():
+  return Net(nnx.Rngs(0, dropout=1))
+
+
+def values(node):
+  """Returns copies of the values of a node, by their paths."""
+  state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
+  copies = {"/".join(map(str, path)): x for path, x in state}
+  return jax.tree.map(support.to_numpy, copies)
+
+
+@functools.cache
+def split_and_merged(level):
+  """Returns loss, gradients and state by `autocast` of a pure function."""
+  graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+
+  def pure_loss_fn(params, rest, x):
+    model = nnx.merge(graphdef, params, rest, copy=True)
+    loss = loss_fn(model, x)
+    return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+  mixed = ols.autocast(pure_loss_fn, level)
+  (loss, rest), grads = jax.jit(jax.value_and_grad(mixed, has_aux=True))(
+    params, rest, X
+  )
+  return loss, values(grads), values(rest)
+
+
+@pytest.mark.parametrize(
+  "level",
+  [x if x == "O1" else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS],
+)
+def test_it_is_autocast_between_split_and_merge_bit_for_bit(level):
+  model = make()
+  mixed = ols.nnx.autocast(loss_fn, level)
+  loss, grads = nnx.jit(nnx.value_and_grad(mixed))(model, X)
+  expected, gradients, rest = split_and_merged(level)
+  assert loss == expected
+  support.assert_same_bits(values(grads), gradients)
+  support.assert_same_bits(values(nnx.state(model, nnx.Not(nnx.Param))), rest)
+  assert "hidden" in rest
+  # The levels differ, so this compares more than float32 with itself.
+  assert (loss == split_and_merged("O0")[0]) == (level == "O0")
+
+
+def test_every_product_is_in_float16_and_statistics_are_not():
+  graphdef, state = nnx.split(make())
+
+  def gradient(state, x):
+    model = nnx.merge(graphdef, state, copy=True)
+    grads = nnx.grad(ols.nnx.autocast(loss_fn, "O1"))(model, x)
+    return grads, nnx.state(model, nnx.BatchStat)
+
+  jaxpr, (_, statistics) = jax.make_jaxpr(gradient, return_shape=True)(state, X)
+  products = [
+    {x.aval.dtype for x in equation.invars}
+    for equation in support.equations(jaxpr)
+    if equation.primitive.name == "dot_general"
+  ]
+  # Two forward, one of them once more for remat, and three backward.
+  assert products == [{jnp.dtype(jnp.float16)}] * 6
+  assert {x.dtype for x in jax.tree.leaves(statistics)} == {jnp.dtype("f4")}
+
+
+def test_eagerly_it_changes_the_same_as_under_jit():
+  model, jitted = make(), make()
+  loss = ols.nnx.autocast(loss_fn)(model, X)
+  expected = nnx.jit(ols.nnx.autocast(loss_fn))(jitted, X)
+  np.testing.assert_allclose(loss, expected, rtol=1e-3)
+  assert model.dropout.rngs.count[...] == 1
+  assert set(values(model)) == set(values(jitted))
+  assert model.norm.mean[...].any()
+
+
+def test_a_model_counts_as_an_argument():
+  model, other = make(), make()
+
+  def outside(model, x):
+    return jnp.mean((ols.nnx.autocast(model, "O1")(x, train=True) - 1.0) ** 2)
+
+  loss, grads = nnx.jit(nnx.value_and_grad(outside))(model, X)
+  expected, gradients = nnx.jit(
+    nnx.value_and_grad(ols.nnx.autocast(loss_fn, "O1"))
+  )(other, X)
+  # What follows the last product is in float32 either way.
+  assert loss == expected
+  support.assert_same_bits(values(grads), values(gradients))
+  support.assert_same_bits(values(model), values(other))
+
+
+def test_objects_that_arguments_share_stay_one():
+  rngs = nnx.Rngs(0)
+  model = nnx.Dropout(0.5, rngs=rngs)
+  model.stream = rngs.default
+
+  def draw(model, stream, both):
+    assert model.stream is stream
+    assert both["stream"] is stream
+    return jax.random.normal(stream(), X.shape), model(X @ X.T), model
+
+  before = int(rngs.default.count[...])
+  *_, returned = ols.nnx.autocast(draw)(
+    model, rngs.default, both={"stream": rngs.default}
+  )
+  assert returned is model
+  assert model.stream is rngs.default
+  assert rngs.default.count[...] == before + 1
+
+
+def test_what_a_call_makes_removes_or_replaces_is_so_afterwards():
+  class Changing(nnx.Module):
+    def __init__(self):
+      self.old, self.calls = nnx.Cache(jnp.zeros(2)), 0
+
+    def __call__(self, x):
+      del self.old
+      self.new, self.calls = nnx.Cache(x @ x.T), self.calls + 1
+      return jnp.sum(self.new[...])
+
+  model = Changing()
+  ols.nnx.autocast(model, "O1")(X)
+  assert not hasattr(model, "old")
+  assert model.calls == 1
+  assert type(model.new) is nnx.Cache
+  assert model.new.dtype == jnp.float32
+  np.testing.assert_allclose(model.new[...], X @ X.T, atol=0.02)
+
+
+def step(model, optimizer, x):
+  with ols.nnx.select_on_skip(optimizer, model):
+    loss, grads = ols.nnx.scaled_value_and_grad(
+      ols.nnx.autocast(loss_fn, "O1"), optimizer
+    )(model, x)
+    optimizer.update(model, grads)
+    nnx.pop(model, nnx.Intermediate)
+  return loss
+
+
+def trained(train):
+  model = make()
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  batches = jnp.stack([X, 1e6 * X, 2 * X])
+  losses = train(model, optimizer, batches)
+  assert optimizer.opt_state.skipped_steps[...] == 1
+  return losses, values((model, optimizer))
+
+
+@pytest.mark.slow
+def test_a_scan_over_steps_is_the_loop_bit_for_bit():
+  def loop(model, optimizer, batches):
+    return jnp.stack([nnx.jit(step)(model, optimizer, x) for x in batches])
+
+  @nnx.jit
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  def body(both, x):
+    return both, step(*both, x)
+
+  losses, ends = trained(loop)
+  scanned, scanned_ends = trained(
+    lambda model, optimizer, xs: body((model, optimizer), xs)[1]
+  )
+  np.testing.assert_array_equal(losses, scanned)
+  support.assert_same_bits(ends, scanned_ends)
+
+
+@pytest.mark.slow
+def test_the_step_is_right_and_works_in_float16():
+  model = make()
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  report = ols.nnx.check_step(step, model, optimizer, X)
+  assert report.ok, report
+  assert "Operations work in float16" in str(report)
+
+
+class Scoped(nnx.Module):
+  def __init__(self):
+    self.first = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
+    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+  @jax.named_scope("last")
+  def last(self, x):
+    return x @ jnp.ones((3, 1))
+
+  def __call__(self, x):
+    return jnp.sin(self.last(jnp.tanh(self.norm(self.first(x)))))
+
+
+def test_its_options_are_those_of_autocast():
+  options = {
+    "dtype": jnp.bfloat16,
+    "overrides": {"last": jnp.float16},
+    "operations": {"white": ["sin"], "black": ["tanh"]},
+  }
+  graphdef, state = nnx.split(Scoped())
+
+  def forward(state, x):
+    model = nnx.merge(graphdef, state, copy=True)
+    return ols.nnx.autocast(model, "O1", **options)(x)
+
+  found = [
+    (equation.primitive.name, equation.invars[0].aval.dtype.name)
+    for equation in jax.make_jaxpr(forward)(state, X).eqns
+    if equation.primitive.name in ("dot_general", "sin", "tanh")
+  ]
+  assert found == [
+    ("dot_general", "bfloat16"),
+    ("tanh", "float32"),
+    ("dot_general", "float16"),
+    ("sin", "bfloat16"),
+  ]
+
+
+def test_one_inside_another_changes_the_model_once():
+  model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  inside = ols.nnx.autocast(lambda model, x: model(x @ x.T), "O2")
+  ols.nnx.autocast(lambda *args: inside(*args), "O1")(model, X)
+  assert model.rngs.count[...] == 1
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_it_works_in_every_mode_of_nnx(graph):
+  with nnx.set_graph_mode(graph), nnx.set_graph_updates(False):
+    model = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+    nnx.jit(ols.nnx.autocast(lambda model, x: model(x)))(model, X)
+  np.testing.assert_allclose(model.mean[...], X.mean(0) / 2, atol=1e-6)
+
+
+def test_what_cannot_work_is_refused_at_once():
+  with pytest.raises(TypeError, match="`fun` must be a function, got ndarray"):
+    ols.nnx.autocast(X)
+  with pytest.raises(ValueError, match="`level` must be"):
+    ols.nnx.autocast(loss_fn, "O9")
+
+
+def test_a_model_that_is_closed_over_is_refused_by_the_path_of_its_variable():
+  model = nnx.Dict(norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+  with pytest.raises(ValueError, match=r"in BatchNorm\.mean; pass them as"):
+    ols.nnx.autocast(lambda x: model["norm"](x))(X)
