@@ -1,0 +1,160 @@
+"""Which operations are in low precision, which are not, and why?"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Mapping
+import textwrap
+from typing import Any
+from typing import NamedTuple
+
+from optax_lossscale._autocast import levels
+from optax_lossscale._base import arguments
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import scopes
+
+# A longer table is made shorter by shorter scopes.
+_MOST_ROWS = 24
+_WRITTEN = "as written"
+
+_Counts = Mapping[tuple[str, str, str], Mapping[str, int]]
+
+
+class PrecisionReport(NamedTuple):
+  """What `precision_report` found, to be printed.
+
+  Attributes:
+    products: how many there are in each dtype, such as {"float16": 11}.
+    in_branches: how many of them are in branches of a `cond`.
+    counts: by scope, dtype and reason, how many operations there are of each
+      name. The reason says why they are in float32; it ends with "in a loop"
+      where they run several times and count once, with "in a branch" where they
+      may not run.
+  """
+
+  products: Mapping[str, int]
+  in_branches: int
+  counts: _Counts
+
+  @property
+  def line(self) -> str:
+    """The products, then all operations by dtype and reason, for a log."""
+    groups = _rows(self.counts, 0)
+    counts = [f"{' '.join(x).strip()}: {y.total()}" for x, y in groups]
+    return "; ".join([self._summary, *counts])
+
+  @property
+  def _summary(self) -> str:
+    low = {x: n for x, n in self.products.items() if operation_table.is_low(x)}
+    parts = [
+      f"{n} of {sum(self.products.values())} products in {dtype}"
+      for dtype, n in (low or {"low precision": 0}).items()
+    ]
+    if self.in_branches:
+      parts += [f"{self.in_branches} are in branches, of which one runs"]
+    return ", ".join(parts)
+
+  def __str__(self) -> str:
+    depth = 1 + max((x.count("/") for x, _, _ in self.counts), default=0)
+    while len(rows := _rows(self.counts, depth)) > _MOST_ROWS and depth:
+      depth -= 1
+    width = max((len(x) for (x, _, _), _ in rows), default=0)
+    lines, group = [self._summary], None
+    for (scope, *of_row), names in rows:
+      if group != of_row:
+        group = of_row
+        lines += [", ".join(filter(None, group)) + ":"]
+      start = f"  {scope:{width}}  "
+      ordered = sorted(
+        names, key=lambda x: (x not in levels.PRODUCTS, -names[x])
+      )
+      listed = ", ".join(f"{names[x]} {x}" for x in ordered)
+      room = max(80 - len(start), 24)
+      lines += [start + textwrap.shorten(listed, room, placeholder=" ...")]
+    if len(rows) < len(self.counts):
+      lines += [f"Scopes are cut to {depth} parts; `counts` has all of them."]
+    return "\n".join(lines)
+
+
+def precision_report(
+  fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> PrecisionReport:
+  """Returns which operations of a function are below float32, and why not all.
+
+  No result shows whether a model is in float16. This traces `fun` and counts
+  the floating operations in its program, whatever lowered them: `autocast`,
+  `dtype=` of a layer, the dtype of an argument. Nothing runs. Give it a loss
+  function for the forward pass, the train step for all of it.
+
+  Operations in float32 come with the reason of `autocast`, such as "black list"
+  or "no product follows"; docs/autocast.md explains them. The backward pass has
+  the reasons of the forward pass. "as written" is what `autocast` leaves alone
+  or does not see, such as the optimizer. Conversions do not count, nor does
+  what only moves or compares values. A product is low if its result is, or if
+  all of its inputs are.
+
+  Args:
+    fun: any function that JAX can trace, jitted or not. It is traced once more.
+    *args: its arguments.
+    **kwargs: more of them.
+
+  Returns:
+    The report: print it for a table, log its `line`, test its `products`. Under
+    a precision schedule it has both branches; `state.low` of the schedule says
+    which of them runs next.
+
+  Raises:
+    TypeError: if `fun` is no function.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> loss_fn = lambda weights, x: jnp.mean(jnp.exp(x @ weights) @ weights)
+    >>> mixed_loss_fn = ols.autocast(loss_fn, "O1")
+    >>> weights, x = jnp.eye(2), jnp.ones((1, 2))
+    >>> ols.instruments.precision_report(mixed_loss_fn, weights, x).line
+    '2 of 2 products in float16; float16: 2; float32 ...'
+  """
+  arguments.check_function(fun)
+  with scopes.noting(True):
+    recording = interpreter.record(fun, args, kwargs)
+  counts: dict[Any, collections.Counter[str]] = {}
+  products: collections.Counter[str] = collections.Counter()
+  in_branches = 0
+  for scope, equation, around in scopes.operations(recording.jaxpr):
+    name = operation_table.name_of(equation)
+    dtype = operation_table.dtype_of(equation)
+    is_move = operation_table.moves(equation) or name == "convert_element_type"
+    if is_move or dtype is None:
+      continue
+    is_in_branch = calls.Form.COND in map(calls.form, around)
+    if name in levels.PRODUCTS:
+      products[dtype.name] += 1
+      in_branches += is_in_branch
+    # A note is on what autocast may lower.
+    note = scopes.note_on(equation) if dtype == levels.FLOAT32 else ""
+    reasons = [] if operation_table.is_low(dtype) else [note or _WRITTEN]
+    reasons += ["in a loop"] * any(map(calls.is_loop, around))
+    reasons += ["in a branch"] * is_in_branch
+    key = scope, dtype.name, ", ".join(reasons)
+    counts.setdefault(key, collections.Counter())[name] += 1
+  return PrecisionReport(dict(products), in_branches, counts)
+
+
+def _rows(counts: _Counts, depth: int) -> list[Any]:
+  """Returns the items of the counts for so many first parts of their scopes.
+
+  In the order of the table: low ones first, what nobody decided on last.
+  """
+  merged: dict[Any, collections.Counter[str]] = {}
+  for (scope, dtype, why), names in counts.items():
+    key = "/".join(scope.split("/")[:depth]), dtype, why
+    merged.setdefault(key, collections.Counter()).update(names)
+
+  def place(item: Any) -> tuple[Any, ...]:
+    (_, *group), names = item
+    is_low = operation_table.is_low(group[0])
+    return not is_low, group[1].startswith(_WRITTEN), group, -names.total()
+
+  return sorted(merged.items(), key=place)
