@@ -34,7 +34,6 @@ _KEEP_SPAN = (
 _FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-_SUMS = levels.SUMS
 # They are about the bits of a dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
@@ -55,7 +54,7 @@ def evaluate(
     return _as_written(equation, inputs)
   if name == "convert_element_type":
     return _conversion(equation, inputs)
-  if operation_table.name_of(equation) in _SUMS:
+  if operation_table.name_of(equation) in levels.SUMS:
     with scopes.note("a sum"):
       return _sum(equation, inputs, decision)
   if name in levels.PRODUCTS:
@@ -83,7 +82,7 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
     return False
   floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
-    equation.primitive.name in _SUMS and floats == {_FLOAT32}
+    equation.primitive.name in levels.SUMS and floats == {_FLOAT32}
   ):
     # How a scatter combines two values is recorded for one dtype.
     return False

@@ -124,15 +124,13 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 
 def dtype_of(equation: core.JaxprEqn) -> Any:
-  """Returns in which dtype an operation on floats runs, None of any other.
-
-  What it takes may be stored more narrowly, or be summed up more widely.
-  """
+  """Returns in which dtype an operation on floats runs, None of any other."""
 
   def widest(atoms: Sequence[Any]) -> Any:
     floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
     return max(floats, key=lambda x: x.itemsize, default=None)
 
+  # What low numbers are summed up to may be wider.
   taken, given = widest(equation.invars), widest(equation.outvars)
   return taken if given is not None and is_low(taken) else given
 

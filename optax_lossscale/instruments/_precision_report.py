@@ -16,9 +16,6 @@ from optax_lossscale._jaxpr import scopes
 
 # A longer table is made shorter by shorter scopes.
 _MOST_ROWS = 24
-_WRITTEN = "as written"
-
-_Counts = Mapping[tuple[str, str, str], Mapping[str, int]]
 
 
 class PrecisionReport(NamedTuple):
@@ -35,17 +32,11 @@ class PrecisionReport(NamedTuple):
 
   products: Mapping[str, int]
   in_branches: int
-  counts: _Counts
+  counts: Mapping[tuple[str, str, str], Mapping[str, int]]
 
   @property
   def line(self) -> str:
     """The products, then all operations by dtype and reason, for a log."""
-    groups = _rows(self.counts, 0)
-    counts = [f"{' '.join(x).strip()}: {y.total()}" for x, y in groups]
-    return "; ".join([self._summary, *counts])
-
-  @property
-  def _summary(self) -> str:
     low = {x: n for x, n in self.products.items() if operation_table.is_low(x)}
     parts = [
       f"{n} of {sum(self.products.values())} products in {dtype}"
@@ -53,23 +44,24 @@ class PrecisionReport(NamedTuple):
     ]
     if self.in_branches:
       parts += [f"{self.in_branches} are in branches, of which one runs"]
-    return ", ".join(parts)
+    counts = [
+      f"{' '.join(group).strip()}: {names.total()}"
+      for group, names in _rows(self.counts, 0)
+    ]
+    return "; ".join([", ".join(parts), *counts])
 
   def __str__(self) -> str:
     depth = 1 + max((x.count("/") for x, _, _ in self.counts), default=0)
     while len(rows := _rows(self.counts, depth)) > _MOST_ROWS and depth:
       depth -= 1
     width = max((len(x) for (x, _, _), _ in rows), default=0)
-    lines, group = [self._summary], None
+    lines, group = [self.line.split("; ")[0]], None
     for (scope, *of_row), names in rows:
       if group != of_row:
         group = of_row
         lines += [", ".join(filter(None, group)) + ":"]
       start = f"  {scope:{width}}  "
-      ordered = sorted(
-        names, key=lambda x: (x not in levels.PRODUCTS, -names[x])
-      )
-      listed = ", ".join(f"{names[x]} {x}" for x in ordered)
+      listed = ", ".join(f"{n} {x}" for x, n in names.most_common())
       room = max(80 - len(start), 24)
       lines += [start + textwrap.shorten(listed, room, placeholder=" ...")]
     if len(rows) < len(self.counts):
@@ -88,11 +80,10 @@ def precision_report(
   function for the forward pass, the train step for all of it.
 
   Operations in float32 come with the reason of `autocast`, such as "black list"
-  or "no product follows"; docs/autocast.md explains them. The backward pass has
-  the reasons of the forward pass. "as written" is what `autocast` leaves alone
-  or does not see, such as the optimizer. Conversions do not count, nor does
-  what only moves or compares values. A product is low if its result is, or if
-  all of its inputs are.
+  (docs/autocast.md explains them), backward with that of the forward pass. "as
+  written" is what it leaves alone or does not see, such as the optimizer.
+  Conversions do not count, nor does what only moves or compares values. A
+  product is low if its result is, or if all of its inputs are.
 
   Args:
     fun: any function that JAX can trace, jitted or not. It is traced once more.
@@ -110,18 +101,15 @@ def precision_report(
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> loss_fn = lambda weights, x: jnp.mean(jnp.exp(x @ weights) @ weights)
-    >>> mixed_loss_fn = ols.autocast(loss_fn, "O1")
-    >>> weights, x = jnp.eye(2), jnp.ones((1, 2))
-    >>> ols.instruments.precision_report(mixed_loss_fn, weights, x).line
-    '2 of 2 products in float16; float16: 2; float32 ...'
+    >>> mixed_fun = ols.autocast(lambda x: jnp.exp(x @ x) @ x, "O1")
+    >>> ols.instruments.precision_report(mixed_fun, jnp.eye(2)).line
+    '2 of 2 products in float16; float16: 2; float32 black list: 1'
   """
   arguments.check_function(fun)
   with scopes.noting(True):
     recording = interpreter.record(fun, args, kwargs)
   counts: dict[Any, collections.Counter[str]] = {}
-  products: collections.Counter[str] = collections.Counter()
-  in_branches = 0
+  products, in_branches = collections.Counter[str](), 0
   for scope, equation, around in scopes.operations(recording.jaxpr):
     name = operation_table.name_of(equation)
     dtype = operation_table.dtype_of(equation)
@@ -134,7 +122,7 @@ def precision_report(
       in_branches += is_in_branch
     # A note is on what autocast may lower.
     note = scopes.note_on(equation) if dtype == levels.FLOAT32 else ""
-    reasons = [] if operation_table.is_low(dtype) else [note or _WRITTEN]
+    reasons = [] if operation_table.is_low(dtype) else [note or "as written"]
     reasons += ["in a loop"] * any(map(calls.is_loop, around))
     reasons += ["in a branch"] * is_in_branch
     key = scope, dtype.name, ", ".join(reasons)
@@ -142,19 +130,13 @@ def precision_report(
   return PrecisionReport(dict(products), in_branches, counts)
 
 
-def _rows(counts: _Counts, depth: int) -> list[Any]:
-  """Returns the items of the counts for so many first parts of their scopes.
-
-  In the order of the table: low ones first, what nobody decided on last.
-  """
+def _rows(counts: Mapping[Any, Any], depth: int) -> list[Any]:
+  """Returns the counts in order, by so many of the first parts of scopes."""
   merged: dict[Any, collections.Counter[str]] = {}
   for (scope, dtype, why), names in counts.items():
     key = "/".join(scope.split("/")[:depth]), dtype, why
     merged.setdefault(key, collections.Counter()).update(names)
-
-  def place(item: Any) -> tuple[Any, ...]:
-    (_, *group), names = item
-    is_low = operation_table.is_low(group[0])
-    return not is_low, group[1].startswith(_WRITTEN), group, -names.total()
-
-  return sorted(merged.items(), key=place)
+  return sorted(
+    merged.items(),
+    key=lambda x: ("as written" in x[0][2], x[0][1:], -x[1].total()),
+  )
