@@ -205,6 +205,32 @@ def test_the_loss_is_what_no_product_follows():
   }
 
 
+def test_an_override_to_float16_is_no_reason_for_float32():
+  fun = in_scope("mlp", functools.partial(linear, then=lambda y: y.cumsum(0)))
+  mixed = ols.autocast(fun, "O0", overrides={"mlp": jnp.float16})
+  report = report_of(mixed, jnp.ones((2, 2)), jnp.eye(2))
+  assert report.counts == {
+    ("mlp", "float16", ""): {"dot_general": 2},
+    ("mlp", "float32", "a sum"): {"cumsum": 1},
+  }
+
+
+def test_an_override_is_the_reason_where_no_product_follows_either():
+  fun = in_scope("head", lambda x, w: jnp.tanh(x @ w))
+  mixed = ols.autocast(fun, "O1", overrides={"head": jnp.float32})
+  report = report_of(mixed, jnp.ones((2, 2)), jnp.eye(2))
+  assert report.counts == {
+    ("head", "float32", "overrides"): {"dot_general": 1, "tanh": 1}
+  }
+
+
+def test_a_product_of_vectors_is_a_sum():
+  mixed = ols.autocast(lambda x, w: (x[0] @ x[0]) * x @ w, "O1")
+  report = report_of(mixed, jnp.ones((2, 2)), jnp.eye(2))
+  assert report.products == {"float16": 1}
+  assert report.counts["", "float32", "black list"] == {"vecdot": 1}
+
+
 def test_the_page_explains_each_reason():
   page = documents.read("docs/autocast.md")
   for reason in [*REASONS, "no product follows"]:
@@ -316,6 +342,10 @@ def test_a_product_of_float16_is_low_though_it_is_summed_up_in_float32():
   # What is only stored so is not.
   stored = report_of(product, x, x.astype(jnp.float32))
   assert stored.products == {"float32": 1}
+  # What is rounded at once is.
+  rounded = functools.partial(jnp.matmul, preferred_element_type=jnp.float16)
+  x32 = x.astype(jnp.float32)
+  assert report_of(rounded, x32, x32).products == {"float16": 1}
   low = report_of(product, x.astype(jnp.float8_e4m3fn), x.astype(jnp.bfloat16))
   assert low.line.startswith("1 of 1 products in bfloat16; ")
 
@@ -381,7 +411,12 @@ def test_the_table_is_as_wide_as_a_terminal(name):
   loss_fn, params, x = problem(name)
   train_step, tx = make_step(ols.autocast(loss_fn, "O2"))
   report = report_of(train_step, params, tx.init(params), x)
-  assert max(map(len, str(report).splitlines())) <= 80
+  lines = str(report).splitlines()
+  assert max(map(len, lines)) <= 80
+  # What is low comes first, and last what autocast did not decide on.
+  assert lines[1] == "float16:"
+  last = [line for line in lines if line.endswith(":")][-1]
+  assert last.startswith("float32, as written")
   assert "\n" not in report.line
   # All operations are in it.
   total = sum(sum(names.values()) for names in report.counts.values())
