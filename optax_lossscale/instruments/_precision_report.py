@@ -19,15 +19,14 @@ _MOST_ROWS = 24
 
 
 class PrecisionReport(NamedTuple):
-  """What `precision_report` found, to be printed.
+  """The findings of `precision_report`, to be printed.
 
   Attributes:
     products: how many there are in each dtype, such as {"float16": 11}.
     in_branches: how many of them are in branches of a `cond`.
-    counts: by scope, dtype and reason, how many operations there are of each
-      name. The reason says why they are in float32; it ends with "in a loop"
-      where they run several times and count once, with "in a branch" where they
-      may not run.
+    counts: of operations by name, by scope, dtype and reason for float32. The
+      reason ends with "in a loop" if they run several times and count once,
+      with "in a branch" if they may not run.
   """
 
   products: Mapping[str, int]
@@ -96,7 +95,8 @@ def precision_report(
     which of them runs next.
 
   Raises:
-    TypeError: if `fun` is no function.
+    TypeError: if `fun` is not a function.
+    ValueError: if it changes an object in place, such as an `nnx.Module`.
 
   Examples:
     >>> import jax.numpy as jnp

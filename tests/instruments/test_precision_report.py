@@ -4,6 +4,7 @@ import collections
 import functools
 
 import chex
+from flax import nnx
 import flax.linen as nn
 import jax
 from jax import lax
@@ -233,7 +234,8 @@ def test_a_product_of_vectors_is_a_sum():
 
 def test_the_page_explains_each_reason():
   page = documents.read("docs/autocast.md")
-  for reason in [*REASONS, "no product follows"]:
+  others = ["no product follows", "given values alone"]
+  for reason in [*REASONS, *others]:
     assert f'| "{reason}" |' in page, reason
 
 
@@ -253,6 +255,16 @@ def test_the_backward_pass_has_the_reasons_of_the_forward_pass():
     "reduce_sum": 1
   }
   assert report.products == {"float16": 5}
+
+
+def test_the_gradient_of_joined_biases_is_one_of_given_values():
+  def fun(biases, x, w):
+    return jnp.sum(linear(x, w, lambda y: y + jnp.maximum(*biases)))
+
+  gradient = jax.grad(ols.autocast(fun, "O1"))
+  biases = jnp.ones(2), jnp.zeros(2)
+  report = report_of(gradient, biases, jnp.ones((2, 2)), jnp.eye(2))
+  assert "mul" in report.counts["", "float32", "given values alone"]
 
 
 def test_a_step_that_ran_before_is_reported_like_a_new_one():
@@ -440,3 +452,10 @@ def test_it_works_under_jit():
 def test_what_is_no_function_is_an_error():
   with pytest.raises(TypeError, match="must be a function"):
     report_of(3)
+
+
+def test_a_step_that_changes_its_model_is_refused_and_the_model_stays():
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="must not change its arguments"):
+    report_of(lambda model, x: model(x), model, jnp.ones((2, 2)))
+  assert float(model.mean.get_value()[0]) == 0
