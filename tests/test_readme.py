@@ -34,6 +34,23 @@ block = functools.partial(documents.block, README)
 STEP = block("optax_lossscale", "import optax_lossscale as ols\n\ntx = ")
 
 
+def test_the_report_of_a_loss_is_the_one_that_is_shown(capsys):
+  class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.LayerNorm()(nn.relu(nn.Dense(8, name="hidden")(x)))
+      return nn.Dense(3, name="head")(x)
+
+  batch = np.ones((4, 5), np.float32)
+  params = MLP().init(jax.random.key(0), batch)
+  names = {"ols": ols, "params": params, "batch": batch}
+  names["mixed_loss_fn"] = ols.autocast(
+    lambda params, batch: jnp.mean(MLP().apply(params, batch) ** 2), "O1"
+  )
+  exec(block("Mixed precision", "precision_report"), names)
+  assert f"```text\n{capsys.readouterr().out}```" in README
+
+
 @pytest.mark.slow
 def test_the_examples_run_one_after_the_other():
   model = nn.Dense(3, dtype=jnp.float16)

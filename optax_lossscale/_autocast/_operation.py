@@ -16,6 +16,7 @@ from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import scopes
 
 _Kind = _value.Kind
 _Treatment = levels.Treatment
@@ -33,7 +34,6 @@ _KEEP_SPAN = (
 _FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-_SUMS = levels.SUMS
 # They are about the bits of a dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
@@ -54,19 +54,21 @@ def evaluate(
     return _as_written(equation, inputs)
   if name == "convert_element_type":
     return _conversion(equation, inputs)
-  if operation_table.name_of(equation) in _SUMS:
-    return _sum(equation, inputs, decision)
+  if operation_table.name_of(equation) in levels.SUMS:
+    with scopes.note("a sum"):
+      return _sum(equation, inputs, decision)
   if name in levels.PRODUCTS:
     return _product(equation, inputs, decision)
   if name in operation_table.COMPARISONS:
-    return _in_dtype(equation, inputs, _widest(inputs))
+    return _in_dtype(equation, inputs, _widest(inputs), decision)
   if operation_table.moves(equation) and not (
     name in operation_table.JOINS or decision.treatment is _Treatment.BLACK
   ):
-    return _move(equation, inputs)
+    with scopes.note(_Kind.COMPUTED.value):
+      return _move(equation, inputs)
   if name in _ELEMENTWISE or operation_table.moves(equation):
     dtype, kind = _choose(equation, inputs, decision)
-    return _in_dtype(equation, inputs, dtype, kind)
+    return _in_dtype(equation, inputs, dtype, decision, kind)
   return _as_written(equation, inputs)
 
 
@@ -80,7 +82,7 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
     return False
   floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
-    equation.primitive.name in _SUMS and floats == {_FLOAT32}
+    equation.primitive.name in levels.SUMS and floats == {_FLOAT32}
   ):
     # How a scatter combines two values is recorded for one dtype.
     return False
@@ -145,7 +147,7 @@ def _product(
     equation = equation.replace(
       params={**parameters, "preferred_element_type": dtype}
     )
-  return _in_dtype(equation, inputs, dtype)
+  return _in_dtype(equation, inputs, dtype, decision)
 
 
 def _sum(
@@ -164,7 +166,7 @@ def _sum(
   ):
     # What is a mean in the end may not fit into low precision before.
     kind = _Kind.STATISTIC
-  outputs = _in_dtype(equation, inputs, _FLOAT32, kind)
+  outputs = _in_dtype(equation, inputs, _FLOAT32, decision, kind)
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
     dtype = _widest(inputs, promotes=False)
@@ -227,14 +229,19 @@ def _in_dtype(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
   dtype: Any,
+  decision: levels.Decision,
   kind: _value.Kind = _Kind.COMPUTED,
 ) -> list[_value.Value]:
   """Returns the outputs of an operation that runs in `dtype`."""
-  with interpreter.context(equation):
-    arrays = [
-      _converted(x, dtype, equation) if x.is_float else x.array for x in inputs
-    ]
-  outputs = _bind(equation, arrays, kind)
+  fits = all(x.fits(decision.dtype) for x in inputs if x.is_float)
+  is_number = kind is _Kind.COMPUTED and not fits
+  with scopes.note("a number that does not fit" if is_number else kind.value):
+    with interpreter.context(equation):
+      arrays = [
+        _converted(x, dtype, equation) if x.is_float else x.array
+        for x in inputs
+      ]
+    outputs = _bind(equation, arrays, kind)
   if dtype == _FLOAT32:
     span = _span(equation, inputs)
     for output in outputs:

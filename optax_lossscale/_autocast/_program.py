@@ -76,14 +76,23 @@ class MixedProgram:
         uses = demand.outputs[id(equation)]
         return call(_Held(inner, equation, values, uses))
       decision = self.recipe.decide(operation_table.name_of(equation), scope)
-      if id(equation) in demand.in_float32:
+      if id(equation) in demand.in_float32 and not decision.is_override:
         # For what comes after it.
-        decision = levels.Decision(levels.Treatment.BLACK, self.recipe.dtype)
+        uses = demand.outputs[id(equation)]
+        why = "no product follows"
+        if any(use.leads_to_product for use in uses):
+          why = decision.why or "used in float32 alone"
+        decision = decision._replace(treatment=levels.Treatment.BLACK, why=why)
       if _is_unknown(equation):
         where = f" in {scope}" if scope else ""
         self.unknown.add(f"{equation.primitive.name}{where}")
-        decision = levels.Decision(levels.Treatment.WRITTEN, self.recipe.dtype)
-      return _operation.evaluate(equation, values, decision, self.recipe.dtypes)
+        decision = decision._replace(
+          treatment=levels.Treatment.WRITTEN, why="unknown operation"
+        )
+      with scopes.note(decision.why):
+        return _operation.evaluate(
+          equation, values, decision, self.recipe.dtypes
+        )
 
     outputs = interpreter.evaluate(jaxpr, inputs, rule, consts)
     return [

@@ -17,20 +17,21 @@ from optax_lossscale._base import bits
 class Kind(enum.Enum):
   """Where a value comes from, which says how much its dtype counts."""
 
+  # The texts say why what made it is in float32.
   # What the network computes.
-  COMPUTED = "computed"
+  COMPUTED = "follows an input"
   # An argument, or what the function closed over; also moved or reshaped.
-  GIVEN = "given"
+  GIVEN = "given values alone"
   # A number in the program.
-  CONSTANT = "constant"
+  CONSTANT = "numbers alone"
   # Float32, though nobody asked for it: a sum, or what is derived from given
   # values alone, such as positions, noise and an embedding. At the levels that
   # lower everything it has no say beside what is computed.
-  STATISTIC = "statistic"
+  STATISTIC = "a sum, or of given values"
   # The root of a statistic, or its reciprocal, as norms divide by.
-  ROOT = "root"
+  ROOT = "root of a sum"
   # Centered or squared or normalized: what a norm is in the middle of.
-  NORMALIZING = "normalizing"
+  NORMALIZING = "part of a norm"
 
   @property
   def is_neutral(self) -> bool:

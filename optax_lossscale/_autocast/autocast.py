@@ -128,7 +128,7 @@ def autocast(
     jaxpr = recording.jaxpr
     operations_of_fun = {
       (scope, operation_table.name_of(equation))
-      for scope, equation in scopes.operations(jaxpr)
+      for scope, equation, _ in scopes.operations(jaxpr)
     }
     of_fun = recipe.of(operations_of_fun, operation_table.NAMES)
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]

@@ -7,9 +7,6 @@ import contextvars
 import functools
 from typing import Any
 
-from jax.extend import core
-import jax.numpy as jnp
-
 from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -72,9 +69,10 @@ def _refused() -> Iterator[None]:
 
 
 def _check_products(jaxpr: Any) -> None:
-  for scope, equation in scopes.operations(jaxpr):
+  for scope, equation, _ in scopes.operations(jaxpr):
     name = operation_table.name_of(equation)
-    if name in levels.PRODUCTS and _is_low(equation):
+    dtype = operation_table.dtype_of(equation)
+    if name in levels.PRODUCTS and operation_table.is_low(dtype):
       raise ValueError(
         "`loss_fn` must be in full precision as it is written, since that is "
         f"how training ends, got {name!r} below float32"
@@ -83,16 +81,3 @@ def _check_products(jaxpr: Any) -> None:
         "cast them in `loss_fn`). If this product is meant, pass "
         "precision_schedule(..., precision_mode='must_keep_origin_dtype')."
       )
-
-
-def _is_low(equation: core.JaxprEqn) -> bool:
-  # An input that is stored so does not make a product low.
-  return any(map(_is_narrow, equation.outvars)) or all(
-    map(_is_narrow, equation.invars)
-  )
-
-
-def _is_narrow(value: Any) -> bool:
-  dtype = value.aval.dtype
-  is_float = jnp.issubdtype(dtype, jnp.floating)
-  return bool(is_float and jnp.finfo(dtype).bits < 32)

@@ -177,6 +177,8 @@ class Decision(NamedTuple):
   dtype: Any
   # Whether the caller said so of the scope that it is in.
   is_override: bool = False
+  # For a note, of BLACK alone.
+  why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,14 +246,16 @@ class Recipe:
       _, dtype = max(overrides, key=lambda x: len(x[0]))
       is_float32 = dtype == FLOAT32
       treatment = Treatment.BLACK if is_float32 else Treatment.LOW
-      return Decision(treatment, dtype, is_override=True)
+      why = "overrides" if is_float32 else ""
+      return Decision(treatment, dtype, is_override=True, why=why)
     treatment = self.level.treatment(operation)
+    why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
       scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
       for x in scopes.ancestors(scope)
     ):
-      treatment = Treatment.BLACK
-    return Decision(treatment, self.dtype)
+      treatment, why = Treatment.BLACK, "scope of a norm or loss"
+    return Decision(treatment, self.dtype, why=why)
 
 
 def make_recipe(

@@ -10,6 +10,8 @@ from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._base import leaves
+
 
 def names(text: str) -> frozenset[str]:
   """Returns the words of a text."""
@@ -119,6 +121,23 @@ def name_of(equation: core.JaxprEqn) -> str:
   ):
     return "vecdot"
   return name
+
+
+def dtype_of(equation: core.JaxprEqn) -> Any:
+  """Returns in which dtype an operation on floats runs, None of any other."""
+
+  def widest(atoms: Sequence[Any]) -> Any:
+    floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
+    return max(floats, key=lambda x: x.itemsize, default=None)
+
+  # What low numbers are summed up to may be wider.
+  taken, given = widest(equation.invars), widest(equation.outvars)
+  return taken if given is not None and is_low(taken) else given
+
+
+def is_low(dtype: Any) -> bool:
+  """Returns whether a dtype of floats is below float32; None is not."""
+  return dtype is not None and np.dtype(dtype).itemsize < 4
 
 
 def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:

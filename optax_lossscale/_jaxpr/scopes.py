@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+import contextlib
 import re
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from optax_lossscale._jaxpr import calls
@@ -19,18 +21,36 @@ _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 # JAX's name for what a remat computes again in the backward pass.
 _RECOMPUTED = "rematted_computation"
 
+# Whether operations get notes. JAX's caches know of it: what was traced without
+# notes is traced again.
+noting = jax.make_user_context(False)
+_NOTE = re.compile(r"ols\.note: ([^/()]+)")
+
 
 def operations(
-  jaxpr: Any, scope: str = ""
-) -> Iterator[tuple[str, core.JaxprEqn]]:
-  """Yields scope and equation of each operation that has its own precision."""
+  jaxpr: Any, scope: str = "", around: tuple[core.JaxprEqn, ...] = ()
+) -> Iterator[tuple[str, core.JaxprEqn, tuple[core.JaxprEqn, ...]]]:
+  """Yields scope, equation and what holds it, of all with a precision."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
     where = join(scope, str(equation.source_info.name_stack))
     bodies = calls.castable_bodies(equation)
     if not bodies:
-      yield where, equation
+      yield where, equation, around
     for body in bodies:
-      yield from operations(body.jaxpr, where)
+      yield from operations(body.jaxpr, where, (*around, equation))
+
+
+def note(text: str) -> contextlib.AbstractContextManager[Any]:
+  """Writes a note beside the scopes of the operations inside, if asked for."""
+  if not (text and noting.value):
+    return contextlib.nullcontext()
+  return jax.named_scope(f"ols.note: {text}")
+
+
+def note_on(equation: core.JaxprEqn) -> str:
+  """Returns the outermost note, also on what the backward pass makes of it."""
+  found = _NOTE.search(str(equation.source_info.name_stack))
+  return found[1] if found else ""
 
 
 def join(scope: str, name_stack: str) -> str:
@@ -43,7 +63,7 @@ def _parts(name_stack: str) -> list[str]:
   count = 1
   while count:
     name_stack, count = _TRANSFORM.subn(r"\1", name_stack)
-  parts = _FUNCTION.sub("", name_stack).split("/")
+  parts = _FUNCTION.sub("", _NOTE.sub("", name_stack)).split("/")
   return [part for part in parts if part not in ("", _RECOMPUTED)]
 
 

@@ -12,6 +12,8 @@ from optax_lossscale.instruments._history import History
 from optax_lossscale.instruments._history import history
 from optax_lossscale.instruments._history import record
 from optax_lossscale.instruments._history import RecordState
+from optax_lossscale.instruments._precision_report import precision_report
+from optax_lossscale.instruments._precision_report import PrecisionReport
 from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._replay import Replay
 from optax_lossscale.instruments._replay import replay
@@ -32,6 +34,7 @@ __all__ = [
   "History",
   "Law",
   "Place",
+  "PrecisionReport",
   "RecordState",
   "Replay",
   "StepReport",
@@ -42,6 +45,7 @@ __all__ = [
   "exponent_histogram",
   "histogram_by_leaf",
   "history",
+  "precision_report",
   "print_loss_scale",
   "read_history",
   "record",

@@ -913,7 +913,7 @@ def _precision(
   works: set[Any] = set()
   casts: set[Any] = set()
   is_reduced = False
-  for _, equation in scopes.operations(recording.jaxpr):
+  for _, equation, _ in scopes.operations(recording.jaxpr):
     name = equation.primitive.name
     avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
     floats = {x.dtype for x in avals if leaves.is_gradient(x)}

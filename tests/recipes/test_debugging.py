@@ -1,6 +1,7 @@
 """The recipes for debugging find what they say, and name the right culprit."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,30 @@ def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
   names = documents.run(text, names)
   assert f"```\n{capsys.readouterr().out}```" in text
   names["test_train_step"]()
+
+
+def test_a_step_that_was_not_lowered_is_found(caplog):
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+
+  def make_step(loss_fn):
+    def train_step(params, opt_state, batch):
+      value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+      loss, grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state, loss
+
+    return jax.jit(train_step)
+
+  text = documents.section(PAGE, "Is it float16 at all?")
+  names = {"ols": ols, "logging": logging, "params": PARAMS, "batch": GOOD}
+  names["opt_state"] = tx.init(PARAMS)
+  caplog.set_level(logging.INFO)
+  mixed_loss_fn = ols.autocast(loss_fn, "O1")
+  documents.run(text, names | {"train_step": make_step(mixed_loss_fn)})
+  assert caplog.messages[-1].startswith("2 of 2 products in float16; ")
+  with pytest.raises(AssertionError):
+    documents.run(text, names | {"train_step": make_step(loss_fn)})
+  assert caplog.messages[-1].startswith("0 of 2 products in low precision; ")
 
 
 @pytest.mark.slow
