@@ -310,6 +310,7 @@ def test_a_model_in_float32_is_autocast_by_two_lines():
     if equation.primitive.name == "dot_general"
   ]
   assert products == [{jnp.dtype(jnp.float16)}] * len(products) != []
+  assert names["report"].products == {"float16": len(products)}
   for batch in BATCHES:
     before = values(both[0])
     names["train_step"](*both, batch)
