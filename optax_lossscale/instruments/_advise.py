@@ -83,8 +83,8 @@ def advise(
   In this order it looks for:
 
   - gradients that do not follow S, such as those of `jax.grad`: then it says
-    nothing else. That takes 5 moves of S by half a bit or more with 8 bits of
-    headroom, three quarters of which amax missed by more than half;
+    nothing else. It needs 5 moves of S by half a bit or more, each with 8 bits
+    of headroom, and amax has to miss three quarters of them by more than half;
   - NaN that hardly any S mends: a fault to find in the model, and no argument;
     NaN that S or the model may have made: it says how to find out;
   - overflows with amax 1 bit or more below the dtype's limit: the caller's own,
@@ -106,9 +106,9 @@ def advise(
   - as many overflows, and nothing that helps: it says so.
 
   It counts overflows: a record does not tell whether they cost a step, or only
-  a micro-batch that was dropped. What was seen "in a replay" is not what was
-  recorded, but what this rule would have done. Where more than a tenth of the
-  steps overflowed, a count is "at best": how far they did is not known.
+  a micro-batch that was dropped. Figures "in a replay" are not in the record,
+  but this rule would have led to them. A count is "at best" if more than a
+  tenth of the steps were inf, since nobody knows how large they were.
 
   A history does not hold which share of the gradients underflowed: headroom
   stands in for it. So a larger S is proposed only where the dtype has a smaller
@@ -237,7 +237,7 @@ class _Tuning:
 
   @property
   def source(self) -> str:
-    """What to add to figures that are not those of the record."""
+    """A note beside figures that are not in the record."""
     seen, own = self.history, self.replay.history
     is_same = np.array_equal(seen.loss_scale, own.loss_scale)
     is_same &= np.array_equal(seen.overflow, own.overflow)
