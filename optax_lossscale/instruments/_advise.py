@@ -310,7 +310,7 @@ class _Tuning:
 def _look_for_unscaled(tuning: _Tuning) -> bool:
   """Returns whether amax moves otherwise than S, and tells it."""
   headroom = tuning.history.headroom(tuning.replay.dtype)
-  is_known = np.isfinite(headroom) & ~np.asarray(tuning.history.overflow)
+  is_known = np.isfinite(headroom)
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
@@ -318,9 +318,9 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   # comes after them.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
-  # Near the limit only those steps are clean whose gradients are small.
-  is_clear = before - np.maximum(moves, 0) >= _WIDE + _RESERVE
-  followed = ((before - after) / moves)[is_clear & (np.abs(moves) >= 0.5)]
+  # Near the limit only small gradients are clean; small moves may follow amax.
+  is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
+  followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:
     return False
   # Of gradients that vary wildly the median alone may be anything.
@@ -346,7 +346,7 @@ def _look_for_nan(tuning: _Tuning) -> None:
       tuning.known.is_doubtful,
       "that the steps next to them stood, some with less than 6 bits of "
       "headroom: S or the model may have made these, and they count as "
-      "overflows; take such a batch at half of S, and if it is NaN again,",
+      "overflows; take such a batch at S / 64, and if it is NaN again,",
     ),
   ):
     if count := np.sum(is_nan):

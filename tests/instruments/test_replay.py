@@ -243,6 +243,14 @@ def test_nan_where_its_neighbours_came_near_the_limit_is_of_the_scale():
   assert fixed(12, history)[0] == [False] * 5
 
 
+def test_nan_above_its_neighbours_is_of_the_scale_whatever_stood_before():
+  history = make_history(
+    [1.0, 1.0, 1.0, NAN, 1.0], scale=2.0 ** np.array([9, 5, 5, 6, 5])
+  )
+  assert fixed(6, history)[0] == [False, False, False, True, False]
+  assert fixed(5, history)[0] == [False] * 5
+
+
 @pytest.mark.parametrize("place", [0, 5, 31])
 def test_nan_stays_only_where_all_the_steps_around_it_left_six_bits(place):
   # One of the 16 before it, or of the 16 after it.
