@@ -314,8 +314,8 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Steps differ, so of some; over many, training moves the gradients, and S
-  # comes after them.
+  # A median, since steps differ; of few, since training also changes gradients,
+  # and S follows them.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
   # Near the limit only small gradients are clean; small moves may follow amax.
