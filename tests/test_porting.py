@@ -533,7 +533,7 @@ def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
   exec(npu("instruments.advise"), names)
   advice, *_ = capsys.readouterr().out.splitlines()
   assert advice.startswith(
-    "init_loss_scale: 2**32 -> 2**15: 34 steps were lost"
+    "init_loss_scale: 2**32 -> 2**15: 34 steps overflowed"
   )
 
 

@@ -241,7 +241,7 @@ def test_what_is_seen_and_advised(capfd):
   assert printed.startswith(
     "step 100: clean, loss scale now 32768, headroom 0.6 bits, 95 appl"
   )
-  assert advice.startswith("init_scale: 2**20 -> 2**15: 5 steps were lost")
+  assert advice.startswith("init_scale: 2**20 -> 2**15: 5 steps overflowed")
   assert place.startswith("float16 overflow in ")
   assert none == "no operation overflowed"
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
-import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -27,6 +26,10 @@ _LONG_SHARE = 1 / 10
 _WIDE = 6.0
 _RESERVE = 2
 _LOWER = 4
+
+# Moves of S, and the steps on either side that show whether amax followed.
+_FEWEST_MOVES = 5
+_BESIDE = 8
 
 # The fields of rules that are dataclasses of their own, and what they do.
 _COLUMNS = {
@@ -64,9 +67,8 @@ class Advice(NamedTuple):
   def __str__(self) -> str:
     if self.argument is None:
       return self.reason
-    return f"{self.argument}: {_text(self.old)} -> {_text(self.new)}: " + (
-      self.reason
-    )
+    change = f"{_text(self.old)} -> {_text(self.new)}"
+    return f"{self.argument}: {change}: {self.reason}"
 
 
 def advise(
@@ -80,24 +82,33 @@ def advise(
 
   In this order it looks for:
 
-  - NaN that no S mends: a fault to find in the model, and no argument;
+  - gradients that do not follow S, such as those of `jax.grad`: then it says
+    nothing else. It needs 5 moves of S by half a bit or more, each with 8 bits
+    of headroom, and amax has to miss three quarters of them by more than half;
+  - NaN that hardly any S mends: a fault to find in the model, and no argument;
+    NaN that S or the model may have made: it says how to find out;
   - overflows with amax 1 bit or more below the dtype's limit: the caller's own,
     or a status register's, and no argument;
   - overflows with S at the floor: a lower `min_scale`; where there is no such
     argument, nothing else helps;
-  - 3 or more steps lost before the first clean one: a smaller `init_scale`, the
+  - 3 or more overflows before the first clean step: a smaller `init_scale`, the
     first S that stood, or up to 4 bits less if that keeps the steps after it;
   - 6 bits of headroom at least on each step of the first tenth, or longer: a
     larger `init_scale`, and a larger `max_scale` if that is in the way;
   - S at the ceiling on a tenth of the steps, with 6 bits of headroom at least
     on each of them: a larger `max_scale`;
-  - more than 1 step in 1000 lost (and more than one) after the first clean one:
-    a longer `growth_interval`, doubled until no more are lost or else until
-    most are kept; then a `hysteresis` of 1, and more `headroom`;
+  - an overflow on more than 1 step in 1000 (and more than one) after the first
+    clean one: a longer `growth_interval`, doubled until no more overflow or
+    else until most do not; then a `hysteresis` of 1, and more `headroom`;
   - 6 bits of headroom or more in the mean: a shorter `growth_interval`, halved
     until it is less, then a larger `hysteresis`, and less `headroom`;
-  - a fixed scale with as many steps lost, or which could be 64 times as large;
-  - as many steps lost, and nothing that helps: it says so.
+  - a fixed scale with as many overflows, or which could be 64 times as large;
+  - as many overflows, and nothing that helps: it says so.
+
+  It counts overflows: a record does not tell whether they cost a step, or only
+  a micro-batch that was dropped. Figures "in a replay" are not in the record,
+  but this rule would have led to them. A count is "at best" if more than a
+  tenth of the steps were inf, since nobody knows how large they were.
 
   A history does not hold which share of the gradients underflowed: headroom
   stands in for it. So a larger S is proposed only where the dtype has a smaller
@@ -106,8 +117,8 @@ def advise(
 
   What is computed from amax leaves 2 bits of headroom on all steps but 1 in
   1000. A value is proposed only if a replay of the recorded steps bears it out:
-  fewer steps lost, or a mean headroom that is smaller by 1 bit without more
-  than 1 step in 1000 lost. Each is tried on top of those before it. See
+  fewer overflows, or a mean headroom that is smaller by 1 bit without more
+  than 1 overflow in 1000 steps. Each is tried on top of those before it. See
   `replay` for what that cannot show.
 
   Args:
@@ -147,11 +158,11 @@ def advise(
     ...   print(advice.argument, advice.old, advice.new)
     ...   print(advice.reason.partition("; ")[2])
     init_loss_scale 4194304.0 524288.0
-    steps lost 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
+    overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
   _replay.check_history(history)
   tuning = _Tuning(history, rule, dtype, saturating)
-  if tuning.count:
+  if not _look_for_unscaled(tuning) and tuning.count:
     _look_for_nan(tuning)
     _look_for_callers(tuning)
     if tuning.count < _FEWEST_STEPS:
@@ -195,11 +206,9 @@ class _Tuning:
       self._options["loss_scale"] = float(history.loss_scale[0])
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
-    known = _replay.known_steps(history, limit)
+    self.known = _replay.known_steps(history, limit)
     # log2 of the largest S that each step stands; NaN where it stands none.
-    self.stood = _replay.largest_scales(known, limit)
-    # The overflows that amax does not explain.
-    self.is_callers: npt.NDArray[np.bool_] = known.is_callers
+    self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
     # Where the range is that of float32 a larger S saves nothing.
     self.is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
@@ -208,7 +217,8 @@ class _Tuning:
   def lost(self) -> npt.NDArray[np.bool_]:
     """bool[n], the lost steps that another S would have kept."""
     history = self.replay.history
-    return history.overflow & ~np.isnan(history.amax) & ~self.is_callers
+    is_other = np.isnan(history.amax) | np.asarray(self.known.is_callers)
+    return history.overflow & ~is_other
 
   def tolerates(self, replay: _replay.Replay) -> bool:
     """Returns whether a replay loses no more steps than may be."""
@@ -217,14 +227,21 @@ class _Tuning:
   @property
   def first_clean(self) -> int:
     """The first step that was not lost; the number of steps if all were."""
-    (clean,) = np.nonzero(~self.replay.history.overflow)
-    return int(clean[0]) if clean.size else self.count
+    return int(np.argmin([*self.replay.history.overflow, False]))
 
   @property
   def spare(self) -> npt.NDArray[np.float64]:
     """float64[n], how many more doublings of S each step would have stood."""
     loss_scale = np.asarray(self.replay.history.loss_scale, np.float64)
     return self.stood - np.log2(loss_scale)
+
+  @property
+  def source(self) -> str:
+    """A note beside figures that are not in the record."""
+    seen, own = self.history, self.replay.history
+    is_same = np.array_equal(seen.loss_scale, own.loss_scale)
+    is_same &= np.array_equal(seen.overflow, own.overflow)
+    return "" if is_same else " (in a replay)"
 
   def knob(self, column: str) -> _Knob | None:
     """Returns the argument that does this, if the rule has one."""
@@ -246,28 +263,31 @@ class _Tuning:
     knob = self.knob(column)
     if knob is None:
       return False
-    best: tuple[Any, base.LossScale, _replay.Replay] | None = None
+    best = knob.value, self.rule, self.replay
     for value in values:
       try:
         rule = _turn(self.rule, knob, value)
       except ValueError:
         continue  # The rule does not go there.
       replay = self._replay(rule)
-      if is_better(replay, self.replay if best is None else best[2]):
+      if is_better(replay, best[2]):
         best = value, rule, replay
         if is_enough(replay):
           break
-    if best is None:
-      return False
     value, rule, replay = best
+    if replay is self.replay:
+      return False
+    is_vague = np.mean(self.known.is_bound) > _LONG_SHARE
+    at_best = " at best" if is_vague else ""
     self.advice.append(
       Advice(
         knob.name,
         knob.value,
         value,
-        f"{seen}; steps lost {self.replay.lost_steps} -> {replay.lost_steps} "
-        f"of {self.count}, mean headroom {_bits(self.replay.mean_headroom)} -> "
-        f"{_bits(replay.mean_headroom)} bits",
+        f"{seen}{self.source}; overflows {self.replay.lost_steps} -> "
+        f"{replay.lost_steps} of {self.count}{at_best}, mean headroom "
+        f"{_bits(self.replay.mean_headroom)} -> {_bits(replay.mean_headroom)} "
+        "bits",
       )
     )
     self.rule, self.replay = rule, replay
@@ -287,25 +307,63 @@ class _Tuning:
     return _replay.replay(rule, self.history, **self._options)
 
 
-def _look_for_nan(tuning: _Tuning) -> None:
-  nans = int(np.sum(np.isnan(tuning.replay.history.amax)))
-  if nans:
+def _look_for_unscaled(tuning: _Tuning) -> bool:
+  """Returns whether amax moves otherwise than S, and tells it."""
+  headroom = tuning.history.headroom(tuning.replay.dtype)
+  is_known = np.isfinite(headroom)
+  moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
+  (last,) = np.nonzero(moves)
+  moves, parts = moves[last], np.split(headroom[is_known], last + 1)
+  # A median, since steps differ; of few, since training also changes gradients,
+  # and S follows them.
+  before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
+  after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
+  # Near the limit only small gradients are clean; small moves may follow amax.
+  is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
+  followed = ((before - after) / moves)[is_clear]
+  if followed.size < _FEWEST_MOVES:
+    return False
+  # Of gradients that vary wildly the median alone may be anything.
+  low, median, high = np.quantile(followed, [0.25, 0.5, 0.75])
+  is_off = bool(high < 0.5 or low > 1.5)
+  if is_off:
     tuning.tell(
-      f"{nans} of {tuning.count} steps had NaN gradients at an S that the "
-      "steps next to them stood: no loss scale mends these; "
-      "instruments.where_overflow(fun, dtypes=(jnp.float16, jnp.float32)) "
-      "tells which operation makes them"
+      f"these gradients do not follow S: over {followed.size} moves of S, amax "
+      f"moved {median:.1f} times as far; make them with scaled_value_and_grad("
+      "fun, opt_state), pass them to update as they are, and record again"
     )
+  return is_off
+
+
+def _look_for_nan(tuning: _Tuning) -> None:
+  for is_nan, seen in (
+    (
+      np.isnan(tuning.replay.history.amax),
+      "that left the steps around them 6 bits of headroom or more: most "
+      "likely no loss scale mends these;",
+    ),
+    (
+      tuning.known.is_doubtful,
+      "that the steps next to them stood, some with less than 6 bits of "
+      "headroom: S or the model may have made these, and they count as "
+      "overflows; take such a batch at S / 64, and if it is NaN again,",
+    ),
+  ):
+    if count := np.sum(is_nan):
+      tuning.tell(
+        f"{count} of {tuning.count} steps had NaN gradients at an S {seen} "
+        "instruments.where_overflow(fun, dtypes=(jnp.float16, jnp.float32)) "
+        "tells which operation makes them"
+      )
 
 
 def _look_for_callers(tuning: _Tuning) -> None:
-  count = int(np.sum(tuning.is_callers))
-  if count:
-    recorded = tuning.history.headroom(tuning.replay.dtype)
-    headroom = recorded[tuning.is_callers]
+  if count := int(np.sum(tuning.known.is_callers)):
+    headroom = tuning.history.headroom(tuning.replay.dtype)
+    least = np.min(headroom[tuning.known.is_callers])
     tuning.tell(
       f"{count} of {tuning.count} steps were overflows although amax was "
-      f"{np.min(headroom):.1f} bits or more below the limit: nothing shows "
+      f"{least:.1f} bits or more below the limit: nothing shows "
       "that S was too large, so these count against no S; look at what set "
       "overflow=, and if that is a status register, "
       "instruments.where_overflow(fun) tells which operation overflows"
@@ -333,9 +391,10 @@ def _look_at_what_is_left(tuning: _Tuning) -> None:
   is_silent = all(advice.argument is None for advice in tuning.advice)
   if is_silent and tuning.rule.skip and lost > tuning.tolerated:
     tuning.tell(
-      f"{lost} of {tuning.count} steps were lost, and no argument of the rule "
-      "that was tried keeps more of them: look at the run itself, which may "
-      "diverge; instruments.where_overflow tells which operation overflows"
+      f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
+      "argument of the rule that was tried avoids that: look at the run "
+      "itself, which may diverge; instruments.where_overflow tells which "
+      "operation overflows"
     )
 
 
@@ -349,20 +408,14 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
   lost = int(np.sum(tuning.lost))
   spare = stood - math.log2(knob.value)
   value = _power(stood - _RESERVE)
-  if lost > tuning.tolerated:
-    tuning.attempt(
-      "scale",
-      [value],
-      f"{lost} of {tuning.count} steps overflowed",
-      _loses_fewer,
-    )
-  elif spare >= _WIDE and not tuning.is_wide:
-    tuning.attempt(
-      "scale",
-      [value],
-      f"S could have been 2**{math.floor(spare)} times as large",
-      _wastes_less(tuning),
-    )
+  is_better: _IsBetter = _loses_fewer
+  seen = f"{lost} of {tuning.count} steps overflowed"
+  if lost <= tuning.tolerated:
+    if spare < _WIDE or tuning.is_wide:
+      return
+    is_better = _wastes_less(tuning)
+    seen = f"S could have been 2**{math.floor(spare)} times as large"
+  tuning.attempt("scale", [value], seen, is_better)
 
 
 def _is_stuck_at_floor(tuning: _Tuning) -> bool:
@@ -382,7 +435,7 @@ def _is_stuck_at_floor(tuning: _Tuning) -> bool:
   ]
   if not any(proposed):
     tuning.tell(
-      f"{seen}, {floor:g}, and no argument lowers it; "
+      f"{seen}, {floor:g}, and no argument lowers it{tuning.source}; "
       "instruments.where_overflow tells which operation overflows"
     )
   return not any(proposed)
@@ -400,15 +453,14 @@ def _look_at_start(tuning: _Tuning) -> None:
   before = tuning.replay
 
   def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
-    # What is smaller than the first only delays the losses, unless it ends
-    # them.
+    # A smaller one than the first only delays the losses, unless it ends them.
     is_worth_it = than is before or tuning.tolerates(replay)
     return is_worth_it and _loses_fewer(replay, than)
 
   tuning.attempt(
     "init_scale",
     [_power(math.floor(exponent) - less) for less in range(_LOWER + 1)],
-    f"{lost} steps were lost before the first clean one",
+    f"{lost} steps overflowed before the first clean one",
     is_better,
     tuning.tolerates,
   )
@@ -420,7 +472,7 @@ def _look_at_ceiling(tuning: _Tuning) -> None:
     return
   is_at_ceiling = tuning.replay.history.loss_scale >= np.float32(knob.value)
   stays = is_at_ceiling & ~tuning.replay.history.overflow
-  spare = _least(tuning.spare[stays])
+  spare = np.nanmin(tuning.spare[stays], initial=np.inf)
   if np.sum(stays) < tuning.count * _LONG_SHARE or not _WIDE <= spare < np.inf:
     return
   tuning.attempt(
@@ -434,9 +486,8 @@ def _look_at_ceiling(tuning: _Tuning) -> None:
 
 def _look_at_climb(tuning: _Tuning) -> None:
   # NaN, where no S helps, does not end the climb.
-  (enough,) = np.nonzero(tuning.spare < _WIDE)
-  steps = int(enough[0]) if enough.size else tuning.count
-  least = _least(tuning.spare[:steps])
+  steps = int(np.argmax([*(tuning.spare < _WIDE), True]))
+  least = np.nanmin(tuning.spare[:steps], initial=np.inf)
   if (
     not tuning.begins
     or steps < tuning.count * _LONG_SHARE
@@ -461,6 +512,7 @@ def _look_at_climb(tuning: _Tuning) -> None:
 
 def _look_at_lost_steps(tuning: _Tuning) -> None:
   anyway = tuning.lost_anyway
+  others = tuning.replay.lost_steps - np.sum(tuning.lost[tuning.first_clean :])
 
   def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
     return replay.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
@@ -471,16 +523,14 @@ def _look_at_lost_steps(tuning: _Tuning) -> None:
     ("headroom", lambda old: [old + more for more in range(1, 7)]),
   ):
     knob = tuning.knob(column)
-    lost = int(np.sum(tuning.lost[tuning.first_clean :]))
+    lost = tuning.replay.lost_steps - others
     if knob is not None and lost > tuning.tolerated:
       tuning.attempt(
         column,
         values(knob.value),
-        f"{lost} of {tuning.count} steps were lost after the start",
+        f"{lost} of {tuning.count} steps overflowed after the start",
         is_better,
-        functools.partial(
-          _loses_at_most, tuning.replay.lost_steps - lost + tuning.tolerated
-        ),
+        lambda replay: bool(replay.lost_steps - others <= tuning.tolerated),
       )
 
 
@@ -503,11 +553,6 @@ def _look_at_headroom(tuning: _Tuning) -> None:
       )
 
 
-def _least(spare: npt.NDArray[np.float64]) -> float:
-  """Returns the smallest number that is not NaN, or inf."""
-  return float(np.min(spare[~np.isnan(spare)], initial=np.inf))
-
-
 def _power(exponent: float) -> float:
   """Returns that power of two, within the range of S."""
   return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
@@ -526,23 +571,12 @@ def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
   return replay.lost_steps < than.lost_steps
 
 
-def _loses_at_most(most: int, replay: _replay.Replay) -> bool:
-  return replay.lost_steps <= most
-
-
 def _wastes_less(tuning: _Tuning) -> _IsBetter:
-  """Returns a test for a mean headroom that is smaller by a bit at least.
-
-  Without more steps lost than may be, or than the replay so far loses.
-  """
-  before = tuning.replay.lost_steps
-  most = max(before, tuning.lost_anyway + tuning.tolerated)
-
-  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
-    wastes_less = replay.mean_headroom <= than.mean_headroom - 1
-    return wastes_less and replay.lost_steps <= most
-
-  return is_better
+  """Returns a test: a bit less headroom, and no more overflows than may be."""
+  most = max(tuning.replay.lost_steps, tuning.lost_anyway + tuning.tolerated)
+  return lambda replay, than: (
+    replay.mean_headroom <= than.mean_headroom - 1 and replay.lost_steps <= most
+  )
 
 
 def _text(value: Any) -> str:

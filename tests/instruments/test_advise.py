@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -104,10 +105,10 @@ def test_reason_has_the_figures_of_both_replays():
   before = instruments.replay(rule, history)
   after = instruments.replay(with_advice(rule, advice), history)
   assert str(advice[0]) == (
-    "init_loss_scale: 2**32 -> 2**15: 17 steps were lost before the first "
-    f"clean one; steps lost {before.lost_steps} -> {after.lost_steps} of 4000, "
-    f"mean headroom {before.mean_headroom:.1f} -> {after.mean_headroom:.1f} "
-    "bits"
+    "init_loss_scale: 2**32 -> 2**15: 17 steps overflowed before the first "
+    f"clean one (in a replay); overflows {before.lost_steps} -> "
+    f"{after.lost_steps} of 4000, mean headroom {before.mean_headroom:.1f} -> "
+    f"{after.mean_headroom:.1f} bits"
   )
   assert before.lost_steps - after.lost_steps == 17
 
@@ -249,6 +250,52 @@ def test_nan_that_no_scale_mends_is_told_and_is_no_reason_for_another():
   assert str(advice).startswith("2 of 4000 steps had NaN")
 
 
+@pytest.mark.parametrize(
+  "rule",
+  [
+    ols.DynamicLossScale(2.0**15),
+    ols.FixedLossScale(2.0**15),
+    make_rule("megatron", hysteresis=2),
+    make_rule("npu", decr_every_n_nan_or_inf=2),
+  ],
+  ids=str,
+)
+def test_nan_that_a_smaller_scale_may_mend_is_advised_like_inf(rule):
+  # Issue 21: S and amax are halved after the step that was NaN, or inf.
+  is_before = np.arange(200) < 100
+  scale = np.where(is_before, 2.0**15, 2.0**14)
+  unscaled = np.full(200, 6e4 / 2**15)
+  changes_of = {}
+  for value in (NAN, math.inf):
+    unscaled[99] = value
+    history = make_history(unscaled, scale=scale)
+    advice = instruments.advise(history, rule)
+    changes_of[value] = [item[:3] for item in advice if item.argument]
+    notes = [str(item) for item in advice if item.argument is None]
+    assert not any("no loss scale" in note for note in notes)
+    assert len(notes) == (value is NAN)
+  assert changes_of[NAN] == changes_of[math.inf]
+  unscaled[99] = NAN
+  (note, *_) = instruments.advise(make_history(unscaled, scale=scale), rule)
+  assert "S or the model may have made these" in str(note)
+  assert "take such a batch at S / 64, and if it is NaN again" in str(note)
+
+
+def test_nan_that_stays_however_small_the_scale_is_told():
+  unscaled = FLAT.copy()
+  unscaled[2000:2020] = NAN
+  rule = make_rule("dynamic")
+  history = instruments.replay(rule, make_history(unscaled)).history
+  first, second = map(str, instruments.advise(history, rule)[:2])
+  assert first.startswith(
+    "14 of 4000 steps had NaN gradients at an S that left"
+  )
+  assert "most likely no loss scale mends these" in first
+  # At the first ones S was still near the limit.
+  assert second.startswith("6 of 4000 steps had NaN gradients")
+  assert "S or the model may have made these" in second
+
+
 def test_nan_that_drives_the_scale_down_needs_a_shorter_interval():
   unscaled = FLAT.copy()
   unscaled[100::300] = NAN
@@ -351,7 +398,165 @@ def test_lost_steps_that_no_argument_keeps_are_told():
   history = instruments.replay(rule, make_history(2.0**log2)).history
   (advice,) = instruments.advise(history, rule)
   assert advice.argument is None
-  assert f"{np.sum(history.overflow)} of 1300 steps were lost" in str(advice)
+  assert f"{np.sum(history.overflow)} of 1300 steps overflowed, and" in str(
+    advice
+  )
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_steps_that_were_applied_are_not_called_lost(skip):
+  unscaled = np.full(400, 2.0**-9)
+  unscaled[40::60] = math.inf
+  history = make_history(unscaled, scale=2.0**10)
+  for rule in (
+    ols.FixedLossScale(2.0**10, skip=skip),
+    ols.DynamicLossScale(2.0**10, growth_interval=400, skip=skip),
+  ):
+    for advice in instruments.advise(history, rule):
+      assert "lost" not in str(advice)
+
+
+def test_windows_that_dropped_a_micro_batch_are_overflows_and_not_lost():
+  rule = ols.DynamicLossScale(2.0**10, growth_interval=400)
+  tx = instruments.record(ols.loss_scaling(optax.sgd(0.0), rule), 400)
+
+  def loss_fn(params, batch):
+    return jnp.sum(jnp.float32(jnp.float16(batch) * jnp.float16(params)))
+
+  def step(opt_state, batch):
+    _, grads, overflow = ols.accumulated_value_and_grad(
+      loss_fn, opt_state, microbatches=2, drop=True
+    )(jnp.ones(()), batch)
+    _, opt_state = tx.update(grads, opt_state, overflow=overflow)
+    return opt_state, None
+
+  batches = np.ones((400, 2), np.float32)
+  batches[30::60, 1] = 1000
+  opt_state, _ = jax.lax.scan(step, tx.init(jnp.ones(())), batches)
+  assert optax.tree.get(opt_state, "skipped_steps") == 0
+  history = instruments.history(opt_state)
+  (advice,) = instruments.advise(history, rule)
+  overflows = np.sum(history.overflow)
+  assert str(advice).startswith(f"{overflows} of 400 steps overflowed, and no")
+  assert overflows > 1 and "lost" not in str(advice)
+
+
+def test_figures_that_were_not_recorded_are_said_to_be_of_a_replay():
+  # The first is of the record; the second of a replay with the first.
+  history = instruments.replay(
+    make_rule("npu", 2.0**32, interval=100), make_history(FLAT)
+  ).history
+  first, second = instruments.advise(
+    history, make_rule("npu", 2.0**32, interval=100)
+  )
+  assert "in a replay" not in str(first) and "in a replay" in str(second)
+  (other,) = instruments.advise(history, make_rule("npu", 2.0**15, interval=50))
+  assert "steps overflowed after the start (in a replay); " in str(other)
+
+
+@pytest.mark.parametrize(
+  ("unscaled", "rule", "options"),
+  [
+    # Another S that overflows no more, and the same S that does.
+    (np.full(200, 2.0**-9), ols.FixedLossScale(8.0), {}),
+    (np.full(200, 65504.0), ols.FixedLossScale(1.0), {"saturating": True}),
+  ],
+)
+def test_figures_of_another_scale_or_check_are_of_a_replay(
+  unscaled, rule, options
+):
+  (advice,) = instruments.advise(make_history(unscaled), rule, **options)
+  assert " (in a replay); overflows" in str(advice)
+
+
+def test_figures_of_a_run_that_hardly_had_a_clean_step_are_at_best():
+  rule = ols.FixedLossScale(2.0**20)
+  history = make_history(np.full(150, math.inf), scale=2.0**20)
+  (advice,) = instruments.advise(history, rule)
+  assert "overflows 150 -> 0 of 150 at best, mean headroom" in str(advice)
+  history = make_history(
+    np.where(np.arange(150) % 20, 1e-2, math.inf), scale=2.0**20
+  )
+  (advice,) = instruments.advise(history, rule)
+  assert "overflows 8 -> 0 of 150, mean headroom" in str(advice)
+
+
+def unscaled_history(moves, amax=1.0, first=15, each=30):
+  """Gradients on which S has no influence, and S, which grows."""
+  exponent = first + np.minimum(np.arange(STEPS // 4) // each, moves)
+  rng = np.random.default_rng(0)
+  amax = amax * 2.0 ** rng.normal(size=exponent.size)
+  return make_history(amax * 2.0**-exponent, scale=2.0**exponent)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_gradients_that_do_not_follow_are_told_and_nothing_else(dtype):
+  rule = ols.DynamicLossScale(growth_interval=30)
+  (advice,) = instruments.advise(unscaled_history(20), rule, dtype=dtype)
+  assert advice.argument is None
+  assert str(advice).startswith(
+    "these gradients do not follow S: over 20 moves of S, amax moved "
+  )
+  assert "make them with scaled_value_and_grad(fun, opt_state)" in str(advice)
+
+
+def test_gradients_that_were_scaled_twice_do_not_follow_either():
+  exponent = np.minimum(np.arange(200) // 20, 6)
+  history = make_history(2.0**exponent * 2.0**-12, scale=2.0**exponent)
+  (advice,) = instruments.advise(history, ols.DynamicLossScale(1.0))
+  assert "over 6 moves of S, amax moved 2.0 times as far" in str(advice)
+
+
+def is_told(history):
+  rule = ols.DynamicLossScale(growth_interval=30)
+  lines = map(str, instruments.advise(history, rule))
+  return any("do not follow" in line for line in lines)
+
+
+def test_below_five_moves_nothing_is_claimed_of_what_follows():
+  assert not is_told(unscaled_history(4))
+  assert is_told(unscaled_history(5))
+
+
+@pytest.mark.parametrize("slope", [-1 / 40, 0, 1 / 40])
+def test_gradients_that_grow_or_shrink_beside_the_scale_follow(slope):
+  # S moves by a bit each 30 steps, and they by up to three quarters of one.
+  exponent = np.arange(300) // 30 - 9
+  noise = np.random.default_rng(0).normal(size=300)
+  unscaled = 2.0 ** (slope * np.arange(300) + noise - 10)
+  assert not is_told(make_history(unscaled, scale=2.0**exponent))
+
+
+def test_small_moves_of_the_scale_say_nothing_of_what_follows():
+  # A rule that looks at amax goes after gradients that shrink twice as fast.
+  steps = np.arange(300)
+  history = make_history(2.0 ** (-steps / 50), scale=2.0 ** (steps / 100))
+  assert not is_told(history)
+
+
+def test_noise_of_single_steps_does_not_hide_that_gradients_do_not_follow():
+  exponent = np.arange(120) // 20
+  noise = np.tile([2.0, 0.0, -2.0, 0.0, -2.0, 2.0, 0.0], 18)[:120]
+  history = make_history(2.0 ** (noise - exponent), scale=2.0**exponent)
+  assert is_told(history)
+
+
+def test_gradients_that_grow_while_the_scale_falls_follow():
+  # Of those near the limit only the small ones are clean.
+  log2 = np.concatenate([np.full(1000, -2.0), np.linspace(-2, 40, 300)])
+  history = instruments.replay(presets.torch(), make_history(2.0**log2)).history
+  assert not is_told(history)
+
+
+def test_gradients_that_vary_wildly_say_nothing_of_what_follows():
+  rng = np.random.default_rng(0)
+  unscaled = 2.0 ** rng.normal(-10, 4, size=120)
+  told = 0
+  for first in range(0, 60, 5):
+    exponent = np.arange(60) // 5 - 8
+    part = unscaled[first : first + 60]
+    told += is_told(make_history(part, scale=2.0**exponent))
+  assert told == 0
 
 
 def test_nothing_is_proposed_from_a_few_steps():
@@ -402,7 +607,7 @@ class Other(ols.LossScale):
 def test_lost_steps_of_a_rule_without_known_arguments_are_told():
   (advice,) = instruments.advise(make_history(FLAT), Other())
   assert advice.argument is None
-  assert "4000 of 4000 steps were lost" in str(advice)
+  assert "4000 of 4000 steps overflowed (in a replay), and" in str(advice)
 
 
 def test_switched_off_scaler_is_left_alone():

@@ -235,6 +235,46 @@ def test_nan_where_its_neighbours_stood_as_much_stays():
   assert np.isnan(amax).tolist() == overflow
 
 
+def test_nan_where_its_neighbours_came_near_the_limit_is_of_the_scale():
+  unscaled = [1.5, NAN, 1.5, NAN, NAN]
+  history = make_history(unscaled, scale=2.0 ** np.array([15, 15, 14, 14, 13]))
+  assert fixed(15, history)[0] == [False, True, False, True, True]
+  assert fixed(13, history)[0] == [False, False, False, False, True]
+  assert fixed(12, history)[0] == [False] * 5
+
+
+def test_nan_above_its_neighbours_is_of_the_scale_whatever_stood_before():
+  history = make_history(
+    [1.0, 1.0, 1.0, NAN, 1.0], scale=2.0 ** np.array([9, 5, 5, 6, 5])
+  )
+  assert fixed(6, history)[0] == [False, False, False, True, False]
+  assert fixed(5, history)[0] == [False] * 5
+
+
+@pytest.mark.parametrize("place", [0, 5, 31])
+def test_nan_stays_only_where_all_the_steps_around_it_left_six_bits(place):
+  # One of the 16 before it, or of the 16 after it.
+  for largest, stays in ((65504 / 64, True), (65504 / 63, False)):
+    unscaled = np.full(33, 1.0)
+    unscaled[16] = NAN
+    unscaled[place + (place >= 16)] = largest
+    overflow, _ = fixed(-1, make_history(unscaled))
+    assert overflow[16] == stays
+  unscaled = np.full(35, 1.0)
+  unscaled[17] = NAN
+  unscaled[[0, 34]] = 65504
+  assert fixed(-1, make_history(unscaled))[0][17]
+
+
+def test_nan_that_stays_while_the_scale_falls_is_of_the_model():
+  exponents = 15.0 - np.maximum(np.arange(30) - 4, 0)
+  unscaled = np.where(np.arange(30) < 5, 1.5, NAN)
+  history = make_history(unscaled, scale=2.0**exponents)
+  overflow, amax = fixed(-20, history)
+  # From 2**9 on: there the steps before it would have had 6 bits.
+  assert np.isnan(amax).tolist() == (exponents <= 9).tolist() == overflow
+
+
 def test_nan_without_a_clean_step_is_of_the_scale():
   history = make_history([NAN, NAN], scale=[8, 4])
   assert fixed(2, history)[0] == [False, True]
