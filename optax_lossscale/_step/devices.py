@@ -225,8 +225,9 @@ def refuse_divergence(
     raise ValueError(
       "devices that share a loss scale must skip together, got an overflow "
       f"flag that varies along {listed(missing)} for a state that does not; "
-      f"pass loss_scaling(..., axis_name={listed([*names, *missing])}). For "
-      "one model a device let the state vary as well: make_varying(state, "
+      f"pass loss_scaling(..., axis_name={listed([*names, *missing])}), or "
+      "npu_loss_scale_optimizer(..., is_distributed=True) with that axis_name. "
+      "For one model a device let the state vary as well: make_varying(state, "
       f"{listed(missing)})."
     )
 

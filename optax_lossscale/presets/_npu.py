@@ -14,7 +14,6 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import requirements
-from optax_lossscale._step import states
 from optax_lossscale.presets import _tensorflow
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import check_scale_from_one
@@ -157,7 +156,7 @@ def npu_loss_scale_optimizer(
     # An axis that is there and not used is meant so.
     axis_name=(names if is_distributed else ()) if names else None,
   )
-  if names and is_distributed:
+  if names or not is_distributed:
     return tx
 
   def update(
@@ -168,7 +167,7 @@ def npu_loss_scale_optimizer(
   ) -> tuple[optax.Updates, optax.OptState]:
     # Empty under plain jit, also with sharded arrays, and under vmap.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
-    if axes and is_distributed:
+    if axes:
       raise ValueError(
         "`axis_name` must be given where `is_distributed` is True inside "
         "shard_map or pmap, where a worker sees its part alone, got None with "
@@ -177,25 +176,7 @@ def npu_loss_scale_optimizer(
         f"is_distributed=True, axis_name={axes[0]!r}). Under pmap it is the "
         "`axis_name=` given to it."
       )
-    if axes and states.is_state(state):
-      _refuse_alone((updates, extra_args.get("overflow")), state)
     updates, state = tx.update(updates, state, params, **extra_args)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _refuse_alone(seen: Any, state: states.LossScalingState) -> None:
-  """Raises if workers that share an S would decide alone."""
-  loss_scale = states.get_loss_scale(state)
-  arrays = [x for x in jax.tree.leaves(seen) if isinstance(x, jax.Array)]
-  axes = {axis for x in arrays for axis in devices.axes_beyond(x, loss_scale)}
-  if axes:
-    names = devices.listed(sorted(axes, key=str))
-    raise ValueError(
-      "`is_distributed` must be True where workers share a loss scale, got "
-      f"False with gradients that vary along {names}; pass "
-      "npu_loss_scale_optimizer(..., is_distributed=True, "
-      f"axis_name={names}). For one model a worker let the state vary as well: "
-      f"make_varying(state, {names})."
-    )
