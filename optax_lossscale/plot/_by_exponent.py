@@ -107,6 +107,8 @@ def exponent_histogram(
     ...   print([text.get_text()])
     ['gradients: 25 % are 0, 25 % become 0 in float16']
     ['times S = $2^{10}$: 0 % become 0']
+    ['hatched: subnormal numbers of the format']
+    ['zeros']
     >>> by_leaf = ols.instruments.histogram_by_leaf({"a": gradients})
     >>> axes = ols.plot.heat_map(by_leaf, ax=Figure().subplots())
     >>> print([label.get_text() for label in axes.get_yticklabels()])
@@ -140,10 +142,17 @@ def exponent_histogram(
     label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
   )
   # What has no exponent is beside them.
-  beside = {low - _APART: shares.zeros, high + _APART: shares.nonfinite}
-  for place, share in beside.items():
-    if share:
-      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
+  beside = [
+    (low - _APART, shares.zeros, "zeros"),
+    (high + _APART, shares.nonfinite, "inf and NaN"),
+  ]
+  beside = [each for each in beside if each[1]]
+  for i, (place, share, _) in enumerate(beside):
+    # They have one colour, and so one name.
+    name = "_" if i else ", ".join(name for *_, name in beside)
+    axes.bar(
+      place, share - floor, _BROAD, floor, color=axes_lib.BLUE, label=name
+    )
   if loss_scale is not None:
     axes.stairs(
       heights,
@@ -258,6 +267,7 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
     return math.pow(10.0, fraction * height - decades)
 
   middles = [at(1 - _ROW * (i + 0.5)) for i in range(len(ranges))]
+  label = "hatched: subnormal numbers of the format"
   for middle, each in zip(middles, ranges, strict=True):
     half = 10.0 ** (_ROW * _BAR / 2 * height)
     rows_of = (middle / half, middle * half - middle / half)
@@ -268,7 +278,9 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
       edgecolor="black",
       hatch="//////",
       linewidth=0.8,
+      label=label,
     )
+    label = "_"
     axes.broken_barh(
       [(each.normal, each.end - each.normal)],
       rows_of,

@@ -104,8 +104,9 @@ def replays(
 
   Returns:
     The Axes. The legend tells how many steps each rule lost and its mean
-    headroom; a cross is a step that it lost, and the thin line the largest S
-    that each step would have stood.
+    headroom; a cross of its colour is a step that it lost, and the thin line
+    the largest S that each step would have stood. A first S of 1, from which a
+    rule jumps to its own, is left out.
 
   Raises:
     TypeError: if an argument is not of its kind.
@@ -152,7 +153,7 @@ def replays(
       told += f", {each.mean_headroom:.1f} bits"
     histories[told] = each.history
   dtype = next(iter(replays.values())).dtype
-  return _draw_scales(histories, largest, dtype, ax, overflow="_")
+  return _draw_scales(histories, largest, dtype, ax, overflow=None)
 
 
 def _headroom(
@@ -184,9 +185,12 @@ def _draw_scales(
   dtype: Any,
   ax: Any,
   *,
-  overflow: str,
+  overflow: str | None,
 ) -> Axes:
-  """Draws S by the labels of histories, crosses, and the largest possible S."""
+  """Draws S by the labels of histories, crosses, and the largest possible S.
+
+  The crosses have a name, or the colours of the histories.
+  """
   axes = axes_lib.make_axes(ax)
   if not np.isnan(largest).all():
     axes.plot(
@@ -198,24 +202,34 @@ def _draw_scales(
       markersize=2,
       label=f"largest S without overflow, {jnp.dtype(dtype).name}",
     )
+  scales = [_without_jump(history) for history in histories.values()]
   for i, (label, history) in enumerate(histories.items()):
+    # The first style is too much like the thin line.
+    style = axes_lib.style_of(i + 1, len(histories))
     axes.plot(
       history.step,
-      history.loss_scale,
+      scales[i],
       drawstyle="steps-mid",
       marker=_marker(history),
       label=label,
-      # The first style is too much like the thin line.
-      **axes_lib.style_of(i + 1, len(histories))._asdict(),
+      **style._asdict(),
     )
-  for history in histories.values():
-    lost = history.overflow
     axes_lib.draw_skips(
-      axes, history.step[lost], history.loss_scale[lost], label=overflow
+      axes,
+      history.step[history.overflow],
+      scales[i][history.overflow],
+      label=overflow or "_",
+      color=axes_lib.RED if overflow else style.color,
     )
-  scales = [history.loss_scale for history in histories.values()]
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
   return _finish(axes, "loss scale S")
+
+
+def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
+  """Returns S, without a first 1 that would only stretch the axis."""
+  first, later = history.loss_scale[:1], history.loss_scale[1:]
+  is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
+  return np.append(np.where(is_jump, np.nan, first), later)
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:

@@ -14,7 +14,7 @@ BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
 
 # Darker than theirs, for a thin cross.
-_RED = "#CC0000"
+RED = "#CC0000"
 
 
 class Style(NamedTuple):
@@ -93,14 +93,16 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
   axes.minorticks_off()
 
 
-def draw_skips(axes: Axes, steps: Any, values: Any, *, label: str) -> None:
+def draw_skips(
+  axes: Axes, steps: Any, values: Any, *, label: str, color: str = RED
+) -> None:
   """Draws a cross at each of some steps, if there are any."""
   if len(steps):
     axes.plot(
       steps,
       values,
       "x",
-      color=_RED,
+      color=color,
       markersize=8,
       markeredgewidth=2,
       label=label,
