@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
     for package in packages:
       if importlib.util.find_spec(package) is None:
         self.error(
-          f"it needs {package}, which is not installed: "
-          'pip install "optax-lossscale[demo]"'
+          f"it needs {package}, which is not installed; in a clone of the "
+          'repository: pip install -e ".[demo]"'
         )
 
   @contextlib.contextmanager

@@ -158,7 +158,8 @@ def test_missing_extra_is_told_with_its_remedy(
   assert simulate(history, "--output", picture) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert package in err and 'pip install "optax-lossscale[demo]"' in err
+  assert package in err and "which is not installed" in err
+  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
   assert not picture.parent.exists()
 
 

@@ -176,7 +176,8 @@ def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
   assert train("--output", tmp_path / "out") == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert "matplotlib" in err and 'pip install "optax-lossscale[demo]"' in err
+  assert "matplotlib" in err and "which is not installed" in err
+  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
   assert not (tmp_path / "out").exists()
 
 
