@@ -12,6 +12,7 @@ import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
+from optax_lossscale.instruments import history_files
 
 if TYPE_CHECKING:
   import rich.table
@@ -70,13 +71,14 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     "--run",
     dest="label",
     metavar="LABEL",
-    help="which run in the file, where several have an amax",
+    help="which run in the file, where several have an amax (default: the "
+    "first of them)",
   )
   parser.add_argument(
     "--seed",
     type=_parser.integer(0),
     metavar="N",
-    help="which seed of the run, where there are several",
+    help="which seed of the run, where there are several (default: the first)",
   )
   _parser.add_choice(
     parser,
@@ -113,12 +115,17 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     "saturating": arguments.hardware == "saturating",
   }
   replays = {}
-  for path, history in histories.items():
+  for path, (history, labels) in histories.items():
     replays[path] = {
       text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
     tell(f"{path}, {len(history.step)} steps")
+    for i, kind, as_text in ((0, "run", repr), (1, "seed", str)):
+      first, *others = map(as_text, dict.fromkeys(x[i] for x in labels))
+      if others:
+        listed = ", ".join(others)
+        tell(f"  {kind} {first} is the first; --{kind} takes another: {listed}")
     console.print(_make_table(replays[path]))
     if arguments.advise:
       for text, rule in rules.items():
@@ -142,15 +149,13 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
 def _read(
   parser: _parser.Parser, arguments: argparse.Namespace, path: pathlib.Path
-) -> instruments.History:
+) -> tuple[instruments.History, list[Any]]:
   try:
-    return instruments.read_history(path, arguments.label, arguments.seed)
+    return history_files.read_first(path, arguments.label, arguments.seed)
   except OSError as error:
     parser.error(f"argument HISTORY: {error.strerror}: {path}")
   except ValueError as error:
-    # The reader's arguments are options here.
-    message = str(error).replace("`run`:", "--run:")
-    parser.error(f"argument HISTORY: {message.replace('`seed`:', '--seed:')}")
+    parser.error(f"argument HISTORY: {error}")
 
 
 def _history_of(

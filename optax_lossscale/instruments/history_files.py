@@ -33,9 +33,10 @@ def read_history(
 
   A CSV file needs a column `amax`, scaled, beside the `loss_scale` of the step;
   without such a column S was 1. `overflow` (0 or 1; without it, amax inf or
-  NaN) and `step` (from 1; must increase) are optional, and so are `run` and
-  `seed`, which tell several runs in one file apart. Steps whose amax or
-  loss_scale is empty are left out: they were not scaled.
+  NaN) and `step` (not negative; must increase) are optional, and so are `run`
+  and `seed`, which tell several runs in one file apart. Steps whose amax or
+  loss_scale is empty are left out: they were not scaled. Semicolons or tabs
+  may separate the columns; the decimal point is a point in any case.
 
   A JSON file holds the same as lists, `{"amax": [...], "loss_scale": [...]}`,
   where a single number stands for all steps, with the label of its one `run`;
@@ -69,13 +70,27 @@ def read_history(
     >>> print(history.step, history.overflow, history.headroom())
     [1 2] [False  True] [ 2. nan]
   """
+  return read_first(path, run, seed, of_several=False)[0]
+
+
+def read_first(
+  path: _Path,
+  run: str | None = None,
+  seed: int | None = None,
+  of_several: bool = True,
+) -> tuple[_history.History, list[tuple[str | None, str | None]]]:
+  """Returns a history as `read_history` does, of several the first one.
+
+  And the run and the seed of each that there was to choose from.
+  """
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
   # A device such as /dev/zero never ends.
   if path.exists() and not path.is_file():
     raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
   try:
-    return _choose(read(path), run, seed).parse()
+    found = _choose(read(path), run, seed, of_several)
+    return found[0].parse(), [(x.run, x.seed) for x in found]
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not text in UTF-8: {error}.") from error
   except (ValueError, csv.Error, RecursionError) as error:
@@ -183,26 +198,31 @@ class _Source(NamedTuple):
 
 
 def _choose(
-  sources: Iterable[_Source], run: str | None, seed: int | None
-) -> _Source:
-  """Returns the run that was asked for, or the only one."""
+  sources: Iterable[_Source],
+  run: str | None,
+  seed: int | None,
+  of_several: bool,
+) -> list[_Source]:
+  """Returns the runs that were asked for; unless `of_several` there is one."""
   scaled = [source for source in sources if source.scaled]
   if not scaled:
     raise ValueError(
       "no step has an amax; a run without loss scaling has none, and one from "
       "before this library wrote it neither."
     )
-  scaled = _labelled(scaled, "run", run, "with an amax", shown)
+  scaled = _labelled(scaled, "run", run, "with an amax", shown, of_several)
   wanted = None if seed is None else str(seed)
   scaled = _labelled(
-    scaled, "seed", wanted, "of this run", lambda x: x or "none"
+    scaled, "seed", wanted, "of this run", lambda x: x or "none", of_several
   )
-  if len(scaled) > 1:
+  label = operator.attrgetter("run", "seed")
+  same = [x.where for x in scaled if label(x) == label(scaled[0])]
+  if len(same) > 1:
     raise ValueError(
       "each run must have a `run` and `seed` of its own, got the same for "
-      f"{', '.join(source.where for source in scaled)}."
+      f"{', '.join(same)}."
     )
-  return scaled[0]
+  return scaled
 
 
 def _labelled(
@@ -211,12 +231,13 @@ def _labelled(
   wanted: str | None,
   which: str,
   as_text: Callable[[str], str],
+  of_several: bool,
 ) -> list[_Source]:
-  """Returns the sources with the label that was asked for, or the only one."""
+  """Returns the sources with the label that was asked for, or with any."""
   label_of = operator.attrgetter(kind)
   labels = dict.fromkeys(map(label_of, sources))
   listed = ", ".join("none" if x is None else as_text(x) for x in labels)
-  if wanted is None and len(labels) > 1:
+  if wanted is None and len(labels) > 1 and not of_several:
     raise ValueError(
       f"it holds {len(labels)} {kind}s {which}; choose one by `{kind}`: "
       f"{listed}."
@@ -231,7 +252,10 @@ def _labelled(
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
   with path.open(newline="", encoding="utf-8-sig") as file:
-    reader = csv.reader(file, strict=True)
+    first_line = file.readline()
+    file.seek(0)
+    separator = max(",;\t", key=first_line.count)
+    reader = csv.reader(file, strict=True, delimiter=separator)
     names = [name.strip() for name in next(reader, [])]
     if "amax" not in names:
       raise ValueError(
@@ -344,7 +368,8 @@ def _parse(column: str, value: Any) -> Any:
       raise TypeError
     number = float(value)
   except (TypeError, ValueError, OverflowError):
-    raise ValueError(f"must be a number, got {shown(value)}.") from None
+    remedy = "; write the decimal comma as a point" if "," in str(value) else ""
+    raise ValueError(f"must be a number, got {shown(value)}{remedy}.") from None
   rule, holds = _NUMBERS[column]
   if not holds(number):
     raise ValueError(f"must {rule}, got {shown(value)}.")
@@ -358,5 +383,8 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
     "be positive and a normal float32",
     arguments.is_usable_scale,
   ),
-  "step": ("be a step, from 1", lambda x: x.is_integer() and 0 < x < 2**53),
+  "step": (
+    "be a step, an integer that is not negative",
+    lambda x: x.is_integer() and 0 <= x < 2**53,
+  ),
 }

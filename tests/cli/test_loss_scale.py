@@ -65,7 +65,10 @@ def test_text_stands_for_rule(text, rule):
     ("megatorn:hysteresis=2", "growth_interval=200; did you mean 'megatron'?"),
     ("none:1", "unknown rule 'none:1'"),
     ("", "unknown rule ''"),
-    ("1024", "'1024' is a number and no rule: fixed:1024 keeps that S, dynamic:"),
+    (
+      "1024",
+      "'1024' is a number and no rule: fixed:1024 keeps that S, dynamic:",
+    ),
     ("2**15", "fixed:2**15 keeps that S, dynamic:2**15 starts from it"),
     ("warm_start:65536.0", "'65536.0' is a number and no rule: fixed:65536.0"),
     ("0", "unknown rule '0'; choose from none"),
