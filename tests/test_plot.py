@@ -304,7 +304,8 @@ def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
     "gradients: 25 % are 0, 12.5 % become 0 in float16",
     "times S = $2^{10}$: 0 % become 0",
     "hatched: subnormal numbers of the format",
-    "zeros, inf and NaN",
+    "zeros",
+    "inf and NaN",
   ]
   assert axes.get_xlabel() == "magnitude, of |g| and of S |g|"
 
@@ -362,14 +363,16 @@ def labels_of(*gradients):
 def test_the_legend_names_the_bars_beside_the_exponents_and_the_hatching():
   hatched = "hatched: subnormal numbers of the format"
   assert labels_of(0.0, 1.0) == [hatched, "zeros"]
-  assert labels_of(0.0, 1.0, jnp.inf) == [hatched, "zeros, inf and NaN"]
+  assert labels_of(0.0, 1.0, jnp.inf) == [hatched, "zeros", "inf and NaN"]
   assert labels_of(1.0, jnp.nan) == [hatched, "inf and NaN"]
   assert labels_of(1.0) == [hatched]
   axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
   handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
   assert handles[hatched].get_hatch()
-  zeros = axes.containers[0]
-  assert handles["zeros, inf and NaN"] is zeros
+  zeros, nonfinite = axes.containers
+  assert handles["zeros"] is zeros and handles["inf and NaN"] is nonfinite
+  colours = [bars.patches[0].get_facecolor() for bars in (zeros, nonfinite)]
+  assert colours[0] != colours[1]
 
 
 def extents(axes):

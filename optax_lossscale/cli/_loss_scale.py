@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable
 import inspect
 import math
+import re
 from typing import NamedTuple
 
 import optax_lossscale as ols
@@ -53,7 +54,7 @@ def parse(text: str) -> LossScaleOption:
     )
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
-  if _is_scale(own):
+  if re.fullmatch(r"[1-9][\d.e]*(\*\*\d+)?", own):
     raise ValueError(
       f"{shown(own)} is a number and no rule: fixed:{own} keeps that S, "
       f"dynamic:{own} starts from it"
@@ -110,15 +111,6 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
       f"{rule} needs {' and '.join(missing)}, as in {rule}:{examples}"
     )
   return arguments
-
-
-def _is_scale(text: str) -> bool:
-  """Returns whether a text is a number that may be an S."""
-  try:
-    value = _parse_value("S", text)
-  except ValueError:
-    return False
-  return not isinstance(value, bool) and value > 0
 
 
 def _example(name: str) -> str:

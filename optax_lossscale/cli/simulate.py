@@ -80,17 +80,17 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="which seed of the run, where there are several (default: the first)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--dtype",
-    _DTYPES,
+    choices=_DTYPES,
+    metavar="|".join(_DTYPES),
     default="float16",
     help="of the computation that was recorded (default: float16)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--hardware",
-    _parser.HARDWARE,
+    choices=_parser.HARDWARE,
+    metavar="|".join(_parser.HARDWARE),
     default="ieee",
     help="whether an overflow is inf, or the dtype's largest finite value "
     "(default: ieee)",
@@ -106,26 +106,24 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
   # Only now, so that bad input is answered without the extra.
-  import rich.console
+  from optax_lossscale.demo import table as table_lib
 
-  console = rich.console.Console(highlight=False)
+  console = table_lib.Console(highlight=False)
   tell = functools.partial(console.print, soft_wrap=True, markup=False)
   recorded: dict[str, Any] = {
     "dtype": arguments.dtype,
     "saturating": arguments.hardware == "saturating",
   }
   replays = {}
-  for path, (history, labels) in histories.items():
+  for path, (history, choices) in histories.items():
     replays[path] = {
       text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
     tell(f"{path}, {len(history.step)} steps")
-    for i, kind, as_text in ((0, "run", repr), (1, "seed", str)):
-      first, *others = map(as_text, dict.fromkeys(x[i] for x in labels))
-      if others:
-        listed = ", ".join(others)
-        tell(f"  {kind} {first} is the first; --{kind} takes another: {listed}")
+    for kind, (first, *others) in choices.items():
+      listed = ", ".join(others)
+      tell(f"  {kind} {first} is the first; --{kind} takes another: {listed}")
     console.print(_make_table(replays[path]))
     if arguments.advise:
       for text, rule in rules.items():
@@ -149,7 +147,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
 def _read(
   parser: _parser.Parser, arguments: argparse.Namespace, path: pathlib.Path
-) -> tuple[instruments.History, list[Any]]:
+) -> tuple[instruments.History, dict[str, list[str]]]:
   try:
     return history_files.read_first(path, arguments.label, arguments.seed)
   except OSError as error:

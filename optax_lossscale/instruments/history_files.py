@@ -8,7 +8,6 @@ import csv
 import itertools
 import json
 import math
-import operator
 import os
 import pathlib
 from typing import Any
@@ -70,27 +69,34 @@ def read_history(
     >>> print(history.step, history.overflow, history.headroom())
     [1 2] [False  True] [ 2. nan]
   """
-  return read_first(path, run, seed, of_several=False)[0]
+  history, choices = read_first(path, run, seed)
+  for kind, labels in choices.items():
+    raise ValueError(
+      f"{path}: it holds {len(labels)} {kind}s with an amax; choose one by "
+      f"`{kind}`: {', '.join(labels)}."
+    )
+  return history
 
 
 def read_first(
-  path: _Path,
-  run: str | None = None,
-  seed: int | None = None,
-  of_several: bool = True,
-) -> tuple[_history.History, list[tuple[str | None, str | None]]]:
-  """Returns a history as `read_history` does, of several the first one.
-
-  And the run and the seed of each that there was to choose from.
-  """
+  path: _Path, run: str | None = None, seed: int | None = None
+) -> tuple[_history.History, dict[str, list[str]]]:
+  """Returns the first history of those asked for, and what tells them apart."""
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
   # A device such as /dev/zero never ends.
   if path.exists() and not path.is_file():
     raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
   try:
-    found = _choose(read(path), run, seed, of_several)
-    return found[0].parse(), [(x.run, x.seed) for x in found]
+    found = _choose(read(path), run, seed)
+    choices = {kind: _labels(found, kind) for kind in ("run", "seed")}
+    choices = {kind: x for kind, x in choices.items() if len(x) > 1}
+    if len(found) > 1 and not choices:
+      raise ValueError(
+        "each run must have a `run` and `seed` of its own, got the same for "
+        f"{', '.join(source.where for source in found)}."
+      )
+    return found[0].parse(), choices
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not text in UTF-8: {error}.") from error
   except (ValueError, csv.Error, RecursionError) as error:
@@ -198,56 +204,39 @@ class _Source(NamedTuple):
 
 
 def _choose(
-  sources: Iterable[_Source],
-  run: str | None,
-  seed: int | None,
-  of_several: bool,
+  sources: Iterable[_Source], run: str | None, seed: int | None
 ) -> list[_Source]:
-  """Returns the runs that were asked for; unless `of_several` there is one."""
+  """Returns the runs that were asked for."""
   scaled = [source for source in sources if source.scaled]
   if not scaled:
     raise ValueError(
       "no step has an amax; a run without loss scaling has none, and one from "
       "before this library wrote it neither."
     )
-  scaled = _labelled(scaled, "run", run, "with an amax", shown, of_several)
-  wanted = None if seed is None else str(seed)
-  scaled = _labelled(
-    scaled, "seed", wanted, "of this run", lambda x: x or "none", of_several
-  )
-  label = operator.attrgetter("run", "seed")
-  same = [x.where for x in scaled if label(x) == label(scaled[0])]
-  if len(same) > 1:
-    raise ValueError(
-      "each run must have a `run` and `seed` of its own, got the same for "
-      f"{', '.join(same)}."
-    )
+  for kind, wanted, which in (
+    ("run", run, "with an amax"),
+    ("seed", None if seed is None else str(seed), "of this run"),
+  ):
+    found = [x for x in scaled if wanted in (None, getattr(x, kind))]
+    if not found:
+      raise ValueError(
+        f"it has no {kind} {_label(kind, wanted)} {which}; there are: "
+        f"{', '.join(_labels(scaled, kind))}."
+      )
+    scaled = found
   return scaled
 
 
-def _labelled(
-  sources: list[_Source],
-  kind: str,
-  wanted: str | None,
-  which: str,
-  as_text: Callable[[str], str],
-  of_several: bool,
-) -> list[_Source]:
-  """Returns the sources with the label that was asked for, or with any."""
-  label_of = operator.attrgetter(kind)
-  labels = dict.fromkeys(map(label_of, sources))
-  listed = ", ".join("none" if x is None else as_text(x) for x in labels)
-  if wanted is None and len(labels) > 1 and not of_several:
-    raise ValueError(
-      f"it holds {len(labels)} {kind}s {which}; choose one by `{kind}`: "
-      f"{listed}."
-    )
-  found = [x for x in sources if wanted is None or label_of(x) == wanted]
-  if not found:
-    raise ValueError(
-      f"it has no {kind} {as_text(str(wanted))} {which}; there are: {listed}."
-    )
-  return found
+def _labels(sources: list[_Source], kind: str) -> list[str]:
+  """Returns the different labels of runs, as a person reads them."""
+  labels = dict.fromkeys(getattr(source, kind) for source in sources)
+  return [_label(kind, label) for label in labels]
+
+
+def _label(kind: str, label: str | None) -> str:
+  return (
+    shown(label) if kind == "run" and label is not None else label or "none"
+  )
 
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
@@ -383,8 +372,5 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
     "be positive and a normal float32",
     arguments.is_usable_scale,
   ),
-  "step": (
-    "be a step, an integer that is not negative",
-    lambda x: x.is_integer() and 0 <= x < 2**53,
-  ),
+  "step": ("be a step, from 0", lambda x: x.is_integer() and 0 <= x < 2**53),
 }

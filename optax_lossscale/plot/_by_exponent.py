@@ -142,17 +142,12 @@ def exponent_histogram(
     label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
   )
   # What has no exponent is beside them.
-  beside = [
-    (low - _APART, shares.zeros, "zeros"),
-    (high + _APART, shares.nonfinite, "inf and NaN"),
-  ]
-  beside = [each for each in beside if each[1]]
-  for i, (place, share, _) in enumerate(beside):
-    # They have one colour, and so one name.
-    name = "_" if i else ", ".join(name for *_, name in beside)
-    axes.bar(
-      place, share - floor, _BROAD, floor, color=axes_lib.BLUE, label=name
-    )
+  for name, place, share, color in (
+    ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
+    ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.RED),
+  ):
+    if share:
+      axes.bar(place, share - floor, _BROAD, floor, color=color, label=name)
   if loss_scale is not None:
     axes.stairs(
       heights,
@@ -267,7 +262,6 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
     return math.pow(10.0, fraction * height - decades)
 
   middles = [at(1 - _ROW * (i + 0.5)) for i in range(len(ranges))]
-  label = "hatched: subnormal numbers of the format"
   for middle, each in zip(middles, ranges, strict=True):
     half = 10.0 ** (_ROW * _BAR / 2 * height)
     rows_of = (middle / half, middle * half - middle / half)
@@ -278,9 +272,9 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
       edgecolor="black",
       hatch="//////",
       linewidth=0.8,
-      label=label,
+      label="_" * (each != ranges[0])
+      + "hatched: subnormal numbers of the format",
     )
-    label = "_"
     axes.broken_barh(
       [(each.normal, each.end - each.normal)],
       rows_of,

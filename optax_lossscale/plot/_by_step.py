@@ -187,10 +187,7 @@ def _draw_scales(
   *,
   overflow: str | None,
 ) -> Axes:
-  """Draws S by the labels of histories, crosses, and the largest possible S.
-
-  The crosses have a name, or the colours of the histories.
-  """
+  """Draws S by the labels of histories, crosses, and the largest possible S."""
   axes = axes_lib.make_axes(ax)
   if not np.isnan(largest).all():
     axes.plot(
@@ -219,6 +216,7 @@ def _draw_scales(
       history.step[history.overflow],
       scales[i][history.overflow],
       label=overflow or "_",
+      # Without a name they have that of the line.
       color=axes_lib.RED if overflow else style.color,
     )
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))

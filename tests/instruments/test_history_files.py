@@ -205,7 +205,7 @@ _TEXT = r"runs\[0\].run must be text, got "
     ("a.csv", "amax,loss_scale\n1,1e-39\n", "normal float32, got '1e-39'"),
     ("a.csv", "amax,overflow\n1,2\n", "line 2, column overflow: .*0 or 1"),
     ("a.csv", "amax,step\n1,1.5\n", "line 2, column step: .*'1.5'"),
-    ("a.csv", "amax,step\n1,-1\n", "line 2, column step: .*negative, got '-1'"),
+    ("a.csv", "amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
     ("a.csv", "step;amax\n1;1,5\n", "column amax: .*got '1,5'; .*as a point"),
     ("a.csv", "amax;step\n1;2\n1;2;3\n", "line 3: must have 2 columns"),
     ("a.csv", "amax,step\n1,2\n1,2\n", "line 3, column step: .*got 2 after 2"),

@@ -1,0 +1,23 @@
+"""Ctrl-C while the command line is imported, when it cannot catch it yet."""
+
+import os
+import pathlib
+import signal
+import sys
+
+
+def end(*_: object) -> None:
+  """Ends the process: an exception would have to pass imports unchanged."""
+  os.write(2, b"Interrupted.\n")
+  os._exit(130)
+
+
+_NAME = pathlib.PurePath("".join(sys.argv[:1])).stem
+_IS_COMMAND = _NAME == "optax-lossscale" or (
+  # Until `python -m` has found the module.
+  _NAME == "-m" and "-m optax_lossscale " in " ".join([*sys.orig_argv, ""])
+)
+# A shell may have told its background jobs to ignore it.
+_IS_HEEDED = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _IS_COMMAND and _IS_HEEDED:
+  signal.signal(signal.SIGINT, end)
