@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import math
 import pathlib
 import textwrap
@@ -213,7 +214,9 @@ def _write_figure(
     axes.set_title(str(name), fontsize="medium")
     # Below, since rules may be long and would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
+  picture = io.BytesIO()  # Of a full disk the PDF writer gives another error.
+  figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
+  path.write_bytes(picture.getvalue())
 
 
 def _picture_option(text: str) -> pathlib.Path:

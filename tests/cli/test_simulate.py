@@ -185,6 +185,21 @@ def test_picture_is_what_its_name_says(history, tmp_path):
   assert b"<svg" in picture.read_bytes()
 
 
+@pytest.mark.parametrize("end", ["png", "pdf", "svg"])
+def test_a_disk_too_full_for_the_picture_is_told(
+  end, history, tmp_path, capsys
+):
+  picture = tmp_path / f"picture.{end}"
+  picture.symlink_to("/dev/full")
+  assert simulate(history, "--rule", "fixed:8", "--output", picture) == 2
+  out, err = capsys.readouterr()
+  assert rows_of(out)
+  assert err == (
+    "optax-lossscale simulate: error: argument --output: cannot write "
+    f"{picture}: No space left on device\n"
+  )
+
+
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
 def test_missing_extra_is_told_with_its_remedy(
   package, history, tmp_path, monkeypatch, capsys

@@ -490,6 +490,21 @@ def test_full_disk_does_not_hide_the_table(
   assert "--output" in err and "No space left on device" in err
 
 
+@pytest.mark.parametrize("end", ["csv", "json", "png"])
+def test_a_disk_that_becomes_full_while_a_file_is_written_is_told(
+  end, tmp_path, tiny_digits, capsys
+):
+  # Written first under this name, and moved when all went well.
+  temporary = tmp_path / f".digits.{end}.{os.getpid()}"
+  temporary.symlink_to("/dev/full")
+  assert train("--precision=float32", "--steps=1", "--output", tmp_path) == 2
+  out, err = capsys.readouterr()
+  assert "float32, none" in out
+  error = f"--output: cannot write {tmp_path}: No space left on device\n"
+  assert err.endswith(error) and "Traceback" not in err
+  assert not (tmp_path / f"digits.{end}").exists()
+
+
 def test_interrupt_keeps_what_was_recorded(
   tmp_path, tiny_digits, monkeypatch, capsys
 ):
