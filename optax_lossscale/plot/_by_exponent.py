@@ -200,9 +200,9 @@ def heat_map(
   """
   if not isinstance(histograms, Mapping):
     raise TypeError(
-      f"`histograms` must be a mapping by path, got {type(histograms).__name__}"
-      "; call instruments.histogram_by_leaf(gradients), or pass "
-      '{"all": histogram}.'
+      "`histograms` must be a mapping by path, got "
+      f"{arguments.kind_of(histograms)}; call "
+      'instruments.histogram_by_leaf(gradients), or pass {"all": histogram}.'
     )
   if not histograms:
     raise ValueError("`histograms` must have at least one, got none.")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale import instruments
+from optax_lossscale._base.arguments import kind_of
 from optax_lossscale.plot import axes as axes_lib
 
 
@@ -129,7 +130,7 @@ def replays(
   """
   if not isinstance(replays, Mapping):
     raise TypeError(
-      f"`replays` must be a mapping by name, got {type(replays).__name__}; "
+      f"`replays` must be a mapping by name, got {kind_of(replays)}; "
       'pass {"dynamic": replay}, with a name for each rule.'
     )
   if not replays:

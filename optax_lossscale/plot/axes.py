@@ -8,6 +8,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from optax_lossscale._base.arguments import kind_of
+
 # Of Okabe and Ito's colours, which colour-blind people can tell apart.
 GREY = "#999999"
 BLUE = "#0072B2"
@@ -57,7 +59,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
     return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
   if not isinstance(ax, Axes):
     raise TypeError(
-      f"`ax` must be matplotlib's Axes or None, got {type(ax).__name__}; a "
+      f"`ax` must be matplotlib's Axes or None, got {kind_of(ax)}; a "
       "figure's are figure.axes."
     )
   return ax
@@ -66,9 +68,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
 def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
   """Raises if what is to be drawn is of another kind."""
   if not isinstance(value, kind):
-    raise TypeError(
-      f"{rule} {kind.__name__}, got {type(value).__name__}; {remedy}."
-    )
+    raise TypeError(f"{rule} {kind.__name__}, got {kind_of(value)}; {remedy}.")
 
 
 def step_axis(axes: Axes) -> None:
