@@ -36,7 +36,7 @@ def shown(value: Any, most: int = 100) -> str:
   if isinstance(value, jax.core.Tracer):
     return f"a traced {jax.typeof(value)}"
   try:
-    text = re.sub(r"\w+Tracer\(", "Traced(", repr(value))
+    text = re.sub(r"\b\w+Tracer\(", "Traced(", repr(value))
   except ValueError:  # Python writes no integer of more than 4300 digits.
     return "an integer of more than 4300 digits"
   size = f"{len(text)} characters"
