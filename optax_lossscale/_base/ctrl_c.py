@@ -18,6 +18,5 @@ _IS_COMMAND = _NAME == "optax-lossscale" or (
   _NAME == "-m" and "-m optax_lossscale " in " ".join([*sys.orig_argv, ""])
 )
 # A shell may have told its background jobs to ignore it.
-_IS_HEEDED = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-if _IS_COMMAND and _IS_HEEDED:
+if _IS_COMMAND and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
   signal.signal(signal.SIGINT, end)

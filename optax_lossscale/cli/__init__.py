@@ -11,8 +11,6 @@ from optax_lossscale.cli import _parser
 from optax_lossscale.cli import simulate
 from optax_lossscale.cli import train
 
-_COMMANDS = (train, simulate)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one sub-command."""
@@ -25,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   version = f"%(prog)s {ols.__version__}"
   parser.add_argument("--version", action="version", version=version)
   subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-  for command in _COMMANDS:
+  for command in (train, simulate):
     command.add_parser(subparsers)
   try:
     try:

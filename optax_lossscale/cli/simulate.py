@@ -7,16 +7,12 @@ import math
 import pathlib
 import textwrap
 from typing import Any
-from typing import TYPE_CHECKING
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 from optax_lossscale.instruments import history_files
-
-if TYPE_CHECKING:
-  import rich.table
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _PICTURES = (".png", ".pdf", ".svg")
@@ -72,14 +68,13 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     "--run",
     dest="label",
     metavar="LABEL",
-    help="which run in the file, where several have an amax (default: the "
-    "first of them)",
+    help="which run in the file (default: the first that has an amax)",
   )
   parser.add_argument(
     "--seed",
     type=_parser.integer(0),
     metavar="N",
-    help="which seed of the run, where there are several (default: the first)",
+    help="which seed of the run (default: the first)",
   )
   parser.add_argument(
     "--dtype",
@@ -167,8 +162,8 @@ def _history_of(
   return replay.history if is_moved and of_another.any() else recorded
 
 
-def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
-  """Returns a row for each rule."""
+def _make_table(replays: dict[str, instruments.Replay]) -> Any:
+  """Returns a table with a row for each rule."""
   from optax_lossscale.demo import table as table_lib
 
   table = table_lib.new_table(

@@ -220,8 +220,8 @@ def _choose(
     found = [x for x in scaled if wanted in (None, getattr(x, kind))]
     if not found:
       raise ValueError(
-        f"it has no {kind} {_label(kind, wanted)} {which}; there are: "
-        f"{', '.join(_labels(scaled, kind))}."
+        f"it has no {kind} {shown(wanted) if kind == 'run' else wanted} "
+        f"{which}; there are: {', '.join(_labels(scaled, kind))}."
       )
     scaled = found
   return scaled
@@ -230,20 +230,14 @@ def _choose(
 def _labels(sources: list[_Source], kind: str) -> list[str]:
   """Returns the different labels of runs, as a person reads them."""
   labels = dict.fromkeys(getattr(source, kind) for source in sources)
-  return [_label(kind, label) for label in labels]
-
-
-def _label(kind: str, label: str | None) -> str:
-  return (
-    shown(label) if kind == "run" and label is not None else label or "none"
-  )
+  as_text = shown if kind == "run" else str
+  return [as_text(x) if x else "none" for x in labels]
 
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
   with path.open(newline="", encoding="utf-8-sig") as file:
-    first_line = file.readline()
+    separator = max(",;\t", key=file.readline().count)
     file.seek(0)
-    separator = max(",;\t", key=first_line.count)
     reader = csv.reader(file, strict=True, delimiter=separator)
     names = [name.strip() for name in next(reader, [])]
     if "amax" not in names:

@@ -154,7 +154,7 @@ def replays(
       told += f", {each.mean_headroom:.1f} bits"
     histories[told] = each.history
   dtype = next(iter(replays.values())).dtype
-  return _draw_scales(histories, largest, dtype, ax, overflow=None)
+  return _draw_scales(histories, largest, dtype, ax, overflow="_")
 
 
 def _headroom(
@@ -186,7 +186,7 @@ def _draw_scales(
   dtype: Any,
   ax: Any,
   *,
-  overflow: str | None,
+  overflow: str,
 ) -> Axes:
   """Draws S by the labels of histories, crosses, and the largest possible S."""
   axes = axes_lib.make_axes(ax)
@@ -212,13 +212,10 @@ def _draw_scales(
       label=label,
       **style._asdict(),
     )
+    color = style.color if overflow == "_" else axes_lib.RED
+    lost = history.overflow
     axes_lib.draw_skips(
-      axes,
-      history.step[history.overflow],
-      scales[i][history.overflow],
-      label=overflow or "_",
-      # Without a name they have that of the line.
-      color=axes_lib.RED if overflow else style.color,
+      axes, history.step[lost], scales[i][lost], label=overflow, color=color
     )
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
   return _finish(axes, "loss scale S")
