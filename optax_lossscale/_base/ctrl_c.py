@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is imported, when it cannot catch it yet."""
+"""Ctrl-C while the command line is imported, and until it begins to train."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import sys
 
 
 def end(*_: object) -> None:
-  """Ends the process: an exception would have to pass imports unchanged."""
+  """Ends the process; an exception may get lost in an import or a callback."""
   os.write(2, b"Interrupted.\n")
   os._exit(130)
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 import os
-import signal
 import sys
 
 import optax_lossscale as ols
-from optax_lossscale._base import ctrl_c
 from optax_lossscale.cli import _parser
 from optax_lossscale.cli import simulate
 from optax_lossscale.cli import train
@@ -14,8 +12,6 @@ from optax_lossscale.cli import train
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one sub-command."""
-  if signal.getsignal(signal.SIGINT) is ctrl_c.end:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
   parser = _parser.Parser(
     prog="optax-lossscale",
     description="Loss scaling for JAX, as an optax transformation.",

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import signal
 from typing import Any
 from typing import NamedTuple
 
+from optax_lossscale._base import ctrl_c
 from optax_lossscale._precision import ascend_grammar
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
@@ -98,6 +100,8 @@ def _train(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   )
   with parser.writing(arguments.output):
     _parser.make_writable(plan.paths(arguments.output))
+  if signal.getsignal(signal.SIGINT) is ctrl_c.end:  # From now on it saves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   results = comparison.train(plan)
   if not results.runs:
     print("Interrupted before the first step: there is nothing to save.")

@@ -541,10 +541,11 @@ def test_interrupt_before_the_first_step_writes_nothing(
 def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
   # A shell may have told its background jobs to ignore Ctrl-C.
   code = (
-    "import signal, sys; from optax_lossscale import cli;"
+    "import signal, sys; sys.argv[0] = 'optax-lossscale';"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from optax_lossscale import cli;"
     "from optax_lossscale.demo import digits; from tests.demo import tiny;"
     "task = tiny.make_task(); digits.make_task = lambda *, quick: task;"
-    "signal.signal(signal.SIGINT, signal.default_int_handler);"
     "sys.exit(cli.main())"
   )
   arguments = ["--task", "digits", "--precision", "float16"]
