@@ -56,7 +56,7 @@ def parse(text: str) -> LossScaleOption:
     return LossScaleOption(text, None)
   if re.fullmatch(r"[1-9][\d.e]*(\*\*\d+)?", own):
     raise ValueError(
-      f"{shown(own)} is a number and no rule: fixed:{own} keeps that S, "
+      f"must be a rule, got {shown(own)}; fixed:{own} keeps that S, "
       f"dynamic:{own} starts from it"
     )
   if name not in _RULES:

@@ -67,10 +67,10 @@ def test_text_stands_for_rule(text, rule):
     ("", "unknown rule ''"),
     (
       "1024",
-      "'1024' is a number and no rule: fixed:1024 keeps that S, dynamic:",
+      "must be a rule, got '1024'; fixed:1024 keeps that S, dynamic:",
     ),
     ("2**15", "fixed:2**15 keeps that S, dynamic:2**15 starts from it"),
-    ("warm_start:65536.0", "'65536.0' is a number and no rule: fixed:65536.0"),
+    ("warm_start:65536.0", "must be a rule, got '65536.0'; fixed:65536.0"),
     ("0", "unknown rule '0'; choose from none"),
     ("True", "unknown rule 'True'; choose from none"),
     ("fixed:-1", "`scale` must be positive, got -1"),
