@@ -247,6 +247,9 @@ def test_a_lost_step_is_a_cross_in_the_colour_of_its_rule():
   crosses = [x.get_color() for x in drawn if x.get_marker() == "x"]
   assert crosses == [x.get_color() for x in drawn if ": " in x.get_label()]
   assert len({*crosses}) == 2
+  # Those of both rules on one place stay visible, as lines do.
+  widths = [x.get_markeredgewidth() for x in drawn if x.get_marker() == "x"]
+  assert widths[0] > widths[1] > 0
   del replays["b"]
   line, cross = plot.replays(replays, ax=new_axes()).lines[1:]
   assert cross.get_color() == line.get_color() and cross.get_marker() == "x"

@@ -144,7 +144,7 @@ def exponent_histogram(
   # What has no exponent is beside them.
   for name, place, share, color in (
     ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
-    ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.RED),
+    ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.SKIP.color),
   ):
     if share:
       axes.bar(place, share - floor, _BROAD, floor, color=color, label=name)

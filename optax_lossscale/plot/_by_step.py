@@ -212,10 +212,10 @@ def _draw_scales(
       label=label,
       **style._asdict(),
     )
-    color = style.color if overflow == "_" else axes_lib.RED
+    cross = style if overflow == "_" else axes_lib.SKIP
     lost = history.overflow
     axes_lib.draw_skips(
-      axes, history.step[lost], scales[i][lost], label=overflow, color=color
+      axes, history.step[lost], scales[i][lost], label=overflow, style=cross
     )
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
   return _finish(axes, "loss scale S")

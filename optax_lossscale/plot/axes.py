@@ -15,9 +15,6 @@ GREY = "#999999"
 BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
 
-# Darker than theirs, for a thin cross.
-RED = "#CC0000"
-
 
 class Style(NamedTuple):
   """How a line is drawn."""
@@ -40,6 +37,9 @@ STYLES = (
   Style("#009E73", 2.0, 2.7, ":"),
   Style("#CC79A7", 1.6, 2.8, "-."),
 )
+
+# Of a darker red than theirs, for a thin cross.
+SKIP = Style("#CC0000", 2.0, 3.0)
 
 # For a line that has nothing drawn over it.
 ALONE = STYLES[2]
@@ -94,7 +94,7 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def draw_skips(
-  axes: Axes, steps: Any, values: Any, *, label: str, color: str = RED
+  axes: Axes, steps: Any, values: Any, *, label: str, style: Style = SKIP
 ) -> None:
   """Draws a cross at each of some steps, if there are any."""
   if len(steps):
@@ -102,9 +102,9 @@ def draw_skips(
       steps,
       values,
       "x",
-      color=color,
+      color=style.color,
       markersize=8,
-      markeredgewidth=2,
+      markeredgewidth=style.linewidth,
       label=label,
       zorder=3,
     )
