@@ -16,6 +16,10 @@ for bit, and S shrinks; after a while without overflow it grows.
 
 import importlib as _importlib
 
+# Before what takes a second to import.
+from optax_lossscale._base import ctrl_c as _ctrl_c  # noqa: F401
+
+# isort: split
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning

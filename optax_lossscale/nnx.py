@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from optax_lossscale._autocast import autocast as plain_autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import trees
+from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
@@ -348,7 +349,7 @@ def _find_state(
   """Returns the loss scaling's state in an optimizer, as plain arrays."""
   if not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
-      f"`optimizer` must be an nnx.Optimizer, got {type(optimizer).__name__}; "
+      f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "
       "with an optimizer's state, outside of NNX, use "
       "optax_lossscale.scaled_value_and_grad and "
       "optax_lossscale.select_on_skip."
@@ -357,7 +358,7 @@ def _find_state(
   if not states.find_states(opt_state):
     raise ValueError(
       "`optimizer` must hold loss scaling, got one whose state is a "
-      f"{type(opt_state).__name__} without it; wrap its transformation: "
+      f"{kind_of(opt_state)} without it; wrap its transformation: "
       "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
     )
   return states.find_state(opt_state, path)
@@ -382,7 +383,7 @@ def _check_first(optimizer: nnx.Optimizer[Any], args: tuple[Any, ...]) -> None:
   is_updated = nnx.filterlib.to_predicate(optimizer.wrt)
   first = args[0] if args else None
   if not any(is_updated(*item) for item in _variables(first).items()):
-    kind = type(first).__name__ if args else "no argument by position"
+    kind = kind_of(first) if args else "no argument by position"
     raise ValueError(
       "the first argument must hold variables that the optimizer updates, "
       f"wrt={optimizer.wrt}, got {kind}; for a model in another place pass its "
@@ -399,7 +400,7 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
   for node in nodes:
     if not isinstance(node, (nnx.Pytree, nnx.Variable)):
       raise TypeError(
-        f"{rule}, got {type(node).__name__}; select what is returned anew by "
+        f"{rule}, got {kind_of(node)}; select what is returned anew by "
         "optax_lossscale.select_on_skip(optimizer.opt_state, new, old)."
       )
   # Not all of the optimizer: nnx.ModelAndOptimizer holds the model as well.

@@ -102,6 +102,26 @@ def test_what_is_no_axes_is_refused(drawn):
 
 
 @pytest.mark.slow
+def test_without_matplotlib_the_extra_is_named():
+  program = """
+import sys
+sys.modules["matplotlib"] = None
+import optax_lossscale as ols
+try:
+  ols.plot
+except ImportError as error:
+  print(error)
+"""
+  result = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+  )
+  assert result.stdout == (
+    "ols.plot needs matplotlib, which is not installed; in a clone of the "
+    'repository: pip install -e ".[plot]".\n'
+  )
+
+
+@pytest.mark.slow
 def test_pyplot_is_not_loaded_for_the_axes_of_the_caller():
   program = """
 import sys
@@ -220,6 +240,40 @@ def test_no_rule_has_the_colour_of_the_largest_scale():
   assert largest not in others
 
 
+def test_a_lost_step_is_a_cross_in_the_colour_of_its_rule():
+  rules = {"a": ols.FixedLossScale(4096.0), "b": ols.FixedLossScale(2.0**20)}
+  replays = {name: instruments.replay(rules[name], SOME) for name in rules}
+  drawn = plot.replays(replays, ax=new_axes()).lines
+  crosses = [x.get_color() for x in drawn if x.get_marker() == "x"]
+  assert crosses == [x.get_color() for x in drawn if ": " in x.get_label()]
+  assert len({*crosses}) == 2
+  # Those of both rules on one place stay visible, as lines do.
+  widths = [x.get_markeredgewidth() for x in drawn if x.get_marker() == "x"]
+  assert widths[0] > widths[1] > 0
+  del replays["b"]
+  line, cross = plot.replays(replays, ax=new_axes()).lines[1:]
+  assert cross.get_color() == line.get_color() and cross.get_marker() == "x"
+
+
+def test_a_first_scale_of_1_does_not_stretch_the_axis():
+  scales = [1.0] + [8192.0] * 3
+  (low, _), found = scale_axis(scales, [1.0, 8000.0, 8000.0, 8000.0])
+  assert low > 64 and found[1:] == scales[1:]
+  # It is all there is, is left by one doubling, or was lost.
+  for kept in ([1.0] * 4, [1.0, 2.0, 4.0, 8.0]):
+    (low, _), found = scale_axis(kept, [8.0] * 4)
+    assert low < 1 and found == kept
+  (low, _), found = scale_axis(scales, [np.inf, 8000.0, 8000.0, 8000.0])
+  assert low < 1 and found == scales
+
+
+def scale_axis(scales, amax):
+  """Returns the limits of S in a picture, and the S that it shows."""
+  history = make_history(scales, amax)
+  axes = plot.loss_scale(history, ax=new_axes())
+  return axes.get_ylim(), lines(axes)["S"][1]
+
+
 def test_no_replays_are_refused():
   with pytest.raises(ValueError, match="`replays` must have at least one"):
     plot.replays({}, ax=new_axes())
@@ -252,6 +306,9 @@ def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
   assert labels == [
     "gradients: 25 % are 0, 12.5 % become 0 in float16",
     "times S = $2^{10}$: 0 % become 0",
+    "hatched: subnormal numbers of the format",
+    "zeros",
+    "inf and NaN",
   ]
   assert axes.get_xlabel() == "magnitude, of |g| and of S |g|"
 
@@ -297,6 +354,28 @@ def test_zeros_and_what_is_not_finite_stand_beside_the_exponents():
   assert tops == pytest.approx([2 / 8, 2 / 8])
   labels = [label.get_text() for label in axes.get_xticklabels()]
   assert labels[0] == "0" and labels[-1] == "inf,\nNaN"
+
+
+def labels_of(*gradients):
+  """Returns what the legend of a picture of gradients says, but the first."""
+  histogram = instruments.exponent_histogram(jnp.array(gradients))
+  axes = plot.exponent_histogram(histogram, ax=new_axes())
+  return [text.get_text() for text in axes.get_legend().get_texts()][1:]
+
+
+def test_the_legend_names_the_bars_beside_the_exponents_and_the_hatching():
+  hatched = "hatched: subnormal numbers of the format"
+  assert labels_of(0.0, 1.0) == [hatched, "zeros"]
+  assert labels_of(0.0, 1.0, jnp.inf) == [hatched, "zeros", "inf and NaN"]
+  assert labels_of(1.0, jnp.nan) == [hatched, "inf and NaN"]
+  assert labels_of(1.0) == [hatched]
+  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+  assert handles[hatched].get_hatch()
+  zeros, nonfinite = axes.containers
+  assert handles["zeros"] is zeros and handles["inf and NaN"] is nonfinite
+  colours = [bars.patches[0].get_facecolor() for bars in (zeros, nonfinite)]
+  assert colours[0] != colours[1]
 
 
 def extents(axes):

@@ -8,6 +8,7 @@ import functools
 import math
 import numbers
 import operator
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -32,14 +33,21 @@ def is_usable_scale(loss_scale: Any) -> Any:
 
 def shown(value: Any, most: int = 100) -> str:
   """Returns what a person passed for an error, cut short where it is long."""
+  if isinstance(value, jax.core.Tracer):
+    return f"a traced {jax.typeof(value)}"
   try:
-    text = repr(value)
+    text = re.sub(r"\b\w+Tracer\(", "Traced(", repr(value))
   except ValueError:  # Python writes no integer of more than 4300 digits.
     return "an integer of more than 4300 digits"
   size = f"{len(text)} characters"
   if hasattr(value, "shape"):
     size = f"shape {value.shape}"
   return text if len(text) <= most else f"{text[:most]}... ({size})"
+
+
+def kind_of(value: Any) -> str:
+  """Returns the name of a type for an error, and none that is inside JAX."""
+  return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def is_numeric(value: Any) -> bool:
@@ -84,7 +92,7 @@ def check_function(fun: Any, name: str = "fun") -> None:
   """Raises if what was passed as `fun` is no function."""
   if not callable(fun):
     raise TypeError(
-      f"`{name}` must be a function, got {type(fun).__name__}; pass the "
+      f"`{name}` must be a function, got {kind_of(fun)}; pass the "
       "function itself, and its arguments to what is returned."
     )
 
@@ -131,8 +139,8 @@ def check_number(name: str, value: Any) -> float:
   """Returns `value` as a Python float that is finite in float32."""
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
-      f"`{name}` must be a number that is known, got the traced value "
-      f"{value}; what changes during training lives in the state."
+      f"`{name}` must be a number that is known, got "
+      f"{shown(value)}; what changes during training lives in the state."
     )
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
     is_number = (
@@ -145,8 +153,7 @@ def check_number(name: str, value: Any) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if not is_number:
     raise TypeError(
-      f"`{name}` must be a number, got {shown(value)} of type "
-      f"{type(value).__name__}."
+      f"`{name}` must be a number, got {shown(value)} of type {kind_of(value)}."
     )
   if hasattr(value, "dtype"):
     value = value.item()  # NumPy would compare in its dtype.
@@ -232,8 +239,7 @@ def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
   except TypeError:
     number = f"an integer number of {unit}" if unit else "an integer"
     raise TypeError(
-      f"`{name}` must be {number}, got {shown(value)} of type "
-      f"{type(value).__name__}."
+      f"`{name}` must be {number}, got {shown(value)} of type {kind_of(value)}."
     ) from None
 
 

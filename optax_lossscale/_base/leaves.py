@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
@@ -79,7 +80,7 @@ def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
       raise TypeError(
         "`mask` must be a tree of bools, True for what is a gradient, or a "
         f"function from the parameters to one, got {shown(is_kept)} of type "
-        f"{type(is_kept).__name__}{place}."
+        f"{kind_of(is_kept)}{place}."
       )
   try:
     return jax.tree.broadcast(mask, tree)

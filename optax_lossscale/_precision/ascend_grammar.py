@@ -47,7 +47,7 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
   if not isinstance(text, str):
     raise TypeError(
       "`accelerate_train_mode` must be a text such as 'fast|step|0.9', got "
-      f"{shown(text)} of type {type(text).__name__}."
+      f"{shown(text)} of type {arguments.kind_of(text)}."
     )
   fields = text.split("|")
   if len(fields) not in (2, 3):

@@ -149,7 +149,7 @@ def master_weights(
     if not isinstance(state, MasterWeightsState):
       raise TypeError(
         "`state` must be the MasterWeightsState that init made, got "
-        f"{type(state).__name__}."
+        f"{arguments.kind_of(state)}."
       )
     if params is None:
       raise ValueError(

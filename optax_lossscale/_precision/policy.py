@@ -306,7 +306,7 @@ def get_policy(policy: Any) -> Policy:
   raise TypeError(
     "`policy` must be a string, a Policy, or an object with `param_dtype`, "
     "`compute_dtype` and `output_dtype` such as a jmp.Policy, got "
-    f"{shown(policy)} of type {type(policy).__name__}; for one dtype "
+    f"{shown(policy)} of type {arguments.kind_of(policy)}; for one dtype "
     "everywhere pass its name, such as 'float16', and of a Keras policy its "
     "`name`."
   )

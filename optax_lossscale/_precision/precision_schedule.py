@@ -528,7 +528,7 @@ def _check_state(state: Any) -> None:
   if not isinstance(state, PrecisionScheduleState):
     raise TypeError(
       "`state` must be the state that the schedule's init made, got "
-      f"{type(state).__name__}."
+      f"{arguments.kind_of(state)}."
     )
 
 
@@ -594,7 +594,9 @@ def _check_loss(loss: Any) -> Any:
     # Not in JAX, which would round it to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
-    raise TypeError(f"{rule}, got {shown(loss)} of type {type(loss).__name__}.")
+    raise TypeError(
+      f"{rule}, got {shown(loss)} of type {arguments.kind_of(loss)}."
+    )
   is_real = any(
     jnp.issubdtype(loss.dtype, kind) for kind in (jnp.integer, jnp.floating)
   )

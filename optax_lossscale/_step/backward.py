@@ -290,8 +290,8 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
     except TypeError:
       raise TypeError(
         "`argnums` must be an integer or integers, got "
-        f"{type(number).__name__}; the arguments of `fun` go to the function "
-        "that is returned: scaled_value_and_grad(fun, opt_state)(params)."
+        f"{arguments.kind_of(number)}; the arguments of `fun` go to what is "
+        "returned: scaled_value_and_grad(fun, opt_state)(params)."
       ) from None
   if len({*numbers}) < max(len(numbers), 1):
     raise ValueError(
@@ -314,6 +314,7 @@ def _scaled_loss_fn(
   It raises if `fun` changes an object that it is given, such as the batch
   statistics of an nnx.Module, unless it may: what is differentiated is a copy.
   """
+  arguments.check_function(fun)
 
   @functools.wraps(fun)
   def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -365,7 +366,7 @@ def _checked_loss(value: Any, has_aux: bool) -> Any:
   if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
       "`fun` must return (loss, aux) if has_aux=True, got "
-      f"{type(value).__name__}."
+      f"{arguments.kind_of(value)}."
     )
   loss = value[0] if has_aux else value
   if isinstance(loss, (tuple, list)):

@@ -149,7 +149,7 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
       )
     raise TypeError(
       "`state` must be the LossScalingState that init made, got "
-      f"{type(state).__name__}{remedy}."
+      f"{arguments.kind_of(state)}{remedy}."
     )
   init = loss_scales.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))

@@ -118,8 +118,8 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
   if not states and getattr(own, "shape", None) == ():
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
-      f"{type(opt_state).__name__}; for the S of a rule's own state pass its "
-      "`loss_scale`."
+      f"{arguments.kind_of(opt_state)}; for the S of a rule's own state pass "
+      "its `loss_scale`."
     )
   if not states:
     nodes = jax.tree.leaves_with_path(opt_state)
@@ -131,7 +131,7 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
     )
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
-      f"{type(opt_state).__name__} without one; "
+      f"{arguments.kind_of(opt_state)} without one; "
       f"{RESTORE + '.' if 'loss_scale_state' in keys else remedy}"
     )
   return states

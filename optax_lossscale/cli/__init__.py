@@ -1,13 +1,13 @@
 """The command line, installed as `optax-lossscale`."""
 
 from collections.abc import Sequence
+import os
 import sys
 
+import optax_lossscale as ols
 from optax_lossscale.cli import _parser
 from optax_lossscale.cli import simulate
 from optax_lossscale.cli import train
-
-_COMMANDS = (train, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,15 +16,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog="optax-lossscale",
     description="Loss scaling for JAX, as an optax transformation.",
   )
+  version = f"%(prog)s {ols.__version__}"
+  parser.add_argument("--version", action="version", version=version)
   subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-  for command in _COMMANDS:
+  for command in (train, simulate):
     command.add_parser(subparsers)
   try:
-    arguments = parser.parse_args(argv)
-    return int(arguments.run(arguments))
+    try:
+      arguments = parser.parse_args(argv)
+      return int(arguments.run(arguments))
+    finally:
+      print(end="", flush=True)  # At the exit it would be too late to fail.
   except _parser.BadInputError as error:
     print(error, file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print("Interrupted.", file=sys.stderr)
     return 130
+  except OSError as error:
+    if error.filename is not None:
+      raise
+    # Where Python may write at the exit what could not be written.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    reason = f"cannot print the output: {error.strerror}"
+    print(f"{parser.prog}: error: {reason}", file=sys.stderr)
+    return 1

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable
 import inspect
 import math
+import re
 from typing import NamedTuple
 
 import optax_lossscale as ols
@@ -53,6 +54,11 @@ def parse(text: str) -> LossScaleOption:
     )
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
+  if re.fullmatch(r"[1-9][\d.e]*(\*\*\d+)?", own):
+    raise ValueError(
+      f"must be a rule, got {shown(own)}; fixed:{own} keeps that S, "
+      f"dynamic:{own} starts from it"
+    )
   if name not in _RULES:
     names = (_NONE, *_RULES, _WARM_START)
     raise ValueError(

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
 import contextlib
 import errno
 import importlib.util
@@ -37,8 +36,8 @@ class Parser(argparse.ArgumentParser):
     for package in packages:
       if importlib.util.find_spec(package) is None:
         self.error(
-          f"it needs {package}, which is not installed: "
-          'pip install "optax-lossscale[demo]"'
+          f"it needs {package}, which is not installed; in a clone of the "
+          'repository: pip install -e ".[demo]"'
         )
 
   @contextlib.contextmanager
@@ -63,24 +62,6 @@ def as_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
       raise argparse.ArgumentTypeError(str(error)) from error
 
   return parse_option
-
-
-def add_choice(
-  parser: argparse.ArgumentParser,
-  option: str,
-  names: Sequence[str],
-  **more: Any,
-) -> None:
-  """Adds an option that takes one of some names."""
-
-  def parse(text: str) -> str:
-    if text not in names:
-      raise argparse.ArgumentTypeError(
-        f"unknown {option[2:]} {text!r}; choose from {', '.join(names)}"
-      )
-    return text
-
-  parser.add_argument(option, type=parse, metavar="|".join(names), **more)
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

@@ -2,19 +2,17 @@
 
 import argparse
 import functools
+import io
 import math
 import pathlib
 import textwrap
 from typing import Any
-from typing import TYPE_CHECKING
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
-
-if TYPE_CHECKING:
-  import rich.table
+from optax_lossscale.instruments import history_files
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _PICTURES = (".png", ".pdf", ".svg")
@@ -70,25 +68,25 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     "--run",
     dest="label",
     metavar="LABEL",
-    help="which run in the file, where several have an amax",
+    help="which run in the file (default: the first that has an amax)",
   )
   parser.add_argument(
     "--seed",
     type=_parser.integer(0),
     metavar="N",
-    help="which seed of the run, where there are several",
+    help="which seed of the run (default: the first)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--dtype",
-    _DTYPES,
+    choices=_DTYPES,
+    metavar="|".join(_DTYPES),
     default="float16",
     help="of the computation that was recorded (default: float16)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--hardware",
-    _parser.HARDWARE,
+    choices=_parser.HARDWARE,
+    metavar="|".join(_parser.HARDWARE),
     default="ieee",
     help="whether an overflow is inf, or the dtype's largest finite value "
     "(default: ieee)",
@@ -104,21 +102,24 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
   # Only now, so that bad input is answered without the extra.
-  import rich.console
+  from optax_lossscale.demo import table as table_lib
 
-  console = rich.console.Console(highlight=False)
+  console = table_lib.Console(highlight=False)
   tell = functools.partial(console.print, soft_wrap=True, markup=False)
   recorded: dict[str, Any] = {
     "dtype": arguments.dtype,
     "saturating": arguments.hardware == "saturating",
   }
   replays = {}
-  for path, history in histories.items():
+  for path, (history, choices) in histories.items():
     replays[path] = {
       text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
     tell(f"{path}, {len(history.step)} steps")
+    for kind, (first, *others) in choices.items():
+      listed = ", ".join(others)
+      tell(f"  {kind} {first} is the first; --{kind} takes another: {listed}")
     console.print(_make_table(replays[path]))
     if arguments.advise:
       for text, rule in rules.items():
@@ -142,15 +143,13 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
 def _read(
   parser: _parser.Parser, arguments: argparse.Namespace, path: pathlib.Path
-) -> instruments.History:
+) -> tuple[instruments.History, dict[str, list[str]]]:
   try:
-    return instruments.read_history(path, arguments.label, arguments.seed)
+    return history_files.read_first(path, arguments.label, arguments.seed)
   except OSError as error:
     parser.error(f"argument HISTORY: {error.strerror}: {path}")
   except ValueError as error:
-    # The reader's arguments are options here.
-    message = str(error).replace("`run`:", "--run:")
-    parser.error(f"argument HISTORY: {message.replace('`seed`:', '--seed:')}")
+    parser.error(f"argument HISTORY: {error}")
 
 
 def _history_of(
@@ -163,8 +162,8 @@ def _history_of(
   return replay.history if is_moved and of_another.any() else recorded
 
 
-def _make_table(replays: dict[str, instruments.Replay]) -> "rich.table.Table":
-  """Returns a row for each rule."""
+def _make_table(replays: dict[str, instruments.Replay]) -> Any:
+  """Returns a table with a row for each rule."""
   from optax_lossscale.demo import table as table_lib
 
   table = table_lib.new_table(
@@ -210,7 +209,9 @@ def _write_figure(
     axes.set_title(str(name), fontsize="medium")
     # Below, since rules may be long and would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  figure.savefig(path, format=path.suffix.lower()[1:], dpi=150)
+  picture = io.BytesIO()  # Of a full disk the PDF writer gives another error.
+  figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
+  path.write_bytes(picture.getvalue())
 
 
 def _picture_option(text: str) -> pathlib.Path:

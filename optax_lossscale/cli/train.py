@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import signal
 from typing import Any
 from typing import NamedTuple
 
+from optax_lossscale._base import ctrl_c
 from optax_lossscale._precision import ascend_grammar
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
@@ -98,6 +100,8 @@ def _train(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   )
   with parser.writing(arguments.output):
     _parser.make_writable(plan.paths(arguments.output))
+  if signal.getsignal(signal.SIGINT) is ctrl_c.end:  # From now on it saves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   results = comparison.train(plan)
   if not results.runs:
     print("Interrupted before the first step: there is nothing to save.")
@@ -117,26 +121,26 @@ def _train(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--task",
-    _TASKS,
+    choices=_TASKS,
+    metavar="|".join(_TASKS),
     default="text",
     help="a transformer on Python's own sources, or LeNet-5 on handwritten "
     "digits (default: text)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--precision",
-    _PRECISIONS,
+    choices=_PRECISIONS,
+    metavar="|".join(_PRECISIONS),
     help="train once, with the model computing in this dtype, or with this one "
     "as the low dtype of a --level (default: float16 if there is a --level or "
     "a --loss-scale)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--level",
-    _LEVELS,
+    choices=_LEVELS,
+    metavar="|".join(_LEVELS),
     help="train once, with a model written in float32 that autocast puts into "
     "float16, or into bfloat16 if that is the --precision: nothing of it (O0, "
     "float32 in any case), matrix products, convolutions and what follows them "
@@ -187,19 +191,19 @@ def _add_accelerate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--hardware",
-    _parser.HARDWARE,
+    choices=_parser.HARDWARE,
+    metavar="|".join(_parser.HARDWARE),
     default="ieee",
     help="how float16 is computed: as this machine does it, or emulated as by "
     "hardware in saturation mode, which makes 65504 of inf and 0 of NaN; "
     "float32 and bfloat16 stay as they are (default: ieee)",
   )
-  _parser.add_choice(
-    parser,
+  parser.add_argument(
     "--check",
-    _CHECKS,
+    choices=_CHECKS,
+    metavar="|".join(_CHECKS),
     help="what counts as an overflow: inf and NaN only, or the largest finite "
     "value as well (default: nonfinite; with --hardware saturating, saturated, "
     "and both in a comparison)",

@@ -128,7 +128,7 @@ def write(
 
 def show(comparison: Comparison, results: Results) -> None:
   """Prints the table, and notes below it."""
-  console = rich.console.Console(highlight=False)
+  console = table.Console(highlight=False)
   console.print(comparison.title)
   console.print(
     table.make_table(

@@ -6,9 +6,18 @@ import statistics
 import textwrap
 
 import rich.box
+import rich.console
 import rich.table
 
 from optax_lossscale.demo import run as run_lib
+
+
+class Console(rich.console.Console):
+  """The console of all output; a closed pipe is an error of its caller."""
+
+  def on_broken_pipe(self) -> None:
+    """Raises what it is called for, which rich would end without a word."""
+    raise
 
 
 def make_table(

@@ -223,7 +223,7 @@ def _find_record(opt_state: Any, path: str | None) -> RecordState:
   if not records:
     raise ValueError(
       "`opt_state` must hold a record, got a "
-      f"{type(opt_state).__name__} without one; wrap the optimizer: tx = "
+      f"{arguments.kind_of(opt_state)} without one; wrap the optimizer: tx = "
       "record(loss_scaling(inner, rule), capacity=1000)."
     )
   chosen = [

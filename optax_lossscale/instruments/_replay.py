@@ -164,7 +164,7 @@ def check_history(history: Any) -> None:
   """Raises TypeError if it is no History."""
   if not isinstance(history, _history.History):
     raise TypeError(
-      f"`history` must be a History, got {type(history).__name__}; "
+      f"`history` must be a History, got {arguments.kind_of(history)}; "
       "instruments.history takes one out of a training state, and "
       "instruments.read_history reads one from a file."
     )

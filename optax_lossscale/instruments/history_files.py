@@ -8,7 +8,6 @@ import csv
 import itertools
 import json
 import math
-import operator
 import os
 import pathlib
 from typing import Any
@@ -33,9 +32,10 @@ def read_history(
 
   A CSV file needs a column `amax`, scaled, beside the `loss_scale` of the step;
   without such a column S was 1. `overflow` (0 or 1; without it, amax inf or
-  NaN) and `step` (from 1; must increase) are optional, and so are `run` and
-  `seed`, which tell several runs in one file apart. Steps whose amax or
-  loss_scale is empty are left out: they were not scaled.
+  NaN) and `step` (not negative; must increase) are optional, and so are `run`
+  and `seed`, which tell several runs in one file apart. Steps whose amax or
+  loss_scale is empty are left out: they were not scaled. Semicolons or tabs
+  may separate the columns; the decimal point is a point in any case.
 
   A JSON file holds the same as lists, `{"amax": [...], "loss_scale": [...]}`,
   where a single number stands for all steps, with the label of its one `run`;
@@ -69,13 +69,34 @@ def read_history(
     >>> print(history.step, history.overflow, history.headroom())
     [1 2] [False  True] [ 2. nan]
   """
+  history, choices = read_first(path, run, seed)
+  for kind, labels in choices.items():
+    raise ValueError(
+      f"{path}: it holds {len(labels)} {kind}s with an amax; choose one by "
+      f"`{kind}`: {', '.join(labels)}."
+    )
+  return history
+
+
+def read_first(
+  path: _Path, run: str | None = None, seed: int | None = None
+) -> tuple[_history.History, dict[str, list[str]]]:
+  """Returns the first history of those asked for, and what tells them apart."""
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
   # A device such as /dev/zero never ends.
   if path.exists() and not path.is_file():
     raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
   try:
-    return _choose(read(path), run, seed).parse()
+    found = _choose(read(path), run, seed)
+    choices = {kind: _labels(found, kind) for kind in ("run", "seed")}
+    choices = {kind: x for kind, x in choices.items() if len(x) > 1}
+    if len(found) > 1 and not choices:
+      raise ValueError(
+        "each run must have a `run` and `seed` of its own, got the same for "
+        f"{', '.join(source.where for source in found)}."
+      )
+    return found[0].parse(), choices
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not text in UTF-8: {error}.") from error
   except (ValueError, csv.Error, RecursionError) as error:
@@ -184,54 +205,40 @@ class _Source(NamedTuple):
 
 def _choose(
   sources: Iterable[_Source], run: str | None, seed: int | None
-) -> _Source:
-  """Returns the run that was asked for, or the only one."""
+) -> list[_Source]:
+  """Returns the runs that were asked for."""
   scaled = [source for source in sources if source.scaled]
   if not scaled:
     raise ValueError(
       "no step has an amax; a run without loss scaling has none, and one from "
       "before this library wrote it neither."
     )
-  scaled = _labelled(scaled, "run", run, "with an amax", shown)
-  wanted = None if seed is None else str(seed)
-  scaled = _labelled(
-    scaled, "seed", wanted, "of this run", lambda x: x or "none"
-  )
-  if len(scaled) > 1:
-    raise ValueError(
-      "each run must have a `run` and `seed` of its own, got the same for "
-      f"{', '.join(source.where for source in scaled)}."
-    )
-  return scaled[0]
+  for kind, wanted, which in (
+    ("run", run, "with an amax"),
+    ("seed", None if seed is None else str(seed), "of this run"),
+  ):
+    found = [x for x in scaled if wanted in (None, getattr(x, kind))]
+    if not found:
+      raise ValueError(
+        f"it has no {kind} {shown(wanted) if kind == 'run' else wanted} "
+        f"{which}; there are: {', '.join(_labels(scaled, kind))}."
+      )
+    scaled = found
+  return scaled
 
 
-def _labelled(
-  sources: list[_Source],
-  kind: str,
-  wanted: str | None,
-  which: str,
-  as_text: Callable[[str], str],
-) -> list[_Source]:
-  """Returns the sources with the label that was asked for, or the only one."""
-  label_of = operator.attrgetter(kind)
-  labels = dict.fromkeys(map(label_of, sources))
-  listed = ", ".join("none" if x is None else as_text(x) for x in labels)
-  if wanted is None and len(labels) > 1:
-    raise ValueError(
-      f"it holds {len(labels)} {kind}s {which}; choose one by `{kind}`: "
-      f"{listed}."
-    )
-  found = [x for x in sources if wanted is None or label_of(x) == wanted]
-  if not found:
-    raise ValueError(
-      f"it has no {kind} {as_text(str(wanted))} {which}; there are: {listed}."
-    )
-  return found
+def _labels(sources: list[_Source], kind: str) -> list[str]:
+  """Returns the different labels of runs, as a person reads them."""
+  labels = dict.fromkeys(getattr(source, kind) for source in sources)
+  as_text = shown if kind == "run" else str
+  return [as_text(x) if x else "none" for x in labels]
 
 
 def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
   with path.open(newline="", encoding="utf-8-sig") as file:
-    reader = csv.reader(file, strict=True)
+    separator = max(",;\t", key=file.readline().count)
+    file.seek(0)
+    reader = csv.reader(file, strict=True, delimiter=separator)
     names = [name.strip() for name in next(reader, [])]
     if "amax" not in names:
       raise ValueError(
@@ -344,7 +351,8 @@ def _parse(column: str, value: Any) -> Any:
       raise TypeError
     number = float(value)
   except (TypeError, ValueError, OverflowError):
-    raise ValueError(f"must be a number, got {shown(value)}.") from None
+    remedy = "; write the decimal comma as a point" if "," in str(value) else ""
+    raise ValueError(f"must be a number, got {shown(value)}{remedy}.") from None
   rule, holds = _NUMBERS[column]
   if not holds(number):
     raise ValueError(f"must {rule}, got {shown(value)}.")
@@ -358,5 +366,5 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
     "be positive and a normal float32",
     arguments.is_usable_scale,
   ),
-  "step": ("be a step, from 1", lambda x: x.is_integer() and 0 < x < 2**53),
+  "step": ("be a step, from 0", lambda x: x.is_integer() and 0 <= x < 2**53),
 }

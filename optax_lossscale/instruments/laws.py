@@ -466,7 +466,7 @@ def bind(
   if not callable(step):
     raise TypeError(
       "`step` must be the train step itself, got a "
-      f"{type(step).__name__}; its arguments come after it: "
+      f"{arguments.kind_of(step)}; its arguments come after it: "
       "check_step(train_step, params, opt_state, batch)."
     )
   parameters = inspect.signature(step).parameters.values()

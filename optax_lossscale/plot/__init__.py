@@ -11,6 +11,14 @@
 Each makes a figure of its own with pyplot, unless it is given `ax=`.
 """
 
+try:
+  import matplotlib as _matplotlib  # noqa: F401
+except ModuleNotFoundError as error:
+  raise ModuleNotFoundError(
+    "ols.plot needs matplotlib, which is not installed; in a clone of the "
+    'repository: pip install -e ".[plot]".'
+  ) from error
+
 from optax_lossscale.plot._by_exponent import exponent_histogram
 from optax_lossscale.plot._by_exponent import heat_map
 from optax_lossscale.plot._by_step import headroom

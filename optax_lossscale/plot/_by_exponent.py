@@ -107,6 +107,8 @@ def exponent_histogram(
     ...   print([text.get_text()])
     ['gradients: 25 % are 0, 25 % become 0 in float16']
     ['times S = $2^{10}$: 0 % become 0']
+    ['hatched: subnormal numbers of the format']
+    ['zeros']
     >>> by_leaf = ols.instruments.histogram_by_leaf({"a": gradients})
     >>> axes = ols.plot.heat_map(by_leaf, ax=Figure().subplots())
     >>> print([label.get_text() for label in axes.get_yticklabels()])
@@ -140,10 +142,12 @@ def exponent_histogram(
     label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
   )
   # What has no exponent is beside them.
-  beside = {low - _APART: shares.zeros, high + _APART: shares.nonfinite}
-  for place, share in beside.items():
+  for name, place, share, color in (
+    ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
+    ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.SKIP.color),
+  ):
     if share:
-      axes.bar(place, share - floor, _BROAD, bottom=floor, color=axes_lib.BLUE)
+      axes.bar(place, share - floor, _BROAD, floor, color=color, label=name)
   if loss_scale is not None:
     axes.stairs(
       heights,
@@ -196,9 +200,9 @@ def heat_map(
   """
   if not isinstance(histograms, Mapping):
     raise TypeError(
-      f"`histograms` must be a mapping by path, got {type(histograms).__name__}"
-      "; call instruments.histogram_by_leaf(gradients), or pass "
-      '{"all": histogram}.'
+      "`histograms` must be a mapping by path, got "
+      f"{arguments.kind_of(histograms)}; call "
+      'instruments.histogram_by_leaf(gradients), or pass {"all": histogram}.'
     )
   if not histograms:
     raise ValueError("`histograms` must have at least one, got none.")
@@ -268,6 +272,8 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
       edgecolor="black",
       hatch="//////",
       linewidth=0.8,
+      label="_" * (each != ranges[0])
+      + "hatched: subnormal numbers of the format",
     )
     axes.broken_barh(
       [(each.normal, each.end - each.normal)],

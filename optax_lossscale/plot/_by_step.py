@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale import instruments
+from optax_lossscale._base.arguments import kind_of
 from optax_lossscale.plot import axes as axes_lib
 
 
@@ -104,8 +105,9 @@ def replays(
 
   Returns:
     The Axes. The legend tells how many steps each rule lost and its mean
-    headroom; a cross is a step that it lost, and the thin line the largest S
-    that each step would have stood.
+    headroom; a cross of its colour is a step that it lost, and the thin line
+    the largest S that each step would have stood. A first S of 1, from which a
+    rule jumps to its own, is left out.
 
   Raises:
     TypeError: if an argument is not of its kind.
@@ -128,7 +130,7 @@ def replays(
   """
   if not isinstance(replays, Mapping):
     raise TypeError(
-      f"`replays` must be a mapping by name, got {type(replays).__name__}; "
+      f"`replays` must be a mapping by name, got {kind_of(replays)}; "
       'pass {"dynamic": replay}, with a name for each rule.'
     )
   if not replays:
@@ -198,24 +200,32 @@ def _draw_scales(
       markersize=2,
       label=f"largest S without overflow, {jnp.dtype(dtype).name}",
     )
+  scales = [_without_jump(history) for history in histories.values()]
   for i, (label, history) in enumerate(histories.items()):
+    # The first style is too much like the thin line.
+    style = axes_lib.style_of(i + 1, len(histories))
     axes.plot(
       history.step,
-      history.loss_scale,
+      scales[i],
       drawstyle="steps-mid",
       marker=_marker(history),
       label=label,
-      # The first style is too much like the thin line.
-      **axes_lib.style_of(i + 1, len(histories))._asdict(),
+      **style._asdict(),
     )
-  for history in histories.values():
+    cross = style if overflow == "_" else axes_lib.SKIP
     lost = history.overflow
     axes_lib.draw_skips(
-      axes, history.step[lost], history.loss_scale[lost], label=overflow
+      axes, history.step[lost], scales[i][lost], label=overflow, style=cross
     )
-  scales = [history.loss_scale for history in histories.values()]
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
   return _finish(axes, "loss scale S")
+
+
+def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
+  """Returns S, without a first 1 that would only stretch the axis."""
+  first, later = history.loss_scale[:1], history.loss_scale[1:]
+  is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
+  return np.append(np.where(is_jump, np.nan, first), later)
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from optax_lossscale._base.arguments import kind_of
+
 # Of Okabe and Ito's colours, which colour-blind people can tell apart.
 GREY = "#999999"
 BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
-
-# Darker than theirs, for a thin cross.
-_RED = "#CC0000"
 
 
 class Style(NamedTuple):
@@ -39,6 +38,9 @@ STYLES = (
   Style("#CC79A7", 1.6, 2.8, "-."),
 )
 
+# Of a darker red than theirs, for a thin cross.
+SKIP = Style("#CC0000", 2.0, 3.0)
+
 # For a line that has nothing drawn over it.
 ALONE = STYLES[2]
 
@@ -57,7 +59,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
     return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
   if not isinstance(ax, Axes):
     raise TypeError(
-      f"`ax` must be matplotlib's Axes or None, got {type(ax).__name__}; a "
+      f"`ax` must be matplotlib's Axes or None, got {kind_of(ax)}; a "
       "figure's are figure.axes."
     )
   return ax
@@ -66,9 +68,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
 def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
   """Raises if what is to be drawn is of another kind."""
   if not isinstance(value, kind):
-    raise TypeError(
-      f"{rule} {kind.__name__}, got {type(value).__name__}; {remedy}."
-    )
+    raise TypeError(f"{rule} {kind.__name__}, got {kind_of(value)}; {remedy}.")
 
 
 def step_axis(axes: Axes) -> None:
@@ -93,16 +93,18 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
   axes.minorticks_off()
 
 
-def draw_skips(axes: Axes, steps: Any, values: Any, *, label: str) -> None:
+def draw_skips(
+  axes: Axes, steps: Any, values: Any, *, label: str, style: Style = SKIP
+) -> None:
   """Draws a cross at each of some steps, if there are any."""
   if len(steps):
     axes.plot(
       steps,
       values,
       "x",
-      color=_RED,
+      color=style.color,
       markersize=8,
-      markeredgewidth=2,
+      markeredgewidth=style.linewidth,
       label=label,
       zorder=3,
     )

@@ -273,8 +273,8 @@ def _read(
   """Returns the values of a dictionary by its keys, or lists what is wrong."""
   if not isinstance(dictionary, Mapping):
     raise TypeError(
-      f"`state_dict` must be a dictionary, got {type(dictionary).__name__}; of "
-      "an object pass its vars(...)."
+      "`state_dict` must be a dictionary, got "
+      f"{_arguments.kind_of(dictionary)}; of an object pass its vars(...)."
     )
   came = _flatten(dictionary, keys)
   _refuse_traced("state_dict", came.values(), "from_state_dict")

@@ -65,6 +65,14 @@ def test_text_stands_for_rule(text, rule):
     ("megatorn:hysteresis=2", "growth_interval=200; did you mean 'megatron'?"),
     ("none:1", "unknown rule 'none:1'"),
     ("", "unknown rule ''"),
+    (
+      "1024",
+      "must be a rule, got '1024'; fixed:1024 keeps that S, dynamic:",
+    ),
+    ("2**15", "fixed:2**15 keeps that S, dynamic:2**15 starts from it"),
+    ("warm_start:65536.0", "must be a rule, got '65536.0'; fixed:65536.0"),
+    ("0", "unknown rule '0'; choose from none"),
+    ("True", "unknown rule 'True'; choose from none"),
     ("fixed:-1", "`scale` must be positive, got -1"),
     ("fixed:scale=True", "`scale` must be a number, got True"),
     ("dynamic:growth_interval=0.5", "`growth_interval` must be an integer"),
@@ -119,3 +127,12 @@ def test_example_of_what_a_rule_needs_is_a_rule(name):
     _loss_scale.parse(name)
   except ValueError as error:
     assert _loss_scale.parse(str(error).partition("as in ")[2]).rule
+
+
+def test_what_is_suggested_for_a_number_are_rules():
+  with pytest.raises(ValueError) as error:
+    _loss_scale.parse("2**15")
+  texts = re.findall(r"\w+:\S+", str(error.value))
+  rules = [_loss_scale.parse(text).rule for text in texts]
+  scale = 2.0**15
+  assert rules == [ols.FixedLossScale(scale), ols.DynamicLossScale(scale)]

@@ -11,6 +11,7 @@ from optax_lossscale import instruments
 from tests.instruments.histories import make_history
 
 # 2**15 is the largest power of two that the first 40 steps stand.
+UNLABELLED = '{"history": {"amax": [1]}}'
 UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 
 
@@ -64,8 +65,11 @@ def test_bad_input_is_answered_with_one_line(
     ("a.csv", None, "No such file"),
     ("a.csv", "amax\nx\n", "line 2, column amax: must be a number, got 'x'"),
     ("a.txt", "", ".csv or .json"),
-    ("a.csv", "run,amax\na,1\nb,1\n", "choose one by --run: 'a', 'b'"),
-    ("a.csv", "seed,amax\n1,1\n2,1\n", "choose one by --seed: 1, 2"),
+    (
+      "a.json",
+      '{"runs": [%s, %s]}' % (2 * (UNLABELLED,)),
+      "same for runs[0], r",
+    ),
   ],
 )
 def test_a_history_that_cannot_be_read_is_told_by_name(
@@ -122,6 +126,38 @@ def test_run_and_seed_are_chosen(tmp_path, capsys):
   assert "2 steps" in out and rows_of(out)["fixed:4"][0] == "1"
 
 
+def test_of_several_runs_the_first_is_taken_and_the_others_are_told(
+  tmp_path, capsys
+):
+  path = tmp_path / "history.csv"
+  rows = ["unscaled,0,", "'a, x',0,1", "'a, x',2,inf", "b,0,inf", "b,1,inf"]
+  text = "\n".join(["run,seed,amax", *rows, "b,1,1"]).replace("'", '"')
+  path.write_text(text)
+  runs = "  run 'a, x' is the first; --run takes another: 'b'\n"
+  seeds = "  seed 0 is the first; --seed takes another: {}\n"
+  for options, steps, told, lost in (
+    ([], 1, runs + seeds.format("2, 1"), "0"),
+    (["--run=a, x"], 1, seeds.format("2"), "0"),
+    (["--run=b"], 1, seeds.format("1"), "1"),
+    (["--run=b", "--seed=1"], 2, "", "1"),
+    (["--seed=0"], 1, runs, "0"),
+  ):
+    assert simulate(path, "--rule=fixed:4", *options) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}, {steps} steps\n{told} "), out
+    assert ("is the first" in out) == (told != "")
+    assert rows_of(out)["fixed:4"][0] == lost
+
+
+def test_steps_that_begin_at_0_and_semicolons_are_taken(tmp_path, capsys):
+  path = tmp_path / "history.csv"
+  path.write_text("step;loss_scale;amax\n0;4;1.5\n1;4;inf\n2;2;1.5\n")
+  picture = tmp_path / "picture.png"
+  assert simulate(path, "--rule=fixed:4", "--output", picture, "--advise") == 0
+  out = capsys.readouterr().out
+  assert f"{path}, 3 steps" in out and rows_of(out)["fixed:4"][0] == "1"
+
+
 def test_advice_is_given_on_each_rule(history, capsys):
   rules = ("--rule", "npu_fixed:loss_scale=2**20", "--rule", "fixed:2**13")
   assert simulate(history, *rules, "--advise") == 0
@@ -149,6 +185,21 @@ def test_picture_is_what_its_name_says(history, tmp_path):
   assert b"<svg" in picture.read_bytes()
 
 
+@pytest.mark.parametrize("end", ["png", "pdf", "svg"])
+def test_a_disk_too_full_for_the_picture_is_told(
+  end, history, tmp_path, capsys
+):
+  picture = tmp_path / f"picture.{end}"
+  picture.symlink_to("/dev/full")
+  assert simulate(history, "--rule", "fixed:8", "--output", picture) == 2
+  out, err = capsys.readouterr()
+  assert rows_of(out)
+  assert err == (
+    "optax-lossscale simulate: error: argument --output: cannot write "
+    f"{picture}: No space left on device\n"
+  )
+
+
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
 def test_missing_extra_is_told_with_its_remedy(
   package, history, tmp_path, monkeypatch, capsys
@@ -158,7 +209,8 @@ def test_missing_extra_is_told_with_its_remedy(
   assert simulate(history, "--output", picture) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert package in err and 'pip install "optax-lossscale[demo]"' in err
+  assert package in err and "which is not installed" in err
+  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
   assert not picture.parent.exists()
 
 

@@ -176,7 +176,8 @@ def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
   assert train("--output", tmp_path / "out") == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert "matplotlib" in err and 'pip install "optax-lossscale[demo]"' in err
+  assert "matplotlib" in err and "which is not installed" in err
+  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
   assert not (tmp_path / "out").exists()
 
 
@@ -489,6 +490,21 @@ def test_full_disk_does_not_hide_the_table(
   assert "--output" in err and "No space left on device" in err
 
 
+@pytest.mark.parametrize("end", ["csv", "json", "png"])
+def test_a_disk_that_becomes_full_while_a_file_is_written_is_told(
+  end, tmp_path, tiny_digits, capsys
+):
+  # Written first under this name, and moved when all went well.
+  temporary = tmp_path / f".digits.{end}.{os.getpid()}"
+  temporary.symlink_to("/dev/full")
+  assert train("--precision=float32", "--steps=1", "--output", tmp_path) == 2
+  out, err = capsys.readouterr()
+  assert "float32, none" in out
+  error = f"--output: cannot write {tmp_path}: No space left on device\n"
+  assert err.endswith(error) and "Traceback" not in err
+  assert not (tmp_path / f"digits.{end}").exists()
+
+
 def test_interrupt_keeps_what_was_recorded(
   tmp_path, tiny_digits, monkeypatch, capsys
 ):
@@ -525,10 +541,11 @@ def test_interrupt_before_the_first_step_writes_nothing(
 def test_ctrl_c_leaves_the_history_on_disk(tmp_path):
   # A shell may have told its background jobs to ignore Ctrl-C.
   code = (
-    "import signal, sys; from optax_lossscale import cli;"
+    "import signal, sys; sys.argv[0] = 'optax-lossscale';"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from optax_lossscale import cli;"
     "from optax_lossscale.demo import digits; from tests.demo import tiny;"
     "task = tiny.make_task(); digits.make_task = lambda *, quick: task;"
-    "signal.signal(signal.SIGINT, signal.default_int_handler);"
     "sys.exit(cli.main())"
   )
   arguments = ["--task", "digits", "--precision", "float16"]

@@ -891,7 +891,7 @@ def test_a_check_in_the_place_of_dtypes_is_refused():
 @pytest.mark.parametrize("factory", [ols.float_status, ols.saturating])
 def test_what_a_function_returned_is_no_function(factory):
   with pytest.raises(
-    TypeError, match="`fun` must be a function, got ArrayImpl"
+    TypeError, match="`fun` must be a function, got jax.Array"
   ):
     factory(hide(half(1.0)))
 

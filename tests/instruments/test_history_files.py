@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale.demo import run as run_lib
 from tests.instruments.histories import make_history
@@ -65,6 +66,33 @@ def test_json_that_is_written_is_json(tmp_path):
 def test_amax_alone_is_of_an_unscaled_run(name, content, write):
   history = instruments.read_history(write(name, content))
   assert_same_bits(history, make_history([1.0, INF, 2.5]))
+
+
+def test_steps_may_begin_at_0(write):
+  columns = {"step": [0, 1, 5], "amax": [1, "inf", 2.5]}
+  for path in (
+    write("a.csv", "step,amax\n0,1\n1,inf\n5,2.5\n"),
+    write("a.json", columns),
+  ):
+    history = instruments.read_history(path)
+    assert history.step.tolist() == [0, 1, 5]
+    replay = instruments.replay(ols.FixedLossScale(4.0), history)
+    assert replay.history.step.tolist() == [0, 1, 5] and replay.lost_steps == 1
+    instruments.write_history(path, history)
+    assert_same_bits(instruments.read_history(path), history)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_columns_are_separated_as_the_first_line_does_it(separator, write):
+  lines = [
+    ["run", '"a; b, c"', "step", "amax", "loss_scale"],
+    ['"x,y;z"', "", "0", "1.5", "8"],
+    ['"x,y;z"', "", "1", "inf", "4"],
+  ]
+  text = "\n".join(separator.join(line) for line in lines)
+  history = instruments.read_history(write("a.csv", text), run="x,y;z")
+  assert history.step.tolist() == [0, 1] and history.amax.tolist() == [1.5, INF]
+  assert history.loss_scale.tolist() == [8, 4]
 
 
 def test_steps_that_were_not_scaled_are_left_out(write):
@@ -177,7 +205,9 @@ _TEXT = r"runs\[0\].run must be text, got "
     ("a.csv", "amax,loss_scale\n1,1e-39\n", "normal float32, got '1e-39'"),
     ("a.csv", "amax,overflow\n1,2\n", "line 2, column overflow: .*0 or 1"),
     ("a.csv", "amax,step\n1,1.5\n", "line 2, column step: .*'1.5'"),
-    ("a.csv", "amax,step\n1,0\n", "line 2, column step: .*from 1"),
+    ("a.csv", "amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
+    ("a.csv", "step;amax\n1;1,5\n", "column amax: .*got '1,5'; .*as a point"),
+    ("a.csv", "amax;step\n1;2\n1;2;3\n", "line 3: must have 2 columns"),
     ("a.csv", "amax,step\n1,2\n1,2\n", "line 3, column step: .*got 2 after 2"),
     ("a.csv", "amax,step\n1,2\n1\n", "line 3: must have 2 columns.*got 1"),
     ("a.csv", 'amax\n"1\n', "line 2|unexpected end"),

@@ -889,7 +889,7 @@ NO_BOOLS = {
   "5 of type int": lambda _: 5,
   "0 of type int at 'b'": {"w": True, "b": 0},
   "nan of type float": jnp.nan,
-  "Array(True, dtype=bool) of type ArrayImpl at 'b'": {
+  "Array(True, dtype=bool) of type jax.Array at 'b'": {
     "w": True,
     "b": jnp.array(True),
   },

@@ -1,0 +1,149 @@
+"""What both commands have in common: the version, and how a run is cut off."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import cli
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# What pip writes for the entry point.
+SCRIPT = "import sys; from optax_lossscale.cli import main; sys.exit(main())"
+
+HISTORY = "step,loss_scale,amax\n" + "".join(
+  f"{i},1024,{i}\n" for i in range(1, 200)
+)
+
+
+def script(tmp_path):
+  """Returns the command as a shell starts it."""
+  path = tmp_path / "optax-lossscale"
+  path.write_text(SCRIPT)
+  return [sys.executable, str(path)]
+
+
+def environment():
+  """Returns the variables of a command that imports this package."""
+  paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+  return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def simulate(tmp_path, *arguments):
+  """Returns a command that prints more than one line."""
+  path = tmp_path / "history.csv"
+  path.write_text(HISTORY)
+  return [*script(tmp_path), "simulate", str(path), *arguments]
+
+
+def test_the_version_is_printed(capsys):
+  with pytest.raises(SystemExit) as stop:
+    cli.main(["--version"])
+  assert not stop.value.code
+  assert capsys.readouterr().out == f"optax-lossscale {ols.__version__}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["simulate", "help", "version"])
+def test_a_full_disk_ends_with_a_sentence(command, tmp_path):
+  words = {
+    "simulate": simulate(tmp_path),
+    "help": [*script(tmp_path), "simulate", "--help"],
+    "version": [*script(tmp_path), "--version"],
+  }
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(
+      words[command],
+      stdout=full,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=environment(),
+    )
+  assert done.stderr == (
+    "optax-lossscale: error: cannot print the output: No space left on device\n"
+  )
+  assert done.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_closed_pipe_ends_with_a_sentence(buffered, tmp_path):
+  with subprocess.Popen(
+    simulate(tmp_path),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**environment(), "PYTHONUNBUFFERED": "" if buffered else "1"},
+  ) as process:
+    process.stdout.close()
+    error = process.stderr.read()
+  assert error == (
+    "optax-lossscale: error: cannot print the output: Broken pipe\n"
+  )
+  assert process.returncode == 1
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_not_missed(tmp_path):
+  command = subprocess.list2cmdline(simulate(tmp_path))
+  done = subprocess.run(
+    ["sh", "-c", f"{command} >&-"],
+    capture_output=True,
+    text=True,
+    env=environment(),
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize(
+  "imported",
+  ["numpy", "jax", "optax", "optax_lossscale.cli._parser", "flax", "sklearn"],
+)
+def test_ctrl_c_while_modules_are_imported_ends_with_a_word(
+  form, imported, tmp_path, monkeypatch
+):
+  # A shell may have told its background jobs to ignore it, which they inherit.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  command = script(tmp_path)
+  if form == "module":
+    command = [sys.executable, "-m", "optax_lossscale"]
+  try:
+    process = subprocess.Popen(
+      [*command, "train", "--task=digits", "--output", str(tmp_path / "out")],
+      stderr=subprocess.PIPE,
+      text=True,
+      # It tells of every module when it has been imported.
+      env={**environment(), "PYTHONPROFILEIMPORTTIME": "1"},
+    )
+  finally:
+    signal.signal(signal.SIGINT, before)
+  with process:
+    for line in process.stderr:
+      if line.split("|")[-1].strip() == imported:
+        process.send_signal(signal.SIGINT)
+        break
+    left = [x for x in process.stderr if not x.startswith("import time:")]
+  assert left == ["Interrupted.\n"]
+  assert process.returncode == 130
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_that_of_the_program_that_imports_the_library():
+  program = (
+    "import signal; import optax_lossscale;"
+    "handler = signal.getsignal(signal.SIGINT);"
+    "assert handler is signal.default_int_handler, handler"
+  )
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    subprocess.run([sys.executable, "-c", program], check=True)
+  finally:
+    signal.signal(signal.SIGINT, before)
