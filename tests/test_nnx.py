@@ -326,7 +326,8 @@ def test_a_first_argument_that_the_optimizer_does_not_update_is_refused():
   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
   rule = "must hold variables that the optimizer updates, wrt=.*Param.*, got "
   for batch in (jnp.asarray(CLEAN), {"x": CLEAN}, norm(nnx.Rngs(0)).mean):
-    kind = type(batch).__name__
+    is_array = isinstance(batch, jax.Array)
+    kind = "jax.Array" if is_array else type(batch).__name__
     with pytest.raises(ValueError, match=f"{rule}{kind}; .* argnums=nnx.Diff"):
       value_and_grad(batch, model)
   with pytest.raises(ValueError, match=f"{rule}no argument by position"):
