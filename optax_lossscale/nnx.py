@@ -96,8 +96,7 @@ def scaled_value_and_grad(
   def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     if argnums is None:
       _check_first(optimizer, args)
-    state = _find_state(optimizer, path)
-    _refuse_frozen(state)
+    state = states.state_in_use(_find_state(optimizer, path))
     return backward.scaled_value_and_grad(
       fun, state, has_aux=has_aux, value_and_grad=differentiate
     )(*args, **kwargs)
@@ -117,9 +116,10 @@ def autocast(
 
   It is `optax_lossscale.autocast` for models that a forward pass changes. What
   `fun` changes in its arguments is changed afterwards, in the dtypes that it
-  has without: batch statistics, counts of random keys, what is sown. It goes
-  into `scaled_value_and_grad`, `nnx.jit` and the like. As in these, what `fun`
-  changes must be an argument; if `fun` is a model, the model counts as one.
+  has without: batch statistics, counts of random keys, what is sown. Pass the
+  result to `scaled_value_and_grad` or `nnx.jit`. As there, each model must be
+  an argument, unless `fun` only reads it; if `fun` is a model, it counts as
+  one.
 
   Args:
     fun: a function of NNX objects and more, such as a loss function; a model.
@@ -163,6 +163,10 @@ def autocast(
 
   @functools.wraps(fun)
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    with trees.explain_changes():
+      # Flax would find what cannot be changed after it has taken models apart.
+      for variable in _variables((fun, args, kwargs)).values():
+        variable.set_value(variable.get_value())
     with nnx.update_context("autocast"):
       split = nnx.to_tree((fun, args, kwargs), ctxtag="autocast")
       # This changes in place what was an argument, and makes what is new.
@@ -362,20 +366,6 @@ def _find_state(
       "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
     )
   return states.find_state(opt_state, path)
-
-
-def _refuse_frozen(state: states.LossScalingState) -> None:
-  """Raises if a compiled function would hold the optimizer's S for ever."""
-  try:
-    states.state_in_use(state)
-  except ValueError as error:
-    raise ValueError(
-      "`optimizer` must be an argument of the function that is jitted or "
-      "scanned, got one that was closed over: what is compiled would use its "
-      f"loss scale {float(states.get_loss_scale(state))} for ever. Pass it in, "
-      "as in nnx.jit(lambda model, optimizer, batch: "
-      "scaled_value_and_grad(loss_fn, optimizer)(model, batch))."
-    ) from error
 
 
 def _check_first(optimizer: nnx.Optimizer[Any], args: tuple[Any, ...]) -> None:

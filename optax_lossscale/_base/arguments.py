@@ -276,7 +276,7 @@ def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
   if flag.shape != jnp.shape(loss_scale):  # Equal for a batch of states.
     raise ValueError(
       "`overflow` must be one flag, true or false, got an array of shape "
-      f"{flag.shape}; if any of them is to count, pass jnp.any(overflow)."
+      f"{flag.shape}; to skip when any of them is set, pass jnp.any(overflow)."
     )
   return flag
 

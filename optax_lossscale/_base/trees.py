@@ -139,14 +139,16 @@ def explain_changes() -> Iterator[None]:
       raise
     raise ValueError(
       "`fun` must not change NNX objects that are not traced with it, got a "
-      f"new value in {_changed(error)}; pass them as arguments. {_FOR_NNX}."
+      f"new value in {_changed(error)}; pass them as arguments. {_FOR_NNX}; "
+      "optax_lossscale.autocast takes a model that is only read."
     ) from error
 
 
 def _changed(error: Exception) -> str:
   """Returns the path of the variable that Flax did not let be changed."""
   frames = traceback.walk_tb(error.__traceback__)
-  owners = [frame.f_locals.get("self", error) for frame, _ in frames]
+  # The first local of a method is its object.
+  owners = [next(iter(x.f_locals.values()), error) for x, _ in frames]
   path, owned = "", owners[-1]
   # From the variable outwards, as the methods called each other.
   for owner in reversed(owners):

@@ -70,9 +70,17 @@ class Recording(NamedTuple):
 
 
 def record(
-  function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+  function: Callable[..., Any],
+  args: Any,
+  kwargs: Mapping[str, Any],
+  *,
+  may_change: bool = False,
 ) -> Recording:
-  """Records a function; arrays among its arguments become inputs."""
+  """Records a function; arrays among its arguments become inputs.
+
+  What it changes in them in place is lost, as it gets copies, so that is an
+  error unless it may.
+  """
   # Under jit what is recorded becomes a part of what JAX compiles; in another
   # recording it becomes a part of that.
   is_at_once = is_recording() or not is_staged()
@@ -86,7 +94,8 @@ def record(
     args, kwargs = jax.tree.unflatten(treedef, inputs)
     with _recording(is_at_once), trees.explain_changes():
       outputs = function(*args, **kwargs)
-    trees.check_unchanged(arrays, (args, kwargs))
+    if not may_change:
+      trees.check_unchanged(arrays, (args, kwargs))
     return outputs
 
   # What JAX calls it when the function cannot be traced.
@@ -127,9 +136,8 @@ def _recording(is_at_once: bool) -> Iterator[None]:
 
 def _is_array(x: Any) -> bool:
   # NumPy's bool is a flag, such as `train`, as Python's is.
-  return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not isinstance(
-    x, np.bool_
-  )
+  kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
+  return isinstance(x, kinds) and not isinstance(x, np.bool_)
 
 
 def evaluate(

@@ -30,7 +30,7 @@ _NOTE = re.compile(r"ols\.note: ([^/()]+)")
 def operations(
   jaxpr: Any, scope: str = "", around: tuple[core.JaxprEqn, ...] = ()
 ) -> Iterator[tuple[str, core.JaxprEqn, tuple[core.JaxprEqn, ...]]]:
-  """Yields scope, equation and what holds it, of all with a precision."""
+  """Yields scope, equation and enclosing equations of each operation."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
     where = join(scope, str(equation.source_info.name_stack))
     bodies = calls.castable_bodies(equation)

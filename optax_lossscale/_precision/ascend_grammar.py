@@ -34,6 +34,7 @@ _BESIDE = {
 # What Ascend's hook, estimator and configuration call the arguments.
 ELSEWHERE = {
   "total_step": "`total_steps`",
+  "max_steps": "`total_steps`",
   "final_loss": "`target_loss`",
   "iterations_per_loop": "`steps_per_call`",
   "step": "given to the schedule's `update`",

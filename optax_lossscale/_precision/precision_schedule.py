@@ -465,7 +465,8 @@ def precision_schedule(
       end of training too, where they are not scaled. "allow_fp32_to_fp16" or
       nothing: float32 at the end. Another one is an error, as there.
     precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
-    **unknown: nothing; a name of Ascend's is answered with the one here.
+    **unknown: not accepted; for one of Ascend's names the error says what it
+      is called here.
 
   Returns:
     A `PrecisionSchedule`: `make_train_step` makes a whole train step;

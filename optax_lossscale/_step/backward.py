@@ -19,12 +19,12 @@ from optax_lossscale._step import states
 
 # What to do about leaves without a gradient, by the classes around them.
 _REMEDIES = {
-  "'flax.nnx.": "an NNX model is for optax_lossscale.nnx.scaled_value_and_grad,"
-  " or pass its parameters alone: nnx.split(model, nnx.Param, ...)",
-  "'equinox.": "for an Equinox model pass value_and_grad="
-  "eqx.filter_value_and_grad to scaled_value_and_grad, or pass its arrays "
-  "alone: eqx.partition(model, eqx.is_inexact_array)",
-  "": "pass it in another argument. An integer may stay with allow_int=True, "
+  "'flax.nnx.": "of an NNX model pass the parameters alone, nnx.split(model, "
+  "nnx.Param, ...); optax_lossscale.nnx.scaled_value_and_grad takes all of it",
+  "'equinox.": "of an Equinox model pass the arrays alone, eqx.partition(model,"
+  " eqx.is_inexact_array); scaled_value_and_grad takes all of it with "
+  "value_and_grad=eqx.filter_value_and_grad",
+  "": "pass it in another argument; an integer may stay with allow_int=True, "
   "and has a gradient of dtype float0",
 }
 
@@ -241,8 +241,10 @@ def at_scale(
     except TypeError as error:
       # JAX refuses such leaves before it calls `fun`, whose errors are its own.
       if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
-        for i in arguments.argnums_as_tuple(argnums):
-          _refuse_unless_arrays({f"args[{i}]": args[i]}, error)
+        numbers = arguments.argnums_as_tuple(argnums)
+        for i, x in enumerate(args):
+          if i in numbers or i - len(args) in numbers:
+            _refuse_unless_arrays({f"args[{i}]": x}, error)
       raise
     match result:
       case ((_, (loss, value)), gradients):

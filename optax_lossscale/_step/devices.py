@@ -227,8 +227,8 @@ def refuse_divergence(
       f"flag that varies along {listed(missing)} for a state that does not; "
       f"pass loss_scaling(..., axis_name={listed([*names, *missing])}), or "
       "npu_loss_scale_optimizer(..., is_distributed=True) with that axis_name. "
-      "For one model a device let the state vary as well: make_varying(state, "
-      f"{listed(missing)})."
+      "If each device trains a model of its own, make the state vary too: "
+      f"make_varying(state, {listed(missing)})."
     )
 
 

@@ -1,7 +1,6 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
 from typing import Any
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,6 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
-
-if TYPE_CHECKING:
-  import chex
 
 
 def loss_scaling(
@@ -153,8 +149,8 @@ def loss_scaling(
     state: optax.OptState,
     params: optax.Params | None = None,
     *,
-    overflow: "chex.ArrayTree | bool" = False,
-    amax: "chex.ArrayTree | None" = None,
+    overflow: Any = False,
+    amax: Any = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)

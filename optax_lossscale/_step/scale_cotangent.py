@@ -1,10 +1,10 @@
 """A loss scale for a part of a model: the cotangents that pass, multiplied."""
 
 from typing import Any
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -12,11 +12,8 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import devices
 
-if TYPE_CHECKING:
-  import chex
 
-
-def scale_cotangent(x: trees.Tree, scale: "chex.Numeric") -> trees.Tree:
+def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   """Returns `x`, and multiplies by `scale` the cotangent that comes back to it.
 
   One S for the whole model does not fit where the gradients of its layers are

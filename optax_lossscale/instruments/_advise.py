@@ -85,7 +85,7 @@ def advise(
   - gradients that do not follow S, such as those of `jax.grad`: then it says
     nothing else. It needs 5 moves of S by half a bit or more, each with 8 bits
     of headroom, and amax has to miss three quarters of them by more than half;
-  - NaN that hardly any S mends: a fault to find in the model, and no argument;
+  - NaN that probably no S cures: a fault to find in the model, and no argument;
     NaN that S or the model may have made: it says how to find out;
   - overflows with amax 1 bit or more below the dtype's limit: the caller's own,
     or a status register's, and no argument;
@@ -329,8 +329,9 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   if is_off:
     tuning.tell(
       f"these gradients do not follow S: over {followed.size} moves of S, amax "
-      f"moved {median:.1f} times as far; make them with scaled_value_and_grad("
-      "fun, opt_state), pass them to update as they are, and record again"
+      f"moved {round(median, 1) + 0.0} times as far; make them with "
+      "scaled_value_and_grad(fun, opt_state), pass them to update as they are, "
+      "and record again"
     )
   return is_off
 
@@ -346,7 +347,7 @@ def _look_for_nan(tuning: _Tuning) -> None:
       tuning.known.is_doubtful,
       "that the steps next to them stood, some with less than 6 bits of "
       "headroom: S or the model may have made these, and they count as "
-      "overflows; take such a batch at S / 64, and if it is NaN again,",
+      "overflows; run such a batch again at S / 64, and if it is NaN again,",
     ),
   ):
     if count := np.sum(is_nan):
@@ -518,7 +519,12 @@ def _look_at_lost_steps(tuning: _Tuning) -> None:
     return replay.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
 
   for column, values in (
-    ("growth_interval", lambda old: _doubled(int(old), tuning.count)),
+    (
+      "growth_interval",
+      lambda old: [
+        x for i in range(1, 31) if (x := int(old) << i) <= tuning.count
+      ],
+    ),
     ("hysteresis", lambda old: [1]),
     ("headroom", lambda old: [old + more for more in range(1, 7)]),
   ):
@@ -537,7 +543,7 @@ def _look_at_lost_steps(tuning: _Tuning) -> None:
 def _look_at_headroom(tuning: _Tuning) -> None:
   turned = {advice.argument for advice in tuning.advice}
   for column, values in (
-    ("growth_interval", lambda old: _halved(int(old))),
+    ("growth_interval", lambda old: [int(old) >> i for i in range(1, 31)]),
     ("hysteresis", lambda old: [old + 1, old + 2]),
     ("headroom", lambda old: [old - less for less in range(1, 7)]),
   ):
@@ -547,7 +553,7 @@ def _look_at_headroom(tuning: _Tuning) -> None:
       tuning.attempt(
         column,
         values(knob.value),
-        f"S could have been 2**{math.floor(mean)} times as large in the mean",
+        f"S could have been 2**{math.floor(mean)} times as large on average",
         _wastes_less(tuning),
         lambda replay: replay.mean_headroom < _WIDE,
       )
@@ -556,14 +562,6 @@ def _look_at_headroom(tuning: _Tuning) -> None:
 def _power(exponent: float) -> float:
   """Returns that power of two, within the range of S."""
   return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
-
-
-def _doubled(steps: int, most: int) -> list[int]:
-  return [steps << i for i in range(1, 31) if steps << i <= most]
-
-
-def _halved(steps: int) -> list[int]:
-  return [steps >> i for i in range(1, steps.bit_length())]
 
 
 def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:

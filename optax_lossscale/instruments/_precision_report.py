@@ -96,7 +96,6 @@ def precision_report(
 
   Raises:
     TypeError: if `fun` is not a function.
-    ValueError: if it changes an object in place, such as an `nnx.Module`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -107,7 +106,7 @@ def precision_report(
   """
   arguments.check_function(fun)
   with scopes.noting(True):
-    recording = interpreter.record(fun, args, kwargs)
+    recording = interpreter.record(fun, args, kwargs, may_change=True)
   counts: dict[Any, collections.Counter[str]] = {}
   products, in_branches = collections.Counter[str](), 0
   for scope, equation, around in scopes.operations(recording.jaxpr):

@@ -121,7 +121,7 @@ def npu_loss_scale_optimizer(
     TypeError: if an argument is not of its kind.
     ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
       if `is_distributed` is True without `axis_name`, or False for workers that
-      share an S. Both errors also where `loss_scaling` raises them.
+      share an S. Also what `loss_scaling` raises.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -278,6 +278,26 @@ def test_what_cannot_work_is_refused_at_once():
 
 
 def test_a_model_that_is_closed_over_is_refused_by_the_path_of_its_variable():
-  model = nnx.Dict(norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-  with pytest.raises(ValueError, match=r"in BatchNorm\.mean; pass them as"):
-    ols.nnx.autocast(lambda x: model["norm"](x))(X)
+  class Outer(nnx.Module):
+    def __init__(self):
+      self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(this, x):  # noqa: N805
+      return this.norm(x)
+
+  model = Outer()
+  with pytest.raises(ValueError, match=r"in Outer\.norm\.mean; pass them as"):
+    ols.nnx.autocast(lambda x: model(x))(X)
+
+
+def test_a_model_from_outside_of_another_transform_is_refused_and_stays_whole():
+  student, teacher = make(), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+  before = values(teacher)
+  mixed = ols.nnx.autocast(lambda a, b, x: jnp.mean(a(x) - b(x)))
+  with pytest.raises(
+    ValueError, match="autocast takes a model that is only re"
+  ):
+    nnx.value_and_grad(lambda a, x: mixed(a, teacher, x))(student, X)
+  support.assert_same_bits(values(teacher), before)
+  only_read = ols.nnx.autocast(lambda a, x: jnp.mean(a(x) - teacher(x)))
+  nnx.value_and_grad(only_read)(student, X)

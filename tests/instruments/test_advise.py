@@ -278,7 +278,7 @@ def test_nan_that_a_smaller_scale_may_mend_is_advised_like_inf(rule):
   unscaled[99] = NAN
   (note, *_) = instruments.advise(make_history(unscaled, scale=scale), rule)
   assert "S or the model may have made these" in str(note)
-  assert "take such a batch at S / 64, and if it is NaN again" in str(note)
+  assert "run such a batch again at S / 64, and if it is NaN again" in str(note)
 
 
 def test_nan_that_stays_however_small_the_scale_is_told():

@@ -584,9 +584,9 @@ def test_an_error_of_a_loss_of_integers_stays_as_it_is():
   assert "Equinox" not in str(getattr(caught.value, "__notes__", ""))
 
 
-FOR_EQUINOX = "for an Equinox model pass value_and_grad=eqx.filter_value_and_"
+FOR_EQUINOX = "of an Equinox model pass the arrays alone, eqx.partition(model"
 FOR_NNX = (
-  "an NNX model is for optax_lossscale.nnx.scaled_value_and_grad, or pass"
+  "of an NNX model pass the parameters alone, nnx.split(model, nnx.Param"
 )
 DROPOUT = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 KEY = jax.random.PRNGKey(0)
@@ -631,8 +631,15 @@ def test_the_argument_of_a_leaf_without_a_gradient_is_named():
   value_and_grad = ols.scaled_value_and_grad(
     lambda x, model: model_loss(model, x), 8.0, argnums=(0, 1)
   )
-  with pytest.raises(TypeError, match=r"got int32 at 'args\[1\]/count'; for"):
+  with pytest.raises(TypeError, match=r"got int32 at 'args\[1\]/count'; of"):
     value_and_grad(BATCH, MODEL)
+  from_the_end = ols.scaled_value_and_grad(
+    lambda x, model: model_loss(model, x), 8.0, argnums=-1
+  )
+  with pytest.raises(TypeError, match=r"got int32 at 'args\[1\]/count'; of"):
+    from_the_end(BATCH, MODEL)
+  with pytest.raises(TypeError, match="requires at least 1 positional"):
+    ols.scaled_value_and_grad(lambda x: x, 8.0)(x=1.0)
 
 
 class Counting(nnx.Module):
