@@ -174,10 +174,6 @@ def _pow(base: Any, exponent: Any) -> Any:
   return ((base == 0) & (exponent < 0)) | is_root
 
 
-def _zeta(x: Any, q: Any) -> Any:
-  return (x <= 1) | ((q <= 0) & (_is_whole(q) | ~_is_whole(x)))
-
-
 UNDEFINED: Mapping[str, _Undefined] = {
   "digamma": lambda inputs, _: _is_pole(inputs[0]),
   "div": lambda inputs, _: inputs[1] == 0,
@@ -190,5 +186,7 @@ UNDEFINED: Mapping[str, _Undefined] = {
     (inputs[0] < 0) | ~_is_whole(inputs[0]) | _is_pole(inputs[1])
   ),
   "pow": lambda inputs, _: _pow(*inputs),
-  "zeta": lambda inputs, _: _zeta(*inputs),
+  "zeta": lambda x, _: (
+    (x[0] <= 1) | ((x[1] <= 0) & (_is_whole(x[1]) | ~_is_whole(x[0])))
+  ),
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._autocast import levels
@@ -98,14 +97,6 @@ class Policy:
   def cast_to_output(self, tree: trees.Tree) -> trees.Tree:
     """Returns `tree` in the dtype of the output. See `cast_to_param`."""
     return _cast("output_dtype", self.output_dtype, tree)
-
-  def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
-    """Returns the policy with another dtype of the output.
-
-    Args:
-      output_dtype: a floating-point dtype, or None for the one there is.
-    """
-    return dataclasses.replace(self, output_dtype=output_dtype)
 
   def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fun` as the policy has it.

@@ -286,7 +286,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         "in place of a random key jax.random.split(key, microbatches)."
       )
     # Of random keys there may be one an example, or one a micro-batch.
-    if not _is_key(x):
+    if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
       sizes.setdefault(shape[0], place)
     if len(sizes) > 1:
       raise ValueError(
@@ -380,7 +380,3 @@ def _check_share(x: Any, microbatches: int, place: str) -> None:
       f"got {microbatches} for {x.shape[0]} examples on {shares} devices in "
       f"{place}."
     )
-
-
-def _is_key(x: Any) -> bool:
-  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

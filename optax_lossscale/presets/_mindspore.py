@@ -20,11 +20,6 @@ def _inverse(factor: float) -> float:
   return 1 / factor
 
 
-def _inverse_of_float32(factor: float) -> float:
-  """Returns the inverse of what a float32 tensor holds of a factor."""
-  return 1 / float(np.float32(factor))
-
-
 @preset(
   init_scale=Argument("init_loss_scale", check=check_scale_from_one),
   growth_factor=Argument("scale_factor"),
@@ -143,7 +138,8 @@ def mindspore_amp(
 @preset(
   init_scale=Argument("loss_scale_value"),
   growth_factor=Argument("scale_factor"),
-  backoff_factor=Argument("scale_factor", _inverse_of_float32),
+  # Of what a float32 tensor holds of it.
+  backoff_factor=Argument("scale_factor", lambda x: 1 / float(np.float32(x))),
   growth_interval=Argument("scale_window"),
   min_scale=1.0,
   counts_steps=True,

@@ -1,6 +1,5 @@
 """The largest cotangent at chosen points of a model."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,8 +62,5 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
     128.0
   """
   tap.check_measured("amax", amax)
-  return tap.tap(x, amax, _amax)
-
-
-def _amax(cotangents: Sequence[jax.Array]) -> jax.Array:
-  return findings.examine(checks.nonfinite(), cotangents).amax
+  check = checks.nonfinite()
+  return tap.tap(x, amax, lambda found: findings.examine(check, found).amax)

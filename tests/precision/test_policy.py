@@ -164,11 +164,6 @@ def test_policies_are_equal_by_value_and_can_be_static():
   assert cast(MIXED, jnp.ones(2)).dtype == F16
 
 
-def test_the_output_dtype_can_be_another():
-  policy = ols.Policy(F32, F16, F32, level="O1").with_output_dtype(jnp.bfloat16)
-  assert policy == ols.Policy(F32, F16, BF16, level="O1")
-
-
 @pytest.mark.parametrize(
   ("cast", "dtype"),
   [
