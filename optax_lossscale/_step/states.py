@@ -232,8 +232,8 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
-      "`opt_state`, or the `optimizer` that holds it, must be an argument of "
-      "the function that JAX is tracing (jit, scan, shard_map ...), got one "
+      "`opt_state` must be an argument of the function that JAX is tracing "
+      "(jit, scan, shard_map ...), or the optimizer that holds it, got one "
       "that was closed over: what is compiled would use its loss scale "
       f"{float(loss_scale)} for ever. Pass it in, as in "
       "jax.jit(lambda params, opt_state, batch: "
