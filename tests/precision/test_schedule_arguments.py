@@ -147,7 +147,7 @@ def test_what_the_other_mode_needs_must_not_be_there(mode):
   ("name", "here"),
   [
     ("total_step", "`total_step` is `total_steps` here"),
-    ("max_steps", "got 'max_steps'; did you mean `total_steps`?"),
+    ("max_steps", "`max_steps` is `total_steps` here"),
     ("final_loss", "`final_loss` is `target_loss` here"),
     ("iterations_per_loop", "is `steps_per_call` here"),
     ("step", "`step` is given to the schedule's `update` here"),
