@@ -235,7 +235,7 @@ def _in_dtype(
   """Returns the outputs of an operation that runs in `dtype`."""
   fits = all(x.fits(decision.dtype) for x in inputs if x.is_float)
   is_number = kind is _Kind.COMPUTED and not fits
-  with scopes.note("a number that does not fit" if is_number else kind.value):
+  with scopes.note("a constant out of range" if is_number else kind.value):
     with interpreter.context(equation):
       arrays = [
         _converted(x, dtype, equation) if x.is_float else x.array

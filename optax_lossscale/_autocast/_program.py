@@ -81,7 +81,7 @@ class MixedProgram:
         uses = demand.outputs[id(equation)]
         why = "no product follows"
         if any(use.leads_to_product for use in uses):
-          why = decision.why or "used in float32 alone"
+          why = decision.why or "only used in float32"
         decision = decision._replace(treatment=levels.Treatment.BLACK, why=why)
       if _is_unknown(equation):
         where = f" in {scope}" if scope else ""

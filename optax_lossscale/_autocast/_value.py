@@ -21,13 +21,13 @@ class Kind(enum.Enum):
   # What the network computes.
   COMPUTED = "follows an input"
   # An argument, or what the function closed over; also moved or reshaped.
-  GIVEN = "given values alone"
+  GIVEN = "inputs only"
   # A number in the program.
-  CONSTANT = "numbers alone"
+  CONSTANT = "constants only"
   # Float32, though nobody asked for it: a sum, or what is derived from given
   # values alone, such as positions, noise and an embedding. At the levels that
   # lower everything it has no say beside what is computed.
-  STATISTIC = "a sum, or of given values"
+  STATISTIC = "a statistic"
   # The root of a statistic, or its reciprocal, as norms divide by.
   ROOT = "root of a sum"
   # Centered or squared or normalized: what a norm is in the middle of.

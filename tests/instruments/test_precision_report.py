@@ -162,18 +162,18 @@ REASONS = {
   "overrides": ("O1", in_scope("mlp", jnp.tanh), {"tanh": 1}),
   "black list": ("O1", jnp.exp, {"exp": 1}),
   "scope of a norm or loss": ("O1", in_scope("norm", jnp.tanh), {"tanh": 1}),
-  "used in float32 alone": ("O1", lambda y: jnp.exp(y + 1), {"add": 1}),
+  "only used in float32": ("O1", lambda y: jnp.exp(y + 1), {"add": 1}),
   "follows an input": ("O1", lambda y: jnp.tanh(jnp.exp(y)), {"tanh": 1}),
-  "a number that does not fit": ("O1", lambda y: y + 1e-9, {"add": 1}),
+  "a constant out of range": ("O1", lambda y: y + 1e-9, {"add": 1}),
   "a sum": ("O3", lambda y: y.cumsum(0), {"cumsum": 1}),
-  "a sum, or of given values": (
+  "a statistic": (
     "O3",
     lambda y: y.mean(0, keepdims=True) + y,
     {"div": 1},
   ),
   "root of a sum": ("O2", norm, {"rsqrt": 1}),
   "part of a norm": ("O2", norm, {"sub": 1, "mul": 1}),
-  "numbers alone": ("O1", lambda y: y * lax.sin(jnp.ones(2)), {"sin": 1}),
+  "constants only": ("O1", lambda y: y * lax.sin(jnp.ones(2)), {"sin": 1}),
   "unknown operation": ("O1", kernel, {"pallas_call": 1}),
   "as written": ("OD", jnp.tanh, {"tanh": 1}),
 }
@@ -234,7 +234,7 @@ def test_a_product_of_vectors_is_a_sum():
 
 def test_the_page_explains_each_reason():
   page = documents.read("docs/autocast.md")
-  others = ["no product follows", "given values alone"]
+  others = ["no product follows", "inputs only"]
   for reason in [*REASONS, *others]:
     assert f'| "{reason}" |' in page, reason
 
@@ -264,7 +264,7 @@ def test_the_gradient_of_joined_biases_is_one_of_given_values():
   gradient = jax.grad(ols.autocast(fun, "O1"))
   biases = jnp.ones(2), jnp.zeros(2)
   report = report_of(gradient, biases, jnp.ones((2, 2)), jnp.eye(2))
-  assert "mul" in report.counts["", "float32", "given values alone"]
+  assert "mul" in report.counts["", "float32", "inputs only"]
 
 
 def test_a_step_that_ran_before_is_reported_like_a_new_one():
