@@ -96,7 +96,7 @@ ASCEND = presets.npu_exponential(
   [
     ASCEND,
     *(
-      pytest.param(rule, marks=pytest.mark.slow)
+      pytest.param(rule, marks=pytest.mark.long)
       for rule in (
         ols.DynamicLossScale(2.0**32, growth_interval=200),
         ols.DynamicLossScale(growth_interval=10),
@@ -148,7 +148,7 @@ CLIMBING = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rule", CLIMBING, ids=str)
 def test_gradients_of_a_run_that_is_wired_right_follow(rule):
   for seed in range(2):
