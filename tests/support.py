@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 SMALLEST = 2.0**-126  # The smallest normal float32.
 LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
@@ -21,6 +22,13 @@ SPREAD = jax.P("data")  # The first axis of an array, over the devices.
 def pairs(first, second):
   """Returns every pair of one from each."""
   return list(itertools.product(first, second))
+
+
+def slow_but(quick, values):
+  """Returns the cases of a test, of which all but the quick ones are slow."""
+  return [
+    x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in values
+  ]
 
 
 def every_sequence(steps):

@@ -226,6 +226,7 @@ def test_each_killed_run_dies_within_its_own_save(resumed):
   assert f"orbax/{killed}" not in left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", checkpoint_worker.SAVED)
 @pytest.mark.parametrize("name", ["file", "orbax"])
 def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(

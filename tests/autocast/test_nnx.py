@@ -71,10 +71,7 @@ def split_and_merged(level):
   return loss, values(grads), values(rest)
 
 
-@pytest.mark.parametrize(
-  "level",
-  [x if x == "O1" else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS],
-)
+@pytest.mark.parametrize("level", support.slow_but(["O1"], LEVELS))
 def test_it_is_autocast_between_split_and_merge_bit_for_bit(level):
   model = make()
   mixed = ols.nnx.autocast(loss_fn, level)

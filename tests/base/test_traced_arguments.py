@@ -18,6 +18,7 @@ from optax_lossscale import plot
 from optax_lossscale import presets
 from optax_lossscale import rules
 from optax_lossscale._base import arguments
+from tests.support import slow_but
 
 TRANSFORMATIONS = {
   "jit": lambda fun, x: jax.jit(fun)(x),
@@ -29,7 +30,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.fixture(params=TRANSFORMATIONS)
+@pytest.fixture(params=slow_but(["jit of grad"], TRANSFORMATIONS))
 def trace(request):
   """Calls a function with a traced float32[]."""
 

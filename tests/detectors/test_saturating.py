@@ -372,13 +372,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(x, marks=() if x == "mixed" else pytest.mark.slow)
-    for x in LOSSES
-  ],
-)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_of_a_saturating_loss_is_the_saturating_gradient(name):
   loss = LOSSES[name]
   places = (0, 1, 2)

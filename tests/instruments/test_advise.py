@@ -13,6 +13,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale import presets
+from tests import support
 from tests.instruments.histories import make_history
 
 NAN = math.nan
@@ -403,7 +404,7 @@ def test_lost_steps_that_no_argument_keeps_are_told():
   )
 
 
-@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("skip", support.slow_but([False], [True, False]))
 def test_steps_that_were_applied_are_not_called_lost(skip):
   unscaled = np.full(400, 2.0**-9)
   unscaled[40::60] = math.inf

@@ -91,6 +91,7 @@ ASCEND = presets.npu_exponential(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rule",
   [

@@ -139,7 +139,9 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=support.name)
+@pytest.mark.parametrize(
+  "rule", support.slow_but(RULES[-3:], RULES), ids=support.name
+)
 def test_a_step_with_any_rule_is_right(rule):
   found = check(ols.loss_scaling(optax.sgd(0.1), rule))
   assert found.ok, found
@@ -205,6 +207,7 @@ def test_donated_arguments_are_copies_and_nothing_compiles_again():
   assert support.to_bits((params, opt_state)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_step_under_shard_map_is_right(check_vma):
   mesh = support.make_mesh(data=4)
@@ -230,6 +233,7 @@ def test_a_step_under_shard_map_is_right(check_vma):
   assert_exact(report)
 
 
+@pytest.mark.slow
 def test_a_step_under_pmap_is_right():
   tx = ols.loss_scaling(ADAM, RULE, axis_name="data", average_scaled="data")
   step = jax.pmap(make_step(tx), axis_name="data", donate_argnums=(0, 1))
@@ -242,6 +246,7 @@ def test_a_step_under_pmap_is_right():
   assert_exact(ols.instruments.check_step(step, spread(PARAMS), state, batch))
 
 
+@pytest.mark.slow
 def test_a_vmapped_ensemble_is_right_and_one_wrong_member_is_seen():
   tx = ols.loss_scaling(ADAM, RULE)
   several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), PARAMS)
@@ -294,6 +299,7 @@ def test_two_scales_are_varied_one_at_a_time():
   assert "Of S at opt_states/b: The largest gradient does not" in str(report)
 
 
+@pytest.mark.slow
 def test_a_linen_train_state_is_right_and_that_of_flax_is_not():
   class Net(linen.Module):
     @linen.compact
@@ -344,6 +350,7 @@ def test_a_linen_train_state_is_right_and_that_of_flax_is_not():
   assert report.ok, report
 
 
+@pytest.mark.slow
 def test_an_equinox_step_is_right():
   model = eqx.nn.MLP(8, 4, 16, depth=1, key=jax.random.key(0))
   tx = ols.loss_scaling(ADAM, RULE)
@@ -422,6 +429,7 @@ def test_an_nnx_step_is_right():
   assert_exact(check_nnx(nnx_step))
 
 
+@pytest.mark.slow
 def test_nnx_statistics_that_a_skip_leaves_changed_are_named():
   report = check_nnx(nnx_step_without_a_block)
   assert verdicts(report)["skip"] == "wrong"
@@ -777,7 +785,10 @@ MISTAKES = {
 
 
 @pytest.mark.filterwarnings("ignore::optax_lossscale.WiringWarning")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+  "mistake",
+  support.slow_but(["jax.value_and_grad", "masked", "scaled twice"], MISTAKES),
+)
 def test_a_mistake_breaks_its_law(mistake):
   program, expected = MISTAKES[mistake]
   report = check(**program)
@@ -793,6 +804,7 @@ def test_a_mistake_breaks_its_law(mistake):
     report.raise_if_wrong()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::optax_lossscale.WiringWarning")
 @pytest.mark.parametrize(
   "mistake", ["jax.value_and_grad", "masked", "MultiSteps around", "one group"]
@@ -843,7 +855,7 @@ def lstm():
   return params, tokens, loss_fn
 
 
-@pytest.mark.parametrize("log2_scale", [15, 10, 6])
+@pytest.mark.parametrize("log2_scale", support.slow_but([6], [15, 10, 6]))
 def test_what_float16_loses_at_a_smaller_scale_is_rounding(log2_scale):
   params, tokens, loss_fn = lstm()
   tx = ols.loss_scaling(ADAM, ols.DynamicLossScale(2.0**log2_scale))
@@ -867,6 +879,7 @@ def test_numbers_of_python_are_right_and_exact():
   assert_exact(run_check(step, params, tx.init(params), 3.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
 def test_a_step_over_a_mesh_is_right_and_compiles_once(axis_type):
   tx = ols.loss_scaling(ADAM, RULE)
@@ -1113,7 +1126,9 @@ def test_the_second_optimizer_may_see_what_the_first_has_rounded():
   assert "wrong" not in verdicts(report).values(), report
 
 
-@pytest.mark.parametrize("scale", [2.0**k for k in range(-4, 12, 2)])
+@pytest.mark.parametrize(
+  "scale", support.slow_but([1.0], [2.0**k for k in range(-4, 12, 2)])
+)
 def test_in_float16_a_scale_that_is_too_small_breaks_no_law(scale):
   params, tokens, loss_fn = lstm()
   tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
@@ -1194,7 +1209,9 @@ def test_the_check_warns_as_the_step_does():
     check(tx)
 
 
-@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+@pytest.mark.parametrize(
+  "name", support.slow_but(["adam", "multi_steps"], optimizers.OPTIMIZERS)
+)
 @pytest.mark.parametrize("low", [False, True])
 def test_a_step_with_any_optimizer_is_right(name, low):
   tx = ols.loss_scaling(optimizers.OPTIMIZERS[name](), RULE)
@@ -1221,6 +1238,7 @@ def test_a_step_with_any_optimizer_is_right(name, low):
   assert low or report.ok, report
 
 
+@pytest.mark.slow
 def test_an_s_that_overflows_is_told_and_is_wrong_if_it_cannot_come_down():
   params, tokens, loss_fn = lstm()
   half = ols.autocast(loss_fn, "O1")
@@ -1363,6 +1381,7 @@ def test_parameters_that_only_look_like_the_output_break_no_law():
   assert_exact(report)
 
 
+@pytest.mark.slow
 def test_the_errors_of_a_solver_are_rounding():
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
 

@@ -18,7 +18,7 @@ from optax_lossscale._autocast import levels
 from tests import documents
 from tests import support
 
-LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
+LEVELS = support.slow_but(["O1"], ["O0", "O1", "O2", "O3", "auto", "OD"])
 report_of = ols.instruments.precision_report
 
 

@@ -19,6 +19,7 @@ from tests import reference
 from tests.support import assert_same_bits
 from tests.support import describe
 from tests.support import make_mesh
+from tests.support import slow_but
 from tests.support import to_bits
 from tests.support import to_numpy
 
@@ -538,13 +539,7 @@ def mixed_steps(name):
   return tx, inner, jax.jit(step), jax.jit(plain_step)
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(x, marks=() if x == "multi_steps" else pytest.mark.slow)
-    for x in WRAPPERS
-  ],
-)
+@pytest.mark.parametrize("name", slow_but(["multi_steps"], WRAPPERS))
 @given(
   st.lists(
     st.fixed_dictionaries({x: drawn(MIXED[x]) for x in MIXED}),
@@ -907,8 +902,7 @@ def test_guarantee_10_an_old_state_may_differ_by_device_and_the_new_not():
 
 
 @pytest.mark.parametrize(
-  "transform",
-  [jax.jit, lambda function: function],
+  "transform", slow_but([jax.jit], [jax.jit, lambda function: function])
 )
 def test_guarantee_10_a_skip_may_differ_by_device_where_the_state_does_not(
   transform,

@@ -94,7 +94,10 @@ def spread(state):
   return jax.tree.map(lambda x: jnp.full(len(SEQUENCES), x), state)
 
 
-@pytest.mark.parametrize("system", reference.MODELS)
+@pytest.mark.parametrize(
+  "system",
+  support.slow_but(["torch", "megatron", "npu_exponential"], reference.MODELS),
+)
 @given(st.data())
 @settings(max_examples=6)
 def test_a_preset_moves_s_as_its_model_and_resumes_as_it(system, data):

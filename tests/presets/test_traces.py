@@ -4,6 +4,7 @@ import pytest
 
 from optax_lossscale import presets
 from tests import documents
+from tests import support
 from tests.presets import traces
 
 OTHERS = {
@@ -18,19 +19,23 @@ COMPARISON = documents.section(
 )
 
 
+each_system = pytest.mark.parametrize(
+  "system", support.slow_but(["megatron"], traces.SYSTEMS)
+)
+
+
 def test_every_preset_has_a_trace_of_its_original():
   assert traces.SYSTEMS == PRESETS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", traces.SYSTEMS)
+@each_system
 def test_a_preset_moves_s_as_the_original_did(system):
   outcomes = traces.outcomes(system)
   assert sum(outcome.mismatches for outcome in outcomes) == 0
   assert [x.problems for x in outcomes if x.problems] == []
 
 
-@pytest.mark.parametrize("system", traces.SYSTEMS)
+@each_system
 def test_the_porting_guide_has_the_numbers_of_the_replay(system):
   outcomes = traces.outcomes(system)
   row = (
@@ -43,7 +48,7 @@ def test_the_porting_guide_has_the_numbers_of_the_replay(system):
   assert f"| {' | '.join(row)} |" in COMPARISON.splitlines()
 
 
-@pytest.mark.parametrize("system", traces.SYSTEMS)
+@each_system
 def test_a_trace_shows_what_it_is_to_show(system):
   runs = traces.load(system)["runs"]
   assert any("state_dict" in run for run in runs)

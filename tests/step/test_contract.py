@@ -12,6 +12,7 @@ import pytest
 import optax_lossscale as ols
 from tests import optimizers
 from tests.support import describe
+from tests.support import slow_but
 from tests.support import to_bits
 
 RULE = ols.DynamicLossScale(1024.0, growth_interval=2)
@@ -29,11 +30,7 @@ MOST_DIFFERENT = {
 }
 
 each_optimizer = pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(x, marks=() if x in MOST_DIFFERENT else pytest.mark.slow)
-    for x in optimizers.OPTIMIZERS
-  ],
+  "name", slow_but(MOST_DIFFERENT, optimizers.OPTIMIZERS)
 )
 
 
@@ -82,7 +79,9 @@ def jitted_scaled_step(name):
   return jitted
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize(
+  "dtype", slow_but([jnp.float16], [jnp.float32, jnp.float16])
+)
 @each_optimizer
 def test_guarantee_6_a_skipped_step_changes_no_bit(name, dtype):
   step = jitted_scaled_step(name)

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests.support import slow_but
 from tests.support import to_bits
 
 PARAMS = {
@@ -322,13 +323,18 @@ DETECTING = {
 }
 
 
-@pytest.mark.parametrize("name", DETECTING)
+each_detector = pytest.mark.parametrize(
+  "name", slow_but(["saturating"], DETECTING)
+)
+
+
+@each_detector
 def test_a_detector_runs_where_leaks_are_looked_for(name):
   with jax.checking_leaks():
     jax.block_until_ready(DETECTING[name]()(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize("name", DETECTING)
+@each_detector
 def test_each_trace_of_a_detector_leaves_nothing_in_memory(name):
   def count_after(traces):
     for _ in range(traces):

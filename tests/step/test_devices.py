@@ -119,7 +119,9 @@ def bits(x):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize(
+  "mapping", support.slow_but(["shard_map", "pmap"], MAPPINGS)
+)
 def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
   mapping, order
 ):
@@ -349,7 +351,7 @@ def test_leaves_that_go_around_the_wrapper_are_not_averaged():
 
 @pytest.mark.parametrize(
   "transform",
-  [jax.jit, lambda function: function],
+  support.slow_but([jax.jit], [jax.jit, lambda function: function]),
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_guarantee_10_gradients_are_not_reduced_twice(order, transform):

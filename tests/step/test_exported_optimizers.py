@@ -88,13 +88,7 @@ def test_what_is_left_out_is_still_exported():
 
 
 # One of them in every run, all where the slow tests are.
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(x, marks=() if x == "contrib.ademamix" else pytest.mark.slow)
-    for x in NARROW
-  ],
-)
+@pytest.mark.parametrize("name", support.slow_but(["contrib.ademamix"], NARROW))
 def test_guarantees_6_and_8_hold_for(name):
   tx = ols.loss_scaling(exported.make_inner(name), ols.DynamicLossScale(1024.0))
 

@@ -90,7 +90,7 @@ def with_value_in_shard(leaf, shard, value):
   return leaf
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", support.slow_but(["both"], LAYOUTS))
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 def test_guarantee_10_a_bad_element_in_any_shard_skips_the_step(
   axis_type, layout
