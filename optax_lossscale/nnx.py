@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
+import types
 from typing import Any
 
 from flax import nnx
@@ -114,12 +115,12 @@ def autocast(
 ) -> Callable[..., Any]:
   """Returns `fun` in mixed precision, for a function of NNX objects.
 
-  It is `optax_lossscale.autocast` for models that a forward pass changes. What
-  `fun` changes in its arguments is changed afterwards, in the dtypes that it
-  has without: batch statistics, counts of random keys, what is sown. Pass the
-  result to `scaled_value_and_grad` or `nnx.jit`. As there, each model must be
-  an argument, unless `fun` only reads it; if `fun` is a model, it counts as
-  one.
+  It is `optax_lossscale.autocast` for models that a forward pass changes. The
+  changes that `fun` makes to its arguments remain, with the dtypes that they
+  have without autocast: batch statistics, counts of random keys, sown values.
+  Pass the result to `scaled_value_and_grad` or `nnx.jit`. As there, each model
+  must be an argument, unless `fun` only reads it; if `fun` is a model, or a
+  method of one, that model counts as an argument.
 
   Args:
     fun: a function of NNX objects and more, such as a loss function; a model.
@@ -133,7 +134,7 @@ def autocast(
 
   Raises:
     TypeError: as in `optax_lossscale.autocast`.
-    ValueError: the same; when called, if `fun` changes what is no argument.
+    ValueError: the same; when called, if `fun` changes any other object.
 
   Examples:
     >>> from flax import nnx
@@ -153,8 +154,9 @@ def autocast(
     called, args, kwargs = merged
     outputs = called(*args, **kwargs)
     after, outputs = nnx.to_tree((merged, outputs), ctxtag="autocast")
+    is_split = lambda x: isinstance(x, nnx.NodeStates)  # noqa: E731
     # Arrays and flags among the arguments stay outside: no call changes them.
-    changed = filter(_is_split, jax.tree.leaves(after, is_leaf=_is_split))
+    changed = filter(is_split, jax.tree.leaves(after, is_leaf=is_split))
     return list(changed), outputs
 
   mixed = plain_autocast.autocast(
@@ -163,20 +165,22 @@ def autocast(
 
   @functools.wraps(fun)
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    called: Any = (fun, args, kwargs)
+    if isinstance(fun, types.MethodType) and isinstance(
+      fun.__self__, nnx.Pytree
+    ):
+      # The model of a method is its first argument.
+      called = (fun.__func__, (fun.__self__, *args), kwargs)
     with trees.explain_changes():
       # Flax would find what cannot be changed after it has taken models apart.
-      for variable in _variables((fun, args, kwargs)).values():
-        variable.set_value(variable.get_value())
+      for variable in _variables(called).values():
+        variable.set_raw_value(variable.get_raw_value())
     with nnx.update_context("autocast"):
-      split = nnx.to_tree((fun, args, kwargs), ctxtag="autocast")
+      split = nnx.to_tree(called, ctxtag="autocast")
       # This changes in place what was an argument, and makes what is new.
       return nnx.from_tree(mixed(split), ctxtag="autocast", is_inner=False)[1]
 
   return autocast_fun
-
-
-def _is_split(x: Any) -> bool:
-  return isinstance(x, nnx.NodeStates)
 
 
 @contextlib.contextmanager

@@ -37,8 +37,9 @@ def custom_jvp(
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
   def jvp(primals: Any, tangents: Any) -> Any:
-    places = [i for i, x in enumerate(tangents) if not _is_zero(x)]
-
+    zero = jax.custom_derivatives.SymbolicZero
+    moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
+    places = [i for i, x in enumerate(moving) if x]
     jaxpr = _record_tangents(equation, types, places)
     dtypes = itself.dtypes
     outputs = interpret(
@@ -207,12 +208,6 @@ def _cast(values: Sequence[_value.Value], dtypes: Sequence[Any]) -> list[Any]:
 
 def _chosen(values: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
   return [x for x, chosen in zip(values, is_chosen, strict=True) if chosen]
-
-
-def _is_zero(tangent: Any) -> bool:
-  return isinstance(
-    tangent, jax.custom_derivatives.SymbolicZero
-  ) or not _is_float(tangent)
 
 
 def _is_float(x: Any) -> bool:

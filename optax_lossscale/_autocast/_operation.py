@@ -128,7 +128,9 @@ def _product(
   decision: levels.Decision,
 ) -> list[_value.Value]:
   parameters = equation.params
-  if _has_algorithm(parameters.get("precision")):
+  algorithm, preset = parameters.get("precision"), lax.DotAlgorithmPreset
+  kinds = str, lax.DotAlgorithm, preset
+  if isinstance(algorithm, kinds) and algorithm != preset.DEFAULT:
     # It names the dtypes of its inputs.
     return _as_written(equation, inputs)
   floats = [x for x in inputs if x.is_float]
@@ -294,12 +296,6 @@ def _bind(
       equation.outvars, interpreter.bind(equation, arrays), strict=True
     )
   ]
-
-
-def _has_algorithm(precision: Any) -> bool:
-  return isinstance(
-    precision, (str, lax.DotAlgorithm, lax.DotAlgorithmPreset)
-  ) and precision not in (lax.DotAlgorithmPreset.DEFAULT,)
 
 
 def _choose(

@@ -88,10 +88,10 @@ def autocast(
 
   Raises:
     TypeError: if `fun` is no function, or another argument of a wrong type.
-    ValueError: if there is no such level, list or dtype; when called, if a
+    ValueError: if a level, list or dtype does not exist; when called, if a
       pattern matches no scope of `fun`, JAX has no operation of a name, `fun`
-      changes an object in place, such as an NNX model in training, which is for
-      `nnx.autocast`, or a precision schedule is to lower what it is called in.
+      changes an object in place, such as an NNX model in training (use
+      `nnx.autocast`), or it runs inside what a precision schedule lowers.
 
   Warns:
     UserWarning: when called, of an operation that holds a program which nothing

@@ -145,17 +145,18 @@ def explain_changes() -> Iterator[None]:
 
 
 def _changed(error: Exception) -> str:
-  """Returns the path of the variable that Flax did not let be changed."""
+  """Returns the path of the object that Flax did not let be changed."""
+  from flax import nnx  # The error is Flax's, so this takes no time.
+
   frames = traceback.walk_tb(error.__traceback__)
-  # The first local of a method is its object.
-  owners = [next(iter(x.f_locals.values()), error) for x, _ in frames]
-  path, owned = "", owners[-1]
-  # From the variable outwards, as the methods called each other.
-  for owner in reversed(owners):
-    attributes = getattr(owner, "__dict__", {})
-    if names := [x for x in attributes if attributes[x] is owned]:
-      path, owned = f".{names[0]}{path}", owner
-  return f"{type(owned).__name__}{path}"
+  # The first local of a method is its object, and the last one was changed.
+  objects = [next(iter(x.f_locals.values()), None) for x, _ in frames]
+  for model in (x for x in objects if isinstance(x, nnx.Pytree)):
+    for path, node in nnx.iter_graph(model, graph=True):
+      if node is objects[-1]:
+        keys = (f".{x}" if isinstance(x, str) else f"[{x}]" for x in path)
+        return f"{type(model).__name__}{''.join(keys)}"
+  return type(objects[-1]).__name__
 
 
 def _shapes(tree: Any) -> dict[str, Shape]:

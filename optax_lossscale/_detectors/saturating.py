@@ -158,7 +158,12 @@ class _Clamping(throughout.CountingRule):
   ) -> tuple[Sequence[Any], tuple[()]]:
     """See the base class."""
     del around
-    clamped = [_saturates(self.dtypes, v.aval) for v in equation.outvars]
+    # A `jax.Ref` is no array; its values are clamped when they are read.
+    clamped = [
+      isinstance(v.aval, jax.core.ShapedArray)
+      and bits.part_dtype(v.aval) in self.dtypes
+      for v in equation.outvars
+    ]
     if not any(clamped):
       return interpreter.bind(equation, inputs), ()
     name = equation.primitive.name
@@ -184,13 +189,6 @@ class _Clamping(throughout.CountingRule):
         _saturate(x) if is_clamped else x
         for is_clamped, x in zip(clamped, outputs, strict=True)
       ], ()
-
-
-def _saturates(dtypes: frozenset[Any], aval: Any) -> bool:
-  # Not what is stored in a `jax.Ref`, which is clamped when it is read.
-  return (
-    isinstance(aval, jax.core.ShapedArray) and bits.part_dtype(aval) in dtypes
-  )
 
 
 def _saturate(x: jax.Array) -> jax.Array:

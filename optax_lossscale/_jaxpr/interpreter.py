@@ -78,8 +78,8 @@ def record(
 ) -> Recording:
   """Records a function; arrays among its arguments become inputs.
 
-  What it changes in them in place is lost, as it gets copies, so that is an
-  error unless it may.
+  It gets copies, so its changes to them in place are lost: they raise an error
+  unless `may_change` allows them.
   """
   # Under jit what is recorded becomes a part of what JAX compiles; in another
   # recording it becomes a part of that.

@@ -130,7 +130,7 @@ def dtype_of(equation: core.JaxprEqn) -> Any:
     floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
     return max(floats, key=lambda x: x.itemsize, default=None)
 
-  # What low numbers are summed up to may be wider.
+  # The sum of low numbers may be wider.
   taken, given = widest(equation.invars), widest(equation.outvars)
   return taken if given is not None and is_low(taken) else given
 

@@ -65,7 +65,9 @@ class Sum(CountingRule):
 
   def join(self, counts: Sequence[Any]) -> Any:
     """See the base class."""
-    return functools.reduce(_add, counts, self.zero)
+    add = lambda x, y: on_this_mesh(x) + on_this_mesh(y)  # noqa: E731
+    add_trees = functools.partial(jax.tree.map, add)
+    return functools.reduce(add_trees, counts, self.zero)
 
   def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
     """See the base class."""
@@ -349,12 +351,6 @@ def _varying(zero: Any) -> Any:
     position = lax.axis_index(axis)
     zero = jax.tree.map(lambda x, p=position: x + 0 * p, zero)
   return zero
-
-
-def _add(counts: Any, more: Any) -> Any:
-  return jax.tree.map(
-    lambda x, y: on_this_mesh(x) + on_this_mesh(y), counts, more
-  )
 
 
 def on_this_mesh(count: Any) -> Any:

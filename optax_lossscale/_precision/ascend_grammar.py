@@ -31,7 +31,7 @@ _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-# What Ascend's hook, estimator and configuration call the arguments.
+# The arguments, by their names in Ascend's hook, estimator and configuration.
 ELSEWHERE = {
   "total_step": "`total_steps`",
   "max_steps": "`total_steps`",

@@ -17,7 +17,7 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
-# What to do about leaves without a gradient, by the classes around them.
+# The remedy for leaves without a gradient, by the classes around them.
 _REMEDIES = {
   "'flax.nnx.": "of an NNX model pass the parameters alone, nnx.split(model, "
   "nnx.Param, ...); optax_lossscale.nnx.scaled_value_and_grad takes all of it",

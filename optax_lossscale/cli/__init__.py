@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     if error.filename is not None:
       raise
-    # Where Python may write at the exit what could not be written.
+    # Python tries at the exit to write the rest: let it write to nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"cannot print the output: {error.strerror}"
     print(f"{parser.prog}: error: {reason}", file=sys.stderr)

@@ -29,7 +29,7 @@ _LOWER = 4
 
 # Moves of S, and the steps on either side that show whether amax followed.
 _FEWEST_MOVES = 5
-_BESIDE = 8
+_BESIDE = 16
 
 # The fields of rules that are dataclasses of their own, and what they do.
 _COLUMNS = {
@@ -124,7 +124,7 @@ def advise(
   Args:
     history: what was recorded, best of some thousand steps. If it begins in
       the middle of a run, so does the replay, and nothing is said about the
-      start: its first step is not 1, or S moves but does not begin with the
+      start: its first step is above 1, or S moves but does not begin with the
       rule's first one, as after a checkpoint.
     rule: the one that was used: this library's, a preset, or any other; the
       arguments have its own names. Of an unknown rule those with the names of
@@ -295,12 +295,12 @@ class _Tuning:
 
   def _begins(self) -> bool:
     """Returns whether the rule's own first S is the one to begin with."""
-    if not self.count or int(self.history.step[0]) != 1:
+    if not self.count or int(self.history.step[0]) > 1:
       return False
     scales = np.asarray(self.history.loss_scale)
     is_first = scales[0] == self.replay.history.loss_scale[0]
-    # Counted from 1, S may still come from a checkpoint. But one that never
-    # moved is another rule's, recorded to be replayed.
+    # Even then S may come from a checkpoint. But an S that never moved is that
+    # of another rule, recorded to be replayed.
     return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.Replay:

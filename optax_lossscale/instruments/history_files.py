@@ -351,7 +351,8 @@ def _parse(column: str, value: Any) -> Any:
       raise TypeError
     number = float(value)
   except (TypeError, ValueError, OverflowError):
-    remedy = "; write the decimal comma as a point" if "," in str(value) else ""
+    has_comma = isinstance(value, str) and "," in value
+    remedy = "; write the decimal comma as a point" if has_comma else ""
     raise ValueError(f"must be a number, got {shown(value)}{remedy}.") from None
   rule, holds = _NUMBERS[column]
   if not holds(number):

@@ -104,7 +104,7 @@ def replays(
     ax: matplotlib's Axes to draw into; without it a figure is made.
 
   Returns:
-    The Axes. The legend tells how many steps each rule lost and its mean
+    The Axes. The legend has the steps that each rule lost and its mean
     headroom; a cross of its colour is a step that it lost, and the thin line
     the largest S that each step would have stood. A first S of 1, from which a
     rule jumps to its own, is left out.

@@ -130,6 +130,28 @@ def test_a_model_counts_as_an_argument():
   support.assert_same_bits(values(model), values(other))
 
 
+def test_so_does_the_model_of_a_method():
+  ends = []
+  for get_fun in (lambda model: model, lambda model: model.__call__):
+    model = make()
+    outputs = nnx.jit(
+      lambda model, x, get_fun=get_fun: ols.nnx.autocast(get_fun(model))(x)
+    )(model, X)
+    ends.append((outputs, values(model)))
+  support.assert_same_bits(*ends)
+  assert ends[0][1]["norm/mean"].any()
+
+
+def test_a_variable_that_nothing_changes_is_not_set():
+  class Doubling(nnx.Param):
+    def set_value(self, value, **kwargs):
+      super().set_value(2 * value, **kwargs)
+
+  model = nnx.Dict(weight=Doubling(jnp.ones(2)))
+  ols.nnx.autocast(lambda model, x: x @ model["weight"][...])(model, X[:, :2])
+  assert model["weight"][...].tolist() == [1, 1]
+
+
 def test_objects_that_arguments_share_stay_one():
   rngs = nnx.Rngs(0)
   model = nnx.Dropout(0.5, rngs=rngs)
@@ -277,13 +299,13 @@ def test_what_cannot_work_is_refused_at_once():
 def test_a_model_that_is_closed_over_is_refused_by_the_path_of_its_variable():
   class Outer(nnx.Module):
     def __init__(self):
-      self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+      self.layers = nnx.List([nnx.BatchNorm(3, rngs=nnx.Rngs(0))])
 
     def __call__(this, x):  # noqa: N805
-      return this.norm(x)
+      return this.layers[0](x)
 
   model = Outer()
-  with pytest.raises(ValueError, match=r"in Outer\.norm\.mean; pass them as"):
+  with pytest.raises(ValueError, match=r"in Outer\.layers\[0\]\.mean; pass"):
     ols.nnx.autocast(lambda x: model(x))(X)
 
 

@@ -262,7 +262,7 @@ def test_nan_that_no_scale_mends_is_told_and_is_no_reason_for_another():
   ids=str,
 )
 def test_nan_that_a_smaller_scale_may_mend_is_advised_like_inf(rule):
-  # Issue 21: S and amax are halved after the step that was NaN, or inf.
+  # S and amax are halved after the step that was NaN, or inf.
   is_before = np.arange(200) < 100
   scale = np.where(is_before, 2.0**15, 2.0**14)
   unscaled = np.full(200, 6e4 / 2**15)
@@ -318,6 +318,15 @@ def test_nothing_is_said_about_the_start_of_a_run_that_is_not_there():
   rule = make_rule("npu", init_scale=2.0**32)
   history = make_history(FLAT, scale=2.0**15, first_step=5001)
   assert changes(history, rule) == []
+
+
+def test_a_run_begins_whether_its_steps_are_counted_from_0_or_from_1():
+  rule = ols.DynamicLossScale(2.0**32)
+  found = [
+    changes(make_history(FLAT[:200], first_step=first), rule)
+    for first in (0, 1)
+  ]
+  assert found == [[("init_scale", 2.0**32, 2.0**15)]] * 2
 
 
 @pytest.mark.slow
@@ -535,9 +544,11 @@ def test_small_moves_of_the_scale_say_nothing_of_what_follows():
   assert not is_told(history)
 
 
-def test_noise_of_single_steps_does_not_hide_that_gradients_do_not_follow():
-  exponent = np.arange(120) // 20
-  noise = np.tile([2.0, 0.0, -2.0, 0.0, -2.0, 2.0, 0.0], 18)[:120]
+@pytest.mark.parametrize(("steps", "each"), [(1, 20), (2, 60)])
+def test_noise_does_not_hide_that_gradients_do_not_follow(steps, each):
+  exponent = np.arange(6 * each) // each
+  noise = np.repeat([2.0, 0.0, -2.0, 0.0, -2.0, 2.0, 0.0], steps)
+  noise = np.resize(noise, exponent.size)
   history = make_history(2.0 ** (noise - exponent), scale=2.0**exponent)
   assert is_told(history)
 

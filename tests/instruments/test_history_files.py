@@ -208,6 +208,7 @@ _TEXT = r"runs\[0\].run must be text, got "
     ("a.csv", "amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
     ("a.csv", "step;amax\n1;1,5\n", "column amax: .*got '1,5'; .*as a point"),
     ("a.csv", "amax;step\n1;2\n1;2;3\n", "line 3: must have 2 columns"),
+    ("a.json", {"amax": [[1, 2], 3]}, r"must be a number, got \[1, 2\]\."),
     ("a.csv", "amax,step\n1,2\n1,2\n", "line 3, column step: .*got 2 after 2"),
     ("a.csv", "amax,step\n1,2\n1\n", "line 3: must have 2 columns.*got 1"),
     ("a.csv", 'amax\n"1\n', "line 2|unexpected end"),

@@ -314,7 +314,8 @@ def test_the_derivative_of_the_incomplete_gamma_function_is_no_overflow():
 
 
 @pytest.mark.skipif(
-  not hasattr(lax, "one_minus_square"), reason="from jax 0.11 on"
+  not hasattr(lax, "one_minus_square"),
+  reason="lax.one_minus_square is new in jax 0.11.2",
 )
 def test_one_minus_a_square_overflows_where_the_square_does():
   assert_told_apart(
