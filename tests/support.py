@@ -24,11 +24,9 @@ def pairs(first, second):
   return list(itertools.product(first, second))
 
 
-def slow_but(quick, values):
-  """Returns the cases of a test, of which all but the quick ones are slow."""
-  return [
-    x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in values
-  ]
+def slow_but(quick, values, mark=pytest.mark.slow):
+  """Returns the cases of a test; all but the quick ones are slow, or long."""
+  return [x if x in quick else pytest.param(x, marks=mark) for x in values]
 
 
 def every_sequence(steps):

@@ -372,7 +372,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+  "name", support.slow_but(["mixed"], LOSSES, pytest.mark.long)
+)
 def test_the_gradient_of_a_saturating_loss_is_the_saturating_gradient(name):
   loss = LOSSES[name]
   places = (0, 1, 2)

@@ -1210,7 +1210,10 @@ def test_the_check_warns_as_the_step_does():
 
 
 @pytest.mark.parametrize(
-  "name", support.slow_but(["adam", "multi_steps"], optimizers.OPTIMIZERS)
+  "name",
+  support.slow_but(
+    ["adam", "multi_steps"], optimizers.OPTIMIZERS, pytest.mark.long
+  ),
 )
 @pytest.mark.parametrize("low", [False, True])
 def test_a_step_with_any_optimizer_is_right(name, low):

@@ -283,7 +283,7 @@ def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
   )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [0, 1, 8])
 def test_what_is_compiled_grows_with_the_leaves_and_not_faster(devices):
   tx = ols.loss_scaling(optax.sgd(1e-3, momentum=0.9), ols.DynamicLossScale())
