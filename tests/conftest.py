@@ -45,8 +45,8 @@ LONGEST = (
 PAGES = (
   "optax_lossscale/",
   "tests/recipes/",
+  "tests/test_pages.py",
   "tests/test_porting.py",
-  "tests/test_readme.py",
 )
 
 

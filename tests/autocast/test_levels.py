@@ -1,7 +1,6 @@
 """In which dtype each level runs an operation, seen in the jaxpr."""
 
 import functools
-import pathlib
 
 import jax
 from jax import lax
@@ -11,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import documents
 from tests.autocast.mixed import equations
 from tests.autocast.programs import conversions
 from tests.autocast.programs import dtypes_of
@@ -472,9 +472,9 @@ def test_what_is_written_in_bfloat16_and_then_in_float32_comes_back():
   assert set(products(mixed, X)) == {"bfloat16"}
 
 
-def readme_table():
-  """Returns the README's table of levels: a dict for each level."""
-  text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+def table_of_levels():
+  """Returns the table of docs/mixed_precision.md: a dict for each level."""
+  text = documents.read("docs/mixed_precision.md")
   table = text[text.index("| level | products |") :].partition("\n\n")[0]
   lines = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -484,9 +484,9 @@ def readme_table():
   return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
-@pytest.mark.parametrize("row", readme_table(), ids=lambda row: row["level"])
-def test_the_table_of_levels_in_the_readme(row):
-  assert len(readme_table()) == 6
+@pytest.mark.parametrize("row", table_of_levels(), ids=lambda row: row["level"])
+def test_the_table_of_levels_on_the_page(row):
+  assert len(table_of_levels()) == 6
 
   def seen(name, operation):
     mixed = ols.autocast(operation, row["level"])

@@ -1,6 +1,6 @@
 """Which check sees which overflow: every kind, in every leaf, on every device.
 
-The README shows the table as the answer to "which check do I need?".
+docs/checks.md shows the table as the answer to "which check do I need?".
 """
 
 import functools
@@ -17,7 +17,7 @@ import pytest
 
 import optax_lossscale as ols
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "checks.md"
 
 DEVICES = 4
 LEAVES = ("first", "second", "third")
@@ -197,11 +197,11 @@ def test_each_detector_sees_what_the_table_says(case):
       assert seen == case.seen, (device, LEAVES[leaf])
 
 
-def test_the_readme_shows_this_table():
+def test_the_page_shows_this_table():
   rows = [
     f"| {case.kind} | {case.hardware} | "
     + " | ".join("yes" if x == "x" else "" for x in case.seen)
     + " |"
     for case in CASES
   ]
-  assert re.sub(" +", " ", "\n".join(rows)) in README.read_text()
+  assert re.sub(" +", " ", "\n".join(rows)) in PAGE.read_text()

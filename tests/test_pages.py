@@ -1,0 +1,301 @@
+"""The pages under docs/ show programs that work as printed."""
+
+import ast
+import functools
+import pathlib
+import re
+
+from flax import nnx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale.cli import _loss_scale
+from optax_lossscale.demo import digits
+from tests import documents
+from tests.autocast.programs import dtypes_of
+
+PAGES = {
+  page.stem: page.read_text()
+  for page in sorted((documents.ROOT / "docs").glob("*.md"))
+}
+
+
+def block(name, words):
+  """Returns the one Python block of a page that has some words in it."""
+  (found,) = (x for x in documents.blocks(PAGES[name]) if words in x)
+  return found
+
+
+def test_the_report_of_a_loss_is_the_one_that_is_shown(capsys):
+  class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.LayerNorm()(nn.relu(nn.Dense(8, name="hidden")(x)))
+      return nn.Dense(3, name="head")(x)
+
+  batch = np.ones((4, 5), np.float32)
+  params = MLP().init(jax.random.key(0), batch)
+  names = {"ols": ols, "params": params, "batch": batch}
+  names["mixed_loss_fn"] = ols.autocast(
+    lambda params, batch: jnp.mean(MLP().apply(params, batch) ** 2), "O1"
+  )
+  exec(block("mixed_precision", "precision_report"), names)
+  assert f"```text\n{capsys.readouterr().out}```" in PAGES["mixed_precision"]
+
+
+@pytest.mark.slow
+def test_the_examples_run_one_after_the_other():
+  model = nn.Dense(3, dtype=jnp.float16)
+  batch = np.ones((4, 5), np.float32)
+  params = model.init(jax.random.key(0), batch)
+
+  def loss_fn(params, batch):
+    return jnp.mean(jnp.float32(model.apply(params, batch)) ** 2)
+
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  names = {"params": params, "loss_fn": loss_fn, "batch": batch, "tx": tx}
+  names |= {"functools": functools, "jax": jax, "jnp": jnp, "ols": ols}
+  names |= {"optax": optax, "opt_state": tx.init(params)}
+  loss = loss_fn(params, batch)
+
+  names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
+  mixed = functools.partial(block, "mixed_precision")
+  exec(mixed("ols.autocast(loss_fn"), names)
+  np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
+  exec(mixed("ols.autocast(lenet.apply"), names)
+  images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
+  variables = names["lenet"].init(jax.random.key(0), images)
+  found = dtypes_of(
+    "conv_general_dilated", names["mixed_lenet"], variables, images
+  )
+  assert found == ["float16"] * 2 + ["float32"] * 4
+  exec(mixed("class Head"), names)
+  assert names["mixed_head"](batch).dtype == jnp.float32
+
+  # What is written in float32, as these expect it.
+  written = names | {"loss_fn": lambda params, x: jnp.mean(x @ params["w"])}
+  written["params"] = {"w": jnp.ones((5, 3), jnp.float16)}
+  exec(mixed("ols.get_policy"), written)
+  assert written["params"]["w"].dtype == jnp.float32
+  found = dtypes_of(
+    "dot_general", written["mixed_loss_fn"], written["params"], batch
+  )
+  assert found == ["float16"] * 2
+  exec(mixed("ols.master_weights"), written)
+  written["opt_state"] = written["tx"].init(written["params"])
+  schedule = functools.partial(block, "precision_schedule")
+  exec(schedule("make_train_step"), written)
+  assert (written["state"].low, written["state"].steps) == (True, 1)
+  exec(schedule("schedule.value_and_grad"), written)
+  *_, state, _ = written["train_step"](
+    *(written[x] for x in ("params", "opt_state", "state", "batch"))
+  )
+  assert (state.low, state.steps) == (True, 2)
+
+  exec(block("checks", "ols.float_status"), names)
+  assert not names["overflowed"]
+  assert names["opt_state"].applied_steps == 1
+  exec(block("checks", "ols.saturating"), names)
+  assert jnp.isfinite(names["loss"])
+
+  saved = {
+    "scale": np.array([4096.0], np.float32),
+    "growth_tracker": 499,
+    "hysteresis_tracker": 2,
+  }
+  ported = names | {"checkpoint": {"optimizer": {"grad_scaler": saved}}}
+  exec(block("concepts", "from_state_dict"), ported)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  _, opt_state = ported["tx"].update(zeros, ported["opt_state"], params)
+  assert ols.get_loss_scale(opt_state) == 8192.0
+
+  _, names["scaled_grads"] = ols.scaled_value_and_grad(
+    loss_fn, names["opt_state"]
+  )(names["params"], batch)
+  exec(block("instruments", "ols.loss_scale_metrics"), names)
+  assert names["metrics"]["applied_steps"] == 2
+  assert names["metrics"]["headroom"] > 0
+  exec(block("instruments", "ols.raise_if_failed"), names)
+
+
+def test_the_norm_that_is_logged_is_the_true_one_when_s_grows():
+  seeing = block("instruments", "ols.loss_scale_metrics")
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(growth_interval=1))
+  params = {"w": jnp.array([3.0, 4.0])}
+  names = {"ols": ols, "optax": optax, "tx": tx, "params": params}
+  names["opt_state"] = tx.init(params)
+  for step in range(1, 4):
+    _, names["scaled_grads"] = ols.scaled_value_and_grad(
+      lambda params: jnp.sum(params["w"] ** 2) / 2, names["opt_state"]
+    )(params)
+    exec(seeing, names)
+    assert names["metrics"]["grad_norm"] == 5
+    assert names["metrics"]["loss_scale"] == 2.0 ** (15 + step)
+  # After `update` it would be halved.
+  with pytest.warns(ols.WiringWarning, match="from before `update`"):
+    after = optax.tree.norm(
+      ols.unscale(names["scaled_grads"], names["opt_state"])
+    )
+  assert after == 2.5
+
+
+@pytest.mark.slow
+def test_what_is_seen_and_advised(capfd):
+  seeing = functools.partial(block, "instruments")
+  rule = ols.DynamicLossScale(2.0**20)
+  batch = np.ones((4, 5), np.float32)
+  params = {"w": jnp.full((5, 3), 0.5)}
+
+  def loss_fn(params, batch):
+    hidden = jnp.float16(batch) @ jnp.float16(params["w"])
+    return jnp.mean(jnp.float32(hidden) ** 2)
+
+  names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "rule": rule}
+  names |= {"params": params, "loss_fn": loss_fn, "batch": batch}
+  record = seeing("ols.instruments.record")
+  exec(record.replace("ols.DynamicLossScale()", "rule"), names)
+  for _ in range(100):
+    names["params"], names["opt_state"], _ = names["train_step"](
+      names["params"], names["opt_state"], batch
+    )
+  with matplotlib.rc_context({"backend": "agg"}):
+    exec(seeing("ols.instruments.history"), names)
+    assert names["history"].overflow.sum() == 5
+    exec(seeing("ols.instruments.advise"), names)
+    names["grads"] = jax.grad(loss_fn)(params, batch)
+    exec(seeing("ols.instruments.exponent_histogram"), names)
+    matplotlib.pyplot.close("all")
+  assert names["histogram"].total == 15
+  assert names["lost"] == 0
+  first = names["history"]._replace(loss_scale=np.float32([2.0**20]))
+  overflow = seeing("ols.instruments.where_overflow")
+  exec(overflow, names | {"history": first})
+  exec(overflow, names)
+  jax.effects_barrier()
+  printed, advice, place, none = capfd.readouterr().out.splitlines()
+  assert printed.startswith(
+    "step 100: clean, loss scale now 32768, headroom 0.6 bits, 95 appl"
+  )
+  assert advice.startswith("init_scale: 2**20 -> 2**15: 5 steps overflowed")
+  assert place.startswith("float16 overflow in ")
+  assert none == "no operation overflowed"
+
+
+@pytest.mark.slow
+def test_the_table_of_rules_is_what_replays_show():
+  rows = re.findall(
+    r"^\| `(\S+)`(.*?) \| (.*) \|$", PAGES["rules"], re.MULTILINE
+  )
+  text_of = {
+    "megatron": "megatron:initial_scale=2**32,min_scale=1,growth_factor=2,"
+    "backoff_factor=0.5,growth_interval=1000,hysteresis=2"
+  }
+  histories = [
+    ols.instruments.read_history(f"tests/traces/amax_{name}.csv")
+    for name in ("digits", "text")
+  ]
+  # A table before it says in words what the rules do.
+  shown = {
+    name: cells.split(" | ") for name, _, cells in rows if cells[0].isdigit()
+  }
+  assert len(shown) == 15
+  for name, cells in shown.items():
+    rule = _loss_scale.parse(text_of.get(name, name)).rule
+    replays = [ols.instruments.replay(rule, x) for x in histories]
+    expected = [
+      cell
+      for replay in replays
+      for cell in (str(replay.lost_steps), f"{replay.mean_headroom:.1f}")
+    ]
+    assert cells == expected, name
+
+
+def test_amax_inside_the_model_reaches_the_rule():
+  rules = functools.partial(block, "rules")
+  params = {"w": jnp.full((5, 3), 0.5)}
+  batch = {"x": jnp.ones((4, 5)), "y": jnp.ones(4)}
+  names = {"jnp": jnp, "ols": ols, "optax": optax, "params": params}
+  names |= {"batch": batch}
+  exec(rules("ols.rules.HeadroomLossScale"), names)
+  names["opt_state"] = names["tx"].init(params)
+  exec(rules("ols.rules.amax_tap"), names)
+  assert names["opt_state"].amax == max(
+    names["amax"], jnp.abs(names["scaled_grads"]["w"]).max()
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "code"),
+  [
+    (name, code)
+    for name, page in PAGES.items()
+    if name not in ("autocast", "porting")  # These have tests of their own.
+    for code in documents.blocks(page)
+  ],
+)
+def test_every_block_is_run_by_one_of_these_tests(name, code):
+  calls = [
+    node.args[-1].value
+    for node in ast.walk(ast.parse(pathlib.Path(__file__).read_text()))
+    if isinstance(node, ast.Call)
+    and isinstance(node.func, ast.Name)
+    and node.args
+    and isinstance(node.args[-1], ast.Constant)
+  ]
+  assert any(str(words) in code for words in calls)
+
+
+@pytest.mark.parametrize("around", ["recorded", "chained"])
+def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+  if around == "recorded":
+    tx = ols.instruments.record(tx, 2)
+  else:
+    tx = optax.chain(tx, optax.identity())
+  params = jnp.ones((2, 2))
+  schedule = ols.precision_schedule("fast|step", total_steps=10)
+  names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
+  names |= {"schedule": schedule}
+  names["loss_fn"] = lambda params, x: jnp.mean(x @ params)
+  exec(block("precision_schedule", "schedule.value_and_grad"), names)
+  carry = params, tx.init(params), schedule.init()
+  for x in (jnp.eye(2), jnp.eye(2) * jnp.inf, jnp.eye(2)):
+    *carry, _ = names["train_step"](*carry, x)
+  assert carry[-1].steps == 2
+
+
+def test_the_table_of_names_is_complete():
+  for name in ols.__all__:
+    assert f"`{name}" in PAGES["names"], name
+
+
+def anchors(text):
+  """Returns the anchors of a page's headings and of its cells."""
+  prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+  headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+  made = {
+    re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    for heading in headings
+  }
+  return made | set(re.findall(r'id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize(
+  "page",
+  [documents.ROOT / "README.md", *(documents.ROOT / "docs").rglob("*.md")],
+  ids=lambda page: page.stem,
+)
+def test_every_link_leads_somewhere(page):
+  for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", page.read_text()):
+    if link.startswith("https:"):
+      continue
+    target, _, anchor = link.partition("#")
+    path = page.parent / target if target else page
+    assert path.exists(), link
+    assert not anchor or anchor in anchors(path.read_text()), link
