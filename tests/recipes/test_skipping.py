@@ -31,14 +31,14 @@ def test_a_large_norm_skips_the_step_and_lowers_s(size, skipped):
 def test_an_average_of_the_parameters_moves_with_them(factor):
   params = jnp.ones(2)
   _, opt_state = TX.update(params * factor, TX.init(params), params)
-  code = documents.block(PAGE, "What else a step changes", "new_ema")
+  code = documents.block(PAGE, "Other values that a step changes", "new_ema")
   names = {"ols": ols, "opt_state": opt_state, "ema": 1.0, "new_ema": 2.0}
   exec(code, names)
   assert names["ema"] == (2.0 if factor == 1 else 1.0)
 
 
 def test_a_running_mean_passes_over_the_nan_of_a_skipped_step():
-  code = documents.block(PAGE, "What else a step changes", "mean_loss")
+  code = documents.block(PAGE, "Other values that a step changes", "mean_loss")
   params = jnp.ones(2)
   names = {"ols": ols, "opt_state": TX.init(params), "mean_loss": 4.0}
   for factor, expected in (
