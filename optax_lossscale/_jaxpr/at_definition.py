@@ -46,8 +46,8 @@ def find_definitions(
   """Returns the variables that can be selected where they are defined.
 
   An output that is an input or a constant has no definition. If two outputs are
-  one variable, only the first is returned, since a variable can be selected
-  against only one old value. Such outputs need a separate select.
+  one variable, only the first is selected there, since a variable can have only
+  one old value. All other outputs need a separate select.
   """
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
