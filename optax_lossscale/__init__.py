@@ -1,7 +1,7 @@
 """Loss scaling for JAX, as an optax gradient transformation.
 
-In float16 small gradients become 0. Loss scaling multiplies the loss by S
-before the backward pass and divides the gradients by S after it:
+In float16, small gradients underflow to 0. Loss scaling multiplies the loss by
+S before the backward pass and divides the gradients by S afterwards:
 
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
   opt_state = tx.init(params)
@@ -10,13 +10,13 @@ before the backward pass and divides the gradients by S after it:
   updates, opt_state = tx.update(grads, opt_state, params)
   params = optax.apply_updates(params, updates)
 
-If a gradient overflowed, the updates are -0.0, the optimizer's state stays bit
-for bit, and S shrinks; after a while without overflow it grows.
+If a gradient overflows, the updates are -0.0, the optimizer's state stays the
+same bit for bit, and S shrinks. After enough clean steps, S grows again.
 """
 
 import importlib as _importlib
 
-# Before what takes a second to import.
+# First, so that Ctrl-C works during the imports below, which take a second.
 from optax_lossscale._base import ctrl_c as _ctrl_c  # noqa: F401
 
 # isort: split
@@ -82,8 +82,8 @@ __all__ = [
   "unscale",
 ]
 
-# Modules that load when they are first used: a program needs few of them, and
-# some load Flax or matplotlib.
+# These modules are loaded on first use. Most programs need only a few of them,
+# and some load Flax or matplotlib.
 _ON_DEMAND = frozenset(
   {"checkpoints", "instruments", "linen", "nnx", "plot", "rules"}
 )
@@ -96,5 +96,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-  # Not the private rooms, nor the submodules that something has imported.
+  # Omits the private rooms and any submodules that happen to be imported.
   return sorted({*__all__, *_ON_DEMAND, "__version__"})

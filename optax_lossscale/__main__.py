@@ -1,4 +1,4 @@
-"""`python -m optax_lossscale`: the command line."""
+"""Runs the command line as `python -m optax_lossscale`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""What becomes of the values of a program, seen from its end.
+"""Finds how each value of a program is used, from the last equation back.
 
-An operation is decided on where it is evaluated, by its name, its scope and its
-inputs. What it cannot know there is found here before: whether a matrix product
-is still to come, and whether all that uses its result is in float32.
+An operation gets its dtype where it is evaluated, from its name, its scope and
+its inputs. Two facts cannot be known there and are found here in advance:
+whether a matrix product follows, and whether all later uses are in float32.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from optax_lossscale._jaxpr import scopes
 
 
 class Use(NamedTuple):
-  """What becomes of a value."""
+  """How the rest of a program uses a value."""
 
-  # Whether a product is computed from it, however late.
+  # True if a product depends on it, directly or not.
   leads_to_product: bool = False
-  # Whether all operations that take it are in float32.
+  # True if every operation that uses it runs in float32.
   in_float32: bool = True
 
   def __or__(self, other: "Use") -> "Use":
-    """Returns what becomes of a value that is used in both ways."""
+    """Combines two uses of the same value."""
     return Use(
       self.leads_to_product or other.leads_to_product,
       self.in_float32 and other.in_float32,
@@ -40,33 +40,33 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-  """The result for one jaxpr."""
+  """How one jaxpr uses its values."""
 
-  # The equations that are in float32 for what comes after them, by id.
+  # The ids of equations that run in float32 because of what follows them.
   in_float32: frozenset[int]
-  # What becomes of the outputs of each equation, by id.
+  # The uses of each equation's outputs, by the id of the equation.
   outputs: dict[int, list[Use]]
-  # What becomes of the inputs of the jaxpr.
+  # The uses of the jaxpr's inputs.
   inputs: list[Use]
-  # Whether there is a product in low precision in it.
+  # True if the jaxpr has a product in low precision.
   has_product: bool
 
 
-# They keep nothing for the backward pass, so that it costs nothing to have them
-# in float32; with a constant, multiplication is one of them. (The largest value
-# is there for a softmax, which takes no gradient of it.)
+# These keep nothing for the backward pass, so float32 costs nothing here. The
+# same holds for multiplication by a constant. (`reduce_max` is in the list for
+# softmax, which takes no gradient of its maximum.)
 _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
 """)
 _LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Not linear, but what they are summed up to is the only reason to have them.
+# Not linear, but before a sum they are computed only for that sum.
 _BEFORE_SUMS = operation_table.names("cube square")
 
 
 def find_demand(
   jaxpr: Any, recipe: levels.Recipe, scope: str, outputs: Sequence[Use]
 ) -> Demand:
-  """Returns what becomes of the values of a jaxpr."""
+  """Returns how a jaxpr uses its values."""
   uses: dict[core.Var, Use] = {}
   constants = _constants(jaxpr)
   in_float32 = set()
@@ -113,7 +113,7 @@ def in_loop(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[Use, bool]:
-  """Returns what becomes of all values of a loop, and if it has a product."""
+  """Returns one use for all values of a loop, and whether it has a product."""
   has_product = any(
     find_demand(
       body.jaxpr, recipe, scope, [Use()] * len(body.jaxpr.out_avals)
@@ -130,7 +130,7 @@ def _call(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[list[Use], bool]:
-  """Returns what becomes of the inputs, and if there is a product inside."""
+  """Returns the uses of the inputs, and whether a product is inside."""
   if calls.is_loop(equation):
     use, has_product = in_loop(equation, recipe, scope, after)
     return [use] * len(equation.invars), has_product
@@ -151,7 +151,7 @@ def _operation(
   after: Use,
   constants: set[core.Var],
 ) -> tuple[Use, bool, bool]:
-  """Returns what becomes of the inputs, if it is a product, and if float32."""
+  """Returns the use of the inputs, `is_product` and `in_float32`."""
   name = operation_table.name_of(equation)
   decision = recipe.decide(name, scope)
   treatment = decision.treatment
@@ -167,7 +167,7 @@ def _operation(
     return Use(leads), False, False
   in_float32 = treatment is levels.Treatment.BLACK
   if name in levels.SUMS:
-    # Whatever they give, they take float32.
+    # Their inputs are in float32, whatever the dtype of the result.
     return Use(leads), False, not leads and not decision.is_override
   if not (decision.is_override or is_product):
     is_linear = (
@@ -182,7 +182,7 @@ def _operation(
       )
     )
     in_float32 |= not leads or (is_linear and after.in_float32)
-  # What is made of a value that is not a float is not in its precision.
+  # An operation without float outputs does not ask for low precision.
   is_float = any(
     bits.part_dtype(variable.aval) for variable in equation.outvars
   )
@@ -190,7 +190,7 @@ def _operation(
 
 
 def _is_guard(equation: core.JaxprEqn) -> bool:
-  """Returns whether it is the maximum with -inf that is in every softmax."""
+  """Returns whether an equation is the `max` with -inf in every softmax."""
   return equation.primitive.name == "max" and any(
     isinstance(atom, core.Literal) and np.all(np.asarray(atom.val) == -np.inf)
     for atom in equation.invars
@@ -198,7 +198,7 @@ def _is_guard(equation: core.JaxprEqn) -> bool:
 
 
 def _constants(jaxpr: Any) -> set[core.Var]:
-  """Returns what is made of the numbers in a jaxpr alone."""
+  """Returns the variables of a jaxpr that depend only on literals."""
   constants: set[core.Var] = set()
   for equation in jaxpr.jaxpr.eqns:
     if equation.invars and all(

@@ -1,7 +1,7 @@
-"""Functions with derivative rules of their own, in mixed precision.
+"""Functions with custom derivative rules, in mixed precision.
 
-The function and its rule are evaluated alike: the rule is recorded as it is
-written, of the dtypes that it is written for, and evaluated like anything else.
+A rule is recorded in the dtypes that it is written for. The recording is then
+evaluated in mixed precision, like the function itself.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
-# Evaluates a jaxpr; returns its outputs.
+# Evaluates a jaxpr and returns its outputs.
 Interpret = Callable[[Any, Sequence[_value.Value]], list[_value.Value]]
 
 
@@ -28,7 +28,7 @@ def custom_jvp(
   inputs: Sequence[_value.Value],
   interpret: Interpret,
 ) -> list[_value.Value]:
-  """Returns the outputs of a `jax.custom_jvp`, which stays one."""
+  """Evaluates a `jax.custom_jvp` and keeps its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
   arrays = _value.arrays(inputs)
   inputs = [x.outline for x in inputs]
@@ -66,7 +66,7 @@ def custom_vjp(
   inputs: Sequence[_value.Value],
   interpret: Interpret,
 ) -> list[_value.Value]:
-  """Returns the outputs of a `jax.custom_vjp`, which stays one."""
+  """Evaluates a `jax.custom_vjp` and keeps its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
   is_input = [_is_float(x) for x in types]
   is_output = [_is_float(variable.aval) for variable in equation.outvars]
@@ -102,7 +102,7 @@ def custom_vjp(
 def _record_tangents(
   equation: core.JaxprEqn, types: Sequence[Any], places: Sequence[int]
 ) -> Any:
-  """Records a rule for tangents."""
+  """Records a rule that computes tangents."""
 
   def rule(primals: Any, tangents: Any) -> Any:
     def of_places(*active: Any) -> Any:
@@ -125,7 +125,7 @@ def _record_forward(
   is_input: Sequence[bool],
   is_output: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-  """Records the forward part of a rule."""
+  """Records the forward pass of a rule."""
 
   def forward(*arguments: Any) -> Any:
     def of_floats(*floats: Any) -> Any:
@@ -151,7 +151,7 @@ def _record_forward(
 def _record_backward(
   outputs: Sequence[Any], vjp: Any, is_output: Sequence[bool]
 ) -> tuple[Any, list[Any]]:
-  """Records the backward part of a rule; returns it, and its inputs' dtypes."""
+  """Records the backward pass of a rule; also returns its input dtypes."""
   kept, structure = jax.tree.flatten(vjp)
   of_floats = _chosen(outputs, is_output)
   jaxpr = jax.make_jaxpr(
@@ -161,7 +161,7 @@ def _record_backward(
 
 
 class _Function:
-  """A function without its rule."""
+  """The function itself, without its derivative rule."""
 
   def __init__(
     self,
@@ -175,7 +175,7 @@ class _Function:
     self._outputs: list[_value.Value] | None = None
 
   def run(self, *arguments: Any) -> list[Any]:
-    """Returns what the function returns, and notes what that is."""
+    """Runs the function, and notes the outlines of its outputs."""
     outputs = self._interpret(
       self._body,
       _value.received(self._inputs, arguments),
@@ -185,16 +185,16 @@ class _Function:
 
   @property
   def dtypes(self) -> list[Any]:
-    """The dtypes of what it returns."""
+    """The dtypes of the outputs."""
     return [x.dtype for x in self._noted()]
 
   def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
-    """Returns the values that it returned as arrays."""
+    """Returns the output values for the arrays that `run` returned."""
     return _value.received(self._noted(), arrays)
 
   def _noted(self) -> list[_value.Value]:
     if self._outputs is None:
-      # Differentiated at once, JAX has called the rule alone.
+      # JAX calls only the rule if the function is differentiated at once.
       jax.eval_shape(self.run, *_value.arrays(self._inputs))
     return self._outputs or []
 

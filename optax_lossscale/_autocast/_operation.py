@@ -1,4 +1,4 @@
-"""One operation in mixed precision: in which dtype it runs, and how."""
+"""Chooses the dtype of one operation, and runs it in that dtype."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _Treatment = levels.Treatment
 
 _OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
-# After these a large number is still large. Others are bounded, or make it so
-# much larger or smaller that nothing is known.
+# After these operations a large number is still large. The others are bounded,
+# or change the magnitude so much that nothing is known about the result.
 _KEEP_SPAN = (
   operation_table.JOINS
   | levels.PRODUCTS
@@ -34,7 +34,7 @@ _KEEP_SPAN = (
 _FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-# They are about the bits of a dtype.
+# These depend on the bits of a dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
 
@@ -73,18 +73,18 @@ def evaluate(
 
 
 def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
-  """Returns whether an operation is on floats, and of these dtypes only."""
+  """Returns whether an operation uses floats, and only of these dtypes."""
   avals: list[Any] = [
     atom.aval for atom in (*equation.invars, *equation.outvars)
   ]
-  # Not on what is stored in a `jax.Ref`, which keeps its dtype.
+  # A `jax.Ref` keeps its dtype.
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
   floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
     equation.primitive.name in levels.SUMS and floats == {_FLOAT32}
   ):
-    # How a scatter combines two values is recorded for one dtype.
+    # The function that combines a scatter's values is recorded for one dtype.
     return False
   return bool(floats) and floats <= dtypes
 
@@ -94,7 +94,7 @@ def _as_written(
 ) -> list[_value.Value]:
   with interpreter.context(equation):
     arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
-  # Positions, noise and the like are made of nothing that the network computes.
+  # Positions, noise and the like do not depend on what the network computes.
   kind = _Kind.COMPUTED
   if all(x.kind.stays_float32 for x in inputs if x.is_float):
     kind = _Kind.STATISTIC
@@ -108,11 +108,11 @@ def _as_written(
 def _conversion(
   equation: core.JaxprEqn, inputs: Sequence[_value.Value]
 ) -> list[_value.Value]:
-  """A conversion in the program itself, which is what the program wants."""
+  """Evaluates a conversion that the program itself asks for."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
   if not x.is_float or bits.part_dtype(equation.outvars[0].aval) is None:
-    # A mask follows; positions and counts do not.
+    # A mask follows the other inputs; positions and counts do not.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
     return _bind(equation, [x.array], kind)
@@ -131,7 +131,7 @@ def _product(
   algorithm, preset = parameters.get("precision"), lax.DotAlgorithmPreset
   kinds = str, lax.DotAlgorithm, preset
   if isinstance(algorithm, kinds) and algorithm != preset.DEFAULT:
-    # It names the dtypes of its inputs.
+    # The algorithm fixes the dtypes of the inputs.
     return _as_written(equation, inputs)
   floats = [x for x in inputs if x.is_float]
   if decision.treatment is _Treatment.BLACK:
@@ -145,7 +145,7 @@ def _product(
     dtype = _FLOAT32
   emitted = parameters["preferred_element_type"]
   if emitted is not None and all(x.written == _FLOAT32 for x in floats):
-    # What is written in low precision and asks for more, is to have it.
+    # A product written in low precision keeps the wider result it asks for.
     equation = equation.replace(
       params={**parameters, "preferred_element_type": dtype}
     )
@@ -157,7 +157,7 @@ def _sum(
   inputs: Sequence[_value.Value],
   decision: levels.Decision,
 ) -> list[_value.Value]:
-  """A sum, accumulated in float32 whatever comes in and goes out."""
+  """Evaluates a sum in float32, whatever the dtypes of input and output."""
   treatment = decision.treatment
   name = operation_table.name_of(equation)
   is_reduction = name in operation_table.REDUCTIONS or name == "vecdot"
@@ -166,7 +166,7 @@ def _sum(
   if (is_reduction and is_low) or all(
     x.kind.stays_float32 for x in inputs if x.is_float
   ):
-    # What is a mean in the end may not fit into low precision before.
+    # A sum may not fit in low precision, even if the mean made from it does.
     kind = _Kind.STATISTIC
   outputs = _in_dtype(equation, inputs, _FLOAT32, decision, kind)
   dtype = decision.dtype
@@ -185,10 +185,10 @@ def _sum(
 def _move(
   equation: core.JaxprEqn, inputs: Sequence[_value.Value]
 ) -> list[_value.Value]:
-  """An operation that leaves every value in the dtype that it has."""
+  """Evaluates an operation that keeps each value in its current dtype."""
   outputs = _bind(equation, _value.arrays(inputs))
   if len(inputs) == len(outputs):
-    # Each by itself.
+    # Each output is made from the input at the same position.
     sources = list(inputs)
   else:
     sources = [next((x for x in inputs if x.is_float), inputs[0])] * len(
@@ -203,7 +203,7 @@ def _move(
     if equation.primitive.name not in ("abs", "neg", "sign"):
       output.number = source.number
     if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
-      # An embedding is what the network computes with.
+      # An embedding is an activation rather than a parameter.
       output.kind = _Kind.STATISTIC
     if is_one and _commutes(equation, source):
       output.source = (equation, source)
@@ -211,11 +211,11 @@ def _move(
 
 
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
-  """Returns whether the source is better converted before it is moved.
+  """Returns whether to convert the source before it is moved.
 
-  If it does not grow, for one conversion then serves all that is made of it.
-  What is broadcast is converted after that, so that the backward pass sums it
-  up in float32; of constants there is no backward pass.
+  If the move does not enlarge it, one conversion serves every value made from
+  it. A broadcast value is converted afterwards, so that the backward pass sums
+  its gradient in float32. Constants have no backward pass.
   """
   name = equation.primitive.name
   if source.kind is _Kind.CONSTANT:
@@ -252,9 +252,9 @@ def _in_dtype(
 
 
 def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
-  """Returns an input of an operation that runs in `dtype`."""
+  """Converts an input for an operation that runs in `dtype`."""
   if x.number is not None and x.exceeds(dtype):
-    # In a choice: see `_choose`.
+    # This happens only in a choice; see `_choose`.
     limit = float(jnp.finfo(dtype).max)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
@@ -265,14 +265,14 @@ def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
     and x.dtype != dtype
     and x.array.shape != output.shape
   ):
-    # Such as a bias: broadcast before it is converted, so that its gradient is
-    # summed up in float32.
+    # A bias, for example, is broadcast before it is converted, so that its
+    # gradient is summed in float32.
     x = _value.Value(_broadcast(x.array, output), x.written)
   return x.in_dtype(dtype)
 
 
 def _broadcast(array: Any, output: Any) -> Any:
-  """Returns an array in the shape of an operation's output."""
+  """Broadcasts an array to the shape of an operation's output."""
   explicit = jax.sharding.AxisType.Explicit
   if explicit not in jax.sharding.get_abstract_mesh().axis_types:
     return jnp.broadcast_to(array, output.shape)
@@ -303,7 +303,7 @@ def _choose(
   inputs: Sequence[_value.Value],
   decision: levels.Decision,
 ) -> tuple[Any, _value.Kind]:
-  """Returns the dtype that an operation runs in, and what its result is."""
+  """Returns the dtype that an operation runs in, and its result's kind."""
   floats = [x for x in inputs if x.is_float]
   treatment = decision.treatment
   kinds = {x.kind for x in floats}
@@ -312,20 +312,20 @@ def _choose(
   if equation.primitive.name in operation_table.JOINS and all(
     x.kind.is_neutral for x in floats
   ):
-    # Such as the biases of several gates in one array.
+    # For example, the biases of several gates, joined into one array.
     return _widest(floats), _Kind.GIVEN
   is_given = all(x.kind.stays_float32 for x in floats)
   name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
     return levels.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:
-    # Between a sum and its mean there may be no room.
+    # A sum may not fit in the dtype until it is divided into a mean.
     is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
   if is_given and treatment is not _Treatment.WHITE:
     return _widest(floats), _kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    # A bias is added, and a scale multiplied with. What is subtracted is a mean
-    # or a target, and what is divided by may be of any size.
+    # Parameters are added (a bias) or multiplied (a scale). A subtracted value
+    # is a mean or a target, and a divisor may have any magnitude.
     promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
     return _widest(floats, promotes=promotes), _Kind.COMPUTED
   kind = _Kind.COMPUTED
@@ -333,8 +333,8 @@ def _choose(
     kind = _kind_in_norm(name, floats)
   if kind is not _Kind.COMPUTED:
     return levels.FLOAT32, kind
-  # Of a choice the numbers beyond the range are there to be beyond it: they are
-  # clipped. Anything else is computed with them, where there is room.
+  # Out-of-range numbers in a choice are intentional, so they are clipped. Any
+  # other operation runs in float32 if its numbers do not fit.
   is_choice = equation.primitive.name in operation_table.JOINS
   has_room = all(
     x.fits(decision.dtype)
@@ -347,7 +347,7 @@ def _choose(
 def _span(
   equation: core.JaxprEqn, inputs: Sequence[_value.Value]
 ) -> _value.Span:
-  """Returns the span of what an operation computes in float32."""
+  """Returns the span of an operation's result in float32."""
   name = equation.primitive.name
   floats = [x for x in inputs if x.is_float]
   if name == "div":
@@ -357,16 +357,16 @@ def _span(
   found = _value.union(x.span for x in floats)
   are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
   if found is not None and (name == "div" or are_computed):
-    # What is small vanishes beside what is not, or is divided by no more.
+    # A small number vanishes beside larger ones, or is no longer a divisor.
     return (found[1], found[1]) if found[1] > 1 else None
   return found
 
 
 def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
-  """Returns which part of a norm an operation is, COMPUTED if of none.
+  """Returns which part of a norm an operation is, or COMPUTED for any other.
 
   A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. What it gives goes on in low precision.
+  takes a root and divides by it. Its result continues in low precision.
   """
   kinds = {x.kind for x in floats if not x.kind.is_neutral}
   if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
@@ -384,10 +384,10 @@ def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
 
 
 def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
-  """Returns the widest dtype of those inputs that have a say.
+  """Returns the widest dtype among the inputs that count.
 
-  Constants follow the others where there is room for them, and given values do
-  so unless it `promotes`.
+  Constants follow the other inputs if they fit. Given values also follow them,
+  unless the operation `promotes`.
   """
   floats = [x for x in inputs if x.is_float]
   computed = [x for x in floats if not x.kind.is_neutral]

@@ -1,4 +1,4 @@
-"""A value of a program in mixed precision, and its versions by dtype."""
+"""A value of a program in mixed precision, and its copies in other dtypes."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,68 +15,68 @@ from optax_lossscale._base import bits
 
 
 class Kind(enum.Enum):
-  """Where a value comes from, which says how much its dtype counts."""
+  """The origin of a value, which decides how much its dtype counts."""
 
-  # The texts say why what made it is in float32.
-  # What the network computes.
+  # Each text says why the operation that made the value is in float32.
+  # Computed by the network.
   COMPUTED = "follows an input"
-  # An argument, or what the function closed over; also moved or reshaped.
+  # An argument or closed-over value, even after it is moved or reshaped.
   GIVEN = "inputs only"
   # A number in the program.
   CONSTANT = "constants only"
-  # Float32, though nobody asked for it: a sum, or what is derived from given
-  # values alone, such as positions, noise and an embedding. At the levels that
-  # lower everything it has no say beside what is computed.
+  # In float32 although nobody asked for it: a sum, or a value derived only from
+  # given values, such as positions, noise or an embedding. At the levels that
+  # lower everything, its dtype does not count beside computed values.
   STATISTIC = "a statistic"
-  # The root of a statistic, or its reciprocal, as norms divide by.
+  # The root of a statistic or its reciprocal: the divisor in a norm.
   ROOT = "root of a sum"
-  # Centered or squared or normalized: what a norm is in the middle of.
+  # An intermediate value of a norm: centered, squared or normalized.
   NORMALIZING = "part of a norm"
 
   @property
   def is_neutral(self) -> bool:
-    """Whether it does not say in which precision to compute."""
+    """True if an operation takes its precision from its other inputs."""
     return self in (Kind.GIVEN, Kind.CONSTANT)
 
   @property
   def stays_float32(self) -> bool:
-    """Whether it may be left in float32 beside others of that sort."""
+    """True if an operation on such values alone may stay in float32."""
     return self.is_neutral or self is Kind.STATISTIC
 
 
-# The smallest and the largest magnitude of some numbers, None of none.
+# The smallest and largest magnitude of some numbers, or None without numbers.
 Span = tuple[float, float] | None
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-  """A value as it is held, and in what other dtypes it was wanted."""
+  """A value, with a converted copy for each dtype requested so far."""
 
-  array: Any  # In the dtype that it was computed or given in.
-  written: Any  # The dtype that it has in the original program.
+  array: Any  # As computed or given, not converted.
+  written: Any  # Its dtype in the original program.
   kind: Kind = Kind.COMPUTED
-  number: float | None = None  # Of a constant, if it is known.
-  # Of the program's numbers that were added to it, multiplied with it or put
-  # into it.
+  number: float | None = None  # The number of a constant, if it is known.
+  # Covers the program's numbers that were added to it, multiplied with it or
+  # written into it.
   span: Span = None
-  # The move that made it of another value, where moving and converting may
-  # change places: the other one is then converted, once for all made of it.
+  # The move that made it and the value that was moved, if conversion may come
+  # first. One conversion then serves everything made from that value.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def dtype(self) -> Any:
-    """The dtype in which the value is held."""
+    """The dtype of `array`."""
     return self.array.dtype
 
   @property
   def is_float(self) -> bool:
-    """Whether it has a real floating dtype."""
+    """True if it has a real floating dtype."""
     dtype = bits.part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
   def in_dtype(self, dtype: Any) -> Any:
-    """Returns the array in a dtype, converted once whoever asks for it."""
+    """Returns the array in a dtype, converting it only the first time."""
     if self.dtype == dtype:
       return self.array
     if dtype not in self._versions:
@@ -84,20 +84,20 @@ class Value:
     return self._versions[dtype]
 
   def converted(self, dtype: Any) -> "Value":
-    """Returns the value that the program itself converts it to."""
+    """Returns the result of a conversion in the program itself."""
     result = Value(
       self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
     )
     if np.dtype(dtype).itemsize > self.dtype.itemsize:
-      # Nothing was lost, so back it is what it was.
+      # Widening loses nothing, so converting back gives the same array.
       result._versions[self.dtype] = self.array
     return result
 
   def received(self, array: Any) -> "Value":
-    """Returns the value as the body of a loop or another function gets it.
+    """Returns the value as a loop body or another function receives it.
 
-    A known number is the same everywhere. Of any other array there may be only
-    a part: what a scan goes over, or what is sharded.
+    A known number is the same everywhere. Any other array may arrive only in
+    part: one slice of a scan's input, or one shard.
     """
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
@@ -105,17 +105,17 @@ class Value:
 
   @property
   def outline(self) -> "Value":
-    """The value with its type in place of its array, for what stays around.
+    """The value with its type in place of its array, which is safe to keep.
 
-    JAX keeps a derivative rule as long as a compiled function, and what was
-    being traced when it was made is not to be kept with it.
+    JAX keeps a derivative rule as long as the compiled function. The rule must
+    not keep alive the tracers that existed when it was made.
     """
     return self.received(jax.typeof(self.array))
 
   def fits(self, dtype: Any) -> bool:
-    """Returns whether `dtype` has room for the numbers of the program in it.
+    """Returns whether `dtype` has room for the program's numbers in the value.
 
-    Neither overflow nor underflow; rounding does not count.
+    They must neither overflow nor underflow; rounding does not count.
     """
     if self.span is None:
       return True
@@ -123,7 +123,7 @@ class Value:
     return tiny <= self.span[0] and not self.exceeds(dtype)
 
   def exceeds(self, dtype: Any) -> bool:
-    """Returns whether one of these numbers would be inf in `dtype`."""
+    """Returns whether one of the program's numbers would be inf in `dtype`."""
     largest = float(jax.numpy.finfo(dtype).max)
     return self.span is not None and self.span[1] > largest
 
@@ -160,7 +160,7 @@ def constant(number: Any, aval: Any) -> Value:
 
 
 def union(spans: Iterable[Span]) -> Span:
-  """Returns the span of all numbers in several."""
+  """Returns the smallest span that covers the given ones."""
   found = [span for span in spans if span is not None]
   if not found:
     return None
@@ -168,10 +168,10 @@ def union(spans: Iterable[Span]) -> Span:
 
 
 def arrays(values: Sequence[Value]) -> list[Any]:
-  """Returns the arrays of values, as they are held."""
+  """Returns the arrays of values, without conversion."""
   return [value.array for value in values]
 
 
 def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-  """Returns values as the body of another function gets them."""
+  """Returns values as the body of another function receives them."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]

@@ -1,4 +1,4 @@
-"""Mixed precision for any function; docs/autocast.md says how it works."""
+"""Mixed precision for any function; docs/autocast.md explains the design."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -29,73 +29,73 @@ def autocast(
   overrides: Mapping[str, DTypeLike] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
-  """Returns `fun` in mixed precision: every operation in the dtype it needs.
+  """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
-  `fun` is written in float32 and knows nothing of it. When it is traced, its
-  matrix products and convolutions get inputs in `dtype`, forward and backward,
-  and what would lose range or accuracy stays in float32. Nothing of this is
-  left when the program runs.
+  `fun` is written in float32 and needs no changes. When it is traced, its
+  matrix products and convolutions get inputs in `dtype`, forward and backward.
+  Operations that would lose range or accuracy stay in float32. All of these
+  choices are made during tracing and are gone when the program runs.
 
-  What `fun` returns has the dtypes that it has without, and so have gradients.
-  A value is converted once for all operations that want it in a dtype. Sums are
-  accumulated in float32, products of two vectors among them. A number that
-  `dtype` cannot hold keeps what it is added to or multiplied with in float32.
-  The derivative rules of `custom_jvp` and `custom_vjp` hold, loops carry the
-  dtypes that they are written for, and `remat` computes again what it did. The
-  rule of a `custom_vmap` is used where `fun` itself maps it, a `composite`
-  becomes what it is made of, and a `custom_linear_solve` stays in the precision
-  that it is written in. Only what is written in float32 or in `dtype` takes
-  part: integers, keys, float64 and other dtypes are left alone.
+  The outputs of `fun` and the gradients keep their dtypes. A value is converted
+  to a dtype only once, however many operations need it. Sums, including
+  products of two vectors, are accumulated in float32. If `dtype` cannot hold a
+  constant, the values that it is added to or multiplied with stay in float32.
+  Derivative rules of `custom_jvp` and `custom_vjp` still apply, loops carry the
+  dtypes that they are written for, and `remat` recomputes what it did before.
+  The rule of a `custom_vmap` is used where `fun` itself maps it, a `composite`
+  is replaced by its definition, and a `custom_linear_solve` keeps the precision
+  that it is written in. Only values written in float32 or `dtype` are affected:
+  integers, keys, float64 and other dtypes are left alone.
 
   The levels:
 
-  - "O0": as written, but for `overrides` and `operations`.
+  - "O0": as written, except for `overrides` and `operations`.
   - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
-    norms and losses in float32; the others follow their inputs. What is given
-    from outside and added or multiplied with, such as a bias, follows too.
-  - "O2": everything in `dtype` but norms and losses.
-  - "O3": everything in `dtype` but losses.
-  - "auto": as "O1", and additions and concatenations are in the widest dtype
-    among their inputs, a bias included.
+    norms and losses in float32. Other operations follow their inputs. A
+    parameter that is added or multiplied, such as a bias, follows as well.
+  - "O2": everything in `dtype` except norms and losses.
+  - "O3": everything in `dtype` except losses.
+  - "auto": as "O1", but additions and concatenations run in the widest dtype
+    among their inputs, including a bias.
   - "OD": matrix products and convolutions in `dtype`, everything else as
     written.
 
-  A norm is known by its scope (a part of it is like "*Norm*", and there is no
-  product inside) or by its operations. A loss is known by its scope ("*loss*",
-  "*cross_entropy*") or by its place: what follows the last matrix product of
-  `fun` is in float32 at every level. So the loss is the same whether `fun` is
-  the model and the loss is taken outside, or the whole loss function.
+  A norm is recognized by its scope (one part of it matches "*Norm*", and it
+  contains no product) or by its operations. A loss is recognized by its scope
+  ("*loss*", "*cross_entropy*") or by its position: everything after the last
+  matrix product of `fun` runs in float32 at every level. The loss is therefore
+  the same whether `fun` is only the model or the whole loss function.
 
   Args:
     fun: any function that JAX can trace: a loss function, `model.apply`.
-      Arguments that are no arrays, such as `train=True`, it gets as they are.
+      Arguments other than arrays, such as `train=True`, are passed unchanged.
     level: "O0", "O1", "O2", "O3", "auto" or "OD".
     dtype: the low precision, float16 or bfloat16.
-    overrides: dtypes by scope, such as `{"LeNet5/conv1": jnp.float16}`. They
-      are float16, bfloat16 or float32, and for all operations inside, whatever
-      the level says. Flax Linen names scopes after modules; elsewhere
-      `jax.named_scope` does. A pattern matches a scope from its first part on,
-      "*" stands for anything, and of several that match the longest one wins.
-    operations: edits the lists of the level, such as `{"black": ["tanh"],
-      "gray": ["exp"]}`. What is in "white" is in `dtype`, in "black" in
-      float32, in "gray" it follows its inputs, in "promote" it is in the widest
-      dtype among them. The names are those of JAX's primitives, and "square",
-      "cube", "reciprocal" and "vecdot".
+    overrides: float16, bfloat16 or float32 by scope, such as
+      `{"LeNet5/conv1": jnp.float16}`, for all operations inside the scope and
+      regardless of the level. Flax Linen names scopes after modules; elsewhere,
+      use `jax.named_scope`. A pattern matches from the first part of a scope,
+      "*" stands for anything, and the longest pattern that matches wins.
+    operations: changes to the lists of the level, such as `{"black": ["tanh"],
+      "gray": ["exp"]}`. Operations in "white" run in `dtype`, those in "black"
+      in float32. Those in "gray" follow their inputs, and those in "promote"
+      run in the widest dtype among them. The names are those of JAX's
+      primitives, plus "square", "cube", "reciprocal" and "vecdot".
 
   Returns:
-    A function with the arguments of `fun`. It traces `fun` on each call, so jit
-    it, or what is around it.
+    A function with the same arguments as `fun`. It traces `fun` on each call,
+    so jit it or a function that calls it.
 
   Raises:
-    TypeError: if `fun` is no function, or another argument of a wrong type.
-    ValueError: if a level, list or dtype does not exist; when called, if a
-      pattern matches no scope of `fun`, JAX has no operation of a name, `fun`
-      changes an object in place, such as an NNX model in training (use
-      `nnx.autocast`), or it runs inside what a precision schedule lowers.
+    TypeError: if `fun` is not a function, or an argument has the wrong type.
+    ValueError: if a level, list or dtype does not exist. When called: if a
+      pattern matches no scope of `fun`, `operations` names an unknown
+      operation, `fun` changes an object in place, such as an NNX model in
+      training (use `nnx.autocast`), or a precision schedule already lowers it.
 
   Warns:
-    UserWarning: when called, of an operation that holds a program which nothing
-      is known of, such as a kernel. It runs as written.
+    UserWarning: when called, if an operation such as a kernel holds a program
+      that `autocast` cannot look into. That operation runs as written.
 
   Examples:
     >>> import jax

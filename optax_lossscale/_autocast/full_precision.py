@@ -1,4 +1,4 @@
-"""Functions that must be in full precision as they are written."""
+"""Functions that must be written in full precision."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ _is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def in_full_precision(
   fun: Callable[..., Any], *, keeps_products: bool
 ) -> Callable[..., Any]:
-  """Returns `fun`, as a function that refuses to be lowered.
+  """Returns `fun` as a function that must not be lowered.
 
-  `autocast` inside of it is an error. So are products below float32, by which
-  all else shows: the dtype of a layer or of the parameters, and an `autocast`
-  in a function that jit has traced before. What else there is in low precision,
-  such as images that are stored so, does not matter.
+  Calling `autocast` inside it raises an error. So does a product below float32,
+  which reveals a low dtype of a layer or of the parameters, or an `autocast` in
+  a function that jit traced earlier. Other values in low precision, such as
+  stored images, are allowed.
   """
 
   @functools.wraps(fun)
@@ -40,7 +40,7 @@ def in_full_precision(
 
 
 def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun`, as a function inside of which `autocast` is an error."""
+  """Returns `fun` as a function that raises if it calls `autocast`."""
 
   @functools.wraps(fun)
   def refusing_fun(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +54,8 @@ def refuse_autocast() -> None:
   """Raises if `autocast` is called where nothing may be lowered."""
   if _is_refused.get():
     raise ValueError(
-      "`loss_fn` must not be under autocast where a precision schedule says "
-      "when to lower it; hand it in as it is written, in float32."
+      "`loss_fn` must not be under autocast, since the precision schedule "
+      "decides when to lower it; pass it in float32, without autocast."
     )
 
 
@@ -74,10 +74,10 @@ def _check_products(jaxpr: Any) -> None:
     dtype = operation_table.dtype_of(equation)
     if name in levels.PRODUCTS and operation_table.is_low(dtype):
       raise ValueError(
-        "`loss_fn` must be in full precision as it is written, since that is "
-        f"how training ends, got {name!r} below float32"
-        f"{f' in the scope {scope!r}' if scope else ''}; leave out autocast "
-        "and `dtype=float16` in layers, and let the parameters be float32 (or "
-        "cast them in `loss_fn`). If this product is meant, pass "
+        "`loss_fn` must be in full precision, since training ends in full "
+        f"precision, got {name!r} below float32"
+        f"{f' in the scope {scope!r}' if scope else ''}; remove autocast and "
+        "`dtype=float16` in layers, and use float32 parameters (or cast them "
+        "in `loss_fn`). If this product is intended, pass "
         "precision_schedule(..., precision_mode='must_keep_origin_dtype')."
       )

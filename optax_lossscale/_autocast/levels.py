@@ -1,11 +1,11 @@
-"""What `autocast` does with each operation: lists, levels, the caller's recipe.
+"""How `autocast` treats each operation: lists, levels, the caller's recipe.
 
-Names are those of JAX's primitives, and a few more for what has none of its
-own: "square" is also `x * x` and `integer_pow` by 2, "cube" is that by 3,
-"reciprocal" that by -1 and a number divided by x, and "vecdot" a `dot_general`
-of vectors, which is a sum of products rather than a matrix product. The groups
-are those of PyTorch, Apex, MindSpore, TensorFlow and Paddle; where they differ
-the majority decides, and the comment says so.
+The names are those of JAX's primitives, with four additions. "square" is also
+`x * x` and `integer_pow` by 2, "cube" is `integer_pow` by 3, "reciprocal" is
+`integer_pow` by -1 or a number divided by x, and "vecdot" is a `dot_general` of
+vectors, which is a sum of products rather than a matrix product. The groups
+follow PyTorch, Apex, MindSpore, TensorFlow and Paddle. The majority decides
+if they differ, and a comment says so.
 """
 
 from collections.abc import Collection
@@ -30,95 +30,95 @@ _LOW = ("float16", "bfloat16")
 _DTYPES = (*_LOW, "float32")
 
 # Matrix products and convolutions. Hardware computes them many times faster in
-# low precision, and accumulates in float32. Attention and the recurrent cells,
-# which the other systems list as well, are made of these.
+# low precision, and accumulates in float32. Attention and recurrent cells,
+# which the other systems also list, are built from these.
 PRODUCTS = operation_table.names("""
   conv_general_dilated dot_general ragged_dot ragged_dot_general
 """)
 
-# They grow so fast that float16 overflows soon, exp at 12, or it is their slope
-# near 0 or 1 that matters. TensorFlow lets log follow its input. Squares and
-# cubes, which PyTorch has in float32 when they are written as powers, follow
-# theirs: activations are made of them, which are in low precision in a layer
-# with `dtype=`. In front of a sum they are in float32.
+# These grow so fast that float16 overflows early (exp at 12), or their slope
+# near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
+# squares and cubes in float32 if they are written as powers. Here they follow
+# their input, because activations use them and run in low precision in a layer
+# with `dtype=`. Before a sum they are in float32.
 STEEP = operation_table.names("""
   cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
 """)
 
-# Steep at the ends of their range, where float16 has few values left.
+# Steep at the ends of their input range, where float16 has few values left.
 INVERSES = operation_table.names("acos acosh asin asinh atanh erf_inv")
 
-# Long sums lose the small summands: in float16 2048 + 1 is 2048. They are
-# accumulated in float32 at every level; here are those whose result stays in
-# float32 too. All of softmax, of a mean, of a norm goes on from there.
+# Long sums lose small terms: in float16, 2048 + 1 is 2048. Sums are accumulated
+# in float32 at every level. The results of the sums listed here also stay in
+# float32, and so does the rest of a softmax, a mean or a norm.
 SUMS = operation_table.names("""
   cumlogsumexp cumprod cumsum psum psum_invariant reduce_prod reduce_scatter
   reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
 """)
 
-# Series and continued fractions of many terms: nobody computes them in low
+# Series and continued fractions with many terms. Nobody computes these in low
 # precision, so no level does.
 SPECIAL = operation_table.names("""
   bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
   regularized_incomplete_beta zeta
 """)
 
-# What MindSpore's level "auto" runs in the widest dtype among its inputs, also
-# where one of them is a parameter: BiasAdd, AddN and Concat.
+# MindSpore's level "auto" runs BiasAdd, AddN and Concat in the widest dtype
+# among their inputs, even if one of them is a parameter.
 PROMOTING = operation_table.names("add add_any concatenate")
 
-# The scopes of what is kept in float32, as shell patterns for one part of a
-# scope. Flax Linen calls them so unless the model's author names them.
+# Scopes that are kept in float32, as shell patterns for one part of a scope.
+# Flax Linen uses such names unless the model's author chooses others.
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
 
 
 class Treatment(enum.Enum):
-  """What is done with an operation."""
+  """How the dtype of an operation is chosen."""
 
   # In low precision.
   WHITE = "white"
   # In float32.
   BLACK = "black"
-  # In the widest dtype among its inputs; what is given from outside follows.
+  # In the widest dtype among its inputs; given values follow the others.
   GRAY = "gray"
-  # In the widest dtype among its inputs, parameters among them.
+  # In the widest dtype among its inputs, including given values.
   PROMOTE = "promote"
   # In low precision, unless it is part of a normalization.
   LOW_BUT_NORMS = "low but norms"
   # In low precision, whatever it is.
   LOW = "low"
-  # As it stands in the program.
+  # In the dtypes of the original program.
   WRITTEN = "written"
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-  """What is done with the operations of each list."""
+  """The lists of operations at a level, and the treatment of the rest."""
 
   white: frozenset[str] = frozenset()
   black: frozenset[str] = frozenset()
   promote: frozenset[str] = frozenset()
   gray: frozenset[str] = frozenset()
-  # What is done with all other operations.
+  # The treatment of all other operations.
   rest: Treatment = Treatment.GRAY
-  # Parts of scopes inside of which float32 is kept; not for `white`.
+  # Patterns for scopes that stay in float32, except for `white` operations.
   scopes: tuple[str, ...] = ()
 
   @property
   def named(self) -> frozenset[str]:
-    """All operations that are in a list."""
+    """All operations that are in one of the lists."""
     return frozenset().union(*(getattr(self, name) for name in LIST_NAMES))
 
   def treatment(self, operation: str) -> Treatment:
-    """Returns what is done with an operation outside of all scopes."""
+    """Returns the treatment of an operation that is outside `scopes`."""
     for name in LIST_NAMES:
       if operation in getattr(self, name):
         return Treatment(name)
     return self.rest
 
   def edit(self, operations: Mapping[str, frozenset[str]]) -> "Level":
-    """Returns the level with operations in other lists."""
+    """Returns the level with operations moved to other lists."""
     named = frozenset().union(*operations.values())
     return dataclasses.replace(
       self,
@@ -155,13 +155,13 @@ LEVELS: Mapping[str, Level] = {
     promote=PROMOTING,
     scopes=_SCOPES,
   ),
-  # Paddle's: the white list alone.
+  # Paddle's level, which has only the white list.
   "OD": Level(white=PRODUCTS, rest=Treatment.WRITTEN),
 }
 
 
 def find_level(level: Any) -> Level:
-  """Returns the level of a name."""
+  """Returns the level with a given name."""
   if not isinstance(level, str) or level not in LEVELS:
     raise ValueError(
       f"`level` must be one of {', '.join(LEVELS)}, got {shown(level)}."
@@ -170,49 +170,49 @@ def find_level(level: Any) -> Level:
 
 
 class Decision(NamedTuple):
-  """What is done with one operation."""
+  """The treatment of one operation, and the reason for it."""
 
   treatment: Treatment
-  # Which one low precision is.
+  # The low-precision dtype.
   dtype: Any
-  # Whether the caller said so of the scope that it is in.
+  # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
-  # For a note, of BLACK alone.
+  # The reason that a note gives, for BLACK only.
   why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """What `autocast` was asked for."""
+  """The caller's settings for `autocast`."""
 
-  # With the lists as the caller edited them.
+  # Its lists contain the caller's edits.
   level: Level
-  # Of low precision.
+  # The low-precision dtype.
   dtype: Any
-  # By pattern, the dtype of all operations in the scope.
+  # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, Any], ...]
-  # The operations that the caller put in other lists.
+  # The operations that the caller moved to other lists.
   edited: frozenset[str]
-  # The scopes that have a product in them: norms and losses do not, whatever
+  # The scopes that contain a product. These are not norms or losses, whatever
   # they are called.
   product_scopes: frozenset[str] = frozenset()
 
   @functools.cached_property
   def dtypes(self) -> frozenset[Any]:
-    """The dtypes among which the recipe moves values."""
+    """The dtypes that the recipe converts from and to."""
     return frozenset(
       [FLOAT32, self.dtype, *(dtype for _, dtype in self.overrides)]
     )
 
   @property
   def is_idle(self) -> bool:
-    """Whether there is nothing to do."""
+    """True if there is nothing to do."""
     return not self.overrides and self.level == LEVELS["O0"]
 
   def of(
     self, operations: Collection[tuple[str, str]], names: frozenset[str]
   ) -> "Recipe":
-    """Returns the recipe for a function."""
+    """Returns the recipe for a function with these operations."""
     _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
@@ -222,7 +222,7 @@ class Recipe:
       *(level.named for level in LEVELS.values()),
     )
     for name in sorted(self.edited - known):
-      # Closer than elsewhere: 'matmul' is no misspelt 'mul'.
+      # Stricter than elsewhere: 'matmul' is not a misspelled 'mul'.
       remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
         "; a matrix product is 'dot_general', a softmax is made of 'exp', "
         "'reduce_sum' and 'div': jax.make_jaxpr shows those of a function."
@@ -240,7 +240,7 @@ class Recipe:
     return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
   def decide(self, operation: str, scope: str) -> Decision:
-    """Returns what is done with an operation."""
+    """Returns the treatment of an operation in a scope."""
     overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]
     if overrides:
       _, dtype = max(overrides, key=lambda x: len(x[0]))
@@ -261,7 +261,7 @@ class Recipe:
 def make_recipe(
   level: Any, dtype: Any, overrides: Any, operations: Any
 ) -> Recipe:
-  """Returns the recipe of what the caller of `autocast` passed."""
+  """Returns the recipe for the arguments of `autocast`."""
   overrides = _check_mapping(
     "overrides", overrides, '{"LeNet5/conv1": jnp.float16}'
   )
@@ -280,7 +280,7 @@ def make_recipe(
 def _check_patterns(
   patterns: Iterable[str], found_scopes: Collection[str]
 ) -> None:
-  """Raises if a pattern matches nothing."""
+  """Raises if a pattern matches no scope."""
   for pattern in patterns:
     if any(scopes.matches(scope, pattern) for scope in found_scopes):
       continue

@@ -1,1 +1,1 @@
-"""Hardware that saturates: status registers, and its rehearsal."""
+"""Status registers, and an emulation of hardware that saturates."""

@@ -1,4 +1,4 @@
-"""A status register: did an operation overflow?"""
+"""A status register that any overflow in a function sets."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from optax_lossscale._step import checks
 
 
 class StatusCounts(NamedTuple):
-  """How many operations did what, each time they ran, on every device.
+  """Counts of operations, where each run on each device counts separately.
 
   Attributes:
     overflow: int32[], operations whose result was too large for its dtype.
-    undefined: int32[], operations that had no finite value for their inputs:
+    undefined: int32[], operations without a finite value for their inputs:
       division by zero, log 0, sqrt(-1).
   """
 
@@ -40,50 +40,50 @@ def float_status(
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   counts: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function for the result of `fun` and whether it overflowed.
+  """Wraps `fun` so that it also returns whether an operation overflowed.
 
-  It is the status register of an accelerator as a function: set by any
-  operation that overflows and not cleared by those after it. So it sees what
-  gradients cannot show, an overflow behind a small layer scale, in the forward
-  pass only, or averaged away. Put it around the function that makes the
-  gradients, and hand the flag to `update(..., overflow=flag)`.
+  The flag acts like the status register of an accelerator: any operation that
+  overflows sets it, and later operations do not clear it. It therefore catches
+  overflows that gradients cannot show: behind a small layer scale, in the
+  forward pass only, or averaged away. Wrap the function that computes the
+  gradients, and pass the flag to `update(..., overflow=flag)`.
 
-  An operation overflowed when it made inf or NaN out of finite inputs. What an
-  inf that was there before turns into, such as the -inf of an attention mask,
-  does not count, and neither does what has no finite value in any dtype:
-  division by zero, log 0, sqrt(-1), also in the branch of a `jnp.where` that is
-  not taken. These are counted apart. But exp(1000) is an overflow, taken or
-  not, and so is casting -1e9 to float16, or subtracting a row's maximum of 17
-  from finfo.min: mask with -inf.
+  An operation overflows if it produces inf or NaN from finite inputs. Results
+  of an earlier inf, such as the -inf of an attention mask, do not count. Nor do
+  results without a finite value in any dtype, such as division by zero, log 0
+  or sqrt(-1), even in the branch of a `jnp.where` that is not taken; these are
+  counted separately. But exp(1000) is an overflow, taken or not. So is casting
+  -1e9 to float16, or subtracting a row's maximum of 17 from finfo.min: mask
+  with -inf instead.
 
-  Operations are looked at wherever they are, in loops, branches, calls, and in
-  the parts of a `shard_map`, also if nothing comes of their result. What is not
-  known element by element (convolution, linear algebra, FFT, scatter-add, sums
-  over devices), or holds a program of its own (a kernel, a reduction by a
-  function of yours), overflowed when all its inputs were finite, on all those
-  devices, and some result was not. Of a `custom_vmap` the rule is used where
-  `fun` itself maps it.
+  All operations are checked, including those in loops, branches, calls and
+  `shard_map`, and those whose results are never used. Some cannot be checked
+  element by element (convolution, linear algebra, FFT, scatter-add, sums over
+  devices), or contain a program of their own (a kernel, a reduction by a
+  function of yours). These overflow if all their inputs are finite, on all the
+  devices involved, and some result is not. The rule of a `custom_vmap` is used
+  where `fun` itself maps it.
 
   Args:
-    fun: any function that JAX can trace. Arguments that are no arrays, such as
-      `train=True`, it gets as they are.
-    dtypes: the floating dtypes whose operations are looked at, one or several.
-      Of a complex dtype the parts count.
-    check: `nonfinite()`; or `saturated()`, for hardware that saturates: an
-      operation then overflowed when it reached the largest finite value of its
-      dtype out of inputs below theirs.
-    counts: whether to return, in place of the flag, a tuple of two numbers:
-      how many operations overflowed, and how many were undefined. As
-      `overflow=` that tuple counts both; `counts.overflow` is the flag.
+    fun: any function that JAX can trace. Arguments other than arrays, such as
+      `train=True`, are passed unchanged.
+    dtypes: one or more floating dtypes whose operations are checked. Complex
+      values count by the dtype of their parts.
+    check: `nonfinite()`, or `saturated()` for hardware that saturates. With
+      `saturated()`, an operation overflows if it reaches the largest finite
+      value of its dtype from inputs below theirs.
+    counts: whether to return a tuple of two counts instead of the flag: the
+      operations that overflowed, and those that were undefined. Passed as
+      `overflow=`, the tuple counts both; `counts.overflow` acts as the flag.
 
   Returns:
-    A function with the arguments of `fun` that returns its result and a bool[],
-    the flag. Inside `shard_map` and `pmap` it is each device's own. It traces
-    `fun` on each call, so jit it, or what is around it.
+    A function with the same arguments as `fun` that returns its result and the
+    flag, a bool[]. Inside `shard_map` and `pmap`, each device has its own flag.
+    It traces `fun` on each call, so jit it or a function that calls it.
 
   Raises:
-    TypeError: if `fun` is no function, `dtypes` holds anything but floating
-      dtypes, or `check` is no check, or one for another dtype.
+    TypeError: if `fun` is not a function, `dtypes` holds anything but floating
+      dtypes, or `check` is not a check or is for another dtype.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -118,7 +118,7 @@ def float_status(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any], saturating: bool
 ) -> Callable[..., tuple[list[Any], StatusCounts]]:
-  """Returns the recorded function and its counts, with its own derivative."""
+  """Returns a differentiable function for the recorded outputs and counts."""
 
   @jax.custom_jvp
   def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
@@ -129,8 +129,8 @@ def _differentiable(
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
-    # Of the function as it was recorded, so that rules of its own are kept and
-    # what only the derivative computes is not counted.
+    # Differentiates the recorded function, so that its custom rules are kept
+    # and operations that only the derivative needs are not counted.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
     of_count: Any = np.zeros((), jax.dtypes.float0)
     return run(*primals), (of_outputs, StatusCounts(of_count, of_count))
@@ -140,7 +140,7 @@ def _differentiable(
 
 @dataclasses.dataclass(frozen=True)
 class _Counting(throughout.Sum):
-  """The rule: an operation as it is, and whether it overflowed."""
+  """Evaluates each operation unchanged and counts the overflows."""
 
   dtypes: frozenset[Any]
   saturating: bool
@@ -173,7 +173,7 @@ class _Counting(throughout.Sum):
 def _count_operation(
   found: Sequence[Mapping[str, Any]], kind: str
 ) -> jax.Array:
-  """Returns 1 if any element of any output is of a kind, else 0, as int32[]."""
+  """Returns int32[]: 1 if any element of any output is of this kind, else 0."""
   elements = [by_kind[kind] for by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)

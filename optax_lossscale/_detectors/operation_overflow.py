@@ -1,4 +1,4 @@
-"""Whether an operation overflowed."""
+"""Finds where an operation overflowed."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import checks
 from optax_lossscale._step import requirements
 
-# What there is to say of an operation's result.
+# The two kinds of results that `find` reports.
 OVERFLOW = "overflow"
 UNDEFINED = "undefined"
 
@@ -35,7 +35,7 @@ def check_dtypes(dtypes: Any) -> frozenset[Any]:
 
 def _check_dtype(dtype: Any) -> Any:
   found, name = arguments.read_dtype(dtype)
-  # float8_e8m0fnu has powers of two, and neither a sign nor 0.
+  # float8_e8m0fnu has only powers of two, without a sign or 0.
   if (
     found is None
     or jnp.finfo(found).bits < 8
@@ -50,7 +50,7 @@ def _check_dtype(dtype: Any) -> Any:
 
 
 def saturates(check: checks.Check, dtypes: frozenset[Any]) -> bool:
-  """Returns whether a check of operations is for hardware that saturates."""
+  """Returns whether a check is for hardware that saturates."""
   requirements.check_check(check)
   is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
   if check.dtype is not None and not is_one:
@@ -68,10 +68,10 @@ def find(
   inputs: Sequence[Any],
   outputs: Sequence[Any],
 ) -> list[tuple[core.Var, Mapping[str, Any]]]:
-  """Returns where each result of an operation overflowed or is undefined."""
+  """Returns where each output of an operation overflowed or is undefined."""
   if operation_table.moves(equation):
     return []
-  # Of a function that has another mesh the values do not fit outside.
+  # Outputs on another mesh can only be used in the context of the equation.
   with interpreter.context(equation):
     reached = [
       (variable, _reached_limit(saturating, output))
@@ -88,16 +88,16 @@ def find(
 
 
 def _by_kind(made: Any, undefined: Any) -> dict[str, Any]:
-  """Returns what an operation made out of finite inputs, by its kind."""
+  """Splits the marked elements into overflowed and undefined ones."""
   if isinstance(undefined, np.ndarray) and undefined.ndim == 0:
     return {UNDEFINED if undefined else OVERFLOW: made}
   return {OVERFLOW: made & ~undefined, UNDEFINED: made & undefined}
 
 
 def _reached_limit(saturating: bool, x: Any) -> Any:
-  """Returns where `x` is not finite, or, saturating, at the largest value."""
+  """Returns where `x` is non-finite or, if `saturating`, saturated."""
   dtype = bits.part_dtype(x)
-  # A mutable array has a dtype, but only what is read from it has a value.
+  # A mutable array has a dtype, but no value until it is read.
   if dtype is None or isinstance(x, jax.Ref):
     return np.zeros(np.shape(x), bool)
   limit = float(jnp.finfo(dtype).max)
@@ -107,7 +107,7 @@ def _reached_limit(saturating: bool, x: Any) -> Any:
 def _reached_before(
   saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
 ) -> Any:
-  """Returns where an output is made of inputs that had reached it already."""
+  """Returns where an output depends on an input already at its limit."""
   name, parameters = equation.primitive.name, equation.params
   reached = [_reached_limit(saturating, x) for x in inputs]
   if name in operation_table.ELEMENTWISE:
@@ -131,7 +131,7 @@ def _reached_before(
 
 
 def _on_any_device(flag: Any, parameters: Any) -> Any:
-  """Returns whether a flag is set on any device of those that are summed."""
+  """Returns whether a flag is set on any device that takes part in the sum."""
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
   return lax.pmax(
     flag.astype(jnp.int32),
@@ -141,9 +141,9 @@ def _on_any_device(flag: Any, parameters: Any) -> Any:
 
 
 def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
-  """Returns where a row of `left` or a column of `right` holds a True."""
+  """Returns where a row of `left` or a column of `right` contains a True."""
   contracting, batch = dimension_numbers
-  # The result has the batch axes, then the free ones of the left and the right.
+  # The result has the batch axes, then the free axes of `left` and `right`.
   sides = [
     _without(x, contracted, batched)
     for x, contracted, batched in zip(
@@ -160,7 +160,7 @@ def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
 
 
 def _without(x: Any, contracted: Any, batched: Any) -> Any:
-  """Returns whether any is True along the contracted axes, batch axes first."""
+  """Reduces the contracted axes by `any`, and puts the batch axes first."""
   free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
   x = jnp.transpose(x, (*batched, *free, *contracted))
   return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))

@@ -1,4 +1,4 @@
-"""Hardware in saturation mode, emulated on any backend."""
+"""Emulates hardware in saturation mode on any backend."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -25,35 +25,36 @@ from optax_lossscale._jaxpr import throughout
 def saturating(
   fun: Callable[..., Any], dtypes: Any = (jnp.float16,)
 ) -> Callable[..., Any]:
-  """Returns `fun` as hardware in saturation mode computes it.
+  """Returns `fun` as hardware in saturation mode would compute it.
 
-  After every operation inf is the largest finite value of its dtype, with its
-  sign, and NaN is 0. So a training run on such hardware can be rehearsed on any
-  other: `isfinite` sees nothing there, and `saturated` is the check to use.
+  After every operation, inf becomes the largest finite value of its dtype with
+  the same sign, and NaN becomes 0. So a training run for such hardware can be
+  rehearsed on any other. Check with `saturated`, since `isfinite` sees nothing.
 
-  Every operation inside is clamped, also in loops, branches, calls and the
-  parts of a `shard_map`. Derivatives are those of `fun`, with every operation
-  of the backward pass clamped as well: `jax.grad(saturating(fun))` is
-  `saturating(jax.grad(fun))`. There is no forward mode; for that take
-  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. Of a `custom_vmap` the
-  rule is used where `fun` itself maps it. One operation is what holds a program
-  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
-  reduction by a function of yours, and `custom_root` on newer JAX.
+  Every operation inside is clamped, including those in loops, branches, calls
+  and `shard_map`. Derivatives are those of `fun`, with every operation of the
+  backward pass clamped as well: `jax.grad(saturating(fun))` is
+  `saturating(jax.grad(fun))`. Forward mode is not supported; instead, use
+  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. The rule of a
+  `custom_vmap` is used where `fun` itself maps it. Operations that contain a
+  program of their own are clamped only as a whole: a kernel (Pallas, a library
+  call), `custom_partitioning`, a reduction by a function of yours, and
+  `custom_root` on newer JAX.
 
   Args:
-    fun: any function that JAX can trace. Arguments that are no arrays, such as
-      `train=True`, it gets as they are.
-    dtypes: the floating dtypes whose operations saturate, one or several. Of a
-      complex dtype the parts count.
+    fun: any function that JAX can trace. Arguments other than arrays, such as
+      `train=True`, are passed unchanged.
+    dtypes: one or more floating dtypes whose operations saturate. Complex
+      values count by the dtype of their parts.
 
   Returns:
-    A function with the arguments of `fun`. It traces `fun` on each call, so jit
-    it, or what is around it.
+    A function with the same arguments as `fun`. It traces `fun` on each call,
+    so jit it or a function that calls it.
 
   Raises:
-    TypeError: if `fun` is no function, or `dtypes` holds anything but floating
-      dtypes; when called, if `fun` computes in a float8 dtype of `dtypes` that
-      has no inf, beyond casts to it.
+    TypeError: if `fun` is not a function, or `dtypes` holds anything but
+      floating dtypes. When called: if `fun` does more than cast to a float8
+      dtype of `dtypes` that has no inf.
 
   Examples:
     >>> import jax
@@ -79,7 +80,7 @@ def saturating(
     recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording.without_values(), dtypes)
     if jax.sharding.get_abstract_mesh().manual_axes:
-      # An eager `shard_map` does not take the derivative as it is.
+      # An eager `shard_map` accepts the custom derivative only under jit.
       run = jax.jit(run)
     return recording.result(run(*recording.operands))
 
@@ -89,7 +90,7 @@ def saturating(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any]
 ) -> Callable[..., list[Any]]:
-  """Returns the recorded function, saturating, with a saturating derivative."""
+  """Returns the recorded function, saturating both forward and backward."""
 
   @jax.custom_vjp
   def run(*operands: Any) -> list[Any]:
@@ -104,8 +105,8 @@ def _differentiable(
   ]
 
   def forward(*operands: Any) -> tuple[list[Any], Any]:
-    # With respect to nothing else: a loop of unknown length over data, or what
-    # comes from the host, may have no derivative.
+    # Differentiates with respect to these inputs only: a loop of unknown length
+    # over data, or a value from the host, may have no derivative.
     inputs = {
       place: operand.value
       for place, operand in enumerate(operands)
@@ -122,14 +123,13 @@ def _differentiable(
 
     def outputs_and_vjp(inputs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
       _, vjp, outputs = jax.vjp(of_inputs, inputs, has_aux=True)
-      # JAX keeps the structure of what a recorded function returns. That of
-      # `vjp` holds its program.
+      # JAX keeps the output structure of a recorded function. The structure of
+      # `vjp` would keep its program alive, so only the leaves are returned.
       residuals, treedef = jax.tree.flatten(vjp)
       treedefs.append(treedef)
       return outputs, residuals
 
-    # A function of its own, which is recorded in turn, and in turn has a
-    # derivative.
+    # This function is recorded as well, and its derivative also saturates.
     outputs, residuals = saturating(outputs_and_vjp, dtypes)(inputs)
     return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
@@ -146,7 +146,7 @@ def _differentiable(
 
 @dataclasses.dataclass(frozen=True)
 class _Clamping(throughout.CountingRule):
-  """The rule: an operation as it is, and its results clamped."""
+  """Evaluates each operation unchanged and clamps its results."""
 
   dtypes: frozenset[Any]
 
@@ -158,7 +158,7 @@ class _Clamping(throughout.CountingRule):
   ) -> tuple[Sequence[Any], tuple[()]]:
     """See the base class."""
     del around
-    # A `jax.Ref` is no array; its values are clamped when they are read.
+    # A `jax.Ref` is not an array; its values are clamped when they are read.
     clamped = [
       isinstance(v.aval, jax.core.ShapedArray)
       and bits.part_dtype(v.aval) in self.dtypes
@@ -173,7 +173,7 @@ class _Clamping(throughout.CountingRule):
       if dtype in self.dtypes and not bits.has_inf(dtype)
     ]
     if without_inf and name == "convert_element_type":
-      # NaN is all that is left of what is too large, so it is clamped before.
+      # Values that are too large would become NaN, so they are clamped first.
       with interpreter.context(equation):
         inputs = [_clip(x, without_inf[0]) for x in inputs]
     elif without_inf and not operation_table.moves(equation):
@@ -183,7 +183,7 @@ class _Clamping(throughout.CountingRule):
         "float16 or float32 and cast the result."
       )
     outputs = interpreter.bind(equation, inputs)
-    # Of a function that has another mesh the values do not fit outside.
+    # Outputs on another mesh can only be used in the context of the equation.
     with interpreter.context(equation):
       return [
         _saturate(x) if is_clamped else x
@@ -192,10 +192,10 @@ class _Clamping(throughout.CountingRule):
 
 
 def _saturate(x: jax.Array) -> jax.Array:
-  """Returns `x` with inf at the largest finite value, and 0 for NaN.
+  """Returns `x` with inf replaced by the largest finite value, and NaN by 0.
 
-  By the bits, so that a compiler that computes in a wider dtype has to round to
-  this one first.
+  It works on the bits, so that a compiler that computes in a wider dtype must
+  round to this dtype first.
   """
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
@@ -205,7 +205,7 @@ def _saturate(x: jax.Array) -> jax.Array:
   unsigned = magnitude.dtype
   pattern = lax.bitcast_convert_type(x, unsigned)
   inf = np.array(np.inf, x.dtype).view(unsigned)
-  # One below the bits of inf are those of the largest finite value.
+  # The bits of inf minus one are those of the largest finite value.
   pattern = jnp.where(
     magnitude > inf,
     jnp.zeros((), unsigned),
@@ -220,11 +220,11 @@ def _clip(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _zero_if_symbolic(cotangent: Any) -> Any:
-  """Returns JAX's mark for a cotangent that is not there.
+  """Converts a symbolic zero to `ad.Zero`, the form that JAX uses internally.
 
-  What leads to it is then left out of the backward pass, as in any other, where
-  0 times an inf would be NaN. That the function which `jax.vjp` returns takes
-  this mark is not documented.
+  JAX then leaves this path out of the backward pass, as usual. With an array of
+  zeros, 0 times inf would give NaN there. It is undocumented that the function
+  returned by `jax.vjp` accepts `ad.Zero`.
   """
   if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
     return ad.Zero(cotangent.aval)

@@ -20,27 +20,27 @@ def status_tap(
   *,
   check: checks.Check = checks.saturated(),  # noqa: B008 - it is frozen.
 ) -> Any:
-  """Returns `x`, and lets `status` see the cotangents that pass here.
+  """Returns `x` and counts the overflows in its cotangents.
 
-  An overflow in the middle of the backward pass need not show in the gradients:
-  behind a small layer scale, or a mean over devices, it is small again. At the
-  points of a model where this stands the overflow is counted. The count is the
-  gradient with respect to `status`, so JAX adds it up over all the points, the
-  steps of a scan and the devices. It costs one look at each cotangent;
-  `float_status` sees every operation and the forward pass, and costs more. With
-  a tap inside, a function has no forward mode.
+  An overflow in the middle of the backward pass may not show in the gradients:
+  a small layer scale or a mean over devices makes it small again. A tap counts
+  the overflows at its point of the model. The count is the gradient with
+  respect to `status`, so JAX adds it up over all taps, the steps of a scan and
+  the devices. A tap costs one pass over each cotangent. `float_status` sees
+  every operation, including the forward pass, and costs more. A function with
+  a tap inside does not support forward mode.
 
-  Under `shard_map` as it is by default the count is the sum over the devices;
-  for each device's own make `status` vary with `make_varying`. Of a value that
-  all devices share, JAX sums the cotangents before they pass here.
+  Under `shard_map` with its defaults, the count is the sum over the devices.
+  For a count per device, make `status` vary with `make_varying`. If all devices
+  share a value, JAX sums its cotangents before they reach the tap.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
-      floating or complex pass.
+      floating or complex pass through.
     status: float32[], zero; an argument of the loss function.
-    check: which cotangents count: `saturated(dtype)`, which sees inf and NaN
-      as well and so fits any hardware, or `nonfinite(dtype)`; with the
-      computation's dtype, or without for that of each cotangent.
+    check: which cotangents count: `saturated(dtype)`, which also catches inf
+      and NaN and so works on any hardware, or `nonfinite(dtype)`. Pass the
+      computation's dtype, or omit it to use the dtype of each cotangent.
 
   Returns:
     `x`.
@@ -70,13 +70,13 @@ def status_tap(
     )
   tap.check_measured("status", status)
   count = functools.partial(_count, check)
-  # Leaf by leaf: with another that varies, JAX would sum one that all devices
-  # share over the devices.
+  # Each leaf has its own tap. In one tap with a varying leaf, JAX would sum a
+  # leaf that all devices share over the devices.
   return jax.tree.map(lambda leaf: tap.tap(leaf, status, count), x)
 
 
 def _count(check: checks.Check, cotangents: Sequence[jax.Array]) -> jax.Array:
-  """Returns how many elements overflowed, float32[]."""
+  """Returns the number of elements that overflowed, as float32[]."""
   (cotangent,) = cotangents
   limit = bits.limit(jnp.finfo(cotangent.dtype).dtype, check.dtype)
   where = bits.reached(cotangent, limit, inclusive=check.saturating)

@@ -1,1 +1,1 @@
-"""Functions as JAX records them, evaluated again with something changed."""
+"""Records functions as jaxprs and evaluates the jaxprs with changes."""

@@ -1,10 +1,10 @@
-"""Select at definition: the skip of a step that costs no memory.
+"""Select at definition: skips a step without using more memory.
 
-A new state selected after the update that made it is there twice for a while,
-and the compiler keeps both. Selected at the place where each value is defined,
-it goes into the buffer of the old one, and what is computed from it reads the
-selected value. On an applied step that is the same. On a skipped step all of it
-is thrown away.
+If a new state is selected after the update, the compiler keeps both the old and
+the new state until then. If each value is selected where it is defined, it goes
+into the buffer of the old value, and later computations read the selected
+value. On an applied step this is the new value. On a skipped step the results
+of those computations are discarded.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from jax.extend import core
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
-# Takes an old value and a new one, returns the one that is to be kept.
+# Takes an old value and a new one, and returns the one to keep.
 Select = Callable[[Any, Any], Any]
 
 
 def select_at_definition(
   function: Callable[[], tuple[Any, Any]], old_state: Any, select: Select
 ) -> tuple[Any, Any]:
-  """Returns what `function` returns, its state selected against the old one."""
+  """Evaluates `function` and selects its new state against the old one."""
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
@@ -45,9 +45,9 @@ def find_definitions(
 ) -> dict[core.Var, Any]:
   """Returns the variables that can be selected where they are defined.
 
-  Not among them: an output that is an input or a constant, which has no
-  definition, and the second of two outputs that are one variable, which can be
-  selected against one old value only. These take a select of their own.
+  An output that is an input or a constant has no definition. If two outputs are
+  one variable, only the first is selected there, since a variable can have only
+  one old value. All other outputs need a separate select.
   """
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
@@ -58,7 +58,7 @@ def find_definitions(
       old is not None
       and not isinstance(atom, core.Literal)
       and atom in defined
-      # Selected in another dtype, it would not fit where it is used.
+      # In another dtype, the selected value would not fit where it is used.
       and getattr(atom.aval, "dtype", None) == old.dtype
     ):
       old_of.setdefault(atom, old)
@@ -81,7 +81,7 @@ def _evaluate_selecting(
       return interpreter.bind(equation, inputs)
     inner = calls.transparent_body(equation)
     if inner is not None:
-      # What the function returns is defined in there, and may be used there.
+      # The outputs are defined inside, and may also be used there.
       with interpreter.inside(equation):
         outputs, are_selected = _evaluate_selecting(inner, inputs, olds, select)
     else:
@@ -104,11 +104,11 @@ def _evaluate_selecting(
 
 
 def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
-  """Returns the selected value, or `new` if that is of another type.
+  """Returns the selected value, or `new` if the selected one changes type.
 
-  Under `shard_map` a type says over which devices a value may vary. One that
-  varies with the old value or with the skip would not fit where the new one is
-  used; then the new one is selected at the end, as if it had no definition.
+  Under `shard_map`, a type says over which devices a value may vary. A selected
+  value that varies with the old value or the skip would not fit where `new` is
+  used. In that case `new` is selected at the end, as if it had no definition.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new

@@ -1,4 +1,4 @@
-"""One table of the primitives that hold jaxprs, for all who look into them."""
+"""The one table of primitives that hold jaxprs."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -11,49 +11,49 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-# From jax 0.11 it is the same as `core.Jaxpr`, and no longer in the stubs.
+# Since jax 0.11 this is the same as `core.Jaxpr` and missing from the stubs.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
 
 class Form(enum.Enum):
-  """What an equation is besides the jaxprs that it holds."""
+  """The role of an equation that holds jaxprs."""
 
-  # Nothing else.
+  # A plain call.
   CALL = enum.auto()
-  # A function that says where its values lie.
+  # A function that may specify the placement of its values.
   JIT = enum.auto()
-  # A function that a backend or `vmap` may replace by another one.
+  # A function that a backend or `vmap` may replace with another one.
   REPLACEABLE = enum.auto()
-  # A function that the backward pass computes again.
+  # A function that the backward pass recomputes.
   REMAT = enum.auto()
-  # Functions with derivative rules of their own.
+  # Functions with custom derivative rules.
   CUSTOM_JVP = enum.auto()
   CUSTOM_VJP = enum.auto()
-  # One of several, a loop, a function of each device.
+  # A choice of branches, two kinds of loop, a function that each device runs.
   COND = enum.auto()
   SCAN = enum.auto()
   WHILE = enum.auto()
   SHARD_MAP = enum.auto()
-  # A solver, whose derivative is solved for as well. Its precision is a part of
-  # it: iterations that wait for a small residual may never end in float16.
+  # A solver, whose derivative is also solved for. It must keep its precision,
+  # since iterations that wait for a small residual may never end in float16.
   SOLVE = enum.auto()
 
 
 class Body(NamedTuple):
-  """A jaxpr, with constants, and which inputs of its equation it takes."""
+  """A jaxpr with constants, and the positions of the inputs that it takes."""
 
   jaxpr: Any
   inputs: Sequence[int]
 
 
 def _only(equation: core.JaxprEqn) -> list[Body]:
-  # By its type, since JAX has renamed some of these parameters.
+  # Found by type, since JAX has renamed some of these parameters.
   (jaxpr,) = filter(is_jaxpr, equation.params.values())
   return [Body(close(jaxpr), range(len(equation.invars)))]
 
 
 def _branches(equation: core.JaxprEqn) -> list[Body]:
-  operands = range(1, len(equation.invars))  # The first one says which.
+  operands = range(1, len(equation.invars))  # The first is the branch index.
   return [Body(close(x), operands) for x in equation.params["branches"]]
 
 
@@ -68,7 +68,7 @@ def _test_and_round(equation: core.JaxprEqn) -> list[Body]:
 
 
 def _solver(equation: core.JaxprEqn) -> list[Body]:
-  """Forward it is the function that solves, which comes third of four."""
+  """Returns the function that solves forward, which is the third of four."""
   lengths = equation.params["const_lengths"]
   start = lengths.matvec + lengths.vecmat
   consts = range(start, start + lengths.solve)
@@ -79,13 +79,13 @@ def _solver(equation: core.JaxprEqn) -> list[Body]:
 
 
 class Call(NamedTuple):
-  """How a primitive holds the jaxprs that run."""
+  """The form of a primitive, and how to find the jaxprs that it runs."""
 
   form: Form
   bodies: Callable[[core.JaxprEqn], list[Body]] = _only
 
 
-# By name, since some have no public handle.
+# Keyed by name, since some primitives are not public.
 TABLE: Mapping[str, Call] = {
   primitives.call_p.name: Call(Form.CALL),
   primitives.closed_call_p.name: Call(Form.CALL),
@@ -104,13 +104,13 @@ TABLE: Mapping[str, Call] = {
 
 
 def form(equation: core.JaxprEqn) -> Form | None:
-  """Returns the form of an equation that holds a jaxpr, None of any other."""
+  """Returns the form of an equation that holds a jaxpr, or None for others."""
   call = TABLE.get(equation.primitive.name)
   return call and call.form
 
 
 def bodies(equation: core.JaxprEqn) -> list[Body]:
-  """Returns the jaxprs of an equation that run when it does."""
+  """Returns the jaxprs that an equation runs."""
   call = TABLE.get(equation.primitive.name)
   return call.bodies(equation) if call else []
 
@@ -121,10 +121,10 @@ def castable_bodies(equation: core.JaxprEqn) -> list[Body]:
 
 
 def transparent_body(equation: core.JaxprEqn) -> Any | None:
-  """Returns the jaxpr of an equation that is nothing else, None of any other.
+  """Returns the jaxpr of an equation that is only a call, or None.
 
-  Also None of a jitted function that says where its values lie: that would be
-  lost if its equations were evaluated one by one.
+  Also returns None for a jitted function that places its values, because the
+  placement would be lost if its equations were evaluated one by one.
   """
   parameters = equation.params
   if form(equation) not in (Form.CALL, Form.JIT) or any(
@@ -141,12 +141,12 @@ def transparent_body(equation: core.JaxprEqn) -> Any | None:
 
 
 def is_loop(equation: core.JaxprEqn) -> bool:
-  """Returns whether what comes out of the body goes into it again."""
+  """Returns whether an equation is a scan or a while loop."""
   return form(equation) in (Form.SCAN, Form.WHILE)
 
 
 def carried(equation: core.JaxprEqn) -> range:
-  """Returns which inputs of a loop are its first outputs in the next round."""
+  """Returns the positions of the inputs that a loop carries."""
   parameters = equation.params
   if form(equation) is Form.WHILE:
     num_consts = parameters["cond_nconsts"] + parameters["body_nconsts"]
@@ -154,14 +154,14 @@ def carried(equation: core.JaxprEqn) -> range:
   if "num_carry" in parameters:
     num_consts, num_carry = parameters["num_consts"], parameters["num_carry"]
   else:
-    # From jax 0.11 a scan holds them as the parts of a tree, which is not a
-    # public class; a part's length is all that is read of it.
+    # Since jax 0.11, a scan holds these as parts of a tree, which is not a
+    # public class. Only the lengths of the parts are read.
     num_consts, num_carry, _ = map(len, parameters["ft_in"].unpack())
   return range(num_consts, num_consts + num_carry)
 
 
 def close(jaxpr: Any) -> Any:
-  """Returns a jaxpr that has constants."""
+  """Returns a jaxpr in the form that has constants."""
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 

@@ -1,4 +1,4 @@
-"""The interpreter: records a function, and evaluates what was recorded."""
+"""The interpreter, which records a function and evaluates the recording."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ import numpy as np
 
 from optax_lossscale._base import trees
 
-# `core.Jaxpr` below is what `jax.make_jaxpr` returns; up to jax 0.10 that was
+# `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 it was
 # named `ClosedJaxpr`, with the same attributes.
 
-# Takes an equation and the values of its inputs, returns those of its outputs.
+# Takes an equation and its input values, and returns its output values.
 EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
-# JAX's mark of the function that is being recorded, to be evaluated at once.
+# JAX's trace state in the function being recorded, if it is evaluated at once.
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "_recorded", default=None
 )
 
 
 class Recording(NamedTuple):
-  """A function's jaxpr for given arguments, and what it takes."""
+  """A function's jaxpr for given arguments, and the values that it takes."""
 
   jaxpr: core.Jaxpr
-  # The values that it takes: first what the function closed over, then the
-  # arrays among its arguments.
+  # First the values that the function closed over, then the arrays among its
+  # arguments.
   operands: list[Any]
-  # The structure of what the function returns.
+  # The structure of the function's result.
   treedef: Any
 
   def without_values(self) -> "Recording":
-    """Returns what a function that JAX keeps may close over, with no tracer."""
+    """Returns a recording without tracers, which JAX may keep in a closure."""
     nothing = [None] * len(self.operands)
     consts, _ = self.consts_and_arguments(nothing)
     return self._replace(
@@ -62,9 +62,9 @@ class Recording(NamedTuple):
     return [jnp.asarray(x) for x in outputs]
 
   def result(self, outputs: Sequence[Any]) -> Any:
-    """Returns what the function returns, of its flat outputs.
+    """Returns the function's result, made from its flat outputs.
 
-    Arrays all of them, as under jit, also where the function returns a number.
+    All leaves are arrays, as under jit, even if the function returns a number.
     """
     return jax.tree.unflatten(self.treedef, [jnp.asarray(x) for x in outputs])
 
@@ -78,11 +78,11 @@ def record(
 ) -> Recording:
   """Records a function; arrays among its arguments become inputs.
 
-  It gets copies, so its changes to them in place are lost: they raise an error
-  unless `may_change` allows them.
+  The function gets copies of its arguments, so its in-place changes are lost.
+  They raise an error unless `may_change` allows them.
   """
-  # Under jit what is recorded becomes a part of what JAX compiles; in another
-  # recording it becomes a part of that.
+  # Under jit, the recording becomes part of the program that JAX compiles.
+  # Inside another recording, it becomes part of that recording.
   is_at_once = is_recording() or not is_staged()
   leaves, treedef = jax.tree.flatten((args, kwargs))
   places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -98,7 +98,7 @@ def record(
       trees.check_unchanged(arrays, (args, kwargs))
     return outputs
 
-  # What JAX calls it when the function cannot be traced.
+  # The name that JAX reports if the function cannot be traced.
   flat_function.__name__ = getattr(function, "__name__", "flat_function")
 
   arrays = [leaves[place] for place in places]
@@ -107,19 +107,19 @@ def record(
 
 
 def is_staged() -> bool:
-  """Returns whether JAX is recording a function, to compile it.
+  """Returns whether JAX is recording a function to compile it.
 
-  So it does under jit, scan and the like, not under an eager grad or vmap,
-  where each operation runs now.
+  This holds under jit, scan and the like, but not under an eager grad or vmap,
+  where each operation runs immediately.
   """
   return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def is_recording() -> bool:
-  """Returns whether the function being traced is evaluated at once, and once.
+  """Returns whether the function being traced is evaluated now and only once.
 
-  So it is while an eager `record` calls it, but not in what that traces in
-  turn, such as a jitted function, which JAX keeps.
+  This holds while an eager `record` calls it. It does not hold inside functions
+  that it traces in turn, such as a jitted one, since JAX keeps those.
   """
   return bool(_recorded.get() == core.get_opaque_trace_state())
 
@@ -135,7 +135,7 @@ def _recording(is_at_once: bool) -> Iterator[None]:
 
 
 def _is_array(x: Any) -> bool:
-  # NumPy's bool is a flag, such as `train`, as Python's is.
+  # A NumPy bool is a flag such as `train`, just like a Python bool.
   kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
   return isinstance(x, kinds) and not isinstance(x, np.bool_)
 
@@ -146,7 +146,7 @@ def evaluate(
   rule: EvaluateEquation,
   consts: Sequence[Any] | None = None,
 ) -> list[Any]:
-  """Returns the outputs of a jaxpr, each equation evaluated by `rule`."""
+  """Returns the outputs of a jaxpr, evaluating each equation with `rule`."""
   values: dict[core.Var, Any] = {}
   if consts is None:
     consts = jaxpr.consts
@@ -163,7 +163,7 @@ def evaluate(
 
 
 def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-  """Returns the outputs of one equation as it is."""
+  """Returns the outputs of one unchanged equation."""
   primitive = equation.primitive
   parameters = primitive.get_bind_params(equation.params)
   with context(equation):
@@ -173,7 +173,7 @@ def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def inside(call: core.JaxprEqn) -> Iterator[None]:
-  """Restores what holds inside of a call, to evaluate its jaxpr."""
+  """Restores the context inside a call, to evaluate its jaxpr."""
   is_jit = call.primitive is primitives.jit_p
   function = f"jit({call.params['name']})" if is_jit else ""
   with context(call), _scope(function):
@@ -182,9 +182,9 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def context(equation: core.JaxprEqn) -> Iterator[None]:
-  """Restores the scopes, settings and lines of code of an equation.
+  """Restores the scopes, settings and source lines of an equation.
 
-  So profilers and errors show the user's lines.
+  Profilers and errors then show the user's lines.
   """
   scope = str(equation.source_info.name_stack)
   with (

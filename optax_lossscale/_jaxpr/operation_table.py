@@ -1,4 +1,4 @@
-"""What is known of JAX's operations: which can overflow, and out of what."""
+"""Tables of JAX's operations: which can overflow, and from which inputs."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from optax_lossscale._base import leaves
 
 
 def names(text: str) -> frozenset[str]:
-  """Returns the words of a text."""
+  """Returns the set of words in a text."""
   return frozenset(text.split())
 
 
-# The results are among the inputs, in magnitude, or below them: shape and
-# place, choice, and values no larger than before. Of bits nothing is known.
+# The results never exceed the inputs in magnitude, since these operations move,
+# choose or limit values. Nothing is known about the result of a bitcast.
 MOVES = names("""
   all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k
   bitcast_convert_type broadcast_in_dim concatenate copy device_put
@@ -32,7 +32,7 @@ MOVES = names("""
   abs conj imag neg real sign stop_gradient
 """)
 
-# Each element of the result is made of those at its place in the inputs.
+# Each element of the result depends on the same element of each input.
 ELEMENTWISE = names("""
   abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
   cbrt ceil complex convert_element_type cos cosh digamma div erf erf_inv erfc
@@ -42,7 +42,7 @@ ELEMENTWISE = names("""
   zeta
 """)
 
-# Truth of two elements.
+# Comparisons of two elements.
 COMPARISONS = names("eq eq_to ge gt le le_to lt lt_to ne")
 
 # Moves that take several values of one dtype.
@@ -51,47 +51,47 @@ JOINS = names("""
   scatter-max scatter-min select_and_gather_add select_n stack
 """)
 
-# Moves that neither repeat nor leave out anything.
+# Moves that neither repeat nor drop elements.
 REARRANGES = names("""
   copy reshape rev squeeze stop_gradient transpose
 """)
 
-# Each element of the result is made of the inputs along some axes.
+# Each element of the result depends on all inputs along some axes.
 REDUCTIONS = names("reduce_prod reduce_sum")
 
-# Each element of the result is made of those before it along an axis.
+# Each element of the result depends on the inputs up to it along an axis.
 CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 
-# The result is made of the inputs of several devices.
+# The result depends on the inputs of several devices.
 DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
 
-# No finite result of these is too large for a dtype that holds the input. What
-# is not finite had no value: log 0, rsqrt 0, sqrt(-1).
+# Finite results of these always fit in a dtype that holds the input. Where a
+# result is non-finite, the operation is undefined: log 0, rsqrt 0, sqrt(-1).
 BOUNDED = names("""
   acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos erf
   erf_inv erfc igamma igammac log log1p log2 logistic
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
 
-# Of complex inputs these are not bounded: they grow along the other axis.
+# For complex inputs these are not bounded: they grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")
 
-# Where the others have no finite value.
+# Returns where one of the other operations has no finite value.
 _Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 def moves(equation: core.JaxprEqn) -> bool:
-  """Returns whether an operation cannot make anything that was not there."""
+  """Returns whether an operation never exceeds its inputs in magnitude."""
   name, parameters = equation.primitive.name, equation.params
   if name == "abs":
     return not _is_complex(equation.invars[0].aval)
   if name == "scatter":
-    # Of `x.at[...].apply(function)` the function is here.
+    # This parameter holds the function of `x.at[...].apply(function)`.
     return parameters.get("update_jaxpr") is None
   return name in MOVES
 
 
-# The names that `name_of` gives to the primitives that JAX exports.
+# The names that `name_of` returns for the primitives that JAX exports.
 NAMES = frozenset(
   getattr(primitives, attribute).name
   for attribute in dir(primitives)
@@ -102,9 +102,9 @@ _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation: its primitive's, or a closer one.
+  """Returns the name of an operation: its primitive's or a more specific one.
 
-  Equivalent ways to write an operation share one name; `autocast` goes by it.
+  Equivalent ways to write an operation share one name, which `autocast` uses.
   """
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":
@@ -124,26 +124,26 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 
 def dtype_of(equation: core.JaxprEqn) -> Any:
-  """Returns in which dtype an operation on floats runs, None of any other."""
+  """Returns the dtype that an operation on floats runs in, or None."""
 
   def widest(atoms: Sequence[Any]) -> Any:
     floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
     return max(floats, key=lambda x: x.itemsize, default=None)
 
-  # The sum of low numbers may be wider.
+  # A sum of numbers in low precision may have a wider dtype.
   taken, given = widest(equation.invars), widest(equation.outvars)
   return taken if given is not None and is_low(taken) else given
 
 
 def is_low(dtype: Any) -> bool:
-  """Returns whether a dtype of floats is below float32; None is not."""
+  """Returns whether a floating dtype is below float32; False for None."""
   return dtype is not None and np.dtype(dtype).itemsize < 4
 
 
 def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
   """Returns where an operation has no finite value, in any dtype.
 
-  Only what it says of results that are not finite is of use.
+  The answer is meaningful only for non-finite results.
   """
   name = equation.primitive.name
   if name in BOUNDED:
@@ -159,7 +159,7 @@ def _is_complex(x: Any) -> bool:
 
 
 def _is_pole(x: Any) -> Any:
-  """Where the gamma function has no value: 0, -1, -2 ..."""
+  """Returns where the gamma function is undefined: 0, -1, -2 ..."""
   return (x <= 0) & _is_whole(x)
 
 

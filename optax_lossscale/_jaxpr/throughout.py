@@ -1,7 +1,7 @@
-"""The interpreter inside of calls and control flow, and what is counted there.
+"""Applies a rule to all operations, including those in calls and control flow.
 
 A rule that looks at every operation must also see those in the body of a scan
-or in the branches of a cond. Here each of these is written again, with public
+or in the branches of a cond. This module rebuilds such equations with public
 functions of JAX, around bodies that the rule has evaluated.
 """
 
@@ -22,13 +22,13 @@ from optax_lossscale._jaxpr import interpreter
 
 
 class CountingRule:
-  """What is done with every operation, and how its counts are put together.
+  """How to evaluate each operation, and how to combine the counts.
 
-  A count is a pytree of arrays, of the same structure, shapes and dtypes
-  wherever it comes from. This rule counts nothing, so its counts are empty.
+  A count is a pytree of arrays, always with the same structure, shapes and
+  dtypes. This rule counts nothing, so its counts are empty.
   """
 
-  # The count of nothing.
+  # The count before any operation.
   zero: Any = ()
 
   def apply(
@@ -37,31 +37,31 @@ class CountingRule:
     equation: core.JaxprEqn,
     inputs: Sequence[Any],
   ) -> tuple[Sequence[Any], Any]:
-    """Returns the outputs of an operation, and its count: here of nothing.
+    """Returns the outputs of an operation, and its count.
 
-    `around` has the equations that hold it, the outermost first.
+    `around` has the equations that hold the operation, outermost first.
     """
     del around
     return interpreter.bind(equation, inputs), self.zero
 
   def join(self, counts: Sequence[Any]) -> Any:
-    """Returns one count for what was counted one after the other."""
+    """Combines counts that were made one after the other."""
     del counts
     return self.zero
 
   def join_round(self, counts: Any, more: Any, *, is_over: bool) -> Any:
-    """Returns the count of a loop so far."""
+    """Adds the count of a round, or of a condition, to that of its loop."""
     del is_over
     return self.join([counts, more])
 
   def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
-    """Returns one count for several devices, the same on all of them."""
+    """Combines the counts of several devices into one that they share."""
     del axes
     return count
 
 
 class Sum(CountingRule):
-  """A rule whose counts, of int32[], are added up."""
+  """A rule that adds up its counts, which are int32[]."""
 
   def join(self, counts: Sequence[Any]) -> Any:
     """See the base class."""
@@ -83,9 +83,9 @@ def evaluate(
 ) -> tuple[list[Any], Any]:
   """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
 
-  Derivatives are not kept: a function with a rule of its own for them is
-  evaluated as it is written. Evaluate the differentiated function instead. So
-  is one with a rule of its own for `vmap`: map it before.
+  Custom derivative rules are lost, because a function that has one is evaluated
+  without it. Evaluate the differentiated function instead. Custom `vmap` rules
+  are also lost, so map the function first.
   """
   counts = []
 
@@ -107,16 +107,16 @@ def evaluate(
   return outputs, rule.join(counts)
 
 
-# Evaluates a body of an equation; returns its outputs.
+# Evaluates a body of an equation and returns its outputs.
 Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
-# Evaluates a body of an equation; returns its outputs and its count.
+# Evaluates a body of an equation and returns its outputs and its count.
 _InterpretAndCount = Callable[
   [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
 ]
 
 
 class _Rebuilt(NamedTuple):
-  """An equation that is written again, and how its bodies are evaluated."""
+  """An equation to rebuild, and how to evaluate its bodies."""
 
   equation: core.JaxprEqn
   inputs: Sequence[Any]
@@ -127,7 +127,7 @@ class _Rebuilt(NamedTuple):
 def rebuild(
   equation: core.JaxprEqn, inputs: Sequence[Any], interpret: Interpret
 ) -> list[Any]:
-  """Returns the outputs of an equation around bodies that are evaluated."""
+  """Rebuilds an equation around evaluated bodies, and returns its outputs."""
   outputs, _ = _rebuild(
     equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
   )
@@ -161,7 +161,7 @@ def in_place(
   interpret: Interpret,
   change: Callable[[Callable[[Any], Any], Any], Any] = lambda f, x: f(x),
 ) -> list[Any]:
-  """Returns the outputs of an equation whose one body is evaluated instead.
+  """Returns the outputs of an equation by evaluating its only body instead.
 
   `change` applies a function of arrays to inputs and outputs.
   """
@@ -171,7 +171,7 @@ def in_place(
   inputs = [inputs[place] for place in body.inputs]
 
   def lay_out(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Returns values that lie where a jitted function says that they do."""
+    """Places values where a jitted function says that they belong."""
     return [
       change(functools.partial(_lay, sharding=sharding), value)
       if isinstance(sharding, jax.sharding.Sharding)
@@ -188,9 +188,9 @@ def in_place(
       and parameters["differentiated"]
       and parameters["prevent_cse"]
     ):
-      # As JAX lowers it: what is computed again must not be found to be the
-      # same as what was computed before. One by one, or under `shard_map` all
-      # would vary as any of them does.
+      # As in JAX's own lowering, the compiler must not merge recomputed values
+      # with the originals. Each input has its own barrier, since with a shared
+      # one all inputs would vary under `shard_map` if any of them does.
       inputs = [change(lax.optimization_barrier, x) for x in inputs]
     return list(interpret(body, inputs))
 
@@ -199,7 +199,7 @@ def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
   if isinstance(sharding, jax.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
-    # Where it lies is a part of its type, and no advice.
+    # Here the sharding is part of the array's type rather than a hint.
     return jax.jit(_same, out_shardings=sharding)(array)
   return lax.with_sharding_constraint(array, sharding)
 
@@ -209,7 +209,7 @@ def _same(array: Any) -> Any:
 
 
 def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
+  """Rebuilds `lax.cond`, `lax.switch` and `lax.platform_dependent`."""
   equation, inputs, interpret, rule = of
   index, *operands = inputs
 
@@ -225,8 +225,8 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   if platforms is None:
     result = lax.switch(index, functions, *operands)
   else:
-    # Of this JAX compiles one branch only: code for one kind of device may not
-    # even compile for another.
+    # JAX compiles only one of these branches: code for one kind of device may
+    # not even compile for another.
     of_platform = {
       platform: function
       for function, of_branch in zip(functions, platforms, strict=True)
@@ -237,7 +237,7 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 
 def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """`lax.scan`, and `fori_loop` of known length."""
+  """Rebuilds `lax.scan`, and `fori_loop` of known length."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
   carried = calls.carried(equation)
@@ -262,7 +262,7 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 
 def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """`lax.while_loop`, and `fori_loop` of unknown length."""
+  """Rebuilds `lax.while_loop`, and `fori_loop` of unknown length."""
   equation, inputs, interpret, rule = of
   test_body, round_body = calls.bodies(equation)
   start = calls.carried(equation).start
@@ -271,19 +271,18 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
     consts = [inputs[place] for place in body.inputs if place < start]
     return interpret(body, [*consts, *carry])
 
-  # The condition is tested where the values are made, so that what it counts
-  # can be carried along.
+  # The condition is tested in the round itself, to carry its counts along.
   def run_round(state: Any) -> Any:
     goes_on, carry, counts = state
     outputs, in_round = run(round_body, carry)
-    # Under `vmap` there is a condition for each example, and those that are
-    # through stay as they are.
+    # Under `vmap` each example has its own condition, and finished examples
+    # keep their values.
     outputs = [
       _where_goes_on(goes_on, new, old)
       for new, old in zip(outputs, carry, strict=True)
     ]
     counts = rule.join_round(counts, in_round, is_over=True)
-    # What the condition counts belongs to the round that it lets begin.
+    # The counts of the condition belong to the round that follows it.
     (goes_on,), in_test = run(test_body, outputs)
     counts = rule.join_round(counts, in_test, is_over=False)
     return goes_on, outputs, counts
@@ -299,13 +298,13 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
   if jnp.ndim(goes_on) == 0:
-    return new  # The loop has ended where it is False.
+    return new  # The loop ends when it is False.
   shape = goes_on.shape + (1,) * (jnp.ndim(new) - goes_on.ndim)
   return jnp.where(goes_on.reshape(shape), new, old)
 
 
 def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """`jax.shard_map`, and `jax.pmap`, which is one."""
+  """Rebuilds `jax.shard_map`, and `jax.pmap`, which is built on it."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
@@ -343,9 +342,9 @@ _CALLS: Mapping[
 def _varying(zero: Any) -> Any:
   """Returns `zero` as a value that may differ between devices.
 
-  What a loop carries and what branches return must have one type. Under
-  `shard_map` the type says along which axes of the mesh a value may vary, and
-  the position on an axis varies along it.
+  A carried value must keep its type, and all branches must return one type.
+  Under `shard_map`, the type says along which mesh axes a value may vary, and
+  the position on an axis varies along that axis.
   """
   for axis in jax.sharding.get_abstract_mesh().manual_axes:
     position = lax.axis_index(axis)
@@ -354,9 +353,10 @@ def _varying(zero: Any) -> Any:
 
 
 def on_this_mesh(count: Any) -> Any:
-  """Returns an array of a count made in `jax.sharding.auto_axes` or the like.
+  """Moves a count that was made on another mesh to the current one.
 
-  The mesh there has axes of another kind, which is in the type of the array.
+  Inside `jax.sharding.auto_axes` and the like, the mesh has axes of another
+  kind, and the type of a count includes its mesh.
   """
   mesh = jax.sharding.get_abstract_mesh()
   mesh_there = jax.typeof(count).sharding.mesh

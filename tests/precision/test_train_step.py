@@ -449,7 +449,7 @@ def test_products_in_low_precision_may_be_meant():
 def test_parameters_in_low_precision_are_refused():
   params = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
   step = by_steps().make_train_step(loss_fn, scaling())
-  with pytest.raises(ValueError, match="let the parameters be float32"):
+  with pytest.raises(ValueError, match="use float32 parameters"):
     jax.eval_shape(step, *start(params=params), jnp.asarray(X, jnp.float16), Y)
 
 
