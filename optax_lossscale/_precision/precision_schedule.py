@@ -186,7 +186,7 @@ class PrecisionSchedule:
       gradients)` or `((loss, aux), gradients)`.
 
     Raises:
-      TypeError: if an argument is not of its kind.
+      TypeError: if an argument has the wrong type.
       ValueError: if `autocast` rejects its arguments, or they have no effect;
         if `opt_state` holds no scale, or several; when called, if `loss_fn` is
         already under `autocast`, or computes products in low precision because
@@ -332,7 +332,7 @@ class PrecisionSchedule:
       state, for which only applied steps count.
 
     Raises:
-      TypeError: if an argument is not of its kind.
+      TypeError: if an argument has the wrong type.
       ValueError: as in `value_and_grad`; when called, if `optax.MultiSteps` is
         around `loss_scaling`, or if an optimizer without `loss_scaling` is
         given FP8's `_overwrite_with_gradient` collection.

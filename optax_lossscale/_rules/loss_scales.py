@@ -51,7 +51,7 @@ class FixedLossScale(base.LossScale):
     skip: whether an overflow skips the step (keyword only).
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: if `scale` is not a usable loss scale.
 
   Examples:
@@ -126,8 +126,8 @@ class DynamicLossScale(base.LossScale):
   overflows or not. A new `init_scale` has no effect.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -118,7 +118,7 @@ def npu_loss_scale_optimizer(
     A transformation like that of `loss_scaling`, with a `LossScalingState`.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
       if `is_distributed` is True without `axis_name`, or False for workers that
       share an S; also whenever `loss_scaling` raises it.

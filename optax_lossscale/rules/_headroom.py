@@ -101,8 +101,8 @@ class HeadroomLossScale(base.LossScale):
   and the bounds apply from the next step on; a new `window` needs a new state.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -88,8 +88,8 @@ class LogMaxLossScale(base.LossScale):
   All are keyword only. The first S is 1, or the bound nearest to it.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import jax

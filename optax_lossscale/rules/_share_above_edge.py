@@ -85,8 +85,8 @@ class HistogramLossScale(base.LossScale):
   All but the first are keyword only.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols

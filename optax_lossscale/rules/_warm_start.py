@@ -76,9 +76,9 @@ class WarmStart(base.LossScale):
   move it inside.
 
   Raises:
-    TypeError: if an argument is not of its kind, or the state of `rule` does
+    TypeError: if an argument has the wrong type, or the state of `rule` does
       not hold S as a leaf.
-    ValueError: if an argument is out of its range, or `rule` is a `WarmStart`.
+    ValueError: if an argument is out of range, or `rule` is a `WarmStart`.
 
   Examples:
     >>> import jax.numpy as jnp
