@@ -468,6 +468,7 @@ def precision_schedule(
     precision_mode_v2: likewise; "origin" means "must_keep_origin_dtype".
     **unknown: not accepted. For an Ascend name, the error gives the name that
       the argument has here.
+
   Returns:
     A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
     for a step of your own, it has `value_and_grad`, `update_optimizer`, and
