@@ -319,7 +319,7 @@ def _read(policy: str) -> Policy:
 
 
 def _parse(policy: str) -> Policy:
-  """Returns the policy that a string such as "p=f32,c=f16,level=O1" spells."""
+  """Parses a policy string such as "p=f32,c=f16,level=O1"."""
   values: dict[str, str] = {}
   for part in policy.split(","):
     key, equals, value = part.partition("=")

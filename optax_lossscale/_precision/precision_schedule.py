@@ -61,7 +61,7 @@ class PrecisionSchedule:
     total_steps: the steps of the whole training; None in mode "loss".
     target_loss: the loss that training ends at; None in mode "step".
     steps_per_call: the number of steps between two updates of the state.
-    keeps_origin_dtype: whether the loss may compute in low precision by itself.
+    keeps_origin_dtype: whether the loss itself may compute in low precision.
   """
 
   dtype: Any
@@ -75,7 +75,7 @@ class PrecisionSchedule:
   def init(self) -> PrecisionScheduleState:
     """Returns the state before the first step.
 
-    It is low, unless a "step" schedule is too short for a low part.
+    It starts in low precision, unless a "step" schedule is too short for that.
     """
     low = self.mode == "loss" or self._first_full_step > 0
     return PrecisionScheduleState(
@@ -100,8 +100,8 @@ class PrecisionSchedule:
         to full precision.
 
     Raises:
-      TypeError: if `state` is not such a state, `step` not an integer scalar,
-        or `loss` not a real scalar.
+      TypeError: if `state` is not a schedule's state, `step` not an integer
+        scalar, or `loss` not a real scalar.
       ValueError: if it is not given exactly the argument that its mode needs.
     """
     _check_state(state)
@@ -162,8 +162,8 @@ class PrecisionSchedule:
         tx, grads, opt_state, params, state
       )
 
-    In the low part the loss is `autocast(loss_fn, level, dtype=schedule.dtype)`
-    and afterwards `loss_fn` as written. Both are compiled into one program that
+    The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in the low part
+    and `loss_fn` as written afterwards. Both are compiled into one program that
     chooses by `state.low`, so the switch compiles nothing.
 
     Args:
@@ -364,7 +364,7 @@ class PrecisionSchedule:
       "overrides": overrides,
       "operations": operations,
     }
-    _make_low(loss_fn, self.dtype, **options)  # Raises early on errors.
+    _make_low(loss_fn, self.dtype, **options)  # Reports errors early.
     requirements.as_optimizer("tx", tx)
     names = devices.axis_names("axis_name", axis_name)
 
@@ -394,7 +394,7 @@ class PrecisionSchedule:
       )
       applied = jnp.full((), True)
       if is_wrapped:
-        # By the counter, because an outer transformation may reject the step.
+        # By the counter, because an outer wrapper may have rejected the step.
         before, after = map(states.find_state, (opt_state, new_state))
         applied = after.applied_steps != before.applied_steps
       params = leaves.apply_updates(params, updates)
@@ -437,9 +437,9 @@ def precision_schedule(
 
   The first part of training is in low precision, which is faster on hardware
   that supports it. The rest is in full precision, so that training ends where
-  it would have ended without the schedule. The run must converge without the
-  schedule. It is meant for runs of more than an hour, because a short run may
-  gain less time than it costs to compile the step twice.
+  it would have ended without the schedule. The run must also converge without
+  it. The schedule is meant for runs of more than an hour, because a short run
+  may gain less time than it costs to compile the step twice.
 
   The schedule is a pure state machine. `state.low` says which precision the
   next step uses, and once it is False it stays False.
@@ -461,13 +461,12 @@ def precision_schedule(
       switch may be late by one step less than that. Leave it out for
       `make_train_step`, which updates the state after each step.
     precision_mode: the Ascend script's setting of that name. With
-      "must_keep_origin_dtype" the loss may compute products in low precision by
-      itself, even at the end of training, where they are not scaled. With
+      "must_keep_origin_dtype" the loss itself may compute products in low
+      precision, even at the end of training, where they are not scaled. With
       "allow_fp32_to_fp16" or nothing, training ends in float32. Other values
       are errors, as on Ascend.
     precision_mode_v2: likewise; "origin" means "must_keep_origin_dtype".
-    **unknown: not accepted. For an Ascend name, the error gives the name that
-      the argument has here.
+    **unknown: not accepted. For an Ascend name, the error gives ours.
 
   Returns:
     A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
@@ -539,7 +538,7 @@ def _make_low(
 ) -> Callable[..., Any]:
   """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
   arguments.check_function(loss_fn)
-  # Here too: jit does not trace a function again in full precision.
+  # Checked here too: jit does not trace it again in full precision.
   as_written = full_precision.without_autocast(loss_fn)
   low_loss_fn = autocast(as_written, level, dtype=dtype, **options)
   if low_loss_fn is as_written:

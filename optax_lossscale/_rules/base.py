@@ -24,7 +24,7 @@ class LossScale(abc.ABC):
 
   Attributes:
     skip: whether an overflow skips the step. If False, the inner update runs
-      anyway, and the overflow is only reported, to the rule as well.
+      anyway. The overflow is then only reported, and the rule still sees it.
 
   Examples:
     A rule that halves S on every step and starts over on an overflow:

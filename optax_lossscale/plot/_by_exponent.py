@@ -31,7 +31,7 @@ _ROW, _BAR = 0.075, 0.55
 # The distance of zeros, inf and NaN from the exponents, and their width.
 _APART, _BROAD = 3.0, 2.0
 
-# The number of characters of a path that are shown.
+# The longest path that is shown in full.
 _LONGEST = 40
 _GAP = "\u2026"
 
@@ -54,7 +54,7 @@ class _Shares(NamedTuple):
 
   @classmethod
   def of(cls, histogram: instruments.ExponentHistogram) -> "_Shares":
-    """Returns the shares, or 0 for a histogram without elements."""
+    """Returns the shares, all 0 for a histogram without elements."""
     total = max(histogram.total, 1)
     return cls(
       np.asarray(histogram.counts) / total,
@@ -73,16 +73,16 @@ def exponent_histogram(
   """Draws the share of gradients by exponent, and the ranges of formats.
 
   It shows what loss scaling is for: gradients to the left of a format's bar
-  become 0 in it. S moves all of them to the right by log2 S.
+  become 0 in it. Multiplying by S moves all of them right by log2(S).
 
   Args:
-    histogram: of true gradients, from `instruments.exponent_histogram`. Its
+    histogram: true gradients, counted by `instruments.exponent_histogram`. Its
       counts may be sums over steps.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
-      the gradients are drawn both as true gradients and multiplied by S.
+      the plot shows scaled gradients beside the true ones.
     dtypes: the formats. Each gets a bar, filled for normal numbers and hatched
       for subnormal ones.
-    ax: matplotlib's Axes to draw into. By default it makes a figure.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes. Shares are of all elements. Zeros are on the left, inf and NaN on
@@ -178,16 +178,16 @@ def heat_map(
 ) -> Axes:
   """Draws the share of each layer's gradients by exponent, one row per layer.
 
-  It shows which layers a format suits. Gradients to the left of the first line
-  become 0 in it, between the first and the second they are subnormal, and to
-  the right of the third they overflow. See `exponent_histogram` for an example.
+  It shows which layers a format suits. In that format, gradients to the left of
+  the first line become 0, those between the first and the second are subnormal,
+  and those to the right of the third overflow. `exponent_histogram` has an example.
 
   Args:
     histograms: histograms by path, from `instruments.histogram_by_leaf`.
     dtype: the format whose range the lines mark.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
-      the gradients are drawn multiplied by S.
-    ax: matplotlib's Axes to draw into. By default it makes a figure.
+      the plot shows scaled gradients.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes. Shares are of all elements of a row. Zeros are on the left, inf
@@ -357,7 +357,7 @@ def _range_of(name: str, dtype: Any) -> _Range:
 
 
 def _log2_scale(loss_scale: Any) -> float:
-  """Returns the exponents by which S moves gradients; 0 without S."""
+  """Returns log2(S), by which S moves exponents; 0 without S."""
   if loss_scale is None:
     return 0.0
   return math.log2(float(states.get_loss_scale(loss_scale)))

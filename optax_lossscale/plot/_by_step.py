@@ -18,7 +18,7 @@ from optax_lossscale.plot import axes as axes_lib
 def loss_scale(
   history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
-  """Draws S over the steps, and the largest S that each could have used.
+  """Draws S over the steps, and the largest S that each step could have used.
 
   The gap between the two lines is the headroom. If it is wide, small gradients
   are lost for nothing. A cross marks a step that overflowed. Steps whose amax
@@ -27,7 +27,7 @@ def loss_scale(
   Args:
     history: the result of `instruments.history` or `read_history`.
     dtype: the computation's dtype.
-    ax: matplotlib's Axes to draw into. By default it makes a figure.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes.
@@ -66,7 +66,7 @@ def headroom(
   Args:
     history: the result of `instruments.history` or `read_history`.
     dtype: the computation's dtype.
-    ax: matplotlib's Axes to draw into. By default it makes a figure.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes. Steps whose amax is inf, NaN or 0 leave a gap. A cross at 0 marks
@@ -99,9 +99,9 @@ def replays(
   """Draws the S of several rules on one history, and the steps that each lost.
 
   Args:
-    replays: the result of `instruments.replay` for each rule, by the name to
-      show for it.
-    ax: matplotlib's Axes to draw into. By default it makes a figure.
+    replays: the result of `instruments.replay` for each rule, under the name
+      to show for it.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes. The legend gives the number of steps that each rule lost and its
@@ -188,7 +188,7 @@ def _draw_scales(
   *,
   overflow: str,
 ) -> Axes:
-  """Draws S for each labelled history, crosses, and the largest possible S."""
+  """Draws the S of labelled histories, their overflows, and the largest S."""
   axes = axes_lib.make_axes(ax)
   if not np.isnan(largest).all():
     axes.plot(

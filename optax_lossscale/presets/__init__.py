@@ -1,4 +1,4 @@
-"""Other systems' loss scales, with the same S on each step, and checkpoints.
+"""Other systems' loss scales and checkpoints, with the same S on every step.
 
 One function per system, with that system's own argument names and defaults, all
 keyword-only. Each returns an ordinary rule:

@@ -51,11 +51,11 @@ def fairseq(
   S shrinks on an overflow if the overflows since its last shrink, divided by
   the steps since it last moved, are at least `tolerance`. It grows after every
   `scale_window` clean steps in a row. If S would shrink to `min_loss_scale`,
-  fairseq ends the run; here S stays and `raise_if_failed` raises. A checkpoint
-  holds only S, so a resumed run restarts its counts. If the factor is not a
-  power of two, each change of S may add a relative difference of 2**-23, and
-  the run may end on a neighbouring overflow. The command line calls the
-  arguments `--fp16-init-scale`, `--fp16-scale-window`,
+  fairseq ends the run; here S stays the same and `raise_if_failed` raises. A
+  checkpoint holds only S, so a resumed run restarts its counts. If the factor
+  is not a power of two, each change of S may add a relative difference of
+  2**-23, and the run may end an overflow earlier or later. The command line
+  calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
   `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`.
 
   Args:
@@ -81,8 +81,8 @@ def fairseq(
     4.0
 
   References:
-    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. There S, in double,
-    grows to inf; here it stays finite.
+    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. It keeps S in double
+    and lets S grow to inf; here S stays finite.
   """
 
 
@@ -130,6 +130,6 @@ def metaseq(
     16.0
 
   References:
-    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. There S, in double,
-    grows to inf; here it stays finite.
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. It keeps S in double
+    and lets S grow to inf; here S stays finite.
   """

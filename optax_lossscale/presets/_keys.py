@@ -1,6 +1,6 @@
 """The kinds of keys in a checkpoint, and how each is written and read.
 
-A type means that the key holds the argument of the same name, as that type.
+A type means that the key holds the argument of that name, saved as that type.
 None means that the key is allowed but not needed.
 """
 

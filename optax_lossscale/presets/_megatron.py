@@ -184,9 +184,9 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. There S, in double,
-    grows to inf; here it stays finite. DeepSpeed divides the gradients by the S
-    of the next step, which halves them when S doubles; the wrapper does not.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
+    double and lets S grow to inf; here S stays finite. It divides the gradients
+    by the next step's S, halving them when S doubles. The wrapper does not.
   """
 
 
@@ -229,8 +229,8 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. There S, in double,
-    grows to inf; here it stays finite.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
+    double and lets S grow to inf; here S stays finite.
   """
 
 

@@ -52,7 +52,7 @@ def mindspore(
   S shrinks on every overflow, but not below 1, and grows after every
   `scale_window` clean steps in a row. After more than 1000 overflows in a row
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
-  passes (scale_factor, scale_window) by position and so sets two others.
+  passes (scale_factor, scale_window) by position, setting the wrong arguments.
   `Model` and `build_train_network` use the manager's update cell instead: its
   preset is `mindspore_cell`, with the same values. If the factor is not a power
   of two, each change of S may add a relative difference of 2**-23.
@@ -69,8 +69,8 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. There S, in double,
-    grows to inf; here it stays finite.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. It keeps S in
+    double and lets S grow to inf; here S stays finite.
   """
 
 

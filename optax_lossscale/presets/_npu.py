@@ -121,7 +121,7 @@ def npu_loss_scale_optimizer(
     TypeError: if an argument has the wrong type.
     ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
       if `is_distributed` is True without `axis_name`, or False for workers that
-      share an S; also whenever `loss_scaling` raises it.
+      share an S. `loss_scaling` may raise others.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -50,8 +50,8 @@ def paddle(
 ) -> PresetLossScale:
   """PaddlePaddle's `paddle.amp.GradScaler`, for dygraph mode.
 
-  S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row, which resets
-  the count. The documentation says "accumulated", but a clean step resets it.
+  S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row. A shrink or a
+  clean step resets the count, although the documentation says "accumulated".
 
   Args:
     enable: if False, S stays at 1 and no step is skipped.

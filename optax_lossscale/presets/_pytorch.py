@@ -163,7 +163,7 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
-    There S, in double, goes to 0 if it has no floor; here it does not.
+    It keeps S in double. Without a floor S goes to 0 there but not here.
   """
 
 
@@ -183,12 +183,12 @@ def apex_hysteresis(
   growth_interval: int = 2000,
   hysteresis: int = 1,
 ) -> PresetLossScale:
-  """NVIDIA Apex's kernel `update_scale_hysteresis`, NeMo's GradScaler.
+  """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
   and on each further one in that row. NeMo saves the length of the row but does
-  not restore it, because it reads a key with another spelling; this preset
-  follows it. NeMo's configuration prefixes the first arguments `native_amp_`.
+  not restore it, because it reads a key with another spelling; this preset does
+  the same. NeMo's configuration prefixes `native_amp_` to the first arguments.
 
   Args:
     init_scale: the first S.

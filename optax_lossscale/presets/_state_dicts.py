@@ -42,8 +42,8 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   Raises:
     TypeError: if the state is traced (call it outside jit), or is the whole
       state of the optimizer.
-    ValueError: if the state does not belong to this rule, or to a `WarmStart`
-      that is still probing.
+    ValueError: if the state is not this rule's, or a `WarmStart` is still
+      probing.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -316,7 +316,7 @@ def _flatten(
 
 
 def _hint(needed: Iterable[str], dictionary: Mapping[Any, Any]) -> str:
-  """Returns a hint to the right entry if a whole checkpoint was passed."""
+  """Returns a hint that names the right entry of a whole checkpoint, if any."""
   wanted = set(needed)
   for name, value in dictionary.items():
     inside = _flatten(value, wanted) if isinstance(value, Mapping) else {}

@@ -58,7 +58,7 @@ def require_amax(amax: jax.Array | None) -> jax.Array:
 def tells(amax: jax.Array) -> jax.Array:
   """Returns bool[], True if amax shows where S belongs.
 
-  0, inf and NaN do not, nor do subnormal numbers, which a backend may flush.
+  0, inf and NaN do not, nor do subnormals, which a backend may flush to 0.
   """
   return jnp.isfinite(amax) & (amax >= arguments.SMALLEST_SCALE)
 

@@ -34,10 +34,10 @@ class HeadroomLossScaleState(NamedTuple):
     next_entry: int32[], the index of the entry that the next step replaces.
     steps_without_amax: int32[], steps since the last clean one with a nonzero
       amax, at most `window`; `window` if there has been no such step.
-    ceiling_exponent: int32[], the limit on S for now, because it overflowed and
-      amax does not show why; 2**20 for no limit.
-    overflowed_exponent: int32[], the smallest e at which it did; 2**20 if none.
-    overflows_in_a_row: int32[], the number of overflows up to the last step.
+    ceiling_exponent: int32[], a temporary limit on S, set by an overflow that
+      amax does not explain; 2**20 for no limit.
+    overflowed_exponent: int32[], the smallest e of such an overflow, or 2**20.
+    overflows_in_a_row: int32[], the consecutive overflows up to the last step.
     steps_below_ceiling: int32[], clean steps since the ceiling last moved.
   """
 
@@ -52,7 +52,7 @@ class HeadroomLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -62,8 +62,8 @@ class HeadroomLossScale(base.LossScale):
 
   S is the largest power of two at which each of the last `window` steps would
   have had at least `headroom` bits left: amax * 2**headroom is within the
-  largest finite value of `dtype`. S shrinks before growing gradients overflow,
-  it grows as gradients shrink, and no step is lost to probing how large S may
+  largest finite value of `dtype`. S shrinks as gradients grow, before they
+  overflow, and grows as they shrink. No step is lost to probing how large S may
   be. Everything is computed in integers, from the bits of amax.
 
   An overflow does not show how far S was too large. S falls by one bit, at the
@@ -119,8 +119,8 @@ class HeadroomLossScale(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The window comes
-    from the scales of float8 tensors: Micikevicius et al., `FP8 Formats for
+    its product with the largest gradient stays below 65,504. The window is
+    that of the scales of float8 tensors: Micikevicius et al., `FP8 Formats for
     Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
   """
 
@@ -227,7 +227,7 @@ class HeadroomLossScale(base.LossScale):
     """Returns the fields that remember overflows."""
     here = _amax_and_scale.exponent(state.loss_scale)
     row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
-    # At so low an S, isolated overflows have little to do with S.
+    # Once S is that low, isolated overflows have little to do with it.
     is_alone = (row == 1) & (state.steps_without_amax < self.window)
     lowest = jnp.where(
       is_alone, fits - self.headroom - _amax_and_scale.LEAP, -_ANY

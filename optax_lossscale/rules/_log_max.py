@@ -28,8 +28,8 @@ class LogMaxLossScaleState(NamedTuple):
     variance: float32[], running variance of x about `slow_mean`, with `beta2`.
     weight: float32[], the sum of the weights in `mean`; it approaches 1.
     slow_weight: float32[], the same for `slow_mean`.
-    log2_ceiling: float32[], the limit on log2(S) for now, because a larger S
-      overflowed; 2**20 before the first overflow.
+    log2_ceiling: float32[], a temporary limit on log2(S), set by an overflow;
+      2**20 before the first one.
   """
 
   loss_scale: jax.Array
@@ -42,7 +42,7 @@ class LogMaxLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -161,7 +161,7 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    # Damaged statistics would never recover, and S would stay with them.
+    # Damaged statistics would never recover, and neither would S.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
@@ -170,7 +170,7 @@ class LogMaxLossScale(base.LossScale):
     overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
-    # Without a usable amax its logarithm is not used, so 1 serves for it.
+    # The log2 of an unusable amax is never used; 1 takes its place.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
     # As if S was twice too large, or more if amax says so.
     beyond = np.float32(self.log_max) + 1 - log2_scale

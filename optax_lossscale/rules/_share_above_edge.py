@@ -20,7 +20,7 @@ class HistogramCounts(NamedTuple):
 
   Attributes:
     below: float32[], the number of elements with a magnitude below the edge.
-    at_or_above: float32[], the number of other elements, with inf and NaN.
+    at_or_above: float32[], the number of others, including inf and NaN.
   """
 
   below: jax.Array
@@ -40,7 +40,7 @@ class HistogramLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -155,7 +155,7 @@ class HistogramLossScale(base.LossScale):
     below = above = jnp.full((), 0, jnp.float32)
     for gradient in filter(leaves.is_gradient, jax.tree.leaves(gradients)):
       where = bits.reached(gradient, self._edge, inclusive=True)
-      # Counted in integers, because adding 1 to a float32 stops at 2**24.
+      # Counted in integers, because a float32 stops counting at 2**24.
       count = jnp.sum(where, dtype=jnp.uint32).astype(jnp.float32)
       above = above + count
       below = below + (np.float32(gradient.size) - count)

@@ -37,7 +37,7 @@ class WarmStartState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -48,11 +48,11 @@ class WarmStart(base.LossScale):
   The first S of a rule is a guess. If it is too large, a run begins with
   skipped steps: seventeen from 2**32 to 2**15. If it is too small, small
   gradients are 0 until it has grown. With this wrapper the first step is a
-  probe at a small S. If its amax is neither 0 nor an overflow, the next S is
+  probe at a small S. If that amax is neither 0 nor an overflow, the next S is
   the power of two at which this amax has `headroom` bits left. From then on the
   rule moves S as if it had begun there. Otherwise the probe continues, 16 bits
-  lower after an overflow and 16 bits higher if all gradients were 0. It does
-  not leap above 2**32, so the first nonzero gradients cost about two steps, no
+  lower after an overflow and 16 bits higher if all gradients were 0. It never
+  leaps above 2**32, so the first nonzero gradients cost about two steps, no
   matter how many steps came before. A `probe_scale` above 2**32 does not rise.
 
   A probe at 1 usually loses no step at the start. Small gradients are 0 on that
