@@ -235,8 +235,8 @@ _KEYS: Mapping[str, str] = {
 def get_policy(policy: Any) -> Policy:
   """Returns the policy with a name from jmp, MindSpore, Keras or Ascend.
 
-  A flag of a script, or a line of a configuration written for another system,
-  can then be used directly.
+  This lets you use a script's flag, or a line of another system's
+  configuration, directly.
 
   Strings with dtypes are jmp's, such as "params=float32,compute=float16" or
   "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)

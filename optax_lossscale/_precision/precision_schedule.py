@@ -126,7 +126,7 @@ class PrecisionSchedule:
     return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
-    """Returns whether the next step's loss is scaled: in float16 only.
+    """Returns whether the next step's loss is scaled, as it is only in float16.
 
     Args:
       state: the schedule's state.

@@ -178,9 +178,9 @@ def heat_map(
 ) -> Axes:
   """Draws the share of each layer's gradients by exponent, one row per layer.
 
-  It shows which layers a format suits. In that format, gradients to the left of
-  the first line become 0, those between the first and the second are subnormal,
-  and those to the right of the third overflow. `exponent_histogram` has an example.
+  It shows which layers a format suits. Gradients to the left of the first line
+  become 0, those from there to the second are subnormal, and those to the right
+  of the third overflow. See `exponent_histogram` for an example.
 
   Args:
     histograms: histograms by path, from `instruments.histogram_by_leaf`.
@@ -410,7 +410,7 @@ def _lost(
 
 
 def _floor_of(shares: _Shares) -> float:
-  """Returns the power of ten below all shares that are not 0."""
+  """Returns the largest power of ten below all nonzero shares."""
   all_shares = [*shares.by_exponent, shares.zeros, shares.nonfinite]
   least = min((share for share in all_shares if share > 0), default=1.0)
   return 10.0 ** min(math.ceil(math.log10(least)) - 1, -2)
