@@ -43,7 +43,7 @@ class DynamicLossScaleState(NamedTuple):
     clean_steps: int32[], steps without overflow since S last moved or the last
       overflow, whichever is later.
     overflows: int32[], overflows that count towards the hysteresis.
-    total_steps: int32[], steps so far, if a checkpoint holds that number.
+    total_steps: int32[], steps so far, if the system's checkpoints hold it.
     growth_interval: float32[], the clean steps that growth waits for, if that
       number moves with S.
     steps_since_move: int32[], steps since S last moved, if a shrink depends on
