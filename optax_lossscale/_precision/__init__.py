@@ -1,1 +1,1 @@
-"""Policies, master weights, and low precision for a part of training."""
+"""Policies, master weights, and the precision schedule."""

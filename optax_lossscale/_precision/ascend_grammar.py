@@ -1,4 +1,4 @@
-"""The grammar of Ascend's `accelerate_train_mode`, and what goes with it."""
+"""The grammar of Ascend's `accelerate_train_mode` and related settings."""
 
 import fractions
 import re
@@ -13,7 +13,7 @@ from optax_lossscale._base.arguments import shown
 
 
 class _Mode(NamedTuple):
-  """A mode: the name of the argument that it needs, and its ratio."""
+  """A mode: the argument that it needs, and its default and allowed ratios."""
 
   needs: str
   default: str
@@ -26,12 +26,12 @@ _MODES = {
   "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
   "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
 }
-# What may be set beside it.
+# The settings that Ascend allows beside it.
 _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-# The arguments, by their names in Ascend's hook, estimator and configuration.
+# Ascend's names for the arguments: in its hook, estimator and configuration.
 ELSEWHERE = {
   "total_step": "`total_steps`",
   "max_steps": "`total_steps`",
@@ -73,7 +73,7 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
 def check_end(
   mode: str, *, total_steps: Any, target_loss: Any
 ) -> tuple[int | None, fractions.Fraction | None]:
-  """Returns where training ends: its steps in mode "step", else its loss."""
+  """Returns the total steps or the target loss, whichever the mode needs."""
   given = {"total_steps": total_steps, "target_loss": target_loss}
   needed = _MODES[mode].needs
   if given[needed] is None:
@@ -92,12 +92,12 @@ def check_end(
     )
   if isinstance(target_loss, fractions.Fraction):
     return None, target_loss
-  # The decimal that a person wrote, as the ratio is one: 7.1 is 71/10.
+  # The decimal as it was typed, like the ratio: 7.1 is exactly 71/10.
   return None, fractions.Fraction(str(np.asarray(target_loss)[()]))
 
 
 def keeps_origin_dtype(**modes: Any) -> bool:
-  """Returns whether operations keep the dtypes that they are written in."""
+  """Returns True if operations keep the dtypes that they are written in."""
   for name, mode in modes.items():
     if mode is not None and not (
       isinstance(mode, str) and mode in ("", *_BESIDE[name])
@@ -112,7 +112,7 @@ def keeps_origin_dtype(**modes: Any) -> bool:
 
 def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
   mode = _MODES[name]
-  # As fractions: 90 * 0.7 is 63, and less in floating point.
+  # As fractions, 90 * 0.7 is exactly 63; in floating point it is less.
   default, least, most = map(
     fractions.Fraction, (mode.default, mode.least, mode.most)
   )

@@ -1,4 +1,4 @@
-"""Master weights: narrow parameters that follow a wide copy of themselves."""
+"""Master weights: narrow parameters that follow a wider copy of themselves."""
 
 from collections.abc import Callable
 import functools
@@ -16,11 +16,11 @@ from optax_lossscale._step import states as _states
 
 
 class MasterWeightsState(NamedTuple):
-  """State of `master_weights`: the master and the optimizer that moves it.
+  """State of `master_weights`: the master and the inner optimizer's state.
 
   Attributes:
-    master: the parameters in the wider dtype; masked nodes where a leaf has no
-      master.
+    master: the parameters in the wider dtype; a masked node for each leaf that
+      has no master.
     inner_state: the wrapped optimizer's state.
 
   Examples:
@@ -44,51 +44,51 @@ def master_weights(
   """Wraps an optimizer so that it moves a float32 copy of the parameters.
 
   The next float16 after 1.0 is 1.001, the next bfloat16 1.008. An update of
-  less than half of that is lost when it is added, however often. Here it is
-  added to the master, a wider copy in the optimizer's state, and the update
-  that comes out leads from the parameter to the master. It is rounded to the
-  parameter's dtype as well, so the parameter may end up to one and a half last
-  bits beside the master, bits of its larger value before and after the step.
-  The error does not accumulate, because the next step starts from the rounded
-  value.
+  less than half that gap is lost when it is added, no matter how often. This
+  wrapper adds it to the master, a wider copy in the optimizer's state, and
+  returns the difference between the master and the parameter. That difference
+  is also rounded to the parameter's dtype, so the parameter may be up to one
+  and a half last bits away from the master (last bits of the larger of its
+  values before and after the step). The error does not accumulate, because the
+  next step starts from the rounded value.
 
-  The inner optimizer sees the master as its parameters: so does weight decay.
-  Nothing that changes updates may come after this wrapper in a chain, as the
-  parameters would no longer arrive at the master.
+  The inner optimizer, and so weight decay, sees the master as its parameters.
+  Nothing that changes updates may come after this wrapper in a chain, because
+  the parameters would then no longer reach the master.
 
-  It goes inside of `loss_scaling` or outside: masters and parameters are the
-  same, and a skipped step leaves both as they were, bit for bit. But a `mask`
-  of `loss_scaling` needs this wrapper inside: outside, the next values of what
-  goes around the optimizer would be added to a master.
+  It goes inside `loss_scaling` or outside. Masters and parameters are the same
+  either way, and a skipped step leaves both unchanged, bit for bit. With a
+  `mask` in `loss_scaling` it must go inside: outside, it would add the next
+  values of the leaves that bypass the optimizer to their masters.
 
-  A float16 parameter with its master takes 6 bytes in place of the 4 of a
-  float32 one. That spares the cast of the parameters in each forward pass, and
-  half of what travels where parameters are gathered from other devices.
+  A float16 parameter with its master takes 6 bytes instead of the 4 of a
+  float32 parameter. In return, forward passes need not cast the parameters, and
+  gathering parameters from other devices moves half as much data.
 
-  Parameters follow the master. If something else changes them, they jump back
-  at the next step: call `init` on the new ones, which starts the inner
-  optimizer anew, or set the master as well, in its own dtypes, with
+  Parameters follow the master. If something else changes them, the next step
+  moves them back. To change them, call `init` on the new ones, which restarts
+  the inner optimizer, or set the master as well, in its own dtypes, with
   `optax.tree.set(opt_state, master=...)`. A parameter or a step beyond the
   largest value of the parameter's dtype becomes inf, then NaN, for good.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
-      gets gradients of float32 at least; where it holds `loss_scaling`, they
-      come as they are, since they are checked in their own dtype.
-    dtype: of the master, float32 or wider. A wider parameter keeps its own.
+      gets gradients in float32 or wider. If it contains `loss_scaling`, they
+      arrive unchanged, because they are checked in their own dtype.
+    dtype: the master's dtype, float32 or wider. Wider parameters keep theirs.
 
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating
-    parameter has a master, also one in float32, which is then a copy. The
-    others are the inner optimizer's as they are. The leaves of Flax's
-    `_overwrite_with_gradient` collection go around it as in `loss_scaling`.
+    parameter has a master, which for a float32 parameter is simply a copy. The
+    inner optimizer handles all other parameters directly. The leaves of Flax's
+    `_overwrite_with_gradient` collection bypass it, as in `loss_scaling`.
     Updates have the dtypes of the parameters.
 
   Raises:
-    TypeError: if `inner` is no optimizer or `dtype` no floating-point dtype;
-      from `update`, if it is given another state than `init` made.
-    ValueError: if `dtype` is narrower than float32, or float64 where JAX has it
-      not enabled; from `update`, without `params`.
+    TypeError: if `inner` is not an optimizer or `dtype` not a floating-point
+      dtype; from `update`, if `state` is not the one that `init` made.
+    ValueError: if `dtype` is narrower than float32, or is float64 while JAX has
+      float64 disabled; from `update`, without `params`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -109,8 +109,8 @@ def master_weights(
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex has it as
-    `master_weights` of its level O2.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex offers it as
+    `master_weights` in its level O2.
   """
   inner = requirements.as_optimizer("inner", inner)
   dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
@@ -130,10 +130,10 @@ def master_weights(
     kept = leaves.leave_out(is_gradient, wide)
     inner_state = inner.init(kept)
     if kept is not wide and _states.find_states(inner_state):
-      inner_state = inner.init(wide)  # It leaves them out itself.
+      inner_state = inner.init(wide)  # It masks those leaves itself.
     return MasterWeightsState(
-      # A copy even of float32: the parameters, or what the inner optimizer
-      # keeps of them, and the master may be donated together.
+      # A copy even for float32, because the parameters (or what the inner
+      # optimizer keeps of them) and the master may be donated together.
       master=jax.tree.map(
         lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
       ),
@@ -159,9 +159,9 @@ def master_weights(
     gradients = updates = leaves.as_arrays(updates)
     params = leaves.as_arrays(params)
     is_gradient = leaves.resolve_mask(None, updates)
-    # Loss scaling in there checks gradients in their own dtype, and knows about
-    # leaves that are none: a skip returns their old values. Switched off, it
-    # has a state without leaves.
+    # Loss scaling inside `inner` checks gradients in their own dtype and
+    # handles non-gradient leaves: a skip returns their old values. When it is
+    # switched off, its state has no leaves.
     scales = any(
       jax.tree.leaves(x.loss_scale_state)
       for x in _states.find_states(state.inner_state).values()
@@ -197,32 +197,32 @@ def _move(skipped: jax.Array, master: Any, update: Any) -> Any:
   """Returns a leaf's next master."""
   if _is_absent(master) or update is None:
     return master
-  # Selected, since a sum with -0.0 may flush a subnormal master to 0.
+  # Selected, because a sum with -0.0 may flush a subnormal master to 0.
   return jnp.where(skipped, master, optax.apply_updates(master, update))
 
 
 def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
-  """Returns the way from a parameter to its next master.
+  """Returns the difference between a parameter and its next master.
 
-  It depends on that one alone, and not on the one before it or on the update,
-  so that the master moves in its place.
+  It depends only on the next master, not on the old one or on the update, so
+  XLA can update the master in place.
   """
   if _is_absent(master) or update is None:
     return update
   wide = _convert(param, master.dtype)
   way = jnp.where(
-    # -0.0 where it has arrived: adding 0.0 would turn -0.0 into 0.0.
+    # -0.0 if it is there already: adding 0.0 would turn -0.0 into 0.0.
     skipped | (master == wide),
     jnp.asarray(-0.0, master.dtype),
     master - wide,
   )
-  # By way of float32, as it goes inside of `loss_scaling`, and on CPU anyway.
+  # Via float32, as inside `loss_scaling`, and as the CPU backend does anyway.
   way = _convert(way, leaves.at_least_float32(param.dtype))
   return _convert(way, param.dtype)
 
 
 def _is_skipped(inner_state: Any) -> jax.Array:
-  """Returns whether the loss scaling in `inner`, if any, skipped the step."""
+  """Returns True if the loss scaling in `inner`, if any, skipped the step."""
   states = _states.find_states(inner_state).values()
   if not states:
     return jnp.full((), False)
@@ -230,12 +230,12 @@ def _is_skipped(inner_state: Any) -> jax.Array:
 
 
 def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
-  """Maps over leaves that have a master, and over what stands for none."""
+  """Maps over leaves with a master, and over placeholders of those without."""
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
 
 
 def _wider(dtype: Any, other: Any) -> Any:
-  """Returns the wider of two dtypes; float8 has no promotion in JAX."""
+  """Returns the wider of two dtypes. JAX does not promote float8."""
   return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
 
 

@@ -1,4 +1,4 @@
-"""Which dtype parameters, computation and output have, and its names."""
+"""Policies: dtypes of parameters, computation and output, and their names."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -24,31 +24,31 @@ FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """Which dtype parameters, computation and output have.
+  """The dtypes of the parameters, the computation and the output.
 
-  So one value, which a configuration can hold as a string, says what otherwise
-  is casts in many places of a program. `get_policy` makes it from a name.
+  A single value, which a configuration can hold as a string, replaces casts in
+  many places of a program. `get_policy` makes it from a name.
 
-  Casts are for real floating arrays: those of JAX and NumPy, and
-  `jax.ShapeDtypeStruct`. All else comes back as it is, also the leaves of
-  Flax's `_overwrite_with_gradient` collection, whose dtypes are a part of FP8.
+  It casts real floating arrays: those of JAX and NumPy, and
+  `jax.ShapeDtypeStruct`. Everything else comes back unchanged, including Flax's
+  `_overwrite_with_gradient` collection, whose dtypes belong to FP8.
 
   Attributes:
-    param_dtype: of the parameters between the steps; a dtype, or a name of one.
-      None, here and below, stands for the dtype that a value has. Float64 needs
+    param_dtype: the dtype of the parameters between steps, or its name. None,
+      here and below, keeps the dtype that a value has. Float64 requires
       `jax_enable_x64` when something is cast.
-    compute_dtype: in which a function computes: all of it, or with a `level`
-      what that lowers.
-    output_dtype: of what a function returns.
+    compute_dtype: the dtype in which a function computes: everything, or with a
+      `level` only the operations which that level lowers.
+    output_dtype: the dtype of what a function returns.
     level: None, or a level of `autocast`: "O0", "O1", "O2", "O3", "auto", "OD".
-      At all but "O0" the compute dtype is float16 or bfloat16.
+      At every level but "O0" the compute dtype is float16 or bfloat16.
 
   Raises:
-    TypeError: if a dtype is none, or not a floating-point one; from
-      `autocast`, if `fun` is no function.
-    ValueError: if there is no such level, or the compute dtype is none that a
-      level lowers to; from the casts, if float64 is not enabled; when what
-      `autocast` returned is called, if `fun` changes an object in place.
+    TypeError: if a dtype is not a floating-point one; from `autocast`, if `fun`
+      is not a function.
+    ValueError: if there is no such level, or the level cannot lower to the
+      compute dtype; from the casts, if float64 is not enabled; when the
+      function from `autocast` is called, if `fun` changes an object in place.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -62,7 +62,7 @@ class Policy:
     Array(0.19995117, dtype=float32)
 
   References:
-    jmp's policies, https://github.com/google-deepmind/jmp; the level is new.
+    jmp's policies, https://github.com/google-deepmind/jmp, which have no level.
   """
 
   param_dtype: Any
@@ -86,7 +86,7 @@ class Policy:
     """Returns `tree` in the dtype of the parameters.
 
     Args:
-      tree: any; its real floating arrays are cast, of any shape.
+      tree: any tree. Its real floating arrays are cast, whatever their shape.
     """
     return _cast("param_dtype", self.param_dtype, tree)
 
@@ -99,17 +99,17 @@ class Policy:
     return _cast("output_dtype", self.output_dtype, tree)
 
   def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` as the policy has it.
+    """Returns `fun` computing as the policy says.
 
-    With a level, that is `autocast` at this level, with the compute dtype as
-    its low precision. Without one, the arguments are cast to the compute dtype,
-    and `fun` computes in what comes of that: all of them, statistics of a batch
-    norm and float32 labels as well, but not what it closes over. In both cases
-    what `fun` returns is cast to the output dtype.
+    With a level, it applies `autocast` at this level, with the compute dtype as
+    the low precision. Without one, it casts all the arguments to the compute
+    dtype, including batch norm statistics and float32 labels, but not the
+    values that `fun` closes over, and `fun` computes in the dtypes that follow
+    from them. In both cases it casts the results to the output dtype.
 
     Args:
-      fun: a loss function, `model.apply`; with a level it must be one that JAX
-        can trace.
+      fun: a function such as a loss function or `model.apply`. With a level,
+        JAX must be able to trace it.
     """
     arguments.check_function(fun)
 
@@ -122,7 +122,7 @@ class Policy:
     def fun_in_policy(*args: Any, **kwargs: Any) -> Any:
       if self.level is not None or self.compute_dtype is None:
         return self.cast_to_output(in_mixed_precision(*args, **kwargs))
-      # A copy of `fun`'s own: what it changes there, the caller does not see.
+      # A copy for `fun` alone, so that the caller does not see its changes.
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
@@ -173,7 +173,7 @@ def _cast(name: str, dtype: Any, tree: Any) -> Any:
       return x.update(dtype=dtype, weak_type=False)
     if isinstance(x, jax.Array):
       return jnp.asarray(x, dtype)
-    # What is too large becomes inf, as it does in JAX, which warns nobody.
+    # Values that are too large become inf without a warning, as in JAX.
     with np.errstate(over="ignore"):
       return x.astype(dtype)
 
@@ -195,13 +195,13 @@ _NAMES: Mapping[str, Policy] = {
   # MindSpore's levels; OD is Paddle's.
   "O0": _all_in(jnp.float32, "O0"),
   **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
-  # Keras's, and Ascend's precision_mode_v2. They mean the same.
+  # Keras's names are also Ascend's precision_mode_v2, with the same meaning.
   "mixed_float16": _mixed("O1"),
   "mixed_bfloat16": _mixed("O1", jnp.bfloat16),
-  # Ascend's precision_mode, each with its name as a precision_mode_v2.
+  # Ascend's precision_mode, each with the equivalent precision_mode_v2.
   "allow_fp32_to_fp16": _mixed("OD"),
   **dict.fromkeys(("force_fp16", "fp16"), _mixed("O3")),
-  # What the matrix unit takes is not a policy's business.
+  # A policy does not set what the matrix unit does with its inputs.
   **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), _all_in(jnp.float32)),
   **dict.fromkeys(("must_keep_origin_dtype", "origin"), _all_in(None)),
   **dict.fromkeys(
@@ -210,7 +210,7 @@ _NAMES: Mapping[str, Policy] = {
   "allow_mix_precision_bf16": _mixed("O1", jnp.bfloat16),
 }
 
-# jmp's; "half" depends on the machine.
+# jmp's names; "half" depends on the machine.
 _DTYPES: Mapping[str, Any] = {
   "none": None,
   "bf16": jnp.bfloat16,
@@ -233,49 +233,49 @@ _KEYS: Mapping[str, str] = {
 
 
 def get_policy(policy: Any) -> Policy:
-  """Returns the policy of a name, be it jmp's, MindSpore's, Keras's, Ascend's.
+  """Returns the policy with a name from jmp, MindSpore, Keras or Ascend.
 
-  So a flag of a script, or a line of a configuration that was written for
-  another system, is enough.
+  This lets you use a script's flag, or a line of another system's
+  configuration, directly.
 
   Strings with dtypes are jmp's, such as "params=float32,compute=float16" or
-  "p=f32,c=f16,o=f32". What is left out of params (p), compute (c) and output
-  (o) is as in jmp: parameters are float32, the computation is in the dtype of
-  the parameters, and the output in that of the computation. One dtype alone is
-  for all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
+  "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
+  are jmp's: parameters are float32, the computation is in the dtype of the
+  parameters, and the output in that of the computation. A single dtype applies
+  to all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
   "f32" or "full", "float64" or "f64", any other floating-point dtype of JAX by
-  its name, "half" (bfloat16 on a TPU, else float16) and "none", for what there
-  is. "level=O1" makes it a policy with that level of `autocast`.
+  its name, "half" (bfloat16 on a TPU, else float16) and "none", which keeps
+  each value's dtype. "level=O1" adds that level of `autocast` to the policy.
 
-  The other names are policies with float32 parameters and output, but for
+  The other names are policies with float32 parameters and output, except for
   "origin" and "must_keep_origin_dtype":
 
-  - "O1", "O2", "O3", "auto", and "OD", MindSpore's and Paddle's levels:
-    float16, at the level of that name. "O0" is float32 as written.
-  - "mixed_float16" and "mixed_bfloat16": that dtype at O1. In Keras the output
-    of a layer is in float16, and one is told to have the last one in float32;
-    here the output is.
+  - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
+    float16 at the level of that name. "O0" is float32, with nothing lowered.
+  - "mixed_float16" and "mixed_bfloat16" are that dtype at O1. In Keras the
+    output of each layer is in float16, and users are advised to keep the last
+    layer in float32; here the output is in float32.
   - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
     OD; "force_fp16" or "fp16" is O3; "allow_mix_precision",
     "allow_mix_precision_fp16" or "mixed_float16" is O1, and
-    "allow_mix_precision_bf16" or "mixed_bfloat16" that in bfloat16; "origin"
-    or "must_keep_origin_dtype" leaves everything in the dtype that it has.
-    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere. There the
-    matrix unit rounds its inputs to float16 all the same; in JAX that is
-    another setting, `jax.default_matmul_precision`.
+    "allow_mix_precision_bf16" or "mixed_bfloat16" is O1 in bfloat16; "origin"
+    or "must_keep_origin_dtype" keeps the dtype of every value. "force_fp32" or
+    "cube_fp16in_fp32out" is float32 everywhere. On Ascend the matrix unit still
+    rounds its inputs to float16; in JAX a separate setting controls that,
+    `jax.default_matmul_precision`.
 
-  Names that two systems have mean the same in both. But names that look alike
-  do not: jmp's and Keras's "float16" is everything in float16 and no level,
-  Ascend's "fp16" mixed precision with parameters in float32.
+  A name that two systems share means the same in both. Names that only look
+  alike differ: "float16" of jmp and Keras puts everything in float16 without a
+  level, while Ascend's "fp16" is mixed precision with float32 parameters.
 
   Args:
     policy: a string; or a `Policy`, which is returned; or an object with
       `param_dtype`, `compute_dtype` and `output_dtype`, such as a jmp.Policy.
 
   Raises:
-    TypeError: if it is none of these, or has a dtype that is not a
+    TypeError: if `policy` is none of these, or has a dtype that is not a
       floating-point one.
-    ValueError: if a string says nothing that is known.
+    ValueError: if a string is not a known name or cannot be parsed.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -304,7 +304,7 @@ def get_policy(policy: Any) -> Policy:
 
 
 def _read(policy: str) -> Policy:
-  """Returns the policy of a string."""
+  """Returns the policy that a string names."""
   if "=" in policy:
     return _parse(policy)
   if policy in _NAMES:
@@ -319,7 +319,7 @@ def _read(policy: str) -> Policy:
 
 
 def _parse(policy: str) -> Policy:
-  """Returns the policy of a string such as "p=f32,c=f16,level=O1"."""
+  """Parses a policy string such as "p=f32,c=f16,level=O1"."""
   values: dict[str, str] = {}
   for part in policy.split(","):
     key, equals, value = part.partition("=")
@@ -360,8 +360,8 @@ def _is_dtype(name: str) -> bool:
   if name in _DTYPE_NAMES:
     return True
   if not name.isidentifier():
-    return False  # Not to NumPy, which reads whole records out of a string.
-  # By its own name alone: NumPy has others, and another "half".
+    return False  # NumPy would parse such a string as a record dtype.
+  # Only JAX's own name counts: NumPy has others, and a different "half".
   found, _ = arguments.read_dtype(name)
   return found is not None and str(found.name) == name
 

@@ -1,4 +1,4 @@
-"""When training goes from low precision to full precision."""
+"""The precision schedule: first low precision, then full precision."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -38,10 +38,10 @@ class PrecisionScheduleState(NamedTuple):
   """State of a `PrecisionSchedule`.
 
   Attributes:
-    low: bool[], whether the next step is in low precision. Once it is False it
-      stays so.
-    steps: int32[], how many steps a "step" schedule was told are finished; 0 in
-      a "loss" schedule.
+    low: bool[], whether the next step is in low precision. Once False, it stays
+      False.
+    steps: int32[], the number of finished steps that a "step" schedule was
+      given; 0 in a "loss" schedule.
   """
 
   low: jax.Array
@@ -50,18 +50,18 @@ class PrecisionScheduleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionSchedule:
-  """Low precision first, full precision at the end: a latch.
+  """Low precision first and full precision at the end, with a one-way switch.
 
-  Made by `precision_schedule`, which tells what it is for.
+  Made by `precision_schedule`, which explains its purpose.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
     mode: "step" or "loss", what the switch depends on.
-    ratio: of the total steps, or of the target loss.
-    total_steps: of the training; None in mode "loss".
-    target_loss: which the training ends at; None in mode "step".
-    steps_per_call: how many steps are made between two updates of the state.
-    keeps_origin_dtype: whether the loss may compute in low precision by itself.
+    ratio: the share of the total steps, or the multiple of the target loss.
+    total_steps: the steps of the whole training; None in mode "loss".
+    target_loss: the loss that training ends at; None in mode "step".
+    steps_per_call: the number of steps between two updates of the state.
+    keeps_origin_dtype: whether the loss itself may compute in low precision.
   """
 
   dtype: Any
@@ -75,7 +75,7 @@ class PrecisionSchedule:
   def init(self) -> PrecisionScheduleState:
     """Returns the state before the first step.
 
-    It is low, unless a "step" schedule is too short to have such a part.
+    It starts in low precision, unless a "step" schedule is too short for that.
     """
     low = self.mode == "loss" or self._first_full_step > 0
     return PrecisionScheduleState(
@@ -92,17 +92,17 @@ class PrecisionSchedule:
     """Returns the state for the next step. Pure, and usable inside jit.
 
     Args:
-      state: the state before; `init()` for a run that is continued without one,
-        which then begins with `update(init(), step=n)`.
-      step: integer[], how many steps have been applied so far, in mode "step".
-      loss: float[], the true loss of an applied step, in mode "loss". 0 stands
-        for a loss that is not known, such as that of a skipped step, and NaN
-        never switches.
+      state: the previous state. To resume a run without one, pass `init()` and
+        begin with `update(init(), step=n)`.
+      step: integer[], in mode "step", the number of steps applied so far.
+      loss: float[], in mode "loss", the true loss of an applied step. 0 means
+        that the loss is unknown, as for a skipped step, and NaN never switches
+        to full precision.
 
     Raises:
-      TypeError: if `state` is another state, `step` no integer scalar, or
-        `loss` no real scalar.
-      ValueError: if it is not given what its mode needs, and that alone.
+      TypeError: if `state` is not a schedule's state, `step` not an integer
+        scalar, or `loss` not a real scalar.
+      ValueError: if it is not given exactly the argument that its mode needs.
     """
     _check_state(state)
     fed = {"step": step, "loss": loss}
@@ -122,14 +122,14 @@ class PrecisionSchedule:
     assert self.target_loss is not None
     loss = _check_loss(loss)
     limit = _round_down(self.target_loss * self.ratio, loss.dtype)
-    # 0 stands for no loss.
+    # 0 means that the loss is unknown.
     return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
-    """Returns whether the next step's loss is scaled: in float16 alone.
+    """Returns whether the next step's loss is scaled, as it is only in float16.
 
     Args:
-      state: of the schedule.
+      state: the schedule's state.
 
     Returns:
       bool[].
@@ -152,9 +152,9 @@ class PrecisionSchedule:
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function for the loss and its gradients, in both precisions.
 
-    It takes the place of `scaled_value_and_grad` in a step of your own, and
-    `update_optimizer` that of `tx.update`, since the gradients are scaled in
-    the low part only:
+    In a step of your own, it replaces `scaled_value_and_grad`, and
+    `update_optimizer` replaces `tx.update`, because the gradients are scaled
+    only in the low part:
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
       loss, grads = value_and_grad(params, batch)
@@ -162,35 +162,35 @@ class PrecisionSchedule:
         tx, grads, opt_state, params, state
       )
 
-    In the low part the loss is that of `autocast(loss_fn, level,
-    dtype=schedule.dtype)`, in the rest that of `loss_fn` as it is written. Both
-    are compiled into one program, which chooses by `state.low`, so the switch
-    compiles nothing.
+    The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in the low part
+    and `loss_fn` as written afterwards. Both are compiled into one program that
+    chooses by `state.low`, so the switch compiles nothing.
 
     Args:
-      loss_fn: the loss, in float32, of float32 parameters; or `(loss, aux)`.
-        Parameters in float16, with `master_weights`, it casts itself.
-      opt_state: the optimizer's state; it holds the loss scale where the low
+      loss_fn: a function of float32 parameters that returns a float32 loss, or
+        `(loss, aux)`. With float16 parameters (`master_weights`) it must cast
+        them itself.
+      opt_state: the optimizer's state. It holds the loss scale if the low
         precision is float16.
       state: the schedule's state before the step, here and in
         `update_optimizer`.
-      argnums: which positional arguments to differentiate with respect to.
+      argnums: the positional arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      level: of `autocast`.
-      overrides: of `autocast`.
-      operations: of `autocast`.
+      level: as in `autocast`.
+      overrides: as in `autocast`.
+      operations: as in `autocast`.
       path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
     Returns:
-      A function with the arguments of `loss_fn`, which returns `(loss,
+      A function that takes the arguments of `loss_fn` and returns `(loss,
       gradients)` or `((loss, aux), gradients)`.
 
     Raises:
-      TypeError: if an argument is not of its kind.
-      ValueError: if `autocast` does not take its arguments, or does nothing
-        with them; if `opt_state` holds no scale, or several; when called, if
-        `loss_fn` is under `autocast`, or computes products in low precision by
-        the dtype of a layer or of the parameters.
+      TypeError: if an argument has the wrong type.
+      ValueError: if `autocast` rejects its arguments, or they have no effect;
+        if `opt_state` holds no scale, or several; when called, if `loss_fn` is
+        already under `autocast`, or computes products in low precision because
+        of the dtype of a layer or of the parameters.
     """
     _check_state(state)
     low_loss_fn = _make_low(
@@ -232,23 +232,23 @@ class PrecisionSchedule:
   ) -> tuple[Any, Any]:
     """Returns `tx.update(gradients, opt_state, params)` in both precisions.
 
-    Where the loss was not scaled, S is 1 for this step and the rule's state
-    stays bit for bit; a step that is not finite is skipped all the same.
+    If the loss was not scaled, S is 1 for this step, and the rule's state stays
+    the same bit for bit. Non-finite gradients still skip the step.
 
     Args:
-      tx: the optimizer, with `loss_scaling` anywhere in it or without.
-      gradients: what `value_and_grad` returned for the same `state`.
+      tx: the optimizer, with or without `loss_scaling` anywhere inside.
+      gradients: the ones that `value_and_grad` returned for the same `state`.
       opt_state: the optimizer's state.
       params: the parameters.
       state: the schedule's state before the step.
-      **extra_args: what else `tx.update` takes.
+      **extra_args: the other arguments of `tx.update`.
 
     Returns:
       The updates and the optimizer's next state.
 
     Raises:
-      TypeError: if `tx` is no optimizer, `state` another state, or the rule's
-        state does not hold its S as a leaf.
+      TypeError: if `tx` is not an optimizer, `state` not the schedule's state,
+        or S not a leaf of the rule's state.
       ValueError: if `optax.MultiSteps` is around `loss_scaling`, or if the
         devices that share an S could be in different precisions.
     """
@@ -256,11 +256,11 @@ class PrecisionSchedule:
     optimizer = requirements.as_optimizer("tx", tx)
     requirements.check_accumulation(opt_state)
 
-    # Keyed by path, since an optimizer around may add to its own state.
+    # Keyed by path, because an outer optimizer may add to its own state.
     rule_states: dict[Any, Any] = {}
 
-    # True gradients are scaled by 1: that is the S which the step finds in the
-    # state. Afterwards the rule's state is put back.
+    # True gradients have a scale of 1, so the step must find S = 1 in the
+    # state. Afterwards the rule's own state is put back.
     def swap(path: Any, node: Any) -> Any:
       if not states.is_state(node):
         return node
@@ -305,37 +305,37 @@ class PrecisionSchedule:
     has_aux: bool = False,
     axis_name: Any = None,
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
-    """Returns a train step in both precisions: all of it, with the schedule.
+    """Returns a complete train step in both precisions.
 
-    It is made of `value_and_grad`, `update_optimizer` and `update`. Parameters
-    and the optimizer's state are the same before the switch and after it.
+    It combines `value_and_grad`, `update_optimizer` and `update`. The structure
+    of parameters and optimizer state does not change at the switch.
 
     Args:
-      loss_fn: as in `value_and_grad`, the parameters being its first argument.
-      tx: the optimizer. For float16 it holds `loss_scaling`, outermost: what
-        is around it, such as momentum, would see scaled gradients and then
-        unscaled ones. Where no scaling is wanted take `FixedLossScale(1.0)`.
+      loss_fn: as in `value_and_grad`, with the parameters as first argument.
+      tx: the optimizer. For float16 it holds `loss_scaling`, outermost, because
+        anything around it, such as momentum, would see scaled gradients first
+        and unscaled ones later. For no scaling, use `FixedLossScale(1.0)`.
         Parameters that its `mask` leaves out need a step of your own.
-      level: of `autocast`.
-      overrides: of `autocast`.
-      operations: of `autocast`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. Of a skipped step aux is
-        that of the skipped step: see `select_on_skip`.
+      level: as in `autocast`.
+      overrides: as in `autocast`.
+      operations: as in `autocast`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step returns
+        its own aux: see `select_on_skip`.
       axis_name: the mapped axis, or several, over which `tx` agrees and
-        averages under `shard_map`. Gradients are then each device's own, and
-        the loss is averaged; aux is not.
+        averages under `shard_map`. Each device then has its own gradients. The
+        loss is averaged, but aux is not.
 
     Returns:
-      A pure function `(params, opt_state, state, *args, **kwargs)` to `(params,
-      opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`; with
-      `has_aux` the last is `(loss, aux)`. It updates the schedule's state after
-      each step, with what was applied.
+      A pure function from `(params, opt_state, state, *args, **kwargs)` to
+      `(params, opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`;
+      with `has_aux` the last is `(loss, aux)`. It also updates the schedule's
+      state, for which only applied steps count.
 
     Raises:
-      TypeError: if an argument is not of its kind.
-      ValueError: as `value_and_grad`; when called, if around `loss_scaling`
-        there is `optax.MultiSteps`, or if a bare optimizer is given FP8's
-        `_overwrite_with_gradient` collection.
+      TypeError: if an argument has the wrong type.
+      ValueError: as in `value_and_grad`; when called, if `optax.MultiSteps` is
+        around `loss_scaling`, or if an optimizer without `loss_scaling` is
+        given FP8's `_overwrite_with_gradient` collection.
 
     Examples:
       >>> import jax
@@ -364,7 +364,7 @@ class PrecisionSchedule:
       "overrides": overrides,
       "operations": operations,
     }
-    _make_low(loss_fn, self.dtype, **options)  # What is wrong shows here.
+    _make_low(loss_fn, self.dtype, **options)  # Reports errors early.
     requirements.as_optimizer("tx", tx)
     names = devices.axis_names("axis_name", axis_name)
 
@@ -382,7 +382,7 @@ class PrecisionSchedule:
 
       is_wrapped = bool(states.find_states(opt_state))
       is_gradient = leaves.resolve_mask(None, params)
-      # A bare optimizer would take the others for gradients.
+      # A bare optimizer would treat the other leaves as gradients.
       if not (is_wrapped or all(jax.tree.leaves(is_gradient))):
         raise ValueError(
           "`tx` must hold loss_scaling where parameters are in Flax's "
@@ -394,7 +394,7 @@ class PrecisionSchedule:
       )
       applied = jnp.full((), True)
       if is_wrapped:
-        # By the count: what is around may have rejected the step as a whole.
+        # By the counter, because an outer wrapper may have rejected the step.
         before, after = map(states.find_state, (opt_state, new_state))
         applied = after.applied_steps != before.applied_steps
       params = leaves.apply_updates(params, updates)
@@ -403,7 +403,7 @@ class PrecisionSchedule:
         steps = optax.safe_increment(state.steps)
         state = self.update(state, step=jnp.where(applied, steps, state.steps))
       else:
-        # 0 stands for no loss.
+        # 0 means that the loss is unknown.
         state = self.update(state, loss=jnp.where(applied, loss, 0))
       return params, new_state, state, (loss, value[1]) if has_aux else loss
 
@@ -411,13 +411,13 @@ class PrecisionSchedule:
 
   @property
   def _first_full_step(self) -> int:
-    """How many finished steps make a "step" schedule switch."""
+    """The number of finished steps after which a "step" schedule switches."""
     assert self.total_steps is not None
     return max(
       0,
       min(
         math.floor(self.total_steps * self.ratio),
-        # The last call is in full precision.
+        # The last call is in full precision in any case.
         self.total_steps - self.steps_per_call,
       ),
     )
@@ -433,50 +433,50 @@ def precision_schedule(
   precision_mode_v2: str | None = None,
   **unknown: Never,
 ) -> PrecisionSchedule:
-  """Returns when to go from low precision to full precision. Experimental.
+  """Returns a schedule from low to full precision. Experimental.
 
-  The first part of training is in low precision, which is faster where the
-  hardware is, and the rest in full precision, so that it ends where it would
-  have ended. The run must converge without it. It is meant for runs of more
-  than an hour; what a short one gains may be less than what it costs to compile
-  the step twice.
+  The first part of training is in low precision, which is faster on hardware
+  that supports it. The rest is in full precision, so that training ends where
+  it would have ended without the schedule. The run must also converge without
+  it. The schedule is meant for runs of more than an hour, because a short run
+  may gain less time than it costs to compile the step twice.
 
-  What it returns is a pure state machine, whose `state.low` tells what the next
-  step is in. The switch is a latch.
+  The schedule is a pure state machine. `state.low` says which precision the
+  next step uses, and once it is False it stays False.
 
   Args:
     accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
-      grammar. The type is "fast", float16, or "fast1", bfloat16. In mode "step"
-      full precision begins after `floor(total_steps * ratio)` steps, and with
-      the last call at the latest, the ratio being from 0.2 to 0.9 (0.9). In
-      mode "loss" it begins when the loss is `target_loss * ratio` or less, the
-      ratio being from 1.01 to 1.5 (1.05). The products are exact.
-    total_steps: of the whole training, for mode "step": applied steps. Loop
-      until `state.steps` reaches it: a loop of so many calls counts skipped
-      steps as well and may end before the switch.
-    target_loss: a positive loss, for mode "loss": the one that training without
-      the schedule ends at. A single batch below it switches, so feed a mean
-      over steps where batches differ much.
-    steps_per_call: how many steps you make between two updates of the state.
-      The switch may come late by one less. `make_train_step` updates it after
-      each step, so leave it out there.
-    precision_mode: what else the Ascend script sets. "must_keep_origin_dtype"
-      allows products that the loss computes in low precision by itself, at the
-      end of training too, where they are not scaled. "allow_fp32_to_fp16" or
-      nothing: float32 at the end. Another one is an error, as there.
-    precision_mode_v2: likewise; "origin" is "must_keep_origin_dtype".
-    **unknown: not accepted; for one of Ascend's names the error says what it
-      is called here.
+      grammar. The type is "fast" (float16) or "fast1" (bfloat16). In mode
+      "step", full precision begins after `floor(total_steps * ratio)` steps,
+      and at the latest with the last call; the ratio is 0.2 to 0.9 (default
+      0.9). In mode "loss", it begins when the loss is `target_loss * ratio` or
+      less; the ratio is 1.01 to 1.5 (default 1.05). The products are exact.
+    total_steps: for mode "step", the applied steps of the whole training. Loop
+      until `state.steps` reaches it, because a loop of that many calls counts
+      skipped steps as well and may end before the switch.
+    target_loss: for mode "loss", the positive loss that training without the
+      schedule ends at. A single batch below it switches, so if batches differ
+      much, pass a mean over several steps.
+    steps_per_call: the number of steps between two updates of the state. The
+      switch may be late by one step less than that. Leave it out for
+      `make_train_step`, which updates the state after each step.
+    precision_mode: the Ascend script's setting of that name. With
+      "must_keep_origin_dtype" the loss itself may compute products in low
+      precision, even at the end of training, where they are not scaled. With
+      "allow_fp32_to_fp16" or nothing, training ends in float32. Other values
+      are errors, as on Ascend.
+    precision_mode_v2: likewise; "origin" means "must_keep_origin_dtype".
+    **unknown: not accepted. For an Ascend name, the error gives ours.
 
   Returns:
-    A `PrecisionSchedule`: `make_train_step` makes a whole train step;
-    `value_and_grad` and `update_optimizer` are for one of your own, with `init`
-    and `update` of the schedule's state.
+    A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
+    for a step of your own, it has `value_and_grad`, `update_optimizer`, and
+    `init` and `update` for its state.
 
   Raises:
-    TypeError: if an argument is of another type, or has Ascend's name for it.
-    ValueError: if the mode is not of the grammar, what it needs is missing or
-      of another mode, or something else sets the precision.
+    TypeError: if an argument has the wrong type, or is given by Ascend's name.
+    ValueError: if the mode does not follow the grammar, its argument is missing
+      or belongs to the other mode, or another setting sets the precision.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -500,7 +500,7 @@ def precision_schedule(
     3.5 False
 
   References:
-    Ascend, `accelerate_train_mode` of TF Adapter, where it is experimental too.
+    Ascend, `accelerate_train_mode` of TF Adapter, also experimental there.
   """
   *names, _ = inspect.signature(precision_schedule).parameters
   arguments.check_known(
@@ -525,7 +525,7 @@ def precision_schedule(
 
 
 def _check_state(state: Any) -> None:
-  """Raises if it is not a schedule's state."""
+  """Raises if `state` is not a schedule's state."""
   if not isinstance(state, PrecisionScheduleState):
     raise TypeError(
       "`state` must be the state that the schedule's init made, got "
@@ -536,22 +536,22 @@ def _check_state(state: Any) -> None:
 def _make_low(
   loss_fn: Callable[..., Any], dtype: Any, level: str, **options: Any
 ) -> Callable[..., Any]:
-  """Returns `loss_fn` in low precision, or raises if nothing would be."""
+  """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
   arguments.check_function(loss_fn)
-  # Also here: what jit traces in this part it does not trace in the other one.
+  # Checked here too: jit does not trace it again in full precision.
   as_written = full_precision.without_autocast(loss_fn)
   low_loss_fn = autocast(as_written, level, dtype=dtype, **options)
   if low_loss_fn is as_written:
     raise ValueError(
       "`level` must lower something in the first part of training, got 'O0'; "
-      "take 'O1', or name in `overrides` what is to be lowered."
+      "take 'O1', or name in `overrides` the scopes to lower."
     )
   return low_loss_fn
 
 
 def _refuse_frozen(low: Any) -> None:
   """Raises if a compiled function would hold the schedule's state for ever."""
-  # What is recorded is evaluated at once.
+  # A function that is only recorded is evaluated at once.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(low, jax.core.Tracer):
     raise ValueError(
@@ -592,7 +592,7 @@ def _check_loss(loss: Any) -> Any:
   rule = "`loss` must be a real scalar"
   if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
     loss = arguments.as_finite("loss", loss)
-    # Not in JAX, which would round it to float32.
+    # Not in JAX, because that would round it to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
     raise TypeError(
@@ -608,17 +608,17 @@ def _check_loss(loss: Any) -> Any:
 
 
 def _is_at_least(steps: Any, least: int) -> Any:
-  """Returns bool[], whether that many steps or more are finished."""
+  """Returns bool[], whether at least that many steps are finished."""
   if not isinstance(steps, jax.Array):
     return np.bool_(steps >= least)
   if least > jnp.iinfo(steps.dtype).max:
     return np.bool_(False)
-  # In the dtype of the steps, as JAX takes a Python number for an int32.
+  # In the dtype of `steps`, because JAX reads a Python number as an int32.
   return steps >= np.asarray(least, steps.dtype)
 
 
 def _as_count(steps: Any) -> jax.Array:
-  """Returns int32[]; what is above its largest value becomes that."""
+  """Returns int32[], limited to its largest value."""
   largest = arguments.LARGEST_COUNT
   if not isinstance(steps, jax.Array):
     return jnp.full((), min(steps, largest), jnp.int32)
@@ -630,7 +630,7 @@ def _as_count(steps: Any) -> jax.Array:
 def _round_down(limit: fractions.Fraction, dtype: Any) -> Any:
   """Returns the largest number of a dtype that is not above a positive limit.
 
-  A number is at most the limit exactly if it is at most this one.
+  A number of that dtype is at most the limit if and only if it is at most this.
   """
   largest = jnp.finfo(dtype).max
   if limit >= fractions.Fraction(float(largest)):

@@ -1,4 +1,4 @@
-"""What every rule for the loss scale S is: the extension point."""
+"""The base class of every rule for the loss scale S: the extension point."""
 
 import abc
 import dataclasses
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 class LossScale(abc.ABC):
   """A rule for the loss scale S: where it starts and how each step moves it.
 
-  Subclass it for a rule of your own: a frozen dataclass for the configuration
-  and any pytree of arrays with an attribute `loss_scale`, float32[], for the
-  state. Everything in this library takes it as it takes the rules below.
+  Subclass it for a rule of your own: a frozen dataclass for the configuration,
+  and for the state any pytree of arrays with an attribute `loss_scale`,
+  float32[]. The whole library accepts your rule just like its own.
 
   Attributes:
-    skip: whether an overflow skips the step. False: the inner update runs as it
-      comes, and the overflow is only reported, also to the rule.
+    skip: whether an overflow skips the step. If False, the inner update runs
+      anyway. The overflow is then only reported, and the rule still sees it.
 
   Examples:
-    A rule that halves S every step and starts over at an overflow:
+    A rule that halves S on every step and starts over on an overflow:
 
     >>> import dataclasses
     >>> from typing import NamedTuple
@@ -71,28 +71,28 @@ class LossScale(abc.ABC):
   ) -> Any:
     """Returns the state after a step.
 
-    It runs inside jit, so it is pure and decides with `jnp.where`.
+    It runs inside jit, so it must be pure and decide with `jnp.where`.
 
     Args:
       state: the state that the step used.
       overflow: bool[], whether the step's gradients were unusable.
       amax: float32[], the largest absolute value among the scaled gradients,
-        NaN if one of them was NaN; None if nobody measured it.
+        NaN if any gradient was NaN; None if it was not measured.
     """
 
   def measure(self, gradients: "chex.ArrayTree") -> Any:
-    """Returns what `update` is to get as `measured=`; None for nothing.
+    """Returns what `update` should get as `measured=`, or None for nothing.
 
     Args:
-      gradients: the scaled gradients. What is measured must be a pytree of
-        numbers that add up over devices, such as counts.
+      gradients: the scaled gradients. The result must be a pytree of numbers
+        that can be summed over devices, such as counts.
     """
     del gradients
 
   def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
-    """Returns bool[]: S cannot follow this step, as on an overflow at a floor.
+    """Returns bool[], True if S cannot follow this step, as at its floor.
 
-    The wrapper reports it. Of a rule that never moves S, every overflow is one.
+    The wrapper reports it. A rule that never moves S stalls on every overflow.
 
     Args:
       state: the state that the step used.

@@ -1,8 +1,8 @@
 """The one state machine behind every rule that counts overflows.
 
-Loss scalers differ in a handful of choices: what growth waits for, what
-forgives an earlier overflow, between which bounds S stays. Here those choices
-are data and the machine is one, so another system's rule is another `Engine`.
+Loss scalers differ in a handful of choices: what growth waits for, what resets
+the count of overflows, and the bounds of S. Here these choices are data for a
+single machine, so each system's rule is an `Engine` with its own values.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ MOST_OVERFLOWS_IN_A_ROW = 1000
 
 
 class Failure(enum.IntEnum):
-  """Where a system gives up: the code in the state, 0 for not yet."""
+  """The reason why a system gives up; the state holds 0 until it does."""
 
   AT_MINIMUM = 1
   BELOW_MINIMUM = 2
@@ -35,20 +35,20 @@ class Failure(enum.IntEnum):
 class DynamicLossScaleState(NamedTuple):
   """State of a loss scale that grows on clean steps and shrinks on overflow.
 
-  The first three are in every such state; the others are None, and so no leaf
-  of the pytree, unless the rule needs them.
+  Every such state has the first three fields. The others are None, and so not
+  leaves of the pytree, unless the rule needs them.
 
   Attributes:
     loss_scale: float32[], the loss scale S.
     clean_steps: int32[], steps without overflow since S last moved or the last
       overflow, whichever is later.
     overflows: int32[], overflows that count towards the hysteresis.
-    total_steps: int32[], steps so far, where a checkpoint has that number.
-    growth_interval: float32[], the clean steps that growth waits for, where
-      that moves with S.
-    steps_since_move: int32[], steps since S last moved, and
-    overflows_since_shrink: int32[], overflows since it last shrank, where it
-      shrinks on a share of overflows.
+    total_steps: int32[], steps so far, if the system's checkpoints hold it.
+    growth_interval: float32[], the clean steps that growth waits for, if that
+      number moves with S.
+    steps_since_move: int32[], steps since S last moved, if a shrink depends on
+      the share of overflows.
+    overflows_since_shrink: int32[], overflows since S last shrank, likewise.
     failure: int32[], a `Failure` once the rule's system would have given up.
   """
 
@@ -63,7 +63,7 @@ class DynamicLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
   def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 class _Step(NamedTuple):
-  """What one step does: S as the rule wants it, and what moves with it."""
+  """The outcome of a step: its counts, and the S that the rule wants."""
 
   clean_steps: jax.Array
   overflows: jax.Array
@@ -87,47 +87,47 @@ class _Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-  """Where S starts, when it moves, and how far.
+  """The choices that make up a rule: the first S, when S moves, and how far.
 
-  Whatever these say, S stays a normal float32: a move out of that range leaves
-  it where it is.
+  Whatever they are, S stays a normal float32: a move out of that range leaves S
+  unchanged.
   """
 
-  init_scale: float  # The first S, if it is not above `max_scale`.
-  growth_factor: float  # S is multiplied by it on growth.
-  # S is multiplied by it when it shrinks; None divides by `growth_factor`.
+  init_scale: float  # The first S, unless it is above `max_scale`.
+  growth_factor: float  # Growth multiplies S by it.
+  # A shrink multiplies S by it; None divides by `growth_factor`.
   backoff_factor: float | None = None
   growth_interval: int  # Clean steps that growth waits for.
   hysteresis: int = 1  # Overflows that a shrink waits for.
-  # How the count of overflows meets the hysteresis: with "equal", a count past
-  # it never shrinks S.
+  # How the count of overflows is compared with the hysteresis. With "equal", a
+  # count past it never shrinks S.
   shrink_test: Literal["at_least", "equal"] = "at_least"
-  min_scale: float = 0.0  # S shrinks to this at the least; 0 for no floor.
-  max_scale: float = math.inf  # S grows to this at the most.
-  # How the count of clean steps meets the interval: with "equal", a count past
-  # it never grows S; with "multiple", the count runs on after growth.
+  min_scale: float = 0.0  # S shrinks no further than this; 0 for no floor.
+  max_scale: float = math.inf  # S grows no further than this.
+  # How the count of clean steps is compared with the interval. With "equal", a
+  # count past it never grows S; with "multiple", growth does not reset it.
   growth_test: Literal["at_least", "equal", "multiple"] = "at_least"
   # These events reset the count of overflows.
   refill: frozenset[Literal["clean", "growth", "backoff"]] = frozenset(
     {"clean"}
   )
-  # The count of clean steps starts here, at first and after an overflow; at -1
-  # the growth after it waits one step more.
+  # The count of clean steps starts here, initially and after an overflow. With
+  # -1, growth then waits one step more.
   initial_clean_steps: int = 0
-  growth_below: float = math.inf  # S grows only from below this.
-  hold_below: float = 0.0  # A shrink that would take S below this does not.
+  growth_below: float = math.inf  # S only grows if it is below this.
+  hold_below: float = 0.0  # A shrink to below this leaves S unchanged.
   # The share of overflows, among the steps since S last moved, that a shrink
-  # waits for; None for a rule that does not know such a share.
+  # waits for; None for a rule without such a share.
   tolerance: float | None = None
-  # The growth interval is multiplied by it on growth, and divided by it,
-  # rounded down, when S shrinks.
+  # Growth multiplies the growth interval by it; a shrink divides the interval
+  # by it, rounding down.
   interval_factor: float = 1.0
   failure: Failure | None = None  # The system gives up on this.
   notes_failure: bool = True  # The state notes that failure.
   counts_steps: bool = False  # The state has `total_steps`.
 
   def init(self) -> DynamicLossScaleState:
-    """Returns the state of a machine that has seen no step."""
+    """Returns the state before the first step."""
 
     def count(is_needed: bool) -> jax.Array | None:
       return jnp.full((), 0, jnp.int32) if is_needed else None
@@ -142,7 +142,7 @@ class Engine:
       growth_interval=(
         None
         if self.interval_factor == 1
-        # In float32, since a factor of 1.5 leaves the integers.
+        # In float32, because a factor such as 1.5 gives fractions.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
       steps_since_move=count(self.tolerance is not None),
@@ -184,10 +184,10 @@ class Engine:
   def stalled(
     self, state: DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: S cannot follow this step.
+    """Returns bool[], True if S cannot follow this step.
 
-    It overflowed with S at the floor, or S would leave the normal float32
-    numbers.
+    Either it overflowed with S at the floor, or S would no longer be a normal
+    float32.
     """
     overflow = arguments.as_flag(overflow, state.loss_scale)
     step = self._step(state, overflow)
@@ -258,7 +258,7 @@ class Engine:
         return (clean_steps > 0) & (clean_steps % interval == 0)
 
   def _can_move(self, step: _Step) -> jax.Array:
-    """Returns bool[]: S may become what is wanted."""
+    """Returns bool[], True if S may move to the value that the rule wants."""
     is_usable: jax.Array = arguments.is_usable_scale(step.wanted)
     return is_usable & ~self._is_held(step)
 
@@ -283,7 +283,7 @@ class Engine:
   def _next_failure(
     self, state: DynamicLossScaleState, step: _Step
   ) -> jax.Array | None:
-    """Returns the first failure of this run, which stays."""
+    """Returns the first failure of the run, which later ones do not replace."""
     match self.failure:
       case None:
         return None
@@ -301,7 +301,7 @@ class Engine:
 
 
 def _increment(count: jax.Array) -> jax.Array:
-  # Stops at the largest int32 instead of wrapping around.
+  # This stops at the largest int32 instead of wrapping around.
   incremented: jax.Array = optax.safe_increment(count)
   return incremented
 

@@ -1,4 +1,4 @@
-"""The rules that move the loss scale S: configuration here, arrays in state."""
+"""Rules that count overflows or keep S fixed. Their state holds only arrays."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from optax_lossscale._rules import engine
 
 
 class NoLossScaleState(NamedTuple):
-  """State of loss scaling that is switched off: none, since S is 1."""
+  """Empty state of loss scaling that is switched off, where S is 1."""
 
   @property
   def loss_scale(self) -> np.float32:
@@ -32,7 +32,7 @@ class FixedLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
@@ -40,18 +40,18 @@ class FixedLossScaleState(NamedTuple):
 class FixedLossScale(base.LossScale):
   """A loss scale that never moves.
 
-  It is the right rule when a good S is known: no step is lost to finding it. S
-  lives in the state, so another `scale` moves nothing in a run that has begun:
-  set it there, `optax.tree.set(opt_state, loss_scale_state=rule.init())`. A
-  step that overflows is `stalled`: the next one has the same S.
+  Use it when a good S is known, so that no step is lost to finding it. S lives
+  in the state, so a new `scale` has no effect on a run in progress. Set it in
+  the state: `optax.tree.set(opt_state, loss_scale_state=rule.init())`. A step
+  that overflows is `stalled`, because the next step uses the same S.
 
   Attributes:
-    scale: the first S, and every later one, a normal float32. A power of two
-      makes scaling exact; another S is a `WiringWarning`.
+    scale: S, a normal float32. A power of two makes scaling exact; any other S
+      causes a `WiringWarning`.
     skip: whether an overflow skips the step (keyword only).
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: if `scale` is not a usable loss scale.
 
   Examples:
@@ -90,7 +90,7 @@ class FixedLossScale(base.LossScale):
   def stalled(
     self, state: FixedLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: any overflow, since S cannot move."""
+    """Returns bool[], True on any overflow, because S cannot move."""
     return arguments.as_flag(overflow, state.loss_scale)
 
 
@@ -99,18 +99,18 @@ class DynamicLossScale(base.LossScale):
   """A loss scale that grows on clean steps and shrinks on overflow.
 
   It finds S by itself and follows the gradients as they shrink during training,
-  at the price of a skipped step now and then.
+  at the cost of a skipped step now and then.
 
   Attributes:
     init_scale: the first S. The default is the largest power of two that
-      float16 holds, so a loss in float16 works from the first step. One that
-      is no power of two is a `WiringWarning`.
+      float16 holds, so a loss in float16 works from the first step. An S that
+      is not a power of two causes a `WiringWarning`.
     growth_factor: S is multiplied by it on growth; above 1.
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: S grows on exactly this many clean steps in a row, counted
-      from the last overflow or growth.
-    hysteresis: S shrinks on this many overflows in a row, and on each further
-      one of that row. A clean step ends the row.
+    growth_interval: S grows after exactly this many clean steps in a row,
+      counted from the last overflow or growth.
+    hysteresis: S shrinks after this many overflows in a row, and on each
+      further overflow until a clean step resets the count.
     min_scale: the floor. The default is the smallest normal float16; a loss in
       float16 cannot carry an S below 2**-24 at all.
     max_scale: the ceiling. The default is the largest power of two whose
@@ -120,14 +120,14 @@ class DynamicLossScale(base.LossScale):
   All but the first are keyword only. Factors that are powers of two make
   scaling exact.
 
-  A run goes on with other arguments and the same state. They hold from the next
-  step on: with a smaller `growth_interval` S grows on the next clean step if
-  the count is past it, and with other bounds S comes between them on the next
-  step, whether it overflows or not. Another `init_scale` moves nothing.
+  A run can continue with other arguments and the same state. They apply from
+  the next step on. If the count is past a smaller `growth_interval`, S grows on
+  the next clean step. S moves inside new bounds on the next step, whether it
+  overflows or not. A new `init_scale` has no effect.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -142,8 +142,8 @@ class DynamicLossScale(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` is what Megatron-LM
-    documents; its code forgives earlier overflows on growth only.
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` does what
+    Megatron-LM documents; its code resets the overflow count only on growth.
   """
 
   init_scale: float = 2.0**15
@@ -187,7 +187,7 @@ class DynamicLossScale(base.LossScale):
     """Returns the state after a step. See `LossScale.update`."""
     del amax
     state = self._as_engine.update(state, overflow)
-    # Inside of them by itself, unless the bounds or S were changed in mid-run.
+    # Needed only if the bounds or S were changed in the middle of a run.
     loss_scale = jnp.minimum(state.loss_scale, jnp.float32(self.max_scale))
     return state._replace(
       loss_scale=jnp.maximum(loss_scale, jnp.float32(self.min_scale))
@@ -196,7 +196,7 @@ class DynamicLossScale(base.LossScale):
   def stalled(
     self, state: engine.DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    """Returns bool[], True on an overflow with S at or below `min_scale`."""
     is_below = state.loss_scale < jnp.float32(self.min_scale)
     overflow = arguments.as_flag(overflow, state.loss_scale)
     return self._as_engine.stalled(state, overflow) | (is_below & overflow)

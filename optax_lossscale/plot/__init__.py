@@ -1,14 +1,14 @@
-"""Pictures of loss scaling, by matplotlib: each returns its Axes, none shows.
+"""Plots of loss scaling. Each returns matplotlib's Axes without showing them.
 
   history = ols.instruments.history(opt_state)
-  ols.plot.loss_scale(history)             # S, and the largest there could be
+  ols.plot.loss_scale(history)             # S, and the largest possible S
   ols.plot.headroom(history)               # how far from overflow, in bits
 
   histogram = ols.instruments.exponent_histogram(gradients)
   ols.plot.exponent_histogram(histogram, loss_scale=1024)   # what S is for
   ols.plot.heat_map(ols.instruments.histogram_by_leaf(gradients))
 
-Each makes a figure of its own with pyplot, unless it is given `ax=`.
+Each makes its own figure with pyplot, unless `ax=` is passed.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Gradients by their exponents, beside the ranges of formats."""
+"""Gradients by exponent, compared with the ranges of formats."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ _FORMATS = (
   jnp.float8_e5m2,
 )
 
-# How much of the height a format's row takes, and its bar of that.
+# The share of the height for a format's row, and the bar's share of that row.
 _ROW, _BAR = 0.075, 0.55
 
-# Zeros, inf and NaN are drawn so far beside the exponents, and so broad.
+# The distance of zeros, inf and NaN from the exponents, and their width.
 _APART, _BROAD = 3.0, 2.0
 
-# How many letters of a path are shown.
+# The longest path that is shown in full.
 _LONGEST = 40
 _GAP = "\u2026"
 
@@ -54,7 +54,7 @@ class _Shares(NamedTuple):
 
   @classmethod
   def of(cls, histogram: instruments.ExponentHistogram) -> "_Shares":
-    """Returns the shares; 0 where there is no element."""
+    """Returns the shares, all 0 for a histogram without elements."""
     total = max(histogram.total, 1)
     return cls(
       np.asarray(histogram.counts) / total,
@@ -70,28 +70,28 @@ def exponent_histogram(
   dtypes: Sequence[Any] = _FORMATS,
   ax: Any = None,
 ) -> Axes:
-  """Draws the share of the gradients by exponent, over what formats can hold.
+  """Draws the share of gradients by exponent, and the ranges of formats.
 
-  It shows what loss scaling is for: gradients on the left of a format's bar
-  become 0 in it. With S all move to the right by log2 S.
+  It shows what loss scaling is for: gradients to the left of a format's bar
+  become 0 in it. Multiplying by S moves all of them right by log2(S).
 
   Args:
-    histogram: of true gradients, by `instruments.exponent_histogram`; its
+    histogram: true gradients, counted by `instruments.exponent_histogram`. Its
       counts may be sums over steps.
-    loss_scale: S, a number or float32[], or the state that holds it. With it
-      the gradients are drawn as they are and multiplied by S.
-    dtypes: the formats; of each a bar, filled for normal numbers and hatched
+    loss_scale: S, a number or float32[], or the state that holds it. If given,
+      the plot shows scaled gradients beside the true ones.
+    dtypes: the formats. Each gets a bar, filled for normal numbers and hatched
       for subnormal ones.
-    ax: matplotlib's Axes to draw into; without it a figure is made.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are those of all elements; zeros stand on the left, inf and
-    NaN on the right, if there are any. The legend tells which share is 0, and
-    which becomes 0 in the first of `dtypes`, without S and with it; "about"
-    where an exponent alone does not tell.
+    The Axes. Shares are of all elements. Zeros are on the left, inf and NaN on
+    the right, if there are any. The legend gives the share that is 0, and the
+    share that becomes 0 in the first of `dtypes`, without S and with it. It
+    says "about" if the exponents alone do not determine the share.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: if `loss_scale` is not a usable scale.
 
   Examples:
@@ -141,7 +141,7 @@ def exponent_histogram(
     color=axes_lib.SKY_BLUE,
     label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
   )
-  # What has no exponent is beside them.
+  # Elements without an exponent go beside the others.
   for name, place, share, color in (
     ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
     ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.SKIP.color),
@@ -176,27 +176,27 @@ def heat_map(
   loss_scale: Any = None,
   ax: Any = None,
 ) -> Axes:
-  """Draws the share of each layer's gradients by exponent, a row a layer.
+  """Draws the share of each layer's gradients by exponent, one row per layer.
 
-  It shows which layers a format suits: those on the left of the first line
-  become 0 in it, between the first and the second they are subnormal, and on
-  the right of the third they overflow. The example is at `exponent_histogram`.
+  It shows which layers a format suits. Gradients to the left of the first line
+  become 0, those from there to the second are subnormal, and those to the right
+  of the third overflow. See `exponent_histogram` for an example.
 
   Args:
-    histograms: by path, by `instruments.histogram_by_leaf`.
+    histograms: histograms by path, from `instruments.histogram_by_leaf`.
     dtype: the format whose range the lines mark.
-    loss_scale: S, a number or float32[], or the state that holds it. With it
-      the gradients are drawn multiplied by S.
-    ax: matplotlib's Axes to draw into; without it a figure is made.
+    loss_scale: S, a number or float32[], or the state that holds it. If given,
+      the plot shows scaled gradients.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are those of all elements of a row; zeros stand on the
-    left, inf and NaN on the right, if there are any. Of long paths that with
-    which all begin is left out, then what is in their middle.
+    The Axes. Shares are of all elements of a row. Zeros are on the left, inf
+    and NaN on the right, if there are any. Long paths lose their common
+    beginning first, then their middle.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if there is no histogram, or `loss_scale` is not a usable scale.
+    TypeError: if an argument has the wrong type.
+    ValueError: if `histograms` is empty, or `loss_scale` is not a usable scale.
   """
   if not isinstance(histograms, Mapping):
     raise TypeError(
@@ -217,7 +217,7 @@ def heat_map(
   rows = np.arange(len(histograms) + 1) - 0.5
   how: Any = {
     "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
-    "cmap": "cividis_r",  # In black and white, dark for many.
+    "cmap": "cividis_r",  # Also in black and white, darker means more.
   }
   mesh = axes.pcolormesh(
     np.append(exponents, exponents[-1] + 1) + shift,
@@ -225,7 +225,7 @@ def heat_map(
     _masked([share.by_exponent for share in shares]),
     **how,
   )
-  # What has no exponent is beside them.
+  # Elements without an exponent go beside the others.
   for place, column in (
     (low - _APART, [[share.zeros] for share in shares]),
     (high + _APART, [[share.nonfinite] for share in shares]),
@@ -253,9 +253,9 @@ def heat_map(
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
-  """Draws a bar for each format above the shares; returns the axis' end."""
+  """Draws a bar for each format above the shares; returns the axis's end."""
   decades = -round(math.log10(floor))
-  # Half a row is left free below them.
+  # Half a row stays free below the bars.
   height = decades / (1 - _ROW * (len(ranges) + 0.5))
 
   def at(fraction: float) -> float:
@@ -293,9 +293,9 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:
-  """Returns the paths, or what of them leaves room for the rows.
+  """Returns the paths, shortened if necessary to leave room for the rows.
 
-  If one is long, that with which all begin is left out, then middles.
+  If one is long, all lose their common beginning first, then their middle.
   """
   if max(map(len, paths)) <= _LONGEST:
     return list(paths)
@@ -315,9 +315,9 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 
 
 def _draw_limits(axes: Axes, limits: _Range) -> None:
-  """Draws a line at each end of what a format can hold."""
+  """Draws a line at each end of a format's range."""
   places = {
-    # Half of the smallest number is rounded to 0.
+    # Half the smallest number is rounded to 0.
     rf"$\leftarrow$ 0 in {limits.name}": (limits.subnormal - 1, ":"),
     rf"$\leftarrow$ subnormal in {limits.name}": (limits.normal, "--"),
     f"largest {limits.name}": (limits.end, "-"),
@@ -330,12 +330,12 @@ def _draw_limits(axes: Axes, limits: _Range) -> None:
 
 
 def _masked(shares: Any) -> Any:
-  """Returns a masked array, without what is 0 and has no logarithm."""
+  """Returns a masked array without zeros, which have no logarithm."""
   return np.ma.masked_equal(np.array(shares), 0)
 
 
 def _check_histogram(rule: str, histogram: Any) -> None:
-  """Raises if what is to be drawn is no histogram."""
+  """Raises if `histogram` is not a histogram."""
   axes_lib.check_kind(
     rule,
     histogram,
@@ -357,14 +357,14 @@ def _range_of(name: str, dtype: Any) -> _Range:
 
 
 def _log2_scale(loss_scale: Any) -> float:
-  """Returns by how much S moves exponents; 0 without one."""
+  """Returns log2(S), by which S moves exponents; 0 without S."""
   if loss_scale is None:
     return 0.0
   return math.log2(float(states.get_loss_scale(loss_scale)))
 
 
 def _written(shift: float) -> str:
-  """Returns S as a power of two, or as a number."""
+  """Returns the text for S: a power of two, or else a number."""
   if shift.is_integer():
     return axes_lib.power_of_two(int(shift))
   return f"{2**shift:.6g}"
@@ -375,9 +375,9 @@ def _span(
   shift: float,
   ranges: Sequence[_Range],
 ) -> tuple[float, float]:
-  """Returns from which exponent to which there is something to show.
+  """Returns the first and last exponent to show.
 
-  A format as wide as bfloat16 is shown as far as there is something else.
+  Formats as wide as bfloat16 do not extend the span, unless nothing else does.
   """
   narrow = [each for each in ranges if each.end - each.subnormal < 64]
   ends = [x for each in narrow for x in (each.subnormal, each.end)]
@@ -395,13 +395,13 @@ def _lost(
   shift: float,
   limits: _Range,
 ) -> str:
-  """Returns which share of all elements becomes 0 in a format, in words.
+  """Returns a text that says which share of elements becomes 0 in a format.
 
-  Bins do not tell a number from another one with its exponent: where the limit
-  is within one that is not empty, the share is "about" so much.
+  A bin does not distinguish numbers with the same exponent. If the limit lies
+  inside a nonempty bin, the text says "about".
   """
-  # Half of the smallest number is a tie, and rounded to 0. How far it is above
-  # the begin of each bin:
+  # Half the smallest number is a tie, which is rounded to 0. This is how far it
+  # is above the start of each bin:
   above = limits.subnormal - 1 - shift - histogram.exponents
   is_open = (above >= 0) & (above < 1)
   about = "about " if shares.by_exponent[is_open].any() else ""
@@ -410,7 +410,7 @@ def _lost(
 
 
 def _floor_of(shares: _Shares) -> float:
-  """Returns the power of ten below all shares that are not 0."""
+  """Returns the largest power of ten below all nonzero shares."""
   all_shares = [*shares.by_exponent, shares.zeros, shares.nonfinite]
   least = min((share for share in all_shares if share > 0), default=1.0)
   return 10.0 ** min(math.ceil(math.log10(least)) - 1, -2)
@@ -419,7 +419,7 @@ def _floor_of(shares: _Shares) -> float:
 def _exponent_axis(
   axes: Axes, low: float, high: float, *, has_end: bool, most: int = 12
 ) -> None:
-  """Makes the x axis one of exponents, with a place for what has none."""
+  """Labels the x axis with exponents, plus places for zeros, inf and NaN."""
   stride = max(4, 4 * math.ceil((high - low) / (4 * most)))
   exponents = list(
     range(math.ceil(low / stride) * stride, int(high) + 1, stride)

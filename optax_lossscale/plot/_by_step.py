@@ -1,4 +1,4 @@
-"""S and headroom over the steps of a history, or of several replays."""
+"""S and headroom over the steps of one history, or of several replays."""
 
 from collections.abc import Mapping
 import functools
@@ -18,22 +18,22 @@ from optax_lossscale.plot import axes as axes_lib
 def loss_scale(
   history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
 ) -> Axes:
-  """Draws S over the steps, and the largest S that each would have stood.
+  """Draws S over the steps, and the largest S that each step could have used.
 
-  The room between the two lines is the headroom: where they are far apart small
-  gradients are lost for nothing. A cross is a step that overflowed. Steps whose
-  amax is inf, NaN or 0 do not tell the largest S.
+  The gap between the two lines is the headroom. If it is wide, small gradients
+  are lost for nothing. A cross marks a step that overflowed. Steps whose amax
+  is inf, NaN or 0 do not show the largest S.
 
   Args:
-    history: what `instruments.history` or `read_history` returns.
+    history: the result of `instruments.history` or `read_history`.
     dtype: the computation's dtype.
-    ax: matplotlib's Axes to draw into; without it a figure is made.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
 
   Examples:
     >>> from matplotlib.figure import Figure
@@ -61,19 +61,19 @@ def headroom(
 ) -> Axes:
   """Draws how many doublings of S each step was away from an overflow.
 
-  The example is at `loss_scale`.
+  See `loss_scale` for an example.
 
   Args:
-    history: what `instruments.history` or `read_history` returns.
+    history: the result of `instruments.history` or `read_history`.
     dtype: the computation's dtype.
-    ax: matplotlib's Axes to draw into; without it a figure is made.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Steps whose amax is inf, NaN or 0 leave a gap; a cross at 0 is a
-    step that overflowed.
+    The Axes. Steps whose amax is inf, NaN or 0 leave a gap. A cross at 0 marks
+    a step that overflowed.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
   """
   bits = _headroom(history, dtype)
   axes = axes_lib.make_axes(ax, height=3.0)
@@ -96,22 +96,22 @@ def headroom(
 def replays(
   replays: Mapping[str, instruments.Replay], *, ax: Any = None
 ) -> Axes:
-  """Draws the S of several rules on one history, and the steps that each loses.
+  """Draws the S of several rules on one history, and the steps that each lost.
 
   Args:
-    replays: what `instruments.replay` returned for each rule, by the name that
-      it is to have.
-    ax: matplotlib's Axes to draw into; without it a figure is made.
+    replays: the result of `instruments.replay` for each rule, under the name
+      to show for it.
+    ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. The legend has the steps that each rule lost and its mean
-    headroom; a cross of its colour is a step that it lost, and the thin line
-    the largest S that each step would have stood. A first S of 1, from which a
-    rule jumps to its own, is left out.
+    The Axes. The legend gives the number of steps that each rule lost and its
+    mean headroom. A cross of the rule's colour marks each of those steps, and
+    the thin line is the largest S that each step could have used. A first S of
+    1 is left out if the rule jumps from it to its own S.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if there is no replay.
+    TypeError: if an argument has the wrong type.
+    ValueError: if `replays` is empty.
 
   Examples:
     >>> from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def replays(
       instruments.Replay,
       "pass what instruments.replay returned",
     )
-  # A step that one rule loses, another one may not have lost.
+  # A step that one rule lost may show its largest S under another rule.
   largest = functools.reduce(
     np.fmax,
     (_largest_scale(each.history, each.dtype) for each in replays.values()),
@@ -160,7 +160,7 @@ def replays(
 def _headroom(
   history: instruments.History, dtype: Any
 ) -> npt.NDArray[np.float64]:
-  """Returns the headroom of a history; raises before a figure is made."""
+  """Returns the headroom of a history, or raises before a figure is made."""
   axes_lib.check_kind(
     "`history` must be a",
     history,
@@ -171,10 +171,10 @@ def _headroom(
 
 
 def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
-  """Returns the largest S that each step would have stood; NaN if unknown."""
+  """Returns the largest S that each step could have used; NaN if unknown."""
   headroom = _headroom(history, dtype)
   largest = history.loss_scale * np.exp2(headroom)
-  # Then it was found elsewhere, or is what saturation left.
+  # Such an overflow was found elsewhere, or saturation limited amax.
   is_hidden = history.overflow & ~(headroom < 0)
   is_known = np.isfinite(largest) & ~is_hidden
   return np.where(is_known, largest, np.nan)
@@ -188,7 +188,7 @@ def _draw_scales(
   *,
   overflow: str,
 ) -> Axes:
-  """Draws S by the labels of histories, crosses, and the largest possible S."""
+  """Draws the S of labelled histories, their overflows, and the largest S."""
   axes = axes_lib.make_axes(ax)
   if not np.isnan(largest).all():
     axes.plot(
@@ -202,7 +202,7 @@ def _draw_scales(
     )
   scales = [_without_jump(history) for history in histories.values()]
   for i, (label, history) in enumerate(histories.items()):
-    # The first style is too much like the thin line.
+    # The first style is too similar to the thin line.
     style = axes_lib.style_of(i + 1, len(histories))
     axes.plot(
       history.step,
@@ -222,14 +222,14 @@ def _draw_scales(
 
 
 def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
-  """Returns S, without a first 1 that would only stretch the axis."""
+  """Returns S without a first 1 that would only stretch the axis."""
   first, later = history.loss_scale[:1], history.loss_scale[1:]
   is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
   return np.append(np.where(is_jump, np.nan, first), later)
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:
-  """Returns the axes with their names, and with those of the lines above."""
+  """Labels the axes, adds the legend above them, and returns them."""
   axes.set_ylabel(ylabel)
   axes_lib.step_axis(axes)
   axes.grid(alpha=0.3)
@@ -239,5 +239,5 @@ def _finish(axes: Axes, ylabel: str) -> Axes:
 
 
 def _marker(history: instruments.History) -> str:
-  """Returns the marker of a line: one step alone would not show otherwise."""
+  """Returns the marker of a line, without which a single step is invisible."""
   return "o" if len(history.step) == 1 else ""

@@ -1,4 +1,4 @@
-"""The colours, lines and axes that all pictures share."""
+"""The colours, lines and axes that all plots share."""
 
 from collections.abc import Iterable
 import math
@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from optax_lossscale._base.arguments import kind_of
 
-# Of Okabe and Ito's colours, which colour-blind people can tell apart.
+# From Okabe and Ito's palette, which colour-blind people can distinguish.
 GREY = "#999999"
 BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
@@ -25,8 +25,8 @@ class Style(NamedTuple):
   linestyle: str = "-"
 
 
-# Later lines are drawn over earlier ones and thinner, so those that agree stay
-# visible.
+# Later lines are drawn over earlier ones and thinner, so that lines which
+# coincide stay visible.
 STYLES = (
   Style(GREY, 6.0, 2.1),
   Style("#E69F00", 3.5, 2.2),
@@ -38,10 +38,10 @@ STYLES = (
   Style("#CC79A7", 1.6, 2.8, "-."),
 )
 
-# Of a darker red than theirs, for a thin cross.
+# A darker red than the palette's, so that a thin cross stands out.
 SKIP = Style("#CC0000", 2.0, 3.0)
 
-# For a line that has nothing drawn over it.
+# For a single line, with nothing drawn over it.
 ALONE = STYLES[2]
 
 
@@ -51,9 +51,9 @@ def style_of(i: int, n: int) -> Style:
 
 
 def make_axes(ax: Any, height: float = 4.0) -> Axes:
-  """Returns the axes to draw into: those of the caller, or new ones."""
+  """Returns the axes to draw into: the caller's, or new ones."""
   if ax is None:
-    # Not before it is needed: it chooses a backend for the whole program.
+    # Imported only here, because it chooses a backend for the whole program.
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
@@ -66,25 +66,25 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
 
 
 def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
-  """Raises if what is to be drawn is of another kind."""
+  """Raises if the value to draw is not of the right kind."""
   if not isinstance(value, kind):
     raise TypeError(f"{rule} {kind.__name__}, got {kind_of(value)}; {remedy}.")
 
 
 def step_axis(axes: Axes) -> None:
-  """Counts steps along the x axis."""
+  """Labels the x axis with whole steps."""
   axes.set_xlabel("step")
   axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def log2_axis(axes: Axes, values: Iterable[float]) -> None:
-  """Makes the y axis one of powers of two that span some values."""
+  """Labels the y axis with powers of two that span the values."""
   axes.set_yscale("log", base=2)
   axes.margins(y=0.15)
   known = [math.log2(x) for x in values if 0 < x < math.inf]
   low = math.floor(min(known, default=0))
   high = math.ceil(max(known, default=0))
-  # At most nine, evenly spaced.
+  # At most nine ticks, evenly spaced.
   stride = math.ceil(max(high - low, 1) / 7)
   exponents = range(low // stride * stride, high + stride, stride)
   axes.set_yticks(
@@ -96,7 +96,7 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
 def draw_skips(
   axes: Axes, steps: Any, values: Any, *, label: str, style: Style = SKIP
 ) -> None:
-  """Draws a cross at each of some steps, if there are any."""
+  """Draws a cross at each of the steps, if there are any."""
   if len(steps):
     axes.plot(
       steps,
@@ -113,7 +113,7 @@ def draw_skips(
 def legend_beside(
   axes: Axes, loc: Any, anchor: tuple[float, float], ncols: int = 1
 ) -> None:
-  """Names the lines where the names hide none of them."""
+  """Puts the legend where it hides no lines."""
   axes.legend(
     fontsize="small",
     frameon=False,
@@ -124,5 +124,5 @@ def legend_beside(
 
 
 def power_of_two(exponent: int) -> str:
-  """Returns 2 to an exponent, as matplotlib writes it."""
+  """Returns a power of two in matplotlib's notation."""
   return f"$2^{{{exponent}}}$"

@@ -1,22 +1,22 @@
-"""Other systems' loss scales, step for step the same S, and their checkpoints.
+"""Other systems' loss scales and checkpoints, with the same S on every step.
 
-One function a system, with that system's own argument names and defaults, all
-keyword-only. What they return is a rule as any other:
+One function per system, with that system's own argument names and defaults, all
+keyword-only. Each returns an ordinary rule:
 
   >>> import optax
   >>> import optax_lossscale as ols
   >>> rule = ols.presets.megatron(initial_scale=2.0**32, hysteresis=2)
   >>> tx = ols.loss_scaling(optax.adam(1e-3), rule)
 
-S is the system's bit for bit where the factors are powers of two. Otherwise
-each change may bring 2**-23 of S between the two, since S and the factors are
-float32 here, and some systems compute in double. Where a system's S would
-become 0, subnormal or infinite, it is held here, and the wrapper's state says
-`stalled`. Where a system would end the run,
+If the factors are powers of two, S equals the system's bit for bit. Otherwise
+each change of S may add a relative difference of 2**-23, because S and the
+factors are float32 here and some systems compute in double. If a system's S
+would become 0, subnormal or infinite, it stays unchanged here, and the
+wrapper's state says `stalled`. If a system would end the run,
 `ols.raise_if_failed` raises.
 
-`npu_loss_scale_optimizer` is no rule: it wraps an optimizer, as the original on
-Ascend does, and takes a rule as its manager.
+`npu_loss_scale_optimizer` is not a rule: it wraps an optimizer, as the original
+on Ascend does, and takes a rule as its manager.
 """
 
 import typing
@@ -80,7 +80,7 @@ __all__ = [
   "torch_sharded",
 ]
 
-# Type checkers would take any name to be here.
+# Hidden from type checkers, which would otherwise accept any name.
 if not typing.TYPE_CHECKING:
 
   def __getattr__(name: str) -> object:

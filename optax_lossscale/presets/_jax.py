@@ -1,4 +1,4 @@
-"""The scalers that JAX had before: Flax's and jmp's."""
+"""The earlier scalers for JAX: Flax's and jmp's."""
 
 # mypy: disable-error-code="empty-body"
 
@@ -15,7 +15,7 @@ from optax_lossscale.presets.declaration import PresetLossScale
   init_scale=Argument("scale"),
   growth_factor=Argument("growth_factor"),
   backoff_factor=Argument("backoff_factor"),
-  # It compares before it counts.
+  # Flax compares the count before it increments it.
   growth_interval=Argument(
     "growth_interval", lambda steps: min(steps + 1, _arguments.LARGEST_COUNT)
   ),
@@ -38,7 +38,7 @@ def flax(
   """Flax's `DynamicScale`.
 
   S shrinks on every overflow and grows after `growth_interval` + 1 clean steps
-  in a row: the documentation says `growth_interval`.
+  in a row, although Flax's documentation says `growth_interval`.
 
   Args:
     scale: the first S.
@@ -46,8 +46,8 @@ def flax(
       above 1.
     backoff_factor: S is multiplied by it on overflow; between 0 and 1.
     growth_interval: one less than the clean steps before S grows.
-    minimum_scale: the floor; None for none: then S goes to 0 in Flax and is
-      held here.
+    minimum_scale: the floor; None for no floor. S then goes to 0 in Flax but
+      not here.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -85,13 +85,13 @@ def jmp(
   """Jmp's `DynamicLossScale`.
 
   S shrinks on every overflow and grows after `period` clean steps in a row.
-  On its way into jit, jmp forgets `min_loss_scale` and takes 1; here it holds.
+  Under jit, jmp loses `min_loss_scale` and uses 1; here the floor is kept.
 
   Args:
     loss_scale: the first S.
     period: clean steps in a row before S grows.
     factor: S is multiplied or divided by it; above 1.
-    min_loss_scale: the floor; at 0 S goes to 0 in jmp and is held here.
+    min_loss_scale: the floor. At 0, S goes to 0 in jmp but not here.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -1,7 +1,7 @@
 """The kinds of keys in a checkpoint, and how each is written and read.
 
-A type stands for the argument of the key's own name, saved as that type. None
-stands for a key that may come and is not needed.
+A type means that the key holds the argument of that name, saved as that type.
+None means that the key is allowed but not needed.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from optax_lossscale.presets.declaration import PresetLossScale
 
 @dataclasses.dataclass(frozen=True)
 class StateKey:
-  """A key that holds something of the state."""
+  """A key that holds a part of the state."""
 
   holds: str  # "loss_scale", a counter, or a number that `_count` makes.
   make: Callable[[Any], Any]  # Makes the value, of the system's type.
-  first: int = 0  # The number of the first step.
-  is_lost: bool = False  # The system saves it, but does not read it again.
+  first: int = 0  # The number that the system gives to the first step.
+  is_lost: bool = False  # The system saves it but does not read it again.
 
 
 @dataclasses.dataclass(frozen=True)
 class DerivedKey:
-  """A key that holds what follows from an argument, and is not used."""
+  """A key that holds a value derived from an argument, and is not used."""
 
   argument: str
   make: Callable[[Any], Any]
@@ -39,21 +39,21 @@ class DerivedKey:
 
 @dataclasses.dataclass(frozen=True)
 class ConstantKey:
-  """A key that always holds the same."""
+  """A key that always holds the same value."""
 
   value: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafKey:
-  """A key that holds a leaf of a state of this library's own."""
+  """A key that holds a leaf of a state in this library's own form."""
 
   leaf: jax.Array
   is_loss_scale: bool
 
 
 def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> Any:
-  """Returns what the system would save under a key."""
+  """Returns the value that the system would save under a key."""
   arguments = dict(rule.arguments)
   match key:
     case ConstantKey(value):
@@ -64,13 +64,13 @@ def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> Any:
       return make(float(state.loss_scale))
     case StateKey(holds, make, first):
       if isinstance(rule.machine, FixedLossScale):
-        return make(0)  # Nothing is counted where S does not move.
+        return make(0)  # A fixed S has no counts.
       return make(_count(holds, rule.machine, state) + first)
   return key(arguments[name])
 
 
 def read(key: Any, value: Any) -> Any:
-  """Returns what was saved under a key as a Python number or bool."""
+  """Returns the value saved under a key as a Python number or bool."""
   match key:
     case ConstantKey(constant):
       scalar = _read_scalar(value)
@@ -91,13 +91,13 @@ def read(key: Any, value: Any) -> Any:
 
 
 def _count(holds: str, engine: Engine, state: Any) -> int:
-  """Returns the number that a `StateKey` holds; `counters` undoes it."""
+  """Returns the number that a `StateKey` holds; `counters` is the inverse."""
   match holds:
     case "window_steps":  # Clean steps that count towards the next growth.
       return max(int(state.clean_steps), 0) % engine.growth_interval
     case "hysteresis_left":  # Overflows that a shrink still waits for.
       return engine.hysteresis - int(state.overflows)
-    case "overflows_to_shrink":  # The same, at least the one that shrinks S.
+    case "overflows_to_shrink":  # The same, but at least 1.
       return max(engine.hysteresis - int(state.overflows), 1)
     case "steps":  # The number of the next step.
       return int(state.total_steps)
@@ -108,7 +108,7 @@ def _count(holds: str, engine: Engine, state: Any) -> int:
 
 
 def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
-  """Returns the counters of a state, of the numbers that `StateKey`s hold."""
+  """Returns the counters of a state from the numbers that `StateKey`s hold."""
   found: dict[str, int] = {}
   for holds, number in held.items():
     match holds:
@@ -119,7 +119,7 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
       case "hysteresis_left":
         found["overflows"] = engine.hysteresis - number
       case "overflows_to_shrink":
-        # A hysteresis of 1 shrinks S whatever the count was.
+        # With a hysteresis of 1, S shrinks whatever the count is.
         is_counted = engine.hysteresis > 1
         found["overflows"] = engine.hysteresis - number if is_counted else 0
       case "steps":
@@ -131,10 +131,10 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unwrap(steps: int, interval: int) -> int:
-  """Returns the clean steps that a count stands for if it starts over.
+  """Returns the clean steps that correspond to a count that wraps around.
 
-  A count past the interval, which has become shorter, starts over without a
-  growth: at 0 on the next step, where `interval` clean steps would grow S.
+  If the interval was shortened, a count may be past it. The count then wraps to
+  0 without growth, on a step where `interval` clean steps would have grown S.
   """
   if steps < interval:
     return steps
@@ -142,7 +142,7 @@ def _unwrap(steps: int, interval: int) -> int:
 
 
 def one_float32(value: float) -> np.ndarray:
-  """Returns float32[1], as systems save that keep S in a one-element tensor."""
+  """Returns float32[1], for systems that keep S in a one-element tensor."""
   return np.array([value], np.float32)
 
 
@@ -152,7 +152,7 @@ def one_int32(value: int) -> np.ndarray:
 
 
 def int_or_float(value: float) -> float:
-  """Returns a number that the system keeps as an integer if it came as one."""
+  """Returns a number unchanged, for systems that keep integers as integers."""
   return value
 
 
@@ -165,10 +165,10 @@ def _read_scale(value: Any) -> float:
 
 
 def _read_scalar(value: Any) -> Any:
-  """Returns a Python scalar of one, or of an array of one element."""
+  """Returns a scalar or one-element array as a Python scalar."""
   if isinstance(value, (bool, int, float, str, type(None), Mapping)):
     return value
-  array = np.asarray(value)  # Also of a framework's tensor on the CPU.
+  array = np.asarray(value)  # Also reads a framework's tensor on the CPU.
   is_number = array.size == 1 and _arguments.is_numeric(value)
   return array.item() if is_number else value
 
@@ -184,7 +184,7 @@ def _read_number(value: Any) -> float:
 
 
 def _read_int_or_float(value: Any) -> Any:
-  _read_number(value)  # Raises if it is neither.
+  _read_number(value)  # Raises if the value is neither.
   return _read_scalar(value)
 
 
@@ -198,7 +198,7 @@ def _read_integer(value: Any) -> int:
 
 
 def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
-  """Returns an array that fits into the place of a leaf."""
+  """Returns an array that can replace a leaf."""
   array = np.asarray(value)
   if (
     array.shape != leaf.shape
@@ -206,11 +206,11 @@ def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
     or not np.can_cast(array.dtype, leaf.dtype, "same_kind")
   ):
     raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}")
-  with np.errstate(over="ignore"):  # What is too large becomes inf.
+  with np.errstate(over="ignore"):  # Values that are too large become inf.
     kept = array.astype(leaf.dtype)
   if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(array != kept):
     raise ValueError(f"must fit into {leaf.dtype}")
-  # A rule of the user's may begin with inf, for what it has not seen.
+  # A user's rule may begin with inf for a value that it has not seen.
   if np.any(np.isfinite(leaf) & ~np.isfinite(kept)):
     raise ValueError(f"must be finite in {leaf.dtype}")
   return kept

@@ -50,7 +50,7 @@ _DEEPSPEED_KEYS: dict[str, Any] = {
   "consecutive_hysteresis": bool,
   "raise_error_at_min_scale": bool,
   "dynamic": ConstantKey(True),
-  "dtype": None,  # torch.float16, among the object's attributes.
+  "dtype": None,  # torch.float16, an attribute of the object.
 }
 
 
@@ -88,8 +88,8 @@ def megatron(
 
   S shrinks on the `hysteresis`-th overflow since it last grew, and on each one
   after that until it grows. Megatron's documentation says "consecutive", but in
-  its code a clean step forgives no overflow. OptimizerConfig and the command
-  line call the arguments `initial_loss_scale`, `min_loss_scale`,
+  its code a clean step does not reset the count. OptimizerConfig and the
+  command line call the arguments `initial_loss_scale`, `min_loss_scale`,
   `loss_scale_window` and `hysteresis`; the factors are always 2 and 0.5.
 
   Args:
@@ -99,8 +99,8 @@ def megatron(
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
     growth_interval: clean steps in a row before S grows.
     hysteresis: overflows before S shrinks.
-    refill: what forgives overflows: "growth", as in the code, or "clean", any
-      clean step, as documented. This one is not Megatron's.
+    refill: the event that resets the count of overflows: "growth", as in the
+      code, or "clean", any clean step, as documented. Megatron lacks it.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -114,14 +114,14 @@ def megatron(
     4.0
 
   References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to
-    inf there and is held here.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to inf
+    there but stays finite here.
   """
 
 
 @preset(scale=Argument("initial_scale"))
 def megatron_constant(*, initial_scale: float) -> PresetLossScale:
-  """Megatron-LM's `ConstantGradScaler`: S stays, an overflow skips.
+  """Megatron-LM's `ConstantGradScaler`: S is fixed, and overflows skip steps.
 
   Args:
     initial_scale: S.
@@ -156,20 +156,20 @@ def deepspeed(
   """DeepSpeed's `DynamicLossScaler` since 0.17.1, with the config's defaults.
 
   S halves on the `delayed_shift`-th overflow since it last grew and on each one
-  after that. It doubles after clean steps in a row: the first time since the
-  start or an overflow after `scale_window` + 1 of them, then after each
-  `scale_window`. The config calls the arguments `initial_scale_power` (the
-  exponent), `loss_scale_window`, `min_loss_scale`, `hysteresis` and
+  after that. It first doubles after `scale_window` + 1 clean steps in a row,
+  counted from the start or an overflow, then after every `scale_window` more.
+  The config calls the arguments `initial_scale_power` (the exponent),
+  `loss_scale_window`, `min_loss_scale`, `hysteresis` and
   `consecutive_hysteresis`.
 
   Args:
     init_scale: the first S.
     scale_window: clean steps in a row before S grows.
-    min_scale: the floor; at 0 S goes to 0 there and is held here. An
-      `init_scale` below it is raised to it when S shrinks.
+    min_scale: the floor. At 0, S goes to 0 in DeepSpeed but not here. An
+      `init_scale` below the floor is raised to it when S shrinks.
     delayed_shift: overflows before S shrinks.
-    consecutive_hysteresis: whether every clean step forgives earlier overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step
+    consecutive_hysteresis: whether a clean step resets the count of overflows.
+    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
 
   Examples:
@@ -184,9 +184,9 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
-    there, in double, and is held here. DeepSpeed divides the gradients by the S
-    of the next step, which halves them where S doubles; the wrapper does not.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
+    double and lets S grow to inf; here S stays finite. It divides the gradients
+    by the next step's S, halving them when S doubles. The wrapper does not.
   """
 
 
@@ -207,19 +207,19 @@ def deepspeed_legacy(
 ) -> PresetLossScale:
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
-  As `deepspeed`, but every growth waits for `scale_window` clean steps, and the
-  factor is an argument. One that is no power of two may bring 2**-23 of S
-  between the two with each change.
+  Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
+  the factor is an argument. If it is not a power of two, each change of S may
+  add a relative difference of 2**-23.
 
   Args:
     init_scale: the first S.
     scale_factor: S is multiplied or divided by it; above 1.
     scale_window: clean steps in a row before S grows.
-    min_scale: the floor; at 0 S goes to 0 there and is held here. An
-      `init_scale` below it is raised to it when S shrinks.
+    min_scale: the floor. At 0, S goes to 0 in DeepSpeed but not here. An
+      `init_scale` below the floor is raised to it when S shrinks.
     delayed_shift: overflows before S shrinks.
-    consecutive_hysteresis: whether every clean step forgives earlier overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step
+    consecutive_hysteresis: whether a clean step resets the count of overflows.
+    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
 
   Examples:
@@ -229,8 +229,8 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. S grows to inf
-    there, in double, and is held here.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
+    double and lets S grow to inf; here S stays finite.
   """
 
 
@@ -265,19 +265,19 @@ def colossalai(
   """ColossalAI's `DynamicGradScaler`.
 
   The rule of `megatron`, with a ceiling. A checkpoint lacks both counters, so a
-  resumed run counts anew.
+  resumed run restarts them.
 
   Args:
     initial_scale: the first S.
     growth_factor: S is multiplied by it on growth; above 1.
     backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
     growth_interval: clean steps in a row before S grows.
-    min_scale: the floor, at most `initial_scale`; None for none. ColossalAI's
-      optimizers pass 1.
-    max_scale: the ceiling, at least `initial_scale`; None for none.
+    min_scale: the floor, at most `initial_scale`; None for no floor.
+      ColossalAI's optimizers pass 1.
+    max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
       ColossalAI's optimizers pass 2**32.
     hysteresis: overflows since the last growth before S shrinks. ColossalAI
-      takes 0 for 1.
+      treats 0 as 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -288,5 +288,5 @@ def colossalai(
   References:
     ColossalAI 0.5.0,
     colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds
-    S goes to 0 or inf there and is held here.
+    S goes to 0 or inf there but not here.
   """

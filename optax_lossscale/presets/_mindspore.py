@@ -49,13 +49,13 @@ def mindspore(
 ) -> PresetLossScale:
   """MindSpore's `DynamicLossScaleManager`.
 
-  S shrinks on every overflow, to 1 at the least, and grows after every
+  S shrinks on every overflow, but not below 1, and grows after every
   `scale_window` clean steps in a row. After more than 1000 overflows in a row
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
-  passes (scale_factor, scale_window) by position and so sets the wrong two.
-  `Model` and `build_train_network` take the manager's update cell instead: for
-  them it is `mindspore_cell`, with the same values. A factor that is no power
-  of two may bring 2**-23 of S between the two with each change.
+  passes (scale_factor, scale_window) by position, setting the wrong arguments.
+  `Model` and `build_train_network` use the manager's update cell instead: its
+  preset is `mindspore_cell`, with the same values. If the factor is not a power
+  of two, each change of S may add a relative difference of 2**-23.
 
   Args:
     init_loss_scale: the first S, at least 1.
@@ -69,8 +69,8 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. S grows to inf
-    there, in double, and is held here.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. It keeps S in
+    double and lets S grow to inf; here S stays finite.
   """
 
 
@@ -81,12 +81,12 @@ def mindspore(
 def mindspore_fixed(
   *, loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> PresetLossScale:
-  """MindSpore's `FixedLossScaleManager`: S stays.
+  """MindSpore's `FixedLossScaleManager`: S is fixed.
 
   Args:
     loss_scale: S, at least 1.
-    drop_overflow_update: False applies every step, overflow or not. Gradients
-      are unscaled in either case; MindSpore leaves that to the optimizer then.
+    drop_overflow_update: if False, every step is applied, even on overflow. The
+      gradients are still unscaled, which MindSpore leaves to the optimizer.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -114,7 +114,7 @@ def mindspore_amp(
 ) -> PresetLossScale:
   """MindSpore's `mindspore.amp.DynamicLossScaler`.
 
-  S shrinks on every overflow, to 1 at the least, and grows after `scale_window`
+  S shrinks on every overflow, but not below 1, and grows after `scale_window`
   clean steps in a row.
 
   Args:
@@ -138,7 +138,7 @@ def mindspore_amp(
 @preset(
   init_scale=Argument("loss_scale_value"),
   growth_factor=Argument("scale_factor"),
-  # Of what a float32 tensor holds of it.
+  # The inverse of the factor as a float32 tensor holds it.
   backoff_factor=Argument("scale_factor", lambda x: 1 / float(np.float32(x))),
   growth_interval=Argument("scale_window"),
   min_scale=1.0,
@@ -154,12 +154,12 @@ def mindspore_cell(
 ) -> PresetLossScale:
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
-  S shrinks on every overflow, to 1 at the least, and grows after `scale_window`
-  clean steps since it last grew or overflowed; at once, where a resumed run has
-  a smaller window. `Model` at O2 makes it with 2**24, 2 and 2000.
+  S shrinks on every overflow, but not below 1, and grows after `scale_window`
+  clean steps since it last grew or overflowed. A resumed run with a smaller
+  window may grow S at once. `Model` at O2 uses 2**24, 2 and 2000.
 
   Args:
-    loss_scale_value: the first S; one below 1 is raised to 1 by an overflow.
+    loss_scale_value: the first S; if below 1, an overflow raises it to 1.
     scale_factor: S is multiplied or divided by it; above 1.
     scale_window: clean steps before S grows.
 
@@ -172,6 +172,6 @@ def mindspore_cell(
     2048.0
 
   References:
-    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S grows to inf there and
-    is held here.
+    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S grows to inf there but
+    stays finite here.
   """

@@ -36,10 +36,10 @@ def npu_exponential(
 ) -> PresetLossScale:
   """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
 
-  The rule of `tf_exponential`, but S grows only from below
-  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages; they
-  are factors. On hardware in saturation mode give the wrapper
-  `check=ols.saturated(jnp.float16)`.
+  The rule of `tf_exponential`, but S only grows if it is below
+  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages, but
+  they are factors. On hardware in saturation mode, pass
+  `check=ols.saturated(jnp.float16)` to the wrapper.
 
   Args:
     init_loss_scale: the first S.
@@ -69,11 +69,11 @@ def npu_exponential(
 def npu_fixed(
   *, loss_scale: float, enable_overflow_check: bool = True
 ) -> PresetLossScale:
-  """npu_bridge's `FixedLossScaleManager`, for Ascend: S stays.
+  """npu_bridge's `FixedLossScaleManager`, for Ascend: S is fixed.
 
   Args:
     loss_scale: S, at least 1.
-    enable_overflow_check: False applies every step, overflow or not.
+    enable_overflow_check: if False, every step is applied, even on overflow.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -95,33 +95,33 @@ def npu_loss_scale_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
 
-  It is `loss_scaling` with that optimizer's three arguments, by position as
-  there, and with the check for hardware in saturation mode. A discarded step
+  This is `loss_scaling` with that optimizer's three arguments, in the same
+  positions, and with the check for hardware in saturation mode. A skipped step
   advances nothing: schedules and bias corrections inside `opt` count applied
-  steps, and so does `applied_steps` of the state, the original's global step.
+  steps, and so does the state's `applied_steps`, the original's global step.
 
-  There the overflow is read from a status register of the device, here from the
-  scaled gradients. An overflow that does not reach them has to be found some
-  other way and handed to `update` as `overflow=`.
+  The original reads overflows from a status register of the device; here they
+  are found in the scaled gradients. An overflow that does not reach the
+  gradients must be detected another way and passed to `update` as `overflow=`.
 
   Args:
     opt: the optimizer, `inner` of `loss_scaling`.
-    loss_scale_manager: the rule, mostly `npu_fixed` or `npu_exponential`.
+    loss_scale_manager: the rule, usually `npu_fixed` or `npu_exponential`.
     is_distributed: whether the workers decide together. True needs `axis_name`
-      under `shard_map` and `pmap`, and nothing under plain jit. With False each
-      worker decides alone, which is an error where JAX shows that they share
-      one S, and `axis_name` is not used.
-    axis_name: as in `loss_scaling`: the axes that the workers are along.
-    check: what counts as an overflow. The dtype in it is the computation's.
+      under `shard_map` and `pmap`, but not under plain jit. With False each
+      worker decides alone, and `axis_name` is not used. False is an error if
+      JAX shows that the workers share one S.
+    axis_name: the mapped axes of the workers, as in `loss_scaling`.
+    check: what counts as an overflow. Its dtype is that of the computation.
 
   Returns:
-    A transformation as `loss_scaling` returns it, with a `LossScalingState`.
+    A transformation like that of `loss_scaling`, with a `LossScalingState`.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
       if `is_distributed` is True without `axis_name`, or False for workers that
-      share an S. Also what `loss_scaling` raises.
+      share an S. `loss_scaling` may raise others.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -153,7 +153,7 @@ def npu_loss_scale_optimizer(
     opt,
     loss_scale_manager,
     check=check,
-    # An axis that is there and not used is meant so.
+    # () says that the mapped axes are left out on purpose.
     axis_name=(names if is_distributed else ()) if names else None,
   )
   if names or not is_distributed:
@@ -165,7 +165,7 @@ def npu_loss_scale_optimizer(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    # Empty under plain jit, also with sharded arrays, and under vmap.
+    # Empty under vmap and under plain jit, even with sharded arrays.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     if axes:
       raise ValueError(

@@ -48,19 +48,19 @@ def paddle(
   decr_every_n_nan_or_inf: int = 1,
   use_dynamic_loss_scaling: bool = True,
 ) -> PresetLossScale:
-  """PaddlePaddle's `paddle.amp.GradScaler`, the one of dygraph mode.
+  """PaddlePaddle's `paddle.amp.GradScaler`, for dygraph mode.
 
-  S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row, and then
-  counts anew. The documentation says "accumulated", but a clean step forgives.
+  S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row. A shrink or a
+  clean step resets the count, although the documentation says "accumulated".
 
   Args:
-    enable: False leaves S at 1 and skips no step.
+    enable: if False, S stays at 1 and no step is skipped.
     init_loss_scaling: the first S.
     incr_ratio: S is multiplied by it on growth; above 1.
     decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
     incr_every_n_steps: clean steps in a row before S grows.
     decr_every_n_nan_or_inf: overflows in a row before S shrinks.
-    use_dynamic_loss_scaling: False leaves S at `init_loss_scaling`.
+    use_dynamic_loss_scaling: if False, S stays at `init_loss_scaling`.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -71,7 +71,7 @@ def paddle(
 
   References:
     PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
-    there and is held here.
+    there but not here.
   """
 
 
@@ -92,16 +92,16 @@ def paddle_op(
   incr_ratio: float = 2.0,
   decr_ratio: float = 0.5,
 ) -> PresetLossScale:
-  """PaddlePaddle's operator `update_loss_scaling`, of the static graph.
+  """PaddlePaddle's operator `update_loss_scaling`, for static graphs.
 
   The rule of `paddle`, with a floor of 1. The defaults are those of
-  `paddle.static.amp.decorate(optimizer)`; with `use_pure_fp16`, and in the
+  `paddle.static.amp.decorate(optimizer)`. With `use_pure_fp16`, and in the
   operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8. The operator sets
   overflowing gradients to 0 and lets the optimizer run; here the step is
   skipped.
 
   Args:
-    init_loss_scaling: the first S; one below 1 is raised to 1 by a shrink.
+    init_loss_scaling: the first S; if below 1, a shrink raises it to 1.
     incr_every_n_steps: clean steps in a row before S grows.
     decr_every_n_nan_or_inf: overflows in a row before S shrinks.
     incr_ratio: S is multiplied by it on growth; above 1.

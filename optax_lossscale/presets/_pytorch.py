@@ -1,4 +1,4 @@
-"""The scalers of PyTorch and of NVIDIA Apex."""
+"""The scalers of PyTorch and NVIDIA Apex."""
 
 # mypy: disable-error-code="empty-body"
 
@@ -60,15 +60,15 @@ def torch(
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
-  row. There is no floor. A factor that float32 does not hold, such as 0.8, may
-  bring 2**-23 of S between the two with each change.
+  row. It has no floor. If float32 cannot represent a factor, such as 0.8, each
+  change of S may add a relative difference of 2**-23.
 
   Args:
     init_scale: the first S.
     growth_factor: S is multiplied by it on growth; above 1.
     backoff_factor: S is multiplied by it on overflow; between 0 and 1.
     growth_interval: clean steps in a row before S grows.
-    enabled: False leaves S at 1 and skips no step.
+    enabled: if False, S stays at 1 and no step is skipped.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -78,7 +78,7 @@ def torch(
 
   References:
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
-    _amp_update_scale_. S goes to 0 there and is held here.
+    _amp_update_scale_. S goes to 0 there but not here.
   """
 
 
@@ -93,15 +93,15 @@ def torch_sharded(
 ) -> PresetLossScale:
   """PyTorch's `torch.distributed.fsdp.ShardedGradScaler`.
 
-  The rule of `torch`. Its signature has the factors the other way round than
-  GradScaler's, and than its own documentation: by position they get swapped.
+  The rule of `torch`. GradScaler, and even this scaler's own documentation,
+  have the two factors in the other order, so passing by position swaps them.
 
   Args:
     init_scale: the first S.
     backoff_factor: S is multiplied by it on overflow; between 0 and 1.
     growth_factor: S is multiplied by it on growth; above 1.
     growth_interval: clean steps in a row before S grows.
-    enabled: False leaves S at 1 and skips no step.
+    enabled: if False, S stays at 1 and no step is skipped.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -110,7 +110,7 @@ def torch_sharded(
 
   References:
     PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
-    there, with S on the CPU also to inf, and is held here.
+    there, and also to inf if S is on the CPU, but not here.
   """
 
 
@@ -145,15 +145,15 @@ def apex(
   """NVIDIA Apex's `apex.amp` loss scaler.
 
   S halves on every overflow and doubles after `scale_window` clean steps in a
-  row. With a number for `loss_scale` S stays there, and overflows do not skip
+  row. If `loss_scale` is a number, S is fixed at it, and overflows do not skip
   the step.
 
   Args:
-    loss_scale: "dynamic", or the S that stays.
-    init_scale: the first S, if it is not above `max_loss_scale`.
-    scale_factor: 2; Apex takes another number and does not use it.
+    loss_scale: "dynamic", or a fixed S.
+    init_scale: the first S, unless it is above `max_loss_scale`.
+    scale_factor: must be 2; Apex accepts other numbers but ignores them.
     scale_window: clean steps in a row before S grows.
-    min_loss_scale: the floor; None, as Apex's 0, for none.
+    min_loss_scale: the floor; None, like 0 in Apex, for no floor.
     max_loss_scale: the ceiling.
 
   Examples:
@@ -163,7 +163,7 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
-    Without a floor S goes to 0 there, in double, and is held here.
+    It keeps S in double. Without a floor S goes to 0 there but not here.
   """
 
 
@@ -183,12 +183,12 @@ def apex_hysteresis(
   growth_interval: int = 2000,
   hysteresis: int = 1,
 ) -> PresetLossScale:
-  """NVIDIA Apex's kernel `update_scale_hysteresis`, NeMo's GradScaler.
+  """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
-  and on each further one of that row. NeMo saves where in such a row it is, but
-  does not find it again (it reads a key spelled otherwise); so it is here. In
-  NeMo's configuration the first arguments have a prefix, `native_amp_`.
+  and on each further one in that row. NeMo saves the length of the row but does
+  not restore it, because it reads a key with another spelling; this preset does
+  the same. NeMo's configuration prefixes `native_amp_` to the first arguments.
 
   Args:
     init_scale: the first S.
@@ -206,5 +206,5 @@ def apex_hysteresis(
 
   References:
     NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
-    the defaults of NVIDIA NeMo 2.7.3. S goes to 0 there and is held here.
+    the defaults of NVIDIA NeMo 2.7.3. S goes to 0 there but not here.
   """

@@ -1,4 +1,4 @@
-"""A scaler's state carried over from another system, and back."""
+"""Conversion of a scaler's state from another system, and back."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
 from optax_lossscale.rules import WarmStart
 
-# How many an error lists.
+# The number of problems that an error lists.
 _MOST_PROBLEMS = 20
 
 
@@ -28,22 +28,22 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
 
   The keys and the types of the values are the system's own: Python and NumPy
-  values, NumPy arrays where it saves tensors. A rule that no preset made has
-  this library's own keys, the names of its state's fields. A `WarmStart` of a
-  preset's rule is saved as that rule, so after its first S has been found.
+  values, and NumPy arrays where it saves tensors. For a rule that no preset
+  made, the keys are the names of its state's fields. A `WarmStart` of a
+  preset's rule is saved as that rule, once its first S has been found.
 
   Args:
-    rule: the rule, made by a preset or not.
-    state: the rule's state; in an optimizer's state, `loss_scale_state`.
+    rule: the rule, whether or not a preset made it.
+    state: the rule's state: the `loss_scale_state` in an optimizer's state.
 
   Returns:
-    A new dictionary; {} for a system that saves nothing.
+    A new dictionary; {} if the system saves nothing.
 
   Raises:
     TypeError: if the state is traced (call it outside jit), or is the whole
       state of the optimizer.
-    ValueError: if the state is not one of this rule, or that of a `WarmStart`
-      that still probes.
+    ValueError: if the state is not this rule's, or a `WarmStart` is still
+      probing.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -80,29 +80,29 @@ def from_state_dict(
   /,
   **arguments: Any,
 ) -> tuple[base.LossScale, Any]:
-  """Returns the rule and the state that a system's dictionary stands for.
+  """Returns the rule and the state that a system's dictionary describes.
 
   S then moves as it would have moved in the system. Some dictionaries hold the
   system's arguments (torch, DeepSpeed, Paddle), others do not (Megatron,
-  MindSpore): give those that were not the default. What you give goes before
-  what the dictionary holds.
+  MindSpore): pass any that were not the default. The arguments that you pass
+  override those in the dictionary.
 
   Args:
-    system: the preset's name; or a rule, whose arguments then go before what
-      the dictionary holds.
-    state_dict: the system's own keys. Values may be numbers, NumPy arrays, or
-      tensors on the CPU, of one element.
-    **arguments: of the preset.
+    system: the preset's name, or a rule, whose arguments then override those in
+      the dictionary.
+    state_dict: the dictionary, with the system's own keys. Values may be
+      numbers, or NumPy arrays or CPU tensors with one element.
+    **arguments: the preset's arguments.
 
   Returns:
-    rule: as the preset returns it.
-    state: its state, to be set into that of the optimizer as below.
+    rule: the rule that the preset returns.
+    state: its state, to be set in the optimizer's state as shown below.
 
   Raises:
-    TypeError: if `state_dict` is no dictionary, or traced, or an argument is
-      not of its kind.
-    ValueError: if keys are missing or unknown, or values of another type or not
-      finite, of which the first twenty are listed; or if `system` is unknown.
+    TypeError: if `state_dict` is not a dictionary, or is traced, or an argument
+      has the wrong type.
+    ValueError: if keys are missing or unknown, or values have the wrong type or
+      are not finite (it lists the first twenty); or if `system` is unknown.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -132,7 +132,7 @@ def from_state_dict(
         f"arguments are for a preset's name, got {', '.join(arguments)} with "
         f"the rule {system!r}, which has its arguments already."
       )
-    # One that holds `is_warm` is the state under its own keys.
+    # A dictionary with `is_warm` holds the wrapper's state in its own form.
     is_own = isinstance(state_dict, Mapping) and "is_warm" in state_dict
     if _starts_preset(system) and not is_own:
       return system, system.init()._replace(
@@ -149,7 +149,7 @@ def from_state_dict(
   preset = presets[system]
   if preset.is_off(arguments):
     rule = preset.function(**arguments)
-    return rule, rule.init()  # As the system, which then reads nothing.
+    return rule, rule.init()  # The system reads nothing either.
   try:
     values = _read(system, preset.saves, state_dict)
   except ValueError as error:
@@ -187,7 +187,7 @@ def _keys_of(rule: declaration.PresetLossScale) -> Mapping[str, Any]:
 
 
 def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
-  """Returns a rule's state under the keys of the rule's system."""
+  """Returns a rule's state under the keys of its system."""
   if isinstance(state, states.LossScalingState):
     raise TypeError(
       "`state` must be the state of `rule`, got the optimizer's whole "
@@ -213,11 +213,11 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
 
 
 def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
-  """Returns the state of a rule that a dictionary holds."""
+  """Returns the rule's state that a dictionary holds."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
     return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
-  # By copies, since one array may stand in several places of a state.
+  # Copied, because the same array may appear several times in a state.
   state = jax.tree.map(jnp.copy, rule.init())
   own = _own_leaves(state)
   values = _read(
@@ -235,7 +235,7 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
 
 
 def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what belongs into the state, by what `StateKey`s hold."""
+  """Returns the values of a state, keyed by what their `StateKey`s hold."""
   return {
     key.holds: values[name] - key.first
     for name, key in keys.items()
@@ -244,12 +244,12 @@ def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
-  """Returns the state of a rule, with what a dictionary held in its place."""
+  """Returns a rule's first state, updated with the values of a dictionary."""
   state = rule.init()
   if "loss_scale" in held:
     state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
   if isinstance(rule.machine, loss_scales.FixedLossScale):
-    return state  # Nothing is counted where S does not move.
+    return state  # A fixed S has no counts.
   largest = _arguments.LARGEST_COUNT
   return state._replace(
     **{
@@ -260,7 +260,7 @@ def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
 
 
 def _own_leaves(state: Any) -> dict[str, Any]:
-  """Returns the leaves of a state by their paths."""
+  """Returns the leaves of a state by path."""
   return {
     leaves.path_name(path): leaf
     for path, leaf in jax.tree.leaves_with_path(state)
@@ -270,7 +270,7 @@ def _own_leaves(state: Any) -> dict[str, Any]:
 def _read(
   system: str, keys: Mapping[str, Any], dictionary: Any
 ) -> dict[str, Any]:
-  """Returns the values of a dictionary by its keys, or lists what is wrong."""
+  """Returns the values of a dictionary by key, or raises with its problems."""
   if not isinstance(dictionary, Mapping):
     raise TypeError(
       "`state_dict` must be a dictionary, got "
@@ -290,7 +290,7 @@ def _read(
       got = shown(came[name])
       problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")
   problems += [f"{shown(name)} is unknown" for name in came if name not in keys]
-  if len(problems) > _MOST_PROBLEMS:  # As of a whole model.
+  if len(problems) > _MOST_PROBLEMS:  # For example, a whole model's keys.
     problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
   if problems:
     raise ValueError(
@@ -304,7 +304,7 @@ def _read(
 def _flatten(
   dictionary: Mapping[Any, Any], names: Iterable[str]
 ) -> dict[Any, Any]:
-  """Returns the values by their paths, two levels deep where the names are."""
+  """Returns the values by path, two levels deep if `names` are."""
   outer = {name.partition("/")[0] for name in names if "/" in name}
   flat: dict[Any, Any] = {}
   for name, value in dictionary.items():
@@ -316,7 +316,7 @@ def _flatten(
 
 
 def _hint(needed: Iterable[str], dictionary: Mapping[Any, Any]) -> str:
-  """Returns where the dictionary is, if a whole checkpoint came."""
+  """Returns a hint that names the right entry of a whole checkpoint, if any."""
   wanted = set(needed)
   for name, value in dictionary.items():
     inside = _flatten(value, wanted) if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""The scalers of TensorFlow, of Keras, and of npu_bridge on Ascend."""
+"""The scalers of TensorFlow and Keras, and npu_bridge's for Ascend."""
 
 # mypy: disable-error-code="empty-body"
 
@@ -39,9 +39,9 @@ def tf_exponential(
 ) -> PresetLossScale:
   """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-  S shrinks on the `decr_every_n_nan_or_inf`-th overflow since it last moved:
-  clean steps between them do not matter. The documentation says that a shrink
-  below 1 is not applied; in the code S is then 1.
+  S shrinks on the `decr_every_n_nan_or_inf`-th overflow since it last moved,
+  even with clean steps in between. The documentation says that a shrink below 1
+  is not applied, but in the code S becomes 1.
 
   Args:
     init_loss_scale: the first S.
@@ -85,13 +85,13 @@ def tensorflow(
 ) -> PresetLossScale:
   """TensorFlow's `DynamicLossScale`.
 
-  S shrinks on every overflow, to 1 at the least, and grows after
-  `increment_period` clean steps in a row. Inside a `tf.function` TensorFlow
-  multiplies by the reciprocal of the multiplier, which rounds otherwise; here S
-  is divided, as it is outside.
+  S shrinks on every overflow, but not below 1, and grows after
+  `increment_period` clean steps in a row. Inside a `tf.function`, TensorFlow
+  multiplies by the reciprocal of the multiplier, which rounds differently. Here
+  S is divided, as TensorFlow does elsewhere.
 
   Args:
-    initial_loss_scale: the first S; one below 1 is raised to 1 by an overflow.
+    initial_loss_scale: the first S; if below 1, an overflow raises it to 1.
     increment_period: clean steps in a row before S grows.
     multiplier: S is multiplied or divided by it; above 1.
 
@@ -123,7 +123,7 @@ def keras(
   """Keras 3's `LossScaleOptimizer`.
 
   S halves on every overflow and doubles after `dynamic_growth_steps` clean
-  steps in a row. There is neither floor nor ceiling. A saved file numbers the
+  steps in a row. It has neither a floor nor a ceiling. A saved file numbers the
   optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
   Args:
@@ -138,5 +138,5 @@ def keras(
 
   References:
     Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S goes to 0 and
-    inf there and is held here.
+    inf there but not here.
   """

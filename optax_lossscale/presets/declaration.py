@@ -1,4 +1,4 @@
-"""How a preset is declared: once, above its signature and its docstring.
+"""How to declare a preset: once, above its signature and its docstring.
 
   @preset(
     init_scale=Argument("first_scale"),
@@ -10,9 +10,9 @@
   def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
-A new preset needs that, and its import and its name in `presets/__init__.py`.
-Since presets have no body, each file of them switches mypy's "empty-body" off.
-What all of them return and raise is put into their docstrings here.
+A new preset needs this, plus its import and its name in `presets/__init__.py`.
+Presets have no body, so each file of them switches off mypy's "empty-body". The
+sections that all presets share are added to their docstrings here.
 """
 
 from collections.abc import Callable
@@ -50,9 +50,9 @@ class PresetLossScale(base.LossScale):
   """Another system's rule, under that system's own argument names.
 
   Attributes:
-    system: the preset's name, by which the state dictionary is written.
+    system: the preset's name, which decides the form of the state dictionary.
     arguments: the arguments that the preset was called with, and their values.
-    machine: what moves S.
+    machine: the engine that moves S, or the rule of a fixed S.
     skip: whether an overflow skips the step.
   """
 
@@ -76,7 +76,7 @@ class PresetLossScale(base.LossScale):
     return self.machine.update(state, overflow)
 
   def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
-    """Returns bool[]: S cannot follow. See `LossScale.stalled`."""
+    """Returns bool[], True if S cannot follow. See `LossScale.stalled`."""
     return self.machine.stalled(state, overflow)
 
   def __repr__(self) -> str:
@@ -86,12 +86,12 @@ class PresetLossScale(base.LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """A column that the user fills, by an argument of the system's own."""
+  """A column that the user fills with one of the system's own arguments."""
 
   name: str
   # Maps the argument's value to the column's.
   convert: Callable[[Any], Any] | None = None
-  # Checks the value in the place of the column's own check.
+  # Checks the value instead of the column's own check.
   check: Callable[[str, Any], Any] | None = None
   is_optional: bool = False  # None leaves the column at its default.
 
@@ -108,17 +108,17 @@ class Preset:
 
   @functools.cached_property
   def parameters(self) -> Mapping[str, inspect.Parameter]:
-    """The arguments, as the signature has them."""
+    """The arguments in the signature."""
     return inspect.signature(self.function).parameters
 
   @property
   def off_switch(self) -> str | None:
-    """The argument that switches the scaler off, if there is one."""
+    """The argument that switches the scaler off, if any."""
     switch = self.switches["enabled"]
     return switch.name if isinstance(switch, Argument) else None
 
   def is_off(self, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether arguments switch the scaler off."""
+    """Returns True if the arguments switch the scaler off."""
     name = self.off_switch
     return name is not None and not arguments.get(name, True)
 
@@ -139,7 +139,7 @@ class Preset:
       scale = cells["init_scale"]
     return PresetLossScale(
       self.function.__name__,
-      # Integers stay integers where they came as such.
+      # Arguments that were integers stay integers.
       tuple(
         (name, value if type(value) is int else checked.get(name, value))
         for name, value in arguments.items()
@@ -174,7 +174,7 @@ class Preset:
     return arguments
 
   def _check_start(self, cells: Mapping[str, Any]) -> None:
-    """Raises if the first S lies beyond the system's own bounds."""
+    """Raises if the first S is outside the system's own bounds."""
     init_scale = self.columns["init_scale"].name
     for bound, word, is_beyond in (
       ("min_scale", "most", operator.gt),
@@ -190,12 +190,12 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {}
-# A declaration may set these beside the fields of the engine.
+# A declaration may set these in addition to the fields of the engine.
 _SWITCHES: dict[str, Any] = {
-  "scale": None,  # S, where it stays.
-  "moves": True,  # False leaves S at its first value.
+  "scale": None,  # The fixed S, if S never moves.
+  "moves": True,  # False keeps S at its first value.
   "skip": True,  # False applies a step that overflows.
-  "enabled": True,  # False leaves S at 1, skips no step and saves nothing.
+  "enabled": True,  # False keeps S at 1, skips no step and saves nothing.
 }
 
 
@@ -246,7 +246,7 @@ def _fill(
   arguments: Mapping[str, Any],
   checked: dict[str, Any],
 ) -> dict[str, Any]:
-  """Returns the columns' values, and puts the arguments into `checked`."""
+  """Returns the columns' values, and adds the arguments to `checked`."""
   cells: dict[str, Any] = {}
   for column, cell in columns.items():
     if not isinstance(cell, Argument):
@@ -255,7 +255,7 @@ def _fill(
     name, value = cell.name, arguments[cell.name]
     if value is None and cell.is_optional:
       continue
-    # The first column of an argument checks it.
+    # An argument is checked by its first column.
     if name not in checked:
       checked[name] = (cell.check or _CHECKS[column])(name, value)
     convert = cell.convert
@@ -277,7 +277,7 @@ def _check_share(name: str, value: Any) -> float:
   return number
 
 
-# The check of each column, for arguments that bring none of their own.
+# The check of each column, for arguments without a check of their own.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
   "scale": _arguments.check_scale,
   "moves": _arguments.check_flag,

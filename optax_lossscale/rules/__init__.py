@@ -1,15 +1,15 @@
-"""Rules that go by more than overflows, such as amax.
+"""Rules that are driven by more than overflows, such as amax.
 
-The rules that count overflows learn how large S may be from the steps that they
-lose. The largest gradient says it beforehand, on every step:
+Rules that count overflows learn how large S may be by losing steps. The largest
+gradient gives the answer in advance, on every step:
 
   tx = ols.loss_scaling(inner, ols.rules.HeadroomLossScale())
 
 `HeadroomLossScale` keeps a number of bits free above the largest amax of the
-last steps. `LogMaxLossScale` takes log2(amax) as normally distributed, and
+last steps. `LogMaxLossScale` models log2(amax) as normally distributed, and
 `HistogramLossScale` counts the gradients above an edge. `WarmStart` gives any
 rule a first S that fits the first step. An activation's gradient may overflow
-where the parameters' do not show it: `amax_tap` measures it inside the model.
+even if no parameter's gradient does: `amax_tap` measures it inside the model.
 """
 
 from optax_lossscale.rules._amax_tap import amax_tap

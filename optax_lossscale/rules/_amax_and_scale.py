@@ -1,7 +1,7 @@
-"""The largest S that fits an amax, and the arguments of rules that go by it.
+"""The largest S that fits an amax, and the arguments of rules that use amax.
 
-Exponents are read from the bits of float32: XLA's log2 and exp2 are an ulp off
-for some powers of two, which here would be a whole bit of S.
+Exponents are read from the bits of float32. XLA's log2 and exp2 are off by an
+ulp for some powers of two, which here would cost a whole bit of S.
 """
 
 import math
@@ -14,17 +14,17 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 
-# float32 has this many bits behind the binary point.
+# float32 has this many bits after the binary point.
 _FRACTION_BITS = 23
 
-# S moves by so many bits at a time while no amax has told where it belongs. The
-# dtypes of which this is about a half of the range, or less, are float16 and
-# the wider ones: a leap up from where all gradients are 0 does not overflow,
-# nor does one down from an overflow make them all 0.
+# S moves by this many bits at a time until an amax shows where it belongs. For
+# float16 and wider dtypes this is at most about half of the range: a leap up
+# from where all gradients are 0 does not overflow, nor does a leap down from an
+# overflow make them all 0.
 LEAP = 16
 
-# Above this no leap goes: all gradients are 0, which may have nothing to do
-# with S, and every leap that was too much costs a step.
+# No leap goes above this. If all gradients are 0, the cause may be unrelated to
+# S, and every leap too many costs a step.
 _HIGHEST_LEAP = 32
 
 
@@ -41,7 +41,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def leap_up(exponent: jax.Array) -> jax.Array:
-  """Returns the exponent of the next S where all gradients are 0, int32[]."""
+  """Returns the exponent of the next S if all gradients are 0, int32[]."""
   return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
 
 
@@ -56,9 +56,9 @@ def require_amax(amax: jax.Array | None) -> jax.Array:
 
 
 def tells(amax: jax.Array) -> jax.Array:
-  """Returns bool[], whether amax shows where S belongs.
+  """Returns bool[], True if amax shows where S belongs.
 
-  Not 0, inf and NaN, nor the subnormal numbers, which a backend may flush to 0.
+  0, inf and NaN do not, nor do subnormals, which a backend may flush to 0.
   """
   return jnp.isfinite(amax) & (amax >= arguments.SMALLEST_SCALE)
 
@@ -68,15 +68,15 @@ def fitting_exponent(
 ) -> jax.Array:
   """Returns the largest e for which amax at S = 2**e is at most `limit`.
 
-  Of an S that is no power of two the next smaller one is taken, so the result
-  may be 1 too small.
+  An S that is not a power of two is rounded down to one, so the result may be 1
+  too small.
   """
   mantissa, limit_exponent = math.frexp(limit)
   limit_fraction = int((2 * mantissa - 1) * 2**_FRACTION_BITS)
   bits = lax.bitcast_convert_type(amax, jnp.int32)
   fraction = bits & (2**_FRACTION_BITS - 1)
   doublings = limit_exponent - 1 - exponent(amax)
-  # The last doubling fits if what is left of amax is not above the limit's.
+  # The last doubling fits unless amax's fraction is above that of the limit.
   is_above = (fraction > limit_fraction).astype(jnp.int32)
   fitting: jax.Array = exponent(loss_scale) + doublings - is_above
   return fitting
@@ -101,7 +101,7 @@ def clip(
 def at_floor(
   loss_scale: jax.Array, min_scale: float, overflow: jax.Array | bool
 ) -> jax.Array:
-  """Returns bool[]: an overflow with S at its floor, or below it."""
+  """Returns bool[], True on an overflow with S at or below its floor."""
   return arguments.as_flag(overflow, loss_scale) & (
     loss_scale <= np.float32(min_scale)
   )

@@ -10,33 +10,33 @@ from optax_lossscale._step import tap
 
 
 def amax_tap(x: Any, amax: jax.Array) -> Any:
-  """Returns `x`, and lets `amax` see the cotangents that pass here.
+  """Returns `x` unchanged and measures the cotangents that pass this point.
 
-  A rule moves S by the largest gradient of a parameter, but the gradient of an
-  activation may be larger, and overflow first: behind a small layer scale, or a
-  mean, nothing of it shows. Here its largest magnitude is the gradient with
-  respect to `amax`, for the wrapper: `tx.update(..., amax=found)`. It costs one
-  look at each cotangent. With a tap inside, a function has no forward mode.
+  A rule moves S by the largest gradient of a parameter. The gradient of an
+  activation may be larger and overflow first: after a small layer scale or a
+  mean, the parameters' gradients do not show it. With a tap, the gradient with
+  respect to `amax` is the largest magnitude at that point. Pass it to the
+  wrapper: `tx.update(..., amax=found)`. The tap reads each cotangent once more.
+  A function with a tap inside does not support forward-mode differentiation.
 
-  JAX adds up gradients. Where one `amax` is given to several taps, or stands
-  inside of a scan or a vmap, or is shared by the devices of a `shard_map`, what
-  comes back is the sum of what each saw: no less than the largest, so S errs to
-  the safe side, and a sum beyond the check's limit is an overflow.
-  `accumulated_value_and_grad` returns the mean of what each micro-batch saw,
-  which may be less. To have each alone give each its own: an entry of a dict
-  for each tap, an element of an array in `xs` for each iteration of a scan,
-  `make_varying(amax, axis_name)` for each device, where `loss_scaling(...,
-  axis_name=)` takes the largest.
+  JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
+  devices of a `shard_map` share one `amax`, the result is the sum of their
+  values. The sum is no less than the largest, so S errs on the safe side. A sum
+  beyond the check's limit is an overflow. `accumulated_value_and_grad` returns
+  the mean over the micro-batches, which may be less than the largest. For
+  separate values pass separate zeros: a dict entry for each tap, an element of
+  an array in `xs` for each iteration of a scan, `make_varying(amax, axis_name)`
+  for each device, of which `loss_scaling(..., axis_name=)` takes the largest.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
-      floating or complex pass.
-    amax: float32[], zero; an argument of the loss function, or an entry of one.
+      floating or complex are not measured.
+    amax: float32[], zero; an argument of the loss function, or part of one.
 
   Returns:
     `x`. The gradient with respect to `amax` is float32[], the largest magnitude
-    in all the cotangents of `x`: inf if one is infinite, NaN if one is NaN. Of
-    a complex number it is that of the larger part.
+    in all the cotangents of `x`: inf if one is infinite, NaN if one is NaN. A
+    complex cotangent counts by the larger of its parts.
 
   Raises:
     TypeError: if `amax` is not float32[].

@@ -1,4 +1,4 @@
-"""The rule that keeps some bits free above the largest amax of late."""
+"""The rule that keeps some bits free above the largest recent amax."""
 
 import dataclasses
 from typing import Any
@@ -12,15 +12,15 @@ from optax_lossscale._base import bits
 from optax_lossscale._rules import base
 from optax_lossscale.rules import _amax_and_scale
 
-# In the place of an exponent: any S would do. Far above all exponents, far
-# below where int32 ends.
+# An exponent that allows any S. It is far above all real exponents and far
+# below the largest int32.
 _ANY = 2**20
 
 # The state has an entry for each step of the window, and every step reads and
-# writes all of them: here 256 KiB.
+# writes all of them: 256 KiB at this size.
 _LARGEST_WINDOW = 2**16
 
-# A ceiling rises by a bit after so many windows of clean steps.
+# A ceiling rises by one bit after this many windows of clean steps.
 _WINDOWS_A_BIT = 4
 
 
@@ -29,16 +29,16 @@ class HeadroomLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    fitting_exponents: int32[window], of each of the last steps the largest e
-      for which its amax fits at S = 2**e, 2**20 where it tells nothing.
-    next_entry: int32[], which of them the next step replaces.
-    steps_without_amax: int32[], steps since a clean one whose amax was not 0;
-      `window` if there were so many, or none yet.
-    ceiling_exponent: int32[], above which S does not come of late, since it
-      overflowed and amax does not say why; 2**20 if there is none.
-    overflowed_exponent: int32[], the smallest e at which it did; 2**20 if none.
-    overflows_in_a_row: int32[], to the last step.
-    steps_below_ceiling: int32[], clean steps since the ceiling moved.
+    fitting_exponents: int32[window], for each of the last steps the largest e
+      at which its amax fits with S = 2**e; 2**20 if amax does not show it.
+    next_entry: int32[], the index of the entry that the next step replaces.
+    steps_without_amax: int32[], steps since the last clean one with a nonzero
+      amax, at most `window`; `window` if there has been no such step.
+    ceiling_exponent: int32[], a temporary limit on S, set by an overflow that
+      amax does not explain; 2**20 for no limit.
+    overflowed_exponent: int32[], the smallest e of such an overflow, or 2**20.
+    overflows_in_a_row: int32[], the consecutive overflows up to the last step.
+    steps_below_ceiling: int32[], clean steps since the ceiling last moved.
   """
 
   loss_scale: jax.Array
@@ -52,57 +52,57 @@ class HeadroomLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(base.LossScale):
-  """Keeps bits free above the largest amax of the last steps.
+  """Keeps some bits free above the largest amax of the last steps.
 
-  S is the largest power of two at which every one of the last `window` steps
-  would have had at least `headroom` bits left: amax * 2**headroom within the
-  largest finite value of `dtype`. So S follows the gradients down as they grow,
-  before they overflow, and up as they shrink, and no step is lost as a probe of
-  how large S may be. All is computed in integers, from the bits of amax.
+  S is the largest power of two at which each of the last `window` steps would
+  have had at least `headroom` bits left: amax * 2**headroom is within the
+  largest finite value of `dtype`. S shrinks as gradients grow, before they
+  overflow, and grows as they shrink. No step is lost to probing how large S may
+  be. Everything is computed in integers, from the bits of amax.
 
-  An overflow does not say by how much. S falls by a bit, at the next one in a
-  row by two more, then three, and so on. If the amax of clean steps then shows
-  that S had been too large, it follows amax again. If not, the cause may be one
-  that these gradients do not show, or none that S can mend: then S keeps below
-  the value that overflowed, and tries one more bit after every four windows of
-  clean steps. Overflows that come one by one take it no further down than 16
-  bits below what amax allows.
+  An overflow does not show how far S was too large. S falls by one bit, at the
+  next overflow in a row by two more, then by three, and so on. If the amax of
+  clean steps then shows that S was too large, S follows amax again. If not, the
+  cause may be one that these gradients do not show, or that no S can fix. S
+  then stays below the value that overflowed, and tries one more bit after every
+  four windows of clean steps. Isolated overflows take S no lower than 16 bits
+  below what amax allows.
 
-  Before the first clean step with an amax that is not 0, or after `window`
-  steps without one, nothing is known. Then S leaps, 16 bits down on an overflow
-  and 16 bits up on a step whose gradients are all 0, up to 2**32. So a first S
-  of 2**32 costs one step or two, where amax / S is below 1.
+  Before the first clean step with a nonzero amax, or after `window` steps
+  without one, nothing is known. S then leaps 16 bits down on an overflow, and
+  16 bits up on a step whose gradients are all 0, up to 2**32. A first S of
+  2**32 therefore costs one or two steps if amax / S is below 1.
 
-  It loses steps where amax leaps up by more than `headroom` bits above all of
-  the last `window` steps: more of either costs precision of small gradients on
-  all steps, and saves a step now and then. It cannot predict overflows of
-  activations where the gradients of the parameters are small: `amax_tap` shows
-  them to it, and without one a dynamic rule may lose fewer steps. A loss that
-  is cast to float16 cannot carry an S above 2**15: give it a `max_scale`.
+  It loses a step if amax exceeds that of all the last `window` steps by more
+  than `headroom` bits. More of either saves a step now and then, but costs the
+  small gradients precision on every step. It cannot predict overflows of
+  activations while the gradients of the parameters are small: `amax_tap`
+  measures those, and without it a dynamic rule may lose fewer steps. A loss
+  that is cast to float16 cannot carry an S above 2**15: set `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
     headroom: the bits to keep free, 0 or more.
-    window: how many steps count, at most 2**16.
-    dtype: the computation's, of which the largest finite value is the limit.
+    window: the number of last steps that count, at most 2**16.
+    dtype: the computation's dtype, whose largest finite value is the limit.
     min_scale: the floor. The default is the smallest normal float16.
     max_scale: the ceiling. The default is the largest power of two whose
       inverse is a normal float32.
     skip: whether an overflow skips the step.
 
-  All but the first are keyword only. S set by hand holds for one step. In a run
-  that goes on with the same state, another `headroom` and other bounds hold
-  from the next step on; for another `window` make a new state.
+  All but the first are keyword only. An S that you set in the state lasts one
+  step. In a run that continues with the same state, new values of `headroom`
+  and the bounds apply from the next step on; a new `window` needs a new state.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -119,9 +119,9 @@ class HeadroomLossScale(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The window is that
-    of the scales of float8 tensors: Micikevicius et al., `FP8 Formats for Deep
-    Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+    its product with the largest gradient stays below 65,504. The window is
+    that of the scales of float8 tensors: Micikevicius et al., `FP8 Formats for
+    Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
   """
 
   init_scale: float = 1.0
@@ -214,7 +214,7 @@ class HeadroomLossScale(base.LossScale):
   def stalled(
     self, state: HeadroomLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    """Returns bool[], True on an overflow with S at or below `min_scale`."""
     return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)
 
   def _ceiling(
@@ -224,10 +224,10 @@ class HeadroomLossScale(base.LossScale):
     found: jax.Array,
     fits: jax.Array,
   ) -> dict[str, jax.Array]:
-    """Returns the fields that remember an overflow."""
+    """Returns the fields that remember overflows."""
     here = _amax_and_scale.exponent(state.loss_scale)
     row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
-    # One by one they have little to do with S, once it is so low.
+    # Once S is that low, isolated overflows have little to do with it.
     is_alone = (row == 1) & (state.steps_without_amax < self.window)
     lowest = jnp.where(
       is_alone, fits - self.headroom - _amax_and_scale.LEAP, -_ANY
@@ -235,7 +235,7 @@ class HeadroomLossScale(base.LossScale):
     below = jnp.minimum(here, jnp.maximum(here - row, lowest))
     steps = jnp.where(overflow, 0, state.steps_below_ceiling + 1)
     rises = steps == _WINDOWS_A_BIT * self.window
-    # What amax explains needs no memory, nor what came before any amax.
+    # Forget overflows that amax explains, or that came before any amax.
     is_over = found & (
       (fits < state.overflowed_exponent)
       | (state.steps_without_amax == self.window)

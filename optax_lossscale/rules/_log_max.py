@@ -1,4 +1,4 @@
-"""OpenSeq2Seq's LogMax rule: log2(amax) as a normal distribution."""
+"""OpenSeq2Seq's LogMax rule: log2(amax) modelled as normally distributed."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import skipping
 from optax_lossscale.rules import _amax_and_scale
 
-# Above every log2(S). Not inf, which would stop jax_debug_infs.
+# Above every log2(S). Not inf, because jax_debug_infs would stop on it.
 _NO_CEILING = 2.0**20
 
 
@@ -23,13 +23,13 @@ class LogMaxLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    mean: float32[], running mean of x = log2(unscaled amax), by `beta1`.
-    slow_mean: float32[], the same by `beta2`.
-    variance: float32[], running variance of x about it, by `beta2`.
-    weight: float32[], what the weights by `beta1` add up to, 1 in the end.
-    slow_weight: float32[], the same by `beta2`.
-    log2_ceiling: float32[], above which log2(S) does not come of late;
-      2**20 before the first overflow.
+    mean: float32[], running mean of x = log2(unscaled amax), with `beta1`.
+    slow_mean: float32[], the same with `beta2`.
+    variance: float32[], running variance of x about `slow_mean`, with `beta2`.
+    weight: float32[], the sum of the weights in `mean`; it approaches 1.
+    slow_weight: float32[], the same for `slow_mean`.
+    log2_ceiling: float32[], a temporary limit on log2(S), set by an overflow;
+      2**20 before the first one.
   """
 
   loss_scale: jax.Array
@@ -42,54 +42,54 @@ class LogMaxLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogMaxLossScale(base.LossScale):
-  """Holds the chance of an overflow down, with log2(amax) as a normal.
+  """Keeps overflows rare by modelling log2(amax) as normally distributed.
 
   With m the running mean of x = log2(unscaled amax) and s its standard
   deviation, S is the largest power of two below
-  2**(log_max - m - overflow_std_dev * s). So S follows the gradients without
-  a probe of how large it may be, and keeps the more bits free the more amax
-  varies: the model's chance of an overflow is 0.1 % with the defaults.
+  2**(log_max - m - overflow_std_dev * s). S follows the gradients without
+  probing how large it may be, and the more amax varies, the more bits stay
+  free. With the defaults the model's chance of an overflow is 0.1 %.
 
-  The rule as it was published fails in four ways. An overflow enters the means
-  as x = 2**log_max, 65,536 bits: after one of them S stays at its floor for
-  some 11,000 steps. One amax of 0 makes S NaN for ever. `log_max` is not where
-  S is cut off, which is fixed at 16. And its bounds, 1 and 2**14, keep S from
-  where the model wants it.
+  The published rule fails in four ways. An overflow enters the means as
+  x = 2**log_max, 65,536 bits, so a single one keeps S at its floor for some
+  11,000 steps. One amax of 0 makes S NaN for ever. The cutoff is fixed at 16,
+  whatever `log_max` is. The bounds, 1 and 2**14, keep S from the value that the
+  model gives.
 
-  Here an overflow enters as the amax of which S had been twice too large. S is
-  halved at once, again at every further one, and doubles from there in no less
-  than 1 / (1 - beta1) clean steps, since the means learn slowly that the
-  gradients have grown. An amax of 0 enters nothing. The first step, which shows
+  Here an overflow enters as an amax for which S was twice too large. S is
+  halved at once and on every further overflow. Each doubling from there takes
+  at least 1 / (1 - beta1) clean steps, because the means are slow to learn that
+  the gradients have grown. An amax of 0 is ignored. The first step, which shows
   no variation, counts as if it had varied by one bit.
 
-  It loses steps where amax grows by more bits than it varied before, and where
-  log2(amax) has a heavier tail than a normal distribution. It takes
-  1 / (1 - beta2) steps to believe in less variation than there was. While all
-  gradients are 0 it does not move: for a first S use `WarmStart`. A loss that
-  is cast to float16 cannot carry an S above 2**15: pass `scale_max=2.0**15`.
+  It loses steps if amax grows by more bits than it varied before, and if
+  log2(amax) has a heavier tail than a normal distribution. After the variation
+  drops, it takes 1 / (1 - beta2) steps to adapt. While all gradients are 0 it
+  does not move: for a first S use `WarmStart`. A loss that is cast to float16
+  cannot carry an S above 2**15: pass `scale_max=2.0**15`.
 
   Attributes:
     scale_min: the floor. The default is the smallest normal float16.
     scale_max: the ceiling. The default is the largest power of two whose
       inverse is a normal float32.
-    log_max: log2 of where the computation's dtype overflows: 16 for float16,
-      128 for bfloat16.
+    log_max: log2 of the value at which the computation's dtype overflows: 16
+      for float16, 128 for bfloat16.
     beta1: weight of the past in the mean; at least 0, below 1.
     beta2: weight of the past in the standard deviation; at least 0, below 1.
-    overflow_std_dev: how many standard deviations to keep free, 0 or more.
+    overflow_std_dev: the standard deviations to keep free, 0 or more.
     skip: whether an overflow skips the step.
 
-  All are keyword only. The first S is 1, or the bound that is next to it.
+  All are keyword only. The first S is 1, or the bound nearest to it.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import jax
@@ -133,7 +133,7 @@ class LogMaxLossScale(base.LossScale):
     """Returns the state before the first step."""
 
     def number(value: float) -> jax.Array:
-      # Each in a buffer of its own, so that the state can be donated.
+      # Each in a separate buffer, so that the state can be donated.
       return jnp.full((), value, jnp.float32)
 
     return LogMaxLossScaleState(
@@ -161,7 +161,7 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    # Damaged statistics would stay so for ever, and S where they put it.
+    # Damaged statistics would never recover, and neither would S.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
@@ -170,9 +170,9 @@ class LogMaxLossScale(base.LossScale):
     overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
-    # Where amax tells nothing its logarithm is not used: 1 stands for it.
+    # The log2 of an unusable amax is never used; 1 takes its place.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
-    # As if S had been twice too large; more where amax says so.
+    # As if S was twice too large, or more if amax says so.
     beyond = np.float32(self.log_max) + 1 - log2_scale
     beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
     entered = self._enter(state, jnp.where(overflow, beyond, x))
@@ -181,7 +181,7 @@ class LogMaxLossScale(base.LossScale):
 
     free = np.float32(self.overflow_std_dev) * jnp.sqrt(entered.variance)
     wanted = np.float32(self.log_max) - (entered.mean + free)
-    # The next whole number below, since amax at 2**log_max has overflowed.
+    # The next lower whole number, because amax overflows at 2**log_max.
     wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
     exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
     moved = entered._replace(
@@ -197,7 +197,7 @@ class LogMaxLossScale(base.LossScale):
   def stalled(
     self, state: LogMaxLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `scale_min`, or below it."""
+    """Returns bool[], True on an overflow with S at or below `scale_min`."""
     return _amax_and_scale.at_floor(state.loss_scale, self.scale_min, overflow)
 
   def _enter(
@@ -205,8 +205,8 @@ class LogMaxLossScale(base.LossScale):
   ) -> LogMaxLossScaleState:
     """Returns the state with one more x in its means.
 
-    By differences from the mean: of two sums of squares, which are large far
-    from x = 0, little would be left in float32.
+    It adds up differences from the mean. In float32, little would be left of
+    the difference of two sums of squares, which are large far from x = 0.
     """
     beta1, beta2 = np.float32(self.beta1), np.float32(self.beta2)
     weight = beta1 * state.weight + (1 - beta1)
@@ -218,7 +218,7 @@ class LogMaxLossScale(base.LossScale):
     return state._replace(
       mean=state.mean + share * (x - state.mean),
       slow_mean=state.slow_mean + slow_share * difference,
-      # One step shows no variance. A bit stands in for it, with that weight.
+      # One step shows no variance, so one bit is used, with that weight.
       variance=jnp.where(state.slow_weight > 0, variance, np.float32(1)),
       weight=weight,
       slow_weight=slow_weight,
@@ -227,7 +227,7 @@ class LogMaxLossScale(base.LossScale):
 
 def _check_beta(name: str, value: Any) -> float:
   beta = arguments.check_not_negative(name, value)
-  # In float32, or the weights of all steps would add up to 0.
+  # In float32, because a 1 there makes the weights of all steps sum to 0.
   if np.float32(beta) >= 1:
     raise ValueError(
       f"`{name}` must be at least 0 and below 1 (in float32), got {value!r}."

@@ -19,8 +19,8 @@ class HistogramCounts(NamedTuple):
   """A histogram of two bins over the scaled gradients.
 
   Attributes:
-    below: float32[], elements of which the magnitude is below the edge.
-    at_or_above: float32[], the others, inf and NaN among them.
+    below: float32[], the number of elements with a magnitude below the edge.
+    at_or_above: float32[], the number of others, including inf and NaN.
   """
 
   below: jax.Array
@@ -32,7 +32,7 @@ class HistogramLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    steps_since_update: int32[], steps since S was last decided on.
+    steps_since_update: int32[], steps since the last decision about S.
   """
 
   loss_scale: jax.Array
@@ -40,43 +40,43 @@ class HistogramLossScaleState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True)
 class HistogramLossScale(base.LossScale):
-  """Halves S where too many gradients are large, and doubles it elsewhere.
+  """Halves S if too many gradients are large, and doubles it otherwise.
 
-  Every `update_period` steps the gradients at or above an edge are counted. If
-  their share is above the threshold S is halved, else doubled; nothing in
-  between, so S goes up and down by design. With the defaults the edge is three
-  bits below the largest float16, and on gradients of fewer than ten million
-  elements a single one above it halves S. There the largest gradient decides
-  alone, and a few outliers in a larger model do not.
+  Every `update_period` steps it counts the gradients at or above an edge. If
+  their share is above the threshold, S is halved, otherwise doubled. There is
+  no middle case, so S goes up and down by design. With the defaults the edge is
+  three bits below the largest float16, and with fewer than ten million elements
+  a single gradient above it halves S. In models of that size the largest
+  gradient decides alone; in larger models a few outliers do not matter.
 
-  Graphcore's has no bounds and skips no step, since its hardware clips; here S
-  stays between bounds, and an overflow skips the step and halves S at once,
+  Graphcore's rule has no bounds and skips no steps, because its hardware clips.
+  Here S has bounds, and an overflow skips the step and halves S at once,
   whatever the period.
 
-  It loses steps where amax leaps up by more than the bits above the edge, less
-  the one by which S may just have doubled; and all of them at an S that is far
-  too large, since it moves by one bit a step: see `WarmStart`. A loss that is
-  cast to float16 cannot carry an S above 2**15: pass `max_scale=2.0**15`.
+  It loses a step if amax leaps by more than the bits above the edge, minus one
+  if S has just doubled. If S is far too large, it loses every step on the way
+  down, one bit a step: see `WarmStart`. A loss that is cast to float16 cannot
+  carry an S above 2**15: pass `max_scale=2.0**15`.
 
-  Inside of `loss_scaling` all gradients are counted, in one more look at them.
-  Where nobody counts, as in a replay of recorded amax, one element at or above
-  the edge halves S. Of what an `amax_tap` saw only an overflow counts.
+  Inside `loss_scaling` all gradients are read once more to count them. Without
+  counts, as in a replay of recorded amax, a single element at or above the edge
+  halves S. An `amax_tap` affects the rule only by an overflow.
 
   Attributes:
-    init_scale: S of the first step. The default doubles its way up, which
-      loses no step.
+    init_scale: S of the first step. The default doubles its way up, which loses
+      no step.
     bin_edge_location: the edge, as a share of the largest finite value of
       `dtype`; above 0, at most 1.
     threshold_upper_count_proportion: the share of elements at or above the edge
-      above which S is halved; at least 0, below 1.
-    update_period: steps from one decision to the next.
-    dtype: the computation's.
+      beyond which S is halved; at least 0, below 1.
+    update_period: the number of steps between decisions.
+    dtype: the dtype of the computation.
     min_scale: the floor. The default is the smallest normal float16.
     max_scale: the ceiling. The default is the largest power of two whose
       inverse is a normal float32.
@@ -85,8 +85,8 @@ class HistogramLossScale(base.LossScale):
   All but the first are keyword only.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if an argument is out of its range.
+    TypeError: if an argument has the wrong type.
+    ValueError: if an argument is out of range.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -146,7 +146,7 @@ class HistogramLossScale(base.LossScale):
     )
 
   def measure(self, gradients: Any) -> HistogramCounts:
-    """Returns how many gradients are below the edge, and how many are not.
+    """Returns the number of gradients below the edge, and of all others.
 
     Args:
       gradients: the scaled gradients. A complex element counts by the larger of
@@ -155,7 +155,7 @@ class HistogramLossScale(base.LossScale):
     below = above = jnp.full((), 0, jnp.float32)
     for gradient in filter(leaves.is_gradient, jax.tree.leaves(gradients)):
       where = bits.reached(gradient, self._edge, inclusive=True)
-      # Counted in integers, since a float32 stops at 2**24 when 1 is added.
+      # Counted in integers, because a float32 stops counting at 2**24.
       count = jnp.sum(where, dtype=jnp.uint32).astype(jnp.float32)
       above = above + count
       below = below + (np.float32(gradient.size) - count)
@@ -171,7 +171,7 @@ class HistogramLossScale(base.LossScale):
   ) -> HistogramLossScaleState:
     """Returns the state after a step. See `LossScale.update`.
 
-    `measured` is what `measure` counted; without it `amax` decides.
+    `measured` is the result of `measure`; without it `amax` decides.
 
     Raises:
       ValueError: if `amax` and `measured` are both None.
@@ -188,7 +188,7 @@ class HistogramLossScale(base.LossScale):
       too_large = measured.at_or_above > odds * measured.below
     steps = state.steps_since_update + 1
     decides = overflow | (steps >= self.update_period)
-    # Held before the product, which would be inf.
+    # Limited before the product, which would be inf.
     largest_half = np.float32(arguments.LARGEST_SCALE / 2)
     moved = jnp.where(
       overflow | too_large,
@@ -206,7 +206,7 @@ class HistogramLossScale(base.LossScale):
   def stalled(
     self, state: HistogramLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: an overflow with S at `min_scale`, or below it."""
+    """Returns bool[], True on an overflow with S at or below `min_scale`."""
     return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)
 
   @property

@@ -22,8 +22,8 @@ class WarmStartState(NamedTuple):
   """State of `WarmStart`.
 
   Attributes:
-    rule_state: the rule's own state, in which S is.
-    is_warm: bool[], the first S has been found, and the rule moves it.
+    rule_state: the rule's own state, which contains S.
+    is_warm: bool[], True once the first S is found and the rule moves it.
   """
 
   rule_state: Any
@@ -37,49 +37,48 @@ class WarmStartState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart(base.LossScale):
-  """Any rule, with a first S that fits the first step's amax.
+  """Gives any rule a first S that fits the first step's amax.
 
-  The first S of a rule is a guess. From one that is too large a run begins with
-  skipped steps, seventeen from 2**32 to 2**15; at one that is too small, small
-  gradients are 0 until it has grown. Here the first step probes, at a small S.
-  If its amax is neither 0 nor an overflow, the next S is the power of two at
-  which this amax has `headroom` bits left, and from then on the rule moves S as
-  if it had begun there. Otherwise the probe goes on, 16 bits down after an
-  overflow and 16 bits up where all gradients were 0. It does not leap above
-  2**32, so that after any number of such steps the first other gradients cost
-  about two; a larger `probe_scale` stays where it is.
+  The first S of a rule is a guess. If it is too large, a run begins with
+  skipped steps: seventeen from 2**32 to 2**15. If it is too small, small
+  gradients are 0 until it has grown. With this wrapper the first step is a
+  probe at a small S. If that amax is neither 0 nor an overflow, the next S is
+  the power of two at which this amax has `headroom` bits left. From then on the
+  rule moves S as if it had begun there. Otherwise the probe continues, 16 bits
+  lower after an overflow and 16 bits higher if all gradients were 0. It never
+  leaps above 2**32, so the first nonzero gradients cost about two steps, no
+  matter how many steps came before. A `probe_scale` above 2**32 does not rise.
 
-  With a probe at 1 mostly no step is lost at the start. Small gradients are 0
-  on it, as they are without loss scaling; a larger probe sees them, and may
-  overflow.
+  A probe at 1 usually loses no step at the start. Small gradients are 0 on that
+  step, as without loss scaling. A larger probe preserves them but may overflow.
 
-  It helps where the first S is too large for the first step, and no longer
-  where gradients then grow: from zero-initialized layers, or in actor-critic
-  training. `headroom` is spent soon, and then the rule loses a step for each
-  bit. Of the first 64 steps of PPO (Brax's, in five settings) a dynamic rule
-  lost 7 to 12, this around it 2 to 12, and `HeadroomLossScale`, which goes by
-  the amax of each step, none.
+  It helps if the first S is too large for the first step. It no longer helps if
+  the gradients then grow, as they do from zero-initialized layers or in
+  actor-critic training: `headroom` is soon used up, and the rule then loses a
+  step for each bit. Of the first 64 steps of PPO (Brax's, in five settings), a
+  dynamic rule lost 7 to 12, the same rule in `WarmStart` 2 to 12, and
+  `HeadroomLossScale`, which follows the amax of each step, none.
 
   Attributes:
     rule: the rule. Its first S is not used.
     probe_scale: S of the first step.
     headroom: the bits that the first S leaves free, 0 or more.
-    dtype: the computation's, of which the largest finite value is the limit.
+    dtype: the computation's dtype, whose largest finite value is the limit.
 
-  All but the first are keyword only. `skip` is the rule's. A bound of the rule
-  does not hold for the probe; the first S comes into it as the rule takes it
-  there.
+  All but the first are keyword only. `skip` is the rule's. The rule's bounds do
+  not limit the probe. If the first S is outside them, the rule's own updates
+  move it inside.
 
   Raises:
-    TypeError: if an argument is not of its kind, or the state of `rule` does
+    TypeError: if an argument has the wrong type, or the state of `rule` does
       not hold S as a leaf.
-    ValueError: if an argument is out of its range, or `rule` is a `WarmStart`.
+    ValueError: if an argument is out of range, or `rule` is a `WarmStart`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -97,7 +96,7 @@ class WarmStart(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S by the
-    largest gradient where statistics of it are at hand.
+    largest gradient if statistics of it are available.
   """
 
   rule: base.LossScale
@@ -105,7 +104,7 @@ class WarmStart(base.LossScale):
   probe_scale: float = 1.0
   headroom: int = 2
   dtype: Any = jnp.float16
-  # Not an argument: an overflow is skipped if the rule says so.
+  # Not an argument: the rule decides whether an overflow skips the step.
   skip: bool = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self) -> None:
@@ -151,7 +150,7 @@ class WarmStart(base.LossScale):
   ) -> WarmStartState:
     """Returns the state after a step. See `LossScale.update`.
 
-    What `measure` returned, if anything, goes to the rule as `measured=`.
+    `measured` is the result of `measure`, if any, and goes to the rule.
 
     Raises:
       ValueError: if `amax` is None.
@@ -183,7 +182,7 @@ class WarmStart(base.LossScale):
   def stalled(
     self, state: WarmStartState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[]: S cannot follow this step; of a probe, at 2**-126."""
+    """Returns bool[], True if S cannot follow. A probe's floor is 2**-126."""
     return jnp.where(
       state.is_warm,
       self.rule.stalled(state.rule_state, overflow),
