@@ -38,8 +38,8 @@ Returns:
   The rule.
 
 Raises:
-  TypeError: if an argument is not of its kind.
-  ValueError: if an argument is out of its range.
+  TypeError: if an argument has the wrong type.
+  ValueError: if an argument is out of range.
 
 Examples:
 """
