@@ -21,10 +21,10 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
 
   It undoes `with_loss_scaling`, whose example shows both. Training can continue
   without loss scaling, in bfloat16 say, and the optimizer keeps its moments and
-  counts. A checkpoint from before loss scaling has the structure of the result,
-  which can thus be the target to restore it into. If parameters are narrower
-  than float32, or some go around the wrapper, the bare optimizer's state may
-  differ, so use jax.eval_shape(inner.init, params) as the target.
+  counts. The result has the structure of a checkpoint from before loss scaling,
+  so it can be the target to restore one into. If parameters are narrower than
+  float32, or some go around the wrapper, the bare optimizer's state may differ,
+  so use jax.eval_shape(inner.init, params) as the target.
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
@@ -46,9 +46,9 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
 
 
 def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
-  """Returns a state from before loss scaling as one of the wrapped optimizer.
+  """Wraps an optimizer state that was made before loss scaling was added.
 
-  Training continues from such a checkpoint with its moments and counts.
+  Training continues from an old checkpoint with its moments and counts.
   Everything is checked, since Orbax and others silently restore arrays of other
   shapes.
 
@@ -56,7 +56,7 @@ def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
     bare_state: the state of the optimizer without loss scaling, or any pytree
       around it, in its own structure.
     opt_state: the same pytree with loss scaling in it: what `tx.init(params)`
-      returns, or a state whose S is to be kept.
+      returns, or a state whose S should be kept.
 
   Returns:
     `opt_state` with all values of `bare_state`. Only the loss scale, the last
@@ -147,7 +147,7 @@ def _fill_leaf(
   wanted, dtype = _dtype(expected), _dtype(got)
   if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got
-  # The wrapper runs the optimizer in float32, and so its state is widened.
+  # The wrapper runs the optimizer in float32, so its state is widened as well.
   is_float = jnp.issubdtype(dtype, jnp.floating)
   if not (is_inner and is_float and leaves.at_least_float32(dtype) == wanted):
     raise _mismatch(expected, got, path)

@@ -36,7 +36,7 @@ class TrainState(train_state.TrainState):
   and their new values to `apply_gradients` or `replace_if_applied`.
 
   The train state does not know the `mask` of `loss_scaling`, and would add the
-  leaves it leaves out to the parameters. It does know FP8's
+  next values of masked leaves to the parameters. It does know FP8's
   `_overwrite_with_gradient` collection, and stores its new values.
 
   Attributes:
@@ -105,7 +105,7 @@ class TrainState(train_state.TrainState):
     Raises:
       ValueError: if `tx` holds no `loss_scaling` or several, if
         `optax.MultiSteps` is around it, or if `params` has FP8's collection and
-        any other than "params", which would not be trained.
+        another besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
@@ -225,7 +225,7 @@ class TrainState(train_state.TrainState):
 def _optimized(tree: Any) -> Any:
   """Returns the part of parameters or gradients that the optimizer gets.
 
-  It is the same as in Flax's own train state, so the optimizer's state is too.
+  Flax's own train state passes the same part, so the two states are alike.
   """
   return tree["params"] if _has_fp8(tree) else tree
 
@@ -252,7 +252,7 @@ def _check_fields(
       raise TypeError(
         f"`{method}` of {type(state).__name__} takes new values for "
         f"{', '.join(allowed) or 'no field'}, got `{name}`. A subclass adds "
-        "fields; what tx.update is to be given goes to apply_gradients as "
+        "fields; for an argument of tx.update, pass apply_gradients "
         f"extra_args={{'{name}': ...}}."
       )
 

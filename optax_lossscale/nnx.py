@@ -36,8 +36,8 @@ def scaled_value_and_grad(
   """Returns a function that computes the loss and its *scaled* gradients.
 
   It differentiates S times `fun` as `nnx.value_and_grad` does, but returns the
-  true value. Pass the scaled gradients to `optimizer.update`. What `fun`
-  changes in the model (batch statistics, counts of random keys) stays changed,
+  true value. Pass the scaled gradients to `optimizer.update`. The changes that
+  `fun` makes to the model (batch statistics, counts of random keys) remain,
   even if the step is then skipped; see `select_on_skip`.
 
   S is read from the optimizer at each call, so the returned function can be
@@ -172,7 +172,7 @@ def autocast(
       # The model of a method is its first argument.
       called = (fun.__func__, (fun.__self__, *args), kwargs)
     with trees.explain_changes():
-      # Fails now if one cannot be changed: Flax would find it too late.
+      # Fails now if one cannot be changed. Flax would fail too late.
       for variable in _variables(called).values():
         variable.set_raw_value(variable.get_raw_value())
     with nnx.update_context("autocast"):

@@ -53,7 +53,7 @@ def kind_of(value: Any) -> str:
 def is_numeric(value: Any) -> bool:
   """Returns False for values that NumPy only misreads as numbers.
 
-  It reads bytes as their codes, and time spans and dates as integers.
+  NumPy reads bytes as their codes, and time spans and dates as integers.
   """
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
     dtype = value.dtype
@@ -269,7 +269,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
-  """Returns a rule's flag, bool[]; Megatron's is an array of one element."""
+  """Returns a rule's flag as bool[]; Megatron's is an array of one element."""
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
@@ -312,7 +312,7 @@ class Places(NamedTuple):
 
 
 def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
-  """Returns the positions of arguments, without negative numbers."""
+  """Returns the positions of arguments, with negative ones resolved."""
   differentiated = _positions("argnums", argnums, count)
   if batch_argnums is None:
     batched = tuple(i for i in range(count) if i not in differentiated)

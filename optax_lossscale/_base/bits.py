@@ -25,9 +25,8 @@ _LANES = 16
 # Below this many elements a copy costs less than another kernel.
 _SMALL = 4096
 
-# Below _MEDIUM elements, up to _TOGETHER arrays of one size share a kernel,
-# which compiles as fast as one of a single array. It would read longer arrays
-# more slowly.
+# Up to _TOGETHER arrays of one size below _MEDIUM elements share a kernel,
+# which compiles in the time of one. It would read longer arrays more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
@@ -97,9 +96,8 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   small: list[jax.Array] = []
   maxima: list[jax.Array] = []
-  # One of the maxima so far. The next array's reduction takes it in, and so has
-  # to wait for it. Otherwise XLA would keep the first maxima of all arrays at
-  # once.
+  # One of the maxima so far. The next array's reduction takes it in, and so
+  # waits for it. XLA would keep the first maxima of all arrays at once.
   so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):
     if together[0].size < _SMALL:
@@ -120,7 +118,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
-  """Yields groups of arrays of one size, each of which shares a kernel."""
+  """Yields groups of arrays of one size. Each group shares a kernel."""
   by_size: dict[int, list[jax.Array]] = {}
   for x in arrays:
     by_size.setdefault(x.size, []).append(x)
@@ -137,7 +135,7 @@ def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _fold(bits: jax.Array) -> jax.Array:
-  """Returns the maxima of all `bits`, reduced in number by 32."""
+  """Returns the maxima of groups of 32 elements of `bits`."""
   largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
   # Without a barrier XLA takes the flat shape into the loop, which is then not
   # vectorized and four times slower.

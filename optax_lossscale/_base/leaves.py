@@ -86,8 +86,8 @@ def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
     return jax.tree.broadcast(mask, tree)
   except ValueError as error:
     raise ValueError(
-      "`mask` must be a tree of bools of which the parameters are an "
-      f"extension, got {shown(jax.tree.structure(mask), 500)} for parameters "
+      "`mask` must be a tree of bools whose structure is a prefix of the "
+      f"parameters', got {shown(jax.tree.structure(mask), 500)} for parameters "
       f"{shown(jax.tree.structure(tree), 500)}."
     ) from error
 
@@ -152,7 +152,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-  """Returns the parameters after an update; other leaves are replaced."""
+  """Returns updated parameters; leaves that are not gradients are replaced."""
   is_gradient = resolve_mask(None, params)
   new = optax.apply_updates(
     leave_out(is_gradient, params), leave_out(is_gradient, updates)

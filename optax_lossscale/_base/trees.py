@@ -18,7 +18,7 @@ from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
 
-# A tree that is returned with other leaves has the same type.
+# A function that changes only leaves returns a tree of the same type.
 Tree = TypeVar("Tree")
 
 # How many leaves an error names; it only counts the others.
@@ -64,7 +64,7 @@ def difference(
 
 
 def is_for_each_example(got: Shape, expected: Shape) -> bool:
-  """Returns whether a shape is the expected one, with or without examples.
+  """Returns whether a shape is the expected one, possibly for each example.
 
   Some optimizers take one gradient per example, along a first axis.
   """
@@ -146,7 +146,7 @@ def explain_changes() -> Iterator[None]:
 
 def _changed(error: Exception) -> str:
   """Returns the path of the object that Flax refused to change."""
-  from flax import nnx  # Imported already, as it raised the error.
+  from flax import nnx  # Flax raised the error, so it is loaded.
 
   frames = traceback.walk_tb(error.__traceback__)
   # The first local of a method is its object. The last object was changed.

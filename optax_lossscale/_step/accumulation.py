@@ -49,8 +49,8 @@ def accumulated_value_and_grad(
   of the mean of `fun` over micro-batches, computed one after another in a
   single scan. Outside jit each operation runs on its own, so jit the step. The
   gradients are summed in float32, so their sum does not overflow. Each
-  micro-batch is checked separately, because an overflow might not show in the
-  sum, and would still be there one step later.
+  micro-batch is checked separately, because the sum might hide an overflow, or
+  keep it for the next step.
 
   You choose what one overflow costs. By default it voids the window: all
   gradients become inf, `update` skips the step, and S shrinks. With `drop`, the
@@ -69,7 +69,7 @@ def accumulated_value_and_grad(
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
     microbatches: the number of micro-batches, which must divide the batch.
-    drop: whether to leave out a micro-batch that overflows, or void the window.
+    drop: whether an overflow drops its micro-batch instead of the whole window.
     batch_argnums: which positional arguments to split along the first axis of
       their leaves; None for all but those in `argnums`. The other arguments,
       and those passed by name, go unchanged to every micro-batch. For noise,
@@ -81,7 +81,7 @@ def accumulated_value_and_grad(
       scaled gradients of a micro-batch, with all leaves, and returns a bool,
       number or array, where any non-zero entry is an overflow.
     axis_name: a mapped axis, or several, over which devices decide together
-      about each micro-batch, for parameters that `shard_map` shards.
+      about each micro-batch. Needed if `shard_map` shards the parameters.
     mask: as in `loss_scaling`, for the arguments of `argnums`.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
@@ -244,7 +244,7 @@ def _scan(
   batches: Any,
   microbatches: int,
 ) -> tuple[_Carry, _Outcome]:
-  """Scans like `lax.scan`, outside jit by a loop that avoids recompiling."""
+  """Scans like `lax.scan`, but outside jit in a loop that is not compiled."""
   if interpreter.is_staged():
     end: tuple[_Carry, _Outcome] = lax.scan(
       take_next, carry, batches, microbatches
@@ -281,9 +281,9 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
     shape = np.shape(x)
     if not shape:
       raise ValueError(
-        "the batch must have a first axis to be split along, got a scalar as "
-        f"{place}; give `batch_argnums` the arguments that are to be split, or "
-        "in place of a random key jax.random.split(key, microbatches)."
+        "the batch must have a first axis to split along, got a scalar as "
+        f"{place}; name the arguments to split in `batch_argnums`, or instead "
+        "of a random key pass jax.random.split(key, microbatches)."
       )
     # There may be a random key for each example, or for each micro-batch.
     if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
@@ -292,7 +292,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
       raise ValueError(
         "the batch must have a first axis of one size, got "
         + " and ".join(f"{size} in {place}" for size, place in sizes.items())
-        + "; give `batch_argnums` the arguments that are to be split."
+        + "; name the arguments to split in `batch_argnums`."
       )
     if shape[0] % microbatches:
       raise ValueError(
@@ -362,8 +362,8 @@ def _power_of_two(microbatches: int) -> float:
   """Returns a power of two no smaller than the number of micro-batches.
 
   Dividing by it is exact as long as the quotient is a normal number. The sum of
-  that many quotients is no larger than the largest dividend, so it overflows
-  only where a dividend does.
+  that many quotients is at most the largest dividend, so it overflows only if a
+  dividend does.
   """
   return 2.0 ** math.ceil(math.log2(microbatches))
 

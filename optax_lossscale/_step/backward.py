@@ -42,9 +42,9 @@ def scaled_value_and_grad(
   """Returns a function that computes the loss and its *scaled* gradients.
 
   It differentiates S times `fun` as `jax.value_and_grad` does, but returns the
-  true value. Pass the scaled gradients to the `update` of `loss_scaling` with
-  the same `opt_state`. Their norm is S times too large. The true norm is
-  `optax.tree.norm(unscale(gradients, opt_state))`, before `update` moves S.
+  true loss. Pass the scaled gradients to the `update` of `loss_scaling` with
+  the same `opt_state`. Their norm is S times too large. For the true norm, take
+  `optax.tree.norm(unscale(gradients, opt_state))` before `update` moves S.
 
   A float16 loss works, because it is multiplied by S in float32. If the loss's
   dtype cannot hold S, the backward pass could only start from inf or, in
@@ -61,8 +61,7 @@ def scaled_value_and_grad(
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
     value_and_grad: the function that differentiates, for models that are not
       pytrees of arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It
-      gets has_aux=True, and `argnums` and `allow_int` unless they are the
-      defaults.
+      gets has_aux=True, and any `argnums` and `allow_int` that you set.
 
   Returns:
     A function with the arguments of `fun` that returns
@@ -75,8 +74,8 @@ def scaled_value_and_grad(
       if `fun` changes an object in place, such as an nnx.Module, since the
       change would be lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
-      not return a floating-point scalar, or if `value_and_grad` does not work
-      like jax.value_and_grad, as with jax.grad.
+      not return a floating-point scalar, or if `value_and_grad` returns
+      something else, as jax.grad does.
 
   Warns:
     WiringWarning: if `opt_state` shows something around `loss_scaling` that
@@ -155,21 +154,19 @@ def unscale(
 ) -> trees.Tree:
   """Returns the gradients divided by S, in float32 at least.
 
-  Use it for gradients that are needed outside the wrapper, for example to log
-  their norm or to pass them to a line search as `grad=`. `update` itself takes
-  scaled gradients. Call `unscale` before it, with the `opt_state` that the
-  gradients were scaled with.
+  Use it for gradients outside the wrapper, for example to log their norm or to
+  pass them to a line search as `grad=`. `update` takes them scaled, so call
+  `unscale` before it, with the `opt_state` that they were scaled with.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
       of Flax's `_overwrite_with_gradient` collection are returned unchanged.
-      `unscale` does not know of other leaves that a `mask` leaves out.
+      The other leaves that a `mask` leaves out are not known here.
     opt_state: an optimizer's state that holds a loss scale, or a scale.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A pytree like `scaled_gradients`; real leaves narrower than float32 become
-    float32.
+    A pytree like `scaled_gradients`, with narrow real leaves in float32.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
@@ -210,7 +207,7 @@ def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
     inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
     shift = quarter.astype(inverse.dtype)
     if jnp.iscomplexobj(x):
-      # By parts, since multiplying by a complex 1/S would give inf * 0, a NaN.
+      # By parts, since multiplying by a complex 1/S would make inf * 0 = NaN.
       return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
     return x * inverse * shift
 
@@ -316,8 +313,8 @@ def _scaled_loss_fn(
 ) -> Callable[..., tuple[jax.Array, Any]]:
   """Returns a function to differentiate: S times the loss, and the true loss.
 
-  It raises if `fun` changes an object in place, such as the batch statistics of
-  an nnx.Module, since the object is a copy, unless `may_change` is set.
+  Unless `may_change`, it raises if `fun` changes an object in place, such as
+  the batch statistics of an nnx.Module, since the change only reaches a copy.
   """
   arguments.check_function(fun)
 
@@ -346,8 +343,8 @@ def _inf_where_unusable(
   """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  # Compared with the largest power of two, so that bfloat16 passes: an S above
-  # its largest value becomes inf in it, which shows anyway.
+  # 2**127 is the largest power of two, so bfloat16 passes. An S above its
+  # largest value becomes inf in it, which shows anyway.
   if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
   # The subnormals of a dtype are whole multiples of the smallest one.

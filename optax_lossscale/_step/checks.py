@@ -74,12 +74,12 @@ def saturated(dtype: Any = None) -> Check:
   value; NaN and inf count as well. True values between 65488 and 65520 also
   round to 65504. Such a false alarm costs one step.
 
-  With Flax's FP8 layers, pass the dtype that the gradients have in the
-  computation, not a float8 one. No check of gradients sees an inf or a
-  saturated value that such a layer receives, because the layer clips it to the
-  largest amax of the previous steps. NaN passes through. The first entry of the
-  layer's new `output_grad_amax_history` shows all of these values, so a flag
-  computed from it can be passed to `update` as `overflow=`.
+  With Flax's FP8 layers, pass the dtype of the gradients in the computation,
+  not a float8 dtype. No check of gradients sees an inf or a saturated value
+  that such a layer receives, because the layer clips it to the largest amax of
+  the previous steps. NaN passes through. The first entry of the layer's new
+  `output_grad_amax_history` shows all of these values, so a flag computed from
+  it can be passed to `update` as `overflow=`.
 
   Args:
     dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
@@ -132,8 +132,8 @@ def with_computation_dtypes(
     subtrees = structure.flatten_up_to(gradients)
   except ValueError as error:
     raise ValueError(
-      "`dtype` must be a tree of dtypes of which the gradients are an "
-      f"extension, got {structure} for gradients "
+      "`dtype` must be a tree of dtypes whose structure is a prefix of the "
+      f"gradients', got {structure} for gradients "
       f"{jax.tree.structure(gradients)}."
     ) from error
   return [

@@ -23,11 +23,10 @@ def pmean_gradients(
   """Returns a transformation that averages gradients, to go first in `inner`.
 
   Each device then checks its own scaled gradients, where an overflow still
-  shows. The devices agree on the flag, and the unscaled gradients are averaged
-  in float32.
+  shows. The devices agree on the flag, and average in float32 after unscaling.
 
-  It is for parameters that every device has a copy of. If parameters are split
-  along the axis, the devices hold gradients of different parameters.
+  Every device must have a copy of the parameters. If they are split along the
+  axis, the devices hold gradients of different parameters.
 
   Under `shard_map`, JAX sums the gradients of such parameters over the devices
   by default, before they can be checked. So differentiate with respect to
@@ -140,7 +139,7 @@ def make_varying(
 
 
 def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
-  """Returns the distinct names that a caller passed; none for None."""
+  """Returns the distinct names that a caller passed; () for None."""
   if axis_name is None:
     return ()
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -160,7 +159,7 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
     except NameError as error:
       raise ValueError(
         f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
-        f"this, got {shown(name)}, which is none; under plain jit "
+        f"this, got {shown(name)}, which is not one; under plain jit "
         "leave it out."
       ) from error
 
@@ -188,7 +187,7 @@ def check_named() -> None:
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:
-  """Returns the mapped axes along which an array may vary, as JAX tracks it."""
+  """Returns the mapped axes along which JAX knows that an array may vary."""
   # `mat` is not in JAX's reference yet, but documented output shows it.
   axes: frozenset[Hashable] = jax.typeof(x).mat.varying
   return axes
@@ -249,9 +248,9 @@ def refuse_split(
 
 
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
-  """Returns the mean over devices: each one divides, then they sum.
+  """Returns the mean over devices, which divide before they sum.
 
-  In this order, since the sum of values that fit a dtype may not fit it.
+  The order matters, since a sum of values that fit a dtype may not fit it.
   """
   devices = math.prod(map(lax.axis_size, names))
   # In float32; otherwise XLA multiplies by 1/3 rounded to float16.

@@ -58,7 +58,7 @@ def raise_if_failed(
   Raises:
     FloatingPointError: if more steps in a row were skipped, or if the rule's
       system would have raised. The error names the state if there are several,
-      the member if `vmap` has stacked runs, the fault of the last step, and S.
+      the member if `vmap` has stacked runs, the cause of the last skip, and S.
     TypeError: if the state is traced, or the limit is not an integer.
     ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
 

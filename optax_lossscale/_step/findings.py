@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowOverflow:
-  """The micro-batches that overflowed, to be passed to `update` as a whole.
+  """The overflows of a window's micro-batches, to be passed to `update`.
 
   As a flag in Python, NumPy or JAX it is True if any micro-batch overflowed:
   `bool(overflow)`, `jnp.where(overflow, ...)`. `update` reads more from it: a
@@ -108,7 +108,7 @@ def examine(
     # Wide enough for the limit: bfloat16 would round float16's.
     wide = largest.astype(leaves.at_least_float32(largest.dtype))
     within = wide < limit if check.saturating else wide <= limit
-    # Not the opposite comparison, since NaN must fail this one.
+    # Negated rather than compared the other way, so that NaN counts.
     flag |= ~within
     if loss_scale is not None:
       flag |= ~jnp.isfinite(backward.unscale_tree(largest, loss_scale))
@@ -139,7 +139,7 @@ def examine(
     shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
   if not shares:
-    # The dtype is unknown. Float16 is the likely one, but not a limit here.
+    # The dtype is unknown: measure against float16, which is not a limit here.
     shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
@@ -154,7 +154,7 @@ def _share(amax: jax.Array, limit: float) -> jax.Array:
 def to_float32(value: Any) -> jax.Array:
   """Returns numbers as float32[...]; inf only where they were inf."""
   is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
-  # On the host first, since jnp would warn of a number that is too large.
+  # On the host first, since jnp would warn about a number that is too large.
   numpy = jnp if is_jax else np
   value = numpy.asarray(value)
   if np.issubdtype(value.dtype, np.bool_):
@@ -170,7 +170,7 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
 
   It takes one maximum over integers, which keeps NaN. One over floats drops it.
   """
-  # 2 for an overflow, 1 for a dropped one, so that the worst of them counts.
+  # 2 for an overflow, 1 for a dropped one, so that the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
   floats = map(bits.magnitude_bits, (finding.amax, finding.used))

@@ -41,7 +41,7 @@ def loss_scaling(
   starts over.
 
   Anything that needs true gradients goes inside: clipping, noise, weight decay,
-  accumulation. So do schedules, which then count applied steps.
+  accumulation. Schedules go inside as well, and count applied steps.
 
   Args:
     inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
@@ -49,23 +49,22 @@ def loss_scaling(
       state is float32 from the start. Under jit its update is recorded first
       and then evaluated, so it must be pure.
     rule: sets the first S and how each step moves it. None switches loss
-      scaling off, so that a program with configurable precision needs no second
-      code path. S is then 1, nothing is checked or skipped, `overflow` and
-      `amax` are ignored, and narrow parameters reach `inner` unchanged. XLA
-      compiles only `inner` and the count of applied steps. `mask` and
-      `average_scaled` still apply; `accumulated_value_and_grad` keeps its own
-      check.
+      scaling off, so a program with configurable precision needs no second code
+      path. S is then 1, nothing is checked or skipped, `overflow` and `amax`
+      are ignored, and narrow parameters reach `inner` unchanged. XLA compiles
+      only `inner` and the count of applied steps. `mask` and `average_scaled`
+      still apply; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
       need one: its arrays are whole, however they are sharded. The flag is
-      reduced, the gradients are not. Name every axis along which gradients or
+      reduced; the gradients are not. Name every axis along which gradients or
       the caller's flag vary, unless each device has its own model and state. If
-      one is missing, devices may fall out of step. Where JAX tracks what
-      varies, under `shard_map` with `check_vma=True`, that is an error.
-      Elsewhere, under `pmap` and with `check_vma=False`, None gives a
-      `WiringWarning`. Pass () there if gradients are the same on all devices
-      already, or if each device has its own model.
+      one is missing, devices may fall out of step. That is an error where JAX
+      tracks what varies, under `shard_map` with `check_vma=True`. Elsewhere,
+      under `pmap` and with `check_vma=False`, None gives a `WiringWarning`.
+      Pass () there if gradients are the same on all devices already, or if each
+      device has its own model.
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged after the check. They keep their dtype, so float16 gradients
       travel as float16. Devices also decide together over these axes. Each
@@ -97,8 +96,8 @@ def loss_scaling(
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S; from `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if no axis has that name,
-      if leaves go around the optimizer without `params`, or, where JAX tracks
-      what varies by device, if devices that share an S could decide
+      if leaves go around the optimizer but `params` are missing, or, where JAX
+      tracks what varies by device, if devices that share an S could decide
       differently, or if the gradients to average are already reduced.
 
   Warns:
@@ -130,7 +129,7 @@ def loss_scaling(
     requirements.check_rule("rule", rule)
   requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
-  # If gradients are averaged over devices, none of these may skip alone.
+  # If gradients are averaged over devices, no device may skip alone.
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
@@ -305,10 +304,10 @@ def move(
     moved,
     state,
   )
-  # In float32, as it is stored. A rule may compute it in another dtype.
+  # In float32, as in the state. A rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # Users may write rules. An S that is 0, subnormal, inf or NaN would silently
-  # end the training, so the previous state is held instead.
+  # A user may write the rule. An S that is 0, subnormal, inf or NaN would
+  # silently end the training, so the previous state is held instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   held = skipping.select(~is_usable, state, moved)
   # A damaged checkpoint may also hold such an S. The rest of the rule's state

@@ -26,11 +26,10 @@ def loss_scale_metrics(
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
     the share of all steps that were skipped. `inf` is True if a gradient was
-    infinite and none was NaN. If both are False, an overflow was saturated or
-    the caller's. `headroom` is how many times S could still have doubled, in
-    bits. It refers to float16, unless the check names another dtype or the
-    gradients have one that is as narrow. `LossScalingState` explains the
-    others.
+    infinite and none was NaN. An overflow with neither was saturated, or the
+    caller's. `headroom` is how many times S could still have doubled, in bits.
+    It refers to float16, unless the check names another dtype or the gradients
+    have one as narrow. `LossScalingState` explains the others.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.

@@ -26,8 +26,7 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
   """Records the origin of a tree's gradients; `passed` may be a number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
     scale = float(passed)  # As an array it would be a tracer under jit.
-  # A tracer must not outlive its trace, and an S must not keep all earlier
-  # ones.
+  # A tracer must not outlive its trace, nor an S keep all earlier ones alive.
   is_weak = kind == "next" or isinstance(scale, jax.core.Tracer)
   get_scale = weakref.ref(scale) if is_weak else lambda: scale
   for x in filter(leaves.is_gradient, jax.tree.leaves(tree)):
@@ -39,9 +38,9 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 def check_update(
   gradients: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
 ) -> None:
-  """Warns if `update` gets gradients that it should not get."""
+  """Warns if `update` gets gradients with the wrong origin."""
   kind, used = _origin(gradients)
-  # A step that makes the gradients keeps a number once it is compiled.
+  # Once compiled, a step that makes the gradients keeps a number for ever.
   traced = [
     any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
     for tree in (gradients, loss_scale, used)
@@ -75,7 +74,7 @@ def check_update(
 
 
 def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
-  """Warns if the gradients were scaled by another S than `unscale` gets."""
+  """Warns if `unscale` gets another S than the gradients were scaled by."""
   if _is_another(_origin(gradients)[1], loss_scale):
     wiring.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
@@ -102,7 +101,7 @@ def _is_another(used: Any, loss_scale: Any) -> bool:
 def _equal(x: Any, y: Any) -> bool | None:
   """Returns whether two scales are equal; None if that cannot be known."""
   try:
-    # On the host. A program that forbids transfers means those of its steps.
+    # On the host. A user's transfer guard is meant for the steps.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
   except Exception:  # Traced, donated, or on other hosts.

@@ -83,8 +83,8 @@ def check_check(check: Any) -> None:
 
 def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state does not hold a usable S."""
-  # The first S is a known constant, even while `init` is being traced. A
-  # program that forbids transfers means those of its steps.
+  # The first S is a known constant, even while `init` is being traced. A user's
+  # transfer guard is meant for the steps.
   with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
     state = rule.init()
     loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)
@@ -208,7 +208,7 @@ _AROUND = {
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
-# The trees that may hold states beside each other.
+# The trees that may hold states side by side.
 _OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
 
 
@@ -226,7 +226,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if states.is_state(node) or not states.find_states(node):
     return
   kind, shapes = type(node), _shapes(node)
-  # A mask that leaves nothing out is harmless; most states show this.
+  # A mask that leaves nothing out is harmless, and most states reveal that.
   may_mask = None in shapes or shapes <= {()}
   if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
     yield _AROUND[kind].format(_at(path))

@@ -27,10 +27,10 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     return scale_cotangent(layer(params, x), factor)
 
   The product is formed in float32 at least and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. The result of undoing it must
-  fit: undo it on float32 parameters before they are cast to float16. Between
-  two float16 layers use one call for both, with the lower layer's factor
-  divided by the upper one's.
+  `x`, so the factor itself need not fit float16. Once it is undone, the result
+  must fit again, so undo it on float32 parameters, before they are cast to
+  float16. Between two float16 layers use one call for both, with the lower
+  layer's factor divided by the upper one's.
 
   A cotangent of inf or NaN stays inf or NaN. A saturated one, of 65504,
   changes: once it has been multiplied, no check of gradients sees it, but a
@@ -41,8 +41,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   inside the loss, such as a gradient penalty.
 
   Args:
-    x: an array or a pytree. Leaves that are not floating or complex pass
-      through.
+    x: an array or a pytree. Leaves that are not floating or complex are kept.
     scale: a number, or a real scalar array, which may be traced. It is not
       differentiated, so its own gradient is 0. Powers of two are exact.
 
@@ -106,7 +105,7 @@ def _scale_tangent(
   wide = tangent.astype(leaves.at_least_float32(tangent.dtype))
   factor = jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)
   if jnp.iscomplexobj(wide):
-    # By parts, since multiplying by a complex scale would give inf * 0, a NaN.
+    # By parts, since multiplying by a complex scale would make inf * 0 = NaN.
     wide = jax.lax.complex(wide.real * factor, wide.imag * factor)
   else:
     wide = wide * factor

@@ -18,8 +18,7 @@ from optax_lossscale._rules import loss_scales
 # The types of S itself, which may be passed instead of a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
-# Orbax and flax.serialization return plain dicts and lists unless they get a
-# target.
+# Orbax and flax.serialization return plain dicts and lists without a target.
 RESTORE = (
   "a checkpoint must be restored into the structure of the optimizer's state, "
   "with tx.init(params) as its target"
@@ -38,8 +37,8 @@ class LossScalingState(NamedTuple):
     overflow: bool[], True if the last step's gradients were not usable, or if
       micro-batches whose gradients were not usable were left out of them.
     nan: bool[], True if one of the gradients was NaN, which a backward pass
-      also makes out of inf. An overflow without it is inf, saturation, or the
-      caller's flag.
+      also makes out of inf. An overflow without NaN means inf, saturation, or
+      the caller's flag.
     skipped: bool[], True if the last step was skipped.
     stalled: bool[], True if S could not follow the last step. Either the step
       overflowed with S at the rule's floor, with an S that never moves, or
@@ -55,8 +54,8 @@ class LossScalingState(NamedTuple):
       gradients are not narrow.
     applied_steps: int32[], steps on which the inner optimizer ran.
     skipped_steps: int32[], steps on which only the loss scale moved.
-    consecutive_skips: int32[], how many skipped steps in a row led up to now; 0
-      if the last step was applied.
+    consecutive_skips: int32[], skipped steps in a row up to the last step; 0 if
+      that one was applied.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -176,8 +175,8 @@ def get_loss_scale(
 
   Raises:
     TypeError: if a scale is passed that is not a number.
-    ValueError: if there is no scale, if there are several and no path, or if an
-      unusable scale is passed that is not traced. A scale in a state is
+    ValueError: if there is no scale, if there are several and no path, or if a
+      concrete scale is passed that is not usable. A scale in a state is
       returned unchecked; `update` handles an unusable one.
 
   Examples:
@@ -198,7 +197,7 @@ def get_loss_scale(
         f"{opt_state.shape}."
       )
     if not isinstance(opt_state, jax.core.Tracer):
-      # A program that forbids transfers means those of its data.
+      # A user's transfer guard is meant for data, not for this scalar.
       with jax.transfer_guard("allow"):
         arguments.check_scale("loss scale", opt_state)
     return jnp.asarray(opt_state, jnp.float32)
@@ -217,8 +216,8 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it.
 
   If a state is an array while a function is being traced, the function has
-  closed over it. Compiled, it keeps that S while the wrapper's moves on. JAX
-  does not distinguish jit from an eager scan, which also compiles its body.
+  closed over it. Once compiled, it keeps that S while the wrapper's S moves on.
+  JAX does not distinguish jit from an eager scan, which also compiles its body.
   """
   state = find_state(opt_state, path)
   if not jax.tree.leaves(state.loss_scale_state):
@@ -260,7 +259,7 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   except Exception as error:  # A computed S may require anything of its leaves.
     raise TypeError(
       "the state of `rule` must hold S as a leaf, where it can be set, got a "
-      f"{type(rule_state).__name__} whose `loss_scale` is none of its leaves; "
+      f"{type(rule_state).__name__} whose `loss_scale` is not a leaf of it; "
       f"store S itself in it, and {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
