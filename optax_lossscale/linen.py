@@ -105,7 +105,7 @@ class TrainState(train_state.TrainState):
     Raises:
       ValueError: if `tx` holds no `loss_scaling` or several, if
         `optax.MultiSteps` is around it, or if `params` has FP8's collection and
-        another besides "params", which would not be trained.
+        one besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
@@ -252,7 +252,7 @@ def _check_fields(
       raise TypeError(
         f"`{method}` of {type(state).__name__} takes new values for "
         f"{', '.join(allowed) or 'no field'}, got `{name}`. A subclass adds "
-        "fields; for an argument of tx.update, pass apply_gradients "
+        "fields; arguments of tx.update go to apply_gradients as "
         f"extra_args={{'{name}': ...}}."
       )
 

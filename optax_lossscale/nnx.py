@@ -193,7 +193,7 @@ def select_on_skip(
   before anyone knows that the gradients will overflow. An inf in a running
   variance would stay forever. Put the whole step into one `with` block: the
   loss, the optimizer's update and anything that follows from it, such as a
-  moving average of the parameters. On a skip each variable of `nodes` gets its
+  moving average of the parameters. On a skip, each variable of `nodes` gets its
   old value back at the end of the block, bit for bit. This is a `jnp.where`, so
   it works under `nnx.jit` and `nnx.scan`.
 
@@ -276,8 +276,8 @@ def check_step(
   objects change. `optimizer.step` may count skipped steps, as it does in Flax.
 
   Args:
-    step: the train step, which changes its arguments in place. A value that it
-      returns counts as the next value of another argument that looks like it.
+    step: the train step, which changes its arguments in place. A returned value
+      that looks like another argument counts as its next value.
     *args: its arguments, including an `nnx.Optimizer` with `loss_scaling`.
     may_change: as in `instruments.check_step`, such as "model/dropout/*".
     **kwargs: keyword arguments of the step.
@@ -334,7 +334,7 @@ def check_step(
 def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns the parts that a step may change, by argument and path.
 
-  An optimizer's state is one part, with the types by which loss scaling is
+  An optimizer's state is one part. It keeps the types by which loss scaling is
   found. Sown values are left out, since they only report.
   """
   parts: dict[tuple[Any, ...], Any] = {
@@ -354,7 +354,7 @@ def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _find_state(
   optimizer: nnx.Optimizer[Any], path: str | None
 ) -> states.LossScalingState:
-  """Returns the loss scaling's state in an optimizer, as plain arrays."""
+  """Returns the state of loss scaling in an optimizer, as plain arrays."""
   if not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
       f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "

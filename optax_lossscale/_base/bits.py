@@ -68,8 +68,8 @@ def _unsigned(dtype: Any) -> np.dtype[Any]:
 def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
-  It could on any mesh of several devices, even of devices that this machine
-  does not have. On a mesh of one device, only its type may forbid reshaping.
+  It could on any mesh of several devices, even if this machine lacks them. On a
+  mesh of one device, only the axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -96,8 +96,8 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   small: list[jax.Array] = []
   maxima: list[jax.Array] = []
-  # One of the maxima so far. The next array's reduction takes it in, and so
-  # waits for it. XLA would keep the first maxima of all arrays at once.
+  # One of the maxima so far. The next array's reduction takes it in and so
+  # waits for it. Otherwise XLA would keep all first maxima at once.
   so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):
     if together[0].size < _SMALL:

@@ -118,7 +118,7 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def widen(tree: Any) -> Any:
-  """Returns a tree whose real leaves below float32 are float32.
+  """Returns a tree with real leaves narrower than float32 widened to it.
 
   An optimizer that computes in float16 squares its gradients to 0 or inf.
   """

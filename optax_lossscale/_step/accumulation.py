@@ -82,7 +82,7 @@ def accumulated_value_and_grad(
       number or array, where any non-zero entry is an overflow.
     axis_name: a mapped axis, or several, over which devices decide together
       about each micro-batch. Needed if `shard_map` shards the parameters.
-    mask: as in `loss_scaling`, for the arguments of `argnums`.
+    mask: as in `loss_scaling`, for the arguments in `argnums`.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -244,7 +244,7 @@ def _scan(
   batches: Any,
   microbatches: int,
 ) -> tuple[_Carry, _Outcome]:
-  """Scans like `lax.scan`, but outside jit in a loop that is not compiled."""
+  """Scans like `lax.scan`, but outside jit uses a loop that is not compiled."""
   if interpreter.is_staged():
     end: tuple[_Carry, _Outcome] = lax.scan(
       take_next, carry, batches, microbatches

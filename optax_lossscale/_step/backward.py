@@ -78,8 +78,8 @@ def scaled_value_and_grad(
       something else, as jax.grad does.
 
   Warns:
-    WiringWarning: if `opt_state` shows something around `loss_scaling` that
-      belongs inside it, such as a neighbour in a chain that holds arrays.
+    WiringWarning: if `opt_state` has a state around `loss_scaling` that belongs
+      inside, such as a neighbour in a chain that holds arrays.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -284,7 +284,7 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises now for arguments that would otherwise fail in the first step."""
+  """Raises right away for arguments that would fail in the first step."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:

@@ -20,7 +20,7 @@ from optax_lossscale._base.arguments import shown
 def pmean_gradients(
   axis_name: Hashable | Sequence[Hashable],
 ) -> optax.GradientTransformation:
-  """Returns a transformation that averages gradients, to go first in `inner`.
+  """Averages gradients over devices, as the first transformation in `inner`.
 
   Each device then checks its own scaled gradients, where an overflow still
   shows. The devices agree on the flag, and average in float32 after unscaling.
@@ -88,7 +88,7 @@ def make_varying(
 
   Args:
     tree: parameters, or any pytree. Arrays of any dtype and random keys are
-      marked, other leaves pass through.
+      marked; other leaves pass through.
     axis_name: the mapped axis, or several in a tuple or list.
 
   Returns:

@@ -168,7 +168,7 @@ def to_float32(value: Any) -> jax.Array:
 def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   """Returns the combined finding of all devices along the named axes.
 
-  It takes one maximum over integers, which keeps NaN. One over floats drops it.
+  It takes one maximum over integers, since a maximum over floats drops NaN.
   """
   # 2 for an overflow, 1 for a dropped one, so that the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)

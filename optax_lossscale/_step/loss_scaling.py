@@ -75,8 +75,8 @@ def loss_scaling(
     mask: True for the leaves that are gradients: a tree of bools whose
       structure is a prefix of the parameters', or a function from the
       parameters to one. The other leaves go around the wrapper and the
-      optimizer. `update` returns their next values: those passed in, or on a
-      skip the old ones. By default they are the leaves of Flax's
+      optimizer. `update` returns their next values: those passed in, or the old
+      ones on a skip. By default they are the leaves of Flax's
       `_overwrite_with_gradient` collection.
 
   Returns:
@@ -94,17 +94,17 @@ def loss_scaling(
       from `init`, if the rule's state has no float32[] `loss_scale`; from
       `update`, if `overflow` is passed under another name.
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
-      rule starts with an unusable S; from `update`, if an argument, or a result
+      rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if no axis has that name,
-      if leaves go around the optimizer but `params` are missing, or, where JAX
-      tracks what varies by device, if devices that share an S could decide
+      or if leaves go around the optimizer but `params` are missing. Where JAX
+      tracks what varies by device, also if devices that share an S could decide
       differently, or if the gradients to average are already reduced.
 
   Warns:
     WiringWarning: from `init`, if parameters in float16 have no master weights;
       from `update`, while it is traced, if the gradients come from `unscale`,
-      were scaled by another S, or leave out micro-batches without `overflow=`,
-      or if no axis is named where devices may fall out of step.
+      were scaled by another S, or leave out micro-batches but `overflow` is not
+      passed, or if no axis is named where devices may fall out of step.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -306,7 +306,7 @@ def move(
   )
   # In float32, as in the state. A rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # A user may write the rule. An S that is 0, subnormal, inf or NaN would
+  # A user's rule may return an S that is 0, subnormal, inf or NaN. That would
   # silently end the training, so the previous state is held instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   held = skipping.select(~is_usable, state, moved)

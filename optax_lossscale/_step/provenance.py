@@ -1,4 +1,4 @@
-"""The origin of gradients: recorded beside them, and looked up by `update`.
+"""Records the origin of gradients, which `update` and `unscale` then check.
 
 The gradients are plain arrays, so nothing in them says which S scaled them. A
 table beside them does, for as long as they live. A jitted function returns new

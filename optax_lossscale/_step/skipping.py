@@ -23,9 +23,9 @@ def update_unless(
   choose = functools.partial(_choose, skipped)
   # The only place that decides how the inner optimizer runs. Under jit, scan
   # and the like, each value of the new state is selected where it is defined,
-  # so that the state is not kept twice. Eagerly that would free nothing sooner
-  # and cost time, so the select comes after the update. Both give the same
-  # bits. Under jit the inner optimizer must be pure, as jit requires anyway.
+  # so that the state is not kept twice. In eager mode that frees nothing sooner
+  # and costs time, so the select comes after the update. Both give the same
+  # bits. Under jit the inner optimizer must be pure, as jit itself requires.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose

@@ -90,8 +90,8 @@ class LossScalingState(NamedTuple):
     """float32[], how many times S could still have doubled, in bits.
 
     It is -log2(used), so 126 at most; NaN if `nan` or before the first step;
-    -inf if amax is inf. Below 0 the gradients do not fit float16, and the check
-    does not name the dtype that they were computed in.
+    -inf if amax is inf. A negative value means that the gradients do not fit
+    float16, and that the check does not name the dtype they were computed in.
     """
     # Not kept in the state, where its NaN would trip jax_debug_nans.
     used = jnp.asarray(self.used)
