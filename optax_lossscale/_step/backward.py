@@ -155,8 +155,8 @@ def unscale(
   """Returns the gradients divided by S, in float32 at least.
 
   Use it for gradients outside the wrapper, for example to log their norm or to
-  pass them to a line search as `grad=`. `update` takes them scaled, so call
-  `unscale` before it, with the `opt_state` that they were scaled with.
+  pass them to a line search as `grad=`. `update` takes scaled gradients, so
+  call `unscale` before it, with the `opt_state` that scaled them.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
@@ -239,7 +239,7 @@ def at_scale(
     try:
       result = differentiated(*args, **kwargs)
     except TypeError as error:
-      # JAX refuses such leaves before it calls `fun`. Other errors pass.
+      # JAX refuses such leaves before calling `fun`. Other errors pass through.
       if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
         numbers = arguments.argnums_as_tuple(argnums)
         for i, x in enumerate(args):
@@ -343,8 +343,8 @@ def _inf_where_unusable(
   """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  # 2**127 is the largest power of two, so bfloat16 passes. An S above its
-  # largest value becomes inf in it, which shows anyway.
+  # Not compared with float32's maximum, so that bfloat16 passes. An S above
+  # bfloat16's maximum becomes inf in it, which shows anyway.
   if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
   # The subnormals of a dtype are whole multiples of the smallest one.

@@ -74,10 +74,10 @@ def saturated(dtype: Any = None) -> Check:
   value; NaN and inf count as well. True values between 65488 and 65520 also
   round to 65504. Such a false alarm costs one step.
 
-  With Flax's FP8 layers, pass the dtype of the gradients in the computation,
-  not a float8 dtype. No check of gradients sees an inf or a saturated value
-  that such a layer receives, because the layer clips it to the largest amax of
-  the previous steps. NaN passes through. The first entry of the layer's new
+  With Flax's FP8 layers, pass the dtype that the gradients are computed in, not
+  a float8 one. No check of gradients sees an inf or a saturated value that such
+  a layer receives, because the layer clips it to the largest amax of the
+  previous steps. NaN passes through. The first entry of the layer's new
   `output_grad_amax_history` shows all of these values, so a flag computed from
   it can be passed to `update` as `overflow=`.
 

@@ -101,7 +101,7 @@ def _is_another(used: Any, loss_scale: Any) -> bool:
 def _equal(x: Any, y: Any) -> bool | None:
   """Returns whether two scales are equal; None if that cannot be known."""
   try:
-    # On the host. A user's transfer guard is meant for the steps.
+    # On the host. A user's transfer guard is meant for the steps, not for this.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
   except Exception:  # Traced, donated, or on other hosts.

@@ -84,7 +84,7 @@ def check_check(check: Any) -> None:
 def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state does not hold a usable S."""
   # The first S is a known constant, even while `init` is being traced. A user's
-  # transfer guard is meant for the steps.
+  # transfer guard is meant for the steps, not for this.
   with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
     state = rule.init()
     loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)

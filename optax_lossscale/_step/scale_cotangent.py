@@ -27,8 +27,8 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     return scale_cotangent(layer(params, x), factor)
 
   The product is formed in float32 at least and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. Once it is undone, the result
-  must fit again, so undo it on float32 parameters, before they are cast to
+  `x`, so the factor itself need not fit float16. The result of undoing it must
+  fit as well, so undo it on float32 parameters, before they are cast to
   float16. Between two float16 layers use one call for both, with the lower
   layer's factor divided by the upper one's.
 

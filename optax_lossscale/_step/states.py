@@ -87,7 +87,7 @@ class LossScalingState(NamedTuple):
 
   @property
   def headroom(self) -> jax.Array:
-    """float32[], how many times S could still have doubled, in bits.
+    """float32[], how many more times S could have doubled: headroom in bits.
 
     It is -log2(used), so 126 at most; NaN if `nan` or before the first step;
     -inf if amax is inf. A negative value means that the gradients do not fit

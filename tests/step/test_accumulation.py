@@ -642,7 +642,7 @@ def call(batch=BATCH, **options):
     (
       {"batch": {"x": BATCH, "rate": 0.5}},
       ValueError,
-      r"a scalar as argument 1\['rate'\]; give `batch_argnums`",
+      r"a scalar as argument 1\['rate'\]; name the arguments",
     ),
     ({"batch_argnums": 0}, ValueError, "other arguments than `argnums`, got 0"),
     (
