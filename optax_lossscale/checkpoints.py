@@ -1,4 +1,4 @@
-"""Checkpoints from before loss scaling was there, and for after it is gone."""
+"""Checkpoints from before loss scaling was added, or for after its removal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,20 +19,20 @@ _NOTHING = object()
 def without_loss_scaling(opt_state: optax.OptState) -> Any:
   """Returns the state of the same optimizer without loss scaling.
 
-  It undoes `with_loss_scaling`, where the example of both is. Training goes on
-  without it, in bfloat16 say, and the optimizer keeps its moments and counts.
-  It is also what a checkpoint from before loss scaling holds, so it serves as
-  the target to restore one into; but where parameters are narrower than
+  It undoes `with_loss_scaling`, whose example shows both. Training can continue
+  without loss scaling, in bfloat16 say, and the optimizer keeps its moments and
+  counts. The result has the structure of a checkpoint from before loss scaling,
+  so it can be the target to restore one into. If parameters are narrower than
   float32, or some go around the wrapper, the bare optimizer's state may differ,
-  and its own target is jax.eval_shape(inner.init, params).
+  so use jax.eval_shape(inner.init, params) as the target.
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
       pytree around it, of arrays or of `jax.ShapeDtypeStruct`.
 
   Returns:
-    The same pytree with the inner state in the place of each
-    `LossScalingState`. The arrays are the same ones.
+    The same pytree with each `LossScalingState` replaced by its inner state.
+    The arrays are not copied.
 
   Raises:
     ValueError: if there is no `LossScalingState`.
@@ -46,25 +46,25 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
 
 
 def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
-  """Returns the state of an optimizer that has been wrapped since.
+  """Wraps an optimizer state that was made before loss scaling was added.
 
-  A checkpoint from before loss scaling goes on with its moments and counts.
-  Everything is checked, since Orbax and others restore arrays of other shapes
-  without a word.
+  Training continues from an old checkpoint with its moments and counts.
+  Everything is checked, since Orbax and others silently restore arrays of other
+  shapes.
 
   Args:
     bare_state: the state of the optimizer without loss scaling, or any pytree
       around it, in its own structure.
     opt_state: the same pytree with loss scaling in it: what `tx.init(params)`
-      returns, or a state whose S is to go on.
+      returns, or a state whose S should be kept.
 
   Returns:
     `opt_state` with all values of `bare_state`. Only the loss scale, the last
-    step's flags and the wrapper's counts are those of `opt_state`. Where the
-    wrapper's state is float32 and the bare one narrower, as with float16
-    parameters, it is widened, which is exact. What the bare optimizer had for
-    Flax's `_overwrite_with_gradient` collection, which goes around the wrapped
-    one, is left out.
+    step's flags and the wrapper's counts are those of `opt_state`. A bare state
+    that is narrower than the wrapper's float32, as with float16 parameters, is
+    widened, which is exact. The bare optimizer's state for Flax's
+    `_overwrite_with_gradient` collection is left out, since that collection
+    goes around the wrapped optimizer.
 
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
@@ -110,11 +110,11 @@ def _fill(
     and isinstance(expected, optax.MaskedNode)
     and leaves.overwrites(path)
   ):
-    # It goes around the optimizer from now on, and has no state in it.
+    # This leaf now goes around the optimizer, and has no state in it.
     return expected
   if type(expected) is not type(got):
     raise _mismatch(expected, got, path)
-  # What is static in a node, such as the `tx` of a TrainState, is no part of a
+  # Static fields of a node, such as the `tx` of a TrainState, are not part of a
   # checkpoint: `expected` keeps its own.
   structure, children = _open(expected)
   _, got_children = _open(got)
@@ -143,11 +143,11 @@ def _fill_leaf(
     return got
   if not _is_array(got) or np.shape(expected) != np.shape(got):
     raise _mismatch(expected, got, path)
-  # Of `got` as it is: a NumPy array may lose bits when it becomes JAX's.
+  # Before `got` is converted: a NumPy array may lose bits as a JAX array.
   wanted, dtype = _dtype(expected), _dtype(got)
   if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got
-  # The wrapper lets an optimizer compute in float32, and so goes its state on.
+  # The wrapper runs the optimizer in float32, so its state is widened as well.
   is_float = jnp.issubdtype(dtype, jnp.floating)
   if not (is_inner and is_float and leaves.at_least_float32(dtype) == wanted):
     raise _mismatch(expected, got, path)
@@ -198,7 +198,7 @@ def _name(place: str) -> str:
 
 
 def _describe(node: Any) -> str:
-  """Returns what a node of a pytree is, without what is in it."""
+  """Describes a node of a pytree, without its contents."""
   if node is _NOTHING:
     return "nothing"
   if node is None:

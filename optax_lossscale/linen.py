@@ -1,4 +1,4 @@
-"""Flax Linen: a train state of which a skipped step changes nothing."""
+"""Flax Linen: a train state that a skipped step leaves unchanged."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -19,33 +19,33 @@ from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
-# The fields that a step makes itself.
+# The fields that a step sets itself.
 _OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
 
 
 class TrainState(train_state.TrainState):
   """Flax's train state, for an optimizer that holds `loss_scaling`.
 
-  A model trains more than its parameters: batch statistics, a moving average, a
-  random key. If any of them moves on a step whose gradients overflowed, it
-  takes in values that are not finite, or falls out of step with the rest. Here
-  all of them move or stay together, bit for bit, and `step` counts the steps on
-  which they moved.
+  Training changes more than the parameters: batch statistics, a moving average,
+  a random key. If any of them moves on a step whose gradients overflowed, it
+  takes in non-finite values, or falls out of step with the rest. Here all of
+  them move or stay together, bit for bit, and `step` counts the steps on which
+  they moved.
 
-  As with Flax's own, a subclass adds fields. They are given to `create`, and
-  their new values to `apply_gradients` or `replace_if_applied`.
+  As with Flax's own train state, a subclass adds fields. Pass them to `create`,
+  and their new values to `apply_gradients` or `replace_if_applied`.
 
-  What `mask` of `loss_scaling` leaves out is not known here and would be added
-  to the parameters; FP8's `_overwrite_with_gradient` collection is, and is
-  stored.
+  The train state does not know the `mask` of `loss_scaling`, and would add the
+  next values of masked leaves to the parameters. It does know FP8's
+  `_overwrite_with_gradient` collection, and stores its new values.
 
   Attributes:
-    step: int32[], applied steps. With `optax.MultiSteps` inside of
-      `loss_scaling` these are micro-batches.
-    apply_fn: usually `model.apply`; no part of the pytree.
+    step: int32[], applied steps. With `optax.MultiSteps` inside `loss_scaling`
+      these are micro-batches.
+    apply_fn: usually `model.apply`; not part of the pytree.
     params: what the loss is differentiated with respect to.
-    tx: the optimizer; no part of the pytree.
-    opt_state: its state, for `scaled_value_and_grad`.
+    tx: the optimizer; not part of the pytree.
+    opt_state: the optimizer's state, for `scaled_value_and_grad`.
     attempts: int32[], all steps, applied and skipped.
 
   Examples:
@@ -93,20 +93,20 @@ class TrainState(train_state.TrainState):
   ) -> Self:
     """Returns the state before the first step.
 
-    All numbers in it become arrays, so that the first step compiles for all.
+    All numbers in it become arrays, so that the step compiles only once.
 
     Args:
       apply_fn: usually `model.apply`.
-      params: a pytree; with FP8 layers a dict of the collections "params", for
+      params: a pytree; with FP8 layers, a dict of the collections "params", for
         the optimizer, and "_overwrite_with_gradient".
       tx: an optimizer that holds `loss_scaling` once, at any depth.
       **kwargs: the fields that a subclass adds.
 
     Raises:
-      ValueError: if `tx` holds no `loss_scaling`, or several, or has
-        `optax.MultiSteps` around it, or if beside FP8's collection `params` has
-        another than "params", which would not be trained.
-      TypeError: if `tx` is no optimizer, or a field is missing or unknown.
+      ValueError: if `tx` holds no `loss_scaling` or several, if
+        `optax.MultiSteps` is around it, or if `params` has FP8's collection and
+        one besides "params", which would not be trained.
+      TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
     expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
@@ -139,7 +139,7 @@ class TrainState(train_state.TrainState):
 
   @property
   def skipped(self) -> jax.Array:
-    """bool[], whether the last step was skipped."""
+    """bool[], True if the last step was skipped."""
     return states.find_state(self.opt_state).skipped
 
   def apply_gradients(
@@ -152,13 +152,13 @@ class TrainState(train_state.TrainState):
     """Returns the state after a step, which is applied or skipped.
 
     Args:
-      grads: the scaled gradients of `params`, as `scaled_value_and_grad` of
-        `opt_state` returns them.
-      extra_args: what `tx.update` is to be given by name: `overflow`, `amax`,
-        or what the optimizer takes, such as `value`.
+      grads: the scaled gradients of `params` that `scaled_value_and_grad`
+        returned for `opt_state`.
+      extra_args: keyword arguments for `tx.update`: `overflow`, `amax`, or
+        those of the optimizer, such as `value`.
       **kwargs: new values for fields that a subclass adds, pytrees of arrays.
-        On a skip these fields keep their old values. What depends on the new
-        parameters goes to `replace_if_applied` afterwards.
+        On a skip these fields keep their old values. Pass values that depend on
+        the new parameters to `replace_if_applied` afterwards.
 
     Returns:
       A state with the structure and the dtypes of this one.
@@ -166,7 +166,7 @@ class TrainState(train_state.TrainState):
     Raises:
       TypeError: if a name in `kwargs` is not that of such a field.
       ValueError: if a new value differs from the old one in structure or shape,
-        or if `params` has FP8's collection and `grads` has not.
+        or if only one of `params` and `grads` has FP8's collection.
     """
     _check_fields(self, "apply_gradients", kwargs, _OWN_FIELDS)
     if _has_fp8(grads) != _has_fp8(self.params):
@@ -185,7 +185,7 @@ class TrainState(train_state.TrainState):
     params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
       collection = fp8_ops.OVERWRITE_WITH_GRADIENT
-      # What differentiation returns for it are the next values themselves.
+      # Differentiation returns the next values of this collection.
       overwrite = {"params": params, collection: grads[collection]}
       params = core.copy(self.params, overwrite)
     attempted: Self = self.replace(
@@ -195,10 +195,10 @@ class TrainState(train_state.TrainState):
     return attempted._select(step=step, params=params, **kwargs)
 
   def replace_if_applied(self, **kwargs: Any) -> Self:
-    """Returns the state with new values, or as it is after a skipped step.
+    """Returns the state with new values, or unchanged after a skipped step.
 
-    For what is made of the new parameters, such as the moving average in the
-    example of the class.
+    Use it for values that depend on the new parameters, such as the moving
+    average in the example of the class.
 
     Args:
       **kwargs: new values for fields, pytrees of arrays.
@@ -223,9 +223,9 @@ class TrainState(train_state.TrainState):
 
 
 def _optimized(tree: Any) -> Any:
-  """Returns the part of parameters or gradients that the optimizer is given.
+  """Returns the part of parameters or gradients that the optimizer gets.
 
-  It is that of Flax's own train state, so the state of the optimizer is too.
+  Flax's own train state passes the same part, so the two states are alike.
   """
   return tree["params"] if _has_fp8(tree) else tree
 
@@ -235,7 +235,7 @@ def _has_fp8(tree: Any) -> bool:
 
 
 def _static_fields(state: Any) -> set[str]:
-  """Returns the fields that are no part of the pytree, as Flax marks them."""
+  """Returns the fields that Flax marks as not part of the pytree."""
   fields = dataclasses.fields(state)
   return {x.name for x in fields if not x.metadata.get("pytree_node", True)}
 
@@ -243,7 +243,7 @@ def _static_fields(state: Any) -> set[str]:
 def _check_fields(
   state: TrainState, method: str, new: Any, own: Any = frozenset()
 ) -> None:
-  """Raises if a name is not that of a field which a skip could keep."""
+  """Raises if a name is not that of a field that a skip can keep."""
   names = [field.name for field in dataclasses.fields(state)]
   excluded = _static_fields(state) | own
   allowed = [name for name in names if name not in excluded]
@@ -252,13 +252,13 @@ def _check_fields(
       raise TypeError(
         f"`{method}` of {type(state).__name__} takes new values for "
         f"{', '.join(allowed) or 'no field'}, got `{name}`. A subclass adds "
-        "fields; what tx.update is to be given goes to apply_gradients as "
+        "fields; arguments of tx.update go to apply_gradients as "
         f"extra_args={{'{name}': ...}}."
       )
 
 
 def _check_opt_state(opt_state: Any) -> None:
-  """Raises if an optimizer's state is not of one that a step could use."""
+  """Raises if an optimizer's state is not one that a step could use."""
   paths = list(states.find_states(opt_state))
   if not paths:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Flax NNX: loss scaling beside `nnx.Optimizer`, which works as it is."""
+"""Flax NNX: loss scaling with an unmodified `nnx.Optimizer`."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -33,19 +33,19 @@ def scaled_value_and_grad(
   *,
   path: str | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function for the loss and its *scaled* gradients.
+  """Returns a function that computes the loss and its *scaled* gradients.
 
-  It is `nnx.value_and_grad` of S times `fun`, but the value is that of `fun`.
-  The gradients stay scaled: hand them to `optimizer.update`. What `fun` changes
-  in the model (batch statistics, counts of random keys) is changed afterwards,
-  also where the step is then skipped; see `select_on_skip`.
+  It differentiates S times `fun` as `nnx.value_and_grad` does, but returns the
+  true value. Pass the scaled gradients to `optimizer.update`. The changes that
+  `fun` makes to the model (batch statistics, counts of random keys) remain,
+  even if the step is then skipped; see `select_on_skip`.
 
-  S is the optimizer's at the time of the call, so the function that is returned
-  can be kept. Under `nnx.jit` the optimizer is an argument of what is jitted.
+  S is read from the optimizer at each call, so the returned function can be
+  kept. Under `nnx.jit`, make the optimizer an argument of the jitted function.
 
   Args:
-    fun: a function of a model and more, that returns a real scalar, or
-      `(loss, aux)` with `has_aux`.
+    fun: a function of a model and other arguments that returns a real scalar,
+      or `(loss, aux)` with `has_aux`.
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
     argnums: what to differentiate with respect to, as in `nnx.value_and_grad`;
       None for the variables of the first argument that the optimizer updates.
@@ -57,8 +57,8 @@ def scaled_value_and_grad(
     `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
 
   Raises:
-    TypeError: if `optimizer` is no `nnx.Optimizer`; when called, if `fun` does
-      not return a floating-point scalar.
+    TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
+      does not return a floating-point scalar.
     ValueError: if the optimizer holds no scale, or several and no path; when
       called, if a function being traced has closed over the optimizer and would
       keep its S, or, with `argnums` None, if the first argument holds nothing
@@ -86,11 +86,11 @@ def scaled_value_and_grad(
   _find_state(optimizer, path)  # Raises now rather than in the first step.
   requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
-  # What `argnums` may hold, a DiffState, has no meaning to Flax's tree mode.
+  # Flax's tree mode does not accept a DiffState, which `argnums` may hold.
   differentiate = functools.partial(
     nnx.value_and_grad, argnums=chosen, graph=True, graph_updates=True
   )
-  # Flax refuses a bound method, which our function around it would hide.
+  # Flax refuses a bound method, which the wrapper below would hide.
   nnx.value_and_grad(fun)
 
   @functools.wraps(fun)
@@ -116,18 +116,18 @@ def autocast(
   """Returns `fun` in mixed precision, for a function of NNX objects.
 
   It is `optax_lossscale.autocast` for models that a forward pass changes. The
-  changes that `fun` makes to its arguments remain, with the dtypes that they
-  have without autocast: batch statistics, counts of random keys, sown values.
-  Pass the result to `scaled_value_and_grad` or `nnx.jit`. As there, each model
-  must be an argument, unless `fun` only reads it; if `fun` is a model, or a
-  method of one, that model counts as an argument.
+  changes that `fun` makes to its arguments (batch statistics, counts of random
+  keys, sown values) remain, in the dtypes that they have without autocast. Pass
+  the result to `scaled_value_and_grad` or `nnx.jit`. As there, each model must
+  be an argument, unless `fun` only reads it. If `fun` is a model, or a method
+  of one, that model counts as an argument.
 
   Args:
-    fun: a function of NNX objects and more, such as a loss function; a model.
-    level: as in `optax_lossscale.autocast`, like what follows.
+    fun: a function of NNX objects, such as a loss function, or a model.
+    level: as in `optax_lossscale.autocast`, like the arguments below.
     dtype: the low precision, float16 or bfloat16.
     overrides: dtypes by scope; NNX records those of `jax.named_scope`.
-    operations: edits the lists of the level.
+    operations: edits to the lists of the level.
 
   Returns:
     A function with the arguments of `fun`.
@@ -155,7 +155,7 @@ def autocast(
     outputs = called(*args, **kwargs)
     after, outputs = nnx.to_tree((merged, outputs), ctxtag="autocast")
     is_split = lambda x: isinstance(x, nnx.NodeStates)  # noqa: E731
-    # Arrays and flags among the arguments stay outside: no call changes them.
+    # Arrays and flags among the arguments are left out: no call changes them.
     changed = filter(is_split, jax.tree.leaves(after, is_leaf=is_split))
     return list(changed), outputs
 
@@ -172,12 +172,12 @@ def autocast(
       # The model of a method is its first argument.
       called = (fun.__func__, (fun.__self__, *args), kwargs)
     with trees.explain_changes():
-      # Flax would find what cannot be changed after it has taken models apart.
+      # Fails now if one cannot be changed. Flax would fail too late.
       for variable in _variables(called).values():
         variable.set_raw_value(variable.get_raw_value())
     with nnx.update_context("autocast"):
       split = nnx.to_tree(called, ctxtag="autocast")
-      # This changes in place what was an argument, and makes what is new.
+      # This changes the arguments in place, and makes any new objects.
       return nnx.from_tree(mixed(split), ctxtag="autocast", is_inner=False)[1]
 
   return autocast_fun
@@ -187,34 +187,35 @@ def autocast(
 def select_on_skip(
   optimizer: nnx.Optimizer[Any], *nodes: Any, path: str | None = None
 ) -> Iterator[None]:
-  """Undoes what a step changes in a model, if the optimizer skips the step.
+  """Undoes the changes of a step to a model if the optimizer skips the step.
 
-  A forward pass moves batch statistics and counts of random keys in place,
-  before anyone knows that the gradients will overflow: an inf in a running
-  variance stays for ever. Put the whole step into one `with` block, once: the
-  loss, the optimizer's update and what follows from it, such as a moving
-  average of the parameters. On a skip each variable of `nodes` has its old
-  value at the end of the block, bit for bit. That is a `jnp.where`, so it works
-  under `nnx.jit` and `nnx.scan`.
+  A forward pass changes batch statistics and counts of random keys in place,
+  before anyone knows that the gradients will overflow. An inf in a running
+  variance would stay forever. Put the whole step into one `with` block: the
+  loss, the optimizer's update and anything that follows from it, such as a
+  moving average of the parameters. On a skip, each variable of `nodes` gets its
+  old value back at the end of the block, bit for bit. This is a `jnp.where`, so
+  it works under `nnx.jit` and `nnx.scan`.
 
-  The old values are those at the beginning of the block, so the loss is taken
-  inside. Two updates in one block are two steps: if either is skipped, the
-  model goes back to where it was before both, and an optimizer that applied the
-  other does not. An update that `nnx.cond` does not reach skips nothing.
+  The old values are those at the beginning of the block, so compute the loss
+  inside it. Two updates in one block are two steps. If either is skipped, the
+  model goes back to where it was before both, but an optimizer that applied the
+  other does not. If `nnx.cond` leaves an update out, nothing is skipped.
 
-  What is sown (`nnx.Intermediate`) is left, since it reports on the step, and
-  so is what the step itself creates or removes. If the block raises, nothing
-  is selected.
+  Sown values (`nnx.Intermediate`) are left alone because they report on the
+  step. So are variables that the step itself creates or removes. If the block
+  raises, nothing is selected.
 
   Args:
-    optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`. It
-      is updated once in the block; it keeps its new S.
-    *nodes: the model, and what else moves with it or not at all: an EMA model,
-      `nnx.Rngs`, metrics, another optimizer.
+    optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
+      Update it once in the block; it keeps its new S.
+    *nodes: the model, and anything else that moves with it or not at all: an
+      EMA model, `nnx.Rngs`, metrics, another optimizer.
     path: which scale, if the optimizer holds several. See `get_loss_scale`.
 
   Raises:
-    TypeError: if `optimizer` is no `nnx.Optimizer`, or a node no NNX object.
+    TypeError: if `optimizer` is not an `nnx.Optimizer`, or a node not an NNX
+      object.
     ValueError: if the optimizer holds no scale, or several and no path; if a
       node holds the optimizer's own state; at the end of the block, if the
       optimizer was not updated in it, or if a variable changed its shape.
@@ -248,8 +249,8 @@ def select_on_skip(
       "optimizer.update(model, grads) inside the with statement."
     )
   new = _values(nodes)
-  # By the count, since the flag is that of the last update, which need not be
-  # the only one, nor in the block if a condition is around it.
+  # By the count, since the flag describes only the last update. The block may
+  # hold several, or none if a condition left it out.
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
   selected = {}
   for place in filter(old.__contains__, new):
@@ -268,25 +269,24 @@ def check_step(
   may_change: Sequence[str] = (),
   **kwargs: Any,
 ) -> laws.StepReport:
-  """Returns whether a train step treats the loss scale as it must.
+  """Checks that a train step treats the loss scale correctly.
 
   It is `instruments.check_step` for a step that changes its arguments in place.
-  It gets copies of the model, the optimizer and the rest, so nothing of yours
-  changes. `optimizer.step` may count skipped steps, as Flax has it count.
+  The step gets copies of the model, the optimizer and the rest, so none of your
+  objects change. `optimizer.step` may count skipped steps, as it does in Flax.
 
   Args:
-    step: the train step, which changes its arguments in place. What it returns
-      counts as the next value of other arguments that look like it.
-    *args: its arguments, one of them an `nnx.Optimizer` with `loss_scaling`.
+    step: the train step, which changes its arguments in place. A returned value
+      that looks like another argument counts as its next value.
+    *args: its arguments, including an `nnx.Optimizer` with `loss_scaling`.
     may_change: as in `instruments.check_step`, such as "model/dropout/*".
-    **kwargs: more arguments of the step.
+    **kwargs: keyword arguments of the step.
 
   Returns:
-    The report: print it, ask it whether it is `ok`, or let it
-    `raise_if_wrong()`.
+    The report. Print it, read its `ok`, or call its `raise_if_wrong()`.
 
   Raises:
-    TypeError: if `step` is no function.
+    TypeError: if `step` is not a function.
     ValueError: if no argument holds an optimizer with `loss_scaling`.
 
   Examples:
@@ -332,10 +332,10 @@ def check_step(
 
 
 def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns, by argument and path, what a step may change.
+  """Returns the parts that a step may change, by argument and path.
 
-  The state of an optimizer is one, in the types by which loss scaling is found.
-  What is sown only reports.
+  An optimizer's state is one part. It keeps the types by which loss scaling is
+  found. Sown values are left out, since they only report.
   """
   parts: dict[tuple[Any, ...], Any] = {
     (*place, "opt_state"): node.opt_state
@@ -354,7 +354,7 @@ def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _find_state(
   optimizer: nnx.Optimizer[Any], path: str | None
 ) -> states.LossScalingState:
-  """Returns the loss scaling's state in an optimizer, as plain arrays."""
+  """Returns the state of loss scaling in an optimizer, as plain arrays."""
   if not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
       f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "
@@ -410,7 +410,7 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
 
 
 def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
-  """Returns each variable by its path, once if it is shared."""
+  """Returns each variable by its path; a shared one appears once."""
   return {
     place: value
     for place, value in nnx.iter_graph(node, graph=True)
@@ -419,8 +419,8 @@ def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
-  """Returns the values that nodes have now, each by its path."""
-  # What is sown reports on a step. None goes on from it.
+  """Returns the current values of nodes, each by its path."""
+  # Sown values report on a step, and no step continues from them.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
   return dict(nnx.to_flat_state(nnx.as_pure(state)))
 

@@ -1,1 +1,1 @@
-"""What every room stands on: arguments, leaves, bits, trees."""
+"""The base that every room uses: arguments, leaves, bits, trees."""

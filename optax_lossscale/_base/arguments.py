@@ -1,4 +1,4 @@
-"""What a person may pass: each check names the argument and the remedy."""
+"""Checks of user arguments: each error names the argument and the remedy."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ import numpy as np
 
 from optax_lossscale._base import wiring
 
-# S is a normal float32 number: a backend may flush the subnormal ones to zero.
+# S is a normal float32 number, since a backend may flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -32,12 +32,12 @@ def is_usable_scale(loss_scale: Any) -> Any:
 
 
 def shown(value: Any, most: int = 100) -> str:
-  """Returns what a person passed for an error, cut short where it is long."""
+  """Returns a user's value as text for an error, truncated if it is long."""
   if isinstance(value, jax.core.Tracer):
     return f"a traced {jax.typeof(value)}"
   try:
     text = re.sub(r"\b\w+Tracer\(", "Traced(", repr(value))
-  except ValueError:  # Python writes no integer of more than 4300 digits.
+  except ValueError:  # Python prints at most 4300 digits.
     return "an integer of more than 4300 digits"
   size = f"{len(text)} characters"
   if hasattr(value, "shape"):
@@ -46,14 +46,14 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def kind_of(value: Any) -> str:
-  """Returns the name of a type for an error, and none that is inside JAX."""
+  """Returns the name of a type for an error, without JAX's internal names."""
   return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def is_numeric(value: Any) -> bool:
-  """Returns False for what NumPy reads numbers from though it holds none.
+  """Returns False for values that NumPy only misreads as numbers.
 
-  It takes bytes for their codes, and time spans and dates for integers.
+  NumPy reads bytes as their codes, and time spans and dates as integers.
   """
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
     dtype = value.dtype
@@ -63,7 +63,7 @@ def is_numeric(value: Any) -> bool:
 
 
 def read_dtype(dtype: Any) -> tuple[Any, str]:
-  """Returns a floating dtype, None if it is none, and its name for errors."""
+  """Returns a floating dtype, None for anything else, and a name for errors."""
   if not isinstance(dtype, (str, type, np.dtype)):
     return None, shown(dtype)
   try:
@@ -89,7 +89,7 @@ def check_dtype(
 
 
 def check_function(fun: Any, name: str = "fun") -> None:
-  """Raises if what was passed as `fun` is no function."""
+  """Raises if the argument `name` is not a function."""
   if not callable(fun):
     raise TypeError(
       f"`{name}` must be a function, got {kind_of(fun)}; pass the "
@@ -105,7 +105,7 @@ def did_you_mean(
   cutoff: float = 0.6,
 ) -> str:
   """Returns the end of an error: the names that may have been meant, if any."""
-  # Upper and lower case are easily mistaken, so they count as the same.
+  # Upper and lower case are easily confused, so they count as the same.
   known = {x.lower(): x for x in names}
   close = difflib.get_close_matches(str(name).lower(), known, most, cutoff)
   listed = " or ".join(f"{quote}{known[x]}{quote}" for x in close)
@@ -115,7 +115,7 @@ def did_you_mean(
 def check_known(
   function: str, names: Iterable[str], given: Any, elsewhere: Any = None
 ) -> None:
-  """Raises for an unknown argument; `elsewhere` says what a name is here."""
+  """Raises for an unknown argument; `elsewhere` maps foreign names to ours."""
   for name in (x for x in given if x not in names):
     remedy = did_you_mean(name, names, quote="`") or "."
     if elsewhere and name in elsewhere:
@@ -127,7 +127,7 @@ def check_known(
 
 
 def check_enabled(name: str, dtype: Any) -> None:
-  """Raises if JAX would take another dtype in the place of this one."""
+  """Raises if JAX would use another dtype instead of this one."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:
     raise ValueError(
       f"`{name}` must be a dtype that JAX has enabled, got float64; call "
@@ -156,16 +156,16 @@ def check_number(name: str, value: Any) -> float:
       f"`{name}` must be a number, got {shown(value)} of type {kind_of(value)}."
     )
   if hasattr(value, "dtype"):
-    value = value.item()  # NumPy would compare in its dtype.
-  # Compared with float32's range, where S lives; an int may exceed float's.
+    value = value.item()  # NumPy would compare in the dtype of `value`.
+  # Compared with float32's range, where S lives; an int may exceed a float's.
   if not abs(value) <= LARGEST_SCALE:
     raise ValueError(f"`{name}` must be finite in float32, got {shown(value)}.")
   return float(value)
 
 
 def as_finite(name: str, value: Any) -> Any:
-  """Returns a float for an exact number of Python's, and others as they are."""
-  # One that no float holds is an OverflowError to NumPy and JAX.
+  """Returns an exact Python number as a float, and other values unchanged."""
+  # NumPy and JAX raise OverflowError for a number that no float can hold.
   is_exact = type(value) in (int, fractions.Fraction)
   return check_number(name, value) if is_exact else value
 
@@ -269,7 +269,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
-  """Returns a rule's flag, bool[]; Megatron's is an array of one element."""
+  """Returns a rule's flag as bool[]; Megatron's is an array of one element."""
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
@@ -282,18 +282,18 @@ def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
 
 
 def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
-  """Replaces fields of a frozen dataclass by what their checks return."""
+  """Replaces fields of a frozen dataclass with the results of their checks."""
   for name, check in checks.items():
     object.__setattr__(owner, name, check(name, getattr(owner, name)))
 
 
 def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
-  """Makes floats of a rule's loss scales, which must come in this order."""
+  """Converts a rule's loss scales to floats; raises if they are unsorted."""
   check_first = functools.partial(check_first_scale, interval=interval)
   checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
   check_fields(rule, **{name: checks[name] for name in fields})
   scales = [getattr(rule, name) for name in fields]
-  # In float32, where S lives.
+  # Compared in float32, where S lives.
   if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
     names = [f"`{name}`" for name in fields]
     got = ", ".join(map("{}={!r}".format, names, scales))
@@ -305,14 +305,14 @@ def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
 
 
 class Places(NamedTuple):
-  """Which positional arguments are differentiated, and which are split."""
+  """The positional arguments to differentiate, and those to split."""
 
   differentiated: tuple[int, ...]
   batched: tuple[int, ...]
 
 
 def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
-  """Returns the places of arguments, none of them negative."""
+  """Returns the positions of arguments, with negative ones resolved."""
   differentiated = _positions("argnums", argnums, count)
   if batch_argnums is None:
     batched = tuple(i for i in range(count) if i not in differentiated)
@@ -334,12 +334,12 @@ def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
 
 
 def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
-  """Returns the numbers in what a caller passed."""
+  """Returns a caller's `argnums` as a tuple."""
   return tuple(argnums) if _are_several(argnums) else (argnums,)
 
 
 def like_argnums(argnums: Any, values: tuple[Any, ...]) -> Any:
-  """Returns values by argument in the form that JAX has for `argnums`."""
+  """Returns one value per argument, in the form that JAX uses for `argnums`."""
   return values if _are_several(argnums) else values[0]
 
 

@@ -1,9 +1,9 @@
-"""The largest magnitude in many arrays: one read of them, NaN and inf included.
+"""The largest magnitude in many arrays, found in one read, with NaN and inf.
 
-It is taken over the bits of |x|, read as integers. Bit patterns of one sign
-order as the values do, inf above every finite number and NaN above inf, so one
-maximum carries the largest value, inf and NaN alike. A maximum over floats
-would not: XLA's CPU kernels and the collectives drop NaN.
+It is a maximum over the bits of |x|, read as integers. Bit patterns of one sign
+sort like their values, inf above every finite number and NaN above inf, so one
+maximum finds the largest value, inf and NaN alike. A maximum over floats would
+not: XLA's CPU kernels and the collectives drop NaN.
 """
 
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ import numpy as np
 
 # How many elements XLA's CPU backend reduces in one vectorized loop, at the
 # speed of memory, and how many such reductions side by side fill its vectors. A
-# longer reduction over integers first writes all of them to memory.
+# longer reduction over integers first writes them all to memory.
 _FOLD = 32
 _LANES = 16
 
 # Below this many elements a copy costs less than another kernel.
 _SMALL = 4096
 
-# Below this many elements, arrays of one size share a kernel, up to so many: it
-# compiles in the time of one. Longer arrays it would read more slowly.
+# Up to _TOGETHER arrays of one size below _MEDIUM elements share a kernel,
+# which compiles in the time of one. It would read longer arrays more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
 
 def carrier(dtype: Any) -> Any:
-  """Returns the dtype whose bits stand for a real dtype."""
+  """Returns the dtype whose bits represent a real dtype."""
   # The 8-bit formats differ in where they keep NaN; float32 holds them all.
   return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
 
 
 def amax(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest |x|, a scalar of the carrier; NaN if any x is NaN."""
+  """Returns the largest |x| as a scalar of the carrier; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
   arrays = [x.astype(dtype) for x in arrays]
-  # What is fastest on a CPU, on arrays that may be reshaped.
+  # Folding is fastest on a CPU, for arrays that may be reshaped.
   can_fold = jax.default_backend() == "cpu" and not any(map(_may_move, arrays))
   largest = (
     _largest_by_folding(arrays) if can_fold else _largest_by_leaf(arrays)
@@ -50,12 +50,12 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def parts(x: jax.Array) -> list[jax.Array]:
-  """Returns a real array as it is, the two parts of a complex one."""
+  """Returns the two parts of a complex array, or a real array alone."""
   return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-  """Returns |x| as unsigned integers that order as the values do."""
+  """Returns |x| as unsigned integers that sort like the values."""
   unsigned = _unsigned(x.dtype)
   all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
@@ -66,10 +66,10 @@ def _unsigned(dtype: Any) -> np.dtype[Any]:
 
 
 def _may_move(x: jax.Array) -> bool:
-  """Returns whether another shape could move an array between devices.
+  """Returns whether reshaping could move an array between devices.
 
-  So it is on a mesh, also one of devices that this machine does not have. Where
-  a mesh has one device, only its type may forbid another shape.
+  It could on any mesh of several devices, even if this machine lacks them. On a
+  mesh of one device, only the axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -77,18 +77,18 @@ def _may_move(x: jax.Array) -> bool:
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction an array, in the shape it has.
+  """Returns the largest bits by one reduction per array, in its own shape.
 
-  Another shape could move a sharded array between devices. Where arrays are
-  sharded, XLA joins the reductions over devices of one dtype into one, so all
-  that fit into 32 bits are reduced in 32.
+  Reshaping could move a sharded array between devices. If arrays are sharded,
+  XLA joins all reductions over devices in one dtype, so every dtype of up to 32
+  bits is reduced in 32.
   """
   bits = [magnitude_bits(x) for x in arrays]
   unsigned = bits[0].dtype
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
-  # Without the barrier XLA makes n maxima of the one over all of them, and
-  # repeats these wherever the result is used: n squared instructions.
+  # Without the barrier XLA splits the maximum over all of them into n maxima,
+  # and repeats these wherever the result is used: n squared instructions.
   return jnp.max(lax.optimization_barrier(jnp.stack(largest))).astype(unsigned)
 
 
@@ -96,8 +96,8 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   small: list[jax.Array] = []
   maxima: list[jax.Array] = []
-  # One of the maxima so far. It is let into the next array, so that this waits
-  # for the one before it: XLA would keep the first maxima of all at once.
+  # One of the maxima so far. The next array's reduction takes it in and so
+  # waits for it. Otherwise XLA would keep all first maxima at once.
   so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):
     if together[0].size < _SMALL:
@@ -109,7 +109,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
     folded, rest = _blocks(_fold(largest))
     maxima.append(jnp.concatenate([_fold(folded), rest]))
     so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
-  # Behind a barrier, or XLA would read each of them by a kernel of its own.
+  # Without the barrier XLA would read each of them with its own kernel.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
   if folded.size:
     maxima.append(_fold(magnitude_bits(folded)))
@@ -118,7 +118,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
-  """Yields the arrays that share a kernel; they have one size."""
+  """Yields groups of arrays of one size. Each group shares a kernel."""
   by_size: dict[int, list[jax.Array]] = {}
   for x in arrays:
     by_size.setdefault(x.size, []).append(x)
@@ -135,7 +135,7 @@ def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _fold(bits: jax.Array) -> jax.Array:
-  """Returns maxima over all of `bits`, 1/32 as many."""
+  """Returns the maxima of groups of 32 elements of `bits`."""
   largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
   # Without a barrier XLA takes the flat shape into the loop, which is then not
   # vectorized and four times slower.
@@ -144,16 +144,16 @@ def _fold(bits: jax.Array) -> jax.Array:
 
 
 def limit(own: Any, dtype: Any) -> float:
-  """Returns the largest finite value that an array may show."""
+  """Returns the largest finite value that an array may reach."""
   # An array narrower than the computation overflows at its own limit.
   dtypes = [own] if dtype is None else [own, dtype]
   return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
 
 
 def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
-  """Returns bool[...], where |x| is above a limit or x is NaN.
+  """Returns bool[...], True where |x| is above a limit or x is NaN.
 
-  By the bits, so that a compiler that computes in a wider dtype has to round to
+  It compares bits, so a compiler that computes in a wider dtype has to round to
   this one first.
   """
   x = jnp.asarray(x)
@@ -163,8 +163,8 @@ def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
   dtype = np.dtype(carrier(x.dtype))
   first = np.array(limit, dtype)
   bits = first.view(f"uint{8 * dtype.itemsize}")
-  # The dtype may not hold the limit, and rounding may have gone either way.
-  # NumPy would round the limit again to compare the two.
+  # The dtype may not hold the limit, and may round it either way. NumPy would
+  # round the limit again to compare the two.
   nearest = float(first)
   if nearest < limit or (nearest == limit and not inclusive):
     bits = bits + bits.dtype.type(1)
@@ -176,23 +176,23 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
   """Returns x / divisor, rounded once. `x` must not be negative."""
   # XLA turns a division by a constant into a product with its reciprocal. The
   # product rounds differently, and the reciprocal of the largest float32 is
-  # subnormal, which a CPU takes for 0. XLA leaves a divisor alone that depends
-  # on `x`.
+  # subnormal, which a CPU treats as 0. XLA does not do this to a divisor that
+  # depends on `x`.
   return x / jnp.where(x > 0, jnp.asarray(divisor, x.dtype), 1)
 
 
 def log2(x: jax.Array) -> jax.Array:
-  """Returns the logarithm; an integer for a power of two, as S mostly is.
+  """Returns the base-2 logarithm, exact for a power of two, as S usually is.
 
-  JAX's own is 1e-6 off for some of them.
+  JAX's own is off by 1e-6 for some powers of two.
   """
   mantissa, exponent = jnp.frexp(x)
-  # The mantissa of a power of two is 0.5, of 0 and inf it is these.
+  # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.
   return exponent.astype(x.dtype) + jnp.log2(mantissa)
 
 
 def part_dtype(aval: Any) -> Any:
-  """Returns the real dtype of which a value's parts are, None for no float."""
+  """Returns the real dtype of a value's parts; None if they are not floats."""
   dtype = getattr(aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
     return None

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is imported, and until it begins to train."""
+"""Handles Ctrl-C from the import of the command line until training begins."""
 
 import os
 import pathlib
@@ -7,16 +7,16 @@ import sys
 
 
 def end(*_: object) -> None:
-  """Ends the process; an exception may get lost in an import or a callback."""
+  """Ends the process, since an import or callback may swallow an exception."""
   os.write(2, b"Interrupted.\n")
   os._exit(130)
 
 
 _NAME = pathlib.PurePath("".join(sys.argv[:1])).stem
 _IS_COMMAND = _NAME == "optax-lossscale" or (
-  # Until `python -m` has found the module.
+  # The name is "-m" until Python has found the module.
   _NAME == "-m" and "-m optax_lossscale " in " ".join([*sys.orig_argv, ""])
 )
-# A shell may have told its background jobs to ignore it.
+# A shell may have set its background jobs to ignore Ctrl-C.
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
   signal.signal(signal.SIGINT, end)

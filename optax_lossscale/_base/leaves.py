@@ -1,4 +1,4 @@
-"""Which leaves of a tree are gradients, and in which precision they travel."""
+"""The leaves of a tree that are gradients, and the precision they travel in."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
-# name, which it spells with the underscore. What differentiation returns for
-# them is their next value, not a gradient.
+# name, which it spells with the underscore. Differentiation returns their next
+# values, not gradients.
 OVERWRITE_WITH_GRADIENT = {
   "_overwrite_with_gradient",
   "overwrite_with_gradient",
@@ -30,19 +30,19 @@ def is_real(x: Any) -> bool:
 
 
 def is_none(x: Any) -> bool:
-  """Returns whether this is None, where a tree is mapped that holds it."""
+  """Returns whether `x` is None, for use as `is_leaf`."""
   return x is None
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """Returns the place of a leaf as people write it, "params/Dense_0/kernel"."""
+  """Returns the path of a leaf as people write it: "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
-  So none is overlooked, and no weak type makes the next step recompile.
+  No number is then overlooked, and no weak type makes the next step recompile.
   """
 
   def as_array(x: Any) -> Any:
@@ -53,7 +53,7 @@ def as_arrays(tree: Any) -> Any:
         rule = "an integer in a tree must fit into JAX's"
         raise ValueError(f"{rule}, got {shown(x)}.") from error
     if isinstance(x, (np.ndarray, np.generic)):
-      # float0 and text are no numbers to JAX.
+      # JAX does not count float0 and text as numbers.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
       return jnp.asarray(x) if is_number else x
     if getattr(x, "weak_type", False):
@@ -66,7 +66,7 @@ def as_arrays(tree: Any) -> Any:
 def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
   """Returns a tree of bools like `tree`: True where a leaf is a gradient.
 
-  A mask of the caller's goes by the parameters, where they are known.
+  A caller's mask is matched to the parameters, if they are known.
   """
   if mask is None:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
@@ -74,7 +74,7 @@ def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
   if callable(mask):
     mask = mask(tree)
   for path, is_kept in jax.tree.leaves_with_path(mask):
-    # Not by its truth: a label or a weight would count as True.
+    # Not by its truth value, since a label or a weight would count as True.
     if not isinstance(is_kept, (bool, np.bool_)):
       place = f" at {path_name(path)!r}" if path else ""
       raise TypeError(
@@ -86,14 +86,14 @@ def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
     return jax.tree.broadcast(mask, tree)
   except ValueError as error:
     raise ValueError(
-      "`mask` must be a tree of bools of which the parameters are an "
-      f"extension, got {shown(jax.tree.structure(mask), 500)} for parameters "
+      "`mask` must be a tree of bools whose structure is a prefix of the "
+      f"parameters', got {shown(jax.tree.structure(mask), 500)} for parameters "
       f"{shown(jax.tree.structure(tree), 500)}."
     ) from error
 
 
 def leave_out(mask: Any, tree: Any) -> Any:
-  """Returns `tree` with masked nodes for what the mask leaves out."""
+  """Returns `tree` with masked nodes where the mask is False."""
   if tree is None or all(jax.tree.leaves(mask)):
     return tree
   return jax.tree.map(
@@ -111,14 +111,14 @@ def merge(mask: Any, kept: Any, left_out: Any) -> Any:
 
 
 def at_least_float32(dtype: Any) -> Any:
-  """Returns float32 for a narrower real dtype, and any other as it is."""
+  """Returns float32 for a narrower real dtype, any other dtype unchanged."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
     return dtype
   return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def widen(tree: Any) -> Any:
-  """Returns a tree whose real leaves below float32 are float32.
+  """Returns a tree with real leaves narrower than float32 widened to it.
 
   An optimizer that computes in float16 squares its gradients to 0 or inf.
   """
@@ -134,7 +134,7 @@ def widen(tree: Any) -> Any:
 
 
 def narrow_like(updates: Any, params: Any) -> Any:
-  """Returns `updates` as `params` are to take them, where both are real."""
+  """Returns `updates` in the dtypes of `params`, where both are real."""
   if params is None:
     return updates
 
@@ -142,17 +142,17 @@ def narrow_like(updates: Any, params: Any) -> Any:
     if not (is_real(update) and is_real(param)):
       return update
     update = jnp.asarray(update, param.dtype)
-    # Of one number each: the parameter would take the update's shape.
+    # With one element each, the parameter would take the update's shape.
     if update.size == param.size == 1 and update.shape != param.shape:
       update = update.reshape(param.shape)
     return update
 
-  # None stands for a parameter without a gradient, which need not be an array.
+  # None means a parameter without a gradient, which need not be an array.
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=is_none)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-  """Returns the parameters after an update; what is no gradient is stored."""
+  """Returns updated parameters; leaves that are not gradients are replaced."""
   is_gradient = resolve_mask(None, params)
   new = optax.apply_updates(
     leave_out(is_gradient, params), leave_out(is_gradient, updates)

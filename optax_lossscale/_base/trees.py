@@ -1,4 +1,4 @@
-"""Where two pytrees differ, in words for an error."""
+"""Describes, for an error, where two pytrees differ."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -18,10 +18,10 @@ from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
 
-# A tree that comes back with other leaves has the same type.
+# A function that changes only leaves returns a tree of the same type.
 Tree = TypeVar("Tree")
 
-# How many leaves an error names before it says how many more there are.
+# How many leaves an error names; it only counts the others.
 _MOST_NAMED = 4
 
 _FOR_NNX = (
@@ -37,7 +37,7 @@ def difference(
 ) -> str | None:
   """Returns how a tree differs from the expected one; None if it does not.
 
-  Leaves are compared by path and shape, and then the containers.
+  It compares the leaves by path and shape, and then the containers.
   """
   shapes, got_shapes = _shapes(expected), _shapes(got)
   missing = [path for path in shapes if path not in got_shapes]
@@ -64,9 +64,9 @@ def difference(
 
 
 def is_for_each_example(got: Shape, expected: Shape) -> bool:
-  """Returns whether a shape is the expected one, or that of many examples.
+  """Returns whether a shape is the expected one, possibly for each example.
 
-  Some optimizers take a gradient for each example, with a first axis for them.
+  Some optimizers take one gradient per example, along a first axis.
   """
   return expected in (got, got[1:])
 
@@ -74,10 +74,10 @@ def is_for_each_example(got: Shape, expected: Shape) -> bool:
 def mismatched_shape(
   expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
 ) -> str | None:
-  """Returns where a leaf has a shape that does not fit, in trees alike.
+  """Returns where a leaf's shape does not fit, in trees of one structure.
 
-  None if there is no such leaf, or if the trees are not alike, which some
-  optimizers want.
+  It returns None if all leaves fit, or if the structures differ, as some
+  optimizers require.
   """
   own, structure = jax.tree.flatten(expected, is_leaf=leaves.is_none)
   paths = jax.tree.leaves_with_path(got, is_leaf=leaves.is_none)
@@ -114,12 +114,12 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
 def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
   """Raises if a function has changed an object among its arguments.
 
-  A change to its copy of a dict or list is its own affair.
+  A function may change its own copy of a dict or list.
   """
   known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):
     is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
-    # The last key is of the array in its box, and boxes come in dicts as well.
+    # The last key leads to the array in its box. Boxes come in dicts as well.
     if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
       raise ValueError(
         "`fun` must not change its arguments in place, since the change would "
@@ -130,11 +130,11 @@ def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
 
 @contextlib.contextmanager
 def explain_changes() -> Iterator[None]:
-  """Explains Flax's error where `fun` changes an object that it closes over."""
+  """Explains Flax's error if `fun` changes an object that it closes over."""
   try:
     yield
   except Exception as error:
-    # By its name, since Flax need not be imported.
+    # By its name, so that Flax need not be imported.
     if type(error).__name__ != "TraceContextError":
       raise
     raise ValueError(
@@ -145,11 +145,11 @@ def explain_changes() -> Iterator[None]:
 
 
 def _changed(error: Exception) -> str:
-  """Returns the path of the object that Flax did not let be changed."""
-  from flax import nnx  # The error is Flax's, so this takes no time.
+  """Returns the path of the object that Flax refused to change."""
+  from flax import nnx  # Flax raised the error, so it is loaded.
 
   frames = traceback.walk_tb(error.__traceback__)
-  # The first local of a method is its object, and the last one was changed.
+  # The first local of a method is its object. The last object was changed.
   objects = [next(iter(x.f_locals.values()), None) for x, _ in frames]
   for model in (x for x in objects if isinstance(x, nnx.Pytree)):
     for path, node in nnx.iter_graph(model, graph=True):
@@ -167,7 +167,7 @@ def _shapes(tree: Any) -> dict[str, Shape]:
 
 
 def listed(names: Collection[Any], most: int = 20) -> str:
-  """Returns names for an error, and how many more there are."""
+  """Returns names for an error, and the number of those left out."""
   named = ", ".join(map(repr, list(names)[:most]))
   more = len(names) - most
   return f"{named} and {more} more" if more > 0 else named

@@ -1,19 +1,19 @@
-"""The warning of a program that runs and yet does not train as it should."""
+"""The warning for a program that runs but does not train as it should."""
 
 import sys
 import warnings
 
-# Whose frames are not the user's line.
+# Frames of these libraries are not the user's line.
 _LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
   __name__.partition(".")[0]
 }
 
 
 class WiringWarning(UserWarning):
-  """Loss scaling is wired so that a run would go wrong without an error.
+  """Loss scaling is set up so that a run would go wrong without an error.
 
-  It is emitted while a step is traced, or by a constructor, and never by a
-  compiled step. What it names is a mistake or, rarely, meant. To silence it:
+  It is emitted by a constructor or while a step is traced, never by a compiled
+  step. It points to a mistake or, rarely, to something intended. To silence it:
 
     warnings.filterwarnings("ignore", category=ols.WiringWarning)
 
@@ -30,7 +30,7 @@ class WiringWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-  """Warns at the user's line: the first frame outside of the libraries."""
+  """Warns at the user's line: the first frame outside the libraries."""
   level, frame = 1, sys._getframe()
   while frame.f_back is not None and (
     frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES

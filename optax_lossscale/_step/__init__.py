@@ -1,1 +1,1 @@
-"""One step: scaled gradients, the check, the update or the skip, the next S."""
+"""One training step: scaled gradients, check, update or skip, next S."""

@@ -1,4 +1,4 @@
-"""Gradients of a batch too large for one pass, from its micro-batches."""
+"""Gradients of a batch too large for one pass, computed in micro-batches."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -43,46 +43,46 @@ def accumulated_value_and_grad(
   allow_int: bool = False,
   path: str | None = None,
 ) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
-  """Returns a function for the loss and its scaled gradients, batch by batch.
+  """Returns a function for the loss and scaled gradients over micro-batches.
 
-  For a batch that does not fit the memory: it is `scaled_value_and_grad` of the
-  mean of `fun` over micro-batches, which are computed one after the other, in
-  one scan; outside of jit operation by operation, so jit the step. The
-  gradients are summed up in float32, so that their sum overflows nowhere, and
-  each micro-batch is looked at for itself: in the sum an overflow might not
-  show, and one step later it would still be there.
+  Use it for a batch that does not fit in memory. It is `scaled_value_and_grad`
+  of the mean of `fun` over micro-batches, computed one after another in a
+  single scan. Outside jit each operation runs on its own, so jit the step. The
+  gradients are summed in float32, so their sum does not overflow. Each
+  micro-batch is checked separately, because the sum might hide an overflow, or
+  keep it for the next step.
 
-  What one overflow costs is your choice. As it is, the window is void: all
-  gradients are then inf, `update` skips the step, and S shrinks. With `drop`,
-  the micro-batches that overflowed are left out of the mean, and the rest
-  makes a step, if there is any. `update` has to be told, or S stays where it is
-  while micro-batches are dropped:
+  You choose what one overflow costs. By default it voids the window: all
+  gradients become inf, `update` skips the step, and S shrinks. With `drop`, the
+  mean leaves out the micro-batches that overflowed, and the others, if there
+  are any, make a step. Pass `overflow` to `update`, or S will not move while
+  micro-batches are dropped:
 
     loss, grads, overflow = value_and_grad(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
 
   Args:
     fun: a function that returns a real scalar, the mean over its batch, or
-      `(loss, aux)` with `has_aux`, aux being arrays. Each micro-batch counts
-      the same.
+      `(loss, aux)` with `has_aux`, where aux holds arrays. Every micro-batch
+      has the same weight.
     opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-    microbatches: how many there are. It divides the batch.
-    drop: whether a micro-batch that overflows is left out; else all are void.
-    batch_argnums: which positional arguments are split along the first axis of
-      their leaves; None for all but those of `argnums`. The other arguments,
-      and those passed by name, are given to each micro-batch as they are. For
-      noise pass jax.random.split(jax.random.key(0), microbatches): `fun` gets
+    microbatches: the number of micro-batches, which must divide the batch.
+    drop: whether an overflow drops its micro-batch instead of the whole window.
+    batch_argnums: which positional arguments to split along the first axis of
+      their leaves; None for all but those in `argnums`. The other arguments,
+      and those passed by name, go unchanged to every micro-batch. For noise,
+      pass jax.random.split(jax.random.key(0), microbatches), so that `fun` gets
       an array of one key.
-    check: what counts as an overflow: the check of `loss_scaling`, since that
-      sees only what comes out here.
-    overflow_fn: a reason of your own, from the scaled gradients of a
-      micro-batch, with all leaves, to a bool, number or array of which any
-      non-zero entry is an overflow.
+    check: what counts as an overflow. Pass the check of `loss_scaling`, which
+      itself sees only the accumulated gradients.
+    overflow_fn: a function for an overflow condition of your own. It takes the
+      scaled gradients of a micro-batch, with all leaves, and returns a bool,
+      number or array, where any non-zero entry is an overflow.
     axis_name: a mapped axis, or several, over which devices decide together
-      about each micro-batch: where parameters are sharded under `shard_map`.
-    mask: as in `loss_scaling`, for what is differentiated.
+      about each micro-batch. Needed if `shard_map` shards the parameters.
+    mask: as in `loss_scaling`, for the arguments in `argnums`.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -91,23 +91,23 @@ def accumulated_value_and_grad(
     scaled_gradients, overflow)`, or `((loss, aux), ...)`.
     loss: float32[] or wider, the mean over the micro-batches that count, or
       over all if none does.
-    aux: with a leading axis for the micro-batches.
-    scaled_gradients: float32 or wider. Leaves that are no gradients, see
-      `mask`, pass from one micro-batch to the next, an overflow keeping the old
-      value, and the last one's is returned.
-    overflow: whether any micro-batch overflowed, as a flag; with `flags`
-      (bool[microbatches]) for which, `amax` (float32[microbatches]) and `valid`
-      (int32[], how many did not). It is for `update`.
+    aux: stacked along a leading axis for the micro-batches.
+    scaled_gradients: float32 or wider. A leaf that is not a gradient (see
+      `mask`) passes from one micro-batch to the next, where an overflow keeps
+      the old value. The last value is returned.
+    overflow: to be passed to `update`. As a flag it is True if any micro-batch
+      overflowed. It has `flags` (bool[microbatches], which ones did), `amax`
+      (float32[microbatches]) and `valid` (int32[], how many did not).
 
-    Micro-batch i has the examples i, i + microbatches, ..., so that a batch
-    that is sharded over devices stays where it is, as long as each device's
-    share is divided by `microbatches` as well.
+    Micro-batch i has the examples i, i + microbatches, ..., so a batch that is
+    sharded over devices stays in place, as long as `microbatches` also divides
+    each device's share.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: as `scaled_value_and_grad`; when called, if there is no axis of
-      that name, if the batch cannot be split into `microbatches`, or, as far as
-      JAX tracks what varies by device, if devices could drop different
+    TypeError: if an argument has the wrong type.
+    ValueError: as for `scaled_value_and_grad`; when called, if no axis has that
+      name, if the batch cannot be split into `microbatches`, or, where JAX
+      tracks what varies by device, if devices could drop different
       micro-batches of one model.
 
   Examples:
@@ -140,7 +140,7 @@ def accumulated_value_and_grad(
   def examine(
     gradients: Any, is_summed: Any, loss: jax.Array, loss_scale: jax.Array
   ) -> Any:
-    # In the form that `update` is given, for a tree of dtypes in the check.
+    # In the form that `update` gets, for a tree of dtypes in the check.
     whole = arguments.like_argnums(argnums, gradients)
     summands = leaves.leave_out(
       arguments.like_argnums(argnums, is_summed), whole
@@ -158,7 +158,7 @@ def accumulated_value_and_grad(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
     devices.check_mapped("axis_name", names)
-    # With S itself: a state that the scan closes over would be refused.
+    # Pass S itself, since a state that the scan closes over would be refused.
     loss_scale = states.scale_in_use(opt_state, path)
     value_and_grad = backward.at_scale(
       loss_scale, fun, arguments.argnums_as_tuple(argnums), has_aux, allow_int
@@ -207,7 +207,7 @@ def accumulated_value_and_grad(
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
-    # JAX gives float0 for a gradient where there is none.
+    # JAX returns float0 for a leaf that has no gradient.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
     others = leaves.merge(is_overwritten, end.overwritten, none)
     gradients = leaves.merge(is_summed, means, others)
@@ -224,14 +224,14 @@ def accumulated_value_and_grad(
 
 
 class _Carry(NamedTuple):
-  """What passes from one micro-batch to the next; elsewhere masked nodes."""
+  """Values carried between micro-batches; masked nodes for other leaves."""
 
-  overwritten: Any  # The leaves that are no gradients.
-  sums: Any  # Of the gradients.
+  overwritten: Any  # The leaves that are not gradients.
+  sums: Any  # Sums of the gradients.
 
 
 class _Outcome(NamedTuple):
-  """What one micro-batch comes to: the value of `fun`, and the check's."""
+  """The value of `fun` and the check's findings for one micro-batch."""
 
   value: Any
   overflow: jax.Array
@@ -244,7 +244,7 @@ def _scan(
   batches: Any,
   microbatches: int,
 ) -> tuple[_Carry, _Outcome]:
-  """Returns what `lax.scan` does; eagerly, where it compiles at every call."""
+  """Scans like `lax.scan`, but outside jit uses a loop that is not compiled."""
   if interpreter.is_staged():
     end: tuple[_Carry, _Outcome] = lax.scan(
       take_next, carry, batches, microbatches
@@ -259,7 +259,7 @@ def _scan(
 
 
 def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
-  """Returns two trees of bools: what has a next value, what a gradient."""
+  """Returns which leaves have a next value, and which have a gradient."""
   is_kept = leaves.resolve_mask(mask, arguments.like_argnums(argnums, given))
   is_kept = jax.tree.unflatten(
     jax.tree.structure(given), jax.tree.leaves(is_kept)
@@ -273,7 +273,7 @@ def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
 
 
 def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
-  """Returns arguments with a first axis for the micro-batches."""
+  """Returns the arguments with a leading axis for the micro-batches."""
   sizes: dict[int, str] = {}
 
   def split_leaf(path: tuple[Any, ...], x: Any) -> Any:
@@ -281,27 +281,27 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
     shape = np.shape(x)
     if not shape:
       raise ValueError(
-        "the batch must have a first axis to be split along, got a scalar as "
-        f"{place}; give `batch_argnums` the arguments that are to be split, or "
-        "in place of a random key jax.random.split(key, microbatches)."
+        "the batch must have a first axis to split along, got a scalar as "
+        f"{place}; name the arguments to split in `batch_argnums`, or instead "
+        "of a random key pass jax.random.split(key, microbatches)."
       )
-    # Of random keys there may be one an example, or one a micro-batch.
+    # There may be a random key for each example, or for each micro-batch.
     if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
       sizes.setdefault(shape[0], place)
     if len(sizes) > 1:
       raise ValueError(
         "the batch must have a first axis of one size, got "
         + " and ".join(f"{size} in {place}" for size, place in sizes.items())
-        + "; give `batch_argnums` the arguments that are to be split."
+        + "; name the arguments to split in `batch_argnums`."
       )
     if shape[0] % microbatches:
       raise ValueError(
         f"`microbatches` must divide the batch, got {microbatches} for "
         f"{shape[0]} examples in {place}."
       )
-    x = jnp.asarray(x)  # What a scan would pass on.
+    x = jnp.asarray(x)  # As a scan would pass it on.
     _check_share(x, microbatches, place)
-    # The first axis stays the first for as long as it can be sharded.
+    # Reshaping keeps the first axis first, so that it can stay sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
 
@@ -315,14 +315,14 @@ def _add(
   is_left_out: jax.Array | None,
   microbatches: int,
 ) -> Any:
-  """Returns the sums with one more micro-batch."""
+  """Returns the sums with one more micro-batch added."""
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
-    # Wide before the product, which float16 might not hold.
+    # Widen before dividing, since float16 might not hold the quotient.
     summand = x.astype(total.dtype) / _power_of_two(microbatches)
     if is_left_out is None:
       return total + summand
-    # Selected and not multiplied: 0 times inf would be NaN.
+    # Select rather than multiply, since 0 times inf is NaN.
     return total + jnp.where(is_left_out, jnp.zeros_like(total), summand)
 
   return jax.tree.map(add_leaf, sums, gradients)
@@ -336,15 +336,15 @@ def _means(sums: Any, counted: jax.Array) -> Any:
     real = jnp.finfo(total.dtype).dtype
     grow = _power_of_two(len(counted)) / count.astype(real)
     mean = total * grow.astype(total.dtype)
-    # The mean of finite numbers is finite, though rounding may say otherwise.
+    # The mean of finite numbers is finite, but rounding could make it inf.
     return jnp.nan_to_num(mean)
 
   return jax.tree.map(mean_leaf, sums)
 
 
 def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
-  """Returns gradients of which the wrapper sees that they are not usable."""
-  # Told apart, as in one batch.
+  """Returns the gradients, as inf or NaN if the window is void."""
+  # NaN and inf stay distinct, as they are in a single batch.
   fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
   return jax.tree.map(
     lambda x: jnp.where(is_void, fill.astype(x.dtype), x), gradients
@@ -352,7 +352,7 @@ def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
 
 
 def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
-  """Returns the mean of those losses that count, in float32 at least."""
+  """Returns the mean of the losses that count, in float32 at least."""
   losses = losses.astype(leaves.at_least_float32(losses.dtype))
   total = jnp.sum(jnp.where(counted, losses, jnp.zeros_like(losses)))
   return total / jnp.sum(counted).astype(losses.dtype)
@@ -361,9 +361,9 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
 def _power_of_two(microbatches: int) -> float:
   """Returns a power of two no smaller than the number of micro-batches.
 
-  To divide by it rounds nothing that stays a normal number, and the sum of so
-  many quotients is no larger than the largest dividend: it cannot overflow
-  where that does not.
+  Dividing by it is exact as long as the quotient is a normal number. The sum of
+  that many quotients is at most the largest dividend, so it overflows only if a
+  dividend does.
   """
   return 2.0 ** math.ceil(math.log2(microbatches))
 

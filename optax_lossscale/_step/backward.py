@@ -1,4 +1,4 @@
-"""Gradients of S times the loss, and back."""
+"""Scales the loss by S, differentiates it and unscales the gradients."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
-# The remedy for leaves without a gradient, by the classes around them.
+# The remedy for leaves without a gradient, by the classes that hold them.
 _REMEDIES = {
   "'flax.nnx.": "of an NNX model pass the parameters alone, nnx.split(model, "
   "nnx.Param, ...); optax_lossscale.nnx.scaled_value_and_grad takes all of it",
@@ -39,18 +39,18 @@ def scaled_value_and_grad(
   path: str | None = None,
   value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function for the loss and its *scaled* gradients.
+  """Returns a function that computes the loss and its *scaled* gradients.
 
-  It is `jax.value_and_grad` of S times `fun`, but the value is that of `fun`.
-  The gradients stay scaled: hand them to the `update` of `loss_scaling` with
-  the same `opt_state`. A norm of them is S times too large. The true one is
-  `optax.tree.norm(unscale(gradients, opt_state))`, before `update` moves S.
+  It differentiates S times `fun` as `jax.value_and_grad` does, but returns the
+  true loss. Pass the scaled gradients to the `update` of `loss_scaling` with
+  the same `opt_state`. Their norm is S times too large. For the true norm, take
+  `optax.tree.norm(unscale(gradients, opt_state))` before `update` moves S.
 
-  A loss in float16 works: the product with S is formed in float32. Where the
-  loss's dtype does not hold S, the backward pass could only start from inf or,
-  in saturation mode, from a clipped S; the gradients are then inf, so that the
-  wrapper sees an overflow and S comes down. An S that is no power of two is
-  rounded to the loss's dtype, like every number there.
+  A float16 loss works, because it is multiplied by S in float32. If the loss's
+  dtype cannot hold S, the backward pass could only start from inf or, in
+  saturation mode, from a clipped S. The gradients are then all inf, so the
+  wrapper sees an overflow and S comes down. An S that is not a power of two is
+  rounded to the loss's dtype, like any other number.
 
   Args:
     fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
@@ -59,27 +59,27 @@ def scaled_value_and_grad(
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
-    value_and_grad: what differentiates, for models that are no pytree of
-      arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It is given
-      has_aux=True, and `argnums` and `allow_int` where they are not as above.
+    value_and_grad: the function that differentiates, for models that are not
+      pytrees of arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It
+      gets has_aux=True, and any `argnums` and `allow_int` that you set.
 
   Returns:
     A function with the arguments of `fun` that returns
     `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
 
   Raises:
-    ValueError: if `opt_state` holds no scale or several, or `argnums` no number
-      or one twice; when called, if a function being traced (jit, scan,
-      shard_map ...) has closed over `opt_state` and would keep its S, or if
-      `fun` changes an object in place, such as an nnx.Module, which would be
-      lost.
+    ValueError: if `opt_state` holds no scale or several, or if `argnums` is
+      empty or repeats a number; when called, if a function being traced (jit,
+      scan, shard_map ...) has closed over `opt_state` and would keep its S, or
+      if `fun` changes an object in place, such as an nnx.Module, since the
+      change would be lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
-      not return a floating-point scalar, or `value_and_grad` differentiates
-      otherwise, as jax.grad does.
+      not return a floating-point scalar, or if `value_and_grad` returns
+      something else, as jax.grad does.
 
   Warns:
-    WiringWarning: if what is around `loss_scaling` in `opt_state`, such as a
-      neighbour in a chain that holds arrays, belongs inside.
+    WiringWarning: if `opt_state` has a state around `loss_scaling` that belongs
+      inside, such as a neighbour in a chain that holds arrays.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -119,18 +119,18 @@ def scale_loss(
 ) -> jax.Array:
   """Returns S times the loss, in float32 at least.
 
-  The step by hand, for a gradient that `scaled_value_and_grad` does not fit:
-  differentiate what this returns, and hand the gradients to `update` or to
-  `unscale`. On hardware in saturation mode let the loss be float32, since an S
-  above 65504 would be clipped on its way into a float16 one.
+  Use it to write the step by hand where `scaled_value_and_grad` does not fit.
+  Differentiate the scaled loss, and pass the gradients to `update` or
+  `unscale`. On hardware in saturation mode the loss should be float32, since an
+  S above 65504 would be clipped on its way back to a float16 loss.
 
   Args:
-    loss: a floating-point array, mostly a scalar.
+    loss: a floating-point array, usually a scalar.
     opt_state: an optimizer's state that holds a loss scale, or a scale.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    An array like `loss`, float32 where `loss` is narrower.
+    An array like `loss`, but float32 if `loss` is narrower.
 
   Raises:
     TypeError: if `loss` is not floating point.
@@ -154,26 +154,26 @@ def unscale(
 ) -> trees.Tree:
   """Returns the gradients divided by S, in float32 at least.
 
-  For gradients that are used outside the wrapper: to log their norm, to hand
-  them to a line search as `grad=`. `update` itself takes them scaled, so this
-  comes before it, with the `opt_state` that they were made with.
+  Use it for gradients outside the wrapper, for example to log their norm or to
+  pass them to a line search as `grad=`. `update` takes scaled gradients, so
+  call `unscale` before it, with the `opt_state` that scaled them.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
-      of Flax's `_overwrite_with_gradient` collection are returned as they are;
-      what else a `mask` leaves out of the wrapper is not known here.
+      of Flax's `_overwrite_with_gradient` collection are returned unchanged.
+      The other leaves that a `mask` leaves out are not known here.
     opt_state: an optimizer's state that holds a loss scale, or a scale.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A pytree like it; real leaves narrower than float32 are float32.
+    A pytree like `scaled_gradients`, with narrow real leaves in float32.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
 
   Warns:
-    WiringWarning: if the gradients were scaled by another S: `unscale` takes
-      the `opt_state` from before `update`.
+    WiringWarning: if the gradients were scaled by another S. Pass the
+      `opt_state` from before `update`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -194,20 +194,20 @@ def unscale(
 
 def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
   """Returns the gradients in `tree` divided by S, in float32 at least."""
-  # Above 2**126 the inverse is subnormal, which a backend may flush to 0: there
-  # it is applied in two factors.
+  # Above 2**126 the inverse is subnormal, which a backend may flush to 0, so it
+  # is applied in two factors.
   quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
 
   def unscale_leaf(x: Any) -> Any:
     if not leaves.is_gradient(x):
       return x
-    # Before the product: 1/S may be 0 in float16, and the product may be.
+    # Widen before multiplying: in float16 either 1/S or the product may be 0.
     x = jnp.asarray(x, leaves.at_least_float32(x.dtype))
-    # The inverse in the leaf's own precision, so float64 loses nothing.
+    # Invert in the leaf's own precision, so that float64 loses nothing.
     inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
     shift = quarter.astype(inverse.dtype)
     if jnp.iscomplexobj(x):
-      # By parts: a product with a complex 1/S would make NaN of inf * 0.
+      # By parts, since multiplying by a complex 1/S would make inf * 0 = NaN.
       return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
     return x * inverse * shift
 
@@ -222,11 +222,11 @@ def at_scale(
   allow_int: bool = False,
   value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns `scaled_value_and_grad` at an S that need not be usable."""
+  """Works like `scaled_value_and_grad`, for an S that need not be usable."""
   options = {} if argnums == 0 else {"argnums": argnums}
   if allow_int:
     options["allow_int"] = allow_int
-  # Another one may carry out what `fun` changes, as Flax NNX does.
+  # Another `value_and_grad` may keep what `fun` changes, as Flax NNX does.
   may_change = value_and_grad is not jax.value_and_grad
   scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
   try:
@@ -239,7 +239,7 @@ def at_scale(
     try:
       result = differentiated(*args, **kwargs)
     except TypeError as error:
-      # JAX refuses such leaves before it calls `fun`, whose errors are its own.
+      # JAX refuses such leaves before calling `fun`. Other errors pass through.
       if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
         numbers = arguments.argnums_as_tuple(argnums)
         for i, x in enumerate(args):
@@ -255,7 +255,7 @@ def at_scale(
 
 
 def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
-  """Raises if an argument has a leaf without a gradient, and names it."""
+  """Raises an error that names the first leaf without a gradient, if any."""
   classes: set[type] = set()
 
   def note(x: Any) -> bool:
@@ -273,7 +273,7 @@ def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
 
 
 def _unlike_value_and_grad(function: Any) -> TypeError:
-  """Returns the error for a function that differentiates otherwise."""
+  """Returns the error for a function unlike `jax.value_and_grad`."""
   name = getattr(function, "__name__", type(function).__name__)
   return TypeError(
     "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
@@ -284,7 +284,7 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises now what would otherwise fail in the first step."""
+  """Raises right away for arguments that would fail in the first step."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:
@@ -311,10 +311,10 @@ def _scaled_loss_fn(
   *,
   may_change: bool,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-  """Returns a function to differentiate: S times the loss, and the true one.
+  """Returns a function to differentiate: S times the loss, and the true loss.
 
-  It raises if `fun` changes an object that it is given, such as the batch
-  statistics of an nnx.Module, unless it may: what is differentiated is a copy.
+  Unless `may_change`, it raises if `fun` changes an object in place, such as
+  the batch statistics of an nnx.Module, since the change only reaches a copy.
   """
   arguments.check_function(fun)
 
@@ -332,7 +332,7 @@ def _scaled_loss_fn(
 
 
 def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
-  # In float32: S itself may be inf in the loss's dtype.
+  # In float32, because S itself may be inf in the loss's dtype.
   dtype = leaves.at_least_float32(loss.dtype)
   return loss.astype(dtype) * loss_scale.astype(dtype)
 
@@ -340,14 +340,14 @@ def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
 def _inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: Any, gradients: Any
 ) -> Any:
-  """Returns inf for every gradient if a loss of this dtype cannot carry S."""
+  """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  # Of the largest powers of two, so that bfloat16 passes: what is above its
-  # largest value becomes inf in it, which shows by itself.
+  # Not compared with float32's maximum, so that bfloat16 passes. An S above
+  # bfloat16's maximum becomes inf in it, which shows anyway.
   if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
-  # Among the subnormals the dtype holds whole multiples of the smallest one.
+  # The subnormals of a dtype are whole multiples of the smallest one.
   multiple = loss_scale / float(finfo.smallest_subnormal)
   error = jnp.abs(jnp.round(multiple) - multiple)
   is_usable = (loss_scale <= largest) & (error <= float(finfo.eps) * multiple)
@@ -364,7 +364,7 @@ def _inf_where_unusable(
 
 
 def _checked_loss(value: Any, has_aux: bool) -> Any:
-  """Returns the loss in what `fun` returned."""
+  """Returns the loss in the value of `fun`, which must be a scalar."""
   if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
       "`fun` must return (loss, aux) if has_aux=True, got "

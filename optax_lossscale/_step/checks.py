@@ -1,4 +1,4 @@
-"""What counts as an overflow: the checks that a user chooses from."""
+"""The checks that a user can choose from: what counts as an overflow."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from optax_lossscale._base import leaves
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """Which gradients count as an overflow. Made by `nonfinite` or `saturated`.
+  """The definition of an overflow, made by `nonfinite` or `saturated`.
 
   Attributes:
-    saturating: whether the largest finite value already counts.
+    saturating: whether the largest finite value counts as an overflow.
     dtype: the computation's dtype, a tree of such dtypes, or a function from a
-      leaf's path to one; None stands for a leaf's own.
+      leaf's path to one; None means the leaf's own dtype.
   """
 
   saturating: bool
@@ -39,17 +39,17 @@ def nonfinite(dtype: Any = None) -> Check:
 
   Args:
     dtype: the computation's dtype, for gradients that are stored wider than
-      they were computed; without it each leaf's own. Per leaf it is a tree of
-      dtypes, of which the gradients may be an extension, or a function from a
-      leaf's path, such as "params/Dense_0/kernel", to a dtype; None in either
-      stands for the leaf's own.
+      they were computed; by default each leaf's own. To set it per leaf, pass a
+      tree of dtypes whose structure is a prefix of the gradients', or a
+      function from a leaf's path, such as "params/Dense_0/kernel", to a dtype.
+      None in either means the leaf's own dtype.
 
   Returns:
     A check for `loss_scaling`.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
-      none; from `update`, if a function returned none.
+    TypeError: if `dtype`, or a leaf of it, is not a floating-point dtype; from
+      `update`, if a function returned anything else.
     ValueError: from `update`, if a tree does not fit the gradients.
 
   Examples:
@@ -69,29 +69,29 @@ def nonfinite(dtype: Any = None) -> Check:
 def saturated(dtype: Any = None) -> Check:
   """Returns the check for hardware that clips instead of producing inf.
 
-  In saturation mode an overflow leaves the largest finite value behind, 65504
-  in float16, and no inf. So a step overflows if a scaled gradient reaches that
-  value; NaN and inf count as well. An exact 65504 is also what true values
-  between 65488 and 65520 are rounded to: such a false alarm costs one step.
+  In saturation mode an overflow produces the largest finite value, 65504 in
+  float16, instead of inf. So a step overflows if a scaled gradient reaches that
+  value; NaN and inf count as well. True values between 65488 and 65520 also
+  round to 65504. Such a false alarm costs one step.
 
-  With Flax's FP8 layers name the computation's dtype, in which the gradients
-  are, and no float8 one. No check of gradients sees an inf or a saturated value
-  that such a layer receives: the layer clips it to the largest amax of the
-  steps before. NaN passes. The first entry of the layer's new
-  `output_grad_amax_history` shows all of them, and a flag made from it can be
-  passed as `overflow=` to `update`.
+  With Flax's FP8 layers, pass the dtype that the gradients are computed in, not
+  a float8 one. No check of gradients sees an inf or a saturated value that such
+  a layer receives, because the layer clips it to the largest amax of the
+  previous steps. NaN passes through. The first entry of the layer's new
+  `output_grad_amax_history` shows all of these values, so a flag computed from
+  it can be passed to `update` as `overflow=`.
 
   Args:
     dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
-      float32 parameters do not show in which dtype they were computed, so say
+      float32 parameters do not show which dtype they were computed in, so name
       it here.
 
   Returns:
     A check for `loss_scaling`.
 
   Raises:
-    TypeError: if `dtype` is not a floating-point dtype, or has a leaf that is
-      none; from `update`, if a function returned none.
+    TypeError: if `dtype`, or a leaf of it, is not a floating-point dtype; from
+      `update`, if a function returned anything else.
     ValueError: from `update`, if a tree does not fit the gradients.
 
   Examples:
@@ -132,8 +132,8 @@ def with_computation_dtypes(
     subtrees = structure.flatten_up_to(gradients)
   except ValueError as error:
     raise ValueError(
-      "`dtype` must be a tree of dtypes of which the gradients are an "
-      f"extension, got {structure} for gradients "
+      "`dtype` must be a tree of dtypes whose structure is a prefix of the "
+      f"gradients', got {structure} for gradients "
       f"{jax.tree.structure(gradients)}."
     ) from error
   return [
@@ -144,7 +144,7 @@ def with_computation_dtypes(
 
 
 def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
-  """Returns the dtype that a caller named for a leaf, None as it is."""
+  """Returns the dtype that a caller named for a leaf; None stays None."""
   if dtype is None:
     return None
   place = f" for {leaves.path_name(path)!r}" if path else ""
@@ -152,8 +152,8 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def _is_function(dtype: Any) -> bool:
-  # What else can be called: a type such as jnp.float16, and a tree that is a
-  # layer. jax.tree_util.Partial is a tree to JAX, and a function to us.
+  # A type such as jnp.float16 and a tree that is a layer are callable too.
+  # jax.tree_util.Partial is a tree to JAX, but counts as a function here.
   is_tree = not jax.tree_util.all_leaves([dtype])
   is_partial = isinstance(dtype, functools.partial)
   return callable(dtype) and (

@@ -20,31 +20,31 @@ from optax_lossscale._base.arguments import shown
 def pmean_gradients(
   axis_name: Hashable | Sequence[Hashable],
 ) -> optax.GradientTransformation:
-  """Returns the mean of the gradients over devices, for first place in `inner`.
+  """Averages gradients over devices, as the first transformation in `inner`.
 
-  Each device then looks at its own scaled gradients, where an overflow still
-  shows; the flag is agreed on; and what is averaged is unscaled, in float32.
+  Each device then checks its own scaled gradients, where an overflow still
+  shows. The devices agree on the flag, and average in float32 after unscaling.
 
-  It is for parameters of which every device has a copy. Gradients of parameters
-  that are split along the axis belong to different parameters.
+  Every device must have a copy of the parameters. If they are split along the
+  axis, the devices hold gradients of different parameters.
 
-  Under `shard_map` as it is by default, JAX sums the gradients of such
-  parameters over the devices before anyone can look. So differentiate with
-  respect to `make_varying(params, axis_name)`.
+  Under `shard_map`, JAX sums the gradients of such parameters over the devices
+  by default, before they can be checked. So differentiate with respect to
+  `make_varying(params, axis_name)`.
 
   Args:
     axis_name: the mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
       tuple or list.
 
   Returns:
-    A transformation without a state. Leaves that are no floating or complex
-    arrays pass.
+    A stateless transformation. Leaves that are not floating or complex arrays
+    pass through.
 
   Raises:
-    TypeError: if `axis_name` names no axis.
+    TypeError: if `axis_name` does not name an axis.
     ValueError: from `update`, while it is traced, if there is no such axis, or
-      if a gradient does not vary along it: it has been summed already. JAX
-      shows this under `shard_map` with `check_vma=True`.
+      if a gradient does not vary along it because it has been summed already.
+      JAX shows this under `shard_map` with `check_vma=True`.
 
   Examples:
     >>> import jax
@@ -79,24 +79,24 @@ def pmean_gradients(
 def make_varying(
   tree: trees.Tree, axis_name: Hashable | Sequence[Hashable]
 ) -> trees.Tree:
-  """Returns the same values, as values that may differ by device.
+  """Returns the same values, marked as varying over devices.
 
-  Under `shard_map` as it is by default, JAX sums the gradients of replicated
-  parameters over the devices. That hides the overflow of one device behind the
-  others, and a sum over devices may itself overflow. The gradients of what this
-  returns are each device's own.
+  Under `shard_map`, JAX sums the gradients of replicated parameters over the
+  devices by default. The sum hides the overflow of one device behind the
+  others, and may itself overflow. With the values returned here, each device
+  gets its own gradients.
 
   Args:
     tree: parameters, or any pytree. Arrays of any dtype and random keys are
-      made to vary, other leaves pass.
+      marked; other leaves pass through.
     axis_name: the mapped axis, or several in a tuple or list.
 
   Returns:
-    A pytree like `tree`. Nothing is computed; under `pmap` and with
-    `check_vma=False`, where JAX does not track what varies, nothing happens.
+    A pytree like `tree`. Nothing is computed. Under `pmap` and with
+    `check_vma=False`, where JAX does not track what varies, this does nothing.
 
   Raises:
-    TypeError: if `axis_name` is no axis name.
+    TypeError: if `axis_name` is not an axis name.
     ValueError: if there is no such axis.
 
   Examples:
@@ -127,7 +127,7 @@ def make_varying(
 
   def make_leaf_varying(x: Any) -> Any:
     if not isinstance(x, jax.Array):
-      return x  # float0, a function.
+      return x  # float0, or a function.
     missing = tuple(
       name
       for name in names
@@ -139,7 +139,7 @@ def make_varying(
 
 
 def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
-  """Returns the names in what a caller passed, each once; none for None."""
+  """Returns the distinct names that a caller passed; () for None."""
   if axis_name is None:
     return ()
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -152,27 +152,27 @@ def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
 
 
 def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
-  """Raises where a name is not that of an axis around the caller."""
+  """Raises if a name is not that of a mapped axis around the caller."""
   for name in names:
     try:
       lax.axis_size(name)
     except NameError as error:
       raise ValueError(
         f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
-        f"this, got {shown(name)}, which is none; under plain jit "
+        f"this, got {shown(name)}, which is not one; under plain jit "
         "leave it out."
       ) from error
 
 
 def check_named() -> None:
-  """Warns where devices may fall out of step, as JAX does not track them.
+  """Warns if devices may fall out of step where JAX does not track them.
 
-  An axis that pmap has named itself is none over which devices can agree.
+  Devices cannot agree over an axis that pmap has named itself.
   """
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
   names = [name for name in manual if not str(name).startswith("_")]
   tracked: set[Hashable] = set()
-  # Types alone: the program that is being traced gets no operation more.
+  # Only types are evaluated, so the traced program gains no operation.
   jax.eval_shape(
     lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
   )
@@ -188,7 +188,7 @@ def check_named() -> None:
 
 def varying_axes(x: Any) -> frozenset[Hashable]:
   """Returns the mapped axes along which JAX knows that an array may vary."""
-  # `mat` is not in JAX's reference yet, but what it documents prints it.
+  # `mat` is not in JAX's reference yet, but documented output shows it.
   axes: frozenset[Hashable] = jax.typeof(x).mat.varying
   return axes
 
@@ -206,11 +206,11 @@ def average_scaled(
   _refuse_reduced("average_scaled", gradients, names)
 
   def average_leaf(x: jax.Array) -> jax.Array:
-    # A sum needs more bits than 8 have.
+    # A sum needs more than 8 bits.
     mean = _mean(x.astype(bits.carrier(x.dtype)), names)
-    # Without an overflow all that was averaged is finite, and so is its mean.
-    # The sum of the quotients need not be: 65504 / 3 is rounded up in float16,
-    # and three times that is inf.
+    # Without an overflow every gradient is finite, and so is the mean. The sum
+    # of the quotients may not be: 65504 / 3 is rounded up in float16, and three
+    # times that is inf.
     return jnp.where(overflow, mean, jnp.nan_to_num(mean))
 
   return _map_gradients(average_leaf, gradients)
@@ -248,12 +248,12 @@ def refuse_split(
 
 
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
-  """Returns the mean over devices: each divides, then they are summed.
+  """Returns the mean over devices, which divide before they sum.
 
-  In this order, since the sum of what fits a dtype need not fit.
+  The order matters, since a sum of values that fit a dtype may not fit it.
   """
   devices = math.prod(map(lax.axis_size, names))
-  # In float32, or XLA multiplies by a 1/3 that was rounded to float16.
+  # In float32; otherwise XLA multiplies by 1/3 rounded to float16.
   quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices
   mean: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
   return mean
@@ -262,7 +262,7 @@ def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
 def _refuse_reduced(
   what: str, gradients: Any, names: Sequence[Hashable]
 ) -> None:
-  """Raises if JAX has summed a gradient over devices already."""
+  """Raises if JAX has already summed a gradient over devices."""
   tracked = [name for name in names if varying_axes(lax.axis_index(name))]
   for path, x in jax.tree.leaves_with_path(gradients):
     if not leaves.is_gradient(x):

@@ -1,4 +1,4 @@
-"""Where another system would have given up: raised on the host, not in jit."""
+"""Raises on the host, outside jit, where another system would have given up."""
 
 from typing import Any
 
@@ -35,31 +35,31 @@ def raise_if_failed(
 ) -> None:
   """Raises if too many steps in a row were skipped, or a rule has given up.
 
-  Nothing raises inside jit: a run whose data are all NaN skips every step and
-  goes on. Call this between steps, as often as you log. It waits for the step
-  that made `opt_state`.
+  Nothing raises inside jit, so a run whose data are all NaN skips every step
+  and continues. Call this between steps, as often as you log. It waits for the
+  step that made `opt_state`.
 
-  DeepSpeed, fairseq and MindSpore end a run whose loss scale cannot help any
-  more. Their presets note it in the state, where it stays, so this raises with
-  or without a limit. It does not after a step of a rule that was made with
-  raise_error_at_min_scale=False, nor because of steps that were not scaled,
-  which the rule does not see.
+  DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
+  help. Their presets record this in the state for good, so this function raises
+  with or without a limit. It does not raise after a step of a rule that was
+  made with raise_error_at_min_scale=False, or because of unscaled steps, which
+  the rule does not see.
 
-  With any other rule only a limit raises. `stalled` alone does not: one bad
-  batch sets it with an S that is fixed or at its floor, and the next step is
-  applied as usual.
+  With any other rule it raises only if a limit is set. `stalled` alone is not
+  enough: if S is fixed or at its floor, one bad batch sets it, and the next
+  step is applied as usual.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
-    max_consecutive_skips: how many skipped steps in a row may be, with any
-      rule; None for any number. While S comes down from a first value that is
-      too large each step is skipped, so leave room: 100, say.
+    max_consecutive_skips: how many skipped steps in a row to allow, with any
+      rule; None for any number. While S comes down from an initial value that
+      is too large, every step is skipped, so leave room: 100, say.
 
   Raises:
     FloatingPointError: if more steps in a row were skipped, or if the rule's
-      system would have raised. It says which state of several, which member of
-      runs that `vmap` has stacked, what was wrong with the last step, and S.
-    TypeError: if the state is traced, or the limit is no integer.
+      system would have raised. The error names the state if there are several,
+      the member if `vmap` has stacked runs, the cause of the last skip, and S.
+    TypeError: if the state is traced, or the limit is not an integer.
     ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
 
   Examples:
@@ -86,7 +86,7 @@ down; S is 4096.0.
     )
   states = _states.require_states(opt_state)
   for path, state in states.items():
-    # As an array, also where NNX keeps it in a variable.
+    # As an array, since NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
       raise TypeError(
         "`opt_state` must have values, got a traced one; call raise_if_failed "
@@ -97,7 +97,7 @@ down; S is 4096.0.
     found = _end_of_system(state) or (most is not None and _row(state, most))
     if found:
       worst, why = found
-      if worst:  # In runs that vmap has stacked.
+      if worst:  # vmap has stacked several runs.
         size = np.size(state.consecutive_skips)
         place += f"member {', '.join(map(str, worst))} of {size}: "
       loss_scale = np.asarray(state.loss_scale_state.loss_scale)[worst]
@@ -107,7 +107,7 @@ down; S is 4096.0.
 def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
   """Returns where and why the rule's system would have raised."""
   rule_state = state.loss_scale_state
-  # A rule around another, such as WarmStart, holds its state.
+  # A rule that wraps another, such as WarmStart, holds the other's state.
   while hasattr(rule_state, "rule_state"):
     rule_state = rule_state.rule_state
   failure = getattr(rule_state, "failure", None)
@@ -151,5 +151,5 @@ def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
 
 
 def _largest(values: Any) -> Any:
-  """Returns the place of the largest value, () of a single one."""
+  """Returns the index of the largest value, () for a scalar."""
   return np.unravel_index(np.argmax(values), values.shape)

@@ -1,4 +1,4 @@
-"""What is known of gradients: by the check, the caller, other devices."""
+"""Findings about gradients: from the check, the caller and other devices."""
 
 import dataclasses
 from typing import Any
@@ -22,10 +22,10 @@ _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
 class Finding(NamedTuple):
-  """What is known of the scaled gradients of one step."""
+  """The findings about the scaled gradients of one step."""
 
-  overflow: jax.Array  # bool[], they are not usable.
-  amax: jax.Array  # float32[], NaN if one of them was NaN.
+  overflow: jax.Array  # bool[], the gradients are not usable.
+  amax: jax.Array  # float32[], NaN if a gradient was NaN.
   dropped: jax.Array  # bool[], some micro-batches overflowed and were left out.
   used: jax.Array  # float32[], as in `LossScalingState`.
 
@@ -33,18 +33,18 @@ class Finding(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowOverflow:
-  """Which micro-batches overflowed. `update` of `loss_scaling` takes it whole.
+  """The overflows of a window's micro-batches, to be passed to `update`.
 
-  As a flag it is whether any of them did, for Python, NumPy and JAX:
-  `bool(overflow)`, `jnp.where(overflow, ...)`. To `update` it tells more: what
-  was dropped is no reason to skip, and the largest gradient is that of a
-  micro-batch, and not of their mean.
+  As a flag in Python, NumPy or JAX it is True if any micro-batch overflowed:
+  `bool(overflow)`, `jnp.where(overflow, ...)`. `update` reads more from it: a
+  dropped micro-batch is not a reason to skip, and the largest gradient is that
+  of a micro-batch, not of their mean.
 
   Attributes:
-    flags: bool[microbatches], which of them overflowed.
+    flags: bool[microbatches], True for a micro-batch that overflowed.
     amax: float32[microbatches], the largest absolute value among the scaled
-      gradients of each; NaN if one of them was NaN.
-    drop: whether those that overflowed have been left out of the gradients.
+      gradients of each; NaN if a gradient was NaN.
+    drop: whether the gradients leave out the micro-batches that overflowed.
   """
 
   flags: jax.Array
@@ -58,11 +58,11 @@ class WindowOverflow:
 
   @property
   def is_void(self) -> jax.Array:
-    """bool[], the gradients of the window are not usable."""
+    """bool[], True if the gradients of the window are not usable."""
     every_one = jnp.all(self.flags, axis=-1)
     return every_one if self.drop else jnp.any(self.flags, axis=-1)
 
-  # The protocol by which NNX's variables stand for arrays, too.
+  # The protocol that also makes NNX's variables usable as arrays.
   def __jax_array__(self) -> jax.Array:
     return jnp.any(self.flags, axis=-1)
 
@@ -81,13 +81,13 @@ def examine(
   *,
   loss_scale: jax.Array | None = None,
 ) -> Finding:
-  """Looks at every element of every gradient, and at what the caller knows.
+  """Examines every element of every gradient, and what the caller reports.
 
-  With S, also at S itself and at what is left of the largest when it is
-  unscaled, which an S below 1 may take out of the range.
+  Given S, it also checks S itself, and that the largest gradient stays finite
+  when it is unscaled, since dividing by an S below 1 may overflow.
 
-  The magnitude of a complex number is the larger of its two parts', since they
-  overflow one by one.
+  The magnitude of a complex number is that of its larger part, since the two
+  parts overflow separately.
   """
   parts_of: dict[Any, list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, gradients):
@@ -99,16 +99,16 @@ def examine(
   if loss_scale is not None:
     flag |= ~arguments.is_usable_scale(loss_scale)
   amaxes = [jnp.full((), 0, jnp.float32)]
-  # Shares of the limits that are known: gradients in float32 may have been
-  # computed in anything.
+  # Shares of the known limits. Gradients in float32 may have been computed in
+  # any dtype.
   limits: list[float] = []
   shares: list[jax.Array] = []
   for (own, limit), parts in parts_of.items():
     largest = bits.amax(parts)
-    # Wide enough for the limit: bfloat16 would round that of float16.
+    # Wide enough for the limit: bfloat16 would round float16's.
     wide = largest.astype(leaves.at_least_float32(largest.dtype))
     within = wide < limit if check.saturating else wide <= limit
-    # `not within` and not the opposite comparison: NaN is within no limit.
+    # Negated rather than compared the other way, so that NaN counts.
     flag |= ~within
     if loss_scale is not None:
       flag |= ~jnp.isfinite(backward.unscale_tree(largest, loss_scale))
@@ -117,7 +117,7 @@ def examine(
       limits.append(limit)
       shares.append(_share(amaxes[-1], limit))
 
-  # What was measured elsewhere counts where there is the least headroom.
+  # Values measured elsewhere count against the smallest limit.
   least = min(limits, default=None)
   elsewhere: list[jax.Array] = []
   for reason in overflow if isinstance(overflow, (list, tuple)) else [overflow]:
@@ -129,7 +129,7 @@ def examine(
       flag |= _as_flag(reason)
   for value in _magnitudes(amax):
     flag |= ~jnp.isfinite(value)
-    # All that float32 holds is below a limit that it does not hold.
+    # Every float32 value is below a limit that float32 cannot hold.
     if least is not None and least <= _LARGEST:
       limit = np.float32(least)
       flag |= value >= limit if check.saturating else value > limit
@@ -139,7 +139,7 @@ def examine(
     shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
   if not shares:
-    # Nobody said. Losses are scaled for float16, and that is no limit here.
+    # The dtype is unknown: measure against float16, which is not a limit here.
     shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
@@ -147,14 +147,14 @@ def examine(
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
-  # A limit that float32 does not hold is far away from all that it holds.
+  # A limit that float32 cannot hold is far above every float32 value.
   return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
 
 
 def to_float32(value: Any) -> jax.Array:
   """Returns numbers as float32[...]; inf only where they were inf."""
   is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
-  # On the host first, where jnp would warn of a number that is too large.
+  # On the host first, since jnp would warn about a number that is too large.
   numpy = jnp if is_jax else np
   value = numpy.asarray(value)
   if np.issubdtype(value.dtype, np.bool_):
@@ -166,11 +166,11 @@ def to_float32(value: Any) -> jax.Array:
 
 
 def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
-  """Returns what all devices along the named axes found together.
+  """Returns the combined finding of all devices along the named axes.
 
-  One maximum over integers: it carries NaN, which a maximum over floats drops.
+  It takes one maximum over integers, since a maximum over floats drops NaN.
   """
-  # 2 for an overflow, 1 for one that was dropped: the worst of them counts.
+  # 2 for an overflow, 1 for a dropped one, so that the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
   floats = map(bits.magnitude_bits, (finding.amax, finding.used))
@@ -181,41 +181,41 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
 
 
 def total(measured: Any, names: tuple[Any, ...]) -> Any:
-  """Returns what a rule has measured, added up along the named axes."""
+  """Returns a rule's measurements, summed along the named axes."""
   return jax.tree.map(
     lambda x: lax.psum(_varying(jnp.asarray(x), names), names), measured
   )
 
 
 def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-  """Returns `x` as one that may differ along all the axes.
+  """Returns `x`, marked as varying along all the axes.
 
-  JAX reduces over all of them at once only what may.
+  JAX reduces over several axes at once only if a value varies along all.
   """
-  # The position on an axis differs, and 0 times it is nothing to add.
+  # The index along an axis varies, and adding 0 times it changes nothing.
   for name in names:
     x = x + 0 * lax.axis_index(name).astype(x.dtype)
   return x
 
 
 def _as_flag(reason: Any) -> jax.Array:
-  """Returns whether a caller's flag is set, of any kind and shape."""
+  """Returns whether a caller's flag, of any type and shape, is set."""
   rule = "`overflow` must be a bool, a number or an array, or a list of these"
   try:
     if reason is None or not arguments.is_numeric(reason):
       raise TypeError
-    # On the host, since JAX keeps 32 bits of an integer, which may all be 0.
+    # On the host: JAX keeps only 32 bits of an integer, which may all be 0.
     if isinstance(reason, (int, np.ndarray, np.generic)):
       reason = np.asarray(reason).astype(bool)
     flags = jnp.asarray(reason)
   except (TypeError, ValueError, OverflowError) as error:
     raise TypeError(f"{rule}, got {shown(reason)}.") from error
-  # NaN is not 0, so a flag that went wrong counts as an overflow.
+  # NaN is not 0, so a flag of NaN counts as an overflow.
   return jnp.any(flags.astype(bool))
 
 
 def _magnitudes(amax: Any) -> list[jax.Array]:
-  """Returns the largest of magnitudes from elsewhere, if there are any."""
+  """Returns a list of the largest magnitude from elsewhere, if any."""
   if amax is None:
     return []
   values = []

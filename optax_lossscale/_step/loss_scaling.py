@@ -32,79 +32,79 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it takes scaled gradients.
 
-  `update` looks for an overflow in the scaled gradients, divides them by S in
-  float32, lets the inner optimizer make its step, and takes the step back if
-  there was an overflow: the updates are then -0.0 and the inner state stays as
-  it was, bit for bit. Then the rule moves S. A gradient that leaves the range
-  of its dtype when it is divided by an S below 1 counts as an overflow, too. So
-  does an S that is not a positive normal number, as from a damaged checkpoint;
-  the rule then starts over.
+  `update` checks the scaled gradients for an overflow, divides them by S in
+  float32 and runs the inner optimizer. If there was an overflow, the step is
+  skipped: the updates are -0.0 and the inner state stays the same, bit for bit.
+  Then the rule moves S. A gradient that leaves the range of its dtype when it
+  is divided by an S below 1 also counts as an overflow. So does an S that is
+  not a positive normal number, as from a damaged checkpoint; the rule then
+  starts over.
 
-  Everything that is to see true gradients goes inside: clipping, noise, weight
-  decay, accumulation, schedules, which count applied steps.
+  Anything that needs true gradients goes inside: clipping, noise, weight decay,
+  accumulation. Schedules go inside as well, and count applied steps.
 
   Args:
-    inner: the optimizer, any optax transformation or `optax.MultiSteps`. Where
-      parameters or gradients are narrower than float32 it gets float32 copies,
-      so its state is float32 from the start. Under jit its update is recorded
-      first and then evaluated, so it must be pure.
-    rule: where S starts and how each step moves it. None switches all of it
-      off, so that a program with configurable precision has the same lines
-      with and without. S is then 1, nothing is checked or skipped, `overflow`
-      and `amax` are ignored, and narrow parameters reach `inner` as they are.
-      XLA compiles `inner` and the count of applied steps. `mask` and
-      `average_scaled` hold; `accumulated_value_and_grad` keeps its own check.
+    inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
+      gets float32 copies of parameters and gradients that are narrower, so its
+      state is float32 from the start. Under jit its update is recorded first
+      and then evaluated, so it must be pure.
+    rule: sets the first S and how each step moves it. None switches loss
+      scaling off, so a program with configurable precision needs no second code
+      path. S is then 1, nothing is checked or skipped, `overflow` and `amax`
+      are ignored, and narrow parameters reach `inner` unchanged. XLA compiles
+      only `inner` and the count of applied steps. `mask` and `average_scaled`
+      still apply; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, over which all
-      devices decide together, under `shard_map` or `pmap`. Under plain jit none
-      is needed: its arrays are whole, however they are sharded. The flag is
-      reduced, the gradients are not. Name every axis along which gradients or
-      the caller's flag vary, unless each device has a model and a state of its
-      own: a missing one lets devices fall out of step. It is an error where JAX
-      tracks what varies, under `shard_map` with `check_vma=True`. Under `pmap`
-      and with `check_vma=False` it does not, so there None is a
-      `WiringWarning`: () says that gradients are the same on all devices
-      already, or that each has a model of its own.
+      devices decide together under `shard_map` or `pmap`. Plain jit does not
+      need one: its arrays are whole, however they are sharded. The flag is
+      reduced; the gradients are not. Name every axis along which gradients or
+      the caller's flag vary, unless each device has its own model and state. If
+      one is missing, devices may fall out of step. That is an error where JAX
+      tracks what varies, under `shard_map` with `check_vma=True`. Elsewhere,
+      under `pmap` and with `check_vma=False`, None gives a `WiringWarning`.
+      Pass () there if gradients are the same on all devices already, or if each
+      device has its own model.
     average_scaled: a mapped axis, or several, over which the scaled gradients
-      are averaged, in their own dtype, after the check: float16 gradients
-      travel as float16. Devices decide together over these axes as well. Each
-      divides before the sum, which thus does not overflow; but of n devices,
+      are averaged after the check. They keep their dtype, so float16 gradients
+      travel as float16. Devices also decide together over these axes. Each
+      divides before the sum, so the sum does not overflow; but with n devices,
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      `pmean_gradients` averages in float32. Both are for parameters of which
-      every device has a copy.
-    mask: True for the leaves that are gradients: a tree of bools of which the
-      parameters are an extension, or a function from them to one. The others go
-      around the wrapper and the optimizer and come out of `update` as their
-      next value: the one that went in, or on a skip the old one. Without it,
-      these are the leaves of Flax's `_overwrite_with_gradient` collection.
+      `pmean_gradients` averages in float32. Both are for parameters that every
+      device has a copy of.
+    mask: True for the leaves that are gradients: a tree of bools whose
+      structure is a prefix of the parameters', or a function from the
+      parameters to one. The other leaves go around the wrapper and the
+      optimizer. `update` returns their next values: those passed in, or the old
+      ones on a skip. By default they are the leaves of Flax's
+      `_overwrite_with_gradient` collection.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
-    scaled gradients and, beside the inner optimizer's extra arguments,
-    `overflow=`: a bool, number or array of which any non-zero entry makes the
-    step an overflow, or what `accumulated_value_and_grad` returns, or a list of
-    such; and `amax=`: a tree of numbers or arrays whose largest counts with
-    the gradients and overflows as they do, at the smallest limit that the
-    check knows, such as what `rules.amax_tap` saw in the model. The updates
-    have the dtypes of the parameters, if those are passed.
+    scaled gradients, the inner optimizer's extra arguments, and two of its own.
+    `overflow=` is a bool, number or array, where any non-zero entry makes the
+    step an overflow; or the overflow that `accumulated_value_and_grad` returns;
+    or a list of these. `amax=` is a tree of numbers or arrays, such as what
+    `rules.amax_tap` saw in the model. The largest of them counts like a
+    gradient, against the smallest limit that the check knows. The updates have
+    the dtypes of the parameters, if those are passed.
 
   Raises:
-    TypeError: if an argument is not of its kind, also of `init` and `update`;
-      from `init`, if the state of the rule has no float32[] `loss_scale`; from
-      `update`, if it is given `overflow` under another name.
-    ValueError: from `init`, if `inner` holds loss scaling already, or if the
-      rule starts with an unusable S; from `update`, if what it is given, or
-      what `inner` and the rule return, does not fit the rest, if there is no
-      axis of that name, if leaves go around the optimizer and no `params` are
-      passed, or, as far as JAX tracks what varies by device, if devices that
-      share an S could decide differently or what is to be averaged has been
-      reduced already.
+    TypeError: if an argument has the wrong type, also in `init` and `update`;
+      from `init`, if the rule's state has no float32[] `loss_scale`; from
+      `update`, if `overflow` is passed under another name.
+    ValueError: from `init`, if `inner` already holds loss scaling, or if the
+      rule starts with an unusable S. From `update`, if an argument, or a result
+      of `inner` or the rule, does not fit the others, if no axis has that name,
+      or if leaves go around the optimizer but `params` are missing. Where JAX
+      tracks what varies by device, also if devices that share an S could decide
+      differently, or if the gradients to average are already reduced.
 
   Warns:
     WiringWarning: from `init`, if parameters in float16 have no master weights;
       from `update`, while it is traced, if the gradients come from `unscale`,
-      were scaled by another S, or lack micro-batches that it is not told of,
-      or if no axis is named where devices may fall out of step.
+      were scaled by another S, or leave out micro-batches but `overflow` is not
+      passed, or if no axis is named where devices may fall out of step.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -129,7 +129,7 @@ def loss_scaling(
     requirements.check_rule("rule", rule)
   requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
-  # Where gradients are averaged, no device may skip alone.
+  # If gradients are averaged over devices, no device may skip alone.
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
@@ -180,7 +180,7 @@ def loss_scaling(
     reported = finding.overflow | finding.dropped
     provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
     devices.refuse_divergence(reported, loss_scale, agreed)
-    # Computed once: without a barrier XLA would do it again at every use.
+    # Computed once. Without the barrier XLA would recompute it at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
     if averaged:
@@ -217,7 +217,7 @@ def loss_scaling(
     loss_scale_state, stalled = move(
       rule, state.loss_scale_state, reported, finding.amax, measured
     )
-    # What the leaves that are no gradients are to become.
+    # The next values of the leaves that are not gradients.
     next_values = incoming
     if rule.skip and not all(jax.tree.leaves(is_gradient)):
       if params is None:
@@ -257,18 +257,18 @@ def _bare_update(
   extra_args: Any,
 ) -> tuple[optax.Updates, states.LossScalingState]:
   """Returns the updates of the optimizer alone, and the same kind of state."""
-  # S is 1: there unscaling twice, or no `overflow`, does no harm.
+  # S is 1, so unscaling twice or leaving out `overflow` is harmless.
   one = loss_scales.FixedLossScale(1.0)
   provenance.check_update(gradients, one.scale, one, overflow=None)
   if averaged:
-    # As after an overflow: NaN stays NaN.
+    # As after an overflow, so that NaN stays NaN.
     gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
   updates, inner_state = inner.update(
     gradients, state.inner_state, params, **extra_args
   )
   return updates, state._replace(
     inner_state=inner_state,
-    # Known to be False, so that XLA drops the selects that go by it.
+    # A constant False, so that XLA drops the selects that depend on it.
     skipped=jnp.zeros_like(state.skipped),
     applied_steps=optax.safe_increment(state.applied_steps),
   )
@@ -296,7 +296,7 @@ def move(
   rule: base.LossScale, state: Any, overflow: Any, amax: Any, measured: Any
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
-  # Most rules measure nothing, and need not take it.
+  # Most rules measure nothing, and need not take `measured`.
   more = {} if measured is None else {"measured": measured}
   moved = rule.update(state, overflow, amax=amax, **more)
   trees.check_structure(
@@ -304,14 +304,14 @@ def move(
     moved,
     state,
   )
-  # As it will be kept, in float32: a rule may compute it in another dtype.
+  # In float32, as in the state. A rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # A rule may come from anybody. An S that is 0, subnormal, inf or NaN would
-  # end the training silently, so the state before it is held instead.
+  # A user's rule may return an S that is 0, subnormal, inf or NaN. That would
+  # silently end the training, so the previous state is held instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   held = skipping.select(~is_usable, state, moved)
-  # A damaged checkpoint may hold such an S, too. The rest of the rule's state
-  # is then as doubtful.
+  # A damaged checkpoint may also hold such an S. The rest of the rule's state
+  # is then suspect as well.
   before = jnp.asarray(state.loss_scale, jnp.float32)
   was_usable = arguments.is_usable_scale(before)
   next_state = skipping.select(~was_usable, rule.init(), held)

@@ -1,4 +1,4 @@
-"""What the last step was like, for any logger."""
+"""Metrics of the last step, for any logger."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def loss_scale_metrics(
 ) -> dict[str, jax.Array]:
   """Returns the loss scale and what happened on the last step.
 
-  Usable inside jit: every value is a scalar array, and nothing is printed or
+  It works inside jit: every value is a scalar array, and nothing is printed or
   fetched.
 
   Args:
@@ -25,11 +25,11 @@ def loss_scale_metrics(
     step); the last step's `overflow`, `nan`, `inf`, `skipped`, `stalled`
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
-    the share of skipped steps among all. `inf` is that a gradient was infinite
-    and none NaN; an overflow that is neither was saturated, or the caller's.
-    `headroom` is how many doublings of S the step left, in bits: in float16,
-    unless the check names another dtype or the gradients are in one that is as
-    narrow. The others are explained at `LossScalingState`.
+    the share of all steps that were skipped. `inf` is True if a gradient was
+    infinite and none was NaN. An overflow with neither was saturated, or the
+    caller's. `headroom` is how many times S could still have doubled, in bits.
+    It refers to float16, unless the check names another dtype or the gradients
+    have one as narrow. `LossScalingState` explains the others.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several and no path.
@@ -61,7 +61,7 @@ def loss_scale_metrics(
   """
   state = states.find_state(opt_state, path)
   loss_scale = states.get_loss_scale(state)
-  # As arrays, also where a framework keeps its own variables in the state.
+  # As arrays, since a framework may keep its own variables in the state.
   field = {
     name: jnp.asarray(getattr(state, name))
     for name in state._fields

@@ -1,8 +1,8 @@
-"""The origin of gradients: noted beside them, and looked up by `update`.
+"""Records the origin of gradients, which `update` and `unscale` then check.
 
-The gradients are plain arrays, so nothing in them says by which S they were
-scaled. A table beside them does, for as long as they live. A jitted function
-returns other arrays. Their origin is unknown, and nothing is said of them.
+The gradients are plain arrays, so nothing in them says which S scaled them. A
+table beside them does, for as long as they live. A jitted function returns new
+arrays, whose origin is unknown, so they cause no warning.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
 
-# By the id of an array: "scaled" by an S, "dropping" micro-batches as well,
-# "unscaled"; or, of an S, "next" after another one.
+# The kind and S of an array, by its id: "scaled" by S, "dropping" (scaled,
+# without some micro-batches), "unscaled", or, if it is a scale, "next" after S.
 _ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 
 def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
-  """Notes what the floating arrays of a tree are; `passed` may be a number."""
+  """Records the origin of a tree's gradients; `passed` may be a number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
     scale = float(passed)  # As an array it would be a tracer under jit.
-  # A tracer must not outlive its trace, nor each S keep all those before it.
+  # A tracer must not outlive its trace, nor an S keep all earlier ones alive.
   is_weak = kind == "next" or isinstance(scale, jax.core.Tracer)
   get_scale = weakref.ref(scale) if is_weak else lambda: scale
   for x in filter(leaves.is_gradient, jax.tree.leaves(tree)):
@@ -38,15 +38,15 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 def check_update(
   gradients: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
 ) -> None:
-  """Warns if `update` is given gradients that are not what it takes."""
+  """Warns if `update` gets gradients with the wrong origin."""
   kind, used = _origin(gradients)
-  # A compiled step that makes the gradients keeps a number for ever.
+  # Once compiled, a step that makes the gradients keeps a number for ever.
   traced = [
     any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
     for tree in (gradients, loss_scale, used)
   ]
   is_frozen = used is not None and traced == [True, True, False]
-  machine: Any = getattr(rule, "machine", rule)  # Of a preset.
+  machine: Any = getattr(rule, "machine", rule)  # For a preset.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
   if kind == "unscaled" and fixed != 1:
@@ -74,7 +74,7 @@ def check_update(
 
 
 def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
-  """Warns if `unscale` is given another S than gradients were scaled by."""
+  """Warns if `unscale` gets another S than the gradients were scaled by."""
   if _is_another(_origin(gradients)[1], loss_scale):
     wiring.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
@@ -84,14 +84,14 @@ def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
 
 
 def _origin(tree: Any) -> tuple[str, Any]:
-  """Returns the origin of the first leaf with a known one, and its S."""
+  """Returns the kind and S of the first leaf whose origin is known."""
   found = (_ORIGINS.get(id(x)) for x in jax.tree.leaves(tree))
   kind, get_scale = next(filter(None, found), ("", lambda: None))
   return kind, get_scale()
 
 
 def _is_another(used: Any, loss_scale: Any) -> bool:
-  """Returns whether S is not the one that was used, as far as that is known."""
+  """Returns whether S is known to differ from the one that was used."""
   if used is None or used is loss_scale:
     return False
   is_next = _origin(loss_scale)[1] is used
@@ -101,8 +101,8 @@ def _is_another(used: Any, loss_scale: Any) -> bool:
 def _equal(x: Any, y: Any) -> bool | None:
   """Returns whether two scales are equal; None if that cannot be known."""
   try:
-    # On the host, also where a program forbids transfers: those of its steps.
+    # On the host. A user's transfer guard is meant for the steps, not for this.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
-  except Exception:  # A tracer, or donated, or on other hosts.
+  except Exception:  # Traced, donated, or on other hosts.
     return None

@@ -1,4 +1,4 @@
-"""What a step requires: of its arguments, its rule, its states and trees."""
+"""Requirements of a step on its arguments, rule, states and trees."""
 
 import collections
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _SWITCH_OFF = (
   "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
 )
 
-# What `rule` is where none is passed; None is a value that a user may pass.
+# The default of `rule`, since None is a value that a user may pass.
 MISSING: Any = ...
 
 
@@ -73,7 +73,7 @@ def check_rule(name: str, rule: Any) -> None:
 
 
 def check_check(check: Any) -> None:
-  """Raises if it is none of the checks."""
+  """Raises if `check` is not a Check."""
   if not isinstance(check, checks.Check):
     raise TypeError(
       "`check` must be made by nonfinite() or saturated(dtype), got "
@@ -82,9 +82,9 @@ def check_check(check: Any) -> None:
 
 
 def check_first_state(rule: base.LossScale) -> None:
-  """Raises if the rule's first state is not one to start with."""
-  # Also where `init` is being traced, the first S is a constant to look at. A
-  # program that forbids transfers means those of its steps.
+  """Raises if the rule's first state does not hold a usable S."""
+  # The first S is a known constant, even while `init` is being traced. A user's
+  # transfer guard is meant for the steps, not for this.
   with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
     state = rule.init()
     loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)
@@ -114,18 +114,18 @@ def check_inner_state(inner_state: Any) -> None:
 
 
 def check_masters(params: Any, inner_state: Any) -> None:
-  """Warns if updates of float16 parameters are added up in float16."""
+  """Warns if float16 parameters accumulate their updates in float16."""
   found = jax.tree.leaves_with_path(params)
   paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
-  # Parameters without a state, where others have one, may be frozen.
+  # If only some parameters have a state, the others may be frozen.
   ends = {path[i:] for path in paths for i in range(len(path) + 1)}
   moved = [x for x in found if x[0] in ends] or found
   narrow = [p for p, x in moved if getattr(x, "dtype", None) == jnp.float16]
   is_mask = lambda x: isinstance(x, optax.MaskedState)  # noqa: E731
   masks = filter(is_mask, jax.tree.leaves(inner_state, is_leaf=is_mask))
-  # Without a state it may freeze any of them.
+  # A mask without a state may freeze any parameter.
   may_freeze = any(not jax.tree.leaves(x) for x in masks)
-  # By a field's name, since others keep such a copy as well.
+  # By the field's name, since other optimizers keep such a copy as well.
   names = {str(getattr(key, "name", "")) for path in paths for key in path}
   if narrow and not may_freeze and not any("master" in name for name in names):
     wiring.warn(
@@ -156,7 +156,7 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
   got = state.loss_scale_state
   structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
-  # The names of all, or what it is that differs.
+  # The names of all fields, or only those that differ.
   listed: list[Any] = [list(own) for own in fields]
   if structures[0] == structures[1]:
     if fields[0] == fields[1]:
@@ -208,14 +208,14 @@ _AROUND = {
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
-# The trees that may hold states beside each other.
+# The trees that may hold states side by side.
 _OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
 
 
 def check_surroundings(opt_state: Any) -> None:
-  """Warns if what is around loss scaling sees scaled gradients, or skips none.
+  """Warns if an outer state sees scaled gradients, or moves on skipped steps.
 
-  Nothing is said of a tuple that cannot be the state of a chain.
+  A tuple that cannot be the state of a chain causes no warning.
   """
   if (message := next(_misplaced((), opt_state), None)) is not None:
     wiring.warn(f"`opt_state` must have {message}")
@@ -226,7 +226,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if states.is_state(node) or not states.find_states(node):
     return
   kind, shapes = type(node), _shapes(node)
-  # A mask that leaves nothing out does no harm; most states show it.
+  # A mask that leaves nothing out is harmless, and most states reveal that.
   may_mask = None in shapes or shapes <= {()}
   if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
     yield _AROUND[kind].format(_at(path))
@@ -238,7 +238,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
     yield from _beside(links, is_partition)
     masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
-    # Another mask may take the leaves that one of them leaves out.
+    # One mask may take the leaves that another leaves out.
     if is_partition or len(masks) > 1:
       links = [(key, getattr(x, "inner_state", x)) for key, x in links]
   for link in links:
@@ -246,7 +246,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
 
 
 def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
-  """Yields which states beside that of loss scaling hold arrays."""
+  """Yields a message for each state beside loss scaling that holds arrays."""
   why = "before it in a chain, where it sees scaled gradients"
   after = "after it in a chain, where it moves on a skipped step"
   remedy = "chain(...), rule); of a tuple of your own pass the optimizer's part"
@@ -259,13 +259,13 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
       why = after
       continue
     own = _shapes(link)
-    # In a tuple of the user's, another model's state may be beside it.
+    # A user's tuple may also hold another model's state.
     fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
     fits |= isinstance(link, optax.MaskedState)
-    # A state of another class may be the user's.
+    # A state whose class is not optax's may be the user's.
     is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
     for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
-      # A group without a parameter may still count its steps.
+      # A group without parameters may still count its steps.
       holds = jax.tree.leaves(x) and _shapes(x) != {None}
       is_of_optax = type(x).__module__.startswith("optax.")
       looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
@@ -278,7 +278,7 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
 
 
 def _shapes(tree: Any) -> set[Any]:
-  """Returns the shapes of floating arrays, with None for what is masked."""
+  """Returns the shapes of floating arrays, and None for masked nodes."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   nodes = jax.tree.leaves(tree, is_leaf=is_masked)
   found = (x for x in nodes if is_masked(x) or leaves.is_gradient(x))
@@ -303,7 +303,7 @@ def check_accumulation(opt_state: Any) -> None:
 def check_call(
   inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
 ) -> None:
-  """Raises if `update` is called without gradients, or by a wrong name."""
+  """Raises if `update` lacks gradients, or gets a flag by a wrong name."""
   if updates is None and jax.tree.leaves(params):
     raise TypeError(
       "`updates` must be the scaled gradients, got None; pass what "
@@ -329,7 +329,7 @@ def check_gradients(gradients: Any, params: Any) -> None:
 
 
 def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
-  """Returns what an optimizer made, in the dtypes of the parameters."""
+  """Returns an optimizer's updates, in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
     return updates
@@ -342,7 +342,7 @@ def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
-  # One that only unscales gradients of examples may hand them on.
+  # An optimizer may pass per-example gradients on.
   of_examples = trees.mismatched_shape(params, gradients) is not None
   found = None if of_examples else trees.mismatched_shape(params, narrow)
   if found:
@@ -360,10 +360,10 @@ def explained(
   inner_state: Any,
   params: Any,
 ) -> Iterator[None]:
-  """Says what does not fit where an optimizer fails on what it is given.
+  """Explains what does not fit if an optimizer fails on its arguments.
 
-  Only where it fails: what an optimizer takes need not look like its
-  parameters, as with `optax.lookahead`.
+  It looks only after a failure, since an optimizer's arguments need not look
+  like its parameters, as with `optax.lookahead`.
   """
   try:
     yield
@@ -380,7 +380,7 @@ def _explain(
   inner_state: Any,
   params: Any,
 ) -> str | None:
-  """Returns what does not fit; None if it is something else that is wrong."""
+  """Returns what does not fit; None if something else is wrong."""
   fits = trees.is_for_each_example
   of_gradients = _init_shapes(inner, gradients, inner_state)
   misfit = trees.difference(inner_state, of_gradients, fits)
@@ -395,7 +395,7 @@ def _explain(
       "`state` must be that of this optimizer for these parameters, got "
       f"{found}."
     )
-  # Gradients that the state was made for need not look like the parameters.
+  # Gradients that fit the state need not look like the parameters.
   found = misfit and trees.difference(params, gradients, fits)
   return found and (
     f"`updates` must be gradients that fit the parameters, got {found}."
@@ -405,8 +405,8 @@ def _explain(
 def _init_shapes(
   inner: optax.GradientTransformation, tree: Any, default: Any
 ) -> Any:
-  """Returns the state that an optimizer makes, or another if it makes none."""
+  """Returns the shapes of an optimizer's state, `default` if `init` fails."""
   try:
     return jax.eval_shape(inner.init, leaves.widen(tree))
-  except Exception:  # It may ask anything of its parameters.
+  except Exception:  # It may require anything of its parameters.
     return default

@@ -1,4 +1,4 @@
-"""A loss scale for a part of a model: the cotangents that pass, multiplied."""
+"""A loss scale for part of a model, by which its cotangents are multiplied."""
 
 from typing import Any
 
@@ -14,43 +14,43 @@ from optax_lossscale._step import devices
 
 
 def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
-  """Returns `x`, and multiplies by `scale` the cotangent that comes back to it.
+  """Returns `x`, and multiplies its cotangent by `scale` in the backward pass.
 
-  One S for the whole model does not fit where the gradients of its layers are
-  further apart than float16 is wide: what saves one layer from underflow is an
-  overflow in another. With this a layer has a factor of its own, for example
-  `factor`. It multiplies where the layer's backward pass begins, at its output,
-  and is undone at its parameters and at its input by `1 / factor`:
+  No single S fits a model whose layers have gradients further apart than the
+  range of float16: what saves one layer from underflow makes another overflow.
+  With this function a layer gets its own factor. It is applied where the
+  layer's backward pass begins, at its output, and undone by `1 / factor` at its
+  parameters and its input:
 
     params = scale_cotangent(params, 1 / factor)
     x = scale_cotangent(x, 1 / factor)
     return scale_cotangent(layer(params, x), factor)
 
   The product is formed in float32 at least and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. What is undone must fit again:
-  undo it of float32 parameters before they are cast to float16. Between two
-  layers in float16 let one call do both, with the lower layer's factor divided
-  by the upper one's.
+  `x`, so the factor itself need not fit float16. The result of undoing it must
+  fit as well, so undo it on float32 parameters, before they are cast to
+  float16. Between two float16 layers use one call for both, with the lower
+  layer's factor divided by the upper one's.
 
-  A cotangent of inf or NaN stays one. A saturated one, of 65504, does not:
-  once it has been multiplied no check of gradients sees it, but a `status_tap`
-  in the layer does. With -1 as the scale this reverses gradients.
+  A cotangent of inf or NaN stays inf or NaN. A saturated one, of 65504,
+  changes: once it has been multiplied, no check of gradients sees it, but a
+  `status_tap` in the layer does. A scale of -1 reverses gradients.
 
   Forward mode multiplies the tangents likewise. Each further derivative
-  multiplies once more without cancelling: a gradient inside the loss, such as a
-  gradient penalty, must do without.
+  multiplies once more without cancelling, so do not use this with a gradient
+  inside the loss, such as a gradient penalty.
 
   Args:
-    x: an array or a pytree. Leaves that are not floating or complex pass.
+    x: an array or a pytree. Leaves that are not floating or complex are kept.
     scale: a number, or a real scalar array, which may be traced. It is not
-      differentiated: its own gradient is 0. Powers of two make it exact.
+      differentiated, so its own gradient is 0. Powers of two are exact.
 
   Returns:
     `x`.
 
   Raises:
     TypeError: if `scale` is not a real scalar.
-    ValueError: if it is a number that is infinite or subnormal in float32.
+    ValueError: if `scale` is a number that is infinite or subnormal in float32.
 
   Examples:
     >>> import jax
@@ -72,23 +72,23 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     Zhao et al., `Adaptive Loss Scaling for Mixed Precision Training
     <https://arxiv.org/abs/1910.12385>`_, 2019. Ganin and Lempitsky,
     `Unsupervised Domain Adaptation by Backpropagation
-    <https://arxiv.org/abs/1409.7495>`_, 2015, reverse gradients.
+    <https://arxiv.org/abs/1409.7495>`_, 2015, for reversed gradients.
   """
   factor = _read_scale(scale)
 
   def scale_leaf(leaf: Any) -> Any:
     if not leaves.is_gradient(leaf):
       return leaf
-    # Under `shard_map` a tangent varies as its value does, so the value must
-    # vary as the scale does. JAX sums the cotangents of what is made to.
+    # Under `shard_map` a tangent varies like its value, so the value must vary
+    # like the scale. JAX sums the cotangents of a value that is made to vary.
     axes = tuple(devices.varying_axes(factor))
     return _scale_leaf(devices.make_varying(leaf, axes), factor)
 
   return jax.tree.map(scale_leaf, x)
 
 
-# By its tangents: they are linear, and transposed they are the cotangents. So
-# forward mode comes with it.
+# Defined by its tangents, which are linear. JAX transposes them into
+# cotangents, so forward mode works as well.
 @jax.custom_jvp
 def _scale_leaf(x: jax.Array, scale: Any) -> jax.Array:
   del scale
@@ -105,7 +105,7 @@ def _scale_tangent(
   wide = tangent.astype(leaves.at_least_float32(tangent.dtype))
   factor = jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)
   if jnp.iscomplexobj(wide):
-    # By parts: a product with a complex scale would make NaN of inf * 0.
+    # By parts, since multiplying by a complex scale would make inf * 0 = NaN.
     wide = jax.lax.complex(wide.real * factor, wide.imag * factor)
   else:
     wide = wide * factor
@@ -113,8 +113,8 @@ def _scale_tangent(
 
 
 def _read_scale(scale: Any) -> Any:
-  """Returns a scale as a number of Python or a real scalar array."""
-  # What an array holds is not looked at: that would wait for the device.
+  """Returns a scale as a Python number or a real scalar array."""
+  # The value in an array is not checked: that would wait for the device.
   if not isinstance(scale, jax.Array):
     number = arguments.check_number("scale", scale)
     if 0 < abs(number) < arguments.SMALLEST_SCALE:

@@ -1,4 +1,4 @@
-"""The atomic skip: all of it moves, or all of it stays bit for bit."""
+"""The atomic skip: either everything moves, or everything stays bit for bit."""
 
 from collections.abc import Callable
 import functools
@@ -18,14 +18,14 @@ from optax_lossscale._step import states
 def update_unless(
   skipped: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any
 ) -> tuple[Any, Any]:
-  """Returns the updates and state that `update` makes, or those of a skip."""
+  """Returns the updates and state of `update`, or those of a skipped step."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
-  # The one place that decides how the inner optimizer runs. Under jit, scan and
-  # the like each value of the new state is selected where it is defined, so
-  # that the state is not kept twice. Eagerly that would free nothing sooner and
-  # cost time, so there the select comes after the update. Both give the same
-  # bits. Under jit the inner optimizer must be pure, as jit asks anyway.
+  # The only place that decides how the inner optimizer runs. Under jit, scan
+  # and the like, each value of the new state is selected where it is defined,
+  # so that the state is not kept twice. In eager mode that frees nothing sooner
+  # and costs time, so the select comes after the update. Both give the same
+  # bits. Under jit the inner optimizer must be pure, as jit itself requires.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
       update, old_state, choose
@@ -33,15 +33,15 @@ def update_unless(
   else:
     updates, state = update()
     state = jax.tree.map(choose, old_state, state)
-  # What was recorded as a constant comes back as a NumPy array.
+  # A recorded constant comes back as a NumPy array.
   return _zero_updates(skipped, leaves.as_arrays(updates)), state
 
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
-  """Returns `old` where the step is skipped and `new` elsewhere.
+  """Returns `old` if the step is skipped, else `new`.
 
-  The dtypes are those of `old`: what init made is what every step returns, and
-  nothing recompiles.
+  The dtypes are those of `old`, so every step returns the dtypes that init
+  made, and nothing recompiles.
   """
   choose = functools.partial(_choose, skipped)
   return jax.tree.map(choose, leaves.as_arrays(old), new)
@@ -56,14 +56,14 @@ def select_on_skip(
 ) -> trees.Tree:
   """Returns `old` if the last step was skipped, else `new`.
 
-  For what a step changes outside the optimizer: batch statistics, a moving
-  average of the parameters, a random key, a step counter. They move with the
-  parameters or not at all.
+  Use it for values that a step changes outside the optimizer: batch statistics,
+  a moving average of the parameters, a random key, a step counter. They then
+  move with the parameters or not at all.
 
   Args:
     opt_state: the optimizer's state after `update`.
-    new: a pytree of arrays as the step made it.
-    old: the same pytree before the step; its dtypes are kept.
+    new: a pytree of arrays, after the step.
+    old: the same pytree, before the step; its dtypes are kept.
     path: which state, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
@@ -90,14 +90,14 @@ def select_on_skip(
 
 
 def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
-  """Returns one of two leaves. Nothing is multiplied, so NaN stays out."""
+  """Selects one of two leaves, without a product that would let NaN in."""
   if not isinstance(old, jax.Array):
     return new  # float0, which has no value.
   return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
 
 
 def _zero_updates(skipped: jax.Array, updates: Any) -> Any:
-  """Returns -0.0 for every update where the step is skipped.
+  """Returns the updates, as -0.0 if the step is skipped.
 
   Adding -0.0 changes no number; adding 0.0 would turn -0.0 into 0.0.
   """

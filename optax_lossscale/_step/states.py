@@ -1,4 +1,4 @@
-"""The wrapper's state, and how it is found inside any optimizer's state."""
+"""The wrapper's state, and how to find it inside any optimizer's state."""
 
 from typing import Any
 from typing import NamedTuple
@@ -15,17 +15,16 @@ from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
-# The types of S itself, which may be passed in place of a state.
+# The types of S itself, which may be passed instead of a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
-# Orbax and flax.serialization return plain dicts and lists where they are not
-# told what to restore.
+# Orbax and flax.serialization return plain dicts and lists without a target.
 RESTORE = (
   "a checkpoint must be restored into the structure of the optimizer's state, "
   "with tx.init(params) as its target"
 )
 
-# There each array is in a variable of its own.
+# NNX keeps each array in its own variable.
 AS_PURE = "of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)"
 
 
@@ -35,27 +34,28 @@ class LossScalingState(NamedTuple):
   Attributes:
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
-    overflow: bool[], the last step's gradients were not usable; or some
-      micro-batches had been left out of them since theirs were not.
-    nan: bool[], one of them was NaN, which a backward pass also makes out of
-      inf. Overflow without it means inf, saturation, or the caller's flag.
-    skipped: bool[], the last step was skipped.
-    stalled: bool[], S could not follow the last step: it overflowed with S at
-      the rule's floor, with an S that never moves, or without being scaled; or
-      the rule's next S was unusable; or S itself was, and the rule started
-      over.
+    overflow: bool[], True if the last step's gradients were not usable, or if
+      micro-batches whose gradients were not usable were left out of them.
+    nan: bool[], True if one of the gradients was NaN, which a backward pass
+      also makes out of inf. An overflow without NaN means inf, saturation, or
+      the caller's flag.
+    skipped: bool[], True if the last step was skipped.
+    stalled: bool[], True if S could not follow the last step. Either the step
+      overflowed with S at the rule's floor, with an S that never moves, or
+      unscaled; or the rule's next S was unusable; or S itself was, and the rule
+      started over.
     amax: float32[], the largest absolute value among the last step's gradients
-      as they came in, and among those of the micro-batches that `update` was
-      told of; NaN if `nan`.
-    used: float32[], the share of its range that the last step used: amax over
-      the largest finite value of the computation's dtype, where that share
-      is largest; at least 2**-126. NaN or inf as `amax`; 0 before the first
-      step. The dtype is float16 if the check names none and the gradients are
-      not narrow.
+      before unscaling, and among those of the micro-batches in `overflow`; NaN
+      if `nan`.
+    used: float32[], the share of the range that the last step used: amax over
+      the largest finite value of the computation's dtype, for the leaf where
+      that is largest; at least 2**-126. NaN or inf if amax is; 0 before the
+      first step. The dtype is float16 if the check does not name one and the
+      gradients are not narrow.
     applied_steps: int32[], steps on which the inner optimizer ran.
-    skipped_steps: int32[], steps on which nothing but the loss scale moved.
-    consecutive_skips: int32[], how many of them have come in a row, to the last
-      step; 0 if that was applied.
+    skipped_steps: int32[], steps on which only the loss scale moved.
+    consecutive_skips: int32[], skipped steps in a row up to the last step; 0 if
+      that one was applied.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -82,27 +82,27 @@ class LossScalingState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; above 2**126 subnormal, so 0 on some backends."""
+    """float32[], 1/S; subnormal for S above 2**126, so 0 on some backends."""
     return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
 
   @property
   def headroom(self) -> jax.Array:
-    """float32[], how many doublings of S the last step left, in bits.
+    """float32[], how many more times S could have doubled: headroom in bits.
 
-    -log2(used), so 126 at most; NaN if `nan`, and before the first step; -inf
-    if amax is inf. Below 0 the gradients fit no float16, and the check does not
-    name what they were computed in.
+    It is -log2(used), so 126 at most; NaN if `nan` or before the first step;
+    -inf if amax is inf. A negative value means that the gradients do not fit
+    float16, and that the check does not name the dtype they were computed in.
     """
-    # Not kept in the state, where its NaN would stop jax_debug_nans.
+    # Not kept in the state, where its NaN would trip jax_debug_nans.
     used = jnp.asarray(self.used)
-    # Subtracted from 0, or it would be -0.0 at the limit.
+    # Subtract from 0, since a negation would give -0.0 at the limit.
     return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:
   """Returns every `LossScalingState` in a pytree by its path.
 
-  They are found by their type, so a parameter may be called anything.
+  It finds them by type, so a parameter may have any name.
   """
   nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
@@ -114,7 +114,7 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
   """Returns what `find_states` finds in `opt_state`, or raises."""
   states = find_states(opt_state)
   own = getattr(opt_state, "loss_scale", None)
-  # A parameter of that name is seldom a scalar, and a rule's S no array.
+  # S in a rule's state is a scalar; a parameter of that name seldom is.
   if not states and getattr(own, "shape", None) == ():
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
@@ -162,22 +162,22 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
 def get_loss_scale(
   opt_state: optax.OptState, *, path: str | None = None
 ) -> jax.Array:
-  """Returns the loss scale S, wherever in `opt_state` it is.
+  """Returns the loss scale S, wherever it is in `opt_state`.
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
       or any pytree around it; or a loss scale itself, which is returned.
-    path: which one, if `opt_state` holds several: the path that the error lists
-      or the beginning of it.
+    path: which one, if `opt_state` holds several: a path that the error lists,
+      or the beginning of one.
 
   Returns:
-    float32[], the S that the next backward pass is to use.
+    float32[], the S for the next backward pass.
 
   Raises:
     TypeError: if a scale is passed that is not a number.
-    ValueError: if there is no scale, or several and no path, or a scale is
-      passed, and not traced, that is not usable. What a state holds is returned
-      as it is; `update` sees to it.
+    ValueError: if there is no scale, if there are several and no path, or if a
+      concrete scale is passed that is not usable. A scale in a state is
+      returned unchecked; `update` handles an unusable one.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -197,7 +197,7 @@ def get_loss_scale(
         f"{opt_state.shape}."
       )
     if not isinstance(opt_state, jax.core.Tracer):
-      # A program that forbids transfers means those of its data.
+      # A user's transfer guard is meant for data, not for this scalar.
       with jax.transfer_guard("allow"):
         arguments.check_scale("loss scale", opt_state)
     return jnp.asarray(opt_state, jnp.float32)
@@ -215,9 +215,9 @@ def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
 def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it.
 
-  A state that is an array while a function is being traced has been closed
-  over: the compiled function keeps that S, while the wrapper's moves on. JAX
-  does not tell jit from an eager scan, which also compiles its body.
+  If a state is an array while a function is being traced, the function has
+  closed over it. Once compiled, it keeps that S while the wrapper's S moves on.
+  JAX does not distinguish jit from an eager scan, which also compiles its body.
   """
   state = find_state(opt_state, path)
   if not jax.tree.leaves(state.loss_scale_state):
@@ -228,7 +228,7 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  # A recording is evaluated at once, with this S.
+  # A recording is evaluated right away, with this S.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
@@ -246,8 +246,8 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
 def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   """Returns a rule's state with another S, in the leaf that holds it.
 
-  The leaf is found through the attribute, since a rule around another one has S
-  further inside, under any name.
+  It finds the leaf through the attribute, since a rule that wraps another holds
+  S further inside, under any name.
   """
   if isinstance(rule_state, loss_scales.NoLossScaleState):
     return rule_state  # Its S is always 1.
@@ -256,15 +256,15 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   try:
     place = jax.tree.unflatten(structure, places).loss_scale
     values[places.index(place)] = loss_scale
-  except Exception as error:  # What computes S may ask anything of its leaves.
+  except Exception as error:  # A computed S may require anything of its leaves.
     raise TypeError(
       "the state of `rule` must hold S as a leaf, where it can be set, got a "
-      f"{type(rule_state).__name__} whose `loss_scale` is none of its leaves; "
+      f"{type(rule_state).__name__} whose `loss_scale` is not a leaf of it; "
       f"store S itself in it, and {AS_PURE}."
     ) from error
   return jax.tree.unflatten(structure, values)
 
 
 def is_state(x: Any) -> bool:
-  """Returns whether this is the wrapper's state, where a tree is mapped."""
+  """Returns whether `x` is the wrapper's state, for use as `is_leaf`."""
   return isinstance(x, LossScalingState)

@@ -1,4 +1,4 @@
-"""A point of a model at which the cotangents that pass are measured."""
+"""A point in a model where the passing cotangents are measured."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ def tap(
   measured: jax.Array,
   measure: Callable[[Sequence[jax.Array]], jax.Array],
 ) -> Any:
-  """Returns `tree`; the gradient of `measured` is what its cotangents give."""
+  """Returns `tree`; the gradient of `measured` measures its cotangents."""
   leaves, structure = jax.tree.flatten(tree)
   places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
   if not places:
     return tree
   xs = [jnp.asarray(leaves[i]) for i in places]
-  # Under `shard_map` the measurement varies as the cotangents do. JAX sums it
+  # Under `shard_map` the measurement varies like the cotangents. JAX sums it
   # over the axes that `measured` is made to vary along here.
   varying = frozenset().union(*map(devices.varying_axes, xs))
   measured = devices.make_varying(measured, tuple(varying))

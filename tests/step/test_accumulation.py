@@ -642,7 +642,7 @@ def call(batch=BATCH, **options):
     (
       {"batch": {"x": BATCH, "rate": 0.5}},
       ValueError,
-      r"a scalar as argument 1\['rate'\]; give `batch_argnums`",
+      r"a scalar as argument 1\['rate'\]; name the arguments",
     ),
     ({"batch_argnums": 0}, ValueError, "other arguments than `argnums`, got 0"),
     (
@@ -696,7 +696,7 @@ def test_an_axis_that_is_none_is_refused():
   value_and_grad = ols.accumulated_value_and_grad(
     loss_fn, state, microbatches=2, axis_name="nope"
   )
-  message = "`axis_name` must name an axis .* got 'nope', which is none"
+  message = "`axis_name` must name an axis .* got 'nope', which is not one"
   with pytest.raises(ValueError, match=message):
     value_and_grad(PARAMS, BATCH)
   with pytest.raises(ValueError, match=message):
