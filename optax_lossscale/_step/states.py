@@ -82,7 +82,7 @@ class LossScalingState(NamedTuple):
 
   @property
   def inv_scale(self) -> jax.Array:
-    """float32[], 1/S; subnormal for S above 2**126, so 0 on some backends."""
+    """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / jnp.asarray(self.loss_scale_state.loss_scale, jnp.float32)
 
   @property
