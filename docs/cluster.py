@@ -1,17 +1,17 @@
 """Trains a small float16 model on any number of processes, data-parallel.
 
-Where a cluster manager starts the processes (Slurm, TPU pods, Open MPI ...),
-JAX finds the others by itself:
+If a cluster manager starts the processes (Slurm, TPU pods, Open MPI ...),
+JAX finds the other processes by itself:
 
   srun python cluster.py
 
-Elsewhere start each process by hand, and tell it where the first one is:
+Otherwise start each process by hand and pass the address of the first one:
 
   python cluster.py --coordinator localhost:1234 --processes 2 --process 0 &
   python cluster.py --coordinator localhost:1234 --processes 2 --process 1
 
-Loss scaling needs nothing for this: no process group, no start-up call. Where
-one device's gradients overflow, all of them skip the step.
+Loss scaling needs no setup for this: no process group, no start-up call. If one
+device's gradients overflow, all devices skip the step.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def main():
   parser.add_argument("--process", type=int, help="which one this is, from 0")
   parser.add_argument("--steps", type=int, default=200)
   args = parser.parse_args()
-  # Before anything else of JAX. What is None, JAX asks the cluster manager for.
+  # Before any other JAX call. The cluster manager supplies what is None.
   jax.distributed.initialize(args.coordinator, args.processes, args.process)
   train(local_batches(args.steps), report=print_now_and_then)
 
 
 def local_batches(steps):
-  """Yields this process's part of each batch: 64 rows for each device of it."""
+  """Yields this process's part of each batch: 64 rows for each local device."""
   random = np.random.default_rng(jax.process_index())
   rows = 64 * jax.local_device_count()
   for _ in range(steps):
@@ -60,31 +60,31 @@ def init_params(key):
 
 
 def loss_fn(params, batch):
-  """Returns the mean loss of some rows: float16 inside, the loss in float32."""
+  """Returns the mean loss of some rows, computed in float16 except the loss."""
   hidden, out = (params[k].astype(jnp.float16) for k in ("hidden", "out"))
   prediction = jnp.tanh(batch["x"].astype(jnp.float16) @ hidden) @ out
   return jnp.mean((prediction.astype(jnp.float32) - batch["y"]) ** 2)
 
 
 def train(batches, loss_fn=loss_fn, rule=RULE, report=lambda *_: None):
-  """Trains, and calls `report(step, params, opt_state, metrics)` after each.
+  """Trains, calling `report(step, params, opt_state, metrics)` each step.
 
   Args:
     batches: yields this process's part of each batch, a tree of NumPy arrays.
-    loss_fn: of the parameters and the rows of one device, their mean loss.
-    rule: how S moves.
-    report: called in every process, with arrays that are equal in all.
+    loss_fn: takes the parameters and one device's rows, returns the mean loss.
+    rule: the rule that moves S.
+    report: called in every process, with arrays that are equal in all of them.
   """
-  mesh = jax.make_mesh((jax.device_count(),), ("data",))  # Of all processes.
+  mesh = jax.make_mesh((jax.device_count(),), ("data",))  # All processes.
   replicated = jax.NamedSharding(mesh, jax.P())
   by_rows = jax.NamedSharding(mesh, jax.P("data"))
   tx = ols.loss_scaling(
-    # The mean over devices goes inside: the check is to see what each device
-    # computed, since a mean may hide a saturated value.
+    # The mean over devices goes inside. The check must see each device's own
+    # gradients, because a mean may hide a saturated value.
     optax.chain(ols.pmean_gradients("data"), optax.adam(1e-2)),
     rule,
-    check=ols.saturated(jnp.float16),  # inf and NaN count as well.
-    axis_name="data",  # Over which all devices agree on an overflow.
+    check=ols.saturated(jnp.float16),  # Also finds inf and NaN.
+    axis_name="data",  # All devices along it agree on an overflow.
   )
 
   @functools.partial(jax.jit, out_shardings=replicated)
@@ -101,7 +101,7 @@ def train(batches, loss_fn=loss_fn, rule=RULE, report=lambda *_: None):
 
 
 def make_train_step(loss_fn, tx, mesh):
-  """Returns the compiled step, of which each device runs its part."""
+  """Returns the compiled step; each device runs its own part."""
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   @functools.partial(
@@ -111,15 +111,15 @@ def make_train_step(loss_fn, tx, mesh):
     out_specs=jax.P(),
   )
   def train_step(params, opt_state, batch):
-    # Made varying, so that JAX leaves each device its own gradients and does
-    # not add them up before they are checked.
+    # Varying parameters keep each device's gradients separate. Otherwise JAX
+    # would sum the gradients before the check sees them.
     loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
       ols.make_varying(params, "data"), batch
     )
     updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    # In here, since all processes must run the same computations: one alone
-    # may print what they gave, and start none of its own.
+    # Inside the step, since all processes must run the same computations: one
+    # process alone may print their results, but not start a computation.
     metrics = ols.loss_scale_metrics(opt_state)
     return params, opt_state, metrics | {"loss": lax.pmean(loss, "data")}
 
@@ -127,8 +127,8 @@ def make_train_step(loss_fn, tx, mesh):
 
 
 def print_now_and_then(step, params, opt_state, metrics):
-  """Prints from the first process; the others have the same to say."""
-  del params, opt_state  # To save them, call what saves from every process.
+  """Prints from the first process; the others have the same results."""
+  del params, opt_state  # A function that saves them must run in every process.
   if jax.process_index() == 0 and step % 20 == 19:
     print(
       f"step {step + 1}: loss {metrics['loss']:.4f}, "
