@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     if error.filename is not None:
       raise
-    # At exit Python tries to write the rest, which now goes nowhere.
+    # At exit Python tries to write the rest. Send it to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"cannot print the output: {error.strerror}"
     print(f"{parser.prog}: error: {reason}", file=sys.stderr)

@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[..., ols.LossScale]] = {
 
 
 class LossScaleOption(NamedTuple):
-  """A rule as the user wrote it, and the rule, None without loss scaling."""
+  """A rule as the user wrote it, and the rule; None turns loss scaling off."""
 
   text: str
   rule: ols.LossScale | None
@@ -116,7 +116,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
 def _example(name: str) -> str:
   if "factor" in name:
     return "2"
-  # All other values here are numbers of steps, or S.
+  # All other arguments here are a number of steps or S.
   return "1000" if "window" in name or "every" in name else "2**15"
 
 

@@ -78,13 +78,13 @@ def advise(
   dtype: Any = jnp.float16,
   saturating: bool = False,
 ) -> list[Advice]:
-  """Returns what to change in a rule, from a run that was recorded with it.
+  """Returns what to change in a rule, given a run that was recorded with it.
 
   It looks for the following, in this order:
 
   - gradients that do not follow S, such as those of `jax.grad`; it then reports
     nothing else. It needs 5 moves of S by half a bit or more with 8 bits of
-    headroom, and amax must miss three quarters of them by more than half;
+    headroom, and amax must be off by more than half on three quarters of them;
   - NaN that probably no S prevents: a fault in the model, not in an argument.
     If S or the model may be the cause, the advice says how to find out;
   - overflows with amax 1 bit or more below the dtype's limit: reported by the
@@ -98,12 +98,12 @@ def advise(
   - S at the ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
   - overflows on more than 1 step in 1000 (and more than one) after the first
-    clean step: a longer `growth_interval`, doubled until they are rarer or
-    else until most are gone; then a `hysteresis` of 1, and more `headroom`;
+    clean step: a longer `growth_interval`, doubled until they are rarer or,
+    failing that, mostly gone; then a `hysteresis` of 1, and more `headroom`;
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
     it is less, then a larger `hysteresis`, and less `headroom`;
   - a fixed scale that overflows as often, or that could be 64 times as large;
-  - overflows as frequent as that, and no argument that helps: it says so.
+  - overflows as frequent as that, and no argument that helps: a note on it.
 
   It counts overflows, because a record does not show whether one cost a step or
   only a dropped micro-batch. Figures marked "in a replay" are not in the
@@ -123,12 +123,12 @@ def advise(
 
   Args:
     history: the recorded steps, ideally some thousands. If they begin in the
-      middle of a run, so does the replay, and the start is not judged. That is
-      the case if the first step is above 1, or if S moves but does not begin
-      with the rule's first S, as after a checkpoint.
-    rule: the rule that was used: this library's, a preset, or any other. Advice
-      uses its own argument names. In an unknown rule, only arguments with the
-      names of `DynamicLossScale` are found.
+      middle of a run, so does the replay, and the advice leaves out the start.
+      That is the case if the first step is above 1, or if S moves but does not
+      begin with the rule's first S, as after a checkpoint.
+    rule: the rule that was used: this library's, a preset, or any other. The
+      advice uses the rule's own argument names. In an unknown rule, only
+      arguments with the names of `DynamicLossScale` are found.
     dtype: the computation's dtype.
     saturating: whether the computation clips. See `replay`.
 
@@ -299,8 +299,8 @@ class _Tuning:
       return False
     scales = np.asarray(self.history.loss_scale)
     is_first = scales[0] == self.replay.history.loss_scale[0]
-    # S may come from a checkpoint even then. But an S that never moved belongs
-    # to another rule, which was recorded for a replay.
+    # Even at step 1, S may come from a checkpoint. But an S that never moved
+    # belongs to another rule, which was recorded for a replay.
     return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.Replay:

@@ -73,7 +73,7 @@ def culprit(
   If several gradients overflowed, it returns the first in the tree, which need
   not be the first in time. Ask about a clean step instead, where the least
   headroom is the answer. Or halve S and compute the gradients of the step again
-  until only one is inf: that one is the answer.
+  until only one of them is inf; that one is the answer.
 
   Args:
     scaled_grads: the pytree that `loss_scaling` would take.

@@ -25,8 +25,8 @@ _MOST = 2**32 - 1
 class ExponentHistogram(NamedTuple):
   """The number of elements at each exponent, floor(log2 |g|).
 
-  A pytree of counts. Add it over steps with `jax.tree.map(jnp.add, a, b)`, and
-  over the devices of a `shard_map` with `jax.lax.psum(histogram, "data")`.
+  A pytree of counts. Add them over steps with `jax.tree.map(jnp.add, a, b)`,
+  and over the devices of a `shard_map` with `jax.lax.psum(histogram, "data")`.
 
   Attributes:
     counts: uint32[277], how many non-zero finite elements have each exponent,

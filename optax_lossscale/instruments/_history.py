@@ -61,8 +61,9 @@ class History(NamedTuple):
       dtype: the computation's dtype.
 
     Returns:
-      float64[n], in bits; NaN if amax is inf or NaN, which says nothing, and
-      inf if it is 0. Not limited to the 126 bits that a step reports.
+      float64[n], in bits; NaN if amax is inf or NaN, since its true size is
+      unknown, and inf if amax is 0. It may exceed the 126 bits that a step
+      reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.

@@ -76,13 +76,13 @@ def precision_report(
   The results of a model do not show whether it runs in float16. This traces
   `fun` and counts the floating operations in its program, whether `autocast`, a
   layer's `dtype=` or an argument's dtype lowered them. Nothing runs. Pass a
-  loss function for the forward pass, the train step for all of it.
+  loss function to see the forward pass, or the train step to see all of it.
 
   Operations in float32 have the reason of `autocast`, such as "black list"
-  (docs/autocast.md explains them); backward, that of the forward pass.
-  "as written" marks what it leaves alone or does not see, such as the
-  optimizer. Conversions and operations that only move or compare values do not
-  count. A product is low if its result is, or if all of its inputs are.
+  (docs/autocast.md explains them), and backward operations that of their
+  forward pass. "as written" marks what it leaves alone or does not see, such as
+  the optimizer. Conversions and operations that only move or compare values do
+  not count. A product is low if its result is, or if all of its inputs are.
 
   Args:
     fun: any function that JAX can trace, jitted or not. It is traced once more.

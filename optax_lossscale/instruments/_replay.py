@@ -94,17 +94,17 @@ def replay(
 
   A recorded overflow carries little information. It is interpreted like this:
 
-  - amax inf, at an S of S0: every S of S0 or more overflows. Below S0 the step
-    is clean with the largest amax it can have had, max / S0 times S, though the
-    true one may have been larger.
-  - amax finite and less than 1 bit below the dtype's limit, as in saturation:
-    the same, with the recorded amax.
-  - amax finite and 1 bit or more below the limit: the cause is not S, but the
-    caller's `overflow=`, such as a limit on the norm, or a status register. The
-    step overflows at every S.
-  - NaN: the same as inf, since a backward pass turns inf into NaN. It is NaN at
-    every S only if the clean step before or after it had an S of S0 or more,
-    and the 16 before and after it would all have left 6 bits at S0.
+  - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
+    step is clean with the largest amax it can have had, max / S0 times S,
+    though the true one may have been larger.
+  - amax is finite and less than 1 bit below the dtype's limit, as in
+    saturation: the same, with the recorded amax.
+  - amax is finite and 1 bit or more below the limit: the cause is not S, but
+    the caller's `overflow=`, such as a limit on the norm, or a status register.
+    The step overflows at every S.
+  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. It
+    is NaN at every S only if the clean step before or after it had an S of S0
+    or more, and the 16 before and after it would all have left 6 bits at S0.
 
   So compare rules on a history with few overflows.
 

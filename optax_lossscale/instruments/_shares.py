@@ -88,8 +88,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
     device has its own. A complex number is one element.
 
   Raises:
-    ValueError: if an update has no parameter, or not the shape of its
-      parameter.
+    ValueError: if an update has no parameter, or its parameter another shape.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -156,12 +155,12 @@ def _becomes_zero(
   The exact product, held in two integers, is compared with the largest one that
   is rounded to 0. So no floating-point operation meets a subnormal number,
   which a backend may flush. For bfloat16 and float32 the product itself is
-  subnormal precisely where this has to decide.
+  subnormal precisely where it matters.
   """
   wide = jnp.finfo(leaves.at_least_float32(x.dtype))
   unsigned, width = jnp.dtype(f"uint{wide.bits}").type, wide.bits
-  # Half of the smallest number of `target` is a tie, and 0 is even. Rounding to
-  # `wide` turns products up to half a bit above that half into it.
+  # Half of the smallest number of `target` is a tie, and 0 is even. Rounding in
+  # `wide` takes products up to half a bit above that half down to it.
   half = math.frexp(float(jnp.finfo(target).smallest_subnormal))[1] - 2
   half_bit = min(wide.nmant, half - (wide.minexp - wide.nmant)) + 1
   largest = 1 << (width - 2)

@@ -51,7 +51,7 @@ _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 
 
 class Place(NamedTuple):
-  """An operation that overflowed; `str()` makes a sentence of it.
+  """An operation that overflowed; `str()` describes it in a sentence.
 
   If no operation overflowed, it is a non-finite argument instead.
 
@@ -118,15 +118,15 @@ def where_overflow(
   of code. Wrap the function that computes the gradients, and call the result
   with the parameters, the opt_state and the batch of the step that was skipped.
 
-  An operation overflowed if `float_status` says so. The order is that of the
-  code of `fun`, the forward pass before the backward pass and iteration after
-  iteration; among several devices, the earliest on any of them counts. Later
+  An operation overflowed if `float_status` says so. Operations are ordered as
+  `fun` is written: the forward pass before the backward pass, iteration after
+  iteration. With several devices, the earliest on any of them counts. Later
   overflows may be consequences of the first, so fix that one and look again.
 
   If no operation overflowed, inf or NaN may have come in with an argument, such
   as a batch or parameters. Then the first argument of any floating dtype that
   holds one is named. The states of loss scaling and of `record` do not count.
-  The -inf of a mask does, and may be intended.
+  The -inf of a mask does, though it may be intended.
 
   Args:
     fun: any function that JAX can trace, as for `float_status`. Its result is
@@ -179,7 +179,7 @@ def where_overflow(
       return result[1]
 
     first = jax.device_get(jax.jit(run)(*recording.operands))
-    # Two's complement: 2^31 elements of one result and more are negative.
+    # Negative for 2^31 elements of one result or more, in two's complement.
     if first.elements == 0:
       return _nonfinite_argument(fun, args, kwargs)
     return _describe(rule.results[int(first.place)], first)

@@ -30,18 +30,18 @@ def read_history(
 ) -> _history.History:
   r"""Reads a history from a CSV or JSON file.
 
-  A CSV file needs a column `amax`, scaled, and the `loss_scale` of each step;
-  without that column S was 1. `overflow` (0 or 1; by default, whether amax is
-  inf or NaN) and `step` (not negative, increasing) are optional, as are `run`
-  and `seed`, which distinguish several runs in one file. Steps with an empty
-  amax or loss_scale were not scaled and are left out. Semicolons or tabs may
-  separate the columns, but decimals always have a point.
+  A CSV file needs a column `amax`, scaled by the `loss_scale` of the same row.
+  Without a column `loss_scale`, S was 1. `overflow` (0 or 1; by default,
+  whether amax is inf or NaN) and `step` (not negative, increasing) are
+  optional, as are `run` and `seed`, which distinguish several runs in one file.
+  Steps with an empty amax or loss_scale were not scaled and are left out.
+  Semicolons or tabs may separate the columns, but decimals always have a point.
 
   A JSON file has the columns as lists, `{"amax": [...], "loss_scale": [...]}`,
   and may have the label of its one `run`. A single loss_scale applies to all
-  steps; a list of amax alone will do. Several runs are `{"runs": [{"run": "a",
-  "seed": 0, "history": {"amax": [...]}}]}`. inf and NaN may be the strings
-  "inf" and "nan", and null is empty.
+  steps; a list of amax alone will do. Several runs have the form `{"runs":
+  [{"run": "a", "seed": 0, "history": {"amax": [...]}}]}`. inf and NaN may be
+  the strings "inf" and "nan", and null means empty.
 
   `optax-lossscale train` writes both.
 
@@ -55,9 +55,9 @@ def read_history(
 
   Raises:
     OSError: if the file cannot be read.
-    ValueError: if the file does not have this form, with the place and what is
-      there; if it is not a regular file, such as a pipe; or if there are
-      several runs to choose from, with their labels.
+    ValueError: if the file does not have this form (the message names the place
+      and what is there); if it is not a regular file, such as a pipe; or if
+      there are several runs to choose from (the message lists their labels).
 
   Examples:
     >>> import pathlib, tempfile
@@ -108,7 +108,7 @@ def write_history(path: _Path, history: _history.History) -> None:
 
   Args:
     path: a file name that ends in `.csv` or `.json`; the file is replaced.
-    history: the history.
+    history: the history to write.
 
   Raises:
     OSError: if the file cannot be written.

@@ -26,20 +26,20 @@ from optax_lossscale._jaxpr import scopes
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
-# How often S is halved at most until the step does not overflow.
+# How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
 
-# The most steps that are run to find one that moves any parameter, and to find
-# others that move the rest.
+# How many steps may be run until one moves any parameter, and until others move
+# the rest.
 _MOST_STEPS = 64
 _MORE_STEPS = 8
 
-# By how much two updates may differ at different S. If everything is at least
-# as wide as float32 this applies to the largest element, since powers of two
-# are exact there; in float16 to the median element, since a smaller S loses low
+# How far two updates may differ at different S. If everything is at least as
+# wide as float32, this applies to the largest element, since powers of two are
+# exact there; in float16 to the median element, since a smaller S loses low
 # bits and small gradients. In correct steps of an MLP, an LSTM and a
-# transformer at O1, O2 and O3, with SGD and Adam, that was at most 1e-4 from
-# S = 2**15 and 7e-3 from 2**6.
+# transformer at O1, O2 and O3, with SGD and Adam, the difference was at most
+# 1e-4 from S = 2**15 up and 7e-3 from 2**6 up.
 _ROUNDING = 2.0**-20
 _NARROW_ROUNDING = 2.0**-6
 
@@ -130,7 +130,7 @@ _SET_ASIDE = (
   "The step sets this S aside, as a schedule does in full precision.",
 )
 
-# Verdict and remedy of the invariance law, by its worst leaf.
+# Verdict and remedy of the invariance law, by the worst leaf.
 _INVARIANCE = {
   "wrong": (
     "wrong",
@@ -271,15 +271,15 @@ def check_step(
     statistics) depends on S.
   - skip: a step that overflows changes nothing but the loss scaling's state.
   - precision: something works below float32; otherwise loss scaling has no use.
-    The report mentions it, but it never makes a step wrong.
+    This law is only reported and never makes a step wrong.
 
   Call it outside of jit, once before a long run and in your own tests. The step
-  may be jitted or not, on one device or several of one process. Each run gets
-  copies, so arguments may be donated and the originals do not change. The next
-  values of up to seven runs are kept on the host until the report is made. If
-  the step overflows at S, S is halved until it does not. If the first step
+  may be jitted or not, and may use several devices of one process. Each run
+  gets copies, so arguments may be donated and the originals do not change. The
+  next values of up to seven runs are kept on the host until the report is made.
+  If the step overflows at S, S is halved until it does not. If the first step
   moves no parameter, as at a learning rate of 0, the check runs up to 64 more
-  steps and judges those that do.
+  steps and judges those that move one.
 
   It cannot detect mistakes that do not depend on S, such as a wrong loss or
   different data. Nor can it detect a selection by `isnan` alone, since an S of
@@ -337,7 +337,7 @@ def check(
   may_change: Sequence[str] = (),
   known: Mapping[str, str] | None = None,
 ) -> StepReport:
-  """Returns the report on a function of a dict of arguments.
+  """Returns the report on a function that takes a dict of arguments.
 
   `known` maps arguments to outputs that are certain to be their next values;
   those of the other arguments are inferred.
@@ -406,7 +406,7 @@ def _judge(
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  # This takes a second step, since a momentum of 0 hides that it moves.
+  # Skips are tested after one step, since a momentum of 0 hides that it moves.
   later = runs.after(first)
   clean = later.at(factors)
   infinite = later.at(dict.fromkeys(factors, math.inf))
@@ -539,7 +539,7 @@ class _Runs:
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
     missing = [path for path in factors if path not in new]
-    # With `carry`, the step may only read a state.
+    # With `carry`, a state may be one that the step only reads.
     if missing and (self.carry is None or not new):
       got = "no output of its structure, shapes and dtypes"
       if self.carry:
