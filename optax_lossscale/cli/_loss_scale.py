@@ -144,7 +144,7 @@ def _evaluate(node: ast.expr) -> float | bool:
       return -_evaluate(operand)
     case ast.BinOp(ast.Constant() as left, ast.Pow(), right):
       base, exponent = _evaluate(left), _evaluate(right)
-      # Floats first, since an integer power could take all memory.
+      # Tried as floats first, since an integer power could take all memory.
       if math.isfinite(float(base) ** float(exponent)):
         return base**exponent
   raise ValueError

@@ -103,7 +103,7 @@ def advise(
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
     it is less, then a larger `hysteresis`, and less `headroom`;
   - a fixed scale that overflows as often, or that could be 64 times as large;
-  - overflows as frequent as that, and no argument that helps: a note on it.
+  - overflows that frequent, but no argument that helps: a note saying so.
 
   It counts overflows, because a record does not show whether one cost a step or
   only a dropped micro-batch. Figures marked "in a replay" are not in the
@@ -314,8 +314,8 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Medians, since steps differ; over few steps, since training changes the
-  # gradients as well, and S follows them.
+  # Medians, since steps differ. Few steps, since training changes the gradients
+  # as well, and S follows them.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
   # Near the limit only small gradients are clean. Small moves may follow amax.

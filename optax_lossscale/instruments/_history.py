@@ -76,7 +76,7 @@ class History(NamedTuple):
 
 
 class RecordState(NamedTuple):
-  """State of `record`: the optimizer's state and a ring of the last steps.
+  """State of `record`: the optimizer's state and a ring buffer of steps.
 
   Attributes:
     recorded_state: the state of the recorded optimizer.
@@ -110,7 +110,7 @@ def record(
 
   Returns:
     A transformation whose state is a `RecordState` around that of `tx`. The
-    loss scale is found in it as before.
+    loss scale in it is found as before.
 
   Raises:
     TypeError: if an argument has the wrong type.

@@ -24,7 +24,7 @@ class PrecisionReport(NamedTuple):
   Attributes:
     products: how many there are in each dtype, such as {"float16": 11}.
     in_branches: how many of them are in branches of a `cond`.
-    counts: how many operations there are by name, by scope, dtype and reason
+    counts: the number of operations of each name, by scope, dtype and reason
       for float32. The reason ends with "in a loop" if they run several times
       but count once, and with "in a branch" if they may not run.
   """
@@ -80,12 +80,12 @@ def precision_report(
 
   Operations in float32 have the reason of `autocast`, such as "black list"
   (docs/autocast.md explains them), and backward operations that of their
-  forward pass. "as written" marks what it leaves alone or does not see, such as
-  the optimizer. Conversions and operations that only move or compare values do
-  not count. A product is low if its result is, or if all of its inputs are.
+  forward pass. "as written" marks what autocast leaves alone or does not see,
+  such as the optimizer. Conversions do not count, nor do moves and comparisons.
+  A product is low if its result is, or if all of its inputs are.
 
   Args:
-    fun: any function that JAX can trace, jitted or not. It is traced once more.
+    fun: any function that JAX can trace, jitted or not. It is traced again.
     *args: its arguments.
     **kwargs: its keyword arguments.
 

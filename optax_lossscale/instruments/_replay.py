@@ -19,11 +19,11 @@ from optax_lossscale.instruments import _history
 
 _FLOAT16 = np.dtype(np.float16)
 
-# Within this relative distance of the recorded S, an S is the same one but for
+# An S within this relative distance of the recorded one differs from it only by
 # the rounding of compilers.
 _ROUNDING = 2.0**-12
 
-# In steps and bits. None of 3000 NaN caused by S in small runs was this clear.
+# In steps and bits. S caused 3000 NaN in small runs; none was this clear.
 _NEAR = 16
 _CLEAR = 6.0
 
@@ -92,11 +92,11 @@ def replay(
   cannot show how losing or keeping a step changes the training after it, and
   rules that measure more than amax see amax alone.
 
-  A recorded overflow carries little information. It is interpreted like this:
+  A recorded overflow carries little information. It is interpreted as follows:
 
   - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
-    step is clean with the largest amax it can have had, max / S0 times S,
-    though the true one may have been larger.
+    step is taken as clean, with an amax of max / S0 times S, the largest that
+    is clean up to S0. The true one may have been larger.
   - amax is finite and less than 1 bit below the dtype's limit, as in
     saturation: the same, with the recorded amax.
   - amax is finite and 1 bit or more below the limit: the cause is not S, but
@@ -219,7 +219,7 @@ def known_steps(history: _history.History, limit: float) -> Known:
 def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
   """Returns log2 of the largest S at which each step is clean.
 
-  NaN if it is clean at no S, inf if it is clean at every S.
+  NaN if no S is clean, inf if every S is clean.
   """
   with np.errstate(divide="ignore"):
     unscaled = np.log2(known.mantissa) + known.exponent
@@ -255,7 +255,7 @@ def _steps_of(rule: base.LossScale) -> Any:
   """Returns the compiled loop of a rule, shared by equal rules."""
   try:
     hash(rule)
-  except TypeError:  # Such as a user's rule with an array in a field.
+  except TypeError:  # For example, a user's rule that holds an array.
     return jax.jit(functools.partial(_steps, rule))
   return functools.partial(_steps_of_hashable, rule)
 

@@ -121,7 +121,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
 def _share(counts: Any) -> jax.Array:
   """Returns the sum of the first counts over the sum of the second ones."""
-  # A sum over many leaves does not wrap around in float32.
+  # In float32, since a uint32 sum over many leaves could wrap around.
   lost, of = sum(
     (pair.astype(jnp.float32) for pair in counts),
     start=jnp.zeros(2, jnp.float32),

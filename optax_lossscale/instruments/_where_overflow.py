@@ -124,9 +124,9 @@ def where_overflow(
   overflows may be consequences of the first, so fix that one and look again.
 
   If no operation overflowed, inf or NaN may have come in with an argument, such
-  as a batch or parameters. Then the first argument of any floating dtype that
-  holds one is named. The states of loss scaling and of `record` do not count.
-  The -inf of a mask does, though it may be intended.
+  as a batch or parameters. The result is then the first argument, of any
+  floating dtype, that holds inf or NaN. The states of loss scaling and of
+  `record` do not count. The -inf of a mask does, though it may be intended.
 
   Args:
     fun: any function that JAX can trace, as for `float_status`. Its result is
@@ -243,7 +243,7 @@ class _First(NamedTuple):
   place: Any
   # int32[], how many results were examined before it.
   time: Any
-  # int32[depth], the rounds of the loops around it, the outermost first.
+  # int32[depth], the round of each loop around it, the outermost first.
   iterations: Any
   # int32[], how many results were examined in all.
   ran: Any

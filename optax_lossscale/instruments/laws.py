@@ -292,8 +292,8 @@ def check_step(
     *args: its arguments, including the state of `loss_scaling`.
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
-      and outputs by position, key or path. By default, the first output of the
-      same structure, shapes and dtypes, but never a single number.
+      and outputs by position, key or path. By default it is the first output of
+      the same structure, shapes and dtypes, unless that is a single number.
     may_change: the names, as in the report, of values that may depend on S and
       move on a skip, or patterns such as "*/rngs/*".
     **kwargs: its keyword arguments.

@@ -99,7 +99,7 @@ def test_text_stands_for_rule(text, rule):
     ("log_max:1", "log_max takes its arguments by name, as in log_max:"),
     ("log_max:beta1=1", "`beta1` must be at least 0 and below 1"),
     ("warm_start", "'warm_start': warm_start must come once, before a rule"),
-    ("warm_start:none", "'warm_start:none': warm_start must come once, before a rule"),
+    ("warm_start:none", "'warm_start:none': warm_start must come once, before"),
     ("warm_start:nope", "unknown rule 'nope'; choose from none, fixed"),
     ("warm_start:warm_start:fixed", "warm_start must come once, before a rule"),
     ("warm_start:" * 9999, "warm_start must come once, before a rule"),
