@@ -346,7 +346,7 @@ def _look_for_nan(tuning: _Tuning) -> None:
     (
       tuning.known.is_doubtful,
       "at which the steps next to them were clean, some with less than 6 bits "
-      "of headroom: S or the model may have caused these, and they count as "
+      "of headroom: S or the model may have made these, and they count as "
       "overflows; run such a batch again at S / 64, and if it is NaN again,",
     ),
   ):
