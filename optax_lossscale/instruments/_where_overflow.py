@@ -432,7 +432,7 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
     # Evaluated again by `autocast` or the like; its caller says nothing.
     return None
   lines = [line for line, _ in frames]
-  # A library's layer is called from a line of the user's.
+  # A user's line is further out than that of the library's layer it calls.
   own = [line for line in lines if not line.startswith(_LIBRARIES)]
   return (own or lines)[0]
 
