@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       arguments = parser.parse_args(argv)
       return int(arguments.run(arguments))
     finally:
-      print(end="", flush=True)  # At the exit it would be too late to fail.
+      print(end="", flush=True)  # At exit it would be too late to fail.
   except _parser.BadInputError as error:
     print(error, file=sys.stderr)
     return 2
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     if error.filename is not None:
       raise
-    # Python tries at the exit to write the rest: let it write to nowhere.
+    # At exit Python tries to write the rest. Send it to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"cannot print the output: {error.strerror}"
     print(f"{parser.prog}: error: {reason}", file=sys.stderr)

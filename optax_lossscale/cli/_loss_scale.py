@@ -1,9 +1,9 @@
 """The text form of a rule: `none`, `fixed:1024`, `dynamic:growth_interval=20`.
 
-A name, which may be a preset's, then its arguments in any order, by name or the
-first one without; a preset's by name only. A number is a Python literal or a
-power of two literals, as in `2**15`; a dtype is a name, and so may be what has
-a name as its default. `warm_start:` stands before the text of another rule.
+The name of a rule or preset comes first, then its arguments in any order, each
+by name; a rule's first one may omit it. A number is a Python literal or a power
+of two literals, as in `2**15`. A dtype is a name, and so may be any argument
+whose default is one. `warm_start:` goes before the text of another rule.
 """
 
 import ast
@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[..., ols.LossScale]] = {
 
 
 class LossScaleOption(NamedTuple):
-  """A rule as the user wrote it, and the rule; None is no loss scaling."""
+  """A rule as the user wrote it, and the rule; None turns loss scaling off."""
 
   text: str
   rule: ols.LossScale | None
@@ -49,8 +49,8 @@ def parse(text: str) -> LossScaleOption:
   name, _, rest = own.partition(":")
   if is_warm and name in ("", _NONE, _WARM_START):
     raise ValueError(
-      f"{shown(text)}: {_WARM_START} stands before a rule, as in "
-      f"{_WARM_START}:dynamic:growth_interval=200, and once"
+      f"{shown(text)}: {_WARM_START} must come once, before a rule, as in "
+      f"{_WARM_START}:dynamic:growth_interval=200"
     )
   if name == _NONE and not rest:
     return LossScaleOption(text, None)
@@ -116,14 +116,14 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
 def _example(name: str) -> str:
   if "factor" in name:
     return "2"
-  # What is no factor here is a number of steps, or S.
+  # All other arguments here are a number of steps or S.
   return "1000" if "window" in name or "every" in name else "2**15"
 
 
 def _parse_value(name: str, text: str) -> float | bool:
   try:
     return _evaluate(ast.parse(text, mode="eval").body)
-  # Deep nesting ends in RecursionError or MemoryError inside the parser.
+  # Deep nesting makes the parser raise RecursionError or MemoryError.
   except (
     SyntaxError,
     ValueError,
@@ -144,7 +144,7 @@ def _evaluate(node: ast.expr) -> float | bool:
       return -_evaluate(operand)
     case ast.BinOp(ast.Constant() as left, ast.Pow(), right):
       base, exponent = _evaluate(left), _evaluate(right)
-      # As floats first: an integer power could take all memory.
+      # Tried as floats first, since an integer power could take all memory.
       if math.isfinite(float(base) ** float(exponent)):
         return base**exponent
   raise ValueError

@@ -1,4 +1,4 @@
-"""`optax-lossscale simulate`: other rules on the history of a run."""
+"""`optax-lossscale simulate`: replays recorded runs with other rules."""
 
 import argparse
 import functools
@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
     description=(
       "Replays the amax of a recorded run through rules, and prints for each "
       "how many steps it loses and how much of the dtype's range it leaves "
-      "unused. What a lost step changes in the training after it, no replay "
-      "shows. A history with few overflows, recorded at a small S, tells most."
+      "unused. No replay shows how a lost step changes the training after it. "
+      "A history with few overflows, recorded at a small S, is the best one."
     ),
   )
   _add_input(parser)
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     type=_picture_option,
     metavar="PICTURE",
     help="draw S over the steps, with lost steps and the largest S that each "
-    "step stands, as a .png, .pdf or .svg; a file of this name is replaced",
+    "step allows, as a .png, .pdf or .svg; a file of this name is replaced",
   )
   parser.set_defaults(run=functools.partial(_run, parser))
 
@@ -94,14 +94,14 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
-  """Reads every history before anything is replayed."""
+  """Runs the sub-command; reads every history before it replays any."""
   rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
   histories = {x: _read(parser, arguments, x) for x in arguments.history}
   parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
   if arguments.output is not None:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-  # Only now, so that bad input is answered without the extra.
+  # Imported only now, so that bad input is reported without the extra.
   from optax_lossscale.demo import table as table_lib
 
   console = table_lib.Console(highlight=False)
@@ -155,7 +155,7 @@ def _read(
 def _history_of(
   replay: instruments.Replay, recorded: instruments.History
 ) -> instruments.History:
-  """Returns the history of the rule itself, if S moved by another one."""
+  """Returns the rule's own history if another rule moved the recorded S."""
   scales = recorded.loss_scale
   of_another = scales[:1] != replay.history.loss_scale[:1]
   is_moved = (scales != scales[:1]).any()
@@ -207,9 +207,9 @@ def _write_figure(
     folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
     plot.replays(folded, ax=axes)
     axes.set_title(str(name), fontsize="medium")
-    # Below, since rules may be long and would hide the lines.
+    # Below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # Of a full disk the PDF writer gives another error.
+  picture = io.BytesIO()  # On a full disk the PDF writer raises another error.
   figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
   path.write_bytes(picture.getvalue())
 
@@ -227,7 +227,7 @@ def _parse_rule(text: str) -> tuple[str, ols.LossScale]:
   rule = _loss_scale.parse(text).rule
   if rule is None:
     raise ValueError(
-      f"{text!r} is no loss scaling, so there is nothing to replay"
+      f"{text!r} means no loss scaling, so there is nothing to replay"
     )
   return text, rule
 

@@ -1,4 +1,4 @@
-"""Instruments: how loss scaling goes, and where the gradients are."""
+"""Instruments that show how loss scaling goes and where the gradients lie."""
 
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise

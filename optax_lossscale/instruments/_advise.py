@@ -31,7 +31,7 @@ _LOWER = 4
 _FEWEST_MOVES = 5
 _BESIDE = 16
 
-# The fields of rules that are dataclasses of their own, and what they do.
+# The fields of rules that are dataclasses, and what each field means.
 _COLUMNS = {
   "init_scale": "init_scale",
   "growth_interval": "growth_interval",
@@ -43,20 +43,20 @@ _COLUMNS = {
   "headroom": "headroom",
 }
 
-# What presets call the S that stays.
+# The names that presets give to a fixed S.
 _FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
 
 _IsBetter = Callable[[_replay.Replay, _replay.Replay], bool]
 
 
 class Advice(NamedTuple):
-  """One thing to change; its text is a line for a person.
+  """One recommended change; `str()` returns it as a line of text.
 
   Attributes:
-    argument: what the rule calls it; None where no argument helps.
-    old: its value.
-    new: what to try.
-    reason: what was seen, and the figures of a replay without and with it.
+    argument: the rule's own name for it; None if no argument helps.
+    old: the current value.
+    new: the value to try.
+    reason: what was seen, and a replay's figures before and after the change.
   """
 
   argument: str | None
@@ -78,65 +78,65 @@ def advise(
   dtype: Any = jnp.float16,
   saturating: bool = False,
 ) -> list[Advice]:
-  """Returns what to change in a rule, from a run that was recorded with it.
+  """Returns what to change in a rule, given a run that was recorded with it.
 
-  In this order it looks for:
+  It looks for the following, in this order:
 
-  - gradients that do not follow S, such as those of `jax.grad`: then it says
-    nothing else. It needs 5 moves of S by half a bit or more, each with 8 bits
-    of headroom, and amax has to miss three quarters of them by more than half;
-  - NaN that probably no S cures: a fault to find in the model, and no argument;
-    NaN that S or the model may have made: it says how to find out;
-  - overflows with amax 1 bit or more below the dtype's limit: the caller's own,
-    or a status register's, and no argument;
-  - overflows with S at the floor: a lower `min_scale`; where there is no such
+  - gradients that do not follow S, such as those of `jax.grad`; it then reports
+    nothing else. It needs 5 moves of S by half a bit or more with 8 bits of
+    headroom, and amax must be off by more than half on three quarters of them;
+  - NaN that probably no S prevents: a fault in the model, not in an argument.
+    If S or the model may be the cause, the advice says how to find out;
+  - overflows with amax 1 bit or more below the dtype's limit: reported by the
+    caller or a status register, so no argument helps;
+  - overflows with S at the floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
   - 3 or more overflows before the first clean step: a smaller `init_scale`, the
-    first S that stood, or up to 4 bits less if that keeps the steps after it;
-  - 6 bits of headroom at least on each step of the first tenth, or longer: a
+    S of that step, or up to 4 bits less if that saves later steps;
+  - at least 6 bits of headroom on each step of the first tenth, or longer: a
     larger `init_scale`, and a larger `max_scale` if that is in the way;
-  - S at the ceiling on a tenth of the steps, with 6 bits of headroom at least
-    on each of them: a larger `max_scale`;
-  - an overflow on more than 1 step in 1000 (and more than one) after the first
-    clean one: a longer `growth_interval`, doubled until no more overflow or
-    else until most do not; then a `hysteresis` of 1, and more `headroom`;
-  - 6 bits of headroom or more in the mean: a shorter `growth_interval`, halved
-    until it is less, then a larger `hysteresis`, and less `headroom`;
-  - a fixed scale with as many overflows, or which could be 64 times as large;
-  - as many overflows, and nothing that helps: it says so.
+  - S at the ceiling on a tenth of the steps, each with at least 6 bits of
+    headroom: a larger `max_scale`;
+  - overflows on more than 1 step in 1000 (and more than one) after the first
+    clean step: a longer `growth_interval`, doubled until they are rarer or,
+    failing that, mostly gone; then a `hysteresis` of 1, and more `headroom`;
+  - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
+    it is less, then a larger `hysteresis`, and less `headroom`;
+  - a fixed scale that overflows as often, or that could be 64 times as large;
+  - overflows that frequent, but no argument that helps: a note saying so.
 
-  It counts overflows: a record does not tell whether they cost a step, or only
-  a micro-batch that was dropped. Figures "in a replay" are not in the record,
-  but this rule would have led to them. A count is "at best" if more than a
-  tenth of the steps were inf, since nobody knows how large they were.
+  It counts overflows, because a record does not show whether one cost a step or
+  only a dropped micro-batch. Figures marked "in a replay" are not in the
+  record, but are what this rule would have led to. A count is "at best" if more
+  than a tenth of the steps were inf, since nobody knows how large they were.
 
-  A history does not hold which share of the gradients underflowed: headroom
-  stands in for it. So a larger S is proposed only where the dtype has a smaller
-  range than float32: in float32 and bfloat16 unused range is no harm. With
-  fewer than 100 steps nothing is proposed.
+  A history does not hold the share of gradients that underflowed, so the advice
+  relies on headroom instead. It therefore proposes a larger S only if the dtype
+  has a smaller range than float32: in float32 and bfloat16, unused range does
+  no harm. With fewer than 100 steps it proposes nothing.
 
-  What is computed from amax leaves 2 bits of headroom on all steps but 1 in
-  1000. A value is proposed only if a replay of the recorded steps bears it out:
-  fewer overflows, or a mean headroom that is smaller by 1 bit without more
-  than 1 overflow in 1000 steps. Each is tried on top of those before it. See
-  `replay` for what that cannot show.
+  Values computed from amax leave 2 bits of headroom on all but 1 step in 1000.
+  A value is proposed only if a replay of the recorded steps confirms it: by
+  fewer overflows, or by a mean headroom at least 1 bit smaller with at most 1
+  overflow in 1000 steps. Each change is tried on top of the earlier ones. See
+  `replay` for the limits of that test.
 
   Args:
-    history: what was recorded, best of some thousand steps. If it begins in
-      the middle of a run, so does the replay, and nothing is said about the
-      start: its first step is above 1, or S moves but does not begin with the
-      rule's first one, as after a checkpoint.
-    rule: the one that was used: this library's, a preset, or any other; the
-      arguments have its own names. Of an unknown rule those with the names of
-      `DynamicLossScale` are found.
+    history: the recorded steps, ideally some thousands. If they begin in the
+      middle of a run, so does the replay, and the advice leaves out the start.
+      That is the case if the first step is above 1, or if S moves but does not
+      begin with the rule's first S, as after a checkpoint.
+    rule: the rule that was used: this library's, a preset, or any other. The
+      advice uses the rule's own argument names. In an unknown rule, only
+      arguments with the names of `DynamicLossScale` are found.
     dtype: the computation's dtype.
-    saturating: whether it clips. See `replay`.
+    saturating: whether the computation clips. See `replay`.
 
   Returns:
-    What to change; empty if there is nothing to be said.
+    The recommended changes; empty if there is nothing to say.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
 
   Examples:
     >>> import numpy as np
@@ -183,7 +183,7 @@ class _Knob(NamedTuple):
 
 
 class _Tuning:
-  """A rule on a history, as far as it has been improved."""
+  """A rule on a history, with the improvements so far."""
 
   def __init__(
     self,
@@ -197,20 +197,20 @@ class _Tuning:
     self.count = len(history.step)
     self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
     self.advice: list[Advice] = []
-    # The rule with what was proposed, and what it does.
+    # The rule with all proposed changes, and its replay.
     self.rule = rule
     self.replay = self._replay(rule)
     self.begins = self._begins()
-    # A fixed S is the rule's own, whoever recorded.
+    # A fixed S is always the rule's own, whatever S the history begins with.
     if self.count and not self.begins and self.knob("scale") is None:
       self._options["loss_scale"] = float(history.loss_scale[0])
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
-    # log2 of the largest S that each step stands; NaN where it stands none.
+    # log2 of the largest clean S for each step; NaN if every S overflows.
     self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
-    # Where the range is that of float32 a larger S saves nothing.
+    # A larger S saves nothing if the dtype has the range of float32.
     self.is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
 
   @property
@@ -221,34 +221,34 @@ class _Tuning:
     return history.overflow & ~is_other
 
   def tolerates(self, replay: _replay.Replay) -> bool:
-    """Returns whether a replay loses no more steps than may be."""
+    """Returns whether a replay loses no more steps than are tolerated."""
     return replay.lost_steps - self.lost_anyway <= self.tolerated
 
   @property
   def first_clean(self) -> int:
-    """The first step that was not lost; the number of steps if all were."""
+    """The first step that was not lost, or the number of steps if all were."""
     return int(np.argmin([*self.replay.history.overflow, False]))
 
   @property
   def spare(self) -> npt.NDArray[np.float64]:
-    """float64[n], how many more doublings of S each step would have stood."""
+    """float64[n], how many more times S could have doubled on each step."""
     loss_scale = np.asarray(self.replay.history.loss_scale, np.float64)
     return self.stood - np.log2(loss_scale)
 
   @property
   def source(self) -> str:
-    """A note beside figures that are not in the record."""
+    """A note for figures that are not in the record, else empty."""
     seen, own = self.history, self.replay.history
     is_same = np.array_equal(seen.loss_scale, own.loss_scale)
     is_same &= np.array_equal(seen.overflow, own.overflow)
     return "" if is_same else " (in a replay)"
 
   def knob(self, column: str) -> _Knob | None:
-    """Returns the argument that does this, if the rule has one."""
+    """Returns the argument with this meaning, if the rule has one."""
     return _knobs(self.rule).get(column)
 
   def tell(self, reason: str) -> None:
-    """Adds advice that is about no argument."""
+    """Adds advice that does not change an argument."""
     self.advice.append(Advice(None, None, None, reason))
 
   def attempt(
@@ -259,7 +259,7 @@ class _Tuning:
     is_better: _IsBetter,
     is_enough: Callable[[_replay.Replay], bool] = lambda replay: True,
   ) -> bool:
-    """Tries values of an argument; keeps the first that is enough, or best."""
+    """Tries values of an argument; keeps one that suffices, or the best."""
     knob = self.knob(column)
     if knob is None:
       return False
@@ -268,7 +268,7 @@ class _Tuning:
       try:
         rule = _turn(self.rule, knob, value)
       except ValueError:
-        continue  # The rule does not go there.
+        continue  # The rule rejects this value.
       replay = self._replay(rule)
       if is_better(replay, best[2]):
         best = value, rule, replay
@@ -294,13 +294,13 @@ class _Tuning:
     return True
 
   def _begins(self) -> bool:
-    """Returns whether the rule's own first S is the one to begin with."""
+    """Returns whether the replay begins with the rule's own first S."""
     if not self.count or int(self.history.step[0]) > 1:
       return False
     scales = np.asarray(self.history.loss_scale)
     is_first = scales[0] == self.replay.history.loss_scale[0]
-    # Even then S may come from a checkpoint. But an S that never moved is that
-    # of another rule, recorded to be replayed.
+    # Even at step 1, S may come from a checkpoint. But an S that never moved
+    # belongs to another rule, which was recorded for a replay.
     return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.Replay:
@@ -308,29 +308,29 @@ class _Tuning:
 
 
 def _look_for_unscaled(tuning: _Tuning) -> bool:
-  """Returns whether amax moves otherwise than S, and tells it."""
+  """Returns whether amax fails to follow S, and adds advice if so."""
   headroom = tuning.history.headroom(tuning.replay.dtype)
   is_known = np.isfinite(headroom)
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # A median, since steps differ; of few, since training also changes gradients,
-  # and S follows them.
+  # Medians, since steps differ. Few steps, since training changes the gradients
+  # as well, and S follows them.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
-  # Near the limit only small gradients are clean; small moves may follow amax.
+  # Near the limit only small gradients are clean. Small moves may follow amax.
   is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
   followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:
     return False
-  # Of gradients that vary wildly the median alone may be anything.
+  # The median alone says little about gradients that vary wildly.
   low, median, high = np.quantile(followed, [0.25, 0.5, 0.75])
   is_off = bool(high < 0.5 or low > 1.5)
   if is_off:
     tuning.tell(
       f"these gradients do not follow S: over {followed.size} moves of S, amax "
       f"moved {round(median, 1) + 0.0} times as far; make them with "
-      "scaled_value_and_grad(fun, opt_state), pass them to update as they are, "
+      "scaled_value_and_grad(fun, opt_state), pass them to update unchanged, "
       "and record again"
     )
   return is_off
@@ -345,8 +345,8 @@ def _look_for_nan(tuning: _Tuning) -> None:
     ),
     (
       tuning.known.is_doubtful,
-      "that the steps next to them stood, some with less than 6 bits of "
-      "headroom: S or the model may have made these, and they count as "
+      "at which the steps next to them were clean, some with less than 6 bits "
+      "of headroom: S or the model may have made these, and they count as "
       "overflows; run such a batch again at S / 64, and if it is NaN again,",
     ),
   ):
@@ -354,7 +354,7 @@ def _look_for_nan(tuning: _Tuning) -> None:
       tuning.tell(
         f"{count} of {tuning.count} steps had NaN gradients at an S {seen} "
         "instruments.where_overflow(fun, dtypes=(jnp.float16, jnp.float32)) "
-        "tells which operation makes them"
+        "names the operation that makes them"
       )
 
 
@@ -365,14 +365,14 @@ def _look_for_callers(tuning: _Tuning) -> None:
     tuning.tell(
       f"{count} of {tuning.count} steps were overflows although amax was "
       f"{least:.1f} bits or more below the limit: nothing shows "
-      "that S was too large, so these count against no S; look at what set "
-      "overflow=, and if that is a status register, "
-      "instruments.where_overflow(fun) tells which operation overflows"
+      "that S was too large, so these are not held against any S; look at what "
+      "set overflow=, and if that is a status register, "
+      "instruments.where_overflow(fun) names the operation that overflows"
     )
 
 
 def _propose(tuning: _Tuning) -> None:
-  """Adds to its advice what to change, and what no argument mends."""
+  """Adds the proposed changes, then the overflows that no change prevents."""
   _look_at_fixed_scale(tuning)
   if _is_stuck_at_floor(tuning):
     return
@@ -387,15 +387,15 @@ def _propose(tuning: _Tuning) -> None:
 
 
 def _look_at_what_is_left(tuning: _Tuning) -> None:
-  """Tells of lost steps that nothing was proposed against."""
+  """Reports lost steps if no change was proposed."""
   lost = int(np.sum(tuning.lost))
   is_silent = all(advice.argument is None for advice in tuning.advice)
   if is_silent and tuning.rule.skip and lost > tuning.tolerated:
     tuning.tell(
       f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
       "argument of the rule that was tried avoids that: look at the run "
-      "itself, which may diverge; instruments.where_overflow tells which "
-      "operation overflows"
+      "itself, which may diverge; instruments.where_overflow names the "
+      "operation that overflows"
     )
 
 
@@ -404,7 +404,7 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
   known = np.sort(tuning.stood[np.isfinite(tuning.stood)])
   if knob is None or not known.size:
     return
-  # All but so many steps stand it.
+  # All but 1 step in 1000 would be clean at this S.
   stood = math.floor(known[math.floor(known.size / 1000)])
   lost = int(np.sum(tuning.lost))
   spare = stood - math.log2(knob.value)
@@ -420,24 +420,24 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
 
 
 def _is_stuck_at_floor(tuning: _Tuning) -> bool:
-  """Returns whether S has to be below a floor that no argument lowers."""
-  # What is applied all the same, as by a scaler that is off, is not lost.
+  """Returns whether S needs to be below a floor that no argument lowers."""
+  # A step that is applied anyway, as by a disabled scaler, is not lost.
   at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
   if tuning.knob("scale") or not np.any(at_floor):
     return False
   floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
   value = _power(math.floor(np.min(tuning.stood[at_floor])))
   seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
-  # A rule may have both; then both may have to be lowered.
+  # A rule may have both arguments, and then both may have to be lowered.
   proposed = [
-    # Some let S come down to it, others only near.
+    # Some rules let S fall to this value, others only close to it.
     tuning.attempt(column, [value, value / 2], seen, _loses_fewer)
     for column in ("min_scale", "hold_below")
   ]
   if not any(proposed):
     tuning.tell(
       f"{seen}, {floor:g}, and no argument lowers it{tuning.source}; "
-      "instruments.where_overflow tells which operation overflows"
+      "instruments.where_overflow names the operation that overflows"
     )
   return not any(proposed)
 
@@ -454,7 +454,7 @@ def _look_at_start(tuning: _Tuning) -> None:
   before = tuning.replay
 
   def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
-    # A smaller one than the first only delays the losses, unless it ends them.
+    # Values below the first only delay the losses, unless they end them.
     is_worth_it = than is before or tuning.tolerates(replay)
     return is_worth_it and _loses_fewer(replay, than)
 
@@ -486,7 +486,7 @@ def _look_at_ceiling(tuning: _Tuning) -> None:
 
 
 def _look_at_climb(tuning: _Tuning) -> None:
-  # NaN, where no S helps, does not end the climb.
+  # A step that is NaN at every S does not end the climb.
   steps = int(np.argmax([*(tuning.spare < _WIDE), True]))
   least = np.nanmin(tuning.spare[:steps], initial=np.inf)
   if (
@@ -560,17 +560,17 @@ def _look_at_headroom(tuning: _Tuning) -> None:
 
 
 def _power(exponent: float) -> float:
-  """Returns that power of two, within the range of S."""
+  """Returns 2**exponent, limited to the range of S."""
   return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
 
 
 def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
-  """Returns whether it loses fewer steps."""
+  """Returns whether a replay loses fewer steps than another."""
   return replay.lost_steps < than.lost_steps
 
 
 def _wastes_less(tuning: _Tuning) -> _IsBetter:
-  """Returns a test: a bit less headroom, and no more overflows than may be."""
+  """Returns a test for 1 bit less headroom without too many overflows."""
   most = max(tuning.replay.lost_steps, tuning.lost_anyway + tuning.tolerated)
   return lambda replay, than: (
     replay.mean_headroom <= than.mean_headroom - 1 and replay.lost_steps <= most
@@ -578,10 +578,10 @@ def _wastes_less(tuning: _Tuning) -> _IsBetter:
 
 
 def _text(value: Any) -> str:
-  """Returns a number as a person writes it: 2**15, 1000, 0.5."""
+  """Returns a number as a person would write it: 2**15, 1000, 0.5."""
   number = float(value)
   mantissa, exponent = math.frexp(number)
-  # A power of two among integers may well be a number of steps.
+  # An integer that is a power of two may well be a number of steps.
   least = 4 if type(value) is float else 16
   if mantissa == 0.5 and abs(exponent - 1) >= least:
     return f"2**{exponent - 1}"
@@ -593,10 +593,10 @@ def _bits(headroom: float) -> str:
 
 
 def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
-  """Returns the arguments that can be turned, by what they do."""
+  """Returns the arguments that can be tuned, by their meaning."""
   inner = _inner(rule)
   if inner is not None:
-    # The first S is not the inner rule's affair there.
+    # The outer rule sets the first S.
     return {c: k for c, k in _knobs(inner).items() if c != "init_scale"}
   if isinstance(rule, declaration.PresetLossScale):
     found = _of_preset(rule)
@@ -610,7 +610,7 @@ def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
     }
   else:
     found = {}
-  # A bound of 0 is none to the systems that take it.
+  # Systems that accept a bound of 0 treat it as no bound.
   return {
     column: knob
     for column, knob in found.items()
@@ -619,7 +619,7 @@ def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
 
 
 def _turn(rule: base.LossScale, knob: _Knob, value: Any) -> base.LossScale:
-  """Returns the rule with another value of one argument."""
+  """Returns the rule with a new value for one argument."""
   inner = _inner(rule)
   if inner is not None:
     changes: dict[str, Any] = {"rule": _turn(inner, knob, value)}
@@ -635,7 +635,7 @@ def _turn(rule: base.LossScale, knob: _Knob, value: Any) -> base.LossScale:
 def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
   arguments = dict(rule.arguments)
   if isinstance(rule.machine, loss_scales.FixedLossScale):
-    # One argument is S, under a name of the system's own.
+    # One argument is S, under the system's own name.
     fixed = [
       _Knob(name, value)
       for name, value in arguments.items()
@@ -653,6 +653,6 @@ def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
 
 
 def _inner(rule: base.LossScale) -> base.LossScale | None:
-  """Returns the rule inside of a rule, such as of a warm start."""
+  """Returns the rule inside another rule, such as a warm start."""
   inner = getattr(rule, "rule", None)
   return inner if isinstance(inner, base.LossScale) else None

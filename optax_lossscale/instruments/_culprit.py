@@ -1,4 +1,4 @@
-"""Which gradient overflows first: amax and headroom leaf by leaf."""
+"""Amax and headroom of each leaf, and the gradient that overflows first."""
 
 import math
 from typing import Any
@@ -19,10 +19,10 @@ class Culprit(NamedTuple):
   """The gradient with the least headroom.
 
   Attributes:
-    path: of its leaf, such as "Dense_0/kernel".
+    path: the path of its leaf, such as "Dense_0/kernel".
     amax: its largest absolute value.
-    headroom: how many more doublings of S it would have stood, in bits; -inf if
-      `amax` is inf, and NaN if it is NaN.
+    headroom: how many more times S could have doubled, in bits; -inf if `amax`
+      is inf, and NaN if it is NaN.
   """
 
   path: str
@@ -36,13 +36,13 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
   Usable inside jit.
 
   Args:
-    tree: gradients; leaves that are not floating or complex are left out, and
-      what Flax keeps in `_overwrite_with_gradient`. The magnitude of a complex
-      number is the larger of its two parts'.
+    tree: gradients. Leaves that are not floating or complex are left out, and
+      so is Flax's `_overwrite_with_gradient`. The magnitude of a complex number
+      is that of its larger part.
 
   Returns:
-    float32[] by the leaf's path, such as "Dense_0/kernel"; inf or NaN if the
-    leaf has one, and NaN if it has both.
+    A float32[] for each leaf, by its path, such as "Dense_0/kernel"; inf or NaN
+    if the leaf holds one, and NaN if it holds both.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -63,29 +63,29 @@ def culprit(
   scaled_grads: Any,
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
 ) -> Culprit:
-  """Returns the gradient that overflowed, or is the next to do so.
+  """Returns the gradient that overflowed, or that will overflow next.
 
-  It is the one that keeps S down: the layer to compute in float32, or to look
-  for a fault in. One that is inf comes before one that is NaN: a backward pass
-  makes NaN of inf, in all layers before it, but no inf of NaN. It waits for the
-  gradients, so call it now and then, on the host.
+  This gradient keeps S down, so its layer is the one to compute in float32 or
+  to check for a fault. An inf takes precedence over a NaN, because a backward
+  pass turns inf into NaN in all earlier layers, but never NaN into inf. The
+  call waits for the gradients, so make it only now and then, on the host.
 
-  If several overflowed it is the first in the tree, which need not be the first
-  in time. Ask for a clean step, where the least headroom is the answer. Or
-  compute the gradients of the step again with half the S, as often as more than
-  one is inf: the last one left is the answer.
+  If several gradients overflowed, it returns the first in the tree, which need
+  not be the first in time. Ask about a clean step instead, where the least
+  headroom is the answer. Or halve S and compute the gradients of the step again
+  until only one of them is inf; that one is the answer.
 
   Args:
-    scaled_grads: a pytree, as `loss_scaling` would take it.
-    check: that of `loss_scaling`, for the dtypes of the computation.
+    scaled_grads: the pytree that `loss_scaling` would take.
+    check: the check of `loss_scaling`, for the dtypes of the computation.
 
   Returns:
     The leaf's path, amax and headroom.
 
   Raises:
-    TypeError: if it is called under jit, or `check` is no check.
-    ValueError: if there is no gradient, or if the check's tree of dtypes does
-      not fit.
+    TypeError: if it is called under jit, or if `check` is not a check.
+    ValueError: if `scaled_grads` holds no gradients, or if the check's tree of
+      dtypes does not fit them.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -139,7 +139,7 @@ def _headroom(amax: float, limit: float) -> float:
   return largest_exponent - exponent + math.log2(largest / fraction)
 
 
-# Compiled, or each operation would write as much as it reads.
+# Compiled, since each operation would otherwise write as much as it reads.
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the amax of each array, in its own dtype or a wider one."""

@@ -10,21 +10,21 @@ import jax.numpy as jnp
 
 from optax_lossscale._base import leaves
 
-# How many elements a CPU looks at before it goes on: what it writes down of
-# them stays in its cache, and no array as large as the gradients is made.
+# How many elements a CPU processes at a time: intermediate values stay in its
+# cache, and no array as large as the gradients is made.
 _BLOCK = 1024
 
 
 def named(tree: Any) -> dict[str, jax.Array]:
   """Returns the gradients of a tree by their paths, such as "Dense_0/kernel".
 
-  What goes around the wrapper, Flax's `_overwrite_with_gradient`, is left out.
+  Flax's `_overwrite_with_gradient`, which bypasses the wrapper, is left out.
   """
   found: dict[str, jax.Array] = {}
   for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree)):
     if leaves.is_gradient(leaf) and not leaves.overwrites(path):
       name = leaves.path_name(path)
-      # A key may have a slash of its own.
+      # A key may itself contain a slash.
       found[jax.tree_util.keystr(path) if name in found else name] = leaf
   return found
 
@@ -32,11 +32,11 @@ def named(tree: Any) -> dict[str, jax.Array]:
 def count(
   tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
 ) -> jax.Array:
-  """Returns what `tally` counts in arrays, reading each element once."""
+  """Returns the counts of `tally` over arrays, reading each element once."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   if jax.default_backend() != "cpu" or not all(x.empty for x in meshes):
-    # An accelerator reads and counts in one kernel; and a block could lie
-    # across devices.
+    # An accelerator reads and counts in one kernel, and a block of a sharded
+    # array could span devices.
     return tally(*arrays)
   flat = [x.reshape(-1) for x in arrays]
   blocks, rest = divmod(flat[0].size, _BLOCK)

@@ -1,4 +1,4 @@
-"""Where gradients live: how many there are by the exponent of each."""
+"""Histograms of exponents, which show where gradients live."""
 
 import functools
 import math
@@ -15,25 +15,25 @@ import numpy.typing as npt
 from optax_lossscale._base import bits as _bits
 from optax_lossscale.instruments import _elements
 
-# Those of float32, subnormal numbers included.
+# The exponents of float32, subnormal numbers included.
 _LOWEST, _HIGHEST = -149, 127
 
-# What a uint32 can count.
+# The largest count that a uint32 holds.
 _MOST = 2**32 - 1
 
 
 class ExponentHistogram(NamedTuple):
-  """How many elements there are by floor(log2 |g|).
+  """The number of elements at each exponent, floor(log2 |g|).
 
-  A pytree of counts, which add up: over steps by `jax.tree.map(jnp.add, a, b)`,
-  over the devices of a `shard_map` by `jax.lax.psum(histogram, "data")`.
+  A pytree of counts. Add them over steps with `jax.tree.map(jnp.add, a, b)`,
+  and over the devices of a `shard_map` with `jax.lax.psum(histogram, "data")`.
 
   Attributes:
-    counts: uint32[277], the non-zero finite elements by their exponents, from
-      -149, that of the smallest float32, to 127.
-    zeros: uint32[], how many are 0.
+    counts: uint32[277], how many non-zero finite elements have each exponent,
+      from -149, that of the smallest float32, to 127.
+    zeros: uint32[], how many elements are 0.
     subnormals: uint32[], how many are subnormal in the dtype of their array;
-      they are counted in `counts` as well.
+      `counts` includes them.
     nonfinite: uint32[], how many are inf or NaN.
 
   Examples:
@@ -54,16 +54,16 @@ class ExponentHistogram(NamedTuple):
 
   @property
   def exponents(self) -> npt.NDArray[np.int64]:
-    """int64[277], the exponent of each of `counts`."""
+    """int64[277], the exponent of each entry of `counts`."""
     return np.arange(_LOWEST, _HIGHEST + 1)
 
   @property
   def total(self) -> int:
-    """How many elements there are: zeros, inf and NaN count.
+    """The number of elements, including zeros, inf and NaN.
 
     Raises:
       TypeError: if the histogram is traced.
-      ValueError: if it is several, stacked.
+      ValueError: if it is a stack of several histograms.
     """
     _check_one(self)
     counted = np.asarray(self.counts).sum(dtype=np.int64)
@@ -73,15 +73,15 @@ class ExponentHistogram(NamedTuple):
     """Returns the share of all elements with 2**low <= |g| < 2**high.
 
     Args:
-      low: an exponent.
-      high: an exponent, not included.
+      low: the lowest exponent.
+      high: the exponent at which to stop, not included.
 
     Returns:
-      From 0 to 1; 0 where there is no element.
+      A share from 0 to 1; 0 if the histogram is empty.
 
     Raises:
       TypeError: if the histogram is traced.
-      ValueError: if it is several, stacked.
+      ValueError: if it is a stack of several histograms.
     """
     _check_one(self)
     is_between = (self.exponents >= low) & (self.exponents < high)
@@ -90,22 +90,22 @@ class ExponentHistogram(NamedTuple):
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
-  """Returns how many elements of a tree there are by their exponents.
+  """Returns the number of elements of a tree at each exponent.
 
-  It shows what a format can hold of the gradients and where S would move them.
-  Usable inside jit. Each element is read once and classified by its bits, so
-  subnormal numbers are told from 0 also where a backend computes with neither.
+  It shows how much of the gradients a format can hold and where S would move
+  them. Usable inside jit. Each element is read once and classified by its bits,
+  so subnormal numbers are distinguished from 0 even if a backend flushes them.
 
   Args:
-    tree: gradients or any arrays; leaves that are not floating or complex are
-      left out, and what Flax keeps in `_overwrite_with_gradient`. Of complex
-      numbers each part is an element. float64 elements beyond the exponents of
-      float32 are counted at its ends. Under `shard_map` each device counts its
-      own.
+    tree: gradients or any other arrays. Leaves that are not floating or complex
+      are left out, and so is Flax's `_overwrite_with_gradient`. Each part of a
+      complex number is an element. float64 elements outside the exponents of
+      float32 count at its lowest or highest one. Under `shard_map` each device
+      counts its own elements.
 
   Returns:
-    The counts, to be read on the host: `counts`, `zeros`, `subnormals`,
-    `nonfinite`.
+    The histogram; read its `counts`, `zeros`, `subnormals` and `nonfinite` on
+    the host.
 
   Raises:
     ValueError: if there are 2**32 elements or more, too many for a uint32.
@@ -139,15 +139,15 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 
 
 def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
-  """Returns the histogram of each leaf: which layers are out of range.
+  """Returns a histogram of each leaf, to show which layers are out of range.
 
-  Usable inside jit. The example is at `exponent_histogram`.
+  Usable inside jit. See `exponent_histogram` for an example.
 
   Args:
     tree: as for `exponent_histogram`.
 
   Returns:
-    A histogram by the leaf's path, such as "Dense_0/kernel".
+    The histograms by the path of their leaf, such as "Dense_0/kernel".
 
   Raises:
     ValueError: if a leaf has 2**32 elements or more.
@@ -158,7 +158,7 @@ def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
 
 
 def _check_one(histogram: ExponentHistogram) -> None:
-  """Raises if a histogram cannot be read as numbers: traced, or stacked."""
+  """Raises if a histogram is traced or stacked and so cannot be read."""
   if any(isinstance(x, jax.core.Tracer) for x in histogram):
     raise TypeError(
       "A histogram must be known to be read, got a traced one; return it from "
@@ -183,16 +183,16 @@ def _empty() -> ExponentHistogram:
   )
 
 
-# Compiled also where the caller compiles nothing, or each look would write
+# Compiled even if the caller is not, since each operation would otherwise write
 # arrays as large as the gradients.
 @jax.jit
 def _histogram(x: jax.Array) -> ExponentHistogram:
   """Returns the histogram of one array."""
   dtype = _bits.carrier(jnp.finfo(x.dtype).dtype)
   info = jnp.finfo(dtype)
-  # The exponents of the smallest subnormal number and of the largest one.
+  # The exponents of the smallest subnormal number and of the largest number.
   lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp) - 1
-  # Those that are 0, those of each exponent, those that are not finite.
+  # One place for zeros, one for each exponent, one for non-finite elements.
   length = highest - lowest + 3
   way = _by_scatter if jax.default_backend() == "cpu" else _by_comparison
   by_place = jnp.zeros(length, jnp.uint32)
@@ -202,7 +202,7 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
     )
   finite = by_place[1:-1]
   exponents = np.clip(np.arange(lowest, highest + 1), _LOWEST, _HIGHEST)
-  # The power of two with which the array's own normal numbers begin.
+  # The exponent of the smallest normal number in the array's own dtype.
   normal = math.frexp(float(jnp.finfo(x.dtype).smallest_normal))[1] - 1
   return ExponentHistogram(
     counts=_empty().counts.at[exponents - _LOWEST].add(finite),
@@ -213,15 +213,15 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
 
 
 def _by_scatter(x: jax.Array, length: int) -> jax.Array:
-  """Returns uint32[length]: one addition an element, which a CPU does best.
+  """Returns uint32[length] by one addition per element, best on a CPU.
 
-  Comparing each element with every exponent takes it fifty times as long.
+  Comparing each element with every exponent takes a CPU fifty times as long.
   """
   axis_types = jax.typeof(x).sharding.mesh.axis_types
   if AxisType.Explicit not in axis_types:
     return _scatter(x, length)
-  # In the explicit mode JAX has no rule for it. The compiler has: each device
-  # counts its part, and the counts are added.
+  # JAX has no rule for a scatter in explicit mode. The compiler has one: each
+  # device counts its part, and the counts are added.
   replicated = jax.NamedSharding(jax.typeof(x).sharding.mesh, jax.P())
   counts: jax.Array = jax.sharding.auto_axes(
     functools.partial(_scatter, length=length), out_sharding=replicated
@@ -233,7 +233,7 @@ def _scatter(x: jax.Array, length: int) -> jax.Array:
   bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
   exponent = bits >> np.array(fraction_bits, bits.dtype)
-  # Of a subnormal number the highest bit that is set is its exponent.
+  # The highest set bit of a subnormal number gives its exponent.
   width = np.array(8 * bits.dtype.itemsize, bits.dtype)
   place = jnp.where(
     exponent > 0,
@@ -245,10 +245,10 @@ def _scatter(x: jax.Array, length: int) -> jax.Array:
 
 
 def _by_comparison(x: jax.Array, length: int) -> jax.Array:
-  """Returns uint32[length]: sums, which every accelerator does in one pass."""
+  """Returns uint32[length] by sums, one pass on every accelerator."""
   bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
-  # The bits of every power of two, and of inf: bits order as values do.
+  # The bits of every power of two and of inf; bits are ordered like values.
   powers = [1 << place for place in range(fraction_bits)]
   powers += [
     exponent << fraction_bits for exponent in range(1, length - fraction_bits)

@@ -18,17 +18,17 @@ from optax_lossscale._step import states
 
 
 class History(NamedTuple):
-  """Some steps of a run in their order: what the rule saw, and the S it gave.
+  """Some steps of a run in order: what the rule saw, and the S that it chose.
 
-  `history` makes one of what `record` kept, `read_history` of a file; `replay`,
-  `advise` and the pictures of `plot` take it.
+  `history` makes one from the state of `record`, and `read_history` from a
+  file; `replay`, `advise` and the functions of `plot` take one.
 
   Attributes:
-    step: int64[n], from 1; skipped steps count.
+    step: int64[n], the step's number, from 1; skipped steps count.
     loss_scale: float32[n], the S that the step used.
     amax: float32[n], the largest absolute value among its scaled gradients; NaN
       if one of them was NaN.
-    overflow: bool[n], whether they were unusable.
+    overflow: bool[n], True if its gradients were unusable.
 
   Examples:
     >>> import numpy as np
@@ -55,14 +55,15 @@ class History(NamedTuple):
     return amax / np.asarray(self.loss_scale, np.float64)
 
   def headroom(self, dtype: Any = jnp.float16) -> npt.NDArray[np.float64]:
-    """Returns how many more doublings of S each step would have stood.
+    """Returns how many more times S could have doubled on each step.
 
     Args:
       dtype: the computation's dtype.
 
     Returns:
-      float64[n], in bits; NaN where amax is inf or NaN, which tells nothing,
-      and inf where it is 0. Not held to the 126 bits that a step reports.
+      float64[n], in bits; NaN if amax is inf or NaN, since its true size is
+      unknown, and inf if amax is 0. It may exceed the 126 bits that a step
+      reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
@@ -75,15 +76,15 @@ class History(NamedTuple):
 
 
 class RecordState(NamedTuple):
-  """State of `record`: the optimizer's, and a ring of the last steps.
+  """State of `record`: the optimizer's state and a ring buffer of steps.
 
   Attributes:
-    recorded_state: the state of the optimizer that is recorded.
-    recorded_steps: int32[], how many steps there have been.
+    recorded_state: the state of the recorded optimizer.
+    recorded_steps: int32[], the number of steps so far.
     recorded_scale: float32[capacity], the S that a step used; 1 for a step
       whose loss was not scaled.
     recorded_amax: float32[capacity], the amax of its scaled gradients.
-    recorded_overflow: bool[capacity], whether they were unusable.
+    recorded_overflow: bool[capacity], True if its gradients were unusable.
   """
 
   recorded_state: Any
@@ -96,25 +97,25 @@ class RecordState(NamedTuple):
 def record(
   tx: optax.GradientTransformation, capacity: int, *, path: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the optimizer, which keeps its last steps in its state.
+  """Wraps an optimizer so that it keeps its last steps in its state.
 
-  S, amax and the overflow of each step are written to arrays in the state,
-  9 bytes a step, on the device and inside jit; nothing waits for the host.
-  `history` reads them when you want.
+  S, amax and the overflow of each step are written to arrays in the state, 9
+  bytes a step, on the device and inside jit, without waiting for the host.
+  `history` reads them at any time.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
-    capacity: how many steps to keep. Of more, the last ones are there.
+    capacity: how many steps to keep. Later steps replace the oldest ones.
     path: which scale, if `tx` holds several. See `get_loss_scale`.
 
   Returns:
-    A transformation whose state is a `RecordState` around that of `tx`, in
-    which everything finds the loss scale as before.
+    A transformation whose state is a `RecordState` around that of `tx`. The
+    loss scale in it is found as before.
 
   Raises:
-    TypeError: if an argument is not of its kind.
-    ValueError: if `capacity` is below 1; from `init`, if there is no loss
-      scaling in `tx`, or several and no path; from `update`, if the state is a
+    TypeError: if an argument has the wrong type.
+    ValueError: if `capacity` is below 1; from `init`, if `tx` holds no loss
+      scaling, or several and no path is given; from `update`, if the state is a
       record of another capacity.
 
   Examples:
@@ -177,23 +178,22 @@ def record(
 
 
 def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
-  """Returns the steps that `record` has kept, in their order.
+  """Returns the steps that `record` has kept, in order.
 
-  It fetches them from the device, so it belongs outside of jit. The example is
-  at `record`.
+  It fetches them from the device, so call it outside of jit. See `record` for
+  an example.
 
   Args:
-    opt_state: the state of an optimizer around which `record` is, or any pytree
-      that holds it.
-    path: which record, if `opt_state` holds several: the path that the error
-      lists.
+    opt_state: the state of an optimizer wrapped by `record`, or any pytree that
+      holds it.
+    path: which record, if `opt_state` holds several. The error lists the paths.
 
   Returns:
-    As many steps as have been made, and the last `capacity` of more.
+    All steps so far, or the last `capacity` of them if there are more.
 
   Raises:
-    ValueError: if there is no record, or several and no path, if it is of
-      several runs at once, or if it is being traced.
+    ValueError: if `opt_state` holds no record, or several and no path is given;
+      if the record is of several runs at once; or if it is being traced.
   """
   found = _find_record(opt_state, path)
   ring = found[1:]
@@ -202,7 +202,7 @@ def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
       "`opt_state` must be known, got one that JAX is tracing: read the "
       "history outside of jit, of the state that the train step returned."
     )
-  # By way of JAX, since Flax NNX keeps each array in a variable of its own.
+  # Converted by JAX first, since Flax NNX keeps each array in a variable.
   steps, scales, amaxes, overflows = (np.asarray(jnp.asarray(x)) for x in ring)
   if steps.ndim:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Which operations are in low precision, which are not, and why?"""
+"""Counts the operations in low precision, and says why others are not."""
 
 import collections
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
-# A longer table is made shorter by shorter scopes.
+# A longer table is shortened by cutting its scopes.
 _MOST_ROWS = 24
 
 
 class PrecisionReport(NamedTuple):
-  """The findings of `precision_report`, to be printed.
+  """The findings of `precision_report`; print it for a table.
 
   Attributes:
     products: how many there are in each dtype, such as {"float16": 11}.
     in_branches: how many of them are in branches of a `cond`.
-    counts: of operations by name, by scope, dtype and reason for float32. The
-      reason ends with "in a loop" if they run several times and count once,
-      with "in a branch" if they may not run.
+    counts: the number of operations of each name, by scope, dtype and reason
+      for float32. The reason ends with "in a loop" if they run several times
+      but count once, and with "in a branch" if they may not run.
   """
 
   products: Mapping[str, int]
@@ -35,14 +35,14 @@ class PrecisionReport(NamedTuple):
 
   @property
   def line(self) -> str:
-    """The products, then all operations by dtype and reason, for a log."""
+    """One line for a log: the products, then operations by dtype and reason."""
     low = {x: n for x, n in self.products.items() if operation_table.is_low(x)}
     parts = [
       f"{n} of {sum(self.products.values())} products in {dtype}"
       for dtype, n in (low or {"low precision": 0}).items()
     ]
     if self.in_branches:
-      parts += [f"{self.in_branches} are in branches, of which one runs"]
+      parts += [f"{self.in_branches} are in branches, and only one branch runs"]
     counts = [
       f"{' '.join(group).strip()}: {names.total()}"
       for group, names in _rows(self.counts, 0)
@@ -71,28 +71,28 @@ class PrecisionReport(NamedTuple):
 def precision_report(
   fun: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> PrecisionReport:
-  """Returns which operations of a function are below float32, and why not all.
+  """Counts the operations of a function below float32, and explains the rest.
 
-  No result shows whether a model is in float16. This traces `fun` and counts
-  the floating operations in its program, whatever lowered them: `autocast`,
-  `dtype=` of a layer, the dtype of an argument. Nothing runs. Give it a loss
-  function for the forward pass, the train step for all of it.
+  The results of a model do not show whether it runs in float16. This traces
+  `fun` and counts the floating operations in its program, whether `autocast`, a
+  layer's `dtype=` or an argument's dtype lowered them. Nothing runs. Pass a
+  loss function to see the forward pass, or the train step to see all of it.
 
-  Operations in float32 come with the reason of `autocast`, such as "black list"
-  (docs/autocast.md explains them), backward with that of the forward pass. "as
-  written" is what it leaves alone or does not see, such as the optimizer.
-  Conversions do not count, nor does what only moves or compares values. A
-  product is low if its result is, or if all of its inputs are.
+  Operations in float32 have the reason of `autocast`, such as "black list"
+  (docs/autocast.md explains them), and backward operations that of their
+  forward pass. "as written" marks what autocast leaves alone or does not see,
+  such as the optimizer. Conversions do not count, nor do moves and comparisons.
+  A product is low if its result is, or if all of its inputs are.
 
   Args:
-    fun: any function that JAX can trace, jitted or not. It is traced once more.
+    fun: any function that JAX can trace, jitted or not. It is traced again.
     *args: its arguments.
-    **kwargs: more of them.
+    **kwargs: its keyword arguments.
 
   Returns:
-    The report: print it for a table, log its `line`, test its `products`. Under
-    a precision schedule it has both branches; `state.low` of the schedule says
-    which of them runs next.
+    The report: print it for a table, log its `line`, test its `products`. With
+    a precision schedule it covers both branches; `state.low` of the schedule
+    says which of them runs next.
 
   Raises:
     TypeError: if `fun` is not a function.
@@ -119,7 +119,7 @@ def precision_report(
     if name in levels.PRODUCTS:
       products[dtype.name] += 1
       in_branches += is_in_branch
-    # A note is on what autocast may lower.
+    # Only operations that autocast may lower have a note.
     note = scopes.note_on(equation) if dtype == levels.FLOAT32 else ""
     reasons = [] if operation_table.is_low(dtype) else [note or "as written"]
     reasons += ["in a loop"] * any(map(calls.is_loop, around))
@@ -130,7 +130,7 @@ def precision_report(
 
 
 def _rows(counts: Mapping[Any, Any], depth: int) -> list[Any]:
-  """Returns the counts in order, by so many of the first parts of scopes."""
+  """Returns the sorted counts, with scopes cut to their first `depth` parts."""
   merged: dict[Any, collections.Counter[str]] = {}
   for (scope, dtype, why), names in counts.items():
     key = "/".join(scope.split("/")[:depth]), dtype, why

@@ -1,4 +1,4 @@
-"""The loss scale on the terminal, from inside jit."""
+"""Prints the loss scale from inside jit."""
 
 import functools
 import math
@@ -24,20 +24,20 @@ _SHOWN = (
 def print_loss_scale(
   opt_state: optax.OptState, every: int = 100, *, path: str | None = None
 ) -> None:
-  """Prints one line about the loss scale, every so many steps.
+  """Prints one line about the loss scale at regular intervals.
 
-  It works inside jit, and waits for nothing: the line comes when the device has
-  made the step. On many devices, and in many processes, one of them prints.
+  It works inside jit and does not block: the line appears once the device has
+  finished the step. With several devices or processes, only one of them prints.
 
   Args:
     opt_state: the state that `update` returned.
-    every: a line on each step whose number this divides; skipped steps count.
+    every: prints on each step whose number this divides; skipped steps count.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Raises:
-    TypeError: if `every` is no integer.
+    TypeError: if `every` is not an integer.
     ValueError: if `every` is below 1; if `opt_state` holds no scale, or several
-      and no path.
+      and no path is given.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -58,7 +58,7 @@ def print_loss_scale(
   is_due = (step > 0) & (step % every == 0)
   for axis in sorted(jax.sharding.get_abstract_mesh().manual_axes):
     is_due &= lax.axis_index(axis) == 0
-  # Due or not is told again, since under vmap both branches run.
+  # `is_due` is passed on as well, since under vmap both branches run.
   shown = {"is_due": is_due} | {name: metrics[name] for name in _SHOWN}
   lax.cond(
     is_due,

@@ -1,4 +1,4 @@
-"""A history once more, with another rule: what S would have been."""
+"""Replays a history with another rule, to see what S would have been."""
 
 import functools
 from typing import Any
@@ -19,23 +19,23 @@ from optax_lossscale.instruments import _history
 
 _FLOAT16 = np.dtype(np.float16)
 
-# How far an S may be from the recorded one, and still be the same but for what
-# compilers make of it.
+# An S within this relative distance of the recorded one differs from it only by
+# the rounding of compilers.
 _ROUNDING = 2.0**-12
 
-# Steps, bits. None of 3000 NaN that S had made, in small runs, was so clear.
+# In steps and bits. S caused 3000 NaN in small runs; none was this clear.
 _NEAR = 16
 _CLEAR = 6.0
 
 
 class Replay(NamedTuple):
-  """What a rule would have done on a recorded run.
+  """The outcome of a rule on a recorded run.
 
   Attributes:
     history: the same steps with the S of this rule.
-    skipped: bool[n], whether the optimizer would not have run.
-    stalled: bool[n], whether S could not follow.
-    dtype: the computation's.
+    skipped: bool[n], True if the optimizer would not have run.
+    stalled: bool[n], True if S could not follow an overflow.
+    dtype: the computation's dtype.
   """
 
   history: _history.History
@@ -45,35 +45,35 @@ class Replay(NamedTuple):
 
   @property
   def lost_steps(self) -> int:
-    """Steps whose gradients were not usable."""
+    """The number of steps whose gradients were unusable."""
     return int(np.sum(self.history.overflow))
 
   @property
   def stalled_steps(self) -> int:
-    """Steps that S could not follow, such as an overflow at the floor."""
+    """The number of overflows that S could not follow, such as at its floor."""
     return int(np.sum(self.stalled))
 
   @property
   def clean_headroom(self) -> npt.NDArray[np.float64]:
-    """float64[m], bits, of the clean steps; not of those whose amax is 0."""
+    """float64[m], the bits of headroom of clean steps with a non-zero amax."""
     headroom = self.history.headroom(self.dtype)
     is_known = np.isfinite(headroom) & ~self.history.overflow
     return np.asarray(headroom[is_known])
 
   @property
   def mean_headroom(self) -> float:
-    """Bits of range that a clean step left unused; NaN if there is none."""
+    """The mean headroom of clean steps in bits; NaN if no step is clean."""
     headroom = self.clean_headroom
     return float(np.mean(headroom)) if headroom.size else float("nan")
 
   @property
   def least_headroom(self) -> float:
-    """Bits that were left on the clean step which came closest to overflow."""
+    """The headroom of the clean step closest to overflow, in bits."""
     return float(np.min(self.clean_headroom, initial=np.inf))
 
   @property
   def worst_headroom(self) -> float:
-    """Bits that were left on the clean step which left most of them unused."""
+    """The headroom of the clean step farthest from overflow, in bits."""
     return float(np.max(self.clean_headroom, initial=-np.inf))
 
 
@@ -87,41 +87,41 @@ def replay(
 ) -> Replay:
   """Returns what a rule would have done on the steps of a recorded run.
 
-  It tells rules apart in a second, without training: each step has the amax
-  that was recorded, scaled by the S of this rule, and moves S as the wrapper
-  would. What it cannot show is that a step which is lost, or not lost, changes
-  the training after it; and rules that measure more than amax go by amax alone.
+  It compares rules in a second, without training: each step has the recorded
+  amax, rescaled to the S of this rule, and moves S as the wrapper would. It
+  cannot show how losing or keeping a step changes the training after it, and
+  rules that measure more than amax see amax alone.
 
-  A recorded overflow says little, and is read like this:
+  A recorded overflow carries little information. It is interpreted as follows:
 
-  - amax inf, at an S of S0: every S of S0 or more overflows. Below S0 the step
-    is clean with the largest amax it can have had, max / S0 times S, though the
-    true one may have been larger.
-  - amax finite, and less than 1 bit below the dtype's limit, as in saturation:
-    the same, with the amax that was recorded.
-  - amax finite, and 1 bit or more below it: S is not the reason, but the
-    caller's `overflow=`, such as a limit on the norm, or a status register. It
-    is an overflow at every S.
-  - NaN: the same as inf, since a backward pass makes NaN out of inf. It is NaN
-    at every S only where the clean step before or after it had an S of S0 or
-    more, and the 16 before and after would all have left 6 bits at S0.
+  - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
+    step is taken as clean, with an amax of max / S0 times S, the largest that
+    is clean up to S0. The true one may have been larger.
+  - amax is finite and less than 1 bit below the dtype's limit, as in
+    saturation: the same, with the recorded amax.
+  - amax is finite and 1 bit or more below the limit: the cause is not S, but
+    the caller's `overflow=`, such as a limit on the norm, or a status register.
+    The step overflows at every S.
+  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. It
+    is NaN at every S only if the clean step before or after it had an S of S0
+    or more, and the 16 before and after it would all have left 6 bits at S0.
 
-  So compare rules on a history that has few of them.
+  So compare rules on a history with few overflows.
 
   Args:
     rule: any rule.
-    history: what was recorded, with any rule.
+    history: the recorded steps of a run with any rule.
     dtype: the computation's dtype, here and in the history.
-    saturating: whether it clips: an amax of the dtype's largest finite value is
-      then an overflow as well, and there is no inf.
-    loss_scale: the first S; the rule's own by default. For a history that
-      begins in the middle of a run.
+    saturating: whether the computation clips. An amax of the dtype's largest
+      finite value is then an overflow as well, and inf does not occur.
+    loss_scale: the first S, for a history that begins in the middle of a run;
+      by default the rule's own.
 
   Returns:
     The replay.
 
   Raises:
-    TypeError: if an argument is not of its kind.
+    TypeError: if an argument has the wrong type.
     ValueError: if the rule starts with an unusable S.
 
   Examples:
@@ -161,7 +161,7 @@ def replay(
 
 
 def check_history(history: Any) -> None:
-  """Raises TypeError if it is no History."""
+  """Raises TypeError if `history` is not a History."""
   if not isinstance(history, _history.History):
     raise TypeError(
       f"`history` must be a History, got {arguments.kind_of(history)}; "
@@ -171,33 +171,33 @@ def check_history(history: Any) -> None:
 
 
 class Known(NamedTuple):
-  """What each step of a history tells of another S; each is an array of [n]."""
+  """Facts about each step that hold at any S; each field is an array of [n]."""
 
-  # amax / S is mantissa * 2**exponent: apart, it need not be a normal float32.
+  # amax / S as mantissa * 2**exponent, since it may not be a normal float32.
   mantissa: Any
   exponent: Any
   is_nan: Any  # At every S.
   is_doubtful: Any  # NaN, perhaps at every S.
   is_callers: Any  # An overflow at every S, with amax well below the limit.
-  is_bound: Any  # amax / S was that or more.
-  failed_at: Any  # Every S from here on overflows.
-  loss_scale: Any  # As it was recorded, and so is amax.
+  is_bound: Any  # amax / S was at least this.
+  failed_at: Any  # This S and all larger ones overflow.
+  loss_scale: Any  # As recorded, and so is amax.
   amax: Any
 
 
 def limit_of(dtype: Any) -> float:
-  """Returns the largest amax that is no overflow."""
-  # amax is a float32, so what is beyond is inf for any dtype.
+  """Returns the largest amax that does not overflow."""
+  # amax is a float32, so larger values are inf for any dtype.
   return min(float(jnp.finfo(dtype).max), arguments.LARGEST_SCALE)
 
 
 def known_steps(history: _history.History, limit: float) -> Known:
-  """Returns what is known of each step."""
+  """Returns what is known about each step."""
   scale = np.float64(history.loss_scale)
   amax = np.float64(history.amax)
   is_nan, is_doubtful = _lasting_nans(history, limit)
   failed = (np.asarray(history.overflow) | ~np.isfinite(amax)) & ~is_nan
-  # A bit for the rounding, and for what amax itself does not show.
+  # One bit allows for rounding, and for what amax itself does not show.
   is_callers = failed & (amax <= limit / 2)
   failed &= ~is_callers
   is_bound = failed & (~np.isfinite(amax) | (amax == limit))
@@ -217,14 +217,14 @@ def known_steps(history: _history.History, limit: float) -> Known:
 
 
 def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
-  """Returns log2 of the largest S that each step stands.
+  """Returns log2 of the largest S at which each step is clean.
 
-  NaN where it stands none, inf where it stands any.
+  NaN if no S is clean, inf if every S is clean.
   """
   with np.errstate(divide="ignore"):
     unscaled = np.log2(known.mantissa) + known.exponent
   stood = np.log2(limit) - unscaled
-  # A step that failed at an S may stand the next smaller power of two.
+  # A step that failed at an S may be clean at the next smaller power of two.
   below = np.ceil(np.log2(np.float64(known.failed_at))) - 1
   return np.where(known.is_nan, np.nan, np.minimum(stood, below))
 
@@ -232,19 +232,19 @@ def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
 def _lasting_nans(
   history: _history.History, limit: float
 ) -> npt.NDArray[np.bool_]:
-  """Returns bool[2, n]: NaN that hardly any S mends; NaN that S may mend."""
+  """Returns bool[2, n]: NaN probably at every S, and NaN that S may prevent."""
   is_nan = np.isnan(history.amax)
   found = np.zeros((2, is_nan.size), bool)
   (clean,) = np.nonzero(~np.asarray(history.overflow) & ~is_nan)
   if not clean.size:
-    # S may still be on its way down to one that stands.
+    # S may still be falling towards one that is clean.
     return found
   (nans,) = np.nonzero(is_nan)
   near = np.searchsorted(clean, nans) + np.arange(-_NEAR, _NEAR)[:, None]
   near = clean[np.clip(near, 0, clean.size - 1)]
   scale = np.asarray(history.loss_scale, np.float64)
   has_stood = np.any(scale[near[_NEAR - 1 : _NEAR + 1]] >= scale[nans], axis=0)
-  # That says little of a step that needs more, if they came near the limit.
+  # Clean steps prove little if this S would bring them close to the limit.
   largest = np.max(history.unscaled_amax[near], axis=0)
   is_clear = largest * scale[nans] <= limit * 2.0**-_CLEAR
   found[:, nans] = has_stood & is_clear, has_stood & ~is_clear
@@ -252,10 +252,10 @@ def _lasting_nans(
 
 
 def _steps_of(rule: base.LossScale) -> Any:
-  """Returns the compiled loop of a rule: the same for equal rules."""
+  """Returns the compiled loop of a rule, shared by equal rules."""
   try:
     hash(rule)
-  except TypeError:  # A user's own, with an array among its fields, say.
+  except TypeError:  # For example, a user's rule that holds an array.
     return jax.jit(functools.partial(_steps, rule))
   return functools.partial(_steps_of_hashable, rule)
 
@@ -267,13 +267,13 @@ def _steps(
   limit: jax.Array,
   saturating: jax.Array,
 ) -> tuple[jax.Array, ...]:
-  """Returns S, amax, whether it overflowed and stalled, for each step."""
+  """Returns S, amax, overflow and stalled for each step."""
 
   def step(state: Any, known: Known) -> tuple[Any, tuple[jax.Array, ...]]:
     loss_scale = jnp.asarray(state.loss_scale, jnp.float32)
     mantissa, exponent = jnp.frexp(loss_scale)
     amax = jnp.ldexp(known.mantissa * mantissa, known.exponent + exponent)
-    # At the S of the record nothing is rounded.
+    # At the recorded S, amax is used without rounding.
     error = jnp.abs(loss_scale - known.loss_scale)
     is_same = error <= known.loss_scale * _ROUNDING
     amax = jnp.where(is_same, known.amax, amax)

@@ -1,4 +1,4 @@
-"""What is lost for lack of range or precision: how many, as a share."""
+"""The shares of values that are lost for lack of range or precision."""
 
 import functools
 import math
@@ -22,29 +22,29 @@ def underflow_fraction(
 ) -> jax.Array:
   """Returns the share of the non-zero elements that would become 0 in a dtype.
 
-  What loss scaling is against. In float16 these are the elements with
-  |S g| <= 2**-25; between that and its smallest subnormal number, 2**-24, they
-  are rounded up. It is exact: S g is what a float32 multiplication and then a
-  conversion to `dtype` make of it, both rounding to the nearest and ties to
-  even; but this compares bits, so it is the same where a backend flushes
-  subnormal numbers to 0. Usable inside jit.
+  Loss scaling exists to reduce this share. In float16 these are the elements
+  with |S g| <= 2**-25; elements between that and the smallest subnormal number,
+  2**-24, are rounded up. The share is exact: S g is rounded like a float32
+  product that is then converted to `dtype`, both to nearest with ties to even.
+  Bits are compared, so it is the same on a backend that flushes subnormal
+  numbers to 0. Usable inside jit.
 
   Args:
-    tree: true gradients, in a wider dtype than `dtype`; leaves that are not
-      floating or complex are left out, and what Flax keeps in
-      `_overwrite_with_gradient`. Of complex numbers each part is an element.
+    tree: true gradients, in a wider dtype than `dtype`. Leaves that are not
+      floating or complex are left out, and so is Flax's
+      `_overwrite_with_gradient`. Each part of a complex number is an element.
       float64 elements are multiplied in float64. NaN and inf are non-zero.
-    dtype: that of the computation, such as jnp.float16 or jnp.float8_e5m2.
-    loss_scale: S, a number or float32[], or the state that holds it. Of
-      gradients that are scaled already leave it at 1.
+    dtype: the computation's dtype, such as jnp.float16 or jnp.float8_e5m2.
+    loss_scale: S, a number or float32[], or the state that holds it. Leave it
+      at 1 for gradients that are already scaled.
 
   Returns:
-    float32[], from 0 to 1; 0 if all are 0. Under `shard_map` it is each
-    device's own.
+    float32[], from 0 to 1; 0 if all elements are 0. Under `shard_map` each
+    device has its own.
 
   Raises:
     TypeError: if `dtype` is not a floating-point dtype.
-    ValueError: if it cannot hold 0, or `loss_scale` is not a usable scale.
+    ValueError: if `dtype` cannot hold 0, or `loss_scale` is not a usable scale.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -73,23 +73,22 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
   """Returns the share of the non-zero updates that change nothing.
 
   An update below half the distance to the next parameter value is rounded away
-  in `optax.apply_updates`. bfloat16 parameters lose those below 1/512 of the
-  parameter, float16 ones below 1/4096: `master_weights` is against that. Usable
-  inside jit.
+  in `optax.apply_updates`. bfloat16 parameters lose updates below 1/512 of the
+  parameter, float16 parameters below 1/4096; `master_weights` prevents that.
+  Usable inside jit.
 
   Args:
     params: the parameters, of any dtype.
-    updates: what the optimizer returned for them, as `optax.apply_updates`
-      takes it. Leaves that are not floating or complex are left out, and what
-      Flax keeps in `_overwrite_with_gradient`.
+    updates: the optimizer's updates for them, as `optax.apply_updates` takes
+      them. Leaves that are not floating or complex are left out, and so is
+      Flax's `_overwrite_with_gradient`.
 
   Returns:
-    float32[], from 0 to 1; 0 if all updates are 0. Under `shard_map` it is each
-    device's own. A complex number is one element.
+    float32[], from 0 to 1; 0 if all updates are 0. Under `shard_map` each
+    device has its own. A complex number is one element.
 
   Raises:
-    ValueError: if there are updates for other parameters than these, or of
-      other shapes.
+    ValueError: if an update has no parameter, or its parameter another shape.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -121,8 +120,8 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
 
 def _share(counts: Any) -> jax.Array:
-  """Returns the first count over the second, over all pairs of counts."""
-  # In float32 a sum over many leaves does not wrap around.
+  """Returns the sum of the first counts over the sum of the second ones."""
+  # In float32, since a uint32 sum over many leaves could wrap around.
   lost, of = sum(
     (pair.astype(jnp.float32) for pair in counts),
     start=jnp.zeros(2, jnp.float32),
@@ -132,7 +131,7 @@ def _share(counts: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
-  """Returns uint32[2]: how many become 0 in `target`, and are not 0 now."""
+  """Returns uint32[2]: how many become 0 in `target`, how many are not 0."""
 
   def tally(x: jax.Array) -> jax.Array:
     x = x.astype(_bits.carrier(x.dtype))
@@ -142,7 +141,7 @@ def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
 
 
 def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
-  """Returns uint32[2]: how many are in both, and how many in the second."""
+  """Returns uint32[2]: how many are in both, and how many are in the second."""
   return jnp.stack(
     [jnp.sum(where & among, dtype=jnp.uint32), jnp.sum(among, dtype=jnp.uint32)]
   )
@@ -151,17 +150,17 @@ def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
 def _becomes_zero(
   x: jax.Array, loss_scale: jax.Array, target: Any
 ) -> jax.Array:
-  """Returns where S x is rounded to 0: to float32 at least, then to `target`.
+  """Returns where S x becomes 0, rounded to float32 at least, then to `target`.
 
-  The product is exact, in two integers, and compared with the largest that is
-  rounded to 0: no floating-point operation meets a subnormal number, which a
-  backend may flush. For bfloat16 and float32 the product itself is one, just
-  where this has to decide.
+  The exact product, held in two integers, is compared with the largest one that
+  is rounded to 0. So no floating-point operation meets a subnormal number,
+  which a backend may flush. For bfloat16 and float32 the product itself is
+  subnormal precisely where it matters.
   """
   wide = jnp.finfo(leaves.at_least_float32(x.dtype))
   unsigned, width = jnp.dtype(f"uint{wide.bits}").type, wide.bits
-  # Half of the smallest number of `target` is a tie, and 0 is even. The product
-  # in `wide` has been rounded to that half from up to half a bit above it.
+  # Half of the smallest number of `target` is a tie, and 0 is even. Rounding in
+  # `wide` takes products up to half a bit above that half down to it.
   half = math.frexp(float(jnp.finfo(target).smallest_subnormal))[1] - 2
   half_bit = min(wide.nmant, half - (wide.minexp - wide.nmant)) + 1
   largest = 1 << (width - 2)
@@ -171,7 +170,7 @@ def _becomes_zero(
   a, exponent_of_a = _split(x, unsigned)
   b, exponent_of_b = _split(loss_scale.astype(wide.dtype), unsigned)
   # The product of the integers is at least 2**(2 * width - 2), and below four
-  # times that. These are the bits between that power of two and `half`.
+  # times that. `room` counts the bits from that power of two to `half`.
   room = np.int32(half + 2 - 2 * width) - (exponent_of_a + exponent_of_b)
   limit = unsigned(largest) << jnp.clip(room, 0, 1).astype(unsigned)
   high = _high_half(a, b)
@@ -195,8 +194,8 @@ def _split(x: jax.Array, unsigned: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns the upper half of the bits of a product of integers."""
-  # lax.mulhi does this, but not where arrays are sharded.
+  """Returns the upper half of the bits of an integer product."""
+  # lax.mulhi does this, but not for sharded arrays.
   half = a.dtype.type(4 * a.dtype.itemsize)
   low_bits = a.dtype.type((1 << int(half)) - 1)
   (a_high, a_low), (b_high, b_low) = ((x >> half, x & low_bits) for x in (a, b))
@@ -225,8 +224,8 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns where two real arrays are equal, NaN to NaN and 0 to -0."""
-  # By the bits: a compiler may otherwise compare what it has not rounded yet.
+  """Returns where two real arrays are equal; NaN equals NaN, 0 equals -0."""
+  # Compares bits, since a compiler may compare floats before rounding them.
   magnitude = _magnitude(a)
   is_equal = magnitude == _magnitude(b)
   return is_equal & ((magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b)))

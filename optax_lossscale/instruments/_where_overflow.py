@@ -1,4 +1,4 @@
-"""Which operation overflowed first?"""
+"""Finds the first operation that overflowed."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -31,10 +31,10 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
-# What JAX writes around the scopes of the backward pass.
+# JAX writes this around the scopes of the backward pass.
 _TRANSPOSE = "transpose("
 
-# How JAX writes a line of code: with its column and its function.
+# A line of code as JAX writes it, with its column and its function.
 _FRAME = re.compile(r"(?P<line>.+?:\d+)(?::\d+)? \((?P<function>.*)\)")
 _HERE = pathlib.Path(__file__).parents[1]
 _INTERPRETERS = (str(_HERE / "_autocast"), str(_HERE / "_jaxpr"))
@@ -51,26 +51,26 @@ _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 
 
 class Place(NamedTuple):
-  """An operation that overflowed; `str()` makes a sentence of it.
+  """An operation that overflowed; `str()` describes it in a sentence.
 
-  Or an argument that was not finite, where no operation overflowed.
+  If no operation overflowed, it is a non-finite argument instead.
 
   Attributes:
-    operation: JAX's name of it, such as "mul" or "dot_general"; "argument" of
+    operation: JAX's name for it, such as "mul" or "dot_general"; "argument" for
       an argument.
-    kind: "overflow", or "undefined" of what has no finite value in any dtype,
-      such as 1/0 or log 0; "nonfinite" of an argument that holds inf or NaN.
-    layer: the scope that it is in, such as "LeNet5/conv1", as Flax Linen and
-      `jax.named_scope` write it; empty without one. Of an argument its path,
-      such as "batch['x']".
-    backward: whether it is in the backward pass.
-    dtype: of its result.
-    shape: of its result; in a `shard_map` that is one device's part.
+    kind: "overflow"; "undefined" if the result has no finite value in any
+      dtype, such as 1/0 or log 0; "nonfinite" if an argument holds inf or NaN.
+    layer: its scope, such as "LeNet5/conv1", as Flax Linen and
+      `jax.named_scope` write it; empty if it has no scope. For an argument, its
+      path, such as "batch['x']".
+    backward: True if it is in the backward pass.
+    dtype: the dtype of its result.
+    shape: the shape of its result; in a `shard_map`, that of one device's part.
     elements: how many elements of the result overflowed, on all devices.
-    iterations: in which iteration of each loop around it, the outermost first,
-      counted from 0. Of a scan that is the index into what it goes over, also
-      where the backward pass goes over it in reverse.
-    source: the line of code, as "file:line", None if JAX has not recorded one.
+    iterations: the iteration of each loop around it, the outermost first, from
+      0. For a scan, the index into the scanned arrays, even if the backward
+      pass scans them in reverse.
+    source: the line of code, as "file:line"; None if JAX has not recorded it.
   """
 
   operation: str
@@ -111,40 +111,40 @@ def where_overflow(
   check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
   undefined: bool = True,
 ) -> Callable[..., Place | None]:
-  """Returns a function for the first operation of `fun` that overflowed.
+  """Returns a function that finds the first operation of `fun` to overflow.
 
   Gradients show where inf and NaN ended up, not where they began. This runs
-  `fun` and names the operation that made the first one, its layer and its line
-  of code. Put it around the function that makes the gradients, and call it with
-  the parameters, the opt_state and the batch of the step that was skipped.
+  `fun` and names the operation that made the first one, with its layer and line
+  of code. Wrap the function that computes the gradients, and call the result
+  with the parameters, the opt_state and the batch of the step that was skipped.
 
-  An operation overflowed if `float_status` says so, and the order is that in
-  which `fun` is written: forward pass before backward pass, iteration after
-  iteration, on several devices the earliest on any of them. What is behind the
-  first may be its consequence, or not; mend it and look again.
+  An operation overflowed if `float_status` says so. Operations are ordered as
+  `fun` is written: the forward pass before the backward pass, iteration after
+  iteration. With several devices, the earliest on any of them counts. Later
+  overflows may be consequences of the first, so fix that one and look again.
 
-  If no operation overflowed, inf or NaN may have come in with an argument: a
-  batch, parameters. Then the first argument that holds one is named, of any
-  floating dtype. The states of loss scaling and what `record` keeps do not
-  count; the -inf of a mask does, and may be meant.
+  If no operation overflowed, inf or NaN may have come in with an argument, such
+  as a batch or parameters. The result is then the first argument, of any
+  floating dtype, that holds inf or NaN. The states of loss scaling and of
+  `record` do not count. The -inf of a mask does, though it may be intended.
 
   Args:
-    fun: any function that JAX can trace, as for `float_status`. What it returns
-      is not used.
-    dtypes: the floating dtypes whose operations are looked at, one or several.
-    check: `nonfinite()`; or `saturated()`, for hardware that saturates.
+    fun: any function that JAX can trace, as for `float_status`. Its result is
+      not used.
+    dtypes: the floating dtypes whose operations are examined, one or several.
+    check: `nonfinite()`, or `saturated()` for hardware that saturates.
     undefined: whether an operation without a finite value (1/0, log 0) counts
-      as well, if it comes first. Pass False to look past one that does no harm,
-      such as in the branch of a `jnp.where` that is not taken.
+      as well, if it comes first. Pass False to look past a harmless one, such
+      as in the branch of a `jnp.where` that is not taken.
 
   Returns:
     A function with the arguments of `fun` that returns a `Place`, or None if
     nothing was found. It compiles `fun` on each call, and waits for the result.
 
   Raises:
-    TypeError: if `fun` is no function, `dtypes` holds anything but floating
-      dtypes, or `check` is no check, or one for another dtype.
-    ValueError: by what is returned, under jit, grad, vmap and the like.
+    TypeError: if `fun` is not a function, `dtypes` holds anything but floating
+      dtypes, or `check` is not a check or is for another dtype.
+    ValueError: from the returned function, under jit, grad, vmap and the like.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -179,7 +179,7 @@ def where_overflow(
       return result[1]
 
     first = jax.device_get(jax.jit(run)(*recording.operands))
-    # Two's complement: 2^31 elements of one result and more are negative.
+    # Negative for 2^31 elements of one result or more, in two's complement.
     if first.elements == 0:
       return _nonfinite_argument(fun, args, kwargs)
     return _describe(rule.results[int(first.place)], first)
@@ -190,12 +190,12 @@ def where_overflow(
 def _nonfinite_argument(
   fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Place | None:
-  """Returns the first argument that holds inf or NaN, by its name."""
+  """Returns the place of the first argument that holds inf or NaN."""
   try:
     named = inspect.signature(fun).bind(*args, **kwargs).arguments
-  except (TypeError, ValueError):  # It has none, or that of what it wraps.
+  except (TypeError, ValueError):  # No signature, or a wrapped function's.
     named = {"args": args, "kwargs": kwargs}
-  # They keep the amax of a step, maybe inf.
+  # These keep the amax of a step, which may be inf.
   kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
     leaves = jax.tree.leaves_with_path(
@@ -223,45 +223,45 @@ def _nonfinite_argument(
 
 
 def _check_eager(values: Iterable[Any]) -> None:
-  # Under jit a new array is traced as well, whatever the arguments are.
+  # Under jit even a new array is traced, whatever the arguments are.
   if any(isinstance(x, jax.core.Tracer) for x in [*values, jnp.zeros(())]):
     raise ValueError(
-      "What `where_overflow` returns must be called outside of jit, grad, vmap "
-      "and scan, since it returns a text and not an array, got traced values. "
-      "Put it around the whole function, where_overflow(jax.grad(loss)), and "
-      "call that with the arguments of the step that overflowed; inside, "
-      "`float_status` tells whether one did."
+      "The function that `where_overflow` returns must be called outside of "
+      "jit, grad, vmap and scan, since it returns a Place, not an array, got "
+      "traced values. Wrap the whole function, where_overflow(jax.grad(loss)), "
+      "and call that with the arguments of the step that overflowed; inside, "
+      "`float_status` says whether an operation overflowed."
     )
 
 
 class _First(NamedTuple):
-  """The first result that was found, in a part of a program that ran."""
+  """The first failed result in the part of a program that has run."""
 
-  # int32[], how many elements of it were; 0 if none was found.
+  # int32[], how many of its elements failed; 0 if no result did.
   elements: Any
-  # int32[], the number that the result has.
+  # int32[], the index of the result in `_Looking.results`.
   place: Any
-  # int32[], how many results were looked at before it.
+  # int32[], how many results were examined before it.
   time: Any
-  # int32[depth], in which rounds of the loops around it, the outermost first.
+  # int32[depth], the round of each loop around it, the outermost first.
   iterations: Any
-  # int32[], how many results were looked at in all.
+  # int32[], how many results were examined in all.
   ran: Any
-  # int32[], how many rounds of a loop are over.
+  # int32[], how many rounds of the current loop are over.
   rounds: Any
 
 
 class _Result(NamedTuple):
-  """One result of an operation, and what may be found of it."""
+  """One result of an operation, and one way in which it may fail."""
 
-  around: tuple[core.JaxprEqn, ...]  # What holds it, the outermost first.
+  around: tuple[core.JaxprEqn, ...]  # The outermost first.
   equation: core.JaxprEqn
   variable: core.Var
   kind: str  # As in `Place`.
 
 
 class _Looking(throughout.CountingRule):
-  """The rule: an operation as it is, and the first of its kinds of failure."""
+  """A rule that runs operations unchanged and notes the first failure."""
 
   zero: _First
 
@@ -283,7 +283,7 @@ class _Looking(throughout.CountingRule):
     )
     self._look = functools.partial(operation_overflow.find, dtypes, saturating)
     self._undefined = undefined
-    # By the number that each has in a count.
+    # Indexed by `_First.place`.
     self.results: list[_Result] = []
 
   def apply(
@@ -311,14 +311,14 @@ class _Looking(throughout.CountingRule):
 
   def join(self, counts: Sequence[_First]) -> _First:
     """See the base class."""
-    # Of most operations there is nothing to say.
+    # Most operations have nothing to report.
     counts = [x for x in counts if x is not self.zero]
     if len(counts) < 2:
       return counts[0] if counts else self.zero
     counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
     stacked = _First(*(_stack(x) for x in zip(*counts, strict=True)))
     before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
-    # The first True among them; the very first if there is none.
+    # The first one that failed; index 0 if all are clean.
     which = jnp.argmax(stacked.elements != 0)
     return _First(
       elements=_at(which, stacked.elements),
@@ -363,7 +363,7 @@ class _Looking(throughout.CountingRule):
 
 
 def _stack(values: Sequence[Any]) -> Any:
-  """Returns values along a new axis; numbers of the program stay so."""
+  """Returns stacked values; NumPy values give a NumPy array."""
   if all(isinstance(x, np.ndarray | np.generic) for x in values):
     return np.stack(values)
   return jnp.stack(values)
@@ -374,7 +374,7 @@ def _at(index: Any, stacked: Any) -> Any:
 
 
 def _loop_depth(jaxpr: Any) -> int:
-  """Returns how many loops there are around one another."""
+  """Returns the depth of the deepest nest of loops."""
   return max(
     (
       _loop_depth(body.jaxpr) + calls.is_loop(equation)
@@ -407,7 +407,7 @@ def _iterations(
   around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
 ) -> tuple[int, ...]:
   loops = [x for x in around if calls.is_loop(x)]
-  # There may be deeper loops elsewhere.
+  # Other parts of the program may have deeper loops.
   return tuple(
     loop.params["length"] - 1 - int(number)
     if loop.params.get("reverse")
@@ -417,27 +417,27 @@ def _iterations(
 
 
 def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
-  """Returns the line of code that the user wrote, or the nearest to it."""
+  """Returns the user's line of code, or the line nearest to it."""
   *around, equation = equations
   frames = _frames(equation)
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. One of a library's own, in which there
-    # is no line of the user's, shows the lines of who called it first.
+    # JAX traces a jitted function once. If it is a library's own, without any
+    # line of the user's, it shows the lines of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)
   if not frames or frames[0][0].startswith(_INTERPRETERS):
-    # Evaluated again by `autocast` or the like, whose caller says nothing.
+    # Evaluated again by `autocast` or the like; its caller says nothing.
     return None
   lines = [line for line, _ in frames]
-  # A library's layer is called from somewhere.
+  # A user's line is further out than that of the library's layer it calls.
   own = [line for line in lines if not line.startswith(_LIBRARIES)]
   return (own or lines)[0]
 
 
 def _frames(equation: core.JaxprEqn) -> list[tuple[str, str]]:
-  """Returns lines of code and their functions, from the innermost on."""
+  """Returns lines of code and their functions, the innermost first."""
   text = source_info_util.summarize(equation.source_info, num_frames=1000)
   return [(x["line"], x["function"]) for x in _FRAME.finditer(text)][::-1]

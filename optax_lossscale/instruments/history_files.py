@@ -1,4 +1,4 @@
-"""Histories in files, of `train` or a user's own."""
+"""Histories in files, written by `train` or by users."""
 
 import collections
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
 
-# The columns that are read, by their names.
+# The names of the columns that are read.
 _COLUMNS = ("amax", "loss_scale", "overflow", "step")
 
 
@@ -30,34 +30,34 @@ def read_history(
 ) -> _history.History:
   r"""Reads a history from a CSV or JSON file.
 
-  A CSV file needs a column `amax`, scaled, beside the `loss_scale` of the step;
-  without such a column S was 1. `overflow` (0 or 1; without it, amax inf or
-  NaN) and `step` (not negative; must increase) are optional, and so are `run`
-  and `seed`, which tell several runs in one file apart. Steps whose amax or
-  loss_scale is empty are left out: they were not scaled. Semicolons or tabs
-  may separate the columns; the decimal point is a point in any case.
+  A CSV file needs a column `amax`, scaled by the `loss_scale` of the same row.
+  Without a column `loss_scale`, S was 1. `overflow` (0 or 1; by default,
+  whether amax is inf or NaN) and `step` (not negative, increasing) are
+  optional, as are `run` and `seed`, which distinguish several runs in one file.
+  Steps with an empty amax or loss_scale were not scaled and are left out.
+  Semicolons or tabs may separate the columns, but decimals always have a point.
 
-  A JSON file holds the same as lists, `{"amax": [...], "loss_scale": [...]}`,
-  where a single number stands for all steps, with the label of its one `run`;
-  or a list of amax alone. Several runs are `{"runs": [{"run": "a", "seed": 0,
-  "history": {"amax": [...]}}]}`. inf and NaN may be the strings "inf" and
-  "nan", null is empty.
+  A JSON file has the columns as lists, `{"amax": [...], "loss_scale": [...]}`,
+  and may have the label of its one `run`. A single loss_scale applies to all
+  steps; a list of amax alone will do. Several runs have the form `{"runs":
+  [{"run": "a", "seed": 0, "history": {"amax": [...]}}]}`. inf and NaN may be
+  the strings "inf" and "nan", and null means empty.
 
-  Both are also as `optax-lossscale train` writes them.
+  `optax-lossscale train` writes both.
 
   Args:
-    path: of a file that ends in `.csv` or `.json`.
-    run: which one, where several have an amax: as the file labels it.
-    seed: which one, where there are several of that run.
+    path: a file whose name ends in `.csv` or `.json`.
+    run: which run, by its label in the file, if several have an amax.
+    seed: which seed, if there are several of that run.
 
   Returns:
-    The history, as `replay` and `advise` take it.
+    The history, for `replay` and `advise`.
 
   Raises:
     OSError: if the file cannot be read.
-    ValueError: if it is not of this form, with the place and what is there; if
-      it is no regular file, such as a pipe; or if there are several runs to
-      choose from, with their labels.
+    ValueError: if the file does not have this form (the message names the place
+      and what is there); if it is not a regular file, such as a pipe; or if
+      there are several runs to choose from (the message lists their labels).
 
   Examples:
     >>> import pathlib, tempfile
@@ -81,7 +81,7 @@ def read_history(
 def read_first(
   path: _Path, run: str | None = None, seed: int | None = None
 ) -> tuple[_history.History, dict[str, list[str]]]:
-  """Returns the first history of those asked for, and what tells them apart."""
+  """Returns the first matching history, and the labels to choose from."""
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
   # A device such as /dev/zero never ends.
@@ -104,21 +104,21 @@ def read_first(
 
 
 def write_history(path: _Path, history: _history.History) -> None:
-  """Writes a history as a CSV or JSON file, which `read_history` reads.
+  """Writes a history as a CSV or JSON file that `read_history` can read.
 
   Args:
-    path: of a file that ends in `.csv` or `.json`; it is replaced.
-    history: what was recorded.
+    path: a file name that ends in `.csv` or `.json`; the file is replaced.
+    history: the history to write.
 
   Raises:
     OSError: if the file cannot be written.
-    ValueError: if the path ends otherwise.
+    ValueError: if the path has another suffix.
   """
   path = pathlib.Path(path)
   suffix = _suffix(path)
   columns = as_columns(history)
   for name in ("loss_scale", "amax"):
-    # The shortest text of all that float32 takes for the same number.
+    # The shortest text that gives the same float32.
     columns[name] = [float(str(np.float32(x))) for x in columns[name]]
   if suffix == ".csv":
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -131,7 +131,7 @@ def write_history(path: _Path, history: _history.History) -> None:
 
 
 def as_columns(history: _history.History) -> dict[str, list[Any]]:
-  """Returns the columns that a file has of a history."""
+  """Returns the columns of a history as files hold them."""
   return {
     "step": np.asarray(history.step).tolist(),
     "loss_scale": np.asarray(history.loss_scale).tolist(),
@@ -141,7 +141,7 @@ def as_columns(history: _history.History) -> dict[str, list[Any]]:
 
 
 def as_json(value: Any) -> Any:
-  """Returns a value, or text for inf and NaN, which JSON does not have."""
+  """Returns a value for JSON, which has text in place of inf and NaN."""
   is_finite = not isinstance(value, float) or math.isfinite(value)
   return value if is_finite else str(value)
 
@@ -149,15 +149,15 @@ def as_json(value: Any) -> Any:
 class _Source(NamedTuple):
   """One run in a file, unparsed."""
 
-  columns: dict[str, list[Any]]  # By name, each with an entry for every step.
-  places: list[str]  # Of each entry, for an error; {} stands for the column.
+  columns: dict[str, list[Any]]  # By name, each with one entry per step.
+  places: list[str]  # Of each entry, for errors; {} stands for the column.
   run: str | None = None
   seed: str | None = None
-  where: str = ""  # The place of the run in the file, where it has one.
+  where: str = ""  # The place of the run in the file, if it has one.
 
   @property
   def scaled(self) -> list[int]:
-    """The places of the steps that have an amax and were scaled."""
+    """The indices of the steps that have an amax and were scaled."""
     needed = [x for n, x in self.columns.items() if n in ("amax", "loss_scale")]
     return [
       i
@@ -173,7 +173,7 @@ class _Source(NamedTuple):
       for name in _COLUMNS
       if name in self.columns
     }
-    # What is too large for float32 is inf, as it is in a float32 amax.
+    # Values too large for float32 become inf, as in a float32 amax.
     with np.errstate(over="ignore"):
       amax = np.array(parsed["amax"], np.float32)
     scale = parsed.get("loss_scale", np.ones(amax.size))
@@ -210,8 +210,8 @@ def _choose(
   scaled = [source for source in sources if source.scaled]
   if not scaled:
     raise ValueError(
-      "no step has an amax; a run without loss scaling has none, and one from "
-      "before this library wrote it neither."
+      "no step has an amax; a run without loss scaling does not have one, nor "
+      "does a run from before this library wrote it."
     )
   for kind, wanted, which in (
     ("run", run, "with an amax"),
@@ -228,7 +228,7 @@ def _choose(
 
 
 def _labels(sources: list[_Source], kind: str) -> list[str]:
-  """Returns the different labels of runs, as a person reads them."""
+  """Returns the distinct labels of runs in readable form."""
   labels = dict.fromkeys(getattr(source, kind) for source in sources)
   as_text = shown if kind == "run" else str
   return [as_text(x) if x else "none" for x in labels]
@@ -251,7 +251,7 @@ def _read_csv(path: pathlib.Path) -> Iterator[_Source]:
     runs: dict[Any, list[tuple[int, dict[str, str]]]] = {}
     for values in reader:
       if not values:
-        continue  # A blank line, as at the end.
+        continue  # A blank line, such as at the end.
       if len(values) != len(names):
         raise ValueError(
           f"line {reader.line_num}: must have {len(names)} columns as the "
@@ -286,7 +286,7 @@ def _read_json(path: pathlib.Path) -> Iterator[_Source]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Returns an object of JSON; of a key twice Python takes the last one."""
+  """Returns a JSON object; raises if a key is repeated, which Python allows."""
   keys = [key for key, _ in pairs]
   if len({*keys}) < len(keys):
     twice = collections.Counter(keys).most_common(1)[0][0]
@@ -297,7 +297,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_source(
   prefix: str, columns: dict[str, Any], run: dict[str, Any], where: str = ""
 ) -> _Source:
-  """Returns a run of which the columns and the labels are in two objects."""
+  """Returns a run whose columns and labels are in two objects."""
   if "amax" not in columns:
     got = shown(list(columns))
     raise ValueError(f"it must have a list {prefix}amax, got {got}.")
@@ -360,7 +360,7 @@ def _parse(column: str, value: Any) -> Any:
   return int(number) if column == "step" else number
 
 
-# What holds for the numbers in a column.
+# The condition on the numbers in each column.
 _NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
   "amax": ("not be negative", lambda x: not x < 0),
   "loss_scale": (

@@ -26,33 +26,34 @@ from optax_lossscale._jaxpr import scopes
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
-# S is halved so often to find one at which the step does not overflow.
+# How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
 
-# So many steps are made to find one that moves any parameter, and one that
-# moves the others.
+# How many steps may be run until one moves any parameter, and until others move
+# the rest.
 _MOST_STEPS = 64
 _MORE_STEPS = 8
 
-# By how much two updates may differ where S does: of the largest element where
-# all is as wide as float32, since a power of two is exact there; of the middle
-# element in float16, where a smaller S loses low bits and small gradients. That
-# was at most 1e-4 from S = 2**15 and 7e-3 from 2**6 in correct steps of an MLP,
-# an LSTM and a transformer at O1, O2 and O3, with SGD and Adam.
+# How far two updates may differ at different S. If everything is at least as
+# wide as float32, this applies to the largest element, since powers of two are
+# exact there; in float16 to the median element, since a smaller S loses low
+# bits and small gradients. In correct steps of an MLP, an LSTM and a
+# transformer at O1, O2 and O3, with SGD and Adam, the difference was at most
+# 1e-4 from S = 2**15 up and 7e-3 from 2**6 up.
 _ROUNDING = 2.0**-20
 _NARROW_ROUNDING = 2.0**-6
 
-# How close log2(amax) must follow log2(S).
+# How closely log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
 # The fields that move with the parameters, in states that also count attempts.
 _KEPT = {
   states.LossScalingState: ("inner_state", "applied_steps"),
   _history.RecordState: ("recorded_state",),
-  # Around loss scaling it counts skipped steps, too.
+  # Around loss scaling this state also counts skipped steps.
   optax.InjectStatefulHyperparamsState: ("inner_state",),
 }
-# linen.TrainState counts all steps there, skipped ones too.
+# linen.TrainState counts all steps here, including skipped ones.
 _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 
 # How many leaves a line of the report names.
@@ -63,7 +64,7 @@ _RETURN = (
   "Flax NNX objects in place is for ols.nnx.check_step"
 )
 _INSIDE = (
-  "What is to see true gradients goes inside: loss_scaling(chain, rule)."
+  "Put anything that needs true gradients inside: loss_scaling(chain, rule)."
 )
 _WIDE = "check the step with the model in float32, where S must not show."
 _CARRY = (
@@ -71,7 +72,7 @@ _CARRY = (
   "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
-# Verdict, text and remedy. Of the scale law by log2(amax) over log2(S).
+# Verdict, text and remedy of the scale law, by log2(amax) over log2(S).
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
   0: (
@@ -129,7 +130,7 @@ _SET_ASIDE = (
   "The step sets this S aside, as a schedule does in full precision.",
 )
 
-# Verdict and remedy of that of invariance by the worst leaf.
+# Verdict and remedy of the invariance law, by the worst leaf.
 _INVARIANCE = {
   "wrong": (
     "wrong",
@@ -143,8 +144,7 @@ _INVARIANCE = {
   "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
 }
 
-# The law of the skip, by the outcome of a step with an S of inf; the worst is
-# first.
+# The skip law, by the outcome of a step with an S of inf, the worst first.
 _NOT_SKIPPED = {
   "nothing": (
     "wrong",
@@ -164,11 +164,11 @@ _NOT_SKIPPED = {
   "applied": _SET_ASIDE,
 }
 _MOVES = (
-  "What a step changes moves with the parameters or not at all: new = "
+  "A skipped step must keep the old values: new = "
   "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
   "ols.nnx.select_on_skip(optimizer, model):`; in Flax Linen "
-  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. What may "
-  "change all the same is for may_change=."
+  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
+  "anything that may change anyway in may_change=."
 )
 _ALL_WIDE = (
   "not applied",
@@ -179,14 +179,14 @@ _ALL_WIDE = (
 
 
 class Law(NamedTuple):
-  """One law, and whether a step keeps it.
+  """One law, and whether a step obeys it.
 
   Attributes:
     name: "scale", "invariance", "skip" or "precision".
     verdict: "exact"; "rounding", right as far as rounding can tell; "wrong";
-      "inconclusive"; or "not applied", where the law has nothing to say.
+      "inconclusive"; or "not applied", if the law says nothing about the step.
     text: what was seen.
-    remedy: the mistakes that look like this, and what mends them.
+    remedy: the mistakes that look like this, and how to fix them.
   """
 
   name: str
@@ -197,14 +197,14 @@ class Law(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-  """The findings of `check_step`, to be printed.
+  """The findings of `check_step`; print it to read them.
 
   Attributes:
-    laws: the laws, each with its verdict; with several loss scales the first
-      two of them once for each.
-    next_values: by argument, the output that was taken for its next value.
+    laws: the laws, each with its verdict. With several loss scales, the first
+      two laws come once for each.
+    next_values: by argument, the output that was taken as its next value.
     follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. That is right, unless somebody takes it for the true norm.
+      gradients. That is right unless it is taken for the true norm.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
   """
@@ -221,11 +221,11 @@ class StepReport:
 
   @property
   def ok(self) -> bool:
-    """Whether every law that applies was seen to hold."""
+    """True if every law that applies was seen to hold."""
     return not {x.verdict for x in self.laws} & {"wrong", "inconclusive"}
 
   def raise_if_wrong(self) -> None:
-    """Raises ValueError, with the report as its text, if a law is broken."""
+    """Raises a ValueError with the report as its text if a law is broken."""
     if self._is_wrong:
       raise ValueError(str(self))
 
@@ -259,53 +259,53 @@ def check_step(
   may_change: Sequence[str] = (),
   **kwargs: Any,
 ) -> StepReport:
-  """Returns whether a train step treats the loss scale as it must.
+  """Checks whether a train step treats the loss scale correctly.
 
   Most mistakes with loss scaling are silent: the run does not learn, or learns
-  something else, and no number looks wrong. But nearly all of them break a law
-  that shows when the step runs on one batch with S, S/2 and S/4, and once with
+  something else, and no number looks wrong. But nearly all of them break one of
+  these laws when the step runs on one batch with S, S/2 and S/4, and once with
   an S of inf:
 
   - scale: the largest scaled gradient is proportional to S.
   - invariance: no next value (parameters, the optimizer's state, counters,
     statistics) depends on S.
   - skip: a step that overflows changes nothing but the loss scaling's state.
-  - precision: something works below float32; else there is nothing to scale
-    for. It is told, and makes no step wrong.
+  - precision: something works below float32; otherwise loss scaling has no use.
+    This law is only reported and never makes a step wrong.
 
-  Call it once before a long run, and in your own tests, outside of jit. The
-  step may be jitted or not, on one device or on many of one process. Each run
-  gets copies, so arguments may be donated, and nothing changes. The next values
-  of up to seven runs are kept on the host until the report is made. If S itself
-  overflows it is halved until it does not. If the first step moves no
-  parameter, as at a rate of 0, the check makes up to 64 more, and judges those
-  that do.
+  Call it outside of jit, once before a long run and in your own tests. The step
+  may be jitted or not, and may use several devices of one process. Each run
+  gets copies, so arguments may be donated and the originals do not change. The
+  next values of up to seven runs are kept on the host until the report is made.
+  If the step overflows at S, S is halved until it does not. If the first step
+  moves no parameter, as at a learning rate of 0, the check runs up to 64 more
+  steps and judges those that move one.
 
-  It cannot see what does not depend on S: a wrong loss, data that differ, a
-  selection by `isnan` alone, since an S of inf always makes a NaN. In
-  float16 a small mistake, such as weight decay that is added by hand, hides in
-  the rounding. With the model in float32 only what float32 rounds away does.
+  It cannot detect mistakes that do not depend on S, such as a wrong loss or
+  different data. Nor can it detect a selection by `isnan` alone, since an S of
+  inf always makes a NaN. In float16 a small mistake, such as weight decay added
+  by hand, hides in the rounding. With the model in float32, only what float32
+  rounds away stays hidden.
 
   Args:
     step: the train step, which returns the next values of its arguments.
-    *args: its arguments. One of them holds the state of `loss_scaling`.
-    carry: which output is the next value of which argument, such as `{"params":
-      0, "opt_state": "1/opt"}`: arguments by name or position, outputs by
-      position, key or path. None: the first output of the same structure,
-      shapes and dtypes, unless that is a single number.
-    may_change: what may depend on S and move on a skip, by its name in the
-      report, or by a pattern such as "*/rngs/*".
-    **kwargs: more arguments of the step.
+    *args: its arguments, including the state of `loss_scaling`.
+    carry: which output is the next value of each argument, such as
+      `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
+      and outputs by position, key or path. By default it is the first output of
+      the same structure, shapes and dtypes, unless that is a single number.
+    may_change: the names, as in the report, of values that may depend on S and
+      move on a skip, or patterns such as "*/rngs/*".
+    **kwargs: its keyword arguments.
 
   Returns:
-    The report: print it, ask it whether it is `ok`, or let it
-    `raise_if_wrong()`.
+    The report: print it, check that it is `ok`, or call `raise_if_wrong()`.
 
   Raises:
     TypeError: if `step` cannot be called, if this is called under jit, or if
       the state of the rule does not hold S as a leaf.
     ValueError: if no argument holds the state of `loss_scaling`, if its next
-      value is not returned, or if `carry` names none.
+      value is not returned, or if `carry` does not name it.
 
   Examples:
     >>> import jax
@@ -337,10 +337,10 @@ def check(
   may_change: Sequence[str] = (),
   known: Mapping[str, str] | None = None,
 ) -> StepReport:
-  """Returns the report on a function of a dict of arguments.
+  """Returns the report on a function that takes a dict of arguments.
 
-  `known` leads from arguments to outputs that are their next values for
-  certain; those of the other arguments are found.
+  `known` maps arguments to outputs that are certain to be their next values;
+  those of the other arguments are inferred.
   """
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
     raise TypeError(
@@ -353,7 +353,7 @@ def check(
       f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
   runs = _Runs(run, named, carry or None, may_change, known or {})
-  # A program may forbid in its steps what the check itself does.
+  # The check itself does things that a program may forbid in its steps.
   with (
     jax.debug_nans(False),
     jax.debug_infs(False),
@@ -372,7 +372,7 @@ def _report(runs: "_Runs") -> StepReport:
   seen: set[str] = set()
   for count in range(_MOST_STEPS):
     seen |= runs.moved(found)
-    # A frozen one never moves.
+    # A frozen parameter never moves.
     is_late = seen and count >= _MORE_STEPS
     if is_late or seen >= {*runs.parameters()} or not report.ok:
       return report
@@ -391,7 +391,7 @@ def _report(runs: "_Runs") -> StepReport:
 def _judge(
   runs: "_Runs", precision: Law, is_narrow: bool
 ) -> tuple[StepReport, "_Run"]:
-  """Returns the report on a step from one state, and what the step made."""
+  """Returns the report on a step from one state, and that step's outputs."""
   for halvings in range(_MOST_HALVINGS + 1):
     factors = dict.fromkeys(runs.paths, 0.5**halvings)
     first = runs.at(factors)
@@ -406,7 +406,7 @@ def _judge(
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  # After a step, since momentum of 0 would not show that it moves.
+  # Skips are tested after one step, since a momentum of 0 hides that it moves.
   later = runs.after(first)
   clean = later.at(factors)
   infinite = later.at(dict.fromkeys(factors, math.inf))
@@ -427,7 +427,7 @@ def _judge(
     )
     several = (first, again, half, quarter)
     values = [runs.before, *(x.watched for x in several)]
-    # Also where a solver rounds in its own way.
+    # A solver that rounds in its own way shows in the scale law.
     is_rounded = is_narrow or scale[0] == "rounding"
     invariance = _invariance_law(values, doubtful, is_rounded)
     if not runs.parameters():
@@ -441,7 +441,7 @@ def _judge(
     elif scale[0] == "wrong" and _argument(path) in doubtful:
       scale = ("inconclusive", scale[1], _CARRY)
     elif scale[0] == "wrong":
-      # It comes from the same mistake, and needs no remedy of its own.
+      # The mistake is the same, so a second remedy would be redundant.
       invariance = invariance[:2]
     place = f"Of S at {path}: " if len(first.outcomes) > 1 else ""
     for name, law in (("scale", scale), ("invariance", invariance)):
@@ -471,7 +471,7 @@ def bind(
     )
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
-  # Arguments that go into *args have a number for a name.
+  # Arguments that go into *args are named by their position.
   names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
   def call(named: Mapping[str, Any]) -> Any:
@@ -482,7 +482,7 @@ def bind(
 
 
 class _Run(NamedTuple):
-  """The outputs of the step for one S, or for one of each state."""
+  """The outputs of the step at one S for each state of loss scaling."""
 
   after: dict[str, Any]  # The next values of arguments.
   watched: dict[str, np.ndarray]  # Their leaves.
@@ -505,7 +505,7 @@ class _Runs:
   ) -> None:
     self.run, self.named, self.carry = run, dict(named), carry
     self.known = known
-    # A pattern alone is not one of letters.
+    # A single pattern is not a sequence of letters.
     is_one = isinstance(may_change, str)
     self._may_change = [may_change] if is_one else list(may_change or ())
     self.next_values: dict[str, str] = {}
@@ -524,7 +524,7 @@ class _Runs:
       factor = factors.get(leaves.path_name(path))
       if factor is None:
         return x
-      # The product has the shape and the sharding of S: nothing recompiles.
+      # The product has the shape and sharding of S, so nothing recompiles.
       new = x.loss_scale_state.loss_scale * np.float32(factor)
       rule_state = states.replace_scale(x.loss_scale_state, new)
       return x._replace(loss_scale_state=rule_state)
@@ -539,7 +539,7 @@ class _Runs:
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
     missing = [path for path in factors if path not in new]
-    # With `carry` a state may be one that is only read.
+    # With `carry`, a state may be one that the step only reads.
     if missing and (self.carry is None or not new):
       got = "no output of its structure, shapes and dtypes"
       if self.carry:
@@ -561,7 +561,7 @@ class _Runs:
     return later
 
   def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns what must neither depend on S nor move on a skip, by name."""
+    """Returns, by name, the leaves that must not follow S or move on a skip."""
     found: dict[str, np.ndarray] = {}
     for x in self.next_values:
       found |= _named_leaves(named[x], x)
@@ -570,7 +570,7 @@ class _Runs:
       names = [
         name
         for name in found
-        if f"{name}/".startswith(f"{x}/")  # It may have brackets.
+        if f"{name}/".startswith(f"{x}/")  # A name may have brackets.
         or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
       ]
       if not names:
@@ -583,7 +583,7 @@ class _Runs:
     return kept
 
   def parameters(self) -> list[str]:
-    """Returns the names of floating leaves beside the states."""
+    """Returns the names of the floating leaves outside the states."""
     return [
       name
       for name, x in self.before.items()
@@ -597,7 +597,7 @@ class _Runs:
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
-  """Returns what `update` did; by the counts, since flags are of its last."""
+  """Returns what `update` did, by the counts: flags show its last call only."""
   applied, skipped = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
     for x in ("applied_steps", "skipped_steps")
@@ -615,7 +615,7 @@ def _next_values(
   carry: Mapping[Any, Any] | None,
   known: Mapping[str, str],
 ) -> dict[str, str]:
-  """Returns the path of the output that is the next value of an argument."""
+  """Returns, by argument, the path of the output that is its next value."""
   by_position = dict(enumerate(named))
   if not isinstance(carry, Mapping | None):
     raise TypeError(
@@ -631,11 +631,11 @@ def _next_values(
   )
   for name in names:
     tree, form = named[name], _form(named[name])
-    # A number alone may be anything, such as a rate and a loss.
+    # Single numbers look alike, such as a learning rate and a loss.
     is_number = _is_value(tree) and not _is_key(tree) and not np.shape(tree)
     if carry is None and (is_number or not form[1]):
       continue
-    # The report calls an output that is alone 0.
+    # The report calls a single output 0.
     place = chosen.get(name, "-")
     places = [place, ""] if place == "0" else [place]
     for place in outputs if carry is None else places:
@@ -656,9 +656,9 @@ def _next_values(
 def _doubtful(
   later: _Runs, clean: _Run, skipped: _Run, changed: Sequence[str]
 ) -> set[str]:
-  """Returns the arguments whose next value may be another output, or none.
+  """Returns the arguments whose next value may have been guessed wrong.
 
-  A skip returns the arguments, so there is no doubt of what it did not change.
+  A skip returns the arguments, so any that it did not change are certain.
   """
 
   def is_doubtful(name: str) -> bool:
@@ -668,7 +668,7 @@ def _doubtful(
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
-    # Updates of a skipped step are 0, and gradients are not like parameters.
+    # Outputs of 0 may be a skipped step's updates, and a jump may be gradients.
     is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))
@@ -682,7 +682,7 @@ def _doubtful(
 
 
 def _has_jumped(old: Any, new: Any) -> bool:
-  """Returns whether a step changes a tree by more than half of its size."""
+  """Returns whether a step changes a tree by more than half its size."""
   pairs = [
     [np.asarray(y[x], np.result_type(y[x], np.float64)) for y in (a, b)]
     for a, b in [(_named_leaves({"": old}), _named_leaves({"": new}))]
@@ -694,14 +694,14 @@ def _has_jumped(old: Any, new: Any) -> bool:
 
 
 def _form(tree: Any) -> tuple[Any, list[Any]]:
-  """Returns the structure of a tree, and shapes and dtypes."""
+  """Returns the structure of a tree, and its shapes and dtypes."""
   values = filter(_is_value, jax.tree.leaves(tree))
   forms = [(np.shape(x), jnp.result_type(x)) for x in values]
   return jax.tree.structure(tree), forms
 
 
 def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields each subtree by its path, the outer ones first."""
+  """Yields each subtree with its path, the outer ones first."""
   yield name, tree
   children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
   for path, child in children:
@@ -711,7 +711,7 @@ def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
-  """Returns arrays by name, but for those that loss scaling itself moves."""
+  """Returns arrays by name, except those that loss scaling itself moves."""
   found: dict[str, np.ndarray] = {}
   for path, x in jax.tree.leaves_with_path(
     tree, is_leaf=lambda x: type(x) in _KEPT
@@ -736,12 +736,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _on_host(x: Any) -> np.ndarray:
-  """Returns a NumPy array; of a random key its words."""
+  """Returns a NumPy array; for a random key, its words."""
   return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
 def _overlaps(name: str, places: Iterable[str]) -> bool:
-  """Returns whether a subtree is in another one, or around it."""
+  """Returns whether a subtree is inside any of the others, or around one."""
   first = f"/{name}/".replace("//", "/")
   others = [f"/{x}/".replace("//", "/") for x in places]
   return any(first.startswith(x) or x.startswith(first) for x in others)
@@ -763,14 +763,14 @@ def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-  """Returns the names of leaves that differ in two trees alike."""
+  """Returns the names of leaves that differ between two similar trees."""
   first, second = _named_leaves(a), _named_leaves(b)
   return [x for x in first if not _is_same(first[x], second[x])]
 
 
 def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
-  """Returns whether amax is proportional to S, of float[S, members]."""
-  # In float64 an amax may be larger than the state can hold.
+  """Returns whether amax, float[S, members], is proportional to S."""
+  # In float64 the true amax may be larger than the state can hold.
   most = np.finfo(np.float32).max
   is_usable = np.all((amaxes > 0) & (amaxes < most), axis=0)
   amaxes = amaxes[:, is_usable]
@@ -793,12 +793,12 @@ def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
 
 
 def _small_part(amaxes: np.ndarray) -> Sequence[str]:
-  """Returns whether what does not follow S is something that was added.
+  """Returns whether the part of amax that does not follow S was added.
 
-  That is the same at any S, which the errors of a solver are not.
+  An added part is the same at any S, unlike the errors of a solver.
   """
   apart = amaxes[:-1] - 2 * amaxes[1:]
-  # Noise of the last bit makes no more than that.
+  # Noise in the last bit is at most this large.
   noise = 2.0**-22 * amaxes[0]
   is_seen = np.min(np.abs(apart), axis=0) > noise
   is_same = np.abs(apart[0] - apart[1]) <= np.abs(apart[0]) / 16 + noise / 2
@@ -806,10 +806,10 @@ def _small_part(amaxes: np.ndarray) -> Sequence[str]:
 
 
 def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
-  """Returns how far two updates of a leaf are apart.
+  """Returns how far apart two updates of a leaf are.
 
-  That is the largest difference over the largest update, the middle one of the
-  quotients of the two, and log2 of the quotient of the updates.
+  These are the largest difference over the largest update, the median of the
+  differences over the updates, and log2 of the ratio of the updates.
   """
   if _is_same(a, b):
     return 0, 0, 0
@@ -831,12 +831,12 @@ def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
 
 
 def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
-  """Returns the verdict on a leaf, and how far S shows in it."""
+  """Returns the verdict on a leaf, and how strongly it depends on S."""
   old, first, again, half, quarter = values
   largest, middle, slope = _difference(old, first, half)
   lower, lower_middle, lower_slope = _difference(old, half, quarter)
   noise, *_ = _difference(old, first, again)
-  # That is what a mistake does; what float16 loses follows no power of S.
+  # A mistake follows a power of S, unlike the losses of float16.
   is_power = 0.5 <= abs(slope) < math.inf and np.allclose(
     [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
   )
@@ -844,10 +844,10 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
     verdict = "exact"
   elif max(largest, lower) <= _ROUNDING:
     verdict = "rounding"
-  # One pair of runs says little about the largest noise of others.
+  # One pair of runs says little about the largest noise in other pairs.
   elif 0 < largest <= 64 * noise:
     verdict = "inconclusive"
-  # It is more at a smaller S.
+  # Rounding grows as S shrinks.
   elif is_narrow and middle <= min(
     _NARROW_ROUNDING, 2 * lower_middle + _ROUNDING
   ):
@@ -864,7 +864,7 @@ def _invariance_law(
   doubtful: set[str],
   is_narrow: bool,
 ) -> Sequence[str]:
-  """Returns whether S shows in the next values."""
+  """Returns whether the next values depend on S."""
   named: dict[str, list[str]] = {}
   for name in values[0]:
     # FP8 layers see scaled gradients.
@@ -900,7 +900,7 @@ def _skip_law(
 def _precision(
   run: Callable[[Mapping[str, Any]], Any], named: Mapping[str, Any]
 ) -> tuple[Law, bool]:
-  """Returns what works below float32, and whether small numbers are lost."""
+  """Returns the precision law, and whether small numbers may be lost."""
 
   def arrays_of(named: Mapping[str, Any]) -> list[Any]:
     return list(filter(_is_value, jax.tree.leaves(run(named))))

@@ -390,8 +390,8 @@ def test_a_schedule_is_in_both_precisions_and_its_state_says_which():
   assert want.products == {"float16": 5, "float32": 5}
   assert want.in_branches == 10
   assert want.line.startswith(
-    "5 of 10 products in float16, 10 are in branches, of which one runs; "
-    "float16 in a branch: "
+    "5 of 10 products in float16, 10 are in branches, and only one branch "
+    "runs; float16 in a branch: "
   )
   assert "float32, as written, in a branch:" in str(want)
   seen = []

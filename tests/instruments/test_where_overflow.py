@@ -632,7 +632,7 @@ def test_inside_of_a_transformation_it_says_what_to_do(transform):
     where_overflow(doubled)(x)
     return x
 
-  with pytest.raises(ValueError, match="outside of jit.*`float_status` tells"):
+  with pytest.raises(ValueError, match="outside of jit.*`float_status` says"):
     transform(function)(X if transform is jax.vmap else X[0])
 
 
