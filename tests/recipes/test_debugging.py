@@ -274,7 +274,8 @@ def averaged_by_hand(axis_name="()", average=True, axis='"data"'):
     'axis_name="data")\ndef': f"axis_name={axis})\ndef",
   }
   if not average:
-    changes['  grads = jax.lax.pmean(grads, "data")\n'] = ""
+    line = '  scaled_grads = jax.lax.pmean(scaled_grads, "data")\n'
+    changes[line] = ""
   code = documents.block(PAGE, BY_HAND, "jax.pmap")
   for old, new in changes.items():
     assert code.count(old) == 1

@@ -158,8 +158,8 @@ def test_its_skipped_step_changes_nothing_but_the_scale(title):
 
 def test_the_step_is_checked_and_statistics_set_after_it_are_named():
   assert recipe("Is the step right?")["report"].ok
-  right = ", batch_stats=batch_stats, key=key)\n"
-  wrong = ", key=key)\n  state = state.replace(batch_stats=batch_stats)\n"
+  right = ", batch_stats=batch_stats, key=key\n  )\n"
+  wrong = ", key=key\n  )\n  state = state.replace(batch_stats=batch_stats)\n"
   code = documents.block(PAGE, "A train state", "def train_step")
   assert code.count(right) == 1
   names = documents.run(
@@ -539,9 +539,9 @@ def test_devices_have_one_fp8_history_that_of_the_whole_batch(check_vma):
 
 def test_fp8_histories_that_differ_by_device_are_refused_by_jax():
   text = documents.section(PAGE, "FP8")
-  line = 'jax.lax.pmax(grads["_overwrite_with_gradient"], "data")'
+  line = 'jax.lax.pmax(scaled_grads["_overwrite_with_gradient"], "data")'
   assert text.count(line) == 1
-  text = text.replace(line, 'grads["_overwrite_with_gradient"]')
+  text = text.replace(line, 'scaled_grads["_overwrite_with_gradient"]')
   names = documents.run(text, fp8_names())
   with pytest.raises(ValueError, match="out_specs which require replication"):
     sharded_step(names)(sharded_state(), BATCH)
