@@ -1,4 +1,4 @@
-"""Trains a small float16 model on any number of processes, data-parallel.
+"""Trains a small float16 model, data-parallel, on any number of processes.
 
 If a cluster manager starts the processes (Slurm, TPU pods, Open MPI ...),
 JAX finds the other processes by itself:
@@ -29,14 +29,14 @@ RULE = ols.DynamicLossScale(growth_interval=20)
 
 
 def main():
-  """Joins the processes, trains, and prints from the first one."""
+  """Joins the processes, trains, and prints from the first process."""
   parser = argparse.ArgumentParser()
   parser.add_argument("--coordinator", help="host:port of the first process")
   parser.add_argument("--processes", type=int, help="how many there are")
   parser.add_argument("--process", type=int, help="which one this is, from 0")
   parser.add_argument("--steps", type=int, default=200)
   args = parser.parse_args()
-  # Before any other JAX call. The cluster manager supplies what is None.
+  # Must be the first JAX call. The cluster manager provides missing values.
   jax.distributed.initialize(args.coordinator, args.processes, args.process)
   train(local_batches(args.steps), report=print_now_and_then)
 
