@@ -769,7 +769,9 @@ def test_a_step_of_ones_own_unscales_for_an_optimizer_that_does_not():
   x = jnp.array([1.0, -3.0])
   value_and_grad = ols.scaled_value_and_grad(loss_fn, 1024.0)
   loss, grads = value_and_grad(x)
-  of_page, unscaled = tutorial("CustomTrain", loss_fn=loss_fn, grads=grads)
+  of_page, unscaled = tutorial(
+    "CustomTrain", loss_fn=loss_fn, scaled_grads=grads
+  )
   assert jax.tree.all(jax.tree.map(jnp.array_equal, of_page(x), (loss, grads)))
   assert loss == 10.0
   assert jnp.array_equal(unscaled, 2 * x)
@@ -918,7 +920,7 @@ def test_clipping_sees_what_compute_gradients_returned_on_ascend():
   np.testing.assert_allclose(
     jnp.linalg.norm(update(jnp.full((2, 2), 5.0)), axis=1), 1.0, rtol=1e-6
   )
-  names |= {"opt_state": state, "grads": grads * 8}
+  names |= {"opt_state": state, "scaled_grads": grads * 8}
   assert jnp.array_equal(eval(unscaled, names), grads)
 
 
