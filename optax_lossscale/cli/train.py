@@ -17,20 +17,21 @@ from optax_lossscale.cli import _parser
 from optax_lossscale.demo import run as run_lib
 
 _DEMO_PACKAGES = ("rich", "matplotlib", "sklearn")
-_TASKS = ("text", "digits")
+_TASKS = ("brier", "text", "digits")
 _PRECISIONS = ("float32", "float16", "bfloat16")
 _LEVELS = ("O0", "O1", "O2", "O3", "auto", "OD")
 _CHECKS = ("nonfinite", "saturated")
 _FLOAT32 = run_lib.Run("float32", "none", None)
 
 # The usual interval is 2000 steps. With these S moves within the few steps of a
-# run: on the text it grows, and on the digits it also overflows.
-_GROWTH_INTERVALS = {"text": 20, "digits": 50}
+# run: on the text it grows, and in the other tasks it also overflows.
+_GROWTH_INTERVALS = {"brier": 10, "text": 20, "digits": 50}
 # On saturating hardware the rules of a comparison are trained with both checks.
 # 2**32 is where S starts in scripts for such hardware, and too large here. The
 # emulation doubles the time of the text, so only that rule is left there: with
 # the others nothing overflows.
 _SATURATING_RULES = {
+  "brier": ("fixed:1024", "dynamic:2**32,growth_interval=10"),
   "text": ("dynamic:2**32,growth_interval=20",),
   "digits": (
     "fixed:1024",
@@ -125,9 +126,10 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     "--task",
     choices=_TASKS,
     metavar="|".join(_TASKS),
-    default="text",
-    help="a transformer on Python's own sources, or LeNet-5 on handwritten "
-    "digits (default: text)",
+    default=_TASKS[0],
+    help="characters of Python's own sources, by a small network with the "
+    "Brier score, or by a transformer with the cross-entropy; or handwritten "
+    "digits, by LeNet-5 (default: brier)",
   )
   parser.add_argument(
     "--precision",

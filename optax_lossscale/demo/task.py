@@ -12,6 +12,8 @@ import numpy as np
 import optax
 
 Batch = tuple[np.ndarray, np.ndarray]
+# Of logits and labels, element by element; its mean is what counts.
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,10 @@ class Task:
   # Makes the endless training batches of a seed.
   batches: Callable[[int], Iterator[Batch]]
   held_out: Sequence[Batch]  # Batches that no seed trains on.
-  # From logits and labels; its mean over `held_out` is what is compared.
-  score: Callable[[jax.Array, jax.Array], jax.Array]
+  score: Measure  # Compared by its mean over `held_out`.
   score_name: str  # What that mean is called.
   steps: int  # How many it takes unless told otherwise.
+  # Trained on by its mean over a batch.
+  loss: Measure = optax.losses.softmax_cross_entropy_with_integer_labels
+  more_is_better: bool = True  # Of the score.
   note: str = ""  # Said under the table.

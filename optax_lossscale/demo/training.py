@@ -28,9 +28,21 @@ StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
 
 
-def make_loss_fn(model: nn.Module) -> LossFn:
-  """Returns the mean cross-entropy over all labels of a batch."""
-  return _mean(model, optax.losses.softmax_cross_entropy_with_integer_labels)
+def make_loss_fn(
+  model: nn.Module,
+  loss: task_lib.Measure = (
+    optax.losses.softmax_cross_entropy_with_integer_labels
+  ),
+) -> LossFn:
+  """Returns the mean of a loss of logits and labels over a batch."""
+
+  def loss_fn(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
+    inputs, labels = batch
+    # In float32, where the softmax is taken.
+    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
+    return jnp.mean(loss(logits, jnp.asarray(labels)))
+
+  return loss_fn
 
 
 def make_train_step(
@@ -105,7 +117,7 @@ def train(
   tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
   state: Any = tx.init(params)
   loss_scale = ols.get_loss_scale(state)
-  loss_fn = make_loss_fn(model)
+  loss_fn = make_loss_fn(model, task.loss)
   schedule = run.make_schedule(steps)
   if schedule is None:
     train_step = make_train_step(lower(loss_fn), tx)
@@ -121,7 +133,7 @@ def train(
     params, metrics = made[0], jax.device_get(made[1])
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics["loss_scale"]
-  score = _mean(model, task.score)
+  score = make_loss_fn(model, task.score)
   score = jax.jit(lower(score) if _is_low(metrics) else score)
   return float(np.mean([score(params, batch) for batch in task.held_out]))
 
@@ -185,17 +197,3 @@ def _recorded(
 def _is_low(metrics: dict[str, Any]) -> bool:
   """Returns whether a step was in the precision that its run is named after."""
   return bool(metrics.get("low", True))
-
-
-def _mean(
-  model: nn.Module, score: Callable[[jax.Array, jax.Array], jax.Array]
-) -> LossFn:
-  """Returns the mean of a score of logits and labels over a batch."""
-
-  def mean_score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
-    inputs, labels = batch
-    # In float32, where the softmax is taken.
-    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
-    return jnp.mean(score(logits, jnp.asarray(labels)))
-
-  return mean_score

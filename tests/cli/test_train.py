@@ -184,7 +184,7 @@ def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
 def test_missing_sources_are_told(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
   output = tmp_path / "out"
-  assert cli.main(["train", "--output", str(output)]) == 2
+  assert cli.main(["train", "--task=text", "--output", str(output)]) == 2
   err = capsys.readouterr().err
   assert err.count("\n") == 1 and "--task" in err and "0 characters" in err
   assert not output.exists()
@@ -272,7 +272,8 @@ def test_text_is_trained_on_saturating_hardware_with_one_rule(
   tmp_path, tiny_digits, monkeypatch
 ):
   monkeypatch.setattr(text, "make_task", digits.make_task)
-  arguments = ["--hardware=saturating", "--steps=1", f"--output={tmp_path}"]
+  arguments = ["--task=text", "--hardware=saturating", "--steps=1"]
+  arguments += [f"--output={tmp_path}"]
   assert cli.main(["train", *arguments]) == 0
   assert [row["run"] for row in read_history(tmp_path)] == [
     "float32, none",
