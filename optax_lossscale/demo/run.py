@@ -29,6 +29,7 @@ _FIGURES = (
   "run",
   "seed",
   "loss",
+  "start",
   "held_out",
   "applied_steps",
   "skipped_steps",
@@ -60,6 +61,12 @@ class Run:
   def lowest_precision(self) -> str:
     """The lowest dtype in which something is computed; O0 lowers nothing."""
     return "float32" if self.level == "O0" else self.precision
+
+  @property
+  def is_plain_float32(self) -> bool:
+    """Whether the others are measured by it."""
+    is_scheduled = self.accelerate is not None
+    return self.lowest_precision == "float32" and not is_scheduled
 
   @property
   def parts(self) -> dict[str, str]:
@@ -111,12 +118,13 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-  """One run with one seed: its steps so far, and its score at the end."""
+  """One run with one seed: its steps so far, and its scores."""
 
   run: str  # Its label.
   seed: int
   steps: list[Step] = dataclasses.field(default_factory=list)
   held_out: float | None = None  # The score after the last step.
+  start: float | None = None  # The score before the first step.
 
   @property
   def loss(self) -> float:

@@ -99,11 +99,11 @@ def train(
   steps: int,
   on_step: Callable[[run_lib.Step], None],
   saturating: bool = False,
-) -> float:
-  """Trains a model and returns its score on the held-out batches.
+) -> tuple[float, float]:
+  """Trains a model; returns its held-out scores before and after.
 
   A seed gives the same first parameters and the same batches in every run. The
-  score is computed in the precision of the last step.
+  scores are computed in the precisions of the first and of the last step.
   """
   # What autocast lowers is written in float32.
   written_in = run.precision if run.level is None else "float32"
@@ -127,14 +127,22 @@ def train(
       schedule, loss_fn, tx, level=run.level or "O1"
     )
 
+  score = make_loss_fn(model, task.score)
+  low_score = jax.jit(lower(score))
+  start = _on_held_out(low_score, params, task)
   batches = itertools.islice(task.batches(seed), steps)
   stepping = _steps(train_step, params, state, batches)
   for step, made in enumerate(stepping, 1):
     params, metrics = made[0], jax.device_get(made[1])
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics["loss_scale"]
-  score = make_loss_fn(model, task.score)
-  score = jax.jit(lower(score) if _is_low(metrics) else score)
+  last_score = low_score if _is_low(metrics) else jax.jit(score)
+  return start, _on_held_out(last_score, params, task)
+
+
+def _on_held_out(
+  score: LossFn, params: optax.Params, task: task_lib.Task
+) -> float:
   return float(np.mean([score(params, batch) for batch in task.held_out]))
 
 

@@ -99,6 +99,7 @@ def test_json_is_json_whatever_the_loss(tmp_path):
       "run": "a",
       "seed": 0,
       "loss": "inf",
+      "start": None,
       "held_out": None,
       "applied_steps": 1,
       "skipped_steps": 0,

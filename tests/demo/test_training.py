@@ -54,7 +54,7 @@ def tiny_task():
 
 def steps_of(run, task, *, seed=0, steps=3, **options):
   found = []
-  score = training.train(
+  _, score = training.train(
     run, task, seed=seed, steps=steps, on_step=found.append, **options
   )
   return found, score

@@ -1,0 +1,92 @@
+"""What a comparison showed, in a sentence that its numbers make."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import math
+
+from optax_lossscale.demo import run as run_lib
+
+Closed = dict[str, list[float]]  # By label: a number for each seed.
+
+_AS_WELL = 99.0  # Per cent of the way, which is as good as all of it.
+
+
+def closed(
+  runs: Sequence[run_lib.Run],
+  results: Iterable[run_lib.Result],
+  *,
+  more_is_better: bool,
+) -> Closed | None:
+  """Returns how much of float32's way each run went, in per cent.
+
+  The way leads from the held-out score before training to the one after it.
+  Without runs to compare there is none, and where float32 did not get better
+  there are no numbers.
+  """
+  scores = [
+    (x.run, x.seed, x.start, x.held_out)
+    for x in results
+    if x.start is not None and x.held_out is not None
+  ]
+  plain = [run.label for run in runs if run.is_plain_float32][:1]
+  ways = {seed: (a, b - a) for label, seed, a, b in scores if label in plain}
+  if len(runs) < 2 or not ways:
+    return None
+  # Not a number is not better either.
+  sign = 1 if more_is_better else -1
+  if not all(0 < sign * way < math.inf for _, way in ways.values()):
+    return {}
+  found: Closed = {}
+  for label, seed, _, end in scores:
+    if seed in ways:
+      start, way = ways[seed]
+      found.setdefault(label, []).append(100 * (end - start) / way)
+  return found
+
+
+def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
+  """Returns what was to be seen; nothing where there was no comparison."""
+  if way is None:
+    return ""
+  if not way:
+    return (
+      "float32 itself did not get better on the held-out data, so there is "
+      "nothing to compare the others with."
+    )
+  others = [x for x in runs if x.label in way and not x.is_plain_float32]
+  several = len({x.check for x in others if x.rule is not None}) > 1
+  groups: dict[str, list[float]] = {}
+  for run in others:
+    groups.setdefault(_name(run, several), []).extend(way[run.label])
+  if not groups:
+    return ""
+  low = others[0].lowest_precision
+  alone = groups.get(f"{low} alone", [math.nan])
+  (name, values), *rest = groups.items()
+  subject = name if name.startswith(low) else f"{low} {name}"
+  text = f"{subject} closed {_per_cent(values)} of the way from the start to "
+  text += "; ".join(["float32", *(f"{x} {_per_cent(y)}" for x, y in rest)])
+  text += "."
+  if min(alone) >= _AS_WELL and any(x.rule is not None for x in others):
+    text += f" {low} alone did as well: these steps needed no loss scaling."
+  return text
+
+
+def _name(run: run_lib.Run, name_check: bool) -> str:
+  """Returns what runs have in common whose numbers belong together."""
+  if run.accelerate is not None:
+    return f"with {run.accelerate}"
+  if run.rule is None:
+    return f"{run.lowest_precision} alone"
+  return "with loss scaling" + f" and the check {run.check}" * name_check
+
+
+def _per_cent(values: Sequence[float]) -> str:
+  """Returns one or two numbers, or the range of more."""
+  if not all(map(math.isfinite, values)):
+    return "nothing (its score is not finite)"
+  # Not -0.0.
+  numbers = [f"{round(x, 1) + 0.0:.1f}" for x in sorted(values)]
+  if len(numbers) > 2:
+    return f"{numbers[0]} to {numbers[-1]} %"
+  return f"{' and '.join(dict.fromkeys(numbers))} %"
