@@ -145,6 +145,8 @@ def write(
     results.runs,
     title=comparison.title,
     label_name=comparison.label_name,
+    score_name=comparison.task.score_name,
+    closed=_closed(comparison, results),
   )
   return paths
 
