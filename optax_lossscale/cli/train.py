@@ -40,6 +40,17 @@ _SATURATING_RULES = {
   ),
 }
 
+# Below the options of `--help`.
+_NEXT = """\
+What to try after the first run:
+  {command} train --task text
+      a transformer on the same sources, with the cross-entropy; some minutes
+  {command} train --loss-scale dynamic:init_scale=2**24
+      a rule of your own instead of those of the comparison
+  {command} simulate optax-lossscale-output/brier.csv --advise
+      other rules on what was recorded, without training again
+"""
+
 
 class _Accelerate(NamedTuple):
   """A precision schedule as the user wrote it, and what that says."""
@@ -64,6 +75,7 @@ def add_parser(subparsers: Any) -> None:
       "Trains a Flax model on real data, prints a comparison, and saves it as "
       "a picture and as data."
     ),
+    epilog=_NEXT.format(command=_parser.command()),
   )
   _add_what(parser)
   _add_accelerate(parser)

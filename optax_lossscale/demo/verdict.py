@@ -85,8 +85,8 @@ def _per_cent(values: Sequence[float]) -> str:
   """Returns one or two numbers, or the range of more."""
   if not all(map(math.isfinite, values)):
     return "nothing (its score is not finite)"
-  # Not -0.0.
-  numbers = [f"{round(x, 1) + 0.0:.1f}" for x in sorted(values)]
+  # Not -0.0, and none twice.
+  numbers = [f"{x + 0.0:.1f}" for x in sorted({round(x, 1) for x in values})]
   if len(numbers) > 2:
     return f"{numbers[0]} to {numbers[-1]} %"
-  return f"{' and '.join(dict.fromkeys(numbers))} %"
+  return f"{' and '.join(numbers)} %"

@@ -3,11 +3,13 @@
 import csv
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import math
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import sys
 import pytest
 
 from optax_lossscale import cli
+from optax_lossscale.demo import brier
 from optax_lossscale.demo import comparison
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import figure
@@ -216,6 +219,68 @@ def test_help_is_not_an_error(capsys):
     assert option in out
 
 
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_help_fits_80_columns_and_breaks_no_word(command, monkeypatch, capsys):
+  texts = []
+  for columns in ("80", "1000"):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+      cli.main([command, "--help"])
+    texts.append(capsys.readouterr().out)
+  assert max(map(len, texts[0].splitlines())) <= 80
+  assert texts[0].split() == texts[1].split()
+
+
+def test_commands_that_help_shows_work_as_typed(tmp_path, monkeypatch, capsys):
+  task = dataclasses.replace(tiny.make_task(), name="brier", steps=1)
+  for module in (brier, text):
+    monkeypatch.setattr(module, "make_task", lambda *, quick: task)
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit):
+    cli.main(["train", "--help"])
+  lines = capsys.readouterr().out.splitlines()
+  commands = [x for x in lines if x.startswith("  optax-lossscale ")]
+  assert len(commands) == 3
+  for command in commands:
+    assert cli.main(shlex.split(command)[1:]) == 0
+
+
+def test_help_shows_the_command_as_it_was_typed(monkeypatch, capsys):
+  typed = ".venv/bin/optax-lossscale"
+  monkeypatch.setattr(sys, "argv", [typed])
+  for found in (None, "/usr/bin/optax-lossscale"):
+    monkeypatch.setattr("shutil.which", lambda _, found=found: found)
+    with pytest.raises(SystemExit):
+      cli.main(["train", "--help"])
+    assert (f"  {typed} train" in capsys.readouterr().out) == (found is None)
+
+
+def test_progress_is_told_in_lines_without_a_terminal(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  clock = itertools.count(step=6)
+  monkeypatch.setattr("time.monotonic", lambda: next(clock))
+  arguments = ("--loss-scale=fixed:8", "--steps=40", "--seeds=2")
+  assert train(*arguments, "--output", tmp_path) == 0
+  lines = capsys.readouterr().err.splitlines()
+  compiling = [f"float16, fixed:8, seed {x}: compiling" for x in (0, 1)]
+  assert [x for x in lines if "compiling" in x] == compiling
+  told = [x for x in lines if "seed 1: step" in x]
+  # Each tenth of both runs is eight steps.
+  steps = [int(x.split("step ")[1].split(" of 40, loss ")[0]) for x in told]
+  assert steps[-1] == 40 and len(steps) >= 5
+  assert all(x.endswith("s left") for x in told)
+
+
+def test_each_ten_seconds_are_told(tmp_path, tiny_digits, monkeypatch, capsys):
+  monkeypatch.setattr(
+    "time.monotonic", functools.partial(next, itertools.count(step=9.0))
+  )
+  arguments = ("--loss-scale=fixed:8", "--steps=40")
+  assert train(*arguments, "--output", tmp_path) == 0
+  assert capsys.readouterr().err.count(": step ") == 40
+
+
 def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   assert train("--output", tmp_path / "a" / "b") == 0
   runs = [
@@ -228,6 +293,7 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   heading = ["final", "held-out", "accuracy", "applied", "skipped", "last S"]
   for word in [*heading, "fixed:1024", "growth_interval=50", "2^10", "2^15"]:
     assert word in out
+  assert "of the way from the start to float32" in " ".join(out.split())
   output = tmp_path / "a" / "b"
   names = ["digits.csv", "digits.json", "digits.png"]
   assert sorted(path.name for path in output.iterdir()) == names
@@ -237,6 +303,7 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   )
   report = json.loads((output / "digits.json").read_text())
   assert [run["run"] for run in report["runs"]] == runs
+  assert all(0 < run["start"] < 0.5 for run in report["runs"])
   assert report["steps"] == 4 and report["seeds"] == [0]
   assert report["hardware"] == "ieee"
   assert set(report["versions"]) >= {"jax", "flax", "optax"}

@@ -190,6 +190,16 @@ def test_table_keeps_its_figures_on_a_narrow_terminal():
     assert figure_ in words
 
 
+def test_table_breaks_a_long_label_between_its_parts():
+  label = "float16, dynamic:2**32,growth_interval=20, saturated"
+  lines = printed(summed(label, 0, 2.4459, 0.9721, 60, 2, 8.0)).splitlines()
+  assert max(map(len, lines)) <= 80
+  words = {word for line in lines for word in line.split()}
+  parts = {"float16,", "growth_interval=20,", "saturated"}
+  assert parts <= words
+  assert {"dynamic:2**32,", "dynamic:"} & words
+
+
 def test_table_gives_mean_and_spread_of_several_seeds():
   out = printed(
     summed("a", 0, 1.0, 0.5, 9, 1, 8.0),

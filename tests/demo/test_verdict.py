@@ -51,6 +51,8 @@ def test_the_sentence_tells_how_far_each_run_came(sign):
 def test_several_seeds_are_a_range():
   ends = (FLOAT32, [8.0] * 3), (ALONE, [1.0, -0.001, 2.0])
   assert "float16 alone closed 0.0 to 25.0 % of" in said(*ends)
+  ends = (FLOAT32, [8.0] * 3), (ALONE, [0.001, -0.001, 0.002])
+  assert "float16 alone closed 0.0 % of" in said(*ends)
 
 
 def test_a_task_that_needs_no_loss_scaling_is_told():
