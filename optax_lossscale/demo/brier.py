@@ -1,4 +1,4 @@
-"""A neural language model that learns by a mean over very many values."""
+"""A neural language model, trained on the Brier score."""
 
 from collections.abc import Iterator
 
@@ -14,6 +14,7 @@ from optax_lossscale.demo import text
 _CONTEXT = 8
 _BATCH = 16_384
 _SYMBOLS = text.UNKNOWN + 1
+_VALUES = _BATCH * _SYMBOLS
 
 
 def make_task(*, quick: bool = False) -> task.Task:
@@ -23,11 +24,11 @@ def make_task(*, quick: bool = False) -> task.Task:
   def batches(seed: int) -> Iterator[task.Batch]:
     rng = np.random.default_rng(seed)
     while True:
-      starts = rng.integers(len(training) - _CONTEXT, size=_BATCH)
-      yield _examples(training, starts)
+      yield _examples(
+        training, rng.integers(len(training) - _CONTEXT, size=_BATCH)
+      )
 
   starts = np.linspace(0, len(held_out) - _CONTEXT - 1, 20_000, dtype=int)
-  values = _BATCH * _SYMBOLS
   return task.Task(
     name="brier",
     description=(
@@ -44,19 +45,18 @@ def make_task(*, quick: bool = False) -> task.Task:
     score_name="held-out accuracy",
     steps=60 if quick else 200,
     note=(
-      f"The mean is over {values:,} values. An untrained model gives each "
-      f"symbol a probability of about 1/{_SYMBOLS}, so the first gradients of "
-      f"its logits are about 2/{_SYMBOLS}/{values:,} = "
-      f"{2 / _SYMBOLS / values:.1e}. float16 rounds what is below 3e-08 to 0."
+      f"An untrained model gives each symbol a probability near 1/{_SYMBOLS}, "
+      f"and the mean is over {_VALUES:,} values. So the first gradients of the "
+      f"logits are at most about 2/{_SYMBOLS}/{_VALUES:,} = "
+      f"{2 / _SYMBOLS / _VALUES:.1e}. float16 rounds what is below 3e-08 to 0."
     ),
   )
 
 
 def brier_score(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """Returns the squared errors of the probabilities of all symbols."""
-  return optax.losses.squared_error(
-    jax.nn.softmax(logits), jax.nn.one_hot(labels, logits.shape[-1])
-  )
+  true = jax.nn.one_hot(labels, logits.shape[-1])
+  return optax.losses.squared_error(jax.nn.softmax(logits), true)
 
 
 class LanguageModel(nn.Module):
@@ -68,9 +68,8 @@ class LanguageModel(nn.Module):
   def __call__(self, symbols: jax.Array) -> jax.Array:
     """Returns the logits of the next symbol."""
     x = nn.Embed(_SYMBOLS, 24, dtype=self.dtype)(symbols)
-    x = x.reshape(len(x), -1)
-    x = nn.tanh(nn.Dense(128, dtype=self.dtype)(x))
-    return nn.Dense(_SYMBOLS, dtype=self.dtype)(x)
+    x = nn.Dense(128, dtype=self.dtype)(x.reshape(len(x), -1))
+    return nn.Dense(_SYMBOLS, dtype=self.dtype)(nn.tanh(x))
 
 
 def _examples(data: np.ndarray, starts: np.ndarray) -> task.Batch:

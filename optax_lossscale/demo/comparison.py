@@ -15,6 +15,7 @@ import rich.console
 import rich.progress
 import rich.table
 
+import optax_lossscale as ols
 from optax_lossscale.demo import figure
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
@@ -22,7 +23,7 @@ from optax_lossscale.demo import task as task_lib
 from optax_lossscale.demo import training
 from optax_lossscale.demo import verdict
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "optax-lossscale")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +93,10 @@ def train(comparison: Comparison) -> Results:
     ) as progress:
       bar = progress.add_task("", total=total, latest="")
 
-      def tell(latest: str) -> None:
+      def tell(latest: str, *, due: bool = True) -> None:
         nonlocal told
-        told = time.monotonic()
-        if not console.is_terminal:
+        if not console.is_terminal and (due or time.monotonic() - told > 8):
+          told = time.monotonic()
           name = progress.tasks[bar].description
           console.print(f"{name}: {latest}", soft_wrap=True)
 
@@ -103,18 +104,19 @@ def train(comparison: Comparison) -> Results:
         if not result.steps:
           results.runs.append(result)
         result.steps.append(step)
-        progress.update(bar, advance=1, latest=f"loss {step.loss:.4f}")
+        loss = f"loss {step.loss:.4f}"
+        progress.update(bar, advance=1, latest=loss)
         task = progress.tasks[bar]
-        is_tenth = task.completed * 10 % total < 10
-        if is_tenth or time.monotonic() - told > 8:
-          left = f"{task.time_remaining or 0:.0f} s left"
-          of_steps = f"step {step.step} of {comparison.steps}"
-          tell(f"{of_steps}, loss {step.loss:.4f}, {left}")
+        tell(
+          f"step {step.step} of {comparison.steps}, {loss}, "
+          f"{task.time_remaining or 0:.0f} s left",
+          due=task.completed * 10 % total < 10,
+        )
 
       for seed in comparison.seeds:
         for run in comparison.runs:
           several = f", seed {seed}" if len(comparison.seeds) > 1 else ""
-          name = f"{run.label}{several}"
+          name = run.label + several
           progress.update(bar, description=name, latest="compiling")
           tell("compiling")
           result = run_lib.Result(run.label, seed)
@@ -222,5 +224,6 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
     "versions": {
       "python": platform.python_version(),
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      "optax-lossscale": ols.__version__,
     },
   }

@@ -85,31 +85,25 @@ def _draw_closed(
   axes: Axes, closed: verdict.Closed, styles: _Styles, score_name: str
 ) -> None:
   """Draws a bar under each label, its length in digits, and dots for seeds."""
+  means = []
   for row, (label, values) in enumerate(closed.items()):
     known = [x for x in values if math.isfinite(x)]
-    mean = statistics.mean(known) if known else 0.0
-    axes.barh(row, mean, 0.4, color=styles[label].color, zorder=2)
-    axes.annotate(
-      label,
-      (0, row - 0.22),
-      (2, 1),
-      textcoords="offset points",
-      size="small",
-    )
+    means.append(statistics.mean(known or [math.nan]))
+    axes.text(0.3, row - 0.25, label, size="small")
     if len(known) > 1:
       axes.plot(known, [row] * len(known), "k.", zorder=3)
-    axes.annotate(
-      f"{round(mean, 1) + 0.0:.1f} %" if known else "not finite",
-      (min(max(mean, 0), 104), row),
-      (6, 0),
-      textcoords="offset points",
-      va="center",
-    )
+  bars = axes.barh(
+    range(len(means)),
+    [x if math.isfinite(x) else 0.0 for x in means],
+    height=0.4,
+    color=[styles[label].color for label in closed],
+    zorder=2,
+  )
+  axes.bar_label(bars, [f"{round(x, 1) + 0.0:.1f} %" for x in means], padding=6)
   axes.axvline(100, color="#888888", linestyle=":", zorder=2.5)
   axes.set_yticks([])
   axes.set_ylim(len(closed) - 0.65, -0.65)
-  lowest = min(x for values in closed.values() for x in (0.0, *values))
-  axes.set_xlim(max(lowest, -30), 115)
+  axes.set_xlim(max(min(0.0, *means), -30), 115)
   axes.set_xlabel(f"{score_name}: % of the way from the start to float32")
 
 

@@ -1,18 +1,14 @@
 """Tables on the terminal, and the one at the end of a comparison."""
 
-from collections.abc import Iterator
 from collections.abc import Sequence
 import math
 import re
 import statistics
 import textwrap
-from typing import Any
 
 import rich.box
 import rich.console
-import rich.measure
 import rich.table
-import rich.text
 
 from optax_lossscale.demo import run as run_lib
 
@@ -23,27 +19,6 @@ class Console(rich.console.Console):
   def on_broken_pipe(self) -> None:
     """Raises what it is called for, which rich would end without a word."""
     raise
-
-
-class Label:
-  """A label that is broken at spaces, and after a comma or a colon."""
-
-  def __init__(self, text: str) -> None:
-    self._parts = re.findall(r"[^,: ]*[,: ]*", text)
-
-  def __rich_measure__(self, *_: Any) -> rich.measure.Measurement:
-    lengths = [len(part.rstrip()) for part in self._parts]
-    return rich.measure.Measurement(max(lengths), sum(map(len, self._parts)))
-
-  def __rich_console__(
-    self, _: Any, options: rich.console.ConsoleOptions
-  ) -> Iterator[rich.text.Text]:
-    lines = [""]
-    for part in self._parts:
-      if len(lines[-1]) + len(part.rstrip()) > options.max_width:
-        lines.append("")
-      lines[-1] += part
-    yield rich.text.Text("\n".join(lines), overflow="fold")
 
 
 def make_table(
@@ -70,11 +45,18 @@ def make_table(
     ]
     if switches:
       cells.append(_spread([row.switched_after for row in rows], ".0f"))
-    table.add_row(Label(label), *cells)
+    table.add_row(fold(label, 30), *cells)
   if seeds > 1:
     table.caption = f"mean ± standard deviation over {seeds} seeds"
     table.caption_justify = "left"
   return table
+
+
+def fold(label: str, width: int) -> str:
+  """Returns a label in lines that end at a space, a comma or a colon."""
+  # A vertical tab is where textwrap may break and nothing is printed.
+  parts = re.sub(r"([,:])(?=\S)", "\\1\v", label)
+  return textwrap.fill(parts, width, replace_whitespace=False).replace("\v", "")
 
 
 def new_table(label_name: str, names: Sequence[str]) -> rich.table.Table:

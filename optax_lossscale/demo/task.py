@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 Batch = tuple[np.ndarray, np.ndarray]
-# Of logits and labels, element by element; its mean is what counts.
-Measure = Callable[[jax.Array, jax.Array], jax.Array]
+Measure = Callable[[jax.Array, jax.Array], jax.Array]  # Of logits and labels.
+
+cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,6 @@ class Task:
   score_name: str  # What that mean is called.
   steps: int  # How many it takes unless told otherwise.
   # Trained on by its mean over a batch.
-  loss: Measure = optax.losses.softmax_cross_entropy_with_integer_labels
+  loss: Measure = cross_entropy
   more_is_better: bool = True  # Of the score.
   note: str = ""  # Said under the table.

@@ -55,11 +55,6 @@ def make_task(*, quick: bool = False) -> task.Task:
     score_name="held-out loss per character",
     more_is_better=False,
     steps=30 if quick else 60,
-    note=(
-      "A quick run is too small for the differences to be clear."
-      if quick
-      else ""
-    ),
   )
 
 

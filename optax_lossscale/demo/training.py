@@ -6,8 +6,6 @@ wrapped in `loss_scaling`.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
 import functools
 import itertools
 from typing import Any
@@ -29,10 +27,7 @@ TrainStep = Callable[..., StepResult]
 
 
 def make_loss_fn(
-  model: nn.Module,
-  loss: task_lib.Measure = (
-    optax.losses.softmax_cross_entropy_with_integer_labels
-  ),
+  model: nn.Module, loss: task_lib.Measure = task_lib.cross_entropy
 ) -> LossFn:
   """Returns the mean of a loss of logits and labels over a batch."""
 
@@ -131,9 +126,9 @@ def train(
   low_score = jax.jit(lower(score))
   start = _on_held_out(low_score, params, task)
   batches = itertools.islice(task.batches(seed), steps)
-  stepping = _steps(train_step, params, state, batches)
-  for step, made in enumerate(stepping, 1):
-    params, metrics = made[0], jax.device_get(made[1])
+  for step, batch in enumerate(batches, 1):
+    params, state, made = train_step(params, state, batch)
+    metrics = jax.device_get(made)
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics["loss_scale"]
   last_score = low_score if _is_low(metrics) else jax.jit(score)
@@ -155,27 +150,6 @@ def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:
   if saturating and run.lowest_precision == "float16":
     fun = ols.saturating(fun)
   return fun
-
-
-def _steps(
-  train_step: TrainStep,
-  params: optax.Params,
-  opt_state: optax.OptState,
-  batches: Iterable[task_lib.Batch],
-) -> Iterator[tuple[optax.Params, dict[str, Any]]]:
-  """Yields the parameters after each step, and its metrics.
-
-  Each after the next one has been made, which is then in the device's queue
-  while the host waits for this one.
-  """
-  made = None
-  for batch in batches:
-    params, opt_state, metrics = train_step(params, opt_state, batch)
-    if made is not None:
-      yield made
-    made = params, metrics
-  if made is not None:
-    yield made
 
 
 def _recorded(

@@ -23,21 +23,20 @@ def closed(
   Without runs to compare there is none, and where float32 did not get better
   there are no numbers.
   """
-  scores = [
+  plain = [run.label for run in runs if run.is_plain_float32][:1]
+  ended = [
     (x.run, x.seed, x.start, x.held_out)
     for x in results
     if x.start is not None and x.held_out is not None
   ]
-  plain = [run.label for run in runs if run.is_plain_float32][:1]
-  ways = {seed: (a, b - a) for label, seed, a, b in scores if label in plain}
+  ways = {seed: (a, b - a) for label, seed, a, b in ended if label in plain}
   if len(runs) < 2 or not ways:
     return None
-  # Not a number is not better either.
   sign = 1 if more_is_better else -1
   if not all(0 < sign * way < math.inf for _, way in ways.values()):
     return {}
   found: Closed = {}
-  for label, seed, _, end in scores:
+  for label, seed, _, end in ended:
     if seed in ways:
       start, way = ways[seed]
       found.setdefault(label, []).append(100 * (end - start) / way)
@@ -46,39 +45,34 @@ def closed(
 
 def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
   """Returns what was to be seen; nothing where there was no comparison."""
-  if way is None:
-    return ""
-  if not way:
+  if way == {}:
     return (
       "float32 itself did not get better on the held-out data, so there is "
       "nothing to compare the others with."
     )
+  way = way or {}
   others = [x for x in runs if x.label in way and not x.is_plain_float32]
-  several = len({x.check for x in others if x.rule is not None}) > 1
-  groups: dict[str, list[float]] = {}
+  checks = {x.check for x in others if x.rule is not None}
+  groups: dict[str, list[float]] = {}  # By what the runs have in common.
   for run in others:
-    groups.setdefault(_name(run, several), []).extend(way[run.label])
+    name = f"{run.lowest_precision} alone"
+    if run.accelerate is not None:
+      name = f"with {run.accelerate}"
+    elif run.rule is not None:
+      name = "with loss scaling" + f" and the check {run.check}" * (
+        len(checks) > 1
+      )
+    groups.setdefault(name, []).extend(way[run.label])
   if not groups:
     return ""
   low = others[0].lowest_precision
-  alone = groups.get(f"{low} alone", [math.nan])
-  (name, values), *rest = groups.items()
-  subject = name if name.startswith(low) else f"{low} {name}"
-  text = f"{subject} closed {_per_cent(values)} of the way from the start to "
-  text += "; ".join(["float32", *(f"{x} {_per_cent(y)}" for x, y in rest)])
-  text += "."
-  if min(alone) >= _AS_WELL and any(x.rule is not None for x in others):
-    text += f" {low} alone did as well: these steps needed no loss scaling."
-  return text
-
-
-def _name(run: run_lib.Run, name_check: bool) -> str:
-  """Returns what runs have in common whose numbers belong together."""
-  if run.accelerate is not None:
-    return f"with {run.accelerate}"
-  if run.rule is None:
-    return f"{run.lowest_precision} alone"
-  return "with loss scaling" + f" and the check {run.check}" * name_check
+  (first, values), *rest = groups.items()
+  first = first if first.startswith(low) else f"{low} {first}"
+  said = f"{first} closed {_per_cent(values)} of the way from the start to "
+  said += "; ".join(["float32", *(f"{x} {_per_cent(y)}" for x, y in rest)])
+  if checks and min(groups.get(f"{low} alone", [0.0])) >= _AS_WELL:
+    said += f". {low} alone did as well: these steps needed no loss scaling"
+  return f"{said}."
 
 
 def _per_cent(values: Sequence[float]) -> str:

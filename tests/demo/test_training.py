@@ -317,21 +317,6 @@ def test_saturated_knows_the_precision_of_the_run(precision, level, tiny_task):
   assert made[0].amax > 65504 and not made[0].overflow
 
 
-def test_host_reads_a_step_after_the_next_was_dispatched(tiny_task):
-  dispatched, seen = [], []
-
-  def batches(seed):
-    for batch in tiny_task.batches(seed):
-      dispatched.append(batch)
-      yield batch
-
-  task = dataclasses.replace(tiny_task, batches=batches)
-  training.train(
-    FIXED, task, seed=0, steps=3, on_step=lambda _: seen.append(len(dispatched))
-  )
-  assert seen == [2, 3, 3]
-
-
 def test_comparison_gives_every_run_the_same_batches(tiny_task):
   plan = comparison.Comparison(
     tiny_task, [FLOAT32, FIXED], seeds=range(2), steps=2
