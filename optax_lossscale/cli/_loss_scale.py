@@ -3,7 +3,7 @@
 A name, which may be a preset's, then its arguments in any order, by name or the
 first one without; a preset's by name only. A number is a Python literal or a
 power of two literals, as in `2**15`; a dtype is a name, and so may be what has
-a name as its default. `warm_start:` stands before the text of another rule.
+a name as its default. `warm_start:` comes before the text of another rule.
 """
 
 import ast
@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[..., ols.LossScale]] = {
 
 
 class LossScaleOption(NamedTuple):
-  """A rule as the user wrote it, and the rule; None is no loss scaling."""
+  """A rule as the user wrote it, and the rule; None disables loss scaling."""
 
   text: str
   rule: ols.LossScale | None
@@ -116,7 +116,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
 def _example(name: str) -> str:
   if "factor" in name:
     return "2"
-  # What is no factor here is a number of steps, or S.
+  # Every other argument is a number of steps, or S.
   return "1000" if "window" in name or "every" in name else "2**15"
 
 

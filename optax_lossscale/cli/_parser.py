@@ -31,14 +31,14 @@ def command() -> str:
 
 
 class BadInputError(Exception):
-  """What the user asked for cannot be done; its text is the line to print."""
+  """The user asked for something impossible; the text is the line to print."""
 
 
 class _Formatter(argparse.HelpFormatter):
   """Breaks lines at spaces only, and keeps those that are indented.
 
-  argparse breaks an option at its hyphens. There is no public way to tell it
-  not to; both methods are what its own other formatters override.
+  argparse breaks options at their hyphens, and has no public switch for it. Its
+  own formatters override the same two methods.
   """
 
   def _split_lines(self, text: str, width: int) -> list[str]:

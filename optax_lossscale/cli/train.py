@@ -139,9 +139,9 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     choices=_TASKS,
     metavar="|".join(_TASKS),
     default=_TASKS[0],
-    help="characters of Python's own sources, by a small network with the "
-    "Brier score, or by a transformer with the cross-entropy; or handwritten "
-    "digits, by LeNet-5 (default: brier)",
+    help="a small language model trained on the Brier score, a transformer "
+    "trained on the cross-entropy, both on Python's own sources, or LeNet-5 on "
+    "handwritten digits (default: brier)",
   )
   parser.add_argument(
     "--precision",

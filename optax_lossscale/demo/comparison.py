@@ -73,7 +73,7 @@ class Results:
 def train(comparison: Comparison) -> Results:
   """Trains each run with each seed, until the end or Ctrl-C.
 
-  A progress bar goes to standard error; lines do if that is no terminal.
+  Progress goes to standard error: a bar on a terminal, and lines elsewhere.
   """
   results = Results()
   total = len(comparison.seeds) * len(comparison.runs) * comparison.steps

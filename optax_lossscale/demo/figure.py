@@ -1,4 +1,4 @@
-"""The picture: what each run reached, and its loss and S over the steps."""
+"""The picture: the progress of each run, and its loss and S at each step."""
 
 from collections.abc import Sequence
 import itertools
@@ -17,13 +17,13 @@ from optax_lossscale.plot import axes as axes_lib
 _Results = Sequence[run_lib.Result]
 _Styles = dict[str, axes_lib.Style]
 
-# What is not scaled, in this order: float32, wide and pale below the others,
-# and the run that differs from it.
+# For runs without loss scaling: first float32, wide and pale below the others,
+# then float16, which should stand out.
 _UNSCALED = (
   axes_lib.Style("#CCCCCC", 8.0, 2.1),
   axes_lib.Style("#D55E00", 3.0, 2.2),
 )
-# Thin, so that float32 is seen behind them.
+# For runs with loss scaling: thin, so that float32 remains visible behind.
 _SCALED = (
   axes_lib.ALONE,
   axes_lib.Style("#000000", 1.2, 2.4, "--"),
@@ -41,7 +41,7 @@ def write_figure(
   score_name: str,
   closed: verdict.Closed | None = None,
 ) -> None:
-  """Draws the runs as a PNG: the way each closed, their loss, and S."""
+  """Draws the runs as a PNG: their progress, their loss, and S."""
   styles = _make_styles(results)
   bars = 0.5 * len(closed) + 0.7 if closed else 0
   scaled = 1.8 if any(x.loss_scale is not None for x in results) else 0
@@ -70,7 +70,7 @@ def write_figure(
 
 
 def _make_styles(results: _Results) -> _Styles:
-  """Returns how each run is drawn, which depends on whether it is scaled."""
+  """Returns the style of each run, which depends on its loss scaling."""
   is_scaled: dict[str, bool] = {}
   for result in results:
     is_scaled.setdefault(result.run, result.loss_scale is not None)
@@ -84,26 +84,21 @@ def _make_styles(results: _Results) -> _Styles:
 def _draw_closed(
   axes: Axes, closed: verdict.Closed, styles: _Styles, score_name: str
 ) -> None:
-  """Draws a bar under each label, its length in digits, and dots for seeds."""
-  means = []
+  """Draws a bar under each label, with its number, and a dot for each seed."""
   for row, (label, values) in enumerate(closed.items()):
     known = [x for x in values if math.isfinite(x)]
-    means.append(statistics.mean(known or [math.nan]))
+    mean = statistics.mean(known or [0.0])
+    text = f"{mean:.1f} %".replace("-0.0", "0.0") if known else "not finite"
+    axes.barh(row, mean, 0.4, color=styles[label].color, zorder=2)
     axes.text(0.3, row - 0.25, label, size="small")
+    at = max(mean, 0) if mean < 88 else min(max(mean, 100), 104)
+    axes.text(at + 1, row, text, va="center")
     if len(known) > 1:
       axes.plot(known, [row] * len(known), "k.", zorder=3)
-  bars = axes.barh(
-    range(len(means)),
-    [x if math.isfinite(x) else 0.0 for x in means],
-    height=0.4,
-    color=[styles[label].color for label in closed],
-    zorder=2,
-  )
-  axes.bar_label(bars, [f"{round(x, 1) + 0.0:.1f} %" for x in means], padding=6)
   axes.axvline(100, color="#888888", linestyle=":", zorder=2.5)
   axes.set_yticks([])
   axes.set_ylim(len(closed) - 0.65, -0.65)
-  axes.set_xlim(max(min(0.0, *means), -30), 115)
+  axes.set_xlim(max(axes.dataLim.x0, -30), 115)
   axes.set_xlabel(f"{score_name}: % of the way from the start to float32")
 
 
@@ -116,6 +111,7 @@ def _draw_losses(axes: Axes, results: _Results, styles: _Styles) -> None:
       [_finite(s.loss) for s in result.steps],
       # A label that begins with an underscore is not in the legend.
       label="_" if result.run in lost else result.run,
+      marker="" if len(result.steps) > 1 else "o",
       **styles[result.run]._asdict(),
     )
     lost.setdefault(result.run, []).extend(

@@ -44,7 +44,7 @@ class Run:
 
   # The dtype that the model computes in, or that `level` lowers to.
   precision: str
-  # The rule as on the command line, and the rule; None is no loss scaling.
+  # The rule as on the command line, and the rule; None disables loss scaling.
   loss_scale: str
   rule: ols.LossScale | None
   # "nonfinite" or "saturated". None, which the label does not name, is what
@@ -64,7 +64,7 @@ class Run:
 
   @property
   def is_plain_float32(self) -> bool:
-    """Whether the others are measured by it."""
+    """True if the other runs are compared with this one."""
     is_scheduled = self.accelerate is not None
     return self.lowest_precision == "float32" and not is_scheduled
 
@@ -189,8 +189,8 @@ def write_json(
   """Writes the configuration, and the figures and the history of each run."""
   runs = [_summary(result) for result in results]
   text = json.dumps({**configuration, "runs": runs}, indent=2, allow_nan=False)
-  # A list of numbers on one line, instead of a line for each. Inside a string
-  # there is no line break.
+  # A list of numbers on one line, instead of a line for each. A string never
+  # contains a line break.
   text = re.sub(
     r"\[\n\s*([^][{}]*?)\s*\]",
     lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]",

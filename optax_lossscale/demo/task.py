@@ -30,7 +30,7 @@ class Task:
   batches: Callable[[int], Iterator[Batch]]
   held_out: Sequence[Batch]  # Batches that no seed trains on.
   score: Measure  # Compared by its mean over `held_out`.
-  score_name: str  # What that mean is called.
+  score_name: str  # The name of that mean.
   steps: int  # How many it takes unless told otherwise.
   # Trained on by its mean over a batch.
   loss: Measure = cross_entropy

@@ -100,7 +100,7 @@ def train(
   A seed gives the same first parameters and the same batches in every run. The
   scores are computed in the precisions of the first and of the last step.
   """
-  # What autocast lowers is written in float32.
+  # Autocast expects a model in float32.
   written_in = run.precision if run.level is None else "float32"
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
@@ -142,11 +142,11 @@ def _on_held_out(
 
 
 def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:
-  """Returns `fun` at the level of the run, and as its hardware computes it."""
+  """Returns `fun` at the level of the run, on the hardware of the run."""
   if run.level is not None:
     fun = ols.autocast(fun, run.level, dtype=jnp.dtype(run.precision))
   # Around autocast, so that what it made float16 saturates too. The other
-  # dtypes do not saturate here, so their runs stay as they are.
+  # dtypes do not saturate, so this leaves their runs unchanged.
   if saturating and run.lowest_precision == "float16":
     fun = ols.saturating(fun)
   return fun
@@ -168,7 +168,7 @@ def _recorded(
   if run.rule is None:
     return recorded
   return recorded._replace(
-    # What is not low is not scaled.
+    # Steps in float32 are not scaled.
     loss_scale=float(loss_scale) if is_low else None,
     overflow=bool(metrics["overflow"]),
     skipped=bool(metrics["skipped"]),

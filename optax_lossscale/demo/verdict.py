@@ -1,4 +1,4 @@
-"""What a comparison showed, in a sentence that its numbers make."""
+"""Sums a comparison up in a sentence that is made from its numbers."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from optax_lossscale.demo import run as run_lib
 
 Closed = dict[str, list[float]]  # By label: a number for each seed.
 
-_AS_WELL = 99.0  # Per cent of the way, which is as good as all of it.
+_AS_WELL = 99.0  # Per cent; the rest is noise.
 
 
 def closed(
@@ -17,11 +17,13 @@ def closed(
   *,
   more_is_better: bool,
 ) -> Closed | None:
-  """Returns how much of float32's way each run went, in per cent.
+  """Returns how much of float32's progress each run made, in per cent.
 
-  The way leads from the held-out score before training to the one after it.
-  Without runs to compare there is none, and where float32 did not get better
-  there are no numbers.
+  Progress is measured on held-out data, from before training to the end of it.
+
+  Returns:
+    None if there are too few runs to compare, and an empty dict if float32
+    made no progress.
   """
   plain = [run.label for run in runs if run.is_plain_float32][:1]
   ended = [
@@ -44,16 +46,16 @@ def closed(
 
 
 def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
-  """Returns what was to be seen; nothing where there was no comparison."""
+  """Returns a sentence about the runs, or "" if they cannot be compared."""
   if way == {}:
     return (
-      "float32 itself did not get better on the held-out data, so there is "
-      "nothing to compare the others with."
+      "float32 itself did not improve on the held-out data, so the other runs "
+      "cannot be measured against it."
     )
   way = way or {}
   others = [x for x in runs if x.label in way and not x.is_plain_float32]
   checks = {x.check for x in others if x.rule is not None}
-  groups: dict[str, list[float]] = {}  # By what the runs have in common.
+  groups: dict[str, list[float]] = {}  # Similar runs share an entry.
   for run in others:
     name = f"{run.lowest_precision} alone"
     if run.accelerate is not None:
@@ -76,10 +78,10 @@ def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
 
 
 def _per_cent(values: Sequence[float]) -> str:
-  """Returns one or two numbers, or the range of more."""
+  """Formats one or two numbers, or the range of more."""
   if not all(map(math.isfinite, values)):
     return "nothing (its score is not finite)"
-  # Not -0.0, and none twice.
+  # Adding 0.0 removes the sign of -0.0, and the set removes duplicates.
   numbers = [f"{x + 0.0:.1f}" for x in sorted({round(x, 1) for x in values})]
   if len(numbers) > 2:
     return f"{numbers[0]} to {numbers[-1]} %"

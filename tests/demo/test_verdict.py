@@ -101,8 +101,8 @@ def test_a_score_that_is_no_number_closed_nothing(end):
 @pytest.mark.parametrize("end", [0.0, -1.0, math.nan, math.inf])
 def test_nothing_is_measured_by_a_float32_that_did_not_get_better(end):
   assert said((FLOAT32, [end]), (ALONE, [1.0])) == (
-    "float32 itself did not get better on the held-out data, so there is "
-    "nothing to compare the others with."
+    "float32 itself did not improve on the held-out data, so the other runs "
+    "cannot be measured against it."
   )
 
 
