@@ -32,7 +32,7 @@ def closed(
     if x.start is not None and x.held_out is not None
   ]
   ways = {seed: (a, b - a) for label, seed, a, b in ended if label in plain}
-  if len(runs) < 2 or not ways:
+  if all(label in plain or seed not in ways for label, seed, *_ in ended):
     return None
   sign = 1 if more_is_better else -1
   if not all(0 < sign * way < math.inf for _, way in ways.values()):

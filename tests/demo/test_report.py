@@ -198,6 +198,9 @@ def test_table_breaks_a_long_label_between_its_parts():
   parts = {"float16,", "growth_interval=20,", "saturated"}
   assert parts <= words
   assert {"dynamic:2**32,", "dynamic:"} & words
+  assert table.fold(label, 30).replace("\n", " ") == label.replace(
+    ",growth", ", growth"
+  )
 
 
 def test_table_gives_mean_and_spread_of_several_seeds():
@@ -320,9 +323,18 @@ def test_figure_leads_with_the_way_that_each_run_closed(tmp_path, drawn):
   assert words == ["a", "100.0 %", "b", "-2.0 %", "c", "not finite"]
   assert [*bars.get_lines()[0].get_xdata()] == [-8.0, 4.0]
   left, right = bars.get_xlim()
+  assert left == -8.0
   assert all(left <= text.get_position()[0] < right for text in bars.texts)
   assert bars.get_xlabel().startswith("accuracy: % of the way")
   assert not bars.get_shared_x_axes().joined(bars, losses)
+
+
+def test_figure_cuts_a_bar_that_is_far_below_the_start(tmp_path, drawn):
+  closed = {"a": [100.0], "b": [-900.0]}
+  results = [make_result("a"), make_result("b")]
+  path = tmp_path / "figure.png"
+  figure.write_figure(path, results, closed=closed, **NAMES)
+  assert drawn[0].axes[0].get_xlim() == (-30.0, 115.0)
 
 
 def test_figure_draws_what_is_scaled_over_a_wide_float32(tmp_path, drawn):

@@ -125,3 +125,11 @@ def test_nothing_is_said_where_nothing_can_be_compared(ends):
 def test_seeds_that_have_not_ended_are_left_out():
   ends = (FLOAT32, [8.0, 8.0]), (ALONE, [4.0, None])
   assert said(*ends).startswith("float16 alone closed 50.0 % of")
+  ends = (FLOAT32, [8.0, None]), (ALONE, [4.0, 8.0])
+  assert said(*ends).startswith("float16 alone closed 50.0 % of")
+
+
+@pytest.mark.parametrize("runs", [[FLOAT32], [FLOAT32, ALONE]])
+def test_a_run_is_not_compared_with_itself(runs):
+  result = run_lib.Result(FLOAT32.label, 0, start=1.0, held_out=5.0)
+  assert verdict.closed(runs, [result], more_is_better=True) is None
