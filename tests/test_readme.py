@@ -20,8 +20,8 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import cli
 from optax_lossscale.cli import _loss_scale
+from optax_lossscale.demo import brier
 from optax_lossscale.demo import digits
-from optax_lossscale.demo import text
 from tests import documents
 from tests.autocast.programs import dtypes_of
 from tests.demo import tiny
@@ -430,8 +430,8 @@ def test_the_command_line_runs_as_typed_one_command_after_the_other(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
-  task = dataclasses.replace(tiny.make_task(), name="text")
-  monkeypatch.setattr(text, "make_task", lambda *, quick: task)
+  task = dataclasses.replace(tiny.make_task(), name="brier")
+  monkeypatch.setattr(brier, "make_task", lambda *, quick: task)
   program = ".venv/bin/optax-lossscale"
   ours = [words[1:] for words in commands() if words[0] == program]
   assert [words[0] for words in ours] == ["train", "simulate"]
