@@ -63,12 +63,6 @@ class Run:
     return "float32" if self.level == "O0" else self.precision
 
   @property
-  def is_plain_float32(self) -> bool:
-    """True if the other runs are compared with this one."""
-    is_scheduled = self.accelerate is not None
-    return self.lowest_precision == "float32" and not is_scheduled
-
-  @property
   def parts(self) -> dict[str, str]:
     """The parts of the label, by their names."""
     parts = (

@@ -8,6 +8,7 @@ from optax_lossscale.demo import run as run_lib
 
 Closed = dict[str, list[float]]  # By label: a number for each seed.
 
+_REFERENCE = "float32"
 _AS_WELL = 99.0  # Per cent; the rest is noise.
 
 
@@ -25,7 +26,7 @@ def closed(
     None if there are too few runs to compare, and an empty dict if float32
     made no progress.
   """
-  plain = [run.label for run in runs if run.is_plain_float32][:1]
+  plain = [x.label for x in runs if x.lowest_precision == _REFERENCE][:1]
   ended = [
     (x.run, x.seed, x.start, x.held_out)
     for x in results
@@ -53,7 +54,8 @@ def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
       "cannot be measured against it."
     )
   way = way or {}
-  others = [x for x in runs if x.label in way and not x.is_plain_float32]
+  others = [x for x in runs if x.label in way]
+  others = [x for x in others if x.lowest_precision != _REFERENCE]
   checks = {x.check for x in others if x.rule is not None}
   groups: dict[str, list[float]] = {}  # Similar runs share an entry.
   for run in others:
