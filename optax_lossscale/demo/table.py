@@ -45,7 +45,7 @@ def make_table(
     ]
     if switches:
       cells.append(_spread([row.switched_after for row in rows], ".0f"))
-    table.add_row(fold(label, 30), *cells)
+    table.add_row(fold(label, 31), *cells)
   if seeds > 1:
     table.caption = f"mean ± standard deviation over {seeds} seeds"
     table.caption_justify = "left"

@@ -54,8 +54,8 @@ def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
       "cannot be measured against it."
     )
   way = way or {}
-  others = [x for x in runs if x.label in way]
-  others = [x for x in others if x.lowest_precision != _REFERENCE]
+  low_runs = [x for x in runs if x.lowest_precision != _REFERENCE]
+  others = [x for x in low_runs if x.label in way]
   checks = {x.check for x in others if x.rule is not None}
   groups: dict[str, list[float]] = {}  # Similar runs share an entry.
   for run in others:
@@ -63,9 +63,8 @@ def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
     if run.accelerate is not None:
       name = f"with {run.accelerate}"
     elif run.rule is not None:
-      name = "with loss scaling" + f" and the check {run.check}" * (
-        len(checks) > 1
-      )
+      check = f" and the check {run.check}" if len(checks) > 1 else ""
+      name = f"with loss scaling{check}"
     groups.setdefault(name, []).extend(way[run.label])
   if not groups:
     return ""

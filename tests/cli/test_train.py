@@ -356,18 +356,19 @@ def test_saturating_hardware_is_trained_with_both_checks(
   assert not any(others) and last > 0
 
 
-def test_text_is_trained_on_saturating_hardware_with_one_rule(
-  tmp_path, tiny_digits, monkeypatch
+@pytest.mark.parametrize(("task", "interval"), [("brier", 12), ("text", 20)])
+def test_sources_are_trained_on_saturating_hardware_with_one_rule(
+  task, interval, tmp_path, planned, monkeypatch
 ):
-  monkeypatch.setattr(text, "make_task", digits.make_task)
-  arguments = ["--task=text", "--hardware=saturating", "--steps=1"]
-  arguments += [f"--output={tmp_path}"]
-  assert cli.main(["train", *arguments]) == 0
-  assert [row["run"] for row in read_history(tmp_path)] == [
+  module = {"brier": brier, "text": text}[task]
+  monkeypatch.setattr(module, "make_task", digits.make_task)
+  arguments = [f"--task={task}", "--hardware=saturating"]
+  cli.main(["train", *arguments, f"--output={tmp_path}"])
+  assert labels_of(planned) == [
     "float32, none",
     "float16, none",
-    "float16, dynamic:2**32,growth_interval=20, nonfinite",
-    "float16, dynamic:2**32,growth_interval=20, saturated",
+    f"float16, dynamic:2**32,growth_interval={interval}, nonfinite",
+    f"float16, dynamic:2**32,growth_interval={interval}, saturated",
   ]
 
 
