@@ -9,23 +9,60 @@ import errno
 import importlib.util
 import math
 import pathlib
+import shutil
+import sys
 import tempfile
+import textwrap
 from typing import Any
 from typing import NoReturn
 
 # An overflow is inf, or the dtype's largest finite value.
 HARDWARE = ("ieee", "saturating")
 
+_NAME = "optax-lossscale"
+
+
+def command() -> str:
+  """Returns how this command can be typed again."""
+  typed = pathlib.Path(sys.argv[0])
+  if typed.name == _NAME and shutil.which(_NAME) is None:
+    return str(typed)
+  return _NAME
+
 
 class BadInputError(Exception):
-  """What the user asked for cannot be done; its text is the line to print."""
+  """The user asked for something impossible; the text is the line to print."""
+
+
+class _Formatter(argparse.HelpFormatter):
+  """Breaks lines at spaces only, and keeps those that are indented.
+
+  argparse breaks options at their hyphens, and has no public switch for it. Its
+  own formatters override the same two methods.
+  """
+
+  def _split_lines(self, text: str, width: int) -> list[str]:
+    words = " ".join(text.split())
+    return textwrap.wrap(
+      words, width, break_on_hyphens=False, break_long_words=False
+    )
+
+  def _fill_text(self, text: str, width: int, indent: str) -> str:
+    return "\n".join(
+      indent + line
+      for part in text.splitlines()
+      for line in (
+        [part] if part[:1] == " " else self._split_lines(part, width)
+      )
+    )
 
 
 class Parser(argparse.ArgumentParser):
   """argparse without abbreviations, and without the usage before an error."""
 
   def __init__(self, **kwargs: object) -> None:
-    super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+    kwargs.update(allow_abbrev=False, formatter_class=_Formatter)
+    super().__init__(**kwargs)  # type: ignore[arg-type]
 
   def error(self, message: str) -> NoReturn:
     """Raises `BadInputError`."""

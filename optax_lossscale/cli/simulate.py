@@ -79,9 +79,10 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--dtype",
     choices=_DTYPES,
-    metavar="|".join(_DTYPES),
+    metavar="DTYPE",
     default="float16",
-    help="of the computation that was recorded (default: float16)",
+    help=f"of the computation that was recorded: {', '.join(_DTYPES)} "
+    "(default: float16)",
   )
   parser.add_argument(
     "--hardware",

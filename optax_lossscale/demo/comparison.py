@@ -7,19 +7,23 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
+import time
 from typing import Any
 
 import jax
 import rich.console
 import rich.progress
+import rich.table
 
+import optax_lossscale as ols
 from optax_lossscale.demo import figure
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
 from optax_lossscale.demo import task as task_lib
 from optax_lossscale.demo import training
+from optax_lossscale.demo import verdict
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "optax-lossscale")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,33 +73,54 @@ class Results:
 def train(comparison: Comparison) -> Results:
   """Trains each run with each seed, until the end or Ctrl-C.
 
-  A progress bar goes to standard error.
+  Progress goes to standard error: a bar on a terminal, and lines elsewhere.
   """
   results = Results()
   total = len(comparison.seeds) * len(comparison.runs) * comparison.steps
+  console = rich.console.Console(stderr=True)
+  label = rich.table.Column(ratio=1, no_wrap=True, overflow="ellipsis")
+  told = time.monotonic()
   try:
     with rich.progress.Progress(
-      rich.progress.TextColumn("{task.description}"),
-      rich.progress.BarColumn(bar_width=None),
+      rich.progress.TextColumn("{task.description}", table_column=label),
+      rich.progress.BarColumn(bar_width=12),
       rich.progress.TaskProgressColumn(),
       rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
       rich.progress.TextColumn("{task.fields[latest]}"),
-      console=rich.console.Console(stderr=True),
+      console=console,
+      expand=True,
+      disable=not console.is_terminal,
     ) as progress:
-      bar = progress.add_task("", total=total, latest="compiling")
+      bar = progress.add_task("", total=total, latest="")
+
+      def tell(latest: str, *, due: bool = True) -> None:
+        nonlocal told
+        if not console.is_terminal and (due or time.monotonic() - told > 8):
+          told = time.monotonic()
+          name = progress.tasks[bar].description
+          console.print(f"{name}: {latest}", soft_wrap=True)
 
       def on_step(result: run_lib.Result, step: run_lib.Step) -> None:
         if not result.steps:
           results.runs.append(result)
         result.steps.append(step)
-        progress.update(bar, advance=1, latest=f"loss {step.loss:.4f}")
+        loss = f"loss {step.loss:.4f}"
+        progress.update(bar, advance=1, latest=loss)
+        task = progress.tasks[bar]
+        tell(
+          f"step {step.step} of {comparison.steps}, {loss}, "
+          f"{task.time_remaining or 0:.0f} s left",
+          due=task.completed * 10 % total < 10,
+        )
 
       for seed in comparison.seeds:
         for run in comparison.runs:
-          several = f", {seed}" if len(comparison.seeds) > 1 else ""
-          progress.update(bar, description=f"{run.label}{several}")
+          several = f", seed {seed}" if len(comparison.seeds) > 1 else ""
+          name = run.label + several
+          progress.update(bar, description=name, latest="compiling")
+          tell("compiling")
           result = run_lib.Result(run.label, seed)
-          result.held_out = training.train(
+          result.start, result.held_out = training.train(
             run,
             comparison.task,
             seed=seed,
@@ -122,6 +147,8 @@ def write(
     results.runs,
     title=comparison.title,
     label_name=comparison.label_name,
+    score_name=comparison.task.score_name,
+    closed=_closed(comparison, results),
   )
   return paths
 
@@ -137,9 +164,18 @@ def show(comparison: Comparison, results: Results) -> None:
       label_name=comparison.label_name,
     )
   )
-  for note in (comparison.task.note, *_notes(comparison, results)):
+  said = verdict.sentence(comparison.runs, _closed(comparison, results))
+  for note in (said, comparison.task.note, *_notes(comparison, results)):
     if note:
       console.print(note)
+
+
+def _closed(comparison: Comparison, results: Results) -> verdict.Closed | None:
+  return verdict.closed(
+    comparison.runs,
+    results.runs,
+    more_is_better=comparison.task.more_is_better,
+  )
 
 
 def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
@@ -188,5 +224,6 @@ def _configuration(comparison: Comparison) -> dict[str, Any]:
     "versions": {
       "python": platform.python_version(),
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      "optax-lossscale": ols.__version__,
     },
   }

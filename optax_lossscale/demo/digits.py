@@ -17,7 +17,7 @@ _BATCH = 64
 
 
 def make_task(*, quick: bool = False) -> task.Task:
-  """Returns the task: tell which digit an image shows."""
+  """Returns the task: recognize the digit in an image."""
   training, held_out = split(*load())
 
   def batches(seed: int) -> Iterator[task.Batch]:

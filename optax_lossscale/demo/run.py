@@ -29,6 +29,7 @@ _FIGURES = (
   "run",
   "seed",
   "loss",
+  "start",
   "held_out",
   "applied_steps",
   "skipped_steps",
@@ -43,7 +44,7 @@ class Run:
 
   # The dtype that the model computes in, or that `level` lowers to.
   precision: str
-  # The rule as on the command line, and the rule; None is no loss scaling.
+  # The rule as on the command line, and the rule; None disables loss scaling.
   loss_scale: str
   rule: ols.LossScale | None
   # "nonfinite" or "saturated". None, which the label does not name, is what
@@ -111,12 +112,13 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-  """One run with one seed: its steps so far, and its score at the end."""
+  """One run with one seed: its steps so far, and its scores."""
 
   run: str  # Its label.
   seed: int
   steps: list[Step] = dataclasses.field(default_factory=list)
   held_out: float | None = None  # The score after the last step.
+  start: float | None = None  # The score before the first step.
 
   @property
   def loss(self) -> float:
@@ -181,8 +183,8 @@ def write_json(
   """Writes the configuration, and the figures and the history of each run."""
   runs = [_summary(result) for result in results]
   text = json.dumps({**configuration, "runs": runs}, indent=2, allow_nan=False)
-  # A list of numbers on one line, instead of a line for each. Inside a string
-  # there is no line break.
+  # A list of numbers on one line, instead of a line for each. A string never
+  # contains a line break.
   text = re.sub(
     r"\[\n\s*([^][{}]*?)\s*\]",
     lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]",

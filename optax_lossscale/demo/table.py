@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import math
+import re
 import statistics
 import textwrap
 
@@ -44,11 +45,18 @@ def make_table(
     ]
     if switches:
       cells.append(_spread([row.switched_after for row in rows], ".0f"))
-    table.add_row(label, *cells)
+    table.add_row(fold(label, 31), *cells)
   if seeds > 1:
     table.caption = f"mean ± standard deviation over {seeds} seeds"
     table.caption_justify = "left"
   return table
+
+
+def fold(label: str, width: int) -> str:
+  """Returns a label in lines that end at a space, a comma or a colon."""
+  # A vertical tab is where textwrap may break and nothing is printed.
+  parts = re.sub(r"([,:])(?=\S)", "\\1\v", label)
+  return textwrap.fill(parts, width, replace_whitespace=False).replace("\v", "")
 
 
 def new_table(label_name: str, names: Sequence[str]) -> rich.table.Table:

@@ -12,6 +12,9 @@ import numpy as np
 import optax
 
 Batch = tuple[np.ndarray, np.ndarray]
+Measure = Callable[[jax.Array, jax.Array], jax.Array]  # Of logits and labels.
+
+cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +29,10 @@ class Task:
   # Makes the endless training batches of a seed.
   batches: Callable[[int], Iterator[Batch]]
   held_out: Sequence[Batch]  # Batches that no seed trains on.
-  # From logits and labels; its mean over `held_out` is what is compared.
-  score: Callable[[jax.Array, jax.Array], jax.Array]
-  score_name: str  # What that mean is called.
+  score: Measure  # Compared by its mean over `held_out`.
+  score_name: str  # The name of that mean.
   steps: int  # How many it takes unless told otherwise.
+  # Trained on by its mean over a batch.
+  loss: Measure = cross_entropy
+  more_is_better: bool = True  # Of the score.
   note: str = ""  # Said under the table.

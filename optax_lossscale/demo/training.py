@@ -6,8 +6,6 @@ wrapped in `loss_scaling`.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
 import functools
 import itertools
 from typing import Any
@@ -28,9 +26,18 @@ StepResult = tuple[optax.Params, optax.OptState, dict[str, jax.Array]]
 TrainStep = Callable[..., StepResult]
 
 
-def make_loss_fn(model: nn.Module) -> LossFn:
-  """Returns the mean cross-entropy over all labels of a batch."""
-  return _mean(model, optax.losses.softmax_cross_entropy_with_integer_labels)
+def make_loss_fn(
+  model: nn.Module, loss: task_lib.Measure = task_lib.cross_entropy
+) -> LossFn:
+  """Returns the mean of a loss of logits and labels over a batch."""
+
+  def loss_fn(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
+    inputs, labels = batch
+    # In float32, where the softmax is taken.
+    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
+    return jnp.mean(loss(logits, jnp.asarray(labels)))
+
+  return loss_fn
 
 
 def make_train_step(
@@ -87,13 +94,13 @@ def train(
   steps: int,
   on_step: Callable[[run_lib.Step], None],
   saturating: bool = False,
-) -> float:
-  """Trains a model and returns its score on the held-out batches.
+) -> tuple[float, float]:
+  """Trains a model; returns its held-out scores before and after.
 
   A seed gives the same first parameters and the same batches in every run. The
-  score is computed in the precision of the last step.
+  scores are computed in the precisions of the first and of the last step.
   """
-  # What autocast lowers is written in float32.
+  # Autocast expects a model in float32.
   written_in = run.precision if run.level is None else "float32"
   model = task.model(jnp.dtype(written_in))
   lower = functools.partial(_as_computed, run, saturating=saturating)
@@ -105,7 +112,7 @@ def train(
   tx = ols.loss_scaling(task.optimizer, run.rule, check=check)
   state: Any = tx.init(params)
   loss_scale = ols.get_loss_scale(state)
-  loss_fn = make_loss_fn(model)
+  loss_fn = make_loss_fn(model, task.loss)
   schedule = run.make_schedule(steps)
   if schedule is None:
     train_step = make_train_step(lower(loss_fn), tx)
@@ -115,47 +122,34 @@ def train(
       schedule, loss_fn, tx, level=run.level or "O1"
     )
 
+  score = make_loss_fn(model, task.score)
+  low_score = jax.jit(lower(score))
+  start = _on_held_out(low_score, params, task)
   batches = itertools.islice(task.batches(seed), steps)
-  stepping = _steps(train_step, params, state, batches)
-  for step, made in enumerate(stepping, 1):
-    params, metrics = made[0], jax.device_get(made[1])
+  for step, batch in enumerate(batches, 1):
+    params, state, made = train_step(params, state, batch)
+    metrics = jax.device_get(made)
     on_step(_recorded(run, step, loss_scale, metrics))
     loss_scale = metrics["loss_scale"]
-  score = _mean(model, task.score)
-  score = jax.jit(lower(score) if _is_low(metrics) else score)
+  last_score = low_score if _is_low(metrics) else jax.jit(score)
+  return start, _on_held_out(last_score, params, task)
+
+
+def _on_held_out(
+  score: LossFn, params: optax.Params, task: task_lib.Task
+) -> float:
   return float(np.mean([score(params, batch) for batch in task.held_out]))
 
 
 def _as_computed(run: run_lib.Run, fun: LossFn, *, saturating: bool) -> LossFn:
-  """Returns `fun` at the level of the run, and as its hardware computes it."""
+  """Returns `fun` at the level of the run, on the hardware of the run."""
   if run.level is not None:
     fun = ols.autocast(fun, run.level, dtype=jnp.dtype(run.precision))
   # Around autocast, so that what it made float16 saturates too. The other
-  # dtypes do not saturate here, so their runs stay as they are.
+  # dtypes do not saturate, so this leaves their runs unchanged.
   if saturating and run.lowest_precision == "float16":
     fun = ols.saturating(fun)
   return fun
-
-
-def _steps(
-  train_step: TrainStep,
-  params: optax.Params,
-  opt_state: optax.OptState,
-  batches: Iterable[task_lib.Batch],
-) -> Iterator[tuple[optax.Params, dict[str, Any]]]:
-  """Yields the parameters after each step, and its metrics.
-
-  Each after the next one has been made, which is then in the device's queue
-  while the host waits for this one.
-  """
-  made = None
-  for batch in batches:
-    params, opt_state, metrics = train_step(params, opt_state, batch)
-    if made is not None:
-      yield made
-    made = params, metrics
-  if made is not None:
-    yield made
 
 
 def _recorded(
@@ -174,7 +168,7 @@ def _recorded(
   if run.rule is None:
     return recorded
   return recorded._replace(
-    # What is not low is not scaled.
+    # Steps in float32 are not scaled.
     loss_scale=float(loss_scale) if is_low else None,
     overflow=bool(metrics["overflow"]),
     skipped=bool(metrics["skipped"]),
@@ -185,17 +179,3 @@ def _recorded(
 def _is_low(metrics: dict[str, Any]) -> bool:
   """Returns whether a step was in the precision that its run is named after."""
   return bool(metrics.get("low", True))
-
-
-def _mean(
-  model: nn.Module, score: Callable[[jax.Array, jax.Array], jax.Array]
-) -> LossFn:
-  """Returns the mean of a score of logits and labels over a batch."""
-
-  def mean_score(params: optax.Params, batch: task_lib.Batch) -> jax.Array:
-    inputs, labels = batch
-    # In float32, where the softmax is taken.
-    logits = jnp.asarray(model.apply(params, inputs), jnp.float32)
-    return jnp.mean(score(logits, jnp.asarray(labels)))
-
-  return mean_score

@@ -3,11 +3,13 @@
 import csv
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import math
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +17,13 @@ import sys
 import pytest
 
 from optax_lossscale import cli
+from optax_lossscale.demo import brier
 from optax_lossscale.demo import comparison
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import figure
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import text
+from tests import support
 from tests.demo import tiny
 
 pytestmark = pytest.mark.slow
@@ -184,7 +188,7 @@ def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
 def test_missing_sources_are_told(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
   output = tmp_path / "out"
-  assert cli.main(["train", "--output", str(output)]) == 2
+  assert cli.main(["train", "--task=text", "--output", str(output)]) == 2
   err = capsys.readouterr().err
   assert err.count("\n") == 1 and "--task" in err and "0 characters" in err
   assert not output.exists()
@@ -216,6 +220,68 @@ def test_help_is_not_an_error(capsys):
     assert option in out
 
 
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_help_fits_80_columns_and_breaks_no_word(command, monkeypatch, capsys):
+  texts = []
+  for columns in ("80", "1000"):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+      cli.main([command, "--help"])
+    texts.append(capsys.readouterr().out)
+  assert max(map(len, texts[0].splitlines())) <= 80
+  assert texts[0].split() == texts[1].split()
+
+
+def test_commands_that_help_shows_work_as_typed(tmp_path, monkeypatch, capsys):
+  task = dataclasses.replace(tiny.make_task(), name="brier", steps=1)
+  for module in (brier, text):
+    monkeypatch.setattr(module, "make_task", lambda *, quick: task)
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit):
+    cli.main(["train", "--help"])
+  lines = capsys.readouterr().out.splitlines()
+  commands = [x for x in lines if x.startswith("  optax-lossscale ")]
+  assert len(commands) == 3
+  for command in commands:
+    assert cli.main(shlex.split(command)[1:]) == 0
+
+
+def test_help_shows_the_command_as_it_was_typed(monkeypatch, capsys):
+  typed = ".venv/bin/optax-lossscale"
+  monkeypatch.setattr(sys, "argv", [typed])
+  for found in (None, "/usr/bin/optax-lossscale"):
+    monkeypatch.setattr("shutil.which", lambda _, found=found: found)
+    with pytest.raises(SystemExit):
+      cli.main(["train", "--help"])
+    assert (f"  {typed} train" in capsys.readouterr().out) == (found is None)
+
+
+def test_progress_is_told_in_lines_without_a_terminal(
+  tmp_path, tiny_digits, monkeypatch, capsys
+):
+  clock = itertools.count(step=6)
+  monkeypatch.setattr("time.monotonic", lambda: next(clock))
+  arguments = ("--loss-scale=fixed:8", "--steps=40", "--seeds=2")
+  assert train(*arguments, "--output", tmp_path) == 0
+  lines = capsys.readouterr().err.splitlines()
+  compiling = [f"float16, fixed:8, seed {x}: compiling" for x in (0, 1)]
+  assert [x for x in lines if "compiling" in x] == compiling
+  told = [x for x in lines if "seed 1: step" in x]
+  # Each tenth of both runs is eight steps.
+  steps = [int(x.split("step ")[1].split(" of 40, loss ")[0]) for x in told]
+  assert steps[-1] == 40 and len(steps) >= 5
+  assert all(x.endswith("s left") for x in told)
+
+
+def test_each_ten_seconds_are_told(tmp_path, tiny_digits, monkeypatch, capsys):
+  monkeypatch.setattr(
+    "time.monotonic", functools.partial(next, itertools.count(step=9.0))
+  )
+  arguments = ("--loss-scale=fixed:8", "--steps=40")
+  assert train(*arguments, "--output", tmp_path) == 0
+  assert capsys.readouterr().err.count(": step ") == 40
+
+
 def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   assert train("--output", tmp_path / "a" / "b") == 0
   runs = [
@@ -228,6 +294,7 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   heading = ["final", "held-out", "accuracy", "applied", "skipped", "last S"]
   for word in [*heading, "fixed:1024", "growth_interval=50", "2^10", "2^15"]:
     assert word in out
+  assert "of the way from the start to float32" in " ".join(out.split())
   output = tmp_path / "a" / "b"
   names = ["digits.csv", "digits.json", "digits.png"]
   assert sorted(path.name for path in output.iterdir()) == names
@@ -237,9 +304,30 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   )
   report = json.loads((output / "digits.json").read_text())
   assert [run["run"] for run in report["runs"]] == runs
+  assert all(0 < run["start"] < 0.5 for run in report["runs"])
   assert report["steps"] == 4 and report["seeds"] == [0]
   assert report["hardware"] == "ieee"
   assert set(report["versions"]) >= {"jax", "flax", "optax"}
+
+
+@pytest.mark.parametrize(
+  "seed", support.slow_but([0], [0, 1, 2], pytest.mark.long)
+)
+def test_float16_alone_fails_where_float16_with_loss_scaling_is_float32(
+  seed, tmp_path
+):
+  arguments = ["train", f"--seed={seed}", f"--output={tmp_path}"]
+  assert cli.main(arguments) == 0
+  report = json.loads((tmp_path / "brier.json").read_text())
+  float32, *others = report["runs"]
+  way = float32["held_out"] - float32["start"]
+  assert way > 0.3
+  alone, *scaled = (
+    (run["held_out"] - float32["start"]) / way for run in others
+  )
+  assert alone < 0.3
+  assert len(scaled) == 2 and min(scaled) > 0.995
+  assert 1 <= sum(run["skipped_steps"] for run in others) <= 4
 
 
 @pytest.mark.long
@@ -268,17 +356,19 @@ def test_saturating_hardware_is_trained_with_both_checks(
   assert not any(others) and last > 0
 
 
-def test_text_is_trained_on_saturating_hardware_with_one_rule(
-  tmp_path, tiny_digits, monkeypatch
+@pytest.mark.parametrize(("task", "interval"), [("brier", 12), ("text", 20)])
+def test_sources_are_trained_on_saturating_hardware_with_one_rule(
+  task, interval, tmp_path, planned, monkeypatch
 ):
-  monkeypatch.setattr(text, "make_task", digits.make_task)
-  arguments = ["--hardware=saturating", "--steps=1", f"--output={tmp_path}"]
-  assert cli.main(["train", *arguments]) == 0
-  assert [row["run"] for row in read_history(tmp_path)] == [
+  module = {"brier": brier, "text": text}[task]
+  monkeypatch.setattr(module, "make_task", digits.make_task)
+  arguments = [f"--task={task}", "--hardware=saturating"]
+  cli.main(["train", *arguments, f"--output={tmp_path}"])
+  assert labels_of(planned) == [
     "float32, none",
     "float16, none",
-    "float16, dynamic:2**32,growth_interval=20, nonfinite",
-    "float16, dynamic:2**32,growth_interval=20, saturated",
+    f"float16, dynamic:2**32,growth_interval={interval}, nonfinite",
+    f"float16, dynamic:2**32,growth_interval={interval}, saturated",
   ]
 
 
@@ -515,8 +605,7 @@ def test_interrupt_keeps_what_was_recorded(
   interrupted = dataclasses.replace(tiny_digits, batches=three_batches)
   monkeypatch.setattr(digits, "make_task", lambda *, quick: interrupted)
   assert train("--output", tmp_path) == 130
-  # The third step was still in the device's queue.
-  assert [row["step"] for row in read_history(tmp_path)] == ["1", "2"]
+  assert [row["step"] for row in read_history(tmp_path)] == ["1", "2", "3"]
   report = json.loads((tmp_path / "digits.json").read_text())
   assert report["interrupted"] is True
   assert report["runs"][0]["held_out"] is None

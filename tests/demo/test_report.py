@@ -13,6 +13,7 @@ from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import table
 
 LABEL_NAME = "precision, loss scale, check"
+NAMES = {"title": "Title", "label_name": LABEL_NAME, "score_name": "accuracy"}
 
 
 def make_step(step=1, loss=1.0, scale=None, skipped=None, precision="float16"):
@@ -99,6 +100,7 @@ def test_json_is_json_whatever_the_loss(tmp_path):
       "run": "a",
       "seed": 0,
       "loss": "inf",
+      "start": None,
       "held_out": None,
       "applied_steps": 1,
       "skipped_steps": 0,
@@ -188,6 +190,19 @@ def test_table_keeps_its_figures_on_a_narrow_terminal():
     assert figure_ in words
 
 
+def test_table_breaks_a_long_label_between_its_parts():
+  label = "float16, dynamic:2**32,growth_interval=20, saturated"
+  lines = printed(summed(label, 0, 2.4459, 0.9721, 60, 2, 8.0)).splitlines()
+  assert max(map(len, lines)) <= 80
+  words = {word for line in lines for word in line.split()}
+  parts = {"float16,", "growth_interval=20,", "saturated"}
+  assert parts <= words
+  assert {"dynamic:2**32,", "dynamic:"} & words
+  assert table.fold(label, 30).replace("\n", " ") == label.replace(
+    ",growth", ", growth"
+  )
+
+
 def test_table_gives_mean_and_spread_of_several_seeds():
   out = printed(
     summed("a", 0, 1.0, 0.5, 9, 1, 8.0),
@@ -235,7 +250,7 @@ def test_table_tells_after_which_step_if_one_switched():
 )
 def test_figure_draws_any_results(results, tmp_path):
   path = tmp_path / "figure.png"
-  figure.write_figure(path, results, title="Title", label_name=LABEL_NAME)
+  figure.write_figure(path, results, **NAMES)
   assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
   assert list(tmp_path.iterdir()) == [path]
 
@@ -259,10 +274,8 @@ def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
       "b", 0, make_step(1, 1.5, 16.0, True), make_step(2, 1.5, 8.0, False)
     ),
   ]
-  figure.write_figure(
-    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
-  )
-  losses, differences, scales = drawn[0].axes
+  figure.write_figure(tmp_path / "figure.png", results, **NAMES)
+  losses, scales = drawn[0].axes
   lines = {
     line.get_label(): [list(xy) for xy in line.get_data()]
     for axes in (losses, scales)
@@ -271,26 +284,19 @@ def test_figure_marks_skipped_and_lost_steps(tmp_path, drawn):
   assert lines["a: loss not finite"] == [[2], [1.0]]
   assert lines["skipped step"] == [[1], [16.0]]
   assert lines["b"] == [[1, 2], [1.5, 1.5]]
-  above = differences.get_lines()[1].get_ydata()
-  assert above[0] == 0.5 and math.isnan(above[1])
   assert [axes.get_ylabel() for axes in drawn[0].axes] == [
     "training loss",
-    "loss minus that of\na",
     "loss scale S",
   ]
-  assert differences.get_shared_x_axes().joined(losses, scales)
+  assert losses.get_shared_x_axes().joined(losses, scales)
   assert losses.get_legend().get_title().get_text() == LABEL_NAME
 
 
 def test_figure_marks_the_switch_and_ends_the_scale_there(tmp_path, drawn):
   results = [switching(5, run="stays"), switching(run="goes")]
-  figure.write_figure(
-    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
-  )
-  losses, _, scales = drawn[0].axes
-  (mark,) = (
-    line for line in losses.get_lines() if line.get_linestyle() == "--"
-  )
+  figure.write_figure(tmp_path / "figure.png", results, **NAMES)
+  losses, scales = drawn[0].axes
+  (mark,) = (x for x in losses.get_lines() if "switch" in x.get_label())
   assert mark.get_label() == "switch to float32"
   assert set(mark.get_xdata()) == {2.5}
   assert [line.get_ydata().tolist() for line in scales.get_lines()] == [
@@ -301,8 +307,43 @@ def test_figure_marks_the_switch_and_ends_the_scale_there(tmp_path, drawn):
 
 def test_figure_draws_each_of_eight_runs_in_a_way_of_its_own(tmp_path, drawn):
   results = [make_result(run) for run in "abcdefgh"]
-  figure.write_figure(
-    tmp_path / "figure.png", results, title="Title", label_name=LABEL_NAME
-  )
+  figure.write_figure(tmp_path / "figure.png", results, **NAMES)
   lines = drawn[0].axes[0].get_lines()
   assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
+
+
+def test_figure_leads_with_the_way_that_each_run_closed(tmp_path, drawn):
+  results = [make_result("a"), make_result("b"), make_result("c")]
+  closed = {"a": [100.0], "b": [-8.0, 4.0], "c": [math.nan]}
+  path = tmp_path / "figure.png"
+  figure.write_figure(path, results, closed=closed, **NAMES)
+  bars, losses = drawn[0].axes
+  assert [bar.get_width() for bar in bars.patches] == [100.0, -2.0, 0.0]
+  words = [text.get_text() for text in bars.texts]
+  assert words == ["a", "100.0 %", "b", "-2.0 %", "c", "not finite"]
+  assert [*bars.get_lines()[0].get_xdata()] == [-8.0, 4.0]
+  left, right = bars.get_xlim()
+  assert left == -8.0
+  assert all(left <= text.get_position()[0] < right for text in bars.texts)
+  assert bars.get_xlabel().startswith("accuracy: % of the way")
+  assert not bars.get_shared_x_axes().joined(bars, losses)
+
+
+def test_figure_cuts_a_bar_that_is_far_below_the_start(tmp_path, drawn):
+  closed = {"a": [100.0], "b": [-900.0]}
+  results = [make_result("a"), make_result("b")]
+  path = tmp_path / "figure.png"
+  figure.write_figure(path, results, closed=closed, **NAMES)
+  assert drawn[0].axes[0].get_xlim() == (-30.0, 115.0)
+
+
+def test_figure_draws_what_is_scaled_over_a_wide_float32(tmp_path, drawn):
+  scaled = make_step(1, 1.0, 8.0, False)
+  results = [make_result("float32"), make_result("alone")]
+  results += [make_result(run, 0, scaled) for run in ("fixed", "dynamic")]
+  figure.write_figure(tmp_path / "figure.png", results, **NAMES)
+  lines = drawn[0].axes[0].get_lines()
+  wide, alone, *thin = (line.get_linewidth() for line in lines)
+  assert wide > 2 * alone > 2 * max(thin)
+  orders = [line.get_zorder() for line in lines]
+  assert orders == sorted(orders) and len(set(orders)) == 4

@@ -2,24 +2,27 @@
 
 import chex
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.datasets
 
 import optax_lossscale as ols
+from optax_lossscale.demo import brier
 from optax_lossscale.demo import digits
 from optax_lossscale.demo import text
 from optax_lossscale.demo import training
 from tests import support
 
-each_task = pytest.mark.parametrize("name", ["text", "digits"])
+each_task = pytest.mark.parametrize("name", ["brier", "text", "digits"])
 
 
 @pytest.fixture(scope="module")
 def tasks():
   """The real tasks, made once."""
   return {
+    "brier": brier.make_task(quick=True),
     "text": text.make_task(quick=True),
     "digits": digits.make_task(quick=True),
   }
@@ -33,7 +36,7 @@ def assert_products_are_in(
   inputs, labels = task.held_out[0]
   batch = inputs[:2], labels[:2]
   params = jax.eval_shape(model.init, jax.random.key(0), batch[0])
-  gradient = jax.grad(transform(training.make_loss_fn(model)))
+  gradient = jax.grad(transform(training.make_loss_fn(model, task.loss)))
   jaxpr = jax.make_jaxpr(gradient)(params, batch)
   operands = [
     (equation.primitive.name, variable.aval.dtype.name)
@@ -41,8 +44,9 @@ def assert_products_are_in(
     if equation.primitive.name in ("dot_general", "conv_general_dilated")
     for variable in (*equation.invars, *equation.outvars)
   ]
-  # Forward, and backward to the weights and to the activations.
-  assert len(operands) > 3 * 3 * 4
+  # Forward, and backward to the weights and to the activations, of two layers
+  # at least.
+  assert len(operands) >= 3 * 3 * 2
   assert {dtype for _, dtype in operands} == {dtype}
   kinds = {kind for kind, _ in operands}
   assert ("conv_general_dilated" in kinds) == (task.name == "digits")
@@ -98,6 +102,38 @@ def test_batches_of_text_come_from_the_training_part(tasks):
     np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
     assert bytes(inputs[0].tolist()) in held_out
     assert bytes(inputs[-1].tolist()) in held_out
+
+
+def test_language_model_predicts_the_character_after_eight(tasks):
+  parts = text.split(text.encode(text.read_sources()))
+  batches = next(tasks["brier"].batches(0)), *tasks["brier"].held_out
+  for part, (inputs, labels) in zip(map(bytes, parts), batches, strict=True):
+    assert inputs.shape == (len(labels), 8)
+    for row, label in zip(inputs[::500], labels[::500], strict=True):
+      assert bytes([*row.tolist(), label]) in part
+
+
+def test_brier_score_is_the_squared_error_of_each_probability():
+  logits = jnp.log(jnp.array([[0.5, 0.25, 0.25]]))
+  errors = brier.brier_score(logits, jnp.array([0]))
+  np.testing.assert_allclose(errors, [[0.25, 0.0625, 0.0625]], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_float16_loses_the_first_gradients_of_the_brier_score(tasks):
+  task = tasks["brier"]
+  batch = next(task.batches(0))
+
+  def gradients(precision, scale):
+    model = task.model(jnp.dtype(precision))
+    params = model.init(jax.random.key(0), batch[0][:1])
+    loss_fn = training.make_loss_fn(model, task.loss)
+    found = jax.jit(jax.grad(lambda x: scale * loss_fn(x, batch)))(params)
+    return jax.flatten_util.ravel_pytree(found)[0] / scale
+
+  true = gradients("float32", 1)
+  assert support.relative_error(gradients("float16", 1), true) > 0.9
+  assert support.relative_error(gradients("float16", 1024), true) < 0.2
 
 
 def test_digits_are_those_of_scikit_learn(tasks):
