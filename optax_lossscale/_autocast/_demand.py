@@ -1,8 +1,8 @@
 """Finds how a program uses each value, reading its equations backwards.
 
 An operation gets its dtype when it is evaluated, from its name, its scope and
-its inputs. These do not show what comes later, so this module finds it out in
-advance: whether a matrix product follows, and whether all uses are in float32.
+its inputs. These do not show what comes later. This module finds out in advance
+whether a matrix product follows, and whether all later uses are in float32.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
 """)
 _LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# These are not linear, but before a sum only that sum uses them.
+# Not linear, but if a sum follows, their results are used only by that sum.
 _BEFORE_SUMS = operation_table.names("cube square")
 
 
@@ -151,7 +151,7 @@ def _operation(
   after: Use,
   constants: set[core.Var],
 ) -> tuple[Use, bool, bool]:
-  """Returns the use of its inputs, and if it is a product or in float32."""
+  """Returns an operation's use of its inputs, `is_product` and `in_float32`."""
   name = operation_table.name_of(equation)
   decision = recipe.decide(name, scope)
   treatment = decision.treatment

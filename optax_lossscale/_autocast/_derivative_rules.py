@@ -189,7 +189,7 @@ class _Function:
     return [x.dtype for x in self._noted()]
 
   def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
-    """Returns the arrays that `run` returned as values."""
+    """Returns the output values, given the arrays that `run` returned."""
     return _value.received(self._noted(), arrays)
 
   def _noted(self) -> list[_value.Value]:

@@ -34,7 +34,7 @@ _KEEP_SPAN = (
 _FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-# The results of these depend on the bits of a dtype.
+# The results of these operations depend on the bits of the dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
 
@@ -213,9 +213,9 @@ def _move(
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   """Returns whether to convert a move's input rather than its output.
 
-  One conversion of the input then serves all of its moves. The output of a
-  broadcast is converted instead, so that the backward pass sums its gradient in
-  float32; constants have no backward pass, so this does not apply to them.
+  A converted input can serve several moves. But a broadcast is converted at its
+  output, so that the backward pass sums the gradient in float32. (This does not
+  apply to constants, which have no backward pass.)
   """
   name = equation.primitive.name
   if source.kind is _Kind.CONSTANT:
@@ -357,16 +357,16 @@ def _span(
   found = _value.union(x.span for x in floats)
   are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
   if found is not None and (name == "div" or are_computed):
-    # A small number no longer matters beside computed values or once divided.
+    # A small number does not matter beside computed values or after a division.
     return (found[1], found[1]) if found[1] > 1 else None
   return found
 
 
 def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
-  """Returns the kind of an operation's result in a norm, or else COMPUTED.
+  """Returns the kind of an operation's result, which is COMPUTED outside norms.
 
   A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. What follows the norm is in low precision.
+  takes a root and divides by it. Later operations are in low precision again.
   """
   kinds = {x.kind for x in floats if not x.kind.is_neutral}
   if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:

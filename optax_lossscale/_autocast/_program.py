@@ -77,7 +77,7 @@ class MixedProgram:
         return call(_Held(inner, equation, values, uses))
       decision = self.recipe.decide(operation_table.name_of(equation), scope)
       if id(equation) in demand.in_float32 and not decision.is_override:
-        # What follows the operation lets it run in float32.
+        # The operation runs in float32 because of what follows it.
         uses = demand.outputs[id(equation)]
         why = "no product follows"
         if any(use.leads_to_product for use in uses):
@@ -112,7 +112,7 @@ def _is_unknown(equation: core.JaxprEqn) -> bool:
 
 
 class _Held(NamedTuple):
-  """An equation that holds bodies, with all that its evaluation needs."""
+  """An equation that holds bodies, with everything needed to evaluate it."""
 
   program: MixedProgram  # Evaluates the bodies, in the scope of the equation.
   equation: core.JaxprEqn
@@ -157,7 +157,7 @@ def _derivative_rule(
   program, equation, inputs, uses = of
 
   def interpret(jaxpr: Any, inputs: _Values) -> list[_value.Value]:
-    # A derivative leads to a product if the function itself does.
+    # A product follows the derivative if one follows the function.
     leads = any(use.leads_to_product for use in uses)
     of_rule = _demand.Use(leads, in_float32=not leads)
     return program.evaluate(jaxpr, inputs, [of_rule] * len(jaxpr.out_avals))
@@ -188,7 +188,7 @@ def _around_bodies(of: _Held) -> list[_value.Value]:
     of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
     outputs = program.evaluate(body.jaxpr, received, of_outputs)
     outputs[:num_agreed] = map(_as_written, outputs[:num_agreed])
-    if len(outputs) == len(spans):  # Not so for the condition of a loop.
+    if len(outputs) == len(spans):  # Skips the condition of a loop.
       spans[:] = [
         _value.union([span, x.span])
         for span, x in zip(spans, outputs, strict=True)

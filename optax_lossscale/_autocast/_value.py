@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
   @property
   def is_neutral(self) -> bool:
-    """True if an operation may ignore its dtype and follow other inputs."""
+    """True if operations follow their other inputs rather than such a value."""
     return self in (Kind.GIVEN, Kind.CONSTANT)
 
   @property
@@ -60,7 +60,7 @@ class Value:
   # it or written into it.
   span: Span = None
   # The move that made this value and the value that it moved, if that may be
-  # converted before the move. One conversion then serves all of its moves.
+  # converted before the move. A converted value can serve several moves.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Value:
 
   @property
   def is_float(self) -> bool:
-    """True if its dtype is a real floating dtype."""
+    """True if the value has a real floating dtype."""
     dtype = bits.part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
@@ -173,5 +173,5 @@ def arrays(values: Sequence[Value]) -> list[Any]:
 
 
 def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-  """Returns values as a function receives them, with its own arrays."""
+  """Returns values as another function receives them, namely as `arrays`."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]

@@ -53,8 +53,8 @@ def autocast(
   - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
     norms and losses in float32. Other operations follow their inputs, and an
     added or multiplied parameter, such as a bias, follows the other input.
-  - "O2": all in `dtype` but sums, special functions, norms and losses.
-  - "O3": all in `dtype` but sums, special functions and losses.
+  - "O2": everything in `dtype` but sums, special functions, norms and losses.
+  - "O3": everything in `dtype` but sums, special functions and losses.
   - "auto": like "O1", but additions and concatenations run in the widest dtype
     among their inputs, biases included.
   - "OD": matrix products and convolutions in `dtype`, everything else as
@@ -73,7 +73,7 @@ def autocast(
     dtype: the low precision, float16 or bfloat16.
     overrides: a dict from patterns for scopes to float16, bfloat16 or float32,
       such as `{"LeNet5/conv1": jnp.float16}`. Whatever the level, operations
-      inside such a scope run in that dtype. Flax Linen names scopes after
+      in a matching scope run in its dtype. Flax Linen names scopes after
       modules; elsewhere, use `jax.named_scope`. A pattern starts at the
       outermost scope, "*" matches anything, and the longest match wins.
     operations: changes to the level's lists, such as `{"black": ["tanh"],

@@ -23,9 +23,9 @@ def in_full_precision(
   """Wraps `fun` so that it raises if part of it runs in low precision.
 
   Calling `autocast` inside `fun` raises an error. Unless `keeps_products`, so
-  does a product below float32. It means that a layer or the parameters have a
-  low dtype, or that jit traced a function under `autocast` earlier. Other
-  values in low precision, such as stored images, are allowed.
+  does a product below float32. Such a product shows that a layer or parameters
+  have a low dtype, or that jit traced a function under `autocast` earlier.
+  Other values in low precision, such as stored images, are allowed.
   """
 
   @functools.wraps(fun)
@@ -51,7 +51,7 @@ def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_autocast() -> None:
-  """Raises if `autocast` is called inside a function that refuses it."""
+  """Raises if `autocast` is called inside a function wrapped as above."""
   if _is_refused.get():
     raise ValueError(
       "`loss_fn` must not be under autocast, since the precision schedule "

@@ -56,8 +56,8 @@ SUMS = operation_table.names("""
   reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
 """)
 
-# Computed from series or continued fractions with many terms. No other system
-# runs these in low precision, so no level does.
+# Computed from series or continued fractions with many terms. Nobody runs these
+# in low precision, so no level does.
 SPECIAL = operation_table.names("""
   bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
   regularized_incomplete_beta zeta
@@ -67,8 +67,8 @@ SPECIAL = operation_table.names("""
 # among their inputs, even if that is the dtype of a parameter.
 PROMOTING = operation_table.names("add add_any concatenate")
 
-# Scopes that stay in float32, as patterns for one part of a scope. The default
-# names of Flax Linen's norms match.
+# Patterns for the scopes that stay in float32, each for one part of a scope.
+# They match the default names of Flax Linen's norms.
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
 
@@ -177,7 +177,7 @@ class Decision(NamedTuple):
   dtype: Any
   # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
-  # The reason to note for `precision_report`, if any.
+  # The reason that `precision_report` shows, if any.
   why: str = ""
 
 
@@ -206,13 +206,13 @@ class Recipe:
 
   @property
   def is_idle(self) -> bool:
-    """True if the recipe leaves every function unchanged."""
+    """True if the recipe changes nothing."""
     return not self.overrides and self.level == LEVELS["O0"]
 
   def of(
     self, operations: Collection[tuple[str, str]], names: frozenset[str]
   ) -> "Recipe":
-    """Returns the recipe for a function, from its operations' (scope, name)."""
+    """Returns the recipe for a function that has these (scope, name) pairs."""
     _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
@@ -222,7 +222,7 @@ class Recipe:
       *(level.named for level in LEVELS.values()),
     )
     for name in sorted(self.edited - known):
-      # A high cutoff, since 'matmul' is not a misspelled 'mul'.
+      # The cutoff is high, since 'matmul' is not a misspelled 'mul'.
       remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
         "; a matrix product is 'dot_general', a softmax is made of 'exp', "
         "'reduce_sum' and 'div': jax.make_jaxpr shows those of a function."

@@ -21,7 +21,7 @@ from optax_lossscale._step import checks
 
 
 class StatusCounts(NamedTuple):
-  """Counts of operations, where each run counts separately on each device.
+  """Counts of operations, each counted every time it runs, on every device.
 
   Attributes:
     overflow: int32[], operations whose result was too large for its dtype.
@@ -44,15 +44,15 @@ def float_status(
 
   The flag acts like the status register of an accelerator: any operation that
   overflows sets it, and later operations do not clear it. It therefore catches
-  overflows that do not show in the gradients: in the forward pass only, behind
-  a small layer scale, or hidden by a mean. Wrap the function that computes the
-  gradients, and pass the flag to `update(..., overflow=flag)`.
+  overflows that do not show in the gradients: those in the forward pass only,
+  and those hidden by a small layer scale or a mean. Wrap the function that
+  computes the gradients, and pass the flag to `update(..., overflow=flag)`.
 
   An operation overflows if it produces inf or NaN from finite inputs. Results
   of an earlier inf, such as the -inf of an attention mask, do not count. Nor do
-  operations without a finite result in any dtype: division by zero, log 0 and
-  sqrt(-1) are counted separately. An operation in a branch of `jnp.where` that
-  is not taken counts like any other, so exp(1000) there is an overflow. Casting
+  operations with no finite result in any dtype, such as division by zero, log 0
+  or sqrt(-1); they are counted separately. An operation counts even in a branch
+  that `jnp.where` does not take, so exp(1000) there is an overflow. Casting
   -1e9 to float16 is an overflow too, and so is subtracting a row's maximum of
   17 from finfo.min; mask with -inf instead.
 
@@ -72,9 +72,9 @@ def float_status(
     check: `nonfinite()`, or `saturated()` for hardware that saturates. With
       `saturated()`, an operation overflows if its result reaches the largest
       finite value of its dtype and no input has reached that of its own dtype.
-    counts: if True, the second result is not the flag but a tuple of counts, of
-      operations that overflowed and that were undefined. Pass `counts.overflow`
-      as `overflow=`; the tuple itself would count both kinds as overflows.
+    counts: if True, a tuple of two counts is returned instead of the flag: the
+      operations that overflowed, and those that were undefined. Pass
+      `counts.overflow` as `overflow=`; with the whole tuple, both kinds count.
 
   Returns:
     A function with the same arguments as `fun` that returns the result of `fun`
@@ -118,7 +118,7 @@ def float_status(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any], saturating: bool
 ) -> Callable[..., tuple[list[Any], StatusCounts]]:
-  """Returns the recorded function, differentiable and with its counts."""
+  """Returns a differentiable function that also returns the counts."""
 
   @jax.custom_jvp
   def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
@@ -129,8 +129,8 @@ def _differentiable(
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
-    # Differentiates the recorded function itself. So its custom rules are kept,
-    # and operations that only the derivative needs are not counted.
+    # Differentiates the recorded function itself. This keeps its custom rules,
+    # and does not count operations that only the derivative needs.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
     of_count: Any = np.zeros((), jax.dtypes.float0)
     return run(*primals), (of_outputs, StatusCounts(of_count, of_count))
@@ -173,7 +173,7 @@ class _Counting(throughout.Sum):
 def _count_operation(
   found: Sequence[Mapping[str, Any]], kind: str
 ) -> jax.Array:
-  """Returns int32[]: 1 if any element of any output is of this kind, else 0."""
+  """Returns 1 if any element of any output is of this kind, else 0."""
   elements = [by_kind[kind] for by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)

@@ -35,7 +35,7 @@ def check_dtypes(dtypes: Any) -> frozenset[Any]:
 
 def _check_dtype(dtype: Any) -> Any:
   found, name = arguments.read_dtype(dtype)
-  # float8_e8m0fnu has only powers of two. It has no sign and no 0.
+  # float8_e8m0fnu has only powers of two, with neither a sign nor a 0.
   if (
     found is None
     or jnp.finfo(found).bits < 8

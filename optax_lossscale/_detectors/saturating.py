@@ -36,9 +36,9 @@ def saturating(
   backward pass clamped as well: `jax.grad(saturating(fun))` is the same as
   `saturating(jax.grad(fun))`. Forward mode is not supported; instead, use
   `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. A `custom_vmap` rule
-  applies only to a `vmap` inside `fun`. An operation that contains a program is
-  clamped only in its results: a kernel (Pallas, a library call),
-  `custom_partitioning`, a reduction with your own function, and `custom_root`
+  applies only to a `vmap` inside `fun`. Only the results are clamped if an
+  operation contains a program of its own: a kernel (Pallas, a library call),
+  `custom_partitioning`, a reduction with your own function, or `custom_root`
   on newer JAX.
 
   Args:
@@ -90,7 +90,7 @@ def saturating(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any]
 ) -> Callable[..., list[Any]]:
-  """Returns the recorded function, which saturates forward and backward."""
+  """Returns the recorded function, saturating in both passes."""
 
   @jax.custom_vjp
   def run(*operands: Any) -> list[Any]:
@@ -105,8 +105,8 @@ def _differentiable(
   ]
 
   def forward(*operands: Any) -> tuple[list[Any], Any]:
-    # Differentiates with respect to these inputs only. With respect to others,
-    # a loop of unknown length or a callback to the host has no derivative.
+    # Differentiates with respect to these inputs only. Others may go through a
+    # while loop or a callback to the host, which have no derivative.
     inputs = {
       place: operand.value
       for place, operand in enumerate(operands)

@@ -70,8 +70,8 @@ def status_tap(
     )
   tap.check_measured("status", status)
   count = functools.partial(_count, check)
-  # Each leaf has its own tap. If a tap held a varying leaf too, JAX would sum
-  # the cotangent of a leaf that all devices share over the devices.
+  # Each leaf has its own tap. If a leaf that devices share were in one tap with
+  # a varying leaf, JAX would sum the shared leaf's cotangent over the devices.
   return jax.tree.map(lambda leaf: tap.tap(leaf, status, count), x)
 
 

@@ -43,7 +43,7 @@ def select_at_definition(
 def find_definitions(
   jaxpr: core.Jaxpr, olds: Sequence[Any]
 ) -> dict[core.Var, Any]:
-  """Returns the old values of outputs that can be selected at definition.
+  """Returns the old value of each output that can be selected at definition.
 
   An output that is an input or a constant has no definition. If two outputs are
   the same variable, only the first can be selected at its definition, since a
@@ -81,7 +81,7 @@ def _evaluate_selecting(
       return interpreter.bind(equation, inputs)
     inner = calls.transparent_body(equation)
     if inner is not None:
-      # The outputs are defined, and maybe also used, inside the call.
+      # The outputs are defined inside the call, and may be used there too.
       with interpreter.inside(equation):
         outputs, are_selected = _evaluate_selecting(inner, inputs, olds, select)
     else:

@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-# Since jax 0.11 this class is `core.Jaxpr` itself. JAX's stubs lack its name.
+# Since jax 0.11 this is `core.Jaxpr` itself. JAX's type stubs lack the name.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
 
@@ -85,7 +85,7 @@ class Call(NamedTuple):
   bodies: Callable[[core.JaxprEqn], list[Body]] = _only
 
 
-# Keyed by name, since some primitives are not public.
+# The keys are names, since some primitives are not public.
 TABLE: Mapping[str, Call] = {
   primitives.call_p.name: Call(Form.CALL),
   primitives.closed_call_p.name: Call(Form.CALL),
@@ -154,14 +154,14 @@ def carried(equation: core.JaxprEqn) -> range:
   if "num_carry" in parameters:
     num_consts, num_carry = parameters["num_consts"], parameters["num_carry"]
   else:
-    # Since jax 0.11, a scan has these numbers only as the lengths of the parts
-    # of a tree. The tree's class is not public.
+    # Since jax 0.11, these numbers are the lengths of the parts of a tree. The
+    # tree's class is not public.
     num_consts, num_carry, _ = map(len, parameters["ft_in"].unpack())
   return range(num_consts, num_consts + num_carry)
 
 
 def close(jaxpr: Any) -> Any:
-  """Returns a jaxpr as a closed one, which has `consts`."""
+  """Returns a jaxpr that has `consts`, wrapping one that does not."""
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 

@@ -24,7 +24,7 @@ from optax_lossscale._base import trees
 # Takes an equation and its input values, and returns its output values.
 EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
-# JAX's trace state in the function being recorded, if it will run right away.
+# JAX's trace state during a recording that is evaluated right away, or None.
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "_recorded", default=None
 )
@@ -119,7 +119,7 @@ def is_recording() -> bool:
   """Returns whether the function being traced is evaluated now and only once.
 
   This is true while an eager `record` calls the function. It is false inside
-  any jitted function that it calls, since JAX keeps the trace for later calls.
+  functions that JAX traces in turn, such as jitted ones, since JAX keeps those.
   """
   return bool(_recorded.get() == core.get_opaque_trace_state())
 

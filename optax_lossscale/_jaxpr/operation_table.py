@@ -51,7 +51,7 @@ JOINS = names("""
   scatter-max scatter-min select_and_gather_add select_n stack
 """)
 
-# Moves that neither repeat nor drop elements.
+# Moves that rearrange elements without repeating or dropping any.
 REARRANGES = names("""
   copy reshape rev squeeze stop_gradient transpose
 """)
@@ -59,7 +59,7 @@ REARRANGES = names("""
 # Each element of the result depends on all inputs along some axes.
 REDUCTIONS = names("reduce_prod reduce_sum")
 
-# Each element of the result depends on the input up to that point of an axis.
+# Each element of the result depends on the input up to its position on an axis.
 CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 
 # The result depends on the inputs of several devices.
@@ -81,7 +81,7 @@ _Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 def moves(equation: core.JaxprEqn) -> bool:
-  """Returns whether an operation never exceeds its inputs in magnitude."""
+  """Returns whether the results never exceed the inputs in magnitude."""
   name, parameters = equation.primitive.name, equation.params
   if name == "abs":
     return not _is_complex(equation.invars[0].aval)

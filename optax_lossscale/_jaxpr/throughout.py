@@ -271,7 +271,7 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
     consts = [inputs[place] for place in body.inputs if place < start]
     return interpret(body, [*consts, *carry])
 
-  # The new body also evaluates the condition, so that its count is carried.
+  # The body also evaluates the condition, so that the loop carries its count.
   def run_round(state: Any) -> Any:
     goes_on, carry, counts = state
     outputs, in_round = run(round_body, carry)
