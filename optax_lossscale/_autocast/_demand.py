@@ -40,20 +40,20 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-  """How one jaxpr uses its values."""
+  """How a jaxpr uses its values, as found by `find_demand`."""
 
   # The ids of the equations that run in float32 because of what follows them.
   in_float32: frozenset[int]
-  # The uses of each equation's outputs, by the id of the equation.
+  # How the outputs of each equation are used, by the id of the equation.
   outputs: dict[int, list[Use]]
-  # The uses of the jaxpr's inputs.
+  # How the inputs of the jaxpr are used.
   inputs: list[Use]
   # True if the jaxpr contains a product in low precision.
   has_product: bool
 
 
-# These keep no values for the backward pass, so running them in float32 costs
-# no memory. The same holds for multiplication by a constant. (`reduce_max` is
+# These operations save nothing for the backward pass, so float32 costs no extra
+# memory. The same holds for multiplication by a constant. (`reduce_max` is
 # listed for softmax, which does not differentiate its maximum.)
 _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
@@ -113,7 +113,7 @@ def in_loop(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[Use, bool]:
-  """Returns one use for all values of a loop, and if the loop has a product."""
+  """Returns one use for all values in a loop, and whether one is a product."""
   has_product = any(
     find_demand(
       body.jaxpr, recipe, scope, [Use()] * len(body.jaxpr.out_avals)

@@ -23,8 +23,8 @@ _Treatment = levels.Treatment
 
 _OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
-# After these operations a large number is still large. Other operations have a
-# bounded result, or one whose magnitude is unknown.
+# If an input of these operations contains a large number, so does the result.
+# Other operations have a bounded result, or one whose magnitude is unknown.
 _KEEP_SPAN = (
   operation_table.JOINS
   | levels.PRODUCTS
@@ -73,7 +73,7 @@ def evaluate(
 
 
 def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
-  """Returns whether an operation has floats, all of them in these dtypes."""
+  """Returns whether an operation uses floats, all of them in `dtypes`."""
   avals: list[Any] = [
     atom.aval for atom in (*equation.invars, *equation.outvars)
   ]
@@ -333,7 +333,7 @@ def _choose(
     kind = _kind_in_norm(name, floats)
   if kind is not _Kind.COMPUTED:
     return levels.FLOAT32, kind
-  # A number out of range is intended in a choice such as `select_n`, and is
+  # In a choice such as `select_n`, numbers out of range are intentional and are
   # clipped. Any other operation runs in float32 if its numbers do not fit.
   is_choice = equation.primitive.name in operation_table.JOINS
   has_room = all(

@@ -35,12 +35,12 @@ class Kind(enum.Enum):
 
   @property
   def is_neutral(self) -> bool:
-    """True if operations follow their other inputs rather than such a value."""
+    """True if operations follow other inputs rather than one of this kind."""
     return self in (Kind.GIVEN, Kind.CONSTANT)
 
   @property
   def stays_float32(self) -> bool:
-    """True if an operation with only such inputs may stay in float32."""
+    """True if operations with only inputs of this kind may stay in float32."""
     return self.is_neutral or self is Kind.STATISTIC
 
 
@@ -56,8 +56,8 @@ class Value:
   written: Any  # The value's dtype in the original program.
   kind: Kind = Kind.COMPUTED
   number: float | None = None  # The number that a constant holds, if known.
-  # Covers the program's numbers that were added to the value, multiplied with
-  # it or written into it.
+  # The range of the numbers in the program that were added to the value,
+  # multiplied with it or written into it.
   span: Span = None
   # The move that made this value and the value that it moved, if that may be
   # converted before the move. A converted value can serve several moves.
@@ -94,10 +94,10 @@ class Value:
     return result
 
   def received(self, array: Any) -> "Value":
-    """Returns the value as a loop body or another function receives it.
+    """Returns the value for a loop body or function that gets it as `array`.
 
-    A known number is the same everywhere. A body may receive only a part of any
-    other array: one slice of a scan's input, or one shard.
+    A known number is the same everywhere. Any other value may arrive only in
+    part, as one slice of a scan's input or as one shard.
     """
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
@@ -160,7 +160,7 @@ def constant(number: Any, aval: Any) -> Value:
 
 
 def union(spans: Iterable[Span]) -> Span:
-  """Returns the smallest span that covers all the spans."""
+  """Returns the smallest span that covers all of these spans."""
   found = [span for span in spans if span is not None]
   if not found:
     return None
@@ -168,10 +168,10 @@ def union(spans: Iterable[Span]) -> Span:
 
 
 def arrays(values: Sequence[Value]) -> list[Any]:
-  """Returns the arrays of values, without conversion."""
+  """Returns the arrays of values, without converting them."""
   return [value.array for value in values]
 
 
 def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-  """Returns values as another function receives them, namely as `arrays`."""
+  """Returns `values` for a function that receives them as `arrays`."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]

@@ -36,8 +36,8 @@ PRODUCTS = operation_table.names("""
   conv_general_dilated dot_general ragged_dot ragged_dot_general
 """)
 
-# These grow so fast that float16 overflows early (exp at 12), or their slope
-# near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
+# Functions that grow so fast that float16 overflows early (exp at 12), or whose
+# slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
 # squares and cubes in float32 if they are written as powers. Here squares and
 # cubes follow their input, as they do in the activations of a layer with
 # `dtype=`. Before a sum, however, they are in float32.
@@ -45,7 +45,7 @@ STEEP = operation_table.names("""
   cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
 """)
 
-# These are steep at the ends of their domain, where float16 has few values.
+# Functions steep at the ends of their domain, where float16 has few values.
 INVERSES = operation_table.names("acos acosh asin asinh atanh erf_inv")
 
 # Long sums lose small terms: in float16, 2048 + 1 is 2048. So every level
@@ -80,7 +80,7 @@ class Treatment(enum.Enum):
   WHITE = "white"
   # In float32.
   BLACK = "black"
-  # In the widest dtype of its inputs, but an added parameter follows the rest.
+  # In the widest dtype of its inputs, not counting parameters that it adds.
   GRAY = "gray"
   # In the widest dtype of its inputs, including parameters.
   PROMOTE = "promote"
@@ -240,7 +240,7 @@ class Recipe:
     return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
   def decide(self, operation: str, scope: str) -> Decision:
-    """Returns how to treat an operation with this name in this scope."""
+    """Returns how to treat an operation, given its name and its scope."""
     overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]
     if overrides:
       _, dtype = max(overrides, key=lambda x: len(x[0]))

@@ -73,8 +73,8 @@ def float_status(
       `saturated()`, an operation overflows if its result reaches the largest
       finite value of its dtype and no input has reached that of its own dtype.
     counts: if True, a tuple of two counts is returned instead of the flag: the
-      operations that overflowed, and those that were undefined. Pass
-      `counts.overflow` as `overflow=`; with the whole tuple, both kinds count.
+      operations that overflowed, and those that were undefined. As `overflow=`,
+      pass `counts.overflow`, or the tuple if undefined ones should count too.
 
   Returns:
     A function with the same arguments as `fun` that returns the result of `fun`

@@ -25,7 +25,7 @@ Select = Callable[[Any, Any], Any]
 def select_at_definition(
   function: Callable[[], tuple[Any, Any]], old_state: Any, select: Select
 ) -> tuple[Any, Any]:
-  """Returns the result of `function`, and either its new state or the old."""
+  """Returns the result of `function`, and its new state or the old one."""
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
@@ -106,9 +106,9 @@ def _evaluate_selecting(
 def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
   """Returns the selected value, or `new` if the two have different types.
 
-  Under `shard_map`, a type says over which devices a value may vary. A selected
-  value that varies with the old value or the skip would not fit where `new` is
-  used. Such a value is selected after the update, as if it had no definition.
+  Under `shard_map`, a type says over which devices a value may vary. If the old
+  value or the skip varies but `new` does not, the selected value would not fit
+  where `new` is used. It is then selected after the update instead.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new

@@ -79,7 +79,7 @@ def record(
   """Records a function; the arrays among its arguments become inputs.
 
   The function gets copies of its arguments, so its in-place changes are lost.
-  Such changes raise an error unless `may_change`.
+  In-place changes raise an error unless `may_change` is True.
   """
   # Under jit, a recording is evaluated only when the compiled program runs.
   # Inside another recording, it is evaluated when the outer one is.
@@ -118,8 +118,8 @@ def is_staged() -> bool:
 def is_recording() -> bool:
   """Returns whether the function being traced is evaluated now and only once.
 
-  This is true while an eager `record` calls the function. It is false inside
-  functions that JAX traces in turn, such as jitted ones, since JAX keeps those.
+  This is true while an eager `record` calls the function. It is false in nested
+  functions that JAX traces, such as jitted ones, since JAX keeps their traces.
   """
   return bool(_recorded.get() == core.get_opaque_trace_state())
 

@@ -143,7 +143,7 @@ def is_low(dtype: Any) -> bool:
 def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
   """Returns where an operation has no finite value in any dtype.
 
-  The answer is meaningful only where the result is non-finite.
+  The answer is meaningful only where the operation's result is non-finite.
   """
   name = equation.primitive.name
   if name in BOUNDED:

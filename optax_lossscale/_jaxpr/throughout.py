@@ -140,7 +140,7 @@ def _rebuild(
   interpret: _InterpretAndCount,
   rule: CountingRule,
 ) -> tuple[list[Any], Any]:
-  """Returns the outputs of an equation, and the count of its bodies."""
+  """Returns the outputs of an equation, and what was counted in its bodies."""
   call = _CALLS.get(calls.form(equation))
   if call is not None:
     with interpreter.inside(equation):
@@ -282,7 +282,7 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
       for new, old in zip(outputs, carry, strict=True)
     ]
     counts = rule.join_round(counts, in_round, is_over=True)
-    # A condition's count belongs to the iteration that follows it.
+    # The count of a condition belongs to the iteration that follows.
     (goes_on,), in_test = run(test_body, outputs)
     counts = rule.join_round(counts, in_test, is_over=False)
     return goes_on, outputs, counts
