@@ -1,7 +1,7 @@
 """Finds how a program uses each value, reading its equations backwards.
 
 An operation gets its dtype when it is evaluated, from its name, its scope and
-its inputs. These do not show what comes later. This module finds out in advance
+its inputs, none of which show what comes later. So this module finds out first
 whether a matrix product follows, and whether all later uses are in float32.
 """
 

@@ -31,7 +31,7 @@ def autocast(
 ) -> Callable[..., Any]:
   """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
-  `fun` is written in float32 and needs no changes. When it is traced, its
+  `fun` is written in float32 and needs no changes. When `fun` is traced, its
   matrix products and convolutions get inputs in `dtype`, forward and backward.
   Operations that would lose range or accuracy stay in float32. All of this
   happens during tracing and costs nothing when the program runs.

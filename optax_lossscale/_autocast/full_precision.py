@@ -51,7 +51,7 @@ def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_autocast() -> None:
-  """Raises if `autocast` is called inside a function wrapped as above."""
+  """Raises if called inside a function that must not use `autocast`."""
   if _is_refused.get():
     raise ValueError(
       "`loss_fn` must not be under autocast, since the precision schedule "

@@ -193,8 +193,8 @@ class Recipe:
   overrides: tuple[tuple[str, Any], ...]
   # The operations that the caller moved to other lists.
   edited: frozenset[str]
-  # The scopes that contain a product. They do not count as norms or losses,
-  # whatever their names.
+  # The scopes that contain a product. Such scopes do not count as norms or
+  # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
 
   @functools.cached_property

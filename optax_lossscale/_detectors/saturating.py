@@ -28,8 +28,8 @@ def saturating(
   """Returns `fun` as hardware in saturation mode would compute it.
 
   After every operation, inf becomes the largest finite value of its dtype with
-  the same sign, and NaN becomes 0. You can thus try out training for such
-  hardware on any other. Check with `saturated`, since all gradients are finite.
+  the same sign, and NaN becomes 0. You can thus rehearse training on saturating
+  hardware without it. Check with `saturated`, since all gradients are finite.
 
   Every operation of `fun` is clamped, including those in loops, branches, calls
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
@@ -90,7 +90,7 @@ def saturating(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any]
 ) -> Callable[..., list[Any]]:
-  """Returns the recorded function, saturating in both passes."""
+  """Returns the recorded function, saturating in its backward pass too."""
 
   @jax.custom_vjp
   def run(*operands: Any) -> list[Any]:

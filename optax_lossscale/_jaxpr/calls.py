@@ -34,7 +34,7 @@ class Form(enum.Enum):
   SCAN = enum.auto()
   WHILE = enum.auto()
   SHARD_MAP = enum.auto()
-  # A linear solver, whose derivative is another solve. It must keep its
+  # A linear solver, whose derivative is another solve. A solver must keep its
   # precision: in float16, it may wait forever for a small residual.
   SOLVE = enum.auto()
 
@@ -154,8 +154,8 @@ def carried(equation: core.JaxprEqn) -> range:
   if "num_carry" in parameters:
     num_consts, num_carry = parameters["num_consts"], parameters["num_carry"]
   else:
-    # Since jax 0.11, these numbers are the lengths of the parts of a tree. The
-    # tree's class is not public.
+    # Since jax 0.11, `num_consts` and `num_carry` are the lengths of parts of a
+    # tree, whose class is not public.
     num_consts, num_carry, _ = map(len, parameters["ft_in"].unpack())
   return range(num_consts, num_consts + num_carry)
 

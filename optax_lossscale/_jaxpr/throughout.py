@@ -199,7 +199,7 @@ def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
   if isinstance(sharding, jax.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
-    # Here the sharding is part of the array's type rather than a hint.
+    # On an explicit mesh, a sharding is part of the array's type, not a hint.
     return jax.jit(_same, out_shardings=sharding)(array)
   return lax.with_sharding_constraint(array, sharding)
 
