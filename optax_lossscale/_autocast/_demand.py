@@ -113,7 +113,7 @@ def in_loop(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[Use, bool]:
-  """Returns one use for all values in a loop, and whether one is a product."""
+  """Returns one use for a loop's values, and whether the loop has a product."""
   has_product = any(
     find_demand(
       body.jaxpr, recipe, scope, [Use()] * len(body.jaxpr.out_avals)

@@ -63,7 +63,7 @@ def autocast(
   A norm is recognized by its scope (one part of it matches "*Norm*", and it
   contains no product) or by its operations. A loss is recognized by its scope
   ("*loss*", "*cross_entropy*") or by its position: all that follows the last
-  product of `fun` is in float32, except at "O0" and "OD". The loss is therefore
+  matrix product of `fun` is in float32, except at "O0" and "OD". So the loss is
   the same whether `fun` is only the model or the whole loss function.
 
   Args:

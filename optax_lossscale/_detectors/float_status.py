@@ -173,7 +173,7 @@ class _Counting(throughout.Sum):
 def _count_operation(
   found: Sequence[Mapping[str, Any]], kind: str
 ) -> jax.Array:
-  """Returns 1 if any element of any output is of this kind, else 0."""
+  """Returns int32[], 1 if any element of any output is of this kind, else 0."""
   elements = [by_kind[kind] for by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)

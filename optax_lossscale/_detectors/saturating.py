@@ -194,8 +194,8 @@ class _Clamping(throughout.CountingRule):
 def _saturate(x: jax.Array) -> jax.Array:
   """Returns `x` with inf replaced by the largest finite value, and NaN by 0.
 
-  It works on the bits, which forces a compiler that computes in a wider dtype
-  to round to this dtype first.
+  Working on the bits forces a compiler that computes in a wider dtype to round
+  to this dtype first.
   """
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
