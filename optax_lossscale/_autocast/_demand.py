@@ -1,8 +1,8 @@
 """Finds how a program uses each value, reading its equations backwards.
 
 An operation gets its dtype when it is evaluated, from its name, its scope and
-its inputs, none of which show what comes later. So this module finds out first
-whether a matrix product follows, and whether all later uses are in float32.
+its inputs, none of which show what comes later. This module therefore looks
+ahead, for a matrix product and for uses that are not in float32.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Demand:
 
   # The ids of the equations that run in float32 because of what follows them.
   in_float32: frozenset[int]
-  # How the outputs of each equation are used, by the id of the equation.
+  # For the id of each equation, how the equation's outputs are used.
   outputs: dict[int, list[Use]]
   # How the inputs of the jaxpr are used.
   inputs: list[Use]
@@ -59,7 +59,7 @@ _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
 """)
 _LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Not linear, but if a sum follows, their results are used only by that sum.
+# Nonlinear operations, which before a sum are computed only for that sum.
 _BEFORE_SUMS = operation_table.names("cube square")
 
 

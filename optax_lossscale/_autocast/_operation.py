@@ -213,9 +213,9 @@ def _move(
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   """Returns whether to convert a move's input rather than its output.
 
-  A converted input can serve several moves. But a broadcast is converted at its
-  output, so that the backward pass sums the gradient in float32. (This does not
-  apply to constants, which have no backward pass.)
+  A converted input can serve several moves. For a broadcast the output is
+  converted, so that the backward pass sums the gradient in float32. (Constants
+  are always converted first, since they have no backward pass.)
   """
   name = equation.primitive.name
   if source.kind is _Kind.CONSTANT:
@@ -312,7 +312,7 @@ def _choose(
   if equation.primitive.name in operation_table.JOINS and all(
     x.kind.is_neutral for x in floats
   ):
-    # For example, the biases of several gates, joined into one array.
+    # For example, the biases of several gates are joined into one array.
     return _widest(floats), _Kind.GIVEN
   is_given = all(x.kind.stays_float32 for x in floats)
   name = operation_table.name_of(equation)

@@ -31,8 +31,8 @@ from optax_lossscale._jaxpr import throughout
 
 _Values = Sequence[_value.Value]
 
-# These hold a jaxpr but count as one operation, since their jaxpr only combines
-# two numbers.
+# Primitives that hold a jaxpr but count as one operation, because their jaxpr
+# only combines two numbers.
 _COMBINING = operation_table.names("""
   reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul
   select_and_scatter select_and_gather_add
@@ -77,7 +77,7 @@ class MixedProgram:
         return call(_Held(inner, equation, values, uses))
       decision = self.recipe.decide(operation_table.name_of(equation), scope)
       if id(equation) in demand.in_float32 and not decision.is_override:
-        # The operation runs in float32 because of what follows it.
+        # The operation runs in float32 because of the operations that follow.
         uses = demand.outputs[id(equation)]
         why = "no product follows"
         if any(use.leads_to_product for use in uses):

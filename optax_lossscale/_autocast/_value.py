@@ -24,8 +24,8 @@ class Kind(enum.Enum):
   GIVEN = "inputs only"
   # A number in the program.
   CONSTANT = "constants only"
-  # In float32 although no list asks for it: a sum, or a value computed without
-  # the network, such as positions, noise or an embedding. At O2 and O3, an
+  # In float32 by default: a sum, or a value computed only from values that are
+  # given, such as positions, noise or an embedding. At O2 and O3, an
   # operation with a computed input ignores the dtype of a statistic.
   STATISTIC = "a statistic"
   # The root of a statistic, or the root's reciprocal: the divisor in a norm.
@@ -59,8 +59,8 @@ class Value:
   # The range of the numbers in the program that were added to the value,
   # multiplied with it or written into it.
   span: Span = None
-  # The move that made this value and the value that it moved, if that may be
-  # converted before the move. A converted value can serve several moves.
+  # The move that made this value and the move's input, if the input may be
+  # converted instead. A converted input can serve several moves.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Value:
 
   @property
   def outline(self) -> "Value":
-    """The value with only the type of its array, so that rules may keep it.
+    """The value with its array's type instead of the array, safe to keep.
 
     JAX keeps a derivative rule as long as the compiled function. The rule must
     not keep alive the tracers that existed when it was made.

@@ -72,8 +72,8 @@ def autocast(
     level: "O0", "O1", "O2", "O3", "auto" or "OD".
     dtype: the low precision, float16 or bfloat16.
     overrides: a dict from patterns for scopes to float16, bfloat16 or float32,
-      such as `{"LeNet5/conv1": jnp.float16}`. Whatever the level, operations
-      in a matching scope run in its dtype. Flax Linen names scopes after
+      such as `{"LeNet5/conv1": jnp.float16}`. At every level, operations in a
+      matching scope run in the pattern's dtype. Flax Linen names scopes after
       modules; elsewhere, use `jax.named_scope`. A pattern starts at the
       outermost scope, "*" matches anything, and the longest match wins.
     operations: changes to the level's lists, such as `{"black": ["tanh"],

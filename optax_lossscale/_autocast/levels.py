@@ -29,8 +29,8 @@ FLOAT32 = np.dtype(np.float32)
 _LOW = ("float16", "bfloat16")
 _DTYPES = (*_LOW, "float32")
 
-# Matrix products and convolutions. Hardware computes them many times faster in
-# low precision, while accumulating in float32. Other systems also list
+# Hardware computes matrix products and convolutions many times faster in low
+# precision, while accumulating in float32. Other systems also list
 # attention and recurrent cells, which in JAX consist of these operations.
 PRODUCTS = operation_table.names("""
   conv_general_dilated dot_general ragged_dot ragged_dot_general
@@ -40,7 +40,7 @@ PRODUCTS = operation_table.names("""
 # slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
 # squares and cubes in float32 if they are written as powers. Here squares and
 # cubes follow their input, as they do in the activations of a layer with
-# `dtype=`. Before a sum, however, they are in float32.
+# `dtype=`. Before a sum, however, squares and cubes are in float32.
 STEEP = operation_table.names("""
   cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
 """)
@@ -68,7 +68,7 @@ SPECIAL = operation_table.names("""
 PROMOTING = operation_table.names("add add_any concatenate")
 
 # Patterns for the scopes that stay in float32, each for one part of a scope.
-# They match the default names of Flax Linen's norms.
+# NORM_SCOPES matches the default names of Flax Linen's norms.
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
 
@@ -80,7 +80,7 @@ class Treatment(enum.Enum):
   WHITE = "white"
   # In float32.
   BLACK = "black"
-  # In the widest dtype of its inputs, not counting parameters that it adds.
+  # In the widest dtype of its inputs; added or multiplied parameters follow it.
   GRAY = "gray"
   # In the widest dtype of its inputs, including parameters.
   PROMOTE = "promote"

@@ -49,12 +49,12 @@ def float_status(
   computes the gradients, and pass the flag to `update(..., overflow=flag)`.
 
   An operation overflows if it produces inf or NaN from finite inputs. Results
-  of an earlier inf, such as the -inf of an attention mask, do not count. Nor do
-  operations with no finite result in any dtype, such as division by zero, log 0
-  or sqrt(-1); they are counted separately. An operation counts even in a branch
-  that `jnp.where` does not take, so exp(1000) there is an overflow. Casting
-  -1e9 to float16 is an overflow too, and so is subtracting a row's maximum of
-  17 from finfo.min; mask with -inf instead.
+  of an earlier inf, such as the -inf of an attention mask, do not count.
+  Operations with no finite result in any dtype, such as division by zero, log 0
+  or sqrt(-1), are counted separately. An operation counts even in a branch that
+  `jnp.where` does not take, so exp(1000) there is an overflow. Casting -1e9 to
+  float16 is an overflow too, and so is subtracting a row's maximum of 17 from
+  finfo.min; mask with -inf instead.
 
   All operations are checked, including those in loops, branches, calls and
   `shard_map`, and those whose results are never used. Some operations cannot be
@@ -129,8 +129,8 @@ def _differentiable(
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
-    # Differentiates the recorded function itself. This keeps its custom rules,
-    # and does not count operations that only the derivative needs.
+    # Differentiating the recorded function itself keeps its custom rules, and
+    # does not count operations that only the derivative needs.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
     of_count: Any = np.zeros((), jax.dtypes.float0)
     return run(*primals), (of_outputs, StatusCounts(of_count, of_count))

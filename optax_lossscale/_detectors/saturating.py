@@ -105,8 +105,8 @@ def _differentiable(
   ]
 
   def forward(*operands: Any) -> tuple[list[Any], Any]:
-    # Differentiates with respect to these inputs only. Others may go through a
-    # while loop or a callback to the host, which have no derivative.
+    # Differentiates with respect to these inputs only. Other inputs may go
+    # through a while loop or a callback to the host, which have no derivative.
     inputs = {
       place: operand.value
       for place, operand in enumerate(operands)

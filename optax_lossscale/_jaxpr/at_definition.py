@@ -3,8 +3,8 @@
 Selecting between the old and the new state after the update makes the compiler
 keep both until then. If instead each value is selected where it is defined, the
 selected value goes into the old value's buffer, and later computations read it.
-On an applied step it is the new value. On a skipped step it is the old one, and
-the results of those computations are discarded.
+On an applied step, the selected value is the new one. On a skipped step, it is
+the old one, and the results of those later computations are discarded.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
 
   Under `shard_map`, a type says over which devices a value may vary. If the old
   value or the skip varies but `new` does not, the selected value would not fit
-  where `new` is used. It is then selected after the update instead.
+  where `new` is used. In that case the selection happens after the update.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new

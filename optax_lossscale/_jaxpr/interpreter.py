@@ -81,8 +81,8 @@ def record(
   The function gets copies of its arguments, so its in-place changes are lost.
   In-place changes raise an error unless `may_change` is True.
   """
-  # Under jit, a recording is evaluated only when the compiled program runs.
-  # Inside another recording, it is evaluated when the outer one is.
+  # Under jit, a recording is evaluated only when the compiled program runs. A
+  # recording inside another one is evaluated when the outer one is.
   is_at_once = is_recording() or not is_staged()
   leaves, treedef = jax.tree.flatten((args, kwargs))
   places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -118,8 +118,8 @@ def is_staged() -> bool:
 def is_recording() -> bool:
   """Returns whether the function being traced is evaluated now and only once.
 
-  This is true while an eager `record` calls the function. It is false in nested
-  functions that JAX traces, such as jitted ones, since JAX keeps their traces.
+  This is true while an eager `record` calls the function, but not in functions
+  that the function calls under jit, since JAX keeps their traces.
   """
   return bool(_recorded.get() == core.get_opaque_trace_state())
 

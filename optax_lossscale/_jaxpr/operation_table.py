@@ -73,7 +73,7 @@ BOUNDED = names("""
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
 
-# For complex inputs these are not bounded: they grow along the imaginary axis.
+# Bounded for real inputs only: complex results grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")
 
 # Returns where an operation outside of `BOUNDED` has no finite value.
@@ -102,7 +102,7 @@ _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation: its primitive's or a more specific one.
+  """Returns the name of an operation's primitive, or a more specific name.
 
   `autocast` uses this name, which equivalent ways to write an operation share.
   """

@@ -12,7 +12,7 @@ from jax.extend import core
 from optax_lossscale._jaxpr import calls
 
 # JAX wraps scopes in these names for a transformation, and adds them as scopes
-# for a call. They are not scopes of the model.
+# for a call. These names are not scopes of the model.
 _INSIDE = r"([^()]*(?:\([^()]*\)[^()]*)*)"
 _TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
 _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
@@ -21,7 +21,7 @@ _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 # JAX's scope for operations that a remat recomputes in the backward pass.
 _RECOMPUTED = "rematted_computation"
 
-# True while operations get notes. JAX's caches depend on this value, so a
+# True while `note` has an effect. JAX's caches depend on this value, so a
 # function that was traced without notes is traced again.
 noting = jax.make_user_context(False)
 _NOTE = re.compile(r"ols\.note: ([^/()]+)")

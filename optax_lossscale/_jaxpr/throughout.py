@@ -127,7 +127,7 @@ class _Rebuilt(NamedTuple):
 def rebuild(
   equation: core.JaxprEqn, inputs: Sequence[Any], interpret: Interpret
 ) -> list[Any]:
-  """Evaluates an equation, with `interpret` evaluating each of its bodies."""
+  """Evaluates an equation, using `interpret` to evaluate its bodies."""
   outputs, _ = _rebuild(
     equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
   )
@@ -225,8 +225,8 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   if platforms is None:
     result = lax.switch(index, functions, *operands)
   else:
-    # JAX compiles only the branch for the current platform. Other branches may
-    # not even compile on it.
+    # JAX compiles only the branch for the current platform. The code of other
+    # branches may not even compile there.
     of_platform = {
       platform: function
       for function, of_branch in zip(functions, platforms, strict=True)
