@@ -59,7 +59,7 @@ _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
 """)
 _LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Nonlinear operations, which before a sum are computed only for that sum.
+# Nonlinear operations. A sum that follows is the only user of their results.
 _BEFORE_SUMS = operation_table.names("cube square")
 
 
@@ -151,7 +151,7 @@ def _operation(
   after: Use,
   constants: set[core.Var],
 ) -> tuple[Use, bool, bool]:
-  """Returns an operation's use of its inputs, `is_product` and `in_float32`."""
+  """Returns the inputs' use, and if an operation is a product or in float32."""
   name = operation_table.name_of(equation)
   decision = recipe.decide(name, scope)
   treatment = decision.treatment

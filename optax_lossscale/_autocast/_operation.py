@@ -366,7 +366,7 @@ def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
   """Returns the kind of an operation's result, which is COMPUTED outside norms.
 
   A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. Operations after the norm are lowered again.
+  takes a root and divides by it. After the norm, operations are lowered again.
   """
   kinds = {x.kind for x in floats if not x.kind.is_neutral}
   if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:

@@ -56,8 +56,8 @@ SUMS = operation_table.names("""
   reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
 """)
 
-# Computed from series or continued fractions with many terms. Nobody runs these
-# in low precision, so no level does.
+# Functions computed by series or continued fractions with many terms. Nobody
+# runs these in low precision, so no level does.
 SPECIAL = operation_table.names("""
   bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
   regularized_incomplete_beta zeta

@@ -18,8 +18,8 @@ import numpy as np
 
 from optax_lossscale._base import trees
 
-# `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 it was
-# named `ClosedJaxpr`, with the same attributes.
+# `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 the class
+# was named `ClosedJaxpr`, with the same attributes.
 
 # Takes an equation and its input values, and returns its output values.
 EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]

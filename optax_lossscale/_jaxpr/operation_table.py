@@ -73,7 +73,7 @@ BOUNDED = names("""
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
 
-# Bounded for real inputs only: complex results grow along the imaginary axis.
+# Functions bounded for real inputs, which grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")
 
 # Returns where an operation outside of `BOUNDED` has no finite value.
