@@ -6,8 +6,9 @@ S before the backward pass and divides the gradients by S afterwards:
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
   opt_state = tx.init(params)
 
-  loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-  updates, opt_state = tx.update(grads, opt_state, params)
+  value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+  loss, scaled_grads = value_and_grad(params, batch)
+  updates, opt_state = tx.update(scaled_grads, opt_state, params)
   params = optax.apply_updates(params, updates)
 
 If a gradient overflows, the updates are -0.0, the optimizer's state stays the
@@ -16,7 +17,7 @@ same bit for bit, and S shrinks. After enough clean steps, S grows again.
 
 import importlib as _importlib
 
-# First, so that Ctrl-C works during the imports below, which take a second.
+# Imported first, so that Ctrl-C works during the other imports (a second).
 from optax_lossscale._base import ctrl_c as _ctrl_c  # noqa: F401
 
 # isort: split
@@ -82,8 +83,7 @@ __all__ = [
   "unscale",
 ]
 
-# These modules are loaded on first use. Most programs need only a few of them,
-# and some load Flax or matplotlib.
+# These are loaded only when used, since some of them load Flax or matplotlib.
 _ON_DEMAND = frozenset(
   {"checkpoints", "instruments", "linen", "nnx", "plot", "rules"}
 )
@@ -96,5 +96,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-  # Omits the private rooms and any submodules that happen to be imported.
+  # Omits private packages and any submodules that happen to be imported.
   return sorted({*__all__, *_ON_DEMAND, "__version__"})

@@ -1,8 +1,8 @@
-"""Finds how each value of a program is used, from the last equation back.
+"""Finds how a program uses each value, reading its equations backwards.
 
-An operation gets its dtype where it is evaluated, from its name, its scope and
-its inputs. Two facts cannot be known there and are found here in advance:
-whether a matrix product follows, and whether all later uses are in float32.
+An operation gets its dtype when it is evaluated, from its name, its scope and
+its inputs, none of which show what comes later. This module therefore looks
+ahead, for a matrix product and for uses that are not in float32.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from optax_lossscale._jaxpr import scopes
 class Use(NamedTuple):
   """How the rest of a program uses a value."""
 
-  # True if a product depends on it, directly or not.
+  # True if a product depends on the value, directly or indirectly.
   leads_to_product: bool = False
-  # True if every operation that uses it runs in float32.
+  # True if every operation that uses the value runs in float32.
   in_float32: bool = True
 
   def __or__(self, other: "Use") -> "Use":
@@ -40,26 +40,26 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-  """How one jaxpr uses its values."""
+  """How a jaxpr uses its values, as found by `find_demand`."""
 
-  # The ids of equations that run in float32 because of what follows them.
+  # The ids of the equations that run in float32 because of what follows them.
   in_float32: frozenset[int]
-  # The uses of each equation's outputs, by the id of the equation.
+  # For the id of each equation, how the equation's outputs are used.
   outputs: dict[int, list[Use]]
-  # The uses of the jaxpr's inputs.
+  # How the inputs of the jaxpr are used.
   inputs: list[Use]
-  # True if the jaxpr has a product in low precision.
+  # True if the jaxpr contains a product in low precision.
   has_product: bool
 
 
-# These keep nothing for the backward pass, so float32 costs nothing here. The
-# same holds for multiplication by a constant. (`reduce_max` is in the list for
-# softmax, which takes no gradient of its maximum.)
+# These operations save nothing for the backward pass, so float32 costs no extra
+# memory. The same holds for multiplication by a constant. (`reduce_max` is
+# listed for softmax, which does not differentiate its maximum.)
 _LINEAR = operation_table.names("""
   add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
 """)
 _LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Not linear, but before a sum they are computed only for that sum.
+# Nonlinear operations. A sum that follows is the only user of their results.
 _BEFORE_SUMS = operation_table.names("cube square")
 
 
@@ -113,7 +113,7 @@ def in_loop(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[Use, bool]:
-  """Returns one use for all values of a loop, and whether it has a product."""
+  """Returns one use for a loop's values, and whether the loop has a product."""
   has_product = any(
     find_demand(
       body.jaxpr, recipe, scope, [Use()] * len(body.jaxpr.out_avals)
@@ -130,7 +130,7 @@ def _call(
   scope: str,
   after: Sequence[Use],
 ) -> tuple[list[Use], bool]:
-  """Returns the uses of the inputs, and whether a product is inside."""
+  """Returns how a call uses its inputs, and whether it contains a product."""
   if calls.is_loop(equation):
     use, has_product = in_loop(equation, recipe, scope, after)
     return [use] * len(equation.invars), has_product
@@ -151,7 +151,7 @@ def _operation(
   after: Use,
   constants: set[core.Var],
 ) -> tuple[Use, bool, bool]:
-  """Returns the use of the inputs, `is_product` and `in_float32`."""
+  """Returns the inputs' use, and if an operation is a product or in float32."""
   name = operation_table.name_of(equation)
   decision = recipe.decide(name, scope)
   treatment = decision.treatment
@@ -167,7 +167,7 @@ def _operation(
     return Use(leads), False, False
   in_float32 = treatment is levels.Treatment.BLACK
   if name in levels.SUMS:
-    # Their inputs are in float32, whatever the dtype of the result.
+    # The inputs of a sum are in float32, whatever the dtype of its result.
     return Use(leads), False, not leads and not decision.is_override
   if not (decision.is_override or is_product):
     is_linear = (
@@ -182,7 +182,7 @@ def _operation(
       )
     )
     in_float32 |= not leads or (is_linear and after.in_float32)
-  # An operation without float outputs does not ask for low precision.
+  # An operation without float outputs does not need inputs in low precision.
   is_float = any(
     bits.part_dtype(variable.aval) for variable in equation.outvars
   )
@@ -190,7 +190,7 @@ def _operation(
 
 
 def _is_guard(equation: core.JaxprEqn) -> bool:
-  """Returns whether an equation is the `max` with -inf in every softmax."""
+  """Returns whether this is the `max` with -inf that every softmax has."""
   return equation.primitive.name == "max" and any(
     isinstance(atom, core.Literal) and np.all(np.asarray(atom.val) == -np.inf)
     for atom in equation.invars

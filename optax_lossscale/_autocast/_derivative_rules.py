@@ -1,7 +1,7 @@
 """Functions with custom derivative rules, in mixed precision.
 
-A rule is recorded in the dtypes that it is written for. The recording is then
-evaluated in mixed precision, like the function itself.
+A rule is first recorded with the dtypes of the original program. The recording
+is then evaluated in mixed precision, like the function itself.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def custom_vjp(
 def _record_tangents(
   equation: core.JaxprEqn, types: Sequence[Any], places: Sequence[int]
 ) -> Any:
-  """Records a rule that computes tangents."""
+  """Records a `custom_jvp` rule for tangents of the inputs in `places`."""
 
   def rule(primals: Any, tangents: Any) -> Any:
     def of_places(*active: Any) -> Any:
@@ -125,7 +125,7 @@ def _record_forward(
   is_input: Sequence[bool],
   is_output: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-  """Records the forward pass of a rule."""
+  """Records the forward pass of a `custom_vjp` rule."""
 
   def forward(*arguments: Any) -> Any:
     def of_floats(*floats: Any) -> Any:
@@ -151,7 +151,7 @@ def _record_forward(
 def _record_backward(
   outputs: Sequence[Any], vjp: Any, is_output: Sequence[bool]
 ) -> tuple[Any, list[Any]]:
-  """Records the backward pass of a rule; also returns its input dtypes."""
+  """Records a rule's backward pass, and returns it with its input dtypes."""
   kept, structure = jax.tree.flatten(vjp)
   of_floats = _chosen(outputs, is_output)
   jaxpr = jax.make_jaxpr(
@@ -161,7 +161,7 @@ def _record_backward(
 
 
 class _Function:
-  """The function itself, without its derivative rule."""
+  """Evaluates a function that has a derivative rule, without the rule."""
 
   def __init__(
     self,
@@ -175,7 +175,7 @@ class _Function:
     self._outputs: list[_value.Value] | None = None
 
   def run(self, *arguments: Any) -> list[Any]:
-    """Runs the function, and notes the outlines of its outputs."""
+    """Runs the function, and keeps the outlines of its outputs."""
     outputs = self._interpret(
       self._body,
       _value.received(self._inputs, arguments),
@@ -189,12 +189,12 @@ class _Function:
     return [x.dtype for x in self._noted()]
 
   def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
-    """Returns the output values for the arrays that `run` returned."""
+    """Returns the output values, given the arrays that `run` returned."""
     return _value.received(self._noted(), arrays)
 
   def _noted(self) -> list[_value.Value]:
     if self._outputs is None:
-      # JAX calls only the rule if the function is differentiated at once.
+      # JAX calls only the rule if the inputs are already being differentiated.
       jax.eval_shape(self.run, *_value.arrays(self._inputs))
     return self._outputs or []
 

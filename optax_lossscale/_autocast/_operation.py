@@ -23,8 +23,8 @@ _Treatment = levels.Treatment
 
 _OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
-# After these operations a large number is still large. The others are bounded,
-# or change the magnitude so much that nothing is known about the result.
+# If an input of these operations contains a large number, so does the result.
+# Other operations have a bounded result, or one whose magnitude is unknown.
 _KEEP_SPAN = (
   operation_table.JOINS
   | levels.PRODUCTS
@@ -34,7 +34,7 @@ _KEEP_SPAN = (
 _FLOAT32 = levels.FLOAT32
 
 _ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
-# These depend on the bits of a dtype.
+# The results of these operations depend on the bits of the dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
 
@@ -44,7 +44,7 @@ def evaluate(
   decision: levels.Decision,
   dtypes: frozenset[Any],
 ) -> list[_value.Value]:
-  """Returns the outputs of an operation."""
+  """Runs an operation as `decision` says, and returns its outputs."""
   name = equation.primitive.name
   if (
     decision.treatment is _Treatment.WRITTEN
@@ -73,11 +73,11 @@ def evaluate(
 
 
 def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
-  """Returns whether an operation uses floats, and only of these dtypes."""
+  """Returns whether an operation uses floats, all of them in `dtypes`."""
   avals: list[Any] = [
     atom.aval for atom in (*equation.invars, *equation.outvars)
   ]
-  # A `jax.Ref` keeps its dtype.
+  # A `jax.Ref` cannot change its dtype.
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
   floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
@@ -94,7 +94,7 @@ def _as_written(
 ) -> list[_value.Value]:
   with interpreter.context(equation):
     arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
-  # Positions, noise and the like do not depend on what the network computes.
+  # Positions, noise and the like do not depend on the network's values.
   kind = _Kind.COMPUTED
   if all(x.kind.stays_float32 for x in inputs if x.is_float):
     kind = _Kind.STATISTIC
@@ -108,11 +108,11 @@ def _as_written(
 def _conversion(
   equation: core.JaxprEqn, inputs: Sequence[_value.Value]
 ) -> list[_value.Value]:
-  """Evaluates a conversion that the program itself asks for."""
+  """Evaluates a conversion that the program itself makes."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
   if not x.is_float or bits.part_dtype(equation.outvars[0].aval) is None:
-    # A mask follows the other inputs; positions and counts do not.
+    # A mask follows the other inputs; positions and counts are statistics.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
     return _bind(equation, [x.array], kind)
@@ -131,7 +131,7 @@ def _product(
   algorithm, preset = parameters.get("precision"), lax.DotAlgorithmPreset
   kinds = str, lax.DotAlgorithm, preset
   if isinstance(algorithm, kinds) and algorithm != preset.DEFAULT:
-    # The algorithm fixes the dtypes of the inputs.
+    # An explicit algorithm fixes the dtypes of the inputs.
     return _as_written(equation, inputs)
   floats = [x for x in inputs if x.is_float]
   if decision.treatment is _Treatment.BLACK:
@@ -145,7 +145,7 @@ def _product(
     dtype = _FLOAT32
   emitted = parameters["preferred_element_type"]
   if emitted is not None and all(x.written == _FLOAT32 for x in floats):
-    # A product written in low precision keeps the wider result it asks for.
+    # Only a product written in low precision may keep a wider result.
     equation = equation.replace(
       params={**parameters, "preferred_element_type": dtype}
     )
@@ -185,7 +185,7 @@ def _sum(
 def _move(
   equation: core.JaxprEqn, inputs: Sequence[_value.Value]
 ) -> list[_value.Value]:
-  """Evaluates an operation that keeps each value in its current dtype."""
+  """Evaluates a move, which leaves each value in its current dtype."""
   outputs = _bind(equation, _value.arrays(inputs))
   if len(inputs) == len(outputs):
     # Each output is made from the input at the same position.
@@ -203,7 +203,7 @@ def _move(
     if equation.primitive.name not in ("abs", "neg", "sign"):
       output.number = source.number
     if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
-      # An embedding is an activation rather than a parameter.
+      # The rows of an embedding are activations rather than parameters.
       output.kind = _Kind.STATISTIC
     if is_one and _commutes(equation, source):
       output.source = (equation, source)
@@ -211,11 +211,11 @@ def _move(
 
 
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
-  """Returns whether to convert the source before it is moved.
+  """Returns whether to convert a move's input rather than its output.
 
-  If the move does not enlarge it, one conversion serves every value made from
-  it. A broadcast value is converted afterwards, so that the backward pass sums
-  its gradient in float32. Constants have no backward pass.
+  A converted input can serve several moves. For a broadcast the output is
+  converted, so that the backward pass sums the gradient in float32. (Constants
+  are always converted first, since they have no backward pass.)
   """
   name = equation.primitive.name
   if source.kind is _Kind.CONSTANT:
@@ -254,7 +254,7 @@ def _in_dtype(
 def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
   """Converts an input for an operation that runs in `dtype`."""
   if x.number is not None and x.exceeds(dtype):
-    # This happens only in a choice; see `_choose`.
+    # Only a choice such as `select_n` clips its numbers; see `_choose`.
     limit = float(jnp.finfo(dtype).max)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
@@ -312,20 +312,20 @@ def _choose(
   if equation.primitive.name in operation_table.JOINS and all(
     x.kind.is_neutral for x in floats
   ):
-    # For example, the biases of several gates, joined into one array.
+    # For example, the biases of several gates are joined into one array.
     return _widest(floats), _Kind.GIVEN
   is_given = all(x.kind.stays_float32 for x in floats)
   name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
     return levels.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:
-    # A sum may not fit in the dtype until it is divided into a mean.
+    # A sum may not fit in the dtype, even if the mean made from it does.
     is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
   if is_given and treatment is not _Treatment.WHITE:
     return _widest(floats), _kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    # Parameters are added (a bias) or multiplied (a scale). A subtracted value
-    # is a mean or a target, and a divisor may have any magnitude.
+    # Added and multiplied values are parameters (a bias, a scale). A subtracted
+    # value is a mean or a target, and a divisor may have any magnitude.
     promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
     return _widest(floats, promotes=promotes), _Kind.COMPUTED
   kind = _Kind.COMPUTED
@@ -333,8 +333,8 @@ def _choose(
     kind = _kind_in_norm(name, floats)
   if kind is not _Kind.COMPUTED:
     return levels.FLOAT32, kind
-  # Out-of-range numbers in a choice are intentional, so they are clipped. Any
-  # other operation runs in float32 if its numbers do not fit.
+  # In a choice such as `select_n`, numbers out of range are intentional and are
+  # clipped. Any other operation runs in float32 if its numbers do not fit.
   is_choice = equation.primitive.name in operation_table.JOINS
   has_room = all(
     x.fits(decision.dtype)
@@ -357,16 +357,16 @@ def _span(
   found = _value.union(x.span for x in floats)
   are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
   if found is not None and (name == "div" or are_computed):
-    # A small number vanishes beside larger ones, or is no longer a divisor.
+    # A small number does not matter beside computed values or after a division.
     return (found[1], found[1]) if found[1] > 1 else None
   return found
 
 
 def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
-  """Returns which part of a norm an operation is, or COMPUTED for any other.
+  """Returns the kind of an operation's result, which is COMPUTED outside norms.
 
   A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. Its result continues in low precision.
+  takes a root and divides by it. After the norm, operations are lowered again.
   """
   kinds = {x.kind for x in floats if not x.kind.is_neutral}
   if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
@@ -384,10 +384,10 @@ def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
 
 
 def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
-  """Returns the widest dtype among the inputs that count.
+  """Returns the widest dtype among the inputs that an operation follows.
 
-  Constants follow the other inputs if they fit. Given values also follow them,
-  unless the operation `promotes`.
+  Constants follow the other inputs if they fit. Given values also follow the
+  other inputs, unless the operation `promotes`.
   """
   floats = [x for x in inputs if x.is_float]
   computed = [x for x in floats if not x.kind.is_neutral]

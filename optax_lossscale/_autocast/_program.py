@@ -1,9 +1,9 @@
 """Evaluates a program in mixed precision, including the bodies that it holds.
 
-Most calls are evaluated in place, so that all facts about a value hold inside
-as well. Derivative rules, loops and branches must remain separate functions.
-Values enter and leave these as arrays. Where rounds or branches must agree, the
-arrays have the dtypes that the program is written for.
+Most calls are evaluated in place, so everything known about a value holds
+inside the call as well. Derivative rules, loops and branches must remain
+functions, which take and return arrays. If iterations or branches must agree on
+a dtype, the arrays have the dtypes of the original program.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from optax_lossscale._jaxpr import throughout
 
 _Values = Sequence[_value.Value]
 
-# These hold a jaxpr but count as one operation, since the jaxpr only says how
-# to combine two numbers.
+# Primitives that hold a jaxpr but count as one operation, because their jaxpr
+# only combines two numbers.
 _COMBINING = operation_table.names("""
   reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul
   select_and_scatter select_and_gather_add
@@ -46,7 +46,7 @@ class MixedProgram:
   recipe: levels.Recipe
   # The scope that contains the jaxprs.
   scope: str = ""
-  # The operations that `autocast` cannot look into.
+  # The operations found so far that `autocast` cannot look into.
   unknown: set[str] = dataclasses.field(default_factory=set)
 
   def evaluate(
@@ -56,7 +56,7 @@ class MixedProgram:
     uses: Sequence[_demand.Use],
     consts: _Values | None = None,
   ) -> list[_value.Value]:
-    """Returns the outputs of a jaxpr."""
+    """Returns the outputs of a jaxpr, given how the caller uses them."""
     demand = _demand.find_demand(jaxpr, self.recipe, self.scope, uses)
     if consts is None:
       consts = [
@@ -77,7 +77,7 @@ class MixedProgram:
         return call(_Held(inner, equation, values, uses))
       decision = self.recipe.decide(operation_table.name_of(equation), scope)
       if id(equation) in demand.in_float32 and not decision.is_override:
-        # The operations that follow require float32.
+        # The operation runs in float32 because of the operations that follow.
         uses = demand.outputs[id(equation)]
         why = "no product follows"
         if any(use.leads_to_product for use in uses):
@@ -102,7 +102,7 @@ class MixedProgram:
 
 
 def _is_unknown(equation: core.JaxprEqn) -> bool:
-  """Returns whether an operation that is in no table holds a jaxpr."""
+  """Returns whether an operation holds a jaxpr but is in no table."""
   name = equation.primitive.name
   if name in calls.TABLE or name in _COMBINING:
     return False
@@ -112,12 +112,12 @@ def _is_unknown(equation: core.JaxprEqn) -> bool:
 
 
 class _Held(NamedTuple):
-  """An equation that holds bodies."""
+  """An equation that holds bodies, with everything needed to evaluate it."""
 
-  program: MixedProgram  # In the scope of the equation.
+  program: MixedProgram  # Evaluates the bodies, in the scope of the equation.
   equation: core.JaxprEqn
   inputs: _Values
-  uses: Sequence[_demand.Use]  # How its outputs are used.
+  uses: Sequence[_demand.Use]  # How the equation's outputs are used.
 
 
 def _in_place(of: _Held) -> list[_value.Value]:
@@ -157,7 +157,7 @@ def _derivative_rule(
   program, equation, inputs, uses = of
 
   def interpret(jaxpr: Any, inputs: _Values) -> list[_value.Value]:
-    # A derivative leads to a product if the function does.
+    # A product follows the derivative if one follows the function.
     leads = any(use.leads_to_product for use in uses)
     of_rule = _demand.Use(leads, in_float32=not leads)
     return program.evaluate(jaxpr, inputs, [of_rule] * len(jaxpr.out_avals))
@@ -167,7 +167,7 @@ def _derivative_rule(
 
 
 def _around_bodies(of: _Held) -> list[_value.Value]:
-  """Rebuilds a loop, branches or a `shard_map` around lowered bodies."""
+  """Rebuilds a loop, a `cond` or a `shard_map` around its lowered bodies."""
   program, equation, inputs, uses = of
   inputs = [*inputs]
   use = None
@@ -175,7 +175,7 @@ def _around_bodies(of: _Held) -> list[_value.Value]:
   if calls.is_loop(equation):
     use, _ = _demand.in_loop(equation, program.recipe, program.scope, uses)
     for place in calls.carried(equation):
-      # A carried value counts as computed, even if its start is given.
+      # A carried value counts as computed, even if its initial value is given.
       x = _as_written(inputs[place])
       inputs[place] = _value.Value(x.array, x.written, span=x.span)
       num_agreed += 1
@@ -188,7 +188,7 @@ def _around_bodies(of: _Held) -> list[_value.Value]:
     of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
     outputs = program.evaluate(body.jaxpr, received, of_outputs)
     outputs[:num_agreed] = map(_as_written, outputs[:num_agreed])
-    if len(outputs) == len(spans):  # False for the condition of a loop.
+    if len(outputs) == len(spans):  # Skips the condition of a loop.
       spans[:] = [
         _value.union([span, x.span])
         for span, x in zip(spans, outputs, strict=True)

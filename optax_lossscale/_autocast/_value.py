@@ -1,4 +1,4 @@
-"""A value of a program in mixed precision, and its copies in other dtypes."""
+"""A value in a mixed-precision program, and its copies in other dtypes."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,36 +15,36 @@ from optax_lossscale._base import bits
 
 
 class Kind(enum.Enum):
-  """The origin of a value, which decides how much its dtype counts."""
+  """The origin of a value, which decides when operations follow its dtype."""
 
-  # Each text says why the operation that made the value is in float32.
+  # Each string says why the operation that made the value is in float32.
   # Computed by the network.
   COMPUTED = "follows an input"
   # An argument or closed-over value, even after it is moved or reshaped.
   GIVEN = "inputs only"
   # A number in the program.
   CONSTANT = "constants only"
-  # In float32 although nobody asked for it: a sum, or a value derived only from
-  # given values, such as positions, noise or an embedding. At the levels that
-  # lower everything, its dtype does not count beside computed values.
+  # In float32 by default: a sum, or a value computed only from values that are
+  # given, such as positions, noise or an embedding. At O2 and O3, an
+  # operation with a computed input ignores the dtype of a statistic.
   STATISTIC = "a statistic"
-  # The root of a statistic or its reciprocal: the divisor in a norm.
+  # The root of a statistic, or the root's reciprocal: the divisor in a norm.
   ROOT = "root of a sum"
   # An intermediate value of a norm: centered, squared or normalized.
   NORMALIZING = "part of a norm"
 
   @property
   def is_neutral(self) -> bool:
-    """True if an operation takes its precision from its other inputs."""
+    """True if operations follow other inputs rather than one of this kind."""
     return self in (Kind.GIVEN, Kind.CONSTANT)
 
   @property
   def stays_float32(self) -> bool:
-    """True if an operation on such values alone may stay in float32."""
+    """True if operations with only inputs of this kind may stay in float32."""
     return self.is_neutral or self is Kind.STATISTIC
 
 
-# The smallest and largest magnitude of some numbers, or None without numbers.
+# The smallest and largest magnitude of some numbers, or None if there are none.
 Span = tuple[float, float] | None
 
 
@@ -52,15 +52,15 @@ Span = tuple[float, float] | None
 class Value:
   """A value, with a converted copy for each dtype requested so far."""
 
-  array: Any  # As computed or given, not converted.
-  written: Any  # Its dtype in the original program.
+  array: Any  # In the dtype in which it was computed or given.
+  written: Any  # The value's dtype in the original program.
   kind: Kind = Kind.COMPUTED
-  number: float | None = None  # The number of a constant, if it is known.
-  # Covers the program's numbers that were added to it, multiplied with it or
-  # written into it.
+  number: float | None = None  # The number that a constant holds, if known.
+  # The range of the numbers in the program that were added to the value,
+  # multiplied with it or written into it.
   span: Span = None
-  # The move that made it and the value that was moved, if conversion may come
-  # first. One conversion then serves everything made from that value.
+  # The move that made this value and the move's input, if the input may be
+  # converted instead. A converted input can serve several moves.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Value:
 
   @property
   def is_float(self) -> bool:
-    """True if it has a real floating dtype."""
+    """True if the value has a real floating dtype."""
     dtype = bits.part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
@@ -84,7 +84,7 @@ class Value:
     return self._versions[dtype]
 
   def converted(self, dtype: Any) -> "Value":
-    """Returns the result of a conversion in the program itself."""
+    """Returns the value after a conversion that the program itself makes."""
     result = Value(
       self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
     )
@@ -94,10 +94,10 @@ class Value:
     return result
 
   def received(self, array: Any) -> "Value":
-    """Returns the value as a loop body or another function receives it.
+    """Returns the value for a loop body or function that gets it as `array`.
 
-    A known number is the same everywhere. Any other array may arrive only in
-    part: one slice of a scan's input, or one shard.
+    A known number is the same everywhere. Any other value may arrive only in
+    part, as one slice of a scan's input or as one shard.
     """
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
@@ -105,7 +105,7 @@ class Value:
 
   @property
   def outline(self) -> "Value":
-    """The value with its type in place of its array, which is safe to keep.
+    """The value with its array's type instead of the array, safe to keep.
 
     JAX keeps a derivative rule as long as the compiled function. The rule must
     not keep alive the tracers that existed when it was made.
@@ -115,7 +115,7 @@ class Value:
   def fits(self, dtype: Any) -> bool:
     """Returns whether `dtype` has room for the program's numbers in the value.
 
-    They must neither overflow nor underflow; rounding does not count.
+    The numbers must neither overflow nor underflow, but may be rounded.
     """
     if self.span is None:
       return True
@@ -139,7 +139,7 @@ class Value:
 
 
 def given(array: Any, aval: Any) -> Value:
-  """Returns the value of an argument."""
+  """Returns an argument as a `Value`."""
   dtype = getattr(aval, "dtype", None)
   if isinstance(array, np.ndarray | np.generic):
     array = np.asarray(array, dtype)
@@ -147,7 +147,7 @@ def given(array: Any, aval: Any) -> Value:
 
 
 def constant(number: Any, aval: Any) -> Value:
-  """Returns the value of a literal."""
+  """Returns a literal as a `Value`."""
   if not hasattr(aval, "dtype") or not bits.part_dtype(aval):
     return Value(number, getattr(aval, "dtype", None), Kind.CONSTANT)
   array = np.asarray(number, aval.dtype)
@@ -160,7 +160,7 @@ def constant(number: Any, aval: Any) -> Value:
 
 
 def union(spans: Iterable[Span]) -> Span:
-  """Returns the smallest span that covers the given ones."""
+  """Returns the smallest span that covers all of these spans."""
   found = [span for span in spans if span is not None]
   if not found:
     return None
@@ -168,10 +168,10 @@ def union(spans: Iterable[Span]) -> Span:
 
 
 def arrays(values: Sequence[Value]) -> list[Any]:
-  """Returns the arrays of values, without conversion."""
+  """Returns the arrays of values, without converting them."""
   return [value.array for value in values]
 
 
 def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-  """Returns values as the body of another function receives them."""
+  """Returns `values` for a function that receives them as `arrays`."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]

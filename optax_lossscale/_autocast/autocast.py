@@ -31,55 +31,55 @@ def autocast(
 ) -> Callable[..., Any]:
   """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
-  `fun` is written in float32 and needs no changes. When it is traced, its
+  `fun` is written in float32 and needs no changes. When `fun` is traced, its
   matrix products and convolutions get inputs in `dtype`, forward and backward.
-  Operations that would lose range or accuracy stay in float32. All of these
-  choices are made during tracing and are gone when the program runs.
+  Operations that would lose range or accuracy stay in float32. All of this
+  happens during tracing and costs nothing when the program runs.
 
   The outputs of `fun` and the gradients keep their dtypes. A value is converted
-  to a dtype only once, however many operations need it. Sums, including
-  products of two vectors, are accumulated in float32. If `dtype` cannot hold a
-  constant, the values that it is added to or multiplied with stay in float32.
-  Derivative rules of `custom_jvp` and `custom_vjp` still apply, loops carry the
-  dtypes that they are written for, and `remat` recomputes what it did before.
-  The rule of a `custom_vmap` is used where `fun` itself maps it, a `composite`
-  is replaced by its definition, and a `custom_linear_solve` keeps the precision
-  that it is written in. Only values written in float32 or `dtype` are affected:
+  to a dtype only once, however many operations need it, and once more in each
+  loop, branch or `remat` that uses it. Sums, including products of two vectors,
+  are accumulated in float32. A constant that `dtype` cannot hold is added or
+  multiplied in float32. The rules of `custom_jvp` and `custom_vjp` still apply,
+  loops carry the same dtypes as without `autocast`, and `remat` recomputes the
+  same values. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
+  `composite` is replaced by its definition, and a `custom_linear_solve` keeps
+  its precision. Only values that are float32 or `dtype` in `fun` are affected;
   integers, keys, float64 and other dtypes are left alone.
 
   The levels:
 
   - "O0": as written, except for `overrides` and `operations`.
   - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
-    norms and losses in float32. Other operations follow their inputs. A
-    parameter that is added or multiplied, such as a bias, follows as well.
-  - "O2": everything in `dtype` except norms and losses.
-  - "O3": everything in `dtype` except losses.
-  - "auto": as "O1", but additions and concatenations run in the widest dtype
-    among their inputs, including a bias.
+    norms and losses in float32. Other operations follow their inputs, and an
+    added or multiplied parameter, such as a bias, follows the other input.
+  - "O2": everything in `dtype` but sums, special functions, norms and losses.
+  - "O3": everything in `dtype` but sums, special functions and losses.
+  - "auto": like "O1", but additions and concatenations run in the widest dtype
+    among their inputs, biases included.
   - "OD": matrix products and convolutions in `dtype`, everything else as
     written.
 
   A norm is recognized by its scope (one part of it matches "*Norm*", and it
   contains no product) or by its operations. A loss is recognized by its scope
-  ("*loss*", "*cross_entropy*") or by its position: everything after the last
-  matrix product of `fun` runs in float32 at every level. The loss is therefore
+  ("*loss*", "*cross_entropy*") or by its position: all that follows the last
+  matrix product of `fun` is in float32, except at "O0" and "OD". So the loss is
   the same whether `fun` is only the model or the whole loss function.
 
   Args:
-    fun: any function that JAX can trace: a loss function, `model.apply`.
+    fun: any function that JAX can trace, such as a loss or `model.apply`.
       Arguments other than arrays, such as `train=True`, are passed unchanged.
     level: "O0", "O1", "O2", "O3", "auto" or "OD".
     dtype: the low precision, float16 or bfloat16.
-    overrides: float16, bfloat16 or float32 by scope, such as
-      `{"LeNet5/conv1": jnp.float16}`, for all operations inside the scope and
-      regardless of the level. Flax Linen names scopes after modules; elsewhere,
-      use `jax.named_scope`. A pattern matches from the first part of a scope,
-      "*" stands for anything, and the longest pattern that matches wins.
-    operations: changes to the lists of the level, such as `{"black": ["tanh"],
+    overrides: a dict from patterns for scopes to float16, bfloat16 or float32,
+      such as `{"LeNet5/conv1": jnp.float16}`. At every level, operations in a
+      matching scope run in the pattern's dtype. Flax Linen names scopes after
+      modules; elsewhere, use `jax.named_scope`. A pattern starts at the
+      outermost scope, "*" matches anything, and the longest match wins.
+    operations: changes to the level's lists, such as `{"black": ["tanh"],
       "gray": ["exp"]}`. Operations in "white" run in `dtype`, those in "black"
       in float32. Those in "gray" follow their inputs, and those in "promote"
-      run in the widest dtype among them. The names are those of JAX's
+      run in the widest dtype of their inputs. The names are those of JAX's
       primitives, plus "square", "cube", "reciprocal" and "vecdot".
 
   Returns:
@@ -91,10 +91,10 @@ def autocast(
     ValueError: if a level, list or dtype does not exist. When called: if a
       pattern matches no scope of `fun`, `operations` names an unknown
       operation, `fun` changes an object in place, such as an NNX model in
-      training (use `nnx.autocast`), or a precision schedule already lowers it.
+      training (use `nnx.autocast`), or a precision schedule lowers `fun`.
 
   Warns:
-    UserWarning: when called, if an operation such as a kernel holds a program
+    UserWarning: when called, if an operation, such as a kernel, holds a program
       that `autocast` cannot look into. That operation runs as written.
 
   Examples:
@@ -112,7 +112,7 @@ def autocast(
     exp float32[1,2]
 
   References:
-    The levels of Apex and MindSpore, PyTorch 2.13's autocast; Micikevicius et
+    The levels of Apex and MindSpore; autocast in PyTorch 2.13; Micikevicius et
     al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
   """
   arguments.check_function(fun)

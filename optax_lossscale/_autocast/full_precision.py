@@ -1,4 +1,4 @@
-"""Functions that must be written in full precision."""
+"""Checks that functions are in full precision and do not call `autocast`."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ _is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def in_full_precision(
   fun: Callable[..., Any], *, keeps_products: bool
 ) -> Callable[..., Any]:
-  """Returns `fun` as a function that must not be lowered.
+  """Wraps `fun` so that it raises if part of it runs in low precision.
 
-  Calling `autocast` inside it raises an error. So does a product below float32,
-  which reveals a low dtype of a layer or of the parameters, or an `autocast` in
-  a function that jit traced earlier. Other values in low precision, such as
-  stored images, are allowed.
+  Calling `autocast` inside `fun` raises an error. Unless `keeps_products`, so
+  does a product below float32. Such a product shows that a layer or parameters
+  have a low dtype, or that jit traced a function under `autocast` earlier.
+  Other values in low precision, such as stored images, are allowed.
   """
 
   @functools.wraps(fun)
@@ -40,7 +40,7 @@ def in_full_precision(
 
 
 def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun` as a function that raises if it calls `autocast`."""
+  """Wraps `fun` so that calling `autocast` inside it raises an error."""
 
   @functools.wraps(fun)
   def refusing_fun(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_autocast() -> None:
-  """Raises if `autocast` is called where nothing may be lowered."""
+  """Raises if called inside a function that must not use `autocast`."""
   if _is_refused.get():
     raise ValueError(
       "`loss_fn` must not be under autocast, since the precision schedule "

@@ -1,11 +1,11 @@
-"""How `autocast` treats each operation: lists, levels, the caller's recipe.
+"""How `autocast` treats each operation: lists, levels and the caller's recipe.
 
-The names are those of JAX's primitives, with four additions. "square" is also
-`x * x` and `integer_pow` by 2, "cube" is `integer_pow` by 3, "reciprocal" is
-`integer_pow` by -1 or a number divided by x, and "vecdot" is a `dot_general` of
-vectors, which is a sum of products rather than a matrix product. The groups
-follow PyTorch, Apex, MindSpore, TensorFlow and Paddle. The majority decides
-if they differ, and a comment says so.
+Operations have the names of JAX's primitives, with four additions. "square" is
+also `x * x` and `integer_pow` by 2, "cube" is `integer_pow` by 3, "reciprocal"
+is `integer_pow` by -1 or a number divided by x, and "vecdot" is a `dot_general`
+of vectors, which is a sum of products rather than a matrix product. The groups
+follow PyTorch, Apex, MindSpore, TensorFlow and Paddle. Where these systems
+differ, the majority decides, and a comment says so.
 """
 
 from collections.abc import Collection
@@ -29,46 +29,46 @@ FLOAT32 = np.dtype(np.float32)
 _LOW = ("float16", "bfloat16")
 _DTYPES = (*_LOW, "float32")
 
-# Matrix products and convolutions. Hardware computes them many times faster in
-# low precision, and accumulates in float32. Attention and recurrent cells,
-# which the other systems also list, are built from these.
+# Hardware computes matrix products and convolutions many times faster in low
+# precision, while accumulating in float32. Other systems also list
+# attention and recurrent cells, which in JAX consist of these operations.
 PRODUCTS = operation_table.names("""
   conv_general_dilated dot_general ragged_dot ragged_dot_general
 """)
 
-# These grow so fast that float16 overflows early (exp at 12), or their slope
-# near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
-# squares and cubes in float32 if they are written as powers. Here they follow
-# their input, because activations use them and run in low precision in a layer
-# with `dtype=`. Before a sum they are in float32.
+# Functions that grow so fast that float16 overflows early (exp at 12), or whose
+# slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
+# squares and cubes in float32 if they are written as powers. Here squares and
+# cubes follow their input, as they do in the activations of a layer with
+# `dtype=`. Before a sum, however, squares and cubes are in float32.
 STEEP = operation_table.names("""
   cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
 """)
 
-# Steep at the ends of their input range, where float16 has few values left.
+# Functions steep at the ends of their domain, where float16 has few values.
 INVERSES = operation_table.names("acos acosh asin asinh atanh erf_inv")
 
-# Long sums lose small terms: in float16, 2048 + 1 is 2048. Sums are accumulated
-# in float32 at every level. The results of the sums listed here also stay in
-# float32, and so does the rest of a softmax, a mean or a norm.
+# Long sums lose small terms: in float16, 2048 + 1 is 2048. So every level
+# accumulates sums in float32. The results of these sums also stay in float32,
+# and so does the rest of a softmax, a mean or a norm.
 SUMS = operation_table.names("""
   cumlogsumexp cumprod cumsum psum psum_invariant reduce_prod reduce_scatter
   reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
 """)
 
-# Series and continued fractions with many terms. Nobody computes these in low
-# precision, so no level does.
+# Functions computed by series or continued fractions with many terms. Nobody
+# runs these in low precision, so no level does.
 SPECIAL = operation_table.names("""
   bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
   regularized_incomplete_beta zeta
 """)
 
 # MindSpore's level "auto" runs BiasAdd, AddN and Concat in the widest dtype
-# among their inputs, even if one of them is a parameter.
+# among their inputs, even if that is the dtype of a parameter.
 PROMOTING = operation_table.names("add add_any concatenate")
 
-# Scopes that are kept in float32, as shell patterns for one part of a scope.
-# Flax Linen uses such names unless the model's author chooses others.
+# Patterns for the scopes that stay in float32, each for one part of a scope.
+# NORM_SCOPES matches the default names of Flax Linen's norms.
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
 
@@ -80,13 +80,13 @@ class Treatment(enum.Enum):
   WHITE = "white"
   # In float32.
   BLACK = "black"
-  # In the widest dtype among its inputs; given values follow the others.
+  # In the widest dtype of its inputs; added or multiplied parameters follow it.
   GRAY = "gray"
-  # In the widest dtype among its inputs, including given values.
+  # In the widest dtype of its inputs, including parameters.
   PROMOTE = "promote"
-  # In low precision, unless it is part of a normalization.
+  # In low precision, unless it is part of a norm.
   LOW_BUT_NORMS = "low but norms"
-  # In low precision, whatever it is.
+  # In low precision, even if it is part of a norm.
   LOW = "low"
   # In the dtypes of the original program.
   WRITTEN = "written"
@@ -94,31 +94,31 @@ class Treatment(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-  """The lists of operations at a level, and the treatment of the rest."""
+  """A level: its lists of operations, and the treatment of all others."""
 
   white: frozenset[str] = frozenset()
   black: frozenset[str] = frozenset()
   promote: frozenset[str] = frozenset()
   gray: frozenset[str] = frozenset()
-  # The treatment of all other operations.
+  # The treatment of operations that are on no list.
   rest: Treatment = Treatment.GRAY
-  # Patterns for scopes that stay in float32, except for `white` operations.
+  # Patterns for scopes that stay in float32, apart from `white` operations.
   scopes: tuple[str, ...] = ()
 
   @property
   def named(self) -> frozenset[str]:
-    """All operations that are in one of the lists."""
+    """All operations that are on one of the level's lists."""
     return frozenset().union(*(getattr(self, name) for name in LIST_NAMES))
 
   def treatment(self, operation: str) -> Treatment:
-    """Returns the treatment of an operation that is outside `scopes`."""
+    """Returns the treatment of an operation, without regard to its scope."""
     for name in LIST_NAMES:
       if operation in getattr(self, name):
         return Treatment(name)
     return self.rest
 
   def edit(self, operations: Mapping[str, frozenset[str]]) -> "Level":
-    """Returns the level with operations moved to other lists."""
+    """Returns a copy of the level, with operations moved to other lists."""
     named = frozenset().union(*operations.values())
     return dataclasses.replace(
       self,
@@ -155,13 +155,13 @@ LEVELS: Mapping[str, Level] = {
     promote=PROMOTING,
     scopes=_SCOPES,
   ),
-  # Paddle's level, which has only the white list.
+  # Paddle's level of this name, which has only a white list.
   "OD": Level(white=PRODUCTS, rest=Treatment.WRITTEN),
 }
 
 
 def find_level(level: Any) -> Level:
-  """Returns the level with a given name."""
+  """Returns the level with this name."""
   if not isinstance(level, str) or level not in LEVELS:
     raise ValueError(
       f"`level` must be one of {', '.join(LEVELS)}, got {shown(level)}."
@@ -177,7 +177,7 @@ class Decision(NamedTuple):
   dtype: Any
   # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
-  # The reason that a note gives, for BLACK only.
+  # The reason that `precision_report` shows, if any.
   why: str = ""
 
 
@@ -185,7 +185,7 @@ class Decision(NamedTuple):
 class Recipe:
   """The caller's settings for `autocast`."""
 
-  # Its lists contain the caller's edits.
+  # The level, with the caller's changes to its lists.
   level: Level
   # The low-precision dtype.
   dtype: Any
@@ -193,8 +193,8 @@ class Recipe:
   overrides: tuple[tuple[str, Any], ...]
   # The operations that the caller moved to other lists.
   edited: frozenset[str]
-  # The scopes that contain a product. These are not norms or losses, whatever
-  # they are called.
+  # The scopes that contain a product. Such scopes do not count as norms or
+  # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
 
   @functools.cached_property
@@ -206,13 +206,13 @@ class Recipe:
 
   @property
   def is_idle(self) -> bool:
-    """True if there is nothing to do."""
+    """True if the recipe changes nothing."""
     return not self.overrides and self.level == LEVELS["O0"]
 
   def of(
     self, operations: Collection[tuple[str, str]], names: frozenset[str]
   ) -> "Recipe":
-    """Returns the recipe for a function with these operations."""
+    """Returns the recipe for a function that has these (scope, name) pairs."""
     _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
@@ -222,7 +222,7 @@ class Recipe:
       *(level.named for level in LEVELS.values()),
     )
     for name in sorted(self.edited - known):
-      # Stricter than elsewhere: 'matmul' is not a misspelled 'mul'.
+      # The cutoff is high, since 'matmul' is not a misspelled 'mul'.
       remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
         "; a matrix product is 'dot_general', a softmax is made of 'exp', "
         "'reduce_sum' and 'div': jax.make_jaxpr shows those of a function."
@@ -240,7 +240,7 @@ class Recipe:
     return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
   def decide(self, operation: str, scope: str) -> Decision:
-    """Returns the treatment of an operation in a scope."""
+    """Returns how to treat an operation, given its name and its scope."""
     overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]
     if overrides:
       _, dtype = max(overrides, key=lambda x: len(x[0]))

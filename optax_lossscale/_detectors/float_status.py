@@ -21,7 +21,7 @@ from optax_lossscale._step import checks
 
 
 class StatusCounts(NamedTuple):
-  """Counts of operations, where each run on each device counts separately.
+  """Counts of operations, each counted every time it runs, on every device.
 
   Attributes:
     overflow: int32[], operations whose result was too large for its dtype.
@@ -44,46 +44,46 @@ def float_status(
 
   The flag acts like the status register of an accelerator: any operation that
   overflows sets it, and later operations do not clear it. It therefore catches
-  overflows that gradients cannot show: behind a small layer scale, in the
-  forward pass only, or averaged away. Wrap the function that computes the
-  gradients, and pass the flag to `update(..., overflow=flag)`.
+  overflows that do not show in the gradients: those in the forward pass only,
+  and those hidden by a small layer scale or a mean. Wrap the function that
+  computes the gradients, and pass the flag to `update(..., overflow=flag)`.
 
   An operation overflows if it produces inf or NaN from finite inputs. Results
-  of an earlier inf, such as the -inf of an attention mask, do not count. Nor do
-  results without a finite value in any dtype, such as division by zero, log 0
-  or sqrt(-1), even in the branch of a `jnp.where` that is not taken; these are
-  counted separately. But exp(1000) is an overflow, taken or not. So is casting
-  -1e9 to float16, or subtracting a row's maximum of 17 from finfo.min: mask
-  with -inf instead.
+  of an earlier inf, such as the -inf of an attention mask, do not count.
+  Operations with no finite result in any dtype, such as division by zero, log 0
+  or sqrt(-1), are counted separately. An operation counts even in a branch that
+  `jnp.where` does not take, so exp(1000) there is an overflow. Casting -1e9 to
+  float16 is an overflow too, and so is subtracting a row's maximum of 17 from
+  finfo.min; mask with -inf instead.
 
   All operations are checked, including those in loops, branches, calls and
-  `shard_map`, and those whose results are never used. Some cannot be checked
-  element by element (convolution, linear algebra, FFT, scatter-add, sums over
-  devices), or contain a program of their own (a kernel, a reduction by a
-  function of yours). These overflow if all their inputs are finite, on all the
-  devices involved, and some result is not. The rule of a `custom_vmap` is used
-  where `fun` itself maps it.
+  `shard_map`, and those whose results are never used. Some operations cannot be
+  checked element by element (convolution, linear algebra, FFT, scatter-add,
+  sums over devices) or contain a program (a kernel, a reduction with your own
+  function). Such an operation overflows if all its inputs are finite on all
+  devices involved, and one of its results is not. A `custom_vmap` rule applies
+  only to a `vmap` inside `fun`.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as
       `train=True`, are passed unchanged.
-    dtypes: one or more floating dtypes whose operations are checked. Complex
-      values count by the dtype of their parts.
+    dtypes: one or more floating dtypes whose operations are checked. A complex
+      dtype counts as that of its parts: complex64 as float32.
     check: `nonfinite()`, or `saturated()` for hardware that saturates. With
-      `saturated()`, an operation overflows if it reaches the largest finite
-      value of its dtype from inputs below theirs.
-    counts: whether to return a tuple of two counts instead of the flag: the
-      operations that overflowed, and those that were undefined. Passed as
-      `overflow=`, the tuple counts both; `counts.overflow` acts as the flag.
+      `saturated()`, an operation overflows if its result reaches the largest
+      finite value of its dtype and no input has reached that of its own dtype.
+    counts: if True, a tuple of two counts is returned instead of the flag: the
+      operations that overflowed, and those that were undefined. As `overflow=`,
+      pass `counts.overflow`, or the tuple if undefined ones should count too.
 
   Returns:
-    A function with the same arguments as `fun` that returns its result and the
-    flag, a bool[]. Inside `shard_map` and `pmap`, each device has its own flag.
-    It traces `fun` on each call, so jit it or a function that calls it.
+    A function with the same arguments as `fun` that returns the result of `fun`
+    and the flag, a bool[]. It traces `fun` on each call, so jit it or its
+    caller. Inside `shard_map` and `pmap`, each device has its own flag.
 
   Raises:
     TypeError: if `fun` is not a function, `dtypes` holds anything but floating
-      dtypes, or `check` is not a check or is for another dtype.
+      dtypes, or `check` is not a check or is for a dtype not in `dtypes`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -118,7 +118,7 @@ def float_status(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any], saturating: bool
 ) -> Callable[..., tuple[list[Any], StatusCounts]]:
-  """Returns a differentiable function for the recorded outputs and counts."""
+  """Returns a differentiable function that also returns the counts."""
 
   @jax.custom_jvp
   def run(*operands: Any) -> tuple[list[Any], StatusCounts]:
@@ -129,8 +129,8 @@ def _differentiable(
 
   @run.defjvp
   def derivative(primals: Any, tangents: Any) -> Any:
-    # Differentiates the recorded function, so that its custom rules are kept
-    # and operations that only the derivative needs are not counted.
+    # Differentiating the recorded function itself keeps its custom rules, and
+    # does not count operations that only the derivative needs.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
     of_count: Any = np.zeros((), jax.dtypes.float0)
     return run(*primals), (of_outputs, StatusCounts(of_count, of_count))
@@ -140,7 +140,7 @@ def _differentiable(
 
 @dataclasses.dataclass(frozen=True)
 class _Counting(throughout.Sum):
-  """Evaluates each operation unchanged and counts the overflows."""
+  """Evaluates operations unchanged; counts overflowed and undefined ones."""
 
   dtypes: frozenset[Any]
   saturating: bool
@@ -173,7 +173,7 @@ class _Counting(throughout.Sum):
 def _count_operation(
   found: Sequence[Mapping[str, Any]], kind: str
 ) -> jax.Array:
-  """Returns int32[]: 1 if any element of any output is of this kind, else 0."""
+  """Returns int32[], 1 if any element of any output is of this kind, else 0."""
   elements = [by_kind[kind] for by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)

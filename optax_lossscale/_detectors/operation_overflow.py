@@ -24,7 +24,7 @@ UNDEFINED = "undefined"
 
 
 def check_dtypes(dtypes: Any) -> frozenset[Any]:
-  """Returns `dtypes` as a set."""
+  """Returns `dtypes`, which may be one or several, as a set."""
   several = (
     dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
   )
@@ -35,7 +35,7 @@ def check_dtypes(dtypes: Any) -> frozenset[Any]:
 
 def _check_dtype(dtype: Any) -> Any:
   found, name = arguments.read_dtype(dtype)
-  # float8_e8m0fnu has only powers of two, without a sign or 0.
+  # float8_e8m0fnu has only powers of two, with neither a sign nor a 0.
   if (
     found is None
     or jnp.finfo(found).bits < 8
@@ -71,7 +71,7 @@ def find(
   """Returns where each output of an operation overflowed or is undefined."""
   if operation_table.moves(equation):
     return []
-  # Outputs on another mesh can only be used in the context of the equation.
+  # Outputs on another mesh can only be used in the equation's context.
   with interpreter.context(equation):
     reached = [
       (variable, _reached_limit(saturating, output))
@@ -88,7 +88,7 @@ def find(
 
 
 def _by_kind(made: Any, undefined: Any) -> dict[str, Any]:
-  """Splits the marked elements into overflowed and undefined ones."""
+  """Splits the elements marked in `made` into overflowed and undefined ones."""
   if isinstance(undefined, np.ndarray) and undefined.ndim == 0:
     return {UNDEFINED if undefined else OVERFLOW: made}
   return {OVERFLOW: made & ~undefined, UNDEFINED: made & undefined}
@@ -97,7 +97,7 @@ def _by_kind(made: Any, undefined: Any) -> dict[str, Any]:
 def _reached_limit(saturating: bool, x: Any) -> Any:
   """Returns where `x` is non-finite or, if `saturating`, saturated."""
   dtype = bits.part_dtype(x)
-  # A mutable array has a dtype, but no value until it is read.
+  # A `jax.Ref` has a dtype, but no value until it is read.
   if dtype is None or isinstance(x, jax.Ref):
     return np.zeros(np.shape(x), bool)
   limit = float(jnp.finfo(dtype).max)
@@ -107,7 +107,7 @@ def _reached_limit(saturating: bool, x: Any) -> Any:
 def _reached_before(
   saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
 ) -> Any:
-  """Returns where an output depends on an input already at its limit."""
+  """Returns where an output depends on an input that had reached its limit."""
   name, parameters = equation.primitive.name, equation.params
   reached = [_reached_limit(saturating, x) for x in inputs]
   if name in operation_table.ELEMENTWISE:
@@ -141,7 +141,7 @@ def _on_any_device(flag: Any, parameters: Any) -> Any:
 
 
 def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
-  """Returns where a row of `left` or a column of `right` contains a True."""
+  """Returns where a row of `left` or a column of `right` contains True."""
   contracting, batch = dimension_numbers
   # The result has the batch axes, then the free axes of `left` and `right`.
   sides = [
@@ -160,7 +160,7 @@ def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
 
 
 def _without(x: Any, contracted: Any, batched: Any) -> Any:
-  """Reduces the contracted axes by `any`, and puts the batch axes first."""
+  """Reduces the contracted axes with `any`, and moves the batch axes first."""
   free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
   x = jnp.transpose(x, (*batched, *free, *contracted))
   return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))

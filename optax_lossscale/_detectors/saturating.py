@@ -28,24 +28,24 @@ def saturating(
   """Returns `fun` as hardware in saturation mode would compute it.
 
   After every operation, inf becomes the largest finite value of its dtype with
-  the same sign, and NaN becomes 0. So a training run for such hardware can be
-  rehearsed on any other. Check with `saturated`, since `isfinite` sees nothing.
+  the same sign, and NaN becomes 0. You can thus rehearse training on saturating
+  hardware without it. Check with `saturated`, since all gradients are finite.
 
-  Every operation inside is clamped, including those in loops, branches, calls
+  Every operation of `fun` is clamped, including those in loops, branches, calls
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
-  backward pass clamped as well: `jax.grad(saturating(fun))` is
+  backward pass clamped as well: `jax.grad(saturating(fun))` is the same as
   `saturating(jax.grad(fun))`. Forward mode is not supported; instead, use
-  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. The rule of a
-  `custom_vmap` is used where `fun` itself maps it. Operations that contain a
-  program of their own are clamped only as a whole: a kernel (Pallas, a library
-  call), `custom_partitioning`, a reduction by a function of yours, and
-  `custom_root` on newer JAX.
+  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. A `custom_vmap` rule
+  applies only to a `vmap` inside `fun`. Only the results are clamped if an
+  operation contains a program of its own: a kernel (Pallas, a library call),
+  `custom_partitioning`, a reduction with your own function, or `custom_root`
+  on newer JAX.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as
       `train=True`, are passed unchanged.
-    dtypes: one or more floating dtypes whose operations saturate. Complex
-      values count by the dtype of their parts.
+    dtypes: one or more floating dtypes whose operations saturate. A complex
+      dtype counts as that of its parts: complex64 as float32.
 
   Returns:
     A function with the same arguments as `fun`. It traces `fun` on each call,
@@ -53,8 +53,8 @@ def saturating(
 
   Raises:
     TypeError: if `fun` is not a function, or `dtypes` holds anything but
-      floating dtypes. When called: if `fun` does more than cast to a float8
-      dtype of `dtypes` that has no inf.
+      floating dtypes. When called: if `dtypes` holds a float8 dtype without
+      inf, and `fun` not only casts to it but also computes in it.
 
   Examples:
     >>> import jax
@@ -80,7 +80,7 @@ def saturating(
     recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording.without_values(), dtypes)
     if jax.sharding.get_abstract_mesh().manual_axes:
-      # An eager `shard_map` accepts the custom derivative only under jit.
+      # In an eager `shard_map`, JAX accepts custom derivatives only under jit.
       run = jax.jit(run)
     return recording.result(run(*recording.operands))
 
@@ -90,7 +90,7 @@ def saturating(
 def _differentiable(
   recording: interpreter.Recording, dtypes: frozenset[Any]
 ) -> Callable[..., list[Any]]:
-  """Returns the recorded function, saturating both forward and backward."""
+  """Returns the recorded function, saturating in its backward pass too."""
 
   @jax.custom_vjp
   def run(*operands: Any) -> list[Any]:
@@ -105,8 +105,8 @@ def _differentiable(
   ]
 
   def forward(*operands: Any) -> tuple[list[Any], Any]:
-    # Differentiates with respect to these inputs only: a loop of unknown length
-    # over data, or a value from the host, may have no derivative.
+    # Differentiates with respect to these inputs only. Other inputs may go
+    # through a while loop or a callback to the host, which have no derivative.
     inputs = {
       place: operand.value
       for place, operand in enumerate(operands)
@@ -129,7 +129,7 @@ def _differentiable(
       treedefs.append(treedef)
       return outputs, residuals
 
-    # This function is recorded as well, and its derivative also saturates.
+    # `saturating` records this function too, so its derivative also saturates.
     outputs, residuals = saturating(outputs_and_vjp, dtypes)(inputs)
     return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
@@ -173,7 +173,7 @@ class _Clamping(throughout.CountingRule):
       if dtype in self.dtypes and not bits.has_inf(dtype)
     ]
     if without_inf and name == "convert_element_type":
-      # Values that are too large would become NaN, so they are clamped first.
+      # The cast would turn values that are too large into NaN, so clamp first.
       with interpreter.context(equation):
         inputs = [_clip(x, without_inf[0]) for x in inputs]
     elif without_inf and not operation_table.moves(equation):
@@ -183,7 +183,7 @@ class _Clamping(throughout.CountingRule):
         "float16 or float32 and cast the result."
       )
     outputs = interpreter.bind(equation, inputs)
-    # Outputs on another mesh can only be used in the context of the equation.
+    # Outputs on another mesh can only be used in the equation's context.
     with interpreter.context(equation):
       return [
         _saturate(x) if is_clamped else x
@@ -194,8 +194,8 @@ class _Clamping(throughout.CountingRule):
 def _saturate(x: jax.Array) -> jax.Array:
   """Returns `x` with inf replaced by the largest finite value, and NaN by 0.
 
-  It works on the bits, so that a compiler that computes in a wider dtype must
-  round to this dtype first.
+  Working on the bits forces a compiler that computes in a wider dtype to round
+  to this dtype first.
   """
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
@@ -205,7 +205,7 @@ def _saturate(x: jax.Array) -> jax.Array:
   unsigned = magnitude.dtype
   pattern = lax.bitcast_convert_type(x, unsigned)
   inf = np.array(np.inf, x.dtype).view(unsigned)
-  # The bits of inf minus one are those of the largest finite value.
+  # Subtracting 1 from the bits of inf gives those of the largest finite value.
   pattern = jnp.where(
     magnitude > inf,
     jnp.zeros((), unsigned),
@@ -223,8 +223,8 @@ def _zero_if_symbolic(cotangent: Any) -> Any:
   """Converts a symbolic zero to `ad.Zero`, the form that JAX uses internally.
 
   JAX then leaves this path out of the backward pass, as usual. With an array of
-  zeros, 0 times inf would give NaN there. It is undocumented that the function
-  returned by `jax.vjp` accepts `ad.Zero`.
+  zeros, the path could compute 0 times inf, which is NaN. JAX does not document
+  that the function returned by `jax.vjp` accepts `ad.Zero`.
   """
   if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
     return ad.Zero(cotangent.aval)

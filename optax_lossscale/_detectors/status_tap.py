@@ -20,30 +20,30 @@ def status_tap(
   *,
   check: checks.Check = checks.saturated(),  # noqa: B008 - it is frozen.
 ) -> Any:
-  """Returns `x` and counts the overflows in its cotangents.
+  """Returns `x` unchanged, and counts the overflows in its cotangents.
 
-  An overflow in the middle of the backward pass may not show in the gradients:
-  a small layer scale or a mean over devices makes it small again. A tap counts
+  An overflow in the middle of the backward pass may not show in the gradients,
+  because a small layer scale or a mean over devices can hide it. A tap counts
   the overflows at its point of the model. The count is the gradient with
   respect to `status`, so JAX adds it up over all taps, the steps of a scan and
   the devices. A tap costs one pass over each cotangent. `float_status` sees
-  every operation, including the forward pass, and costs more. A function with
-  a tap inside does not support forward mode.
+  every operation, including those of the forward pass, and costs more. A
+  function with a tap inside does not support forward mode.
 
   Under `shard_map` with its defaults, the count is the sum over the devices.
-  For a count per device, make `status` vary with `make_varying`. If all devices
-  share a value, JAX sums its cotangents before they reach the tap.
+  For a count per device, make `status` vary with `make_varying`. If `x` is the
+  same on all devices, JAX sums its cotangents before they reach the tap.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
       floating or complex pass through.
-    status: float32[], zero; an argument of the loss function.
+    status: float32[], an argument of the loss function whose value is 0.
     check: which cotangents count: `saturated(dtype)`, which also catches inf
       and NaN and so works on any hardware, or `nonfinite(dtype)`. Pass the
       computation's dtype, or omit it to use the dtype of each cotangent.
 
   Returns:
-    `x`.
+    `x`, unchanged.
 
   Raises:
     TypeError: if `status` is not float32[], or `check` is not a check for one
@@ -70,8 +70,8 @@ def status_tap(
     )
   tap.check_measured("status", status)
   count = functools.partial(_count, check)
-  # Each leaf has its own tap. In one tap with a varying leaf, JAX would sum a
-  # leaf that all devices share over the devices.
+  # Each leaf has its own tap. If a leaf that devices share were in one tap with
+  # a varying leaf, JAX would sum the shared leaf's cotangent over the devices.
   return jax.tree.map(lambda leaf: tap.tap(leaf, status, count), x)
 
 

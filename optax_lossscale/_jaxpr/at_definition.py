@@ -1,10 +1,10 @@
 """Select at definition: skips a step without using more memory.
 
-If a new state is selected after the update, the compiler keeps both the old and
-the new state until then. If each value is selected where it is defined, it goes
-into the buffer of the old value, and later computations read the selected
-value. On an applied step this is the new value. On a skipped step the results
-of those computations are discarded.
+Selecting between the old and the new state after the update makes the compiler
+keep both until then. If instead each value is selected where it is defined, the
+selected value goes into the old value's buffer, and later computations read it.
+On an applied step, the selected value is the new one. On a skipped step, it is
+the old one, and the results of those later computations are discarded.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Select = Callable[[Any, Any], Any]
 def select_at_definition(
   function: Callable[[], tuple[Any, Any]], old_state: Any, select: Select
 ) -> tuple[Any, Any]:
-  """Evaluates `function` and selects its new state against the old one."""
+  """Returns the result of `function`, and its new state or the old one."""
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
@@ -43,11 +43,11 @@ def select_at_definition(
 def find_definitions(
   jaxpr: core.Jaxpr, olds: Sequence[Any]
 ) -> dict[core.Var, Any]:
-  """Returns the variables that can be selected where they are defined.
+  """Returns the old value of each output that can be selected at definition.
 
   An output that is an input or a constant has no definition. If two outputs are
-  one variable, only the first is selected there, since a variable can have only
-  one old value. All other outputs need a separate select.
+  the same variable, only the first can be selected at its definition, since a
+  variable has only one old value. The rest are selected after the update.
   """
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
@@ -58,7 +58,7 @@ def find_definitions(
       old is not None
       and not isinstance(atom, core.Literal)
       and atom in defined
-      # In another dtype, the selected value would not fit where it is used.
+      # An old value of another dtype would not fit where the new one is used.
       and getattr(atom.aval, "dtype", None) == old.dtype
     ):
       old_of.setdefault(atom, old)
@@ -71,7 +71,7 @@ def _evaluate_selecting(
   olds: Sequence[Any],
   select: Select,
 ) -> tuple[list[Any], list[bool]]:
-  """Returns the outputs of a jaxpr, and which of them are selected."""
+  """Returns the outputs of a jaxpr, and which of them are selected already."""
   old_of = find_definitions(jaxpr, olds)
   selected: set[core.Var] = set()
 
@@ -81,7 +81,7 @@ def _evaluate_selecting(
       return interpreter.bind(equation, inputs)
     inner = calls.transparent_body(equation)
     if inner is not None:
-      # The outputs are defined inside, and may also be used there.
+      # The outputs are defined inside the call, and may be used there too.
       with interpreter.inside(equation):
         outputs, are_selected = _evaluate_selecting(inner, inputs, olds, select)
     else:
@@ -104,11 +104,11 @@ def _evaluate_selecting(
 
 
 def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
-  """Returns the selected value, or `new` if the selected one changes type.
+  """Returns the selected value, or `new` if the two have different types.
 
-  Under `shard_map`, a type says over which devices a value may vary. A selected
-  value that varies with the old value or the skip would not fit where `new` is
-  used. In that case `new` is selected at the end, as if it had no definition.
+  Under `shard_map`, a type says over which devices a value may vary. If the old
+  value or the skip varies but `new` does not, the selected value would not fit
+  where `new` is used. In that case the selection happens after the update.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new

@@ -11,16 +11,16 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-# Since jax 0.11 this is the same as `core.Jaxpr` and missing from the stubs.
+# Since jax 0.11 this is `core.Jaxpr` itself. JAX's type stubs lack the name.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
 
 class Form(enum.Enum):
-  """The role of an equation that holds jaxprs."""
+  """The kinds of equations that hold jaxprs."""
 
   # A plain call.
   CALL = enum.auto()
-  # A function that may specify the placement of its values.
+  # A jitted function, which may specify where its values are placed.
   JIT = enum.auto()
   # A function that a backend or `vmap` may replace with another one.
   REPLACEABLE = enum.auto()
@@ -29,31 +29,31 @@ class Form(enum.Enum):
   # Functions with custom derivative rules.
   CUSTOM_JVP = enum.auto()
   CUSTOM_VJP = enum.auto()
-  # A choice of branches, two kinds of loop, a function that each device runs.
+  # A choice of branches, two kinds of loop, and a function run on each device.
   COND = enum.auto()
   SCAN = enum.auto()
   WHILE = enum.auto()
   SHARD_MAP = enum.auto()
-  # A solver, whose derivative is also solved for. It must keep its precision,
-  # since iterations that wait for a small residual may never end in float16.
+  # A linear solver, whose derivative is another solve. A solver must keep its
+  # precision: in float16, it may wait forever for a small residual.
   SOLVE = enum.auto()
 
 
 class Body(NamedTuple):
-  """A jaxpr with constants, and the positions of the inputs that it takes."""
+  """A closed jaxpr, and the positions of its inputs among the equation's."""
 
   jaxpr: Any
   inputs: Sequence[int]
 
 
 def _only(equation: core.JaxprEqn) -> list[Body]:
-  # Found by type, since JAX has renamed some of these parameters.
+  # The jaxpr is found by its type, since JAX has renamed some parameters.
   (jaxpr,) = filter(is_jaxpr, equation.params.values())
   return [Body(close(jaxpr), range(len(equation.invars)))]
 
 
 def _branches(equation: core.JaxprEqn) -> list[Body]:
-  operands = range(1, len(equation.invars))  # The first is the branch index.
+  operands = range(1, len(equation.invars))  # Input 0 is the branch index.
   return [Body(close(x), operands) for x in equation.params["branches"]]
 
 
@@ -68,7 +68,7 @@ def _test_and_round(equation: core.JaxprEqn) -> list[Body]:
 
 
 def _solver(equation: core.JaxprEqn) -> list[Body]:
-  """Returns the function that solves forward, which is the third of four."""
+  """Returns the forward solve, the third of a solver's four functions."""
   lengths = equation.params["const_lengths"]
   start = lengths.matvec + lengths.vecmat
   consts = range(start, start + lengths.solve)
@@ -79,13 +79,13 @@ def _solver(equation: core.JaxprEqn) -> list[Body]:
 
 
 class Call(NamedTuple):
-  """The form of a primitive, and how to find the jaxprs that it runs."""
+  """The form of a primitive, and a function that finds the jaxprs it runs."""
 
   form: Form
   bodies: Callable[[core.JaxprEqn], list[Body]] = _only
 
 
-# Keyed by name, since some primitives are not public.
+# The keys are names, since some primitives are not public.
 TABLE: Mapping[str, Call] = {
   primitives.call_p.name: Call(Form.CALL),
   primitives.closed_call_p.name: Call(Form.CALL),
@@ -104,7 +104,7 @@ TABLE: Mapping[str, Call] = {
 
 
 def form(equation: core.JaxprEqn) -> Form | None:
-  """Returns the form of an equation that holds a jaxpr, or None for others."""
+  """Returns the form of an equation, or None if it does not hold a jaxpr."""
   call = TABLE.get(equation.primitive.name)
   return call and call.form
 
@@ -116,12 +116,12 @@ def bodies(equation: core.JaxprEqn) -> list[Body]:
 
 
 def castable_bodies(equation: core.JaxprEqn) -> list[Body]:
-  """Returns the jaxprs of an equation that may run in another precision."""
+  """Returns an equation's jaxprs, or [] if they must keep their precision."""
   return [] if form(equation) is Form.SOLVE else bodies(equation)
 
 
 def transparent_body(equation: core.JaxprEqn) -> Any | None:
-  """Returns the jaxpr of an equation that is only a call, or None.
+  """Returns the jaxpr of an equation that merely calls it, or else None.
 
   Also returns None for a jitted function that places its values, because the
   placement would be lost if its equations were evaluated one by one.
@@ -154,14 +154,14 @@ def carried(equation: core.JaxprEqn) -> range:
   if "num_carry" in parameters:
     num_consts, num_carry = parameters["num_consts"], parameters["num_carry"]
   else:
-    # Since jax 0.11, a scan holds these as parts of a tree, which is not a
-    # public class. Only the lengths of the parts are read.
+    # Since jax 0.11, `num_consts` and `num_carry` are the lengths of parts of a
+    # tree, whose class is not public.
     num_consts, num_carry, _ = map(len, parameters["ft_in"].unpack())
   return range(num_consts, num_consts + num_carry)
 
 
 def close(jaxpr: Any) -> Any:
-  """Returns a jaxpr in the form that has constants."""
+  """Returns a jaxpr that has `consts`, wrapping one that does not."""
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 

@@ -1,4 +1,4 @@
-"""The interpreter, which records a function and evaluates the recording."""
+"""Records functions as jaxprs, and evaluates jaxprs equation by equation."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ import numpy as np
 
 from optax_lossscale._base import trees
 
-# `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 it was
-# named `ClosedJaxpr`, with the same attributes.
+# `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 the class
+# was named `ClosedJaxpr`, with the same attributes.
 
 # Takes an equation and its input values, and returns its output values.
 EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
-# JAX's trace state in the function being recorded, if it is evaluated at once.
+# JAX's trace state during a recording that is evaluated right away, or None.
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "_recorded", default=None
 )
 
 
 class Recording(NamedTuple):
-  """A function's jaxpr for given arguments, and the values that it takes."""
+  """A function's jaxpr for given arguments, and the jaxpr's input values."""
 
   jaxpr: core.Jaxpr
   # First the values that the function closed over, then the arrays among its
@@ -41,7 +41,7 @@ class Recording(NamedTuple):
   treedef: Any
 
   def without_values(self) -> "Recording":
-    """Returns a recording without tracers, which JAX may keep in a closure."""
+    """Returns a recording that holds no tracers, so that JAX may keep it."""
     nothing = [None] * len(self.operands)
     consts, _ = self.consts_and_arguments(nothing)
     return self._replace(
@@ -56,7 +56,7 @@ class Recording(NamedTuple):
     return operands[:split], operands[split:]
 
   def evaluate(self, *operands: Any) -> list[Any]:
-    """Returns the flat outputs of the function for other operands."""
+    """Returns the flat outputs of the function for these operands."""
     consts, arguments = self.consts_and_arguments(operands)
     outputs = evaluate(self.jaxpr, arguments, bind, consts)
     return [jnp.asarray(x) for x in outputs]
@@ -76,13 +76,13 @@ def record(
   *,
   may_change: bool = False,
 ) -> Recording:
-  """Records a function; arrays among its arguments become inputs.
+  """Records a function; the arrays among its arguments become inputs.
 
   The function gets copies of its arguments, so its in-place changes are lost.
-  They raise an error unless `may_change` allows them.
+  In-place changes raise an error unless `may_change` is True.
   """
-  # Under jit, the recording becomes part of the program that JAX compiles.
-  # Inside another recording, it becomes part of that recording.
+  # Under jit, a recording is evaluated only when the compiled program runs. A
+  # recording inside another one is evaluated when the outer one is.
   is_at_once = is_recording() or not is_staged()
   leaves, treedef = jax.tree.flatten((args, kwargs))
   places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -107,10 +107,10 @@ def record(
 
 
 def is_staged() -> bool:
-  """Returns whether JAX is recording a function to compile it.
+  """Returns whether JAX is tracing a function in order to compile it.
 
-  This holds under jit, scan and the like, but not under an eager grad or vmap,
-  where each operation runs immediately.
+  This is true under jit, scan and the like, but not under an eager grad or
+  vmap, where each operation runs immediately.
   """
   return isinstance(jnp.zeros(()), jax.core.Tracer)
 
@@ -118,8 +118,8 @@ def is_staged() -> bool:
 def is_recording() -> bool:
   """Returns whether the function being traced is evaluated now and only once.
 
-  This holds while an eager `record` calls it. It does not hold inside functions
-  that it traces in turn, such as a jitted one, since JAX keeps those.
+  This is true while an eager `record` calls the function, but not in functions
+  that the function calls under jit, since JAX keeps their traces.
   """
   return bool(_recorded.get() == core.get_opaque_trace_state())
 
@@ -163,7 +163,7 @@ def evaluate(
 
 
 def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-  """Returns the outputs of one unchanged equation."""
+  """Evaluates one equation unchanged, and returns its outputs."""
   primitive = equation.primitive
   parameters = primitive.get_bind_params(equation.params)
   with context(equation):
@@ -173,7 +173,7 @@ def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def inside(call: core.JaxprEqn) -> Iterator[None]:
-  """Restores the context inside a call, to evaluate its jaxpr."""
+  """Restores the context in which the jaxpr of a call was traced."""
   is_jit = call.primitive is primitives.jit_p
   function = f"jit({call.params['name']})" if is_jit else ""
   with context(call), _scope(function):
@@ -184,7 +184,7 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
 def context(equation: core.JaxprEqn) -> Iterator[None]:
   """Restores the scopes, settings and source lines of an equation.
 
-  Profilers and errors then show the user's lines.
+  Profilers and errors then point to the user's lines.
   """
   scope = str(equation.source_info.name_stack)
   with (

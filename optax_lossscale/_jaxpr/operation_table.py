@@ -14,12 +14,12 @@ from optax_lossscale._base import leaves
 
 
 def names(text: str) -> frozenset[str]:
-  """Returns the set of words in a text."""
+  """Returns the words of a text as a set."""
   return frozenset(text.split())
 
 
-# The results never exceed the inputs in magnitude, since these operations move,
-# choose or limit values. Nothing is known about the result of a bitcast.
+# These operations move, choose or limit values, so the results never exceed the
+# inputs in magnitude. A bitcast is listed too: its result is never an overflow.
 MOVES = names("""
   all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k
   bitcast_convert_type broadcast_in_dim concatenate copy device_put
@@ -45,13 +45,13 @@ ELEMENTWISE = names("""
 # Comparisons of two elements.
 COMPARISONS = names("eq eq_to ge gt le le_to lt lt_to ne")
 
-# Moves that take several values of one dtype.
+# Moves with several inputs of the same dtype.
 JOINS = names("""
   clamp concatenate dynamic_update_slice max min pad ragged_all_to_all scatter
   scatter-max scatter-min select_and_gather_add select_n stack
 """)
 
-# Moves that neither repeat nor drop elements.
+# Moves that rearrange elements without repeating or dropping any.
 REARRANGES = names("""
   copy reshape rev squeeze stop_gradient transpose
 """)
@@ -59,34 +59,34 @@ REARRANGES = names("""
 # Each element of the result depends on all inputs along some axes.
 REDUCTIONS = names("reduce_prod reduce_sum")
 
-# Each element of the result depends on the inputs up to it along an axis.
+# Each element of the result depends on the input up to its position on an axis.
 CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 
 # The result depends on the inputs of several devices.
 DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
 
-# Finite results of these always fit in a dtype that holds the input. Where a
-# result is non-finite, the operation is undefined: log 0, rsqrt 0, sqrt(-1).
+# A finite result of these fits in any dtype that holds the input. A non-finite
+# result means that the operation is undefined: log 0, rsqrt 0, sqrt(-1).
 BOUNDED = names("""
   acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos erf
   erf_inv erfc igamma igammac log log1p log2 logistic
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
 
-# For complex inputs these are not bounded: they grow along the imaginary axis.
+# Functions bounded for real inputs, which grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")
 
-# Returns where one of the other operations has no finite value.
+# Returns where an operation outside of `BOUNDED` has no finite value.
 _Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 def moves(equation: core.JaxprEqn) -> bool:
-  """Returns whether an operation never exceeds its inputs in magnitude."""
+  """Returns whether the results never exceed the inputs in magnitude."""
   name, parameters = equation.primitive.name, equation.params
   if name == "abs":
     return not _is_complex(equation.invars[0].aval)
   if name == "scatter":
-    # This parameter holds the function of `x.at[...].apply(function)`.
+    # This parameter holds the `function` of `x.at[...].apply(function)`.
     return parameters.get("update_jaxpr") is None
   return name in MOVES
 
@@ -102,9 +102,9 @@ _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation: its primitive's or a more specific one.
+  """Returns the name of an operation's primitive, or a more specific name.
 
-  Equivalent ways to write an operation share one name, which `autocast` uses.
+  `autocast` uses this name, which equivalent ways to write an operation share.
   """
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":
@@ -124,13 +124,13 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 
 def dtype_of(equation: core.JaxprEqn) -> Any:
-  """Returns the dtype that an operation on floats runs in, or None."""
+  """Returns the dtype that an operation runs in, or None without floats."""
 
   def widest(atoms: Sequence[Any]) -> Any:
     floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
     return max(floats, key=lambda x: x.itemsize, default=None)
 
-  # A sum of numbers in low precision may have a wider dtype.
+  # The sum of numbers in low precision may have a wider dtype than they do.
   taken, given = widest(equation.invars), widest(equation.outvars)
   return taken if given is not None and is_low(taken) else given
 
@@ -141,9 +141,9 @@ def is_low(dtype: Any) -> bool:
 
 
 def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
-  """Returns where an operation has no finite value, in any dtype.
+  """Returns where an operation has no finite value in any dtype.
 
-  The answer is meaningful only for non-finite results.
+  The answer is meaningful only where the operation's result is non-finite.
   """
   name = equation.primitive.name
   if name in BOUNDED:

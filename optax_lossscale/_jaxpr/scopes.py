@@ -11,18 +11,18 @@ from jax.extend import core
 
 from optax_lossscale._jaxpr import calls
 
-# JAX wraps scopes in these names when it transforms a function, or writes them
-# as scopes when it calls one. They are not scopes of the model.
+# JAX wraps scopes in these names for a transformation, and adds them as scopes
+# for a call. These names are not scopes of the model.
 _INSIDE = r"([^()]*(?:\([^()]*\)[^()]*)*)"
 _TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
 _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 
 
-# JAX's name for operations that a remat recomputes in the backward pass.
+# JAX's scope for operations that a remat recomputes in the backward pass.
 _RECOMPUTED = "rematted_computation"
 
-# True while operations get notes. JAX's caches depend on it, so a function that
-# was traced without notes is traced again.
+# True while `note` has an effect. JAX's caches depend on this value, so a
+# function that was traced without notes is traced again.
 noting = jax.make_user_context(False)
 _NOTE = re.compile(r"ols\.note: ([^/()]+)")
 
@@ -41,20 +41,20 @@ def operations(
 
 
 def note(text: str) -> contextlib.AbstractContextManager[Any]:
-  """Adds a note to the scopes of the operations inside, if `noting` is on."""
+  """Adds a note to the scopes of the operations inside, if `noting` is True."""
   if not (text and noting.value):
     return contextlib.nullcontext()
   return jax.named_scope(f"ols.note: {text}")
 
 
 def note_on(equation: core.JaxprEqn) -> str:
-  """Returns the outermost note, which the backward pass inherits."""
+  """Returns the outermost note on an equation, or an empty string."""
   found = _NOTE.search(str(equation.source_info.name_stack))
   return found[1] if found else ""
 
 
 def join(scope: str, name_stack: str) -> str:
-  """Returns the full scope of an equation inside `scope`."""
+  """Returns the full scope of an equation that is inside `scope`."""
   return "/".join([*_parts(scope), *_parts(_without_repetition(name_stack))])
 
 
@@ -68,9 +68,9 @@ def _parts(name_stack: str) -> list[str]:
 
 
 def _without_repetition(name_stack: str) -> str:
-  """Returns a name stack with the scopes around a remat written once.
+  """Returns a name stack with the scopes around a remat written only once.
 
-  When the backward pass recomputes the remat, JAX writes them twice:
+  When the backward pass recomputes a remat, JAX writes these scopes twice:
   "transpose(jvp(block))/mlp/jvp(block)/mlp".
   """
   for slash in re.finditer("/", name_stack):
@@ -93,7 +93,7 @@ def ancestors(scope: str) -> list[str]:
 
 
 def matches(scope: str, pattern: str) -> bool:
-  """Returns whether a pattern covers a scope."""
+  """Returns whether a pattern matches a scope or a scope around it."""
   return any(_is_like(x, pattern) for x in ancestors(scope))
 
 
@@ -104,7 +104,7 @@ def ends_in(scope: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_like(text: str, pattern: str) -> bool:
-  # fnmatch would give the brackets of "layers[0]" a meaning, and a regular
+  # fnmatch would treat the brackets of "layers[0]" as special, and a regular
   # expression would try every way to split the text between the "*".
   first, *parts = pattern.split("*")
   if not parts or not text.startswith(first):

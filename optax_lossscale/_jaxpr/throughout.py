@@ -1,8 +1,8 @@
 """Applies a rule to all operations, including those in calls and control flow.
 
-A rule that looks at every operation must also see those in the body of a scan
-or in the branches of a cond. This module rebuilds such equations with public
-functions of JAX, around bodies that the rule has evaluated.
+A rule for every operation must also reach the operations in the body of a scan
+or in the branches of a cond. This module rebuilds such equations with JAX's
+public functions, with the rule applied inside their bodies.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class CountingRule:
   """How to evaluate each operation, and how to combine the counts.
 
   A count is a pytree of arrays, always with the same structure, shapes and
-  dtypes. This rule counts nothing, so its counts are empty.
+  dtypes. This base class counts nothing, so its counts are empty.
   """
 
   # The count before any operation.
@@ -39,23 +39,23 @@ class CountingRule:
   ) -> tuple[Sequence[Any], Any]:
     """Returns the outputs of an operation, and its count.
 
-    `around` has the equations that hold the operation, outermost first.
+    `around` holds the equations that contain the operation, outermost first.
     """
     del around
     return interpreter.bind(equation, inputs), self.zero
 
   def join(self, counts: Sequence[Any]) -> Any:
-    """Combines counts that were made one after the other."""
+    """Combines the counts of operations that run one after another."""
     del counts
     return self.zero
 
   def join_round(self, counts: Any, more: Any, *, is_over: bool) -> Any:
-    """Adds the count of a round, or of a condition, to that of its loop."""
+    """Adds the count of a loop's body or condition to the count so far."""
     del is_over
     return self.join([counts, more])
 
   def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
-    """Combines the counts of several devices into one that they share."""
+    """Combines the counts of several devices into one shared count."""
     del axes
     return count
 
@@ -85,7 +85,7 @@ def evaluate(
 
   Custom derivative rules are lost, because a function that has one is evaluated
   without it. Evaluate the differentiated function instead. Custom `vmap` rules
-  are also lost, so map the function first.
+  are also lost, so apply `vmap` first.
   """
   counts = []
 
@@ -107,9 +107,9 @@ def evaluate(
   return outputs, rule.join(counts)
 
 
-# Evaluates a body of an equation and returns its outputs.
+# Evaluates one of an equation's bodies, and returns the body's outputs.
 Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
-# Evaluates a body of an equation and returns its outputs and its count.
+# Evaluates one of an equation's bodies, and returns its outputs and its count.
 _InterpretAndCount = Callable[
   [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
 ]
@@ -127,7 +127,7 @@ class _Rebuilt(NamedTuple):
 def rebuild(
   equation: core.JaxprEqn, inputs: Sequence[Any], interpret: Interpret
 ) -> list[Any]:
-  """Rebuilds an equation around evaluated bodies, and returns its outputs."""
+  """Evaluates an equation, using `interpret` to evaluate its bodies."""
   outputs, _ = _rebuild(
     equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
   )
@@ -163,7 +163,7 @@ def in_place(
 ) -> list[Any]:
   """Returns the outputs of an equation by evaluating its only body instead.
 
-  `change` applies a function of arrays to inputs and outputs.
+  `change` applies a function of one array to an input or output.
   """
   parameters = equation.params
   form = calls.form(equation)
@@ -171,7 +171,7 @@ def in_place(
   inputs = [inputs[place] for place in body.inputs]
 
   def lay_out(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Places values where a jitted function says that they belong."""
+    """Gives values the shardings that a jitted function specifies for them."""
     return [
       change(functools.partial(_lay, sharding=sharding), value)
       if isinstance(sharding, jax.sharding.Sharding)
@@ -189,8 +189,8 @@ def in_place(
       and parameters["prevent_cse"]
     ):
       # As in JAX's own lowering, the compiler must not merge recomputed values
-      # with the originals. Each input has its own barrier, since with a shared
-      # one all inputs would vary under `shard_map` if any of them does.
+      # with the originals. Each input has its own barrier: under `shard_map`, a
+      # shared barrier would make all inputs vary if one of them does.
       inputs = [change(lax.optimization_barrier, x) for x in inputs]
     return list(interpret(body, inputs))
 
@@ -199,7 +199,7 @@ def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
   if isinstance(sharding, jax.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
-    # Here the sharding is part of the array's type rather than a hint.
+    # On an explicit mesh, a sharding is part of the array's type, not a hint.
     return jax.jit(_same, out_shardings=sharding)(array)
   return lax.with_sharding_constraint(array, sharding)
 
@@ -225,8 +225,8 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   if platforms is None:
     result = lax.switch(index, functions, *operands)
   else:
-    # JAX compiles only one of these branches: code for one kind of device may
-    # not even compile for another.
+    # JAX compiles only the branch for the current platform. The code of other
+    # branches may not even compile there.
     of_platform = {
       platform: function
       for function, of_branch in zip(functions, platforms, strict=True)
@@ -237,7 +237,7 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 
 def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """Rebuilds `lax.scan`, and `fori_loop` of known length."""
+  """Rebuilds `lax.scan`, or a `fori_loop` of known length."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
   carried = calls.carried(equation)
@@ -262,7 +262,7 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 
 def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """Rebuilds `lax.while_loop`, and `fori_loop` of unknown length."""
+  """Rebuilds `lax.while_loop`, or a `fori_loop` of unknown length."""
   equation, inputs, interpret, rule = of
   test_body, round_body = calls.bodies(equation)
   start = calls.carried(equation).start
@@ -271,18 +271,18 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
     consts = [inputs[place] for place in body.inputs if place < start]
     return interpret(body, [*consts, *carry])
 
-  # The condition is tested in the round itself, to carry its counts along.
+  # The body also evaluates the condition, so that the loop carries its count.
   def run_round(state: Any) -> Any:
     goes_on, carry, counts = state
     outputs, in_round = run(round_body, carry)
-    # Under `vmap` each example has its own condition, and finished examples
-    # keep their values.
+    # Under `vmap` each example has its own condition, and examples whose loop
+    # is over keep their values.
     outputs = [
       _where_goes_on(goes_on, new, old)
       for new, old in zip(outputs, carry, strict=True)
     ]
     counts = rule.join_round(counts, in_round, is_over=True)
-    # The counts of the condition belong to the round that follows it.
+    # The count of a condition belongs to the iteration that follows.
     (goes_on,), in_test = run(test_body, outputs)
     counts = rule.join_round(counts, in_test, is_over=False)
     return goes_on, outputs, counts
@@ -298,13 +298,13 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
 
 def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
   if jnp.ndim(goes_on) == 0:
-    return new  # The loop ends when it is False.
+    return new  # The loop ends when `goes_on` is False.
   shape = goes_on.shape + (1,) * (jnp.ndim(new) - goes_on.ndim)
   return jnp.where(goes_on.reshape(shape), new, old)
 
 
 def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
-  """Rebuilds `jax.shard_map`, and `jax.pmap`, which is built on it."""
+  """Rebuilds `jax.shard_map`, or `jax.pmap`, which is built on it."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
@@ -343,8 +343,8 @@ def _varying(zero: Any) -> Any:
   """Returns `zero` as a value that may differ between devices.
 
   A carried value must keep its type, and all branches must return one type.
-  Under `shard_map`, the type says along which mesh axes a value may vary, and
-  the position on an axis varies along that axis.
+  Under `shard_map`, a type says along which mesh axes a value may vary. Adding
+  0 times the position on an axis makes a value vary along that axis.
   """
   for axis in jax.sharding.get_abstract_mesh().manual_axes:
     position = lax.axis_index(axis)
@@ -355,8 +355,8 @@ def _varying(zero: Any) -> Any:
 def on_this_mesh(count: Any) -> Any:
   """Moves a count that was made on another mesh to the current one.
 
-  Inside `jax.sharding.auto_axes` and the like, the mesh has axes of another
-  kind, and the type of a count includes its mesh.
+  Inside `jax.sharding.auto_axes` and the like, the mesh has axes of other types
+  than outside, and the type of a count includes its mesh.
   """
   mesh = jax.sharding.get_abstract_mesh()
   mesh_there = jax.typeof(count).sharding.mesh
