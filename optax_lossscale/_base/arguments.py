@@ -269,7 +269,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
-  """Returns a rule's `overflow` as bool[]; Megatron passes one of shape [1]."""
+  """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
@@ -312,7 +312,7 @@ class Places(NamedTuple):
 
 
 def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
-  """Returns the positions of both kinds, with negative numbers resolved."""
+  """Resolves `argnums` and `batch_argnums`, negative ones too, to positions."""
   differentiated = _positions("argnums", argnums, count)
   if batch_argnums is None:
     batched = tuple(i for i in range(count) if i not in differentiated)
@@ -339,7 +339,7 @@ def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
 
 
 def like_argnums(argnums: Any, values: tuple[Any, ...]) -> Any:
-  """Returns a tuple of values, or its one value if `argnums` is a number."""
+  """Returns `values`, or the only one of them if `argnums` is a number."""
   return values if _are_several(argnums) else values[0]
 
 

@@ -3,7 +3,7 @@
 It is a maximum over the bits of |x|, read as integers. The bits of numbers of
 one sign sort like the numbers, with inf above every finite number and NaN above
 inf. So one maximum finds the largest value, even if that is inf or NaN. A
-maximum over floats may drop NaN: in XLA's CPU kernels and collectives it does.
+maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def parts(x: jax.Array) -> list[jax.Array]:
-  """Returns the real and imaginary parts of a complex `x`, and [x] if real."""
+  """Returns [x.real, x.imag] if `x` is complex, else [x]."""
   return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
@@ -68,8 +68,8 @@ def _unsigned(dtype: Any) -> np.dtype[Any]:
 def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
-  It could on any mesh of several devices, even if this machine lacks them. It
-  also returns True for an explicit mesh, whose axis type may forbid reshaping.
+  The answer is True on any mesh of several devices, even on a machine with one,
+  and on an explicit mesh, whose axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -80,8 +80,8 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by one reduction per array, without reshaping it.
 
   Reshaping could move a sharded array between devices. XLA combines reductions
-  over devices only if they have one dtype, so every dtype of up to 32 bits is
-  reduced as 32 bits.
+  over devices only within one dtype, so every dtype of up to 32 bits is reduced
+  as 32 bits.
   """
   bits = [magnitude_bits(x) for x in arrays]
   unsigned = bits[0].dtype
@@ -184,7 +184,7 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
 def log2(x: jax.Array) -> jax.Array:
   """Returns the base-2 logarithm, exact for a power of two.
 
-  S usually is a power of two, and `jnp.log2` is off by 1e-6 for some of these.
+  S is usually a power of two, and `jnp.log2` is off by 1e-6 for some of them.
   """
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.

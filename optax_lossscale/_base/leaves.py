@@ -1,4 +1,4 @@
-"""Tells which leaves of a tree are gradients, and converts their dtypes."""
+"""Decides which leaves of a tree are gradients, and converts their dtypes."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
-# name, which it spells with the underscore. Differentiating with respect to one
-# returns its next value instead of a gradient.
+# name, which it spells with the underscore. Differentiating with respect to
+# such a leaf returns its next value instead of a gradient.
 OVERWRITE_WITH_GRADIENT = {
   "_overwrite_with_gradient",
   "overwrite_with_gradient",

@@ -18,7 +18,7 @@ from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
 
-# The type of a tree, which a function that changes only leaves keeps.
+# The type of a tree, for functions that change only its leaves.
 Tree = TypeVar("Tree")
 
 # An error names this many leaves and counts the others.
@@ -114,7 +114,7 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
 def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
   """Raises if a function has changed an object among its arguments.
 
-  It may change a dict or list, since it has been given a copy.
+  The function may change a dict or list, since it has been given a copy.
   """
   known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):
@@ -167,7 +167,7 @@ def _shapes(tree: Any) -> dict[str, Shape]:
 
 
 def listed(names: Collection[Any], most: int = 20) -> str:
-  """Returns the first names for an error, and the number of the others."""
+  """Returns text that lists the first `most` names and counts the others."""
   named = ", ".join(map(repr, list(names)[:most]))
   more = len(names) - most
   return f"{named} and {more} more" if more > 0 else named

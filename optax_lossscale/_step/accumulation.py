@@ -259,7 +259,7 @@ def _scan(
 
 
 def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
-  """Returns two trees of bools: the leaves to overwrite, the leaves to sum."""
+  """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
   is_kept = leaves.resolve_mask(mask, arguments.like_argnums(argnums, given))
   is_kept = jax.tree.unflatten(
     jax.tree.structure(given), jax.tree.leaves(is_kept)

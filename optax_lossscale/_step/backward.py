@@ -121,8 +121,8 @@ def scale_loss(
 
   Use it to write the step by hand where `scaled_value_and_grad` does not fit.
   Differentiate the scaled loss, and pass the gradients to `update` or
-  `unscale`. On hardware in saturation mode use a float32 loss, since S is the
-  cotangent of the loss, and in float16 that would be clipped to 65504.
+  `unscale`. On hardware in saturation mode use a float32 loss, since an S above
+  65504, as the cotangent of a float16 loss, would be clipped.
 
   Args:
     loss: a floating-point array, usually a scalar.
@@ -166,7 +166,7 @@ def unscale(
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A pytree like `scaled_gradients`; leaves below float32 become float32.
+    A pytree like `scaled_gradients`, with narrower leaves widened to float32.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.
@@ -284,7 +284,7 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises early for arguments with which the first step would fail."""
+  """Raises right away for arguments that would make the first step fail."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:

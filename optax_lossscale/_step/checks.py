@@ -41,8 +41,8 @@ def nonfinite(dtype: Any = None) -> Check:
     dtype: the dtype that the gradients were computed in, if they are stored in
       a wider one; by default each leaf's own. To set it per leaf, pass a tree
       of dtypes whose structure is a prefix of the gradients', or a function
-      from a leaf's path, such as "params/Dense_0/kernel", to a dtype. A
-      leaf whose dtype is None keeps its own.
+      from a leaf's path, such as "params/Dense_0/kernel", to a dtype. None
+      for a leaf means its own dtype.
 
   Returns:
     A check to pass to `loss_scaling`.

@@ -92,7 +92,7 @@ def make_varying(
     axis_name: a mapped axis, or several in a tuple or list.
 
   Returns:
-    A pytree like `tree`; marking costs nothing. Under `pmap` and with
+    A pytree like `tree`; marking it costs nothing. Under `pmap` and with
     `check_vma=False` nothing is marked, since JAX does not track what varies.
 
   Raises:
@@ -127,7 +127,7 @@ def make_varying(
 
   def make_leaf_varying(x: Any) -> Any:
     if not isinstance(x, jax.Array):
-      return x  # float0, or a function.
+      return x  # It is float0 or a function.
     missing = tuple(
       name
       for name in names
@@ -187,7 +187,7 @@ def check_named() -> None:
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:
-  """Returns the mapped axes along which, as JAX knows, an array may vary."""
+  """Returns the mapped axes along which JAX says that an array may vary."""
   # `mat` is not in JAX's API reference yet, but output in its docs shows it.
   axes: frozenset[Hashable] = jax.typeof(x).mat.varying
   return axes
@@ -235,7 +235,7 @@ def refuse_divergence(
 def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
-  """Raises if devices that share a loss or gradient could disagree on it."""
+  """Raises if devices that share a loss or gradient could drop separately."""
   missing = axes_beyond(overflow, *together)
   if missing:
     axes = listed([*names, *missing])
@@ -253,7 +253,7 @@ def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
   The order matters, since the sum of undivided values may not fit their dtype.
   """
   devices = math.prod(map(lax.axis_size, names))
-  # Divide in float32; in float16 XLA would multiply by 1/3, rounded.
+  # Divide in float32, since XLA would multiply float16 by a rounded 1/n.
   quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices
   mean: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
   return mean

@@ -105,7 +105,7 @@ down; S is 4096.0.
 
 
 def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
-  """Returns the member and reason if the rule's system would have raised."""
+  """Returns which vmapped run the rule has given up, and why, if any."""
   rule_state = state.loss_scale_state
   # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
   while hasattr(rule_state, "rule_state"):
@@ -117,7 +117,7 @@ def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
 
 
 def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
-  """Returns the member and reason if more than `most` skips were in a row."""
+  """Returns which vmapped run skipped over `most` steps in a row, and why."""
   skips = np.asarray(state.consecutive_skips)
   worst = _largest(skips)
   if skips[worst] <= most:

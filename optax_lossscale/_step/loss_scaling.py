@@ -40,8 +40,8 @@ def loss_scaling(
   positive normal number, for example from a damaged checkpoint; the rule then
   starts over.
 
-  Put anything that needs true gradients inside: clipping, noise, weight decay,
-  accumulation. Schedules belong inside as well, and count applied steps.
+  Put anything that needs true gradients inside `inner`: clipping, noise, weight
+  decay, accumulation. Schedules belong there as well, and count applied steps.
 
   Args:
     inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
@@ -76,7 +76,7 @@ def loss_scaling(
       structure is a prefix of the parameters', or a function from the
       parameters to such a tree. The other leaves bypass the wrapper and the
       optimizer: `update` returns the values passed in or, if it skips the step,
-      the old ones. By default they are the leaves of Flax's
+      the old ones. By default these are the leaves of Flax's
       `_overwrite_with_gradient` collection.
 
   Returns:
@@ -96,9 +96,9 @@ def loss_scaling(
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if `axis_name` is not
-      mapped, or if leaves bypass the optimizer but `params` is missing. Where
-      JAX tracks what varies by device, also if devices that share an S could
-      disagree on a skip, or if the gradients to average are already reduced.
+      mapped, or if leaves bypass the optimizer but `params` is missing. If JAX
+      tracks what varies by device, `update` also raises if devices that share
+      an S could skip separately, or if gradients are averaged twice.
 
   Warns:
     WiringWarning: from `init`, if float16 parameters have no master weights;

@@ -26,10 +26,10 @@ def loss_scale_metrics(
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
     the share of all steps that were skipped. `inf` is True if a gradient was
-    infinite and none was NaN. An overflow with neither was a saturated gradient
-    or the caller's flag. `headroom` is how many times S could still have
-    doubled, in bits. It assumes float16, unless the check names a dtype or the
-    gradients are below float32. `LossScalingState` explains the others.
+    infinite and none was NaN. An overflow without either means a saturated
+    gradient or the caller's flag. `headroom` is how many times S could still
+    have doubled, in bits. It assumes float16, unless the check names a dtype or
+    gradients are narrower than float32. See `LossScalingState` for the others.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.

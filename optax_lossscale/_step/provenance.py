@@ -25,7 +25,7 @@ _ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
 def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
   """Records the origin of arrays; `passed` is the caller's state or number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
-    scale = float(passed)  # An array of it would be a tracer under jit.
+    scale = float(passed)  # Under jit an array would be a tracer.
   # No tracer may outlive its trace, and no S may keep all earlier ones alive.
   is_weak = kind == "next" or isinstance(scale, jax.core.Tracer)
   get_scale = weakref.ref(scale) if is_weak else lambda: scale
@@ -46,7 +46,7 @@ def check_update(
     for tree in (gradients, loss_scale, used)
   ]
   is_frozen = used is not None and traced == [True, True, False]
-  machine: Any = getattr(rule, "machine", rule)  # A preset has one.
+  machine: Any = getattr(rule, "machine", rule)  # Presets have a `machine`.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
   if kind == "unscaled" and fixed != 1:
@@ -74,7 +74,7 @@ def check_update(
 
 
 def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
-  """Warns if `unscale` gets a different S from the one that scaled them."""
+  """Warns if `unscale` gets gradients that a different S has scaled."""
   if _is_another(_origin(gradients)[1], loss_scale):
     wiring.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
@@ -104,5 +104,5 @@ def _equal(x: Any, y: Any) -> bool | None:
     # A user's transfer guard is meant for the steps, not for this comparison.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
-  except Exception:  # One is traced, donated, or on other hosts.
+  except Exception:  # A scale is traced, donated, or on other hosts.
     return None

@@ -30,7 +30,7 @@ _SWITCH_OFF = (
   "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
 )
 
-# The default of `rule`, since None is a value that users may pass.
+# The default of `rule` is not None, since users may pass None.
 MISSING: Any = ...
 
 
@@ -39,7 +39,7 @@ def as_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `inner` as an optimizer that takes extra arguments, or raises."""
   if isinstance(inner, optax.MultiSteps):
-    # Its `gradient_transformation()` would drop extra arguments.
+    # `MultiSteps.gradient_transformation()` would drop extra arguments.
     return optax.GradientTransformationExtraArgs(inner.init, inner.update)
   if isinstance(inner, (type, base.LossScale)) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
@@ -226,7 +226,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if states.is_state(node) or not states.find_states(node):
     return
   kind, shapes = type(node), _shapes(node)
-  # A mask that leaves nothing out is harmless. Most states show if it does.
+  # A mask is harmless if it leaves nothing out, which most states reveal.
   may_mask = None in shapes or shapes <= {()}
   if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
     yield _AROUND[kind].format(_at(path))

@@ -1,4 +1,4 @@
-"""The atomic skip: a step changes either everything, or not a single bit."""
+"""The atomic skip: a step changes everything or not a single bit."""
 
 from collections.abc import Callable
 import functools
@@ -24,7 +24,7 @@ def update_unless(
   # Only this function decides how the inner optimizer runs. Under jit, scan and
   # the like, each value of the new state is selected where it is defined, so
   # that the state is not kept twice. In eager mode that would cost time without
-  # saving memory, so the select comes after the update. Both give the same
+  # saving memory, so the select comes after the update. Both ways give the same
   # bits. Under jit the inner optimizer must be pure, as jit itself requires.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
@@ -58,7 +58,7 @@ def select_on_skip(
 
   Use it for values that a step changes outside the optimizer, such as batch
   statistics, a moving average of the parameters, a random key or a step
-  counter. They then change only if the parameters do.
+  counter. Such a value then changes only if the parameters do.
 
   Args:
     opt_state: the optimizer's state after `update`.

@@ -90,7 +90,7 @@ class LossScalingState(NamedTuple):
     """float32[], headroom in bits: how many more times S could have doubled.
 
     It is -log2(used), so at most 126; NaN if `nan` or before the first step;
-    -inf if amax is inf. Another negative value means that the gradients do not
+    -inf if amax is inf. A finite negative value means that the gradients do not
     fit float16, and the check does not name the dtype of their computation.
     """
     # A NaN kept in the state would trip jax_debug_nans, so compute it here.
