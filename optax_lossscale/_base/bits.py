@@ -1,6 +1,6 @@
 """The largest magnitude in many arrays, found in one read, with NaN and inf.
 
-It is a maximum over the bits of |x|, read as integers. The bits of numbers of
+The maximum is over the bits of |x|, read as integers. The bits of numbers of
 one sign sort like the numbers, with inf above every finite number and NaN above
 inf. So one maximum finds the largest value, even if that is inf or NaN. A
 maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
@@ -96,7 +96,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   small: list[jax.Array] = []
   maxima: list[jax.Array] = []
-  # One of the maxima so far. The next reduction takes it as an input, and so
+  # `so_far` is one of the maxima. The next reduction takes it as input, and so
   # waits for it. Otherwise XLA would hold all intermediate results at once.
   so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):

@@ -299,7 +299,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"`microbatches` must divide the batch, got {microbatches} for "
         f"{shape[0]} examples in {place}."
       )
-    x = jnp.asarray(x)  # As `lax.scan` would convert it.
+    x = jnp.asarray(x)  # `lax.scan` converts it too.
     _check_share(x, microbatches, place)
     # Reshape with the batch axis first, so that it can stay sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])

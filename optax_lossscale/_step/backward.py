@@ -195,7 +195,7 @@ def unscale(
 def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
   """Returns the gradients in `tree` divided by S, in float32 or wider."""
   # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
-  # 0. So it is applied as two factors.
+  # 0. So 1/S is applied as two factors.
   quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
 
   def unscale_leaf(x: Any) -> Any:

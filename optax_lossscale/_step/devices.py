@@ -127,7 +127,7 @@ def make_varying(
 
   def make_leaf_varying(x: Any) -> Any:
     if not isinstance(x, jax.Array):
-      return x  # It is float0 or a function.
+      return x  # `x` is float0 or a function.
     missing = tuple(
       name
       for name in names
@@ -172,7 +172,7 @@ def check_named() -> None:
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
   names = [name for name in manual if not str(name).startswith("_")]
   tracked: set[Hashable] = set()
-  # This evaluates only types, so it adds no operation to the traced program.
+  # `eval_shape` evaluates only types, so it adds no operation to the program.
   jax.eval_shape(
     lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
   )

@@ -36,13 +36,13 @@ def raise_if_failed(
   """Raises if too many steps in a row were skipped, or the rule has given up.
 
   Nothing raises inside jit, so a run whose data are all NaN skips every step
-  and continues. Call this between steps, as often as you log. It waits for the
-  step that made `opt_state`.
+  and continues. Call this between steps, as often as you log. The call waits
+  for the step that made `opt_state`.
 
   DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
-  help. Their presets record this permanently in the state, and then this
-  function raises with or without a limit. A preset with
-  raise_error_at_min_scale=False clears that record in every step, and unscaled
+  help. Their presets record such a failure permanently in the state, and then
+  this function raises with or without a limit. A preset with
+  raise_error_at_min_scale=False clears the record in every step, and unscaled
   steps do not count, since the rule does not see them.
 
   With any other rule it raises only if a limit is set. It ignores `stalled`,

@@ -47,7 +47,7 @@ def loss_scaling(
     inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
       gets float32 copies of narrower parameters and gradients, so its state is
       float32 from the start. Under jit its update is first recorded and then
-      evaluated, so it must be pure.
+      evaluated, so the update must be pure.
     rule: chooses the first S, and moves S in each step. None switches loss
       scaling off, so a program with configurable precision needs no second code
       path. S is then 1, no step is checked or skipped, `overflow` and `amax`
@@ -61,7 +61,7 @@ def loss_scaling(
       flag is reduced, not the gradients. Name every axis along which gradients
       or the caller's flag vary, unless each device has its own model and state.
       If an axis is missing, devices may fall out of step. Under `shard_map`
-      with `check_vma=True`, JAX tracks what varies, and this is an error. Under
+      with `check_vma=True`, JAX tracks what varies, so that is an error. Under
       `pmap` and with `check_vma=False`, None causes a `WiringWarning`; pass ()
       there if gradients are already the same on all devices, or if each device
       has its own model.
@@ -70,14 +70,14 @@ def loss_scaling(
       travel as float16. Devices also decide together along these axes. Each of
       n devices divides by n before the sum, so the sum does not overflow; but
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      `pmean_gradients` averages in float32. Both require that every device has
-      a copy of the parameters.
+      `pmean_gradients` averages in float32. Both ways of averaging require that
+      every device has a copy of the parameters.
     mask: True for the leaves that are gradients: a tree of bools whose
       structure is a prefix of the parameters', or a function from the
       parameters to such a tree. The other leaves bypass the wrapper and the
       optimizer: `update` returns the values passed in or, if it skips the step,
-      the old ones. By default these are the leaves of Flax's
-      `_overwrite_with_gradient` collection.
+      the old ones. By default only the leaves of Flax's
+      `_overwrite_with_gradient` collection bypass them.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
@@ -268,7 +268,7 @@ def _bare_update(
   )
   return updates, state._replace(
     inner_state=inner_state,
-    # This is a constant False, so XLA drops the selects that depend on it.
+    # `skipped` is a constant False, so XLA drops the selects that depend on it.
     skipped=jnp.zeros_like(state.skipped),
     applied_steps=optax.safe_increment(state.applied_steps),
   )
@@ -306,8 +306,8 @@ def move(
   )
   # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # A user's rule may return an S that is 0, subnormal, inf or NaN. That would
-  # silently stop the training, so the previous state is kept instead.
+  # A user's rule may return an S that is 0, subnormal, inf or NaN. Such an S
+  # would silently stop the training, so the previous state is kept instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   held = skipping.select(~is_usable, state, moved)
   # A damaged checkpoint may also hold an unusable S. The rest of the rule's

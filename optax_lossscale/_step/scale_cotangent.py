@@ -87,8 +87,8 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   return jax.tree.map(scale_leaf, x)
 
 
-# This defines the tangents, which are linear. JAX transposes them for the
-# backward pass, so forward mode works as well.
+# The scaling is defined by its tangents, which are linear. JAX transposes them
+# for the backward pass, so forward mode works as well.
 @jax.custom_jvp
 def _scale_leaf(x: jax.Array, scale: Any) -> jax.Array:
   del scale

@@ -89,7 +89,7 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], headroom in bits: how many more times S could have doubled.
 
-    It is -log2(used), so at most 126; NaN if `nan` or before the first step;
+    The value is -log2(used), 126 at most; NaN if `nan` or before the first step;
     -inf if amax is inf. A finite negative value means that the gradients do not
     fit float16, and the check does not name the dtype of their computation.
     """
@@ -102,7 +102,7 @@ class LossScalingState(NamedTuple):
 def find_states(tree: Any) -> dict[str, LossScalingState]:
   """Returns every `LossScalingState` in a pytree, keyed by its path.
 
-  It finds them by their type, so parameters may have any name.
+  States are found by their type, so parameters may have any name.
   """
   nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
@@ -250,7 +250,7 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   another holds S deeper inside, under any name.
   """
   if isinstance(rule_state, loss_scales.NoLossScaleState):
-    return rule_state  # Its S is always 1.
+    return rule_state  # S is always 1.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]
   try:
