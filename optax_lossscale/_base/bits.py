@@ -137,8 +137,8 @@ def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _fold(bits: jax.Array) -> jax.Array:
   """Returns the maxima of groups of 32 elements of `bits`."""
   largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
-  # Without the barrier XLA flattens the array in the loop, which is then not
-  # vectorized and four times slower.
+  # Without the barrier XLA flattens the array in the loop, which is then four
+  # times slower, since it is not vectorized.
   separate: jax.Array = lax.optimization_barrier(largest)
   return separate.reshape(-1)
 

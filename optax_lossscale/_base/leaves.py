@@ -42,7 +42,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
-  So no number is overlooked, and no weak type makes the next step recompile.
+  Thus no number is overlooked, and no weak type makes the next step recompile.
   """
 
   def as_array(x: Any) -> Any:

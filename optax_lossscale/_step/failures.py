@@ -57,8 +57,8 @@ def raise_if_failed(
 
   Raises:
     FloatingPointError: if more steps in a row were skipped, or if the preset's
-      system would have raised. The error gives the reason and S, names the
-      state if there are several, and the member if `vmap` has stacked runs.
+      system would have raised. The error gives the reason and S. It names
+      the state if there are several, and the run if `vmap` has stacked several.
     TypeError: if the state is traced, or the limit is not an integer.
     ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
 
@@ -105,7 +105,7 @@ down; S is 4096.0.
 
 
 def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
-  """Returns which vmapped run the rule has given up, and why, if any."""
+  """Returns the run (if vmapped) that the rule has given up, and the reason."""
   rule_state = state.loss_scale_state
   # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
   while hasattr(rule_state, "rule_state"):
@@ -117,7 +117,7 @@ def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
 
 
 def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
-  """Returns which vmapped run skipped over `most` steps in a row, and why."""
+  """Returns the run (if vmapped) that skipped too many steps, and the reason."""
   skips = np.asarray(state.consecutive_skips)
   worst = _largest(skips)
   if skips[worst] <= most:

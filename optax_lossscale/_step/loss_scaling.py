@@ -57,7 +57,7 @@ def loss_scaling(
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, along which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
-      need it, since its arrays are whole, however they are sharded. Only the
+      need one, since its arrays are whole, however they are sharded. Only the
       flag is reduced, not the gradients. Name every axis along which gradients
       or the caller's flag vary, unless each device has its own model and state.
       If an axis is missing, devices may fall out of step. Under `shard_map`
@@ -98,7 +98,7 @@ def loss_scaling(
       of `inner` or the rule, does not fit the others, if `axis_name` is not
       mapped, or if leaves bypass the optimizer but `params` is missing. If JAX
       tracks what varies by device, `update` also raises if devices that share
-      an S could skip separately, or if gradients are averaged twice.
+      an S could skip separately, or if gradients are already reduced.
 
   Warns:
     WiringWarning: from `init`, if float16 parameters have no master weights;

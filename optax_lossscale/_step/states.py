@@ -89,7 +89,7 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], headroom in bits: how many more times S could have doubled.
 
-    The value is -log2(used), 126 at most; NaN if `nan` or before the first step;
+    It equals -log2(used), 126 at most; NaN if `nan` or before the first step;
     -inf if amax is inf. A finite negative value means that the gradients do not
     fit float16, and the check does not name the dtype of their computation.
     """
@@ -216,7 +216,7 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it.
 
   If S is a concrete array while a function is being traced, the function has
-  closed over it. Once compiled, it keeps that S while the wrapper's S moves on.
+  closed over it. A compiled function keeps that S while the wrapper moves S.
   An eager scan looks the same as jit here, since JAX compiles its body too.
   """
   state = find_state(opt_state, path)

@@ -35,7 +35,7 @@ def tap(
     return tree
   xs = [jnp.asarray(leaves[i]) for i in places]
   # Under `shard_map` a measurement varies along the cotangents' axes. JAX sums
-  # it over the axes along which `measured` is made to vary here.
+  # measurements over the axes along which `measured` is made to vary here.
   varying = frozenset().union(*map(devices.varying_axes, xs))
   measured = devices.make_varying(measured, tuple(varying))
   axes = tuple(devices.varying_axes(measured))
