@@ -117,7 +117,7 @@ def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
 
 
 def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
-  """Returns the run (if vmapped) that skipped too many steps, and the reason."""
+  """Returns the run (if vmapped) that skipped too many steps, and a reason."""
   skips = np.asarray(state.consecutive_skips)
   worst = _largest(skips)
   if skips[worst] <= most:

@@ -26,7 +26,7 @@ def loss_scale_metrics(
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
     the share of all steps that were skipped. `inf` is True if a gradient was
-    infinite and none was NaN. An overflow without either means a saturated
+    infinite and none was NaN. An overflow without inf or NaN is a saturated
     gradient or the caller's flag. `headroom` is how many times S could still
     have doubled, in bits. It assumes float16, unless the check names a dtype or
     gradients are narrower than float32. See `LossScalingState` for the others.

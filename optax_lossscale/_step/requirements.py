@@ -342,7 +342,7 @@ def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
-  # An optimizer may pass through gradients that have an axis of examples.
+  # An optimizer may return per-example gradients, whose shapes may differ.
   of_examples = trees.mismatched_shape(params, gradients) is not None
   found = None if of_examples else trees.mismatched_shape(params, narrow)
   if found:

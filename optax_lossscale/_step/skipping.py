@@ -92,7 +92,7 @@ def select_on_skip(
 def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
-    return new  # float0, which has no value.
+    return new  # `old` is float0, which has no value.
   return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
 
 
