@@ -184,7 +184,7 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
 def log2(x: jax.Array) -> jax.Array:
   """Returns the base-2 logarithm, exact for a power of two.
 
-  S is usually a power of two, and `jnp.log2` is off by 1e-6 for some of them.
+  `jnp.log2` is off by 1e-6 for some powers of two, and S is usually one.
   """
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.

@@ -361,9 +361,9 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
 def _power_of_two(microbatches: int) -> float:
   """Returns a power of two no smaller than the number of micro-batches.
 
-  Dividing a gradient by it is exact if the quotient is a normal number. The sum
-  of all micro-batches' quotients is at most the largest gradient, so the sum
-  overflows only if a gradient does.
+  Division by a power of two is exact if the quotient is a normal number. The
+  sum of all micro-batches' quotients is at most the largest gradient, so the
+  sum overflows only if a gradient does.
   """
   return 2.0 ** math.ceil(math.log2(microbatches))
 

@@ -156,7 +156,7 @@ def unscale(
 
   Use it if you need true gradients outside the wrapper, for example to log
   their norm or to pass them to a line search as `grad=`. `update` itself takes
-  scaled gradients. Call `unscale` before it, with the same `opt_state`.
+  scaled gradients. Call `unscale` first, with the same `opt_state`.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves

@@ -206,7 +206,7 @@ def average_scaled(
   _refuse_reduced("average_scaled", gradients, names)
 
   def average_leaf(x: jax.Array) -> jax.Array:
-    # A dtype of 8 bits is too narrow to sum in.
+    # Dtypes of 8 bits are too narrow for sums.
     mean = _mean(x.astype(bits.carrier(x.dtype)), names)
     # Without an overflow every gradient is finite, and so is the true mean. The
     # sum of the quotients may not be: 65504 / 3 is rounded up in float16, and

@@ -56,8 +56,8 @@ def raise_if_failed(
       from an initial value that is too large, so be generous: 100, say.
 
   Raises:
-    FloatingPointError: if more steps in a row were skipped, or if the preset's
-      system would have raised. The error gives the reason and S. It names
+    FloatingPointError: if more steps than the limit were skipped in a row, or
+      if the preset's system would have raised. The error gives the reason, S,
       the state if there are several, and the run if `vmap` has stacked several.
     TypeError: if the state is traced, or the limit is not an integer.
     ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
@@ -86,7 +86,7 @@ down; S is 4096.0.
     )
   states = _states.require_states(opt_state)
   for path, state in states.items():
-    # Convert it to an array, since NNX keeps it in a variable.
+    # Convert the count to an array, since NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
       raise TypeError(
         "`opt_state` must have values, got a traced one; call raise_if_failed "

@@ -129,7 +129,7 @@ def loss_scaling(
     requirements.check_rule("rule", rule)
   requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
-  # If gradients are averaged over devices, all of them must skip together.
+  # If gradients are averaged over devices, all devices must skip together.
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )

@@ -79,7 +79,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   def scale_leaf(leaf: Any) -> Any:
     if not leaves.is_gradient(leaf):
       return leaf
-    # Under `shard_map` a value must vary along the axes of its tangent, so also
+    # Under `shard_map` a value must vary along its tangent's axes, including
     # the scale's. JAX sums the cotangents of a value that is made to vary.
     axes = tuple(devices.varying_axes(factor))
     return _scale_leaf(devices.make_varying(leaf, axes), factor)

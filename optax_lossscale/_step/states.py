@@ -35,7 +35,7 @@ class LossScalingState(NamedTuple):
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
     overflow: bool[], True if the last step's gradients were unusable, or if
-      they leave out micro-batches because those overflowed.
+      micro-batches that overflowed were left out of them.
     nan: bool[], True if any gradient was NaN. A backward pass may also turn inf
       into NaN. An overflow without NaN means inf, saturation, or the caller's
       flag.
