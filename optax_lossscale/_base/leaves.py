@@ -42,7 +42,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
-  Thus no number is overlooked, and no weak type makes the next step recompile.
+  No number is overlooked this way, and no weak type makes a step recompile.
   """
 
   def as_array(x: Any) -> Any:

@@ -285,7 +285,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"{place}; name the arguments to split in `batch_argnums`, or instead "
         "of a random key pass jax.random.split(key, microbatches)."
       )
-    # Random keys may come one per example or one per micro-batch.
+    # There may be one random key per example, or one per micro-batch.
     if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
       sizes.setdefault(shape[0], place)
     if len(sizes) > 1:

@@ -235,7 +235,7 @@ def refuse_divergence(
 def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
-  """Raises if devices that share a loss or gradient could drop separately."""
+  """Raises if devices that share gradients could disagree on a micro-batch."""
   missing = axes_beyond(overflow, *together)
   if missing:
     axes = listed([*names, *missing])

@@ -104,5 +104,5 @@ def _equal(x: Any, y: Any) -> bool | None:
     # A user's transfer guard is meant for the steps, not for this comparison.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
-  except Exception:  # A scale is traced, donated, or on other hosts.
+  except Exception:  # A scale may be traced, donated, or on other hosts.
     return None
