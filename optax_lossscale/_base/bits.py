@@ -68,8 +68,8 @@ def _unsigned(dtype: Any) -> np.dtype[Any]:
 def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
-  The answer is True on any mesh of several devices, even on a machine with one,
-  and on an explicit mesh, whose axis type may forbid reshaping.
+  The answer is True on any mesh of several devices, even if this machine lacks
+  them, and on an explicit mesh, whose axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -184,7 +184,7 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
 def log2(x: jax.Array) -> jax.Array:
   """Returns the base-2 logarithm, exact for a power of two.
 
-  `jnp.log2` is off by 1e-6 for some powers of two, and S is usually one.
+  S usually is a power of two, for which `jnp.log2` may be off by 1e-6.
   """
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.

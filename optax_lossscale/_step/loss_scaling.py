@@ -98,7 +98,7 @@ def loss_scaling(
       of `inner` or the rule, does not fit the others, if `axis_name` is not
       mapped, or if leaves bypass the optimizer but `params` is missing. If JAX
       tracks what varies by device, `update` also raises if devices that share
-      an S could skip separately, or if gradients are already reduced.
+      an S could disagree, or if the gradients to average are already reduced.
 
   Warns:
     WiringWarning: from `init`, if float16 parameters have no master weights;
