@@ -12,7 +12,7 @@ from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. Differentiating with respect to
-# such a leaf returns its next value instead of a gradient.
+# a leaf of that collection returns its next value instead of a gradient.
 OVERWRITE_WITH_GRADIENT = {
   "_overwrite_with_gradient",
   "overwrite_with_gradient",
@@ -42,7 +42,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
-  No number is overlooked this way, and no weak type makes a step recompile.
+  Otherwise a number could be overlooked, or a weak type make a step recompile.
   """
 
   def as_array(x: Any) -> Any:

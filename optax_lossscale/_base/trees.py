@@ -66,7 +66,7 @@ def difference(
 def is_for_each_example(got: Shape, expected: Shape) -> bool:
   """Returns whether shapes match, apart from a possible first axis of examples.
 
-  Some optimizers take one gradient per example, along such an axis.
+  Some optimizers take one gradient per example, along a first axis.
   """
   return expected in (got, got[1:])
 

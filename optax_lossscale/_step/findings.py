@@ -168,7 +168,7 @@ def to_float32(value: Any) -> jax.Array:
 def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   """Returns the combined finding of all devices along the named axes.
 
-  The maximum is over integers, since a maximum over floats drops NaN.
+  The maximum is taken over integers, since a maximum over floats drops NaN.
   """
   # 2 means an overflow and 1 a dropped micro-batch: the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)
