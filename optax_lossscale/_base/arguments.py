@@ -1,4 +1,4 @@
-"""Checks of user arguments: each error names the argument and the remedy."""
+"""Checks of user arguments. Each error names the argument and the remedy."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def is_usable_scale(loss_scale: Any) -> Any:
-  """Returns whether S is a normal positive float32: a bool, or bool[]."""
+  """Returns whether S is a positive normal float32, as a bool or bool[]."""
   return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
 
 
@@ -46,14 +46,14 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def kind_of(value: Any) -> str:
-  """Returns the name of a type for an error, without JAX's internal names."""
+  """Returns the name of a value's type for an error; "jax.Array" for arrays."""
   return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def is_numeric(value: Any) -> bool:
-  """Returns False for values that NumPy only misreads as numbers.
+  """Returns False for values that NumPy would misread as numbers.
 
-  NumPy reads bytes as their codes, and time spans and dates as integers.
+  NumPy reads bytes as character codes, and dates and time spans as integers.
   """
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
     dtype = value.dtype
@@ -63,12 +63,12 @@ def is_numeric(value: Any) -> bool:
 
 
 def read_dtype(dtype: Any) -> tuple[Any, str]:
-  """Returns a floating dtype, None for anything else, and a name for errors."""
+  """Returns a floating dtype, or None for anything else, and its name."""
   if not isinstance(dtype, (str, type, np.dtype)):
     return None, shown(dtype)
   try:
     found = jnp.dtype(dtype)
-  except (TypeError, ValueError):  # NumPy reads "p:f16,c" as a structure.
+  except (TypeError, ValueError):  # NumPy reads "p:f16,c" as a record.
     return None, shown(dtype)
   # NumPy reads "f16" as 16 bytes, a float128 that JAX does not have.
   is_float = jnp.issubdtype(found, jnp.floating) and found.itemsize <= 8
@@ -78,7 +78,7 @@ def read_dtype(dtype: Any) -> tuple[Any, str]:
 def check_dtype(
   name: str, dtype: Any, *, example: str = "jnp.float16", place: str = ""
 ) -> Any:
-  """Returns a floating dtype; `place` is the end of the error."""
+  """Returns `dtype` as a floating dtype; an error ends with `place`."""
   found, got = read_dtype(dtype)
   if found is None:
     raise TypeError(
@@ -105,7 +105,7 @@ def did_you_mean(
   cutoff: float = 0.6,
 ) -> str:
   """Returns the end of an error: the names that may have been meant, if any."""
-  # Upper and lower case are easily confused, so they count as the same.
+  # Ignore case, since upper and lower case are easily confused.
   known = {x.lower(): x for x in names}
   close = difflib.get_close_matches(str(name).lower(), known, most, cutoff)
   listed = " or ".join(f"{quote}{known[x]}{quote}" for x in close)
@@ -115,7 +115,7 @@ def did_you_mean(
 def check_known(
   function: str, names: Iterable[str], given: Any, elsewhere: Any = None
 ) -> None:
-  """Raises for an unknown argument; `elsewhere` maps foreign names to ours."""
+  """Raises for an unknown argument; `elsewhere` maps other systems' names."""
   for name in (x for x in given if x not in names):
     remedy = did_you_mean(name, names, quote="`") or "."
     if elsewhere and name in elsewhere:
@@ -127,7 +127,7 @@ def check_known(
 
 
 def check_enabled(name: str, dtype: Any) -> None:
-  """Raises if JAX would use another dtype instead of this one."""
+  """Raises if `dtype` is float64 while JAX has float64 disabled."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:
     raise ValueError(
       f"`{name}` must be a dtype that JAX has enabled, got float64; call "
@@ -136,7 +136,7 @@ def check_enabled(name: str, dtype: Any) -> None:
 
 
 def check_number(name: str, value: Any) -> float:
-  """Returns `value` as a Python float that is finite in float32."""
+  """Returns `value` as a Python float, which must be finite in float32."""
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
       f"`{name}` must be a number that is known, got "
@@ -157,21 +157,21 @@ def check_number(name: str, value: Any) -> float:
     )
   if hasattr(value, "dtype"):
     value = value.item()  # NumPy would compare in the dtype of `value`.
-  # Compared with float32's range, where S lives; an int may exceed a float's.
+  # Compare with the range of float32, since S is float32; an int may exceed it.
   if not abs(value) <= LARGEST_SCALE:
     raise ValueError(f"`{name}` must be finite in float32, got {shown(value)}.")
   return float(value)
 
 
 def as_finite(name: str, value: Any) -> Any:
-  """Returns an exact Python number as a float, and other values unchanged."""
+  """Returns an int or Fraction as a float, and other values unchanged."""
   # NumPy and JAX raise OverflowError for a number that no float can hold.
   is_exact = type(value) in (int, fractions.Fraction)
   return check_number(name, value) if is_exact else value
 
 
 def check_scale(name: str, value: Any) -> float:
-  """Returns `value` as a float that is a usable loss scale."""
+  """Returns `value` as a float, which must be a usable loss scale."""
   number = check_number(name, value)
   if number <= 0:
     raise ValueError(f"`{name}` must be positive, got {shown(value)}.")
@@ -184,7 +184,7 @@ def check_scale(name: str, value: Any) -> float:
 
 
 def check_first_scale(name: str, value: Any, interval: str = "") -> float:
-  """Returns `value` as `check_scale` does, and warns if scaling would round."""
+  """Checks like `check_scale`, and warns if scaling would round gradients."""
   number = check_scale(name, value)
   if math.frexp(np.float32(number))[0] != 0.5:
     nearest = 2.0 ** min(round(math.log2(number)), 127)
@@ -199,9 +199,9 @@ def check_first_scale(name: str, value: Any, interval: str = "") -> float:
 
 
 def check_growth_factor(name: str, value: Any) -> float:
-  """Returns `value` as a float above 1."""
+  """Returns `value` as a float, which must be above 1."""
   number = check_number(name, value)
-  # Compared in float32, where S lives: 1 + 1e-9 is 1 there, and S would
+  # Compare in float32, the dtype of S: 1 + 1e-9 is rounded to 1, and S would
   # never move.
   if np.float32(number) <= 1:
     raise ValueError(
@@ -212,7 +212,7 @@ def check_growth_factor(name: str, value: Any) -> float:
 
 
 def check_backoff_factor(name: str, value: Any) -> float:
-  """Returns `value` as a float between 0 and 1."""
+  """Returns `value` as a float, which must be between 0 and 1."""
   number = check_number(name, value)
   if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
     raise ValueError(
@@ -223,7 +223,7 @@ def check_backoff_factor(name: str, value: Any) -> float:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-  """Returns `value` as a float of 0 or more."""
+  """Returns `value` as a float, which must be at least 0."""
   number = check_number(name, value)
   if number < 0:
     raise ValueError(f"`{name}` must not be negative, got {shown(value)}.")
@@ -244,7 +244,7 @@ def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
 
 
 def check_steps(name: str, value: Any) -> int:
-  """Returns `value` as an int of 0 or more."""
+  """Returns `value` as an int, which must be at least 0."""
   steps = check_integer(name, value)
   if steps < 0:
     raise ValueError(f"`{name}` must not be negative, got {shown(value)}.")
@@ -252,7 +252,7 @@ def check_steps(name: str, value: Any) -> int:
 
 
 def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
-  """Returns `value` as an int from 1 to the largest int32."""
+  """Returns `value` as an int, which must be from 1 to the largest int32."""
   count = check_integer(name, value, unit=unit)
   if not 1 <= count <= LARGEST_COUNT:
     raise ValueError(
@@ -262,14 +262,14 @@ def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-  """Returns `value`, which must be True or False."""
+  """Returns `value` as a bool; it must be True or False."""
   if not isinstance(value, (bool, np.bool_)):
     raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
   return bool(value)
 
 
 def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
-  """Returns a rule's flag as bool[]; Megatron's is an array of one element."""
+  """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
@@ -288,12 +288,12 @@ def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
 
 
 def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
-  """Converts a rule's loss scales to floats; raises if they are unsorted."""
+  """Converts a rule's scales to floats; raises unless they are in order."""
   check_first = functools.partial(check_first_scale, interval=interval)
   checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
   check_fields(rule, **{name: checks[name] for name in fields})
   scales = [getattr(rule, name) for name in fields]
-  # Compared in float32, where S lives.
+  # Compare in float32, the dtype of S.
   if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
     names = [f"`{name}`" for name in fields]
     got = ", ".join(map("{}={!r}".format, names, scales))
@@ -305,14 +305,14 @@ def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
 
 
 class Places(NamedTuple):
-  """The positional arguments to differentiate, and those to split."""
+  """Positions of the arguments to differentiate, and of those to split."""
 
   differentiated: tuple[int, ...]
   batched: tuple[int, ...]
 
 
 def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
-  """Returns the positions of arguments, with negative ones resolved."""
+  """Resolves `argnums` and `batch_argnums`, negative ones too, to positions."""
   differentiated = _positions("argnums", argnums, count)
   if batch_argnums is None:
     batched = tuple(i for i in range(count) if i not in differentiated)
@@ -339,7 +339,7 @@ def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
 
 
 def like_argnums(argnums: Any, values: tuple[Any, ...]) -> Any:
-  """Returns one value per argument, in the form that JAX uses for `argnums`."""
+  """Returns `values`, or the only one of them if `argnums` is a number."""
   return values if _are_several(argnums) else values[0]
 
 

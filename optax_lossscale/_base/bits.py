@@ -1,9 +1,9 @@
 """The largest magnitude in many arrays, found in one read, with NaN and inf.
 
-It is a maximum over the bits of |x|, read as integers. Bit patterns of one sign
-sort like their values, inf above every finite number and NaN above inf, so one
-maximum finds the largest value, inf and NaN alike. A maximum over floats would
-not: XLA's CPU kernels and the collectives drop NaN.
+The maximum is over the bits of |x|, read as integers. The bits of numbers of
+one sign sort like the numbers, with inf above every finite number and NaN above
+inf. So one maximum finds the largest value, even if that is inf or NaN. A
+maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
 """
 
 from collections.abc import Iterator
@@ -16,32 +16,32 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-# How many elements XLA's CPU backend reduces in one vectorized loop, at the
-# speed of memory, and how many such reductions side by side fill its vectors. A
-# longer reduction over integers first writes them all to memory.
+# XLA's CPU backend reduces _FOLD elements in one vectorized loop at the speed
+# of memory, and _LANES such reductions side by side fill its vectors. A longer
+# reduction over integers would first write all of them to memory.
 _FOLD = 32
 _LANES = 16
 
-# Below this many elements a copy costs less than another kernel.
+# An array of fewer elements costs less to copy than to read in its own kernel.
 _SMALL = 4096
 
-# Up to _TOGETHER arrays of one size below _MEDIUM elements share a kernel,
-# which compiles in the time of one. It would read longer arrays more slowly.
+# Up to _TOGETHER arrays of one size below _MEDIUM elements share a kernel, to
+# save compile time. A shared kernel would read longer arrays more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
 
 def carrier(dtype: Any) -> Any:
-  """Returns the dtype whose bits represent a real dtype."""
-  # The 8-bit formats differ in where they keep NaN; float32 holds them all.
+  """Returns the dtype in which to read a real dtype's bits."""
+  # The 8-bit formats differ in how they encode NaN; float32 can hold them all.
   return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
 
 
 def amax(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest |x| as a scalar of the carrier; NaN if any x is NaN."""
+  """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
   arrays = [x.astype(dtype) for x in arrays]
-  # Folding is fastest on a CPU, for arrays that may be reshaped.
+  # On a CPU folding is fastest, but it has to reshape the arrays.
   can_fold = jax.default_backend() == "cpu" and not any(map(_may_move, arrays))
   largest = (
     _largest_by_folding(arrays) if can_fold else _largest_by_leaf(arrays)
@@ -50,12 +50,12 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def parts(x: jax.Array) -> list[jax.Array]:
-  """Returns the two parts of a complex array, or a real array alone."""
+  """Returns [x.real, x.imag] if `x` is complex, else [x]."""
   return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-  """Returns |x| as unsigned integers that sort like the values."""
+  """Returns the bits of |x| as unsigned integers, which sort like |x| does."""
   unsigned = _unsigned(x.dtype)
   all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
@@ -68,8 +68,8 @@ def _unsigned(dtype: Any) -> np.dtype[Any]:
 def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
-  It could on any mesh of several devices, even if this machine lacks them. On a
-  mesh of one device, only the axis type may forbid reshaping.
+  The answer is True on any mesh of several devices, even if this machine lacks
+  them, and on an explicit mesh, whose axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -77,18 +77,18 @@ def _may_move(x: jax.Array) -> bool:
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction per array, in its own shape.
+  """Returns the largest bits by one reduction per array, without reshaping it.
 
-  Reshaping could move a sharded array between devices. If arrays are sharded,
-  XLA joins all reductions over devices in one dtype, so every dtype of up to 32
-  bits is reduced in 32.
+  Reshaping could move a sharded array between devices. XLA combines reductions
+  over devices only within one dtype, so every dtype of up to 32 bits is reduced
+  as 32 bits.
   """
   bits = [magnitude_bits(x) for x in arrays]
   unsigned = bits[0].dtype
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
-  # Without the barrier XLA splits the maximum over all of them into n maxima,
-  # and repeats these wherever the result is used: n squared instructions.
+  # Without the barrier XLA splits the maximum over n values into n maxima, and
+  # repeats these wherever the result is used: n squared instructions.
   return jnp.max(lax.optimization_barrier(jnp.stack(largest))).astype(unsigned)
 
 
@@ -96,8 +96,8 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   small: list[jax.Array] = []
   maxima: list[jax.Array] = []
-  # One of the maxima so far. The next array's reduction takes it in and so
-  # waits for it. Otherwise XLA would keep all first maxima at once.
+  # `so_far` is one of the maxima. The next reduction takes it as input, and so
+  # waits for it. Otherwise XLA would hold all intermediate results at once.
   so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
   for together in _groups([x.reshape(-1) for x in arrays]):
     if together[0].size < _SMALL:
@@ -109,7 +109,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
     folded, rest = _blocks(_fold(largest))
     maxima.append(jnp.concatenate([_fold(folded), rest]))
     so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
-  # Without the barrier XLA would read each of them with its own kernel.
+  # Without the barrier XLA would read each small array with its own kernel.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
   if folded.size:
     maxima.append(_fold(magnitude_bits(folded)))
@@ -118,7 +118,7 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
-  """Yields groups of arrays of one size. Each group shares a kernel."""
+  """Yields groups of arrays of equal size, each group for one kernel."""
   by_size: dict[int, list[jax.Array]] = {}
   for x in arrays:
     by_size.setdefault(x.size, []).append(x)
@@ -129,7 +129,7 @@ def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
 
 
 def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the part of `x` that can be folded, and the rest."""
+  """Splits `x` into a part that can be folded, and the rest."""
   whole = x.size - x.size % (_FOLD * _LANES)
   return x[:whole], x[whole:]
 
@@ -137,24 +137,24 @@ def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _fold(bits: jax.Array) -> jax.Array:
   """Returns the maxima of groups of 32 elements of `bits`."""
   largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
-  # Without a barrier XLA takes the flat shape into the loop, which is then not
-  # vectorized and four times slower.
+  # Without the barrier XLA flattens the array in the loop, which is then four
+  # times slower, since it is not vectorized.
   separate: jax.Array = lax.optimization_barrier(largest)
   return separate.reshape(-1)
 
 
 def limit(own: Any, dtype: Any) -> float:
-  """Returns the largest finite value that an array may reach."""
+  """Returns the largest value that is finite in `own` and, if set, `dtype`."""
   # An array narrower than the computation overflows at its own limit.
   dtypes = [own] if dtype is None else [own, dtype]
   return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
 
 
 def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
-  """Returns bool[...], True where |x| is above a limit or x is NaN.
+  """Returns bool[...], True where |x| is above `limit`, or NaN.
 
-  It compares bits, so a compiler that computes in a wider dtype has to round to
-  this one first.
+  If `inclusive`, |x| may also be equal to it. Comparing bits makes a compiler
+  that computes in a wider dtype round to the dtype of `x` first.
   """
   x = jnp.asarray(x)
   if jnp.iscomplexobj(x):
@@ -163,8 +163,8 @@ def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
   dtype = np.dtype(carrier(x.dtype))
   first = np.array(limit, dtype)
   bits = first.view(f"uint{8 * dtype.itemsize}")
-  # The dtype may not hold the limit, and may round it either way. NumPy would
-  # round the limit again to compare the two.
+  # The dtype may round the limit up or down. Compare as Python floats, since
+  # NumPy would round the limit again.
   nearest = float(first)
   if nearest < limit or (nearest == limit and not inclusive):
     bits = bits + bits.dtype.type(1)
@@ -182,9 +182,9 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
 
 
 def log2(x: jax.Array) -> jax.Array:
-  """Returns the base-2 logarithm, exact for a power of two, as S usually is.
+  """Returns the base-2 logarithm, exact for a power of two.
 
-  JAX's own is off by 1e-6 for some powers of two.
+  S usually is a power of two, for which `jnp.log2` may be off by 1e-6.
   """
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.
@@ -192,7 +192,7 @@ def log2(x: jax.Array) -> jax.Array:
 
 
 def part_dtype(aval: Any) -> Any:
-  """Returns the real dtype of a value's parts; None if they are not floats."""
+  """Returns the dtype of a floating value or its complex parts; else None."""
   dtype = getattr(aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
     return None

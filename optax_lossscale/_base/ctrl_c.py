@@ -7,7 +7,7 @@ import sys
 
 
 def end(*_: object) -> None:
-  """Ends the process, since an import or callback may swallow an exception."""
+  """Ends the process; an import or callback could swallow an exception."""
   os.write(2, b"Interrupted.\n")
   os._exit(130)
 

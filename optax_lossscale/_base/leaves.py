@@ -1,4 +1,4 @@
-"""The leaves of a tree that are gradients, and the precision they travel in."""
+"""Decides which leaves of a tree are gradients, and converts their dtypes."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._base.arguments import shown
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
-# name, which it spells with the underscore. Differentiation returns their next
-# values, not gradients.
+# name, which it spells with the underscore. Differentiating with respect to
+# a leaf of that collection returns its next value instead of a gradient.
 OVERWRITE_WITH_GRADIENT = {
   "_overwrite_with_gradient",
   "overwrite_with_gradient",
@@ -35,14 +35,14 @@ def is_none(x: Any) -> bool:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """Returns the path of a leaf as people write it: "params/Dense_0/kernel"."""
+  """Returns the path of a leaf as text, such as "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def as_arrays(tree: Any) -> Any:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
-  No number is then overlooked, and no weak type makes the next step recompile.
+  Otherwise a number could be overlooked, or a weak type make a step recompile.
   """
 
   def as_array(x: Any) -> Any:
@@ -53,7 +53,7 @@ def as_arrays(tree: Any) -> Any:
         rule = "an integer in a tree must fit into JAX's"
         raise ValueError(f"{rule}, got {shown(x)}.") from error
     if isinstance(x, (np.ndarray, np.generic)):
-      # JAX does not count float0 and text as numbers.
+      # float0 and text are not numbers to JAX.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
       return jnp.asarray(x) if is_number else x
     if getattr(x, "weak_type", False):
@@ -66,7 +66,7 @@ def as_arrays(tree: Any) -> Any:
 def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
   """Returns a tree of bools like `tree`: True where a leaf is a gradient.
 
-  A caller's mask is matched to the parameters, if they are known.
+  A caller's mask is matched to `params`, if given, rather than to `tree`.
   """
   if mask is None:
     return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
@@ -74,7 +74,7 @@ def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
   if callable(mask):
     mask = mask(tree)
   for path, is_kept in jax.tree.leaves_with_path(mask):
-    # Not by its truth value, since a label or a weight would count as True.
+    # Check the type, since a label or a weight would count as True.
     if not isinstance(is_kept, (bool, np.bool_)):
       place = f" at {path_name(path)!r}" if path else ""
       raise TypeError(
@@ -111,16 +111,16 @@ def merge(mask: Any, kept: Any, left_out: Any) -> Any:
 
 
 def at_least_float32(dtype: Any) -> Any:
-  """Returns float32 for a narrower real dtype, any other dtype unchanged."""
+  """Returns float32 for a narrower real dtype, and other dtypes unchanged."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
     return dtype
   return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def widen(tree: Any) -> Any:
-  """Returns a tree with real leaves narrower than float32 widened to it.
+  """Returns `tree` with all real leaves in float32 or wider.
 
-  An optimizer that computes in float16 squares its gradients to 0 or inf.
+  In float16, the squares that optimizers compute would become 0 or inf.
   """
 
   def widen_leaf(x: Any) -> Any:
@@ -134,7 +134,7 @@ def widen(tree: Any) -> Any:
 
 
 def narrow_like(updates: Any, params: Any) -> Any:
-  """Returns `updates` in the dtypes of `params`, where both are real."""
+  """Returns `updates` in the dtypes of `params`, where both leaves are real."""
   if params is None:
     return updates
 
@@ -142,12 +142,12 @@ def narrow_like(updates: Any, params: Any) -> Any:
     if not (is_real(update) and is_real(param)):
       return update
     update = jnp.asarray(update, param.dtype)
-    # With one element each, the parameter would take the update's shape.
+    # An update of one element could change the shape of its parameter.
     if update.size == param.size == 1 and update.shape != param.shape:
       update = update.reshape(param.shape)
     return update
 
-  # None means a parameter without a gradient, which need not be an array.
+  # A parameter whose update is None need not be an array.
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=is_none)
 
 

@@ -18,10 +18,10 @@ from optax_lossscale._base.arguments import shown
 
 Shape = tuple[int, ...]
 
-# A function that changes only leaves returns a tree of the same type.
+# The type of a tree, for functions that change only its leaves.
 Tree = TypeVar("Tree")
 
-# How many leaves an error names; it only counts the others.
+# An error names this many leaves and counts the others.
 _MOST_NAMED = 4
 
 _FOR_NNX = (
@@ -37,7 +37,7 @@ def difference(
 ) -> str | None:
   """Returns how a tree differs from the expected one; None if it does not.
 
-  It compares the leaves by path and shape, and then the containers.
+  It compares the leaves by path and shape, and after that the containers.
   """
   shapes, got_shapes = _shapes(expected), _shapes(got)
   missing = [path for path in shapes if path not in got_shapes]
@@ -64,7 +64,7 @@ def difference(
 
 
 def is_for_each_example(got: Shape, expected: Shape) -> bool:
-  """Returns whether a shape is the expected one, possibly for each example.
+  """Returns whether shapes match, apart from a possible first axis of examples.
 
   Some optimizers take one gradient per example, along a first axis.
   """
@@ -74,9 +74,9 @@ def is_for_each_example(got: Shape, expected: Shape) -> bool:
 def mismatched_shape(
   expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
 ) -> str | None:
-  """Returns where a leaf's shape does not fit, in trees of one structure.
+  """Returns the first leaf whose shape does not fit, in trees of one structure.
 
-  It returns None if all leaves fit, or if the structures differ, as some
+  It returns None if all leaves fit, or if the structures differ, which some
   optimizers require.
   """
   own, structure = jax.tree.flatten(expected, is_leaf=leaves.is_none)
@@ -96,7 +96,7 @@ def mismatched_shape(
 
 
 def check_structure(rule: str, new: Any, old: Any) -> None:
-  """Raises if two trees differ in structure."""
+  """Raises if two trees differ in structure or in the shapes of leaves."""
   structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
   if structures[0] != structures[1]:
     got = " and ".join(shown(x, 500) for x in structures)
@@ -114,12 +114,12 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
 def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
   """Raises if a function has changed an object among its arguments.
 
-  A function may change its own copy of a dict or list.
+  The function may change a dict or list, since it has been given a copy.
   """
   known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):
     is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
-    # The last key leads to the array in its box. Boxes come in dicts as well.
+    # Skip the last key, which may only lead from a box to the array in it.
     if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
       raise ValueError(
         "`fun` must not change its arguments in place, since the change would "
@@ -134,7 +134,7 @@ def explain_changes() -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    # By its name, so that Flax need not be imported.
+    # Compare by name, so that Flax need not be imported.
     if type(error).__name__ != "TraceContextError":
       raise
     raise ValueError(
@@ -146,10 +146,10 @@ def explain_changes() -> Iterator[None]:
 
 def _changed(error: Exception) -> str:
   """Returns the path of the object that Flax refused to change."""
-  from flax import nnx  # Flax raised the error, so it is loaded.
+  from flax import nnx  # Flax raised the error, so Flax is loaded.
 
   frames = traceback.walk_tb(error.__traceback__)
-  # The first local of a method is its object. The last object was changed.
+  # A method's first local is its object; the last frame's was changed.
   objects = [next(iter(x.f_locals.values()), None) for x, _ in frames]
   for model in (x for x in objects if isinstance(x, nnx.Pytree)):
     for path, node in nnx.iter_graph(model, graph=True):
@@ -167,7 +167,7 @@ def _shapes(tree: Any) -> dict[str, Shape]:
 
 
 def listed(names: Collection[Any], most: int = 20) -> str:
-  """Returns names for an error, and the number of those left out."""
+  """Returns text that lists the first `most` names and counts the others."""
   named = ", ".join(map(repr, list(names)[:most]))
   more = len(names) - most
   return f"{named} and {more} more" if more > 0 else named

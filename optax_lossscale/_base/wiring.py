@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-# Frames of these libraries are not the user's line.
+# Libraries whose frames are not the user's code.
 _LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
   __name__.partition(".")[0]
 }
@@ -12,8 +12,8 @@ _LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
 class WiringWarning(UserWarning):
   """Loss scaling is set up so that a run would go wrong without an error.
 
-  It is emitted by a constructor or while a step is traced, never by a compiled
-  step. It points to a mistake or, rarely, to something intended. To silence it:
+  Constructors, `init`, and traced or eager steps emit it; a compiled step never
+  does. It points to a mistake or, rarely, to something intended. To silence it:
 
     warnings.filterwarnings("ignore", category=ols.WiringWarning)
 

@@ -43,71 +43,71 @@ def accumulated_value_and_grad(
   allow_int: bool = False,
   path: str | None = None,
 ) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
-  """Returns a function for the loss and scaled gradients over micro-batches.
+  """Returns a function that computes scaled gradients in micro-batches.
 
-  Use it for a batch that does not fit in memory. It is `scaled_value_and_grad`
-  of the mean of `fun` over micro-batches, computed one after another in a
-  single scan. Outside jit each operation runs on its own, so jit the step. The
-  gradients are summed in float32, so their sum does not overflow. Each
-  micro-batch is checked separately, because the sum might hide an overflow, or
+  Use it for a batch that does not fit in memory. It does what
+  `scaled_value_and_grad` does for the mean of `fun` over the micro-batches, in
+  a single scan. Outside jit every operation is dispatched separately, so jit
+  the step. The gradients are summed in float32, so the sum does not overflow.
+  Each micro-batch is checked separately, because a sum can hide an overflow or
   keep it for the next step.
 
   You choose what one overflow costs. By default it voids the window: all
-  gradients become inf, `update` skips the step, and S shrinks. With `drop`, the
-  mean leaves out the micro-batches that overflowed, and the others, if there
-  are any, make a step. Pass `overflow` to `update`, or S will not move while
-  micro-batches are dropped:
+  gradients become inf or NaN, `update` skips the step, and S shrinks. With
+  `drop`, micro-batches that overflowed are left out of the mean, and the step
+  is applied with the others, if there are any. Pass `overflow` to `update`, or
+  S will not move while micro-batches are dropped:
 
     loss, grads, overflow = value_and_grad(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
 
   Args:
-    fun: a function that returns a real scalar, the mean over its batch, or
+    fun: a function that returns a real scalar, the mean loss of its batch, or
       `(loss, aux)` with `has_aux`, where aux holds arrays. Every micro-batch
       has the same weight.
-    opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
+    opt_state: an optimizer state that holds a loss scale, or the scale itself.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-    microbatches: the number of micro-batches, which must divide the batch.
-    drop: whether an overflow drops its micro-batch instead of the whole window.
+    microbatches: the number of micro-batches, which must divide the batch size.
+    drop: whether an overflow drops only its micro-batch, not the whole window.
     batch_argnums: which positional arguments to split along the first axis of
-      their leaves; None for all but those in `argnums`. The other arguments,
-      and those passed by name, go unchanged to every micro-batch. For noise,
-      pass jax.random.split(jax.random.key(0), microbatches), so that `fun` gets
-      an array of one key.
-    check: what counts as an overflow. Pass the check of `loss_scaling`, which
-      itself sees only the accumulated gradients.
-    overflow_fn: a function for an overflow condition of your own. It takes the
-      scaled gradients of a micro-batch, with all leaves, and returns a bool,
-      number or array, where any non-zero entry is an overflow.
-    axis_name: a mapped axis, or several, over which devices decide together
-      about each micro-batch. Needed if `shard_map` shards the parameters.
-    mask: as in `loss_scaling`, for the arguments in `argnums`.
+      their leaves; None for all but those in `argnums`. All other arguments,
+      and keyword arguments, reach every micro-batch unchanged. For noise, pass
+      jax.random.split(jax.random.key(0), microbatches); `fun` then gets an
+      array of one key.
+    check: what counts as an overflow. Pass the same check to `loss_scaling`,
+      which sees only the accumulated gradients.
+    overflow_fn: a test for an overflow condition of your own. It takes all
+      leaves of a micro-batch's scaled gradients and returns a bool, number or
+      array; any non-zero entry counts as an overflow.
+    axis_name: a mapped axis, or several, along which devices agree on whether a
+      micro-batch overflowed. Required if `shard_map` shards the parameters.
+    mask: as in `loss_scaling`, applied to the arguments in `argnums`.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A function with the arguments of `fun` that returns `(loss,
+    A function that takes the arguments of `fun` and returns `(loss,
     scaled_gradients, overflow)`, or `((loss, aux), ...)`.
-    loss: float32[] or wider, the mean over the micro-batches that count, or
-      over all if none does.
-    aux: stacked along a leading axis for the micro-batches.
+    loss: float32[] or wider, the mean over all micro-batches; with `drop`, over
+      those that did not overflow, if there are any.
+    aux: the aux of every micro-batch, stacked along a new first axis.
     scaled_gradients: float32 or wider. A leaf that is not a gradient (see
-      `mask`) passes from one micro-batch to the next, where an overflow keeps
-      the old value. The last value is returned.
-    overflow: to be passed to `update`. As a flag it is True if any micro-batch
-      overflowed. It has `flags` (bool[microbatches], which ones did), `amax`
-      (float32[microbatches]) and `valid` (int32[], how many did not).
+      `mask`) is passed from one micro-batch to the next, and its last value is
+      returned. A micro-batch that overflows does not change it.
+    overflow: a value for `update`. As a flag it is True if any micro-batch
+      overflowed. Its attributes are `flags` and `amax` (bool and float32, both
+      [microbatches]) and `valid` (int32[], how many did not overflow).
 
-    Micro-batch i has the examples i, i + microbatches, ..., so a batch that is
-    sharded over devices stays in place, as long as `microbatches` also divides
-    each device's share.
+    Micro-batch i holds the examples i, i + microbatches, ..., so a batch that
+    is sharded over devices stays in place if `microbatches` also divides each
+    device's share.
 
   Raises:
     TypeError: if an argument has the wrong type.
-    ValueError: as for `scaled_value_and_grad`; when called, if no axis has that
-      name, if the batch cannot be split into `microbatches`, or, where JAX
-      tracks what varies by device, if devices could drop different
+    ValueError: as for `scaled_value_and_grad`; when called, if `axis_name` is
+      not a mapped axis, if the batch cannot be split into `microbatches`, or,
+      where JAX tracks what varies by device, if devices could drop different
       micro-batches of one model.
 
   Examples:
@@ -140,7 +140,7 @@ def accumulated_value_and_grad(
   def examine(
     gradients: Any, is_summed: Any, loss: jax.Array, loss_scale: jax.Array
   ) -> Any:
-    # In the form that `update` gets, for a tree of dtypes in the check.
+    # Shaped like the gradients in `update`, to match a check's tree of dtypes.
     whole = arguments.like_argnums(argnums, gradients)
     summands = leaves.leave_out(
       arguments.like_argnums(argnums, is_summed), whole
@@ -158,7 +158,7 @@ def accumulated_value_and_grad(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
     devices.check_mapped("axis_name", names)
-    # Pass S itself, since a state that the scan closes over would be refused.
+    # Pass S itself, since closing the scan over the state would raise an error.
     loss_scale = states.scale_in_use(opt_state, path)
     value_and_grad = backward.at_scale(
       loss_scale, fun, arguments.argnums_as_tuple(argnums), has_aux, allow_int
@@ -224,9 +224,9 @@ def accumulated_value_and_grad(
 
 
 class _Carry(NamedTuple):
-  """Values carried between micro-batches; masked nodes for other leaves."""
+  """The scan's carry. Leaves that a field does not hold are masked nodes."""
 
-  overwritten: Any  # The leaves that are not gradients.
+  overwritten: Any  # The latest values of leaves that are not gradients.
   sums: Any  # Sums of the gradients.
 
 
@@ -244,7 +244,7 @@ def _scan(
   batches: Any,
   microbatches: int,
 ) -> tuple[_Carry, _Outcome]:
-  """Scans like `lax.scan`, but outside jit uses a loop that is not compiled."""
+  """Works like `lax.scan`, but runs a Python loop outside jit."""
   if interpreter.is_staged():
     end: tuple[_Carry, _Outcome] = lax.scan(
       take_next, carry, batches, microbatches
@@ -259,7 +259,7 @@ def _scan(
 
 
 def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
-  """Returns which leaves have a next value, and which have a gradient."""
+  """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
   is_kept = leaves.resolve_mask(mask, arguments.like_argnums(argnums, given))
   is_kept = jax.tree.unflatten(
     jax.tree.structure(given), jax.tree.leaves(is_kept)
@@ -273,7 +273,7 @@ def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
 
 
 def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
-  """Returns the arguments with a leading axis for the micro-batches."""
+  """Splits arguments into micro-batches, along a new first axis."""
   sizes: dict[int, str] = {}
 
   def split_leaf(path: tuple[Any, ...], x: Any) -> Any:
@@ -285,7 +285,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"{place}; name the arguments to split in `batch_argnums`, or instead "
         "of a random key pass jax.random.split(key, microbatches)."
       )
-    # There may be a random key for each example, or for each micro-batch.
+    # There may be one random key per example, or one per micro-batch.
     if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
       sizes.setdefault(shape[0], place)
     if len(sizes) > 1:
@@ -299,9 +299,9 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
         f"`microbatches` must divide the batch, got {microbatches} for "
         f"{shape[0]} examples in {place}."
       )
-    x = jnp.asarray(x)  # As a scan would pass it on.
+    x = jnp.asarray(x)  # `lax.scan` converts it too.
     _check_share(x, microbatches, place)
-    # Reshaping keeps the first axis first, so that it can stay sharded.
+    # Reshape with the batch axis first, so that it can stay sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
 
@@ -315,36 +315,36 @@ def _add(
   is_left_out: jax.Array | None,
   microbatches: int,
 ) -> Any:
-  """Returns the sums with one more micro-batch added."""
+  """Returns the sums with a micro-batch's gradients added."""
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
     # Widen before dividing, since float16 might not hold the quotient.
     summand = x.astype(total.dtype) / _power_of_two(microbatches)
     if is_left_out is None:
       return total + summand
-    # Select rather than multiply, since 0 times inf is NaN.
+    # Select rather than multiply, since 0 * inf is NaN.
     return total + jnp.where(is_left_out, jnp.zeros_like(total), summand)
 
   return jax.tree.map(add_leaf, sums, gradients)
 
 
 def _means(sums: Any, counted: jax.Array) -> Any:
-  """Returns the means of the gradients whose sums `_add` made."""
+  """Returns the mean gradients, given the sums that `_add` made."""
   count = jnp.sum(counted)
 
   def mean_leaf(total: jax.Array) -> jax.Array:
     real = jnp.finfo(total.dtype).dtype
     grow = _power_of_two(len(counted)) / count.astype(real)
     mean = total * grow.astype(total.dtype)
-    # The mean of finite numbers is finite, but rounding could make it inf.
+    # The mean of finite gradients is finite, but rounding could make it inf.
     return jnp.nan_to_num(mean)
 
   return jax.tree.map(mean_leaf, sums)
 
 
 def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
-  """Returns the gradients, as inf or NaN if the window is void."""
-  # NaN and inf stay distinct, as they are in a single batch.
+  """Returns the gradients, all set to inf or NaN if the window is void."""
+  # Fill with NaN if a gradient was NaN, as in a single large batch.
   fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
   return jax.tree.map(
     lambda x: jnp.where(is_void, fill.astype(x.dtype), x), gradients
@@ -352,7 +352,7 @@ def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
 
 
 def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
-  """Returns the mean of the losses that count, in float32 at least."""
+  """Returns the mean of the losses that count, in float32 or wider."""
   losses = losses.astype(leaves.at_least_float32(losses.dtype))
   total = jnp.sum(jnp.where(counted, losses, jnp.zeros_like(losses)))
   return total / jnp.sum(counted).astype(losses.dtype)
@@ -361,9 +361,9 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
 def _power_of_two(microbatches: int) -> float:
   """Returns a power of two no smaller than the number of micro-batches.
 
-  Dividing by it is exact as long as the quotient is a normal number. The sum of
-  that many quotients is at most the largest dividend, so it overflows only if a
-  dividend does.
+  Division by a power of two is exact if the quotient is a normal number. The
+  sum of all micro-batches' quotients is at most the largest gradient, so the
+  sum overflows only if a gradient does.
   """
   return 2.0 ** math.ceil(math.log2(microbatches))
 

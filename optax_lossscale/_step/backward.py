@@ -17,7 +17,7 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
 
-# The remedy for leaves without a gradient, by the classes that hold them.
+# Remedies for leaves that have no gradient, by the library of the model.
 _REMEDIES = {
   "'flax.nnx.": "of an NNX model pass the parameters alone, nnx.split(model, "
   "nnx.Param, ...); optax_lossscale.nnx.scaled_value_and_grad takes all of it",
@@ -41,45 +41,45 @@ def scaled_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function that computes the loss and its *scaled* gradients.
 
-  It differentiates S times `fun` as `jax.value_and_grad` does, but returns the
-  true loss. Pass the scaled gradients to the `update` of `loss_scaling` with
-  the same `opt_state`. Their norm is S times too large. For the true norm, take
+  The function differentiates `S * fun` like `jax.value_and_grad`, but returns
+  the true loss. Pass the scaled gradients to the `update` of `loss_scaling`
+  with the same `opt_state`. Their norm is S times too large. The true norm is
   `optax.tree.norm(unscale(gradients, opt_state))` before `update` moves S.
 
   A float16 loss works, because it is multiplied by S in float32. If the loss's
   dtype cannot hold S, the backward pass could only start from inf or, in
-  saturation mode, from a clipped S. The gradients are then all inf, so the
+  saturation mode, from a clipped S. All gradients are then set to inf, so the
   wrapper sees an overflow and S comes down. An S that is not a power of two is
   rounded to the loss's dtype, like any other number.
 
   Args:
     fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
-    opt_state: the state of an optimizer that holds `loss_scaling`, or a scale.
+    opt_state: an optimizer state that holds a loss scale, or the scale itself.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
     value_and_grad: the function that differentiates, for models that are not
-      pytrees of arrays: `eqx.filter_value_and_grad`, `nnx.value_and_grad`. It
-      gets has_aux=True, and any `argnums` and `allow_int` that you set.
+      pytrees of arrays: `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It
+      is called with has_aux=True, and any `argnums` and `allow_int` you set.
 
   Returns:
-    A function with the arguments of `fun` that returns
+    A function that takes the arguments of `fun` and returns
     `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
 
   Raises:
-    ValueError: if `opt_state` holds no scale or several, or if `argnums` is
-      empty or repeats a number; when called, if a function being traced (jit,
-      scan, shard_map ...) has closed over `opt_state` and would keep its S, or
-      if `fun` changes an object in place, such as an nnx.Module, since the
-      change would be lost.
+    ValueError: if `opt_state` holds no scale, or several without a `path`, or
+      if `argnums` is empty or repeats a number; when called, if a function
+      being traced (jit, scan, shard_map ...) closes over `opt_state`, so that S
+      would never change, or if `fun` changes an object in place, such as an
+      nnx.Module, since the change would be lost.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
-      not return a floating-point scalar, or if `value_and_grad` returns
-      something else, as jax.grad does.
+      not return a floating-point scalar, or if `value_and_grad` returns only
+      gradients, like jax.grad.
 
   Warns:
-    WiringWarning: if `opt_state` has a state around `loss_scaling` that belongs
-      inside, such as a neighbour in a chain that holds arrays.
+    WiringWarning: if `opt_state` shows an optimizer around `loss_scaling` that
+      belongs inside, such as one beside it in a chain whose state holds arrays.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -117,16 +117,16 @@ def scaled_value_and_grad(
 def scale_loss(
   loss: jax.Array, opt_state: optax.OptState, *, path: str | None = None
 ) -> jax.Array:
-  """Returns S times the loss, in float32 at least.
+  """Returns S times the loss, in float32 or wider.
 
   Use it to write the step by hand where `scaled_value_and_grad` does not fit.
   Differentiate the scaled loss, and pass the gradients to `update` or
-  `unscale`. On hardware in saturation mode the loss should be float32, since an
-  S above 65504 would be clipped on its way back to a float16 loss.
+  `unscale`. On hardware in saturation mode use a float32 loss, since an S above
+  65504, as the cotangent of a float16 loss, would be clipped.
 
   Args:
     loss: a floating-point array, usually a scalar.
-    opt_state: an optimizer's state that holds a loss scale, or a scale.
+    opt_state: an optimizer state that holds a loss scale, or the scale itself.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
@@ -134,7 +134,7 @@ def scale_loss(
 
   Raises:
     TypeError: if `loss` is not floating point.
-    ValueError: if `opt_state` holds no scale, or several and no path.
+    ValueError: if `opt_state` holds no scale, or several without a `path`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -152,27 +152,27 @@ def unscale(
   *,
   path: str | None = None,
 ) -> trees.Tree:
-  """Returns the gradients divided by S, in float32 at least.
+  """Returns the gradients divided by S, in float32 or wider.
 
-  Use it for gradients outside the wrapper, for example to log their norm or to
-  pass them to a line search as `grad=`. `update` takes scaled gradients, so
-  call `unscale` before it, with the `opt_state` that scaled them.
+  Use it if you need true gradients outside the wrapper, for example to log
+  their norm or to pass them to a line search as `grad=`. `update` itself takes
+  scaled gradients. Call `unscale` first, with the same `opt_state`.
 
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
       of Flax's `_overwrite_with_gradient` collection are returned unchanged.
-      The other leaves that a `mask` leaves out are not known here.
-    opt_state: an optimizer's state that holds a loss scale, or a scale.
+      Other leaves that a `mask` leaves out are unscaled too.
+    opt_state: an optimizer state that holds a loss scale, or the scale itself.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A pytree like `scaled_gradients`, with narrow real leaves in float32.
+    A pytree like `scaled_gradients`, with narrower leaves widened to float32.
 
   Raises:
-    ValueError: if `opt_state` holds no scale, or several and no path.
+    ValueError: if `opt_state` holds no scale, or several without a `path`.
 
   Warns:
-    WiringWarning: if the gradients were scaled by another S. Pass the
+    WiringWarning: if the gradients were scaled by a different S. Pass the
       `opt_state` from before `update`.
 
   Examples:
@@ -193,9 +193,9 @@ def unscale(
 
 
 def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
-  """Returns the gradients in `tree` divided by S, in float32 at least."""
-  # Above 2**126 the inverse is subnormal, which a backend may flush to 0, so it
-  # is applied in two factors.
+  """Returns the gradients in `tree` divided by S, in float32 or wider."""
+  # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
+  # 0. So 1/S is applied as two factors.
   quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
 
   def unscale_leaf(x: Any) -> Any:
@@ -203,11 +203,11 @@ def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
       return x
     # Widen before multiplying: in float16 either 1/S or the product may be 0.
     x = jnp.asarray(x, leaves.at_least_float32(x.dtype))
-    # Invert in the leaf's own precision, so that float64 loses nothing.
+    # Invert in the leaf's own dtype, so that float64 loses no precision.
     inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
     shift = quarter.astype(inverse.dtype)
     if jnp.iscomplexobj(x):
-      # By parts, since multiplying by a complex 1/S would make inf * 0 = NaN.
+      # Multiply each part, since a complex 1/S would make inf * 0 = NaN.
       return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
     return x * inverse * shift
 
@@ -222,11 +222,11 @@ def at_scale(
   allow_int: bool = False,
   value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Works like `scaled_value_and_grad`, for an S that need not be usable."""
+  """Works like `scaled_value_and_grad`, but takes S itself, usable or not."""
   options = {} if argnums == 0 else {"argnums": argnums}
   if allow_int:
     options["allow_int"] = allow_int
-  # Another `value_and_grad` may keep what `fun` changes, as Flax NNX does.
+  # Other versions, such as Flax NNX's, may keep the changes that `fun` makes.
   may_change = value_and_grad is not jax.value_and_grad
   scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
   try:
@@ -239,7 +239,7 @@ def at_scale(
     try:
       result = differentiated(*args, **kwargs)
     except TypeError as error:
-      # JAX refuses such leaves before calling `fun`. Other errors pass through.
+      # JAX raises this for leaves without gradients. Other errors pass through.
       if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
         numbers = arguments.argnums_as_tuple(argnums)
         for i, x in enumerate(args):
@@ -273,7 +273,7 @@ def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
 
 
 def _unlike_value_and_grad(function: Any) -> TypeError:
-  """Returns the error for a function unlike `jax.value_and_grad`."""
+  """Returns the error for a function that is not like `jax.value_and_grad`."""
   name = getattr(function, "__name__", type(function).__name__)
   return TypeError(
     "`value_and_grad` must be like jax.value_and_grad: it takes the loss "
@@ -284,7 +284,7 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
 
 
 def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises right away for arguments that would fail in the first step."""
+  """Raises right away for arguments that would make the first step fail."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:
@@ -311,10 +311,10 @@ def _scaled_loss_fn(
   *,
   may_change: bool,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-  """Returns a function to differentiate: S times the loss, and the true loss.
+  """Returns a function that returns S times the loss, and the true loss as aux.
 
-  Unless `may_change`, it raises if `fun` changes an object in place, such as
-  the batch statistics of an nnx.Module, since the change only reaches a copy.
+  Unless `may_change`, the function raises if `fun` changes an object in place,
+  such as an nnx.Module's batch statistics, since it would only change a copy.
   """
   arguments.check_function(fun)
 
@@ -332,7 +332,7 @@ def _scaled_loss_fn(
 
 
 def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
-  # In float32, because S itself may be inf in the loss's dtype.
+  # Multiply in float32, because S itself may be inf in the loss's dtype.
   dtype = leaves.at_least_float32(loss.dtype)
   return loss.astype(dtype) * loss_scale.astype(dtype)
 
@@ -343,11 +343,11 @@ def _inf_where_unusable(
   """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  # Not compared with float32's maximum, so that bfloat16 passes. An S above
-  # bfloat16's maximum becomes inf in it, which shows anyway.
+  # Compare with 2**127, not float32's maximum, so that bfloat16 passes. An S
+  # above bfloat16's maximum becomes inf in bfloat16, which the check sees.
   if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
-  # The subnormals of a dtype are whole multiples of the smallest one.
+  # A dtype's subnormals are whole multiples of the smallest subnormal.
   multiple = loss_scale / float(finfo.smallest_subnormal)
   error = jnp.abs(jnp.round(multiple) - multiple)
   is_usable = (loss_scale <= largest) & (error <= float(finfo.eps) * multiple)
@@ -364,7 +364,7 @@ def _inf_where_unusable(
 
 
 def _checked_loss(value: Any, has_aux: bool) -> Any:
-  """Returns the loss in the value of `fun`, which must be a scalar."""
+  """Returns the loss in the value of `fun`, or raises if it is not a scalar."""
   if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
       "`fun` must return (loss, aux) if has_aux=True, got "

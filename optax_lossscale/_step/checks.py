@@ -1,4 +1,4 @@
-"""The checks that a user can choose from: what counts as an overflow."""
+"""The checks that a user can choose from. Each defines an overflow."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ class Check:
 
   Attributes:
     saturating: whether the largest finite value counts as an overflow.
-    dtype: the computation's dtype, a tree of such dtypes, or a function from a
-      leaf's path to one; None means the leaf's own dtype.
+    dtype: the computation's dtype, a tree of dtypes, or a function from a
+      leaf's path to a dtype; None means the leaf's own dtype.
   """
 
   saturating: bool
@@ -38,19 +38,19 @@ def nonfinite(dtype: Any = None) -> Check:
   finite value of the dtype in which it was computed.
 
   Args:
-    dtype: the computation's dtype, for gradients that are stored wider than
-      they were computed; by default each leaf's own. To set it per leaf, pass a
-      tree of dtypes whose structure is a prefix of the gradients', or a
-      function from a leaf's path, such as "params/Dense_0/kernel", to a dtype.
-      None in either means the leaf's own dtype.
+    dtype: the dtype that the gradients were computed in, if they are stored in
+      a wider one; by default each leaf's own. To set it per leaf, pass a tree
+      of dtypes whose structure is a prefix of the gradients', or a function
+      from a leaf's path, such as "params/Dense_0/kernel", to a dtype. None
+      for a leaf means its own dtype.
 
   Returns:
-    A check for `loss_scaling`.
+    A check to pass to `loss_scaling`.
 
   Raises:
     TypeError: if `dtype`, or a leaf of it, is not a floating-point dtype; from
-      `update`, if a function returned anything else.
-    ValueError: from `update`, if a tree does not fit the gradients.
+      `update`, if the function returns anything but such a dtype or None.
+    ValueError: from `update`, if the tree's structure does not fit.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -71,28 +71,28 @@ def saturated(dtype: Any = None) -> Check:
 
   In saturation mode an overflow produces the largest finite value, 65504 in
   float16, instead of inf. So a step overflows if a scaled gradient reaches that
-  value; NaN and inf count as well. True values between 65488 and 65520 also
-  round to 65504. Such a false alarm costs one step.
+  value; NaN and inf count as well. A true value between 65488 and 65520 also
+  rounds to 65504, a false alarm that costs one step.
 
   With Flax's FP8 layers, pass the dtype that the gradients are computed in, not
-  a float8 one. No check of gradients sees an inf or a saturated value that such
-  a layer receives, because the layer clips it to the largest amax of the
+  a float8 one. If such a layer receives inf or a saturated value, no check of
+  the gradients sees it, because the layer clips it to the largest amax of the
   previous steps. NaN passes through. The first entry of the layer's new
-  `output_grad_amax_history` shows all of these values, so a flag computed from
-  it can be passed to `update` as `overflow=`.
+  `output_grad_amax_history` shows all three, so you can compute a flag from it
+  and pass that to `update` as `overflow=`.
 
   Args:
     dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
-      float32 parameters do not show which dtype they were computed in, so name
+      float32 parameters do not reveal the dtype they were computed in, so name
       it here.
 
   Returns:
-    A check for `loss_scaling`.
+    A check to pass to `loss_scaling`.
 
   Raises:
     TypeError: if `dtype`, or a leaf of it, is not a floating-point dtype; from
-      `update`, if a function returned anything else.
-    ValueError: from `update`, if a tree does not fit the gradients.
+      `update`, if the function returns anything but such a dtype or None.
+    ValueError: from `update`, if the tree's structure does not fit.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -119,7 +119,7 @@ def saturated(dtype: Any = None) -> Check:
 def with_computation_dtypes(
   check: Check, gradients: Any
 ) -> list[tuple[jax.Array, Any]]:
-  """Returns each gradient with its computation's dtype, None for its own."""
+  """Pairs each gradient with its computation's dtype, or None for its own."""
   if _is_function(check.dtype):
     return [
       (leaf, _as_dtype(path, check.dtype(leaves.path_name(path))))
@@ -144,7 +144,7 @@ def with_computation_dtypes(
 
 
 def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
-  """Returns the dtype that a caller named for a leaf; None stays None."""
+  """Returns the dtype that a caller set for a leaf; None stays None."""
   if dtype is None:
     return None
   place = f" for {leaves.path_name(path)!r}" if path else ""
@@ -152,8 +152,8 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def _is_function(dtype: Any) -> bool:
-  # A type such as jnp.float16 and a tree that is a layer are callable too.
-  # jax.tree_util.Partial is a tree to JAX, but counts as a function here.
+  # A type such as jnp.float16, or a pytree that is a layer, is also callable.
+  # jax.tree_util.Partial is a pytree, but counts as a function here.
   is_tree = not jax.tree_util.all_leaves([dtype])
   is_partial = isinstance(dtype, functools.partial)
   return callable(dtype) and (

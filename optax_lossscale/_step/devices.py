@@ -1,4 +1,4 @@
-"""Many devices: what varies along a mapped axis, and the mean over it."""
+"""Multiple devices: values that vary along a mapped axis, and their means."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ def pmean_gradients(
 ) -> optax.GradientTransformation:
   """Averages gradients over devices, as the first transformation in `inner`.
 
-  Each device then checks its own scaled gradients, where an overflow still
-  shows. The devices agree on the flag, and average in float32 after unscaling.
+  Each device first checks its own scaled gradients, where an overflow shows.
+  The devices agree on the flag, unscale, and then average in float32.
 
-  Every device must have a copy of the parameters. If they are split along the
-  axis, the devices hold gradients of different parameters.
+  Every device must have a copy of the parameters. If the parameters are split
+  along the axis, each device holds gradients of different parameters.
 
-  Under `shard_map`, JAX sums the gradients of such parameters over the devices
-  by default, before they can be checked. So differentiate with respect to
+  Under `shard_map`, JAX by default sums the gradients of replicated parameters
+  over the devices before they can be checked. So differentiate with respect to
   `make_varying(params, axis_name)`.
 
   Args:
-    axis_name: the mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
+    axis_name: a mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
       tuple or list.
 
   Returns:
     A stateless transformation. Leaves that are not floating or complex arrays
-    pass through.
+    pass through unchanged.
 
   Raises:
     TypeError: if `axis_name` does not name an axis.
-    ValueError: from `update`, while it is traced, if there is no such axis, or
-      if a gradient does not vary along it because it has been summed already.
-      JAX shows this under `shard_map` with `check_vma=True`.
+    ValueError: from `update`, if there is no such axis, or if a gradient does
+      not vary along it because it has already been summed. Only `shard_map`
+      with `check_vma=True` reveals this.
 
   Examples:
     >>> import jax
@@ -82,18 +82,18 @@ def make_varying(
   """Returns the same values, marked as varying over devices.
 
   Under `shard_map`, JAX sums the gradients of replicated parameters over the
-  devices by default. The sum hides the overflow of one device behind the
-  others, and may itself overflow. With the values returned here, each device
-  gets its own gradients.
+  devices by default. The sum can hide one device's overflow among the others'
+  gradients, and may itself overflow. If you differentiate with respect to the
+  values returned here, each device gets its own gradients.
 
   Args:
     tree: parameters, or any pytree. Arrays of any dtype and random keys are
       marked; other leaves pass through.
-    axis_name: the mapped axis, or several in a tuple or list.
+    axis_name: a mapped axis, or several in a tuple or list.
 
   Returns:
-    A pytree like `tree`. Nothing is computed. Under `pmap` and with
-    `check_vma=False`, where JAX does not track what varies, this does nothing.
+    A pytree like `tree`; marking it costs nothing. Under `pmap` and with
+    `check_vma=False` nothing is marked, since JAX does not track what varies.
 
   Raises:
     TypeError: if `axis_name` is not an axis name.
@@ -127,7 +127,7 @@ def make_varying(
 
   def make_leaf_varying(x: Any) -> Any:
     if not isinstance(x, jax.Array):
-      return x  # float0, or a function.
+      return x  # `x` is float0 or a function.
     missing = tuple(
       name
       for name in names
@@ -139,7 +139,7 @@ def make_varying(
 
 
 def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
-  """Returns the distinct names that a caller passed; () for None."""
+  """Returns the distinct axis names that a caller passed; () for None."""
   if axis_name is None:
     return ()
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -152,7 +152,7 @@ def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
 
 
 def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
-  """Raises if a name is not that of a mapped axis around the caller."""
+  """Raises unless every name is that of a mapped axis around the call."""
   for name in names:
     try:
       lax.axis_size(name)
@@ -165,14 +165,14 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
 
 
 def check_named() -> None:
-  """Warns if devices may fall out of step where JAX does not track them.
+  """Warns if devices may fall out of step along axes that JAX does not track.
 
-  Devices cannot agree over an axis that pmap has named itself.
+  Axes that pmap named itself do not count: devices cannot agree over these.
   """
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
   names = [name for name in manual if not str(name).startswith("_")]
   tracked: set[Hashable] = set()
-  # Only types are evaluated, so the traced program gains no operation.
+  # `eval_shape` evaluates only types, so it adds no operation to the program.
   jax.eval_shape(
     lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
   )
@@ -187,14 +187,14 @@ def check_named() -> None:
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:
-  """Returns the mapped axes along which JAX knows that an array may vary."""
-  # `mat` is not in JAX's reference yet, but documented output shows it.
+  """Returns the mapped axes along which JAX says that an array may vary."""
+  # `mat` is not in JAX's API reference yet, but output in its docs shows it.
   axes: frozenset[Hashable] = jax.typeof(x).mat.varying
   return axes
 
 
 def axes_beyond(x: Any, *others: Any) -> list[Hashable]:
-  """Returns the axes along which `x` varies and one of the others does not."""
+  """Returns the axes along which `x` varies but one of the others does not."""
   missing = (varying_axes(x) - varying_axes(other) for other in others)
   return sorted(frozenset().union(*missing), key=str)
 
@@ -206,11 +206,11 @@ def average_scaled(
   _refuse_reduced("average_scaled", gradients, names)
 
   def average_leaf(x: jax.Array) -> jax.Array:
-    # A sum needs more than 8 bits.
+    # Dtypes of 8 bits are too narrow for sums.
     mean = _mean(x.astype(bits.carrier(x.dtype)), names)
-    # Without an overflow every gradient is finite, and so is the mean. The sum
-    # of the quotients may not be: 65504 / 3 is rounded up in float16, and three
-    # times that is inf.
+    # Without an overflow every gradient is finite, and so is the true mean. The
+    # sum of the quotients may not be: 65504 / 3 is rounded up in float16, and
+    # three times the result is inf.
     return jnp.where(overflow, mean, jnp.nan_to_num(mean))
 
   return _map_gradients(average_leaf, gradients)
@@ -219,7 +219,7 @@ def average_scaled(
 def refuse_divergence(
   overflow: jax.Array, loss_scale: jax.Array, names: Sequence[Hashable]
 ) -> None:
-  """Raises if devices that share an S could decide differently."""
+  """Raises if devices that share an S could disagree on whether to skip."""
   missing = axes_beyond(overflow, loss_scale)
   if missing:
     raise ValueError(
@@ -235,7 +235,7 @@ def refuse_divergence(
 def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
-  """Raises if devices could decide differently about what they share."""
+  """Raises if devices that share gradients could disagree on a micro-batch."""
   missing = axes_beyond(overflow, *together)
   if missing:
     axes = listed([*names, *missing])
@@ -248,12 +248,12 @@ def refuse_split(
 
 
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
-  """Returns the mean over devices, which divide before they sum.
+  """Returns the mean over devices, each of which divides before the sum.
 
-  The order matters, since a sum of values that fit a dtype may not fit it.
+  The order matters, since the sum of undivided values may not fit their dtype.
   """
   devices = math.prod(map(lax.axis_size, names))
-  # In float32; otherwise XLA multiplies by 1/3 rounded to float16.
+  # Divide in float32, since XLA would multiply float16 by a rounded 1/n.
   quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices
   mean: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
   return mean
@@ -287,5 +287,5 @@ def _map_gradients(function: Any, tree: Any) -> Any:
 
 
 def listed(names: Sequence[Hashable]) -> str:
-  """Returns names as a caller would write them."""
+  """Returns axis names as a caller would write them in code."""
   return repr(names[0] if len(names) == 1 else tuple(names))

@@ -1,4 +1,4 @@
-"""Raises on the host, outside jit, where another system would have given up."""
+"""Raises an error, outside jit, if loss scaling can no longer help a run."""
 
 from typing import Any
 
@@ -33,32 +33,32 @@ _CONDITIONS = {
 def raise_if_failed(
   opt_state: optax.OptState, max_consecutive_skips: int | None = None
 ) -> None:
-  """Raises if too many steps in a row were skipped, or a rule has given up.
+  """Raises if too many steps in a row were skipped, or the rule has given up.
 
   Nothing raises inside jit, so a run whose data are all NaN skips every step
-  and continues. Call this between steps, as often as you log. It waits for the
-  step that made `opt_state`.
+  and continues. Call this between steps, as often as you log. The call waits
+  for the step that made `opt_state`.
 
   DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
-  help. Their presets record this in the state for good, so this function raises
-  with or without a limit. It does not raise after a step of a rule that was
-  made with raise_error_at_min_scale=False, or because of unscaled steps, which
-  the rule does not see.
+  help. Their presets record such a failure permanently in the state, and then
+  this function raises with or without a limit. A preset with
+  raise_error_at_min_scale=False clears the record in every step, and unscaled
+  steps do not count, since the rule does not see them.
 
-  With any other rule it raises only if a limit is set. `stalled` alone is not
-  enough: if S is fixed or at its floor, one bad batch sets it, and the next
-  step is applied as usual.
+  With any other rule it raises only if a limit is set. It ignores `stalled`,
+  since a single bad batch sets that flag if S is fixed or at its floor, and the
+  next step is applied as usual.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
     max_consecutive_skips: how many skipped steps in a row to allow, with any
-      rule; None for any number. While S comes down from an initial value that
-      is too large, every step is skipped, so leave room: 100, say.
+      rule; None allows any number. Every step is skipped while S comes down
+      from an initial value that is too large, so be generous: 100, say.
 
   Raises:
-    FloatingPointError: if more steps in a row were skipped, or if the rule's
-      system would have raised. The error names the state if there are several,
-      the member if `vmap` has stacked runs, the cause of the last skip, and S.
+    FloatingPointError: if more steps than the limit were skipped in a row, or
+      if the preset's system would have raised. The error gives the reason, S,
+      the state if there are several, and the run if `vmap` has stacked several.
     TypeError: if the state is traced, or the limit is not an integer.
     ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
 
@@ -86,7 +86,7 @@ down; S is 4096.0.
     )
   states = _states.require_states(opt_state)
   for path, state in states.items():
-    # As an array, since NNX keeps it in a variable.
+    # Convert the count to an array, since NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
       raise TypeError(
         "`opt_state` must have values, got a traced one; call raise_if_failed "
@@ -105,9 +105,9 @@ down; S is 4096.0.
 
 
 def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
-  """Returns where and why the rule's system would have raised."""
+  """Returns the run (if vmapped) that the rule has given up, and the reason."""
   rule_state = state.loss_scale_state
-  # A rule that wraps another, such as WarmStart, holds the other's state.
+  # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
   while hasattr(rule_state, "rule_state"):
     rule_state = rule_state.rule_state
   failure = getattr(rule_state, "failure", None)
@@ -117,7 +117,7 @@ def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
 
 
 def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
-  """Returns where and why more than `most` steps in a row were skipped."""
+  """Returns the run (if vmapped) that skipped too many steps, and a reason."""
   skips = np.asarray(state.consecutive_skips)
   worst = _largest(skips)
   if skips[worst] <= most:

@@ -1,4 +1,4 @@
-"""Findings about gradients: from the check, the caller and other devices."""
+"""Findings about gradients, from the check, the caller and other devices."""
 
 import dataclasses
 from typing import Any
@@ -24,9 +24,9 @@ _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 class Finding(NamedTuple):
   """The findings about the scaled gradients of one step."""
 
-  overflow: jax.Array  # bool[], the gradients are not usable.
-  amax: jax.Array  # float32[], NaN if a gradient was NaN.
-  dropped: jax.Array  # bool[], some micro-batches overflowed and were left out.
+  overflow: jax.Array  # bool[], True if the gradients are unusable.
+  amax: jax.Array  # float32[], NaN if any gradient was NaN.
+  dropped: jax.Array  # bool[], True if micro-batches were left out.
   used: jax.Array  # float32[], as in `LossScalingState`.
 
 
@@ -35,15 +35,15 @@ class Finding(NamedTuple):
 class WindowOverflow:
   """The overflows of a window's micro-batches, to be passed to `update`.
 
-  As a flag in Python, NumPy or JAX it is True if any micro-batch overflowed:
-  `bool(overflow)`, `jnp.where(overflow, ...)`. `update` reads more from it: a
-  dropped micro-batch is not a reason to skip, and the largest gradient is that
-  of a micro-batch, not of their mean.
+  Used as a flag, as in `bool(overflow)` or `jnp.where(overflow, ...)`, it is
+  True if any micro-batch overflowed. `update` also reads its attributes: it
+  does not skip the step because of a dropped micro-batch, and it takes amax
+  from the micro-batches, not only from their mean.
 
   Attributes:
     flags: bool[microbatches], True for a micro-batch that overflowed.
-    amax: float32[microbatches], the largest absolute value among the scaled
-      gradients of each; NaN if a gradient was NaN.
+    amax: float32[microbatches], the largest absolute value among each
+      micro-batch's scaled gradients; NaN if any of them was NaN.
     drop: whether the gradients leave out the micro-batches that overflowed.
   """
 
@@ -53,16 +53,16 @@ class WindowOverflow:
 
   @property
   def valid(self) -> jax.Array:
-    """int32[], how many micro-batches did not overflow."""
+    """int32[], the number of micro-batches that did not overflow."""
     return jnp.sum(~self.flags, axis=-1, dtype=jnp.int32)
 
   @property
   def is_void(self) -> jax.Array:
-    """bool[], True if the gradients of the window are not usable."""
+    """bool[], True if the gradients of the window are unusable."""
     every_one = jnp.all(self.flags, axis=-1)
     return every_one if self.drop else jnp.any(self.flags, axis=-1)
 
-  # The protocol that also makes NNX's variables usable as arrays.
+  # JAX's protocol for objects that act as arrays, such as NNX's variables.
   def __jax_array__(self) -> jax.Array:
     return jnp.any(self.flags, axis=-1)
 
@@ -81,13 +81,13 @@ def examine(
   *,
   loss_scale: jax.Array | None = None,
 ) -> Finding:
-  """Examines every element of every gradient, and what the caller reports.
+  """Examines every element of every gradient, and the caller's own findings.
 
-  Given S, it also checks S itself, and that the largest gradient stays finite
-  when it is unscaled, since dividing by an S below 1 may overflow.
+  Given S, it also checks that S is usable and that the largest gradient stays
+  finite when it is divided by S, since division by an S below 1 may overflow.
 
-  The magnitude of a complex number is that of its larger part, since the two
-  parts overflow separately.
+  The magnitude of a complex number is taken to be that of its larger part,
+  since the real and the imaginary part overflow separately.
   """
   parts_of: dict[Any, list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, gradients):
@@ -99,16 +99,16 @@ def examine(
   if loss_scale is not None:
     flag |= ~arguments.is_usable_scale(loss_scale)
   amaxes = [jnp.full((), 0, jnp.float32)]
-  # Shares of the known limits. Gradients in float32 may have been computed in
-  # any dtype.
+  # The share of its limit that each amax reaches, where the limit is known.
+  # float32 gradients may have been computed in any dtype.
   limits: list[float] = []
   shares: list[jax.Array] = []
   for (own, limit), parts in parts_of.items():
     largest = bits.amax(parts)
-    # Wide enough for the limit: bfloat16 would round float16's.
+    # Compare in a dtype that holds the limit: bfloat16 would round float16's.
     wide = largest.astype(leaves.at_least_float32(largest.dtype))
     within = wide < limit if check.saturating else wide <= limit
-    # Negated rather than compared the other way, so that NaN counts.
+    # Negate this instead of reversing the comparison, so that NaN counts.
     flag |= ~within
     if loss_scale is not None:
       flag |= ~jnp.isfinite(backward.unscale_tree(largest, loss_scale))
@@ -117,7 +117,7 @@ def examine(
       limits.append(limit)
       shares.append(_share(amaxes[-1], limit))
 
-  # Values measured elsewhere count against the smallest limit.
+  # Values that were measured elsewhere are compared with the smallest limit.
   least = min(limits, default=None)
   elsewhere: list[jax.Array] = []
   for reason in overflow if isinstance(overflow, (list, tuple)) else [overflow]:
@@ -129,7 +129,7 @@ def examine(
       flag |= _as_flag(reason)
   for value in _magnitudes(amax):
     flag |= ~jnp.isfinite(value)
-    # Every float32 value is below a limit that float32 cannot hold.
+    # No float32 value can reach a limit that float32 cannot hold.
     if least is not None and least <= _LARGEST:
       limit = np.float32(least)
       flag |= value >= limit if check.saturating else value > limit
@@ -139,7 +139,7 @@ def examine(
     shares += [_share(x, least) for x in elsewhere]
   found = bits.amax(amaxes)
   if not shares:
-    # The dtype is unknown: measure against float16, which is not a limit here.
+    # The dtype is unknown: report against float16, without enforcing it.
     shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
@@ -147,14 +147,14 @@ def examine(
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
-  # A limit that float32 cannot hold is far above every float32 value.
+  # Every float32 value is a negligible share of a limit beyond float32.
   return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
 
 
 def to_float32(value: Any) -> jax.Array:
-  """Returns numbers as float32[...]; inf only where they were inf."""
+  """Returns numbers as float32[...], without turning finite ones into inf."""
   is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
-  # On the host first, since jnp would warn about a number that is too large.
+  # Convert on the host first, since jnp warns about numbers beyond float32.
   numpy = jnp if is_jax else np
   value = numpy.asarray(value)
   if np.issubdtype(value.dtype, np.bool_):
@@ -168,9 +168,9 @@ def to_float32(value: Any) -> jax.Array:
 def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   """Returns the combined finding of all devices along the named axes.
 
-  It takes one maximum over integers, since a maximum over floats drops NaN.
+  The maximum is taken over integers, since a maximum over floats drops NaN.
   """
-  # 2 for an overflow, 1 for a dropped one, so that the maximum is the worst.
+  # 2 means an overflow and 1 a dropped micro-batch: the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
   floats = map(bits.magnitude_bits, (finding.amax, finding.used))
@@ -190,9 +190,9 @@ def total(measured: Any, names: tuple[Any, ...]) -> Any:
 def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
   """Returns `x`, marked as varying along all the axes.
 
-  JAX reduces over several axes at once only if a value varies along all.
+  JAX reduces over several axes at once only if `x` varies along all of them.
   """
-  # The index along an axis varies, and adding 0 times it changes nothing.
+  # An axis index varies along its axis, and adding 0 times it changes nothing.
   for name in names:
     x = x + 0 * lax.axis_index(name).astype(x.dtype)
   return x
@@ -204,7 +204,7 @@ def _as_flag(reason: Any) -> jax.Array:
   try:
     if reason is None or not arguments.is_numeric(reason):
       raise TypeError
-    # On the host: JAX keeps only 32 bits of an integer, which may all be 0.
+    # Convert on the host: JAX would keep the low 32 bits, which may all be 0.
     if isinstance(reason, (int, np.ndarray, np.generic)):
       reason = np.asarray(reason).astype(bool)
     flags = jnp.asarray(reason)
@@ -215,7 +215,7 @@ def _as_flag(reason: Any) -> jax.Array:
 
 
 def _magnitudes(amax: Any) -> list[jax.Array]:
-  """Returns a list of the largest magnitude from elsewhere, if any."""
+  """Returns a list with the largest value in the caller's `amax`, if any."""
   if amax is None:
     return []
   values = []

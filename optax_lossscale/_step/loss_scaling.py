@@ -35,59 +35,59 @@ def loss_scaling(
   `update` checks the scaled gradients for an overflow, divides them by S in
   float32 and runs the inner optimizer. If there was an overflow, the step is
   skipped: the updates are -0.0 and the inner state stays the same, bit for bit.
-  Then the rule moves S. A gradient that leaves the range of its dtype when it
-  is divided by an S below 1 also counts as an overflow. So does an S that is
-  not a positive normal number, as from a damaged checkpoint; the rule then
+  Then the rule moves S. A gradient also counts as an overflow if division by an
+  S below 1 takes it out of its dtype's range. So does an S that is not a
+  positive normal number, for example from a damaged checkpoint; the rule then
   starts over.
 
-  Anything that needs true gradients goes inside: clipping, noise, weight decay,
-  accumulation. Schedules go inside as well, and count applied steps.
+  Put anything that needs true gradients inside `inner`: clipping, noise, weight
+  decay, accumulation. Schedules belong there as well, and count applied steps.
 
   Args:
     inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
-      gets float32 copies of parameters and gradients that are narrower, so its
-      state is float32 from the start. Under jit its update is recorded first
-      and then evaluated, so it must be pure.
-    rule: sets the first S and how each step moves it. None switches loss
+      gets float32 copies of narrower parameters and gradients, so its state is
+      float32 from the start. Under jit its update is first recorded and then
+      evaluated, so the update must be pure.
+    rule: chooses the first S, and moves S in each step. None switches loss
       scaling off, so a program with configurable precision needs no second code
-      path. S is then 1, nothing is checked or skipped, `overflow` and `amax`
+      path. S is then 1, no step is checked or skipped, `overflow` and `amax`
       are ignored, and narrow parameters reach `inner` unchanged. XLA compiles
       only `inner` and the count of applied steps. `mask` and `average_scaled`
       still apply; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
-    axis_name: a mapped axis, or several in a tuple or list, over which all
+    axis_name: a mapped axis, or several in a tuple or list, along which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
-      need one: its arrays are whole, however they are sharded. The flag is
-      reduced; the gradients are not. Name every axis along which gradients or
-      the caller's flag vary, unless each device has its own model and state. If
-      one is missing, devices may fall out of step. That is an error where JAX
-      tracks what varies, under `shard_map` with `check_vma=True`. Elsewhere,
-      under `pmap` and with `check_vma=False`, None gives a `WiringWarning`.
-      Pass () there if gradients are the same on all devices already, or if each
-      device has its own model.
+      need one, since its arrays are whole, however they are sharded. Only the
+      flag is reduced, not the gradients. Name every axis along which gradients
+      or the caller's flag vary, unless each device has its own model and state.
+      If an axis is missing, devices may fall out of step. Under `shard_map`
+      with `check_vma=True`, JAX tracks what varies, so that is an error. Under
+      `pmap` and with `check_vma=False`, None causes a `WiringWarning`; pass ()
+      there if gradients are already the same on all devices, or if each device
+      has its own model.
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged after the check. They keep their dtype, so float16 gradients
-      travel as float16. Devices also decide together over these axes. Each
-      divides before the sum, so the sum does not overflow; but with n devices,
+      travel as float16. Devices also decide together along these axes. Each of
+      n devices divides by n before the sum, so the sum does not overflow; but
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      `pmean_gradients` averages in float32. Both are for parameters that every
-      device has a copy of.
+      `pmean_gradients` averages in float32. Both ways of averaging require that
+      every device has a copy of the parameters.
     mask: True for the leaves that are gradients: a tree of bools whose
       structure is a prefix of the parameters', or a function from the
-      parameters to one. The other leaves go around the wrapper and the
-      optimizer. `update` returns their next values: those passed in, or the old
-      ones on a skip. By default they are the leaves of Flax's
-      `_overwrite_with_gradient` collection.
+      parameters to such a tree. The other leaves bypass the wrapper and the
+      optimizer: `update` returns the values passed in or, if it skips the step,
+      the old ones. By default only the leaves of Flax's
+      `_overwrite_with_gradient` collection bypass them.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
     scaled gradients, the inner optimizer's extra arguments, and two of its own.
     `overflow=` is a bool, number or array, where any non-zero entry makes the
     step an overflow; or the overflow that `accumulated_value_and_grad` returns;
-    or a list of these. `amax=` is a tree of numbers or arrays, such as what
-    `rules.amax_tap` saw in the model. The largest of them counts like a
-    gradient, against the smallest limit that the check knows. The updates have
-    the dtypes of the parameters, if those are passed.
+    or a list of these. `amax=` is a tree of numbers or arrays, such as those
+    that `rules.amax_tap` measured in the model. The largest of them is checked
+    like a gradient, against the smallest limit that the check knows. If the
+    parameters are passed, the updates have their dtypes.
 
   Raises:
     TypeError: if an argument has the wrong type, also in `init` and `update`;
@@ -95,15 +95,15 @@ def loss_scaling(
       `update`, if `overflow` is passed under another name.
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
-      of `inner` or the rule, does not fit the others, if no axis has that name,
-      or if leaves go around the optimizer but `params` are missing. Where JAX
-      tracks what varies by device, also if devices that share an S could decide
-      differently, or if the gradients to average are already reduced.
+      of `inner` or the rule, does not fit the others, if `axis_name` is not
+      mapped, or if leaves bypass the optimizer but `params` is missing. If JAX
+      tracks what varies by device, `update` also raises if devices that share
+      an S could disagree, or if the gradients to average are already reduced.
 
   Warns:
-    WiringWarning: from `init`, if parameters in float16 have no master weights;
-      from `update`, while it is traced, if the gradients come from `unscale`,
-      were scaled by another S, or leave out micro-batches but `overflow` is not
+    WiringWarning: from `init`, if float16 parameters have no master weights;
+      from `update`, unless compiled, if the gradients come from `unscale`, were
+      scaled by a different S, or leave out micro-batches but `overflow` is not
       passed, or if no axis is named where devices may fall out of step.
 
   Examples:
@@ -129,7 +129,7 @@ def loss_scaling(
     requirements.check_rule("rule", rule)
   requirements.check_check(check)
   averaged = devices.axis_names("average_scaled", average_scaled)
-  # If gradients are averaged over devices, no device may skip alone.
+  # If gradients are averaged over devices, all devices must skip together.
   agreed = devices.axis_names(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
@@ -180,7 +180,7 @@ def loss_scaling(
     reported = finding.overflow | finding.dropped
     provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
     devices.refuse_divergence(reported, loss_scale, agreed)
-    # Computed once. Without the barrier XLA would recompute it at every use.
+    # Without the barrier XLA would recompute the flag at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
     if averaged:
@@ -256,19 +256,19 @@ def _bare_update(
   averaged: Any,
   extra_args: Any,
 ) -> tuple[optax.Updates, states.LossScalingState]:
-  """Returns the updates of the optimizer alone, and the same kind of state."""
+  """Runs the optimizer without loss scaling; returns updates and a state."""
   # S is 1, so unscaling twice or leaving out `overflow` is harmless.
   one = loss_scales.FixedLossScale(1.0)
   provenance.check_update(gradients, one.scale, one, overflow=None)
   if averaged:
-    # As after an overflow, so that NaN stays NaN.
+    # Pass True, as after an overflow, so that NaN stays NaN.
     gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
   updates, inner_state = inner.update(
     gradients, state.inner_state, params, **extra_args
   )
   return updates, state._replace(
     inner_state=inner_state,
-    # A constant False, so that XLA drops the selects that depend on it.
+    # `skipped` is a constant False, so XLA drops the selects that depend on it.
     skipped=jnp.zeros_like(state.skipped),
     applied_steps=optax.safe_increment(state.applied_steps),
   )
@@ -296,7 +296,7 @@ def move(
   rule: base.LossScale, state: Any, overflow: Any, amax: Any, measured: Any
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled."""
-  # Most rules measure nothing, and need not take `measured`.
+  # Most rules measure nothing, so their `update` need not take `measured`.
   more = {} if measured is None else {"measured": measured}
   moved = rule.update(state, overflow, amax=amax, **more)
   trees.check_structure(
@@ -304,14 +304,14 @@ def move(
     moved,
     state,
   )
-  # In float32, as in the state. A rule may compute it in another dtype.
+  # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # A user's rule may return an S that is 0, subnormal, inf or NaN. That would
-  # silently end the training, so the previous state is held instead.
+  # A user's rule may return an S that is 0, subnormal, inf or NaN. Such an S
+  # would silently stop the training, so the previous state is kept instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   held = skipping.select(~is_usable, state, moved)
-  # A damaged checkpoint may also hold such an S. The rest of the rule's state
-  # is then suspect as well.
+  # A damaged checkpoint may also hold an unusable S. The rest of the rule's
+  # state is then suspect as well, so the rule starts over.
   before = jnp.asarray(state.loss_scale, jnp.float32)
   was_usable = arguments.is_usable_scale(before)
   next_state = skipping.select(~was_usable, rule.init(), held)

@@ -11,14 +11,14 @@ from optax_lossscale._step import states
 def loss_scale_metrics(
   opt_state: optax.OptState, *, path: str | None = None
 ) -> dict[str, jax.Array]:
-  """Returns the loss scale and what happened on the last step.
+  """Returns the loss scale and the metrics of the last step.
 
   It works inside jit: every value is a scalar array, and nothing is printed or
-  fetched.
+  copied to the host.
 
   Args:
-    opt_state: an optimizer's state that holds `loss_scaling`, at any depth.
-    path: which one, if it holds several. See `get_loss_scale`.
+    opt_state: an optimizer state that holds a loss scale at any depth.
+    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
     A dict of `loss_scale`, `log2_scale`, `inv_scale` (float32[], for the next
@@ -26,13 +26,13 @@ def loss_scale_metrics(
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
     `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
     the share of all steps that were skipped. `inf` is True if a gradient was
-    infinite and none was NaN. An overflow with neither was saturated, or the
-    caller's. `headroom` is how many times S could still have doubled, in bits.
-    It refers to float16, unless the check names another dtype or the gradients
-    have one as narrow. `LossScalingState` explains the others.
+    infinite and none was NaN. An overflow without inf or NaN is a saturated
+    gradient or the caller's flag. `headroom` is how many times S could still
+    have doubled, in bits. It assumes float16, unless the check names a dtype or
+    gradients are narrower than float32. See `LossScalingState` for the rest.
 
   Raises:
-    ValueError: if `opt_state` holds no scale, or several and no path.
+    ValueError: if `opt_state` holds no scale, or several without a `path`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -61,7 +61,7 @@ def loss_scale_metrics(
   """
   state = states.find_state(opt_state, path)
   loss_scale = states.get_loss_scale(state)
-  # As arrays, since a framework may keep its own variables in the state.
+  # Convert to arrays, since the state may hold variables of a framework.
   field = {
     name: jnp.asarray(getattr(state, name))
     for name in state._fields

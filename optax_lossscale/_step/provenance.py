@@ -1,8 +1,8 @@
 """Records the origin of gradients, which `update` and `unscale` then check.
 
-The gradients are plain arrays, so nothing in them says which S scaled them. A
-table beside them does, for as long as they live. A jitted function returns new
-arrays, whose origin is unknown, so they cause no warning.
+Gradients are plain arrays, which do not record the S that scaled them. A table
+records it while the arrays exist. A jitted function returns new arrays, whose
+origin is unknown, so they cause no warning.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
 
-# The kind and S of an array, by its id: "scaled" by S, "dropping" (scaled,
-# without some micro-batches), "unscaled", or, if it is a scale, "next" after S.
+# Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
+# (if micro-batches may be left out) or "unscaled". A "next" scale follows S.
 _ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 
 def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
-  """Records the origin of a tree's gradients; `passed` may be a number."""
+  """Records the origin of arrays; `passed` is the caller's state or number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
-    scale = float(passed)  # As an array it would be a tracer under jit.
-  # A tracer must not outlive its trace, nor an S keep all earlier ones alive.
+    scale = float(passed)  # Under jit an array would be a tracer.
+  # No tracer may outlive its trace, and no S may keep all earlier ones alive.
   is_weak = kind == "next" or isinstance(scale, jax.core.Tracer)
   get_scale = weakref.ref(scale) if is_weak else lambda: scale
   for x in filter(leaves.is_gradient, jax.tree.leaves(tree)):
@@ -38,15 +38,15 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 def check_update(
   gradients: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
 ) -> None:
-  """Warns if `update` gets gradients with the wrong origin."""
+  """Warns if `update` gets gradients of the wrong origin."""
   kind, used = _origin(gradients)
-  # Once compiled, a step that makes the gradients keeps a number for ever.
+  # A compiled step would scale by such a number for ever, while S moves on.
   traced = [
     any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
     for tree in (gradients, loss_scale, used)
   ]
   is_frozen = used is not None and traced == [True, True, False]
-  machine: Any = getattr(rule, "machine", rule)  # For a preset.
+  machine: Any = getattr(rule, "machine", rule)  # Presets have a `machine`.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
   if kind == "unscaled" and fixed != 1:
@@ -74,7 +74,7 @@ def check_update(
 
 
 def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
-  """Warns if `unscale` gets another S than the gradients were scaled by."""
+  """Warns if `unscale` gets gradients that a different S has scaled."""
   if _is_another(_origin(gradients)[1], loss_scale):
     wiring.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
@@ -99,10 +99,10 @@ def _is_another(used: Any, loss_scale: Any) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-  """Returns whether two scales are equal; None if that cannot be known."""
+  """Returns whether two scales are equal; None if that is unknown."""
   try:
-    # On the host. A user's transfer guard is meant for the steps, not for this.
+    # A user's transfer guard is meant for the steps, not for this comparison.
     with jax.transfer_guard("allow"):
       return bool(np.float32(x) == np.float32(y))
-  except Exception:  # Traced, donated, or on other hosts.
+  except Exception:  # A scale may be traced, donated, or on other hosts.
     return None

@@ -1,4 +1,4 @@
-"""Requirements of a step on its arguments, rule, states and trees."""
+"""Checks of a step's arguments, rule, states and trees."""
 
 import collections
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ _SWITCH_OFF = (
   "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
 )
 
-# The default of `rule`, since None is a value that a user may pass.
+# The default of `rule` is not None, since users may pass None.
 MISSING: Any = ...
 
 
 def as_optimizer(
   name: str, inner: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that takes extra arguments."""
+  """Returns `inner` as an optimizer that takes extra arguments, or raises."""
   if isinstance(inner, optax.MultiSteps):
-    # Not its `gradient_transformation()`, which drops extra arguments.
+    # `MultiSteps.gradient_transformation()` would drop extra arguments.
     return optax.GradientTransformationExtraArgs(inner.init, inner.update)
   if isinstance(inner, (type, base.LossScale)) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
@@ -84,7 +84,7 @@ def check_check(check: Any) -> None:
 def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state does not hold a usable S."""
   # The first S is a known constant, even while `init` is being traced. A user's
-  # transfer guard is meant for the steps, not for this.
+  # transfer guard is meant for the steps, not for this check.
   with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
     state = rule.init()
     loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)
@@ -103,7 +103,7 @@ def check_first_state(rule: base.LossScale) -> None:
 
 
 def check_inner_state(inner_state: Any) -> None:
-  """Raises if the optimizer's state holds a loss scale already."""
+  """Raises if the optimizer's state already holds a loss scale."""
   paths = states.find_states(inner_state)
   if paths:
     place = "/".join(filter(None, ["inner_state", next(iter(paths))]))
@@ -123,9 +123,9 @@ def check_masters(params: Any, inner_state: Any) -> None:
   narrow = [p for p, x in moved if getattr(x, "dtype", None) == jnp.float16]
   is_mask = lambda x: isinstance(x, optax.MaskedState)  # noqa: E731
   masks = filter(is_mask, jax.tree.leaves(inner_state, is_leaf=is_mask))
-  # A mask without a state may freeze any parameter.
+  # A mask whose state holds no arrays may freeze any parameter.
   may_freeze = any(not jax.tree.leaves(x) for x in masks)
-  # By the field's name, since other optimizers keep such a copy as well.
+  # Look for a field of this name: other optimizers have master weights too.
   names = {str(getattr(key, "name", "")) for path in paths for key in path}
   if narrow and not may_freeze and not any("master" in name for name in names):
     wiring.warn(
@@ -137,7 +137,7 @@ def check_masters(params: Any, inner_state: Any) -> None:
 
 
 def check_state(state: Any, rule: base.LossScale | None) -> None:
-  """Raises if `update` is not given the state that `init` made."""
+  """Raises unless `state` is one that `init` makes with this rule."""
   if not isinstance(state, states.LossScalingState):
     remedy = ""
     if isinstance(state, dict) and "loss_scale_state" in state:
@@ -156,7 +156,7 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
   got = state.loss_scale_state
   structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
-  # The names of all fields, or only those that differ.
+  # The names of all fields or, if the structures match, of those that differ.
   listed: list[Any] = [list(own) for own in fields]
   if structures[0] == structures[1]:
     if fields[0] == fields[1]:
@@ -186,7 +186,7 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
 
 
 def _fields(rule_state: Any) -> dict[str, str]:
-  """Returns the dtype and the shape of each field of a rule's state."""
+  """Returns each field of a rule's state with its dtype and shape, as text."""
   return {
     leaves.path_name(path): (
       f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
@@ -195,7 +195,7 @@ def _fields(rule_state: Any) -> dict[str, str]:
   }
 
 
-# The states that should not be around loss scaling, and why.
+# The states that should not be around loss scaling, with their warnings.
 _AROUND = {
   optax.MultiStepsState: "optax.MultiSteps inside of loss_scaling, got it "
   "around{}, where it adds up scaled gradients, and an inf for ever. Write "
@@ -208,12 +208,12 @@ _AROUND = {
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
-# The trees that may hold states side by side.
+# The containers that may hold several states side by side.
 _OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
 
 
 def check_surroundings(opt_state: Any) -> None:
-  """Warns if an outer state sees scaled gradients, or moves on skipped steps.
+  """Warns if an outer state sees scaled gradients or changes on skipped steps.
 
   A tuple that cannot be the state of a chain causes no warning.
   """
@@ -222,11 +222,11 @@ def check_surroundings(opt_state: Any) -> None:
 
 
 def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
-  """Yields what is wrong with the place of loss scaling in a tree."""
+  """Yields a message for each state that is misplaced around loss scaling."""
   if states.is_state(node) or not states.find_states(node):
     return
   kind, shapes = type(node), _shapes(node)
-  # A mask that leaves nothing out is harmless, and most states reveal that.
+  # A mask is harmless if it leaves nothing out, which most states reveal.
   may_mask = None in shapes or shapes <= {()}
   if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
     yield _AROUND[kind].format(_at(path))
@@ -238,7 +238,7 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
   if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
     yield from _beside(links, is_partition)
     masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
-    # One mask may take the leaves that another leaves out.
+    # One mask may cover the leaves that another leaves out.
     if is_partition or len(masks) > 1:
       links = [(key, getattr(x, "inner_state", x)) for key, x in links]
   for link in links:
@@ -259,13 +259,13 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
       why = after
       continue
     own = _shapes(link)
-    # A user's tuple may also hold another model's state.
+    # A user's tuple may also hold the state of another model.
     fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
     fits |= isinstance(link, optax.MaskedState)
-    # A state whose class is not optax's may be the user's.
+    # An object whose class is not optax's may be the user's own data.
     is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
     for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
-      # A group without parameters may still count its steps.
+      # The state of a group without parameters may still hold a step count.
       holds = jax.tree.leaves(x) and _shapes(x) != {None}
       is_of_optax = type(x).__module__.startswith("optax.")
       looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
@@ -278,7 +278,7 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
 
 
 def _shapes(tree: Any) -> set[Any]:
-  """Returns the shapes of floating arrays, and None for masked nodes."""
+  """Returns the set of floating arrays' shapes, with None for masked nodes."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   nodes = jax.tree.leaves(tree, is_leaf=is_masked)
   found = (x for x in nodes if is_masked(x) or leaves.is_gradient(x))
@@ -303,7 +303,7 @@ def check_accumulation(opt_state: Any) -> None:
 def check_call(
   inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
 ) -> None:
-  """Raises if `update` lacks gradients, or gets a flag by a wrong name."""
+  """Raises if `update` gets no gradients, or a flag under the wrong name."""
   if updates is None and jax.tree.leaves(params):
     raise TypeError(
       "`updates` must be the scaled gradients, got None; pass what "
@@ -318,7 +318,7 @@ def check_call(
 
 
 def check_gradients(gradients: Any, params: Any) -> None:
-  """Raises if gradients would be broadcast to their parameters."""
+  """Raises if gradients would be broadcast to the shapes of parameters."""
   found = params is not None and trees.mismatched_shape(
     params, gradients, trees.is_for_each_example
   )
@@ -329,7 +329,7 @@ def check_gradients(gradients: Any, params: Any) -> None:
 
 
 def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
-  """Returns an optimizer's updates, in the dtypes of the parameters."""
+  """Returns an optimizer's updates in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
     return updates
@@ -342,7 +342,7 @@ def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
-  # An optimizer may pass per-example gradients on.
+  # An optimizer may return per-example gradients, whose shapes may differ.
   of_examples = trees.mismatched_shape(params, gradients) is not None
   found = None if of_examples else trees.mismatched_shape(params, narrow)
   if found:
@@ -360,10 +360,10 @@ def explained(
   inner_state: Any,
   params: Any,
 ) -> Iterator[None]:
-  """Explains what does not fit if an optimizer fails on its arguments.
+  """Explains which argument does not fit if an optimizer raises an error.
 
-  It looks only after a failure, since an optimizer's arguments need not look
-  like its parameters, as with `optax.lookahead`.
+  It checks only after a failure, since gradients need not have the structure of
+  the parameters: with `optax.lookahead` they do not.
   """
   try:
     yield
@@ -380,7 +380,7 @@ def _explain(
   inner_state: Any,
   params: Any,
 ) -> str | None:
-  """Returns what does not fit; None if something else is wrong."""
+  """Returns a message about the argument that does not fit; None if all do."""
   fits = trees.is_for_each_example
   of_gradients = _init_shapes(inner, gradients, inner_state)
   misfit = trees.difference(inner_state, of_gradients, fits)
@@ -395,7 +395,7 @@ def _explain(
       "`state` must be that of this optimizer for these parameters, got "
       f"{found}."
     )
-  # Gradients that fit the state need not look like the parameters.
+  # Gradients that fit the state need not have the parameters' structure.
   found = misfit and trees.difference(params, gradients, fits)
   return found and (
     f"`updates` must be gradients that fit the parameters, got {found}."
@@ -405,8 +405,8 @@ def _explain(
 def _init_shapes(
   inner: optax.GradientTransformation, tree: Any, default: Any
 ) -> Any:
-  """Returns the shapes of an optimizer's state, `default` if `init` fails."""
+  """Returns the shapes of the state for `tree`; `default` if `init` fails."""
   try:
     return jax.eval_shape(inner.init, leaves.widen(tree))
-  except Exception:  # It may require anything of its parameters.
+  except Exception:  # `init` may reject a tree for any reason.
     return default

@@ -1,4 +1,4 @@
-"""A loss scale for part of a model, by which its cotangents are multiplied."""
+"""A loss scale for part of a model, which multiplies the cotangents there."""
 
 from typing import Any
 
@@ -16,37 +16,37 @@ from optax_lossscale._step import devices
 def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   """Returns `x`, and multiplies its cotangent by `scale` in the backward pass.
 
-  No single S fits a model whose layers have gradients further apart than the
-  range of float16: what saves one layer from underflow makes another overflow.
-  With this function a layer gets its own factor. It is applied where the
-  layer's backward pass begins, at its output, and undone by `1 / factor` at its
-  parameters and its input:
+  No single S fits a model if the gradients of its layers span more than the
+  range of float16: an S that saves one layer from underflow makes another
+  overflow. This function gives a layer its own factor. The factor is applied at
+  the layer's output, where its backward pass begins, and undone by `1 / factor`
+  at its parameters and its input:
 
     params = scale_cotangent(params, 1 / factor)
     x = scale_cotangent(x, 1 / factor)
     return scale_cotangent(layer(params, x), factor)
 
-  The product is formed in float32 at least and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. The result of undoing it must
-  fit as well, so undo it on float32 parameters, before they are cast to
-  float16. Between two float16 layers use one call for both, with the lower
-  layer's factor divided by the upper one's.
+  The product is computed in float32 or wider and rounded once to the dtype of
+  `x`, so the factor itself need not fit float16. The gradient must still fit
+  once the factor is undone, so undo it on float32 parameters, before they are
+  cast to float16. Between two float16 layers use one call for both, with the
+  lower layer's factor divided by the upper layer's.
 
-  A cotangent of inf or NaN stays inf or NaN. A saturated one, of 65504,
-  changes: once it has been multiplied, no check of gradients sees it, but a
+  A cotangent of inf or NaN stays inf or NaN. A saturated cotangent, 65504, does
+  not stay 65504, so no check of gradients sees it afterwards, but a
   `status_tap` in the layer does. A scale of -1 reverses gradients.
 
-  Forward mode multiplies the tangents likewise. Each further derivative
-  multiplies once more without cancelling, so do not use this with a gradient
-  inside the loss, such as a gradient penalty.
+  Forward mode multiplies the tangents in the same way. Each further derivative
+  multiplies once more, and these factors do not cancel. So do not use this with
+  a gradient inside the loss, such as a gradient penalty.
 
   Args:
-    x: an array or a pytree. Leaves that are not floating or complex are kept.
+    x: an array or a pytree. Only floating and complex leaves are scaled.
     scale: a number, or a real scalar array, which may be traced. It is not
       differentiated, so its own gradient is 0. Powers of two are exact.
 
   Returns:
-    `x`.
+    `x`, unchanged.
 
   Raises:
     TypeError: if `scale` is not a real scalar.
@@ -79,16 +79,16 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   def scale_leaf(leaf: Any) -> Any:
     if not leaves.is_gradient(leaf):
       return leaf
-    # Under `shard_map` a tangent varies like its value, so the value must vary
-    # like the scale. JAX sums the cotangents of a value that is made to vary.
+    # Under `shard_map` a value must vary along its tangent's axes, including
+    # the scale's. JAX sums the cotangents of a value that is made to vary.
     axes = tuple(devices.varying_axes(factor))
     return _scale_leaf(devices.make_varying(leaf, axes), factor)
 
   return jax.tree.map(scale_leaf, x)
 
 
-# Defined by its tangents, which are linear. JAX transposes them into
-# cotangents, so forward mode works as well.
+# The scaling is defined by its tangents, which are linear. JAX transposes them
+# for the backward pass, so forward mode works as well.
 @jax.custom_jvp
 def _scale_leaf(x: jax.Array, scale: Any) -> jax.Array:
   del scale
@@ -101,11 +101,11 @@ def _scale_tangent(
 ) -> tuple[jax.Array, jax.Array]:
   x, scale = primals
   tangent, _ = tangents
-  # In float32 at least: the scale may be inf or 0 in float16.
+  # Multiply in float32 or wider, since in float16 the scale may be inf or 0.
   wide = tangent.astype(leaves.at_least_float32(tangent.dtype))
   factor = jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)
   if jnp.iscomplexobj(wide):
-    # By parts, since multiplying by a complex scale would make inf * 0 = NaN.
+    # Multiply each part, since a complex scale would make inf * 0 = NaN.
     wide = jax.lax.complex(wide.real * factor, wide.imag * factor)
   else:
     wide = wide * factor
@@ -114,7 +114,7 @@ def _scale_tangent(
 
 def _read_scale(scale: Any) -> Any:
   """Returns a scale as a Python number or a real scalar array."""
-  # The value in an array is not checked: that would wait for the device.
+  # An array's value is not checked, since that would wait for the device.
   if not isinstance(scale, jax.Array):
     number = arguments.check_number("scale", scale)
     if 0 < abs(number) < arguments.SMALLEST_SCALE:

@@ -1,4 +1,4 @@
-"""The atomic skip: either everything moves, or everything stays bit for bit."""
+"""The atomic skip: a step changes everything or not a single bit."""
 
 from collections.abc import Callable
 import functools
@@ -18,13 +18,13 @@ from optax_lossscale._step import states
 def update_unless(
   skipped: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any
 ) -> tuple[Any, Any]:
-  """Returns the updates and state of `update`, or those of a skipped step."""
+  """Returns what `update` returns or, on a skip, -0.0 and the old state."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
-  # The only place that decides how the inner optimizer runs. Under jit, scan
-  # and the like, each value of the new state is selected where it is defined,
-  # so that the state is not kept twice. In eager mode that frees nothing sooner
-  # and costs time, so the select comes after the update. Both give the same
+  # Only this function decides how the inner optimizer runs. Under jit, scan and
+  # the like, each value of the new state is selected where it is defined, so
+  # that the state is not kept twice. In eager mode that would cost time without
+  # saving memory, so the select comes after the update. Both ways give the same
   # bits. Under jit the inner optimizer must be pure, as jit itself requires.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
@@ -33,15 +33,15 @@ def update_unless(
   else:
     updates, state = update()
     state = jax.tree.map(choose, old_state, state)
-  # A recorded constant comes back as a NumPy array.
+  # A constant in the recorded update comes back as a NumPy array.
   return _zero_updates(skipped, leaves.as_arrays(updates)), state
 
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   """Returns `old` if the step is skipped, else `new`.
 
-  The dtypes are those of `old`, so every step returns the dtypes that init
-  made, and nothing recompiles.
+  The result has the dtypes of `old`, so every step returns the dtypes of the
+  initial state, and nothing recompiles.
   """
   choose = functools.partial(_choose, skipped)
   return jax.tree.map(choose, leaves.as_arrays(old), new)
@@ -56,22 +56,22 @@ def select_on_skip(
 ) -> trees.Tree:
   """Returns `old` if the last step was skipped, else `new`.
 
-  Use it for values that a step changes outside the optimizer: batch statistics,
-  a moving average of the parameters, a random key, a step counter. They then
-  move with the parameters or not at all.
+  Use it for values that a step changes outside the optimizer, such as batch
+  statistics, a moving average of the parameters, a random key or a step
+  counter. Such a value then changes only if the parameters do.
 
   Args:
     opt_state: the optimizer's state after `update`.
     new: a pytree of arrays, after the step.
-    old: the same pytree, before the step; its dtypes are kept.
+    old: the same pytree, before the step. The result has its dtypes.
     path: which state, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
     A pytree like `old`.
 
   Raises:
-    ValueError: if `opt_state` holds no `LossScalingState`, or several and no
-      path, or if `new` and `old` differ in structure.
+    ValueError: if `opt_state` holds no `LossScalingState`, or several without a
+      `path`, or if `new` and `old` differ in structure.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -90,16 +90,16 @@ def select_on_skip(
 
 
 def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
-  """Selects one of two leaves, without a product that would let NaN in."""
+  """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
-    return new  # float0, which has no value.
+    return new  # `old` is float0, which has no value.
   return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
 
 
 def _zero_updates(skipped: jax.Array, updates: Any) -> Any:
-  """Returns the updates, as -0.0 if the step is skipped.
+  """Returns the updates, all replaced by -0.0 if the step is skipped.
 
-  Adding -0.0 changes no number; adding 0.0 would turn -0.0 into 0.0.
+  Adding -0.0 never changes a number, but adding 0.0 would turn -0.0 into 0.0.
   """
 
   def choose(update: Any) -> Any:

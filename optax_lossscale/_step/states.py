@@ -15,10 +15,10 @@ from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
-# The types of S itself, which may be passed instead of a state.
+# An `opt_state` of one of these types is S itself rather than a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
-# Orbax and flax.serialization return plain dicts and lists without a target.
+# Without a target, Orbax and flax.serialization return plain dicts and lists.
 RESTORE = (
   "a checkpoint must be restored into the structure of the optimizer's state, "
   "with tx.init(params) as its target"
@@ -29,33 +29,33 @@ AS_PURE = "of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)"
 
 
 class LossScalingState(NamedTuple):
-  """State of `loss_scaling`: the loss scale, the optimizer, the last step.
+  """The state of `loss_scaling`: S, the inner state, facts about the last step.
 
   Attributes:
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
     inner_state: the wrapped optimizer's state.
-    overflow: bool[], True if the last step's gradients were not usable, or if
-      micro-batches whose gradients were not usable were left out of them.
-    nan: bool[], True if one of the gradients was NaN, which a backward pass
-      also makes out of inf. An overflow without NaN means inf, saturation, or
-      the caller's flag.
+    overflow: bool[], True if the last step's gradients were unusable, or if
+      micro-batches that overflowed were left out of them.
+    nan: bool[], True if any gradient was NaN. A backward pass may also turn inf
+      into NaN. An overflow without NaN means inf, saturation, or the caller's
+      flag.
     skipped: bool[], True if the last step was skipped.
-    stalled: bool[], True if S could not follow the last step. Either the step
-      overflowed with S at the rule's floor, with an S that never moves, or
-      unscaled; or the rule's next S was unusable; or S itself was, and the rule
-      started over.
-    amax: float32[], the largest absolute value among the last step's gradients
-      before unscaling, and among those of the micro-batches in `overflow`; NaN
-      if `nan`.
-    used: float32[], the share of the range that the last step used: amax over
-      the largest finite value of the computation's dtype, for the leaf where
-      that is largest; at least 2**-126. NaN or inf if amax is; 0 before the
-      first step. The dtype is float16 if the check does not name one and the
-      gradients are not narrow.
-    applied_steps: int32[], steps on which the inner optimizer ran.
-    skipped_steps: int32[], steps on which only the loss scale moved.
-    consecutive_skips: int32[], skipped steps in a row up to the last step; 0 if
-      that one was applied.
+    stalled: bool[], True if S could not react to the last step. Either the step
+      overflowed while S was at the rule's floor, fixed, or not in use; or the
+      rule's next S was unusable; or S itself was unusable, and the rule started
+      over.
+    amax: float32[], the largest absolute value among the last step's scaled
+      gradients, those of its micro-batches, and the caller's `amax`; NaN if
+      `nan`.
+    used: float32[], the share of the dtype's range that the last step used, for
+      the leaf that used most: its amax divided by the largest finite value of
+      the computation's dtype; at least 2**-126. NaN or inf if amax is; 0 before
+      the first step. The dtype is taken to be float16 if the check names none
+      and the gradients are float32 or wider.
+    applied_steps: int32[], the number of steps that the inner optimizer made.
+    skipped_steps: int32[], the number of steps on which only S moved.
+    consecutive_skips: int32[], the number of skipped steps in a row, the last
+      step included; 0 if the last step was applied.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -87,22 +87,22 @@ class LossScalingState(NamedTuple):
 
   @property
   def headroom(self) -> jax.Array:
-    """float32[], how many more times S could have doubled: headroom in bits.
+    """float32[], headroom in bits: how many more times S could have doubled.
 
-    It is -log2(used), so 126 at most; NaN if `nan` or before the first step;
-    -inf if amax is inf. A negative value means that the gradients do not fit
-    float16, and that the check does not name the dtype they were computed in.
+    It equals -log2(used), 126 at most; NaN if `nan` or before the first step;
+    -inf if amax is inf. A finite negative value means that the gradients do not
+    fit float16, and the check does not name the dtype of their computation.
     """
-    # Not kept in the state, where its NaN would trip jax_debug_nans.
+    # A NaN kept in the state would trip jax_debug_nans, so compute it here.
     used = jnp.asarray(self.used)
-    # Subtract from 0, since a negation would give -0.0 at the limit.
+    # Subtract from 0, since negation would give -0.0 at the limit.
     return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:
-  """Returns every `LossScalingState` in a pytree by its path.
+  """Returns every `LossScalingState` in a pytree, keyed by its path.
 
-  It finds them by type, so a parameter may have any name.
+  States are found by their type, so parameters may have any name.
   """
   nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
@@ -111,10 +111,10 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
 
 
 def require_states(opt_state: Any) -> dict[str, LossScalingState]:
-  """Returns what `find_states` finds in `opt_state`, or raises."""
+  """Returns the states that `find_states` finds; raises if there are none."""
   states = find_states(opt_state)
   own = getattr(opt_state, "loss_scale", None)
-  # S in a rule's state is a scalar; a parameter of that name seldom is.
+  # S in a rule's state is a scalar, but a parameter of that name rarely is.
   if not states and getattr(own, "shape", None) == ():
     raise ValueError(
       "`opt_state` must hold the state of `loss_scaling`, got a "
@@ -138,7 +138,7 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
 
 
 def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
-  """Returns the one `LossScalingState` in `opt_state`, or the one at `path`."""
+  """Returns the only `LossScalingState` in `opt_state`, or that at `path`."""
   states = require_states(opt_state)
   chosen = {
     key: state
@@ -166,18 +166,18 @@ def get_loss_scale(
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
-      or any pytree around it; or a loss scale itself, which is returned.
-    path: which one, if `opt_state` holds several: a path that the error lists,
-      or the beginning of one.
+      or any pytree that contains it; or a loss scale, which is returned.
+    path: which scale, if `opt_state` holds several: one of the paths that the
+      error lists, or the beginning of one.
 
   Returns:
     float32[], the S for the next backward pass.
 
   Raises:
-    TypeError: if a scale is passed that is not a number.
-    ValueError: if there is no scale, if there are several and no path, or if a
-      concrete scale is passed that is not usable. A scale in a state is
-      returned unchecked; `update` handles an unusable one.
+    TypeError: if the scale that is passed is not a number.
+    ValueError: if there is no scale, if there are several and no `path`, or if
+      the scale that is passed is known to be unusable. A scale in a state is
+      not checked; `update` handles an unusable one.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -206,7 +206,7 @@ def get_loss_scale(
 
 
 def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
-  """Returns S for a backward pass that runs now, or raises if it is frozen."""
+  """Returns S for a backward pass; raises if compiling would freeze it."""
   if not isinstance(opt_state, _SCALES):
     opt_state = state_in_use(opt_state, path)
   return get_loss_scale(opt_state)
@@ -215,20 +215,20 @@ def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
 def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it.
 
-  If a state is an array while a function is being traced, the function has
-  closed over it. Once compiled, it keeps that S while the wrapper's S moves on.
-  JAX does not distinguish jit from an eager scan, which also compiles its body.
+  If S is a concrete array while a function is being traced, the function has
+  closed over it. A compiled function keeps that S while the wrapper moves S.
+  An eager scan looks the same as jit here, since JAX compiles its body too.
   """
   state = find_state(opt_state, path)
   if not jax.tree.leaves(state.loss_scale_state):
-    return state  # Nothing moves S.
+    return state  # S is constant.
   loss_scale = state.loss_scale_state.loss_scale
   # Flax NNX keeps each array of a state in a variable of its own.
   if not isinstance(loss_scale, jax.Array) and hasattr(
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  # A recording is evaluated right away, with this S.
+  # A function recorded outside of jit runs right away, with this S.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(
@@ -244,19 +244,19 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
 
 
 def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
-  """Returns a rule's state with another S, in the leaf that holds it.
+  """Returns a rule's state with S replaced, in whichever leaf holds it.
 
-  It finds the leaf through the attribute, since a rule that wraps another holds
-  S further inside, under any name.
+  It finds that leaf through the attribute `loss_scale`, since a rule that wraps
+  another holds S deeper inside, under any name.
   """
   if isinstance(rule_state, loss_scales.NoLossScaleState):
-    return rule_state  # Its S is always 1.
+    return rule_state  # S is always 1.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]
   try:
     place = jax.tree.unflatten(structure, places).loss_scale
     values[places.index(place)] = loss_scale
-  except Exception as error:  # A computed S may require anything of its leaves.
+  except Exception as error:  # A computed S may fail on these placeholders.
     raise TypeError(
       "the state of `rule` must hold S as a leaf, where it can be set, got a "
       f"{type(rule_state).__name__} whose `loss_scale` is not a leaf of it; "

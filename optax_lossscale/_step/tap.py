@@ -1,4 +1,4 @@
-"""A point in a model where the passing cotangents are measured."""
+"""A point in a model that measures the cotangents passing through it."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from optax_lossscale._step import devices
 
 
 def check_measured(name: str, value: Any) -> None:
-  """Raises unless `value` is float32[], whose gradient can be a measurement."""
+  """Raises unless `value` is float32[], since its gradient is a measurement."""
   dtype = getattr(value, "dtype", None)
   if dtype != jnp.float32 or jnp.shape(value) != ():
     got = shown(value) if dtype is None else f"{dtype}{list(value.shape)}"
@@ -28,14 +28,14 @@ def tap(
   measured: jax.Array,
   measure: Callable[[Sequence[jax.Array]], jax.Array],
 ) -> Any:
-  """Returns `tree`; the gradient of `measured` measures its cotangents."""
+  """Returns `tree`; the gradient of `measured` is `measure(cotangents)`."""
   leaves, structure = jax.tree.flatten(tree)
   places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
   if not places:
     return tree
   xs = [jnp.asarray(leaves[i]) for i in places]
-  # Under `shard_map` the measurement varies like the cotangents. JAX sums it
-  # over the axes that `measured` is made to vary along here.
+  # Under `shard_map` a measurement varies along the cotangents' axes. JAX sums
+  # measurements over the axes along which `measured` is made to vary here.
   varying = frozenset().union(*map(devices.varying_axes, xs))
   measured = devices.make_varying(measured, tuple(varying))
   axes = tuple(devices.varying_axes(measured))
