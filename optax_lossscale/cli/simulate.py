@@ -20,7 +20,7 @@ _DEFAULT_RULES = ("dynamic", "headroom")
 
 
 def add_parser(subparsers: Any) -> None:
-  """Adds the sub-command."""
+  """Adds the `simulate` sub-command to the parser."""
   parser = subparsers.add_parser(
     "simulate",
     help="replay a recorded run with other rules",
@@ -101,7 +101,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   if arguments.output is not None:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-  # Imported only now, so that bad input is reported without the extra.
+  # Imported only now, so that bad input is reported even without the extra.
   from optax_lossscale.demo import table as table_lib
 
   console = table_lib.Console(highlight=False)
@@ -207,9 +207,9 @@ def _write_figure(
     folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
     plot.replays(folded, ax=axes)
     axes.set_title(str(name), fontsize="medium")
-    # Below the axes, since long rules would hide the lines.
+    # The legend goes below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # On a full disk the PDF writer raises another error.
+  picture = io.BytesIO()  # On a full disk the PDF writer hides OSError.
   figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
   path.write_bytes(picture.getvalue())
 

@@ -31,7 +31,7 @@ def print_loss_scale(
 
   Args:
     opt_state: the state that `update` returned.
-    every: prints on each step whose number this divides; skipped steps count.
+    every: how many steps pass between two lines, counting skipped steps.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Raises:
