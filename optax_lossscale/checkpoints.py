@@ -69,7 +69,7 @@ def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
       holds one, or if the two differ in structure, shapes or dtypes. The error
-      names the first place where they do.
+      names the first difference.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -143,7 +143,7 @@ def _fill_leaf(
     return got
   if not _is_array(got) or np.shape(expected) != np.shape(got):
     raise _mismatch(expected, got, path)
-  # Read before converting `got`, since JAX may narrow a NumPy array.
+  # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
   wanted, dtype = _dtype(expected), _dtype(got)
   if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got

@@ -26,11 +26,11 @@ _OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
 class TrainState(train_state.TrainState):
   """Flax's train state, for an optimizer that holds `loss_scaling`.
 
-  Training changes more than the parameters: batch statistics, a moving average,
-  a random key. If one of these changes on a step whose gradients overflowed, it
-  takes in non-finite values, or falls out of step with the rest. In this train
-  state, all of them change together or not at all, bit for bit, and `step`
-  counts the applied steps.
+  Besides the parameters, training changes batch statistics, a moving average, a
+  random key and the like. If one of these changes on a step whose gradients
+  overflowed, it takes in non-finite values, or falls out of step with the rest.
+  In this train state, all of them change together or not at all, bit for bit,
+  and `step` counts the applied steps.
 
   As in Flax's own train state, a subclass may add fields. Pass them to
   `create`, and their new values to `apply_gradients` or `replace_if_applied`.
@@ -93,7 +93,7 @@ class TrainState(train_state.TrainState):
   ) -> Self:
     """Returns the state before the first step.
 
-    All numbers in it become arrays, so that the step compiles only once.
+    All numbers in the state become arrays, so the step compiles only once.
 
     Args:
       apply_fn: usually `model.apply`.
@@ -201,7 +201,7 @@ class TrainState(train_state.TrainState):
     average in the example of `TrainState`.
 
     Args:
-      **kwargs: new values for fields, pytrees of arrays.
+      **kwargs: new values for fields that are pytrees of arrays.
 
     Returns:
       A state with the structure and the dtypes of this one.
@@ -225,7 +225,7 @@ class TrainState(train_state.TrainState):
 def _optimized(tree: Any) -> Any:
   """Returns the part of parameters or gradients that the optimizer gets.
 
-  Flax's own train state passes the same part, so `opt_state` looks the same.
+  Flax's own train state passes the same part, so its `opt_state` is the same.
   """
   return tree["params"] if _has_fp8(tree) else tree
 

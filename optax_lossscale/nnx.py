@@ -117,13 +117,13 @@ def autocast(
   It is `optax_lossscale.autocast` for models that a forward pass changes. The
   changes that `fun` makes to its arguments (batch statistics, counts of random
   keys, sown values) remain, in the dtypes that they have without autocast. Pass
-  the result to `scaled_value_and_grad` or `nnx.jit`. Each model must again be
-  an argument, unless `fun` only reads it. If `fun` is a model, or a method of
-  one, that model counts as an argument.
+  the result to `scaled_value_and_grad` or `nnx.jit`. Each model must be an
+  argument of `fun`, unless `fun` only reads it. If `fun` is a model, or a
+  method of one, that model counts as an argument.
 
   Args:
     fun: a function of NNX objects, such as a loss function, or a model.
-    level: as in `optax_lossscale.autocast`, and so are all others.
+    level: as in `optax_lossscale.autocast`, as are the arguments below.
     dtype: the low precision, float16 or bfloat16.
     overrides: dtypes by scope; NNX records the scopes of `jax.named_scope`.
     operations: edits to the lists of the level.

@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[..., ols.LossScale]] = {
 
 
 class LossScaleOption(NamedTuple):
-  """The text of a rule, and the rule, or None for no loss scaling."""
+  """The text of a rule, and the rule itself; None turns loss scaling off."""
 
   text: str
   rule: ols.LossScale | None
@@ -116,7 +116,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
 def _example(name: str) -> str:
   if "factor" in name:
     return "2"
-  # All other arguments without a default are numbers of steps or an S.
+  # All other required arguments are numbers of steps or values of S.
   return "1000" if "window" in name or "every" in name else "2**15"
 
 

@@ -101,7 +101,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   if arguments.output is not None:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-  # Imported only now, so that bad input is reported even without the extra.
+  # Imported only now, so that bad input is reported even if rich is missing.
   from optax_lossscale.demo import table as table_lib
 
   console = table_lib.Console(highlight=False)
@@ -155,7 +155,7 @@ def _read(
 def _history_of(
   replay: instruments.Replay, recorded: instruments.History
 ) -> instruments.History:
-  """Returns the rule's own history if another rule moved the recorded S."""
+  """Returns the replayed history if the recorded S is that of another rule."""
   scales = recorded.loss_scale
   of_another = scales[:1] != replay.history.loss_scale[:1]
   is_moved = (scales != scales[:1]).any()
@@ -209,7 +209,7 @@ def _write_figure(
     axes.set_title(str(name), fontsize="medium")
     # The legend goes below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # On a full disk the PDF writer hides OSError.
+  picture = io.BytesIO()  # The PDF writer would hide an OSError.
   figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
   path.write_bytes(picture.getvalue())
 

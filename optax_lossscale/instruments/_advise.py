@@ -27,11 +27,11 @@ _WIDE = 6.0
 _RESERVE = 2
 _LOWER = 4
 
-# The moves of S needed, and the steps compared before and after each move.
+# The fewest moves of S that show if amax follows, and the steps on each side.
 _FEWEST_MOVES = 5
 _BESIDE = 16
 
-# From the field names of rules to the common name of each argument.
+# Maps the field names of rules to the common names of arguments.
 _COLUMNS = {
   "init_scale": "init_scale",
   "growth_interval": "growth_interval",
@@ -56,7 +56,7 @@ class Advice(NamedTuple):
     argument: the rule's name for the argument; None if no argument helps.
     old: the current value.
     new: the value to try.
-    reason: what the record shows, and a replay's figures before and after.
+    reason: the finding, and a replay's figures before and after the change.
   """
 
   argument: str | None
@@ -83,8 +83,8 @@ def advise(
   It looks for these problems, in this order, and proposes a remedy for each:
 
   - gradients that do not follow S, such as those of `jax.grad`; it then reports
-    nothing else. The test needs 5 moves of S by half a bit or more, from 8 bits
-    of headroom, and amax off by more than half on three quarters of them;
+    nothing else. The test needs 5 moves of S by half a bit or more at 8 bits of
+    headroom. On three quarters of these, amax must be off by more than half;
   - NaN that probably no S prevents, which points to a fault in the model. If S
     may be the cause as well, the advice says how to find out;
   - overflows with amax 1 bit or more below the dtype's limit. The caller or a
@@ -102,30 +102,30 @@ def advise(
     at least a quarter fewer; then a `hysteresis` of 1, and more `headroom`;
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
     the mean is less; then a larger `hysteresis`, and less `headroom`;
-  - a fixed scale that overflows as often, or could be 64 times as large;
+  - a fixed S that overflows as often, or could be 64 times as large: a new S;
   - overflows that are as frequent, but that no argument avoids.
 
   It counts overflows, because a record does not show whether an overflow cost a
   step or only a micro-batch. Figures marked "in a replay" are not recorded, but
-  come from a replay of this rule. A count is "at best" if amax was inf on more
-  than a tenth of the steps, since its true size is unknown.
+  come from a replay of the rule. A count is marked "at best" if amax was inf
+  on more than a tenth of the steps, since its true size is unknown.
 
   A history does not hold the share of gradients that underflowed, so the advice
   relies on headroom instead. It proposes a larger S only if the dtype has a
   smaller range than float32, since unused range does no harm in float32 and
   bfloat16. It proposes nothing from fewer than 100 steps.
 
-  Values computed from amax leave 2 bits of headroom on all but 1 step in 1000.
+  An S computed from amax leaves 2 bits of headroom on all but 1 step in 1000.
   A value is proposed only if a replay of the recorded steps confirms it. Either
   the replay has fewer overflows, or its mean headroom is at least 1 bit smaller
   and at most 1 step in 1000 overflows. Each change is tried on top of the
-  earlier ones. See `replay` for what it cannot show.
+  earlier ones. See `replay` for what a replay cannot show.
 
   Args:
-    history: the recorded steps, ideally some thousands. If they begin in the
-      middle of a run, so does the replay, and the start is not tuned. They do
-      if the first step's number is above 1, or if S moves but does not begin at
-      the rule's first S, as after a checkpoint.
+    history: the recorded steps, ideally some thousands. If the first step is
+      above 1, or if S moves but does not begin at the rule's first S, as after
+      a checkpoint, the history counts as the middle of a run: the replay begins
+      at the recorded S, and nothing is proposed for the start.
     rule: the rule that the run used: this library's, a preset, or any other.
       The advice uses the rule's own argument names. In an unknown rule, it can
       only tune arguments with the names of `DynamicLossScale`.
@@ -244,7 +244,7 @@ class _Tuning:
     return "" if is_same else " (in a replay)"
 
   def knob(self, column: str) -> _Knob | None:
-    """Returns the rule's argument with a common name, if it has one."""
+    """Returns the argument with this common name, if the rule has one."""
     return _knobs(self.rule).get(column)
 
   def tell(self, reason: str) -> None:
@@ -299,8 +299,8 @@ class _Tuning:
       return False
     scales = np.asarray(self.history.loss_scale)
     is_first = scales[0] == self.replay.history.loss_scale[0]
-    # Even at step 1, S may come from a checkpoint. But an S that never moves
-    # is that of a fixed rule, with which a run was recorded for replays.
+    # S may come from a checkpoint even at step 1. But if S never moves, the run
+    # was recorded at a fixed S, in order to replay other rules on it.
     return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.Replay:
@@ -314,11 +314,11 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Takes medians, because steps vary, and of few steps, because the gradients
-  # also change as training goes on, and S follows them.
+  # Takes medians, because steps vary. Compares few steps, because S also follows
+  # the gradients as they change during training.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
-  # Near the limit only small gradients are clean, and small moves follow amax.
+  # Near the limit only a small amax is clean; small moves of S follow amax.
   is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
   followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:
@@ -404,7 +404,7 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
   known = np.sort(tuning.stood[np.isfinite(tuning.stood)])
   if knob is None or not known.size:
     return
-  # All but 1 step in 1000 would be clean at this S.
+  # log2 of the S at which all but 1 step in 1000 would be clean.
   stood = math.floor(known[math.floor(known.size / 1000)])
   lost = int(np.sum(tuning.lost))
   spare = stood - math.log2(knob.value)
@@ -420,7 +420,7 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
 
 
 def _is_stuck_at_floor(tuning: _Tuning) -> bool:
-  """Proposes a lower floor if needed; returns True if none is possible."""
+  """Proposes a lower floor if S is stuck at it; returns True if that fails."""
   # A step that is applied anyway, as by a disabled scaler, is not lost.
   at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
   if tuning.knob("scale") or not np.any(at_floor):
@@ -570,7 +570,7 @@ def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
 
 
 def _wastes_less(tuning: _Tuning) -> _IsBetter:
-  """Returns a test that a replay saves 1 bit of headroom at few overflows."""
+  """Returns a test for replays that save 1 bit of headroom at few overflows."""
   most = max(tuning.replay.lost_steps, tuning.lost_anyway + tuning.tolerated)
   return lambda replay, than: (
     replay.mean_headroom <= than.mean_headroom - 1 and replay.lost_steps <= most

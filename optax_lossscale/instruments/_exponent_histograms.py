@@ -248,7 +248,7 @@ def _by_comparison(x: jax.Array, length: int) -> jax.Array:
   """Returns the counts, uint32[length], in one pass on an accelerator."""
   bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
-  # The bits of every power of two and of inf; bits sort in the order of values.
+  # The bits of every power of two and of inf. Larger values have larger bits.
   powers = [1 << place for place in range(fraction_bits)]
   powers += [
     exponent << fraction_bits for exponent in range(1, length - fraction_bits)

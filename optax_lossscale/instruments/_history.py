@@ -20,8 +20,8 @@ from optax_lossscale._step import states
 class History(NamedTuple):
   """Steps of a run in order: the S that each used, and what the rule saw.
 
-  `history` makes one from the state of `record`, and `read_history` from a
-  file; `replay`, `advise` and the functions of `plot` take one.
+  Get one from `history` or `read_history`, and pass it to `replay`, `advise` or
+  the functions of `plot`.
 
   Attributes:
     step: int64[n], the number of the step, from 1, counting skipped steps.
@@ -62,8 +62,8 @@ class History(NamedTuple):
 
     Returns:
       float64[n], in bits; NaN if amax is inf or NaN, since its true size is
-      unknown, and inf if amax is 0. It may exceed 126 bits, the most that a
-      step reports.
+      unknown, and inf if amax is 0. The headroom may exceed 126 bits, the most
+      that a step reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
@@ -100,7 +100,7 @@ def record(
   """Wraps an optimizer so that its state records the last steps.
 
   For each step, S, amax and the overflow flag, 9 bytes in all, are written to
-  arrays in the state. It works inside jit and does not wait for the host.
+  arrays in the state. This works inside jit and does not wait for the host.
   `history` reads these arrays at any time.
 
   Args:
@@ -180,8 +180,8 @@ def record(
 def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
   """Returns the steps that `record` has kept, in order.
 
-  It fetches them from the device, so call it outside of jit. See `record` for
-  an example.
+  It fetches the steps from the device, so call it outside of jit. See `record`
+  for an example.
 
   Args:
     opt_state: the state of an optimizer wrapped by `record`, or any pytree that
@@ -202,7 +202,7 @@ def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
       "`opt_state` must be known, got one that JAX is tracing: read the "
       "history outside of jit, of the state that the train step returned."
     )
-  # JAX converts them first, since Flax NNX keeps each array in a variable.
+  # JAX converts the arrays first, since Flax NNX keeps each in a variable.
   steps, scales, amaxes, overflows = (np.asarray(jnp.asarray(x)) for x in ring)
   if steps.ndim:
     raise ValueError(

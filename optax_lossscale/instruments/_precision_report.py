@@ -14,7 +14,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
-# A table with more rows is shortened by merging scopes.
+# The most rows of a table; a longer one is shortened by merging scopes.
 _MOST_ROWS = 24
 
 
@@ -78,8 +78,8 @@ def precision_report(
   `autocast`, a layer's `dtype=` or an argument's dtype lowered them. Pass a
   loss function to see the forward pass, or the train step to see all of it.
 
-  Operations in float32 come with `autocast`'s reason, such as "black list"
-  (see docs/autocast.md); backward operations have that of their forward pass.
+  Operations in float32 come with `autocast`'s reason, such as "black list" (see
+  docs/autocast.md); those of the backward pass have the forward pass's reason.
   "as written" marks operations that autocast leaves alone or does not see, such
   as the optimizer's. Conversions, moves and comparisons do not count. A product
   counts as low precision if its result or all of its inputs are.
@@ -91,8 +91,8 @@ def precision_report(
 
   Returns:
     The report: print it for a table, log its `line`, test its `products`. With
-    a precision schedule it covers both branches; the schedule's `state.low`
-    says which branch runs next.
+    a precision schedule the report covers both branches; the schedule's
+    `state.low` says which branch runs next.
 
   Raises:
     TypeError: if `fun` is not a function.

@@ -31,7 +31,7 @@ def print_loss_scale(
 
   Args:
     opt_state: the state that `update` returned.
-    every: how many steps pass between two lines, counting skipped steps.
+    every: prints a line every so many steps, counting skipped steps.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Raises:

@@ -23,7 +23,7 @@ _FLOAT16 = np.dtype(np.float16)
 _ROUNDING = 2.0**-12
 
 # S is not the cause of a NaN if so many clean steps on each side have this much
-# headroom, in bits. None of 3000 NaN that S caused in small runs passed this.
+# headroom, in bits. None of 3000 NaN that S caused in small runs met this.
 _NEAR = 16
 _CLEAR = 6.0
 
@@ -34,7 +34,7 @@ class Replay(NamedTuple):
   Attributes:
     history: the same steps with the S of this rule.
     skipped: bool[n], True if the step would have been skipped.
-    stalled: bool[n], True if S could not follow an overflow.
+    stalled: bool[n], True if S had to move but could not, as at its floor.
     dtype: the computation's dtype.
   """
 
@@ -50,7 +50,7 @@ class Replay(NamedTuple):
 
   @property
   def stalled_steps(self) -> int:
-    """The number of overflows that S could not follow, such as at its floor."""
+    """The number of steps on which S had to move but could not."""
     return int(np.sum(self.stalled))
 
   @property
@@ -102,9 +102,9 @@ def replay(
   - amax is finite and 1 bit or more below the limit: the cause is not S, but
     the caller's `overflow=`, such as a limit on the norm, or a status register.
     The step overflows at every S.
-  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. It
-    is NaN at every S only if the last or the next clean step had an S of S0 or
-    more, and the 16 clean steps on each side would all have 6 bits at S0.
+  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. But
+    every S gives NaN if the last or the next clean step had an S of S0 or more,
+    and the 16 clean steps on each side would all have 6 bits of headroom at S0.
 
   Therefore compare rules on a history with few overflows.
 
@@ -255,7 +255,7 @@ def _steps_of(rule: base.LossScale) -> Any:
   """Returns a rule's jitted loop over steps, which equal rules share."""
   try:
     hash(rule)
-  except TypeError:  # Such as a user's rule that holds an array.
+  except TypeError:  # A user's rule may hold an array.
     return jax.jit(functools.partial(_steps, rule))
   return functools.partial(_steps_of_hashable, rule)
 

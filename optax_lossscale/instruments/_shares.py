@@ -1,4 +1,4 @@
-"""The shares of values that are lost for lack of range or precision."""
+"""The shares of gradients that underflow and of updates rounded away."""
 
 import functools
 import math
@@ -85,7 +85,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
   Returns:
     float32[], from 0 to 1; 0 if all updates are 0. Under `shard_map` each
-    device gets the share of its own. A complex number is one element.
+    device gets the share of its own updates. A complex number is one element.
 
   Raises:
     ValueError: if an update has no parameter, or differs from it in shape.
@@ -131,7 +131,7 @@ def _share(counts: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
-  """Returns uint32[2]: how many become 0 in `target`, how many are not 0."""
+  """Returns uint32[2]: how many become 0 in `target`, how many are non-zero."""
 
   def tally(x: jax.Array) -> jax.Array:
     x = x.astype(_bits.carrier(x.dtype))

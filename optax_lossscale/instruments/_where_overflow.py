@@ -31,7 +31,7 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
-# JAX writes this around the scopes of the backward pass.
+# JAX writes this around the scope of an operation of the backward pass.
 _TRANSPOSE = "transpose("
 
 # A stack frame as JAX writes it: the line of code, column and function.
@@ -118,9 +118,9 @@ def where_overflow(
   of code. Wrap the function that computes the gradients, and call the result
   with the parameters, the opt_state and the batch of the step that was skipped.
 
-  An operation overflowed if `float_status` would report it. Operations come in
-  the order of `fun`: the forward pass before the backward pass, and loops one
-  iteration after the other. With several devices, the first overflow on any of
+  An operation overflowed if `float_status` would report it. Operations are
+  ordered as in `fun`: the forward pass before the backward pass, and loops one
+  iteration after another. With several devices, the first overflow on any of
   them counts. Later overflows may follow from the first: fix it, then rerun.
 
   If no operation overflowed, inf or NaN may have come in with an argument, such
@@ -144,7 +144,7 @@ def where_overflow(
   Raises:
     TypeError: if `fun` is not a function, `dtypes` holds anything but floating
       dtypes, or `check` is not a check or is for another dtype.
-    ValueError: from the returned function, under jit, grad, vmap and the like.
+    ValueError: if the returned function is called under jit, grad or vmap.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -193,9 +193,9 @@ def _nonfinite_argument(
   """Returns the place of the first argument that holds inf or NaN."""
   try:
     named = inspect.signature(fun).bind(*args, **kwargs).arguments
-  except (TypeError, ValueError):  # It has no signature, or a wrong one.
+  except (TypeError, ValueError):  # `fun` has no signature, or a wrong one.
     named = {"args": args, "kwargs": kwargs}
-  # These keep the amax of a step, which may be inf.
+  # Both states hold the amax of past steps, which may be inf.
   kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
     leaves = jax.tree.leaves_with_path(
@@ -237,11 +237,11 @@ def _check_eager(values: Iterable[Any]) -> None:
 class _First(NamedTuple):
   """The first failed result in the part of a program that has run."""
 
-  # int32[], how many of its elements failed; 0 if no result did.
+  # int32[], how many elements of the result failed; 0 if no result did.
   elements: Any
   # int32[], the index of the result in `_Looking.results`.
   place: Any
-  # int32[], how many results were examined before it.
+  # int32[], how many results were examined before this one.
   time: Any
   # int32[depth], the iteration of each enclosing loop, outermost first.
   iterations: Any
@@ -423,13 +423,13 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. If it is a library's own, without any
-    # line of the user's, its frames are those of its first caller.
+    # JAX traces a jitted function once. A library's own function may hold no line
+    # of the user's; its frames are then those of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)
   if not frames or frames[0][0].startswith(_INTERPRETERS):
-    # `autocast` or the like evaluated it, so its frames say nothing.
+    # `autocast` or the like evaluated the equation; its frames say nothing.
     return None
   lines = [line for line, _ in frames]
   # The user's line is farther out than the library code that it calls.

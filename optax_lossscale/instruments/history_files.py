@@ -21,7 +21,7 @@ from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
 
-# The names of the columns that are read.
+# The names of the columns that make up a history.
 _COLUMNS = ("amax", "loss_scale", "overflow", "step")
 
 

@@ -29,17 +29,17 @@ from optax_lossscale.instruments import _history
 # How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
 
-# The most steps to run until some parameter has moved, and the steps after which
-# it is enough that some have.
+# The most steps to run until a parameter moves, and the number of steps after
+# which parameters that have not moved are taken to be frozen.
 _MOST_STEPS = 64
 _MORE_STEPS = 8
 
-# How far the updates at two values of S may differ. If everything is at least as
-# wide as float32, the limit applies to the largest element, since powers of two
-# are exact there. In float16 it applies to the median element, since a smaller
-# S loses low bits and small gradients. In correct steps of an MLP, an LSTM and
-# a transformer at O1, O2 and O3, with SGD and Adam, the difference was at most
-# 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
+# How far the updates at two values of S may differ. If everything is as wide as
+# float32 or wider, the limit applies to the largest element, since powers of
+# two are exact there. In float16 it applies to the median element, since a
+# smaller S loses low bits and small gradients. In correct steps of an MLP, an
+# LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
+# at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
 _ROUNDING = 2.0**-20
 _NARROW_ROUNDING = 2.0**-6
 
@@ -50,7 +50,7 @@ _SLOPE_ROUNDING = 2.0**-6
 _KEPT = {
   states.LossScalingState: ("inner_state", "applied_steps"),
   _history.RecordState: ("recorded_state",),
-  # If it is around loss scaling, its count includes skipped steps.
+  # Around loss scaling, `inject_hyperparams` also counts skipped steps.
   optax.InjectStatefulHyperparamsState: ("inner_state",),
 }
 # linen.TrainState counts all steps here, including skipped ones.
@@ -72,7 +72,7 @@ _CARRY = (
   "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
-# Verdict, text and remedy of the scale law, by the power of S in amax.
+# Verdict, text and remedy of the scale law, if amax follows this power of S.
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
   0: (
@@ -293,7 +293,7 @@ def check_step(
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
       and outputs by position, key or path. By default it is the first output of
-      the same structure, shapes and dtypes, unless it is a single number.
+      the same structure, shapes and dtypes; single numbers are not matched.
     may_change: the names, as in the report, of values that may depend on S or
       change on a skip. Patterns such as "*/rngs/*" also work.
     **kwargs: its keyword arguments.
@@ -488,7 +488,7 @@ class _Run(NamedTuple):
   watched: dict[str, np.ndarray]  # Those leaves of `after` that are compared.
   others: dict[str, Any]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
-  # By the path of the state: "nothing" if `update` did not run, else "applied",
+  # For each state by path: "nothing" if `update` did not run, else "applied",
   # "skipped", "several" for both, or "overflow" if an overflow was applied.
   outcomes: dict[str, str]
 
@@ -539,7 +539,7 @@ class _Runs:
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
     missing = [path for path in factors if path not in new]
-    # With `carry`, a state may be one that the step only reads.
+    # With `carry`, the step need not return a state that it only reads.
     if missing and (self.carry is None or not new):
       got = "no output of its structure, shapes and dtypes"
       if self.carry:
@@ -597,7 +597,7 @@ class _Runs:
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
-  """Returns what `update` did by its counts, since flags show one call only."""
+  """Returns what `update` did in all its calls, judging by the counts."""
   applied, skipped = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
     for x in ("applied_steps", "skipped_steps")
@@ -658,7 +658,7 @@ def _doubtful(
 ) -> set[str]:
   """Returns the arguments whose next value may have been guessed wrong.
 
-  A skipped step returns its arguments, so any that did not change are certain.
+  A skipped step returns its arguments, so an unchanged one was guessed right.
   """
 
   def is_doubtful(name: str) -> bool:
@@ -668,7 +668,7 @@ def _doubtful(
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
-    # An output of 0 may be a skipped step's updates; one that jumps, gradients.
+    # Zeros may be a skipped step's updates, and a large change the gradients.
     is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))

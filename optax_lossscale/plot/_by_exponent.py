@@ -28,7 +28,7 @@ _FORMATS = (
 # A format's row as a share of the height, and its bar as a share of the row.
 _ROW, _BAR = 0.075, 0.55
 
-# How far zeros, inf and NaN are from the nearest exponent, and how wide.
+# The gap beside the columns of zeros, inf and NaN, and the columns' width.
 _APART, _BROAD = 3.0, 2.0
 
 # The length of the longest path that is shown in full.
@@ -40,9 +40,9 @@ class _Range(NamedTuple):
   """The range of a format, as exponents of 2."""
 
   name: str
-  subnormal: float  # Its smallest number.
-  normal: float  # Its smallest normal number.
-  end: float  # Its largest number.
+  subnormal: float  # The smallest number.
+  normal: float  # The smallest normal number.
+  end: float  # The largest number.
 
 
 class _Shares(NamedTuple):
@@ -73,10 +73,10 @@ def exponent_histogram(
   """Draws the share of gradients by exponent, and the ranges of formats.
 
   It shows what loss scaling is for: gradients to the left of a format's bar
-  become 0 in that format. S moves all gradients right by log2(S).
+  become 0 in that format. Scaling by S moves gradients right by log2(S).
 
   Args:
-    histogram: true gradients, counted by `instruments.exponent_histogram`. Its
+    histogram: true gradients, counted by `instruments.exponent_histogram`. The
       counts may be sums over steps.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
       the plot shows scaled gradients beside the true ones.
@@ -87,8 +87,8 @@ def exponent_histogram(
   Returns:
     The Axes. Shares are of all elements. Zeros are on the left, inf and NaN on
     the right, if there are any. The legend gives the share that is 0, and the
-    share that becomes 0 in the first of `dtypes`, without S and with S. It says
-    "about" if the exponents alone do not determine the share.
+    share that becomes 0 in the first of `dtypes`, without S and with S. The
+    legend adds "about" if the exponents alone do not determine a share.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -217,7 +217,7 @@ def heat_map(
   rows = np.arange(len(histograms) + 1) - 0.5
   how: Any = {
     "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
-    "cmap": "cividis_r",  # Darker means more, also in black and white.
+    "cmap": "cividis_r",  # Darker means more, even in black and white.
   }
   mesh = axes.pcolormesh(
     np.append(exponents, exponents[-1] + 1) + shift,
@@ -295,7 +295,7 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
 def _shortened(paths: Sequence[str]) -> list[str]:
   """Returns the paths, shortened if necessary to leave room for the rows.
 
-  If one is too long, all lose their common beginning; then long ones are cut.
+  If a path is long, all lose their common beginning; long ones are then cut.
   """
   if max(map(len, paths)) <= _LONGEST:
     return list(paths)
@@ -401,7 +401,7 @@ def _lost(
   lies inside a nonempty bin, the text says "about".
   """
   # Half the smallest number is a tie, which is rounded to 0. `above` is how far
-  # it is above the start of each bin.
+  # this limit is above the start of each bin.
   above = limits.subnormal - 1 - shift - histogram.exponents
   is_open = (above >= 0) & (above < 1)
   about = "about " if shares.by_exponent[is_open].any() else ""

@@ -142,7 +142,7 @@ def replays(
       instruments.Replay,
       "pass what instruments.replay returned",
     )
-  # A step that one rule lost may show its largest S under another rule.
+  # The largest S of a step that one rule lost may be known from another rule.
   largest = functools.reduce(
     np.fmax,
     (_largest_scale(each.history, each.dtype) for each in replays.values()),
@@ -174,7 +174,7 @@ def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
   """Returns the largest S that each step could have used; NaN if unknown."""
   headroom = _headroom(history, dtype)
   largest = history.loss_scale * np.exp2(headroom)
-  # An overflow with a smaller amax was reported by the caller, or saturated.
+  # With amax in range, the caller reported the overflow, or amax saturated.
   is_hidden = history.overflow & ~(headroom < 0)
   is_known = np.isfinite(largest) & ~is_hidden
   return np.where(is_known, largest, np.nan)
@@ -239,5 +239,5 @@ def _finish(axes: Axes, ylabel: str) -> Axes:
 
 
 def _marker(history: instruments.History) -> str:
-  """Returns a line's marker, which only a single step needs to be visible."""
+  """Returns a line's marker, without which a single step would be invisible."""
   return "o" if len(history.step) == 1 else ""

@@ -53,7 +53,7 @@ def style_of(i: int, n: int) -> Style:
 def make_axes(ax: Any, height: float = 4.0) -> Axes:
   """Returns the axes to draw into: the caller's, or new ones."""
   if ax is None:
-    # Imported only here, because it chooses a backend for the whole program.
+    # Imported only here, since pyplot chooses a backend for the whole program.
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
