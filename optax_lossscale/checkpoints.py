@@ -22,9 +22,9 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
   It undoes `with_loss_scaling`, whose example shows both. Training can continue
   without loss scaling, in bfloat16 say, and the optimizer keeps its moments and
   counts. The result has the structure that the state had before loss scaling
-  was added, so a checkpoint from that time can be restored into it. But if
-  parameters are narrower than float32, or some bypass the wrapper, restore it
-  into jax.eval_shape(inner.init, params), since the structure may differ.
+  was added, so a checkpoint from that time can be restored into it. But that
+  structure may differ if parameters are narrower than float32, or some bypass
+  the wrapper: then restore into jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any

@@ -201,9 +201,9 @@ def select_on_skip(
   model goes back to its values before both, but the optimizer's state does not.
   If `nnx.cond` leaves out the update, nothing is skipped.
 
-  Sown values (`nnx.Intermediate`) are left alone because they report on the
-  step. So are variables that the step itself creates or removes. If the block
-  raises, nothing is selected.
+  Sown values (`nnx.Intermediate`) keep their new values because they report on
+  the step. Variables that the step creates or removes are left alone. If the
+  block raises, nothing is selected.
 
   Args:
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.

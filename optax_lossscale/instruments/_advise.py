@@ -207,7 +207,7 @@ class _Tuning:
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
-    # log2 of the largest S at which each step is clean; NaN if no S is.
+    # log2 of the largest S at which each step is clean; NaN if none is.
     self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
     # A larger S saves nothing if the dtype has the range of float32.
@@ -314,8 +314,8 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Takes medians, because steps vary. Compares few steps, because S also follows
-  # the gradients as they change during training.
+  # Takes medians, because steps vary, and only of nearby steps, because S also
+  # follows the gradients as they change during training.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
   # Near the limit only a small amax is clean; small moves of S follow amax.

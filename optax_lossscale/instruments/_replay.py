@@ -92,7 +92,7 @@ def replay(
   cannot show how losing or keeping a step changes the training after it. A rule
   that measures more than amax only gets amax.
 
-  A recorded overflow carries little information. It is interpreted as follows:
+  A recorded overflow carries little information. A replay reads it as follows:
 
   - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
     step counts as clean, with an amax of max / S0 times S, the largest amax

@@ -254,7 +254,7 @@ class _First(NamedTuple):
 class _Result(NamedTuple):
   """One result of an operation, and one way in which it may fail."""
 
-  around: tuple[core.JaxprEqn, ...]  # The enclosing ones, outermost first.
+  around: tuple[core.JaxprEqn, ...]  # Enclosing equations, outermost first.
   equation: core.JaxprEqn
   variable: core.Var
   kind: str  # As in `Place`.
@@ -423,8 +423,8 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. A library's own function may hold no line
-    # of the user's; its frames are then those of its first caller.
+    # JAX traces a jitted function once. If it is a library's, without a line of
+    # the user's, its frames are those of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)

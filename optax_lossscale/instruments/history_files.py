@@ -323,7 +323,7 @@ def _of_kind(kind: Any, place: str, value: Any) -> Any:
     names = {list: "a list", dict: "an object", str | None: "text"}
     name = names.get(kind, "an integer")
     remedy = ""
-    if isinstance(value, list) and kind is not dict:  # A column of labels.
+    if isinstance(value, list) and kind is not dict:  # Labels, one per step.
       remedy = "; several runs are objects in a list `runs`"
     raise ValueError(f"{place} must be {name}, got {shown(value)}{remedy}.")
   return value

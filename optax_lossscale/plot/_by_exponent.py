@@ -253,7 +253,7 @@ def heat_map(
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
-  """Draws a bar for each format above the shares; returns the axis's top."""
+  """Draws a bar for each format above the shares; returns the top of the axis."""
   decades = -round(math.log10(floor))
   # Half a row below the bars stays empty.
   height = decades / (1 - _ROW * (len(ranges) + 0.5))
