@@ -29,10 +29,10 @@ class TrainState(train_state.TrainState):
   Besides the parameters, training changes batch statistics, a moving average, a
   random key and the like. If one of these changes on a step whose gradients
   overflowed, it takes in non-finite values, or falls out of step with the rest.
-  In this train state, all of them change together or not at all, bit for bit,
+  In this train state, all values change together or not at all, bit for bit,
   and `step` counts the applied steps.
 
-  As in Flax's own train state, a subclass may add fields. Pass them to
+  As in Flax's own train state, a subclass may add fields. Pass these fields to
   `create`, and their new values to `apply_gradients` or `replace_if_applied`.
 
   The train state ignores the `mask` of `loss_scaling`, and would add the next

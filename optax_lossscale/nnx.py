@@ -176,7 +176,7 @@ def autocast(
         variable.set_raw_value(variable.get_raw_value())
     with nnx.update_context("autocast"):
       split = nnx.to_tree(called, ctxtag="autocast")
-      # This changes the arguments in place, and creates any new objects.
+      # `from_tree` changes the arguments in place, and creates any new objects.
       return nnx.from_tree(mixed(split), ctxtag="autocast", is_inner=False)[1]
 
   return autocast_fun
@@ -396,7 +396,7 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
         f"{rule}, got {kind_of(node)}; select what is returned anew by "
         "optax_lossscale.select_on_skip(optimizer.opt_state, new, old)."
       )
-  # Not the whole optimizer, since nnx.ModelAndOptimizer also holds the model.
+  # Excludes other variables, since nnx.ModelAndOptimizer also holds the model.
   state = optimizer.step, optimizer.opt_state
   own = {id(variable) for variable in _variables(state).values()}
   for place, variable in _variables(nodes).items():

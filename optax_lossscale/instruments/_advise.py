@@ -116,10 +116,10 @@ def advise(
   bfloat16. It proposes nothing from fewer than 100 steps.
 
   An S computed from amax leaves 2 bits of headroom on all but 1 step in 1000.
-  A value is proposed only if a replay of the recorded steps confirms it. Either
-  the replay has fewer overflows, or its mean headroom is at least 1 bit smaller
-  and at most 1 step in 1000 overflows. Each change is tried on top of the
-  earlier ones. See `replay` for what a replay cannot show.
+  A value is proposed only if a replay of the recorded steps confirms it. That
+  replay must have fewer overflows, or a mean headroom that is at least 1 bit
+  smaller with overflows on at most 1 step in 1000. Each change is tried on top
+  of the earlier ones. See `replay` for what a replay cannot show.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
@@ -127,8 +127,8 @@ def advise(
       a checkpoint, the history counts as the middle of a run: the replay begins
       at the recorded S, and nothing is proposed for the start.
     rule: the rule that the run used: this library's, a preset, or any other.
-      The advice uses the rule's own argument names. In an unknown rule, it can
-      only tune arguments with the names of `DynamicLossScale`.
+      The advice uses the rule's own argument names. In an unknown rule, only
+      arguments with the names of `DynamicLossScale` are tuned.
     dtype: the computation's dtype.
     saturating: whether overflows become the dtype's largest finite value.
 
@@ -207,7 +207,7 @@ class _Tuning:
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
-    # log2 of the largest S at which each step is clean; NaN if none is.
+    # log2 of the largest S at which each step is clean; NaN if no S works.
     self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
     # A larger S saves nothing if the dtype has the range of float32.
@@ -428,7 +428,7 @@ def _is_stuck_at_floor(tuning: _Tuning) -> bool:
   floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
   value = _power(math.floor(np.min(tuning.stood[at_floor])))
   seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
-  # A rule may have both arguments, and then both may have to be lowered.
+  # Some rules have both arguments, and may need both lowered.
   proposed = [
     # Some rules let S fall to the floor itself, others only close to it.
     tuning.attempt(column, [value, value / 2], seen, _loses_fewer)

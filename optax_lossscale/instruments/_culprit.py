@@ -42,7 +42,7 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
 
   Returns:
     A dict from the path of each leaf, such as "Dense_0/kernel", to a float32[].
-    This is inf or NaN if the leaf holds one, and NaN if the leaf holds both.
+    The number is inf or NaN if the leaf holds one, and NaN if it holds both.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -189,7 +189,7 @@ def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
     path: which record, if `opt_state` holds several. The error lists the paths.
 
   Returns:
-    All steps so far, or the last `capacity` of them if there are more.
+    The steps so far, but at most the last `capacity` steps.
 
   Raises:
     ValueError: if `opt_state` holds no record, or several and no path is given;

@@ -27,7 +27,7 @@ def print_loss_scale(
   """Prints one line about the loss scale at regular intervals.
 
   It works inside jit and does not block: the line appears once the device has
-  finished the step. With several devices or processes, only one of them prints.
+  finished the step. With several devices or processes, only one prints.
 
   Args:
     opt_state: the state that `update` returned.

@@ -129,8 +129,8 @@ def where_overflow(
   `record` are not examined. A mask's -inf counts, even if it is intended.
 
   Args:
-    fun: any function that JAX can trace, as for `float_status`. Its result is
-      not used.
+    fun: any function that JAX can trace, as for `float_status`. The result
+      of `fun` is not used.
     dtypes: the floating dtypes whose operations are examined, one or several.
     check: `nonfinite()`, or `saturated()` for hardware that saturates.
     undefined: whether an operation whose exact result is not finite (1/0, log
@@ -423,8 +423,8 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. If it is a library's, without a line of
-    # the user's, its frames are those of its first caller.
+    # JAX traces a jitted function once. A library's function without a line of
+    # the user's has the frames of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)

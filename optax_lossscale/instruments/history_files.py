@@ -118,7 +118,7 @@ def write_history(path: _Path, history: _history.History) -> None:
   suffix = _suffix(path)
   columns = as_columns(history)
   for name in ("loss_scale", "amax"):
-    # The shortest text that gives the same float32.
+    # Writes the shortest text that reads back as the same float32.
     columns[name] = [float(str(np.float32(x))) for x in columns[name]]
   if suffix == ".csv":
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -147,9 +147,9 @@ def as_json(value: Any) -> Any:
 
 
 class _Source(NamedTuple):
-  """One run in a file, unparsed."""
+  """One run of a file, before parsing."""
 
-  columns: dict[str, list[Any]]  # By name, each with one entry per step.
+  columns: dict[str, list[Any]]  # Columns by name, one entry per step.
   places: list[str]  # The place of each step, for errors; {} is the column.
   run: str | None = None
   seed: str | None = None

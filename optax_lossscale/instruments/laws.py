@@ -36,8 +36,8 @@ _MORE_STEPS = 8
 
 # How far the updates at two values of S may differ. If everything is as wide as
 # float32 or wider, the limit applies to the largest element, since powers of
-# two are exact there. In float16 it applies to the median element, since a
-# smaller S loses low bits and small gradients. In correct steps of an MLP, an
+# two are exact there. In float16 the median element counts, since a smaller
+# S loses low bits and small gradients. In correct steps of an MLP, an
 # LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
 # at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
 _ROUNDING = 2.0**-20
@@ -204,7 +204,7 @@ class StepReport:
       two laws come once for each scale.
     next_values: for each argument, the output that counts as its next value.
     follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. This is fine unless such a norm is used as the true norm.
+      gradients. Such outputs are fine unless used as the true values.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
   """
@@ -284,16 +284,16 @@ def check_step(
   It cannot detect mistakes that do not depend on S, such as a wrong loss or
   wrong data. Nor does it notice if a step skips on NaN but not on inf, since an
   S of inf always makes a NaN. In float16 a small mistake, such as weight decay
-  added by hand, hides in the rounding. With the model in float32, only what
-  float32 rounds away stays hidden.
+  added by hand, hides in the rounding. With the model in float32, only mistakes
+  that float32 rounds away stay hidden.
 
   Args:
     step: the train step, which returns the next values of its arguments.
     *args: its arguments, including the state of `loss_scaling`.
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
-      and outputs by position, key or path. By default it is the first output of
-      the same structure, shapes and dtypes; single numbers are not matched.
+      and outputs by position, key or path. By default, the first output of the
+      same structure, shapes and dtypes, except that numbers are not matched.
     may_change: the names, as in the report, of values that may depend on S or
       change on a skip. Patterns such as "*/rngs/*" also work.
     **kwargs: its keyword arguments.
@@ -485,7 +485,7 @@ class _Run(NamedTuple):
   """The outputs of one run of the step, with a given S for each loss scale."""
 
   after: dict[str, Any]  # The next values of arguments.
-  watched: dict[str, np.ndarray]  # Those leaves of `after` that are compared.
+  watched: dict[str, np.ndarray]  # The leaves of `after` to compare.
   others: dict[str, Any]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
   # For each state by path: "nothing" if `update` did not run, else "applied",

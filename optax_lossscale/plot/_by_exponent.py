@@ -80,13 +80,13 @@ def exponent_histogram(
       counts may be sums over steps.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
       the plot shows scaled gradients beside the true ones.
-    dtypes: the formats. Each gets a bar, filled for normal numbers and hatched
-      for subnormal ones.
+    dtypes: the formats to draw, each as a bar that is filled for normal numbers
+      and hatched for subnormal ones.
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are of all elements. Zeros are on the left, inf and NaN on
-    the right, if there are any. The legend gives the share that is 0, and the
+    The Axes. Shares are relative to all elements. Zeros are on the left, inf
+    and NaN on the right, if there are any. The legend gives the share that is 0, and the
     share that becomes 0 in the first of `dtypes`, without S and with S. The
     legend adds "about" if the exponents alone do not determine a share.
 
@@ -190,8 +190,8 @@ def heat_map(
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are of all elements of a row. Zeros are on the left, inf
-    and NaN on the right, if there are any. Long paths lose their common
+    The Axes. Shares are relative to all elements of a row. Zeros are on the
+    left, inf and NaN on the right, if there are any. Long paths lose their common
     beginning first, then their middle.
 
   Raises:
@@ -253,7 +253,7 @@ def heat_map(
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
-  """Draws a bar for each format above the shares; returns the top of the axis."""
+  """Draws a bar per format above the shares; returns the top of the axis."""
   decades = -round(math.log10(floor))
   # Half a row below the bars stays empty.
   height = decades / (1 - _ROW * (len(ranges) + 0.5))

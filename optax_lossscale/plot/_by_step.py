@@ -229,7 +229,7 @@ def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:
-  """Labels the axes, adds the legend above them, and returns them."""
+  """Labels the axes, adds a legend above the plot, and returns the axes."""
   axes.set_ylabel(ylabel)
   axes_lib.step_axis(axes)
   axes.grid(alpha=0.3)
