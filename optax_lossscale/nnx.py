@@ -201,8 +201,8 @@ def select_on_skip(
   model goes back to its values before both, but the optimizer's state does not.
   If `nnx.cond` leaves out the update, nothing is skipped.
 
-  Sown values (`nnx.Intermediate`) keep their new values because they report on
-  the step. Variables that the step creates or removes are left alone. If the
+  Sown variables (`nnx.Intermediate`) keep their new values because they report
+  on the step. Variables that the step creates or removes are left alone. If the
   block raises, nothing is selected.
 
   Args:

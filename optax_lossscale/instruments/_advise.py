@@ -454,7 +454,7 @@ def _look_at_start(tuning: _Tuning) -> None:
   before = tuning.replay
 
   def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
-    # Lower values than the first must end the losses, not just delay them.
+    # Still smaller values must prevent the losses, not just delay them.
     is_worth_it = than is before or tuning.tolerates(replay)
     return is_worth_it and _loses_fewer(replay, than)
 

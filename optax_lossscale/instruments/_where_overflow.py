@@ -56,8 +56,8 @@ class Place(NamedTuple):
   If no operation overflowed, it describes a non-finite argument instead.
 
   Attributes:
-    operation: JAX's name for it, such as "mul" or "dot_general"; "argument" for
-      an argument.
+    operation: JAX's name for the operation, such as "mul" or "dot_general";
+      "argument" for an argument.
     kind: "overflow"; "undefined" if the result has no finite value in any
       dtype, such as 1/0 or log 0; "nonfinite" if an argument holds inf or NaN.
     layer: the operation's scope, such as "LeNet5/conv1", as Flax Linen and

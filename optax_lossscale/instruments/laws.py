@@ -204,7 +204,7 @@ class StepReport:
       two laws come once for each scale.
     next_values: for each argument, the output that counts as its next value.
     follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. Such outputs are fine unless used as the true values.
+      gradients. Such a norm is fine unless it is used as the true norm.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
   """
@@ -597,7 +597,7 @@ class _Runs:
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
-  """Returns what `update` did in all its calls, judging by the counts."""
+  """Returns what `update` did, derived from how its counts changed."""
   applied, skipped = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
     for x in ("applied_steps", "skipped_steps")
@@ -658,7 +658,7 @@ def _doubtful(
 ) -> set[str]:
   """Returns the arguments whose next value may have been guessed wrong.
 
-  A skipped step returns its arguments, so an unchanged one was guessed right.
+  A skipped step returns its arguments, so an unchanged argument is certain.
   """
 
   def is_doubtful(name: str) -> bool:

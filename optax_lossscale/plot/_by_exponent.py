@@ -86,9 +86,9 @@ def exponent_histogram(
 
   Returns:
     The Axes. Shares are relative to all elements. Zeros are on the left, inf
-    and NaN on the right, if there are any. The legend gives the share that is 0, and the
-    share that becomes 0 in the first of `dtypes`, without S and with S. The
-    legend adds "about" if the exponents alone do not determine a share.
+    and NaN on the right, if there are any. The legend gives the share that is
+    0, and the share that becomes 0 in the first of `dtypes`, without S and with
+    S. It adds "about" if the exponents alone do not determine a share.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -191,8 +191,8 @@ def heat_map(
 
   Returns:
     The Axes. Shares are relative to all elements of a row. Zeros are on the
-    left, inf and NaN on the right, if there are any. Long paths lose their common
-    beginning first, then their middle.
+    left, inf and NaN on the right, if there are any. Long paths lose their
+    common beginning first, then their middle.
 
   Raises:
     TypeError: if an argument has the wrong type.
