@@ -198,7 +198,7 @@ def select_on_skip(
 
   The old values are those at the beginning of the block, so compute the loss
   inside it. Two updates in one block are two steps. If either is skipped, the
-  model goes back to its values before both, but the optimizer's state does not.
+  model goes back to its values before both, but the optimizer keeps the other.
   If `nnx.cond` leaves out the update, nothing is skipped.
 
   Sown variables (`nnx.Intermediate`) keep their new values because they report

@@ -129,8 +129,8 @@ def where_overflow(
   `record` are not examined. A mask's -inf counts, even if it is intended.
 
   Args:
-    fun: any function that JAX can trace, as for `float_status`. The result
-      of `fun` is not used.
+    fun: any function that JAX can trace, as for `float_status`. The result of
+      `fun` is not used.
     dtypes: the floating dtypes whose operations are examined, one or several.
     check: `nonfinite()`, or `saturated()` for hardware that saturates.
     undefined: whether an operation whose exact result is not finite (1/0, log
@@ -144,7 +144,7 @@ def where_overflow(
   Raises:
     TypeError: if `fun` is not a function, `dtypes` holds anything but floating
       dtypes, or `check` is not a check or is for another dtype.
-    ValueError: if the returned function is called under jit, grad or vmap.
+    ValueError: if the returned function is traced, as under jit, grad or vmap.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -36,8 +36,8 @@ _MORE_STEPS = 8
 
 # How far the updates at two values of S may differ. If everything is as wide as
 # float32 or wider, the limit applies to the largest element, since powers of
-# two are exact there. In float16 the median element counts, since a smaller
-# S loses low bits and small gradients. In correct steps of an MLP, an
+# two are exact there. In float16 it applies to the median element, since a
+# smaller S loses low bits and small gradients. In correct steps of an MLP, an
 # LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
 # at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
 _ROUNDING = 2.0**-20
@@ -293,7 +293,7 @@ def check_step(
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
       and outputs by position, key or path. By default, the first output of the
-      same structure, shapes and dtypes, except that numbers are not matched.
+      same structure, shapes and dtypes; single numbers are not matched.
     may_change: the names, as in the report, of values that may depend on S or
       change on a skip. Patterns such as "*/rngs/*" also work.
     **kwargs: its keyword arguments.
