@@ -164,7 +164,7 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a name in `kwargs` is not the name of such a field.
+      TypeError: if a keyword does not name such a field.
       ValueError: if a new value differs from the old one in structure or shape,
         or if only one of `params` and `grads` has FP8's collection.
     """
@@ -207,7 +207,7 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a name is not the name of a field of arrays.
+      TypeError: if a keyword does not name a field of arrays.
       ValueError: if a new value differs from the old one in structure or shape.
     """
     _check_fields(self, "replace_if_applied", kwargs)

@@ -20,8 +20,8 @@ from optax_lossscale._step import states
 class History(NamedTuple):
   """Steps of a run in order: the S that each used, and what the rule saw.
 
-  Get one from `history` or `read_history`, and pass it to `replay`, `advise` or
-  the functions of `plot`.
+  Get a `History` from `history` or `read_history`, and pass it to `replay`,
+  `advise` or the functions of `plot`.
 
   Attributes:
     step: int64[n], the number of the step, from 1, counting skipped steps.

@@ -171,7 +171,7 @@ def check_history(history: Any) -> None:
 
 
 class Known(NamedTuple):
-  """What is known about each step at any S; each field has the shape [n]."""
+  """The facts about each step that hold at any S, in arrays of shape [n]."""
 
   # amax / S as mantissa * 2**exponent, since it may not be a normal float32.
   mantissa: Any

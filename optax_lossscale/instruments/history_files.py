@@ -107,7 +107,7 @@ def write_history(path: _Path, history: _history.History) -> None:
   """Writes a history as a CSV or JSON file that `read_history` can read.
 
   Args:
-    path: a file name that ends in `.csv` or `.json`; replaces the file.
+    path: a name that ends in `.csv` or `.json`; an existing file is replaced.
     history: the history to write.
 
   Raises:
@@ -131,7 +131,7 @@ def write_history(path: _Path, history: _history.History) -> None:
 
 
 def as_columns(history: _history.History) -> dict[str, list[Any]]:
-  """Returns the columns of a history as lists, as they are in a file."""
+  """Returns the columns of a history as lists, as in a file."""
   return {
     "step": np.asarray(history.step).tolist(),
     "loss_scale": np.asarray(history.loss_scale).tolist(),
