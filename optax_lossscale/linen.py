@@ -164,7 +164,7 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a keyword does not name such a field.
+      TypeError: if a keyword does not name a field that a subclass adds.
       ValueError: if a new value differs from the old one in structure or shape,
         or if only one of `params` and `grads` has FP8's collection.
     """

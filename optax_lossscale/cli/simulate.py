@@ -209,7 +209,7 @@ def _write_figure(
     axes.set_title(str(name), fontsize="medium")
     # The legend goes below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # Memory first: the PDF writer hides OSError.
+  picture = io.BytesIO()  # Saved to memory, since the PDF writer hides OSError.
   figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
   path.write_bytes(picture.getvalue())
 

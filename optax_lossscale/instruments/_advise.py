@@ -372,7 +372,7 @@ def _look_for_callers(tuning: _Tuning) -> None:
 
 
 def _propose(tuning: _Tuning) -> None:
-  """Adds the proposed changes, then the overflows that no change prevents."""
+  """Adds advice: the changes, then the overflows that no change prevents."""
   _look_at_fixed_scale(tuning)
   if _is_stuck_at_floor(tuning):
     return

@@ -103,8 +103,8 @@ def replay(
     the caller's `overflow=`, such as a limit on the norm, or a status register.
     The step overflows at every S.
   - amax is NaN: the same as inf, since a backward pass turns inf into NaN. But
-    every S gives NaN if the last or the next clean step had an S of S0 or more,
-    and the 16 clean steps on each side would all have 6 bits of headroom at S0.
+    the step is NaN at every S if the last or next clean step had an S of S0 or
+    more, and the 16 clean steps on each side would all have 6 bits left at S0.
 
   Therefore compare rules on a history with few overflows.
 

@@ -423,8 +423,8 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. A library's function without a line of
-    # the user's has the frames of its first caller.
+    # JAX traces a jitted function once. A library's function that runs no code
+    # of the user's has the frames of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)

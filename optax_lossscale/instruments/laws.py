@@ -72,7 +72,7 @@ _CARRY = (
   "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
-# Verdict, text and remedy of the scale law, if amax follows this power of S.
+# The scale law by the power of S that amax follows: verdict, text and remedy.
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
   0: (
@@ -406,7 +406,7 @@ def _judge(
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  # Tests the skip after one step, since a momentum of 0 would hide its decay.
+  # Tests the skip after a clean step, since a momentum of 0 would stay 0 anyway.
   later = runs.after(first)
   clean = later.at(factors)
   infinite = later.at(dict.fromkeys(factors, math.inf))
