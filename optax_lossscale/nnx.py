@@ -198,8 +198,8 @@ def select_on_skip(
 
   The old values are those at the beginning of the block, so compute the loss
   inside it. Two updates in one block are two steps. If either is skipped, the
-  model goes back to its values before both, but the optimizer keeps the other.
-  If `nnx.cond` leaves out the update, nothing is skipped.
+  model goes back to its values before both, but the optimizer keeps the other
+  update. If `nnx.cond` leaves out the update, nothing is skipped.
 
   Sown variables (`nnx.Intermediate`) keep their new values because they report
   on the step. Variables that the step creates or removes are left alone. If the

@@ -318,7 +318,7 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   # follows the gradients as they change during training.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
-  # Near the limit only a small amax is clean; small moves of S follow amax.
+  # Near the limit overflows hide a large amax; small moves of S may follow it.
   is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
   followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:

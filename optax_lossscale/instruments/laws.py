@@ -406,7 +406,7 @@ def _judge(
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  # Tests the skip after a clean step, since a momentum of 0 would stay 0 anyway.
+  # Tests the skip after a clean step, since a momentum of 0 may stay 0 anyway.
   later = runs.after(first)
   clean = later.at(factors)
   infinite = later.at(dict.fromkeys(factors, math.inf))
@@ -658,7 +658,7 @@ def _doubtful(
 ) -> set[str]:
   """Returns the arguments whose next value may have been guessed wrong.
 
-  A skipped step returns its arguments, so an unchanged argument is certain.
+  A skipped step returns its arguments, so unchanged ones were guessed right.
   """
 
   def is_doubtful(name: str) -> bool:
