@@ -428,7 +428,7 @@ def _is_stuck_at_floor(tuning: _Tuning) -> bool:
   floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
   value = _power(math.floor(np.min(tuning.stood[at_floor])))
   seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
-  # Some rules have both arguments, and may need both lowered.
+  # Some rules have `min_scale` and `hold_below`, and may need both lowered.
   proposed = [
     # Some rules let S fall to the floor itself, others only close to it.
     tuning.attempt(column, [value, value / 2], seen, _loses_fewer)

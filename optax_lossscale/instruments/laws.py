@@ -668,7 +668,7 @@ def _doubtful(
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
-    # Zeros may be a skipped step's updates, and a large change the gradients.
+    # An output of zeros may be a skip's updates; one that jumps may be gradients.
     is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))
