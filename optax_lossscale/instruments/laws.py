@@ -668,7 +668,7 @@ def _doubtful(
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
-    # An output of zeros may be a skip's updates; one that jumps may be gradients.
+    # Outputs of zero may be a skip's updates; those that jump may be gradients.
     is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))
