@@ -1,4 +1,4 @@
-"""Checkpoints from before loss scaling was added, or for after its removal."""
+"""Adds loss scaling to the optimizer state of a checkpoint, or removes it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +21,10 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
 
   It undoes `with_loss_scaling`, whose example shows both. Training can continue
   without loss scaling, in bfloat16 say, and the optimizer keeps its moments and
-  counts. The result has the structure of a checkpoint from before loss scaling,
-  so it can be the target to restore one into. If parameters are narrower than
-  float32, or some go around the wrapper, the bare optimizer's state may differ,
-  so use jax.eval_shape(inner.init, params) as the target.
+  counts. The result has the structure that the state had before loss scaling
+  was added, so a checkpoint from that time can be restored into it. But that
+  structure may differ if parameters are narrower than float32, or some bypass
+  the wrapper: then restore into jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any
@@ -48,13 +48,13 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
 def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
   """Wraps an optimizer state that was made before loss scaling was added.
 
-  Training continues from an old checkpoint with its moments and counts.
-  Everything is checked, since Orbax and others silently restore arrays of other
-  shapes.
+  Training continues from an old checkpoint with its moments and counts. It
+  checks structure, shapes and dtypes, since Orbax and others silently restore
+  arrays of the wrong shape.
 
   Args:
     bare_state: the state of the optimizer without loss scaling, or any pytree
-      around it, in its own structure.
+      around it, with the structure that the optimizer gave it.
     opt_state: the same pytree with loss scaling in it: what `tx.init(params)`
       returns, or a state whose S should be kept.
 
@@ -62,14 +62,14 @@ def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
     `opt_state` with all values of `bare_state`. Only the loss scale, the last
     step's flags and the wrapper's counts are those of `opt_state`. A bare state
     that is narrower than the wrapper's float32, as with float16 parameters, is
-    widened, which is exact. The bare optimizer's state for Flax's
-    `_overwrite_with_gradient` collection is left out, since that collection
-    goes around the wrapped optimizer.
+    widened, which is exact. State for Flax's `_overwrite_with_gradient`
+    collection is left out, since that collection bypasses the wrapped
+    optimizer.
 
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
       holds one, or if the two differ in structure, shapes or dtypes. The error
-      names the first place where they do.
+      names the first difference.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -110,7 +110,7 @@ def _fill(
     and isinstance(expected, optax.MaskedNode)
     and leaves.overwrites(path)
   ):
-    # This leaf now goes around the optimizer, and has no state in it.
+    # This leaf now bypasses the optimizer, which keeps no state for it.
     return expected
   if type(expected) is not type(got):
     raise _mismatch(expected, got, path)
@@ -143,7 +143,7 @@ def _fill_leaf(
     return got
   if not _is_array(got) or np.shape(expected) != np.shape(got):
     raise _mismatch(expected, got, path)
-  # Before `got` is converted: a NumPy array may lose bits as a JAX array.
+  # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
   wanted, dtype = _dtype(expected), _dtype(got)
   if wanted == dtype:
     return leaves.as_arrays(got) if is_inner else got

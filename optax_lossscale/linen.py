@@ -19,34 +19,34 @@ from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
-# The fields that a step sets itself.
+# The fields that `apply_gradients` itself sets.
 _OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
 
 
 class TrainState(train_state.TrainState):
   """Flax's train state, for an optimizer that holds `loss_scaling`.
 
-  Training changes more than the parameters: batch statistics, a moving average,
-  a random key. If any of them moves on a step whose gradients overflowed, it
-  takes in non-finite values, or falls out of step with the rest. Here all of
-  them move or stay together, bit for bit, and `step` counts the steps on which
-  they moved.
+  Besides the parameters, training changes batch statistics, a moving average, a
+  random key and the like. If one of these changes on a step whose gradients
+  overflowed, it takes in non-finite values, or falls out of step with the rest.
+  In this train state, all values change together or not at all, bit for bit,
+  and `step` counts the applied steps.
 
-  As with Flax's own train state, a subclass adds fields. Pass them to `create`,
-  and their new values to `apply_gradients` or `replace_if_applied`.
+  As in Flax's own train state, a subclass may add fields. Pass these fields to
+  `create`, and their new values to `apply_gradients` or `replace_if_applied`.
 
-  The train state does not know the `mask` of `loss_scaling`, and would add the
-  next values of masked leaves to the parameters. It does know FP8's
-  `_overwrite_with_gradient` collection, and stores its new values.
+  The train state ignores the `mask` of `loss_scaling`, and would add the next
+  values of leaves that a mask leaves out to the parameters. It does handle
+  FP8's `_overwrite_with_gradient` collection, and stores its new values.
 
   Attributes:
-    step: int32[], applied steps. With `optax.MultiSteps` inside `loss_scaling`
-      these are micro-batches.
+    step: int32[], the number of applied steps, or of applied micro-batches with
+      `optax.MultiSteps` inside `loss_scaling`.
     apply_fn: usually `model.apply`; not part of the pytree.
     params: what the loss is differentiated with respect to.
     tx: the optimizer; not part of the pytree.
     opt_state: the optimizer's state, for `scaled_value_and_grad`.
-    attempts: int32[], all steps, applied and skipped.
+    attempts: int32[], the number of all steps, applied and skipped.
 
   Examples:
     >>> from typing import Any
@@ -93,7 +93,7 @@ class TrainState(train_state.TrainState):
   ) -> Self:
     """Returns the state before the first step.
 
-    All numbers in it become arrays, so that the step compiles only once.
+    All numbers in the state become arrays, so the step compiles only once.
 
     Args:
       apply_fn: usually `model.apply`.
@@ -105,7 +105,7 @@ class TrainState(train_state.TrainState):
     Raises:
       ValueError: if `tx` holds no `loss_scaling` or several, if
         `optax.MultiSteps` is around it, or if `params` has FP8's collection and
-        one besides "params", which would not be trained.
+        another besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
     static = _static_fields(cls)
@@ -164,7 +164,7 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a name in `kwargs` is not that of such a field.
+      TypeError: if a keyword does not name a field that a subclass adds.
       ValueError: if a new value differs from the old one in structure or shape,
         or if only one of `params` and `grads` has FP8's collection.
     """
@@ -185,7 +185,7 @@ class TrainState(train_state.TrainState):
     params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
       collection = fp8_ops.OVERWRITE_WITH_GRADIENT
-      # Differentiation returns the next values of this collection.
+      # The gradients of this collection are its next values.
       overwrite = {"params": params, collection: grads[collection]}
       params = core.copy(self.params, overwrite)
     attempted: Self = self.replace(
@@ -198,16 +198,16 @@ class TrainState(train_state.TrainState):
     """Returns the state with new values, or unchanged after a skipped step.
 
     Use it for values that depend on the new parameters, such as the moving
-    average in the example of the class.
+    average in the example of `TrainState`.
 
     Args:
-      **kwargs: new values for fields, pytrees of arrays.
+      **kwargs: new values for fields that are pytrees of arrays.
 
     Returns:
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a name is not that of a field of arrays.
+      TypeError: if a keyword does not name a field of arrays.
       ValueError: if a new value differs from the old one in structure or shape.
     """
     _check_fields(self, "replace_if_applied", kwargs)
@@ -225,7 +225,7 @@ class TrainState(train_state.TrainState):
 def _optimized(tree: Any) -> Any:
   """Returns the part of parameters or gradients that the optimizer gets.
 
-  Flax's own train state passes the same part, so the two states are alike.
+  Flax's own train state passes the same part, so its `opt_state` is the same.
   """
   return tree["params"] if _has_fp8(tree) else tree
 
@@ -243,7 +243,7 @@ def _static_fields(state: Any) -> set[str]:
 def _check_fields(
   state: TrainState, method: str, new: Any, own: Any = frozenset()
 ) -> None:
-  """Raises if a name is not that of a field that a skip can keep."""
+  """Raises if a new value is for a field that `method` cannot set."""
   names = [field.name for field in dataclasses.fields(state)]
   excluded = _static_fields(state) | own
   allowed = [name for name in names if name not in excluded]
@@ -258,7 +258,7 @@ def _check_fields(
 
 
 def _check_opt_state(opt_state: Any) -> None:
-  """Raises if an optimizer's state is not one that a step could use."""
+  """Raises if an optimizer's state does not fit a train state."""
   paths = list(states.find_states(opt_state))
   if not paths:
     raise ValueError(

@@ -35,13 +35,12 @@ def scaled_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function that computes the loss and its *scaled* gradients.
 
-  It differentiates S times `fun` as `nnx.value_and_grad` does, but returns the
-  true value. Pass the scaled gradients to `optimizer.update`. The changes that
-  `fun` makes to the model (batch statistics, counts of random keys) remain,
-  even if the step is then skipped; see `select_on_skip`.
-
-  S is read from the optimizer at each call, so the returned function can be
-  kept. Under `nnx.jit`, make the optimizer an argument of the jitted function.
+  It multiplies the loss by S and differentiates it as `nnx.value_and_grad`
+  does, but returns the true loss. Pass the scaled gradients to
+  `optimizer.update`. The changes that `fun` makes to the model (batch
+  statistics, counts of random keys) remain even if the step is then skipped;
+  see `select_on_skip`. Each call reads S from the optimizer, so the returned
+  function can be reused. Under `nnx.jit`, pass the optimizer as an argument.
 
   Args:
     fun: a function of a model and other arguments that returns a real scalar,
@@ -59,10 +58,10 @@ def scaled_value_and_grad(
   Raises:
     TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
       does not return a floating-point scalar.
-    ValueError: if the optimizer holds no scale, or several and no path; when
-      called, if a function being traced has closed over the optimizer and would
-      keep its S, or, with `argnums` None, if the first argument holds nothing
-      that the optimizer updates.
+    ValueError: if the optimizer holds no scale, or several and `path` is None;
+      when called, if a function that is being traced closes over the optimizer
+      and so would never see a new S; when called with `argnums` None, if the
+      first argument holds nothing that the optimizer updates.
 
   Examples:
     >>> from flax import nnx
@@ -90,7 +89,7 @@ def scaled_value_and_grad(
   differentiate = functools.partial(
     nnx.value_and_grad, argnums=chosen, graph=True, graph_updates=True
   )
-  # Flax refuses a bound method, which the wrapper below would hide.
+  # Raises for a bound method, as Flax does; the wrapper below would hide it.
   nnx.value_and_grad(fun)
 
   @functools.wraps(fun)
@@ -118,15 +117,15 @@ def autocast(
   It is `optax_lossscale.autocast` for models that a forward pass changes. The
   changes that `fun` makes to its arguments (batch statistics, counts of random
   keys, sown values) remain, in the dtypes that they have without autocast. Pass
-  the result to `scaled_value_and_grad` or `nnx.jit`. As there, each model must
-  be an argument, unless `fun` only reads it. If `fun` is a model, or a method
-  of one, that model counts as an argument.
+  the result to `scaled_value_and_grad` or `nnx.jit`. Each model must be an
+  argument of `fun`, unless `fun` only reads it. If `fun` is a model, or a
+  method of one, that model counts as an argument.
 
   Args:
     fun: a function of NNX objects, such as a loss function, or a model.
-    level: as in `optax_lossscale.autocast`, like the arguments below.
+    level: as in `optax_lossscale.autocast`, as are the arguments below.
     dtype: the low precision, float16 or bfloat16.
-    overrides: dtypes by scope; NNX records those of `jax.named_scope`.
+    overrides: dtypes by scope; NNX records the scopes of `jax.named_scope`.
     operations: edits to the lists of the level.
 
   Returns:
@@ -134,7 +133,7 @@ def autocast(
 
   Raises:
     TypeError: as in `optax_lossscale.autocast`.
-    ValueError: the same; when called, if `fun` changes any other object.
+    ValueError: likewise; also if `fun` changes objects that are not arguments.
 
   Examples:
     >>> from flax import nnx
@@ -169,15 +168,15 @@ def autocast(
     if isinstance(fun, types.MethodType) and isinstance(
       fun.__self__, nnx.Pytree
     ):
-      # The model of a method is its first argument.
+      # The object of a bound method is its first argument.
       called = (fun.__func__, (fun.__self__, *args), kwargs)
     with trees.explain_changes():
-      # Fails now if one cannot be changed. Flax would fail too late.
+      # Fails now if a variable cannot be changed; Flax would fail too late.
       for variable in _variables(called).values():
         variable.set_raw_value(variable.get_raw_value())
     with nnx.update_context("autocast"):
       split = nnx.to_tree(called, ctxtag="autocast")
-      # This changes the arguments in place, and makes any new objects.
+      # `from_tree` changes the arguments in place, and creates any new objects.
       return nnx.from_tree(mixed(split), ctxtag="autocast", is_inner=False)[1]
 
   return autocast_fun
@@ -194,30 +193,30 @@ def select_on_skip(
   variance would stay forever. Put the whole step into one `with` block: the
   loss, the optimizer's update and anything that follows from it, such as a
   moving average of the parameters. On a skip, each variable of `nodes` gets its
-  old value back at the end of the block, bit for bit. This is a `jnp.where`, so
-  it works under `nnx.jit` and `nnx.scan`.
+  old value back at the end of the block, bit for bit. A `jnp.where` selects the
+  values, so it works under `nnx.jit` and `nnx.scan`.
 
   The old values are those at the beginning of the block, so compute the loss
   inside it. Two updates in one block are two steps. If either is skipped, the
-  model goes back to where it was before both, but an optimizer that applied the
-  other does not. If `nnx.cond` leaves an update out, nothing is skipped.
+  model goes back to its values before both, but the optimizer keeps the other
+  update. If `nnx.cond` leaves out the update, nothing is skipped.
 
-  Sown values (`nnx.Intermediate`) are left alone because they report on the
-  step. So are variables that the step itself creates or removes. If the block
-  raises, nothing is selected.
+  Sown variables (`nnx.Intermediate`) keep their new values because they report
+  on the step. Variables that the step creates or removes are left alone. If the
+  block raises, nothing is selected.
 
   Args:
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
       Update it once in the block; it keeps its new S.
-    *nodes: the model, and anything else that moves with it or not at all: an
+    *nodes: the model, and anything else that a skip must leave unchanged: an
       EMA model, `nnx.Rngs`, metrics, another optimizer.
     path: which scale, if the optimizer holds several. See `get_loss_scale`.
 
   Raises:
-    TypeError: if `optimizer` is not an `nnx.Optimizer`, or a node not an NNX
-      object.
-    ValueError: if the optimizer holds no scale, or several and no path; if a
-      node holds the optimizer's own state; at the end of the block, if the
+    TypeError: if `optimizer` is not an `nnx.Optimizer`, or a node is not an
+      NNX object.
+    ValueError: if the optimizer holds no scale, or several and `path` is None;
+      if a node holds the optimizer's own state; at the end of the block, if the
       optimizer was not updated in it, or if a variable changed its shape.
 
   Examples:
@@ -249,8 +248,8 @@ def select_on_skip(
       "optimizer.update(model, grads) inside the with statement."
     )
   new = _values(nodes)
-  # By the count, since the flag describes only the last update. The block may
-  # hold several, or none if a condition left it out.
+  # Compares counts, since the flag describes only the last update. The block
+  # may hold several updates, or none if a condition leaves them out.
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
   selected = {}
   for place in filter(old.__contains__, new):
@@ -277,7 +276,7 @@ def check_step(
 
   Args:
     step: the train step, which changes its arguments in place. A returned value
-      that looks like another argument counts as its next value.
+      with the structure of an argument counts as the argument's next value.
     *args: its arguments, including an `nnx.Optimizer` with `loss_scaling`.
     may_change: as in `instruments.check_step`, such as "model/dropout/*".
     **kwargs: keyword arguments of the step.
@@ -334,8 +333,8 @@ def check_step(
 def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns the parts that a step may change, by argument and path.
 
-  An optimizer's state is one part. It keeps the types by which loss scaling is
-  found. Sown values are left out, since they only report.
+  An optimizer's state is one part, so that the loss scaling in it can be found
+  by its type. Sown values are left out, since they only report on a step.
   """
   parts: dict[tuple[Any, ...], Any] = {
     (*place, "opt_state"): node.opt_state
@@ -397,7 +396,7 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
         f"{rule}, got {kind_of(node)}; select what is returned anew by "
         "optax_lossscale.select_on_skip(optimizer.opt_state, new, old)."
       )
-  # Not all of the optimizer: nnx.ModelAndOptimizer holds the model as well.
+  # Excludes other variables, since nnx.ModelAndOptimizer also holds the model.
   state = optimizer.step, optimizer.opt_state
   own = {id(variable) for variable in _variables(state).values()}
   for place, variable in _variables(nodes).items():
@@ -420,7 +419,7 @@ def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
 
 def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
   """Returns the current values of nodes, each by its path."""
-  # Sown values report on a step, and no step continues from them.
+  # Leaves out sown values, which report on a step and do not affect the next.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
   return dict(nnx.to_flat_state(nnx.as_pure(state)))
 

@@ -11,7 +11,7 @@ from optax_lossscale.cli import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one sub-command."""
+  """Runs a sub-command and returns the exit status."""
   parser = _parser.Parser(
     prog="optax-lossscale",
     description="Loss scaling for JAX, as an optax transformation.",
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       arguments = parser.parse_args(argv)
       return int(arguments.run(arguments))
     finally:
-      print(end="", flush=True)  # At exit it would be too late to fail.
+      print(end="", flush=True)  # A flush at exit would fail too late.
   except _parser.BadInputError as error:
     print(error, file=sys.stderr)
     return 2
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     if error.filename is not None:
       raise
-    # At exit Python tries to write the rest. Send it to the null device.
+    # Python would try to write the rest at exit: send it to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"cannot print the output: {error.strerror}"
     print(f"{parser.prog}: error: {reason}", file=sys.stderr)

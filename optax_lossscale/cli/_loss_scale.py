@@ -1,9 +1,9 @@
 """The text form of a rule: `none`, `fixed:1024`, `dynamic:growth_interval=20`.
 
 The name of a rule or preset comes first, then its arguments in any order, each
-by name; a rule's first one may omit it. A number is a Python literal or a power
-of two literals, as in `2**15`. A dtype is a name, and so may be any argument
-whose default is one. `warm_start:` goes before the text of another rule.
+with its name; the first argument of a rule may omit it. A number is a Python
+literal or a power, as in `2**15`. A dtype is a name, and so may be any argument
+whose default is a name. `warm_start:` goes before the text of another rule.
 """
 
 import ast
@@ -35,14 +35,14 @@ _RULES: dict[str, Callable[..., ols.LossScale]] = {
 
 
 class LossScaleOption(NamedTuple):
-  """A rule as the user wrote it, and the rule; None turns loss scaling off."""
+  """The text of a rule, and the rule itself; None turns loss scaling off."""
 
   text: str
   rule: ols.LossScale | None
 
 
 def parse(text: str) -> LossScaleOption:
-  """Returns the rule that a text stands for."""
+  """Parses the text of a rule."""
   head, _, tail = text.partition(":")
   is_warm = head == _WARM_START
   own = tail if is_warm else text
@@ -116,7 +116,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
 def _example(name: str) -> str:
   if "factor" in name:
     return "2"
-  # All other arguments here are a number of steps or S.
+  # All other required arguments are numbers of steps or values of S.
   return "1000" if "window" in name or "every" in name else "2**15"
 
 

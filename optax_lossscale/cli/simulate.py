@@ -20,7 +20,7 @@ _DEFAULT_RULES = ("dynamic", "headroom")
 
 
 def add_parser(subparsers: Any) -> None:
-  """Adds the sub-command."""
+  """Adds the `simulate` sub-command to the parser."""
   parser = subparsers.add_parser(
     "simulate",
     help="replay a recorded run with other rules",
@@ -102,7 +102,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   if arguments.output is not None:
     with parser.writing(arguments.output):
       _parser.make_writable([arguments.output])
-  # Imported only now, so that bad input is reported without the extra.
+  # Imported only now, so that bad input is reported even if rich is missing.
   from optax_lossscale.demo import table as table_lib
 
   console = table_lib.Console(highlight=False)
@@ -156,7 +156,7 @@ def _read(
 def _history_of(
   replay: instruments.Replay, recorded: instruments.History
 ) -> instruments.History:
-  """Returns the rule's own history if another rule moved the recorded S."""
+  """Returns the replayed history if the recorded S is that of another rule."""
   scales = recorded.loss_scale
   of_another = scales[:1] != replay.history.loss_scale[:1]
   is_moved = (scales != scales[:1]).any()
@@ -208,9 +208,9 @@ def _write_figure(
     folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
     plot.replays(folded, ax=axes)
     axes.set_title(str(name), fontsize="medium")
-    # Below the axes, since long rules would hide the lines.
+    # The legend goes below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # On a full disk the PDF writer raises another error.
+  picture = io.BytesIO()  # Saved to memory, since the PDF writer hides OSError.
   figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
   path.write_bytes(picture.getvalue())
 

@@ -1,4 +1,4 @@
-"""Instruments that show how loss scaling goes and where the gradients lie."""
+"""Instruments that show how loss scaling behaves and where gradients lie."""
 
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise

@@ -1,4 +1,4 @@
-"""The tuning procedure as code: what to change in a rule, and why."""
+"""Advice on tuning a rule: what to change, and why."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -22,16 +22,16 @@ _TOLERATED_SHARE = 1 / 1000
 _MANY_AT_START = 3
 _LONG_SHARE = 1 / 10
 
-# In bits.
+# A wide headroom, the headroom to keep, and how far to lower S, in bits.
 _WIDE = 6.0
 _RESERVE = 2
 _LOWER = 4
 
-# Moves of S, and the steps on either side that show whether amax followed.
+# The fewest moves of S that show if amax follows, and the steps on each side.
 _FEWEST_MOVES = 5
 _BESIDE = 16
 
-# The fields of rules that are dataclasses, and what each field means.
+# Maps the field names of rules to the common names of arguments.
 _COLUMNS = {
   "init_scale": "init_scale",
   "growth_interval": "growth_interval",
@@ -53,10 +53,10 @@ class Advice(NamedTuple):
   """One recommended change; `str()` returns it as a line of text.
 
   Attributes:
-    argument: the rule's own name for it; None if no argument helps.
+    argument: the rule's name for the argument; None if no argument helps.
     old: the current value.
     new: the value to try.
-    reason: what was seen, and a replay's figures before and after the change.
+    reason: the finding, and a replay's figures before and after the change.
   """
 
   argument: str | None
@@ -80,60 +80,60 @@ def advise(
 ) -> list[Advice]:
   """Returns what to change in a rule, given a run that was recorded with it.
 
-  It looks for the following, in this order:
+  It looks for these problems, in this order, and proposes a remedy for each:
 
   - gradients that do not follow S, such as those of `jax.grad`; it then reports
-    nothing else. It needs 5 moves of S by half a bit or more with 8 bits of
-    headroom, and amax must be off by more than half on three quarters of them;
-  - NaN that probably no S prevents: a fault in the model, not in an argument.
-    If S or the model may be the cause, the advice says how to find out;
-  - overflows with amax 1 bit or more below the dtype's limit: reported by the
-    caller or a status register, so no argument helps;
-  - overflows with S at the floor: a lower `min_scale`. If the rule has no such
+    nothing else. The test needs 5 moves of S by half a bit or more at 8 bits of
+    headroom. On three quarters of these, amax must be off by more than half;
+  - NaN that probably no S prevents, which points to a fault in the model. If S
+    may be the cause as well, the advice says how to find out;
+  - overflows with amax 1 bit or more below the dtype's limit. The caller or a
+    status register reported these, so no argument helps;
+  - overflows with S at its floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
   - 3 or more overflows before the first clean step: a smaller `init_scale`, the
-    S of that step, or up to 4 bits less if that saves later steps;
-  - at least 6 bits of headroom on each step of the first tenth, or longer: a
+    S of that step, or up to 4 bits less if that avoids later overflows;
+  - at least 6 bits of headroom on every step of the first tenth of the run: a
     larger `init_scale`, and a larger `max_scale` if that is in the way;
-  - S at the ceiling on a tenth of the steps, each with at least 6 bits of
+  - S at its ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
   - overflows on more than 1 step in 1000 (and more than one) after the first
-    clean step: a longer `growth_interval`, doubled until they are rarer or,
-    failing that, mostly gone; then a `hysteresis` of 1, and more `headroom`;
+    clean step: a longer `growth_interval`, doubled until overflows are rarer or
+    at least a quarter fewer; then a `hysteresis` of 1, and more `headroom`;
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
-    it is less, then a larger `hysteresis`, and less `headroom`;
-  - a fixed scale that overflows as often, or that could be 64 times as large;
-  - overflows that frequent, but no argument that helps: a note saying so.
+    the mean is less; then a larger `hysteresis`, and less `headroom`;
+  - a fixed S that overflows as often, or could be 64 times as large: a new S;
+  - overflows that are as frequent, but that no argument avoids.
 
-  It counts overflows, because a record does not show whether one cost a step or
-  only a dropped micro-batch. Figures marked "in a replay" are not in the
-  record, but are what this rule would have led to. A count is "at best" if more
-  than a tenth of the steps were inf, since nobody knows how large they were.
+  It counts overflows, because a record does not show whether an overflow cost a
+  step or only a micro-batch. Figures marked "in a replay" are not recorded, but
+  come from a replay of the rule. A count is marked "at best" if amax was inf
+  on more than a tenth of the steps, since its true size is unknown.
 
   A history does not hold the share of gradients that underflowed, so the advice
-  relies on headroom instead. It therefore proposes a larger S only if the dtype
-  has a smaller range than float32: in float32 and bfloat16, unused range does
-  no harm. With fewer than 100 steps it proposes nothing.
+  relies on headroom instead. It proposes a larger S only if the dtype has a
+  smaller range than float32, since unused range does no harm in float32 and
+  bfloat16. It proposes nothing from fewer than 100 steps.
 
-  Values computed from amax leave 2 bits of headroom on all but 1 step in 1000.
-  A value is proposed only if a replay of the recorded steps confirms it: by
-  fewer overflows, or by a mean headroom at least 1 bit smaller with at most 1
-  overflow in 1000 steps. Each change is tried on top of the earlier ones. See
-  `replay` for the limits of that test.
+  An S computed from amax leaves 2 bits of headroom on all but 1 step in 1000.
+  A value is proposed only if a replay of the recorded steps confirms it. That
+  replay must have fewer overflows, or a mean headroom that is at least 1 bit
+  smaller with overflows on at most 1 step in 1000. Each change is tried on top
+  of the earlier ones. See `replay` for what a replay cannot show.
 
   Args:
-    history: the recorded steps, ideally some thousands. If they begin in the
-      middle of a run, so does the replay, and the advice leaves out the start.
-      That is the case if the first step is above 1, or if S moves but does not
-      begin with the rule's first S, as after a checkpoint.
-    rule: the rule that was used: this library's, a preset, or any other. The
-      advice uses the rule's own argument names. In an unknown rule, only
-      arguments with the names of `DynamicLossScale` are found.
+    history: the recorded steps, ideally some thousands. If the first step is
+      above 1, or if S moves but does not begin at the rule's first S, as after
+      a checkpoint, the history counts as the middle of a run: the replay begins
+      at the recorded S, and nothing is proposed for the start.
+    rule: the rule that the run used: this library's, a preset, or any other.
+      The advice uses the rule's own argument names. In an unknown rule, only
+      arguments with the names of `DynamicLossScale` are tuned.
     dtype: the computation's dtype.
-    saturating: whether the computation clips. See `replay`.
+    saturating: whether overflows become the dtype's largest finite value.
 
   Returns:
-    The recommended changes; empty if there is nothing to say.
+    The recommended changes; an empty list if there are none.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -176,14 +176,14 @@ def advise(
 
 
 class _Knob(NamedTuple):
-  """An argument of a rule, under the rule's own name for it."""
+  """An argument of a rule, with the rule's own name for it."""
 
   name: str
   value: Any
 
 
 class _Tuning:
-  """A rule on a history, with the improvements so far."""
+  """The tuning of a rule on a history, with the changes so far."""
 
   def __init__(
     self,
@@ -197,17 +197,17 @@ class _Tuning:
     self.count = len(history.step)
     self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
     self.advice: list[Advice] = []
-    # The rule with all proposed changes, and its replay.
+    # The rule with the changes proposed so far, and its replay.
     self.rule = rule
     self.replay = self._replay(rule)
     self.begins = self._begins()
-    # A fixed S is always the rule's own, whatever S the history begins with.
+    # A fixed rule keeps its own S, whatever S the history begins with.
     if self.count and not self.begins and self.knob("scale") is None:
       self._options["loss_scale"] = float(history.loss_scale[0])
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
-    # log2 of the largest clean S for each step; NaN if every S overflows.
+    # log2 of the largest S at which each step is clean; NaN if no S works.
     self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
     # A larger S saves nothing if the dtype has the range of float32.
@@ -215,7 +215,7 @@ class _Tuning:
 
   @property
   def lost(self) -> npt.NDArray[np.bool_]:
-    """bool[n], the lost steps that another S would have kept."""
+    """bool[n], True for a lost step that another S would have kept."""
     history = self.replay.history
     is_other = np.isnan(history.amax) | np.asarray(self.known.is_callers)
     return history.overflow & ~is_other
@@ -226,7 +226,7 @@ class _Tuning:
 
   @property
   def first_clean(self) -> int:
-    """The first step that was not lost, or the number of steps if all were."""
+    """The index of the first step not lost; the number of steps if all were."""
     return int(np.argmin([*self.replay.history.overflow, False]))
 
   @property
@@ -237,14 +237,14 @@ class _Tuning:
 
   @property
   def source(self) -> str:
-    """A note for figures that are not in the record, else empty."""
+    """A note that figures come from a replay; empty if they were recorded."""
     seen, own = self.history, self.replay.history
     is_same = np.array_equal(seen.loss_scale, own.loss_scale)
     is_same &= np.array_equal(seen.overflow, own.overflow)
     return "" if is_same else " (in a replay)"
 
   def knob(self, column: str) -> _Knob | None:
-    """Returns the argument with this meaning, if the rule has one."""
+    """Returns the argument with this common name, if the rule has one."""
     return _knobs(self.rule).get(column)
 
   def tell(self, reason: str) -> None:
@@ -259,7 +259,7 @@ class _Tuning:
     is_better: _IsBetter,
     is_enough: Callable[[_replay.Replay], bool] = lambda replay: True,
   ) -> bool:
-    """Tries values of an argument; keeps one that suffices, or the best."""
+    """Tries values of an argument; keeps the first good one, or the best."""
     knob = self.knob(column)
     if knob is None:
       return False
@@ -294,13 +294,13 @@ class _Tuning:
     return True
 
   def _begins(self) -> bool:
-    """Returns whether the replay begins with the rule's own first S."""
+    """Returns whether the history begins at the start of a run."""
     if not self.count or int(self.history.step[0]) > 1:
       return False
     scales = np.asarray(self.history.loss_scale)
     is_first = scales[0] == self.replay.history.loss_scale[0]
-    # Even at step 1, S may come from a checkpoint. But an S that never moved
-    # belongs to another rule, which was recorded for a replay.
+    # S may come from a checkpoint even at step 1. But if S never moves, the run
+    # was recorded at a fixed S, in order to replay other rules on it.
     return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.Replay:
@@ -314,11 +314,11 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Medians, since steps differ. Few steps, since training changes the gradients
-  # as well, and S follows them.
+  # Takes medians, because steps vary, and only of nearby steps, because S also
+  # follows the gradients as they change during training.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
-  # Near the limit only small gradients are clean. Small moves may follow amax.
+  # Near the limit overflows hide a large amax; small moves of S may follow it.
   is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
   followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:
@@ -372,7 +372,7 @@ def _look_for_callers(tuning: _Tuning) -> None:
 
 
 def _propose(tuning: _Tuning) -> None:
-  """Adds the proposed changes, then the overflows that no change prevents."""
+  """Adds advice: the changes, then the overflows that no change prevents."""
   _look_at_fixed_scale(tuning)
   if _is_stuck_at_floor(tuning):
     return
@@ -404,7 +404,7 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
   known = np.sort(tuning.stood[np.isfinite(tuning.stood)])
   if knob is None or not known.size:
     return
-  # All but 1 step in 1000 would be clean at this S.
+  # log2 of the S at which all but 1 step in 1000 would be clean.
   stood = math.floor(known[math.floor(known.size / 1000)])
   lost = int(np.sum(tuning.lost))
   spare = stood - math.log2(knob.value)
@@ -420,7 +420,7 @@ def _look_at_fixed_scale(tuning: _Tuning) -> None:
 
 
 def _is_stuck_at_floor(tuning: _Tuning) -> bool:
-  """Returns whether S needs to be below a floor that no argument lowers."""
+  """Proposes a lower floor if S is stuck at it; returns True if that fails."""
   # A step that is applied anyway, as by a disabled scaler, is not lost.
   at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
   if tuning.knob("scale") or not np.any(at_floor):
@@ -428,9 +428,9 @@ def _is_stuck_at_floor(tuning: _Tuning) -> bool:
   floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
   value = _power(math.floor(np.min(tuning.stood[at_floor])))
   seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
-  # A rule may have both arguments, and then both may have to be lowered.
+  # Some rules have `min_scale` and `hold_below`, and may need both lowered.
   proposed = [
-    # Some rules let S fall to this value, others only close to it.
+    # Some rules let S fall to the floor itself, others only close to it.
     tuning.attempt(column, [value, value / 2], seen, _loses_fewer)
     for column in ("min_scale", "hold_below")
   ]
@@ -454,7 +454,7 @@ def _look_at_start(tuning: _Tuning) -> None:
   before = tuning.replay
 
   def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
-    # Values below the first only delay the losses, unless they end them.
+    # Still smaller values must prevent the losses, not just delay them.
     is_worth_it = than is before or tuning.tolerates(replay)
     return is_worth_it and _loses_fewer(replay, than)
 
@@ -570,7 +570,7 @@ def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
 
 
 def _wastes_less(tuning: _Tuning) -> _IsBetter:
-  """Returns a test for 1 bit less headroom without too many overflows."""
+  """Returns a test for replays that save 1 bit of headroom at few overflows."""
   most = max(tuning.replay.lost_steps, tuning.lost_anyway + tuning.tolerated)
   return lambda replay, than: (
     replay.mean_headroom <= than.mean_headroom - 1 and replay.lost_steps <= most
@@ -581,7 +581,7 @@ def _text(value: Any) -> str:
   """Returns a number as a person would write it: 2**15, 1000, 0.5."""
   number = float(value)
   mantissa, exponent = math.frexp(number)
-  # An integer that is a power of two may well be a number of steps.
+  # A small integer is written in full: it may be a number of steps.
   least = 4 if type(value) is float else 16
   if mantissa == 0.5 and abs(exponent - 1) >= least:
     return f"2**{exponent - 1}"
@@ -593,10 +593,10 @@ def _bits(headroom: float) -> str:
 
 
 def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
-  """Returns the arguments that can be tuned, by their meaning."""
+  """Returns the arguments that can be tuned, by their common names."""
   inner = _inner(rule)
   if inner is not None:
-    # The outer rule sets the first S.
+    # The wrapping rule sets the first S.
     return {c: k for c, k in _knobs(inner).items() if c != "init_scale"}
   if isinstance(rule, declaration.PresetLossScale):
     found = _of_preset(rule)
@@ -635,7 +635,7 @@ def _turn(rule: base.LossScale, knob: _Knob, value: Any) -> base.LossScale:
 def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
   arguments = dict(rule.arguments)
   if isinstance(rule.machine, loss_scales.FixedLossScale):
-    # One argument is S, under the system's own name.
+    # One argument is S, under the name that the system gives it.
     fixed = [
       _Knob(name, value)
       for name, value in arguments.items()
@@ -653,6 +653,6 @@ def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
 
 
 def _inner(rule: base.LossScale) -> base.LossScale | None:
-  """Returns the rule inside another rule, such as a warm start."""
+  """Returns the rule that another rule, such as `WarmStart`, wraps."""
   inner = getattr(rule, "rule", None)
   return inner if isinstance(inner, base.LossScale) else None

@@ -22,7 +22,7 @@ class Culprit(NamedTuple):
     path: the path of its leaf, such as "Dense_0/kernel".
     amax: its largest absolute value.
     headroom: how many more times S could have doubled, in bits; -inf if `amax`
-      is inf, and NaN if it is NaN.
+      is inf, and NaN if `amax` is NaN.
   """
 
   path: str
@@ -41,8 +41,8 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
       is that of its larger part.
 
   Returns:
-    A float32[] for each leaf, by its path, such as "Dense_0/kernel"; inf or NaN
-    if the leaf holds one, and NaN if it holds both.
+    A dict from the path of each leaf, such as "Dense_0/kernel", to a float32[].
+    The number is inf or NaN if the leaf holds one, and NaN if it holds both.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -68,16 +68,16 @@ def culprit(
   This gradient keeps S down, so its layer is the one to compute in float32 or
   to check for a fault. An inf takes precedence over a NaN, because a backward
   pass turns inf into NaN in all earlier layers, but never NaN into inf. The
-  call waits for the gradients, so make it only now and then, on the host.
+  call waits for the gradients, so make it only now and then, outside of jit.
 
   If several gradients overflowed, it returns the first in the tree, which need
-  not be the first in time. Ask about a clean step instead, where the least
-  headroom is the answer. Or halve S and compute the gradients of the step again
-  until only one of them is inf; that one is the answer.
+  not be the one that overflowed first. To find that one, pass the gradients of
+  a clean step, which give the leaf with the least headroom. Or halve S and
+  compute the gradients of the step again until only one leaf has an inf.
 
   Args:
-    scaled_grads: the pytree that `loss_scaling` would take.
-    check: the check of `loss_scaling`, for the dtypes of the computation.
+    scaled_grads: the pytree to pass to the `update` of `loss_scaling`.
+    check: the check of `loss_scaling`, which names the computation's dtypes.
 
   Returns:
     The leaf's path, amax and headroom.
@@ -118,7 +118,7 @@ def culprit(
     limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
     amax = float(amaxes[path])
     found.append(Culprit(path, amax, _headroom(amax, limit)))
-  # inf, then NaN, then the least headroom.
+  # An inf comes first, then NaN, then the least headroom.
   return min(
     found,
     key=lambda x: (
@@ -139,8 +139,8 @@ def _headroom(amax: float, limit: float) -> float:
   return largest_exponent - exponent + math.log2(largest / fraction)
 
 
-# Compiled, since each operation would otherwise write as much as it reads.
+# Jitted, since each operation would otherwise write as much as it reads.
 @jax.jit
 def _amaxes(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the amax of each array, in its own dtype or a wider one."""
+  """Returns the amax of each array, in the array's dtype or a wider one."""
   return {path: bits.amax(bits.parts(x)) for path, x in named.items()}

@@ -1,4 +1,4 @@
-"""The gradients of a tree: their names, their parts, and counts over them."""
+"""The gradients of a tree by name, and counts over their elements."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._base import leaves
 
-# How many elements a CPU processes at a time: intermediate values stay in its
-# cache, and no array as large as the gradients is made.
+# How many elements a CPU processes at a time. Intermediate values of so few fit
+# in its cache, so no array as large as the gradients is needed.
 _BLOCK = 1024
 
 
@@ -24,7 +24,7 @@ def named(tree: Any) -> dict[str, jax.Array]:
   for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree)):
     if leaves.is_gradient(leaf) and not leaves.overwrites(path):
       name = leaves.path_name(path)
-      # A key may itself contain a slash.
+      # Two names may be equal, since a key may contain a slash.
       found[jax.tree_util.keystr(path) if name in found else name] = leaf
   return found
 
@@ -32,7 +32,7 @@ def named(tree: Any) -> dict[str, jax.Array]:
 def count(
   tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
 ) -> jax.Array:
-  """Returns the counts of `tally` over arrays, reading each element once."""
+  """Counts the elements of arrays with `tally`, reading each element once."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   if jax.default_backend() != "cpu" or not all(x.empty for x in meshes):
     # An accelerator reads and counts in one kernel, and a block of a sharded

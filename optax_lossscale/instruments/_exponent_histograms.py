@@ -1,4 +1,4 @@
-"""Histograms of exponents, which show where gradients live."""
+"""Histograms of exponents, which show where gradients lie."""
 
 import functools
 import math
@@ -25,8 +25,8 @@ _MOST = 2**32 - 1
 class ExponentHistogram(NamedTuple):
   """The number of elements at each exponent, floor(log2 |g|).
 
-  A pytree of counts. Add them over steps with `jax.tree.map(jnp.add, a, b)`,
-  and over the devices of a `shard_map` with `jax.lax.psum(histogram, "data")`.
+  It is a pytree of counts. `jax.tree.map(jnp.add, a, b)` adds two histograms,
+  and `jax.lax.psum(histogram, "data")` adds those of a `shard_map`'s devices.
 
   Attributes:
     counts: uint32[277], how many non-zero finite elements have each exponent,
@@ -74,7 +74,7 @@ class ExponentHistogram(NamedTuple):
 
     Args:
       low: the lowest exponent.
-      high: the exponent at which to stop, not included.
+      high: the first exponent that is not included.
 
     Returns:
       A share from 0 to 1; 0 if the histogram is empty.
@@ -92,16 +92,16 @@ class ExponentHistogram(NamedTuple):
 def exponent_histogram(tree: Any) -> ExponentHistogram:
   """Returns the number of elements of a tree at each exponent.
 
-  It shows how much of the gradients a format can hold and where S would move
-  them. Usable inside jit. Each element is read once and classified by its bits,
-  so subnormal numbers are distinguished from 0 even if a backend flushes them.
+  It shows which gradients a format can hold and where S would move them. It is
+  usable inside jit. Each element is read once and classified by its bits, so
+  subnormal numbers do not count as 0 even on a backend that flushes them to 0.
 
   Args:
     tree: gradients or any other arrays. Leaves that are not floating or complex
       are left out, and so is Flax's `_overwrite_with_gradient`. Each part of a
-      complex number is an element. float64 elements outside the exponents of
-      float32 count at its lowest or highest one. Under `shard_map` each device
-      counts its own elements.
+      complex number is an element. float64 elements below or above the range
+      of float32 count at its lowest or highest exponent. Under `shard_map` each
+      device counts its own elements.
 
   Returns:
     The histogram; read its `counts`, `zeros`, `subnormals` and `nonfinite` on
@@ -147,7 +147,7 @@ def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
     tree: as for `exponent_histogram`.
 
   Returns:
-    The histograms by the path of their leaf, such as "Dense_0/kernel".
+    A histogram for each leaf, by its path, such as "Dense_0/kernel".
 
   Raises:
     ValueError: if a leaf has 2**32 elements or more.
@@ -183,7 +183,7 @@ def _empty() -> ExponentHistogram:
   )
 
 
-# Compiled even if the caller is not, since each operation would otherwise write
+# Jitted even if the caller is not, since each operation would otherwise write
 # arrays as large as the gradients.
 @jax.jit
 def _histogram(x: jax.Array) -> ExponentHistogram:
@@ -213,14 +213,14 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
 
 
 def _by_scatter(x: jax.Array, length: int) -> jax.Array:
-  """Returns uint32[length] by one addition per element, best on a CPU.
+  """Returns the counts, uint32[length], by one addition per element.
 
-  Comparing each element with every exponent takes a CPU fifty times as long.
+  On a CPU, comparing each element with every exponent is fifty times slower.
   """
   axis_types = jax.typeof(x).sharding.mesh.axis_types
   if AxisType.Explicit not in axis_types:
     return _scatter(x, length)
-  # JAX has no rule for a scatter in explicit mode. The compiler has one: each
+  # JAX cannot shard a scatter in explicit mode, but the compiler can: each
   # device counts its part, and the counts are added.
   replicated = jax.NamedSharding(jax.typeof(x).sharding.mesh, jax.P())
   counts: jax.Array = jax.sharding.auto_axes(
@@ -245,10 +245,10 @@ def _scatter(x: jax.Array, length: int) -> jax.Array:
 
 
 def _by_comparison(x: jax.Array, length: int) -> jax.Array:
-  """Returns uint32[length] by sums, one pass on every accelerator."""
+  """Returns the counts, uint32[length], in one pass on an accelerator."""
   bits = _bits.magnitude_bits(x)
   fraction_bits = int(jnp.finfo(x.dtype).nmant)
-  # The bits of every power of two and of inf; bits are ordered like values.
+  # The bits of every power of two and of inf. Larger values have larger bits.
   powers = [1 << place for place in range(fraction_bits)]
   powers += [
     exponent << fraction_bits for exponent in range(1, length - fraction_bits)

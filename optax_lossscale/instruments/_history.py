@@ -18,17 +18,17 @@ from optax_lossscale._step import states
 
 
 class History(NamedTuple):
-  """Some steps of a run in order: what the rule saw, and the S that it chose.
+  """Steps of a run in order: the S that each used, and what the rule saw.
 
-  `history` makes one from the state of `record`, and `read_history` from a
-  file; `replay`, `advise` and the functions of `plot` take one.
+  Get a `History` from `history` or `read_history`, and pass it to `replay`,
+  `advise` or the functions of `plot`.
 
   Attributes:
-    step: int64[n], the step's number, from 1; skipped steps count.
+    step: int64[n], the number of the step, from 1, counting skipped steps.
     loss_scale: float32[n], the S that the step used.
-    amax: float32[n], the largest absolute value among its scaled gradients; NaN
-      if one of them was NaN.
-    overflow: bool[n], True if its gradients were unusable.
+    amax: float32[n], the largest absolute value among the step's scaled
+      gradients; NaN if one of them was NaN.
+    overflow: bool[n], True if the step's gradients were unusable.
 
   Examples:
     >>> import numpy as np
@@ -62,8 +62,8 @@ class History(NamedTuple):
 
     Returns:
       float64[n], in bits; NaN if amax is inf or NaN, since its true size is
-      unknown, and inf if amax is 0. It may exceed the 126 bits that a step
-      reports.
+      unknown, and inf if amax is 0. The headroom may exceed 126 bits, the most
+      that a step reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
@@ -81,10 +81,10 @@ class RecordState(NamedTuple):
   Attributes:
     recorded_state: the state of the recorded optimizer.
     recorded_steps: int32[], the number of steps so far.
-    recorded_scale: float32[capacity], the S that a step used; 1 for a step
-      whose loss was not scaled.
-    recorded_amax: float32[capacity], the amax of its scaled gradients.
-    recorded_overflow: bool[capacity], True if its gradients were unusable.
+    recorded_scale: float32[capacity], the S that the step used; 1 if its
+      loss was not scaled.
+    recorded_amax: float32[capacity], the amax of the step's scaled gradients.
+    recorded_overflow: bool[capacity], True if the gradients were unusable.
   """
 
   recorded_state: Any
@@ -97,11 +97,11 @@ class RecordState(NamedTuple):
 def record(
   tx: optax.GradientTransformation, capacity: int, *, path: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it keeps its last steps in its state.
+  """Wraps an optimizer so that its state records the last steps.
 
-  S, amax and the overflow of each step are written to arrays in the state, 9
-  bytes a step, on the device and inside jit, without waiting for the host.
-  `history` reads them at any time.
+  For each step, S, amax and the overflow flag, 9 bytes in all, are written to
+  arrays in the state. This works inside jit and does not wait for the host.
+  `history` reads these arrays at any time.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
@@ -109,14 +109,14 @@ def record(
     path: which scale, if `tx` holds several. See `get_loss_scale`.
 
   Returns:
-    A transformation whose state is a `RecordState` around that of `tx`. The
-    loss scale in it is found as before.
+    A transformation whose state is a `RecordState` around the state of `tx`.
+    `get_loss_scale` and the like work on it as before.
 
   Raises:
     TypeError: if an argument has the wrong type.
     ValueError: if `capacity` is below 1; from `init`, if `tx` holds no loss
       scaling, or several and no path is given; from `update`, if the state is a
-      record of another capacity.
+      record with a different capacity.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -180,8 +180,8 @@ def record(
 def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
   """Returns the steps that `record` has kept, in order.
 
-  It fetches them from the device, so call it outside of jit. See `record` for
-  an example.
+  It fetches the steps from the device, so call it outside of jit. See `record`
+  for an example.
 
   Args:
     opt_state: the state of an optimizer wrapped by `record`, or any pytree that
@@ -189,11 +189,11 @@ def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
     path: which record, if `opt_state` holds several. The error lists the paths.
 
   Returns:
-    All steps so far, or the last `capacity` of them if there are more.
+    The steps so far, but at most the last `capacity` steps.
 
   Raises:
     ValueError: if `opt_state` holds no record, or several and no path is given;
-      if the record is of several runs at once; or if it is being traced.
+      if the record is a stack of several runs; or if it is being traced.
   """
   found = _find_record(opt_state, path)
   ring = found[1:]
@@ -202,7 +202,7 @@ def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
       "`opt_state` must be known, got one that JAX is tracing: read the "
       "history outside of jit, of the state that the train step returned."
     )
-  # Converted by JAX first, since Flax NNX keeps each array in a variable.
+  # JAX converts the arrays first, since Flax NNX keeps each in a variable.
   steps, scales, amaxes, overflows = (np.asarray(jnp.asarray(x)) for x in ring)
   if steps.ndim:
     raise ValueError(

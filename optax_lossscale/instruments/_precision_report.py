@@ -1,4 +1,4 @@
-"""Counts the operations in low precision, and says why others are not."""
+"""Counts the operations in low precision, and explains the others."""
 
 import collections
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
-# A longer table is shortened by cutting its scopes.
+# The most rows of a table; a longer one is shortened by merging scopes.
 _MOST_ROWS = 24
 
 
@@ -22,11 +22,11 @@ class PrecisionReport(NamedTuple):
   """The findings of `precision_report`; print it for a table.
 
   Attributes:
-    products: how many there are in each dtype, such as {"float16": 11}.
-    in_branches: how many of them are in branches of a `cond`.
-    counts: the number of operations of each name, by scope, dtype and reason
-      for float32. The reason ends with "in a loop" if they run several times
-      but count once, and with "in a branch" if they may not run.
+    products: the number of products in each dtype, such as {"float16": 11}.
+    in_branches: how many products are in branches of a `cond`.
+    counts: the number of operations of each name, by (scope, dtype, reason for
+      float32). The reason ends with "in a loop" if the operations may run many
+      times but count once, and with "in a branch" if they may not run.
   """
 
   products: Mapping[str, int]
@@ -74,25 +74,25 @@ def precision_report(
   """Counts the operations of a function below float32, and explains the rest.
 
   The results of a model do not show whether it runs in float16. This traces
-  `fun` and counts the floating operations in its program, whether `autocast`, a
-  layer's `dtype=` or an argument's dtype lowered them. Nothing runs. Pass a
+  `fun`, without running it, and counts its floating-point operations, whether
+  `autocast`, a layer's `dtype=` or an argument's dtype lowered them. Pass a
   loss function to see the forward pass, or the train step to see all of it.
 
-  Operations in float32 have the reason of `autocast`, such as "black list"
-  (docs/autocast.md explains them), and backward operations that of their
-  forward pass. "as written" marks what autocast leaves alone or does not see,
-  such as the optimizer. Conversions do not count, nor do moves and comparisons.
-  A product is low if its result is, or if all of its inputs are.
+  Operations in float32 come with `autocast`'s reason, such as "black list" (see
+  docs/autocast.md); those of the backward pass have the forward pass's reason.
+  "as written" marks operations that autocast leaves alone or does not see, such
+  as the optimizer's. Conversions, moves and comparisons do not count. A product
+  counts as low precision if its result or all of its inputs are.
 
   Args:
-    fun: any function that JAX can trace, jitted or not. It is traced again.
+    fun: any function that JAX can trace, jitted or not.
     *args: its arguments.
     **kwargs: its keyword arguments.
 
   Returns:
     The report: print it for a table, log its `line`, test its `products`. With
-    a precision schedule it covers both branches; `state.low` of the schedule
-    says which of them runs next.
+    a precision schedule the report covers both branches; the schedule's
+    `state.low` says which branch runs next.
 
   Raises:
     TypeError: if `fun` is not a function.

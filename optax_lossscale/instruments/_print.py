@@ -27,11 +27,11 @@ def print_loss_scale(
   """Prints one line about the loss scale at regular intervals.
 
   It works inside jit and does not block: the line appears once the device has
-  finished the step. With several devices or processes, only one of them prints.
+  finished the step. With several devices or processes, only one prints.
 
   Args:
     opt_state: the state that `update` returned.
-    every: prints on each step whose number this divides; skipped steps count.
+    every: prints a line every so many steps, counting skipped steps.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Raises:

@@ -19,11 +19,11 @@ from optax_lossscale.instruments import _history
 
 _FLOAT16 = np.dtype(np.float16)
 
-# An S within this relative distance of the recorded one differs from it only by
-# the rounding of compilers.
+# An S this close to the recorded S differs from it only by rounding.
 _ROUNDING = 2.0**-12
 
-# In steps and bits. S caused 3000 NaN in small runs; none was this clear.
+# S is not the cause of a NaN if so many clean steps on each side have this much
+# headroom, in bits. None of 3000 NaN that S caused in small runs met this.
 _NEAR = 16
 _CLEAR = 6.0
 
@@ -33,8 +33,8 @@ class Replay(NamedTuple):
 
   Attributes:
     history: the same steps with the S of this rule.
-    skipped: bool[n], True if the optimizer would not have run.
-    stalled: bool[n], True if S could not follow an overflow.
+    skipped: bool[n], True if the step would have been skipped.
+    stalled: bool[n], True if S had to move but could not, as at its floor.
     dtype: the computation's dtype.
   """
 
@@ -50,7 +50,7 @@ class Replay(NamedTuple):
 
   @property
   def stalled_steps(self) -> int:
-    """The number of overflows that S could not follow, such as at its floor."""
+    """The number of steps on which S had to move but could not."""
     return int(np.sum(self.stalled))
 
   @property
@@ -89,31 +89,31 @@ def replay(
 
   It compares rules in a second, without training: each step has the recorded
   amax, rescaled to the S of this rule, and moves S as the wrapper would. It
-  cannot show how losing or keeping a step changes the training after it, and
-  rules that measure more than amax see amax alone.
+  cannot show how losing or keeping a step changes the training after it. A rule
+  that measures more than amax only gets amax.
 
-  A recorded overflow carries little information. It is interpreted as follows:
+  A recorded overflow carries little information. A replay reads it as follows:
 
   - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
-    step is taken as clean, with an amax of max / S0 times S, the largest that
-    is clean up to S0. The true one may have been larger.
+    step counts as clean, with an amax of max / S0 times S, the largest amax
+    that is clean up to S0. The true amax may have been larger.
   - amax is finite and less than 1 bit below the dtype's limit, as in
-    saturation: the same, with the recorded amax.
+    saturation: the same, but with the recorded amax.
   - amax is finite and 1 bit or more below the limit: the cause is not S, but
     the caller's `overflow=`, such as a limit on the norm, or a status register.
     The step overflows at every S.
-  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. It
-    is NaN at every S only if the clean step before or after it had an S of S0
-    or more, and the 16 before and after it would all have left 6 bits at S0.
+  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. But
+    the step is NaN at every S if the last or next clean step had an S of S0 or
+    more, and the 16 clean steps on each side would all have 6 bits left at S0.
 
-  So compare rules on a history with few overflows.
+  Therefore compare rules on a history with few overflows.
 
   Args:
     rule: any rule.
     history: the recorded steps of a run with any rule.
-    dtype: the computation's dtype, here and in the history.
-    saturating: whether the computation clips. An amax of the dtype's largest
-      finite value is then an overflow as well, and inf does not occur.
+    dtype: the computation's dtype, in the recorded run and in the replay.
+    saturating: whether overflows become the dtype's largest finite value. An
+      amax of that value then counts as an overflow, and inf does not occur.
     loss_scale: the first S, for a history that begins in the middle of a run;
       by default the rule's own.
 
@@ -171,18 +171,18 @@ def check_history(history: Any) -> None:
 
 
 class Known(NamedTuple):
-  """Facts about each step that hold at any S; each field is an array of [n]."""
+  """The facts about each step that hold at any S, in arrays of shape [n]."""
 
   # amax / S as mantissa * 2**exponent, since it may not be a normal float32.
   mantissa: Any
   exponent: Any
-  is_nan: Any  # At every S.
+  is_nan: Any  # NaN at every S.
   is_doubtful: Any  # NaN, perhaps at every S.
   is_callers: Any  # An overflow at every S, with amax well below the limit.
-  is_bound: Any  # amax / S was at least this.
+  is_bound: Any  # The true amax / S may be larger.
   failed_at: Any  # This S and all larger ones overflow.
-  loss_scale: Any  # As recorded, and so is amax.
-  amax: Any
+  loss_scale: Any  # As recorded.
+  amax: Any  # As recorded.
 
 
 def limit_of(dtype: Any) -> float:
@@ -197,7 +197,7 @@ def known_steps(history: _history.History, limit: float) -> Known:
   amax = np.float64(history.amax)
   is_nan, is_doubtful = _lasting_nans(history, limit)
   failed = (np.asarray(history.overflow) | ~np.isfinite(amax)) & ~is_nan
-  # One bit allows for rounding, and for what amax itself does not show.
+  # One bit allows for rounding and for overflows that amax does not show.
   is_callers = failed & (amax <= limit / 2)
   failed &= ~is_callers
   is_bound = failed & (~np.isfinite(amax) | (amax == limit))
@@ -232,19 +232,19 @@ def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
 def _lasting_nans(
   history: _history.History, limit: float
 ) -> npt.NDArray[np.bool_]:
-  """Returns bool[2, n]: NaN probably at every S, and NaN that S may prevent."""
+  """Returns bool[2, n]: steps probably NaN at every S, and doubtful ones."""
   is_nan = np.isnan(history.amax)
   found = np.zeros((2, is_nan.size), bool)
   (clean,) = np.nonzero(~np.asarray(history.overflow) & ~is_nan)
   if not clean.size:
-    # S may still be falling towards one that is clean.
+    # S may still be falling to a value at which steps are clean.
     return found
   (nans,) = np.nonzero(is_nan)
   near = np.searchsorted(clean, nans) + np.arange(-_NEAR, _NEAR)[:, None]
   near = clean[np.clip(near, 0, clean.size - 1)]
   scale = np.asarray(history.loss_scale, np.float64)
   has_stood = np.any(scale[near[_NEAR - 1 : _NEAR + 1]] >= scale[nans], axis=0)
-  # Clean steps prove little if this S would bring them close to the limit.
+  # Clean steps prove little if the NaN's S would bring them near the limit.
   largest = np.max(history.unscaled_amax[near], axis=0)
   is_clear = largest * scale[nans] <= limit * 2.0**-_CLEAR
   found[:, nans] = has_stood & is_clear, has_stood & ~is_clear
@@ -252,10 +252,10 @@ def _lasting_nans(
 
 
 def _steps_of(rule: base.LossScale) -> Any:
-  """Returns the compiled loop of a rule, shared by equal rules."""
+  """Returns a rule's jitted loop over steps, which equal rules share."""
   try:
     hash(rule)
-  except TypeError:  # For example, a user's rule that holds an array.
+  except TypeError:  # A user's rule may hold an array.
     return jax.jit(functools.partial(_steps, rule))
   return functools.partial(_steps_of_hashable, rule)
 
@@ -273,7 +273,7 @@ def _steps(
     loss_scale = jnp.asarray(state.loss_scale, jnp.float32)
     mantissa, exponent = jnp.frexp(loss_scale)
     amax = jnp.ldexp(known.mantissa * mantissa, known.exponent + exponent)
-    # At the recorded S, amax is used without rounding.
+    # At the recorded S the recorded amax is used, to avoid rounding.
     error = jnp.abs(loss_scale - known.loss_scale)
     is_same = error <= known.loss_scale * _ROUNDING
     amax = jnp.where(is_same, known.amax, amax)

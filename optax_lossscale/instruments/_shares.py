@@ -1,4 +1,4 @@
-"""The shares of values that are lost for lack of range or precision."""
+"""The shares of gradients that underflow and of updates rounded away."""
 
 import functools
 import math
@@ -26,8 +26,8 @@ def underflow_fraction(
   with |S g| <= 2**-25; elements between that and the smallest subnormal number,
   2**-24, are rounded up. The share is exact: S g is rounded like a float32
   product that is then converted to `dtype`, both to nearest with ties to even.
-  Bits are compared, so it is the same on a backend that flushes subnormal
-  numbers to 0. Usable inside jit.
+  It compares bits, so the result is the same on a backend that flushes
+  subnormal numbers to 0. It is usable inside jit.
 
   Args:
     tree: true gradients, in a wider dtype than `dtype`. Leaves that are not
@@ -40,7 +40,7 @@ def underflow_fraction(
 
   Returns:
     float32[], from 0 to 1; 0 if all elements are 0. Under `shard_map` each
-    device has its own.
+    device gets the share of its own elements.
 
   Raises:
     TypeError: if `dtype` is not a floating-point dtype.
@@ -79,16 +79,16 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
   Args:
     params: the parameters, of any dtype.
-    updates: the optimizer's updates for them, as `optax.apply_updates` takes
-      them. Leaves that are not floating or complex are left out, and so is
-      Flax's `_overwrite_with_gradient`.
+    updates: the optimizer's updates, as for `optax.apply_updates`. Leaves that
+      are not floating or complex are left out, and so is Flax's
+      `_overwrite_with_gradient`.
 
   Returns:
     float32[], from 0 to 1; 0 if all updates are 0. Under `shard_map` each
-    device has its own. A complex number is one element.
+    device gets the share of its own updates. A complex number is one element.
 
   Raises:
-    ValueError: if an update has no parameter, or its parameter another shape.
+    ValueError: if an update has no parameter, or differs from it in shape.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -120,8 +120,8 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
 
 
 def _share(counts: Any) -> jax.Array:
-  """Returns the sum of the first counts over the sum of the second ones."""
-  # In float32, since a uint32 sum over many leaves could wrap around.
+  """Returns the sum of the first counts divided by that of the second."""
+  # Adds in float32, since a uint32 sum over many leaves could wrap around.
   lost, of = sum(
     (pair.astype(jnp.float32) for pair in counts),
     start=jnp.zeros(2, jnp.float32),
@@ -131,7 +131,7 @@ def _share(counts: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
-  """Returns uint32[2]: how many become 0 in `target`, how many are not 0."""
+  """Returns uint32[2]: how many become 0 in `target`, how many are non-zero."""
 
   def tally(x: jax.Array) -> jax.Array:
     x = x.astype(_bits.carrier(x.dtype))
@@ -141,7 +141,7 @@ def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
 
 
 def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
-  """Returns uint32[2]: how many are in both, and how many are in the second."""
+  """Returns uint32[2]: the size of `where & among`, and that of `among`."""
   return jnp.stack(
     [jnp.sum(where & among, dtype=jnp.uint32), jnp.sum(among, dtype=jnp.uint32)]
   )
@@ -150,17 +150,17 @@ def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
 def _becomes_zero(
   x: jax.Array, loss_scale: jax.Array, target: Any
 ) -> jax.Array:
-  """Returns where S x becomes 0, rounded to float32 at least, then to `target`.
+  """Returns where S x, rounded to at least float32, becomes 0 in `target`.
 
-  The exact product, held in two integers, is compared with the largest one that
-  is rounded to 0. So no floating-point operation meets a subnormal number,
-  which a backend may flush. For bfloat16 and float32 the product itself is
-  subnormal precisely where it matters.
+  The exact product, held in two integers, is compared with the largest product
+  that is rounded to 0. No floating-point operation sees a subnormal number,
+  which a backend may flush to 0. In bfloat16 and float32, the products close to
+  that limit are subnormal themselves.
   """
   wide = jnp.finfo(leaves.at_least_float32(x.dtype))
   unsigned, width = jnp.dtype(f"uint{wide.bits}").type, wide.bits
   # Half of the smallest number of `target` is a tie, and 0 is even. Rounding in
-  # `wide` takes products up to half a bit above that half down to it.
+  # `wide` brings products up to half a bit above the tie down to it.
   half = math.frexp(float(jnp.finfo(target).smallest_subnormal))[1] - 2
   half_bit = min(wide.nmant, half - (wide.minexp - wide.nmant)) + 1
   largest = 1 << (width - 2)

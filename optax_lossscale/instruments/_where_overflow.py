@@ -31,10 +31,10 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _history
 
-# JAX writes this around the scopes of the backward pass.
+# JAX writes this around the scope of an operation of the backward pass.
 _TRANSPOSE = "transpose("
 
-# A line of code as JAX writes it, with its column and its function.
+# A stack frame as JAX writes it: the line of code, column and function.
 _FRAME = re.compile(r"(?P<line>.+?:\d+)(?::\d+)? \((?P<function>.*)\)")
 _HERE = pathlib.Path(__file__).parents[1]
 _INTERPRETERS = (str(_HERE / "_autocast"), str(_HERE / "_jaxpr"))
@@ -45,7 +45,7 @@ _LIBRARIES = (
   sysconfig.get_path("platlib"),
 )
 
-# The kind of an argument that holds inf or NaN.
+# The `kind` of a `Place` that is an argument with inf or NaN.
 _NONFINITE = "nonfinite"
 _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 
@@ -53,22 +53,22 @@ _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 class Place(NamedTuple):
   """An operation that overflowed; `str()` describes it in a sentence.
 
-  If no operation overflowed, it is a non-finite argument instead.
+  If no operation overflowed, it describes a non-finite argument instead.
 
   Attributes:
-    operation: JAX's name for it, such as "mul" or "dot_general"; "argument" for
-      an argument.
+    operation: JAX's name for the operation, such as "mul" or "dot_general";
+      "argument" for an argument.
     kind: "overflow"; "undefined" if the result has no finite value in any
       dtype, such as 1/0 or log 0; "nonfinite" if an argument holds inf or NaN.
-    layer: its scope, such as "LeNet5/conv1", as Flax Linen and
-      `jax.named_scope` write it; empty if it has no scope. For an argument, its
-      path, such as "batch['x']".
-    backward: True if it is in the backward pass.
+    layer: the operation's scope, such as "LeNet5/conv1", as Flax Linen and
+      `jax.named_scope` record it; empty if it has no scope. For an argument,
+      its path, such as "batch['x']".
+    backward: True if the operation is in the backward pass.
     dtype: the dtype of its result.
     shape: the shape of its result; in a `shard_map`, that of one device's part.
     elements: how many elements of the result overflowed, on all devices.
-    iterations: the iteration of each loop around it, the outermost first, from
-      0. For a scan, the index into the scanned arrays, even if the backward
+    iterations: the iteration of each enclosing loop, counted from 0, outermost
+      first. For a scan, the index into the scanned arrays, even if the backward
       pass scans them in reverse.
     source: the line of code, as "file:line"; None if JAX has not recorded it.
   """
@@ -114,28 +114,28 @@ def where_overflow(
   """Returns a function that finds the first operation of `fun` to overflow.
 
   Gradients show where inf and NaN ended up, not where they began. This runs
-  `fun` and names the operation that made the first one, with its layer and line
+  `fun` and names the first operation that overflowed, with its layer and line
   of code. Wrap the function that computes the gradients, and call the result
   with the parameters, the opt_state and the batch of the step that was skipped.
 
-  An operation overflowed if `float_status` says so. Operations are ordered as
-  `fun` is written: the forward pass before the backward pass, iteration after
-  iteration. With several devices, the earliest on any of them counts. Later
-  overflows may be consequences of the first, so fix that one and look again.
+  An operation overflowed if `float_status` would report it. Operations are
+  ordered as in `fun`: the forward pass before the backward pass, and loops one
+  iteration after another. With several devices, the first overflow on any of
+  them counts. Later overflows may follow from the first: fix it, then rerun.
 
   If no operation overflowed, inf or NaN may have come in with an argument, such
   as a batch or parameters. The result is then the first argument, of any
   floating dtype, that holds inf or NaN. The states of loss scaling and of
-  `record` do not count. The -inf of a mask does, though it may be intended.
+  `record` are not examined. A mask's -inf counts, even if it is intended.
 
   Args:
-    fun: any function that JAX can trace, as for `float_status`. Its result is
-      not used.
+    fun: any function that JAX can trace, as for `float_status`. The result of
+      `fun` is not used.
     dtypes: the floating dtypes whose operations are examined, one or several.
     check: `nonfinite()`, or `saturated()` for hardware that saturates.
-    undefined: whether an operation without a finite value (1/0, log 0) counts
-      as well, if it comes first. Pass False to look past a harmless one, such
-      as in the branch of a `jnp.where` that is not taken.
+    undefined: whether an operation whose exact result is not finite (1/0, log
+      0) counts as well. Pass False to ignore harmless ones, such as those in
+      the branch that a `jnp.where` does not select.
 
   Returns:
     A function with the arguments of `fun` that returns a `Place`, or None if
@@ -144,7 +144,7 @@ def where_overflow(
   Raises:
     TypeError: if `fun` is not a function, `dtypes` holds anything but floating
       dtypes, or `check` is not a check or is for another dtype.
-    ValueError: from the returned function, under jit, grad, vmap and the like.
+    ValueError: if the returned function is traced, as under jit, grad or vmap.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -179,7 +179,7 @@ def where_overflow(
       return result[1]
 
     first = jax.device_get(jax.jit(run)(*recording.operands))
-    # Negative for 2^31 elements of one result or more, in two's complement.
+    # Compared with 0 because a count of 2^31 elements or more is negative.
     if first.elements == 0:
       return _nonfinite_argument(fun, args, kwargs)
     return _describe(rule.results[int(first.place)], first)
@@ -193,9 +193,9 @@ def _nonfinite_argument(
   """Returns the place of the first argument that holds inf or NaN."""
   try:
     named = inspect.signature(fun).bind(*args, **kwargs).arguments
-  except (TypeError, ValueError):  # No signature, or a wrapped function's.
+  except (TypeError, ValueError):  # `fun` has no signature, or a wrong one.
     named = {"args": args, "kwargs": kwargs}
-  # These keep the amax of a step, which may be inf.
+  # Both states hold the amax of past steps, which may be inf.
   kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
     leaves = jax.tree.leaves_with_path(
@@ -237,24 +237,24 @@ def _check_eager(values: Iterable[Any]) -> None:
 class _First(NamedTuple):
   """The first failed result in the part of a program that has run."""
 
-  # int32[], how many of its elements failed; 0 if no result did.
+  # int32[], how many elements of the result failed; 0 if no result did.
   elements: Any
   # int32[], the index of the result in `_Looking.results`.
   place: Any
-  # int32[], how many results were examined before it.
+  # int32[], how many results were examined before this one.
   time: Any
-  # int32[depth], the round of each loop around it, the outermost first.
+  # int32[depth], the iteration of each enclosing loop, outermost first.
   iterations: Any
   # int32[], how many results were examined in all.
   ran: Any
-  # int32[], how many rounds of the current loop are over.
+  # int32[], the number of finished iterations of the current loop.
   rounds: Any
 
 
 class _Result(NamedTuple):
   """One result of an operation, and one way in which it may fail."""
 
-  around: tuple[core.JaxprEqn, ...]  # The outermost first.
+  around: tuple[core.JaxprEqn, ...]  # Enclosing equations, outermost first.
   equation: core.JaxprEqn
   variable: core.Var
   kind: str  # As in `Place`.
@@ -318,7 +318,7 @@ class _Looking(throughout.CountingRule):
     counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
     stacked = _First(*(_stack(x) for x in zip(*counts, strict=True)))
     before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
-    # The first one that failed; index 0 if all are clean.
+    # The first count with a failure; index 0 if no count has one.
     which = jnp.argmax(stacked.elements != 0)
     return _First(
       elements=_at(which, stacked.elements),
@@ -363,7 +363,7 @@ class _Looking(throughout.CountingRule):
 
 
 def _stack(values: Sequence[Any]) -> Any:
-  """Returns stacked values; NumPy values give a NumPy array."""
+  """Stacks values; the result is a NumPy array if all values are."""
   if all(isinstance(x, np.ndarray | np.generic) for x in values):
     return np.stack(values)
   return jnp.stack(values)
@@ -386,7 +386,7 @@ def _loop_depth(jaxpr: Any) -> int:
 
 
 def _describe(result: _Result, first: _First) -> Place:
-  """Returns the place of a result."""
+  """Returns the `Place` of the first result that failed."""
   equations = [*result.around, result.equation]
   stacks = [str(x.source_info.name_stack) for x in equations]
   aval: Any = result.variable.aval
@@ -407,7 +407,7 @@ def _iterations(
   around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
 ) -> tuple[int, ...]:
   loops = [x for x in around if calls.is_loop(x)]
-  # Other parts of the program may have deeper loops.
+  # `rounds` is longer if loops elsewhere in the program are nested deeper.
   return tuple(
     loop.params["length"] - 1 - int(number)
     if loop.params.get("reverse")
@@ -423,16 +423,16 @@ def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
   for call in reversed(around):
     if call.primitive is not primitives.jit_p:
       continue
-    # JAX traces a jitted function once. If it is a library's own, without any
-    # line of the user's, it shows the lines of its first caller.
+    # JAX traces a jitted function once. A library's function that runs no code
+    # of the user's has the frames of its first caller.
     name = call.params["name"]
     if all(function.split(".")[-1] != name for _, function in frames):
       frames = _frames(call)
   if not frames or frames[0][0].startswith(_INTERPRETERS):
-    # Evaluated again by `autocast` or the like; its caller says nothing.
+    # `autocast` or the like evaluated the equation; its frames say nothing.
     return None
   lines = [line for line, _ in frames]
-  # A user's line is further out than that of the library's layer it calls.
+  # The user's line is farther out than the library code that it calls.
   own = [line for line in lines if not line.startswith(_LIBRARIES)]
   return (own or lines)[0]
 

@@ -1,4 +1,4 @@
-"""Histories in files, written by `train` or by users."""
+"""Reads and writes histories in CSV and JSON files."""
 
 import collections
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from optax_lossscale.instruments import _history
 
 _Path = str | os.PathLike[str]
 
-# The names of the columns that are read.
+# The names of the columns that make up a history.
 _COLUMNS = ("amax", "loss_scale", "overflow", "step")
 
 
@@ -31,24 +31,24 @@ def read_history(
   r"""Reads a history from a CSV or JSON file.
 
   A CSV file needs a column `amax`, scaled by the `loss_scale` of the same row.
-  Without a column `loss_scale`, S was 1. `overflow` (0 or 1; by default,
-  whether amax is inf or NaN) and `step` (not negative, increasing) are
+  Without a column `loss_scale`, S is 1. The columns `overflow` (0 or 1; by
+  default, whether amax is inf or NaN) and `step` (not negative, increasing) are
   optional, as are `run` and `seed`, which distinguish several runs in one file.
   Steps with an empty amax or loss_scale were not scaled and are left out.
-  Semicolons or tabs may separate the columns, but decimals always have a point.
+  Semicolons or tabs may separate the columns. The decimal mark is a point.
 
   A JSON file has the columns as lists, `{"amax": [...], "loss_scale": [...]}`,
-  and may have the label of its one `run`. A single loss_scale applies to all
-  steps; a list of amax alone will do. Several runs have the form `{"runs":
-  [{"run": "a", "seed": 0, "history": {"amax": [...]}}]}`. inf and NaN may be
-  the strings "inf" and "nan", and null means empty.
+  and may label its only run, `"run": "a"`. A single loss_scale applies to all
+  steps. The file may also be a list, which is then amax. Several runs have the
+  form `{"runs": [{"run": "a", "seed": 0, "history": {"amax": [...]}}]}`. inf
+  and NaN may be the strings "inf" and "nan", and null means empty.
 
-  `optax-lossscale train` writes both.
+  `optax-lossscale train` writes files of both kinds.
 
   Args:
     path: a file whose name ends in `.csv` or `.json`.
-    run: which run, by its label in the file, if several have an amax.
-    seed: which seed, if there are several of that run.
+    run: the label of the run to read, if several runs have an amax.
+    seed: the seed to read, if that run has several.
 
   Returns:
     The history, for `replay` and `advise`.
@@ -56,8 +56,8 @@ def read_history(
   Raises:
     OSError: if the file cannot be read.
     ValueError: if the file does not have this form (the message names the place
-      and what is there); if it is not a regular file, such as a pipe; or if
-      there are several runs to choose from (the message lists their labels).
+      and what is there); if it is a folder, a device or a pipe; or if there are
+      several runs to choose from (the message lists their labels).
 
   Examples:
     >>> import pathlib, tempfile
@@ -81,10 +81,10 @@ def read_history(
 def read_first(
   path: _Path, run: str | None = None, seed: int | None = None
 ) -> tuple[_history.History, dict[str, list[str]]]:
-  """Returns the first matching history, and the labels to choose from."""
+  """Returns the first matching history, and the labels if others match."""
   path = pathlib.Path(path)
   read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
-  # A device such as /dev/zero never ends.
+  # Reading a device such as /dev/zero would never end.
   if path.exists() and not path.is_file():
     raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
   try:
@@ -107,7 +107,7 @@ def write_history(path: _Path, history: _history.History) -> None:
   """Writes a history as a CSV or JSON file that `read_history` can read.
 
   Args:
-    path: a file name that ends in `.csv` or `.json`; the file is replaced.
+    path: a name that ends in `.csv` or `.json`; an existing file is replaced.
     history: the history to write.
 
   Raises:
@@ -118,7 +118,7 @@ def write_history(path: _Path, history: _history.History) -> None:
   suffix = _suffix(path)
   columns = as_columns(history)
   for name in ("loss_scale", "amax"):
-    # The shortest text that gives the same float32.
+    # Writes the shortest text that reads back as the same float32.
     columns[name] = [float(str(np.float32(x))) for x in columns[name]]
   if suffix == ".csv":
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -131,7 +131,7 @@ def write_history(path: _Path, history: _history.History) -> None:
 
 
 def as_columns(history: _history.History) -> dict[str, list[Any]]:
-  """Returns the columns of a history as files hold them."""
+  """Returns the columns of a history as lists, as in a file."""
   return {
     "step": np.asarray(history.step).tolist(),
     "loss_scale": np.asarray(history.loss_scale).tolist(),
@@ -141,16 +141,16 @@ def as_columns(history: _history.History) -> dict[str, list[Any]]:
 
 
 def as_json(value: Any) -> Any:
-  """Returns a value for JSON, which has text in place of inf and NaN."""
+  """Returns a value for JSON, in which inf and NaN become strings."""
   is_finite = not isinstance(value, float) or math.isfinite(value)
   return value if is_finite else str(value)
 
 
 class _Source(NamedTuple):
-  """One run in a file, unparsed."""
+  """One run of a file, before parsing."""
 
-  columns: dict[str, list[Any]]  # By name, each with one entry per step.
-  places: list[str]  # Of each entry, for errors; {} stands for the column.
+  columns: dict[str, list[Any]]  # Columns by name, one entry per step.
+  places: list[str]  # The place of each step, for errors; {} is the column.
   run: str | None = None
   seed: str | None = None
   where: str = ""  # The place of the run in the file, if it has one.
@@ -206,7 +206,7 @@ class _Source(NamedTuple):
 def _choose(
   sources: Iterable[_Source], run: str | None, seed: int | None
 ) -> list[_Source]:
-  """Returns the runs that were asked for."""
+  """Returns the sources that match `run` and `seed`."""
   scaled = [source for source in sources if source.scaled]
   if not scaled:
     raise ValueError(
@@ -297,7 +297,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_source(
   prefix: str, columns: dict[str, Any], run: dict[str, Any], where: str = ""
 ) -> _Source:
-  """Returns a run whose columns and labels are in two objects."""
+  """Returns a run, given its columns and the object with its labels."""
   if "amax" not in columns:
     got = shown(list(columns))
     raise ValueError(f"it must have a list {prefix}amax, got {got}.")
@@ -323,7 +323,7 @@ def _of_kind(kind: Any, place: str, value: Any) -> Any:
     names = {list: "a list", dict: "an object", str | None: "text"}
     name = names.get(kind, "an integer")
     remedy = ""
-    if isinstance(value, list) and kind is not dict:  # A column of labels.
+    if isinstance(value, list) and kind is not dict:  # Labels, one per step.
       remedy = "; several runs are objects in a list `runs`"
     raise ValueError(f"{place} must be {name}, got {shown(value)}{remedy}.")
   return value
@@ -360,7 +360,7 @@ def _parse(column: str, value: Any) -> Any:
   return int(number) if column == "step" else number
 
 
-# The condition on the numbers in each column.
+# The condition on the numbers in each column, as text and as a test.
 _NUMBERS: dict[str, tuple[str, Callable[[float], Any]]] = {
   "amax": ("not be negative", lambda x: not x < 0),
   "loss_scale": (

@@ -29,28 +29,28 @@ from optax_lossscale.instruments import _history
 # How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
 
-# How many steps may be run until one moves any parameter, and until others move
-# the rest.
+# The most steps to run until a parameter moves, and the number of steps after
+# which parameters that have not moved are taken to be frozen.
 _MOST_STEPS = 64
 _MORE_STEPS = 8
 
-# How far two updates may differ at different S. If everything is at least as
-# wide as float32, this applies to the largest element, since powers of two are
-# exact there; in float16 to the median element, since a smaller S loses low
-# bits and small gradients. In correct steps of an MLP, an LSTM and a
-# transformer at O1, O2 and O3, with SGD and Adam, the difference was at most
-# 1e-4 from S = 2**15 up and 7e-3 from 2**6 up.
+# How far the updates at two values of S may differ. If everything is as wide as
+# float32 or wider, the limit applies to the largest element, since powers of
+# two are exact there. In float16 it applies to the median element, since a
+# smaller S loses low bits and small gradients. In correct steps of an MLP, an
+# LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
+# at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
 _ROUNDING = 2.0**-20
 _NARROW_ROUNDING = 2.0**-6
 
 # How closely log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
-# The fields that move with the parameters, in states that also count attempts.
+# For states that also count skipped steps, the fields that a skip must keep.
 _KEPT = {
   states.LossScalingState: ("inner_state", "applied_steps"),
   _history.RecordState: ("recorded_state",),
-  # Around loss scaling this state also counts skipped steps.
+  # Around loss scaling, `inject_hyperparams` also counts skipped steps.
   optax.InjectStatefulHyperparamsState: ("inner_state",),
 }
 # linen.TrainState counts all steps here, including skipped ones.
@@ -72,7 +72,7 @@ _CARRY = (
   "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
-# Verdict, text and remedy of the scale law, by log2(amax) over log2(S).
+# The scale law by the power of S that amax follows: verdict, text and remedy.
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
   0: (
@@ -130,7 +130,7 @@ _SET_ASIDE = (
   "The step sets this S aside, as a schedule does in full precision.",
 )
 
-# Verdict and remedy of the invariance law, by the worst leaf.
+# Verdict and remedy of the invariance law, by the verdict on the worst leaf.
 _INVARIANCE = {
   "wrong": (
     "wrong",
@@ -144,7 +144,7 @@ _INVARIANCE = {
   "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
 }
 
-# The skip law, by the outcome of a step with an S of inf, the worst first.
+# The skip law, by the outcome of a step with an S of inf, worst first.
 _NOT_SKIPPED = {
   "nothing": (
     "wrong",
@@ -183,9 +183,9 @@ class Law(NamedTuple):
 
   Attributes:
     name: "scale", "invariance", "skip" or "precision".
-    verdict: "exact"; "rounding", right as far as rounding can tell; "wrong";
-      "inconclusive"; or "not applied", if the law says nothing about the step.
-    text: what was seen.
+    verdict: "exact"; "rounding", if the law holds up to rounding; "wrong";
+      "inconclusive"; or "not applied", if the law does not apply to the step.
+    text: what the check saw.
     remedy: the mistakes that look like this, and how to fix them.
   """
 
@@ -201,10 +201,10 @@ class StepReport:
 
   Attributes:
     laws: the laws, each with its verdict. With several loss scales, the first
-      two laws come once for each.
-    next_values: by argument, the output that was taken as its next value.
+      two laws come once for each scale.
+    next_values: for each argument, the output that counts as its next value.
     follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. That is right unless it is taken for the true norm.
+      gradients. Such a norm is fine unless it is used as the true norm.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
   """
@@ -221,7 +221,7 @@ class StepReport:
 
   @property
   def ok(self) -> bool:
-    """True if every law that applies was seen to hold."""
+    """True if every law that applies holds, and none is inconclusive."""
     return not {x.verdict for x in self.laws} & {"wrong", "inconclusive"}
 
   def raise_if_wrong(self) -> None:
@@ -270,39 +270,39 @@ def check_step(
   - invariance: no next value (parameters, the optimizer's state, counters,
     statistics) depends on S.
   - skip: a step that overflows changes nothing but the loss scaling's state.
-  - precision: something works below float32; otherwise loss scaling has no use.
-    This law is only reported and never makes a step wrong.
+  - precision: some operation works below float32; otherwise loss scaling has no
+    use. This law is only reported and never makes a step wrong.
 
   Call it outside of jit, once before a long run and in your own tests. The step
   may be jitted or not, and may use several devices of one process. Each run
-  gets copies, so arguments may be donated and the originals do not change. The
-  next values of up to seven runs are kept on the host until the report is made.
-  If the step overflows at S, S is halved until it does not. If the first step
-  moves no parameter, as at a learning rate of 0, the check runs up to 64 more
-  steps and judges those that move one.
+  gets copies of the arguments, so the step may donate them, and your arrays do
+  not change. The next values of up to seven runs are kept on the host until the
+  report is made. If the step overflows at S, the check halves S until it does
+  not. If the first step moves no parameter, as at a learning rate of 0, the
+  check runs up to 64 more steps and judges those that move one.
 
   It cannot detect mistakes that do not depend on S, such as a wrong loss or
-  different data. Nor can it detect a selection by `isnan` alone, since an S of
-  inf always makes a NaN. In float16 a small mistake, such as weight decay added
-  by hand, hides in the rounding. With the model in float32, only what float32
-  rounds away stays hidden.
+  wrong data. Nor does it notice if a step skips on NaN but not on inf, since an
+  S of inf always makes a NaN. In float16 a small mistake, such as weight decay
+  added by hand, hides in the rounding. With the model in float32, only mistakes
+  that float32 rounds away stay hidden.
 
   Args:
     step: the train step, which returns the next values of its arguments.
     *args: its arguments, including the state of `loss_scaling`.
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
-      and outputs by position, key or path. By default it is the first output of
-      the same structure, shapes and dtypes, unless that is a single number.
-    may_change: the names, as in the report, of values that may depend on S and
-      move on a skip, or patterns such as "*/rngs/*".
+      and outputs by position, key or path. By default, the first output of the
+      same structure, shapes and dtypes; single numbers are not matched.
+    may_change: the names, as in the report, of values that may depend on S or
+      change on a skip. Patterns such as "*/rngs/*" also work.
     **kwargs: its keyword arguments.
 
   Returns:
     The report: print it, check that it is `ok`, or call `raise_if_wrong()`.
 
   Raises:
-    TypeError: if `step` cannot be called, if this is called under jit, or if
+    TypeError: if `step` is not callable, if this is called under jit, or if
       the state of the rule does not hold S as a leaf.
     ValueError: if no argument holds the state of `loss_scaling`, if its next
       value is not returned, or if `carry` does not name it.
@@ -339,8 +339,8 @@ def check(
 ) -> StepReport:
   """Returns the report on a function that takes a dict of arguments.
 
-  `known` maps arguments to outputs that are certain to be their next values;
-  those of the other arguments are inferred.
+  `known` maps arguments to outputs that are certain to be their next values.
+  The next values of other arguments are inferred.
   """
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
     raise TypeError(
@@ -368,11 +368,11 @@ def _report(runs: "_Runs") -> StepReport:
   if not runs.paths:
     return StepReport((Law("scale", *_SWITCHED_OFF), precision), {})
   report, found = _judge(runs, precision, is_narrow)
-  # A parameter that does not move, as at a rate of 0, shows no mistake.
+  # A parameter that does not move, as at a learning rate of 0, hides mistakes.
   seen: set[str] = set()
   for count in range(_MOST_STEPS):
     seen |= runs.moved(found)
-    # A frozen parameter never moves.
+    # Some parameters may be frozen and never move.
     is_late = seen and count >= _MORE_STEPS
     if is_late or seen >= {*runs.parameters()} or not report.ok:
       return report
@@ -391,7 +391,7 @@ def _report(runs: "_Runs") -> StepReport:
 def _judge(
   runs: "_Runs", precision: Law, is_narrow: bool
 ) -> tuple[StepReport, "_Run"]:
-  """Returns the report on a step from one state, and that step's outputs."""
+  """Returns the report on a single step, and the step's outputs."""
   for halvings in range(_MOST_HALVINGS + 1):
     factors = dict.fromkeys(runs.paths, 0.5**halvings)
     first = runs.at(factors)
@@ -406,7 +406,7 @@ def _judge(
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  # Skips are tested after one step, since a momentum of 0 hides that it moves.
+  # Tests the skip after a clean step, since a momentum of 0 may stay 0 anyway.
   later = runs.after(first)
   clean = later.at(factors)
   infinite = later.at(dict.fromkeys(factors, math.inf))
@@ -427,7 +427,7 @@ def _judge(
     )
     several = (first, again, half, quarter)
     values = [runs.before, *(x.watched for x in several)]
-    # A solver that rounds in its own way shows in the scale law.
+    # The scale law reveals a solver that rounds in its own way.
     is_rounded = is_narrow or scale[0] == "rounding"
     invariance = _invariance_law(values, doubtful, is_rounded)
     if not runs.parameters():
@@ -462,7 +462,7 @@ def _judge(
 def bind(
   step: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
-  """Returns a function of a dict of arguments, and that dict."""
+  """Returns `step` as a function of a dict of arguments, and that dict."""
   if not callable(step):
     raise TypeError(
       "`step` must be the train step itself, got a "
@@ -471,7 +471,7 @@ def bind(
     )
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
-  # Arguments that go into *args are named by their position.
+  # Arguments that the step takes as *args are named by their position.
   names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
   def call(named: Mapping[str, Any]) -> Any:
@@ -482,14 +482,14 @@ def bind(
 
 
 class _Run(NamedTuple):
-  """The outputs of the step at one S for each state of loss scaling."""
+  """The outputs of one run of the step, with a given S for each loss scale."""
 
   after: dict[str, Any]  # The next values of arguments.
-  watched: dict[str, np.ndarray]  # Their leaves.
+  watched: dict[str, np.ndarray]  # The leaves of `after` to compare.
   others: dict[str, Any]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
-  # By the path of the state: "nothing" if `update` did not run, else "applied",
-  # "skipped", "several" if it did both, or "overflow" if it applied one.
+  # For each state by path: "nothing" if `update` did not run, else "applied",
+  # "skipped", "several" for both, or "overflow" if an overflow was applied.
   outcomes: dict[str, str]
 
   @property
@@ -505,7 +505,7 @@ class _Runs:
   ) -> None:
     self.run, self.named, self.carry = run, dict(named), carry
     self.known = known
-    # A single pattern is not a sequence of letters.
+    # A string is a single pattern, not a sequence of letters.
     is_one = isinstance(may_change, str)
     self._may_change = [may_change] if is_one else list(may_change or ())
     self.next_values: dict[str, str] = {}
@@ -515,7 +515,7 @@ class _Runs:
     ]
 
   def at(self, factors: Mapping[str, float]) -> _Run:
-    """Runs the step on copies, with each S multiplied by its factor."""
+    """Runs the step on copies of its arguments, each S times its factor."""
 
     def copy(path: Any, x: Any) -> Any:
       x = jax.tree.map(
@@ -524,7 +524,7 @@ class _Runs:
       factor = factors.get(leaves.path_name(path))
       if factor is None:
         return x
-      # The product has the shape and sharding of S, so nothing recompiles.
+      # `new` has the shape and sharding of S, so nothing recompiles.
       new = x.loss_scale_state.loss_scale * np.float32(factor)
       rule_state = states.replace_scale(x.loss_scale_state, new)
       return x._replace(loss_scale_state=rule_state)
@@ -539,7 +539,7 @@ class _Runs:
     after = {name: outputs[place] for name, place in self.next_values.items()}
     old, new = states.find_states(self.named), states.find_states(after)
     missing = [path for path in factors if path not in new]
-    # With `carry`, a state may be one that the step only reads.
+    # With `carry`, the step need not return a state that it only reads.
     if missing and (self.carry is None or not new):
       got = "no output of its structure, shapes and dtypes"
       if self.carry:
@@ -561,7 +561,7 @@ class _Runs:
     return later
 
   def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns, by name, the leaves that must not follow S or move on a skip."""
+    """Returns, by name, the leaves that neither S nor a skip may change."""
     found: dict[str, np.ndarray] = {}
     for x in self.next_values:
       found |= _named_leaves(named[x], x)
@@ -570,7 +570,7 @@ class _Runs:
       names = [
         name
         for name in found
-        if f"{name}/".startswith(f"{x}/")  # A name may have brackets.
+        if f"{name}/".startswith(f"{x}/")  # Brackets are literal here.
         or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
       ]
       if not names:
@@ -583,7 +583,7 @@ class _Runs:
     return kept
 
   def parameters(self) -> list[str]:
-    """Returns the names of the floating leaves outside the states."""
+    """Returns the names of floating leaves outside loss scaling's states."""
     return [
       name
       for name, x in self.before.items()
@@ -597,7 +597,7 @@ class _Runs:
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
-  """Returns what `update` did, by the counts: flags show its last call only."""
+  """Returns what `update` did, derived from how its counts changed."""
   applied, skipped = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
     for x in ("applied_steps", "skipped_steps")
@@ -635,7 +635,7 @@ def _next_values(
     is_number = _is_value(tree) and not _is_key(tree) and not np.shape(tree)
     if carry is None and (is_number or not form[1]):
       continue
-    # The report calls a single output 0.
+    # The report calls a step's only output 0.
     place = chosen.get(name, "-")
     places = [place, ""] if place == "0" else [place]
     for place in outputs if carry is None else places:
@@ -658,7 +658,7 @@ def _doubtful(
 ) -> set[str]:
   """Returns the arguments whose next value may have been guessed wrong.
 
-  A skip returns the arguments, so any that it did not change are certain.
+  A skipped step returns its arguments, so unchanged ones were guessed right.
   """
 
   def is_doubtful(name: str) -> bool:
@@ -668,7 +668,7 @@ def _doubtful(
       for y, x in later.named.items()
       if y != name and _form(x) == _form(argument)
     ]
-    # Outputs of 0 may be a skipped step's updates, and a jump may be gradients.
+    # Outputs of zero may be a skip's updates; those that jump may be gradients.
     is_zero = not any(map(np.any, _named_leaves(after).values()))
     return (
       (_is_value(argument) and not _is_key(argument))
@@ -694,14 +694,14 @@ def _has_jumped(old: Any, new: Any) -> bool:
 
 
 def _form(tree: Any) -> tuple[Any, list[Any]]:
-  """Returns the structure of a tree, and its shapes and dtypes."""
+  """Returns a tree's structure, and the shapes and dtypes of its leaves."""
   values = filter(_is_value, jax.tree.leaves(tree))
   forms = [(np.shape(x), jnp.result_type(x)) for x in values]
   return jax.tree.structure(tree), forms
 
 
 def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields each subtree with its path, the outer ones first."""
+  """Yields the path and value of each subtree, outer ones first."""
   yield name, tree
   children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
   for path, child in children:
@@ -711,7 +711,7 @@ def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
-  """Returns arrays by name, except those that loss scaling itself moves."""
+  """Returns a tree's arrays by name, except those of loss scaling itself."""
   found: dict[str, np.ndarray] = {}
   for path, x in jax.tree.leaves_with_path(
     tree, is_leaf=lambda x: type(x) in _KEPT
@@ -736,12 +736,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _on_host(x: Any) -> np.ndarray:
-  """Returns a NumPy array; for a random key, its words."""
+  """Returns `x` as a NumPy array; for a random key, its data."""
   return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
 def _overlaps(name: str, places: Iterable[str]) -> bool:
-  """Returns whether a subtree is inside any of the others, or around one."""
+  """Returns whether a path is inside any of the others, or around one."""
   first = f"/{name}/".replace("//", "/")
   others = [f"/{x}/".replace("//", "/") for x in places]
   return any(first.startswith(x) or x.startswith(first) for x in others)
@@ -758,7 +758,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
-  """Returns whether two arrays are equal; a NaN equals itself."""
+  """Returns whether two arrays are equal; NaN equals NaN."""
   return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
@@ -769,8 +769,8 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
-  """Returns whether amax, float[S, members], is proportional to S."""
-  # In float64 the true amax may be larger than the state can hold.
+  """Returns the scale law for amax, float[S, members], at S, S/2 and S/4."""
+  # With float64 gradients, the true amax may be larger than the state can hold.
   most = np.finfo(np.float32).max
   is_usable = np.all((amaxes > 0) & (amaxes < most), axis=0)
   amaxes = amaxes[:, is_usable]
@@ -793,9 +793,9 @@ def _scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
 
 
 def _small_part(amaxes: np.ndarray) -> Sequence[str]:
-  """Returns whether the part of amax that does not follow S was added.
+  """Returns the scale law if a small part of amax does not follow S.
 
-  An added part is the same at any S, unlike the errors of a solver.
+  A part that was added is the same at any S; a solver's errors are not.
   """
   apart = amaxes[:-1] - 2 * amaxes[1:]
   # Noise in the last bit is at most this large.
@@ -806,10 +806,10 @@ def _small_part(amaxes: np.ndarray) -> Sequence[str]:
 
 
 def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
-  """Returns how far apart two updates of a leaf are.
+  """Returns three measures of the difference between two updates of a leaf.
 
-  These are the largest difference over the largest update, the median of the
-  differences over the updates, and log2 of the ratio of the updates.
+  They are the largest difference over the largest update, the median of the
+  elements' relative differences, and log2 of the ratio of the updates' sums.
   """
   if _is_same(a, b):
     return 0, 0, 0
@@ -836,7 +836,7 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   largest, middle, slope = _difference(old, first, half)
   lower, lower_middle, lower_slope = _difference(old, half, quarter)
   noise, *_ = _difference(old, first, again)
-  # A mistake follows a power of S, unlike the losses of float16.
+  # A mistake grows as a power of S, unlike the rounding errors of float16.
   is_power = 0.5 <= abs(slope) < math.inf and np.allclose(
     [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
   )
@@ -847,7 +847,7 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   # One pair of runs says little about the largest noise in other pairs.
   elif 0 < largest <= 64 * noise:
     verdict = "inconclusive"
-  # Rounding grows as S shrinks.
+  # Rounding errors grow as S shrinks.
   elif is_narrow and middle <= min(
     _NARROW_ROUNDING, 2 * lower_middle + _ROUNDING
   ):
@@ -864,10 +864,10 @@ def _invariance_law(
   doubtful: set[str],
   is_narrow: bool,
 ) -> Sequence[str]:
-  """Returns whether the next values depend on S."""
+  """Returns the invariance law: whether the next values depend on S."""
   named: dict[str, list[str]] = {}
   for name in values[0]:
-    # FP8 layers see scaled gradients.
+    # The statistics of FP8 layers follow S, since they see scaled gradients.
     if leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}:
       continue
     found, seen = _compare([x[name] for x in values], is_narrow)
@@ -884,7 +884,7 @@ def _invariance_law(
 def _skip_law(
   outcomes: set[str], changed: Sequence[str], doubtful: set[str]
 ) -> Sequence[str]:
-  """Returns whether a step that overflowed changed nothing."""
+  """Returns the skip law: whether a step that overflowed changed nothing."""
   if not outcomes:
     return _NOTHING_SEEN
   for outcome, law in _NOT_SKIPPED.items():
@@ -907,7 +907,7 @@ def _precision(
 
   try:
     recording = interpreter.record(arrays_of, (dict(named),), {})
-  except Exception as error:  # A step may do anything on the host.
+  except Exception as error:  # A step may run any code on the host.
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     return Law("precision", "not applied", text), True
   works: set[Any] = set()

@@ -1,4 +1,4 @@
-"""Plots of loss scaling. Each returns matplotlib's Axes without showing them.
+"""Plots of loss scaling. Each function returns Axes, without showing them.
 
   history = ols.instruments.history(opt_state)
   ols.plot.loss_scale(history)             # S, and the largest possible S
@@ -8,7 +8,7 @@
   ols.plot.exponent_histogram(histogram, loss_scale=1024)   # what S is for
   ols.plot.heat_map(ols.instruments.histogram_by_leaf(gradients))
 
-Each makes its own figure with pyplot, unless `ax=` is passed.
+Each function makes a figure with pyplot, unless `ax=` is passed.
 """
 
 try:

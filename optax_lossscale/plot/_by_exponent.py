@@ -1,4 +1,4 @@
-"""Gradients by exponent, compared with the ranges of formats."""
+"""Plots of gradients by exponent, with the ranges of formats."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ _FORMATS = (
   jnp.float8_e5m2,
 )
 
-# The share of the height for a format's row, and the bar's share of that row.
+# A format's row as a share of the height, and its bar as a share of the row.
 _ROW, _BAR = 0.075, 0.55
 
-# The distance of zeros, inf and NaN from the exponents, and their width.
+# The gap beside the columns of zeros, inf and NaN, and the columns' width.
 _APART, _BROAD = 3.0, 2.0
 
-# The longest path that is shown in full.
+# The length of the longest path that is shown in full.
 _LONGEST = 40
 _GAP = "\u2026"
 
@@ -40,9 +40,9 @@ class _Range(NamedTuple):
   """The range of a format, as exponents of 2."""
 
   name: str
-  subnormal: float  # Its smallest number.
-  normal: float  # Its smallest normal number.
-  end: float  # Its largest number.
+  subnormal: float  # The smallest number.
+  normal: float  # The smallest normal number.
+  end: float  # The largest number.
 
 
 class _Shares(NamedTuple):
@@ -73,22 +73,22 @@ def exponent_histogram(
   """Draws the share of gradients by exponent, and the ranges of formats.
 
   It shows what loss scaling is for: gradients to the left of a format's bar
-  become 0 in it. Multiplying by S moves all of them right by log2(S).
+  become 0 in that format. Scaling by S moves gradients right by log2(S).
 
   Args:
-    histogram: true gradients, counted by `instruments.exponent_histogram`. Its
+    histogram: true gradients, counted by `instruments.exponent_histogram`. The
       counts may be sums over steps.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
       the plot shows scaled gradients beside the true ones.
-    dtypes: the formats. Each gets a bar, filled for normal numbers and hatched
-      for subnormal ones.
+    dtypes: the formats to draw, each as a bar that is filled for normal numbers
+      and hatched for subnormal ones.
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are of all elements. Zeros are on the left, inf and NaN on
-    the right, if there are any. The legend gives the share that is 0, and the
-    share that becomes 0 in the first of `dtypes`, without S and with it. It
-    says "about" if the exponents alone do not determine the share.
+    The Axes. Shares are relative to all elements. Zeros are on the left, inf
+    and NaN on the right, if there are any. The legend gives the share that is
+    0, and the share that becomes 0 in the first of `dtypes`, without S and with
+    S. It adds "about" if the exponents alone do not determine a share.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -141,7 +141,7 @@ def exponent_histogram(
     color=axes_lib.SKY_BLUE,
     label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
   )
-  # Elements without an exponent go beside the others.
+  # Zeros, inf and NaN have no exponent, so each gets a place at the side.
   for name, place, share, color in (
     ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
     ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.SKIP.color),
@@ -179,8 +179,8 @@ def heat_map(
   """Draws the share of each layer's gradients by exponent, one row per layer.
 
   It shows which layers a format suits. Gradients to the left of the first line
-  become 0, those from there to the second are subnormal, and those to the right
-  of the third overflow. See `exponent_histogram` for an example.
+  become 0, those between the first and the second are subnormal, and those to
+  the right of the third overflow. See `exponent_histogram` for an example.
 
   Args:
     histograms: histograms by path, from `instruments.histogram_by_leaf`.
@@ -190,9 +190,9 @@ def heat_map(
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
-    The Axes. Shares are of all elements of a row. Zeros are on the left, inf
-    and NaN on the right, if there are any. Long paths lose their common
-    beginning first, then their middle.
+    The Axes. Shares are relative to all elements of a row. Zeros are on the
+    left, inf and NaN on the right, if there are any. Long paths lose their
+    common beginning first, then their middle.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -217,7 +217,7 @@ def heat_map(
   rows = np.arange(len(histograms) + 1) - 0.5
   how: Any = {
     "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
-    "cmap": "cividis_r",  # Also in black and white, darker means more.
+    "cmap": "cividis_r",  # Darker means more, even in black and white.
   }
   mesh = axes.pcolormesh(
     np.append(exponents, exponents[-1] + 1) + shift,
@@ -225,7 +225,7 @@ def heat_map(
     _masked([share.by_exponent for share in shares]),
     **how,
   )
-  # Elements without an exponent go beside the others.
+  # Zeros, inf and NaN have no exponent, so each gets a column at the side.
   for place, column in (
     (low - _APART, [[share.zeros] for share in shares]),
     (high + _APART, [[share.nonfinite] for share in shares]),
@@ -253,9 +253,9 @@ def heat_map(
 
 
 def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
-  """Draws a bar for each format above the shares; returns the axis's end."""
+  """Draws a bar per format above the shares; returns the top of the axis."""
   decades = -round(math.log10(floor))
-  # Half a row stays free below the bars.
+  # Half a row below the bars stays empty.
   height = decades / (1 - _ROW * (len(ranges) + 0.5))
 
   def at(fraction: float) -> float:
@@ -295,7 +295,7 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
 def _shortened(paths: Sequence[str]) -> list[str]:
   """Returns the paths, shortened if necessary to leave room for the rows.
 
-  If one is long, all lose their common beginning first, then their middle.
+  If a path is long, all lose their common beginning; long ones are then cut.
   """
   if max(map(len, paths)) <= _LONGEST:
     return list(paths)
@@ -315,7 +315,7 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 
 
 def _draw_limits(axes: Axes, limits: _Range) -> None:
-  """Draws a line at each end of a format's range."""
+  """Draws lines at the limits of a format's range."""
   places = {
     # Half the smallest number is rounded to 0.
     rf"$\leftarrow$ 0 in {limits.name}": (limits.subnormal - 1, ":"),
@@ -364,7 +364,7 @@ def _log2_scale(loss_scale: Any) -> float:
 
 
 def _written(shift: float) -> str:
-  """Returns the text for S: a power of two, or else a number."""
+  """Returns S as text: a power of two if it is one, else a number."""
   if shift.is_integer():
     return axes_lib.power_of_two(int(shift))
   return f"{2**shift:.6g}"
@@ -377,7 +377,7 @@ def _span(
 ) -> tuple[float, float]:
   """Returns the first and last exponent to show.
 
-  Formats as wide as bfloat16 do not extend the span, unless nothing else does.
+  Formats as wide as bfloat16 count only if there is nothing else to show.
   """
   narrow = [each for each in ranges if each.end - each.subnormal < 64]
   ends = [x for each in narrow for x in (each.subnormal, each.end)]
@@ -395,13 +395,13 @@ def _lost(
   shift: float,
   limits: _Range,
 ) -> str:
-  """Returns a text that says which share of elements becomes 0 in a format.
+  """Returns a text that says what share of elements becomes 0 in a format.
 
-  A bin does not distinguish numbers with the same exponent. If the limit lies
-  inside a nonempty bin, the text says "about".
+  A bin holds all numbers with the same exponent. If the limit for becoming 0
+  lies inside a nonempty bin, the text says "about".
   """
-  # Half the smallest number is a tie, which is rounded to 0. This is how far it
-  # is above the start of each bin:
+  # Half the smallest number is a tie, which is rounded to 0. `above` is how far
+  # this limit is above the start of each bin.
   above = limits.subnormal - 1 - shift - histogram.exponents
   is_open = (above >= 0) & (above < 1)
   about = "about " if shares.by_exponent[is_open].any() else ""
@@ -419,7 +419,7 @@ def _floor_of(shares: _Shares) -> float:
 def _exponent_axis(
   axes: Axes, low: float, high: float, *, has_end: bool, most: int = 12
 ) -> None:
-  """Labels the x axis with exponents, plus places for zeros, inf and NaN."""
+  """Labels the x axis: the exponents, zeros, and inf and NaN if present."""
   stride = max(4, 4 * math.ceil((high - low) / (4 * most)))
   exponents = list(
     range(math.ceil(low / stride) * stride, int(high) + 1, stride)

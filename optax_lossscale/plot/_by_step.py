@@ -1,4 +1,4 @@
-"""S and headroom over the steps of one history, or of several replays."""
+"""Plots of S and headroom by step, for a history or several replays."""
 
 from collections.abc import Mapping
 import functools
@@ -20,9 +20,9 @@ def loss_scale(
 ) -> Axes:
   """Draws S over the steps, and the largest S that each step could have used.
 
-  The gap between the two lines is the headroom. If it is wide, small gradients
-  are lost for nothing. A cross marks a step that overflowed. Steps whose amax
-  is inf, NaN or 0 do not show the largest S.
+  The gap between the two lines is the headroom. A wide gap means that small
+  gradients are lost needlessly. A cross marks a step that overflowed. The
+  largest S is not drawn for steps whose amax is inf, NaN or 0.
 
   Args:
     history: the result of `instruments.history` or `read_history`.
@@ -96,18 +96,18 @@ def headroom(
 def replays(
   replays: Mapping[str, instruments.Replay], *, ax: Any = None
 ) -> Axes:
-  """Draws the S of several rules on one history, and the steps that each lost.
+  """Draws the S of several rules on one history, and the steps that each loses.
 
   Args:
-    replays: the result of `instruments.replay` for each rule, under the name
-      to show for it.
+    replays: the result of `instruments.replay` for each rule, by the name to
+      show in the legend.
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
     The Axes. The legend gives the number of steps that each rule lost and its
-    mean headroom. A cross of the rule's colour marks each of those steps, and
-    the thin line is the largest S that each step could have used. A first S of
-    1 is left out if the rule jumps from it to its own S.
+    mean headroom. A cross in the rule's color marks each lost step, and the
+    thin line is the largest S that each step could have used. A first S of 1 is
+    left out if the rule jumps from 1 to its own S.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -142,7 +142,7 @@ def replays(
       instruments.Replay,
       "pass what instruments.replay returned",
     )
-  # A step that one rule lost may show its largest S under another rule.
+  # The largest S of a step that one rule lost may be known from another rule.
   largest = functools.reduce(
     np.fmax,
     (_largest_scale(each.history, each.dtype) for each in replays.values()),
@@ -174,7 +174,7 @@ def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
   """Returns the largest S that each step could have used; NaN if unknown."""
   headroom = _headroom(history, dtype)
   largest = history.loss_scale * np.exp2(headroom)
-  # Such an overflow was found elsewhere, or saturation limited amax.
+  # With amax in range, the caller reported the overflow, or amax saturated.
   is_hidden = history.overflow & ~(headroom < 0)
   is_known = np.isfinite(largest) & ~is_hidden
   return np.where(is_known, largest, np.nan)
@@ -188,7 +188,7 @@ def _draw_scales(
   *,
   overflow: str,
 ) -> Axes:
-  """Draws the S of labelled histories, their overflows, and the largest S."""
+  """Draws the S of labeled histories, their overflows, and the largest S."""
   axes = axes_lib.make_axes(ax)
   if not np.isnan(largest).all():
     axes.plot(
@@ -222,14 +222,14 @@ def _draw_scales(
 
 
 def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
-  """Returns S without a first 1 that would only stretch the axis."""
+  """Returns S by step, without a first 1 that would only stretch the axis."""
   first, later = history.loss_scale[:1], history.loss_scale[1:]
   is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
   return np.append(np.where(is_jump, np.nan, first), later)
 
 
 def _finish(axes: Axes, ylabel: str) -> Axes:
-  """Labels the axes, adds the legend above them, and returns them."""
+  """Labels the axes, adds a legend above the plot, and returns the axes."""
   axes.set_ylabel(ylabel)
   axes_lib.step_axis(axes)
   axes.grid(alpha=0.3)
@@ -239,5 +239,5 @@ def _finish(axes: Axes, ylabel: str) -> Axes:
 
 
 def _marker(history: instruments.History) -> str:
-  """Returns the marker of a line, without which a single step is invisible."""
+  """Returns a line's marker, without which a single step would be invisible."""
   return "o" if len(history.step) == 1 else ""

@@ -1,4 +1,4 @@
-"""The colours, lines and axes that all plots share."""
+"""The colors, lines and axes that all plots share."""
 
 from collections.abc import Iterable
 import math
@@ -10,14 +10,14 @@ from matplotlib.ticker import MaxNLocator
 
 from optax_lossscale._base.arguments import kind_of
 
-# From Okabe and Ito's palette, which colour-blind people can distinguish.
+# From Okabe and Ito's palette, made for color-blind readers too.
 GREY = "#999999"
 BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
 
 
 class Style(NamedTuple):
-  """How a line is drawn."""
+  """The style of a line."""
 
   color: str
   linewidth: float
@@ -25,8 +25,8 @@ class Style(NamedTuple):
   linestyle: str = "-"
 
 
-# Later lines are drawn over earlier ones and thinner, so that lines which
-# coincide stay visible.
+# Later lines are drawn over earlier ones and are thinner, so that lines which
+# coincide are all visible.
 STYLES = (
   Style(GREY, 6.0, 2.1),
   Style("#E69F00", 3.5, 2.2),
@@ -41,7 +41,7 @@ STYLES = (
 # A darker red than the palette's, so that a thin cross stands out.
 SKIP = Style("#CC0000", 2.0, 3.0)
 
-# For a single line, with nothing drawn over it.
+# The style of a line that is the only one in its plot.
 ALONE = STYLES[2]
 
 
@@ -53,7 +53,7 @@ def style_of(i: int, n: int) -> Style:
 def make_axes(ax: Any, height: float = 4.0) -> Axes:
   """Returns the axes to draw into: the caller's, or new ones."""
   if ax is None:
-    # Imported only here, because it chooses a backend for the whole program.
+    # Imported only here, since pyplot chooses a backend for the whole program.
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(8, height), layout="constrained")[1]
@@ -66,7 +66,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
 
 
 def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
-  """Raises if the value to draw is not of the right kind."""
+  """Raises TypeError if `value` is not a `kind`."""
   if not isinstance(value, kind):
     raise TypeError(f"{rule} {kind.__name__}, got {kind_of(value)}; {remedy}.")
 
@@ -78,7 +78,7 @@ def step_axis(axes: Axes) -> None:
 
 
 def log2_axis(axes: Axes, values: Iterable[float]) -> None:
-  """Labels the y axis with powers of two that span the values."""
+  """Makes the y axis logarithmic, with powers of two that span the values."""
   axes.set_yscale("log", base=2)
   axes.margins(y=0.15)
   known = [math.log2(x) for x in values if 0 < x < math.inf]
@@ -113,7 +113,7 @@ def draw_skips(
 def legend_beside(
   axes: Axes, loc: Any, anchor: tuple[float, float], ncols: int = 1
 ) -> None:
-  """Puts the legend where it hides no lines."""
+  """Puts the legend outside the plot, where it hides no lines."""
   axes.legend(
     fontsize="small",
     frameon=False,
