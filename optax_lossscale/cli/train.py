@@ -41,13 +41,13 @@ _SATURATING_RULES = {
 
 # Below the options of `--help`.
 _NEXT = """\
-What to try after the first run:
+Commands to try next:
   {command} train --task text
-      a transformer on the same sources, with the cross-entropy; some minutes
+      trains a transformer on the cross-entropy; takes a few minutes
   {command} train --loss-scale dynamic:init_scale=2**24
-      a rule of your own instead of those of the comparison
+      trains once, with a rule of your choice
   {command} simulate optax-lossscale-output/brier.csv --advise
-      other rules on what was recorded, without training again
+      replays the recorded run with other rules, without training
 """
 
 
@@ -127,7 +127,7 @@ def _train(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   for path in paths:
     print(f"wrote {path}")
   if results.interrupted:
-    print("Interrupted: this is what was recorded until then.")
+    print("Interrupted: these are the results up to then.")
     return 130
   return 0
 
@@ -146,39 +146,40 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     "--precision",
     choices=_PRECISIONS,
     metavar="|".join(_PRECISIONS),
-    help="train once, with the model computing in this dtype, or with this one "
-    "as the low dtype of a --level (default: float16 if there is a --level or "
-    "a --loss-scale)",
+    help="train once, with the model computing in this dtype; with --level, "
+    "with this as its low dtype (default: float16 with --level or "
+    "--loss-scale)",
   )
   parser.add_argument(
     "--level",
     choices=_LEVELS,
     metavar="|".join(_LEVELS),
-    help="train once, with a model written in float32 that autocast puts into "
-    "float16, or into bfloat16 if that is the --precision: nothing of it (O0, "
-    "float32 in any case), matrix products, convolutions and what follows them "
-    "(O1), all but norms and the loss (O2), all but the loss (O3), what "
-    "MindSpore's lists tell (auto), or products alone (OD) (default: no "
-    "autocast; the model itself computes in the --precision)",
+    help="train once, with a float32 model under autocast, which lowers to "
+    "float16, or to bfloat16 with --precision bfloat16: nothing (O0), matrix "
+    "products, convolutions and the operations that follow them (O1), all but "
+    "norms, sums and the loss (O2), all but sums and the loss (O3), the "
+    "operations in MindSpore's lists (auto), or only products (OD) (default: "
+    "no autocast; the model itself computes in the --precision)",
   )
   parser.add_argument(
     "--loss-scale",
     type=_parser.as_type(_loss_scale.parse),
     metavar="RULE",
     help="train once, with this rule: none, fixed:1024, dynamic, "
-    "dynamic:init_scale=2**15,growth_interval=200, one that goes by amax, "
-    "headroom, log_max, histogram, or a preset, megatron:initial_scale=2**20, "
-    "also behind warm_start: (default: dynamic if something is float16, "
-    "none with --precision float32 or bfloat16 and with --level O0)",
+    "dynamic:init_scale=2**15,growth_interval=200, a rule that follows amax "
+    "(headroom, log_max, histogram), or a preset, "
+    "megatron:initial_scale=2**20; warm_start: may go before any of them "
+    "(default: dynamic in float16, none with --precision float32 or bfloat16 "
+    "and with --level O0)",
   )
   parser.add_argument(
     "--compare",
     action="store_true",
     help="train in float32, and in float16 without loss scaling, with a fixed "
-    "and with a dynamic loss scale (default if there is neither a --precision, "
-    "nor a --level, nor a --loss-scale, nor an --accelerate); with --level the "
-    "runs in float16 are at this level; with --hardware saturating they have "
-    "other rules, each with both checks",
+    "and with a dynamic loss scale (default without --precision, --level, "
+    "--loss-scale and --accelerate); with --level, the float16 runs use that "
+    "level; with --hardware saturating, they use other rules, each with both "
+    "checks",
   )
 
 
@@ -189,17 +190,17 @@ def _add_accelerate(parser: argparse.ArgumentParser) -> None:
     metavar="TYPE|MODE|RATIO",
     help="train in float32, in low precision, and in low precision that "
     "becomes float32 on the way: float16 (fast) or bfloat16 (fast1), for a "
-    "part of the steps, as in 'fast|step|0.9', or until the loss is so many "
-    "times the --target-loss, as in 'fast1|loss|1.05'; in quotes, for the "
-    "shell; --level is that of the low precision (default: O1), --loss-scale "
-    "the rule of float16; experimental",
+    "part of the steps, as in 'fast|step|0.9', or until the loss is at most "
+    "RATIO times the --target-loss, as in 'fast1|loss|1.05'; quote it for the "
+    "shell; --level is the level of the low precision (default: O1), "
+    "--loss-scale the rule of float16; experimental",
   )
   parser.add_argument(
     "--target-loss",
     type=_parser.positive,
     metavar="LOSS",
-    help="what --accelerate in mode loss goes by: the loss that training "
-    "without it ends at",
+    help="for --accelerate in mode loss: the loss at which training without "
+    "it ends",
   )
 
 
@@ -209,42 +210,42 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     choices=_parser.HARDWARE,
     metavar="|".join(_parser.HARDWARE),
     default="ieee",
-    help="how float16 is computed: as this machine does it, or emulated as by "
-    "hardware in saturation mode, which makes 65504 of inf and 0 of NaN; "
-    "float32 and bfloat16 stay as they are (default: ieee)",
+    help="how float16 is computed: as on this machine, or emulated as on "
+    "hardware in saturation mode, with 65504 instead of inf and 0 instead of "
+    "NaN; float32 and bfloat16 do not change (default: ieee)",
   )
   parser.add_argument(
     "--check",
     choices=_CHECKS,
     metavar="|".join(_CHECKS),
-    help="what counts as an overflow: inf and NaN only, or the largest finite "
-    "value as well (default: nonfinite; with --hardware saturating, saturated, "
-    "and both in a comparison)",
+    help="the values that count as an overflow: inf and NaN, or the largest "
+    "finite value too (default: nonfinite; with --hardware saturating, "
+    "saturated, and both in a comparison)",
   )
   parser.add_argument(
     "--steps",
     type=_parser.integer(1),
     metavar="N",
-    help="steps of each run (default: the task's)",
+    help="steps of each run (default: depends on the task)",
   )
   parser.add_argument(
     "--seed",
     type=_parser.integer(0),
     default=0,
     metavar="N",
-    help="of the first parameters and of the batches (default: 0)",
+    help="seed of the first parameters and of the batches (default: 0)",
   )
   parser.add_argument(
     "--seeds",
     type=_parser.integer(1),
     default=1,
     metavar="N",
-    help="train with this many seeds, from --seed on (default: 1)",
+    help="number of seeds to train with, from --seed on (default: 1)",
   )
   parser.add_argument(
     "--quick",
     action="store_true",
-    help="fewer steps, and on the text a smaller batch, to see it work",
+    help="train for fewer steps, and with a smaller batch in the text task",
   )
 
 
