@@ -31,7 +31,7 @@ _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-# Argument names of Ascend's hook, estimator and configuration, and ours.
+# Maps argument names of Ascend's hook, estimator and configuration to ours.
 ELSEWHERE = {
   "total_step": "`total_steps`",
   "max_steps": "`total_steps`",

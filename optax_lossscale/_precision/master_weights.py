@@ -75,7 +75,7 @@ def master_weights(
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
       gets gradients in float32 or wider. If it contains `loss_scaling`, it gets
       them unchanged, because `loss_scaling` checks them in their own dtype.
-    dtype: the master's dtype, float32 or wider. A wider parameter's is its own.
+    dtype: the master's dtype, float32 or wider. Wider parameters keep theirs.
 
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating
@@ -216,7 +216,7 @@ def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
     jnp.asarray(-0.0, master.dtype),
     master - wide,
   )
-  # Rounded via float32, as in `loss_scaling` and in the CPU backend anyway.
+  # Rounded via float32, as `loss_scaling` and the CPU backend also do.
   way = _convert(way, leaves.at_least_float32(param.dtype))
   return _convert(way, param.dtype)
 

@@ -233,12 +233,12 @@ _KEYS: Mapping[str, str] = {
 
 
 def get_policy(policy: Any) -> Policy:
-  """Returns the policy that a name in jmp, MindSpore, Keras or Ascend means.
+  """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
   This lets you use a script's flag, or a setting from another system's
   configuration, directly.
 
-  Strings with dtypes are jmp's, such as "params=float32,compute=float16" or
+  Strings with dtypes are as in jmp: "params=float32,compute=float16" or
   "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
   are also jmp's: parameters are float32, the computation is in the dtype of the
   parameters, and the output in that of the computation. A single dtype applies

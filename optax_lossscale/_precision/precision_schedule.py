@@ -89,7 +89,7 @@ class PrecisionSchedule:
     step: Any = None,
     loss: Any = None,
   ) -> PrecisionScheduleState:
-    """Returns the state for the next step. It is pure, so it works in jit.
+    """Returns the state for the next step. Pure, so it also works in jit.
 
     Args:
       state: the previous state. A run that saved none resumes from
@@ -152,9 +152,9 @@ class PrecisionSchedule:
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes loss and gradients in either precision.
 
-    In a train step of your own, call it instead of `scaled_value_and_grad`, and
-    `update_optimizer` instead of `tx.update`, because gradients are scaled only
-    while the precision is low:
+    In a train step of your own, call this instead of `scaled_value_and_grad`,
+    and `update_optimizer` instead of `tx.update`, because gradients are scaled
+    only while the precision is low:
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
       loss, grads = value_and_grad(params, batch)
@@ -171,7 +171,7 @@ class PrecisionSchedule:
         `(loss, aux)`. If the parameters are float16 (`master_weights`), the
         function must cast them itself.
       opt_state: the optimizer's state. If the low precision is float16, it must
-        hold the loss scale.
+        contain the loss scale.
       state: the schedule's state before the step, here and in
         `update_optimizer`.
       argnums: the positional arguments to differentiate with respect to.
@@ -237,7 +237,7 @@ class PrecisionSchedule:
 
     Args:
       tx: the optimizer, with or without `loss_scaling` anywhere inside.
-      gradients: the result of `value_and_grad` with the same `state`.
+      gradients: the gradients from `value_and_grad` with the same `state`.
       opt_state: the optimizer's state.
       params: the parameters.
       state: the schedule's state before the step.
@@ -312,10 +312,10 @@ class PrecisionSchedule:
 
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
-      tx: the optimizer. For float16 its outermost wrapper is `loss_scaling`:
-        momentum around it would see scaled gradients before the switch and
-        unscaled ones after. For no scaling, use `FixedLossScale(1.0)`. If a
-        `mask` leaves out parameters, write your own step.
+      tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
+        around it would see scaled gradients before the switch and unscaled ones
+        after. For no scaling, use `FixedLossScale(1.0)`. If a `mask` leaves out
+        parameters, write your own step.
       level: as in `autocast`.
       overrides: as in `autocast`.
       operations: as in `autocast`.
@@ -438,8 +438,8 @@ def precision_schedule(
   The first part of training is in low precision, which is faster on hardware
   that supports it. The rest is in full precision, so that training ends where
   it would have ended without the schedule. The run must also converge without
-  the schedule. It is meant for runs of more than an hour, because in a short
-  run compiling both precisions may take more time than the schedule saves.
+  the schedule. Use the schedule for runs of more than an hour: a short run may
+  save less time than it takes to compile both precisions.
 
   The schedule is a pure state machine. `state.low` is True if the next step is
   in low precision. Once it is False, it stays False.

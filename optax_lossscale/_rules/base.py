@@ -81,7 +81,7 @@ class LossScale(abc.ABC):
     """
 
   def measure(self, gradients: "chex.ArrayTree") -> Any:
-    """Returns a measurement, `update`'s argument `measured`, or None.
+    """Returns a measurement to pass to `update` as `measured`, or None.
 
     Args:
       gradients: the scaled gradients. The measurement must be a pytree of
@@ -90,9 +90,9 @@ class LossScale(abc.ABC):
     del gradients
 
   def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
-    """Returns bool[], True if S cannot move as it should, as at its floor.
+    """Returns bool[], True if S should move but cannot, as at its floor.
 
-    The wrapper reports it. A rule that never moves S stalls on any overflow.
+    The wrapper reports this. A rule that never moves S stalls on any overflow.
 
     Args:
       state: the state that the step used.

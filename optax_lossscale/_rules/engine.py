@@ -89,8 +89,7 @@ class _Step(NamedTuple):
 class Engine:
   """The choices that make up a rule: the first S, when S moves, and how far.
 
-  Under any of them S stays a normal float32: a move out of that range leaves S
-  unchanged.
+  S always stays a normal float32: a move out of that range leaves S unchanged.
   """
 
   init_scale: float  # The first S, unless it is above `max_scale`.
@@ -184,7 +183,7 @@ class Engine:
   def stalled(
     self, state: DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[], True if S cannot move as it should.
+    """Returns bool[], True if S should move but cannot.
 
     Either the step overflowed with S at the floor, or S would move below
     `hold_below` or out of the normal float32 range.
@@ -301,7 +300,7 @@ class Engine:
 
 
 def _increment(count: jax.Array) -> jax.Array:
-  # This stops at the largest int32 instead of wrapping around.
+  # The count stops at the largest int32 instead of wrapping around.
   incremented: jax.Array = optax.safe_increment(count)
   return incremented
 

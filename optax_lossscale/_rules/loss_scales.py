@@ -122,7 +122,7 @@ class DynamicLossScale(base.LossScale):
 
   A run can continue with the same state and different arguments, which apply
   from the next step on. If the count of clean steps exceeds a new
-  `growth_interval`, S grows on the next clean step. Any next step moves S
+  `growth_interval`, S grows on the next clean step. The next step moves S
   inside new bounds. A new `init_scale` has no effect.
 
   Raises:
@@ -142,8 +142,8 @@ class DynamicLossScale(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` works as in
-    Megatron-LM's documentation; its code resets the count only on growth.
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` works as
+    Megatron-LM documents; Megatron-LM's code resets the count only on growth.
   """
 
   init_scale: float = 2.0**15

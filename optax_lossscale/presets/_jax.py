@@ -45,7 +45,7 @@ def flax(
     growth_factor: multiplies S on growth, up to the largest float32; above 1.
     backoff_factor: multiplies S on overflow; between 0 and 1.
     growth_interval: the clean steps before S grows, minus one.
-    minimum_scale: the floor; None for no floor. Without one, S goes to 0 in
+    minimum_scale: the floor; None for no floor. Without one, S can go to 0 in
       Flax but not here.
 
   Examples:
@@ -90,7 +90,7 @@ def jmp(
     loss_scale: the first S.
     period: S grows after this many clean steps in a row.
     factor: multiplies or divides S; above 1.
-    min_loss_scale: the floor. If it is 0, S can go to 0 in jmp but not here.
+    min_loss_scale: the floor. With 0, S can go to 0 in jmp but not here.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -156,7 +156,7 @@ def deepspeed(
   """DeepSpeed's `DynamicLossScaler` since 0.17.1, with the config's defaults.
 
   S halves on the `delayed_shift`-th overflow since it last grew and on each
-  further one. It first doubles after `scale_window` + 1 clean steps in a row,
+  further one. S first doubles after `scale_window` + 1 clean steps in a row,
   counted from the start or an overflow, then after each `scale_window` more.
   The config calls the arguments `initial_scale_power` (the exponent),
   `loss_scale_window`, `min_loss_scale`, `hysteresis` and
@@ -165,8 +165,8 @@ def deepspeed(
   Args:
     init_scale: the first S.
     scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. If it is 0, S can go to 0 in DeepSpeed but not here.
-      The first shrink raises an `init_scale` below the floor to the floor.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. The
+      first shrink raises an `init_scale` below the floor to it.
     delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
@@ -184,9 +184,9 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed keeps S
-    in double and lets S grow to inf; here S stays finite. Unlike the wrapper,
-    it divides gradients by the next step's S, halving them when S doubles.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S is a double there
+    and can grow to inf; here S stays finite. Unlike the wrapper, DeepSpeed
+    divides gradients by the next step's S, halving them when S doubles.
   """
 
 
@@ -208,15 +208,15 @@ def deepspeed_legacy(
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
-  the factor is an argument. If it is not a power of two, each change of S may
-  add a relative difference of 2**-23.
+  the factor is an argument. If the factor is not a power of two, each change of
+  S may add a relative difference of 2**-23.
 
   Args:
     init_scale: the first S.
     scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. If it is 0, S can go to 0 in DeepSpeed but not here.
-      The first shrink raises an `init_scale` below the floor to the floor.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. The
+      first shrink raises an `init_scale` below the floor to it.
     delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
@@ -264,8 +264,8 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  The rule of `megatron`, with a ceiling. A checkpoint does not hold the counts,
-  so a resumed run restarts them.
+  The rule of `megatron`, with a ceiling. Checkpoints do not hold the counts, so
+  a resumed run restarts them.
 
   Args:
     initial_scale: the first S.

@@ -149,7 +149,7 @@ def from_state_dict(
   preset = presets[system]
   if preset.is_off(arguments):
     rule = preset.function(**arguments)
-    return rule, rule.init()  # When off, the system reads nothing.
+    return rule, rule.init()  # A scaler that is off reads nothing.
   try:
     values = _read(system, preset.saves, state_dict)
   except ValueError as error:
@@ -235,7 +235,7 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
 
 
 def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values that `StateKey`s hold, by what they hold."""
+  """Returns the saved values by what their `StateKey`s hold."""
   return {
     key.holds: values[name] - key.first
     for name, key in keys.items()

@@ -17,9 +17,9 @@ from optax_lossscale._base import arguments
 # float32 has this many bits after the binary point.
 _FRACTION_BITS = 23
 
-# S moves by this many bits at a time until an amax shows where S belongs. This
-# is at most about half of the exponent range of float16 and wider dtypes: if
-# all gradients are 0, a leap up does not make them overflow, and if they
+# S moves by this many bits at a time until an amax shows where S belongs. 16
+# bits are at most about half of the exponent range of float16 and wider dtypes:
+# if all gradients are 0, a leap up does not make them overflow, and if they
 # overflow, a leap down does not make them all 0.
 LEAP = 16
 

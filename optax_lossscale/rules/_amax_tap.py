@@ -12,7 +12,7 @@ from optax_lossscale._step import tap
 def amax_tap(x: Any, amax: jax.Array) -> Any:
   """Returns `x` unchanged and measures the cotangents that pass this point.
 
-  A rule moves S by the largest gradient of a parameter. The gradient of an
+  A rule bases S on the largest gradient of a parameter. The gradient of an
   activation may be larger and overflow first. A small layer scale or a mean
   between the two hides this. With a tap, the gradient with respect to `amax` is
   the largest magnitude of a cotangent at this point. Pass it to the wrapper:

@@ -68,8 +68,8 @@ class HeadroomLossScale(base.LossScale):
 
   An overflow does not show by how much S was too large. S falls by one bit,
   then by two, three and so on if overflows follow in a row. If the amax of
-  clean steps then shows that S was too large, S follows amax again. If not, the
-  cause may be one that these gradients do not show, or that no S can fix. S
+  clean steps then shows that S was too large, S follows amax again. Otherwise
+  the cause may be one that these gradients do not show, or that no S can fix. S
   then stays below the value that overflowed, and rises by one bit after every
   four windows of clean steps. Isolated overflows take S no lower than 16 bits
   below what amax allows.
@@ -119,9 +119,9 @@ class HeadroomLossScale(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The window is the
-    one for the scales of float8 tensors: Micikevicius et al., `FP8 Formats for
-    Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+    its product with the largest gradient stays below 65,504. The same window of
+    amax sets the scales of float8 tensors: Micikevicius et al., `FP8 Formats
+    for Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
   """
 
   init_scale: float = 1.0

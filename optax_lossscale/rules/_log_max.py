@@ -54,7 +54,7 @@ class LogMaxLossScale(base.LossScale):
   deviation. S is the largest power of two below 2**(log_max - m -
   overflow_std_dev * s). S follows the gradients without probing how large it
   may be, and the more amax varies, the more bits stay free. With the defaults,
-  the model gives an overflow a probability of 0.1 %.
+  an overflow has a probability of 0.1 % in this model.
 
   The published rule fails in four ways. An overflow enters the means as
   x = 2**log_max, 65,536 bits, so a single overflow keeps S at its floor for
@@ -161,7 +161,7 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    # Damaged statistics are reset: they, and so S, would never recover.
+    # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
@@ -218,7 +218,7 @@ class LogMaxLossScale(base.LossScale):
     return state._replace(
       mean=state.mean + share * (x - state.mean),
       slow_mean=state.slow_mean + slow_share * difference,
-      # A single step shows no variance, so the first one counts as one bit.
+      # A single step has no variance, so the first step sets it to one bit.
       variance=jnp.where(state.slow_weight > 0, variance, np.float32(1)),
       weight=weight,
       slow_weight=slow_weight,

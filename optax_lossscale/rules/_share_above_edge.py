@@ -149,7 +149,7 @@ class HistogramLossScale(base.LossScale):
     """Returns the number of elements below the edge, and of all others.
 
     Args:
-      gradients: the scaled gradients. Of a complex element, the larger part
+      gradients: the scaled gradients. For a complex element, the larger part
         counts.
     """
     below = above = jnp.full((), 0, jnp.float32)
