@@ -256,7 +256,7 @@ class PrecisionSchedule:
     optimizer = requirements.as_optimizer("tx", tx)
     requirements.check_accumulation(opt_state)
 
-    # Keyed by path, because the update of an outer optimizer may add leaves.
+    # By path, because an outer optimizer's update may change the structure.
     rule_states: dict[Any, Any] = {}
 
     # Gradients that are not scaled need S = 1 in the state during the step.
@@ -436,10 +436,10 @@ def precision_schedule(
   """Returns a schedule from low to full precision. Experimental.
 
   The first part of training is in low precision, which is faster on hardware
-  that supports it. The rest is in full precision, so that training ends where
-  it would have ended without the schedule. The run must also converge without
-  the schedule. Use the schedule for runs of more than an hour: a short run may
-  save less time than it takes to compile both precisions.
+  that supports it. The rest is in full precision, so that training ends at
+  about the same loss as without the schedule. The run must also converge
+  without the schedule. Use the schedule for runs of more than an hour: a short
+  run may save less time than it takes to compile both precisions.
 
   The schedule is a pure state machine. `state.low` is True if the next step is
   in low precision. Once it is False, it stays False.

@@ -131,7 +131,7 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unwrap(steps: int, interval: int) -> int:
-  """Returns the clean steps that correspond to a count that wraps around.
+  """Converts a count that wraps around into the engine's clean steps.
 
   If the interval was shortened, a saved count may be past it. Such a count
   wraps around on the next step, without growing S.
@@ -198,7 +198,7 @@ def _read_integer(value: Any) -> int:
 
 
 def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
-  """Returns an array that can replace a leaf."""
+  """Returns a value as an array that can replace a leaf."""
   array = np.asarray(value)
   if (
     array.shape != leaf.shape

@@ -186,10 +186,9 @@ def apex_hysteresis(
   """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
   The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
-  and on each further overflow until a clean step. NeMo saves the count but
-  reads a key spelled differently, so it never restores it; nor does this
-  preset. NeMo's configuration prefixes `init_scale` and `growth_interval` with
-  `native_amp_`.
+  and on each further one until a clean step. NeMo saves the count but does not
+  restore it, because it reads a different key; nor does this preset. NeMo's
+  configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
 
   Args:
     init_scale: the first S.

@@ -62,11 +62,11 @@ class LogMaxLossScale(base.LossScale):
   at 16, whatever `log_max` is. The bounds, 1 and 2**14, can stop S short of the
   value it computes.
 
-  Here an overflow enters the means as an amax for which S was twice too large.
-  S is halved immediately, and again on every further overflow. Each doubling
-  after that takes at least 1 / (1 - beta1) clean steps, because the means are
-  slow to learn that the gradients have grown. An amax of 0 is ignored. The
-  first step shows no variation and is taken to vary by one bit.
+  Here an overflow enters the means as an amax for which S was too large by a
+  factor of two. S is halved immediately, and again on every further overflow.
+  Each doubling after that takes at least 1 / (1 - beta1) clean steps, because
+  the means are slow to learn that the gradients have grown. An amax of 0 is
+  ignored. The first step shows no variation and is taken to vary by one bit.
 
   The rule loses steps if amax grows by more bits than it varied before, or if
   log2(amax) has a heavier tail than a normal distribution. After amax becomes
@@ -172,7 +172,7 @@ class LogMaxLossScale(base.LossScale):
     log2_scale = bits.log2(state.loss_scale)
     # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
-    # An overflow counts as if S was twice too large, or more if amax says so.
+    # An overflow counts as S one bit too large, or more if amax says so.
     beyond = np.float32(self.log_max) + 1 - log2_scale
     beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
     entered = self._enter(state, jnp.where(overflow, beyond, x))

@@ -49,11 +49,11 @@ class HistogramLossScale(base.LossScale):
   """Halves S if too many gradients are large, and doubles it otherwise.
 
   Every `update_period` steps it counts the gradients at or above an edge. If
-  their share is above the threshold, S is halved, otherwise doubled. There is
-  no middle case, so S goes up and down by design. With the defaults, the edge
-  is three bits below the largest float16. In models with fewer than ten million
-  parameters, a single gradient above the edge then halves S, so only the
-  largest gradient matters. In larger models a few outliers do not matter.
+  their share is above the threshold, S is halved; if not, S is doubled. There
+  is no middle case, so S goes up and down by design. With the defaults, the
+  edge is three bits below the largest float16. In models with fewer than ten
+  million parameters, a single gradient above the edge then halves S, so only
+  the largest gradient matters. In larger models a few outliers do not matter.
 
   Graphcore's rule has no bounds and skips no steps, because Graphcore's
   hardware clips. Here S has bounds, and an overflow skips the step and halves S
