@@ -465,7 +465,7 @@ def precision_schedule(
       precision, even at the end of training, when the loss is not scaled. With
       "allow_fp32_to_fp16" or no mode, training ends in float32. Other values
       are errors, as on Ascend.
-    precision_mode_v2: likewise; "origin" means "must_keep_origin_dtype".
+    precision_mode_v2: the newer setting; "origin" is "must_keep_origin_dtype".
     **unknown: not accepted. For one of Ascend's names, the error gives ours.
 
   Returns:

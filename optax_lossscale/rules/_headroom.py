@@ -80,11 +80,11 @@ class HeadroomLossScale(base.LossScale):
   2**32 therefore costs one or two steps if the unscaled amax is below 1.
 
   The rule loses a step if amax exceeds that of all the last `window` steps by
-  more than `headroom` bits. A larger value of either saves a step now and then,
-  but costs small gradients precision on every step. The rule cannot predict
-  overflows in activations' gradients while those of the parameters are small:
-  `amax_tap` measures them, and without it a dynamic rule may lose fewer steps.
-  In a float16 loss, an S of 2**16 or more becomes inf: set `max_scale`.
+  more than `headroom` bits. A larger `window` or `headroom` saves a step now
+  and then, but costs small gradients precision on every step. Overflows in
+  activations cannot be predicted while the parameters' gradients are small:
+  without `amax_tap`, a dynamic rule may then lose fewer steps. In a float16
+  loss, an S of 2**16 or more becomes inf: set `max_scale`.
 
   Attributes:
     init_scale: S of the first step.

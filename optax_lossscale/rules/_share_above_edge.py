@@ -55,8 +55,8 @@ class HistogramLossScale(base.LossScale):
   million parameters, a single gradient above the edge then halves S, so only
   the largest gradient matters. In larger models a few outliers do not matter.
 
-  Graphcore's rule has no bounds and skips no steps, because Graphcore's
-  hardware clips. Here S has bounds, and an overflow skips the step and halves S
+  Graphcore's rule has no bounds and skips no steps, because the hardware clips
+  overflows. Here S has bounds, and an overflow skips the step and halves S
   immediately, whatever the period.
 
   The rule loses a step if amax leaps by more bits than there are above the
