@@ -52,7 +52,7 @@ class PrecisionScheduleState(NamedTuple):
 class PrecisionSchedule:
   """Low precision first and full precision at the end, with a one-way switch.
 
-  `precision_schedule` makes one and explains its purpose.
+  Made by `precision_schedule`, which explains what it is for.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
@@ -394,7 +394,7 @@ class PrecisionSchedule:
       )
       applied = jnp.full((), True)
       if is_wrapped:
-        # Judged by the counter: an outer wrapper may have rejected the step.
+        # Read from the counter: an outer wrapper may have rejected the step.
         before, after = map(states.find_state, (opt_state, new_state))
         applied = after.applied_steps != before.applied_steps
       params = leaves.apply_updates(params, updates)
@@ -613,7 +613,7 @@ def _is_at_least(steps: Any, least: int) -> Any:
     return np.bool_(steps >= least)
   if least > jnp.iinfo(steps.dtype).max:
     return np.bool_(False)
-  # In the dtype of `steps`, because JAX reads a Python number as an int32.
+  # Compare in the dtype of `steps`: JAX reads a Python number as an int32.
   return steps >= np.asarray(least, steps.dtype)
 
 

@@ -59,7 +59,7 @@ class LossScale(abc.ABC):
 
   @abc.abstractmethod
   def init(self) -> Any:
-    """Returns the state before the first step, with its S as `loss_scale`."""
+    """Returns the state before the first step; `loss_scale` is its S."""
 
   @abc.abstractmethod
   def update(

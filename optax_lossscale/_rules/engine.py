@@ -141,7 +141,7 @@ class Engine:
       growth_interval=(
         None
         if self.interval_factor == 1
-        # In float32, because a factor such as 1.5 gives fractions.
+        # A float32, because a factor such as 1.5 gives fractions.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
       steps_since_move=count(self.tolerance is not None),
@@ -282,7 +282,7 @@ class Engine:
   def _next_failure(
     self, state: DynamicLossScaleState, step: _Step
   ) -> jax.Array | None:
-    """Returns the run's first failure. A later one does not replace it."""
+    """Returns the first failure of the run, even if later steps fail again."""
     match self.failure:
       case None:
         return None

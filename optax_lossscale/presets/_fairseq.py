@@ -103,11 +103,11 @@ def metaseq(
 ) -> PresetLossScale:
   """Metaseq's `DynamicLossScaler`.
 
-  The rule of `fairseq`, but `scale_window` moves with S, and S stays unchanged
-  if it would shrink below `min_loss_scale`, without ending the run. A
-  checkpoint holds only S, so a resumed run restarts its counts with the first
-  window. S and the window are float32 here. With a factor such as 1.1, whose
-  windows must be rounded, growth may come on a different step.
+  Like `fairseq`, but `scale_window` moves with S. If S would shrink below
+  `min_loss_scale`, S stays the same and the run goes on. A checkpoint holds
+  only S, so a resumed run restarts its counts with the first window. S and the
+  window are float32 here. With a factor such as 1.1, whose windows must be
+  rounded, growth may come on a different step.
 
   Args:
     init_scale: the first S.

@@ -184,7 +184,7 @@ def _read_number(value: Any) -> float:
 
 
 def _read_int_or_float(value: Any) -> Any:
-  _read_number(value)  # Raises if the value is neither.
+  _read_number(value)  # Raises unless it is an int or a float.
   return _read_scalar(value)
 
 

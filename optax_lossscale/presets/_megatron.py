@@ -165,8 +165,8 @@ def deepspeed(
   Args:
     init_scale: the first S.
     scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. The
-      first shrink raises an `init_scale` below the floor to it.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
+      `init_scale` is below the floor, the first shrink raises S to it.
     delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
@@ -215,8 +215,8 @@ def deepspeed_legacy(
     init_scale: the first S.
     scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. The
-      first shrink raises an `init_scale` below the floor to it.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
+      `init_scale` is below the floor, the first shrink raises S to it.
     delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
@@ -264,8 +264,8 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  The rule of `megatron`, with a ceiling. Checkpoints do not hold the counts, so
-  a resumed run restarts them.
+  Like `megatron`, but with a ceiling. Checkpoints do not hold the counts, so a
+  resumed run restarts them.
 
   Args:
     initial_scale: the first S.

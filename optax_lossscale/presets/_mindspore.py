@@ -155,8 +155,8 @@ def mindspore_cell(
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
   S shrinks on every overflow, but not below 1, and grows `scale_window` clean
-  steps after it last grew or a step overflowed. A run resumed with a smaller
-  window may grow S on its first step. `Model` at O2 uses 2**24, 2 and 2000.
+  steps after the last growth or overflow. A run resumed with a smaller window
+  may grow S on its first step. `Model` at O2 uses 2**24, 2 and 2000.
 
   Args:
     loss_scale_value: the first S; if below 1, an overflow raises it to 1.

@@ -36,7 +36,7 @@ def npu_exponential(
 ) -> PresetLossScale:
   """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
 
-  The rule of `tf_exponential`, but S grows only while it is below 3.4e38 /
+  Like `tf_exponential`, but S grows only while it is below 3.4e38 /
   `incr_ratio`. The documentation calls the ratios percentages, but they are
   factors. On hardware in saturation mode, pass
   `check=ols.saturated(jnp.float16)` to the wrapper.
@@ -109,7 +109,7 @@ def npu_loss_scale_optimizer(
     loss_scale_manager: the rule, usually `npu_fixed` or `npu_exponential`.
     is_distributed: whether all workers skip the same steps. True needs
       `axis_name` under `shard_map` and `pmap`, but not under plain jit. With
-      False, each worker skips its own steps, and `axis_name` is not used. False
+      False, each worker decides for itself, and `axis_name` is not used. False
       is an error if JAX can tell that the workers share an S.
     axis_name: the mapped axes of the workers, as in `loss_scaling`.
     check: what counts as an overflow. Its dtype is that of the computation.

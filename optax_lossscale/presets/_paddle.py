@@ -94,7 +94,7 @@ def paddle_op(
 ) -> PresetLossScale:
   """PaddlePaddle's operator `update_loss_scaling`, for static graphs.
 
-  The rule of `paddle`, with a floor of 1. The defaults are those of
+  Like `paddle`, but with a floor of 1. The defaults are those of
   `paddle.static.amp.decorate(optimizer)`. With `use_pure_fp16`, and in the
   operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8. The operator sets
   overflowing gradients to 0 and lets the optimizer run; here the step is

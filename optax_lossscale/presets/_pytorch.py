@@ -93,7 +93,7 @@ def torch_sharded(
 ) -> PresetLossScale:
   """PyTorch's `torch.distributed.fsdp.ShardedGradScaler`.
 
-  The rule of `torch`. GradScaler, and even this scaler's own documentation,
+  The same rule as `torch`. GradScaler, and even this scaler's documentation,
   list the two factors in the other order, so passing by position swaps them.
 
   Args:
@@ -185,9 +185,9 @@ def apex_hysteresis(
 ) -> PresetLossScale:
   """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
-  The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
-  and on each further one until a clean step. NeMo saves the count but does not
-  restore it, because it reads a different key; nor does this preset. NeMo's
+  Like `torch`, but S shrinks on the `hysteresis`-th overflow in a row, and on
+  each further one until a clean step. NeMo saves the count but does not restore
+  it, because it reads a different key; nor does this preset. NeMo's
   configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
 
   Args:

@@ -88,7 +88,7 @@ def tensorflow(
   S shrinks on every overflow, but not below 1, and grows after
   `increment_period` clean steps in a row. Inside a `tf.function`, TensorFlow
   shrinks S with the reciprocal of the multiplier, which rounds differently.
-  Here S is divided, as in TensorFlow elsewhere.
+  Here S is divided, as TensorFlow does outside of it.
 
   Args:
     initial_loss_scale: the first S; if below 1, an overflow raises it to 1.

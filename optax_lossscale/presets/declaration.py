@@ -125,7 +125,7 @@ class Preset:
   def rule(
     self, args: tuple[Any, ...], given: Mapping[str, Any]
   ) -> PresetLossScale:
-    """Returns the rule for a call of the preset."""
+    """Returns the rule for a call with these arguments."""
     arguments = self._bind(args, given)
     checked: dict[str, Any] = {}
     switches = _fill(self.switches, arguments, checked)

@@ -81,10 +81,10 @@ class HeadroomLossScale(base.LossScale):
 
   The rule loses a step if amax exceeds that of all the last `window` steps by
   more than `headroom` bits. A larger `window` or `headroom` saves a step now
-  and then, but costs small gradients precision on every step. Overflows in
-  activations cannot be predicted while the parameters' gradients are small:
-  without `amax_tap`, a dynamic rule may then lose fewer steps. In a float16
-  loss, an S of 2**16 or more becomes inf: set `max_scale`.
+  and then, but costs small gradients precision on every step. The rule cannot
+  predict that an activation's gradient overflows while the parameters' are
+  small: add an `amax_tap`, or use a dynamic rule, which may lose fewer steps.
+  In a float16 loss, an S of 2**16 or more becomes inf: set `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
@@ -119,9 +119,9 @@ class HeadroomLossScale(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The same window of
-    amax sets the scales of float8 tensors: Micikevicius et al., `FP8 Formats
-    for Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+    its product with the largest gradient stays below 65,504. The scales of
+    float8 tensors use the same kind of window: Micikevicius et al., `FP8
+    Formats for Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
   """
 
   init_scale: float = 1.0

@@ -181,7 +181,7 @@ class LogMaxLossScale(base.LossScale):
 
     free = np.float32(self.overflow_std_dev) * jnp.sqrt(entered.variance)
     wanted = np.float32(self.log_max) - (entered.mean + free)
-    # The next lower whole number, because amax overflows at 2**log_max.
+    # The largest integer below, because an amax of 2**log_max overflows.
     wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
     exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
     moved = entered._replace(
