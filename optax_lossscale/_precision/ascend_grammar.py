@@ -92,7 +92,7 @@ def check_end(
     )
   if isinstance(target_loss, fractions.Fraction):
     return None, target_loss
-  # Read as the decimal that was typed, like the ratio: 7.1 is exactly 71/10.
+  # Read the decimal that was typed, as for the ratio: 7.1 is exactly 71/10.
   return None, fractions.Fraction(str(np.asarray(target_loss)[()]))
 
 

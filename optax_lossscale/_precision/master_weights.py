@@ -132,8 +132,8 @@ def master_weights(
     if kept is not wide and _states.find_states(inner_state):
       inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
     return MasterWeightsState(
-      # Copied even if float32, because the master may be donated together with
-      # the parameters, or with whatever the inner optimizer keeps of them.
+      # Copy even float32 parameters, because the master may be donated together
+      # with them, or with whatever the inner optimizer keeps of them.
       master=jax.tree.map(
         lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
       ),
@@ -197,7 +197,7 @@ def _move(skipped: jax.Array, master: Any, update: Any) -> Any:
   """Returns the next master of one leaf."""
   if _is_absent(master) or update is None:
     return master
-  # A select, because adding -0.0 on a skip may flush a subnormal master to 0.
+  # Select instead of adding -0.0, which may flush a subnormal master to 0.
   return jnp.where(skipped, master, optax.apply_updates(master, update))
 
 
@@ -211,12 +211,12 @@ def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
     return update
   wide = _convert(param, master.dtype)
   way = jnp.where(
-    # -0.0 for no change: adding 0.0 would turn a parameter of -0.0 into 0.0.
+    # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
     skipped | (master == wide),
     jnp.asarray(-0.0, master.dtype),
     master - wide,
   )
-  # Rounded via float32, as `loss_scaling` and the CPU backend also do.
+  # Round via float32, as `loss_scaling` and the CPU backend also do.
   way = _convert(way, leaves.at_least_float32(param.dtype))
   return _convert(way, param.dtype)
 

@@ -47,8 +47,8 @@ class Policy:
     TypeError: if a dtype is not a floating-point one; from `autocast`, if `fun`
       is not a function.
     ValueError: if `level` is unknown or cannot lower to the compute dtype; from
-      the casts, if float64 is not enabled; from the function that `autocast`
-      returns, if `fun` changes an object in place.
+      the cast methods, if float64 is not enabled; from the function that
+      `autocast` returns, if `fun` changes an object in place.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -122,7 +122,7 @@ class Policy:
     def fun_in_policy(*args: Any, **kwargs: Any) -> Any:
       if self.level is not None or self.compute_dtype is None:
         return self.cast_to_output(in_mixed_precision(*args, **kwargs))
-      # A copy, so that the caller does not see the changes that `fun` makes.
+      # Pass a copy, so that the caller does not see changes that `fun` makes.
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
@@ -192,7 +192,7 @@ def _all_in(dtype: Any, level: str | None = None) -> Policy:
 
 
 _NAMES: Mapping[str, Policy] = {
-  # MindSpore's levels; OD is Paddle's.
+  # MindSpore's levels, and Paddle's OD.
   "O0": _all_in(jnp.float32, "O0"),
   **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
   # Keras's names mean the same in Ascend's precision_mode_v2.

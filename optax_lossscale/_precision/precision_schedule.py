@@ -256,7 +256,8 @@ class PrecisionSchedule:
     optimizer = requirements.as_optimizer("tx", tx)
     requirements.check_accumulation(opt_state)
 
-    # By path, because an outer optimizer's update may change the structure.
+    # Keyed by path, because an outer optimizer may change its state's
+    # structure.
     rule_states: dict[Any, Any] = {}
 
     # Gradients that are not scaled need S = 1 in the state during the step.
@@ -592,7 +593,7 @@ def _check_loss(loss: Any) -> Any:
   rule = "`loss` must be a real scalar"
   if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
     loss = arguments.as_finite("loss", loss)
-    # A NumPy array, because JAX would round a float to float32.
+    # Use a NumPy array, because JAX would round a float to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
     raise TypeError(

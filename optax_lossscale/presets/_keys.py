@@ -119,7 +119,7 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
       case "hysteresis_left":
         found["overflows"] = engine.hysteresis - number
       case "overflows_to_shrink":
-        # With a hysteresis of 1, S shrinks at any count.
+        # With a hysteresis of 1, S shrinks on every overflow.
         is_counted = engine.hysteresis > 1
         found["overflows"] = engine.hysteresis - number if is_counted else 0
       case "steps":

@@ -138,7 +138,7 @@ def mindspore_amp(
 @preset(
   init_scale=Argument("loss_scale_value"),
   growth_factor=Argument("scale_factor"),
-  # The inverse of the factor after the factor is rounded to float32.
+  # MindSpore inverts the factor after rounding it to float32.
   backoff_factor=Argument("scale_factor", lambda x: 1 / float(np.float32(x))),
   growth_interval=Argument("scale_window"),
   min_scale=1.0,

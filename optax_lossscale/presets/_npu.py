@@ -112,7 +112,7 @@ def npu_loss_scale_optimizer(
       False, each worker decides for itself, and `axis_name` is not used. False
       is an error if JAX can tell that the workers share an S.
     axis_name: the mapped axes of the workers, as in `loss_scaling`.
-    check: what counts as an overflow. Its dtype is that of the computation.
+    check: what counts as an overflow, in the dtype of the computation.
 
   Returns:
     A transformation like that of `loss_scaling`, with a `LossScalingState`.
@@ -165,7 +165,7 @@ def npu_loss_scale_optimizer(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    # Empty under vmap and under plain jit, even with sharded arrays.
+    # No axes under vmap or plain jit, even with sharded arrays.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     if axes:
       raise ValueError(

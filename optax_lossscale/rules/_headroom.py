@@ -227,7 +227,7 @@ class HeadroomLossScale(base.LossScale):
     """Returns the next values of the fields that remember overflows."""
     here = _amax_and_scale.exponent(state.loss_scale)
     row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
-    # An S far below what amax allows hardly causes isolated overflows.
+    # An S far below what amax allows hardly causes an isolated overflow.
     is_alone = (row == 1) & (state.steps_without_amax < self.window)
     lowest = jnp.where(
       is_alone, fits - self.headroom - _amax_and_scale.LEAP, -_ANY

@@ -14,7 +14,7 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import skipping
 from optax_lossscale.rules import _amax_and_scale
 
-# Above every log2(S). Not inf, because jax_debug_infs would stop on it.
+# Above every log2(S). It is not inf, because jax_debug_infs would raise.
 _NO_CEILING = 2.0**20
 
 
@@ -172,7 +172,7 @@ class LogMaxLossScale(base.LossScale):
     log2_scale = bits.log2(state.loss_scale)
     # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
-    # An overflow counts as S one bit too large, or more if amax says so.
+    # Treat S as one bit too large on an overflow, or more if amax says so.
     beyond = np.float32(self.log_max) + 1 - log2_scale
     beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
     entered = self._enter(state, jnp.where(overflow, beyond, x))
@@ -181,7 +181,7 @@ class LogMaxLossScale(base.LossScale):
 
     free = np.float32(self.overflow_std_dev) * jnp.sqrt(entered.variance)
     wanted = np.float32(self.log_max) - (entered.mean + free)
-    # The largest integer below, because an amax of 2**log_max overflows.
+    # Take the next lower integer, because an amax of 2**log_max overflows.
     wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
     exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
     moved = entered._replace(
@@ -227,7 +227,7 @@ class LogMaxLossScale(base.LossScale):
 
 def _check_beta(name: str, value: Any) -> float:
   beta = arguments.check_not_negative(name, value)
-  # In float32, because a beta that rounds to 1 there gives all steps weight 0.
+  # Check the value in float32: if it rounds to 1, all weights become 0.
   if np.float32(beta) >= 1:
     raise ValueError(
       f"`{name}` must be at least 0 and below 1 (in float32), got {value!r}."

@@ -155,7 +155,7 @@ class HistogramLossScale(base.LossScale):
     below = above = jnp.full((), 0, jnp.float32)
     for gradient in filter(leaves.is_gradient, jax.tree.leaves(gradients)):
       where = bits.reached(gradient, self._edge, inclusive=True)
-      # Counted in integers, because a float32 stops counting at 2**24.
+      # Count in integers, because a float32 stops counting at 2**24.
       count = jnp.sum(where, dtype=jnp.uint32).astype(jnp.float32)
       above = above + count
       below = below + (np.float32(gradient.size) - count)
@@ -188,7 +188,7 @@ class HistogramLossScale(base.LossScale):
       too_large = measured.at_or_above > odds * measured.below
     steps = state.steps_since_update + 1
     decides = overflow | (steps >= self.update_period)
-    # Limited before the doubling, which could otherwise give inf.
+    # S is limited before it is doubled, which could otherwise give inf.
     largest_half = np.float32(arguments.LARGEST_SCALE / 2)
     moved = jnp.where(
       overflow | too_large,

@@ -182,7 +182,7 @@ class WarmStart(base.LossScale):
   def stalled(
     self, state: WarmStartState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[], True if S should move but cannot, as a probe at 2**-126."""
+    """Returns bool[], True if S is stuck. A probe is stuck at 2**-126."""
     return jnp.where(
       state.is_warm,
       self.rule.stalled(state.rule_state, overflow),
