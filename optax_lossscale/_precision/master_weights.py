@@ -75,7 +75,8 @@ def master_weights(
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
       gets gradients in float32 or wider. If it contains `loss_scaling`, it gets
       them unchanged, because `loss_scaling` checks them in their own dtype.
-    dtype: the master's dtype, float32 or wider. Wider parameters keep theirs.
+    dtype: the master's dtype, float32 or wider, unless the parameter's is
+      wider.
 
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating

@@ -144,7 +144,7 @@ def _name(dtype: Any) -> str:
 
 
 def _check_dtype(name: str, dtype: Any) -> Any:
-  """Returns the dtype that is meant, or None to keep each value's dtype."""
+  """Returns the checked dtype, or None to keep each value's dtype."""
   if dtype is None:
     return None
   found, got = arguments.read_dtype(dtype)

@@ -256,8 +256,7 @@ class PrecisionSchedule:
     optimizer = requirements.as_optimizer("tx", tx)
     requirements.check_accumulation(opt_state)
 
-    # Keyed by path, because an outer optimizer may change its state's
-    # structure.
+    # Keyed by path, because an outer optimizer may add to its own state.
     rule_states: dict[Any, Any] = {}
 
     # Gradients that are not scaled need S = 1 in the state during the step.

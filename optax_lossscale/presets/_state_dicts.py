@@ -290,7 +290,7 @@ def _read(
       got = shown(came[name])
       problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")
   problems += [f"{shown(name)} is unknown" for name in came if name not in keys]
-  if len(problems) > _MOST_PROBLEMS:  # Such as a whole model's keys.
+  if len(problems) > _MOST_PROBLEMS:  # A whole model has many keys.
     problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
   if problems:
     raise ValueError(
