@@ -44,13 +44,12 @@ def master_weights(
   """Wraps an optimizer so that it updates a float32 copy of the parameters.
 
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
-  less than half of that gap has no effect, no matter how often. This wrapper
-  adds updates to the master, a wider copy in the optimizer's state, and returns
-  the difference between the master and the parameter. That difference is itself
-  rounded to the parameter's dtype, so the parameter may be up to 1.5 ulp away
-  from the master (an ulp of the larger of its values before and after the
-  step). The error does not accumulate, because the next step starts from the
-  rounded value.
+  less than half that gap has no effect, however often. This wrapper adds
+  updates to the master, a wider copy in the optimizer's state, and returns the
+  difference between the master and the parameter. That difference is rounded to
+  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master
+  (an ulp of the larger of its values before and after the step). The error does
+  not accumulate, because the next step starts from the rounded value.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a

@@ -217,7 +217,7 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
     return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
-  # Copied, because several leaves of a state may be the same array.
+  # Copy the leaves, because several of them may be the same array.
   state = jax.tree.map(jnp.copy, rule.init())
   own = _own_leaves(state)
   values = _read(

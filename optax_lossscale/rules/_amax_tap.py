@@ -13,11 +13,11 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
   """Returns `x` unchanged and measures the cotangents that pass this point.
 
   A rule bases S on the largest gradient of a parameter. The gradient of an
-  activation may be larger and overflow first. A small layer scale or a mean
-  between the two hides this. With a tap, the gradient with respect to `amax` is
-  the largest magnitude of a cotangent at this point. Pass it to the wrapper:
-  `tx.update(..., amax=found)`. The tap reads each cotangent once more. A
-  function with a tap inside does not support forward-mode differentiation.
+  activation may be larger and overflow first, unseen by the rule if a small
+  layer scale or a mean lies between. With a tap, the gradient with respect to
+  `amax` is the largest magnitude of a cotangent at this point. Pass it to the
+  wrapper: `tx.update(..., amax=found)`. The tap reads each cotangent once more.
+  A function with a tap inside does not support forward-mode differentiation.
 
   JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
   devices of a `shard_map` share one `amax`, the result is the sum of their
