@@ -194,7 +194,7 @@ PRESETS: dict[str, Preset] = {}
 _SWITCHES: dict[str, Any] = {
   "scale": None,  # The fixed S, if S never moves.
   "moves": True,  # False keeps S at its first value.
-  "skip": True,  # False applies a step that overflows.
+  "skip": True,  # False also applies steps that overflow.
   "enabled": True,  # False keeps S at 1, skips no step and saves nothing.
 }
 

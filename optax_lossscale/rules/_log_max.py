@@ -172,7 +172,7 @@ class LogMaxLossScale(base.LossScale):
     log2_scale = bits.log2(state.loss_scale)
     # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
-    # Treat S as one bit too large on an overflow, or more if amax says so.
+    # On an overflow, assume that S was one bit too large, or more by amax.
     beyond = np.float32(self.log_max) + 1 - log2_scale
     beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
     entered = self._enter(state, jnp.where(overflow, beyond, x))

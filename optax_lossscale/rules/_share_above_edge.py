@@ -61,8 +61,8 @@ class HistogramLossScale(base.LossScale):
 
   The rule loses a step if amax leaps by more bits than there are above the
   edge, or one bit fewer if S has just doubled. If S is far too large, the rule
-  loses one step for each bit too many: see `WarmStart`. In a float16 loss, an S
-  of 2**16 or more becomes inf: pass `max_scale=2.0**15`.
+  loses a step for each bit on the way down: see `WarmStart`. In a float16 loss,
+  an S of 2**16 or more becomes inf: pass `max_scale=2.0**15`.
 
   Inside `loss_scaling`, the count reads all gradients once more. Without
   counts, as in a replay of recorded amax, a single element at or above the edge
