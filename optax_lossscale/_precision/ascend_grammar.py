@@ -13,7 +13,7 @@ from optax_lossscale._base.arguments import shown
 
 
 class _Mode(NamedTuple):
-  """A mode: the argument that it needs, and its default and allowed ratios."""
+  """A mode: the argument it needs, its default ratio and the ratio's bounds."""
 
   needs: str
   default: str
@@ -26,12 +26,12 @@ _MODES = {
   "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
   "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
 }
-# The settings that Ascend allows beside it.
+# The precision modes that Ascend allows beside `accelerate_train_mode`.
 _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-# Ascend's names for the arguments: in its hook, estimator and configuration.
+# Maps argument names of Ascend's hook, estimator and configuration to ours.
 ELSEWHERE = {
   "total_step": "`total_steps`",
   "max_steps": "`total_steps`",
@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
 
 
 def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
-  """Returns the dtype, the mode and the ratio."""
+  """Returns the dtype, mode and ratio in an `accelerate_train_mode`."""
   if not isinstance(text, str):
     raise TypeError(
       "`accelerate_train_mode` must be a text such as 'fast|step|0.9', got "
@@ -73,7 +73,7 @@ def parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
 def check_end(
   mode: str, *, total_steps: Any, target_loss: Any
 ) -> tuple[int | None, fractions.Fraction | None]:
-  """Returns the total steps or the target loss, whichever the mode needs."""
+  """Returns the checked total steps and target loss, one of which is None."""
   given = {"total_steps": total_steps, "target_loss": target_loss}
   needed = _MODES[mode].needs
   if given[needed] is None:
@@ -92,12 +92,12 @@ def check_end(
     )
   if isinstance(target_loss, fractions.Fraction):
     return None, target_loss
-  # The decimal as it was typed, like the ratio: 7.1 is exactly 71/10.
+  # Read the decimal that was typed, as for the ratio: 7.1 is exactly 71/10.
   return None, fractions.Fraction(str(np.asarray(target_loss)[()]))
 
 
 def keeps_origin_dtype(**modes: Any) -> bool:
-  """Returns True if operations keep the dtypes that they are written in."""
+  """Returns True if a mode says that operations keep their original dtypes."""
   for name, mode in modes.items():
     if mode is not None and not (
       isinstance(mode, str) and mode in ("", *_BESIDE[name])

@@ -41,54 +41,54 @@ def master_weights(
   inner: optax.GradientTransformation | optax.MultiSteps,
   dtype: Any = jnp.float32,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it moves a float32 copy of the parameters.
+  """Wraps an optimizer so that it updates a float32 copy of the parameters.
 
-  The next float16 after 1.0 is 1.001, the next bfloat16 1.008. An update of
-  less than half that gap is lost when it is added, no matter how often. This
-  wrapper adds it to the master, a wider copy in the optimizer's state, and
-  returns the difference between the master and the parameter. That difference
-  is also rounded to the parameter's dtype, so the parameter may be up to one
-  and a half last bits away from the master (last bits of the larger of its
-  values before and after the step). The error does not accumulate, because the
-  next step starts from the rounded value.
+  The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
+  less than half that gap has no effect, however often. This wrapper adds
+  updates to the master, a wider copy in the optimizer's state, and returns the
+  difference between the master and the parameter. That difference is rounded to
+  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master
+  (an ulp of the larger of its values before and after the step). The error does
+  not accumulate, because the next step starts from the rounded value.
 
-  The inner optimizer, and so weight decay, sees the master as its parameters.
-  Nothing that changes updates may come after this wrapper in a chain, because
-  the parameters would then no longer reach the master.
+  The inner optimizer, including any weight decay, sees the master as its
+  parameters. Nothing that changes updates may come after this wrapper in a
+  chain, because the parameters would then no longer follow the master.
 
-  It goes inside `loss_scaling` or outside. Masters and parameters are the same
-  either way, and a skipped step leaves both unchanged, bit for bit. With a
-  `mask` in `loss_scaling` it must go inside: outside, it would add the next
-  values of the leaves that bypass the optimizer to their masters.
+  The wrapper works inside or outside `loss_scaling`. Masters and parameters are
+  the same either way, and a skipped step leaves both unchanged, bit for bit. If
+  `loss_scaling` has a `mask`, the wrapper must go inside: outside, it would add
+  the new values of leaves that bypass the optimizer to their masters.
 
   A float16 parameter with its master takes 6 bytes instead of the 4 of a
   float32 parameter. In return, forward passes need not cast the parameters, and
   gathering parameters from other devices moves half as much data.
 
   Parameters follow the master. If something else changes them, the next step
-  moves them back. To change them, call `init` on the new ones, which restarts
-  the inner optimizer, or set the master as well, in its own dtypes, with
-  `optax.tree.set(opt_state, master=...)`. A parameter or a step beyond the
-  largest value of the parameter's dtype becomes inf, then NaN, for good.
+  moves them back. To change them, call `init` on the new parameters, which
+  restarts the inner optimizer, or also set the master, in its own dtypes, with
+  `optax.tree.set(opt_state, master=...)`. A parameter or an update beyond the
+  largest value of the parameter's dtype becomes inf, then NaN, permanently.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
-      gets gradients in float32 or wider. If it contains `loss_scaling`, they
-      arrive unchanged, because they are checked in their own dtype.
-    dtype: the master's dtype, float32 or wider. Wider parameters keep theirs.
+      gets gradients in float32 or wider. If it contains `loss_scaling`, it gets
+      them unchanged, because `loss_scaling` checks them in their own dtype.
+    dtype: the master's dtype, float32 or wider, unless the parameter's is
+      wider.
 
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating
     parameter has a master, which for a float32 parameter is simply a copy. The
     inner optimizer handles all other parameters directly. The leaves of Flax's
-    `_overwrite_with_gradient` collection bypass it, as in `loss_scaling`.
-    Updates have the dtypes of the parameters.
+    `_overwrite_with_gradient` collection bypass the inner optimizer, as in
+    `loss_scaling`. Updates have the parameters' dtypes.
 
   Raises:
-    TypeError: if `inner` is not an optimizer or `dtype` not a floating-point
+    TypeError: if `inner` is not an optimizer or `dtype` is not a floating-point
       dtype; from `update`, if `state` is not the one that `init` made.
     ValueError: if `dtype` is narrower than float32, or is float64 while JAX has
-      float64 disabled; from `update`, without `params`.
+      float64 disabled; from `update`, if `params` is None.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -109,8 +109,8 @@ def master_weights(
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex offers it as
-    `master_weights` in its level O2.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex's level O2 has
+    the option `master_weights`.
   """
   inner = requirements.as_optimizer("inner", inner)
   dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
@@ -130,10 +130,10 @@ def master_weights(
     kept = leaves.leave_out(is_gradient, wide)
     inner_state = inner.init(kept)
     if kept is not wide and _states.find_states(inner_state):
-      inner_state = inner.init(wide)  # It masks those leaves itself.
+      inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
     return MasterWeightsState(
-      # A copy even for float32, because the parameters (or what the inner
-      # optimizer keeps of them) and the master may be donated together.
+      # Copy even float32 parameters, because the master may be donated together
+      # with them, or with whatever the inner optimizer keeps of them.
       master=jax.tree.map(
         lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
       ),
@@ -159,9 +159,9 @@ def master_weights(
     gradients = updates = leaves.as_arrays(updates)
     params = leaves.as_arrays(params)
     is_gradient = leaves.resolve_mask(None, updates)
-    # Loss scaling inside `inner` checks gradients in their own dtype and
-    # handles non-gradient leaves: a skip returns their old values. When it is
-    # switched off, its state has no leaves.
+    # A `loss_scaling` inside `inner` checks gradients in their own dtype and
+    # handles non-gradient leaves: a skipped step returns their old values. If
+    # it is switched off, its rule's state has no leaves.
     scales = any(
       jax.tree.leaves(x.loss_scale_state)
       for x in _states.find_states(state.inner_state).values()
@@ -194,29 +194,29 @@ def master_weights(
 
 
 def _move(skipped: jax.Array, master: Any, update: Any) -> Any:
-  """Returns a leaf's next master."""
+  """Returns the next master of one leaf."""
   if _is_absent(master) or update is None:
     return master
-  # Selected, because a sum with -0.0 may flush a subnormal master to 0.
+  # Select instead of adding -0.0, which may flush a subnormal master to 0.
   return jnp.where(skipped, master, optax.apply_updates(master, update))
 
 
 def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
   """Returns the difference between a parameter and its next master.
 
-  It depends only on the next master, not on the old one or on the update, so
-  XLA can update the master in place.
+  The result depends only on the next master, not on the old master or the
+  update, so XLA can update the master in place.
   """
   if _is_absent(master) or update is None:
     return update
   wide = _convert(param, master.dtype)
   way = jnp.where(
-    # -0.0 if it is there already: adding 0.0 would turn -0.0 into 0.0.
+    # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
     skipped | (master == wide),
     jnp.asarray(-0.0, master.dtype),
     master - wide,
   )
-  # Via float32, as inside `loss_scaling`, and as the CPU backend does anyway.
+  # Round via float32, as `loss_scaling` and the CPU backend also do.
   way = _convert(way, leaves.at_least_float32(param.dtype))
   return _convert(way, param.dtype)
 
@@ -230,17 +230,17 @@ def _is_skipped(inner_state: Any) -> jax.Array:
 
 
 def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
-  """Maps over leaves with a master, and over placeholders of those without."""
+  """Maps over leaves, including the placeholders of leaves without a master."""
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
 
 
 def _wider(dtype: Any, other: Any) -> Any:
-  """Returns the wider of two dtypes. JAX does not promote float8."""
+  """Returns the wider of two dtypes. JAX does not promote float8 dtypes."""
   return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
 
 
 def _convert(x: Any, dtype: Any) -> Any:
-  """Returns an array, or a `jax.ShapeDtypeStruct`, in another dtype."""
+  """Returns an array or a `jax.ShapeDtypeStruct`, converted to a dtype."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=dtype)
   return jnp.asarray(x, dtype)

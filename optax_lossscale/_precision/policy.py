@@ -1,4 +1,4 @@
-"""Policies: dtypes of parameters, computation and output, and their names."""
+"""Policies: the dtypes of parameters, computation and output, by name."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -26,29 +26,29 @@ FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 class Policy:
   """The dtypes of the parameters, the computation and the output.
 
-  A single value, which a configuration can hold as a string, replaces casts in
-  many places of a program. `get_policy` makes it from a name.
+  A policy is a single value, which a configuration can hold as a string. It
+  replaces casts throughout a program. `get_policy` makes one from a name.
 
-  It casts real floating arrays: those of JAX and NumPy, and
-  `jax.ShapeDtypeStruct`. Everything else comes back unchanged, including Flax's
-  `_overwrite_with_gradient` collection, whose dtypes belong to FP8.
+  It casts real floating arrays of JAX and NumPy, and real floating
+  `jax.ShapeDtypeStruct`s. It returns everything else unchanged, including
+  Flax's `_overwrite_with_gradient` collection, whose dtypes FP8 depends on.
 
   Attributes:
     param_dtype: the dtype of the parameters between steps, or its name. None,
-      here and below, keeps the dtype that a value has. Float64 requires
-      `jax_enable_x64` when something is cast.
-    compute_dtype: the dtype in which a function computes: everything, or with a
-      `level` only the operations which that level lowers.
-    output_dtype: the dtype of what a function returns.
+      here and below, keeps each value's dtype. Casting to float64 requires
+      `jax_enable_x64`.
+    compute_dtype: the dtype in which a function computes; with a `level`, the
+      dtype of only the operations that the level lowers.
+    output_dtype: the dtype of a function's results.
     level: None, or a level of `autocast`: "O0", "O1", "O2", "O3", "auto", "OD".
-      At every level but "O0" the compute dtype is float16 or bfloat16.
+      At every level but "O0" the compute dtype must be float16 or bfloat16.
 
   Raises:
     TypeError: if a dtype is not a floating-point one; from `autocast`, if `fun`
       is not a function.
-    ValueError: if there is no such level, or the level cannot lower to the
-      compute dtype; from the casts, if float64 is not enabled; when the
-      function from `autocast` is called, if `fun` changes an object in place.
+    ValueError: if `level` is unknown or cannot lower to the compute dtype; from
+      the cast methods, if float64 is not enabled; from the function that
+      `autocast` returns, if `fun` changes an object in place.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -99,17 +99,17 @@ class Policy:
     return _cast("output_dtype", self.output_dtype, tree)
 
   def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` computing as the policy says.
+    """Returns a function that computes `fun` as the policy says.
 
-    With a level, it applies `autocast` at this level, with the compute dtype as
-    the low precision. Without one, it casts all the arguments to the compute
-    dtype, including batch norm statistics and float32 labels, but not the
-    values that `fun` closes over, and `fun` computes in the dtypes that follow
-    from them. In both cases it casts the results to the output dtype.
+    If the policy has a level, the function applies `autocast` at this level,
+    with the compute dtype as the low precision. If not, it casts all arguments
+    to the compute dtype, including batch norm statistics and float32 labels,
+    but not the values that `fun` closes over, and JAX's type promotion does the
+    rest. In both cases it casts the results to the output dtype.
 
     Args:
-      fun: a function such as a loss function or `model.apply`. With a level,
-        JAX must be able to trace it.
+      fun: a function such as a loss function or `model.apply`. If the policy
+        has a level, JAX must be able to trace it.
     """
     arguments.check_function(fun)
 
@@ -122,7 +122,7 @@ class Policy:
     def fun_in_policy(*args: Any, **kwargs: Any) -> Any:
       if self.level is not None or self.compute_dtype is None:
         return self.cast_to_output(in_mixed_precision(*args, **kwargs))
-      # A copy for `fun` alone, so that the caller does not see its changes.
+      # Pass a copy, so that the caller does not see changes that `fun` makes.
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
@@ -144,7 +144,7 @@ def _name(dtype: Any) -> str:
 
 
 def _check_dtype(name: str, dtype: Any) -> Any:
-  """Returns a dtype, or None."""
+  """Returns the checked dtype, or None to keep each value's dtype."""
   if dtype is None:
     return None
   found, got = arguments.read_dtype(dtype)
@@ -192,16 +192,16 @@ def _all_in(dtype: Any, level: str | None = None) -> Policy:
 
 
 _NAMES: Mapping[str, Policy] = {
-  # MindSpore's levels; OD is Paddle's.
+  # MindSpore's levels, and Paddle's OD.
   "O0": _all_in(jnp.float32, "O0"),
   **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
-  # Keras's names are also Ascend's precision_mode_v2, with the same meaning.
+  # Keras's names mean the same in Ascend's precision_mode_v2.
   "mixed_float16": _mixed("O1"),
   "mixed_bfloat16": _mixed("O1", jnp.bfloat16),
-  # Ascend's precision_mode, each with the equivalent precision_mode_v2.
+  # Values of Ascend's precision_mode, each with its precision_mode_v2 twin.
   "allow_fp32_to_fp16": _mixed("OD"),
   **dict.fromkeys(("force_fp16", "fp16"), _mixed("O3")),
-  # A policy does not set what the matrix unit does with its inputs.
+  # A policy does not control how the matrix unit rounds its inputs.
   **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), _all_in(jnp.float32)),
   **dict.fromkeys(("must_keep_origin_dtype", "origin"), _all_in(None)),
   **dict.fromkeys(
@@ -210,7 +210,7 @@ _NAMES: Mapping[str, Policy] = {
   "allow_mix_precision_bf16": _mixed("O1", jnp.bfloat16),
 }
 
-# jmp's names; "half" depends on the machine.
+# jmp's dtype names, except for "half", which depends on the machine.
 _DTYPES: Mapping[str, Any] = {
   "none": None,
   "bf16": jnp.bfloat16,
@@ -233,14 +233,14 @@ _KEYS: Mapping[str, str] = {
 
 
 def get_policy(policy: Any) -> Policy:
-  """Returns the policy with a name from jmp, MindSpore, Keras or Ascend.
+  """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
-  This lets you use a script's flag, or a line of another system's
+  This lets you use a script's flag, or a setting from another system's
   configuration, directly.
 
-  Strings with dtypes are jmp's, such as "params=float32,compute=float16" or
+  Strings with dtypes are as in jmp: "params=float32,compute=float16" or
   "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
-  are jmp's: parameters are float32, the computation is in the dtype of the
+  are also jmp's: parameters are float32, the computation is in the dtype of the
   parameters, and the output in that of the computation. A single dtype applies
   to all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
   "f32" or "full", "float64" or "f64", any other floating-point dtype of JAX by
@@ -252,9 +252,9 @@ def get_policy(policy: Any) -> Policy:
 
   - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
     float16 at the level of that name. "O0" is float32, with nothing lowered.
-  - "mixed_float16" and "mixed_bfloat16" are that dtype at O1. In Keras the
-    output of each layer is in float16, and users are advised to keep the last
-    layer in float32; here the output is in float32.
+  - "mixed_float16" and "mixed_bfloat16" mean that dtype at level O1. In Keras
+    each layer's output is float16, and users are advised to keep the last layer
+    in float32; here the output of the whole function is float32.
   - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
     OD; "force_fp16" or "fp16" is O3; "allow_mix_precision",
     "allow_mix_precision_fp16" or "mixed_float16" is O1, and
@@ -304,7 +304,7 @@ def get_policy(policy: Any) -> Policy:
 
 
 def _read(policy: str) -> Policy:
-  """Returns the policy that a string names."""
+  """Returns the policy that a string describes."""
   if "=" in policy:
     return _parse(policy)
   if policy in _NAMES:
@@ -361,7 +361,7 @@ def _is_dtype(name: str) -> bool:
     return True
   if not name.isidentifier():
     return False  # NumPy would parse such a string as a record dtype.
-  # Only JAX's own name counts: NumPy has others, and a different "half".
+  # Only JAX's own name counts: NumPy has aliases, and a different "half".
   found, _ = arguments.read_dtype(name)
   return found is not None and str(found.name) == name
 

@@ -40,8 +40,8 @@ class PrecisionScheduleState(NamedTuple):
   Attributes:
     low: bool[], whether the next step is in low precision. Once False, it stays
       False.
-    steps: int32[], the number of finished steps that a "step" schedule was
-      given; 0 in a "loss" schedule.
+    steps: int32[], the number of finished steps last passed to `update` in mode
+      "step"; 0 in mode "loss".
   """
 
   low: jax.Array
@@ -52,16 +52,16 @@ class PrecisionScheduleState(NamedTuple):
 class PrecisionSchedule:
   """Low precision first and full precision at the end, with a one-way switch.
 
-  Made by `precision_schedule`, which explains its purpose.
+  Made by `precision_schedule`, which explains what it is for.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
-    mode: "step" or "loss", what the switch depends on.
-    ratio: the share of the total steps, or the multiple of the target loss.
-    total_steps: the steps of the whole training; None in mode "loss".
+    mode: what the switch depends on, "step" or "loss".
+    ratio: the share of `total_steps` or multiple of `target_loss` to switch at.
+    total_steps: the number of steps of the whole training; None in mode "loss".
     target_loss: the loss that training ends at; None in mode "step".
     steps_per_call: the number of steps between two updates of the state.
-    keeps_origin_dtype: whether the loss itself may compute in low precision.
+    keeps_origin_dtype: whether `loss_fn` itself may compute in low precision.
   """
 
   dtype: Any
@@ -75,7 +75,7 @@ class PrecisionSchedule:
   def init(self) -> PrecisionScheduleState:
     """Returns the state before the first step.
 
-    It starts in low precision, unless a "step" schedule is too short for that.
+    Training starts in low precision, unless it has too few steps for that.
     """
     low = self.mode == "loss" or self._first_full_step > 0
     return PrecisionScheduleState(
@@ -89,20 +89,20 @@ class PrecisionSchedule:
     step: Any = None,
     loss: Any = None,
   ) -> PrecisionScheduleState:
-    """Returns the state for the next step. Pure, and usable inside jit.
+    """Returns the state for the next step. Pure, so it also works in jit.
 
     Args:
-      state: the previous state. To resume a run without one, pass `init()` and
-        begin with `update(init(), step=n)`.
-      step: integer[], in mode "step", the number of steps applied so far.
-      loss: float[], in mode "loss", the true loss of an applied step. 0 means
-        that the loss is unknown, as for a skipped step, and NaN never switches
-        to full precision.
+      state: the previous state. A run that saved none resumes from
+        `update(init(), step=n)`.
+      step: integer[], for mode "step", the number of steps applied so far.
+      loss: float[], for mode "loss", the unscaled loss of an applied step. 0
+        means that the loss is unknown, as for a skipped step. A NaN never
+        causes the switch.
 
     Raises:
-      TypeError: if `state` is not a schedule's state, `step` not an integer
-        scalar, or `loss` not a real scalar.
-      ValueError: if it is not given exactly the argument that its mode needs.
+      TypeError: if `state` is not a schedule's state, `step` is not an integer
+        scalar, or `loss` is not a real scalar.
+      ValueError: unless exactly the argument that the mode needs is given.
     """
     _check_state(state)
     fed = {"step": step, "loss": loss}
@@ -126,7 +126,7 @@ class PrecisionSchedule:
     return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
-    """Returns whether the next step's loss is scaled, as it is only in float16.
+    """Returns whether the next step's loss is scaled, which only float16 needs.
 
     Args:
       state: the schedule's state.
@@ -150,11 +150,11 @@ class PrecisionSchedule:
     operations: Mapping[str, Sequence[str]] | None = None,
     path: str | None = None,
   ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function for the loss and its gradients, in both precisions.
+    """Returns a function that computes loss and gradients in either precision.
 
-    In a step of your own, it replaces `scaled_value_and_grad`, and
-    `update_optimizer` replaces `tx.update`, because the gradients are scaled
-    only in the low part:
+    In a train step of your own, call this instead of `scaled_value_and_grad`,
+    and `update_optimizer` instead of `tx.update`, because gradients are scaled
+    only while the precision is low:
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
       loss, grads = value_and_grad(params, batch)
@@ -162,16 +162,16 @@ class PrecisionSchedule:
         tx, grads, opt_state, params, state
       )
 
-    The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in the low part
-    and `loss_fn` as written afterwards. Both are compiled into one program that
-    chooses by `state.low`, so the switch compiles nothing.
+    The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in low
+    precision and `loss_fn` itself in full precision. Both are compiled into one
+    program that chooses by `state.low`, so the switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or
-        `(loss, aux)`. With float16 parameters (`master_weights`) it must cast
-        them itself.
-      opt_state: the optimizer's state. It holds the loss scale if the low
-        precision is float16.
+        `(loss, aux)`. If the parameters are float16 (`master_weights`), the
+        function must cast them itself.
+      opt_state: the optimizer's state. If the low precision is float16, it must
+        contain the loss scale.
       state: the schedule's state before the step, here and in
         `update_optimizer`.
       argnums: the positional arguments to differentiate with respect to.
@@ -179,7 +179,7 @@ class PrecisionSchedule:
       level: as in `autocast`.
       overrides: as in `autocast`.
       operations: as in `autocast`.
-      path: which scale, if `opt_state` holds several. See `get_loss_scale`.
+      path: the loss scale to use if there are several. See `get_loss_scale`.
 
     Returns:
       A function that takes the arguments of `loss_fn` and returns `(loss,
@@ -187,10 +187,10 @@ class PrecisionSchedule:
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if `autocast` rejects its arguments, or they have no effect;
-        if `opt_state` holds no scale, or several; when called, if `loss_fn` is
-        already under `autocast`, or computes products in low precision because
-        of the dtype of a layer or of the parameters.
+      ValueError: if `autocast` rejects its arguments, or they lower nothing; if
+        `opt_state` holds no loss scale, or several; when called, if `loss_fn`
+        is already under `autocast`, or computes products in low precision
+        because of the dtype of a layer or of the parameters.
     """
     _check_state(state)
     low_loss_fn = _make_low(
@@ -230,14 +230,14 @@ class PrecisionSchedule:
     state: PrecisionScheduleState,
     **extra_args: Any,
   ) -> tuple[Any, Any]:
-    """Returns `tx.update(gradients, opt_state, params)` in both precisions.
+    """Returns `tx.update(gradients, opt_state, params)` in either precision.
 
-    If the loss was not scaled, S is 1 for this step, and the rule's state stays
-    the same bit for bit. Non-finite gradients still skip the step.
+    If the loss was not scaled, S is 1 for this step, and the rule's state does
+    not change. Non-finite gradients still skip the step.
 
     Args:
       tx: the optimizer, with or without `loss_scaling` anywhere inside.
-      gradients: the ones that `value_and_grad` returned for the same `state`.
+      gradients: the gradients from `value_and_grad` with the same `state`.
       opt_state: the optimizer's state.
       params: the parameters.
       state: the schedule's state before the step.
@@ -247,10 +247,10 @@ class PrecisionSchedule:
       The updates and the optimizer's next state.
 
     Raises:
-      TypeError: if `tx` is not an optimizer, `state` not the schedule's state,
-        or S not a leaf of the rule's state.
-      ValueError: if `optax.MultiSteps` is around `loss_scaling`, or if the
-        devices that share an S could be in different precisions.
+      TypeError: if `tx` is not an optimizer, `state` is not the schedule's
+        state, or S is not a leaf of the rule's state.
+      ValueError: if `optax.MultiSteps` wraps `loss_scaling`, or if devices that
+        share an S could be in different precisions.
     """
     is_scaled = self.is_scaled(state)
     optimizer = requirements.as_optimizer("tx", tx)
@@ -259,8 +259,8 @@ class PrecisionSchedule:
     # Keyed by path, because an outer optimizer may add to its own state.
     rule_states: dict[Any, Any] = {}
 
-    # True gradients have a scale of 1, so the step must find S = 1 in the
-    # state. Afterwards the rule's own state is put back.
+    # Gradients that are not scaled need S = 1 in the state during the step.
+    # `put_back` then restores the rule's own state.
     def swap(path: Any, node: Any) -> Any:
       if not states.is_state(node):
         return node
@@ -284,7 +284,7 @@ class PrecisionSchedule:
         loss_scale_state=skipping.select(
           ~is_scaled, rule_states[path], node.loss_scale_state
         ),
-        # The step was not scaled, so a smaller S would not help.
+        # If the loss was not scaled, a smaller S would not help.
         stalled=jnp.where(is_scaled, node.stalled, node.overflow),
       )
 
@@ -305,37 +305,37 @@ class PrecisionSchedule:
     has_aux: bool = False,
     axis_name: Any = None,
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
-    """Returns a complete train step in both precisions.
+    """Returns a complete train step that works in both precisions.
 
     It combines `value_and_grad`, `update_optimizer` and `update`. The structure
     of parameters and optimizer state does not change at the switch.
 
     Args:
-      loss_fn: as in `value_and_grad`, with the parameters as first argument.
-      tx: the optimizer. For float16 it holds `loss_scaling`, outermost, because
-        anything around it, such as momentum, would see scaled gradients first
-        and unscaled ones later. For no scaling, use `FixedLossScale(1.0)`.
-        Parameters that its `mask` leaves out need a step of your own.
+      loss_fn: as in `value_and_grad`; its first argument is the parameters.
+      tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
+        around it would see scaled gradients before the switch and unscaled ones
+        after. For no scaling, use `FixedLossScale(1.0)`. If a `mask` leaves out
+        parameters, write your own step.
       level: as in `autocast`.
       overrides: as in `autocast`.
       operations: as in `autocast`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step returns
-        its own aux: see `select_on_skip`.
-      axis_name: the mapped axis, or several, over which `tx` agrees and
-        averages under `shard_map`. Each device then has its own gradients. The
-        loss is averaged, but aux is not.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step also
+        returns its own aux: see `select_on_skip`.
+      axis_name: the mapped axis, or axes, over which `tx` detects overflows and
+        averages gradients under `shard_map`. Each device then computes its own
+        gradients. The loss is averaged, but aux is not.
 
     Returns:
       A pure function from `(params, opt_state, state, *args, **kwargs)` to
       `(params, opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`;
-      with `has_aux` the last is `(loss, aux)`. It also updates the schedule's
-      state, for which only applied steps count.
+      with `has_aux`, the last result is `(loss, aux)`. It also updates the
+      schedule's state, in which only applied steps count.
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: as in `value_and_grad`; when called, if `optax.MultiSteps` is
-        around `loss_scaling`, or if an optimizer without `loss_scaling` is
-        given FP8's `_overwrite_with_gradient` collection.
+      ValueError: as in `value_and_grad`; when called, if `optax.MultiSteps`
+        wraps `loss_scaling`, or if an optimizer without `loss_scaling` is given
+        FP8's `_overwrite_with_gradient` collection.
 
     Examples:
       >>> import jax
@@ -382,7 +382,7 @@ class PrecisionSchedule:
 
       is_wrapped = bool(states.find_states(opt_state))
       is_gradient = leaves.resolve_mask(None, params)
-      # A bare optimizer would treat the other leaves as gradients.
+      # A bare optimizer would treat those leaves' new values as gradients.
       if not (is_wrapped or all(jax.tree.leaves(is_gradient))):
         raise ValueError(
           "`tx` must hold loss_scaling where parameters are in Flax's "
@@ -394,7 +394,7 @@ class PrecisionSchedule:
       )
       applied = jnp.full((), True)
       if is_wrapped:
-        # By the counter, because an outer wrapper may have rejected the step.
+        # Read from the counter: an outer wrapper may have rejected the step.
         before, after = map(states.find_state, (opt_state, new_state))
         applied = after.applied_steps != before.applied_steps
       params = leaves.apply_updates(params, updates)
@@ -436,37 +436,37 @@ def precision_schedule(
   """Returns a schedule from low to full precision. Experimental.
 
   The first part of training is in low precision, which is faster on hardware
-  that supports it. The rest is in full precision, so that training ends where
-  it would have ended without the schedule. The run must also converge without
-  it. The schedule is meant for runs of more than an hour, because a short run
-  may gain less time than it costs to compile the step twice.
+  that supports it. The rest is in full precision, so that training ends at
+  about the same loss as without the schedule. The run must also converge
+  without the schedule. Use the schedule for runs of more than an hour: a short
+  run may save less time than it takes to compile both precisions.
 
-  The schedule is a pure state machine. `state.low` says which precision the
-  next step uses, and once it is False it stays False.
+  The schedule is a pure state machine. `state.low` is True if the next step is
+  in low precision. Once it is False, it stays False.
 
   Args:
     accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
       grammar. The type is "fast" (float16) or "fast1" (bfloat16). In mode
       "step", full precision begins after `floor(total_steps * ratio)` steps,
-      and at the latest with the last call; the ratio is 0.2 to 0.9 (default
+      or at the latest with the last call; the ratio is 0.2 to 0.9 (default
       0.9). In mode "loss", it begins when the loss is `target_loss * ratio` or
-      less; the ratio is 1.01 to 1.5 (default 1.05). The products are exact.
-    total_steps: for mode "step", the applied steps of the whole training. Loop
-      until `state.steps` reaches it, because a loop of that many calls counts
-      skipped steps as well and may end before the switch.
+      less; the ratio is 1.01 to 1.5 (default 1.05). Both products are exact.
+    total_steps: for mode "step", the number of applied steps in the whole
+      training. Loop until `state.steps` reaches it: a loop of `total_steps`
+      calls counts skipped steps as well and may end before the switch.
     target_loss: for mode "loss", the positive loss that training without the
-      schedule ends at. A single batch below it switches, so if batches differ
-      much, pass a mean over several steps.
+      schedule ends at. A low loss on a single batch causes the switch, so if
+      batches differ much, pass `update` a mean over several steps.
     steps_per_call: the number of steps between two updates of the state. The
-      switch may be late by one step less than that. Leave it out for
+      switch may come up to `steps_per_call - 1` steps late. Leave it out for
       `make_train_step`, which updates the state after each step.
-    precision_mode: the Ascend script's setting of that name. With
-      "must_keep_origin_dtype" the loss itself may compute products in low
-      precision, even at the end of training, where they are not scaled. With
-      "allow_fp32_to_fp16" or nothing, training ends in float32. Other values
+    precision_mode: the setting of that name in the Ascend script. With
+      "must_keep_origin_dtype", `loss_fn` itself may compute products in low
+      precision, even at the end of training, when the loss is not scaled. With
+      "allow_fp32_to_fp16" or no mode, training ends in float32. Other values
       are errors, as on Ascend.
-    precision_mode_v2: likewise; "origin" means "must_keep_origin_dtype".
-    **unknown: not accepted. For an Ascend name, the error gives ours.
+    precision_mode_v2: the newer setting; "origin" is "must_keep_origin_dtype".
+    **unknown: not accepted. For one of Ascend's names, the error gives ours.
 
   Returns:
     A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
@@ -476,7 +476,7 @@ def precision_schedule(
   Raises:
     TypeError: if an argument has the wrong type, or is given by Ascend's name.
     ValueError: if the mode does not follow the grammar, its argument is missing
-      or belongs to the other mode, or another setting sets the precision.
+      or that of the other mode is given, or a precision mode contradicts it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -538,7 +538,7 @@ def _make_low(
 ) -> Callable[..., Any]:
   """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
   arguments.check_function(loss_fn)
-  # Checked here too: jit does not trace it again in full precision.
+  # Checked here too, because a jitted `loss_fn` is traced only once.
   as_written = full_precision.without_autocast(loss_fn)
   low_loss_fn = autocast(as_written, level, dtype=dtype, **options)
   if low_loss_fn is as_written:
@@ -550,8 +550,8 @@ def _make_low(
 
 
 def _refuse_frozen(low: Any) -> None:
-  """Raises if a compiled function would hold the schedule's state for ever."""
-  # A function that is only recorded is evaluated at once.
+  """Raises if a compiled function would treat the state as a constant."""
+  # A function recorded outside of jit runs right away.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(low, jax.core.Tracer):
     raise ValueError(
@@ -588,11 +588,11 @@ def _check_step(step: Any) -> Any:
 
 
 def _check_loss(loss: Any) -> Any:
-  """Returns `loss` as a NumPy or JAX array, float32 or float64, exactly."""
+  """Returns `loss` as a NumPy or JAX array, in float32 or float64."""
   rule = "`loss` must be a real scalar"
   if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
     loss = arguments.as_finite("loss", loss)
-    # Not in JAX, because that would round it to float32.
+    # Use a NumPy array, because JAX would round a float to float32.
     loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
   if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
     raise TypeError(
@@ -608,17 +608,17 @@ def _check_loss(loss: Any) -> Any:
 
 
 def _is_at_least(steps: Any, least: int) -> Any:
-  """Returns bool[], whether at least that many steps are finished."""
+  """Returns bool[], whether at least `least` steps are finished."""
   if not isinstance(steps, jax.Array):
     return np.bool_(steps >= least)
   if least > jnp.iinfo(steps.dtype).max:
     return np.bool_(False)
-  # In the dtype of `steps`, because JAX reads a Python number as an int32.
+  # Compare in the dtype of `steps`: JAX reads a Python number as an int32.
   return steps >= np.asarray(least, steps.dtype)
 
 
 def _as_count(steps: Any) -> jax.Array:
-  """Returns int32[], limited to its largest value."""
+  """Returns `steps` as int32[], limited to the largest int32."""
   largest = arguments.LARGEST_COUNT
   if not isinstance(steps, jax.Array):
     return jnp.full((), min(steps, largest), jnp.int32)
@@ -630,7 +630,7 @@ def _as_count(steps: Any) -> jax.Array:
 def _round_down(limit: fractions.Fraction, dtype: Any) -> Any:
   """Returns the largest number of a dtype that is not above a positive limit.
 
-  A number of that dtype is at most the limit if and only if it is at most this.
+  A number of that dtype is at most the limit iff it is at most this result.
   """
   largest = jnp.finfo(dtype).max
   if limit >= fractions.Fraction(float(largest)):

@@ -1,4 +1,4 @@
-"""The base class of every rule for the loss scale S: the extension point."""
+"""The base class of rules for the loss scale S, to subclass for a new rule."""
 
 import abc
 import dataclasses
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale(abc.ABC):
-  """A rule for the loss scale S: where it starts and how each step moves it.
+  """A rule for the loss scale S: where S starts and how each step moves it.
 
-  Subclass it for a rule of your own: a frozen dataclass for the configuration,
-  and for the state any pytree of arrays with an attribute `loss_scale`,
-  float32[]. The whole library accepts your rule just like its own.
+  To write a rule, subclass this as a frozen dataclass with the configuration.
+  The state is any pytree of arrays with an attribute `loss_scale`, float32[].
+  The whole library accepts your rule just like its own.
 
   Attributes:
     skip: whether an overflow skips the step. If False, the inner update runs
-      anyway. The overflow is then only reported, and the rule still sees it.
+      anyway, and the overflow is only passed to the rule and reported.
 
   Examples:
     A rule that halves S on every step and starts over on an overflow:
@@ -59,7 +59,7 @@ class LossScale(abc.ABC):
 
   @abc.abstractmethod
   def init(self) -> Any:
-    """Returns the state before the first step, with S as `loss_scale`."""
+    """Returns the state before the first step; `loss_scale` is its S."""
 
   @abc.abstractmethod
   def update(
@@ -71,7 +71,7 @@ class LossScale(abc.ABC):
   ) -> Any:
     """Returns the state after a step.
 
-    It runs inside jit, so it must be pure and decide with `jnp.where`.
+    It runs inside jit, so it must be pure and branch with `jnp.where`.
 
     Args:
       state: the state that the step used.
@@ -81,18 +81,18 @@ class LossScale(abc.ABC):
     """
 
   def measure(self, gradients: "chex.ArrayTree") -> Any:
-    """Returns what `update` should get as `measured=`, or None for nothing.
+    """Returns a measurement to pass to `update` as `measured`, or None.
 
     Args:
-      gradients: the scaled gradients. The result must be a pytree of numbers
-        that can be summed over devices, such as counts.
+      gradients: the scaled gradients. The measurement must be a pytree of
+        numbers that can be summed over devices, such as counts.
     """
     del gradients
 
   def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
-    """Returns bool[], True if S cannot follow this step, as at its floor.
+    """Returns bool[], True if S should move but cannot, as at its floor.
 
-    The wrapper reports it. A rule that never moves S stalls on every overflow.
+    The wrapper reports this. A rule that never moves S stalls on any overflow.
 
     Args:
       state: the state that the step used.

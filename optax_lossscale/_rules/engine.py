@@ -1,8 +1,8 @@
-"""The one state machine behind every rule that counts overflows.
+"""The state machine behind all rules that count overflows.
 
-Loss scalers differ in a handful of choices: what growth waits for, what resets
-the count of overflows, and the bounds of S. Here these choices are data for a
-single machine, so each system's rule is an `Engine` with its own values.
+Loss scalers differ in a handful of choices, such as what growth waits for, what
+resets the count of overflows, and the bounds of S. Here these choices are the
+fields of an `Engine`, so each system's rule is an `Engine` with its own values.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 
-# MindSpore's manager gives up after this many overflows in a row.
+# MindSpore's manager ends the run after more overflows in a row than this.
 MOST_OVERFLOWS_IN_A_ROW = 1000
 
 
 class Failure(enum.IntEnum):
-  """The reason why a system gives up; the state holds 0 until it does."""
+  """The reason why a system ends the run; the state holds 0 until it does."""
 
   AT_MINIMUM = 1
   BELOW_MINIMUM = 2
@@ -40,16 +40,16 @@ class DynamicLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    clean_steps: int32[], steps without overflow since S last moved or the last
-      overflow, whichever is later.
+    clean_steps: int32[], steps without overflow since S last moved or since the
+      last overflow, whichever was later.
     overflows: int32[], overflows that count towards the hysteresis.
-    total_steps: int32[], steps so far, if the system's checkpoints hold it.
-    growth_interval: float32[], the clean steps that growth waits for, if that
+    total_steps: int32[], steps so far, if the system's checkpoints count them.
+    growth_interval: float32[], the clean steps that growth waits for, if their
       number moves with S.
     steps_since_move: int32[], steps since S last moved, if a shrink depends on
       the share of overflows.
-    overflows_since_shrink: int32[], overflows since S last shrank, likewise.
-    failure: int32[], a `Failure` once the rule's system would have given up.
+    overflows_since_shrink: int32[], overflows since S last shrank, if so.
+    failure: int32[], a `Failure` once the system would have ended the run.
   """
 
   loss_scale: jax.Array
@@ -76,7 +76,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 class _Step(NamedTuple):
-  """The outcome of a step: its counts, and the S that the rule wants."""
+  """The outcome of a step: the new counts, and the S that the rule wants."""
 
   clean_steps: jax.Array
   overflows: jax.Array
@@ -89,42 +89,41 @@ class _Step(NamedTuple):
 class Engine:
   """The choices that make up a rule: the first S, when S moves, and how far.
 
-  Whatever they are, S stays a normal float32: a move out of that range leaves S
-  unchanged.
+  S always stays a normal float32: a move out of that range leaves S unchanged.
   """
 
   init_scale: float  # The first S, unless it is above `max_scale`.
-  growth_factor: float  # Growth multiplies S by it.
-  # A shrink multiplies S by it; None divides by `growth_factor`.
+  growth_factor: float  # Growth multiplies S by this.
+  # A shrink multiplies S by this, or if None, divides S by `growth_factor`.
   backoff_factor: float | None = None
   growth_interval: int  # Clean steps that growth waits for.
   hysteresis: int = 1  # Overflows that a shrink waits for.
   # How the count of overflows is compared with the hysteresis. With "equal", a
-  # count past it never shrinks S.
+  # larger count never shrinks S.
   shrink_test: Literal["at_least", "equal"] = "at_least"
   min_scale: float = 0.0  # S shrinks no further than this; 0 for no floor.
   max_scale: float = math.inf  # S grows no further than this.
   # How the count of clean steps is compared with the interval. With "equal", a
-  # count past it never grows S; with "multiple", growth does not reset it.
+  # larger count never grows S; with "multiple", growth does not reset it.
   growth_test: Literal["at_least", "equal", "multiple"] = "at_least"
   # These events reset the count of overflows.
   refill: frozenset[Literal["clean", "growth", "backoff"]] = frozenset(
     {"clean"}
   )
-  # The count of clean steps starts here, initially and after an overflow. With
-  # -1, growth then waits one step more.
+  # The count of clean steps at the start and after an overflow. With -1, the
+  # next growth waits for one more step.
   initial_clean_steps: int = 0
-  growth_below: float = math.inf  # S only grows if it is below this.
-  hold_below: float = 0.0  # A shrink to below this leaves S unchanged.
-  # The share of overflows, among the steps since S last moved, that a shrink
-  # waits for; None for a rule without such a share.
+  growth_below: float = math.inf  # S grows only while it is below this.
+  hold_below: float = 0.0  # S stays unchanged if it would shrink below this.
+  # The share that a shrink waits for: the overflows since S last shrank,
+  # divided by the steps since S last moved. None for no such condition.
   tolerance: float | None = None
-  # Growth multiplies the growth interval by it; a shrink divides the interval
-  # by it, rounding down.
+  # Growth multiplies the growth interval by this; a shrink divides the interval
+  # by this, rounding down.
   interval_factor: float = 1.0
-  failure: Failure | None = None  # The system gives up on this.
-  notes_failure: bool = True  # The state notes that failure.
-  counts_steps: bool = False  # The state has `total_steps`.
+  failure: Failure | None = None  # The event on which the system ends the run.
+  notes_failure: bool = True  # Whether the state records that failure.
+  counts_steps: bool = False  # Whether the state has `total_steps`.
 
   def init(self) -> DynamicLossScaleState:
     """Returns the state before the first step."""
@@ -142,7 +141,7 @@ class Engine:
       growth_interval=(
         None
         if self.interval_factor == 1
-        # In float32, because a factor such as 1.5 gives fractions.
+        # A float32, because a factor such as 1.5 gives fractions.
         else jnp.full((), self.growth_interval, jnp.float32)
       ),
       steps_since_move=count(self.tolerance is not None),
@@ -184,10 +183,10 @@ class Engine:
   def stalled(
     self, state: DynamicLossScaleState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[], True if S cannot follow this step.
+    """Returns bool[], True if S should move but cannot.
 
-    Either it overflowed with S at the floor, or S would no longer be a normal
-    float32.
+    Either the step overflowed with S at the floor, or S would move below
+    `hold_below` or out of the normal float32 range.
     """
     overflow = arguments.as_flag(overflow, state.loss_scale)
     step = self._step(state, overflow)
@@ -266,7 +265,7 @@ class Engine:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
 
   def _own_interval(self, state: DynamicLossScaleState) -> jax.Array:
-    """Returns the state's interval, or the first one if it is damaged."""
+    """Returns the state's interval, or the rule's if that is damaged."""
     interval = state.growth_interval
     is_sound = (interval >= 1) & jnp.isfinite(interval)
     return jnp.where(is_sound, interval, jnp.float32(self.growth_interval))
@@ -283,7 +282,7 @@ class Engine:
   def _next_failure(
     self, state: DynamicLossScaleState, step: _Step
   ) -> jax.Array | None:
-    """Returns the first failure of the run, which later ones do not replace."""
+    """Returns the first failure of the run, even if later steps fail again."""
     match self.failure:
       case None:
         return None
@@ -301,7 +300,7 @@ class Engine:
 
 
 def _increment(count: jax.Array) -> jax.Array:
-  # This stops at the largest int32 instead of wrapping around.
+  # The count stops at the largest int32 instead of wrapping around.
   incremented: jax.Array = optax.safe_increment(count)
   return incremented
 
@@ -309,7 +308,7 @@ def _increment(count: jax.Array) -> jax.Array:
 def _count_share(
   state: DynamicLossScaleState, overflow: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the steps since S moved and the overflows since it shrank."""
+  """Returns the steps since S moved, and the overflows since S last shrank."""
   since_shrink = state.overflows_since_shrink
   return (
     _increment(state.steps_since_move),

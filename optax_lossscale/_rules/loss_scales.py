@@ -13,7 +13,7 @@ from optax_lossscale._rules import engine
 
 
 class NoLossScaleState(NamedTuple):
-  """Empty state of loss scaling that is switched off, where S is 1."""
+  """The empty state of loss scaling that is switched off; S is 1."""
 
   @property
   def loss_scale(self) -> np.float32:
@@ -41,9 +41,9 @@ class FixedLossScale(base.LossScale):
   """A loss scale that never moves.
 
   Use it when a good S is known, so that no step is lost to finding it. S lives
-  in the state, so a new `scale` has no effect on a run in progress. Set it in
-  the state: `optax.tree.set(opt_state, loss_scale_state=rule.init())`. A step
-  that overflows is `stalled`, because the next step uses the same S.
+  in the state, so a new `scale` has no effect on a run in progress. To change
+  S, use `optax.tree.set(opt_state, loss_scale_state=rule.init())`. Every
+  overflow is reported as `stalled`, because the next step uses the same S.
 
   Attributes:
     scale: S, a normal float32. A power of two makes scaling exact; any other S
@@ -83,7 +83,7 @@ class FixedLossScale(base.LossScale):
     *,
     amax: jax.Array | None = None,
   ) -> FixedLossScaleState:
-    """Returns `state`. See `LossScale.update`."""
+    """Returns `state` unchanged. See `LossScale.update`."""
     del overflow, amax
     return state
 
@@ -102,17 +102,17 @@ class DynamicLossScale(base.LossScale):
   at the cost of a skipped step now and then.
 
   Attributes:
-    init_scale: the first S. The default is the largest power of two that
-      float16 holds, so a loss in float16 works from the first step. An S that
-      is not a power of two causes a `WiringWarning`.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
+    init_scale: the first S. The default is the largest power of two in float16,
+      so a float16 loss works from the first step. An S that is not a power of
+      two causes a `WiringWarning`.
+    growth_factor: multiplies S on growth; above 1.
+    backoff_factor: multiplies S when S shrinks; between 0 and 1.
     growth_interval: S grows after exactly this many clean steps in a row,
       counted from the last overflow or growth.
     hysteresis: S shrinks after this many overflows in a row, and on each
       further overflow until a clean step resets the count.
-    min_scale: the floor. The default is the smallest normal float16; a loss in
-      float16 cannot carry an S below 2**-24 at all.
+    min_scale: the floor. The default is the smallest normal float16. In a
+      float16 loss, any S below 2**-24 becomes 0.
     max_scale: the ceiling. The default is the largest power of two whose
       inverse is a normal float32.
     skip: whether an overflow skips the step.
@@ -120,10 +120,10 @@ class DynamicLossScale(base.LossScale):
   All but the first are keyword only. Factors that are powers of two make
   scaling exact.
 
-  A run can continue with other arguments and the same state. They apply from
-  the next step on. If the count is past a smaller `growth_interval`, S grows on
-  the next clean step. S moves inside new bounds on the next step, whether it
-  overflows or not. A new `init_scale` has no effect.
+  A run can continue with the same state and different arguments, which apply
+  from the next step on. If the count of clean steps exceeds a new
+  `growth_interval`, S grows on the next clean step. The next step moves S
+  inside new bounds. A new `init_scale` has no effect.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -142,8 +142,8 @@ class DynamicLossScale(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` does what
-    Megatron-LM documents; its code resets the overflow count only on growth.
+    <https://arxiv.org/abs/1710.03740>`_, 2018. `hysteresis` works as
+    Megatron-LM documents; Megatron-LM's code resets the count only on growth.
   """
 
   init_scale: float = 2.0**15
@@ -187,7 +187,7 @@ class DynamicLossScale(base.LossScale):
     """Returns the state after a step. See `LossScale.update`."""
     del amax
     state = self._as_engine.update(state, overflow)
-    # Needed only if the bounds or S were changed in the middle of a run.
+    # Needed only if the bounds or S were changed mid-run.
     loss_scale = jnp.minimum(state.loss_scale, jnp.float32(self.max_scale))
     return state._replace(
       loss_scale=jnp.maximum(loss_scale, jnp.float32(self.min_scale))

@@ -1,7 +1,7 @@
-"""Other systems' loss scales and checkpoints, with the same S on every step.
+"""Loss scales and checkpoints of other systems, with the same S on every step.
 
-One function per system, with that system's own argument names and defaults, all
-keyword-only. Each returns an ordinary rule:
+Each preset has the argument names and defaults of its system, all keyword-only,
+and returns an ordinary rule:
 
   >>> import optax
   >>> import optax_lossscale as ols
@@ -12,11 +12,11 @@ If the factors are powers of two, S equals the system's bit for bit. Otherwise
 each change of S may add a relative difference of 2**-23, because S and the
 factors are float32 here and some systems compute in double. If a system's S
 would become 0, subnormal or infinite, it stays unchanged here, and the
-wrapper's state says `stalled`. If a system would end the run,
-`ols.raise_if_failed` raises.
+wrapper's state reports `stalled`. If a system would end the run,
+`ols.raise_if_failed` raises here.
 
-`npu_loss_scale_optimizer` is not a rule: it wraps an optimizer, as the original
-on Ascend does, and takes a rule as its manager.
+`npu_loss_scale_optimizer` does not return a rule: like the original on Ascend,
+it wraps an optimizer and takes a rule as its manager.
 """
 
 import typing

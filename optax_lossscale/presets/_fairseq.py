@@ -24,7 +24,7 @@ _FAIRSEQ_KEYS: dict[str, Any] = {"loss_scale": StateKey("loss_scale", float)}
 
 
 def _just_above(bound: float) -> float:
-  """Returns the float32 just above a bound: S < it exactly if S <= bound."""
+  """Returns the next float32 above a bound. S is below it iff S <= bound."""
   nearest = np.float32(bound)
   if float(nearest) > bound:
     return float(nearest)
@@ -50,23 +50,23 @@ def fairseq(
 
   S shrinks on an overflow if the overflows since its last shrink, divided by
   the steps since it last moved, are at least `tolerance`. It grows after every
-  `scale_window` clean steps in a row. If S would shrink to `min_loss_scale`,
-  fairseq ends the run; here S stays the same and `raise_if_failed` raises. A
-  checkpoint holds only S, so a resumed run restarts its counts. If the factor
-  is not a power of two, each change of S may add a relative difference of
-  2**-23, and the run may end an overflow earlier or later. The command line
-  calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
+  `scale_window` clean steps in a row. If S would shrink to `min_loss_scale` or
+  less, fairseq ends the run; here S stays the same and `raise_if_failed`
+  raises. A checkpoint holds only S, so a resumed run restarts its counts. If
+  the factor is not a power of two, each change of S may add a relative
+  difference of 2**-23, and the run may end one overflow earlier or later. The
+  command line calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
   `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`.
 
   Args:
     init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows; the trainer's own default
-      is 2**14 divided by the numbers of workers and of accumulated batches.
+    scale_factor: multiplies or divides S; above 1.
+    scale_window: S grows after this many clean steps in a row; the trainer's
+      own default is 2**14 / workers / accumulated batches.
     tolerance: the share of overflows at which S shrinks, between 0 and 1;
       rounded to float32.
     threshold: the floor; None for no floor.
-    min_loss_scale: S stays above it.
+    min_loss_scale: S stays above this.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -81,8 +81,8 @@ def fairseq(
     4.0
 
   References:
-    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. It keeps S in double
-    and lets S grow to inf; here S stays finite.
+    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. Fairseq keeps S in
+    double and lets S grow to inf; here S stays finite.
   """
 
 
@@ -103,20 +103,20 @@ def metaseq(
 ) -> PresetLossScale:
   """Metaseq's `DynamicLossScaler`.
 
-  The rule of `fairseq`, but `scale_window` moves with S, and a shrink to below
-  `min_loss_scale` leaves S unchanged without ending the run. A checkpoint holds
-  only S, so a resumed run restarts its counts, from the first window. S and the
+  Like `fairseq`, but `scale_window` moves with S. If S would shrink below
+  `min_loss_scale`, S stays the same and the run goes on. A checkpoint holds
+  only S, so a resumed run restarts its counts with the first window. S and the
   window are float32 here. With a factor such as 1.1, whose windows must be
   rounded, growth may come on a different step.
 
   Args:
     init_scale: the first S.
-    scale_factor: S and the window are multiplied or divided by it; above 1.
-    scale_window: the first window, in clean steps in a row before S grows.
+    scale_factor: multiplies or divides S and the window; above 1.
+    scale_window: S first grows after this many clean steps in a row.
     tolerance: the share of overflows at which S shrinks, between 0 and 1;
       rounded to float32.
     threshold: the floor; None for no floor.
-    min_loss_scale: S does not shrink below it.
+    min_loss_scale: S does not shrink below this.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -130,6 +130,6 @@ def metaseq(
     16.0
 
   References:
-    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. It keeps S in double
-    and lets S grow to inf; here S stays finite.
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. Metaseq keeps S in
+    double and lets S grow to inf; here S stays finite.
   """

@@ -15,7 +15,7 @@ from optax_lossscale.presets.declaration import PresetLossScale
   init_scale=Argument("scale"),
   growth_factor=Argument("growth_factor"),
   backoff_factor=Argument("backoff_factor"),
-  # Flax compares the count before it increments it.
+  # Flax compares the count before incrementing it.
   growth_interval=Argument(
     "growth_interval", lambda steps: min(steps + 1, _arguments.LARGEST_COUNT)
   ),
@@ -42,12 +42,11 @@ def flax(
 
   Args:
     scale: the first S.
-    growth_factor: S is multiplied by it on growth, up to the largest float32;
-      above 1.
-    backoff_factor: S is multiplied by it on overflow; between 0 and 1.
-    growth_interval: one less than the clean steps before S grows.
-    minimum_scale: the floor; None for no floor. S then goes to 0 in Flax but
-      not here.
+    growth_factor: multiplies S on growth, up to the largest float32; above 1.
+    backoff_factor: multiplies S on overflow; between 0 and 1.
+    growth_interval: the clean steps before S grows, minus one.
+    minimum_scale: the floor; None for no floor. Without one, S can go to 0 in
+      Flax but not here.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -85,13 +84,13 @@ def jmp(
   """Jmp's `DynamicLossScale`.
 
   S shrinks on every overflow and grows after `period` clean steps in a row.
-  Under jit, jmp loses `min_loss_scale` and uses 1; here the floor is kept.
+  Under jit, jmp drops `min_loss_scale` and uses 1; here the floor is kept.
 
   Args:
     loss_scale: the first S.
-    period: clean steps in a row before S grows.
-    factor: S is multiplied or divided by it; above 1.
-    min_loss_scale: the floor. At 0, S goes to 0 in jmp but not here.
+    period: S grows after this many clean steps in a row.
+    factor: multiplies or divides S; above 1.
+    min_loss_scale: the floor. With 0, S can go to 0 in jmp but not here.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -1,7 +1,7 @@
 """The kinds of keys in a checkpoint, and how each is written and read.
 
-A type means that the key holds the argument of that name, saved as that type.
-None means that the key is allowed but not needed.
+A key declared as a type holds the argument of the key's name, saved as that
+type. A key declared as None is allowed but not needed.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from optax_lossscale.presets.declaration import PresetLossScale
 class StateKey:
   """A key that holds a part of the state."""
 
-  holds: str  # "loss_scale", a counter, or a number that `_count` makes.
-  make: Callable[[Any], Any]  # Makes the value, of the system's type.
+  holds: str  # "loss_scale", a counter, or a number that `_count` returns.
+  make: Callable[[Any], Any]  # Converts the number to the system's type.
   first: int = 0  # The number that the system gives to the first step.
   is_lost: bool = False  # The system saves it but does not read it again.
 
 
 @dataclasses.dataclass(frozen=True)
 class DerivedKey:
-  """A key that holds a value derived from an argument, and is not used."""
+  """A key whose value is derived from an argument and is not used when read."""
 
   argument: str
   make: Callable[[Any], Any]
@@ -97,7 +97,7 @@ def _count(holds: str, engine: Engine, state: Any) -> int:
       return max(int(state.clean_steps), 0) % engine.growth_interval
     case "hysteresis_left":  # Overflows that a shrink still waits for.
       return engine.hysteresis - int(state.overflows)
-    case "overflows_to_shrink":  # The same, but at least 1.
+    case "overflows_to_shrink":  # Those overflows, but at least 1.
       return max(engine.hysteresis - int(state.overflows), 1)
     case "steps":  # The number of the next step.
       return int(state.total_steps)
@@ -119,7 +119,7 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
       case "hysteresis_left":
         found["overflows"] = engine.hysteresis - number
       case "overflows_to_shrink":
-        # With a hysteresis of 1, S shrinks whatever the count is.
+        # With a hysteresis of 1, S shrinks on every overflow.
         is_counted = engine.hysteresis > 1
         found["overflows"] = engine.hysteresis - number if is_counted else 0
       case "steps":
@@ -131,10 +131,10 @@ def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unwrap(steps: int, interval: int) -> int:
-  """Returns the clean steps that correspond to a count that wraps around.
+  """Converts a count that wraps around into the engine's clean steps.
 
-  If the interval was shortened, a count may be past it. The count then wraps to
-  0 without growth, on a step where `interval` clean steps would have grown S.
+  If the interval was shortened, a saved count may be past it. Such a count
+  wraps around on the next step, without growing S.
   """
   if steps < interval:
     return steps
@@ -157,7 +157,7 @@ def int_or_float(value: float) -> float:
 
 
 def _read_scale(value: Any) -> float:
-  """Returns a usable S as a Python number."""
+  """Returns a value as a Python number, which must be usable as S."""
   number = _read_number(value)
   if not _arguments.is_usable_scale(number):
     raise ValueError("must be a positive normal float32")
@@ -184,7 +184,7 @@ def _read_number(value: Any) -> float:
 
 
 def _read_int_or_float(value: Any) -> Any:
-  _read_number(value)  # Raises if the value is neither.
+  _read_number(value)  # Raises unless it is an int or a float.
   return _read_scalar(value)
 
 
@@ -198,7 +198,7 @@ def _read_integer(value: Any) -> int:
 
 
 def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
-  """Returns an array that can replace a leaf."""
+  """Returns a value as an array that can replace a leaf."""
   array = np.asarray(value)
   if (
     array.shape != leaf.shape
@@ -210,7 +210,7 @@ def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
     kept = array.astype(leaf.dtype)
   if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(array != kept):
     raise ValueError(f"must fit into {leaf.dtype}")
-  # A user's rule may begin with inf for a value that it has not seen.
+  # A user's rule may begin with inf for a value that it does not know yet.
   if np.any(np.isfinite(leaf) & ~np.isfinite(kept)):
     raise ValueError(f"must be finite in {leaf.dtype}")
   return kept

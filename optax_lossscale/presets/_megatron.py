@@ -86,21 +86,21 @@ def megatron(
 ) -> PresetLossScale:
   """Megatron-LM's `DynamicGradScaler`, with the defaults of OptimizerConfig.
 
-  S shrinks on the `hysteresis`-th overflow since it last grew, and on each one
-  after that until it grows. Megatron's documentation says "consecutive", but in
-  its code a clean step does not reset the count. OptimizerConfig and the
+  S shrinks on the `hysteresis`-th overflow since it last grew, and on each
+  further overflow until it grows. Megatron's documentation says "consecutive",
+  but in its code a clean step does not reset the count. OptimizerConfig and the
   command line call the arguments `initial_loss_scale`, `min_loss_scale`,
-  `loss_scale_window` and `hysteresis`; the factors are always 2 and 0.5.
+  `loss_scale_window` and `hysteresis`; there the factors are always 2 and 0.5.
 
   Args:
     initial_scale: the first S.
     min_scale: the floor, at most `initial_scale`.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
-    hysteresis: overflows before S shrinks.
+    growth_factor: multiplies S on growth; above 1.
+    backoff_factor: multiplies S when S shrinks; between 0 and 1.
+    growth_interval: S grows after this many clean steps in a row.
+    hysteresis: S shrinks after this many overflows.
     refill: the event that resets the count of overflows: "growth", as in the
-      code, or "clean", any clean step, as documented. Megatron lacks it.
+      code, or "clean", any clean step, as documented. Not in Megatron.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -114,8 +114,8 @@ def megatron(
     4.0
 
   References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S grows to inf
-    there but stays finite here.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S can grow to
+    inf there but stays finite here.
   """
 
 
@@ -155,19 +155,19 @@ def deepspeed(
 ) -> PresetLossScale:
   """DeepSpeed's `DynamicLossScaler` since 0.17.1, with the config's defaults.
 
-  S halves on the `delayed_shift`-th overflow since it last grew and on each one
-  after that. It first doubles after `scale_window` + 1 clean steps in a row,
-  counted from the start or an overflow, then after every `scale_window` more.
+  S halves on the `delayed_shift`-th overflow since it last grew and on each
+  further one. S first doubles after `scale_window` + 1 clean steps in a row,
+  counted from the start or an overflow, then after each `scale_window` more.
   The config calls the arguments `initial_scale_power` (the exponent),
   `loss_scale_window`, `min_loss_scale`, `hysteresis` and
   `consecutive_hysteresis`.
 
   Args:
     init_scale: the first S.
-    scale_window: clean steps in a row before S grows.
-    min_scale: the floor. At 0, S goes to 0 in DeepSpeed but not here. An
-      `init_scale` below the floor is raised to it when S shrinks.
-    delayed_shift: overflows before S shrinks.
+    scale_window: S grows after this many clean steps in a row.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
+      `init_scale` is below the floor, the first shrink raises S to it.
+    delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -184,9 +184,9 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
-    double and lets S grow to inf; here S stays finite. It divides the gradients
-    by the next step's S, halving them when S doubles. The wrapper does not.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S is a double there
+    and can grow to inf; here S stays finite. Unlike the wrapper, DeepSpeed
+    divides gradients by the next step's S, halving them when S doubles.
   """
 
 
@@ -208,16 +208,16 @@ def deepspeed_legacy(
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
-  the factor is an argument. If it is not a power of two, each change of S may
-  add a relative difference of 2**-23.
+  the factor is an argument. If the factor is not a power of two, each change of
+  S may add a relative difference of 2**-23.
 
   Args:
     init_scale: the first S.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows.
-    min_scale: the floor. At 0, S goes to 0 in DeepSpeed but not here. An
-      `init_scale` below the floor is raised to it when S shrinks.
-    delayed_shift: overflows before S shrinks.
+    scale_factor: multiplies or divides S; above 1.
+    scale_window: S grows after this many clean steps in a row.
+    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
+      `init_scale` is below the floor, the first shrink raises S to it.
+    delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -229,8 +229,8 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. It keeps S in
-    double and lets S grow to inf; here S stays finite.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed keeps S
+    in double and lets S grow to inf; here S stays finite.
   """
 
 
@@ -264,20 +264,20 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  The rule of `megatron`, with a ceiling. A checkpoint lacks both counters, so a
+  Like `megatron`, but with a ceiling. Checkpoints do not hold the counts, so a
   resumed run restarts them.
 
   Args:
     initial_scale: the first S.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
+    growth_factor: multiplies S on growth; above 1.
+    backoff_factor: multiplies S when S shrinks; between 0 and 1.
+    growth_interval: S grows after this many clean steps in a row.
     min_scale: the floor, at most `initial_scale`; None for no floor.
       ColossalAI's optimizers pass 1.
     max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
       ColossalAI's optimizers pass 2**32.
-    hysteresis: overflows since the last growth before S shrinks. ColossalAI
-      treats 0 as 1.
+    hysteresis: S shrinks after this many overflows since it last grew.
+      ColossalAI treats 0 as 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -287,6 +287,6 @@ def colossalai(
 
   References:
     ColossalAI 0.5.0,
-    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds
-    S goes to 0 or inf there but not here.
+    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds,
+    S can go to 0 or inf there but not here.
   """

@@ -52,15 +52,15 @@ def mindspore(
   S shrinks on every overflow, but not below 1, and grows after every
   `scale_window` clean steps in a row. After more than 1000 overflows in a row
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
-  passes (scale_factor, scale_window) by position, setting the wrong arguments.
-  `Model` and `build_train_network` use the manager's update cell instead: its
-  preset is `mindspore_cell`, with the same values. If the factor is not a power
-  of two, each change of S may add a relative difference of 2**-23.
+  passes (scale_factor, scale_window) by position, which sets the wrong
+  arguments. `Model` and `build_train_network` use the manager's update cell
+  instead: pass the same values to `mindspore_cell`. If the factor is not a
+  power of two, each change of S may add a relative difference of 2**-23.
 
   Args:
     init_loss_scale: the first S, at least 1.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows.
+    scale_factor: multiplies or divides S; above 1.
+    scale_window: S grows after this many clean steps in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -69,8 +69,8 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. It keeps S in
-    double and lets S grow to inf; here S stays finite.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. MindSpore keeps S
+    in double and lets S grow to inf; here S stays finite.
   """
 
 
@@ -85,8 +85,8 @@ def mindspore_fixed(
 
   Args:
     loss_scale: S, at least 1.
-    drop_overflow_update: if False, every step is applied, even on overflow. The
-      gradients are still unscaled, which MindSpore leaves to the optimizer.
+    drop_overflow_update: if False, every step is applied, even on overflow.
+      Gradients are still unscaled; in MindSpore the optimizer must do that.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -119,8 +119,8 @@ def mindspore_amp(
 
   Args:
     scale_value: the first S, at least 1.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps in a row before S grows.
+    scale_factor: multiplies or divides S; above 1.
+    scale_window: S grows after this many clean steps in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -138,7 +138,7 @@ def mindspore_amp(
 @preset(
   init_scale=Argument("loss_scale_value"),
   growth_factor=Argument("scale_factor"),
-  # The inverse of the factor as a float32 tensor holds it.
+  # MindSpore inverts the factor after rounding it to float32.
   backoff_factor=Argument("scale_factor", lambda x: 1 / float(np.float32(x))),
   growth_interval=Argument("scale_window"),
   min_scale=1.0,
@@ -154,14 +154,14 @@ def mindspore_cell(
 ) -> PresetLossScale:
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
-  S shrinks on every overflow, but not below 1, and grows after `scale_window`
-  clean steps since it last grew or overflowed. A resumed run with a smaller
-  window may grow S at once. `Model` at O2 uses 2**24, 2 and 2000.
+  S shrinks on every overflow, but not below 1, and grows `scale_window` clean
+  steps after the last growth or overflow. A run resumed with a smaller window
+  may grow S on its first step. `Model` at O2 uses 2**24, 2 and 2000.
 
   Args:
     loss_scale_value: the first S; if below 1, an overflow raises it to 1.
-    scale_factor: S is multiplied or divided by it; above 1.
-    scale_window: clean steps before S grows.
+    scale_factor: multiplies or divides S; above 1.
+    scale_window: S grows after this many clean steps.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -172,6 +172,6 @@ def mindspore_cell(
     2048.0
 
   References:
-    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S grows to inf there but
-    stays finite here.
+    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S can grow to inf there
+    but stays finite here.
   """

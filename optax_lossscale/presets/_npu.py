@@ -36,17 +36,17 @@ def npu_exponential(
 ) -> PresetLossScale:
   """npu_bridge's `ExponentialUpdateLossScaleManager`, for Ascend.
 
-  The rule of `tf_exponential`, but S only grows if it is below
-  3.4e38 / `incr_ratio`. The documentation calls the ratios percentages, but
-  they are factors. On hardware in saturation mode, pass
+  Like `tf_exponential`, but S grows only while it is below 3.4e38 /
+  `incr_ratio`. The documentation calls the ratios percentages, but they are
+  factors. On hardware in saturation mode, pass
   `check=ols.saturated(jnp.float16)` to the wrapper.
 
   Args:
     init_loss_scale: the first S.
-    incr_every_n_steps: clean steps in a row before S grows.
-    decr_every_n_nan_or_inf: overflows before S shrinks.
-    incr_ratio: S is multiplied by it on growth; above 1.
-    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+    incr_every_n_steps: S grows after this many clean steps in a row.
+    decr_every_n_nan_or_inf: S shrinks after this many overflows.
+    incr_ratio: multiplies S on growth; above 1.
+    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -95,33 +95,33 @@ def npu_loss_scale_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
 
-  This is `loss_scaling` with that optimizer's three arguments, in the same
+  This is `loss_scaling` with the original's three arguments, in the same
   positions, and with the check for hardware in saturation mode. A skipped step
   advances nothing: schedules and bias corrections inside `opt` count applied
-  steps, and so does the state's `applied_steps`, the original's global step.
+  steps. So does the state's `applied_steps`, the original's global step.
 
   The original reads overflows from a status register of the device; here they
   are found in the scaled gradients. An overflow that does not reach the
   gradients must be detected another way and passed to `update` as `overflow=`.
 
   Args:
-    opt: the optimizer, `inner` of `loss_scaling`.
+    opt: the optimizer, which `loss_scaling` calls `inner`.
     loss_scale_manager: the rule, usually `npu_fixed` or `npu_exponential`.
-    is_distributed: whether the workers decide together. True needs `axis_name`
-      under `shard_map` and `pmap`, but not under plain jit. With False each
-      worker decides alone, and `axis_name` is not used. False is an error if
-      JAX shows that the workers share one S.
+    is_distributed: whether all workers skip the same steps. True needs
+      `axis_name` under `shard_map` and `pmap`, but not under plain jit. With
+      False, each worker decides for itself, and `axis_name` is not used. False
+      is an error if JAX can tell that the workers share an S.
     axis_name: the mapped axes of the workers, as in `loss_scaling`.
-    check: what counts as an overflow. Its dtype is that of the computation.
+    check: what counts as an overflow, in the dtype of the computation.
 
   Returns:
     A transformation like that of `loss_scaling`, with a `LossScalingState`.
 
   Raises:
     TypeError: if an argument has the wrong type.
-    ValueError: from `update`, while it is traced inside `shard_map` or `pmap`,
-      if `is_distributed` is True without `axis_name`, or False for workers that
-      share an S. `loss_scaling` may raise others.
+    ValueError: from `update`, when traced inside `shard_map` or `pmap`, if
+      `is_distributed` is True without `axis_name`, or False for workers that
+      share an S; and as in `loss_scaling`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -165,7 +165,7 @@ def npu_loss_scale_optimizer(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    # Empty under vmap and under plain jit, even with sharded arrays.
+    # No axes under vmap or plain jit, even with sharded arrays.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     if axes:
       raise ValueError(

@@ -56,10 +56,10 @@ def paddle(
   Args:
     enable: if False, S stays at 1 and no step is skipped.
     init_loss_scaling: the first S.
-    incr_ratio: S is multiplied by it on growth; above 1.
-    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
-    incr_every_n_steps: clean steps in a row before S grows.
-    decr_every_n_nan_or_inf: overflows in a row before S shrinks.
+    incr_ratio: multiplies S on growth; above 1.
+    decr_ratio: multiplies S when S shrinks; between 0 and 1.
+    incr_every_n_steps: S grows after this many clean steps in a row.
+    decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
     use_dynamic_loss_scaling: if False, S stays at `init_loss_scaling`.
 
   Examples:
@@ -70,7 +70,7 @@ def paddle(
     65536.0 32768.0
 
   References:
-    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S goes to 0 and inf
+    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S can go to 0 or inf
     there but not here.
   """
 
@@ -94,7 +94,7 @@ def paddle_op(
 ) -> PresetLossScale:
   """PaddlePaddle's operator `update_loss_scaling`, for static graphs.
 
-  The rule of `paddle`, with a floor of 1. The defaults are those of
+  Like `paddle`, but with a floor of 1. The defaults are those of
   `paddle.static.amp.decorate(optimizer)`. With `use_pure_fp16`, and in the
   operator's older uses, they are 2**15, 1000, 2, 2.0 and 0.8. The operator sets
   overflowing gradients to 0 and lets the optimizer run; here the step is
@@ -102,10 +102,10 @@ def paddle_op(
 
   Args:
     init_loss_scaling: the first S; if below 1, a shrink raises it to 1.
-    incr_every_n_steps: clean steps in a row before S grows.
-    decr_every_n_nan_or_inf: overflows in a row before S shrinks.
-    incr_ratio: S is multiplied by it on growth; above 1.
-    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+    incr_every_n_steps: S grows after this many clean steps in a row.
+    decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
+    incr_ratio: multiplies S on growth; above 1.
+    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols

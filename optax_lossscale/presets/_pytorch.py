@@ -60,14 +60,14 @@ def torch(
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
-  row. It has no floor. If float32 cannot represent a factor, such as 0.8, each
-  change of S may add a relative difference of 2**-23.
+  row. S has no floor. If float32 cannot represent a factor exactly, such as
+  0.8, each change of S may add a relative difference of 2**-23.
 
   Args:
     init_scale: the first S.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it on overflow; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
+    growth_factor: multiplies S on growth; above 1.
+    backoff_factor: multiplies S on overflow; between 0 and 1.
+    growth_interval: S grows after this many clean steps in a row.
     enabled: if False, S stays at 1 and no step is skipped.
 
   Examples:
@@ -78,7 +78,7 @@ def torch(
 
   References:
     PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
-    _amp_update_scale_. S goes to 0 there but not here.
+    _amp_update_scale_. S can go to 0 there but not here.
   """
 
 
@@ -93,14 +93,14 @@ def torch_sharded(
 ) -> PresetLossScale:
   """PyTorch's `torch.distributed.fsdp.ShardedGradScaler`.
 
-  The rule of `torch`. GradScaler, and even this scaler's own documentation,
-  have the two factors in the other order, so passing by position swaps them.
+  The same rule as `torch`. GradScaler, and even this scaler's documentation,
+  list the two factors in the other order, so passing by position swaps them.
 
   Args:
     init_scale: the first S.
-    backoff_factor: S is multiplied by it on overflow; between 0 and 1.
-    growth_factor: S is multiplied by it on growth; above 1.
-    growth_interval: clean steps in a row before S grows.
+    backoff_factor: multiplies S on overflow; between 0 and 1.
+    growth_factor: multiplies S on growth; above 1.
+    growth_interval: S grows after this many clean steps in a row.
     enabled: if False, S stays at 1 and no step is skipped.
 
   Examples:
@@ -109,7 +109,7 @@ def torch_sharded(
     8.0
 
   References:
-    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S goes to 0
+    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S can go to 0
     there, and also to inf if S is on the CPU, but not here.
   """
 
@@ -145,15 +145,15 @@ def apex(
   """NVIDIA Apex's `apex.amp` loss scaler.
 
   S halves on every overflow and doubles after `scale_window` clean steps in a
-  row. If `loss_scale` is a number, S is fixed at it, and overflows do not skip
-  the step.
+  row. If `loss_scale` is a number, S is fixed at that number, and overflows do
+  not skip the step.
 
   Args:
     loss_scale: "dynamic", or a fixed S.
     init_scale: the first S, unless it is above `max_loss_scale`.
     scale_factor: must be 2; Apex accepts other numbers but ignores them.
-    scale_window: clean steps in a row before S grows.
-    min_loss_scale: the floor; None, like 0 in Apex, for no floor.
+    scale_window: S grows after this many clean steps in a row.
+    min_loss_scale: the floor; None or 0 for no floor.
     max_loss_scale: the ceiling.
 
   Examples:
@@ -163,7 +163,7 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
-    It keeps S in double. Without a floor S goes to 0 there but not here.
+    Apex keeps S in double. Without a floor, S can go to 0 there but not here.
   """
 
 
@@ -185,17 +185,17 @@ def apex_hysteresis(
 ) -> PresetLossScale:
   """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
-  The rule of `torch`, but S shrinks on the `hysteresis`-th overflow in a row,
-  and on each further one in that row. NeMo saves the length of the row but does
-  not restore it, because it reads a key with another spelling; this preset does
-  the same. NeMo's configuration prefixes `native_amp_` to the first arguments.
+  Like `torch`, but S shrinks on the `hysteresis`-th overflow in a row, and on
+  each further one until a clean step. NeMo saves the count but does not restore
+  it, because it reads a different key; nor does this preset. NeMo's
+  configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
 
   Args:
     init_scale: the first S.
-    growth_factor: S is multiplied by it on growth; above 1.
-    backoff_factor: S is multiplied by it when it shrinks; between 0 and 1.
-    growth_interval: clean steps in a row before S grows.
-    hysteresis: overflows in a row before S shrinks.
+    growth_factor: multiplies S on growth; above 1.
+    backoff_factor: multiplies S when S shrinks; between 0 and 1.
+    growth_interval: S grows after this many clean steps in a row.
+    hysteresis: S shrinks after this many overflows in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -206,5 +206,5 @@ def apex_hysteresis(
 
   References:
     NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
-    the defaults of NVIDIA NeMo 2.7.3. S goes to 0 there but not here.
+    the defaults of NVIDIA NeMo 2.7.3. S can go to 0 there but not here.
   """

@@ -20,7 +20,7 @@ from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
 from optax_lossscale.rules import WarmStart
 
-# The number of problems that an error lists.
+# The most problems that an error lists.
 _MOST_PROBLEMS = 20
 
 
@@ -28,13 +28,13 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
 
   The keys and the types of the values are the system's own: Python and NumPy
-  values, and NumPy arrays where it saves tensors. For a rule that no preset
-  made, the keys are the names of its state's fields. A `WarmStart` of a
+  values, and NumPy arrays where the system saves tensors. For a rule that no
+  preset made, the keys are the names of its state's fields. A `WarmStart` of a
   preset's rule is saved as that rule, once its first S has been found.
 
   Args:
     rule: the rule, whether or not a preset made it.
-    state: the rule's state: the `loss_scale_state` in an optimizer's state.
+    state: the rule's state, the `loss_scale_state` in an optimizer's state.
 
   Returns:
     A new dictionary; {} if the system saves nothing.
@@ -83,9 +83,9 @@ def from_state_dict(
   """Returns the rule and the state that a system's dictionary describes.
 
   S then moves as it would have moved in the system. Some dictionaries hold the
-  system's arguments (torch, DeepSpeed, Paddle), others do not (Megatron,
-  MindSpore): pass any that were not the default. The arguments that you pass
-  override those in the dictionary.
+  system's arguments (torch, DeepSpeed, Paddle). Others do not (Megatron,
+  Keras): pass every argument that was not at its default. Arguments that you
+  pass override those in the dictionary.
 
   Args:
     system: the preset's name, or a rule, whose arguments then override those in
@@ -96,13 +96,13 @@ def from_state_dict(
 
   Returns:
     rule: the rule that the preset returns.
-    state: its state, to be set in the optimizer's state as shown below.
+    state: the rule's state. Set it in the optimizer's state as shown below.
 
   Raises:
     TypeError: if `state_dict` is not a dictionary, or is traced, or an argument
       has the wrong type.
     ValueError: if keys are missing or unknown, or values have the wrong type or
-      are not finite (it lists the first twenty); or if `system` is unknown.
+      are not finite (up to twenty are listed); or if `system` is unknown.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -132,7 +132,7 @@ def from_state_dict(
         f"arguments are for a preset's name, got {', '.join(arguments)} with "
         f"the rule {system!r}, which has its arguments already."
       )
-    # A dictionary with `is_warm` holds the wrapper's state in its own form.
+    # A dictionary with `is_warm` holds the state of the `WarmStart` itself.
     is_own = isinstance(state_dict, Mapping) and "is_warm" in state_dict
     if _starts_preset(system) and not is_own:
       return system, system.init()._replace(
@@ -149,7 +149,7 @@ def from_state_dict(
   preset = presets[system]
   if preset.is_off(arguments):
     rule = preset.function(**arguments)
-    return rule, rule.init()  # The system reads nothing either.
+    return rule, rule.init()  # A scaler that is off reads nothing.
   try:
     values = _read(system, preset.saves, state_dict)
   except ValueError as error:
@@ -213,11 +213,11 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
 
 
 def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
-  """Returns the rule's state that a dictionary holds."""
+  """Returns a rule's state, read from a dictionary."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
     return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
-  # Copied, because the same array may appear several times in a state.
+  # Copy the leaves, because several of them may be the same array.
   state = jax.tree.map(jnp.copy, rule.init())
   own = _own_leaves(state)
   values = _read(
@@ -235,7 +235,7 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
 
 
 def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of a state, keyed by what their `StateKey`s hold."""
+  """Returns the saved values by what their `StateKey`s hold."""
   return {
     key.holds: values[name] - key.first
     for name, key in keys.items()
@@ -244,7 +244,7 @@ def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
-  """Returns a rule's first state, updated with the values of a dictionary."""
+  """Returns a rule's first state, updated with the values that were saved."""
   state = rule.init()
   if "loss_scale" in held:
     state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
@@ -270,7 +270,7 @@ def _own_leaves(state: Any) -> dict[str, Any]:
 def _read(
   system: str, keys: Mapping[str, Any], dictionary: Any
 ) -> dict[str, Any]:
-  """Returns the values of a dictionary by key, or raises with its problems."""
+  """Returns a dictionary's values by key, or raises and lists its problems."""
   if not isinstance(dictionary, Mapping):
     raise TypeError(
       "`state_dict` must be a dictionary, got "
@@ -290,7 +290,7 @@ def _read(
       got = shown(came[name])
       problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")
   problems += [f"{shown(name)} is unknown" for name in came if name not in keys]
-  if len(problems) > _MOST_PROBLEMS:  # For example, a whole model's keys.
+  if len(problems) > _MOST_PROBLEMS:  # A whole model has many keys.
     problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
   if problems:
     raise ValueError(
@@ -304,7 +304,7 @@ def _read(
 def _flatten(
   dictionary: Mapping[Any, Any], names: Iterable[str]
 ) -> dict[Any, Any]:
-  """Returns the values by path, two levels deep if `names` are."""
+  """Returns a dictionary's values by path, two levels deep if `names` are."""
   outer = {name.partition("/")[0] for name in names if "/" in name}
   flat: dict[Any, Any] = {}
   for name, value in dictionary.items():

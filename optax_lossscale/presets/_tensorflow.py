@@ -45,10 +45,10 @@ def tf_exponential(
 
   Args:
     init_loss_scale: the first S.
-    incr_every_n_steps: clean steps in a row before S grows.
-    decr_every_n_nan_or_inf: overflows before S shrinks.
-    incr_ratio: S is multiplied by it on growth; above 1.
-    decr_ratio: S is multiplied by it when it shrinks; between 0 and 1.
+    incr_every_n_steps: S grows after this many clean steps in a row.
+    decr_every_n_nan_or_inf: S shrinks after this many overflows.
+    incr_ratio: multiplies S on growth; above 1.
+    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -87,13 +87,13 @@ def tensorflow(
 
   S shrinks on every overflow, but not below 1, and grows after
   `increment_period` clean steps in a row. Inside a `tf.function`, TensorFlow
-  multiplies by the reciprocal of the multiplier, which rounds differently. Here
-  S is divided, as TensorFlow does elsewhere.
+  shrinks S with the reciprocal of the multiplier, which rounds differently.
+  Here S is divided, as TensorFlow does outside of it.
 
   Args:
     initial_loss_scale: the first S; if below 1, an overflow raises it to 1.
-    increment_period: clean steps in a row before S grows.
-    multiplier: S is multiplied or divided by it; above 1.
+    increment_period: S grows after this many clean steps in a row.
+    multiplier: multiplies or divides S; above 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -123,12 +123,12 @@ def keras(
   """Keras 3's `LossScaleOptimizer`.
 
   S halves on every overflow and doubles after `dynamic_growth_steps` clean
-  steps in a row. It has neither a floor nor a ceiling. A saved file numbers the
+  steps in a row. S has neither a floor nor a ceiling. A saved file numbers the
   optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
   Args:
     initial_scale: the first S.
-    dynamic_growth_steps: clean steps in a row before S grows.
+    dynamic_growth_steps: S grows after this many clean steps in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -137,6 +137,6 @@ def keras(
     65536.0
 
   References:
-    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S goes to 0 and
+    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S can go to 0 or
     inf there but not here.
   """

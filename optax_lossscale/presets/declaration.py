@@ -1,4 +1,4 @@
-"""How to declare a preset: once, above its signature and its docstring.
+"""How to declare a preset: with a decorator on its signature and docstring.
 
   @preset(
     init_scale=Argument("first_scale"),
@@ -11,8 +11,8 @@
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
 A new preset needs this, plus its import and its name in `presets/__init__.py`.
-Presets have no body, so each file of them switches off mypy's "empty-body". The
-sections that all presets share are added to their docstrings here.
+Presets have no body, so each of their files switches off mypy's "empty-body".
+The sections that all presets share are added to their docstrings here.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class PresetLossScale(base.LossScale):
 
   Attributes:
     system: the preset's name, which decides the form of the state dictionary.
-    arguments: the arguments that the preset was called with, and their values.
+    arguments: the names and values of the preset's arguments.
     machine: the engine that moves S, or the rule of a fixed S.
     skip: whether an overflow skips the step.
   """
@@ -76,7 +76,7 @@ class PresetLossScale(base.LossScale):
     return self.machine.update(state, overflow)
 
   def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
-    """Returns bool[], True if S cannot follow. See `LossScale.stalled`."""
+    """Returns bool[], True if S cannot move. See `LossScale.stalled`."""
     return self.machine.stalled(state, overflow)
 
   def __repr__(self) -> str:
@@ -86,14 +86,14 @@ class PresetLossScale(base.LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """A column that the user fills with one of the system's own arguments."""
+  """A column of a declaration, filled from one of the system's arguments."""
 
   name: str
   # Maps the argument's value to the column's.
   convert: Callable[[Any], Any] | None = None
-  # Checks the value instead of the column's own check.
+  # Checks the value in place of the column's own check.
   check: Callable[[str, Any], Any] | None = None
-  is_optional: bool = False  # None leaves the column at its default.
+  is_optional: bool = False  # If None, the column keeps its default.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Preset:
   def rule(
     self, args: tuple[Any, ...], given: Mapping[str, Any]
   ) -> PresetLossScale:
-    """Returns the rule that a call makes."""
+    """Returns the rule for a call with these arguments."""
     arguments = self._bind(args, given)
     checked: dict[str, Any] = {}
     switches = _fill(self.switches, arguments, checked)
@@ -194,7 +194,7 @@ PRESETS: dict[str, Preset] = {}
 _SWITCHES: dict[str, Any] = {
   "scale": None,  # The fixed S, if S never moves.
   "moves": True,  # False keeps S at its first value.
-  "skip": True,  # False applies a step that overflows.
+  "skip": True,  # False also applies steps that overflow.
   "enabled": True,  # False keeps S at 1, skips no step and saves nothing.
 }
 
@@ -208,10 +208,10 @@ def preset(
   """Declares the preset whose signature and docstring follow.
 
   Args:
-    saves: the keys of a checkpoint, nested ones as "outer/inner", and their
-      contents, one of the kinds in `_keys`.
+    saves: maps the keys of a checkpoint, nested ones as "outer/inner", to the
+      kinds in `_keys`.
     starts_within_bounds: whether the first S must lie within the bounds.
-    **columns: fields of `Engine` and `_SWITCHES`: constants, or an `Argument`.
+    **columns: fields of `Engine` and `_SWITCHES`; constants or `Argument`s.
   """
   switches = {x: columns.pop(x, default) for x, default in _SWITCHES.items()}
 
@@ -234,7 +234,7 @@ def preset(
 
 
 def check_scale_from_one(name: str, value: Any) -> float:
-  """Returns a scale of at least 1."""
+  """Returns a scale, or raises if it is below 1."""
   scale = _arguments.check_scale(name, value)
   if scale < 1:
     raise ValueError(f"`{name}` must be at least 1, got {value!r}.")
@@ -246,7 +246,7 @@ def _fill(
   arguments: Mapping[str, Any],
   checked: dict[str, Any],
 ) -> dict[str, Any]:
-  """Returns the columns' values, and adds the arguments to `checked`."""
+  """Returns the columns' values, and adds checked arguments to `checked`."""
   cells: dict[str, Any] = {}
   for column, cell in columns.items():
     if not isinstance(cell, Argument):
@@ -255,7 +255,7 @@ def _fill(
     name, value = cell.name, arguments[cell.name]
     if value is None and cell.is_optional:
       continue
-    # An argument is checked by its first column.
+    # An argument that fills several columns is checked by the first of them.
     if name not in checked:
       checked[name] = (cell.check or _CHECKS[column])(name, value)
     convert = cell.convert

@@ -1,15 +1,15 @@
-"""Rules that are driven by more than overflows, such as amax.
+"""Rules driven by more than overflows, for example by amax.
 
 Rules that count overflows learn how large S may be by losing steps. The largest
-gradient gives the answer in advance, on every step:
+gradient shows the limit in advance, on every step:
 
   tx = ols.loss_scaling(inner, ols.rules.HeadroomLossScale())
 
-`HeadroomLossScale` keeps a number of bits free above the largest amax of the
-last steps. `LogMaxLossScale` models log2(amax) as normally distributed, and
+`HeadroomLossScale` keeps a number of bits free above the largest amax of recent
+steps. `LogMaxLossScale` models log2(amax) as normally distributed, and
 `HistogramLossScale` counts the gradients above an edge. `WarmStart` gives any
 rule a first S that fits the first step. An activation's gradient may overflow
-even if no parameter's gradient does: `amax_tap` measures it inside the model.
+even if no parameter's does: `amax_tap` measures it inside the model.
 """
 
 from optax_lossscale.rules._amax_tap import amax_tap

@@ -1,7 +1,7 @@
-"""The largest S that fits an amax, and the arguments of rules that use amax.
+"""The largest S that fits an amax, and other helpers for rules that use amax.
 
-Exponents are read from the bits of float32. XLA's log2 and exp2 are off by an
-ulp for some powers of two, which here would cost a whole bit of S.
+Exponents are read from the bits of a float32. XLA's log2 and exp2 are off by an
+ulp for some powers of two, and S would then be wrong by a factor of two.
 """
 
 import math
@@ -17,14 +17,14 @@ from optax_lossscale._base import arguments
 # float32 has this many bits after the binary point.
 _FRACTION_BITS = 23
 
-# S moves by this many bits at a time until an amax shows where it belongs. For
-# float16 and wider dtypes this is at most about half of the range: a leap up
-# from where all gradients are 0 does not overflow, nor does a leap down from an
-# overflow make them all 0.
+# S moves by this many bits at a time until an amax shows where S belongs. 16
+# bits are at most about half of the exponent range of float16 and wider dtypes:
+# if all gradients are 0, a leap up does not make them overflow, and if they
+# overflow, a leap down does not make them all 0.
 LEAP = 16
 
-# No leap goes above this. If all gradients are 0, the cause may be unrelated to
-# S, and every leap too many costs a step.
+# No leap goes above 2**32. If all gradients are 0, the cause may be unrelated
+# to S, and every unnecessary leap costs a step later.
 _HIGHEST_LEAP = 32
 
 
@@ -35,13 +35,13 @@ def exponent(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """Returns 2**exponent, float32[...], held within the normal numbers."""
+  """Returns 2**exponent, float32[...], limited to normal numbers."""
   biased = jnp.clip(exponent, -126, 127) + 127
   return lax.bitcast_convert_type(biased << _FRACTION_BITS, jnp.float32)
 
 
 def leap_up(exponent: jax.Array) -> jax.Array:
-  """Returns the exponent of the next S if all gradients are 0, int32[]."""
+  """Returns the exponent of the next S after all gradients were 0, int32[]."""
   return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
 
 
@@ -66,17 +66,17 @@ def tells(amax: jax.Array) -> jax.Array:
 def fitting_exponent(
   amax: jax.Array, loss_scale: jax.Array, limit: float
 ) -> jax.Array:
-  """Returns the largest e for which amax at S = 2**e is at most `limit`.
+  """Returns the largest e such that amax is at most `limit` with S = 2**e.
 
-  An S that is not a power of two is rounded down to one, so the result may be 1
-  too small.
+  `loss_scale` is rounded down to a power of two, so the result may be 1 too
+  small.
   """
   mantissa, limit_exponent = math.frexp(limit)
   limit_fraction = int((2 * mantissa - 1) * 2**_FRACTION_BITS)
   bits = lax.bitcast_convert_type(amax, jnp.int32)
   fraction = bits & (2**_FRACTION_BITS - 1)
   doublings = limit_exponent - 1 - exponent(amax)
-  # The last doubling fits unless amax's fraction is above that of the limit.
+  # The last doubling fits unless amax's fraction is above the limit's.
   is_above = (fraction > limit_fraction).astype(jnp.int32)
   fitting: jax.Array = exponent(loss_scale) + doublings - is_above
   return fitting
@@ -94,7 +94,7 @@ def check_bits(name: str, value: Any) -> int:
 def clip(
   loss_scale: jax.Array, min_scale: float, max_scale: float
 ) -> jax.Array:
-  """Returns S between its bounds, float32[]."""
+  """Returns S, limited to its bounds, as float32[]."""
   return jnp.clip(loss_scale, np.float32(min_scale), np.float32(max_scale))
 
 

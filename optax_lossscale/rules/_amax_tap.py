@@ -12,31 +12,31 @@ from optax_lossscale._step import tap
 def amax_tap(x: Any, amax: jax.Array) -> Any:
   """Returns `x` unchanged and measures the cotangents that pass this point.
 
-  A rule moves S by the largest gradient of a parameter. The gradient of an
-  activation may be larger and overflow first: after a small layer scale or a
-  mean, the parameters' gradients do not show it. With a tap, the gradient with
-  respect to `amax` is the largest magnitude at that point. Pass it to the
+  A rule bases S on the largest gradient of a parameter. The gradient of an
+  activation may be larger and overflow first, unseen by the rule if a small
+  layer scale or a mean lies between. With a tap, the gradient with respect to
+  `amax` is the largest magnitude of a cotangent at this point. Pass it to the
   wrapper: `tx.update(..., amax=found)`. The tap reads each cotangent once more.
   A function with a tap inside does not support forward-mode differentiation.
 
   JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
   devices of a `shard_map` share one `amax`, the result is the sum of their
   values. The sum is no less than the largest, so S errs on the safe side. A sum
-  beyond the check's limit is an overflow. `accumulated_value_and_grad` returns
-  the mean over the micro-batches, which may be less than the largest. For
-  separate values pass separate zeros: a dict entry for each tap, an element of
-  an array in `xs` for each iteration of a scan, `make_varying(amax, axis_name)`
-  for each device, of which `loss_scaling(..., axis_name=)` takes the largest.
+  beyond the check's limit counts as an overflow. `accumulated_value_and_grad`
+  returns the mean over micro-batches, which may be less than the largest. For
+  separate values, pass separate zeros: a dict entry for each tap, an element of
+  an array in `xs` for each scan iteration, or `make_varying(amax, axis_name)`
+  for each device (of these, `loss_scaling(..., axis_name=)` takes the largest).
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
       floating or complex are not measured.
-    amax: float32[], zero; an argument of the loss function, or part of one.
+    amax: float32[], a zero in an argument of the loss function.
 
   Returns:
     `x`. The gradient with respect to `amax` is float32[], the largest magnitude
-    in all the cotangents of `x`: inf if one is infinite, NaN if one is NaN. A
-    complex cotangent counts by the larger of its parts.
+    in all the cotangents of `x`: inf if one is infinite, NaN if one is NaN. For
+    a complex cotangent, the larger of its parts counts.
 
   Raises:
     TypeError: if `amax` is not float32[].

@@ -12,12 +12,12 @@ from optax_lossscale._base import bits
 from optax_lossscale._rules import base
 from optax_lossscale.rules import _amax_and_scale
 
-# An exponent that allows any S. It is far above all real exponents and far
-# below the largest int32.
+# An exponent that allows any S. It is far above all exponents of float32 and
+# far below the largest int32.
 _ANY = 2**20
 
 # The state has an entry for each step of the window, and every step reads and
-# writes all of them: 256 KiB at this size.
+# writes all entries: 256 KiB at this size.
 _LARGEST_WINDOW = 2**16
 
 # A ceiling rises by one bit after this many windows of clean steps.
@@ -29,15 +29,15 @@ class HeadroomLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    fitting_exponents: int32[window], for each of the last steps the largest e
-      at which its amax fits with S = 2**e; 2**20 if amax does not show it.
+    fitting_exponents: int32[window], for each of the last steps, the largest e
+      such that its amax fits with S = 2**e; 2**20 if amax does not show it.
     next_entry: int32[], the index of the entry that the next step replaces.
-    steps_without_amax: int32[], steps since the last clean one with a nonzero
+    steps_without_amax: int32[], steps since the last clean step with a nonzero
       amax, at most `window`; `window` if there has been no such step.
-    ceiling_exponent: int32[], a temporary limit on S, set by an overflow that
-      amax does not explain; 2**20 for no limit.
-    overflowed_exponent: int32[], the smallest e of such an overflow, or 2**20.
-    overflows_in_a_row: int32[], the consecutive overflows up to the last step.
+    ceiling_exponent: int32[], a temporary limit on log2(S), set by an overflow
+      that amax does not explain; 2**20 for no limit.
+    overflowed_exponent: int32[], least log2(S) of these overflows, or 2**20.
+    overflows_in_a_row: int32[], consecutive overflows, up to the last step.
     steps_below_ceiling: int32[], clean steps since the ceiling last moved.
   """
 
@@ -58,38 +58,38 @@ class HeadroomLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(base.LossScale):
-  """Keeps some bits free above the largest amax of the last steps.
+  """Keeps some bits free above the largest amax of recent steps.
 
   S is the largest power of two at which each of the last `window` steps would
-  have had at least `headroom` bits left: amax * 2**headroom is within the
+  have had at least `headroom` bits left: amax * 2**headroom is at most the
   largest finite value of `dtype`. S shrinks as gradients grow, before they
   overflow, and grows as they shrink. No step is lost to probing how large S may
-  be. Everything is computed in integers, from the bits of amax.
+  be. All computation is in integers, from the bits of amax.
 
-  An overflow does not show how far S was too large. S falls by one bit, at the
-  next overflow in a row by two more, then by three, and so on. If the amax of
-  clean steps then shows that S was too large, S follows amax again. If not, the
-  cause may be one that these gradients do not show, or that no S can fix. S
-  then stays below the value that overflowed, and tries one more bit after every
+  An overflow does not show by how much S was too large. S falls by one bit,
+  then by two, three and so on if overflows follow in a row. If the amax of
+  clean steps then shows that S was too large, S follows amax again. Otherwise
+  the cause may be one that these gradients do not show, or that no S can fix. S
+  then stays below the value that overflowed, and rises by one bit after every
   four windows of clean steps. Isolated overflows take S no lower than 16 bits
   below what amax allows.
 
   Before the first clean step with a nonzero amax, or after `window` steps
-  without one, nothing is known. S then leaps 16 bits down on an overflow, and
+  without one, no amax is known. S then leaps 16 bits down on an overflow, and
   16 bits up on a step whose gradients are all 0, up to 2**32. A first S of
-  2**32 therefore costs one or two steps if amax / S is below 1.
+  2**32 therefore costs one or two steps if the unscaled amax is below 1.
 
-  It loses a step if amax exceeds that of all the last `window` steps by more
-  than `headroom` bits. More of either saves a step now and then, but costs the
-  small gradients precision on every step. It cannot predict overflows of
-  activations while the gradients of the parameters are small: `amax_tap`
-  measures those, and without it a dynamic rule may lose fewer steps. A loss
-  that is cast to float16 cannot carry an S above 2**15: set `max_scale`.
+  The rule loses a step if amax exceeds that of all the last `window` steps by
+  more than `headroom` bits. A larger `window` or `headroom` saves a step now
+  and then, but costs small gradients precision on every step. The rule cannot
+  predict that an activation's gradient overflows while the parameters' are
+  small: add an `amax_tap`, or use a dynamic rule, which may lose fewer steps.
+  In a float16 loss, an S of 2**16 or more becomes inf: set `max_scale`.
 
   Attributes:
     init_scale: S of the first step.
     headroom: the bits to keep free, 0 or more.
-    window: the number of last steps that count, at most 2**16.
+    window: the number of recent steps that count, at most 2**16.
     dtype: the computation's dtype, whose largest finite value is the limit.
     min_scale: the floor. The default is the smallest normal float16.
     max_scale: the ceiling. The default is the largest power of two whose
@@ -119,9 +119,9 @@ class HeadroomLossScale(base.LossScale):
   References:
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The window is
-    that of the scales of float8 tensors: Micikevicius et al., `FP8 Formats for
-    Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+    its product with the largest gradient stays below 65,504. The scales of
+    float8 tensors use the same kind of window: Micikevicius et al., `FP8
+    Formats for Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
   """
 
   init_scale: float = 1.0
@@ -224,10 +224,10 @@ class HeadroomLossScale(base.LossScale):
     found: jax.Array,
     fits: jax.Array,
   ) -> dict[str, jax.Array]:
-    """Returns the fields that remember overflows."""
+    """Returns the next values of the fields that remember overflows."""
     here = _amax_and_scale.exponent(state.loss_scale)
     row = jnp.where(overflow, state.overflows_in_a_row + 1, 0)
-    # Once S is that low, isolated overflows have little to do with it.
+    # An S far below what amax allows hardly causes an isolated overflow.
     is_alone = (row == 1) & (state.steps_without_amax < self.window)
     lowest = jnp.where(
       is_alone, fits - self.headroom - _amax_and_scale.LEAP, -_ANY

@@ -1,4 +1,4 @@
-"""OpenSeq2Seq's LogMax rule: log2(amax) modelled as normally distributed."""
+"""OpenSeq2Seq's LogMax rule: log2(amax) modeled as normally distributed."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from optax_lossscale._rules import base
 from optax_lossscale._step import skipping
 from optax_lossscale.rules import _amax_and_scale
 
-# Above every log2(S). Not inf, because jax_debug_infs would stop on it.
+# Above every log2(S). It is not inf, because jax_debug_infs would raise.
 _NO_CEILING = 2.0**20
 
 
@@ -23,13 +23,13 @@ class LogMaxLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
-    mean: float32[], running mean of x = log2(unscaled amax), with `beta1`.
-    slow_mean: float32[], the same with `beta2`.
-    variance: float32[], running variance of x about `slow_mean`, with `beta2`.
+    mean: float32[], running mean of log2(unscaled amax), decayed by `beta1`.
+    slow_mean: float32[], the same mean, decayed by `beta2`.
+    variance: float32[], running variance about `slow_mean`, decayed by `beta2`.
     weight: float32[], the sum of the weights in `mean`; it approaches 1.
     slow_weight: float32[], the same for `slow_mean`.
     log2_ceiling: float32[], a temporary limit on log2(S), set by an overflow;
-      2**20 before the first one.
+      2**20 before the first overflow.
   """
 
   loss_scale: jax.Array
@@ -48,31 +48,31 @@ class LogMaxLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogMaxLossScale(base.LossScale):
-  """Keeps overflows rare by modelling log2(amax) as normally distributed.
+  """Keeps overflows rare by modeling log2(amax) as normally distributed.
 
-  With m the running mean of x = log2(unscaled amax) and s its standard
-  deviation, S is the largest power of two below
-  2**(log_max - m - overflow_std_dev * s). S follows the gradients without
-  probing how large it may be, and the more amax varies, the more bits stay
-  free. With the defaults the model's chance of an overflow is 0.1 %.
+  Let m be the running mean of x = log2(unscaled amax) and s its standard
+  deviation. S is the largest power of two below 2**(log_max - m -
+  overflow_std_dev * s). S follows the gradients without probing how large it
+  may be, and the more amax varies, the more bits stay free. With the defaults,
+  an overflow has a probability of 0.1 % in this model.
 
   The published rule fails in four ways. An overflow enters the means as
-  x = 2**log_max, 65,536 bits, so a single one keeps S at its floor for some
-  11,000 steps. One amax of 0 makes S NaN for ever. The cutoff is fixed at 16,
-  whatever `log_max` is. The bounds, 1 and 2**14, keep S from the value that the
-  model gives.
+  x = 2**log_max, 65,536 bits, so a single overflow keeps S at its floor for
+  some 11,000 steps. A single amax of 0 makes S NaN forever. The cutoff is fixed
+  at 16, whatever `log_max` is. The bounds, 1 and 2**14, can stop S short of the
+  value it computes.
 
-  Here an overflow enters as an amax for which S was twice too large. S is
-  halved at once and on every further overflow. Each doubling from there takes
-  at least 1 / (1 - beta1) clean steps, because the means are slow to learn that
-  the gradients have grown. An amax of 0 is ignored. The first step, which shows
-  no variation, counts as if it had varied by one bit.
+  Here an overflow enters the means as an amax for which S was too large by a
+  factor of two. S is halved immediately, and again on every further overflow.
+  Each doubling after that takes at least 1 / (1 - beta1) clean steps, because
+  the means are slow to learn that the gradients have grown. An amax of 0 is
+  ignored. The first step shows no variation and is taken to vary by one bit.
 
-  It loses steps if amax grows by more bits than it varied before, and if
-  log2(amax) has a heavier tail than a normal distribution. After the variation
-  drops, it takes 1 / (1 - beta2) steps to adapt. While all gradients are 0 it
-  does not move: for a first S use `WarmStart`. A loss that is cast to float16
-  cannot carry an S above 2**15: pass `scale_max=2.0**15`.
+  The rule loses steps if amax grows by more bits than it varied before, or if
+  log2(amax) has a heavier tail than a normal distribution. After amax becomes
+  less variable, the rule takes 1 / (1 - beta2) steps to adapt. While all
+  gradients are 0, S does not move: to find a first S, use `WarmStart`. In a
+  float16 loss, an S of 2**16 or more becomes inf: pass `scale_max=2.0**15`.
 
   Attributes:
     scale_min: the floor. The default is the smallest normal float16.
@@ -80,12 +80,12 @@ class LogMaxLossScale(base.LossScale):
       inverse is a normal float32.
     log_max: log2 of the value at which the computation's dtype overflows: 16
       for float16, 128 for bfloat16.
-    beta1: weight of the past in the mean; at least 0, below 1.
-    beta2: weight of the past in the standard deviation; at least 0, below 1.
-    overflow_std_dev: the standard deviations to keep free, 0 or more.
+    beta1: the weight of the past in the mean; at least 0, below 1.
+    beta2: the same for the standard deviation; at least 0, below 1.
+    overflow_std_dev: the number of standard deviations to keep free, 0 or more.
     skip: whether an overflow skips the step.
 
-  All are keyword only. The first S is 1, or the bound nearest to it.
+  All are keyword only. The first S is 1, or the bound nearest to 1.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -133,7 +133,7 @@ class LogMaxLossScale(base.LossScale):
     """Returns the state before the first step."""
 
     def number(value: float) -> jax.Array:
-      # Each in a separate buffer, so that the state can be donated.
+      # Each number has its own buffer, so that the state can be donated.
       return jnp.full((), value, jnp.float32)
 
     return LogMaxLossScaleState(
@@ -161,7 +161,7 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    # Damaged statistics would never recover, and neither would S.
+    # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
@@ -170,9 +170,9 @@ class LogMaxLossScale(base.LossScale):
     overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
-    # The log2 of an unusable amax is never used; 1 takes its place.
+    # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
-    # As if S was twice too large, or more if amax says so.
+    # On an overflow, assume that S was one bit too large, or more by amax.
     beyond = np.float32(self.log_max) + 1 - log2_scale
     beyond = jnp.where(tells, jnp.maximum(x, beyond), beyond)
     entered = self._enter(state, jnp.where(overflow, beyond, x))
@@ -181,7 +181,7 @@ class LogMaxLossScale(base.LossScale):
 
     free = np.float32(self.overflow_std_dev) * jnp.sqrt(entered.variance)
     wanted = np.float32(self.log_max) - (entered.mean + free)
-    # The next lower whole number, because amax overflows at 2**log_max.
+    # Take the next lower integer, because an amax of 2**log_max overflows.
     wanted = jnp.minimum(jnp.ceil(wanted) - 1, jnp.floor(ceiling))
     exponent = jnp.clip(wanted, -126, 127).astype(jnp.int32)
     moved = entered._replace(
@@ -203,10 +203,10 @@ class LogMaxLossScale(base.LossScale):
   def _enter(
     self, state: LogMaxLossScaleState, x: jax.Array
   ) -> LogMaxLossScaleState:
-    """Returns the state with one more x in its means.
+    """Returns the state with one more x in its statistics.
 
-    It adds up differences from the mean. In float32, little would be left of
-    the difference of two sums of squares, which are large far from x = 0.
+    The variance is a mean of squared differences. The difference of two means
+    of squares would lose most of its float32 precision if x is far from 0.
     """
     beta1, beta2 = np.float32(self.beta1), np.float32(self.beta2)
     weight = beta1 * state.weight + (1 - beta1)
@@ -218,7 +218,7 @@ class LogMaxLossScale(base.LossScale):
     return state._replace(
       mean=state.mean + share * (x - state.mean),
       slow_mean=state.slow_mean + slow_share * difference,
-      # One step shows no variance, so one bit is used, with that weight.
+      # A single step has no variance, so the first step sets it to one bit.
       variance=jnp.where(state.slow_weight > 0, variance, np.float32(1)),
       weight=weight,
       slow_weight=slow_weight,
@@ -227,7 +227,7 @@ class LogMaxLossScale(base.LossScale):
 
 def _check_beta(name: str, value: Any) -> float:
   beta = arguments.check_not_negative(name, value)
-  # In float32, because a 1 there makes the weights of all steps sum to 0.
+  # Check the value in float32: if it rounds to 1, all weights become 0.
   if np.float32(beta) >= 1:
     raise ValueError(
       f"`{name}` must be at least 0 and below 1 (in float32), got {value!r}."

@@ -1,4 +1,4 @@
-"""Graphcore's rule: the share of gradients above an edge."""
+"""Graphcore's rule, driven by the share of gradients above an edge."""
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,11 @@ from optax_lossscale.rules import _amax_and_scale
 
 
 class HistogramCounts(NamedTuple):
-  """A histogram of two bins over the scaled gradients.
+  """A histogram of the scaled gradients with two bins.
 
   Attributes:
     below: float32[], the number of elements with a magnitude below the edge.
-    at_or_above: float32[], the number of others, including inf and NaN.
+    at_or_above: float32[], the number of all others, including inf and NaN.
   """
 
   below: jax.Array
@@ -49,32 +49,32 @@ class HistogramLossScale(base.LossScale):
   """Halves S if too many gradients are large, and doubles it otherwise.
 
   Every `update_period` steps it counts the gradients at or above an edge. If
-  their share is above the threshold, S is halved, otherwise doubled. There is
-  no middle case, so S goes up and down by design. With the defaults the edge is
-  three bits below the largest float16, and with fewer than ten million elements
-  a single gradient above it halves S. In models of that size the largest
-  gradient decides alone; in larger models a few outliers do not matter.
+  their share is above the threshold, S is halved; if not, S is doubled. There
+  is no middle case, so S goes up and down by design. With the defaults, the
+  edge is three bits below the largest float16. In models with fewer than ten
+  million parameters, a single gradient above the edge then halves S, so only
+  the largest gradient matters. In larger models a few outliers do not matter.
 
-  Graphcore's rule has no bounds and skips no steps, because its hardware clips.
-  Here S has bounds, and an overflow skips the step and halves S at once,
-  whatever the period.
+  Graphcore's rule has no bounds and skips no steps, because the hardware clips
+  overflows. Here S has bounds, and an overflow skips the step and halves S
+  immediately, whatever the period.
 
-  It loses a step if amax leaps by more than the bits above the edge, minus one
-  if S has just doubled. If S is far too large, it loses every step on the way
-  down, one bit a step: see `WarmStart`. A loss that is cast to float16 cannot
-  carry an S above 2**15: pass `max_scale=2.0**15`.
+  The rule loses a step if amax leaps by more bits than there are above the
+  edge, or one bit fewer if S has just doubled. If S is far too large, the rule
+  loses a step for each bit on the way down: see `WarmStart`. In a float16 loss,
+  an S of 2**16 or more becomes inf: pass `max_scale=2.0**15`.
 
-  Inside `loss_scaling` all gradients are read once more to count them. Without
+  Inside `loss_scaling`, the count reads all gradients once more. Without
   counts, as in a replay of recorded amax, a single element at or above the edge
-  halves S. An `amax_tap` affects the rule only by an overflow.
+  halves S. An `amax_tap` affects the rule only if it measures an overflow.
 
   Attributes:
-    init_scale: S of the first step. The default doubles its way up, which loses
-      no step.
+    init_scale: S of the first step. From the default, S doubles its way up
+      without losing a step.
     bin_edge_location: the edge, as a share of the largest finite value of
       `dtype`; above 0, at most 1.
-    threshold_upper_count_proportion: the share of elements at or above the edge
-      beyond which S is halved; at least 0, below 1.
+    threshold_upper_count_proportion: S is halved if a larger share of the
+      elements is at or above the edge; at least 0, below 1.
     update_period: the number of steps between decisions.
     dtype: the dtype of the computation.
     min_scale: the floor. The default is the smallest normal float16.
@@ -146,16 +146,16 @@ class HistogramLossScale(base.LossScale):
     )
 
   def measure(self, gradients: Any) -> HistogramCounts:
-    """Returns the number of gradients below the edge, and of all others.
+    """Returns the number of elements below the edge, and of all others.
 
     Args:
-      gradients: the scaled gradients. A complex element counts by the larger of
-        its parts.
+      gradients: the scaled gradients. For a complex element, the larger part
+        counts.
     """
     below = above = jnp.full((), 0, jnp.float32)
     for gradient in filter(leaves.is_gradient, jax.tree.leaves(gradients)):
       where = bits.reached(gradient, self._edge, inclusive=True)
-      # Counted in integers, because a float32 stops counting at 2**24.
+      # Count in integers, because a float32 stops counting at 2**24.
       count = jnp.sum(where, dtype=jnp.uint32).astype(jnp.float32)
       above = above + count
       below = below + (np.float32(gradient.size) - count)
@@ -188,7 +188,7 @@ class HistogramLossScale(base.LossScale):
       too_large = measured.at_or_above > odds * measured.below
     steps = state.steps_since_update + 1
     decides = overflow | (steps >= self.update_period)
-    # Limited before the product, which would be inf.
+    # S is limited before it is doubled, which could otherwise give inf.
     largest_half = np.float32(arguments.LARGEST_SCALE / 2)
     moved = jnp.where(
       overflow | too_large,

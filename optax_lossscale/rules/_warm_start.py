@@ -1,4 +1,4 @@
-"""A first S from the first step's amax, for any rule."""
+"""A first S for any rule, found from the first step's amax."""
 
 import dataclasses
 from typing import Any
@@ -47,10 +47,10 @@ class WarmStart(base.LossScale):
 
   The first S of a rule is a guess. If it is too large, a run begins with
   skipped steps: seventeen from 2**32 to 2**15. If it is too small, small
-  gradients are 0 until it has grown. With this wrapper the first step is a
-  probe at a small S. If that amax is neither 0 nor an overflow, the next S is
-  the power of two at which this amax has `headroom` bits left. From then on the
-  rule moves S as if it had begun there. Otherwise the probe continues, 16 bits
+  gradients are 0 until S has grown. With this wrapper the first step is a probe
+  at a small S. If its amax is neither 0 nor an overflow, the next S is the
+  power of two that leaves this amax `headroom` bits. From then on the rule
+  moves S as if it had started there. Otherwise the probe continues, 16 bits
   lower after an overflow and 16 bits higher if all gradients were 0. It never
   leaps above 2**32, so the first nonzero gradients cost about two steps, no
   matter how many steps came before. A `probe_scale` above 2**32 does not rise.
@@ -58,12 +58,12 @@ class WarmStart(base.LossScale):
   A probe at 1 usually loses no step at the start. Small gradients are 0 on that
   step, as without loss scaling. A larger probe preserves them but may overflow.
 
-  It helps if the first S is too large for the first step. It no longer helps if
-  the gradients then grow, as they do from zero-initialized layers or in
-  actor-critic training: `headroom` is soon used up, and the rule then loses a
-  step for each bit. Of the first 64 steps of PPO (Brax's, in five settings), a
-  dynamic rule lost 7 to 12, the same rule in `WarmStart` 2 to 12, and
-  `HeadroomLossScale`, which follows the amax of each step, none.
+  The wrapper helps if a rule's first S is too large for the first step. It does
+  not help if the gradients then grow, as they do with zero-initialized layers
+  or in actor-critic training: `headroom` is soon used up, and the rule then
+  loses a step for each bit. Of the first 64 steps of PPO (Brax's, in five
+  settings), a dynamic rule lost 7 to 12, the same rule in `WarmStart` 2 to 12,
+  and `HeadroomLossScale`, which follows the amax of each step, none.
 
   Attributes:
     rule: the rule. Its first S is not used.
@@ -72,7 +72,7 @@ class WarmStart(base.LossScale):
     dtype: the computation's dtype, whose largest finite value is the limit.
 
   All but the first are keyword only. `skip` is the rule's. The rule's bounds do
-  not limit the probe. If the first S is outside them, the rule's own updates
+  not limit the probe. If the first S is out of bounds, the rule's own updates
   move it inside.
 
   Raises:
@@ -95,8 +95,8 @@ class WarmStart(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S by the
-    largest gradient if statistics of it are available.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S from the
+    largest gradient if gradient statistics are known.
   """
 
   rule: base.LossScale
@@ -150,7 +150,7 @@ class WarmStart(base.LossScale):
   ) -> WarmStartState:
     """Returns the state after a step. See `LossScale.update`.
 
-    `measured` is the result of `measure`, if any, and goes to the rule.
+    `measured` is the result of `measure`, if any, which is passed to the rule.
 
     Raises:
       ValueError: if `amax` is None.
@@ -182,7 +182,7 @@ class WarmStart(base.LossScale):
   def stalled(
     self, state: WarmStartState, overflow: jax.Array | bool
   ) -> jax.Array:
-    """Returns bool[], True if S cannot follow. A probe's floor is 2**-126."""
+    """Returns bool[], True if S is stuck. A probe is stuck at 2**-126."""
     return jnp.where(
       state.is_warm,
       self.rule.stalled(state.rule_state, overflow),
@@ -190,5 +190,5 @@ class WarmStart(base.LossScale):
     )
 
   def _begin(self, loss_scale: jax.Array) -> Any:
-    """Returns the rule's first state with another S."""
+    """Returns the rule's first state, with `loss_scale` as its S."""
     return states.replace_scale(self.rule.init(), loss_scale)
