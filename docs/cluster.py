@@ -128,7 +128,7 @@ def make_train_step(loss_fn, tx, mesh):
 
 def print_now_and_then(step, params, opt_state, metrics):
   """Prints every 20th step, from the first process only."""
-  del params, opt_state  # A function that saves them must run in every process.
+  del params, opt_state  # Saving them requires a call in every process.
   if jax.process_index() == 0 and step % 20 == 19:
     print(
       f"step {step + 1}: loss {metrics['loss']:.4f}, "
