@@ -1,7 +1,7 @@
 """Trains a small float16 model, data-parallel, on any number of processes.
 
 If a cluster manager starts the processes (Slurm, TPU pods, Open MPI ...),
-JAX finds the other processes by itself:
+each process finds the others by itself:
 
   srun python cluster.py
 
@@ -10,8 +10,8 @@ Otherwise start each process by hand and pass the address of the first one:
   python cluster.py --coordinator localhost:1234 --processes 2 --process 0 &
   python cluster.py --coordinator localhost:1234 --processes 2 --process 1
 
-Loss scaling needs no setup for this: no process group, no start-up call. If one
-device's gradients overflow, all devices skip the step.
+Loss scaling itself needs no setup for several processes. If one device's
+gradients overflow, all devices skip the step.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def init_params(key):
 
 
 def loss_fn(params, batch):
-  """Returns the mean loss of some rows, computed in float16 except the loss."""
+  """Returns the mean loss of a batch; the model runs in float16."""
   hidden, out = (params[k].astype(jnp.float16) for k in ("hidden", "out"))
   prediction = jnp.tanh(batch["x"].astype(jnp.float16) @ hidden) @ out
   return jnp.mean((prediction.astype(jnp.float32) - batch["y"]) ** 2)
@@ -75,16 +75,16 @@ def train(batches, loss_fn=loss_fn, rule=RULE, report=lambda *_: None):
     rule: the rule that moves S.
     report: called in every process, with arrays that are equal in all of them.
   """
-  mesh = jax.make_mesh((jax.device_count(),), ("data",))  # All processes.
+  mesh = jax.make_mesh((jax.device_count(),), ("data",))  # In all processes.
   replicated = jax.NamedSharding(mesh, jax.P())
   by_rows = jax.NamedSharding(mesh, jax.P("data"))
   tx = ols.loss_scaling(
-    # The mean over devices goes inside. The check must see each device's own
-    # gradients, because a mean may hide a saturated value.
+    # The mean over devices goes inside the wrapper. The check must see each
+    # device's own gradients, because a mean may hide a saturated value.
     optax.chain(ols.pmean_gradients("data"), optax.adam(1e-2)),
     rule,
     check=ols.saturated(jnp.float16),  # Also finds inf and NaN.
-    axis_name="data",  # All devices along it agree on an overflow.
+    axis_name="data",  # Devices along this axis skip together.
   )
 
   @functools.partial(jax.jit, out_shardings=replicated)
@@ -101,7 +101,7 @@ def train(batches, loss_fn=loss_fn, rule=RULE, report=lambda *_: None):
 
 
 def make_train_step(loss_fn, tx, mesh):
-  """Returns the compiled step; each device runs its own part."""
+  """Returns the compiled step, in which each device gets its own rows."""
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   @functools.partial(
@@ -118,8 +118,8 @@ def make_train_step(loss_fn, tx, mesh):
     )
     updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    # Inside the step, since all processes must run the same computations: one
-    # process alone may print their results, but not start a computation.
+    # Computed inside the step, since all processes must run the same program.
+    # A single process may print the results but not compute them.
     metrics = ols.loss_scale_metrics(opt_state)
     return params, opt_state, metrics | {"loss": lax.pmean(loss, "data")}
 
@@ -127,8 +127,8 @@ def make_train_step(loss_fn, tx, mesh):
 
 
 def print_now_and_then(step, params, opt_state, metrics):
-  """Prints from the first process; the others have the same results."""
-  del params, opt_state  # A function that saves them must run in every process.
+  """Prints every 20th step, from the first process only."""
+  del params, opt_state  # Saving them requires a call in every process.
   if jax.process_index() == 0 and step % 20 == 19:
     print(
       f"step {step + 1}: loss {metrics['loss']:.4f}, "

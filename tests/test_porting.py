@@ -431,7 +431,7 @@ def test_skipped_steps_are_seen_in_the_loop_wherever_loss_scaling_is(wrap):
   (applied, *_) = right_of(title, "`global_step`")
   assert eval(applied, names) == 1
   names["metrics"] = eval(metrics, names)
-  assert eval(right_of(title, "steps run")[0], names) == 2
+  assert eval(right_of(title, "all steps")[0], names) == 2
 
 
 def test_what_the_page_names_of_the_library_exists():
@@ -871,7 +871,7 @@ def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
   metrics = ols.loss_scale_metrics(names["opt_state"])
   assert (metrics["applied_steps"], metrics["skipped_steps"]) == (50, 36)
   assert not names["schedule_state"].low
-  (loop,) = right_of(ACCELERATE, "in mode loss, where")
+  (loop,) = right_of(ACCELERATE, "in mode *loss*, where")
   condition = loop.removeprefix("while ").removesuffix(":")
   assert not eval(condition.replace("10_000", "50"), names)
   assert eval(condition.replace("10_000", "51"), names)

@@ -31,7 +31,7 @@ NAN = jnp.full_like(BATCH, jnp.nan)
 W_ALONE = {"v": False, "w": True}
 
 # When something is told, in the words of the page.
-BUILT = "when it is built"
+BUILT = "in `tx.init`"
 TRACED = "while the step is traced"
 SECOND = "on the second step"
 ERROR = "an error"

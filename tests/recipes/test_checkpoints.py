@@ -142,7 +142,7 @@ def test_a_checkpoint_from_before_loss_scaling(tmp_path):
 @pytest.mark.slow
 def test_without_loss_scaling_again():
   inner, opt_state = NAMES["inner"], wrapped()["opt_state"]
-  names = run("Without loss scaling again", opt_state=opt_state)
+  names = run("Removing loss scaling", opt_state=opt_state)
   grads = jax.grad(loss_fn)(PARAMS, NAMES["batch"])
   expected = inner.update(grads, opt_state.inner_state, PARAMS)
   got = names["updates"], names["inner_state"]
@@ -160,7 +160,7 @@ def test_other_arguments_in_mid_run(clean_steps, loss_scale, expected):
     loss_scale=jnp.float32(loss_scale), clean_steps=jnp.int32(clean_steps)
   )
   names = wrapped() | {"opt_state": state._replace(loss_scale_state=rule_state)}
-  names = run("Other arguments in mid-run", **names)
+  names = run("Changing arguments mid-run", **names)
   assert ols.get_loss_scale(names["opt_state"]) == expected
   assert names["opt_state"].applied_steps == 2
 
@@ -169,7 +169,7 @@ def test_another_rule_or_another_s():
   before = wrapped()["opt_state"]
   opt_states = {"generator": before, "critic": before}
   names = run(
-    "Another rule, or another S", opt_state=before, opt_states=opt_states
+    "Changing the rule or S mid-run", opt_state=before, opt_states=opt_states
   )
   opt_state = names["opt_state"]
   assert ols.get_loss_scale(opt_state) == ols.get_loss_scale(before)

@@ -107,11 +107,15 @@ def test_a_step_that_was_not_lowered_is_found(caplog):
   ids=["model", "float16", "scale"],
 )
 def test_the_cause_is_found(batch, cause):
-  assert run("The model's NaN, or an overflow of S", batch)["cause"] == cause
+  assert (
+    run("The model's NaN, or an overflow caused by S", batch)["cause"] == cause
+  )
 
 
 def test_gradients_beyond_float16_ask_for_an_s_below_1_which_the_rule_finds():
-  run_with = functools.partial(run, "The model's NaN, or an overflow of S")
+  run_with = functools.partial(
+    run, "The model's NaN, or an overflow caused by S"
+  )
   names = run_with(loss_fn=steep_loss_fn)
   assert names["cause"] == "an S that is not below 1"
   in_float16, tx = names["in_float16"], names["tx"]
@@ -198,7 +202,7 @@ def test_overflow_and_undefined_are_told_apart(
   def mixed_loss_fn(params, batch):
     return ols.autocast(loss_fn, "O1")(params, batch)
 
-  names = run("Overflow or undefined", batch, mixed_loss_fn, loss_scale)
+  names = run("Overflowed or undefined", batch, mixed_loss_fn, loss_scale)
   counts = names["counts"]
   assert (counts.overflow > 0, counts.undefined > 0) == (overflow, undefined)
   assert f"{counts.undefined} undefined" in capsys.readouterr().out

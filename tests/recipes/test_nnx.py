@@ -162,7 +162,7 @@ def test_the_learning_rate_is_read_where_the_schedule_stands():
 
 
 def test_an_average_and_random_keys_move_with_the_model():
-  names = recipe("What else moves with the model")
+  names = recipe("Other objects that the step changes")
   model, optimizer, ema, rngs = (
     names[name] for name in ("model", "optimizer", "ema", "rngs")
   )

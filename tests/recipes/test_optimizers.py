@@ -471,7 +471,7 @@ def test_the_rate_that_the_page_reads_is_that_of_the_schedule():
 
 
 def test_a_rate_that_is_set_by_hand_compiles_nothing_again():
-  names = recipe("A rate that is set by hand")
+  names = recipe("Setting the rate by hand")
   update = jax.jit(names["tx"].update)
   state = names["tx"].init(PARAMS)
   for opt_state in (state, names["opt_state"]):
@@ -523,7 +523,7 @@ def test_a_norm_above_the_threshold_skips_and_s_shrinks():
 
 
 def test_skip_large_updates_leaves_s_as_it_is():
-  names = recipe("Skipping on a gradient norm, with S as it is")
+  names = recipe("Skipping on a gradient norm without moving S")
   assert not names["skipped"]
   tx, state = names["tx"], names["opt_state"]
   large = jax.tree.map(lambda x: 1000 * x, make_gradients(0))

@@ -288,7 +288,7 @@ def test_one_scale_all_skip_together():
 
 
 def test_one_scale_each_skips_alone():
-  title = "One scale, each skips alone"
+  title = "One scale, each skips separately"
   expected = bare_run(STEPS, in_turn=True)
   scales = scales_of([bool(step) for step in STEPS])
   for i, (params, opt_state) in enumerate(each_step(title, ["opt_state"])):
@@ -299,7 +299,7 @@ def test_one_scale_each_skips_alone():
 
 
 def test_one_scale_each_skips_alone_is_what_grad_scaler_does():
-  title = "One scale, each skips alone"
+  title = "One scale, each skips separately"
   rule = ols.presets.torch(init_scale=2.0**10, growth_interval=INTERVAL)
   recipe = run(
     title, rule=rule, losses=LOSSES, params=PARAMS, batch=make_batch(())
