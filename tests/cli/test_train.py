@@ -23,7 +23,6 @@ from optax_lossscale.demo import digits
 from optax_lossscale.demo import figure
 from optax_lossscale.demo import run as run_lib
 from optax_lossscale.demo import text
-from tests import support
 from tests.demo import tiny
 
 pytestmark = pytest.mark.slow
@@ -308,26 +307,6 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   assert report["steps"] == 4 and report["seeds"] == [0]
   assert report["hardware"] == "ieee"
   assert set(report["versions"]) >= {"jax", "flax", "optax"}
-
-
-@pytest.mark.parametrize(
-  "seed", support.slow_but([0], [0, 1, 2], pytest.mark.long)
-)
-def test_float16_alone_fails_where_float16_with_loss_scaling_is_float32(
-  seed, tmp_path
-):
-  arguments = ["train", f"--seed={seed}", f"--output={tmp_path}"]
-  assert cli.main(arguments) == 0
-  report = json.loads((tmp_path / "brier.json").read_text())
-  float32, *others = report["runs"]
-  way = float32["held_out"] - float32["start"]
-  assert way > 0.3
-  alone, *scaled = (
-    (run["held_out"] - float32["start"]) / way for run in others
-  )
-  assert alone < 0.3
-  assert len(scaled) == 2 and min(scaled) > 0.995
-  assert 1 <= sum(run["skipped_steps"] for run in others) <= 4
 
 
 @pytest.mark.long

@@ -1,0 +1,31 @@
+"""The default task shows the difference that loss scaling makes."""
+
+import json
+
+import pytest
+
+from optax_lossscale import cli
+from tests import support
+
+# Without LLVM's optimizations it would take three times as long.
+pytestmark = [pytest.mark.usefixtures("full_compilation"), pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+  "seed", support.slow_but([0], [0, 1, 2], pytest.mark.long)
+)
+def test_float16_alone_fails_where_float16_with_loss_scaling_is_float32(
+  seed, tmp_path
+):
+  arguments = ["train", f"--seed={seed}", f"--output={tmp_path}"]
+  assert cli.main(arguments) == 0
+  report = json.loads((tmp_path / "brier.json").read_text())
+  float32, *others = report["runs"]
+  way = float32["held_out"] - float32["start"]
+  assert way > 0.3
+  alone, *scaled = (
+    (run["held_out"] - float32["start"]) / way for run in others
+  )
+  assert alone < 0.3
+  assert len(scaled) == 2 and min(scaled) > 0.995
+  assert 1 <= sum(run["skipped_steps"] for run in others) <= 4
