@@ -288,7 +288,11 @@ def anchors(text):
 
 @pytest.mark.parametrize(
   "page",
-  [documents.ROOT / "README.md", *(documents.ROOT / "docs").rglob("*.md")],
+  [
+    documents.ROOT / "README.md",
+    documents.ROOT / "notebooks" / "README.md",
+    *(documents.ROOT / "docs").rglob("*.md"),
+  ],
   ids=lambda page: page.stem,
 )
 def test_every_link_leads_somewhere(page):

@@ -19,7 +19,10 @@ README = documents.read("README.md")
 PYTHON = documents.blocks(README)
 SHOWN = documents.blocks(README, "text")
 # Pages whose commands follow the set-up that the README gives.
-FOLLOWING = sorted((documents.ROOT / "docs").glob("*.md"))
+FOLLOWING = [
+  *sorted((documents.ROOT / "docs").rglob("*.md")),
+  documents.ROOT / "notebooks" / "README.md",
+]
 
 
 def test_the_readme_is_one_screen_and_a_half():
@@ -71,6 +74,10 @@ def test_every_command_is_that_of_the_environment_that_was_made(page):
     if program == ".venv/bin/pip":
       (extra,) = re.findall(r"^\.\[(\w+)\]$", words[-1])
       assert extra in project["optional-dependencies"]
+  # A command in a sentence has its path too.
+  inline = re.findall(r"`([^`\n]+)`", page.read_text())
+  for text in inline:
+    assert not re.match(r"(optax-lossscale|python -m) \S+ -", text), text
 
 
 @pytest.mark.slow

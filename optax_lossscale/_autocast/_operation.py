@@ -324,7 +324,7 @@ def _choose(
   if is_given and treatment is not _Treatment.WHITE:
     return _widest(floats), _kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    # Added and multiplied values are parameters (a bias, a scale). A subtracted
+    # Treats a summand or factor as a parameter (a bias, a scale). A subtracted
     # value is a mean or a target, and a divisor may have any magnitude.
     promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
     return _widest(floats, promotes=promotes), _Kind.COMPUTED

@@ -18,7 +18,7 @@ from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
-# (if micro-batches may be left out) or "unscaled". A "next" scale follows S.
+# (if micro-batches may be left out) or "unscaled". The scale after S is "next".
 _ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 

@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
       if importlib.util.find_spec(package) is None:
         self.error(
           f"it needs {package}, which is not installed; in a clone of the "
-          'repository: pip install -e ".[demo]"'
+          f'repository: {sys.executable} -m pip install ".[demo]"'
         )
 
   @contextlib.contextmanager

@@ -106,7 +106,10 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   from optax_lossscale.demo import table as table_lib
 
   console = table_lib.Console(highlight=False)
-  tell = functools.partial(console.print, soft_wrap=True, markup=False)
+  # A file or a pipe gets one line for each fact.
+  tell = functools.partial(
+    console.print, soft_wrap=not console.is_terminal, markup=False
+  )
   recorded: dict[str, Any] = {
     "dtype": arguments.dtype,
     "saturating": arguments.hardware == "saturating",

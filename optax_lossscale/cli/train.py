@@ -44,7 +44,7 @@ _NEXT = """\
 Commands to try next:
   {command} train --task text
       trains a transformer on the cross-entropy; takes a few minutes
-  {command} train --loss-scale dynamic:init_scale=2**24
+  {command} train --loss-scale headroom --output my-run
       trains once, with a rule of your choice
   {command} simulate optax-lossscale-output/brier.csv --advise
       replays the recorded run with other rules, without training
@@ -168,9 +168,9 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     help="train once, with this rule: none, fixed:1024, dynamic, "
     "dynamic:init_scale=2**15,growth_interval=200, a rule that follows amax "
     "(headroom, log_max, histogram), or a preset, "
-    "megatron:initial_scale=2**20; warm_start: may go before any of them "
-    "(default: dynamic in float16, none with --precision float32 or bfloat16 "
-    "and with --level O0)",
+    "megatron:initial_scale=2**20; warm_start: may go before any of them; "
+    "quote * for the shell (default: dynamic in float16, none with "
+    "--precision float32 or bfloat16 and with --level O0)",
   )
   parser.add_argument(
     "--compare",

@@ -165,7 +165,7 @@ def show(comparison: Comparison, results: Results) -> None:
     )
   )
   said = verdict.sentence(comparison.runs, _closed(comparison, results))
-  for note in (said, comparison.task.note, *_notes(comparison, results)):
+  for note in (said, *_notes(comparison, results)):
     if note:
       console.print(note)
 
@@ -179,7 +179,14 @@ def _closed(comparison: Comparison, results: Results) -> verdict.Closed | None:
 
 
 def _notes(comparison: Comparison, results: Results) -> Iterator[str]:
-  """Yields notes about precision schedules."""
+  """Yields notes about float16 without loss scaling, and about schedules."""
+  unscaled = {
+    run.label
+    for run in comparison.runs
+    if run.rule is None and run.lowest_precision == "float16"
+  }
+  if any(result.run in unscaled for result in results.runs):
+    yield comparison.task.note
   ended = [x for x in results.runs if x.held_out is not None]
   for run in comparison.runs:
     schedule = run.make_schedule(comparison.steps)

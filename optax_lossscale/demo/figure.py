@@ -52,6 +52,7 @@ def write_figure(
   )[:, 0]
   if closed:
     _draw_closed(rows[0], closed, styles, score_name)
+    rows[0].set_title(label_name, size="small", loc="left")
   losses = rows[1 if closed else 0]
   _draw_losses(losses, results, styles)
   losses.get_legend().set_title(label_name, {"size": "small"})
@@ -89,6 +90,8 @@ def _draw_closed(
     known = [x for x in values if math.isfinite(x)]
     mean = statistics.mean(known or [0.0])
     text = f"{mean:.1f} %".replace("-0.0", "0.0") if known else "not finite"
+    if 0 < len(known) < len(values):
+      text += f", {len(values) - len(known)} of {len(values)} not finite"
     axes.barh(row, mean, 0.4, color=styles[label].color, zorder=2)
     axes.text(0.3, row - 0.25, label, size="small")
     at = max(mean, 0) if mean < 88 else min(max(mean, 100), 104)
@@ -99,7 +102,7 @@ def _draw_closed(
   axes.set_yticks([])
   axes.set_ylim(len(closed) - 0.65, -0.65)
   axes.set_xlim(max(axes.dataLim.x0, -30), 115)
-  axes.set_xlabel(f"{score_name}: % of the way from the start to float32")
+  axes.set_xlabel(f"{score_name}: % of the gap between the start and float32")
 
 
 def _draw_losses(axes: Axes, results: _Results, styles: _Styles) -> None:

@@ -35,4 +35,4 @@ class Task:
   # Trained on by its mean over a batch.
   loss: Measure = cross_entropy
   more_is_better: bool = True  # Of the score.
-  note: str = ""  # Said under the table.
+  note: str = ""  # Said if a run is in float16 without loss scaling.

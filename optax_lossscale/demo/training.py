@@ -49,8 +49,9 @@ def make_train_step(
   def train_step(
     params: optax.Params, opt_state: optax.OptState, batch: task_lib.Batch
   ) -> StepResult:
-    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+    loss, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     metrics = {"loss": loss, **ols.loss_scale_metrics(opt_state)}
     return params, opt_state, metrics

@@ -9,7 +9,7 @@ from optax_lossscale.demo import run as run_lib
 Closed = dict[str, list[float]]  # By label: a number for each seed.
 
 _REFERENCE = "float32"
-_AS_WELL = 99.0  # Per cent; the rest is noise.
+_AS_WELL = 99.5  # Per cent; the rest is noise.
 
 
 def closed(
@@ -71,19 +71,24 @@ def sentence(runs: Sequence[run_lib.Run], way: Closed | None) -> str:
   low = others[0].lowest_precision
   (first, values), *rest = groups.items()
   first = first if first.startswith(low) else f"{low} {first}"
-  said = f"{first} closed {_per_cent(values)} of the way from the start to "
+  said = f"{first} closed {_per_cent(values)} of the gap between the start and "
   said += "; ".join(["float32", *(f"{x} {_per_cent(y)}" for x, y in rest)])
-  if checks and min(groups.get(f"{low} alone", [0.0])) >= _AS_WELL:
+  alone = groups.get(f"{low} alone", [])
+  if checks and alone and all(x >= _AS_WELL for x in alone):
     said += f". {low} alone did as well: these steps needed no loss scaling"
   return f"{said}."
 
 
 def _per_cent(values: Sequence[float]) -> str:
   """Formats one or two numbers, or the range of more."""
-  if not all(map(math.isfinite, values)):
+  finite = [x for x in values if math.isfinite(x)]
+  if not finite:
     return "nothing (its score is not finite)"
-  # Adding 0.0 removes the sign of -0.0, and the set removes duplicates.
-  numbers = [f"{x + 0.0:.1f}" for x in sorted({round(x, 1) for x in values})]
+  # Adding 0.0 removes the sign of -0.0.
+  numbers = [*dict.fromkeys(round(x, 1) + 0.0 for x in finite)]
   if len(numbers) > 2:
-    return f"{numbers[0]} to {numbers[-1]} %"
-  return f"{' and '.join(numbers)} %"
+    text = f"{min(numbers):.1f} to {max(numbers):.1f} %"
+  else:
+    text = " and ".join(f"{x:.1f}" for x in numbers) + " %"
+  lost = len(values) - len(finite)
+  return text + f" ({lost} of {len(values)} not finite)" * (lost > 0)

@@ -27,7 +27,7 @@ _WIDE = 6.0
 _RESERVE = 2
 _LOWER = 4
 
-# The fewest moves of S that show if amax follows, and the steps on each side.
+# The fewest moves of S to judge amax by, and the steps used on each side.
 _FEWEST_MOVES = 5
 _BESIDE = 16
 
@@ -314,8 +314,8 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
   (last,) = np.nonzero(moves)
   moves, parts = moves[last], np.split(headroom[is_known], last + 1)
-  # Takes medians, because steps vary, and only of nearby steps, because S also
-  # follows the gradients as they change during training.
+  # Takes medians because steps vary, and only of nearby steps because the
+  # gradients change during training, and S with them.
   before = np.array([np.median(part[-_BESIDE:]) for part in parts[:-1]])
   after = np.array([np.median(part[:_BESIDE]) for part in parts[1:]])
   # Near the limit overflows hide a large amax; small moves of S may follow it.

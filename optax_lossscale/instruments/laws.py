@@ -233,6 +233,8 @@ class StepReport:
     found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
     if self.ok and any(law.verdict == "rounding" for law in self.laws):
       found = "right, as far as rounding can tell"
+    if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
+      found += ", but nothing in it works below float32"
     pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
     lines = [
       f"The step is {found}.",

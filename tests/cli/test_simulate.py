@@ -210,7 +210,7 @@ def test_missing_extra_is_told_with_its_remedy(
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
   assert package in err and "which is not installed" in err
-  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
+  assert f'of the repository: {sys.executable} -m pip install ".[demo]"' in err
   assert not picture.parent.exists()
 
 

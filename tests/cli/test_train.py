@@ -180,7 +180,7 @@ def test_missing_extra_is_told_with_its_remedy(tmp_path, monkeypatch, capsys):
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
   assert "matplotlib" in err and "which is not installed" in err
-  assert 'in a clone of the repository: pip install -e ".[demo]"' in err
+  assert f'of the repository: {sys.executable} -m pip install ".[demo]"' in err
   assert not (tmp_path / "out").exists()
 
 
@@ -293,7 +293,7 @@ def test_comparison_is_printed_and_written(tmp_path, tiny_digits, capsys):
   heading = ["final", "held-out", "accuracy", "applied", "skipped", "last S"]
   for word in [*heading, "fixed:1024", "growth_interval=50", "2^10", "2^15"]:
     assert word in out
-  assert "of the way from the start to float32" in " ".join(out.split())
+  assert "of the gap between the start and float32" in " ".join(out.split())
   output = tmp_path / "a" / "b"
   names = ["digits.csv", "digits.json", "digits.png"]
   assert sorted(path.name for path in output.iterdir()) == names

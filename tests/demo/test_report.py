@@ -313,19 +313,22 @@ def test_figure_draws_each_of_eight_runs_in_a_way_of_its_own(tmp_path, drawn):
 
 
 def test_figure_leads_with_the_way_that_each_run_closed(tmp_path, drawn):
-  results = [make_result("a"), make_result("b"), make_result("c")]
+  results = [make_result(run) for run in "abcd"]
   closed = {"a": [100.0], "b": [-8.0, 4.0], "c": [math.nan]}
+  closed["d"] = [math.nan, 8.0]
   path = tmp_path / "figure.png"
   figure.write_figure(path, results, closed=closed, **NAMES)
   bars, losses = drawn[0].axes
-  assert [bar.get_width() for bar in bars.patches] == [100.0, -2.0, 0.0]
+  assert [bar.get_width() for bar in bars.patches] == [100.0, -2.0, 0.0, 8.0]
   words = [text.get_text() for text in bars.texts]
-  assert words == ["a", "100.0 %", "b", "-2.0 %", "c", "not finite"]
+  assert words[:6] == ["a", "100.0 %", "b", "-2.0 %", "c", "not finite"]
+  assert words[6:] == ["d", "8.0 %, 1 of 2 not finite"]
   assert [*bars.get_lines()[0].get_xdata()] == [-8.0, 4.0]
   left, right = bars.get_xlim()
   assert left == -8.0
   assert all(left <= text.get_position()[0] < right for text in bars.texts)
-  assert bars.get_xlabel().startswith("accuracy: % of the way")
+  assert bars.get_xlabel().startswith("accuracy: % of the gap")
+  assert bars.get_title(loc="left") == LABEL_NAME
   assert not bars.get_shared_x_axes().joined(bars, losses)
 
 

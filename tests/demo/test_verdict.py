@@ -40,11 +40,12 @@ def test_the_way_is_measured_from_the_start_to_float32():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_sentence_tells_how_far_each_run_came(sign):
-  runs = (FLOAT32, [8.0]), (ALONE, [1.0]), (FIXED, [7.99]), (DYNAMIC, [8.0])
+  runs = (FLOAT32, [8.0]), (ALONE, [1.0]), (FIXED, [8.0]), (DYNAMIC, [7.99])
   ends = [(run, [sign * x for x in scores]) for run, scores in runs]
   assert said(*ends, more_is_better=sign > 0) == (
-    "float16 alone closed 12.5 % of the way from the start to float32; with "
-    "loss scaling 99.9 and 100.0 %."
+    "float16 alone closed 12.5 % of the gap between the start and float32; "
+    "with "
+    "loss scaling 100.0 and 99.9 %."
   )
 
 
@@ -57,10 +58,17 @@ def test_several_seeds_are_a_range():
 
 def test_a_task_that_needs_no_loss_scaling_is_told():
   end = " float16 alone did as well: these steps needed no loss scaling."
-  assert said((FLOAT32, [8]), (ALONE, [7.95]), (FIXED, [8])).endswith(end)
+  assert said((FLOAT32, [8]), (ALONE, [7.97]), (FIXED, [8])).endswith(end)
+  # The transformer falls behind by a hundredth of the gap.
+  ends = (FLOAT32, [2.5629 - 5.3249]), (ALONE, [2.5887 - 5.3249])
+  assert said(*ends, (FIXED, ends[0][1]), more_is_better=False) == (
+    "float16 alone closed 99.1 % of the gap between the start and float32; "
+    "with "
+    "loss scaling 100.0 %."
+  )
   assert said((FLOAT32, [8]), (FIXED, [8])) == (
-    "float16 with loss scaling closed 100.0 % of the way from the start to "
-    "float32."
+    "float16 with loss scaling closed 100.0 % of the gap between the start "
+    "and float32."
   )
 
 
@@ -80,12 +88,13 @@ def test_a_schedule_is_named():
   low = run_lib.Run("float16", "fixed:8", RULE, level="O1")
   fast = run_lib.Run("float16", "fixed:8", RULE, level="O1", accelerate=FAST)
   assert said((FLOAT32, [8]), (low, [4]), (fast, [6])) == (
-    "float16 with loss scaling closed 50.0 % of the way from the start to "
-    f"float32; with {FAST} 75.0 %."
+    "float16 with loss scaling closed 50.0 % of the gap between the start "
+    f"and float32; with {FAST} 75.0 %."
   )
   fast = run_lib.Run("bfloat16", "none", None, level="O1", accelerate=FAST)
   assert said((FLOAT32, [8]), (BFLOAT16, [8]), (fast, [8])) == (
-    "bfloat16 alone closed 100.0 % of the way from the start to float32; with "
+    "bfloat16 alone closed 100.0 % of the gap between the start and float32; "
+    "with "
     f"{FAST} 100.0 %."
   )
 
@@ -93,9 +102,19 @@ def test_a_schedule_is_named():
 @pytest.mark.parametrize("end", [math.nan, math.inf])
 def test_a_score_that_is_no_number_closed_nothing(end):
   assert said((FLOAT32, [8]), (ALONE, [end])) == (
-    "float16 alone closed nothing (its score is not finite) of the way from "
-    "the start to float32."
+    "float16 alone closed nothing (its score is not finite) of the gap "
+    "between the start and float32."
   )
+
+
+def test_a_seed_whose_score_is_no_number_is_counted():
+  ends = (FLOAT32, [8.0] * 3), (FIXED, [8.0, math.nan, 8.0])
+  assert said(*ends) == (
+    "float16 with loss scaling closed 100.0 % (1 of 3 not finite) of the gap "
+    "between the start and float32."
+  )
+  ends = (FLOAT32, [8.0] * 2), (ALONE, [8.0, math.nan]), (FIXED, [8.0] * 2)
+  assert "needed no loss scaling" not in said(*ends)
 
 
 @pytest.mark.parametrize("end", [0.0, -1.0, math.nan, math.inf])

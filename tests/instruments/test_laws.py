@@ -95,6 +95,15 @@ def assert_exact(report):
 # Right programs.
 
 
+def test_the_first_line_says_that_nothing_is_below_float32():
+  report = check(ols.loss_scaling(ADAM, RULE))
+  assert str(report).startswith(
+    "The step is right, but nothing in it works below float32.\n"
+  )
+  report = check(ols.loss_scaling(ADAM, RULE), loss_fn=half_loss_fn)
+  assert "nothing in it" not in str(report)
+
+
 @pytest.mark.parametrize("compile", [jax.jit, lambda step: step])
 def test_a_right_step_is_exact(compile):
   report = check(ols.loss_scaling(ADAM, RULE), compile)
