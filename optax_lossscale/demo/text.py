@@ -71,7 +71,7 @@ def read_sources() -> str:
         return "".join(sources)[:_CHARACTERS]
   raise FileNotFoundError(
     f"this Python's standard library holds {total:,} characters of sources in "
-    f"{library}, and the text task reads {_CHARACTERS:,}"
+    f"{library}, and this task reads {_CHARACTERS:,}"
   )
 
 
