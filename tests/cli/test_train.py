@@ -529,10 +529,9 @@ def test_seeds_are_trained_one_after_another(tmp_path, tiny_digits, capsys):
   assert f"{(float(first) + float(second)) / 2:.4f}" in out and "±" in out
 
 
-def test_quick_is_the_tasks_affair(tmp_path, tiny_digits, monkeypatch, capsys):
+def test_quick_is_the_tasks_affair(tmp_path, tiny_digits, monkeypatch):
   def make_task(*, quick):
-    note = "Quicker than the wind." if quick else ""
-    return dataclasses.replace(tiny_digits, steps=2 if quick else 3, note=note)
+    return dataclasses.replace(tiny_digits, steps=2 if quick else 3)
 
   monkeypatch.setattr(digits, "make_task", make_task)
   for options, steps in (
@@ -542,8 +541,23 @@ def test_quick_is_the_tasks_affair(tmp_path, tiny_digits, monkeypatch, capsys):
   ):
     assert train("--precision=float32", "--output", tmp_path, *options) == 0
     assert len(read_history(tmp_path)) == steps
-    out = capsys.readouterr().out
-    assert ("Quicker than the wind." in out) == (options != [])
+
+
+@pytest.mark.parametrize(
+  ("options", "shown"),
+  [
+    (["--precision=float16", "--loss-scale=none"], True),
+    (["--precision=float16"], False),
+    (["--precision=bfloat16"], False),
+  ],
+)
+def test_the_tasks_note_is_about_float16_without_loss_scaling(
+  options, shown, tmp_path, tiny_digits, monkeypatch, capsys
+):
+  task = dataclasses.replace(tiny_digits, steps=1, note="Lost in float16.")
+  monkeypatch.setattr(digits, "make_task", lambda *, quick: task)
+  assert train("--output", tmp_path, *options) == 0
+  assert ("Lost in float16." in capsys.readouterr().out) == shown
 
 
 def test_full_disk_does_not_hide_the_table(
