@@ -73,12 +73,12 @@ def scaled_value_and_grad(
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn = lambda model, x: jnp.sum(model(x))
     >>> value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
-    >>> _, grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
-    >>> print(grads["kernel"][...].ravel())
+    >>> _, scaled_grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
+    >>> print(scaled_grads["kernel"][...].ravel())
     [1024. 2048.]
-    >>> _ = optimizer.update(model, grads)
-    >>> _, grads = value_and_grad(model, jnp.array([[1.0, jnp.inf]]))
-    >>> _ = optimizer.update(model, grads)
+    >>> _ = optimizer.update(model, scaled_grads)
+    >>> _, scaled_grads = value_and_grad(model, jnp.array([[1.0, jnp.inf]]))
+    >>> _ = optimizer.update(model, scaled_grads)
     >>> print(ols.get_loss_scale(optimizer.opt_state), optimizer.step[...])
     512.0 2
   """
@@ -231,8 +231,8 @@ def select_on_skip(
     >>> x = jnp.array([[0.0, 0.0], [0.0, jnp.inf]])
     >>> with ols.nnx.select_on_skip(optimizer, model):
     ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
-    ...   loss, grads = value_and_grad(model, x)
-    ...   _ = optimizer.update(model, grads)
+    ...   loss, scaled_grads = value_and_grad(model, x)
+    ...   _ = optimizer.update(model, scaled_grads)
     >>> print(model.mean[...], ols.get_loss_scale(optimizer.opt_state))
     [0. 0.] 512.0
   """

@@ -157,9 +157,9 @@ class PrecisionSchedule:
     only while the precision is low:
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
-      loss, grads = value_and_grad(params, batch)
+      loss, scaled_grads = value_and_grad(params, batch)
       updates, opt_state = schedule.update_optimizer(
-        tx, grads, opt_state, params, state
+        tx, scaled_grads, opt_state, params, state
       )
 
     The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in low

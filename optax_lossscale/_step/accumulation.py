@@ -58,8 +58,10 @@ def accumulated_value_and_grad(
   is applied with the others, if there are any. Pass `overflow` to `update`, or
   S will not move while micro-batches are dropped:
 
-    loss, grads, overflow = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
+    loss, scaled_grads, overflow = value_and_grad(params, batch)
+    updates, opt_state = tx.update(
+      scaled_grads, opt_state, params, overflow=overflow
+    )
 
   Args:
     fun: a function that returns a real scalar, the mean loss of its batch, or
@@ -122,11 +124,11 @@ def accumulated_value_and_grad(
     ...   loss_fn, opt_state, microbatches=2, drop=True
     ... )
     >>> batch = jnp.array([1.0, 2.0, 3.0, jnp.inf])
-    >>> loss, grads, overflow = value_and_grad(params, batch)
-    >>> print(loss, grads, overflow.flags, overflow.valid)
+    >>> loss, scaled_grads, overflow = value_and_grad(params, batch)
+    >>> print(loss, scaled_grads, overflow.flags, overflow.valid)
     2.0 16.0 [False  True] 1
     >>> updates, opt_state = tx.update(
-    ...   grads, opt_state, params, overflow=overflow
+    ...   scaled_grads, opt_state, params, overflow=overflow
     ... )
     >>> print(updates, ols.get_loss_scale(opt_state))
     -1.0 4.0

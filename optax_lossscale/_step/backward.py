@@ -89,8 +89,9 @@ def scaled_value_and_grad(
     >>> params = jnp.array([1.0, 2.0])
     >>> opt_state = tx.init(params)
     >>> loss_fn = lambda params: jnp.sum(params**2)
-    >>> loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
-    >>> print(loss, grads)
+    >>> value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+    >>> loss, scaled_grads = value_and_grad(params)
+    >>> print(loss, scaled_grads)
     5.0 [2048. 4096.]
   """
   check_arguments(opt_state, argnums, path)

@@ -109,8 +109,9 @@ def make_varying(
     >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
     >>> def step(params, opt_state, batch):
     ...   local = ols.make_varying(params, "data")
-    ...   _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(local, batch)
-    ...   updates, opt_state = tx.update(grads, opt_state, params)
+    ...   value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+    ...   _, scaled_grads = value_and_grad(local, batch)
+    ...   updates, opt_state = tx.update(scaled_grads, opt_state, params)
     ...   return optax.apply_updates(params, updates), opt_state
     >>> auto = (jax.sharding.AxisType.Auto,)
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)

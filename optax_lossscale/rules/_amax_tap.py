@@ -54,10 +54,10 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
     >>> params = jnp.ones(2)
     >>> state = tx.init(params)
     >>> value_and_grad = ols.scaled_value_and_grad(loss_fn, state, (0, 1))
-    >>> _, (grads, found) = value_and_grad(params, jnp.float32(0))
-    >>> print(grads, found)
+    >>> _, (scaled_grads, found) = value_and_grad(params, jnp.float32(0))
+    >>> print(scaled_grads, found)
     [0.0625 0.0625] 64.0
-    >>> _, state = tx.update(grads, state, params, amax=found)
+    >>> _, state = tx.update(scaled_grads, state, params, amax=found)
     >>> print(ols.get_loss_scale(state))
     128.0
   """
