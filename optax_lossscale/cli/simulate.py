@@ -183,7 +183,7 @@ def _make_table(replays: dict[str, instruments.Replay]) -> Any:
   )
   for text, replay in replays.items():
     table.add_row(
-      text,
+      table_lib.fold(text, 24),  # Beside the figures in 80 columns.
       str(replay.lost_steps),
       _bits(replay.mean_headroom),
       _bits(replay.least_headroom),

@@ -169,7 +169,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     "dynamic:init_scale=2**15,growth_interval=200, a rule that follows amax "
     "(headroom, log_max, histogram), or a preset, "
     "megatron:initial_scale=2**20; warm_start: may go before any of them; "
-    "quote * for the shell (default: dynamic in float16, none with "
+    "quote a rule that contains * (default: dynamic in float16, none with "
     "--precision float32 or bfloat16 and with --level O0)",
   )
   parser.add_argument(

@@ -1,6 +1,7 @@
 """`simulate`: bad input, the table, advice and the picture."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from optax_lossscale import cli
 from optax_lossscale import instruments
+from optax_lossscale.demo import table
 from tests.instruments.histories import make_history
 
 # 2**15 is the largest power of two that the first 40 steps stand.
@@ -101,6 +103,23 @@ def test_table_has_the_figures_of_each_rule(history, capsys):
   assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "1", "2^12"]
   assert rows["fixed:2**20"] == ["121", "-", "-", "-", "121", "2^20"]
   assert rows[rules[2]] == ["2", "1.1", "0.4", "1.4", "0", "2^14"]
+
+
+def test_a_terminal_of_80_columns_breaks_no_word(history, monkeypatch, capsys):
+  monkeypatch.chdir(history.parent)
+  monkeypatch.setenv("COLUMNS", "80")
+  monkeypatch.setattr(table.Console, "is_terminal", True)
+  rule = "dynamic:init_scale=2**15,growth_interval=200"
+  assert simulate("history.csv", "--rule", rule, "--advise") == 0
+  out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+  lines = out.splitlines()
+  assert max(map(len, lines)) <= 80
+  figures = [line.split()[0] for line in lines if line.strip()]
+  at = figures.index("dynamic:")
+  assert figures[at + 1 : at + 3] == [
+    "init_scale=2**15,",
+    "growth_interval=200",
+  ]
 
 
 def test_default_rules_are_compared(history, capsys):
