@@ -496,6 +496,21 @@ def test_a_heat_map_has_lines_where_the_format_ends():
   }
 
 
+@pytest.mark.parametrize("lowest", range(-42, -34))
+def test_the_label_of_zeros_touches_no_other(lowest):
+  """Also in a panel that is half as wide as the figure that is made alone."""
+  gradients = jnp.float32([0.0, 2.0**lowest, 1.0])
+  figure = Figure(figsize=(4.4, 4.0), layout="constrained")
+  axes = plot.exponent_histogram(
+    instruments.exponent_histogram(gradients),
+    loss_scale=2.0**15,
+    ax=figure.subplots(),
+  )
+  figure.draw_without_rendering()
+  boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+  assert boxes[0].x1 < boxes[1].x0
+
+
 def test_a_heat_map_of_nothing_is_refused():
   with pytest.raises(ValueError, match="`histograms` must have at least one"):
     plot.heat_map({}, ax=new_axes())

@@ -8,6 +8,8 @@ from optax_lossscale.instruments._culprit import culprit
 from optax_lossscale.instruments._exponent_histograms import exponent_histogram
 from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
 from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
+from optax_lossscale.instruments._gradient_error import gradient_error
+from optax_lossscale.instruments._gradient_error import GradientError
 from optax_lossscale.instruments._history import History
 from optax_lossscale.instruments._history import history
 from optax_lossscale.instruments._history import record
@@ -31,6 +33,7 @@ __all__ = [
   "Advice",
   "Culprit",
   "ExponentHistogram",
+  "GradientError",
   "History",
   "Law",
   "Place",
@@ -43,6 +46,7 @@ __all__ = [
   "check_step",
   "culprit",
   "exponent_histogram",
+  "gradient_error",
   "histogram_by_leaf",
   "history",
   "precision_report",

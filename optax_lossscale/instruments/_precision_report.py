@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 import textwrap
 from typing import Any
@@ -109,12 +110,7 @@ def precision_report(
     recording = interpreter.record(fun, args, kwargs, may_change=True)
   counts: dict[Any, collections.Counter[str]] = {}
   products, in_branches = collections.Counter[str](), 0
-  for scope, equation, around in scopes.operations(recording.jaxpr):
-    name = operation_table.name_of(equation)
-    dtype = operation_table.dtype_of(equation)
-    is_move = operation_table.moves(equation) or name == "convert_element_type"
-    if is_move or dtype is None:
-      continue
+  for scope, equation, around, name, dtype in computing(recording.jaxpr):
     is_in_branch = calls.Form.COND in map(calls.form, around)
     if name in levels.PRODUCTS:
       products[dtype.name] += 1
@@ -127,6 +123,19 @@ def precision_report(
     key = scope, dtype.name, ", ".join(reasons)
     counts.setdefault(key, collections.Counter())[name] += 1
   return PrecisionReport(dict(products), in_branches, counts)
+
+
+def computing(jaxpr: Any) -> Iterator[tuple[str, Any, Any, str, Any]]:
+  """Yields the floating-point operations of a jaxpr that compute something.
+
+  Each comes as its scope, equation, enclosing equations, name and dtype.
+  """
+  for scope, equation, around in scopes.operations(jaxpr):
+    name = operation_table.name_of(equation)
+    dtype = operation_table.dtype_of(equation)
+    is_move = operation_table.moves(equation) or name == "convert_element_type"
+    if not (is_move or dtype is None):
+      yield scope, equation, around, name, dtype
 
 
 def _rows(counts: Mapping[Any, Any], depth: int) -> list[Any]:

@@ -22,12 +22,13 @@ def underflow_fraction(
 ) -> jax.Array:
   """Returns the share of the non-zero elements that would become 0 in a dtype.
 
-  Loss scaling exists to reduce this share. In float16 these are the elements
-  with |S g| <= 2**-25; elements between that and the smallest subnormal number,
-  2**-24, are rounded up. The share is exact: S g is rounded like a float32
-  product that is then converted to `dtype`, both to nearest with ties to even.
-  It compares bits, so the result is the same on a backend that flushes
-  subnormal numbers to 0. It is usable inside jit.
+  Loss scaling exists to reduce this share. The backward pass may lose more on
+  the way to these gradients, which only `gradient_error` shows. In float16
+  these are the elements with |S g| <= 2**-25; elements between that and the
+  smallest subnormal number, 2**-24, are rounded up. The share is exact: S g is
+  rounded like a float32 product that is then converted to `dtype`, both to
+  nearest with ties to even. It compares bits, so the result is the same on a
+  backend that flushes subnormal numbers to 0. It is usable inside jit.
 
   Args:
     tree: true gradients, in a wider dtype than `dtype`. Leaves that are not

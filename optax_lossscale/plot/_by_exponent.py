@@ -421,9 +421,14 @@ def _exponent_axis(
 ) -> None:
   """Labels the x axis: the exponents, zeros, and inf and NaN if present."""
   stride = max(4, 4 * math.ceil((high - low) / (4 * most)))
-  exponents = list(
-    range(math.ceil(low / stride) * stride, int(high) + 1, stride)
-  )
+  exponents = [
+    exponent
+    for exponent in range(
+      math.ceil(low / stride) * stride, int(high) + 1, stride
+    )
+    # Its label would touch that of the zeros.
+    if exponent - (low - _APART) > 0.7 * stride
+  ]
   places = [low - _APART, *exponents]
   labels = ["0", *map(axes_lib.power_of_two, exponents)]
   if has_end:
