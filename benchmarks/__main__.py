@@ -11,6 +11,7 @@ _COMMANDS = {
   "train-step": "benchmarks.train_step",
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",
+  "truth": "benchmarks.truth.command",
 }
 
 

@@ -44,6 +44,18 @@ def describe() -> dict[str, Any]:
   }
 
 
+def summary() -> dict[str, str]:
+  """Returns the date, the machine and the versions that JAX depends on."""
+  described = describe()
+  used = ("jax", "jaxlib", "flax", "optax", "optax-lossscale", "numpy")
+  versions = [f"{name} {described['versions'][name]}" for name in used]
+  return {
+    "date": described["date"],
+    "machine": f"{described['cpu']}; JAX computes on: {described['device']}",
+    "versions": f"Python {described['python']}, {', '.join(versions)}",
+  }
+
+
 def headline(description: Mapping[str, Any]) -> str:
   """Returns the description in a few lines for people.
 

@@ -124,6 +124,14 @@ def test_the_examples_run_one_after_the_other():
   exec(block("instruments", "ols.raise_if_failed"), names)
 
 
+@pytest.mark.parametrize("page", ["does_it_matter", "instruments"])
+def test_gradient_error_is_measured_as_the_pages_show(page, capsys):
+  names = {"ols": ols, "params": jnp.ones((8, 4)), "batch": jnp.ones((2, 8))}
+  names["loss_fn"] = lambda params, batch: jnp.mean(batch @ params)
+  exec(block(page, "gradient_error"), names)
+  assert capsys.readouterr().out.startswith("Gradient in float16 at O1")
+
+
 def test_the_norm_that_is_logged_is_the_true_one_when_s_grows():
   seeing = block("instruments", "ols.loss_scale_metrics")
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(growth_interval=1))

@@ -1,0 +1,1 @@
+"""`python -m benchmarks truth`: what loss scaling does to real training."""

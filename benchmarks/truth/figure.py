@@ -1,0 +1,97 @@
+"""One picture for each workload: how it trains, and where its gradients lie."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+import pathlib
+
+import jax.numpy as jnp
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+import numpy as np
+
+from benchmarks.truth import results
+from benchmarks.truth import settings
+from benchmarks.truth import workload as workload_lib
+import optax_lossscale as ols
+from optax_lossscale.demo import run
+from optax_lossscale.plot import axes as axes_lib
+
+# Float32 lies wide and pale below, and float16 alone stands out.
+_STYLES = {
+  settings.REFERENCE: axes_lib.Style("#CCCCCC", 8.0, 2.1),
+  "bfloat16": axes_lib.Style("#009E73", 2.0, 2.4, ":"),
+  settings.UNSCALED: axes_lib.Style("#D55E00", 3.0, 2.2),
+  "fixed": axes_lib.Style("#E69F00", 2.0, 2.3),
+  settings.DEFAULT: axes_lib.ALONE,
+  "headroom": axes_lib.Style("#000000", 1.2, 2.5, "--"),
+  "saturating": axes_lib.Style("#CC79A7", 1.2, 2.6, "-."),
+}
+
+
+def write(
+  file: pathlib.Path,
+  workload: workload_lib.Workload,
+  rows: Mapping[str, results.Row],
+  counted: Sequence[results.Counted],
+) -> None:
+  """Draws a workload.
+
+  Args:
+    file: of the picture, a PNG.
+    workload: what was trained.
+    rows: by setting.
+    counted: the exponents of float32's gradients.
+  """
+  figure = Figure(figsize=(11, 4), layout="constrained")
+  left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+  for name in settings.SETTINGS:
+    if name in rows and name in _STYLES:
+      _draw_scores(left, name, rows[name])
+  left.set_ylabel(workload.score_name)
+  left.legend(fontsize="small")
+  axes_lib.step_axis(left)
+  _draw_histogram(right, counted)
+  for axes in (left, right):
+    axes.grid(alpha=0.3)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  with run.replacing(file) as temporary:
+    figure.savefig(temporary, format="png", dpi=110)
+
+
+def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:
+  """Draws the mean over the seeds, in a band of one standard deviation."""
+  by_step = itertools.groupby(
+    sorted(row.points, key=lambda x: x.step), key=lambda x: x.step
+  )
+  scores = {step: [x.score for x in points] for step, points in by_step}
+  steps = np.array(list(scores))
+  means = np.array([np.mean(x) for x in scores.values()])
+  deviations = np.array([np.std(x, ddof=1) for x in scores.values()])
+  axes.plot(steps, means, label=name, **_STYLES[name]._asdict())
+  axes.fill_between(
+    steps,
+    means - deviations,
+    means + deviations,
+    color=_STYLES[name].color,
+    alpha=0.25,
+    linewidth=0,
+  )
+
+
+def _draw_histogram(axes: Axes, counted: Sequence[results.Counted]) -> None:
+  """Draws the last float32 gradient, unscaled and times the fixed S."""
+  exponents = ols.instruments.exponent_histogram(jnp.zeros(1)).exponents
+  counts = {x.exponent: x.count for x in counted if x.parameters == "last"}
+  histogram = ols.instruments.ExponentHistogram(
+    counts=jnp.array(
+      [counts.get(x, 0) for x in exponents.tolist()], jnp.uint32
+    ),
+    zeros=jnp.uint32(counts.get(results.ZERO, 0)),
+    subnormals=jnp.uint32(0),
+    nonfinite=jnp.uint32(0),
+  )
+  ols.plot.exponent_histogram(
+    histogram, loss_scale=2.0**15, dtypes=(jnp.float16, jnp.bfloat16), ax=axes
+  )
+  axes.set_xlabel(f"float32's last gradient: {axes.get_xlabel()}")

@@ -1,0 +1,50 @@
+"""Writes the tables and pictures of the documentation from the rows."""
+
+from collections.abc import Mapping
+import pathlib
+import re
+
+from benchmarks.truth import figure
+from benchmarks.truth import results
+from benchmarks.truth import table
+from benchmarks.truth import workload as workload_lib
+
+NAME = "does_it_matter.md"
+
+# The tables go between these lines.
+_BEGIN, _END = "<!-- python -m benchmarks truth -->", "<!-- end -->"
+
+
+def write(
+  docs: pathlib.Path,
+  workloads: Mapping[str, workload_lib.Workload],
+  rows: table.Rows,
+  folder: pathlib.Path,
+  text: str,
+) -> None:
+  """Renews the tables of the page, and draws a picture for each workload.
+
+  Args:
+    docs: the folder of the page, where the pictures go to `images/truth`.
+    workloads: by name.
+    rows: by workload and setting.
+    folder: where the rows are.
+    text: the tables.
+
+  Raises:
+    ValueError: if the page does not say where the tables go.
+  """
+  for name, found in rows.items():
+    file = results.path(folder, name, results.HISTOGRAM)
+    if file.exists():
+      _, counted = results.read(file, results.Counted)
+      picture = docs / "images" / "truth" / f"{name}.png"
+      figure.write(picture, workloads[name], found, counted)
+  path = docs / NAME
+  content = path.read_text(encoding="utf-8")
+  if _BEGIN not in content or _END not in content:
+    raise ValueError(f"{path} must have the lines {_BEGIN} and {_END}.")
+  pattern = f"{re.escape(_BEGIN)}.*{re.escape(_END)}"
+  made = f"{_BEGIN}\n\n{text}\n\n{_END}"
+  renewed = re.sub(pattern, lambda _: made, content, flags=re.DOTALL)
+  path.write_text(renewed, encoding="utf-8")

@@ -1,0 +1,88 @@
+"""The precisions and loss scales in which each workload is trained."""
+
+from collections.abc import Mapping
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import optax_lossscale as ols
+
+LEVEL = "O1"
+SEEDS = 5
+
+# The loss scales at which the gradient's error is measured.
+SCREENED = (1, 2**5, 2**10, 2**15)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """How to train."""
+
+  description: str
+  dtype: DTypeLike = jnp.float32  # Of the products, at `LEVEL`.
+  rule: ols.LossScale | None = None  # None is without loss scaling.
+  # float16 saturates, as on an Ascend 910A, instead of overflowing.
+  saturating: bool = False
+  first_seed: int = 0
+
+  @property
+  def seeds(self) -> range:
+    """The seeds of parameters and batches."""
+    return range(self.first_seed, self.first_seed + SEEDS)
+
+
+REFERENCE = "float32"
+UNSCALED = "float16"
+DEFAULT = "dynamic"
+
+SETTINGS: Mapping[str, Setting] = {
+  # With S = 1, since without loss scaling XLA makes another program, whose
+  # last bits may differ.
+  REFERENCE: Setting("float32, S = 1 throughout", rule=ols.FixedLossScale(1.0)),
+  "bfloat16": Setting(
+    "bfloat16 without loss scaling, where no step is skipped", jnp.bfloat16
+  ),
+  UNSCALED: Setting(
+    "float16 without loss scaling, where no step is skipped", jnp.float16
+  ),
+  "fixed": Setting(
+    "float16, S = 2^15 throughout", jnp.float16, ols.FixedLossScale(2.0**15)
+  ),
+  DEFAULT: Setting(
+    "float16, the dynamic default", jnp.float16, ols.DynamicLossScale()
+  ),
+  "headroom": Setting(
+    "float16, HeadroomLossScale", jnp.float16, ols.rules.HeadroomLossScale()
+  ),
+  "saturating": Setting(
+    "float16 on emulated saturating hardware, the dynamic default and the "
+    "check for saturation",
+    jnp.float16,
+    ols.DynamicLossScale(),
+    saturating=True,
+  ),
+  "null-scaled": Setting(
+    "float32, S = 2^10 throughout", rule=ols.FixedLossScale(2.0**10)
+  ),
+  "null-seeds": Setting(
+    "float32, S = 1 throughout, five other seeds",
+    rule=ols.FixedLossScale(1.0),
+    first_seed=SEEDS,
+  ),
+}
+
+# These guard the verdict: it must find no difference in them.
+NULLS = ("null-scaled", "null-seeds")
+
+# For workloads whose screen shows nothing to cure.
+_FEW = (REFERENCE, UNSCALED, DEFAULT, *NULLS)
+
+
+def of(*, full: bool) -> list[str]:
+  """Returns the names of the settings of a workload.
+
+  Args:
+    full: all, or those that show that it needs no loss scaling.
+  """
+  return list(SETTINGS if full else _FEW)

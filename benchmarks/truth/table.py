@@ -1,0 +1,194 @@
+"""The tables: the screen, the scores in each setting, and the null rows."""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import math
+import pathlib
+import textwrap
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.truth import results
+from benchmarks.truth import settings
+from benchmarks.truth import verdict
+from benchmarks.truth import workload as workload_lib
+
+Workloads = Mapping[str, workload_lib.Workload]
+Rows = Mapping[str, Mapping[str, results.Row]]
+Compared = Mapping[str, Mapping[str, verdict.Comparison]]
+
+
+def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
+  """Returns the rule, and the tables of all rows that have a file.
+
+  Args:
+    workloads: by name, in the order of the tables.
+    rows: by workload and setting.
+    folder: where the files are, those of the screen among them.
+
+  Returns:
+    Markdown: what was trained, how, the rule, and four tables.
+  """
+  scored = [x for x in settings.SETTINGS if x not in settings.NULLS]
+  compared = {
+    name: compare(workload, rows[name]) for name, workload in workloads.items()
+  }
+  tables = (
+    (
+      (
+        "error of the gradient",
+        *(f"float16, S = {x}" for x in settings.SCREENED),
+        *("bfloat16", "elements"),
+      ),
+      _screen(workloads, folder),
+    ),
+    (
+      ("mean and deviation of the score", *scored, "reading"),
+      _scores(workloads, rows, compared, scored),
+    ),
+    (
+      ("difference from float32", *scored[1:], "visible"),
+      _differences(workloads, compared, scored[1:]),
+    ),
+    (
+      (
+        "null rows",
+        "float32, S = 2^10",
+        "five other seeds",
+        "of what is visible",
+      ),
+      _nulls(rows, compared),
+    ),
+  )
+  return "\n\n".join(
+    [
+      _list(
+        {
+          name: f"{x.description}; rate {x.rate:g}, {x.steps:,} steps"
+          for name, x in workloads.items()
+        }
+      ),
+      _list({name: x.description for name, x in settings.SETTINGS.items()}),
+      textwrap.fill(verdict.RULE, 92),
+      *(report.markdown(header, body) for header, body in tables),
+    ]
+  )
+
+
+def compare(
+  workload: workload_lib.Workload, rows: Mapping[str, results.Row]
+) -> dict[str, verdict.Comparison]:
+  """Returns how each setting differs from float32, if float32 is there."""
+  if settings.REFERENCE not in rows:
+    return {}
+  return {
+    name: verdict.compare(
+      row.scores,
+      rows[settings.REFERENCE].scores,
+      matters=workload.matters,
+      more_is_better=workload.more_is_better,
+    )
+    for name, row in rows.items()
+  }
+
+
+def _list(entries: Mapping[str, str]) -> str:
+  return "\n".join(
+    textwrap.fill(f"- `{name}`: {text}.", 92, subsequent_indent="  ")
+    for name, text in entries.items()
+  )
+
+
+def _screen(
+  workloads: Workloads, folder: pathlib.Path
+) -> Iterator[tuple[str, ...]]:
+  """Yields the error at each S, with the first and the last parameters."""
+  for name, workload in workloads.items():
+    file = results.path(folder, name, results.SCREEN)
+    if not file.exists():
+      continue
+    errors = {
+      (x.parameters, x.dtype, x.loss_scale): x.error
+      for x in results.read(file, results.Screened)[1]
+    }
+    for when in ("first", "last"):
+      yield (
+        f"{name}, {when} step",
+        *(
+          _percent(errors[when, "float16", scale])
+          for scale in settings.SCREENED
+        ),
+        _percent(errors[when, "bfloat16", 1]),
+        f"{workload.elements:,}",
+      )
+
+
+def _scores(
+  workloads: Workloads, rows: Rows, compared: Compared, names: list[str]
+) -> Iterator[tuple[str, ...]]:
+  """Yields the mean and deviation in each setting, the skips, the verdicts."""
+  for name, workload in workloads.items():
+    verdicts = {x: found.verdict for x, found in compared[name].items()}
+    cells = [
+      _score(rows[name][x], workload.matters) if x in rows[name] else ""
+      for x in names
+    ]
+    is_complete = {settings.UNSCALED, settings.DEFAULT} <= {*verdicts}
+    reading = verdict.reading(verdicts) if is_complete else ""
+    yield f"{name}: {workload.score_name}", *cells, reading
+
+
+def _differences(
+  workloads: Workloads, compared: Compared, names: list[str]
+) -> Iterator[tuple[str, ...]]:
+  """Yields the paired differences, and what of them the rule can see."""
+  for name, workload in workloads.items():
+    found = compared[name]
+    places = _places(workload.matters) + 1
+    cells = []
+    for x in names:
+      cell = ""
+      if x in found:
+        cell = f"{found[x].mean:+.{places}f} ± {found[x].deviation:.{places}f}"
+        cell += (
+          "" if found[x].verdict == verdict.SAME else f", {found[x].verdict}"
+        )
+      cells.append(cell)
+    visible = [f"{x.visible:.{places - 1}f}" for x in found.values()][:1]
+    yield name, *cells, *(visible or [""])
+
+
+def _nulls(rows: Rows, compared: Compared) -> Iterator[tuple[str, ...]]:
+  """Yields what the verdict says where there is nothing to find."""
+  scaled, seeds = settings.NULLS
+  for name, found in compared.items():
+    cells = ["", "", ""]
+    if scaled in found:
+      digests = {rows[name][x].digest for x in (settings.REFERENCE, scaled)}
+      cells[0] = "bit-equal" if len(digests) == 1 else "not bit-equal"
+    if seeds in found:
+      cells[1] = found[seeds].verdict
+      cells[2] = f"{abs(found[seeds].mean) / found[seeds].visible:.0%}"
+    yield name, *cells
+
+
+def _score(row: results.Row, matters: float) -> str:
+  """Returns "mean ± deviation", and the skipped steps of a seed if any."""
+  scores = np.array(row.scores)
+  if not np.all(np.isfinite(scores)):
+    text = f"not finite for {np.sum(~np.isfinite(scores))} of {len(scores)}"
+  else:
+    places = _places(matters)
+    text = f"{scores.mean():.{places}f} ± {scores.std(ddof=1):.{places}f}"
+  skipped = np.mean([point.skipped for point in row.last])
+  return f"{text} ({skipped:g} skipped)" if skipped else text
+
+
+def _percent(error: float) -> str:
+  return f"{error:.2%}" if math.isfinite(error) else "overflow"
+
+
+def _places(matters: float) -> int:
+  """Returns how many digits after the point show what matters."""
+  return max(0, 1 - math.floor(math.log10(matters)))

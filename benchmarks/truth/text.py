@@ -1,0 +1,106 @@
+"""Python's own sources as sequences of symbols, and models of them."""
+
+import collections
+import functools
+import re
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.truth import workload
+from optax_lossscale.demo import text
+
+Sequences = tuple[jax.Array, jax.Array]
+
+
+class Data(NamedTuple):
+  """Sequences of symbols, each with the symbols that follow.
+
+  Attributes:
+    training: uint16[symbols].
+    held_out: uint16[symbols], which no seed trains on.
+    length: of a sequence.
+  """
+
+  training: jax.Array
+  held_out: jax.Array
+  length: int
+
+  def draw(self, key: jax.Array, sequences: int) -> Sequences:
+    """Returns random sequences of the training data, and what follows."""
+    return self._draw(self.training, key, sequences)
+
+  def test(self, sequences: int) -> Sequences:
+    """Returns sequences of the held-out data, and what follows."""
+    return self._draw(self.held_out, jax.random.key(2**31), sequences)
+
+  def _draw(
+    self, symbols: jax.Array, key: jax.Array, sequences: int
+  ) -> Sequences:
+    last = len(symbols) - self.length
+    starts = jax.random.randint(key, (sequences, 1), 0, last)
+    found = symbols[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
+    return found[:, :-1], found[:, 1:]
+
+
+CHARACTERS = text.UNKNOWN + 1
+
+
+@functools.cache
+def characters(length: int) -> Data:
+  """Returns the data as characters."""
+  return _make(text.encode(text.read_sources()), length)
+
+
+@functools.cache
+def words(length: int, *, most: int) -> Data:
+  """Returns the data as its most frequent words; one stands for all others.
+
+  A word is a name or a number, a run of spaces, or one other character.
+  """
+  found = re.findall(r"\w+|[ ]+|.|\n", text.read_sources())
+  counts = collections.Counter(found).most_common(most - 1)
+  table = {word: i for i, (word, _) in enumerate(counts)}
+  return _make(np.array([table.get(x, most - 1) for x in found]), length)
+
+
+def make_workload(
+  model: nn.Module,
+  data: Data,
+  *,
+  sequences: int,
+  description: str,
+  score_name: str,
+  steps: int,
+) -> workload.Workload:
+  """Returns the training of a language model on the mean cross-entropy."""
+  held_out = data.test(sequences)
+
+  def loss(params, batch):
+    inputs, labels = batch
+    logits = model.apply(params, inputs)
+    return jnp.mean(
+      optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    )
+
+  return workload.Workload(
+    description=description,
+    elements=sequences * data.length,
+    init=lambda key: model.init(key, held_out[0][:1]),
+    draw=lambda key, params: data.draw(key, sequences),
+    loss=loss,
+    score=lambda params: loss(params, held_out),
+    score_name=score_name,
+    matters=0.02,
+    rate=3e-3,
+    steps=steps,
+  )
+
+
+def _make(symbols: np.ndarray, length: int) -> Data:
+  training, held_out = text.split(symbols.astype(np.uint16))
+  return Data(jnp.asarray(training), jnp.asarray(held_out), length)
