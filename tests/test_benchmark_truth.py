@@ -394,6 +394,29 @@ def test_null_rows_say_how_close_they_come(tmp_path):
   assert text.split("|")[-4].strip() == "not bit-equal"
 
 
+def test_table_shows_the_screen(tmp_path):
+  numbers = itertools.count(1)
+  screened = [
+    results.Screened(when, dtype, scale, next(numbers) / 100, 0.0)
+    for when in ("first", "last")
+    for dtype in ("float16", "bfloat16")
+    for scale in settings.SCREENED
+  ]
+  screened[3] = screened[3]._replace(error=math.inf)
+  file = results.path(tmp_path, "tiny", results.SCREEN)
+  results.write(file, {}, screened)
+  text = table.text({"tiny": make_tiny()}, {"tiny": {}}, tmp_path)
+  rows = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in text.splitlines()
+    if line.startswith("| tiny, ")
+  ]
+  shown = ["1.00%", "2.00%", "3.00%", "overflow", "5.00%", "8"]
+  assert rows[0] == ["tiny, first step", *shown]
+  shown = ["9.00%", "10.00%", "11.00%", "12.00%", "13.00%", "8"]
+  assert rows[1] == ["tiny, last step", *shown]
+
+
 def test_settings_are_what_their_names_say():
   dtypes = {
     name: jnp.dtype(x.dtype).name for name, x in settings.SETTINGS.items()
