@@ -303,6 +303,9 @@ def test_row_says_what_made_it_and_is_made_again_alike(repository, tmp_path):
   again = repository("--only", "tiny/dynamic")["tiny/dynamic"]
   assert results.read(again, training.Point)[1] == points
   assert results.Row(about, points).scores == [x.score for x in points[-5:]]
+  made = training.train(make_tiny(), settings.SETTINGS["dynamic"]).points
+  scores = [[x.score for x in y] for y in (points, made)]
+  np.testing.assert_array_equal(*np.float32(scores))
 
 
 def test_screen_is_that_of_the_library(repository):
