@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.truth import command
+from benchmarks.truth import figure
 from benchmarks.truth import results
 from benchmarks.truth import settings
 from benchmarks.truth import table
@@ -418,6 +419,27 @@ def test_table_shows_the_screen(tmp_path):
   assert rows[0] == ["tiny, first step", *shown]
   shown = ["9.00%", "10.00%", "11.00%", "12.00%", "13.00%", "8"]
   assert rows[1] == ["tiny, last step", *shown]
+
+
+def test_picture_shows_mean_and_deviation_and_the_gradient():
+  rows = {"float32": results.Row({}, points(REFERENCE))}
+  counted = [
+    results.Counted("first", -3, 100),
+    results.Counted("last", -5, 7),
+    results.Counted("last", results.ZERO, 2),
+  ]
+  left, right = figure.draw(make_tiny(), rows, counted).axes[:2]
+  assert left.lines[0].get_ydata() == [pytest.approx(np.mean(REFERENCE))]
+  band = left.collections[0].get_paths()[0].vertices[:, 1]
+  deviation = np.std(REFERENCE, ddof=1)
+  assert band.min() == pytest.approx(np.mean(REFERENCE) - deviation)
+  assert band.max() == pytest.approx(np.mean(REFERENCE) + deviation)
+  # Seven of nine elements, unscaled and times 2^15; the others are 0.
+  unscaled, _, scaled = right.patches
+  for bars, exponent in (unscaled, -5), (scaled, 10):
+    shares, edges, _ = bars.get_data()
+    assert edges[shares.argmax()] == exponent
+    assert shares.max() == pytest.approx(7 / 9)
 
 
 def test_settings_are_what_their_names_say():

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
-import pathlib
 
 import jax.numpy as jnp
 from matplotlib.axes import Axes
@@ -14,7 +13,6 @@ from benchmarks.truth import results
 from benchmarks.truth import settings
 from benchmarks.truth import workload as workload_lib
 import optax_lossscale as ols
-from optax_lossscale.demo import run
 from optax_lossscale.plot import axes as axes_lib
 
 # Float32 lies wide and pale below, and float16 alone stands out.
@@ -29,16 +27,14 @@ _STYLES = {
 }
 
 
-def write(
-  file: pathlib.Path,
+def draw(
   workload: workload_lib.Workload,
   rows: Mapping[str, results.Row],
   counted: Sequence[results.Counted],
-) -> None:
+) -> Figure:
   """Draws a workload.
 
   Args:
-    file: of the picture, a PNG.
     workload: what was trained.
     rows: by setting.
     counted: the exponents of float32's gradients.
@@ -54,9 +50,7 @@ def write(
   _draw_histogram(right, counted)
   for axes in (left, right):
     axes.grid(alpha=0.3)
-  file.parent.mkdir(parents=True, exist_ok=True)
-  with run.replacing(file) as temporary:
-    figure.savefig(temporary, format="png", dpi=110)
+  return figure
 
 
 def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:

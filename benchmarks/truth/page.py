@@ -8,6 +8,7 @@ from benchmarks.truth import figure
 from benchmarks.truth import results
 from benchmarks.truth import table
 from benchmarks.truth import workload as workload_lib
+from optax_lossscale.demo import run
 
 NAME = "does_it_matter.md"
 
@@ -39,7 +40,10 @@ def write(
     if file.exists():
       _, counted = results.read(file, results.Counted)
       picture = docs / "images" / "truth" / f"{name}.png"
-      figure.write(picture, workloads[name], found, counted)
+      picture.parent.mkdir(parents=True, exist_ok=True)
+      drawn = figure.draw(workloads[name], found, counted)
+      with run.replacing(picture) as temporary:
+        drawn.savefig(temporary, format="png", dpi=110)
   path = docs / NAME
   content = path.read_text(encoding="utf-8")
   if _BEGIN not in content or _END not in content:
