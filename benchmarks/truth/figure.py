@@ -44,6 +44,7 @@ def draw(
   for name in settings.SETTINGS:
     if name in rows and name in _STYLES:
       _draw_scores(left, name, rows[name])
+  _leave_out_start(left)
   left.set_ylabel(workload.score_name)
   left.legend(fontsize="small")
   axes_lib.step_axis(left)
@@ -68,9 +69,21 @@ def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:
     means - deviations,
     means + deviations,
     color=_STYLES[name].color,
-    alpha=0.25,
+    alpha=0.1,
     linewidth=0,
   )
+
+
+def _leave_out_start(axes: Axes) -> None:
+  """Fits the y axis to the scores after the first fifth of the steps.
+
+  The first scores are often so far away that the others look alike.
+  """
+  bands = np.concatenate([x.get_paths()[0].vertices for x in axes.collections])
+  steps, scores = bands.T
+  later = scores[(steps >= steps.max() / 5) & np.isfinite(scores)]
+  margin = 0.05 * np.ptp(later)
+  axes.set_ylim(later.min() - margin, later.max() + margin)
 
 
 def _draw_histogram(axes: Axes, counted: Sequence[results.Counted]) -> None:
