@@ -65,7 +65,7 @@ def make() -> workload.Workload:
     score_name="held-out intersection over union",
     more_is_better=True,
     matters=0.01,
-    rate=3e-3,
+    rate=1e-2,
     steps=150,
     full=False,
   )
