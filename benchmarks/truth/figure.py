@@ -39,8 +39,8 @@ def draw(
     rows: by setting.
     counted: the exponents of float32's gradients.
   """
-  figure = Figure(figsize=(11, 4), layout="constrained")
-  left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+  figure = Figure(figsize=(12, 4), layout="constrained")
+  left, right = figure.subplots(1, 2, width_ratios=(1, 1))
   for name in settings.SETTINGS:
     if name in rows and name in _STYLES:
       _draw_scores(left, name, rows[name])

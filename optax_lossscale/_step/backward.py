@@ -368,19 +368,20 @@ def _checked_loss(value: Any, has_aux: bool) -> Any:
   """Returns the loss in the value of `fun`, or raises if it is not a scalar."""
   if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
-      "`fun` must return (loss, aux) if has_aux=True, got "
+      "the loss function must return (loss, aux) if has_aux=True, got "
       f"{arguments.kind_of(value)}."
     )
   loss = value[0] if has_aux else value
   if isinstance(loss, (tuple, list)):
     raise TypeError(
-      f"`fun` must return a scalar loss, got a {type(loss).__name__} of "
-      f"{len(loss)}; for (loss, aux) pass has_aux=True."
+      "the loss function must return a scalar loss, got a "
+      f"{type(loss).__name__} of {len(loss)}; for (loss, aux) pass "
+      "has_aux=True."
     )
-  _check_float("the loss that `fun` returns", loss)
+  _check_float("the loss", loss)
   if jnp.shape(loss) != ():
     raise TypeError(
-      "`fun` must return a scalar loss, got an array of shape "
+      "the loss function must return a scalar loss, got an array of shape "
       f"{jnp.shape(loss)}; take its mean or sum."
     )
   return loss

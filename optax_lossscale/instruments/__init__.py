@@ -9,7 +9,7 @@ from optax_lossscale.instruments._exponent_histograms import exponent_histogram
 from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
 from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
 from optax_lossscale.instruments._gradient_error import gradient_error
-from optax_lossscale.instruments._gradient_error import GradientError
+from optax_lossscale.instruments._gradient_error import GradientErrorReport
 from optax_lossscale.instruments._history import History
 from optax_lossscale.instruments._history import history
 from optax_lossscale.instruments._history import record
@@ -33,7 +33,7 @@ __all__ = [
   "Advice",
   "Culprit",
   "ExponentHistogram",
-  "GradientError",
+  "GradientErrorReport",
   "History",
   "Law",
   "Place",

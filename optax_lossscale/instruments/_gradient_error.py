@@ -1,6 +1,7 @@
 """The error of a whole gradient in low precision, by loss scale."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -33,15 +34,15 @@ _LARGE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientError:
+class GradientErrorReport:
   """The findings of `gradient_error`; print it for a table and a sentence.
 
   Attributes:
     precision: what was compared with float32, such as "float16 at O1".
     errors: for each S, the norm of the difference from the float32 gradient,
       divided by that gradient's norm; inf if the gradient overflows at that S.
-    zeros: for each S, the share of the elements that underflowed: those that
-      are 0 although they are not 0 in float32.
+    zeros: for each S, the share that underflowed to 0, of the elements that are
+      not 0 in float32.
     by_leaf: the same findings for each parameter alone, by path, such as
       "Dense_0/kernel". Parameters whose gradient is 0 in float32 are left out.
   """
@@ -49,7 +50,7 @@ class GradientError:
   precision: str
   errors: Mapping[float, float]
   zeros: Mapping[float, float]
-  by_leaf: Mapping[str, "GradientError"] = dataclasses.field(repr=False)
+  by_leaf: Mapping[str, "GradientErrorReport"] = dataclasses.field(repr=False)
 
   @property
   def rounding(self) -> float:
@@ -61,7 +62,8 @@ class GradientError:
     """The smallest S that leaves only rounding, if the findings show one.
 
     Its error is at most 1.1 times `rounding`, and a larger S does no better. Or
-    its error is at most 0.2 %.
+    its error is at most 0.2 %. None if most of the gradient is 0 even at the
+    largest S that does not overflow.
     """
     good = [scale for scale in self._finite if self._is_rounding(scale)]
     is_shown = len(good) > 1 or self.rounding <= _TINY
@@ -99,7 +101,8 @@ class GradientError:
     if not finite:
       yield "The gradient overflows at every S that was tried. Try a smaller S."
       yield (
-        "If it overflows there too, the forward pass does: see where_overflow."
+        "If it overflows there too, the forward pass does: see "
+        "ols.instruments.where_overflow(ols.autocast(loss_fn))."
       )
       return
     largest = max(finite)
@@ -116,8 +119,12 @@ class GradientError:
     if least is None:
       yield f"The error still falls at S = {_shown(largest)}. {larger}"
       return
-    left = f"the error is rounding, {self.rounding:.2%}, which no S changes"
-    if self._is_rounding(1.0):
+    needs_none = self._is_rounding(1.0)
+    worst = self.errors[1.0 if needs_none else least]
+    left = f"the error is at most {worst:.2%}, which is small"
+    if worst <= _AS_GOOD * self.rounding:
+      left = f"the error is rounding, {self.rounding:.2%}, which no S changes"
+    if needs_none:
       yield f"This gradient needs no loss scaling: {left}."
     elif least == largest:
       yield f"At S = {_shown(least)}, {left}."
@@ -139,7 +146,7 @@ def gradient_error(
   has_aux: bool = False,
   overrides: Mapping[str, DTypeLike] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
-) -> Callable[..., GradientError]:
+) -> Callable[..., GradientErrorReport]:
   """Returns a function that measures the error of a gradient at each S.
 
   It is the quickest answer to "does my model need loss scaling, and which S".
@@ -166,10 +173,10 @@ def gradient_error(
     operations: as for `autocast`.
 
   Returns:
-    A function with the arguments of `loss_fn` that returns a `GradientError`.
-    It differentiates with respect to the first argument, and leaves out its
-    integers. It compiles on each call, asks for the highest precision of the
-    reference's products, and compares on the host, in float64.
+    A function with the arguments of `loss_fn` that returns a
+    `GradientErrorReport`. It differentiates with respect to the first argument,
+    and leaves out its integers. It compiles on each call, asks for the highest
+    precision of the reference's products, and compares on the host, in float64.
 
   Raises:
     TypeError: if an argument has the wrong type. When called: if the loss is
@@ -205,7 +212,7 @@ def gradient_error(
   @functools.wraps(loss_fn)
   def gradient_error_fun(
     params: Any, /, *args: Any, **kwargs: Any
-  ) -> GradientError:
+  ) -> GradientErrorReport:
     # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
     with jax.default_matmul_precision("highest"):
       in_float32 = _Gradient(loss_fn, has_aux, (params, *args), kwargs)
@@ -227,10 +234,10 @@ def gradient_error(
       scale: _differences(in_low.at(scale), reference) for scale in scales
     }
 
-    def report(paths: Sequence[str], by_leaf: Any) -> GradientError:
+    def report(paths: Sequence[str], by_leaf: Any) -> GradientErrorReport:
       whole = _total(true, paths)
       of = {scale: _total(sums, paths) for scale, sums in found.items()}
-      return GradientError(
+      return GradientErrorReport(
         precision,
         {scale: math.sqrt(x.square / whole.square) for scale, x in of.items()},
         {scale: x.number / whole.number for scale, x in of.items()},
@@ -316,8 +323,8 @@ def _check_scales(loss_scales: float | Sequence[float]) -> list[float]:
   values: Sequence[Any] = [loss_scales]
   if isinstance(loss_scales, (np.ndarray, jax.Array)):
     values = np.ravel(loss_scales).tolist()
-  elif isinstance(loss_scales, (list, tuple, range)):
-    values = loss_scales
+  elif isinstance(loss_scales, Iterable) and not isinstance(loss_scales, str):
+    values = list(loss_scales)
   if not values:
     raise ValueError("`loss_scales` must hold at least one S, got none.")
   return sorted({arguments.check_scale("loss_scales", x) for x in values})

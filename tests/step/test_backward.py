@@ -304,7 +304,9 @@ def test_a_function_that_returns_no_scalar_loss_is_refused(fun, message):
 
 @pytest.mark.parametrize("value", [3.0, (3.0, 1, 2), None])
 def test_has_aux_asks_for_a_pair(value):
-  with pytest.raises(TypeError, match=r"`fun` must return \(loss, aux\)"):
+  with pytest.raises(
+    TypeError, match=r"loss function must return \(loss, aux\)"
+  ):
     ols.scaled_value_and_grad(lambda x: value, 8.0, has_aux=True)(1.0)
 
 
