@@ -434,12 +434,38 @@ def test_picture_shows_mean_and_deviation_and_the_gradient():
   deviation = np.std(REFERENCE, ddof=1)
   assert band.min() == pytest.approx(np.mean(REFERENCE) - deviation)
   assert band.max() == pytest.approx(np.mean(REFERENCE) + deviation)
+  low, high = left.get_ylim()
+  assert low < band.min() and band.max() < high
   # Seven of nine elements, unscaled and times 2^15; the others are 0.
   unscaled, _, scaled = right.patches
   for bars, exponent in (unscaled, -5), (scaled, 10):
     shares, edges, _ = bars.get_data()
     assert edges[shares.argmax()] == exponent
     assert shares.max() == pytest.approx(7 / 9)
+
+
+def test_picture_leaves_out_the_start_and_what_fails():
+  scores = {
+    "float32": (100.0, 1.0, 1.1),
+    "float16": (100.0, 1.2, 2.0),
+    "fixed": (100.0, 90.0, 90.0),
+    "dynamic": (100.0, math.nan, math.nan),
+  }
+  rows = {
+    name: results.Row(
+      {},
+      [
+        training.Point(seed, step, score + 0.01 * seed, 0, 1.0)
+        for step, score in enumerate(found)
+        for seed in range(5)
+      ],
+    )
+    for name, found in scores.items()
+  }
+  axes = figure.draw(make_tiny(), rows, [results.Counted("last", 0, 1)]).axes[0]
+  assert 0.9 < axes.get_ylim()[0] < 1 and 2 < axes.get_ylim()[1] < 2.2
+  labels = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert labels == ["float32", "float16", "fixed (outside)", "dynamic"]
 
 
 def test_settings_are_what_their_names_say():
@@ -494,3 +520,5 @@ def test_page_is_made_from_the_rows():
     {},
   )
   assert f"```text\n{report}\n```" in page
+  assert "loss_scales=(1, 2**5, 2**10, 2**15)\n" in page
+  assert settings.SCREENED == (1, 2**5, 2**10, 2**15)

@@ -26,6 +26,9 @@ _STYLES = {
   "saturating": axes_lib.Style("#CC79A7", 1.2, 2.6, "-."),
 }
 
+# A setting that would make the others so many times smaller is left out.
+_FAR = 20
+
 
 def draw(
   workload: workload_lib.Workload,
@@ -44,7 +47,7 @@ def draw(
   for name in settings.SETTINGS:
     if name in rows and name in _STYLES:
       _draw_scores(left, name, rows[name])
-  _leave_out_start(left)
+  _fit(left)
   left.set_ylabel(workload.score_name)
   left.legend(fontsize="small")
   axes_lib.step_axis(left)
@@ -74,16 +77,22 @@ def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:
   )
 
 
-def _leave_out_start(axes: Axes) -> None:
-  """Fits the y axis to the scores after the first fifth of the steps.
+def _fit(axes: Axes) -> None:
+  """Fits the y axis to the bands, without their start and what is far away.
 
-  The first scores are often so far away that the others look alike.
+  The first scores are often so far away that the others look alike, and so are
+  those of a training that fails.
   """
-  bands = np.concatenate([x.get_paths()[0].vertices for x in axes.collections])
-  steps, scores = bands.T
-  later = scores[(steps >= steps.max() / 5) & np.isfinite(scores)]
-  margin = 0.05 * np.ptp(later)
-  axes.set_ylim(later.min() - margin, later.max() + margin)
+  shown: list[float] = []
+  for line, band in zip(axes.lines, axes.collections, strict=True):
+    steps, scores = band.get_paths()[0].vertices.T
+    later = scores[steps >= line.get_xdata()[-1] / 5].tolist()
+    if shown and np.ptp([*shown, *later]) > _FAR * np.ptp(shown):
+      line.set_label(f"{line.get_label()} (outside)")
+    else:
+      shown += later
+  margin = 0.05 * np.ptp(shown)
+  axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def _draw_histogram(axes: Axes, counted: Sequence[results.Counted]) -> None:
