@@ -35,7 +35,7 @@ def draw(key: jax.Array, params=None, count: int = _BATCH):
   distance = jnp.sqrt(jnp.sum((grid - center) ** 2, 2))
   labels = jnp.any(distance < radius, 1).astype(jnp.float32)
   noise = jax.random.normal(for_noise, labels.shape)
-  return (labels + noise)[..., None], labels[..., None]
+  return (labels + 0.5 * noise)[..., None], labels[..., None]
 
 
 def make() -> workload.Workload:
@@ -67,5 +67,4 @@ def make() -> workload.Workload:
     matters=0.01,
     rate=1e-2,
     steps=150,
-    full=False,
   )
