@@ -16,11 +16,11 @@ class UNet(nn.Module):
   @nn.compact
   def __call__(self, images: jax.Array) -> jax.Array:
     """Returns the logits of float32[batch, size, size, 1]."""
-    first = nn.relu(nn.Conv(8, (3, 3))(images))
-    second = nn.relu(nn.Conv(16, (3, 3), strides=(2, 2))(first))
-    third = nn.relu(nn.Conv(32, (3, 3), strides=(2, 2))(second))
-    x = nn.relu(nn.ConvTranspose(16, (2, 2), strides=(2, 2))(third)) + second
-    x = nn.relu(nn.ConvTranspose(8, (2, 2), strides=(2, 2))(x)) + first
+    first = nn.silu(nn.Conv(8, (3, 3))(images))
+    second = nn.silu(nn.Conv(16, (3, 3), strides=(2, 2))(first))
+    third = nn.silu(nn.Conv(32, (3, 3), strides=(2, 2))(second))
+    x = nn.silu(nn.ConvTranspose(16, (2, 2), strides=(2, 2))(third)) + second
+    x = nn.silu(nn.ConvTranspose(8, (2, 2), strides=(2, 2))(x)) + first
     return nn.Conv(1, (3, 3))(x)
 
 
