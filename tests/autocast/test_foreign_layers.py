@@ -212,7 +212,9 @@ LINEN = (
     "bidirectional": lambda: linen(
       nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
       SEQUENCES,
-      roundings=16,
+      # The gradient of a bias is 0.1, the sum of values near 2. CPUs differ in
+      # one rounding of these, which is 36 of the sum.
+      roundings=64,
     ),
   }
 )
