@@ -484,8 +484,15 @@ def test_settings_are_what_their_names_say():
     assert [*report.products] == [dtypes[name]]
 
 
+# The transformer takes as long to compile as four others.
+LONG = {"transformer": pytest.mark.long}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", workloads.WORKLOADS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=LONG.get(x, ())) for x in workloads.WORKLOADS],
+)
 def test_workload_trains(name, monkeypatch):
   monkeypatch.setattr(settings, "SEEDS", 1)
   workload = workloads.WORKLOADS[name]()
