@@ -218,13 +218,13 @@ def average_scaled(
 
 
 def refuse_divergence(
-  overflow: jax.Array, loss_scale: jax.Array, names: Sequence[Hashable]
+  flags: Sequence[jax.Array], own: jax.Array, names: Sequence[Hashable]
 ) -> None:
-  """Raises if devices that share an S could disagree on whether to skip."""
-  missing = axes_beyond(overflow, loss_scale)
-  if missing:
+  """Raises if devices that share a state could disagree on whether to skip."""
+  found = {name for flag in flags for name in axes_beyond(flag, own)}
+  if missing := sorted(found, key=str):
     raise ValueError(
-      "devices that share a loss scale must skip together, got an overflow "
+      "devices that share a loss scale must skip together, got a "
       f"flag that varies along {listed(missing)} for a state that does not; "
       f"pass loss_scaling(..., axis_name={listed([*names, *missing])}), or "
       "npu_loss_scale_optimizer(..., is_distributed=True) with that axis_name. "

@@ -122,9 +122,9 @@ def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
   worst = _largest(skips)
   if skips[worst] <= most:
     return None
-  nan, amax, used, stalled = (
-    np.asarray(x)[worst]
-    for x in (state.nan, state.amax, state.used, state.stalled)
+  overflow, nan, amax, used, stalled = (
+    np.asarray(getattr(state, x))[worst]
+    for x in ("overflow", "nan", "amax", "used", "stalled")
   )
   move = "cannot come down" if stalled else "still coming down"
   remedy = (
@@ -132,7 +132,10 @@ def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
     "finite there is the model's or the batch's, else S is too large and "
     f"{move}"
   )
-  if nan:
+  if not overflow:
+    cause = "`skip`, which the caller passed"
+    remedy = "look at what sets it"
+  elif nan:
     cause = "NaN in its gradients"
   elif np.isinf(amax):
     cause = "inf in its gradients"

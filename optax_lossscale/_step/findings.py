@@ -1,6 +1,7 @@
 """Findings about gradients, from the check, the caller and other devices."""
 
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class Finding(NamedTuple):
   amax: jax.Array  # float32[], NaN if any gradient was NaN.
   dropped: jax.Array  # bool[], True if micro-batches were left out.
   used: jax.Array  # float32[], as in `LossScalingState`.
+  # bool[], True if the caller asks to skip; None if there was no flag.
+  skip: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +83,7 @@ def examine(
   amax: Any = None,
   *,
   loss_scale: jax.Array | None = None,
+  skip: jax.Array | None = None,
 ) -> Finding:
   """Examines every element of every gradient, and the caller's own findings.
 
@@ -120,13 +124,13 @@ def examine(
   # Values that were measured elsewhere are compared with the smallest limit.
   least = min(limits, default=None)
   elsewhere: list[jax.Array] = []
-  for reason in overflow if isinstance(overflow, (list, tuple)) else [overflow]:
+  for reason in _listed(overflow):
     if isinstance(reason, WindowOverflow):
       flag |= jnp.any(reason.is_void)
       dropped |= jnp.any(reason.flags)
       elsewhere.append(reason.amax)
     else:
-      flag |= _as_flag(reason)
+      flag |= _as_flag("overflow", reason)
   for value in _magnitudes(amax):
     flag |= ~jnp.isfinite(value)
     # No float32 value can reach a limit that float32 cannot hold.
@@ -143,7 +147,7 @@ def examine(
     shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
-  return Finding(flag, found, dropped, used)
+  return Finding(flag, found, dropped, used, skip)
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
@@ -174,10 +178,12 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
   floats = map(bits.magnitude_bits, (finding.amax, finding.used))
-  stacked = jnp.stack([flag, *floats])
+  asked = [] if finding.skip is None else [finding.skip.astype(jnp.uint32)]
+  stacked = jnp.stack([flag, *floats, *asked])
   flag, *patterns = lax.pmax(_varying(stacked, names), names)
-  amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns)
-  return Finding(flag == 2, amax, flag > 0, used)
+  amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns[:2])
+  skip = patterns[2] > 0 if asked else None
+  return Finding(flag == 2, amax, flag > 0, used, skip)
 
 
 def total(measured: Any, names: tuple[Any, ...]) -> Any:
@@ -198,9 +204,26 @@ def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
   return x
 
 
-def _as_flag(reason: Any) -> jax.Array:
+def requested(skip: Any) -> jax.Array | None:
+  """Returns whether the caller asks to skip; None for the default, False."""
+  if skip is False:
+    return None  # The program has no select that depends on it.
+  flags = [_as_flag("skip", reason) for reason in _listed(skip)]
+  return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
+
+
+def _listed(reasons: Any) -> Any:
+  return reasons if isinstance(reasons, (list, tuple)) else [reasons]
+
+
+def _as_flag(name: str, reason: Any) -> jax.Array:
   """Returns whether a caller's flag, of any type and shape, is set."""
-  rule = "`overflow` must be a bool, a number or an array, or a list of these"
+  rule = f"`{name}` must be a bool, a number or an array, or a list of these"
+  if isinstance(reason, WindowOverflow):
+    raise TypeError(
+      f"`{name}` must be a reason that S has nothing to do with, got the "
+      "overflow of accumulated_value_and_grad; pass it as overflow=."
+    )
   try:
     if reason is None or not arguments.is_numeric(reason):
       raise TypeError
@@ -210,7 +233,7 @@ def _as_flag(reason: Any) -> jax.Array:
     flags = jnp.asarray(reason)
   except (TypeError, ValueError, OverflowError) as error:
     raise TypeError(f"{rule}, got {shown(reason)}.") from error
-  # NaN is not 0, so a flag of NaN counts as an overflow.
+  # NaN is not 0, so a flag of NaN is set.
   return jnp.any(flags.astype(bool))
 
 

@@ -50,10 +50,10 @@ def loss_scaling(
       evaluated, so the update must be pure.
     rule: chooses the first S, and moves S in each step. None switches loss
       scaling off, so a program with configurable precision needs no second code
-      path. S is then 1, no step is checked or skipped, `overflow` and `amax`
-      are ignored, and narrow parameters reach `inner` unchanged. XLA compiles
-      only `inner` and the count of applied steps. `mask` and `average_scaled`
-      still apply; `accumulated_value_and_grad` keeps its own check.
+      path. S is then 1, no step is checked, `overflow` and `amax` are ignored,
+      and narrow parameters reach `inner` unchanged. XLA compiles only `inner`
+      and the count of applied steps. `skip`, `mask` and `average_scaled` still
+      apply; `accumulated_value_and_grad` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, along which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
@@ -81,18 +81,24 @@ def loss_scaling(
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
-    scaled gradients, the inner optimizer's extra arguments, and two of its own.
-    `overflow=` is a bool, number or array, where any non-zero entry makes the
-    step an overflow; or the overflow that `accumulated_value_and_grad` returns;
-    or a list of these. `amax=` is a tree of numbers or arrays, such as those
-    that `rules.amax_tap` measured in the model. The largest of them is checked
-    like a gradient, against the smallest limit that the check knows. If the
-    parameters are passed, the updates have their dtypes.
+    scaled gradients, the inner optimizer's extra arguments, and three of its
+    own. `overflow=` is a bool, number or array, where any non-zero entry makes
+    the step an overflow; or the overflow that `accumulated_value_and_grad`
+    returns; or a list of these. `skip=` is a flag, or a list of flags, of the
+    same kind that skips the step for a reason that S has nothing to do with,
+    such as a spike that `SpikeGuard` sees: the rule's state stays the same as
+    well, bit for bit, unless the step also overflows. It works with every rule,
+    with `skip=False` in the rule, and without a rule. `amax=` is a tree of
+    numbers or arrays, such as those that `rules.amax_tap` measured in the
+    model. The largest of them is checked like a gradient, against the smallest
+    limit that the check knows. If the parameters are passed, the updates have
+    their dtypes.
 
   Raises:
     TypeError: if an argument has the wrong type, also in `init` and `update`;
       from `init`, if the rule's state has no float32[] `loss_scale`; from
-      `update`, if `overflow` is passed under another name.
+      `update`, if `overflow` or `skip` is passed under another name, or if
+      `inner` takes a `skip` of its own.
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if `axis_name` is not
@@ -134,6 +140,17 @@ def loss_scaling(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
 
+  def agree(finding: findings.Finding, own: jax.Array) -> findings.Finding:
+    if agreed:
+      devices.check_mapped("axis_name", agreed)
+      finding = findings.agree(finding, agreed)
+    elif axis_name is None:
+      devices.check_named()
+    # `own` is part of the state, so it varies only if each device has its own.
+    flags = [x for x in (finding.overflow, finding.skip) if x is not None]
+    devices.refuse_divergence(flags, own, agreed)
+    return finding
+
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
     kept = leaves.leave_out(is_gradient, params)
@@ -151,6 +168,7 @@ def loss_scaling(
     *,
     overflow: Any = False,
     amax: Any = None,
+    skip: Any = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
@@ -160,29 +178,48 @@ def loss_scaling(
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
     inner_params = leaves.leave_out(is_gradient, params)
 
+    requested = findings.requested(skip)
+
     if rule is None:
+      if requested is not None:
+        nothing = findings.examine(check, (), skip=requested)
+        requested = agree(nothing, state.applied_steps).skip
       new_updates, new_state = _bare_update(
-        inner, scaled_gradients, state, inner_params, averaged, extra_args
+        inner,
+        scaled_gradients,
+        state,
+        inner_params,
+        averaged,
+        requested,
+        extra_args,
       )
-      return leaves.merge(is_gradient, new_updates, incoming), new_state
+      next_values = _values_after(requested, is_gradient, params, incoming)
+      return leaves.merge(is_gradient, new_updates, next_values), new_state
 
     loss_scale = states.get_loss_scale(state)
+    provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
     finding = findings.examine(
-      check, scaled_gradients, overflow, amax, loss_scale=loss_scale
+      check,
+      scaled_gradients,
+      overflow,
+      amax,
+      loss_scale=loss_scale,
+      skip=requested,
     )
+    finding = agree(finding, loss_scale)
     measured = rule.measure(scaled_gradients)
     if agreed:
-      devices.check_mapped("axis_name", agreed)
-      finding = findings.agree(finding, agreed)
       measured = findings.total(measured, agreed)
-    elif axis_name is None:
-      devices.check_named()
     reported = finding.overflow | finding.dropped
-    provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
-    devices.refuse_divergence(reported, loss_scale, agreed)
     # Without the barrier XLA would recompute the flag at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
+    unseen = None
+    if finding.skip is not None:
+      asked = jax.lax.optimization_barrier(finding.skip)
+      requested, skipped = asked & ~skipped, asked | skipped
+      # For the rule, such a step has not taken place.
+      unseen = asked & ~reported
     if averaged:
       scaled_gradients = devices.average_scaled(
         scaled_gradients, averaged, overflowed
@@ -215,17 +252,12 @@ def loss_scaling(
     )
 
     loss_scale_state, stalled = move(
-      rule, state.loss_scale_state, reported, finding.amax, measured
+      rule, state.loss_scale_state, reported, finding.amax, measured, unseen
     )
-    # The next values of the leaves that are not gradients.
-    next_values = incoming
-    if rule.skip and not all(jax.tree.leaves(is_gradient)):
-      if params is None:
-        raise ValueError(
-          "`params` must be passed to update where leaves go around the "
-          "optimizer (see `mask`): a skipped step returns their old values."
-        )
-      next_values = skipping.select(skipped, params, incoming)
+    may_skip = rule.skip or requested is not None
+    next_values = _values_after(
+      skipped if may_skip else None, is_gradient, params, incoming
+    )
     return (
       leaves.merge(is_gradient, new_updates, next_values),
       states.LossScalingState(
@@ -233,15 +265,10 @@ def loss_scaling(
         inner_state=inner_state,
         overflow=reported,
         nan=jnp.isnan(finding.amax),
-        skipped=skipped,
         stalled=stalled,
         amax=finding.amax,
         used=finding.used,
-        applied_steps=_count_if(~skipped, state.applied_steps),
-        skipped_steps=_count_if(skipped, state.skipped_steps),
-        consecutive_skips=jnp.where(
-          skipped, optax.safe_increment(state.consecutive_skips), 0
-        ),
+        **_counts(state, skipped, requested),
       ),
     )
 
@@ -254,6 +281,7 @@ def _bare_update(
   state: states.LossScalingState,
   params: Any,
   averaged: Any,
+  requested: jax.Array | None,
   extra_args: Any,
 ) -> tuple[optax.Updates, states.LossScalingState]:
   """Runs the optimizer without loss scaling; returns updates and a state."""
@@ -263,15 +291,61 @@ def _bare_update(
   if averaged:
     # Pass True, as after an overflow, so that NaN stays NaN.
     gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
-  updates, inner_state = inner.update(
-    gradients, state.inner_state, params, **extra_args
+
+  def inner_update() -> tuple[optax.Updates, optax.OptState]:
+    updates, inner_state = inner.update(
+      gradients, state.inner_state, params, **extra_args
+    )
+    return updates, inner_state
+
+  if requested is None:
+    updates, inner_state = inner_update()
+    # `skipped` is a constant False, so XLA drops the selects that depend on it.
+    return updates, state._replace(
+      inner_state=inner_state,
+      skipped=jnp.zeros_like(state.skipped),
+      applied_steps=optax.safe_increment(state.applied_steps),
+    )
+  updates, inner_state = skipping.update_unless(
+    requested, inner_update, state.inner_state
   )
   return updates, state._replace(
-    inner_state=inner_state,
-    # `skipped` is a constant False, so XLA drops the selects that depend on it.
-    skipped=jnp.zeros_like(state.skipped),
-    applied_steps=optax.safe_increment(state.applied_steps),
+    inner_state=inner_state, **_counts(state, requested, requested)
   )
+
+
+def _values_after(
+  skipped: jax.Array | None, is_gradient: Any, params: Any, incoming: Any
+) -> Any:
+  """Returns the next values of the leaves that are not gradients."""
+  if skipped is None or all(jax.tree.leaves(is_gradient)):
+    return incoming
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update where leaves go around the "
+      "optimizer (see `mask`): a skipped step returns their old values."
+    )
+  return skipping.select(skipped, params, incoming)
+
+
+def _counts(
+  state: states.LossScalingState,
+  skipped: jax.Array,
+  requested: jax.Array | None,
+) -> dict[str, jax.Array]:
+  """Returns the fields of the next state that say what became of the step."""
+  requested_skips = state.requested_skips
+  if requested is not None:
+    requested_skips = _count_if(requested, requested_skips)
+  return {
+    "skipped": skipped,
+    "applied_steps": _count_if(~skipped, state.applied_steps),
+    "skipped_steps": _count_if(skipped, state.skipped_steps),
+    "requested_skips": requested_skips,
+    "consecutive_skips": jnp.where(
+      skipped, optax.safe_increment(state.consecutive_skips), 0
+    ),
+  }
 
 
 def _first_state(rule_state: Any, inner_state: Any) -> states.LossScalingState:
@@ -288,14 +362,23 @@ def _first_state(rule_state: Any, inner_state: Any) -> states.LossScalingState:
     used=jnp.full((), 0, jnp.float32),
     applied_steps=jnp.full((), 0, jnp.int32),
     skipped_steps=jnp.full((), 0, jnp.int32),
+    requested_skips=jnp.full((), 0, jnp.int32),
     consecutive_skips=jnp.full((), 0, jnp.int32),
   )
 
 
 def move(
-  rule: base.LossScale, state: Any, overflow: Any, amax: Any, measured: Any
+  rule: base.LossScale,
+  state: Any,
+  overflow: Any,
+  amax: Any,
+  measured: Any,
+  unseen: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
-  """Returns the rule's next state, and whether S is stalled."""
+  """Returns the rule's next state, and whether S is stalled.
+
+  If `unseen` is True, the rule keeps its state, and nothing is stalled.
+  """
   # Most rules measure nothing, so their `update` need not take `measured`.
   more = {} if measured is None else {"measured": measured}
   moved = rule.update(state, overflow, amax=amax, **more)
@@ -309,7 +392,8 @@ def move(
   # A user's rule may return an S that is 0, subnormal, inf or NaN. Such an S
   # would silently stop the training, so the previous state is kept instead.
   is_usable = arguments.is_usable_scale(loss_scale)
-  held = skipping.select(~is_usable, state, moved)
+  is_held = ~is_usable if unseen is None else ~is_usable | unseen
+  held = skipping.select(is_held, state, moved)
   # A damaged checkpoint may also hold an unusable S. The rest of the rule's
   # state is then suspect as well, so the rule starts over.
   before = jnp.asarray(state.loss_scale, jnp.float32)
@@ -318,7 +402,7 @@ def move(
   if moved.loss_scale is not state.loss_scale:
     provenance.note(next_state.loss_scale, "next", before)
   stalled = rule.stalled(state, overflow) | ~is_usable | ~was_usable
-  return next_state, stalled
+  return next_state, stalled if unseen is None else stalled & ~unseen
 
 
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:

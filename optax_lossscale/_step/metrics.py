@@ -24,12 +24,14 @@ def loss_scale_metrics(
     A dict of `loss_scale`, `log2_scale`, `inv_scale` (float32[], for the next
     step); the last step's `overflow`, `nan`, `inf`, `skipped`, `stalled`
     (bool[]), `amax` and `headroom` (float32[]); the counts `applied_steps`,
-    `skipped_steps`, `consecutive_skips` (int32[]); and `skip_rate` (float32[]),
-    the share of all steps that were skipped. `inf` is True if a gradient was
-    infinite and none was NaN. An overflow without inf or NaN is a saturated
-    gradient or the caller's flag. `headroom` is how many times S could still
-    have doubled, in bits. It assumes float16, unless the check names a dtype or
-    gradients are narrower than float32. See `LossScalingState` for the rest.
+    `skipped_steps`, `requested_skips`, `consecutive_skips` (int32[]); and
+    `skip_rate` (float32[]), the share of all steps that were skipped. A step
+    that is `skipped` without `overflow` was skipped by `skip=`. `inf` is True
+    if a gradient was infinite and none was NaN. An overflow without inf or NaN
+    is a saturated gradient or the caller's flag. `headroom` is how many times S
+    could still have doubled, in bits. It assumes float16, unless the check
+    names a dtype or gradients are narrower than float32. See `LossScalingState`
+    for the rest.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.
@@ -56,6 +58,7 @@ def loss_scale_metrics(
     headroom -inf
     applied_steps 1
     skipped_steps 1
+    requested_skips 0
     consecutive_skips 1
     skip_rate 0.5
   """
@@ -82,6 +85,7 @@ def loss_scale_metrics(
     "headroom": state.headroom,
     "applied_steps": field["applied_steps"],
     "skipped_steps": field["skipped_steps"],
+    "requested_skips": field["requested_skips"],
     "consecutive_skips": field["consecutive_skips"],
     "skip_rate": skipped / jnp.maximum(steps, 1),
   }

@@ -300,6 +300,13 @@ def check_accumulation(opt_state: Any) -> None:
       raise ValueError(f"`tx` must have {_AROUND[type(x)].format('')}")
 
 
+# The flags of `update`, and the names that they are given by mistake.
+_MISNAMED = (
+  *(("overflow", x) for x in ("overflowed", "overflows", "is_overflow")),
+  *(("skip", x) for x in ("skipped", "skip_step", "should_skip")),
+)
+
+
 def check_call(
   inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
 ) -> None:
@@ -309,11 +316,17 @@ def check_call(
       "`updates` must be the scaled gradients, got None; pass what "
       "scaled_value_and_grad returned."
     )
-  for name in ("overflowed", "overflows", "is_overflow"):
-    if name in names and name not in inspect.signature(inner.update).parameters:
+  taken = inspect.signature(inner.update).parameters
+  if "skip" in taken:
+    raise TypeError(
+      "`inner` must not take a `skip` of its own, since the `skip` of `update` "
+      "skips the whole step, got an optimizer that does; rename its argument."
+    )
+  for flag, name in _MISNAMED:
+    if name in names and name not in taken:
       raise TypeError(
-        f"`update` takes a flag of the caller's as `overflow`, got `{name}`, "
-        "which the optimizer would ignore; did you mean overflow=?"
+        f"`update` takes a flag of the caller's as `{flag}`, got `{name}`, "
+        f"which the optimizer would ignore; did you mean {flag}=?"
       )
 
 

@@ -53,7 +53,9 @@ class LossScalingState(NamedTuple):
       the first step. The dtype is taken to be float16 if the check names none
       and the gradients are float32 or wider.
     applied_steps: int32[], the number of steps that the inner optimizer made.
-    skipped_steps: int32[], the number of steps on which only S moved.
+    skipped_steps: int32[], the number of steps that were not applied.
+    requested_skips: int32[], how many of `skipped_steps` the caller's `skip=`
+      skipped, and not an overflow; they did not move S.
     consecutive_skips: int32[], the number of skipped steps in a row, the last
       step included; 0 if the last step was applied.
 
@@ -78,6 +80,7 @@ class LossScalingState(NamedTuple):
   used: jax.Array
   applied_steps: jax.Array
   skipped_steps: jax.Array
+  requested_skips: jax.Array
   consecutive_skips: jax.Array
 
   @property

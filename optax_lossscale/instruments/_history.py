@@ -24,7 +24,8 @@ class History(NamedTuple):
   `advise` or the functions of `plot`.
 
   Attributes:
-    step: int64[n], the number of the step, from 1, counting skipped steps.
+    step: int64[n], the number of the step, from 1, counting steps that an
+      overflow skipped, but not those that `skip=` did.
     loss_scale: float32[n], the S that the step used.
     amax: float32[n], the largest absolute value among the step's scaled
       gradients; NaN if one of them was NaN.
@@ -80,7 +81,7 @@ class RecordState(NamedTuple):
 
   Attributes:
     recorded_state: the state of the recorded optimizer.
-    recorded_steps: int32[], the number of steps so far.
+    recorded_steps: int32[], the number of steps so far that the rule saw.
     recorded_scale: float32[capacity], the S that the step used; 1 if its
       loss was not scaled.
     recorded_amax: float32[capacity], the amax of the step's scaled gradients.
@@ -101,7 +102,8 @@ def record(
 
   For each step, S, amax and the overflow flag, 9 bytes in all, are written to
   arrays in the state. This works inside jit and does not wait for the host.
-  `history` reads these arrays at any time.
+  `history` reads these arrays at any time. Steps that `skip=` skipped are left
+  out and not counted, since the rule does not see them.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
@@ -165,13 +167,24 @@ def record(
         f"{capacity} for a record of {size} steps; take {size}, or begin a new "
         "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
       )
-    place = state.recorded_steps % capacity
+    # A step that `skip` skipped is not recorded, since a replay would show it
+    # to the rule. Its place lies outside of the arrays, so nothing is written.
+    is_unseen = last.skipped & ~last.overflow
+    place = jnp.where(is_unseen, capacity, state.recorded_steps % capacity)
     return updates, RecordState(
       recorded_state=recorded_state,
-      recorded_steps=optax.safe_increment(state.recorded_steps),
-      recorded_scale=state.recorded_scale.at[place].set(loss_scale),
-      recorded_amax=state.recorded_amax.at[place].set(last.amax),
-      recorded_overflow=state.recorded_overflow.at[place].set(last.overflow),
+      recorded_steps=jnp.where(
+        is_unseen,
+        state.recorded_steps,
+        optax.safe_increment(state.recorded_steps),
+      ),
+      recorded_scale=state.recorded_scale.at[place].set(
+        loss_scale, mode="drop"
+      ),
+      recorded_amax=state.recorded_amax.at[place].set(last.amax, mode="drop"),
+      recorded_overflow=state.recorded_overflow.at[place].set(
+        last.overflow, mode="drop"
+      ),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)

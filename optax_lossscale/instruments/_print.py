@@ -15,6 +15,7 @@ _SHOWN = (
   "loss_scale",
   "overflow",
   "nan",
+  "skipped",
   "headroom",
   "applied_steps",
   "skipped_steps",
@@ -73,7 +74,7 @@ def _print(**metrics: Any) -> None:
   applied, skipped = (
     int(metrics[name]) for name in ("applied_steps", "skipped_steps")
   )
-  outcome = "clean"
+  outcome = "skipped by `skip`" if metrics["skipped"] else "clean"
   if metrics["overflow"]:
     outcome = "overflow with NaN" if metrics["nan"] else "overflow"
   headroom = ""

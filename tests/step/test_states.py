@@ -178,6 +178,7 @@ def test_metrics_are_scalar_arrays_inside_jit():
     "headroom": "float32",
     "applied_steps": "int32",
     "skipped_steps": "int32",
+    "requested_skips": "int32",
     "consecutive_skips": "int32",
     "skip_rate": "float32",
   }
