@@ -26,6 +26,7 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._detectors.float_status import float_status
 from optax_lossscale._detectors.saturating import saturating
+from optax_lossscale._detectors.spike_guard import SpikeGuard
 from optax_lossscale._detectors.status_tap import status_tap
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.policy import get_policy
@@ -58,6 +59,7 @@ __all__ = [
   "LossScale",
   "LossScalingState",
   "Policy",
+  "SpikeGuard",
   "WiringWarning",
   "accumulated_value_and_grad",
   "autocast",

@@ -170,6 +170,24 @@ def as_finite(name: str, value: Any) -> Any:
   return check_number(name, value) if is_exact else value
 
 
+def as_real_scalar(name: str, value: Any) -> Any:
+  """Returns `value` as a NumPy or JAX array, in float32 or float64."""
+  rule = f"`{name}` must be a real scalar"
+  if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    value = as_finite(name, value)
+    # Use a NumPy array, because JAX would round a float to float32.
+    value = np.asarray(value if isinstance(value, np.generic) else float(value))
+  if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    raise TypeError(f"{rule}, got {shown(value)} of type {kind_of(value)}.")
+  is_real = any(
+    jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
+  )
+  if value.shape != () or not is_real:
+    raise TypeError(f"{rule}, got {value.dtype}{list(value.shape)}.")
+  is_double = value.dtype == jnp.float64
+  return value if is_double else value.astype(jnp.float32)
+
+
 def check_scale(name: str, value: Any) -> float:
   """Returns `value` as a float, which must be a usable loss scale."""
   number = check_number(name, value)

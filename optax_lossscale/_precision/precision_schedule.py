@@ -8,7 +8,6 @@ import fractions
 import functools
 import inspect
 import math
-import numbers
 from typing import Any
 from typing import NamedTuple
 from typing import Never
@@ -24,7 +23,6 @@ from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._precision import ascend_grammar
 from optax_lossscale._step import backward
@@ -120,7 +118,7 @@ class PrecisionSchedule:
         steps=_as_count(step),
       )
     assert self.target_loss is not None
-    loss = _check_loss(loss)
+    loss = arguments.as_real_scalar("loss", loss)
     limit = _round_down(self.target_loss * self.ratio, loss.dtype)
     # 0 means that the loss is unknown.
     return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
@@ -585,26 +583,6 @@ def _check_step(step: Any) -> Any:
       f"{step.dtype}{list(step.shape)}."
     )
   return step
-
-
-def _check_loss(loss: Any) -> Any:
-  """Returns `loss` as a NumPy or JAX array, in float32 or float64."""
-  rule = "`loss` must be a real scalar"
-  if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
-    loss = arguments.as_finite("loss", loss)
-    # Use a NumPy array, because JAX would round a float to float32.
-    loss = np.asarray(loss if isinstance(loss, np.generic) else float(loss))
-  if not isinstance(loss, (jax.Array, np.ndarray, np.generic)):
-    raise TypeError(
-      f"{rule}, got {shown(loss)} of type {arguments.kind_of(loss)}."
-    )
-  is_real = any(
-    jnp.issubdtype(loss.dtype, kind) for kind in (jnp.integer, jnp.floating)
-  )
-  if loss.shape != () or not is_real:
-    raise TypeError(f"{rule}, got {loss.dtype}{list(loss.shape)}.")
-  is_double = loss.dtype == jnp.float64
-  return loss if is_double else loss.astype(jnp.float32)
 
 
 def _is_at_least(steps: Any, least: int) -> Any:

@@ -1,0 +1,400 @@
+"""`SpikeGuard`, against a float64 model and the defects of released guards."""
+
+import functools
+import pickle
+import statistics
+
+from flax import serialization
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import support
+from tests.support import assert_same_bits
+
+TX = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
+PARAMS = jnp.array([1.0, -0.0])
+
+
+@functools.cache
+def compiled(guard):
+  """Returns one step, whose `overflow` is the wrapper's own finding."""
+
+  @jax.jit
+  def step(guard_state, value, overflow):
+    opt_state = TX.init(PARAMS)
+    spike = guard.is_spike(guard_state, value)
+    _, opt_state = TX.update(PARAMS, opt_state, skip=spike, overflow=overflow)
+    return spike, guard.update(guard_state, value, opt_state)
+
+  return step
+
+
+def watch(guard, values, overflows=(), state=None):
+  """Returns which values are spikes, and the last state."""
+  state = guard.init() if state is None else state
+  found = []
+  for number, value in enumerate(values):
+    spike, state = compiled(guard)(
+      state, np.float32(value), number in overflows
+    )
+    found.append(bool(spike))
+  return found, state
+
+
+def positions(found):
+  return [number for number, spike in enumerate(found) if spike]
+
+
+def model(guard, values):
+  """Returns which values are spikes, by the definition, in plain Python."""
+  window, row, found = [], 0, []
+  warmup = guard.warmup or max(2, guard.window // 2)
+  for value in map(float, values):
+    if not np.isfinite(value):
+      found.append(True)
+      continue
+    last = window[-guard.window :]
+    limits = [np.inf]
+    if len(window) >= warmup:
+      if guard.sigma is not None:
+        deviation = statistics.stdev(last)
+        limits.append(statistics.fmean(last) + guard.sigma * deviation)
+      if guard.factor is not None:
+        limits.append(guard.factor * statistics.fmean(map(abs, last)))
+    above = value > min(limits)
+    if above and row >= guard.patience:
+      window, row, above = [], 0, False
+    row = row + 1 if above else 0
+    if not above or guard.admits_spikes:
+      window.append(value)
+    found.append(above)
+  return found
+
+
+def series(seed=0, steps=400):
+  """Returns losses with noise, spikes, a change of level, NaN and inf."""
+  rng = np.random.default_rng(seed)
+  values = 4 * np.exp(-np.arange(steps) / 200) + 0.1 * rng.normal(size=steps)
+  values[steps // 2 :] += 3
+  places = rng.choice(steps, 20, replace=False)
+  values[places[:14]] += rng.uniform(0.3, 20, 14)
+  values[places[14:]] = [np.nan, np.inf, np.nan, -np.inf, np.nan, np.inf]
+  return np.float32(values)
+
+
+@pytest.mark.parametrize(
+  "guard",
+  [
+    ols.SpikeGuard(),
+    ols.SpikeGuard(sigma=2.5, window=33, warmup=25, patience=4),
+    ols.SpikeGuard(sigma=6.0, window=16, admits_spikes=True),
+    ols.SpikeGuard(sigma=None, factor=1.5, window=7, patience=3),
+    ols.SpikeGuard(sigma=4.0, factor=1.3, window=20, warmup=2),
+  ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_finds_the_spikes_of_the_definition(guard, seed):
+  values = series(seed)
+  found, state = watch(guard, values)
+  expected = model(guard, values)
+  assert found == expected
+  assert 6 < sum(expected) < 200
+  assert state.spikes == sum(expected) - 6
+
+
+def test_its_limit_is_where_spikes_begin():
+  guard = ols.SpikeGuard(sigma=6.0, window=64)
+  values = np.random.default_rng(0).normal(5.0, 0.1, 100).astype(np.float32)
+  _, state = watch(guard, values)
+  last = values[-64:].astype(np.float64)
+  limit = np.float32(guard.limit(state))
+  np.testing.assert_allclose(
+    limit, last.mean() + 6 * last.std(ddof=1), rtol=1e-6
+  )
+  assert not guard.is_spike(state, limit)
+  assert guard.is_spike(state, np.nextafter(limit, np.float32(np.inf)))
+
+
+@pytest.mark.parametrize("level", [1e-36, 1e-20, 1.0, 1e20, 1e37])
+def test_squares_that_leave_the_range_of_float32_do_no_harm(level):
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  found, _ = watch(guard, [level * x for x in (1, 1.1, 0.9, 1, 1, 1.1, 3, 1)])
+  assert positions(found) == [6]
+
+
+@pytest.mark.parametrize("level", [0.1, 0.0, -7.3])
+def test_equal_values_are_no_spikes(level):
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  value = np.float32(level)
+  found, state = watch(guard, [value] * 12)
+  assert not any(found)
+  if level:
+    # Nor is the next number, which rounding may make of the same one.
+    above = np.nextafter(value, np.float32(np.inf))
+    assert not guard.is_spike(state, above)
+  assert guard.is_spike(state, level + 0.01)
+
+
+def test_values_may_be_negative():
+  values = [-5.0, -5.1, -4.9, -5.0, -5.1, -4.9, -1.0, -5.0, 16.0, -9.0]
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  assert positions(watch(guard, values)[0]) == [6, 8]
+  # The mean of magnitudes is 5.
+  guard = ols.SpikeGuard(sigma=None, factor=3.0, window=8, warmup=4)
+  assert positions(watch(guard, values)[0]) == [8]
+
+
+# The step around it.
+
+
+@pytest.mark.parametrize("value", [1.0, 50.0, np.nan, np.inf])
+@pytest.mark.parametrize("before", [6, 9])
+def test_it_is_the_same_bit_for_bit_after_an_overflow(value, before):
+  guard = ols.SpikeGuard(window=8, warmup=4, patience=2)
+  values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0, 1.0][:before]
+  _, state = watch(guard, values)
+  for _ in range(4):
+    _, after = watch(guard, [value], overflows=[0], state=state)
+    assert_same_bits(after, state)
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [ols.FixedLossScale(1.0), None],
+  ids=["all guards, no scaling", "no rule"],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_a_skipped_step_does_not_multiply_by_zero(rule, bad):
+  # levanter and OLMo-core multiply the update by 0, and 0 * NaN is NaN.
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5))
+  tx = ols.loss_scaling(inner, rule)
+
+  @jax.jit
+  def step(params, opt_state, state, factor):
+    grads = factor * (params + 1)
+    norm = optax.tree.norm(grads)
+    spike = guard.is_spike(state, norm)
+    updates, opt_state = tx.update(grads, opt_state, params, skip=spike)
+    state = guard.update(state, norm, opt_state)
+    return optax.apply_updates(params, updates), opt_state, state
+
+  carry = PARAMS, tx.init(PARAMS), guard.init()
+  for _ in range(5):
+    carry = step(*carry, 1.0)
+  params, opt_state, state = step(*carry, bad)
+  assert opt_state.skipped
+  assert_same_bits((params, opt_state.inner_state), (carry[0], carry[1][1]))
+  assert np.isfinite(state.values).all()
+  _, opt_state, _ = step(params, opt_state, state, 1.0)
+  assert opt_state.applied_steps == 6
+
+
+def test_nan_and_inf_never_enter_the_window():
+  # In maxtext, levanter and OLMo-core one NaN skips the next 128 steps.
+  guard = ols.SpikeGuard(window=8, warmup=4, admits_spikes=True)
+  clean = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 1.1]
+  bad = [np.nan, np.inf, -np.inf]
+  for place in (2, 6):
+    found, state = watch(guard, [*clean[:place], *bad, *clean[place:]])
+    assert positions(found) == [place, place + 1, place + 2]
+    assert_same_bits(state, watch(guard, clean)[1])
+
+
+def test_nan_does_not_use_up_the_patience():
+  guard = ols.SpikeGuard(window=8, warmup=4, patience=2)
+  values = [1.0, 1.1, 0.9, 1.0, *[np.nan] * 5, 50.0, 1.0]
+  found, state = watch(guard, values)
+  assert positions(found) == [4, 5, 6, 7, 8, 9]
+  assert state.restarts == 0
+
+
+@pytest.mark.parametrize(("admits", "hidden"), [(False, []), (True, [9, 10])])
+def test_a_spike_enters_the_window_by_option_alone(admits, hidden):
+  # As it does in maxtext, levanter and OLMo-core, where it hides the next.
+  guard = ols.SpikeGuard(window=64, warmup=4, admits_spikes=admits)
+  values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 100.0, 30.0, 50.0, 1.0]
+  found, _ = watch(guard, values)
+  assert positions(found) == [x for x in (8, 9, 10) if x not in hidden]
+
+
+def test_mean_and_deviation_are_of_the_same_values_without_this_one():
+  # OLMo-core#43 first compared the loss with the deviations alone.
+  guard = ols.SpikeGuard(window=4, warmup=4)
+  found, _ = watch(guard, [3.0, 3.1, 2.9, 3.0, 3.2, 3.0, 4.0])
+  assert positions(found) == [6]
+  # With 4.0 in its own window, it would be 1.5 deviations above the mean.
+
+
+def test_nothing_is_skipped_during_the_warm_up():
+  guard = ols.SpikeGuard(window=8)
+  values = [1.0, 100.0, 1e-3, 1e6]
+  found, state = watch(guard, values)
+  assert not any(found)
+  assert state.accepted == 4
+  assert np.isfinite(guard.limit(state))
+  # An average that starts at 1 would drop these for ever, as axlearn's does.
+  guard = ols.SpikeGuard(sigma=None, factor=20.0, window=8)
+  assert not any(watch(guard, [25.0] * 30)[0])
+
+
+def test_a_change_of_level_is_accepted_after_patience_and_reported():
+  # axlearn's and ZClip's guards would skip or clip it for ever.
+  guard = ols.SpikeGuard(window=16, warmup=4, patience=3)
+  low, high = [1.0, 1.1, 0.9, 1.0] * 3, [25.0, 26.0, 24.0, 25.0] * 3
+  found, state = watch(guard, [*low, *high])
+  assert positions(found) == [12, 13, 14]
+  assert (state.restarts, state.consecutive_spikes, state.spikes) == (1, 0, 3)
+  assert state.accepted == len(high) - 3
+  # Nothing of the old level is left, and the new one is guarded.
+  assert guard.limit(state) < 40
+  assert positions(watch(guard, [60.0, 25.0, 1.0], state=state)[0]) == [0]
+
+
+def test_a_limit_follows_a_falling_loss():
+  # Megatron's largest value of the first hundred is frozen for ever.
+  guard = ols.SpikeGuard(sigma=None, factor=10.0, window=8)
+  found, _ = watch(guard, [*[8.0] * 20, *[1.0] * 20, 11.0, 1.0])
+  assert positions(found) == [40]
+
+
+def test_a_restored_state_goes_on_where_it_was():
+  # OLMo-core's window is in no checkpoint, so each restart is unguarded.
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 9.0])
+  stored = serialization.to_bytes(state)
+  restored = serialization.from_bytes(guard.init(), stored)
+  assert_same_bits(restored, state)
+  assert guard.is_spike(jax.tree.map(jnp.asarray, restored), 9.0)
+  assert pickle.loads(pickle.dumps(guard)) == guard
+
+
+def test_a_scan_over_it_compiles_once_and_stays_on_the_device():
+  # OLMo-core#309 waited for the host in each step.
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  traces = []
+
+  def run(opt_state, state, values):
+    def step(carry, value):
+      traces.append(value)
+      opt_state, state = carry
+      spike = guard.is_spike(state, value)
+      _, opt_state = TX.update(PARAMS, opt_state, skip=spike)
+      return (opt_state, guard.update(state, value, opt_state)), spike
+
+    return lax.scan(step, (opt_state, state), values)
+
+  values = np.float32([1.0, 1.1, 0.9, 1.0, 9.0, 1.0])
+  program = jax.jit(run).lower(TX.init(PARAMS), guard.init(), values).compile()
+  assert support.to_the_host(program) == []
+  (opt_state, _), spikes = program(TX.init(PARAMS), guard.init(), values)
+  assert positions(spikes) == [4]
+  assert len(traces) == 1
+  assert opt_state.requested_skips == 1
+
+
+def test_seeds_under_vmap_have_guards_of_their_own():
+  guard = ols.SpikeGuard(window=8, warmup=4, patience=1)
+  rows = np.float32(
+    [[1.0, 1.1, 0.9, 1.0, 9.0, 9.0], [1.0, 1.1, 0.9, 1.0, 1.0, 1.1]]
+  )
+
+  def run(values):
+    def step(state, value):
+      spike, state = compiled(guard)(state, value, False)
+      return state, spike
+
+    return lax.scan(step, guard.init(), values)
+
+  states, spikes = jax.vmap(run)(rows)
+  assert [positions(x) for x in spikes] == [[4], []]
+  assert states.restarts.tolist() == [1, 0]
+
+
+def test_all_devices_give_the_same_answer():
+  # OLMo-core's ranks once compared losses of their own, and fell out of step.
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(), axis_name="data")
+  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0])
+
+  def step(losses, shared):
+    value = lax.pmean(losses[0], "data") if shared else losses[0]
+    spike = guard.is_spike(state, value)
+    _, opt_state = tx.update(PARAMS, tx.init(PARAMS), skip=spike)
+    return guard.update(state, value, opt_state).values
+
+  def mapped(shared):
+    step_of_all = functools.partial(step, shared=shared)
+    return jax.jit(support.on_each_device(step_of_all, jax.P()))
+
+  # One device's 20 makes the mean a spike for all of them; its 1.5 does not.
+  losses = np.where(np.arange(8) == 3, 20.0, 1.0).astype(np.float32)
+  assert mapped(True)(losses)[4] == 0
+  losses = np.where(np.arange(8) == 3, 1.5, 1.0).astype(np.float32)
+  assert mapped(True)(losses)[4] == 1.0625
+  with pytest.raises(ValueError, match=r"take jax.lax.pmean\(value, 'data'\)"):
+    mapped(False)(losses)
+
+
+@pytest.mark.usefixtures("strict_promotion")
+@pytest.mark.parametrize(
+  "value", [3, 3.0, np.float64(3.0), jnp.bfloat16(3.0), jnp.int32(3), 1e300]
+)
+def test_any_real_number_is_a_value(value):
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  state = guard.update(guard.init(), value, TX.init(PARAMS))
+  largest = float(np.finfo(np.float32).max)
+  assert float(state.values[0]) == min(float(value), largest)
+  assert support.describe(state) == support.describe(guard.init())
+
+
+def test_a_step_with_64_bit_types_has_the_same_state():
+  guard = ols.SpikeGuard(window=8)
+  with jax.enable_x64(True):
+    state = guard.update(guard.init(), jnp.float64(2.0), TX.init(PARAMS))
+    assert support.describe(state) == support.describe(guard.init())
+
+
+# What people do wrong.
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"sigma": None}, ValueError, "`sigma` or `factor` must say where"),
+    ({"sigma": 0}, ValueError, "`sigma` must be above 0, got 0"),
+    ({"sigma": np.nan}, ValueError, "`sigma` must be finite"),
+    ({"factor": 1.0}, ValueError, "`factor` must be above 1, got 1.0"),
+    ({"window": 1}, ValueError, "`window` must be at least 2 values, got 1"),
+    ({"warmup": 1.5}, TypeError, "`warmup` must be an integer number of val"),
+    ({"patience": 0}, ValueError, "`patience` must be between 1 and"),
+    ({"admits_spikes": 1}, TypeError, "`admits_spikes` must be True or False"),
+  ],
+)
+def test_a_wrong_option_is_refused(options, error, message):
+  with pytest.raises(error, match=message):
+    ols.SpikeGuard(**options)
+
+
+@pytest.mark.parametrize("value", [None, "3", True, jnp.ones(2), 1j])
+def test_what_is_no_number_is_refused(value):
+  guard = ols.SpikeGuard()
+  with pytest.raises(TypeError, match="`value` must be a real scalar"):
+    guard.is_spike(guard.init(), value)
+  with pytest.raises(TypeError, match="`value` must be a real scalar"):
+    guard.update(guard.init(), value, TX.init(PARAMS))
+
+
+def test_another_state_is_refused():
+  guard = ols.SpikeGuard(window=8)
+  with pytest.raises(TypeError, match="`state` must be the SpikeGuardState"):
+    guard.is_spike(TX.init(PARAMS), 1.0)
+  with pytest.raises(ValueError, match="`window` must stay what it was"):
+    guard.limit(ols.SpikeGuard(window=9).init())
+  with pytest.raises(ValueError, match="`opt_state` must hold the state of"):
+    guard.update(guard.init(), 1.0, optax.sgd(0.5).init(PARAMS))
