@@ -48,7 +48,6 @@ STEPPING = (
   "Reducing the rate on a plateau",
   "Sharpness-aware minimization in one step",
   "Line search",
-  "Skipping on a gradient norm",
 )
 
 
@@ -502,44 +501,6 @@ def test_frozen_parameters_stay_and_their_overflow_still_skips():
   gradients = dict(make_gradients(0), bias=jnp.full((3,), jnp.nan))
   _, state = update(gradients, state, params)
   assert state.skipped
-
-
-def test_a_norm_above_the_threshold_skips_and_s_shrinks():
-  names = recipe("Skipping on a gradient norm")
-  state = names["tx"].init(PARAMS)
-  batch = make_batch(0)
-  _, after, _ = names["train_step"](PARAMS, state, batch)
-  assert not after.skipped
-  # Its outputs are far from what they are to be, and its gradients large.
-  far = batch.at[:, 4:].set(1000.0)
-  norm = jax.jit(
-    lambda batch: optax.tree.norm(jax.grad(loss_fn)(PARAMS, batch))
-  )(far)
-  assert norm > 100 and np.isfinite(norm)
-  params, after, _ = names["train_step"](PARAMS, state, far)
-  assert after.skipped and not after.nan and np.isfinite(after.amax)
-  assert ols.get_loss_scale(after) == SCALE / 2
-  assert_same_bits((params, after.inner_state), (PARAMS, state.inner_state))
-
-
-def test_skip_large_updates_leaves_s_as_it_is():
-  names = recipe("Skipping on a gradient norm without moving S")
-  assert not names["skipped"]
-  tx, state = names["tx"], names["opt_state"]
-  large = jax.tree.map(lambda x: 1000 * x, make_gradients(0))
-  update = jax.jit(tx.update)
-  updates, after = update(scaled(large, state), state, PARAMS)
-  assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
-  inner_state = after.inner_state
-  assert inner_state.skip_state["should_skip"]
-  assert_same_bits(
-    inner_state.inner_opt_state, state.inner_state.inner_opt_state
-  )
-  assert not after.overflow and after.applied_steps == 1
-  assert after.loss_scale_state.loss_scale == SCALE
-  assert after.loss_scale_state.clean_steps == 1
-  _, after = update(scaled(make_gradients(0), after), after, PARAMS)
-  assert after.inner_state.gradient_step == 1
 
 
 def test_a_snapshot_keeps_the_norm_of_the_last_applied_step():

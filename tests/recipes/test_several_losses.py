@@ -258,23 +258,58 @@ def test_an_optimizer_that_takes_the_mean_itself_needs_the_axis_too():
     on_two_devices(title, batch, IN_OPTIMIZERS, [])
 
 
-def test_with_both_flags_to_both_wrappers_the_scales_keep_their_ratio():
-  """Records why the recipe takes the scale from the optimizer."""
-  rules = [RULE, ols.DynamicLossScale(2.0**4, growth_interval=INTERVAL)]
-  transforms = [ols.loss_scaling(optax.sgd(1.0), rule) for rule in rules]
-  states = [tx.init(jnp.zeros(1)) for tx in transforms]
+@pytest.mark.parametrize("argument", ["skip", "overflow"])
+def test_a_shorter_version_passes_all_flags_to_each_wrapper(argument):
+  names = recipe_of("Two optimizers, a scale each")
+  rules = {"discriminator": 2.0**4, "generator": 2.0**10}
+  optimizers = {
+    name: ols.loss_scaling(
+      bare_adam()[name], ols.DynamicLossScale(start, growth_interval=INTERVAL)
+    )
+    for name, start in rules.items()
+  }
 
   @jax.jit
-  def move(states, overflow):
-    return [
-      tx.update(jnp.zeros(1), state, overflow=overflow)[1]
-      for tx, state in zip(transforms, states, strict=True)
-    ]
+  def train_step(params, opt_state, batch):
+    scaled, flags = {}, {}
+    for name in optimizers:
+      value_and_grad = ols.scaled_value_and_grad(
+        names["losses"][name], opt_state[name]
+      )
+      _, scaled[name] = value_and_grad(params[name], params, batch)
+      norm = optax.tree.norm(ols.unscale(scaled[name], opt_state[name]))
+      flags[name] = ~jnp.isfinite(norm)
+    new_params, new_state = {}, {}
+    for name, tx in optimizers.items():
+      updates, new_state[name] = tx.update(
+        scaled[name],
+        opt_state[name],
+        params[name],
+        **{argument: list(flags.values())},
+      )
+      new_params[name] = optax.apply_updates(params[name], updates)
+    return new_params, new_state
 
-  for overflows in STEPS:
-    states = move(states, bool(overflows))
-    first, second = map(ols.get_loss_scale, states)
-    assert first == 2.0**6 * second
+  expected = bare_run([NAMES if step else () for step in STEPS], in_turn=False)
+  params = PARAMS
+  opt_state = {name: tx.init(params[name]) for name, tx in optimizers.items()}
+  seen = {name: [] for name in NAMES}
+  ratios = set()
+  for i, overflows in enumerate(STEPS):
+    params, opt_state = train_step(params, opt_state, make_batch(overflows))
+    assert_close(params, expected[i])
+    scales = {}
+    for name in NAMES:
+      own = name in overflows
+      # With `skip` a rule does not see that only the other one overflowed.
+      if argument == "overflow":
+        seen[name].append(bool(overflows))
+      elif own or not overflows:
+        seen[name].append(own)
+      scales[name] = float(ols.get_loss_scale(opt_state[name])) / rules[name]
+      assert scales[name] == scales_of(seen[name])[-1] / 2.0**10
+    ratios.add(scales["generator"] / scales["discriminator"])
+  assert (ratios == {1.0}) == (argument == "overflow")
 
 
 def test_one_scale_all_skip_together():

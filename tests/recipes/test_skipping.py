@@ -1,5 +1,8 @@
 """The recipes for skipped steps do what their page says."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,24 +10,217 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests import support
+from tests.support import assert_same_bits
 
 PAGE = documents.read("docs/recipes/skipping.md")
-TX = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+RULE = ols.DynamicLossScale()
+TX = ols.loss_scaling(optax.sgd(0.1), RULE)
+
+
+PARAMS = {"w": jnp.full((4, 1), 0.5)}
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch @ params["w"]) ** 2)
+
+
+@functools.cache
+def recipe(title, rule=RULE):
+  """Returns what the blocks of a section define."""
+  names = {
+    "functools": functools,
+    "inner": optax.adam(0.125),
+    "jax": jax,
+    "jnp": jnp,
+    "loss_fn": loss_fn,
+    "ols": ols,
+    "optax": optax,
+    "params": PARAMS,
+    "rule": rule,
+  }
+  names["tx"] = ols.loss_scaling(names["inner"], rule)
+  return documents.run(documents.section(PAGE, title), names)
+
+
+def batch_of(size, seed=0):
+  noise = np.random.default_rng(seed).uniform(0.9, 1.1, (2, 4))
+  return jnp.float32(size * noise)
+
+
+def trained(names, sizes):
+  """Returns the parameters and states after steps on batches of these sizes."""
+  carry = PARAMS, names["opt_state"], names["guard_state"]
+  for seed, size in enumerate(sizes):
+    *carry, _ = names["train_step"](*carry, batch_of(size, seed))
+  return carry
 
 
 @pytest.mark.parametrize(("size", "skipped"), [(99.0, False), (101.0, True)])
-def test_a_large_norm_skips_the_step_and_lowers_s(size, skipped):
+def test_a_large_norm_skips_the_step_and_leaves_s_alone(size, skipped):
   params = jnp.zeros(1)
   opt_state = TX.init(params)
-  code = documents.block(PAGE, "Your own reasons to skip", "overflow=")
+  code = documents.block(PAGE, "Your own reasons to skip", "skip=")
   names = {"ols": ols, "optax": optax, "tx": TX, "params": params}
   names |= {"scaled_grads": jnp.array([size * 2**15]), "opt_state": opt_state}
   exec(code, names)
   assert names["grad_norm"] == size
   assert names["opt_state"].skipped == skipped
-  assert ols.get_loss_scale(names["opt_state"]) == 2.0 ** (
-    14 if skipped else 15
+  assert ols.get_loss_scale(names["opt_state"]) == 2.0**15
+
+
+def test_the_table_says_what_the_two_reasons_do():
+  for reason, scale, counted in (("overflow", 4.0, 0), ("skip", 8.0, 1)):
+    for skips in (True, False):
+      rule = ols.DynamicLossScale(8.0, skip=skips)
+      tx = ols.loss_scaling(optax.sgd(0.1), rule)
+      state = tx.init(jnp.ones(1))
+      _, state = tx.update(jnp.ones(1), state, **{reason: True})
+      is_skipped = skips or reason == "skip"
+      assert ols.get_loss_scale(state) == scale
+      assert state.skipped == state.consecutive_skips == is_skipped
+      assert state.skipped_steps == is_skipped
+      assert state.requested_skips == counted
+
+
+CLEAN = [1.0] * 66
+
+
+def test_a_spike_of_the_norm_is_skipped():
+  names = recipe("Spikes of the gradient norm")
+  before = trained(names, CLEAN)
+  assert before[1].skipped_steps == 0
+  params, opt_state, guard_state = trained(names, [*CLEAN, 30.0])
+  assert opt_state.skipped
+  assert opt_state.requested_skips == guard_state.spikes == 1
+  assert_same_bits(
+    (params, opt_state.inner_state, opt_state.loss_scale_state),
+    (before[0], before[1].inner_state, before[1].loss_scale_state),
   )
+  # In the warm-up it would have been applied.
+  assert trained(names, [1.0, 30.0])[1].applied_steps == 2
+  # The page's figures.
+  assert names["guard"].patience == 10
+  assert names["guard"].init().values.shape == (128,)
+  assert np.isinf(names["guard"].limit(trained(names, CLEAN[:63])[2]))
+  assert np.isfinite(names["guard"].limit(trained(names, CLEAN[:64])[2]))
+
+
+def test_a_step_that_overflows_leaves_the_guard_as_it_was():
+  names = recipe("Spikes of the gradient norm")
+  _, _, expected = trained(names, CLEAN)
+  _, opt_state, guard_state = trained(names, [*CLEAN, np.inf])
+  assert opt_state.overflow
+  assert_same_bits(guard_state, expected)
+
+
+def test_a_norm_above_the_limit_is_clipped_to_it():
+  names = recipe("Clipping instead of skipping")
+  before = trained(names, CLEAN)
+  _, opt_state, guard_state = trained(names, [*CLEAN, 30.0])
+  assert opt_state.applied_steps == len(CLEAN) + 1
+  limit = names["guard"].limit(before[2])
+  newest = guard_state.values[(guard_state.accepted - 1) % 64]
+  np.testing.assert_allclose(newest, limit, rtol=1e-6)
+  # What Adam averages has moved by a tenth of a gradient of this norm.
+  old, new = (
+    optax.tree.get(x.inner_state, "mu")["w"] for x in (before[1], opt_state)
+  )
+  clipped = (new - 0.9 * old) / 0.1
+  np.testing.assert_allclose(optax.tree.norm(clipped), limit, rtol=1e-3)
+  grads = jax.grad(loss_fn)(before[0], batch_of(30.0, len(CLEAN)))
+  assert optax.tree.norm(grads) > 10 * limit
+
+
+def test_bfloat16_has_all_guards_without_scaling():
+  names = recipe("bfloat16 without scaling, with all guards")
+  before = trained(names, CLEAN)
+  for size, overflow in ((1e4, False), (np.nan, True)):
+    params, opt_state, _ = trained(names, [*CLEAN, size])
+    assert (opt_state.skipped, opt_state.overflow) == (True, overflow)
+    assert opt_state.stalled == overflow
+    assert ols.get_loss_scale(opt_state) == 1
+    assert_same_bits(params, before[0])
+    with pytest.raises(FloatingPointError, match="1 steps in a row|skip"):
+      state = opt_state._replace(consecutive_skips=jnp.int32(2))
+      ols.raise_if_failed(state, max_consecutive_skips=1)
+  step = jax.make_jaxpr(names["train_step"])(
+    PARAMS, names["opt_state"], names["guard_state"], batch_of(1.0)
+  )
+  assert "bf16" in str(step)
+
+
+# Trying the same batch again.
+
+AGAIN = "Trying the same batch again"
+
+
+@pytest.mark.parametrize(
+  ("start", "expected"), [(2.0**10, 1), (2.0**122, 4), (2.0**119, 1)]
+)
+def test_a_step_that_overflowed_is_tried_again(start, expected):
+  names = recipe(AGAIN, ols.DynamicLossScale(start, max_scale=2.0**127))
+  # Loss and gradient are 2^8, so S must be 2^119 at most.
+  batch = jnp.full((2, 4), 8.0)
+  opt_state = names["tx"].init(PARAMS)
+  params, opt_state, loss, tries = names["train_step"](PARAMS, opt_state, batch)
+  assert tries == expected
+  assert loss == 2**8
+  assert (opt_state.applied_steps, opt_state.skipped_steps) == (1, tries - 1)
+  assert ols.get_loss_scale(opt_state) == start / 2 ** (tries - 1)
+  # As if S had fitted at once.
+  other = recipe(AGAIN, ols.DynamicLossScale(2.0**5))
+  first = other["tx"].init(PARAMS)
+  expected_params, *_ = other["train_step"](PARAMS, first, batch)
+  assert_same_bits(params, expected_params)
+
+
+def test_it_ends_after_so_many_tries():
+  names = recipe(AGAIN)
+  opt_state = names["tx"].init(PARAMS)
+  step = names["train_step"]
+  params, after, _, tries = step(PARAMS, opt_state, batch_of(np.nan))
+  assert tries == after.skipped_steps == 8
+  # The page's figure.
+  assert ols.get_loss_scale(opt_state) == ols.get_loss_scale(after) * 2**8
+  assert_same_bits(params, PARAMS)
+  assert step(PARAMS, opt_state, batch_of(np.nan), most=3)[3] == 3
+
+
+def test_it_ends_where_s_can_shrink_no_further():
+  floor = ols.DynamicLossScale(2.0**5, min_scale=2.0**4)
+  for rule, expected in ((floor, 2), (ols.FixedLossScale(), 1)):
+    names = recipe(AGAIN, rule)
+    opt_state = names["tx"].init(PARAMS)
+    _, after, _, tries = names["train_step"](
+      PARAMS, opt_state, batch_of(np.nan)
+    )
+    assert tries == expected
+    assert after.stalled
+
+
+def test_the_program_has_one_loop_with_one_step_in_it():
+  names = recipe(AGAIN)
+  step = names["train_step"]
+  opt_state = names["tx"].init(PARAMS)
+  program = jax.make_jaxpr(step)(PARAMS, opt_state, batch_of(1.0))
+  kinds = [x.primitive.name for x in support.equations(program)]
+  assert kinds.count("while") == 1
+  bare = jax.make_jaxpr(jax.value_and_grad(loss_fn))(PARAMS, batch_of(1.0))
+  products = [x.primitive.name for x in support.equations(bare)]
+  name = "dot_general"
+  assert kinds.count(name) == products.count(name) > 0
+
+
+def test_seeds_under_vmap_try_again_on_their_own():
+  names = recipe(AGAIN)
+  opt_state = names["tx"].init(PARAMS)
+  batches = jnp.stack([batch_of(1.0), batch_of(np.nan)])
+  _, after, _, tries = jax.vmap(names["train_step"], (None, None, 0))(
+    PARAMS, opt_state, batches
+  )
+  assert tries.tolist() == [1, 8]
+  assert after.applied_steps.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("factor", [1.0, np.inf])
