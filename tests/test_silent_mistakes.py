@@ -283,6 +283,42 @@ def no_gradients():
   return told(ols.loss_scaling(ADAM, RULE), update=without)
 
 
+GUARD = ols.SpikeGuard()
+
+
+def a_norm_that_is_still_scaled():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, guard_state, batch):
+    _, grads = scaled(loss_fn, opt_state)(params, batch)
+    norm = optax.tree.norm(grads)
+    spike = GUARD.is_spike(guard_state, norm)
+    updates, opt_state = tx.update(grads, opt_state, params, skip=spike)
+    guard_state = GUARD.update(guard_state, norm, opt_state)
+    return optax.apply_updates(params, updates), opt_state, guard_state
+
+  report = ols.instruments.check_step(
+    step, PARAMS, tx.init(PARAMS), GUARD.init(), BATCH
+  )
+  return broken(report)
+
+
+def a_loss_of_each_device():
+  mesh = support.make_mesh(data=1)
+
+  def spike(guard_state, batch):
+    return GUARD.is_spike(guard_state, loss_fn(PARAMS, batch))
+
+  specs = jax.P(), jax.P("data")
+  local = jax.shard_map(spike, mesh=mesh, in_specs=specs, out_specs=jax.P())
+  try:
+    jax.jit(local)(GUARD.init(), BATCH)
+  except ValueError as error:
+    return {ERROR: str(error)}
+  return {}
+
+
 NOT_SCALED = "The largest gradient does not depend on S."
 MISTAKES = {
   "S1": (
@@ -405,6 +441,14 @@ MISTAKES = {
   "S19": (
     no_gradients,
     {ERROR: "`updates` must be the scaled gradients, got None"},
+  ),
+  "a guard": (
+    a_norm_that_is_still_scaled,
+    {CHECKED: "Updates differ between S and S/2: guard_state/values"},
+  ),
+  "a guard on many devices": (
+    a_loss_of_each_device,
+    {ERROR: "`value` must be the same on all devices that share a SpikeGuard"},
   ),
 }
 

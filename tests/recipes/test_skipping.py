@@ -106,6 +106,15 @@ def test_a_spike_of_the_norm_is_skipped():
   assert np.isfinite(names["guard"].limit(trained(names, CLEAN[:64])[2]))
 
 
+def test_check_step_finds_the_step_right():
+  names = recipe("Spikes of the gradient norm")
+  report = ols.instruments.check_step(
+    names["train_step"], *trained(names, [1.0, 1.0]), batch_of(1.0)
+  )
+  assert report.ok, str(report)
+  assert report.next_values["guard_state"] == "2"
+
+
 def test_a_step_that_overflows_leaves_the_guard_as_it_was():
   names = recipe("Spikes of the gradient norm")
   _, _, expected = trained(names, CLEAN)
