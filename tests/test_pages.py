@@ -67,7 +67,7 @@ def test_the_examples_run_one_after_the_other():
 
   names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
   mixed = functools.partial(block, "mixed_precision")
-  exec(mixed("ols.autocast(loss_fn"), names)
+  exec(mixed("value_and_grad(mixed_loss_fn"), names)
   np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
   exec(mixed("ols.autocast(lenet.apply"), names)
   images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
