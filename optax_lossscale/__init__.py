@@ -25,6 +25,7 @@ from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._detectors.float_status import float_status
+from optax_lossscale._detectors.hardware import hardware
 from optax_lossscale._detectors.saturating import saturating
 from optax_lossscale._detectors.spike_guard import SpikeGuard
 from optax_lossscale._detectors.status_tap import status_tap
@@ -66,6 +67,7 @@ __all__ = [
   "float_status",
   "get_loss_scale",
   "get_policy",
+  "hardware",
   "loss_scale_metrics",
   "loss_scaling",
   "make_varying",

@@ -1,6 +1,7 @@
 """The pages under docs/ show programs that work as printed."""
 
 import ast
+import dataclasses
 import functools
 import pathlib
 import re
@@ -66,7 +67,7 @@ def test_the_examples_run_one_after_the_other():
 
   names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
   mixed = functools.partial(block, "mixed_precision")
-  exec(mixed("ols.autocast(loss_fn"), names)
+  exec(mixed("value_and_grad(mixed_loss_fn"), names)
   np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
   exec(mixed("ols.autocast(lenet.apply"), names)
   images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
@@ -98,6 +99,8 @@ def test_the_examples_run_one_after_the_other():
   )
   assert (state.low, state.steps) == (True, 2)
 
+  exec(block("checks", "ols.hardware"), names)
+  assert names["check"] == ols.nonfinite(jnp.float16)
   exec(block("checks", "ols.float_status"), names)
   assert not names["overflowed"]
   assert names["opt_state"].applied_steps == 1
@@ -122,6 +125,21 @@ def test_the_examples_run_one_after_the_other():
   assert names["metrics"]["applied_steps"] == 2
   assert names["metrics"]["headroom"] > 0
   exec(block("instruments", "ols.raise_if_failed"), names)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", None])
+def test_the_loss_is_mixed_if_the_device_prefers_a_low_dtype(name, monkeypatch):
+  found = ols.hardware()
+  preferred = name and jnp.dtype(name)
+  found = dataclasses.replace(found, preferred_dtype=preferred)
+  monkeypatch.setattr(ols, "hardware", lambda: found)
+  names = {"jnp": jnp, "ols": ols, "loss_fn": lambda x: jnp.sum(x @ x)}
+  exec(block("mixed_precision", "preferred_dtype"), names)
+  if name in ("float16", "bfloat16"):
+    found = dtypes_of("dot_general", names["mixed_loss_fn"], jnp.eye(2))
+    assert found == [name] * 2
+  else:
+    assert "mixed_loss_fn" not in names
 
 
 @pytest.mark.parametrize("page", ["does_it_matter", "instruments"])

@@ -1,4 +1,4 @@
-"""What both commands have in common: the version, and how a run is cut off."""
+"""What all commands have in common: the version, and how a run is cut off."""
 
 import os
 import pathlib

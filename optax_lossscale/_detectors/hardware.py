@@ -1,0 +1,225 @@
+"""Observes what a device does with numbers that do not fit."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._step import checks
+
+_REQUIRED = ("float16", "bfloat16", "float32")
+# Every float8 dtype that JAX has, except for float8_e8m0fnu, which has no sign.
+_FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
+_HEADER = "", "product", "cast", "0/0", "subnormals", "round trip", "widened"
+_WIDTHS = 18, 8, 8, 3, 10, 10, 11
+
+# NVIDIA's names for Volta and Turing, and for Ampere and later.
+_TURING = r"\b(G?V100|TITAN (V|RTX)|T4|T\d{3}|Quadro RTX|RTX 20[678]0|GTX 16)"
+_AMPERE = r"^(NVIDIA )?(A|H|L|B|GH|GB)\d|RTX (A\d|PRO|[345]0[5-9]0)|Ada Gen"
+
+
+class Arithmetic(NamedTuple):
+  """The behavior of a device in one dtype.
+
+  Attributes:
+    product: the largest value times 2: inf or NaN, or finite if it is clipped.
+    cast: 1e6 cast to this dtype, for bfloat16 the largest float32. None for
+      float32.
+    undefined: 0/0, which is NaN, or 0 in saturation mode.
+    keeps_subnormals: whether a subnormal value times 1 stayed the same.
+    elides_casts: whether a float32 that was cast to this dtype and back in one
+      program was not rounded. None for float32.
+    widened: whether (1 + x) - 1 was x, although 1 + x does not fit, so that the
+      sum must have been wider. False proves nothing: it is "not visible".
+  """
+
+  product: float
+  cast: float | None
+  undefined: float
+  keeps_subnormals: bool
+  elides_casts: bool | None
+  widened: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+  """The findings of `hardware`; print it for a table.
+
+  Attributes:
+    device: the device's name, as JAX has it.
+    preferred_dtype: the dtype to train in, by the device's name, since no
+      observation shows the speed of the matrix units. None if it is unknown.
+    max_keeps_nan: whether a maximum over float32 values with a NaN is NaN.
+    dtypes: what was observed in each dtype, by name, except for the float8
+      dtypes that the device or the compiler rejects.
+  """
+
+  device: str
+  preferred_dtype: Any
+  max_keeps_nan: bool
+  dtypes: dict[str, Arithmetic]
+
+  def check(self, dtype: Any) -> checks.Check:
+    """Returns `saturated(dtype)` if an overflow was clipped, or `nonfinite`.
+
+    Args:
+      dtype: the dtype that the gradients are computed in. One that was not
+        observed, such as float64, gets `nonfinite`.
+
+    Raises:
+      TypeError: if `dtype` is not a floating-point dtype.
+    """
+    dtype = arguments.check_dtype("dtype", dtype)
+    overflows = self.dtypes.get(dtype.name, ())[:2]
+    is_clipped = any(x is not None and math.isfinite(x) for x in overflows)
+    return checks.Check(saturating=is_clipped, dtype=dtype)
+
+  def __str__(self) -> str:
+    rows = [_HEADER, *(_row(name, x) for name, x in self.dtypes.items())]
+    rows += [(x, "not supported") for x in _FLOAT8 if x not in self.dtypes]
+    preferred = getattr(self.preferred_dtype, "name", "unknown")
+    lines = [
+      f"{self.device}, through JAX's compiler",
+      *("  ".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in rows),
+      f"NaN in a maximum: {'kept' if self.max_keeps_nan else 'dropped'}",
+      f"preferred dtype, by the device's name: {preferred}",
+    ]
+    return "\n".join(lines)
+
+
+def hardware(device: jax.Device | None = None) -> Hardware:
+  """Observes what a device does with numbers that do not fit.
+
+  Some hardware turns an overflow into inf and some clips it, and each needs its
+  own check. This runs one small program, and so sees the compiler and the
+  device together: in another program XLA may elide other casts, unless
+  `xla_allow_excess_precision` is off. No result proves that float16 is computed
+  natively, since float32 has more than twice as many digits: a sum, product or
+  quotient that is computed in float32 and then rounded has the same bits.
+
+  Args:
+    device: the device to observe; by default JAX's default device.
+
+  Returns:
+    The findings; print them for a table, or take `hardware().check(dtype)`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.hardware().check(jnp.float16) == ols.nonfinite(jnp.float16))
+    True
+  """
+  names = [*_REQUIRED, *_FLOAT8]
+  try:
+    used, outputs = _run(names, device)
+  except Exception:
+    # A backend may raise anything for a dtype that it lacks. If the reason was
+    # another one, this raises it again.
+    names = [x for x in names if x in _REQUIRED or _is_accepted(x, device)]
+    used, outputs = _run(names, device)
+  return Hardware(
+    device=used.device_kind,
+    preferred_dtype=_preferred_dtype(used),
+    max_keeps_nan=bool(np.isnan(outputs["maxima"]).all()),
+    dtypes={name: _read(name, outputs[name]) for name in names},
+  )
+
+
+def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
+  """Returns a device and what the probe computed there, as NumPy arrays."""
+  # XLA's CPU backend keeps a NaN in a short maximum, but not in a long one.
+  with_nan = np.array([np.nan] + [1.0] * 4095, np.float32)
+  # The caller may be tracing, or JAX may have to raise where a NaN is made.
+  with (
+    jax.ensure_compile_time_eval(),
+    jax.debug_nans(False),
+    jax.debug_infs(False),
+  ):
+    # Arguments, since a compiler could compute with constants by itself.
+    numbers = {name: _numbers(name) for name in names}
+    operands = jax.device_put((numbers, with_nan), device)
+    (used,) = operands[1].devices()
+    return used, jax.device_get(jax.jit(_probe)(*operands))
+
+
+def _is_accepted(name: str, device: Any) -> bool:
+  try:
+    return bool(_run([name], device))
+  except Exception:
+    return False
+
+
+def _numbers(name: str) -> tuple[Any, Any]:
+  """Returns the operands for a dtype, in this dtype and in float32."""
+  finfo = jnp.finfo(name)
+  subnormal, step = float(finfo.smallest_normal) / 2, float(finfo.eps)
+  too_large = np.finfo(np.float32).max if name == "bfloat16" else 1e6
+  return (
+    np.array([float(finfo.max), 2, 0, 0, 1, subnormal, step / 2], finfo.dtype),
+    np.array([too_large, 1 + step / 4], np.float32),
+  )
+
+
+def _probe(numbers: dict[str, Any], with_nan: Any) -> dict[str, Any]:
+  """Computes everything that is observed."""
+  nan, one = with_nan[:2]
+  maxima = jnp.max(with_nan), jnp.maximum(nan, one), jnp.maximum(one, nan)
+  outputs: dict[str, Any] = {"maxima": maxima}
+  for name, (own, wide) in numbers.items():
+    # Two zeros, since a compiler may know x / x without dividing.
+    largest, two, zero, other_zero, one, subnormal, half_step = own
+    too_large, between = wide
+    outputs[name] = {
+      "product": largest * two,
+      "cast": too_large.astype(own.dtype),
+      "undefined": zero / other_zero,
+      "subnormal": subnormal * one,
+      # Without a barrier, so that a compiler can elide these casts.
+      "round_trip": between.astype(own.dtype).astype(wide.dtype),
+      "difference": (one + half_step) - one,
+    }
+  return outputs
+
+
+def _read(name: str, outputs: dict[str, Any]) -> Arithmetic:
+  """Compares what the probe computed in a dtype with its operands."""
+  *_, subnormal, half_step, _, between = map(float, np.hstack(_numbers(name)))
+  is_cast = name != "float32"
+  # Always the same NaN, so that equal findings are equal.
+  values = {x: float(y) if y == y else math.nan for x, y in outputs.items()}
+  return Arithmetic(
+    product=values["product"],
+    cast=values["cast"] if is_cast else None,
+    undefined=values["undefined"],
+    keeps_subnormals=values["subnormal"] == subnormal,
+    elides_casts=values["round_trip"] == between if is_cast else None,
+    widened=values["difference"] == half_step,
+  )
+
+
+def _row(name: str, seen: Arithmetic) -> tuple[str, ...]:
+  """Returns the cells of a dtype in the table."""
+  return (
+    name,
+    *("" if x is None else f"{x:.5g}" for x in seen[:3]),
+    "kept" if seen.keeps_subnormals else "flushed",
+    {None: "", True: "elided", False: "rounded"}[seen.elides_casts],
+    "yes" if seen.widened else "not visible",
+  )
+
+
+def _preferred_dtype(device: Any) -> Any:
+  """Returns the dtype that a device is fast in; None if that is unknown."""
+  name = {"cpu": "float32", "tpu": "bfloat16"}.get(device.platform)
+  if device.platform in ("gpu", "cuda"):
+    if re.search(_AMPERE, device.device_kind):
+      name = "bfloat16"
+    elif re.search(_TURING, device.device_kind):
+      name = "float16"
+  return None if name is None else jnp.dtype(name)

@@ -1,0 +1,100 @@
+"""`doctor`: versions, devices, the table, and two sentences of advice."""
+
+import dataclasses
+from importlib import metadata
+import platform
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import cli
+from tests import documents
+
+
+@pytest.fixture(scope="module")
+def seen():
+  return ols.hardware()
+
+
+def doctor(capsys):
+  """Returns the lines that the command prints."""
+  assert cli.main(["doctor"]) == 0
+  out, err = capsys.readouterr()
+  assert err == ""
+  return out.splitlines()
+
+
+def test_versions_and_devices_come_before_the_table(seen, capsys):
+  lines = doctor(capsys)
+  packages = ("jax", "jaxlib", "optax", "flax", "chex")
+  assert lines[:7] == [
+    f"python {platform.python_version()}",
+    f"optax_lossscale {ols.__version__}",
+    *(f"{name} {metadata.version(name)}" for name in packages),
+  ]
+  kind = jax.devices()[0].device_kind
+  assert lines[7:9] == [f"devices: {jax.device_count()} x {kind}", ""]
+  table = str(seen).splitlines()
+  assert lines[9 : 9 + len(table)] == table
+  assert len(lines) == 9 + len(table) + 3
+
+
+@pytest.mark.parametrize("check", ["nonfinite", "saturated"])
+def test_the_check_is_the_observed_one(check, seen, monkeypatch, capsys):
+  product = {"nonfinite": float("inf"), "saturated": 65504.0}[check]
+  float16 = seen.dtypes["float16"]._replace(product=product)
+  found = dataclasses.replace(seen, dtypes={**seen.dtypes, "float16": float16})
+  monkeypatch.setattr(ols, "hardware", lambda: found)
+  assert (
+    doctor(capsys)[-2]
+    == f"For float16 use check=ols.{check}(jnp.float16) here."
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "advice"),
+  [
+    ("float32", "Train in float32, without loss scaling."),
+    ("bfloat16", "Train in bfloat16, without loss scaling."),
+    ("float16", "Train in float16 with ols.DynamicLossScale()."),
+    (None, "Measure which is faster here, bfloat16 or float16."),
+  ],
+)
+def test_the_dtype_is_the_preferred_one(
+  name, advice, seen, monkeypatch, capsys
+):
+  preferred = name and jnp.dtype(name)
+  found = dataclasses.replace(seen, preferred_dtype=preferred)
+  monkeypatch.setattr(ols, "hardware", lambda: found)
+  assert doctor(capsys)[-1] == advice
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_without_a_device_the_versions_and_one_line_remain(
+  kind, monkeypatch, capsys
+):
+  def devices():
+    raise kind("no\ndriver")
+
+  monkeypatch.setattr(jax, "devices", devices)
+  assert cli.main(["doctor"]) == 2
+  out, err = capsys.readouterr()
+  assert len(out.splitlines()) == 7
+  assert err == (
+    "optax-lossscale doctor: error: JAX starts no device; is JAX_PLATFORMS "
+    "right? no driver\n"
+  )
+
+
+def test_the_page_shows_the_table_with_its_columns_and_rows(seen):
+  section = documents.section(documents.read("docs/command_line.md"), "doctor")
+  (shown,) = documents.blocks(section, "text")
+  found = str(seen).splitlines()
+  columns, *rows = shown.splitlines()[1:]
+  assert columns == found[1]
+  assert [x.split()[0] for x in rows] == [x.split()[0] for x in found[2:]]
+  explained = re.findall(r"^\| ([\w/ ]+) \|", section, re.MULTILINE)
+  assert explained == ["column", *re.split(" {2,}", columns.strip())]
