@@ -177,7 +177,6 @@ def loss_scaling(
     is_gradient = leaves.resolve_mask(mask, incoming, params)
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
     inner_params = leaves.leave_out(is_gradient, params)
-
     requested = findings.requested(skip)
 
     if rule is None:
@@ -214,12 +213,12 @@ def loss_scaling(
     # Without the barrier XLA would recompute the flag at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
     skipped = overflowed & rule.skip
-    unseen = None
+    by_request = unseen = None
     if finding.skip is not None:
-      asked = jax.lax.optimization_barrier(finding.skip)
-      requested, skipped = asked & ~skipped, asked | skipped
-      # For the rule, such a step has not taken place.
-      unseen = asked & ~reported
+      requested = jax.lax.optimization_barrier(finding.skip)
+      by_request, skipped = requested & ~skipped, requested | skipped
+      # The rule does not see a step that is skipped for another reason.
+      unseen = requested & ~reported
     if averaged:
       scaled_gradients = devices.average_scaled(
         scaled_gradients, averaged, overflowed
@@ -268,7 +267,7 @@ def loss_scaling(
         stalled=stalled,
         amax=finding.amax,
         used=finding.used,
-        **_counts(state, skipped, requested),
+        **_counts(state, skipped, by_request),
       ),
     )
 
@@ -331,12 +330,12 @@ def _values_after(
 def _counts(
   state: states.LossScalingState,
   skipped: jax.Array,
-  requested: jax.Array | None,
+  by_request: jax.Array | None,
 ) -> dict[str, jax.Array]:
   """Returns the fields of the next state that say what became of the step."""
   requested_skips = state.requested_skips
-  if requested is not None:
-    requested_skips = _count_if(requested, requested_skips)
+  if by_request is not None:
+    requested_skips = _count_if(by_request, requested_skips)
   return {
     "skipped": skipped,
     "applied_steps": _count_if(~skipped, state.applied_steps),
