@@ -47,7 +47,7 @@ class Arithmetic(NamedTuple):
   widened: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Hardware:
   """The findings of `hardware`; print it for a table.
 
@@ -76,11 +76,12 @@ class Hardware:
       TypeError: if `dtype` is not a floating-point dtype.
     """
     dtype = arguments.check_dtype("dtype", dtype)
-    overflows = self.dtypes.get(dtype.name, ())[:2]
+    seen = self.dtypes.get(dtype.name)
+    overflows = (seen.product, seen.cast) if seen else ()
     is_clipped = any(x is not None and math.isfinite(x) for x in overflows)
     return checks.Check(saturating=is_clipped, dtype=dtype)
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     rows = [_HEADER, *(_row(name, x) for name, x in self.dtypes.items())]
     rows += [(x, "not supported") for x in _FLOAT8 if x not in self.dtypes]
     preferred = getattr(self.preferred_dtype, "name", "unknown")
@@ -109,12 +110,20 @@ def hardware(device: jax.Device | None = None) -> Hardware:
   Returns:
     The findings; print them for a table, or take `hardware().check(dtype)`.
 
+  Raises:
+    TypeError: if `device` is not a `jax.Device`.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> print(ols.hardware().check(jnp.float16) == ols.nonfinite(jnp.float16))
     True
   """
+  if not (device is None or isinstance(device, jax.Device)):
+    raise TypeError(
+      "`device` must be a jax.Device, such as jax.devices()[0], got "
+      f"{arguments.shown(device)}."
+    )
   names = [*_REQUIRED, *_FLOAT8]
   try:
     used, outputs = _run(names, device)
@@ -142,7 +151,7 @@ def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
     jax.debug_infs(False),
   ):
     # Arguments, since a compiler could compute with constants by itself.
-    numbers = {name: _numbers(name) for name in names}
+    numbers = {name: _operands(name) for name in names}
     operands = jax.device_put((numbers, with_nan), device)
     (used,) = operands[1].devices()
     return used, jax.device_get(jax.jit(_probe)(*operands))
@@ -155,51 +164,61 @@ def _is_accepted(name: str, device: Any) -> bool:
     return False
 
 
-def _numbers(name: str) -> tuple[Any, Any]:
-  """Returns the operands for a dtype, in this dtype and in float32."""
+def _operands(name: str) -> dict[str, Any]:
+  """Returns the operands for a dtype; the last two are float32."""
   finfo = jnp.finfo(name)
-  subnormal, step = float(finfo.smallest_normal) / 2, float(finfo.eps)
-  too_large = np.finfo(np.float32).max if name == "bfloat16" else 1e6
-  return (
-    np.array([float(finfo.max), 2, 0, 0, 1, subnormal, step / 2], finfo.dtype),
-    np.array([too_large, 1 + step / 4], np.float32),
-  )
+  step = float(finfo.eps)
+  own = {
+    "largest": float(finfo.max),
+    "two": 2,
+    # Two zeros, since a compiler may know x / x without dividing.
+    "zero": 0,
+    "other_zero": 0,
+    "one": 1,
+    "subnormal": float(finfo.smallest_normal) / 2,
+    "half_step": step / 2,
+  }
+  wide = {
+    "too_large": np.finfo(np.float32).max if name == "bfloat16" else 1e6,
+    "between": 1 + step / 4,
+  }
+  return {x: np.array(y, finfo.dtype) for x, y in own.items()} | {
+    x: np.array(y, np.float32) for x, y in wide.items()
+  }
 
 
-def _probe(numbers: dict[str, Any], with_nan: Any) -> dict[str, Any]:
+def _probe(operands: dict[str, Any], with_nan: Any) -> dict[str, Any]:
   """Computes everything that is observed."""
   nan, one = with_nan[:2]
   maxima = jnp.max(with_nan), jnp.maximum(nan, one), jnp.maximum(one, nan)
   outputs: dict[str, Any] = {"maxima": maxima}
-  for name, (own, wide) in numbers.items():
-    # Two zeros, since a compiler may know x / x without dividing.
-    largest, two, zero, other_zero, one, subnormal, half_step = own
-    too_large, between = wide
+  for name, x in operands.items():
+    dtype = x["one"].dtype
     outputs[name] = {
-      "product": largest * two,
-      "cast": too_large.astype(own.dtype),
-      "undefined": zero / other_zero,
-      "subnormal": subnormal * one,
+      "product": x["largest"] * x["two"],
+      "cast": x["too_large"].astype(dtype),
+      "undefined": x["zero"] / x["other_zero"],
+      "subnormal": x["subnormal"] * x["one"],
       # Without a barrier, so that a compiler can elide these casts.
-      "round_trip": between.astype(own.dtype).astype(wide.dtype),
-      "difference": (one + half_step) - one,
+      "round_trip": x["between"].astype(dtype).astype(jnp.float32),
+      "difference": (x["one"] + x["half_step"]) - x["one"],
     }
   return outputs
 
 
 def _read(name: str, outputs: dict[str, Any]) -> Arithmetic:
   """Compares what the probe computed in a dtype with its operands."""
-  *_, subnormal, half_step, _, between = map(float, np.hstack(_numbers(name)))
+  before = _operands(name)
   is_cast = name != "float32"
-  # Always the same NaN, so that equal findings are equal.
-  values = {x: float(y) if y == y else math.nan for x, y in outputs.items()}
   return Arithmetic(
-    product=values["product"],
-    cast=values["cast"] if is_cast else None,
-    undefined=values["undefined"],
-    keeps_subnormals=values["subnormal"] == subnormal,
-    elides_casts=values["round_trip"] == between if is_cast else None,
-    widened=values["difference"] == half_step,
+    product=float(outputs["product"]),
+    cast=float(outputs["cast"]) if is_cast else None,
+    undefined=float(outputs["undefined"]),
+    keeps_subnormals=bool(outputs["subnormal"] == before["subnormal"]),
+    elides_casts=(
+      bool(outputs["round_trip"] == before["between"]) if is_cast else None
+    ),
+    widened=bool(outputs["difference"] == before["half_step"]),
   )
 
 

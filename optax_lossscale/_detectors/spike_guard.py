@@ -47,26 +47,30 @@ class SpikeGuard:
   gradient norm) with the last `window` numbers that it accepted. Pass what
   `is_spike` returns to `tx.update` as `skip=`, which leaves S alone, and call
   `update` afterwards. Two guards watch two numbers: `skip=[spike, other]`.
+  Never pass a spike as `overflow=`: S would shrink in vain, and the guard would
+  not count it.
 
   A spike is a number above mean plus `sigma` standard deviations, or above
   `factor` times the mean, of numbers that do not include it. NaN and inf are
-  always spikes, and leave the state as it is. So does a step that overflows,
-  since the rule takes care of it.
+  always spikes. Neither they nor steps that overflow, or are skipped for
+  another reason, change the state.
 
   Attributes:
     sigma: how many (sample) standard deviations above the mean a spike begins;
       None for no such limit. 6 is what OLMo-core, levanter and maxtext use.
-    factor: how many times the mean magnitude a spike begins at; above 1; None
-      for no such limit. Megatron re-runs a step whose loss reaches 10 times the
-      largest that it has seen.
+    factor: a spike is above this many times the mean magnitude; above 1, or
+      None for no such limit. Megatron runs a step again if its loss reaches 10
+      times the largest of the first 100.
     window: how many accepted values to compare with.
     warmup: how many values to accept before any finite value is a spike; by
       default half a window, and at least 2.
-    patience: after this many spikes in a row the guard accepts the next one and
-      begins anew from it, with another warm-up. Otherwise a lasting change of
-      level would stop the training for ever. `restarts` counts these.
-    admits_spikes: whether spikes enter the window as well, as in OLMo-core,
-      levanter and maxtext. A spike then hides those that follow it.
+    patience: after this many finite spikes in a row the guard accepts the next
+      one and begins anew from it, with another warm-up. Otherwise a lasting
+      change of level would stop the training for ever. `restarts` counts these.
+    on_spike: what the window does with a spike: "drop" leaves it out; "clip"
+      takes the limit in its place, as ZClip does, for steps that are clipped
+      instead of skipped; "keep" takes the spike itself, as OLMo-core, levanter
+      and maxtext do, so that it hides those that follow it.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -102,7 +106,7 @@ class SpikeGuard:
   window: int = 128
   warmup: int | None = None
   patience: int = 10
-  admits_spikes: bool = False
+  on_spike: str = "drop"
 
   def __post_init__(self) -> None:
     if self.sigma is None and self.factor is None:
@@ -117,7 +121,7 @@ class SpikeGuard:
       window=_check_values,
       warmup=lambda name, x: x if x is None else _check_values(name, x),
       patience=arguments.check_count,
-      admits_spikes=arguments.check_flag,
+      on_spike=_check_on_spike,
     )
 
   def init(self) -> SpikeGuardState:
@@ -174,10 +178,9 @@ class SpikeGuard:
 
     Args:
       state: as in `is_spike`.
-      value: as in `is_spike`; if the gradients were clipped instead, what they
-        were clipped to.
+      value: as in `is_spike`.
       opt_state: the optimizer's state after `tx.update`, which tells whether
-        the step overflowed.
+        the step overflowed or was skipped.
       path: which state, if `opt_state` holds several. See `get_loss_scale`.
 
     Raises:
@@ -186,12 +189,18 @@ class SpikeGuard:
         several without a `path`.
     """
     value = self._read(state, value)
-    is_unseen = states.find_state(opt_state, path).overflow
-    is_unseen |= ~jnp.isfinite(value)
-    is_above = value > self._threshold(state)
+    threshold = self._threshold(state)
+    is_above = value > threshold
     begins_anew = is_above & (state.consecutive_spikes >= self.patience)
     is_spike = is_above & ~begins_anew
-    enters = ~is_spike | self.admits_spikes
+    last = states.find_state(opt_state, path)
+    # Convert to arrays, since the state may hold variables of a framework.
+    overflow, skipped = jnp.asarray(last.overflow), jnp.asarray(last.skipped)
+    is_unseen = ~jnp.isfinite(value) | overflow | (skipped & ~is_spike)
+    enters = ~is_spike | (self.on_spike != "drop")
+    entering = value
+    if self.on_spike == "clip":
+      entering = jnp.where(is_spike, threshold, value)
     # Values from before a new beginning count no more.
     accepted = jnp.where(begins_anew, 0, state.accepted)
     place = jnp.arange(self.window) == accepted % self.window
@@ -201,7 +210,7 @@ class SpikeGuard:
 
     new = SpikeGuardState(
       values=jnp.where(
-        place & enters, value, jnp.where(begins_anew, 0, state.values)
+        place & enters, entering, jnp.where(begins_anew, 0, state.values)
       ),
       accepted=count_if(enters, accepted),
       spikes=count_if(is_spike, state.spikes),
@@ -258,7 +267,8 @@ class SpikeGuard:
       raise ValueError(
         f"`window` must stay what it was in the run that is continued, got "
         f"{self.window} for a state of shape {state.values.shape}; take the "
-        "old one, or begin anew with init()."
+        "old one, or begin anew with init(). The states of several runs need "
+        "jax.vmap."
       )
 
 
@@ -272,7 +282,17 @@ def _check_above(name: str, value: Any, least: float) -> float:
 
 def _check_values(name: str, value: Any) -> int:
   """Returns a number of values, at least the 2 that a deviation takes."""
-  count = arguments.check_count(name, value, unit="values")
-  if count < 2:
-    raise ValueError(f"`{name}` must be at least 2 values, got {count}.")
+  count = arguments.check_integer(name, value, unit="values")
+  if not 2 <= count <= arguments.LARGEST_COUNT:
+    raise ValueError(
+      f"`{name}` must be between 2 and 2**31 - 1 values, got {shown(value)}."
+    )
   return count
+
+
+def _check_on_spike(name: str, value: Any) -> Any:
+  if value not in ("drop", "clip", "keep"):
+    raise ValueError(
+      f"`{name}` must be 'drop', 'clip' or 'keep', got {shown(value)}."
+    )
+  return value

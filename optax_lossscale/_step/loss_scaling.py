@@ -98,7 +98,7 @@ def loss_scaling(
     TypeError: if an argument has the wrong type, also in `init` and `update`;
       from `init`, if the rule's state has no float32[] `loss_scale`; from
       `update`, if `overflow` or `skip` is passed under another name, or if
-      `inner` takes a `skip` of its own.
+      `inner` itself takes a `skip`.
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if `axis_name` is not
@@ -181,8 +181,9 @@ def loss_scaling(
 
     if rule is None:
       if requested is not None:
-        nothing = findings.examine(check, (), skip=requested)
-        requested = agree(nothing, state.applied_steps).skip
+        no, zero = jnp.full((), False), jnp.full((), 0, jnp.float32)
+        asked = findings.Finding(no, zero, no, zero, requested)
+        requested = agree(asked, state.applied_steps).skip
       new_updates, new_state = _bare_update(
         inner,
         scaled_gradients,
@@ -303,6 +304,7 @@ def _bare_update(
     return updates, state._replace(
       inner_state=inner_state,
       skipped=jnp.zeros_like(state.skipped),
+      consecutive_skips=jnp.zeros_like(state.consecutive_skips),
       applied_steps=optax.safe_increment(state.applied_steps),
     )
   updates, inner_state = skipping.update_unless(

@@ -76,8 +76,8 @@ def check_check(check: Any) -> None:
   """Raises if `check` is not a Check."""
   if not isinstance(check, checks.Check):
     raise TypeError(
-      "`check` must be made by nonfinite() or saturated(dtype), got "
-      f"{shown(check)}."
+      "`check` must be made by nonfinite(), saturated(dtype) or "
+      f"hardware().check(dtype), got {shown(check)}."
     )
 
 
@@ -303,7 +303,8 @@ def check_accumulation(opt_state: Any) -> None:
 # The flags of `update`, and the names that they are given by mistake.
 _MISNAMED = (
   *(("overflow", x) for x in ("overflowed", "overflows", "is_overflow")),
-  *(("skip", x) for x in ("skipped", "skip_step", "should_skip")),
+  *(("skip", x) for x in ("skips", "skipped", "skip_step", "should_skip")),
+  *(("skip", x) for x in ("is_skip", "spike", "is_spike")),
 )
 
 

@@ -167,24 +167,20 @@ def record(
         f"{capacity} for a record of {size} steps; take {size}, or begin a new "
         "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
       )
-    # A step that `skip` skipped is not recorded, since a replay would show it
-    # to the rule. Its place lies outside of the arrays, so nothing is written.
-    is_unseen = last.skipped & ~last.overflow
-    place = jnp.where(is_unseen, capacity, state.recorded_steps % capacity)
+    place = state.recorded_steps % capacity
+    steps = optax.safe_increment(state.recorded_steps)
+    if extra_args.get("skip", False) is not False:
+      # A step that `skip` skipped is not recorded, since a replay would show it
+      # to the rule. JAX writes nothing to a place outside of an array.
+      is_unseen = last.skipped & ~last.overflow
+      place = jnp.where(is_unseen, capacity, place)
+      steps = jnp.where(is_unseen, state.recorded_steps, steps)
     return updates, RecordState(
       recorded_state=recorded_state,
-      recorded_steps=jnp.where(
-        is_unseen,
-        state.recorded_steps,
-        optax.safe_increment(state.recorded_steps),
-      ),
-      recorded_scale=state.recorded_scale.at[place].set(
-        loss_scale, mode="drop"
-      ),
-      recorded_amax=state.recorded_amax.at[place].set(last.amax, mode="drop"),
-      recorded_overflow=state.recorded_overflow.at[place].set(
-        last.overflow, mode="drop"
-      ),
+      recorded_steps=steps,
+      recorded_scale=state.recorded_scale.at[place].set(loss_scale),
+      recorded_amax=state.recorded_amax.at[place].set(last.amax),
+      recorded_overflow=state.recorded_overflow.at[place].set(last.overflow),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)

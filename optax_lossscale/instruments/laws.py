@@ -102,6 +102,11 @@ _OVERFLOWS = (
   "Take another batch, or see where this one overflows: "
   "ols.instruments.where_overflow.",
 )
+_REQUESTED = (
+  "inconclusive",
+  "`skip` skipped the step, so nothing could be compared.",
+  "Take a batch, or a state, with which the step is applied.",
+)
 _STALLED = (
   "wrong",
   "The step overflows at this S, and the rule cannot lower it.",
@@ -401,10 +406,12 @@ def _judge(
       is_stalled = any(
         np.any(x.stalled & x.skipped) for x in first.states.values()
       )
-    if not first.overflows:
+    is_requested = "requested" in first.outcomes.values()
+    if is_requested or not first.overflows:
       break
-  else:
-    laws = (Law("scale", *_OVERFLOWS), precision)
+  if first.overflows:
+    reason = _REQUESTED if is_requested else _OVERFLOWS
+    laws = (Law("scale", *reason), precision)
     return StepReport(laws, runs.next_values), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
@@ -600,10 +607,12 @@ class _Runs:
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
   """Returns what `update` did, derived from how its counts changed."""
-  applied, skipped = (
+  applied, skipped, requested = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
-    for x in ("applied_steps", "skipped_steps")
+    for x in ("applied_steps", "skipped_steps", "requested_skips")
   )
+  if requested and not applied:
+    return "requested"
   if skipped:
     return "several" if applied else "skipped"
   if applied:

@@ -111,14 +111,14 @@ def test_a_wider_result_comes_from_a_program_with_a_wider_dtype(name, seen):
 
 
 def test_the_compiler_does_not_compute_what_is_observed():
-  operands = {x: hardware_lib._numbers(x) for x in DTYPES}, np.ones(4096, "f4")
+  operands = {x: hardware_lib._operands(x) for x in DTYPES}, np.ones(4096, "f4")
   text = jax.jit(hardware_lib._probe).lower(*operands).compile().as_text()
   for operation in ("multiply", "divide", "add", "subtract", "convert"):
     assert f" {operation}(" in text
 
 
 def test_no_barrier_stops_a_compiler_from_eliding_casts():
-  operands = {x: hardware_lib._numbers(x) for x in DTYPES}, np.ones(4096, "f4")
+  operands = {x: hardware_lib._operands(x) for x in DTYPES}, np.ones(4096, "f4")
   program = str(jax.make_jaxpr(hardware_lib._probe)(*operands))
   assert "convert_element_type" in program
   assert "barrier" not in program and "reduce_precision" not in program
@@ -147,7 +147,7 @@ def test_saturation_mode_is_reported_for_its_dtype_alone(name, emulated, seen):
   assert not found.dtypes[name].elides_casts
   assert not found.dtypes[name].widened
   for other in {*DTYPES} - {name}:
-    assert found.dtypes[other][:3] == seen.dtypes[other][:3]
+    assert str(found.dtypes[other][:3]) == str(seen.dtypes[other][:3])
     assert found.check(other) == ols.nonfinite(other)
 
 
@@ -159,13 +159,14 @@ def test_a_nan_that_becomes_0_does_not_survive_a_maximum(emulated):
 def test_a_program_that_computes_in_float32_throughout_is_seen(emulated):
   original = hardware_lib._probe
 
-  def widened(numbers, with_nan):
-    wide = {k: (x.astype(jnp.float32), y) for k, (x, y) in numbers.items()}
+  def widened(operands, with_nan):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
     outputs = original(wide, with_nan)
-    for name, (own, _) in numbers.items():
+    for name, own in operands.items():
       # Only what leaves the program is rounded, and float32 is not.
       back = outputs[name].pop("round_trip")
-      rounded = {k: x.astype(own.dtype) for k, x in outputs[name].items()}
+      dtype = own["one"].dtype
+      rounded = {k: x.astype(dtype) for k, x in outputs[name].items()}
       outputs[name] = rounded | {"round_trip": back}
     return outputs
 
@@ -255,7 +256,7 @@ def test_a_rejected_float8_is_the_only_one_that_is_lost(emulated, seen):
 
   found = emulated(rejecting)
   left = {k: x for k, x in seen.dtypes.items() if k != "float8_e4m3fn"}
-  assert found.dtypes == left
+  assert str(found.dtypes) == str(left)
   assert "\nfloat8_e4m3fn       not supported\n" in str(found)
   assert "not supported" not in str(seen)
   assert found.check("float8_e4m3fn") == ols.nonfinite("float8_e4m3fn")
@@ -324,7 +325,7 @@ def test_a_dtype_that_is_not_observed_is_taken_for_ieee(seen):
     seen.check(jnp.int8)
 
 
-def test_two_observations_are_equal_wherever_they_are_made(seen):
+def test_an_observation_is_the_same_wherever_it_is_made(seen):
   found = []
 
   @jax.jit
@@ -337,7 +338,7 @@ def test_two_observations_are_equal_wherever_they_are_made(seen):
     found.append(ols.hardware())
   with jax.numpy_dtype_promotion("strict"):
     found.append(ols.hardware(jax.devices()[3]))
-  assert found == [seen] * 3
+  assert {repr(x) for x in found} == {repr(seen)}
 
 
 def test_the_device_that_is_observed_is_the_one_that_is_passed():
@@ -347,13 +348,19 @@ def test_the_device_that_is_observed_is_the_one_that_is_passed():
     assert hardware_lib._run(["float32"], None)[0] == device
 
 
+@pytest.mark.parametrize("device", ["cuda", 0, jnp.float16])
+def test_what_is_no_device_is_refused(device):
+  with pytest.raises(TypeError, match="`device` must be a jax.Device, such as"):
+    ols.hardware(device)
+
+
 def test_the_program_is_compiled_once(seen, monkeypatch):
   def trace(*_):
     raise AssertionError("traced again")
 
   # jit has the program under the function's name, whatever it calls now.
   monkeypatch.setattr(hardware_lib.jnp, "maximum", trace)
-  assert ols.hardware() == seen
+  assert str(ols.hardware()) == str(seen)
 
 
 def test_the_table_has_a_row_for_each_dtype_in_80_columns():

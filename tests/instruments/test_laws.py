@@ -1491,3 +1491,21 @@ def test_what_is_quoted_is_short():
   with pytest.raises(ValueError, match="`carry` must lead") as caught:
     run_check(*args, carry={"params": "0" * 10**6})
   assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("flag", [True, [jnp.array([0, 1])]])
+def test_a_step_that_skip_skips_cannot_be_compared(flag):
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+
+  def step(params, opt_state, x):
+    value_and_grad = ols.scaled_value_and_grad(
+      lambda params, x: jnp.sum(params * x), opt_state
+    )
+    _, grads = value_and_grad(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params, skip=flag)
+    return optax.apply_updates(params, updates), opt_state
+
+  params = jnp.ones(2)
+  report = ols.instruments.check_step(step, params, tx.init(params), params)
+  assert report.laws[0].verdict == "inconclusive"
+  assert report.laws[0].text.startswith("`skip` skipped the step")

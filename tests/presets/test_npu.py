@@ -229,7 +229,7 @@ def test_workers_that_share_an_s_are_told_to_be_distributed(axis_name, varying):
     update, mesh=mesh(), in_specs=jax.P("data"), out_specs=jax.P("data")
   )
   match = (
-    r"got an overflow flag that varies along 'data' .* axis_name='data'\), or "
+    r"got a flag that varies along 'data' .* axis_name='data'\), or "
     r"npu_loss_scale_optimizer\(\.\.\., is_distributed=True\) with that axis"
   )
   with pytest.raises(ValueError, match=match):

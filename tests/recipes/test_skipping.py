@@ -141,6 +141,27 @@ def test_a_norm_above_the_limit_is_clipped_to_it():
   assert optax.tree.norm(grads) > 10 * limit
 
 
+def test_gradients_of_zero_are_not_clipped_to_nan():
+  names = recipe("Clipping instead of skipping")
+  sizes = [0.0] * 30 + [1.0] * 12
+  params, opt_state, guard_state = trained(names, sizes)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+  # A limit of 0 ends with the patience.
+  assert guard_state.restarts == 1
+  assert opt_state.applied_steps == len(sizes)
+
+
+def test_a_change_of_level_is_not_clipped_for_ever():
+  names = recipe("Clipping instead of skipping")
+  state = names["guard_state"]
+  applied = ols.loss_scaling(optax.sgd(0.1), RULE).init(PARAMS)
+  for step in range(60):
+    state = names["guard"].update(state, 1.0 if step < 40 else 30.0, applied)
+  assert state.restarts == 1
+  assert state.spikes == names["guard"].patience
+  assert names["guard"].limit(state) > 30
+
+
 def test_bfloat16_has_all_guards_without_scaling():
   names = recipe("bfloat16 without scaling, with all guards")
   before = trained(names, CLEAN)
@@ -150,9 +171,14 @@ def test_bfloat16_has_all_guards_without_scaling():
     assert opt_state.stalled == overflow
     assert ols.get_loss_scale(opt_state) == 1
     assert_same_bits(params, before[0])
-    with pytest.raises(FloatingPointError, match="1 steps in a row|skip"):
-      state = opt_state._replace(consecutive_skips=jnp.int32(2))
-      ols.raise_if_failed(state, max_consecutive_skips=1)
+    cause = "NaN in its gradients" if overflow else "`skip`, which the caller"
+    sizes = [*CLEAN, size, size]
+    with pytest.raises(
+      FloatingPointError, match=f"2 steps.* because of {cause}"
+    ):
+      ols.raise_if_failed(trained(names, sizes)[1], max_consecutive_skips=1)
+  # The check names bfloat16, whose largest value is about 2^128.
+  assert before[1].headroom > 100
   step = jax.make_jaxpr(names["train_step"])(
     PARAMS, names["opt_state"], names["guard_state"], batch_of(1.0)
   )
@@ -184,6 +210,27 @@ def test_a_step_that_overflowed_is_tried_again(start, expected):
   assert_same_bits(params, expected_params)
 
 
+def test_a_try_has_the_keys_and_the_loss_of_the_first():
+  def noisy_loss_fn(params, batch):
+    x, key = batch
+    noise = jax.random.normal(key, x.shape)
+    return jnp.float16(jnp.mean(((x + noise) @ params["w"]) ** 2))
+
+  results = []
+  for start in (2.0**17, 2.0**5):
+    names = dict(recipe(AGAIN, ols.DynamicLossScale(start)))
+    names["loss_fn"] = noisy_loss_fn
+    exec(documents.blocks(documents.section(PAGE, AGAIN))[0], names)
+    batch = jnp.full((2, 4), 8.0), jax.random.key(3)
+    opt_state = names["tx"].init(PARAMS)
+    step = names["train_step"]
+    params, _, loss, tries = step(PARAMS, opt_state, batch, max_tries=12)
+    results.append((params, loss))
+    # A float16 loss holds an S of 2^15 at most.
+    assert tries == (3 if start == 2.0**17 else 1)
+  assert_same_bits(*results)
+
+
 def test_it_ends_after_so_many_tries():
   names = recipe(AGAIN)
   opt_state = names["tx"].init(PARAMS)
@@ -193,7 +240,7 @@ def test_it_ends_after_so_many_tries():
   # The page's figure.
   assert ols.get_loss_scale(opt_state) == ols.get_loss_scale(after) * 2**8
   assert_same_bits(params, PARAMS)
-  assert step(PARAMS, opt_state, batch_of(np.nan), most=3)[3] == 3
+  assert step(PARAMS, opt_state, batch_of(np.nan), max_tries=3)[3] == 3
 
 
 def test_it_ends_where_s_can_shrink_no_further():

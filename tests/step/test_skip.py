@@ -189,6 +189,14 @@ def test_a_skip_that_is_no_flag_is_refused(flag):
     tx.update(PARAMS, tx.init(PARAMS), skip=flag)
 
 
+def test_a_state_is_not_taken_for_a_list_of_flags():
+  tx = wrapped()
+  state = tx.init(PARAMS)
+  for flag in ("skip", "overflow"):
+    with pytest.raises(TypeError, match="got a SpikeGuardState"):
+      tx.update(PARAMS, state, **{flag: ols.SpikeGuard().init()})
+
+
 def test_the_overflow_of_a_window_is_no_reason_to_skip():
   tx = wrapped()
   state = tx.init(jnp.ones(()))
@@ -231,7 +239,7 @@ def test_an_optimizer_that_takes_a_skip_of_its_own_is_refused(options):
     tx.update(PARAMS, tx.init(PARAMS), **options)
 
 
-@pytest.mark.parametrize("name", ["skipped", "skip_step", "should_skip"])
+@pytest.mark.parametrize("name", ["skipped", "should_skip", "spike"])
 def test_a_flag_under_another_name_is_refused(name):
   tx = wrapped()
   with pytest.raises(TypeError, match="did you mean skip=?"):
@@ -305,6 +313,25 @@ def test_it_skips_without_a_rule(skip, compiles):
   assert counts == ([1, 0, 1, 1] if skip else [0, 1, 0, 0])
   assert after.consecutive_skips == skip
   assert not after.overflow
+
+
+def test_without_a_rule_an_applied_step_ends_a_row_of_skips():
+  tx = ols.loss_scaling(optax.sgd(0.5), None)
+  state = tx.init(PARAMS)
+  rows = []
+  for skip in (True, True, False, jnp.array(True), jnp.array(False)):
+    _, state = tx.update(PARAMS, state, PARAMS, skip=skip)
+    rows.append(int(state.consecutive_skips))
+  assert rows == [1, 2, 0, 1, 0]
+  assert state.requested_skips == 3
+
+
+def test_without_a_rule_no_check_looks_at_the_gradients():
+  tx = ols.loss_scaling(
+    optax.sgd(0.5), None, check=ols.saturated({"half": "float16"})
+  )
+  state = tx.init(PARAMS)
+  assert tx.update(PARAMS, state, PARAMS, skip=[True])[1].requested_skips == 1
 
 
 # On many devices.
