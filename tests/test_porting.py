@@ -620,6 +620,29 @@ def test_the_comparison_lists_each_trace_once():
   assert [row[0] for row in table] == [f"`{x}`" for x in traces.SYSTEMS]
 
 
+def test_systems_for_reinforcement_learning_have_the_rules_of_their_scalers():
+  title = "Systems for reinforcement learning"
+  # With the arguments in their sources, and the scalers' own defaults.
+  for system, name, arguments in (
+    ("verl with FSDP", "torch_sharded", {"growth_interval": 400}),
+    (
+      "verl with Megatron",
+      "megatron",
+      {"initial_scale": 32768, "min_scale": 1},
+    ),
+    ("OpenRLHF with ZeRO", "deepspeed", {}),
+  ):
+    (line,) = re.findall(
+      rf"^\| {system} \|.*`(ols[^`]*)` \|$", section(title), re.MULTILINE
+    )
+    rule, model = eval(line), reference.MODELS[name](**arguments)
+    move, state = jax.jit(rule.update), rule.init()
+    for overflow in (*[True] * 5, *[False] * 1001, True, *[False] * 401):
+      state = move(state, overflow)
+      model.update(overflow)
+      assert state.loss_scale == model.scale, system
+
+
 def test_the_right_side_of_each_row_of_mixed_precision_runs():
   table = section("Mixed precision: levels and lists")
   lines = re.findall(r"`(ols\.autocast\(loss_fn.*?\))`(?=,|;| \|)", table)
