@@ -94,8 +94,22 @@ def plainly(workload, setting, seed):
   return float(workload.score(params)), skipped, scale
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "dynamic"])
-@pytest.mark.parametrize("size", [0.01, 16.0])
+@pytest.mark.parametrize(
+  ("name", "size"),
+  [
+    pytest.param(name, size, marks=mark)
+    for name, size, mark in [
+      ("dynamic", 16.0, pytest.mark.slow),
+      ("float16", 0.01, pytest.mark.slow),
+      ("float32", 0.01, pytest.mark.long),
+      ("float32", 16.0, pytest.mark.long),
+      ("bfloat16", 0.01, pytest.mark.long),
+      ("bfloat16", 16.0, pytest.mark.long),
+      ("float16", 16.0, pytest.mark.long),
+      ("dynamic", 0.01, pytest.mark.long),
+    ]
+  ],
+)
 def test_training_is_that_of_a_plain_loop(name, size):
   """With a large loss, the dynamic default skips its first steps."""
   workload, setting = make_tiny(size=size), settings.SETTINGS[name]
@@ -122,6 +136,7 @@ def test_every_seed_is_scored_from_before_the_first_step():
   assert final == pytest.approx(last.score, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_float32_with_a_loss_scale_has_the_same_bits():
   made = {
     name: training.train(make_tiny(), settings.SETTINGS[name])
@@ -134,6 +149,7 @@ def test_float32_with_a_loss_scale_has_the_same_bits():
   assert len({x.digest for x in made.values()}) == 3
 
 
+@pytest.mark.slow
 def test_seeds_may_run_in_one_program(monkeypatch):
   one_by_one = training.train(make_tiny(), settings.SETTINGS["dynamic"])
   with monkeypatch.context() as patch:
@@ -144,6 +160,7 @@ def test_seeds_may_run_in_one_program(monkeypatch):
     assert a.score == pytest.approx(b.score, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_saturating_hardware_is_checked_for_saturation():
   setting = settings.SETTINGS["saturating"]
   trained = training.train(make_tiny(size=16.0), setting)
@@ -294,6 +311,7 @@ def test_rows_are_made_once_and_table_shows_those_there_are(
   assert (docs / "does_it_matter.md").read_text() == page
 
 
+@pytest.mark.slow
 def test_row_says_what_made_it_and_is_made_again_alike(repository, tmp_path):
   file = repository("--only", "tiny/dynamic")["tiny/dynamic"]
   about, points = results.read(file, training.Point)
@@ -309,6 +327,7 @@ def test_row_says_what_made_it_and_is_made_again_alike(repository, tmp_path):
   np.testing.assert_array_equal(*np.float32(scores))
 
 
+@pytest.mark.slow
 def test_screen_is_that_of_the_library(repository):
   file = repository("--only", "dull/float32")["dull/screen"]
   _, screened = results.read(file, results.Screened)
@@ -335,6 +354,7 @@ def test_short_rows_do_not_pass_for_whole_ones(capsys):
   assert "--steps needs --rows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_page_without_a_place_for_the_tables_is_refused(repository, tmp_path):
   (tmp_path / "does_it_matter.md").write_text("nothing")
   with pytest.raises(ValueError, match="must have the lines"):
@@ -484,8 +504,11 @@ def test_settings_are_what_their_names_say():
     assert [*report.products] == [dtypes[name]]
 
 
-# The transformer takes as long to compile as four others.
-LONG = {"transformer": pytest.mark.long}
+# These take as long to compile as all others together.
+LONG = dict.fromkeys(
+  ("neural_ode", "policy_gradient", "segmentation", "transformer"),
+  pytest.mark.long,
+)
 
 
 @pytest.mark.slow
@@ -507,6 +530,7 @@ def test_workload_trains(name, monkeypatch):
   assert workload.matters < abs(np.mean(scores))
 
 
+@pytest.mark.slow
 def test_page_is_made_from_the_rows():
   """It has the tables of the committed rows, and shows a picture of each."""
   made = {name: make() for name, make in workloads.WORKLOADS.items()}

@@ -256,6 +256,26 @@ def test_a_divergence_stops_the_rest_of_the_epoch_and_s_with_it():
     assert_same(carry, stopped)
 
 
+def test_skip_stops_the_rest_of_the_epoch_too():
+  names, batches = page(), make_batches(4, spoiled=[2])
+  update = "tx.update(scaled_grads, opt_state, params)"
+  code = documents.block(PAGE, "Several epochs on a batch", "def train_step")
+  assert update in code
+  code = code.replace(update, f"{update[:-1]}, skip=batch['stop'])")
+  names = dict(names)
+  exec(code, names)
+  batches["stop"] = jnp.arange(4) > 0
+  params, state, _ = names["learn"](
+    make_params(), names["tx"].init(make_params()), batches
+  )
+  first, expected, _ = learn(make_batches(1))
+  chex.assert_trees_all_close(params, first, rtol=1e-6)
+  assert (state.applied_steps, state.requested_skips) == (1, 2)
+  # The spoiled minibatch overflowed as well, which the rule does see.
+  scale = ols.get_loss_scale(expected)
+  assert ols.get_loss_scale(state) == scale / 2
+
+
 def test_the_divergence_of_a_skipped_step_neither_stops_nor_moves():
   for shift in (-1.0, 0.0):
     ((_, state), coefficient, stop), after = kl_run([shift, -0.15], spoiled=[0])
