@@ -141,8 +141,8 @@ _INVARIANCE = {
     "wrong",
     "Some gradients do not pass through loss_scaling (optax.masked or one "
     "group of a partition around it), something around it takes scaled ones "
-    "(MultiSteps, an optimizer), or something was added to them by hand "
-    f"(weight decay, noise). {_INSIDE}",
+    "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
+    f"something was added to them by hand (weight decay, noise). {_INSIDE}",
   ),
   "doubtful": ("inconclusive", _CARRY),
   "inconclusive": ("inconclusive", f"That may be rounding or not: {_WIDE}"),
