@@ -130,6 +130,13 @@ def test_squares_that_leave_the_range_of_float32_do_no_harm(level):
   assert positions(found) == [6]
 
 
+@pytest.mark.parametrize("level", [-1e-20, -1e20])
+def test_nor_do_the_squares_of_negative_values(level):
+  guard = ols.SpikeGuard(window=8, warmup=4)
+  found, _ = watch(guard, [level * x for x in (3, 3.1, 2.9, 3, 3, 3.1, 1, 3)])
+  assert positions(found) == [6]
+
+
 @pytest.mark.parametrize("level", [0.1, 0.0, -7.3])
 def test_equal_values_are_no_spikes(level):
   guard = ols.SpikeGuard(window=8, warmup=4)
@@ -150,6 +157,13 @@ def test_values_may_be_negative():
   # The mean of magnitudes is 5.
   guard = ols.SpikeGuard(sigma=None, factor=3.0, window=8, warmup=4)
   assert positions(watch(guard, values)[0]) == [8]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(2.0, 1.327), (1.2, 1.2)])
+def test_with_both_limits_the_lower_one_counts(factor, expected):
+  guard = ols.SpikeGuard(sigma=4.0, factor=factor, window=8, warmup=4)
+  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0])
+  np.testing.assert_allclose(guard.limit(state), expected, rtol=1e-3)
 
 
 # The step around it.
@@ -232,6 +246,15 @@ def test_a_skipped_step_does_not_multiply_by_zero(rule, bad):
   assert opt_state.applied_steps == 6
 
 
+def test_a_path_says_whose_overflow_counts():
+  guard = ols.SpikeGuard(window=8)
+  clean = TX.init(PARAMS)
+  _, overflowed = TX.update(PARAMS, clean, overflow=True)
+  both = {"first": clean, "second": overflowed}
+  assert guard.update(guard.init(), 1.0, both, path="first").accepted == 1
+  assert guard.update(guard.init(), 1.0, both, path="second").accepted == 0
+
+
 def test_nan_and_inf_never_enter_the_window():
   # In maxtext, levanter and OLMo-core one NaN skips the next 128 steps.
   guard = ols.SpikeGuard(window=8, warmup=4, on_spike="keep")
@@ -282,6 +305,12 @@ def test_nothing_is_skipped_during_the_warm_up():
   assert not any(watch(guard, [25.0] * 30)[0])
 
 
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_smallest_windows_warm_up_with_two_values(window):
+  found, _ = watch(ols.SpikeGuard(window=window), [1.0, 2.0, 100.0])
+  assert positions(found) == [2]
+
+
 def test_a_change_of_level_is_accepted_after_patience_and_reported():
   # axlearn's and ZClip's guards would skip or clip it for ever.
   guard = ols.SpikeGuard(window=16, warmup=4, patience=3)
@@ -293,6 +322,17 @@ def test_a_change_of_level_is_accepted_after_patience_and_reported():
   # Nothing of the old level is left, and the new one is guarded.
   assert guard.limit(state) < 40
   assert positions(watch(guard, [60.0, 25.0, 1.0], state=state)[0]) == [0]
+
+
+def test_nothing_of_the_old_level_is_left_where_it_begins_anew():
+  guard = ols.SpikeGuard(window=8, warmup=4, patience=1)
+  high = [25.0, 26.0, 24.0]
+  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 30.0, *high])
+  assert state.restarts == 1
+  _, expected = watch(guard, high)
+  assert_same_bits(
+    (state.values, state.accepted), (expected.values, expected.accepted)
+  )
 
 
 def test_a_limit_follows_a_falling_loss():

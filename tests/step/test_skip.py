@@ -182,6 +182,17 @@ def test_it_is_set_if_any_flag_is_not_zero(flag, expected):
   assert not state.overflow
 
 
+@pytest.mark.parametrize("factor", [1.0, np.inf, np.nan])
+def test_a_flag_that_is_not_set_changes_nothing(factor):
+  tx = wrapped()
+  state = tx.init(PARAMS)
+  grads = scaled(factor, state)
+  assert_same_bits(
+    tx.update(grads, state, PARAMS, skip=jnp.array(False)),
+    tx.update(grads, state, PARAMS),
+  )
+
+
 @pytest.mark.parametrize("flag", [None, "yes", {"a": 1}, [True, None]])
 def test_a_skip_that_is_no_flag_is_refused(flag):
   tx = wrapped()
@@ -246,6 +257,20 @@ def test_a_flag_under_another_name_is_refused(name):
     tx.update(PARAMS, tx.init(PARAMS), **{name: True})
 
 
+def test_an_optimizer_may_take_a_flag_of_that_name():
+  def update(updates, state, params=None, *, should_skip):
+    del params
+    return updates, (should_skip,)
+
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: (jnp.array(False),), update
+  )
+  tx = ols.loss_scaling(inner, RULE)
+  _, state = tx.update(PARAMS, tx.init(PARAMS), should_skip=jnp.array(True))
+  assert state.inner_state[0]
+  assert not state.skipped
+
+
 def test_leaves_that_go_around_the_optimizer_keep_their_values():
   # A rule that skips nothing passes their next values on, unless it must skip.
   rule = ols.FixedLossScale(8.0, skip=False)
@@ -258,6 +283,29 @@ def test_leaves_that_go_around_the_optimizer_keep_their_values():
     assert tx.update(grads, state, params, skip=flag)[0]["s"] == expected
   with pytest.raises(ValueError, match="`params` must be passed to update"):
     tx.update(grads, state, skip=True)
+
+
+def test_without_a_flag_a_rule_that_skips_nothing_needs_no_params():
+  rule = ols.FixedLossScale(8.0, skip=False)
+  tx = ols.loss_scaling(optax.sgd(0.5), rule, mask={"w": True, "s": False})
+  grads = {"w": jnp.ones(2), "s": jnp.float32(5.0)}
+  assert tx.update(grads, tx.init(grads))[0]["s"] == 5
+
+
+def test_a_rules_unusable_s_is_refused_where_no_flag_is_set():
+  class Breaking(ols.LossScale):
+    """Its next S is 0."""
+
+    def init(self):
+      return ols.FixedLossScale(8.0).init()
+
+    def update(self, state, overflow, *, amax=None):
+      return state._replace(loss_scale=jnp.float32(0))
+
+  tx = wrapped(Breaking())
+  state = tx.init(PARAMS)
+  _, after = tx.update(scaled(1.0, state), state, skip=jnp.array(False))
+  assert ols.get_loss_scale(after) == 8
 
 
 def test_nothing_is_stalled_by_a_step_that_the_rule_does_not_see():
@@ -374,6 +422,15 @@ def test_one_devices_flag_skips_the_step_on_all_in_the_one_collective(
 
 
 @pytest.mark.parametrize("rule", [RULE, None])
+def test_one_members_flag_skips_the_step_for_all_along_a_named_axis(rule):
+  tx = ols.loss_scaling(optax.sgd(0.5), rule, axis_name="data")
+  state = tx.init(jnp.ones(2))
+  update = lambda flag: tx.update(jnp.ones(2), state, skip=flag)[1]  # noqa: E731
+  after = jax.vmap(update, axis_name="data")(jnp.array([False, True, False]))
+  assert after.requested_skips.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("rule", [RULE, None])
 def test_a_flag_that_varies_along_an_unnamed_axis_is_refused(rule):
   tx = ols.loss_scaling(optax.sgd(0.5), rule)
   state = tx.init(jnp.ones(2))
@@ -454,6 +511,14 @@ def test_an_error_about_many_skips_names_it():
     ols.raise_if_failed(state, max_consecutive_skips=2)
 
 
+def test_that_error_does_not_blame_the_batch():
+  tx = wrapped()
+  _, state = tx.update(PARAMS, tx.init(PARAMS), skip=True)
+  state = state._replace(consecutive_skips=jnp.int32(2))
+  with pytest.raises(FloatingPointError, match="; look at what sets it; S is"):
+    ols.raise_if_failed(state, max_consecutive_skips=1)
+
+
 def test_a_printed_line_names_it(capfd):
   tx = wrapped()
   _, state = tx.update(PARAMS, tx.init(PARAMS), skip=True)
@@ -477,6 +542,17 @@ def test_a_record_leaves_it_out_so_that_a_replay_is_exact():
   assert history.step.tolist() == [3, 4, 5, 6]
   assert history.loss_scale.tolist() == scales[-4:]
   assert history.overflow.tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_record_stays_the_same_bit_for_bit(steps):
+  tx = ols.instruments.record(wrapped(), capacity=3)
+  state = tx.init(PARAMS)
+  for _ in range(steps):
+    _, state = tx.update(scaled(np.inf, state), state)
+  _, after = tx.update(scaled(1.0, state), state, skip=True)
+  same = after._replace(recorded_state=state.recorded_state)
+  assert_same_bits(same, state)
 
 
 # What it costs.
