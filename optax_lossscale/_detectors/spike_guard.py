@@ -203,7 +203,7 @@ class SpikeGuard:
       entering = jnp.where(is_spike, threshold, value)
     # Values from before a new beginning count no more.
     accepted = jnp.where(begins_anew, 0, state.accepted)
-    place = jnp.arange(self.window) == accepted % self.window
+    place = self._places == accepted % self.window
 
     def count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
       return jnp.where(condition, optax.safe_increment(count), count)
@@ -221,6 +221,10 @@ class SpikeGuard:
     )
     return skipping.select(is_unseen, state, new)
 
+  @property
+  def _places(self) -> jax.Array:
+    return jnp.arange(self.window, dtype=jnp.int32)
+
   def _threshold(self, state: SpikeGuardState) -> jax.Array:
     """Returns what a value must exceed to be a spike; inf in the warm-up."""
     # Divide by the largest first, since squares may leave float32's range. The
@@ -233,7 +237,7 @@ class SpikeGuard:
     limits = [jnp.float32(jnp.inf)]
     if self.sigma is not None:
       mean = jnp.sum(values) * share
-      is_filled = jnp.arange(self.window) < state.accepted
+      is_filled = self._places < state.accepted
       # Select instead of multiplying by a mask, since 0 * NaN is NaN.
       square = jnp.sum(jnp.where(is_filled, values - mean, 0) ** 2)
       deviation = jnp.sqrt(square / jnp.maximum(count - 1, 1))

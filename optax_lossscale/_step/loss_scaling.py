@@ -240,11 +240,7 @@ def loss_scaling(
         inner_updates = requirements.narrow_updates(
           inner_updates, gradients, inner_params
         )
-        trees.check_structure(
-          "the state of `inner` must keep the structure that its init made",
-          inner_state,
-          state.inner_state,
-        )
+        _check_kept("inner", inner_state, state.inner_state)
       return inner_updates, inner_state
 
     new_updates, inner_state = skipping.update_unless(
@@ -296,6 +292,8 @@ def _bare_update(
     updates, inner_state = inner.update(
       gradients, state.inner_state, params, **extra_args
     )
+    if requested is not None:
+      _check_kept("inner", inner_state, state.inner_state)
     return updates, inner_state
 
   if requested is None:
@@ -383,11 +381,7 @@ def move(
   # Most rules measure nothing, so their `update` need not take `measured`.
   more = {} if measured is None else {"measured": measured}
   moved = rule.update(state, overflow, amax=amax, **more)
-  trees.check_structure(
-    "the state of `rule` must keep the structure that its init made",
-    moved,
-    state,
-  )
+  _check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
   # A user's rule may return an S that is 0, subnormal, inf or NaN. Such an S
@@ -408,3 +402,8 @@ def move(
 
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
+
+
+def _check_kept(name: str, new: Any, old: Any) -> None:
+  rule = f"the state of `{name}` must keep the structure that its init made"
+  trees.check_structure(rule, new, old)

@@ -433,9 +433,10 @@ def test_any_real_number_is_a_value(value):
 
 
 def test_a_step_with_64_bit_types_has_the_same_state():
-  guard = ols.SpikeGuard(window=8)
-  with jax.enable_x64(True):
-    state = guard.update(guard.init(), jnp.float64(2.0), TX.init(PARAMS))
+  guard = ols.SpikeGuard(window=8, factor=3.0)
+  opt_state = TX.init(PARAMS)
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    state = guard.update(guard.init(), jnp.float64(2.0), opt_state)
     assert support.describe(state) == support.describe(guard.init())
 
 

@@ -382,6 +382,15 @@ def test_without_a_rule_no_check_looks_at_the_gradients():
   assert tx.update(PARAMS, state, PARAMS, skip=[True])[1].requested_skips == 1
 
 
+def test_without_a_rule_a_state_that_may_be_kept_must_keep_its_structure():
+  inner = optax.GradientTransformation(
+    lambda params: (), lambda updates, state, params=None: (updates, (updates,))
+  )
+  tx = ols.loss_scaling(inner, None)
+  with pytest.raises(ValueError, match="state of `inner` must keep the struc"):
+    tx.update(PARAMS, tx.init(PARAMS), skip=[False])
+
+
 # On many devices.
 
 
