@@ -208,22 +208,21 @@ def requested(skip: Any) -> jax.Array | None:
   """Returns whether the caller asks to skip, or None if no flag was passed."""
   if skip is False:
     return None  # The program has no select that depends on it.
+  if hasattr(skip, "_fields"):  # A state would pass for a list of flags.
+    raise TypeError(
+      f"`skip` must be a flag or a list of flags, got a {type(skip).__name__}."
+    )
   flags = [_as_flag("skip", reason) for reason in _listed(skip)]
   return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
 
 
 def _listed(reasons: Any) -> Any:
-  is_list = isinstance(reasons, (list, tuple)) and not hasattr(
-    reasons, "_fields"
-  )
-  return reasons if is_list else [reasons]
+  return reasons if isinstance(reasons, (list, tuple)) else [reasons]
 
 
 def _as_flag(name: str, reason: Any) -> jax.Array:
   """Returns whether a caller's flag, of any type and shape, is set."""
   rule = f"`{name}` must be a bool, a number or an array, or a list of these"
-  if hasattr(reason, "_fields"):  # A state, such as a guard's.
-    raise TypeError(f"{rule}, got a {type(reason).__name__}.")
   if isinstance(reason, WindowOverflow):
     raise TypeError(
       f"`{name}` must be a reason that S has nothing to do with, got the "
