@@ -201,7 +201,7 @@ class SpikeGuard:
     entering = value
     if self.on_spike == "clip":
       entering = jnp.where(is_spike, threshold, value)
-    # Values from before a new beginning count no more.
+    # Values from before a restart no longer count.
     accepted = jnp.where(begins_anew, 0, state.accepted)
     place = self._places == accepted % self.window
 

@@ -54,8 +54,9 @@ class LossScalingState(NamedTuple):
       and the gradients are float32 or wider.
     applied_steps: int32[], the number of steps that the inner optimizer made.
     skipped_steps: int32[], the number of steps that were not applied.
-    requested_skips: int32[], how many of `skipped_steps` the caller's `skip=`
-      skipped, and not an overflow; they did not move S.
+    requested_skips: int32[], how many of `skipped_steps` only the caller's
+      `skip=` skipped. S stayed the same, unless an overflow that the rule does
+      not skip was reported as well.
     consecutive_skips: int32[], the number of skipped steps in a row, the last
       step included; 0 if the last step was applied.
 

@@ -150,10 +150,11 @@ def test_equal_rewards_of_a_group_have_no_advantage():
   found = page()["group_advantages"](rewards)
   assert found[0].tolist() == [0, 0, 0]
   np.testing.assert_allclose(found[1], [-1.2247, 1.2247, 0], atol=1e-4)
-  code = documents.block(PAGE, "The loss, in float32", "group_advantages")
-  names = {"jnp": jnp}
-  exec(code.replace("jnp.float32(", "jnp.float16("), names)
-  assert jnp.isnan(names["group_advantages"](rewards)[0]).all()
+  for reward in (0.1, 0.7, -0.3):
+    for answers in range(3, 17):
+      equal = page()["group_advantages"](jnp.full((1, answers), reward))
+      assert (equal == 0).all()
+  assert "1e-8, a usual guard" in PAGE and jnp.float16(1e-8) == 0
 
 
 def test_clipping_sees_true_gradients_whatever_s_is():
@@ -223,7 +224,7 @@ def guarded_step():
   return jax.jit(page()["step_unless_stopped"])
 
 
-def kl_run(shifts, spoiled=(), coefficient=1.0):
+def kl_run(shifts, spoiled=()):
   """Yields the carry after each step, the old log-probs moved by a shift."""
   batches = make_batches(len(shifts), spoiled=spoiled)
   params = make_params()
@@ -236,52 +237,26 @@ def kl_run(shifts, spoiled=(), coefficient=1.0):
     + np.float32(shifts)[:, None]
   )
   carry = (params, page()["tx"].init(params))
-  carry = carry, jnp.float32(coefficient), jnp.bool_(False)
+  carry = carry, jnp.bool_(False)
   for i in range(len(shifts)):
     carry, _ = guarded_step()(carry, one(batches, i))
     yield carry
 
 
-def test_a_divergence_moves_the_coefficient():
-  # e^s - 1 - s for the log-ratio s = 0.25, 0.15, 0.
-  found = [float(x[1]) for x in kl_run([-0.25, -0.15, 0.0])]
-  assert found == [2.0, 2.0, 1.0]
-
-
 def test_a_divergence_stops_the_rest_of_the_epoch_and_s_with_it():
   stopped, *later = kl_run([-1.0, 0.0, 0.0], spoiled=[2])
-  (_, state), _, stop = stopped
+  (_, state), stop = stopped
   assert stop and state.applied_steps == 1
   for carry in later:
     assert_same(carry, stopped)
 
 
-def test_skip_stops_the_rest_of_the_epoch_too():
-  names, batches = page(), make_batches(4, spoiled=[2])
-  update = "tx.update(scaled_grads, opt_state, params)"
-  code = documents.block(PAGE, "Several epochs on a batch", "def train_step")
-  assert update in code
-  code = code.replace(update, f"{update[:-1]}, skip=batch['stop'])")
-  names = dict(names)
-  exec(code, names)
-  batches["stop"] = jnp.arange(4) > 0
-  params, state, _ = names["learn"](
-    make_params(), names["tx"].init(make_params()), batches
-  )
-  first, expected, _ = learn(make_batches(1))
-  chex.assert_trees_all_close(params, first, rtol=1e-6)
-  assert (state.applied_steps, state.requested_skips) == (1, 2)
-  # The spoiled minibatch overflowed as well, which the rule does see.
-  scale = ols.get_loss_scale(expected)
-  assert ols.get_loss_scale(state) == scale / 2
-
-
-def test_the_divergence_of_a_skipped_step_neither_stops_nor_moves():
-  for shift in (-1.0, 0.0):
-    ((_, state), coefficient, stop), after = kl_run([shift, -0.15], spoiled=[0])
-    assert (state.skipped, coefficient, stop) == (True, 1.0, False)
-    (_, state), coefficient, stop = after
-    assert (state.applied_steps, coefficient, stop) == (1, 1.0, False)
+def test_the_divergence_of_a_skipped_step_does_not_stop():
+  # e^s - 1 - s is 0.37 for a log-ratio s of 1, and 0.01 for 0.15.
+  ((_, state), stop), after = kl_run([-1.0, -0.15], spoiled=[0])
+  assert (state.skipped, stop) == (True, False)
+  (_, state), stop = after
+  assert (state.applied_steps, stop) == (1, False)
 
 
 def q_run(spoiled):
@@ -293,6 +268,7 @@ def q_run(spoiled):
     "reward": np.where(np.arange(SAMPLES) == 3, spoiled, 1.0),
     "action": np.arange(SAMPLES) % ACTIONS,
     "index": 2 * np.arange(SAMPLES),
+    "done": np.arange(SAMPLES) % 2 == 0,
   }
   others = {
     "target": make_params(7)["policy"],
@@ -302,7 +278,7 @@ def q_run(spoiled):
   }
   before = params, page()["q_tx"].init(params), others
   batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch) | {
-    name: jnp.asarray(batch[name]) for name in ("action", "index")
+    name: jnp.asarray(batch[name]) for name in ("action", "index", "done")
   }
   return before, page()["q_step"](*before, batch), batch
 
@@ -322,10 +298,12 @@ def test_an_applied_step_moves_the_target_and_all_the_rest():
     lambda new, old: 0.005 * new + 0.995 * old, params, before["target"]
   )
   chex.assert_trees_all_close(after["target"], moved, rtol=1e-6)
-  goal = 1 + 0.99 * q_values(before["target"], batch["next"]).max(axis=1)
+  later = q_values(before["target"], batch["next"]).max(axis=1)
+  goal = 1 + 0.99 * np.where(batch["done"], 0, later)
   found = q_values(make_params()["policy"], batch["x"])
   error = jnp.abs(found[jnp.arange(SAMPLES), batch["action"]] - goal)
-  np.testing.assert_allclose(after["priorities"][::2], error, rtol=0.01)
+  # The products in float16 have an error of 2^-11 of values around 1.
+  np.testing.assert_allclose(after["priorities"][::2], error, rtol=0, atol=0.01)
   assert (after["priorities"][1::2] == 1).all()
   assert after["updates"] == 4
   assert after["key"] != before["key"]
@@ -345,7 +323,7 @@ def test_seeds_skip_together_over_a_named_axis():
   text = PAGE
   for old, new in (
     ("(inner, rule, ", '(inner, rule, axis_name="seeds", '),
-    ("@jax.vmap\n", '@functools.partial(jax.vmap, axis_name="seeds")\n'),
+    ("jax.vmap(learn)", 'jax.vmap(learn, axis_name="seeds")'),
   ):
     assert text.count(old) == 1
     text = text.replace(old, new)
