@@ -123,6 +123,7 @@ def test_training_is_that_of_a_plain_loop(name, size):
     assert any(x.skipped for x in trained.points) == (size > 1)
 
 
+@pytest.mark.slow
 def test_every_seed_is_scored_from_before_the_first_step():
   trained = training.train(make_tiny(), settings.SETTINGS["null-seeds"])
   assert {x.seed for x in trained.points} == {5, 6, 7, 8, 9}
@@ -344,6 +345,7 @@ def test_screen_is_that_of_the_library(repository):
     assert errors[scale] == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_row_that_is_not_usual_is_trained_if_it_is_named(repository):
   assert "dull/headroom" in repository("--only", "dull/headroom")
 

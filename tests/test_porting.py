@@ -923,6 +923,7 @@ def test_the_names_of_the_hook_are_told_by_the_page_and_by_the_error(name):
     ols.precision_schedule("fast|step", **{name: 10})
 
 
+@pytest.mark.slow
 def test_clipping_sees_what_compute_gradients_returned_on_ascend():
   title = "NPULossScaleOptimizer, on Ascend"
   clipped, *_, unscaled = right_of(title, "`compute_gradients`")

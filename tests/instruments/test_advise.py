@@ -282,6 +282,7 @@ def test_nan_that_a_smaller_scale_may_mend_is_advised_like_inf(rule):
   assert "run such a batch again at S / 64, and if it is NaN again" in str(note)
 
 
+@pytest.mark.slow
 def test_nan_that_stays_however_small_the_scale_is_told():
   unscaled = FLAT.copy()
   unscaled[2000:2020] = NAN

@@ -205,6 +205,7 @@ class Model(nn.Module):
     return nn.Dense(2, name="last")(nn.tanh(x))
 
 
+@pytest.mark.slow
 def test_by_leaf_aux_and_flags_as_in_a_flax_model():
   model, x = Model(), jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)
   variables = jax.jit(model.init, static_argnums=2)(jax.random.key(0), x, True)

@@ -335,6 +335,7 @@ def test_a_detector_runs_where_leaks_are_looked_for(name):
 
 
 @each_detector
+@pytest.mark.slow
 def test_each_trace_of_a_detector_leaves_nothing_in_memory(name):
   def count_after(traces):
     for _ in range(traces):

@@ -53,6 +53,7 @@ def test_headroom_to_a_limit_whose_reciprocal_is_subnormal(dtype, amax):
   assert metrics["headroom"] == pytest.approx(min(expected, 126), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_headroom_is_that_of_float16_where_no_dtype_is_known():
   # As with the check that names it, but nothing else counts as an overflow.
   named = ols.nonfinite(jnp.float16)
