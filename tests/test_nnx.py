@@ -138,6 +138,7 @@ def test_training_is_that_of_pure_functions_bit_for_bit():
     assert_same_bits(optimizer, state | {"step": optimizer["step"]})
 
 
+@pytest.mark.slow
 def test_the_steps_applied_are_those_of_the_bare_optimizer_bit_for_bit():
   model, optimizer = make(tx=BARE)
   bare_train_step = nnx.jit(bare_step)

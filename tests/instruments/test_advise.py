@@ -427,6 +427,7 @@ def test_steps_that_were_applied_are_not_called_lost(skip):
       assert "lost" not in str(advice)
 
 
+@pytest.mark.slow
 def test_windows_that_dropped_a_micro_batch_are_overflows_and_not_lost():
   rule = ols.DynamicLossScale(2.0**10, growth_interval=400)
   tx = instruments.record(ols.loss_scaling(optax.sgd(0.0), rule), 400)

@@ -128,6 +128,7 @@ def test_training_again_as_advised_brings_what_was_promised(rule):
     assert mean_headroom(again) < mean_headroom(history) - 1
 
 
+@pytest.mark.slow
 def test_nan_that_half_of_the_scale_mended_is_not_called_incurable():
   history, mended = train(ASCEND)
   clean = np.flatnonzero(~history.overflow)

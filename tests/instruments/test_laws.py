@@ -179,6 +179,7 @@ def test_what_may_be_around_or_inside_is_right(tx):
   assert check(tx).ok
 
 
+@pytest.mark.slow
 def test_an_accumulated_step_is_right():
   tx = ols.loss_scaling(ADAM, RULE)
 
@@ -300,6 +301,7 @@ def two_losses(tx, first="a", second="b"):
   return jax.jit(step), params, opt_states, BATCH
 
 
+@pytest.mark.slow
 def test_two_scales_are_varied_one_at_a_time():
   tx = ols.loss_scaling(ADAM, RULE)
   assert_exact(ols.instruments.check_step(*two_losses(tx)))
@@ -452,6 +454,7 @@ def test_nnx_statistics_that_a_skip_leaves_changed_are_named():
   assert report.ok, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_selected", [True, False])
 def test_what_an_nnx_step_returns_is_held_to_the_skip(is_selected):
   model = Net(nnx.Rngs(0))
@@ -905,6 +908,7 @@ def run_check(step, *args, **options):
   return ols.instruments.check_step(step, *args, **options)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_are_right_and_the_skip_is_left_open():
   tx = ols.loss_scaling(ADAM, ols.DynamicLossScale(growth_interval=2))
 
@@ -982,6 +986,7 @@ def make_step_with(tx, outputs):
   return step, PARAMS, tx.init(PARAMS), BATCH["x"], BATCH["y"]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law():
   tx = ols.loss_scaling(ADAM, RULE)
   # Predictions, say, with the shape of what they predict.
@@ -1170,6 +1175,7 @@ def test_a_smallest_scale_gives_no_verdict():
   assert not report.ok and "wrong" not in verdicts(report).values(), report
 
 
+@pytest.mark.slow
 def test_histories_of_fp8_layers_may_depend_on_s():
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
 
@@ -1312,6 +1318,7 @@ def test_a_right_step_whose_parameters_move_late_is_right(inner):
   assert_exact(check(ols.loss_scaling(inner, RULE)))
 
 
+@pytest.mark.slow
 def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
   def decay(grads, opt_state, params):
     return jax.tree.map(lambda x, p: x + 1e-2 * p, grads, params)
@@ -1325,6 +1332,7 @@ def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
   assert "right, as far as rounding can tell" in str(report)
 
 
+@pytest.mark.slow
 def test_parameters_that_never_move_leave_the_step_uncertain():
   tx = ols.loss_scaling(optax.sgd(0.0), RULE)
   report = check(tx)
@@ -1361,6 +1369,7 @@ def test_a_mistake_shows_where_something_else_moves_first():
   assert "changed mean/v, mean/w." in law(report, "skip")
 
 
+@pytest.mark.slow
 def test_parameters_that_only_look_like_the_output_break_no_law():
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
   old = jax.tree.map(lambda x: 0.9 * x, PARAMS)
@@ -1411,6 +1420,7 @@ def test_the_errors_of_a_solver_are_rounding():
   assert verdicts(report)["scale"] == "rounding"
 
 
+@pytest.mark.slow
 def test_an_overflow_that_is_not_skipped_is_not_stalled():
   params, tokens, loss_fn = lstm()
   rule = ols.FixedLossScale(2.0**40, skip=False)

@@ -267,6 +267,7 @@ def test_the_gradient_of_joined_biases_is_one_of_given_values():
   assert "mul" in report.counts["", "float32", "inputs only"]
 
 
+@pytest.mark.slow
 def test_a_step_that_ran_before_is_reported_like_a_new_one():
   loss_fn, params, x = problem("LSTM")
   train_step, tx = make_step(ols.autocast(loss_fn, "O2"))

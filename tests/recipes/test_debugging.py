@@ -132,6 +132,7 @@ def test_gradients_beyond_float16_ask_for_an_s_below_1_which_the_rule_finds():
   assert ols.get_loss_scale(state) < 1
 
 
+@pytest.mark.slow
 def test_a_loop_that_ends_at_a_nan_asks_whether_the_step_was_skipped():
   text = documents.section(PAGE, "Reading the metrics")
 
@@ -310,6 +311,7 @@ def test_without_a_name_the_axis_is_asked_for_averaged_or_not(average):
   assert scales == ([4.0] * 8 if average else [8.0] * 3 + [4.0] + [8.0] * 4)
 
 
+@pytest.mark.slow
 def test_no_axis_is_seen_where_the_page_says_so():
   text = documents.one_line(documents.section(PAGE, BY_HAND))
   alone = [8.0] * 3 + [4.0] + [8.0] * 4

@@ -240,12 +240,14 @@ def lost_steps(rule, growth, first):
   return np.flatnonzero(skipped)
 
 
+@pytest.mark.slow
 def test_no_step_is_lost_where_the_first_s_alone_is_too_large():
   plain = ols.DynamicLossScale()
   assert lost_steps(plain, growth=0, first=400.0).tolist() == [*range(9)]
   assert lost_steps(WarmStart(plain), growth=0, first=400.0).size == 0
 
 
+@pytest.mark.slow
 def test_a_step_is_lost_for_each_bit_that_gradients_grow_by_afterwards():
   plain = ols.DynamicLossScale()
   lost = lost_steps(WarmStart(plain), growth=1 / 4, first=4.0)

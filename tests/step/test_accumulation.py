@@ -197,6 +197,7 @@ def test_the_sum_overflows_nowhere_where_no_summand_does(dtype, k, drop):
   np.testing.assert_allclose(grads, np.float32(largest), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_float64_and_complex_gradients_keep_their_precision():
   with jax.enable_x64(True):
     batch = jnp.array([1 + 3 * 2.0**-40, 1.0, 1.0])
@@ -368,6 +369,7 @@ def test_a_check_per_leaf_sees_the_paths_that_update_sees():
   assert set(seen) == {"w", "b"}
 
 
+@pytest.mark.slow
 def test_seeds_are_trained_side_by_side_under_vmap():
   _, state = make()
   run = ols.accumulated_value_and_grad(
