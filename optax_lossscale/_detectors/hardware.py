@@ -151,8 +151,8 @@ def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
     jax.debug_infs(False),
   ):
     # Arguments, since a compiler could compute with constants by itself.
-    numbers = {name: _operands(name) for name in names}
-    operands = jax.device_put((numbers, with_nan), device)
+    by_dtype = {name: _operands(name) for name in names}
+    operands = jax.device_put((by_dtype, with_nan), device)
     (used,) = operands[1].devices()
     return used, jax.device_get(jax.jit(_probe)(*operands))
 

@@ -194,9 +194,8 @@ class SpikeGuard:
     begins_anew = is_above & (state.consecutive_spikes >= self.patience)
     is_spike = is_above & ~begins_anew
     last = states.find_state(opt_state, path)
-    # Convert to arrays, since the state may hold variables of a framework.
-    overflow, skipped = jnp.asarray(last.overflow), jnp.asarray(last.skipped)
-    is_unseen = ~jnp.isfinite(value) | overflow | (skipped & ~is_spike)
+    is_other = last.skipped & ~is_spike  # Skipped for another reason.
+    is_unseen = ~jnp.isfinite(value) | last.overflow | is_other
     enters = ~is_spike | (self.on_spike != "drop")
     entering = value
     if self.on_spike == "clip":

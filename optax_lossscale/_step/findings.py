@@ -83,7 +83,6 @@ def examine(
   amax: Any = None,
   *,
   loss_scale: jax.Array | None = None,
-  skip: jax.Array | None = None,
 ) -> Finding:
   """Examines every element of every gradient, and the caller's own findings.
 
@@ -147,7 +146,7 @@ def examine(
     shares = [_share(found, _FLOAT16)]
   used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
   used = jnp.where(jnp.isfinite(found), used, found)
-  return Finding(flag, found, dropped, used, skip)
+  return Finding(flag, found, dropped, used)
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:

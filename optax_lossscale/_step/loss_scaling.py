@@ -199,14 +199,9 @@ def loss_scaling(
     loss_scale = states.get_loss_scale(state)
     provenance.check_update(scaled_gradients, loss_scale, rule, overflow)
     finding = findings.examine(
-      check,
-      scaled_gradients,
-      overflow,
-      amax,
-      loss_scale=loss_scale,
-      skip=requested,
+      check, scaled_gradients, overflow, amax, loss_scale=loss_scale
     )
-    finding = agree(finding, loss_scale)
+    finding = agree(finding._replace(skip=requested), loss_scale)
     measured = rule.measure(scaled_gradients)
     if agreed:
       measured = findings.total(measured, agreed)
