@@ -6,6 +6,7 @@ inf. So one maximum finds the largest value, even if that is inf or NaN. A
 maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
@@ -22,11 +23,15 @@ import numpy as np
 _FOLD = 32
 _LANES = 16
 
+# Folded arrays are folded again once they have this many elements together.
+_FOLDED = 65_536
+
 # An array of fewer elements costs less to copy than to read in its own kernel.
 _SMALL = 4096
 
-# Up to _TOGETHER arrays of one size below _MEDIUM elements share a kernel, to
-# save compile time. A shared kernel would read longer arrays more slowly.
+# Up to _TOGETHER arrays of one size share a kernel, on a CPU those below
+# _MEDIUM elements, to save compile time: there, a shared kernel would read
+# longer arrays more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
@@ -41,11 +46,15 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
   arrays = [x.astype(dtype) for x in arrays]
-  # On a CPU folding is fastest, but it has to reshape the arrays.
-  can_fold = jax.default_backend() == "cpu" and not any(map(_may_move, arrays))
-  largest = (
-    _largest_by_folding(arrays) if can_fold else _largest_by_leaf(arrays)
-  )
+  if any(map(_may_move, arrays)):
+    largest = _largest_by_leaf(arrays)
+  else:
+    # The platform that JAX compiles for need not be its default one.
+    largest = lax.platform_dependent(
+      arrays,
+      cpu=_largest_by_folding,
+      default=_largest_by_leaf if _may_hide(arrays) else _largest_by_group,
+    )
   return lax.bitcast_convert_type(largest, dtype)
 
 
@@ -69,21 +78,50 @@ def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
   The answer is True on any mesh of several devices, even if this machine lacks
-  them, and on an explicit mesh, whose axis type may forbid reshaping.
+  them, and on an explicit mesh, whose axis type may forbid reshaping. Inside
+  `shard_map` it is False, since there an array is one device's.
   """
   mesh = jax.typeof(x).sharding.mesh
-  is_typed = jax.sharding.AxisType.Explicit in mesh.axis_types
-  return not mesh.empty and (mesh.size > 1 or is_typed)
+  axis_types = {*mesh.axis_types}
+  if mesh.empty or axis_types == {jax.sharding.AxisType.Manual}:
+    return False
+  return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
+
+
+def _may_hide(arrays: Sequence[jax.Array]) -> bool:
+  """Returns whether arrays may be sharded although their types do not say so.
+
+  The `in_shardings` of jit are not in the types of its arguments.
+  """
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+  return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by one reduction per array, without reshaping it.
 
-  Reshaping could move a sharded array between devices. XLA combines reductions
-  over devices only within one dtype, so every dtype of up to 32 bits is reduced
-  as 32 bits.
+  XLA combines reductions over devices only within one dtype, so every dtype of
+  up to 32 bits is reduced as 32 bits.
   """
-  bits = [magnitude_bits(x) for x in arrays]
+  return _largest([magnitude_bits(x) for x in arrays])
+
+
+def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest bits by few kernels, which an accelerator must launch.
+
+  A reduction on a GPU takes one kernel or two, whatever it reads.
+  """
+  small = [x.reshape(-1) for x in arrays if x.size < _SMALL]
+  # Arrays of one shape need not be reshaped, which on a TPU is a copy.
+  groups = _groups([x for x in arrays if x.size >= _SMALL], lambda x: x.shape)
+  largest = [_together(x) for x in groups]
+  if small:
+    largest.append(magnitude_bits(jnp.concatenate(small)))
+  return _largest(largest)
+
+
+def _largest(bits: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest of all bits, by one reduction per array."""
   unsigned = bits[0].dtype
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
@@ -94,21 +132,29 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
-  small: list[jax.Array] = []
+  arrays = [x.reshape(-1) for x in arrays]
+  small = [x for x in arrays if x.size < _SMALL]
   maxima: list[jax.Array] = []
-  # `so_far` is one of the maxima. The next reduction takes it as input, and so
-  # waits for it. Otherwise XLA would hold all intermediate results at once.
-  so_far = jnp.zeros((), _unsigned(arrays[0].dtype))
-  for together in _groups([x.reshape(-1) for x in arrays]):
-    if together[0].size < _SMALL:
-      small += together
-      continue
-    blocks, rests = zip(*map(_blocks, together), strict=True)
+  folded: list[jax.Array] = []
+  # Each reduction takes one result of the last one as input, and so waits for
+  # it. Otherwise XLA would hold all intermediate results at once.
+  so_far = last = jnp.zeros((), _unsigned(arrays[0].dtype))
+  for group in _groups(
+    [x for x in arrays if x.size >= _SMALL],
+    lambda x: x.size,
+    lambda size: _TOGETHER if size < _MEDIUM else 1,
+  ):
+    blocks, rests = zip(*map(_blocks, group), strict=True)
     small += rests
-    largest = functools.reduce(jnp.maximum, map(magnitude_bits, blocks), so_far)
-    folded, rest = _blocks(_fold(largest))
-    maxima.append(jnp.concatenate([_fold(folded), rest]))
-    so_far = lax.index_in_dim(maxima[-1], 0, keepdims=False)
+    folded.append(_fold(_together(blocks, so_far)))
+    so_far = folded[-1][0]
+    if sum(x.size for x in folded) >= _FOLDED:
+      maxima += _fold_again(folded)
+      # To wait for these small reductions at once would leave cores idle.
+      so_far, last = jnp.maximum(so_far, last), maxima[-2][0]
+      folded = []
+  if folded:
+    maxima += _fold_again(folded)
   # Without the barrier XLA would read each small array with its own kernel.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
   if folded.size:
@@ -117,15 +163,23 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
 
 
-def _groups(arrays: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
-  """Yields groups of arrays of equal size, each group for one kernel."""
-  by_size: dict[int, list[jax.Array]] = {}
+def _groups(
+  arrays: Sequence[jax.Array],
+  kind: Callable[[jax.Array], Any],
+  count: Callable[[Any], int] = lambda kind: _TOGETHER,
+) -> Iterator[Sequence[jax.Array]]:
+  """Yields groups of arrays of one kind, each group for one kernel."""
+  alike: dict[Any, list[jax.Array]] = {}
   for x in arrays:
-    by_size.setdefault(x.size, []).append(x)
-  for size, alike in by_size.items():
-    count = _TOGETHER if size < _MEDIUM else 1
-    for i in range(0, len(alike), count):
-      yield alike[i : i + count]
+    alike.setdefault(kind(x), []).append(x)
+  for key, members in alike.items():
+    for i in range(0, len(members), count(key)):
+      yield members[i : i + count(key)]
+
+
+def _together(arrays: Sequence[jax.Array], *bits: jax.Array) -> jax.Array:
+  """Returns the largest bits of arrays of one shape, element by element."""
+  return functools.reduce(jnp.maximum, [*bits, *map(magnitude_bits, arrays)])
 
 
 def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,6 +195,12 @@ def _fold(bits: jax.Array) -> jax.Array:
   # times slower, since it is not vectorized.
   separate: jax.Array = lax.optimization_barrier(largest)
   return separate.reshape(-1)
+
+
+def _fold_again(folded: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns two arrays that hold the maxima of all of `folded`."""
+  blocks, rest = _blocks(jnp.concatenate(folded))
+  return [_fold(blocks), rest]
 
 
 def limit(own: Any, dtype: Any) -> float:

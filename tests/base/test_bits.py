@@ -1,6 +1,7 @@
-"""One maximum that carries NaN, inf and amax, by both ways to take it."""
+"""One maximum that carries NaN, inf and amax, by the three ways to take it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,22 @@ def jitted_amax(way):
   return jax.jit(lambda arrays, way=way: _bits.amax(arrays))
 
 
-@pytest.fixture(params=["by_folding", "by_leaf"])
+@pytest.fixture(params=["by_folding", "by_leaf", "by_group"])
 def amax(request, monkeypatch):
   """Returns the jitted amax by one way, which is taken when it is traced."""
   may_move = request.param == "by_leaf"
   monkeypatch.setattr(_bits, "_may_move", lambda x: may_move)
+  if request.param == "by_group":
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    take_for_an_accelerator(monkeypatch)
   return jitted_amax(request.param)
+
+
+def take_for_an_accelerator(monkeypatch):
+  """Makes amax read arrays on a CPU as it does on an accelerator."""
+  monkeypatch.setattr(
+    jax.lax, "platform_dependent", lambda arrays, cpu, default: default(arrays)
+  )
 
 
 @pytest.mark.slow
@@ -170,9 +181,68 @@ def test_arrays_of_a_mesh_are_read_in_their_own_shape(devices, spec, axis_type):
     assert jitted([x]) == 4.0
 
 
+def reductions(arrays, platform):
+  """Returns the shapes that amax reduces, compiled for a platform."""
+  traced = jax.jit(lambda arrays: _bits.amax(arrays)).trace(arrays)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  return re.findall(r"stablehlo.reduce.*: \(tensor<(\w+)xui", text)
+
+
+def test_the_platform_that_is_compiled_for_decides(monkeypatch):
+  arrays = [jnp.ones((64, 200))]
+  for default in ("cpu", "gpu"):
+    monkeypatch.setattr(jax, "default_backend", lambda default=default: default)
+    for accelerator in ("cuda", "rocm", "tpu"):
+      assert "64x200" in reductions(arrays, accelerator)
+    assert "25x32x16" in reductions(arrays, "cpu")
+
+
+def test_an_accelerator_reads_arrays_of_one_shape_together(monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+  def count(leaves, *shape):
+    return len(reductions([jnp.ones(shape)] * leaves, "cuda"))
+
+  # One for each group of eight, and one for all groups.
+  assert [count(n, 65, 64) for n in (10, 100)] == [2 + 1, 13 + 1]
+  # Small ones are copied into one array.
+  assert [count(n, 64, 63) for n in (10, 100)] == [2, 2]
+  # On several devices they may be sharded without showing it.
+  monkeypatch.setattr(jax, "device_count", lambda: 8)
+  assert [count(n, 65, 64) for n in (10, 100)] == [10 + 1, 100 + 1]
+  assert [count(n, 64, 63) for n in (10, 100)] == [10 + 1, 100 + 1]
+
+
+def test_shardings_that_only_jit_knows_move_nothing(monkeypatch):
+  take_for_an_accelerator(monkeypatch)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  specs = [("data",), (None, "data"), ()] * 2
+  shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+  arrays = [np.ones((64, 200), np.float32) for _ in specs]
+  jitted = jax.jit(lambda x: _bits.amax(x), in_shardings=[shardings])
+  for line in support.between_devices(jitted.lower(arrays).compile()):
+    assert "all-reduce(" in line
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_device_reads_its_own_part_like_a_whole_array(check_vma):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  read = jax.shard_map(
+    lambda split, whole: _bits.amax([split, whole])[None],
+    mesh=mesh,
+    in_specs=(PartitionSpec("data"), PartitionSpec()),
+    out_specs=PartitionSpec("data"),
+    check_vma=check_vma,
+  )
+  split = jnp.ones((64, 800)).at[63, 799].set(-4.0)
+  whole = jnp.full((5000,), 2.0)
+  np.testing.assert_array_equal(jax.jit(read)(split, whole), [2.0] * 7 + [4.0])
+  # Of its 8 x 800 elements, all but 256.
+  assert "12x32x16" in jax.jit(read).lower(split, whole).as_text()
+
+
 def test_an_array_without_a_mesh_is_folded():
-  jaxpr = jax.make_jaxpr(_bits.amax)([jnp.ones((64, 200))])
-  assert "reshape" in str(jaxpr)
+  assert "25x32x16" in reductions([jnp.ones((64, 200))], "cpu")
 
 
 def test_trees_of_other_shapes_or_dtypes_do_not_have_the_same_bits():
