@@ -231,6 +231,7 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns where two real arrays are equal; NaN equals NaN, 0 equals -0."""
   # Compares bits, since a compiler may compare floats before rounding them.
+  a, b = _bits.carried(a), _bits.carried(b)
   magnitude = _magnitude(a)
   is_equal = magnitude == _magnitude(b)
   return is_equal & ((magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b)))
