@@ -1,8 +1,8 @@
 """Evaluates a function as XLA may on a GPU: with narrowings left out.
 
 XLA may remove a cast to a narrower dtype and back, and compute in a wider dtype
-(`xla_allow_excess_precision`). What it removes depends on the backend and the
-program. Here every such rounding is removed, so that a test on a CPU fails
+(`xla_allow_excess_precision`). The backend and the program decide which ones it
+removes. Here every such rounding is removed, so that a test on a CPU fails
 where a result depends on one.
 """
 

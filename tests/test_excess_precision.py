@@ -10,7 +10,7 @@ import optax_lossscale as ols
 from tests import excess_precision
 from tests import support
 
-# What XLA does at most is quick to test, and what it does at least is slow.
+# Removing more, as when `computes` is True, is the harder case.
 COMPUTES = support.slow_but([True], [False, True])
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -76,7 +76,7 @@ def swallowed(x):
   return share(x, small), share(jnp.ones_like(x), x)
 
 
-# What each place finds in an array that its caller has just narrowed.
+# Functions of an array that its caller has just narrowed.
 PLACES = {
   "nonfinite": lambda x: updated(ols.nonfinite(), x),
   "saturated": lambda x: updated(ols.saturated(), x),

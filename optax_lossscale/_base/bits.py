@@ -73,11 +73,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   if smallest > float(own.smallest_normal):
     # Subnormal numbers are whole multiples of the smallest one.
     step = np.array(target.smallest_subnormal, x.dtype)
-    is_subnormal = jnp.abs(x) < smallest
-    multiple = lax.round(
-      jnp.where(is_subnormal, x, 0) / step, lax.RoundingMethod.TO_NEAREST_EVEN
-    )
-    result = jnp.where(is_subnormal, multiple * step, result)
+    multiple = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN)
+    result = jnp.where(jnp.abs(x) < smallest, multiple * step, result)
   if largest < float(own.max):
     beyond = np.array(np.inf).astype(target.dtype).astype(x.dtype)
     result = jnp.where(result > largest, beyond, result)

@@ -76,11 +76,11 @@ def test_a_float64_is_rounded_once():
 
 
 @pytest.mark.parametrize("name", ["float16", "float8_e4m3fn"])
-def test_what_is_not_rounded_needs_no_inf_or_nan_on_the_way(name):
-  x = jnp.float32([3e38, 0.0, 1.0, 1e-9, 2.0**-9])
+def test_numbers_that_fit_need_no_inf_or_nan_on_the_way(name):
+  x = jnp.float32([0.0, 1.0, 1e-9, 2.0**-9])
   with jax.debug_nans(True), jax.debug_infs(True):
-    found = _bits.rounded(x[1:], name)
-  np.testing.assert_array_equal(found, np.float32(cast(np.array(x[1:]), name)))
+    found = _bits.rounded(x, name)
+  np.testing.assert_array_equal(found, np.float32(cast(np.array(x), name)))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
@@ -102,4 +102,5 @@ def test_numbers_of_a_dtype_without_a_sign_or_of_a_wider_one_are_kept():
   x = np.arange(256, dtype=np.uint8).view(jnp.float8_e8m0fnu)
   found = jax.jit(_bits.carried)(x)
   np.testing.assert_array_equal(found, np.float32(x))
-  assert _bits.held(jnp.float32(0.1)) == np.float32(0.1)
+  with jax.enable_x64(True):
+    assert _bits.held(jnp.float64(0.1)) == 0.1
