@@ -191,6 +191,19 @@ def test_an_s_that_does_not_fit_the_loss_overflows():
   np.testing.assert_array_equal(found, [np.inf] * 3)
 
 
+@pytest.mark.parametrize("check", [ols.nonfinite, ols.saturated])
+def test_an_overflow_that_is_not_narrowed_is_seen_in_float32(check):
+  def overflows(x):
+    gradient = x.astype(jnp.float16).astype(jnp.float32)
+    return updated(check(jnp.float16), gradient)[0]
+
+  # Too large for float16, with the cast or without it; the last one is not.
+  x = jnp.float32([65520, 70_000, 1e6, np.inf, np.nan, 65_000])
+  for function in (overflows, excess_precision.unrounded(overflows)):
+    found = jax.jit(jax.vmap(function))(x)
+    np.testing.assert_array_equal(found, [True] * 5 + [False])
+
+
 def scanned(x):
   def body(carry, x):
     y = x.astype(jnp.float16)

@@ -38,7 +38,7 @@ def carrier(dtype: Any) -> Any:
 
 
 def carried(x: jax.Array) -> jax.Array:
-  """Returns a real array in its carrier, with the values its dtype holds."""
+  """Returns a real array in its carrier, rounded to its own dtype."""
   wide = carrier(x.dtype)
   # float8_e8m0fnu has no sign and no 0, so it cannot hold gradients.
   if wide == x.dtype or x.dtype == jnp.float8_e8m0fnu:
@@ -47,7 +47,7 @@ def carried(x: jax.Array) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-  """Returns a real array that no compiler holds in a wider dtype unrounded."""
+  """Returns a real array whose rounding to its own dtype XLA keeps."""
   if jnp.finfo(x.dtype).bits >= 32:
     return x
   return rounded(x.astype(jnp.float32), x.dtype).astype(x.dtype)
