@@ -69,7 +69,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     # With the exponents of `dtype`, this would round subnormal numbers to 0.
     result = lax.reduce_precision(x, own.nexp, target.nmant)
   smallest, largest = float(target.smallest_normal), float(target.max)
-  # A backend may flush numbers that are subnormal in both dtypes.
+  # Not if the exponents are the same, since a backend may flush a subnormal x.
   if smallest > float(own.smallest_normal):
     # Subnormal numbers are whole multiples of the smallest one.
     step = np.array(target.smallest_subnormal, x.dtype)
