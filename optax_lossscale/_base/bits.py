@@ -42,10 +42,55 @@ def carrier(dtype: Any) -> Any:
   return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
 
 
+def carried(x: jax.Array) -> jax.Array:
+  """Returns a real array in its carrier, rounded to its own dtype."""
+  wide = carrier(x.dtype)
+  # float8_e8m0fnu has no sign and no 0, so it cannot hold gradients.
+  if wide == x.dtype or x.dtype == jnp.float8_e8m0fnu:
+    return x.astype(wide)
+  return rounded(x.astype(wide), x.dtype)
+
+
+def held(x: jax.Array) -> jax.Array:
+  """Returns a real array whose rounding to its own dtype XLA keeps."""
+  if jnp.finfo(x.dtype).bits >= 32:
+    return x
+  return rounded(x.astype(jnp.float32), x.dtype).astype(x.dtype)
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
+
+  XLA may remove the casts of `x.astype(dtype).astype(x.dtype)`, and does so on
+  a GPU, but it keeps this rounding. The result has the dtype of `x`, so casting
+  it to `dtype` is exact, and removing that cast does no harm. inf and numbers
+  that are too large become what the cast makes of them: inf, NaN or the largest
+  value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has neither. A
+  float64 is rounded once, while XLA may cast it via float32.
+  """
+  own, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
+  result = x
+  if target.nmant < own.nmant:
+    # With the exponents of `dtype`, this would round subnormal numbers to 0.
+    result = lax.reduce_precision(x, own.nexp, target.nmant)
+  smallest, largest = float(target.smallest_normal), float(target.max)
+  # Not if the exponents are the same, since a backend may flush a subnormal x.
+  if smallest > float(own.smallest_normal):
+    # Subnormal numbers are whole multiples of the smallest one.
+    step = np.array(target.smallest_subnormal, x.dtype)
+    multiple = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN)
+    result = jnp.where(jnp.abs(x) < smallest, multiple * step, result)
+  if largest < float(own.max):
+    beyond = np.array(np.inf).astype(target.dtype).astype(x.dtype)
+    result = jnp.where(result > largest, beyond, result)
+    result = jnp.where(result < -largest, -beyond, result)
+  return result
+
+
 def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
-  arrays = [x.astype(dtype) for x in arrays]
+  arrays = [carried(x) for x in arrays]
   if any(map(_may_move, arrays)):
     largest = _largest_by_leaf(arrays)
   else:
@@ -228,7 +273,7 @@ def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
   nearest = float(first)
   if nearest < limit or (nearest == limit and not inclusive):
     bits = bits + bits.dtype.type(1)
-  above: jax.Array = magnitude_bits(x.astype(dtype)) >= bits
+  above: jax.Array = magnitude_bits(carried(x)) >= bits
   return above
 
 

@@ -194,12 +194,13 @@ class _Clamping(throughout.CountingRule):
 def _saturate(x: jax.Array) -> jax.Array:
   """Returns `x` with inf replaced by the largest finite value, and NaN by 0.
 
-  Working on the bits forces a compiler that computes in a wider dtype to round
-  to this dtype first.
+  Working on the bits, or `held`, forces a compiler that computes in a wider
+  dtype to round to this dtype first.
   """
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
   if not bits.has_inf(x.dtype):
+    x = bits.held(x)
     return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
   magnitude = bits.magnitude_bits(x)
   unsigned = magnitude.dtype

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states as _states
@@ -209,7 +210,8 @@ def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
   """
   if _is_absent(master) or update is None:
     return update
-  wide = _convert(param, master.dtype)
+  # A parameter that was cast in this program must be seen as it is stored.
+  wide = bits.rounded(_convert(param, master.dtype), param.dtype)
   way = jnp.where(
     # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
     skipped | (master == wide),

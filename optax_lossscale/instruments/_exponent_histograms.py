@@ -198,7 +198,7 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
   by_place = jnp.zeros(length, jnp.uint32)
   for part in _bits.parts(x):
     by_place += _elements.count(
-      lambda y: way(y.astype(dtype), length), length, [part]
+      lambda y: way(_bits.carried(y), length), length, [part]
     )
   finite = by_place[1:-1]
   exponents = np.clip(np.arange(lowest, highest + 1), _LOWEST, _HIGHEST)

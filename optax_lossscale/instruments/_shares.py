@@ -135,7 +135,7 @@ def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
   """Returns uint32[2]: how many become 0 in `target`, how many are non-zero."""
 
   def tally(x: jax.Array) -> jax.Array:
-    x = x.astype(_bits.carrier(x.dtype))
+    x = _bits.carried(x)
     return _counts(_becomes_zero(x, loss_scale, target), _magnitude(x) > 0)
 
   return _elements.count(tally, 2, [x])
@@ -211,6 +211,10 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
   """Returns uint32[2]: how many updates change nothing, how many are not 0."""
 
   def tally(param: jax.Array, update: jax.Array) -> jax.Array:
+    # The sum must start from the numbers that the dtypes hold.
+    param, update = (
+      _bits.held(x) if leaves.is_real(x) else x for x in (param, update)
+    )
     new = optax.apply_updates(param, update)
     pairs = zip(_bits.parts(new), _bits.parts(param), strict=True)
     is_same = functools.reduce(
@@ -227,10 +231,11 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns where two real arrays are equal; NaN equals NaN, 0 equals -0."""
   # Compares bits, since a compiler may compare floats before rounding them.
+  a, b = _bits.carried(a), _bits.carried(b)
   magnitude = _magnitude(a)
   is_equal = magnitude == _magnitude(b)
   return is_equal & ((magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b)))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-  return _bits.magnitude_bits(x.astype(_bits.carrier(x.dtype)))
+  return _bits.magnitude_bits(_bits.carried(x))

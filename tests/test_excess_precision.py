@@ -1,0 +1,262 @@
+"""No result depends on a narrowing that XLA may leave out on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import excess_precision
+from tests import support
+
+# Removing more, as when `computes` is True, is the harder case.
+COMPUTES = support.slow_but([True], [False, True])
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def numbers(name):
+  """Returns float32 numbers that are not in a dtype, above all at its ends."""
+  finfo = jnp.finfo(name)
+  largest, least = float(finfo.max), float(finfo.smallest_subnormal)
+  eps, normal = float(finfo.eps), float(finfo.smallest_normal)
+  # Those next to the largest number become it, the others inf or NaN.
+  with np.errstate(over="ignore"):
+    ends = np.float32([1 - eps / 8, 1 + eps / 8, 1 + eps, 2]) * largest
+  # bfloat16's subnormal numbers are also float32's, which a CPU flushes to 0.
+  low = [normal] if name == "bfloat16" else [least, normal]
+  steps = [0.4, 0.5, 0.6, 1, 1.4, 1.6] if name != "bfloat16" else [1, 1 + eps]
+  between = [1 + eps / 4, 1 + eps * 0.7, 3 + eps, 1 / 3, 2 / 3]
+  below = np.outer(low, steps).ravel()
+  found = np.float32([*ends, *below, *between, 0, np.inf, np.nan])
+  return np.concatenate([found, -found[:-1]])  # NaN has no sign.
+
+
+def updated(check, x):
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(2.0), check=check)
+  params = {"w": jnp.zeros_like(x)}
+  _, state = tx.update({"w": x}, tx.init(params), params)
+  return state.overflow, state.nan, state.amax, state.used
+
+
+def tapped(tap, x):
+  _, vjp = jax.vjp(lambda seen: tap(jnp.ones_like(x), seen), jnp.float32(0))
+  return vjp(x)
+
+
+def accumulated(x):
+  """Returns what is found about a gradient in one of two micro-batches."""
+
+  def loss_fn(params, batch):
+    return jnp.sum((params * batch).astype(jnp.float32))
+
+  value_and_grad = ols.accumulated_value_and_grad(
+    loss_fn, jnp.float32(1.0), microbatches=2
+  )
+  params, batch = jnp.ones_like(x), jnp.stack([x, jnp.ones_like(x)])
+  _, _, overflow = value_and_grad(params, batch)
+  return overflow.flags, overflow.amax
+
+
+def moved(x):
+  """Returns how a step moves parameters to their master, which is all 1."""
+  tx = ols.master_weights(optax.sgd(1.0))
+  state = tx.init(x)._replace(master=jnp.ones(x.shape, jnp.float32))
+  updates, state = tx.update(jnp.zeros_like(x), state, x)
+  return updates, state.master
+
+
+def swallowed(x):
+  """Returns the shares swallowed by, and swallowed of, the narrowed array."""
+  # optax adds no float32 to a float8.
+  eps = jnp.finfo(x.dtype).eps
+  dtype = jnp.float32 if x.dtype.itemsize > 1 else x.dtype
+  small = jnp.full(x.shape, eps / 4, dtype)
+  share = ols.instruments.swallowed_fraction
+  return share(x, small), share(jnp.ones_like(x), x)
+
+
+# Functions of an array that its caller has just narrowed.
+PLACES = {
+  "nonfinite": lambda x: updated(ols.nonfinite(), x),
+  "saturated": lambda x: updated(ols.saturated(), x),
+  "accumulated": accumulated,
+  "amax_tap": lambda x: tapped(ols.rules.amax_tap, x),
+  "status_tap": lambda x: tapped(ols.status_tap, x),
+  "share_above_edge": lambda x: ols.rules.HistogramLossScale(
+    dtype=x.dtype, bin_edge_location=1.0
+  ).measure(x),
+  "underflow": lambda x: ols.instruments.underflow_fraction(
+    x, jnp.float8_e4m3, loss_scale=2.0**-3
+  ),
+  "swallowed": swallowed,
+  "histogram": ols.instruments.exponent_histogram,
+  "master_weights": moved,
+}
+
+
+def narrowed(wide):
+  return {name: x.astype(name) for name, x in wide.items()}
+
+
+def narrowed_by_numpy(wide):
+  with np.errstate(all="ignore"):
+    return {name: x.astype(jnp.dtype(name)) for name, x in wide.items()}
+
+
+def run_unrounded(function, wide, computes):
+  unrounded = excess_precision.unrounded(function, computes=computes)
+  return jax.jit(unrounded)(wide)
+
+
+@pytest.mark.parametrize("computes", COMPUTES)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_found_is_what_the_dtype_holds(place, computes):
+  wide = {name: numbers(name) for name in DTYPES}
+
+  def find(narrow):
+    # One by one, so that no number hides another.
+    return {name: jax.vmap(PLACES[place])(x) for name, x in narrow.items()}
+
+  found = run_unrounded(lambda wide: find(narrowed(wide)), wide, computes)
+  expected = jax.jit(find)(narrowed_by_numpy(wide))
+  support.assert_same_bits(found, expected)
+
+
+def clamped(wide, narrow):
+  """Returns what saturating hardware makes of a cast, by NumPy."""
+  largest = float(jnp.finfo(narrow.dtype).max)
+  with np.errstate(all="ignore"):
+    clipped = np.clip(wide, -largest, largest).astype(narrow.dtype)
+  return np.where(np.isnan(wide), narrow.dtype.type(0), clipped)
+
+
+@pytest.mark.parametrize("computes", COMPUTES)
+def test_saturating_hardware_rounds(computes):
+  wide = {name: numbers(name) for name in DTYPES}
+
+  found = run_unrounded(
+    lambda wide: {
+      name: ols.saturating(
+        lambda x, name=name: x.astype(name).astype(jnp.float32), name
+      )(x)
+      for name, x in wide.items()
+    },
+    wide,
+    computes,
+  )
+  expected = {
+    name: np.float32(clamped(wide[name], x))
+    for name, x in narrowed_by_numpy(wide).items()
+  }
+  support.assert_same_bits(found, jax.tree.map(jnp.asarray, expected))
+
+
+@pytest.mark.parametrize("computes", COMPUTES)
+@pytest.mark.parametrize("check", [ols.nonfinite(), ols.saturated()])
+def test_a_cast_that_overflows_sets_the_status(check, computes):
+  wide = {name: numbers(name) for name in DTYPES}
+
+  def status(name, x):
+    def cast_and_back(x):
+      return x.astype(name).astype(jnp.float32)
+
+    return ols.float_status(cast_and_back, name, check=check)(x)[1]
+
+  found = run_unrounded(
+    lambda wide: {
+      name: jax.vmap(lambda x, name=name: status(name, x))(x)
+      for name, x in wide.items()
+    },
+    wide,
+    computes,
+  )
+  for name, x in narrowed_by_numpy(wide).items():
+    size = np.abs(np.float32(x))
+    largest = float(jnp.finfo(name).max)
+    within = size < largest if check.saturating else size <= largest
+    expected = np.isfinite(wide[name]) & ~within
+    np.testing.assert_array_equal(found[name], expected, name)
+
+
+def test_an_s_that_does_not_fit_the_loss_overflows():
+  def gradients(x):
+    def loss_fn(x):
+      return jnp.sum(x).astype(jnp.float16)
+
+    return ols.scaled_value_and_grad(loss_fn, jnp.float32(2.0**17))(x)[1]
+
+  x = jnp.ones(3)
+  found = jax.jit(excess_precision.unrounded(gradients))(x)
+  np.testing.assert_array_equal(found, [np.inf] * 3)
+
+
+@pytest.mark.parametrize("check", [ols.nonfinite, ols.saturated])
+def test_an_overflow_that_is_not_narrowed_is_seen_in_float32(check):
+  def overflows(x):
+    gradient = x.astype(jnp.float16).astype(jnp.float32)
+    return updated(check(jnp.float16), gradient)[0]
+
+  # Too large for float16, with the cast or without it; the last one is not.
+  x = jnp.float32([65520, 70_000, 1e6, np.inf, np.nan, 65_000])
+  for function in (overflows, excess_precision.unrounded(overflows)):
+    found = jax.jit(jax.vmap(function))(x)
+    np.testing.assert_array_equal(found, [True] * 5 + [False])
+
+
+def scanned(x):
+  def body(carry, x):
+    y = x.astype(jnp.float16)
+    return carry + y.astype(jnp.float32), y
+
+  total, ys = jax.lax.scan(body, jnp.float32(0), x)
+  return total, ys
+
+
+THIRD = np.float32(1 / 3)
+HALF = np.float32(np.float16(THIRD))
+
+
+@pytest.mark.parametrize(
+  ("function", "expected"),
+  [
+    (lambda x: x.astype(jnp.float16).astype(jnp.float32), THIRD),
+    (
+      lambda x: (
+        jnp.where(x > 0, x.astype(jnp.float16)[None], 0)
+        .reshape(1)[0]
+        .astype(jnp.float32)
+      ),
+      THIRD,
+    ),
+    (jax.jit(lambda x: jax.jit(jnp.float16)(x).astype(jnp.float32)), THIRD),
+    (lambda x: (x.astype(jnp.float16), x), (np.float16(THIRD), THIRD)),
+    (
+      lambda x: jax.lax.optimization_barrier(x.astype(jnp.float16)).astype(
+        jnp.float32
+      ),
+      HALF,
+    ),
+    (
+      lambda x: jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16) ^ 0,
+        jnp.float16,
+      ).astype(jnp.float32),
+      HALF,
+    ),
+    (lambda x: scanned(x[None]), (THIRD, np.float16([THIRD]))),
+  ],
+)
+def test_the_roundings_are_really_removed(function, expected):
+  found = excess_precision.unrounded(function)(jnp.float32(THIRD))
+  support.assert_same_bits(found, jax.tree.map(jnp.asarray, expected))
+
+
+def test_what_is_computed_in_a_narrow_dtype_is_held_in_float32():
+  def product(x):
+    return (x * x).astype(jnp.float32)
+
+  x = jnp.float16(300)
+  for computes, expected in ((False, np.inf), (True, 90_000)):
+    function = excess_precision.unrounded(product, computes=computes)
+    assert function(x) == expected
