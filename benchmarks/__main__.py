@@ -8,7 +8,7 @@ import sys
 _COMMANDS = {
   "update": "benchmarks.update_phase",
   "compile": "benchmarks.compile_time",
-  "train-step": "benchmarks.train_step",
+  "gpu": "benchmarks.gpu",
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",
   "truth": "benchmarks.truth.command",
