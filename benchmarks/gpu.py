@@ -36,13 +36,14 @@ from optax_lossscale._base import bits
 # What changes the speed and is not among the arguments.
 _ENVIRONMENT = ("JAX_", "XLA_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "OMP_NUM")
 _ABOUT = """\
-Times are medians of {rounds} rounds in which the programs of a table take turns,
-with the quartiles in brackets. Before them every program ran three times or
-more. No profiler runs, since one would switch command buffers off; they are on
-unless a row says otherwise. The state (parameters, moments, S) is donated in
-every update and train step, gradients and batches are not. "/ limit" is the time
-over that of moving as many bytes in the first program. Kernels, temporaries and
-peak are of the compiled program; a loop's body and each branch count once.
+Times are medians of {rounds} rounds in which the programs of a table take
+turns, with the quartiles in brackets. Before them every program ran three times
+or more. No profiler runs, since one would switch command buffers off; they are
+on unless a row says otherwise. The state (parameters, moments, S) is donated in
+every update and train step, gradients and batches are not. "/ limit" is the
+time over that of moving as many bytes in the first program. Kernels,
+temporaries and peak are of the compiled program; a loop's body and each branch
+count once.
 """
 # Every column by its key in a row, and the unit. An empty one is not shown.
 _COLUMNS = {
@@ -133,11 +134,13 @@ def main(argv: Sequence[str]) -> int:
       for name, value in os.environ.items()
       if name.startswith(_ENVIRONMENT)
     },
-    "hardware": repr(ols.hardware()),
+    "hardware": "",
     "plan": dataclasses.asdict(plan),
     "parts": {},
     "problems": {},
   }
+  with rounds_lib.attempt(content["problems"], "Hardware"):
+    content["hardware"] = repr(ols.hardware())
   for name, (part, share) in _PARTS.items():
     print(f"... {name}", flush=True)
     until = start + 60 * arguments.minutes * share
@@ -166,7 +169,8 @@ def _updates(plan: Plan, until: float) -> _Part:
 
 def _joined(plan: Plan, until: float) -> _Part:
   if not hasattr(bits, traffic.JOINED):
-    raise AttributeError(f"this version has no {traffic.JOINED}")
+    yield {"all": {"left_out": f"this version has no {traffic.JOINED}"}}
+    return
   count = plan.leaf_counts[-1]
   trees = {
     "GPT-2": _params(plan),
@@ -184,6 +188,7 @@ def _steps(plan: Plan, until: float) -> _Part:
     end = start + share * (until - start)
     # A quarter of the time is for the timing.
     contest.add(names, end - (end - time.monotonic()) / 4)
+    yield contest.rows
     contest.time(rounds=plan.rounds, steps=plan.steps, until=end)
     yield contest.rows
 
