@@ -1,6 +1,7 @@
 """`python -m benchmarks [COMMAND]`, from the root: one of those below."""
 
 from collections.abc import Sequence
+import faulthandler
 import importlib
 import sys
 
@@ -31,4 +32,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+  faulthandler.enable()  # What crashes in a driver would else say nothing.
   sys.exit(main(sys.argv[1:]))

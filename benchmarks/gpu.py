@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import faulthandler
 import os
 import pathlib
 import shlex
@@ -120,7 +119,6 @@ def main(argv: Sequence[str]) -> int:
     The exit code: 1 if a part failed or a guarantee does not hold.
   """
   arguments = _parse(argv)
-  faulthandler.enable()
   # JAX would take three quarters of a GPU's memory, and torch needs its own.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   start = time.monotonic()
@@ -221,7 +219,8 @@ def _params(plan: Plan) -> Any:
 def _write(out: pathlib.Path, content: dict[str, Any]) -> None:
   stats = jax.devices()[0].memory_stats() or {}
   content["peak_memory"] = stats.get("peak_bytes_in_use")
-  report.write(out / "gpu.json", content)
+  with rounds_lib.attempt(content["problems"], "gpu.json"):
+    report.write(out / "gpu.json", content)
   (out / "gpu.md").write_text(_page(content), encoding="utf-8")
 
 

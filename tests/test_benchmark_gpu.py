@@ -209,6 +209,9 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
 ):
   def fail(plan, until):
     yield {"measured before": {"kernels": 7}}
+    # A crash from here on would not take it away.
+    assert "measured before" in (tmp_path / "gpu.json").read_text()
+    assert "measured before" in (tmp_path / "gpu.md").read_text()
     raise RuntimeError("out of memory\nand so on")
 
   def succeed(plan, until):
