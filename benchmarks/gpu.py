@@ -1,9 +1,9 @@
 """`python -m benchmarks gpu`: loss scaling on one device, to be a GPU.
 
-What holds there, what the update and its check cost against the bandwidth of
-the memory, and whole train steps of GPT-2 small in every precision, in JAX and
-in torch. The page and the figures are written after each part, so that what was
-measured outlives what may fail.
+It tests the guarantees there, times the update and its check against the
+bandwidth of the memory, and times whole train steps of GPT-2 small in every
+precision, in JAX and in torch. The page and the figures are written after each
+part, so that they outlive a crash in the next one.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from benchmarks import traffic
 import optax_lossscale as ols
 from optax_lossscale._base import bits
 
-# What changes the speed and is not among the arguments.
+# Variables that change the speed.
 _ENVIRONMENT = ("JAX_", "XLA_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "OMP_NUM")
 _ABOUT = """\
 Times are medians of {rounds} rounds in which the programs of a table take

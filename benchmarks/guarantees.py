@@ -1,4 +1,4 @@
-"""What must hold on every device, in a few compiled programs each.
+"""Guarantees that every device must keep, in a few compiled programs each.
 
 NumPy's own float16 is the authority wherever numbers are compared: it rounds
 after every operation, which a compiler may leave out.

@@ -12,7 +12,7 @@ import optax_lossscale as ols
 # The check of `loss_scaling`, and nothing to update.
 CHECK = ols.loss_scaling(optax.identity(), ols.DynamicLossScale())
 _CONTROL = "while", "conditional", "call"
-# What XLA launches nothing for, or has launched already.
+# XLA launches nothing for these, or has launched it already.
 _FREE = re.compile(
   r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|"
   r"opt-barrier|partition-id|replica-id|.*-done"

@@ -160,7 +160,7 @@ def measure(
     for name, phase in phases.items()
   }
   times = rounds_lib.interleave(turns, rounds, until=until)
-  first = next(iter(phases))
+  first = next(iter(phases), "")
   for name, phase in phases.items():
     # Bytes per second, in each round.
     limits = [phases[first].traffic * calls / each for each in times[first]]
