@@ -1,6 +1,7 @@
 """`python -m benchmarks [COMMAND]`, from the root: one of those below."""
 
 from collections.abc import Sequence
+import faulthandler
 import importlib
 import sys
 
@@ -8,7 +9,7 @@ import sys
 _COMMANDS = {
   "update": "benchmarks.update_phase",
   "compile": "benchmarks.compile_time",
-  "train-step": "benchmarks.train_step",
+  "gpu": "benchmarks.gpu",
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",
   "truth": "benchmarks.truth.command",
@@ -31,4 +32,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+  faulthandler.enable()  # What crashes in a driver would else say nothing.
   sys.exit(main(sys.argv[1:]))

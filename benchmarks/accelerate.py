@@ -21,7 +21,6 @@ from typing import Any
 import jax
 
 from benchmarks import accelerate_steps as steps_lib
-from benchmarks import flax_training
 from benchmarks import machine
 from benchmarks import report
 from benchmarks import rounds as rounds_lib
@@ -52,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     "command": shlex.join(["python", "-m", "benchmarks", "accelerate", *argv]),
     "machine": machine.describe(),
     "backend": jax.default_backend(),
-    "settings": flax_training.settings("default"),
     "plan": dataclasses.asdict(plan),
   }
   print(f"{content['command']}\n{machine.headline(content['machine'])}\n")

@@ -1,17 +1,15 @@
-"""`python -m benchmarks autocast`: what it does to a model, and what it costs.
+"""`python -m benchmarks autocast`: what it makes of a model's products.
 
 Each model is given to `autocast` in float32 at every level, and beside it
 stands the same model with `dtype=float16` in its layers, written by hand.
 Counted is the gradient of the loss: in its jaxpr, and in XLA's program for this
-device. On a GPU the train step of GPT-2 is timed as well, beside that of
-`torch.autocast`. On a CPU nothing is timed: XLA computes float16 in float32
-there, so that low precision takes longer whoever asks for it.
+device. `python -m benchmarks gpu` times it. On a CPU XLA computes float16 in
+float32, so that low precision takes longer whoever asks for it.
 """
 
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import os
 import pathlib
 import shlex
 import sys
@@ -22,8 +20,6 @@ import jax.numpy as jnp
 
 from benchmarks import autocast_counts as counts
 from benchmarks import autocast_models as models
-from benchmarks import contest as contest_lib
-from benchmarks import gpt2
 from benchmarks import machine
 from benchmarks import report
 import optax_lossscale as ols
@@ -51,24 +47,20 @@ saves; the last column is of the program as it was written, nothing fused.
 
 
 def main(argv: Sequence[str]) -> int:
-  """Counts, on a GPU also times, prints the tables, and writes them as JSON.
+  """Counts, prints the tables, and writes them as JSON.
 
   Args:
     argv: the words after the command's name.
 
   Returns:
-    The exit code: 1 if a contender failed when it was timed.
+    The exit code.
   """
   arguments = _parse(argv)
-  if arguments.torch:
-    # JAX would take three quarters of a GPU's memory, and torch needs its own.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   content: dict[str, Any] = {
     "command": shlex.join(["python", "-m", "benchmarks", "autocast", *argv]),
     "machine": machine.describe(),
     "backend": jax.default_backend(),
     "models": {},
-    "step": None,
   }
   print(f"{content['command']}\n{machine.headline(content['machine'])}\n")
   if jax.default_backend() == "cpu":
@@ -81,13 +73,10 @@ def main(argv: Sequence[str]) -> int:
     rows = measure(make())
     content["models"][name] = rows
     report.show(name, _COLUMNS, [(n, *_cells(r)) for n, r in rows.items()])
-  failed = False
-  if arguments.times or jax.default_backend() == "gpu":
-    content["step"], failed = _time(arguments)
   if arguments.output is not None:
     report.write(arguments.output, content)
     print(f"wrote {arguments.output}")
-  return int(failed)
+  return 0
 
 
 def measure(model: models.Model) -> dict[str, dict[str, Any]]:
@@ -175,48 +164,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
   ]
 
 
-def _time(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-  """Returns the times of GPT-2's train steps, and whether somebody failed."""
-  is_quick = arguments.quick
-  results = contest_lib.run(
-    contest_lib.Contest(
-      size=gpt2.SIZES["tiny" if is_quick else "small"],
-      batch=2 if is_quick else 8,
-      length=16 if is_quick else 1024,
-      rounds=arguments.rounds,
-      steps=1 if is_quick else 10,
-      seed=arguments.seed,
-      # Written out: cuDNN's is a product that autocast does not see.
-      attention="plain",
-      autocast=LEVELS[1:],
-    ),
-    with_torch=arguments.torch,
-    on_contender=_progress,
-  )
-  report.show(
-    f"Train step of GPT-2, medians of {arguments.rounds} rounds",
-    ("", "ms", "/ float32 in JAX", "/ float16 by hand", "/ torch.autocast"),
-    [
-      (
-        name,
-        f"{row['seconds'].median * 1e3:.3f}",
-        *(
-          f"{row[key].median:.3f}" if row[key] else "-"
-          for key in (
-            "over_jax_float32",
-            "over_jax_float16",
-            "over_torch_float16",
-          )
-        ),
-      )
-      for name, row in results["contenders"].items()
-    ],
-  )
-  for name, reason in results["not_run"].items():
-    print(f"{name}: {reason}")
-  return results, bool(set(results["not_run"]) - {"torch"})
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks autocast",
@@ -232,24 +179,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     default=2,
     metavar="N",
     help="of the GPT-2 that is counted (default: 2)",
-  )
-  parser.add_argument(
-    "--times",
-    action="store_true",
-    help="time the train step of GPT-2 also where JAX computes on no GPU",
-  )
-  parser.add_argument(
-    "--rounds",
-    type=int,
-    default=20,
-    metavar="N",
-    help="turns of each contender that is timed (default: 20)",
-  )
-  parser.add_argument(
-    "--without-torch",
-    dest="torch",
-    action="store_false",
-    help="leave torch out, also where it is installed",
   )
   parser.add_argument(
     "--seed", type=int, default=0, help="of parameters and data (default: 0)"

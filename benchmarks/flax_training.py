@@ -1,6 +1,7 @@
 """GPT-2 in training in JAX: one compiled step, its state on the device."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import itertools
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import gpt2
+from benchmarks import kernels
 import optax_lossscale as ols
 
-# `--float32-matmul` as JAX calls it.
+# As JAX calls them.
 _PRECISIONS = {"tf32": "tensorfloat32", "float32": "float32"}
 # AdamW's arguments, written out because the defaults of optax and torch differ.
 ADAMW = {
@@ -36,6 +38,7 @@ class Training:
     *,
     rule: ols.LossScale | None,
     float32_matmul: str = "default",
+    options: Mapping[str, str] | None = None,
   ) -> None:
     """Puts everything on the device, and compiles.
 
@@ -45,6 +48,7 @@ class Training:
       batches: taken in turns.
       rule: of the loss scaling; None is none.
       float32_matmul: "tf32", "float32", or "default".
+      options: of the compiler.
     """
     tx = optax.adamw(**ADAMW)
     self._is_scaled = rule is not None
@@ -57,29 +61,17 @@ class Training:
     self._state = params, jax.jit(tx.init)(params)
     step = make_step(gpt2.make_loss_fn(model), tx, is_scaled=self._is_scaled)
     with _matmul_precision(float32_matmul):
-      self._step = (
-        jax.jit(step, donate_argnums=0).lower(self._state, batches[0]).compile()
-      )
+      lowered = jax.jit(step, donate_argnums=0).lower(self._state, batches[0])
+      self._step = lowered.compile(compiler_options=options)
 
   def step(self) -> float:
     """Trains on the next batch, and returns its loss."""
     self._state, loss = self._step(self._state, next(self._batches))
     return float(loss)
 
-  def memory(self) -> dict[str, int]:
-    """Returns bytes, as the compiler planned them; empty if it does not say."""
-    memory = self._step.memory_analysis()
-    if memory is None:
-      return {}
-    return {
-      "temporaries": memory.temp_size_in_bytes,
-      "peak": (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-      ),
-    }
+  def figures(self) -> dict[str, int | None]:
+    """Returns kernels and bytes, as the compiler planned them."""
+    return kernels.figures(self._step)
 
   def loss_scaling(self) -> dict[str, float]:
     """Returns where S is; empty without loss scaling."""
@@ -118,17 +110,6 @@ def make_step(
     return (optax.apply_updates(params, updates), opt_state), loss
 
   return step
-
-
-def settings(float32_matmul: str) -> dict[str, str]:
-  """Returns what was left to JAX, or was not, in words.
-
-  Args:
-    float32_matmul: "tf32", "float32", or "default".
-  """
-  with _matmul_precision(float32_matmul):
-    precision = jax.config.jax_default_matmul_precision
-  return {"jax float32 matmul": precision or "default (the backend's choice)"}
 
 
 def _matmul_precision(choice: str) -> Any:

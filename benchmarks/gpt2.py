@@ -160,7 +160,7 @@ def init(size: Size, seed: int) -> Any:
 
 
 def make_batches(
-  size: Size, *, batch: int, length: int, count: int, seed: int
+  size: Size, *, batch: int, length: int, count: int, seed: int = 0
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns batches of random tokens, and for each position the next one.
 
@@ -178,34 +178,27 @@ def make_batches(
   return [(some[:, :-1], some[:, 1:]) for some in text]
 
 
-def choose_attention(
-  choice: str, size: Size, dtype: DTypeLike, *, batch: int, length: int
+def fastest_attention(
+  size: Size, dtype: DTypeLike, *, batch: int, length: int
 ) -> str:
-  """Returns the implementation of attention for this device and dtype.
+  """Returns the fastest attention that compiles for this device and dtype.
 
   Args:
-    choice: "cudnn", "xla" or "plain"; or "auto", which on a GPU is cudnn in 16
-      bits if a backward pass of it compiles, and else xla, and elsewhere plain.
     size: of the model.
     dtype: of the computation.
     batch: sequences in a batch.
     length: positions of each sequence.
   """
-  if choice != "auto":
-    return choice
   if jax.default_backend() != "gpu":
     return "plain"
-  if jnp.dtype(dtype).itemsize != 2:
-    return "xla"
   shape = (batch, length, size.heads, size.width // size.heads)
 
   def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.sum(_attend(query, key, value, "cudnn").astype(jnp.float32))
 
-  argument = jax.ShapeDtypeStruct(shape, dtype)
   gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
   try:
-    gradients.lower(argument, argument, argument).compile()
+    gradients.lower(*[jax.ShapeDtypeStruct(shape, dtype)] * 3).compile()
   except Exception:  # It may fail anywhere, from JAX's checks down to cuDNN.
     return "xla"
   return "cudnn"

@@ -5,10 +5,11 @@ compiled update of `loss_scaling` must skip that step, and no other.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
-import dataclasses
 import functools
+import itertools
+import math
+import time
 from typing import Any
 
 import jax
@@ -23,40 +24,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 # Around the sizes at which kernels change: vectors, warps, blocks, and more
 # than one block can hold.
 SIZES = (1, 2, 7, 31, 33, 1000, 1025, 4097, 65537, 1_000_003, 10_000_000)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-  """One value at one place.
-
-  Attributes:
-    dtype: of the gradients.
-    size: elements of the leaf that holds the value.
-    place: where in the leaf.
-    value: what it is called in `values`.
-  """
-
-  dtype: str
-  size: int
-  place: int
-  value: str
-
-  def __str__(self) -> str:
-    """Returns the case as a report names it."""
-    return f"{self.value} at {self.place} of {self.dtype}[{self.size}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """What was tried, and what went wrong.
-
-  Attributes:
-    tried: how many cases.
-    failures: a line for each case that was not answered as it must be.
-  """
-
-  tried: int
-  failures: Sequence[str]
 
 
 def values(dtype: str) -> dict[str, int]:
@@ -84,44 +51,38 @@ def values(dtype: str) -> dict[str, int]:
 
 def run(
   *,
-  seed: int,
-  largest: int,
-  random_places: int,
-  on_leaf: Callable[[str], None] = lambda line: None,
-) -> Outcome:
+  sizes: Sequence[int] = SIZES,
+  dtypes: Sequence[str] = DTYPES,
+  until: float = math.inf,
+) -> tuple[int, list[str]]:
   """Places every value in every leaf and looks at what the wrapper answers.
 
   Args:
-    seed: of the gradients and the random places.
-    largest: elements of the largest leaf to try.
-    random_places: how many, beside the first and the last.
-    on_leaf: called with a line before each leaf.
+    sizes: of the leaves.
+    dtypes: of the gradients.
+    until: of `time.monotonic`; after it the search ends.
+
+  Returns:
+    How many cases there were, and a line for each that was answered wrongly.
   """
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   tried, failures = 0, []
-  for dtype in DTYPES:
-    for size in (size for size in SIZES if size <= largest):
-      on_leaf(f"NaN and inf in {dtype}[{size}]")
-      places = {0, size - 1, *rng.integers(size, size=random_places).tolist()}
-      answer = _make_answer(dtype, size, seed)
-      for case in _cases(dtype, size, sorted(places)):
-        tried += 1
-        wrong = _wrong(case, answer(case))
-        if wrong:
-          failures.append(f"{case}: {wrong}")
-  return Outcome(tried, failures)
+  # The largest first, of which a reduction makes several kernels.
+  for size, dtype in itertools.product(sorted(sizes, reverse=True), dtypes):
+    if tried and time.monotonic() > until:
+      break
+    answer = _make_answer(dtype, size)
+    places = {0, size - 1, *rng.integers(size, size=2).tolist()}
+    for place, value in itertools.product(sorted(places), values(dtype)):
+      tried += 1
+      wrong = _wrong(value, answer(place, value))
+      if wrong:
+        failures.append(f"{value} at {place} of {dtype}[{size}]: {wrong}")
+  return tried, failures
 
 
-def _cases(dtype: str, size: int, places: Sequence[int]) -> Iterator[Case]:
-  for place in places:
-    for value in values(dtype):
-      yield Case(dtype, size, place, value)
-
-
-def _make_answer(
-  dtype: str, size: int, seed: int
-) -> Callable[[Case], dict[str, Any]]:
-  """Returns a function from a case to what the wrapper says of it."""
+def _make_answer(dtype: str, size: int) -> Callable[[int, str], dict[str, Any]]:
+  """Returns a function from a place and a value to what the wrapper says."""
   unsigned = jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
   # The leaf stands between others, as in a model.
@@ -131,7 +92,7 @@ def _make_answer(
 
   @jax.jit
   def make() -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
       name: jax.random.normal(key, shape).astype(dtype)
       for key, (name, shape) in zip(keys, shapes.items(), strict=True)
@@ -167,29 +128,29 @@ def _make_answer(
 
   grads = make()
 
-  def answer(case: Case) -> dict[str, Any]:
-    bits = unsigned.type(values(case.dtype)[case.value])
-    grads["leaf"], old = place(grads["leaf"], case.place, bits)
+  def answer(index: int, value: str) -> dict[str, Any]:
+    bits = unsigned.type(values(dtype)[value])
+    grads["leaf"], old = place(grads["leaf"], index, bits)
     answers = update(grads, state, params)
-    grads["leaf"], placed = place(grads["leaf"], case.place, old)
+    grads["leaf"], placed = place(grads["leaf"], index, old)
     return jax.device_get({**answers, "placed": placed == bits})
 
   return answer
 
 
-def _wrong(case: Case, answers: dict[str, Any]) -> str:
+def _wrong(value: str, answers: dict[str, Any]) -> str:
   """Returns what is wrong with the answers; nothing if they are right."""
   if not answers["placed"]:
     return "the device did not keep the bits, so nothing was tested"
-  finite = case.value == "largest finite"
+  finite = value == "largest finite"
   expected = {
     "overflow": not finite,
-    "nan": "NaN" in case.value,
+    "nan": "NaN" in value,
     "skipped": not finite,
     "held": not finite,
   }
   return ", ".join(
     f"{name} is {bool(answers[name])}"
-    for name, value in expected.items()
-    if bool(answers[name]) != value
+    for name, right in expected.items()
+    if bool(answers[name]) != right
   )

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import gc
+import math
 import random
 import statistics
 import time
+from typing import Any
 from typing import NamedTuple
 
 
@@ -38,7 +40,11 @@ class Turn(NamedTuple):
 
 
 def interleave(
-  turns: Mapping[str, Turn], rounds: int, *, seed: int = 0
+  turns: Mapping[str, Turn],
+  rounds: int,
+  *,
+  seed: int = 0,
+  until: float = math.inf,
 ) -> dict[str, list[float]]:
   """Returns the seconds that each contender took in each round.
 
@@ -50,11 +56,14 @@ def interleave(
     turns: the contenders by name.
     rounds: how many.
     seed: of the orders.
+    until: of `time.monotonic`; no round but the first two starts after it.
   """
   generator = random.Random(seed)
   seconds: dict[str, list[float]] = {name: [] for name in turns}
   with _no_garbage_collection():
     for index in range(rounds + 1):
+      if index > 1 and time.monotonic() > until:
+        break
       for name in generator.sample(list(turns), len(turns)):
         turns[name].prepare()
         start = time.perf_counter()
@@ -80,6 +89,28 @@ def quartiles(values: Sequence[float]) -> Quartiles:
   if len(values) == 1:
     return Quartiles(values[0], values[0], values[0])
   return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+@contextlib.contextmanager
+def attempt(rows: dict[str, Any], name: str) -> Iterator[None]:
+  """Notes what is raised inside as `left_out` of a row; the others go on.
+
+  Args:
+    rows: of figures; the one of `name` is replaced.
+    name: of what is tried.
+  """
+  try:
+    yield
+  except Exception as error:
+    # The error of memory that is out has hundreds of lines.
+    line = str(error).partition("\n")[0]
+    rows[name] = {"left_out": f"{type(error).__name__}: {line}"}
+
+
+def check_time(until: float) -> None:
+  """Raises a TimeoutError after a time of `time.monotonic`."""
+  if time.monotonic() > until:
+    raise TimeoutError("no time was left")
 
 
 @contextlib.contextmanager

@@ -10,9 +10,6 @@ from benchmarks import flax_training
 from benchmarks import gpt2
 from benchmarks import torch_gpt2
 
-# `--float32-matmul` as torch calls it.
-_PRECISIONS = {"tf32": "high", "float32": "highest"}
-
 
 class Training:
   """One contender. It waits for the loss once a step, as a logger does."""
@@ -26,7 +23,6 @@ class Training:
     dtype: str,
     init_scale: float | None,
     device: str,
-    compiled: bool,
   ) -> None:
     """Puts everything on the device.
 
@@ -37,8 +33,8 @@ class Training:
       dtype: of autocast; none with float32.
       init_scale: the first S of a GradScaler; None is no loss scaling.
       device: "cuda" or "cpu".
-      compiled: whether by `torch.compile`.
     """
+    torch.set_float32_matmul_precision("high")  # TF32, as JAX has it.
     self._device, self._dtype = device, getattr(torch, dtype)
     self._allocated = _allocated(device)
     model = torch_gpt2.GPT2(size)
@@ -56,7 +52,7 @@ class Training:
     self._scaler = torch.amp.GradScaler(
       device, init_scale=init_scale or 1.0, enabled=init_scale is not None
     )
-    self._model = torch.compile(model) if compiled else model
+    self._model = model
     self._batches = itertools.cycle(
       [
         tuple(torch.from_numpy(part).long().to(device) for part in batch)
@@ -78,7 +74,7 @@ class Training:
     self._scaler.update()
     return loss.item()  # Waits for the optimizer too: there is one queue.
 
-  def memory(self) -> dict[str, int]:
+  def figures(self) -> dict[str, int]:
     """Returns the most bytes at a time; empty where torch does not count.
 
     Right as long as no other contender has stepped since this one was made.
@@ -92,20 +88,6 @@ class Training:
     if not self._scaler.is_enabled():
       return {}
     return {"loss_scale": self._scaler.get_scale()}
-
-
-def configure(float32_matmul: str) -> dict[str, str]:
-  """Sets torch's matmul precision, and returns its settings in words.
-
-  Args:
-    float32_matmul: "tf32", "float32", or "default".
-  """
-  if float32_matmul != "default":
-    torch.set_float32_matmul_precision(_PRECISIONS[float32_matmul])
-  return {
-    "torch float32 matmul": torch.get_float32_matmul_precision(),
-    "torch attention": "scaled_dot_product_attention, torch's choice",
-  }
 
 
 def _allocated(device: str) -> int:

@@ -1,4 +1,4 @@
-"""The update phase against the bandwidth of the device's memory.
+"""The update phase and its check against the bandwidth of the memory.
 
 An update does little arithmetic on each number, so at best it takes as long as
 moving its bytes. The bare AdamW reads parameters, two moments and gradients,
@@ -8,20 +8,27 @@ twice: all of them are looked at before the first parameter may move.
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
-import itertools
+import functools
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import kernels
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
+from optax_lossscale._base import bits
 
-GRADIENT_DTYPES = ("float32", "float16")
-_COPY = "copy of one array"
+# Leaves below this size are joined before the check reads them on a GPU.
+JOINED = "_JOINED_ON_ACCELERATOR"
+JOINED_SIZES = (0, 10_000, 100_000, 1_000_000)
+# XLA then launches kernel by kernel.
+NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+_ADAMW = optax.adamw(3e-4)
+_SCALED = ols.loss_scaling(_ADAMW, ols.DynamicLossScale())
 
 
 @dataclasses.dataclass
@@ -29,17 +36,16 @@ class Phase:
   """Something whose bytes are known, ready to be timed.
 
   Attributes:
-    step: from the state to the next one; compiled, and the state is donated.
-    state: on the device.
+    step: compiled, from the state and the operand to the next state.
+    state: on the device, and donated; None if the operand is all it takes.
+    operand: on the device.
     traffic: the bytes that a step must read and write.
-    temporaries: the bytes that the compiled step takes beside its arguments and
-      results; None if the backend does not say.
   """
 
-  step: Callable[[Any], Any]
+  step: Any
   state: Any
+  operand: Any
   traffic: int
-  temporaries: int | None
 
   def run(self, calls: int) -> None:
     """Steps `calls` times, and waits once, at the end.
@@ -47,144 +53,169 @@ class Phase:
     So the host's work overlaps with the device's, as in training.
     """
     for _ in range(calls):
-      self.state = self.step(self.state)
-    jax.block_until_ready(self.state)
+      if self.state is None:
+        result = self.step(self.operand)
+      else:
+        self.state = result = self.step(self.state, self.operand)
+    jax.block_until_ready(result)
 
 
-def measure(
-  params: Any, *, rounds: int, calls: int, copy_bytes: int, seed: int
-) -> dict[str, Any]:
-  """Times copies and updates in turns.
+Makers = Mapping[str, Callable[[], Phase]]
+
+
+def updates(params: Any) -> Makers:
+  """Returns copies, checks and updates, by name, the most important first.
 
   Args:
     params: a float32 tree; only its shapes are used.
+  """
+
+  def update(dtype: str, tx: Any, step: Any = None, options: Any = None) -> Any:
+    state = _ones(params), jax.jit(tx.init)(_ones(params))
+    gradients = _ones(params, dtype)
+    # Parameters and two moments, each read and written.
+    reads = 1 if tx is _ADAMW else 2
+    traffic = 6 * _bytes(state[0]) + reads * _bytes(gradients)
+    step = step or kernels.make_update(tx)
+    return _phase(step, state, gradients, traffic, options)
+
+  partial = functools.partial
+  makers: dict[str, Callable[[], Phase]] = {
+    "copy of one array": partial(_one_array, params, writes=True),
+    "sum of one array": partial(_one_array, params),
+  }
+  for dtype in ("float16", "float32"):
+    makers |= {
+      f"adamw, {dtype}": partial(update, dtype, _ADAMW),
+      f"loss_scaling(adamw), {dtype}": partial(update, dtype, _SCALED),
+      f"the check, {dtype}": partial(_check, params, dtype),
+    }
+  both = optax.chain(kernels.CHECK, _ADAMW)
+  under_cond = partial(update, "float16", both, _conditional)
+  makers["adamw under lax.cond, float16"] = under_cond
+  for name, make in list(makers.items()):
+    if "adamw" in name and "float16" in name:
+      makers[f"{name}, no command buffers"] = partial(
+        make, options=NO_COMMAND_BUFFERS
+      )
+  return makers
+
+
+def joined(trees: Mapping[str, Any]) -> Makers:
+  """Returns the check of trees, with leaves below several sizes joined.
+
+  Args:
+    trees: by name; only their shapes are used.
+  """
+
+  def check(tree: Any, size: int) -> Phase:
+    before = getattr(bits, JOINED)
+    setattr(bits, JOINED, size)
+    try:
+      return _check(tree, "float16")
+    finally:
+      setattr(bits, JOINED, before)
+
+  makers: dict[str, Callable[[], Phase]] = {
+    "sum of one array": functools.partial(
+      _one_array, next(iter(trees.values()))
+    )
+  }
+  for size in JOINED_SIZES:
+    for name, tree in trees.items():
+      line = f"{name}, joined below {size:,}"
+      makers[line] = functools.partial(check, tree, size)
+  return makers
+
+
+def measure(
+  makers: Makers, *, rounds: int, calls: int, until: float
+) -> dict[str, Any]:
+  """Times phases in turns.
+
+  Args:
+    makers: of the phases, by name, the most important first.
     rounds: how many turns each one has.
     calls: steps in each turn.
-    copy_bytes: size of the array to copy, which should be much larger than
-      every cache.
-    seed: of the gradients and of the order in each round.
+    until: of `time.monotonic`; after it nothing more is made.
 
   Returns:
-    For JSON, by what was timed: `traffic` in bytes, `seconds` of a step,
-    `bandwidth` in bytes per second, and `time_over_limit`, a step's time over
-    that of moving as many bytes by the copy of one array in the same round; as
-    quartiles, lower one, median, upper one.
+    For JSON, by what was timed: `traffic` in bytes, `kernels`, `temporaries`
+    and `peak`, `seconds` of a step, `bandwidth` in bytes per second, and
+    `over_limit`, a step's time over that of moving as many bytes by the first
+    phase in the same round; as quartiles, lower one, median, upper one. Or
+    `left_out`, the reason.
   """
-  phases = {_COPY: _copy(jnp.zeros(max(1, copy_bytes // 4)))}
-  phases["copy of AdamW's state"] = _copy(
-    {name: _ones(params) for name in ("params", "mu", "nu")}
-  )
-  for dtype in GRADIENT_DTYPES:
-    gradients = _gradients(params, dtype, seed)
-    for name, tx, reads in _optimizers():
-      phases[f"{name}, {dtype} gradients"] = _update(tx, gradients, reads)
+  phases: dict[str, Phase] = {}
+  rows: dict[str, Any] = {}
+  for name, make in makers.items():
+    with rounds_lib.attempt(rows, name):
+      rounds_lib.check_time(until)
+      phase = make()
+      phase.run(1)
+      rows[name] = {"traffic": phase.traffic, **kernels.figures(phase.step)}
+      phases[name] = phase
   turns = {
-    name: rounds_lib.Turn(lambda phase=phase: phase.run(calls))
+    name: rounds_lib.Turn(functools.partial(phase.run, calls))
     for name, phase in phases.items()
   }
-  seconds = {
-    name: [duration / calls for duration in durations]
-    for name, durations in rounds_lib.interleave(
-      turns, rounds, seed=seed
-    ).items()
-  }
-  return {
-    name: _figures(phase, seconds[name], phases[_COPY], seconds[_COPY])
-    for name, phase in phases.items()
-  }
+  times = rounds_lib.interleave(turns, rounds, until=until)
+  first = next(iter(phases), "")
+  for name, phase in phases.items():
+    # Bytes per second, in each round.
+    limits = [phases[first].traffic * calls / each for each in times[first]]
+    speeds = [phase.traffic * calls / each for each in times[name]]
+    rows[name] |= {
+      "seconds": rounds_lib.quartiles([each / calls for each in times[name]]),
+      "bandwidth": rounds_lib.quartiles(speeds),
+      "over_limit": rounds_lib.quartiles(rounds_lib.ratios(limits, speeds)),
+    }
+  return rows
 
 
-def _figures(
-  phase: Phase,
-  seconds: Sequence[float],
-  copy: Phase,
-  copy_seconds: Sequence[float],
-) -> Mapping[str, Any]:
-  limits = [phase.traffic * each / copy.traffic for each in copy_seconds]
-  return {
-    "traffic": phase.traffic,
-    "temporaries": phase.temporaries,
-    "seconds": rounds_lib.quartiles(seconds),
-    "bandwidth": rounds_lib.quartiles(
-      [phase.traffic / each for each in seconds]
-    ),
-    "time_over_limit": rounds_lib.quartiles(rounds_lib.ratios(seconds, limits)),
-  }
+def _conditional(state: Any, gradients: Any) -> Any:
+  """Updates under `lax.cond`, where the library selects each new value."""
+  params, (scaling, inner) = state
+  # Its updates, which are the gradients, are not computed.
+  _, new_scaling = kernels.CHECK.update(gradients, scaling)
+
+  def apply() -> Any:
+    unscaled = ols.unscale(gradients, scaling)
+    return kernels.make_update(_ADAMW)((params, inner), unscaled)
+
+  params, inner = lax.cond(new_scaling.overflow, lambda: (params, inner), apply)
+  return params, (new_scaling, inner)
 
 
-def _optimizers() -> list[tuple[str, optax.GradientTransformation, int]]:
-  """Returns name, optimizer, and how often it must read the gradients."""
-  adamw = optax.adamw(3e-4)
-  return [
-    ("adamw", adamw, 1),
-    (
-      "loss_scaling(adamw)",
-      ols.loss_scaling(adamw, ols.DynamicLossScale()),
-      2,
-    ),
-  ]
+def _check(tree: Any, dtype: str) -> Phase:
+  gradients = _ones(tree, dtype)
+  # A function of its own, since JAX keeps what it has traced.
+  step = functools.partial(kernels.check)
+  return _phase(step, None, gradients, _bytes(gradients))
 
 
-def _copy(tree: Any) -> Phase:
-  """Returns the phase that reads and writes every number of `tree` once."""
-
-  def step(tree: Any, zero: jax.Array) -> Any:
-    # An argument, so that the compiler cannot know that nothing changes.
-    return jax.tree.map(lambda x: x + zero, tree)
-
-  return _phase(step, tree, jnp.zeros(()), 2 * _bytes(tree))
-
-
-def _update(
-  tx: optax.GradientTransformation, gradients: Any, reads: int
-) -> Phase:
-  """Returns the phase that updates parameters and moments."""
-  params = _ones(gradients)
-
-  def step(state: Any, gradients: Any) -> Any:
-    params, opt_state = state
-    updates, opt_state = tx.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  state = params, jax.jit(tx.init)(params)
-  # Parameters and two moments, each read and written.
-  traffic = 2 * 3 * _bytes(params) + reads * _bytes(gradients)
-  return _phase(step, state, gradients, traffic)
+def _one_array(tree: Any, writes: bool = False) -> Phase:
+  """Returns the phase that reads as many numbers, and maybe writes them."""
+  x = jnp.zeros(sum(leaf.size for leaf in jax.tree.leaves(tree)))
+  if not writes:
+    return _phase(jnp.sum, None, x, x.nbytes)
+  # Zero is an argument, so that the compiler cannot know that nothing changes.
+  return _phase(jnp.add, x, jnp.zeros(()), 2 * x.nbytes)
 
 
 def _phase(
-  step: Callable[[Any, Any], Any], state: Any, operand: Any, traffic: int
+  step: Any, state: Any, operand: Any, traffic: int, options: Any = None
 ) -> Phase:
-  compiled = jax.jit(step, donate_argnums=0).lower(state, operand).compile()
-  memory = compiled.memory_analysis()
-  return Phase(
-    step=lambda state: compiled(state, operand),
-    state=state,
-    traffic=traffic,
-    temporaries=None if memory is None else memory.temp_size_in_bytes,
-  )
+  arguments = (operand,) if state is None else (state, operand)
+  jitted = jax.jit(step, donate_argnums=() if state is None else 0)
+  compiled = jitted.lower(*arguments).compile(compiler_options=options)
+  return Phase(compiled, state, operand, traffic)
 
 
-def _gradients(params: Any, dtype: str, seed: int) -> Any:
-  """Returns numbers of the size that scaled gradients have."""
-  leaves, structure = jax.tree.flatten(params)
-
-  @jax.jit
-  def make(key: jax.Array) -> Any:
-    numbers = jax.random.normal(key, (sum(leaf.size for leaf in leaves),))
-    ends = itertools.accumulate(leaf.size for leaf in leaves)
-    return structure.unflatten(
-      numbers[end - leaf.size : end].reshape(leaf.shape).astype(dtype)
-      for leaf, end in zip(leaves, ends, strict=True)
-    )
-
-  return make(jax.random.key(seed))
-
-
-def _ones(tree: Any) -> Any:
-  """Returns a float32 tree of the same shapes, in memory of its own."""
+def _ones(tree: Any, dtype: str = "float32") -> Any:
+  """Returns a tree of the same shapes, in memory of its own."""
   return jax.jit(
-    lambda: jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), tree)
+    lambda: jax.tree.map(lambda x: jnp.ones(x.shape, dtype), tree)
   )()
 
 

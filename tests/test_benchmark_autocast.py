@@ -12,8 +12,6 @@ from benchmarks import __main__ as command
 from benchmarks import autocast
 from benchmarks import autocast_counts as counts
 from benchmarks import autocast_models as models
-from benchmarks import contest
-from benchmarks import flax_training
 from benchmarks import gpt2
 
 TINY = gpt2.SIZES["tiny"]
@@ -100,9 +98,8 @@ def content(tmp_path_factory):
     models, "makers", lambda **_: {"two layers": lambda: two_layers}
   )
   patch.setattr(autocast, "LEVELS", ("O0", "O1"))
-  options = ["--without-torch", "--output", str(path)]
   try:
-    assert command.main(["autocast", *options]) == 0
+    assert command.main(["autocast", "--output", str(path)]) == 0
   finally:
     patch.undo()
   return json.loads(path.read_text())
@@ -138,43 +135,6 @@ def test_o0_is_float32_and_o1_has_every_product_in_float16(content):
     assert (row["conversions"] > 0) == is_low
     assert abs(row["loss_difference"]) < 1e-2
   assert rows["O0"]["loss_difference"] == 0
-
-
-def test_nothing_is_timed_where_float16_is_computed_in_float32(content):
-  assert content["backend"] == jax.default_backend()
-  assert (content["step"] is None) == (jax.default_backend() != "gpu")
-
-
-@pytest.mark.slow
-def test_autocast_is_timed_beside_float32_and_by_hand(monkeypatch):
-  made = []
-
-  class Training:
-    def __init__(self, model, *args, **kwargs):
-      made.append(model)
-
-    step = staticmethod(lambda: 1.0)
-    memory = loss_scaling = staticmethod(dict)
-
-  monkeypatch.setattr(flax_training, "Training", Training)
-  monkeypatch.setattr(gpt2, "init", lambda *_: {})
-  outcome = contest.run(
-    contest.Contest(
-      size=TINY,
-      batch=1,
-      length=8,
-      rounds=1,
-      steps=1,
-      seed=0,
-      attention="plain",
-      autocast=("O1",),
-    ),
-    with_torch=False,
-  )
-  row = outcome["contenders"]["jax float16, autocast O1"]
-  assert made[-1] == gpt2.Autocast(gpt2.GPT2(TINY, "float32", "plain"), "O1")
-  assert row["over_jax_float32"] and row["over_jax_float16"]
-  assert row["over_torch_float16"] is None
 
 
 def test_the_model_that_is_timed_computes_its_products_in_float16():

@@ -1,0 +1,200 @@
+"""Guarantees that every device must keep, in a few compiled programs each.
+
+NumPy's own float16 is the authority wherever numbers are compared: it rounds
+after every operation, which a compiler may leave out.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import kernels
+from benchmarks import nonfinite
+from benchmarks import rounds as rounds_lib
+import optax_lossscale as ols
+
+_HALF = np.float16
+
+
+def run(*, tiny: bool, until: float) -> dict[str, dict[str, str]]:
+  """Returns what was `seen` of each guarantee, or why it does not hold.
+
+  Args:
+    tiny: whether only a few small arrays are searched for a NaN.
+    until: of `time.monotonic`; after it that search ends.
+
+  Returns:
+    Rows for JSON by the guarantees' names; `left_out` is what does not hold.
+  """
+  sizes = nonfinite.SIZES[:3] if tiny else nonfinite.SIZES
+  dtypes = nonfinite.DTYPES[:1] if tiny else nonfinite.DTYPES
+  rows: dict[str, dict[str, str]] = {}
+  with rounds_lib.attempt(rows, name := "every NaN and inf is seen"):
+    tried, wrong = nonfinite.run(sizes=sizes, dtypes=dtypes, until=until)
+    _expect(not wrong, f"{len(wrong)} wrong, such as {' and '.join(wrong[:3])}")
+    rows[name] = {"seen": f"{tried:,} cases"}
+  for check in CHECKS:
+    with rounds_lib.attempt(rows, check.__doc__ or ""):
+      rows[check.__doc__ or ""] = {"seen": check()}
+  return rows
+
+
+def _skip() -> str:
+  """A skipped step keeps every bit."""
+  params = {"a": _spread(np.float32, -9, 3, 0), "b": np.float32([-0.0, 3.0])}
+  for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
+    tx = ols.loss_scaling(inner, ols.DynamicLossScale())
+    update = jax.jit(kernels.make_update(tx))
+    gradients = jax.tree.map(lambda x: x.astype(_HALF), params)
+    before = update((params, tx.init(params)), gradients)
+    gradients["a"][7777] = np.inf
+    after = update(before, gradients)
+    _expect(bool(after[1].skipped), "the step was not skipped")
+    kept = [(p, state.inner_state) for p, state in (before, after)]
+    for x, y in zip(*map(jax.tree.leaves, kept), strict=True):
+      _expect_same(y, np.asarray(x))
+  return "AdamW, LAMB, SGD with momentum"
+
+
+def _growth() -> str:
+  """S grows on exactly the last step of the interval, in lax.scan."""
+  rule = ols.DynamicLossScale(2.0**10, growth_interval=5)
+  tx = ols.loss_scaling(optax.sgd(0.1), rule)
+
+  def step(state: Any, gradients: Any) -> Any:
+    state = kernels.make_update(tx)(state, gradients)
+    return state, ols.get_loss_scale(state[1])
+
+  params = jnp.ones(3)
+  _, scales = lax.scan(step, (params, tx.init(params)), jnp.ones((12, 3)))
+  powers = np.log2(scales).tolist()
+  _expect(powers == [10.0] * 4 + [11.0] * 5 + [12.0] * 3, f"log2 S: {powers}")
+  return "12 steps, an interval of 5"
+
+
+def _float16_loss() -> str:
+  """A float16 loss with S above 65504 is an overflow."""
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(2.0**17))
+
+  @jax.jit
+  def step(params: Any, state: Any) -> Any:
+    value_and_grad = ols.scaled_value_and_grad(
+      lambda x: jnp.sum(jnp.square(x.astype(_HALF))), state
+    )
+    loss, gradients = value_and_grad(params)
+    return loss, tx.update(gradients, state, params)[1]
+
+  params = jnp.full(4, 2.0**-10)
+  loss, state = step(params, tx.init(params))
+  _expect(loss.dtype == _HALF and float(loss) == 2.0**-18, f"loss {loss}")
+  _expect(bool(state.overflow and state.skipped), "no overflow")
+  return f"S went from 2^17 to 2^{np.log2(ols.get_loss_scale(state)):.0f}"
+
+
+def _saturated() -> str:
+  """saturated(float16) sees 65504."""
+  answers = []
+  for check in (ols.saturated(jnp.float16), ols.nonfinite()):
+    tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(), check=check)
+    update = jax.jit(lambda g, tx=tx: tx.update(g, tx.init(()))[1].overflow)
+    gradients = np.zeros(1000, _HALF)
+    for gradients[777] in (65504, 65472):
+      answers.append(bool(update(gradients)))
+  _expect(answers == [True, False, False, False], f"answers {answers}")
+  return "and neither 65472, nor 65504 with nonfinite()"
+
+
+def _saturating() -> str:
+  """Saturating rounds as NumPy does."""
+
+  def clipped(x: Any) -> Any:
+    return np.nan_to_num(x, nan=0.0, posinf=65504.0, neginf=-65504.0)
+
+  x, y = _spread(_HALF, -8, 12, 1), _spread(_HALF, -8, 12, 2)
+  function = jax.jit(ols.saturating(lambda x, y: (x * y - x) * y + x * x))
+  with np.errstate(over="ignore"):
+    product = clipped(clipped(clipped(x * y) - x) * y)
+    _expect_same(function(x, y), clipped(product + clipped(x * x)))
+  return f"{x.size:,} results of five operations in float16"
+
+
+def _underflow() -> str:
+  """underflow_fraction counts as NumPy does."""
+  x, loss_scale = _spread(np.float32, -40, -15, 3), np.float32(2.0**5)
+  fraction = jax.jit(ols.instruments.underflow_fraction)(
+    x, loss_scale=loss_scale
+  )
+  expected = np.mean((x * loss_scale).astype(_HALF) == 0)
+  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  return f"{expected:.4f} of {x.size:,} in float16"
+
+
+def _swallowed() -> str:
+  """swallowed_fraction counts as NumPy does."""
+  params, updates = _spread(_HALF, -3, 3, 4), _spread(_HALF, -14, -3, 5)
+  fraction = jax.jit(ols.instruments.swallowed_fraction)(params, updates)
+  expected = np.mean(params + updates == params)
+  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  return f"{expected:.4f} of {params.size:,} in float16"
+
+
+def _histogram() -> str:
+  """exponent_histogram counts as NumPy does."""
+  x = _spread(_HALF, -24, 15, 6)
+  histogram = jax.jit(ols.instruments.exponent_histogram)(
+    np.append(x, _HALF([0, -0.0, np.inf, np.nan]))
+  )
+  _, exponents = np.frexp(x.astype(np.float32))
+  counts = np.bincount(exponents - 1 + 149, minlength=277)
+  _expect_same(histogram.counts, counts.astype(np.uint32))
+  subnormals = int(np.sum(np.abs(x) < np.finfo(_HALF).smallest_normal))
+  others = [int(each) for each in histogram[1:]]
+  _expect(others == [2, subnormals, 2], f"zeros, subnormals, others: {others}")
+  return f"{x.size:,} numbers, {subnormals} of them subnormal"
+
+
+def _master_weights() -> str:
+  """master_weights round as NumPy does."""
+  # A power of two, so that a fused multiply-add rounds like NumPy.
+  tx = ols.master_weights(optax.sgd(0.25))
+  params, gradients = _spread(_HALF, -3, 3, 7), _spread(_HALF, -14, 3, 8)
+  update = jax.jit(kernels.make_update(tx))
+  state = params, tx.init(params)
+  master, expected = params.astype(np.float32), params
+  for _ in range(5):
+    state = update(state, gradients)
+    master = master - np.float32(0.25) * gradients.astype(np.float32)
+    expected = expected + (master - expected.astype(np.float32)).astype(_HALF)
+  _expect_same(state[1].master, master)
+  _expect_same(state[0], expected)
+  return f"5 steps of {params.size:,} parameters in float16"
+
+
+CHECKS = (
+  *(_skip, _growth, _float16_loss, _saturated, _saturating),
+  *(_underflow, _swallowed, _histogram, _master_weights),
+)
+
+
+def _spread(dtype: Any, low: int, high: int, seed: int) -> Any:
+  """Returns 10,000 numbers of both signs, alike at every power of two."""
+  rng = np.random.default_rng(seed)
+  signs = rng.choice([-1.0, 1.0], 10_000)
+  return (signs * np.exp2(rng.uniform(low, high, 10_000))).astype(dtype)
+
+
+def _expect(holds: bool, line: str) -> None:
+  if not holds:
+    raise AssertionError(line)
+
+
+def _expect_same(actual: Any, expected: Any) -> None:
+  """Compares bits, so that -0.0 is not 0.0."""
+  unsigned = f"uint{8 * expected.dtype.itemsize}"
+  _expect(actual.dtype == expected.dtype, f"got {actual.dtype}")
+  wrong = np.sum(np.asarray(actual).view(unsigned) != expected.view(unsigned))
+  _expect(not wrong, f"{wrong} of {expected.size} differ")
