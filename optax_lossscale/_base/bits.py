@@ -23,9 +23,6 @@ import numpy as np
 _FOLD = 32
 _LANES = 16
 
-# Folded arrays are folded again once they have this many elements together.
-_FOLDED = 65_536
-
 # An array of fewer elements costs less to copy than to read in its own kernel.
 _SMALL = 4096
 
@@ -91,7 +88,7 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
-  if any(map(_may_move, arrays)):
+  if any(map(_may_move, arrays)) or not any(x.ndim for x in arrays):
     largest = _largest_by_leaf(arrays)
   else:
     # The platform that JAX compiles for need not be its default one.
@@ -180,10 +177,9 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   arrays = [x.reshape(-1) for x in arrays]
   small = [x for x in arrays if x.size < _SMALL]
   maxima: list[jax.Array] = []
-  folded: list[jax.Array] = []
-  # Each reduction takes one result of the last one as input, and so waits for
-  # it. Otherwise XLA would hold all intermediate results at once.
-  so_far = last = jnp.zeros((), _unsigned(arrays[0].dtype))
+  # Each reduction takes a result of the last one as input, and so waits for it.
+  # Otherwise XLA would hold all intermediate results at once.
+  so_far = before = jnp.zeros((), _unsigned(arrays[0].dtype))
   for group in _groups(
     [x for x in arrays if x.size >= _SMALL],
     lambda x: x.size,
@@ -191,15 +187,13 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
   ):
     blocks, rests = zip(*map(_blocks, group), strict=True)
     small += rests
-    folded.append(_fold(_together(blocks, so_far)))
-    so_far = folded[-1][0]
-    if sum(x.size for x in folded) >= _FOLDED:
-      maxima += _fold_again(folded)
-      # To wait for these small reductions at once would leave cores idle.
-      so_far, last = jnp.maximum(so_far, last), maxima[-2][0]
-      folded = []
-  if folded:
-    maxima += _fold_again(folded)
+    once = _fold(_together(blocks, so_far))
+    folded, rest = _blocks(once)
+    maxima.append(jnp.concatenate([_fold(folded), rest]))
+    # This second fold is too short for several cores, so the next reduction
+    # does not wait for it, but for the one before.
+    so_far = jnp.maximum(_first(once), before)
+    before = _first(maxima[-1])
   # Without the barrier XLA would read each small array with its own kernel.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
   if folded.size:
@@ -242,10 +236,8 @@ def _fold(bits: jax.Array) -> jax.Array:
   return separate.reshape(-1)
 
 
-def _fold_again(folded: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns two arrays that hold the maxima of all of `folded`."""
-  blocks, rest = _blocks(jnp.concatenate(folded))
-  return [_fold(blocks), rest]
+def _first(x: jax.Array) -> jax.Array:
+  return lax.index_in_dim(x, 0, keepdims=False)
 
 
 def limit(own: Any, dtype: Any) -> float:
