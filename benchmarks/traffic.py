@@ -24,7 +24,10 @@ from optax_lossscale._base import bits
 
 # How many leaves of one shape the check reads in one kernel, and below how many
 # elements it copies leaves into one array.
-GROUPS = ((1, 0), (8, 0), (8, 4096), (16, 4096), (32, 4096), (8, 2**17))
+GROUPS = (
+  *((1, 512), (8, 512), (8, 4096), (16, 4096), (32, 4096)),
+  *((8, 2**17), (8, 2**20)),
+)
 # XLA then launches kernel by kernel.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 _ADAMW = optax.adamw(3e-4)

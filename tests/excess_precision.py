@@ -50,7 +50,7 @@ class _Narrowed(NamedTuple):
   wide: Any
 
 
-def unrounded(function, *, computes=False):
+def unrounded(function, *, computes=False, platform="cpu"):
   """Returns a function without the roundings that XLA may leave out.
 
   A cast to a wider dtype sees the numbers from before the last narrowing. Bits,
@@ -60,36 +60,47 @@ def unrounded(function, *, computes=False):
     function: the function, which is traced on each call.
     computes: whether operations in a dtype below float32 are also computed in
       float32, each with the unrounded results of those before it.
+    platform: whose branches of `lax.platform_dependent` are taken.
   """
+  options = computes, platform
 
   @functools.wraps(function)
   def unrounded_function(*args):
     recording = interpreter.record(function, args, {})
     consts, arguments = recording.consts_and_arguments(recording.operands)
-    outputs = _evaluate(computes, recording.jaxpr, arguments, consts)
+    outputs = _evaluate(options, recording.jaxpr, arguments, consts)
     return recording.result([_array(x) for x in outputs])
 
   return unrounded_function
 
 
-def _evaluate(computes, jaxpr, inputs, consts=None):
-  rule = functools.partial(_apply, computes)
+def _evaluate(options, jaxpr, inputs, consts=None):
+  rule = functools.partial(_apply, options)
   return interpreter.evaluate(jaxpr, inputs, rule, consts)
 
 
-def _apply(computes, equation, inputs):
+def _apply(options, equation, inputs):
   """Returns an equation's outputs; some of them may be `_Narrowed`."""
+  computes, platform = options
   name, arrays = equation.primitive.name, [_array(x) for x in inputs]
-  if calls.form(equation) in _BUFFERED:
+  bodies = calls.bodies(equation)
+  if platforms := equation.params.get("branches_platforms"):
+    # Only one of these branches is in the program, and in no `cond`.
+    bodies = [
+      body
+      for body, names in zip(bodies, platforms, strict=True)
+      if names is None or platform in names
+    ][:1]
+  elif calls.form(equation) in _BUFFERED:
 
     def interpret(body, inputs):
-      outputs = _evaluate(computes, body.jaxpr, inputs)
+      outputs = _evaluate(options, body.jaxpr, inputs)
       return [_array(x) for x in outputs]
 
     return throughout.rebuild(equation, arrays, interpret)
-  if bodies := calls.bodies(equation):
+  if bodies:
     (body,) = bodies
-    return _evaluate(computes, body.jaxpr, [inputs[i] for i in body.inputs])
+    return _evaluate(options, body.jaxpr, [inputs[i] for i in body.inputs])
   if name == "convert_element_type" and _is_float(equation.outvars[0].aval):
     return [_convert(arrays[0], _wide(inputs[0]), equation)]
   outputs = interpreter.bind(equation, arrays)

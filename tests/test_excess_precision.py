@@ -104,21 +104,26 @@ def narrowed_by_numpy(wide):
     return {name: x.astype(jnp.dtype(name)) for name, x in wide.items()}
 
 
-def run_unrounded(function, wide, computes):
-  unrounded = excess_precision.unrounded(function, computes=computes)
+def run_unrounded(function, wide, computes, platform="cpu"):
+  unrounded = excess_precision.unrounded(
+    function, computes=computes, platform=platform
+  )
   return jax.jit(unrounded)(wide)
 
 
+@pytest.mark.parametrize("platform", support.slow_but(["cpu"], ["cpu", "cuda"]))
 @pytest.mark.parametrize("computes", COMPUTES)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_found_is_what_the_dtype_holds(place, computes):
+def test_what_is_found_is_what_the_dtype_holds(place, computes, platform):
   wide = {name: numbers(name) for name in DTYPES}
 
   def find(narrow):
     # One by one, so that no number hides another.
     return {name: jax.vmap(PLACES[place])(x) for name, x in narrow.items()}
 
-  found = run_unrounded(lambda wide: find(narrowed(wide)), wide, computes)
+  found = run_unrounded(
+    lambda wide: find(narrowed(wide)), wide, computes, platform
+  )
   expected = jax.jit(find)(narrowed_by_numpy(wide))
   support.assert_same_bits(found, expected)
 
@@ -245,6 +250,14 @@ HALF = np.float32(np.float16(THIRD))
       HALF,
     ),
     (lambda x: scanned(x[None]), (THIRD, np.float16([THIRD]))),
+    (
+      lambda x: jax.lax.platform_dependent(
+        x.astype(jnp.float16),
+        cpu=lambda x: x.astype(jnp.float32),
+        default=lambda x: x.astype(jnp.float32) + 1,
+      ),
+      THIRD,
+    ),
   ],
 )
 def test_the_roundings_are_really_removed(function, expected):

@@ -42,7 +42,7 @@ def carrier(dtype: Any) -> Any:
 def carried(x: jax.Array) -> jax.Array:
   """Returns a real array in its carrier, rounded to its own dtype."""
   wide = carrier(x.dtype)
-  # float8_e8m0fnu has no sign and no 0, so it cannot hold gradients.
+  # `rounded` would keep the sign and the 0 that float8_e8m0fnu does not have.
   if wide == x.dtype or x.dtype == jnp.float8_e8m0fnu:
     return x.astype(wide)
   return rounded(x.astype(wide), x.dtype)
@@ -55,6 +55,7 @@ def held(x: jax.Array) -> jax.Array:
   return rounded(x.astype(jnp.float32), x.dtype).astype(x.dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
 
@@ -63,7 +64,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   it to `dtype` is exact, and removing that cast does no harm. inf and numbers
   that are too large become what the cast makes of them: inf, NaN or the largest
   value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has neither. A
-  float64 is rounded once, while XLA may cast it via float32.
+  float64 is rounded once, while XLA may cast it via float32. The derivative is
+  that of a cast. If `dtype` is not narrower, nothing is rounded.
   """
   own, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
   result = x
@@ -84,18 +86,31 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   return result
 
 
+@rounded.defjvp
+def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+  return rounded(primals[0], dtype), tangents[0]
+
+
 def amax(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
-  if any(map(_may_move, arrays)) or not any(x.ndim for x in arrays):
+  if (
+    any(map(_may_move, arrays))
+    # There is nothing to group, and no need for two programs.
+    or not any(x.ndim for x in arrays)
+    # A dimension is a symbol in an exported program.
+    or not all(isinstance(x.size, int) for x in arrays)
+  ):
     largest = _largest_by_leaf(arrays)
   else:
     # The platform that JAX compiles for need not be its default one.
     largest = lax.platform_dependent(
       arrays,
       cpu=_largest_by_folding,
-      default=_largest_by_leaf if _may_hide(arrays) else _largest_by_group,
+      default=_largest_by_leaf
+      if _may_be_sharded_unseen(arrays)
+      else _largest_by_group,
     )
   return lax.bitcast_convert_type(largest, dtype)
 
@@ -130,10 +145,12 @@ def _may_move(x: jax.Array) -> bool:
   return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
 
 
-def _may_hide(arrays: Sequence[jax.Array]) -> bool:
+def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
   """Returns whether arrays may be sharded although their types do not say so.
 
-  The `in_shardings` of jit are not in the types of its arguments.
+  The `in_shardings` of jit are not in the types of its arguments. The devices
+  that are counted are those of this process. A program that is compiled here
+  for others needs the shardings in the types of its arguments.
   """
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)

@@ -42,9 +42,12 @@ def count(
   A CPU counts with `on_cpu` instead, if that is set.
   """
   on_cpu = on_cpu or tally
-  # An accelerator reads and counts in one kernel, and a block of a sharded
-  # array could span devices.
-  if all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+  # An accelerator reads and counts in one kernel, a block of a sharded array
+  # could span devices, and the size may be a symbol in an exported program.
+  if all(
+    jax.typeof(x).sharding.mesh.empty and isinstance(x.size, int)
+    for x in arrays
+  ):
     on_cpu = functools.partial(_in_blocks, on_cpu, length)
   counts: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=tally)
   return counts
