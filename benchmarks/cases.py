@@ -15,24 +15,27 @@ _GRADIENT_SIZE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Parameters in leaves of one shape, and the dtype of their gradients.
+  """Parameters in leaves, and the dtype of their gradients.
 
   Attributes:
     name: as on the command line.
-    leaves: how many.
-    shape: of each leaf.
+    shapes: of the leaves.
     gradients: the dtype of the gradients; the parameters are float32.
   """
 
   name: str
-  leaves: int
-  shape: tuple[int, ...]
+  shapes: tuple[tuple[int, ...], ...]
   gradients: str
 
   @property
   def parameters(self) -> int:
     """How many there are in all leaves."""
-    return self.leaves * math.prod(self.shape)
+    return sum(map(math.prod, self.shapes))
+
+  @property
+  def leaves(self) -> int:
+    """How many leaves hold them."""
+    return len(self.shapes)
 
   @property
   def parameter_bytes(self) -> int:
@@ -42,7 +45,9 @@ class Case:
   @property
   def title(self) -> str:
     """The case in words."""
-    shape = " x ".join(map(str, self.shape))
+    by_size = sorted({*self.shapes}, key=math.prod)
+    first, last = (" x ".join(map(str, x)) for x in (by_size[0], by_size[-1]))
+    shape = first if first == last else f"{first} to {last}"
     return (
       f"{self.parameters:,} float32 parameters in {self.leaves} leaves of "
       f"{shape}, {self.gradients} gradients"
@@ -52,8 +57,8 @@ class Case:
     """Returns the first parameters."""
     generator = np.random.default_rng(0)
     return [
-      generator.standard_normal(self.shape, np.float32) * np.float32(0.02)
-      for _ in range(self.leaves)
+      generator.standard_normal(shape, np.float32) * np.float32(0.02)
+      for shape in self.shapes
     ]
 
   def make_scaled_gradients(self) -> list[jax.Array]:
@@ -62,10 +67,10 @@ class Case:
     size = np.float32(_GRADIENT_SIZE * settings.LOSS_SCALE)
     return [
       jnp.asarray(
-        generator.standard_normal(self.shape, np.float32) * size,
+        generator.standard_normal(shape, np.float32) * size,
         self.gradients,
       )
-      for _ in range(self.leaves)
+      for shape in self.shapes
     ]
 
 
@@ -84,24 +89,33 @@ def overflowing(gradients: list[jax.Array]) -> list[jax.Array]:
   return [*others, last.at[(-1,) * last.ndim].set(jnp.inf)]
 
 
-_LEAVES = {
-  "10": (10, (2500, 2000)),
-  "100": (100, (1000, 500)),
-  "100-small": (100, (32, 32)),
-  "1000-small": (1000, (32, 32)),
+def _transformer() -> tuple[tuple[int, ...], ...]:
+  """Returns the shapes of six blocks and an embedding, in the order of use."""
+  width, block = 768, []
+  for columns, rows in ((3, 1), (1, 1), (4, 1), (1, 4)):
+    block += [(width,), (rows * width, columns * width), (columns * width,)]
+  return ((8192, width), *6 * block)
+
+
+_SHAPES = {
+  "10": 10 * ((2500, 2000),),
+  "73": _transformer(),
+  "100": 100 * ((1000, 500),),
+  "100-small": 100 * ((32, 32),),
+  "1000-small": 1000 * ((32, 32),),
 }
-NAMES = tuple(_LEAVES)
+NAMES = tuple(_SHAPES)
 
 
 def make_case(name: str, gradients: str, *, quick: bool = False) -> Case:
   """Returns a case.
 
   Args:
-    name: one of `NAMES`; without "small" it has 50 million parameters.
+    name: one of `NAMES`; without "small" it has about 50 million parameters.
     gradients: their dtype.
     quick: a tenth of the leaves, tiny ones, to see it work.
   """
-  leaves, shape = _LEAVES[name]
+  shapes = _SHAPES[name]
   if quick:
-    leaves, shape = leaves // 10 + 1, (16, 8)
-  return Case(name, leaves, shape, gradients)
+    shapes = (len(shapes) // 10 + 1) * ((16, 8),)
+  return Case(name, shapes, gradients)

@@ -30,7 +30,6 @@ from benchmarks import report
 from benchmarks import rounds as rounds_lib
 from benchmarks import traffic
 import optax_lossscale as ols
-from optax_lossscale._base import bits
 
 # Variables that change the speed.
 _ENVIRONMENT = ("JAX_", "XLA_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "OMP_NUM")
@@ -165,17 +164,14 @@ def _updates(plan: Plan, until: float) -> _Part:
   )
 
 
-def _joined(plan: Plan, until: float) -> _Part:
-  if not hasattr(bits, traffic.JOINED):
-    yield {"all": {"left_out": f"this version has no {traffic.JOINED}"}}
-    return
+def _groups(plan: Plan, until: float) -> _Part:
   count = plan.leaf_counts[-1]
   trees = {
     "GPT-2": _params(plan),
     f"{count:,} leaves of 32 x 32": [_SMALL_LEAF] * count,
   }
   yield traffic.measure(
-    traffic.joined(trees), rounds=plan.rounds, calls=plan.calls, until=until
+    traffic.groups(trees), rounds=plan.rounds, calls=plan.calls, until=until
   )
 
 
@@ -206,7 +202,7 @@ def _kernels(plan: Plan, until: float) -> _Part:
 _PARTS: dict[str, tuple[Callable[..., _Part], float]] = {
   "Guarantees": (_guarantees, 0.2),
   "Update phase": (_updates, 0.4),
-  "Check, small leaves joined": (_joined, 0.5),
+  "Check, leaves grouped": (_groups, 0.5),
   "Train step": (_steps, 0.93),
   "Check, kernels": (_kernels, 1.0),
 }

@@ -22,9 +22,9 @@ from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
 from optax_lossscale._base import bits
 
-# Leaves below this size are joined before the check reads them on a GPU.
-JOINED = "_JOINED_ON_ACCELERATOR"
-JOINED_SIZES = (0, 10_000, 100_000, 1_000_000)
+# How many leaves of one shape the check reads in one kernel, and below how many
+# elements it copies leaves into one array.
+GROUPS = ((1, 0), (8, 0), (8, 4096), (16, 4096), (32, 4096), (8, 2**17))
 # XLA then launches kernel by kernel.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 _ADAMW = optax.adamw(3e-4)
@@ -101,30 +101,31 @@ def updates(params: Any) -> Makers:
   return makers
 
 
-def joined(trees: Mapping[str, Any]) -> Makers:
-  """Returns the check of trees, with leaves below several sizes joined.
+def groups(trees: Mapping[str, Any]) -> Makers:
+  """Returns the check of trees, their leaves grouped in each of `GROUPS`.
 
   Args:
     trees: by name; only their shapes are used.
   """
 
-  def check(tree: Any, size: int) -> Phase:
-    before = getattr(bits, JOINED)
-    setattr(bits, JOINED, size)
+  def check(tree: Any, group: tuple[int, int]) -> Phase:
+    before = bits._TOGETHER, bits._SMALL
+    bits._TOGETHER, bits._SMALL = group
+    jax.clear_caches()  # JAX keeps what it has traced.
     try:
       return _check(tree, "float16")
     finally:
-      setattr(bits, JOINED, before)
+      bits._TOGETHER, bits._SMALL = before
 
   makers: dict[str, Callable[[], Phase]] = {
     "sum of one array": functools.partial(
       _one_array, next(iter(trees.values()))
     )
   }
-  for size in JOINED_SIZES:
+  for together, small in GROUPS:
     for name, tree in trees.items():
-      line = f"{name}, joined below {size:,}"
-      makers[line] = functools.partial(check, tree, size)
+      line = f"{name}, {together} together, joined below {small:,}"
+      makers[line] = functools.partial(check, tree, (together, small))
   return makers
 
 
@@ -189,9 +190,7 @@ def _conditional(state: Any, gradients: Any) -> Any:
 
 def _check(tree: Any, dtype: str) -> Phase:
   gradients = _ones(tree, dtype)
-  # A function of its own, since JAX keeps what it has traced.
-  step = functools.partial(kernels.check)
-  return _phase(step, None, gradients, _bytes(gradients))
+  return _phase(kernels.check, None, gradients, _bytes(gradients))
 
 
 def _one_array(tree: Any, writes: bool = False) -> Phase:

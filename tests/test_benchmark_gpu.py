@@ -269,23 +269,21 @@ def test_kernels_of_this_backend_are_counted():
   assert kernels.figures(compiled)["kernels"] >= 3
 
 
-def test_leaves_are_joined_below_the_size_that_is_tried(monkeypatch):
-  # Where this library joins leaves on a CPU.
-  monkeypatch.setattr(traffic, "JOINED", "_SMALL")
-  monkeypatch.setattr(traffic, "JOINED_SIZES", (4_096, 10_000))
-  before = traffic.bits._SMALL
-  makers = traffic.joined(
-    {"leaves": [jax.ShapeDtypeStruct((5_000,), "f4")] * 3}
+def test_leaves_are_grouped_as_they_are_tried(monkeypatch):
+  monkeypatch.setattr(traffic, "GROUPS", ((1, 4096), (4, 4096), (4, 10_000)))
+  before = traffic.bits._TOGETHER, traffic.bits._SMALL
+  makers = traffic.groups(
+    {"leaves": [jax.ShapeDtypeStruct((5_000,), "f4")] * 4}
   )
-  assert before == traffic.bits._SMALL
   rows = traffic.measure(makers, rounds=1, calls=1, until=math.inf)
-  apart, together = (
-    rows[f"leaves, joined below {size}"]["temporaries"]
-    for size in ("4,096", "10,000")
+  apart, together, joined = (
+    rows[f"leaves, {n} together, joined below {size}"]
+    for n, size in ((1, "4,096"), (4, "4,096"), (4, "10,000"))
   )
+  assert together["kernels"] < apart["kernels"]
   # A copy of all of them.
-  assert together - apart > 2 * 15_000 / 2
-  assert before == traffic.bits._SMALL
+  assert joined["temporaries"] - together["temporaries"] > 1.5 * 20_000
+  assert before == (traffic.bits._TOGETHER, traffic.bits._SMALL)
 
 
 def test_a_wrapper_that_overlooks_a_leaf_is_found_out(monkeypatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -30,14 +31,29 @@ def named(tree: Any) -> dict[str, jax.Array]:
 
 
 def count(
-  tally: Callable[..., jax.Array], length: int, arrays: Sequence[jax.Array]
+  tally: Callable[..., jax.Array],
+  length: int,
+  arrays: Sequence[jax.Array],
+  *,
+  on_cpu: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-  """Counts the elements of arrays with `tally`, reading each element once."""
-  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-  if jax.default_backend() != "cpu" or not all(x.empty for x in meshes):
-    # An accelerator reads and counts in one kernel, and a block of a sharded
-    # array could span devices.
-    return tally(*arrays)
+  """Counts the elements of arrays with `tally`, reading each element once.
+
+  A CPU counts with `on_cpu` instead, if that is set.
+  """
+  on_cpu = on_cpu or tally
+  # An accelerator reads and counts in one kernel, and a block of a sharded
+  # array could span devices.
+  if all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+    on_cpu = functools.partial(_in_blocks, on_cpu, length)
+  counts: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=tally)
+  return counts
+
+
+def _in_blocks(
+  tally: Callable[..., jax.Array], length: int, *arrays: jax.Array
+) -> jax.Array:
+  """Returns the sum of the counts of the blocks of arrays."""
   flat = [x.reshape(-1) for x in arrays]
   blocks, rest = divmod(flat[0].size, _BLOCK)
 

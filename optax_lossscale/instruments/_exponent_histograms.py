@@ -194,11 +194,13 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
   lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp) - 1
   # One place for zeros, one for each exponent, one for non-finite elements.
   length = highest - lowest + 3
-  way = _by_scatter if jax.default_backend() == "cpu" else _by_comparison
   by_place = jnp.zeros(length, jnp.uint32)
   for part in _bits.parts(x):
     by_place += _elements.count(
-      lambda y: way(_bits.carried(y), length), length, [part]
+      lambda y: _by_comparison(_bits.carried(y), length),
+      length,
+      [part],
+      on_cpu=lambda y: _by_scatter(_bits.carried(y), length),
     )
   finite = by_place[1:-1]
   exponents = np.clip(np.arange(lowest, highest + 1), _LOWEST, _HIGHEST)
