@@ -1,4 +1,4 @@
-"""`python -m benchmarks parts`: that its programs do what they are named for."""
+"""`python -m benchmarks parts`: that its programs do what they are named."""
 
 import json
 
