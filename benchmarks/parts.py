@@ -133,23 +133,17 @@ def training(
     state, loss = scaled(state, batch)
     return state, (loss, ols.loss_scale_metrics(state[1]))
 
-  recorded = ols.instruments.record(_SCALED, 1000)
-  state = params, _SCALED.init(params)
+  def program(tx: Any, over: str, step: Any = None) -> Program:
+    step = step or flax_training.make_step(
+      loss_fn, tx, is_scaled=tx is not _ADAMW
+    )
+    return Program(step, (params, tx.init(params)), batch, over)
+
   return {
-    "bare": Program(
-      flax_training.make_step(loss_fn, _ADAMW, is_scaled=False),
-      (params, _ADAMW.init(params)),
-      batch,
-      "bare",
-    ),
-    "loss_scaling": Program(scaled, state, batch, "bare"),
-    "loss_scale_metrics": Program(with_metrics, state, batch, "loss_scaling"),
-    "record": Program(
-      flax_training.make_step(loss_fn, recorded, is_scaled=True),
-      (params, recorded.init(params)),
-      batch,
-      "loss_scaling",
-    ),
+    "bare": program(_ADAMW, "bare"),
+    "loss_scaling": program(_SCALED, "bare", scaled),
+    "loss_scale_metrics": program(_SCALED, "loss_scaling", with_metrics),
+    "record": program(ols.instruments.record(_SCALED, 1000), "loss_scaling"),
   }
 
 
@@ -397,11 +391,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     "--only", nargs="+", choices=_PARTS, default=_PARTS, help="some parts"
   )
   parser.add_argument(
-    "--rounds",
-    type=int,
-    default=21,
-    metavar="N",
-    help="turns of each contender; 3 for compilations (default: 21)",
+    "--rounds", type=int, default=21, help="3 for compilations (default: 21)"
   )
   parser.add_argument(
     "--tiny", action="store_true", help="tiny sizes, to see it work"

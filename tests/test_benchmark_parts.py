@@ -102,8 +102,9 @@ def test_parts_are_measured_and_written(tmp_path, capsys):
     *parts._PARTS
   }
   for rows in content["parts"].values():
-    for row in rows.values():
-      assert rows[row["over"]]["ratio"] == [1, 1, 1]
+    for name, row in rows.items():
+      assert row["over"] in rows
+      assert (row["ratio"] == [1, 1, 1]) == (row["over"] == name)
       assert len(row["seconds"]) == 3
   assert "compile, 2 leaves, mesh\n" in capsys.readouterr().out
 
