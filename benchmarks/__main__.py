@@ -8,7 +8,7 @@ import sys
 # Imported when called, so that one does not need what the other one needs.
 _COMMANDS = {
   "update": "benchmarks.update_phase",
-  "compile": "benchmarks.compile_time",
+  "parts": "benchmarks.parts",
   "gpu": "benchmarks.gpu",
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",

@@ -215,19 +215,3 @@ def test_bad_option_is_refused(option, capsys):
   with pytest.raises(SystemExit):
     command.main(["update", *option])
   assert option[0] in capsys.readouterr().err
-
-
-def test_compile_times_of_plain_and_mesh_arrays_are_written(tmp_path, capsys):
-  path = tmp_path / "compile.json"
-  words = ["--leaves", "2", "--shape", "3", "--compilations", "1"]
-  assert command.main(["compile", *words, "--output", str(path)]) == 0
-  cases = json.loads(path.read_text())["cases"]
-  assert [(x["layout"], x["leaves"]) for x in cases] == [
-    ("plain", 2),
-    ("mesh", 2),
-  ]
-  for case in cases:
-    bare, *wrapped = case["rows"]
-    assert bare["name"] == "bare"
-    assert all(x["instructions"] > bare["instructions"] for x in wrapped)
-  assert "2 leaves of 3, mesh arrays" in capsys.readouterr().out
