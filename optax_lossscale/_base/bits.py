@@ -91,8 +91,13 @@ def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
   return rounded(primals[0], dtype), tangents[0]
 
 
-def amax(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
+def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
+  """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN.
+
+  A CPU reads large arrays one after another, in the given order, which takes
+  little memory if all of them exist anyway. Unless `in_order`, it may read each
+  as soon as it is computed, so that it need not wait for the others.
+  """
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
   if (
@@ -107,10 +112,10 @@ def amax(arrays: Sequence[jax.Array]) -> jax.Array:
     # The platform that JAX compiles for need not be its default one.
     largest = lax.platform_dependent(
       arrays,
-      cpu=_largest_by_folding,
-      default=_largest_by_leaf
-      if _may_be_sharded_unseen(arrays)
-      else _largest_by_group,
+      cpu=functools.partial(_largest_by_folding, in_order=in_order),
+      default=_largest_by_group
+      if in_order and not _may_be_sharded_unseen(arrays)
+      else _largest_by_leaf,
     )
   return lax.bitcast_convert_type(largest, dtype)
 
@@ -189,13 +194,15 @@ def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   return jnp.max(lax.optimization_barrier(jnp.stack(largest))).astype(unsigned)
 
 
-def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
+def _largest_by_folding(
+  arrays: Sequence[jax.Array], *, in_order: bool
+) -> jax.Array:
   """Returns the largest bits by reductions that the CPU backend vectorizes."""
   arrays = [x.reshape(-1) for x in arrays]
   small = [x for x in arrays if x.size < _SMALL]
   maxima: list[jax.Array] = []
-  # Each reduction takes a result of the last one as input, and so waits for it.
-  # Otherwise XLA would hold all intermediate results at once.
+  # In order, a reduction takes a result of the last one as input, and so waits
+  # for it. Otherwise XLA would hold all intermediate results at once.
   so_far = before = jnp.zeros((), _unsigned(arrays[0].dtype))
   for group in _groups(
     [x for x in arrays if x.size >= _SMALL],
@@ -207,10 +214,11 @@ def _largest_by_folding(arrays: Sequence[jax.Array]) -> jax.Array:
     once = _fold(_together(blocks, so_far))
     folded, rest = _blocks(once)
     maxima.append(jnp.concatenate([_fold(folded), rest]))
-    # This second fold is too short for several cores, so the next reduction
-    # does not wait for it, but for the one before.
-    so_far = jnp.maximum(_first(once), before)
-    before = _first(maxima[-1])
+    if in_order:
+      # This second fold is too short for several cores, so the next reduction
+      # does not wait for it, but for the one before.
+      so_far = jnp.maximum(_first(once), before)
+      before = _first(maxima[-1])
   # Without the barrier XLA would read each small array with its own kernel.
   folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
   if folded.size:

@@ -148,7 +148,10 @@ def accumulated_value_and_grad(
       arguments.like_argnums(argnums, is_summed), whole
     )
     overflow = False if overflow_fn is None else overflow_fn(whole)
-    finding = findings.examine(check, summands, overflow, loss_scale=loss_scale)
+    # Not in order, or all gradients would wait for the one that comes last.
+    finding = findings.examine(
+      check, summands, overflow, loss_scale=loss_scale, in_order=False
+    )
     if names:
       finding = findings.agree(finding, names)
     together = jax.tree.leaves(summands) + ([loss] if drop else [])

@@ -83,6 +83,7 @@ def examine(
   amax: Any = None,
   *,
   loss_scale: jax.Array | None = None,
+  in_order: bool = True,
 ) -> Finding:
   """Examines every element of every gradient, and the caller's own findings.
 
@@ -107,7 +108,7 @@ def examine(
   limits: list[float] = []
   shares: list[jax.Array] = []
   for (own, limit), parts in parts_of.items():
-    largest = bits.amax(parts)
+    largest = bits.amax(parts, in_order=in_order)
     # Compare in a dtype that holds the limit: bfloat16 would round float16's.
     wide = largest.astype(leaves.at_least_float32(largest.dtype))
     within = wide < limit if check.saturating else wide <= limit
