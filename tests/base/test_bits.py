@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale._base import bits as _bits
 from tests import support
 
@@ -239,6 +241,69 @@ def test_a_device_reads_its_own_part_like_a_whole_array(check_vma):
   np.testing.assert_array_equal(jax.jit(read)(split, whole), [2.0] * 7 + [4.0])
   # Of its 8 x 800 elements, all but 256.
   assert "12x32x16" in jax.jit(read).lower(split, whole).as_text()
+
+
+def test_an_array_that_is_sharded_inside_shard_map_moves_nothing():
+  mesh = jax.make_mesh(
+    (4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+  )
+  read = jax.shard_map(
+    lambda x: _bits.amax([x])[None],
+    mesh=mesh,
+    in_specs=PartitionSpec("data"),
+    out_specs=PartitionSpec("data"),
+    axis_names={"data"},
+  )
+  # `shard_map` splits the rows, and jit the columns.
+  sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
+  x = jax.device_put(jnp.ones((64, 800)).at[63, 799].set(-4.0), sharding)
+  step = jax.jit(read).lower(x).compile()
+  (line,) = support.between_devices(step)
+  assert "all-reduce(" in line
+  np.testing.assert_array_equal(step(x), [1.0] * 3 + [4.0])
+
+
+@pytest.mark.parametrize("sharded", [0, 1])
+def test_one_array_of_a_mesh_is_enough_to_reshape_none(sharded):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  arrays = [jnp.ones((64, 200)), jnp.ones((64, 200))]
+  arrays[sharded] = jax.device_put(
+    arrays[sharded], NamedSharding(mesh, PartitionSpec("data"))
+  )
+  assert reductions(arrays, "cpu") == ["64x200", "64x200", "2"]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_an_accelerator_groups_where_no_sharding_can_hide(monkeypatch, devices):
+  monkeypatch.setattr(jax, "device_count", lambda: devices)
+  mesh = jax.make_mesh(
+    (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+  )
+  alone = NamedSharding(mesh, PartitionSpec())
+  seen = [jax.device_put(jnp.ones((64, 200)), alone)] * 2
+  assert reductions(seen, "cuda") == ["64x200", "1"]
+  one_unseen = [seen[0], jnp.ones((64, 200))]
+  groups = ["64x200", "1"] if devices == 1 else ["64x200", "64x200", "2"]
+  assert reductions(one_unseen, "cuda") == groups
+
+
+def test_nothing_to_group_needs_no_second_program():
+  for arrays in ([jnp.ones(())] * 3, [jnp.ones(()), jnp.zeros(())]):
+    assert "cond" not in str(jax.make_jaxpr(_bits.amax)(arrays))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_symbolic_size_can_be_exported(platform):
+  (rows,) = jax.export.symbolic_shape("rows")
+  x = jax.ShapeDtypeStruct((rows, 100), jnp.float16)
+  for function in (
+    lambda x: _bits.amax([x]),
+    ols.instruments.underflow_fraction,
+  ):
+    exported = jax.export.export(jax.jit(function), platforms=[platform])(x)
+    if platform == "cpu":
+      value = np.full((3, 100), 2.0, np.float16)
+      support.assert_same_bits(exported.call(value), jax.jit(function)(value))
 
 
 def test_an_array_without_a_mesh_is_folded():

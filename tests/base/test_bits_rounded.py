@@ -104,3 +104,10 @@ def test_numbers_of_a_dtype_without_a_sign_or_of_a_wider_one_are_kept():
   np.testing.assert_array_equal(found, np.float32(x))
   with jax.enable_x64(True):
     assert _bits.held(jnp.float64(0.1)) == 0.1
+
+
+@pytest.mark.parametrize("value", [1e-7, 1e-5, 1.0, 70_000.0])
+def test_the_derivative_is_that_of_a_cast(value):
+  for derivative in (jax.grad, jax.jacfwd):
+    found = derivative(lambda x: _bits.rounded(x, jnp.float16))(value)
+    assert found == 1
