@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     argv: the words after the command's name.
 
   Returns:
-    The exit code: 1 if a part failed or a guarantee does not hold.
+    The exit code: 1 if a program failed or a guarantee does not hold.
   """
   arguments = _parse(argv)
   # JAX would take three quarters of a GPU's memory, and torch needs its own.
@@ -148,9 +148,12 @@ def main(argv: Sequence[str]) -> int:
         _write(arguments.out, content)
     _write(arguments.out, content)
   print(_page(content))
-  held = content["parts"].get("Guarantees", {}).values()
-  failed = content["problems"] or any("left_out" in row for row in held)
-  return int(bool(failed))
+  rows = [row for part in content["parts"].values() for row in part.values()]
+  reasons = [x["left_out"] for x in rows if "left_out" in x]
+  # torch may be missing, and time may run out.
+  excused = "ModuleNotFoundError", "TimeoutError"
+  failed = [x for x in reasons if not x.startswith(excused)]
+  return int(bool(content["problems"] or failed))
 
 
 def _guarantees(plan: Plan, until: float) -> _Part:

@@ -22,6 +22,7 @@ from benchmarks import nonfinite
 from benchmarks import rounds
 from benchmarks import traffic
 import optax_lossscale as ols
+from tests import excess_precision
 
 TINY = gpt2.SIZES["tiny"]
 # A loop whose body has one fusion and one copy, and what launches nothing.
@@ -70,7 +71,9 @@ def written(tmp_path_factory):
   folder = tmp_path_factory.mktemp("benchmark") / "new"
   with pytest.MonkeyPatch.context() as patch:
     patch.delitem(gpu._PARTS, "Train step")
-    patch.setattr(gpu, "_params", lambda plan: [gpu._SMALL_LEAF] * 2)
+    # Some so small that they can never be folded.
+    small = jax.ShapeDtypeStruct((3,), jnp.float32)
+    patch.setattr(gpu, "_params", lambda plan: [gpu._SMALL_LEAF] * 2 + [small])
     assert command.main(["gpu", "--tiny", "--out", str(folder)]) == 0
   figures = json.loads((folder / "gpu.json").read_text())
   return figures, (folder / "gpu.md").read_text()
@@ -143,14 +146,14 @@ def flushing(histogram):
       guarantees._saturating,
       guarantees.ols,
       "saturating",
-      # What a compiler makes of it that keeps more bits than float16 has.
-      lambda make: (
-        lambda function: (
-          lambda x, y: make(function)(
-            x.astype(jnp.float32), y.astype(jnp.float32)
-          ).astype(jnp.float16)
-        )
-      ),
+      # What a compiler makes of it that leaves the casts out.
+      lambda make: excess_precision.unrounded,
+    ),
+    (
+      guarantees._status,
+      guarantees.ols,
+      "float_status",
+      lambda make: lambda function: make(lambda x: function(x * 0.5)),
     ),
     (
       guarantees._underflow,
@@ -202,6 +205,22 @@ def test_a_guarantee_that_does_not_hold_fails_the_command(
   page = (tmp_path / "gpu.md").read_text()
   assert "AssertionError: 3 of 8 differ" in page
   assert "1 wrong, such as NaN at 0 of float16[1]: missed" in page
+
+
+@pytest.mark.parametrize(
+  ("reason", "code"),
+  [
+    ("TimeoutError: no time was left", 0),
+    ("ModuleNotFoundError: torch is not installed", 0),
+    ("IndexError: index 0 is out of bounds", 1),
+  ],
+)
+def test_a_program_that_fails_fails_the_command(
+  reason, code, monkeypatch, tmp_path
+):
+  parts = {"One": (lambda plan, until: [{"a": {"left_out": reason}}], 1.0)}
+  monkeypatch.setattr(gpu, "_PARTS", parts)
+  assert gpu.main(["--tiny", "--out", str(tmp_path)]) == code
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(
@@ -323,7 +342,7 @@ def test_values_are_what_their_names_say(dtype):
 
 def test_traffic_counts_what_an_update_must_move(written):
   figures, _ = written
-  count = 2 * gpu._SMALL_LEAF.size
+  count = 2 * gpu._SMALL_LEAF.size + 3
   rows = figures["parts"]["Update phase"]
   bytes_per_parameter = {
     name: row["traffic"] / count for name, row in rows.items()
