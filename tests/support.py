@@ -24,6 +24,20 @@ def pairs(first, second):
   return list(itertools.product(first, second))
 
 
+# Every float8 dtype that has a sign.
+SIGNED_FLOAT8 = (
+  "float8_e3m4",
+  "float8_e4m3",
+  "float8_e4m3b11fnuz",
+  "float8_e4m3fn",
+  "float8_e4m3fnuz",
+  "float8_e5m2",
+  "float8_e5m2fnuz",
+)
+# Every one that JAX has.
+FLOAT8 = (*SIGNED_FLOAT8, "float8_e8m0fnu")
+
+
 def slow_but(quick, values, mark=pytest.mark.slow):
   """Returns the cases of a test; all but the quick ones are slow, or long."""
   return [x if x in quick else pytest.param(x, marks=mark) for x in values]

@@ -94,9 +94,9 @@ def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
 def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN.
 
-  A CPU reads large arrays one after another, in the given order, which takes
-  little memory if all of them exist anyway. Unless `in_order`, it may read each
-  as soon as it is computed, so that it need not wait for the others.
+  A CPU reads large arrays one after another, and an accelerator some together,
+  which is fastest if all of them exist anyway. Unless `in_order`, each can be
+  read as soon as it is computed, and then need not be kept.
   """
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
@@ -262,6 +262,7 @@ def _fold(bits: jax.Array) -> jax.Array:
 
 
 def _first(x: jax.Array) -> jax.Array:
+  """Returns the first element, by one equation."""
   return lax.index_in_dim(x, 0, keepdims=False)
 
 

@@ -22,16 +22,7 @@ pytestmark = [
 ]
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
-EIGHT_BITS = (
-  ml_dtypes.float8_e3m4,
-  ml_dtypes.float8_e4m3,
-  ml_dtypes.float8_e4m3b11fnuz,
-  ml_dtypes.float8_e4m3fn,
-  ml_dtypes.float8_e4m3fnuz,
-  ml_dtypes.float8_e5m2,
-  ml_dtypes.float8_e5m2fnuz,
-  ml_dtypes.float8_e8m0fnu,
-)
+EIGHT_BITS = tuple(map(jnp.dtype, support.FLOAT8))
 # Around a block of 32 * 16, a block of blocks, and the size of small arrays.
 SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
 

@@ -15,16 +15,7 @@ from optax_lossscale import instruments
 from optax_lossscale.instruments import _exponent_histograms
 from tests import support
 
-EIGHT_BITS = (
-  ml_dtypes.float8_e3m4,
-  ml_dtypes.float8_e4m3,
-  ml_dtypes.float8_e4m3b11fnuz,
-  ml_dtypes.float8_e4m3fn,
-  ml_dtypes.float8_e4m3fnuz,
-  ml_dtypes.float8_e5m2,
-  ml_dtypes.float8_e5m2fnuz,
-  ml_dtypes.float8_e8m0fnu,
-)
+EIGHT_BITS = tuple(map(jnp.dtype, support.FLOAT8))
 # What is not looked at: no floating or complex arrays, or not gradients.
 PASSED_BY = {
   "integer": np.arange(3),

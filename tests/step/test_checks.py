@@ -16,6 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._step import findings
+from tests import support
 
 # Of what vectorized kernels do with NaN and inf.
 pytestmark = pytest.mark.usefixtures("full_compilation")
@@ -32,17 +33,6 @@ WITH_INF = [
 WITH_NAN = [*WITH_INF, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 SIZES = (3, 5_000, 200_000)
 
-# Every float8 dtype that JAX has.
-FLOAT8 = [
-  "float8_e3m4",
-  "float8_e4m3",
-  "float8_e4m3b11fnuz",
-  "float8_e4m3fn",
-  "float8_e4m3fnuz",
-  "float8_e5m2",
-  "float8_e5m2fnuz",
-  "float8_e8m0fnu",
-]
 
 FLOAT8_WITH_INF = {"float8_e3m4", "float8_e4m3", "float8_e5m2"}
 
@@ -350,7 +340,7 @@ def test_checks_are_frozen_equal_and_hashable():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *support.FLOAT8])
 def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
   values = every_value(dtype)
   found = find_each(make_check(), values)
@@ -365,7 +355,7 @@ def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *FLOAT8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *support.FLOAT8])
 def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
   values = every_value(dtype)
   found = find_each(make_check(dtype), values.astype(np.float32))
@@ -375,7 +365,7 @@ def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
   )
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", support.FLOAT8)
 def test_float8_types_with_inf_are_those_known_to_have_it(dtype):
   has_inf = np.isinf(every_value(dtype).astype(np.float32)).any()
   assert has_inf == (dtype in FLOAT8_WITH_INF)
