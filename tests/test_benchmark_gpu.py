@@ -85,6 +85,7 @@ def run_with_torch():
   return torch
 
 
+@pytest.mark.slow
 def test_every_part_is_written_with_the_machine(written):
   figures, page = written
   assert figures["parts"].keys() == gpu._PARTS.keys() - {"Train step"}
@@ -95,6 +96,7 @@ def test_every_part_is_written_with_the_machine(written):
     assert f"## {name}" in page
 
 
+@pytest.mark.slow
 def test_every_guarantee_holds(written):
   figures, _ = written
   rows = figures["parts"]["Guarantees"]
@@ -340,6 +342,7 @@ def test_values_are_what_their_names_say(dtype):
       )
 
 
+@pytest.mark.slow
 def test_traffic_counts_what_an_update_must_move(written):
   figures, _ = written
   count = 2 * gpu._SMALL_LEAF.size + 3

@@ -66,6 +66,7 @@ def test_accumulated_gradients_are_those_of_the_scan():
     )
 
 
+@pytest.mark.slow
 def test_only_the_select_keeps_batch_statistics_after_an_overflow():
   images = np.full((4, 4, 4, 3), np.inf, np.float32)
   model = autocast_models.ResNet(jnp.float32, 2)
