@@ -8,20 +8,15 @@ in float32. float32 is what JAX makes of it, on NVIDIA's GPUs that is TF32
 unless JAX_DEFAULT_MATMUL_PRECISION says otherwise.
 """
 
-import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
-import pathlib
-import shlex
 import statistics
-import sys
 from typing import Any
 
 import jax
 
 from benchmarks import accelerate_steps as steps_lib
-from benchmarks import machine
+from benchmarks import command
 from benchmarks import report
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
@@ -39,22 +34,22 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code, 0.
   """
-  arguments = _parse(argv)
-  task = text.make_task(quick=arguments.quick)
-  plan = steps_lib.Plan(
-    rounds=arguments.rounds,
-    steps=arguments.steps or (1 if jax.default_backend() == "cpu" else 20),
-    compilations=arguments.compilations,
-    seed=arguments.seed,
+  parser = command.parser("accelerate", __doc__)
+  parser.add_argument(
+    "--rounds",
+    type=command.positive,
+    default=10,
+    help="turns of each contender (default: 10)",
   )
-  content: dict[str, Any] = {
-    "command": shlex.join(["python", "-m", "benchmarks", "accelerate", *argv]),
-    "machine": machine.describe(),
-    "backend": jax.default_backend(),
-    "plan": dataclasses.asdict(plan),
-  }
-  print(f"{content['command']}\n{machine.headline(content['machine'])}\n")
-  content["contenders"] = rows = steps_lib.measure(task, plan, _progress)
+  arguments = parser.parse_args(argv)
+  content = command.begin("accelerate", argv)
+  task = text.make_task(quick=arguments.tiny)
+  content["contenders"] = rows = steps_lib.measure(
+    task,
+    rounds=arguments.rounds,
+    steps=1 if jax.default_backend() == "cpu" else 20,
+    compilations=1 if arguments.tiny else 3,
+  )
   content["schedules"] = schedules = {
     kind: earned_back(
       *(rows[name] for name in (steps_lib.FLOAT32, *steps_lib.parts(kind)))
@@ -62,15 +57,14 @@ def main(argv: Sequence[str]) -> int:
     for kind in steps_lib.TYPES
   }
   report.show(
-    f"Train step, {task.description}: medians of {plan.rounds} rounds",
+    f"Train step, {task.description}: medians of {arguments.rounds} rounds",
     _COLUMNS,
     [(name, *_cells(row)) for name, row in rows.items()],
   )
   for kind, figures in schedules.items():
     print(f"{kind}|step|{figures['ratio']}: {_verdict(figures)}")
-  if arguments.output is not None:
-    report.write(arguments.output, content)
-    print(f"wrote {arguments.output}")
+  report.write(path := arguments.out / "accelerate.json", content)
+  print(f"wrote {path}")
   return 0
 
 
@@ -151,34 +145,3 @@ def _verdict(figures: Mapping[str, Any]) -> str:
   if low <= 0:
     line += ", if at all: in some rounds nothing was saved"
   return line
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks accelerate",
-    description="What a precision schedule saves, and when it is earned back.",
-    allow_abbrev=False,
-  )
-  parser.add_argument(
-    "--quick", action="store_true", help="a quarter of the batch"
-  )
-  for name, default, meaning in (
-    ("rounds", 10, "turns of each contender (default: 10)"),
-    ("steps", None, "in each turn (default: 1 on a CPU, else 20)"),
-    ("compilations", 3, "of each program (default: 3)"),
-    ("seed", 0, "of parameters, batches and orders (default: 0)"),
-  ):
-    parser.add_argument(
-      f"--{name}", type=int, default=default, metavar="N", help=meaning
-    )
-  parser.add_argument(
-    "--output",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="write the figures there, as JSON (default: print them only)",
-  )
-  return parser.parse_args(argv)
-
-
-def _progress(line: str) -> None:
-  print(f"... {line}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import random
 from typing import Any
@@ -26,23 +27,6 @@ _BATCHES = 4  # Taken in turns.
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """How often.
-
-  Attributes:
-    rounds: turns of each contender.
-    steps: in each turn.
-    compilations: of each program.
-    seed: of parameters, batches and orders.
-  """
-
-  rounds: int
-  steps: int
-  compilations: int
-  seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Contender:
   """A train step, from a state and a batch to the next state and a loss.
 
@@ -57,16 +41,15 @@ class Contender:
   state: Any
 
 
-def make_contenders(task: task_lib.Task, seed: int) -> dict[str, Contender]:
+def make_contenders(task: task_lib.Task) -> dict[str, Contender]:
   """Returns float32; and of each type the low precision and both parts.
 
   Args:
     task: the model, the optimizer and the data.
-    seed: of the parameters.
   """
   model = task.model(jnp.float32)
   loss_fn = training.make_loss_fn(model)
-  params = model.init(jax.random.key(seed), task.held_out[0][0][:1])
+  params = model.init(jax.random.key(0), task.held_out[0][0][:1])
   bare = task.optimizer
   contenders = {
     FLOAT32: Contender(
@@ -96,39 +79,39 @@ def make_contenders(task: task_lib.Task, seed: int) -> dict[str, Contender]:
 
 
 def measure(
-  task: task_lib.Task,
-  plan: Plan,
-  on_progress: Callable[[str], None] = lambda line: None,
+  task: task_lib.Task, *, rounds: int, steps: int, compilations: int
 ) -> dict[str, dict[str, Any]]:
   """Returns the figures of each contender, for JSON, by its name.
 
   Args:
     task: what is trained.
-    plan: how often.
-    on_progress: called with a line about what comes next.
+    rounds: turns of each contender.
+    steps: in each turn.
+    compilations: of each program.
 
   Returns:
     `compilations` of its program, the `seconds` of a step in each round, their
     `ratio` to float32 in the same round, the `last_loss`; and `low`, whether a
     schedule was in its low part to the end, None without one.
   """
-  contenders = make_contenders(task, plan.seed)
+  contenders = make_contenders(task)
   batches = [
     jax.device_put(batch)
-    for batch in itertools.islice(task.batches(plan.seed), _BATCHES)
+    for batch in itertools.islice(task.batches(0), _BATCHES)
   ]
-  programs, costs = _compile(contenders, batches[0], plan, on_progress)
+  programs, costs = _compile(contenders, batches[0], compilations)
   trainings = {
-    name: _Training(programs[contender.program], contender.state, batches, plan)
+    name: _Training(programs[contender.program], contender.state, batches)
     for name, contender in contenders.items()
   }
-  on_progress("running")
   turns = rounds_lib.interleave(
-    {name: rounds_lib.Turn(run=x.turn) for name, x in trainings.items()},
-    plan.rounds,
-    seed=plan.seed,
+    {
+      name: rounds_lib.Turn(functools.partial(x.turn, steps))
+      for name, x in trainings.items()
+    },
+    rounds,
   )
-  seconds = {x: [s / plan.steps for s in turns[x]] for x in turns}
+  seconds = {x: [s / steps for s in turns[x]] for x in turns}
   return {
     name: {
       "compilations": [
@@ -167,18 +150,16 @@ class _Training:
     step: Callable[[Any, Any], tuple[Any, jax.Array]],
     state: Any,
     batches: Sequence[Any],
-    plan: Plan,
   ) -> None:
     self._step = step
     # The step is given its state's memory, which the others start from too.
     self.state = jax.tree.map(jnp.copy, state)
     self.loss = jnp.zeros(())
     self._batches: Iterator[Any] = itertools.cycle(batches)
-    self._steps = plan.steps
 
-  def turn(self) -> None:
-    """Makes its steps, and waits for them."""
-    for _ in range(self._steps):
+  def turn(self, steps: int) -> None:
+    """Makes some steps, and waits for them."""
+    for _ in range(steps):
       self.state, self.loss = self._step(self.state, next(self._batches))
     jax.block_until_ready((self.state, self.loss))
 
@@ -194,23 +175,20 @@ def _two_precisions(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(
-  contenders: Mapping[str, Contender],
-  batch: Any,
-  plan: Plan,
-  on_progress: Callable[[str], None],
+  contenders: Mapping[str, Contender], batch: Any, compilations: int
 ) -> tuple[dict[str, Any], dict[str, list[compilation.Compilation]]]:
   """Returns the programs, and what each of their compilations cost."""
   sources = {x.program: x for x in contenders.values()}
   programs: dict[str, Any] = {}
   costs: dict[str, list[compilation.Compilation]] = {x: [] for x in sources}
-  generator = random.Random(plan.seed)
+  generator = random.Random(0)
   with compilation.without_persistent_cache():
     # The first compilation of a process starts XLA as well.
     first = contenders[FLOAT32]
     compilation.compile_ahead(first.step, first.state, batch)
-    for _ in range(plan.compilations):
+    for _ in range(compilations):
       for name in generator.sample(list(sources), len(sources)):
-        on_progress(f"compiling {name}")
+        print(f"... compiling {name}", flush=True)
         programs[name], cost = compilation.compile_ahead(
           sources[name].step, sources[name].state, batch
         )

@@ -7,12 +7,8 @@ device. `python -m benchmarks gpu` times it. On a CPU XLA computes float16 in
 float32, so that low precision takes longer whoever asks for it.
 """
 
-import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import pathlib
-import shlex
-import sys
 from typing import Any
 
 import jax
@@ -20,7 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks import autocast_counts as counts
 from benchmarks import autocast_models as models
-from benchmarks import machine
+from benchmarks import command
 from benchmarks import report
 import optax_lossscale as ols
 
@@ -55,27 +51,16 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code.
   """
-  arguments = _parse(argv)
-  content: dict[str, Any] = {
-    "command": shlex.join(["python", "-m", "benchmarks", "autocast", *argv]),
-    "machine": machine.describe(),
-    "backend": jax.default_backend(),
-    "models": {},
-  }
-  print(f"{content['command']}\n{machine.headline(content['machine'])}\n")
+  arguments = command.parser("autocast", __doc__).parse_args(argv)
+  content = command.begin("autocast", argv) | {"models": {}}
   if jax.default_backend() == "cpu":
     print(_OF_A_CPU)
-  makers = models.makers(
-    quick=arguments.quick, layers=arguments.layers, seed=arguments.seed
-  )
-  for name, make in makers.items():
-    _progress(name)
+  for name, make in models.makers(tiny=arguments.tiny).items():
     rows = measure(make())
     content["models"][name] = rows
     report.show(name, _COLUMNS, [(n, *_cells(r)) for n, r in rows.items()])
-  if arguments.output is not None:
-    report.write(arguments.output, content)
-    print(f"wrote {arguments.output}")
+  report.write(path := arguments.out / "autocast.json", content)
+  print(f"wrote {path}")
   return 0
 
 
@@ -162,35 +147,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
       )
     ),
   ]
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks autocast",
-    description="What `autocast` does to models, beside `dtype=` by hand.",
-    allow_abbrev=False,
-  )
-  parser.add_argument(
-    "--quick", action="store_true", help="small models, to see it work"
-  )
-  parser.add_argument(
-    "--layers",
-    type=int,
-    default=2,
-    metavar="N",
-    help="of the GPT-2 that is counted (default: 2)",
-  )
-  parser.add_argument(
-    "--seed", type=int, default=0, help="of parameters and data (default: 0)"
-  )
-  parser.add_argument(
-    "--output",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="write the figures there, as JSON (default: print them only)",
-  )
-  return parser.parse_args(argv)
-
-
-def _progress(line: str) -> None:
-  print(f"... {line}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ compute the statistics of a norm in float32, and a loss in float32.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -102,99 +103,44 @@ class LSTM(nn.Module):
     return nn.Dense(10, dtype=self.dtype)(nn.RNN(cell)(x)[:, -1])
 
 
-def makers(
-  *, quick: bool, layers: int, seed: int
-) -> dict[str, Callable[[], Model]]:
+def makers(*, tiny: bool) -> dict[str, Callable[[], Model]]:
   """Returns how to make each model, by its name.
 
   Args:
-    quick: small ones, to see it work.
-    layers: of the GPT-2.
-    seed: of parameters and data.
+    tiny: small ones, to see it work.
   """
-  size = dataclasses.replace(
-    gpt2.SIZES["tiny" if quick else "small"], layers=layers
-  )
-  batch = 4 if quick else 32
-  channels, width, length = (4, 16, 8) if quick else (32, 256, 64)
+  size = dataclasses.replace(gpt2.SIZES["tiny" if tiny else "small"], layers=2)
+  batch = 4 if tiny else 32
+  channels, width, length = (4, 16, 8) if tiny else (32, 256, 64)
+  partial = functools.partial
+  resnet = partial(ResNet, channels=channels)
+  lstm = partial(LSTM, width=width)
   return {
-    "LeNet-5": lambda: make_lenet(batch=batch, seed=seed),
-    "ResNet, two blocks": lambda: make_resnet(
-      batch=batch, channels=channels, seed=seed
-    ),
-    "LSTM": lambda: make_lstm(
-      batch=batch, length=length, width=width, seed=seed
-    ),
-    f"GPT-2, {layers} layers of {size.width}": lambda: make_gpt2(
-      size, batch=2, length=16 if quick else 256, seed=seed
+    "LeNet-5": partial(_classifier, LeNet5, (batch, 32, 32, 1)),
+    "ResNet, two blocks": partial(_classifier, resnet, (batch, 32, 32, 3)),
+    "LSTM": partial(_classifier, lstm, (batch, length, width)),
+    f"GPT-2, 2 layers of {size.width}": partial(
+      _gpt2, size, 16 if tiny else 256
     ),
   }
 
 
-def make_lenet(*, batch: int, seed: int) -> Model:
-  """Returns LeNet-5 on random images of 32 x 32.
-
-  Args:
-    batch: how many images.
-    seed: of parameters and images.
-  """
-  return _classifier(LeNet5, (batch, 32, 32, 1), seed)
-
-
-def make_resnet(*, batch: int, channels: int, seed: int) -> Model:
-  """Returns a residual net on random images of 32 x 32.
-
-  Args:
-    batch: how many images.
-    channels: of every convolution.
-    seed: of parameters and images.
-  """
-  return _classifier(
-    lambda dtype: ResNet(dtype, channels), (batch, 32, 32, 3), seed
-  )
-
-
-def make_lstm(*, batch: int, length: int, width: int, seed: int) -> Model:
-  """Returns an LSTM on random sequences.
-
-  Args:
-    batch: how many sequences.
-    length: positions of each sequence.
-    width: of the inputs and the state.
-    seed: of parameters and sequences.
-  """
-  return _classifier(
-    lambda dtype: LSTM(dtype, width), (batch, length, width), seed
-  )
-
-
-def make_gpt2(size: gpt2.Size, *, batch: int, length: int, seed: int) -> Model:
-  """Returns GPT-2 on random tokens, with attention written out.
-
-  Args:
-    size: of the model.
-    batch: how many sequences.
-    length: tokens of each sequence.
-    seed: of parameters and tokens.
-  """
+def _gpt2(size: gpt2.Size, length: int) -> Model:
+  """Returns GPT-2 on random tokens, with attention written out."""
   return Model(
     lambda dtype: gpt2.make_loss_fn(gpt2.GPT2(size, dtype)),
-    gpt2.init(size, seed),
-    gpt2.make_batches(size, batch=batch, length=length, count=1, seed=seed)[0],
+    gpt2.init(size, 0),
+    gpt2.make_batches(size, batch=2, length=length, count=1)[0],
   )
 
 
 def _classifier(
-  make_module: Callable[[DTypeLike], nn.Module],
-  shape: tuple[int, ...],
-  seed: int,
+  make_module: Callable[[DTypeLike], nn.Module], shape: tuple[int, ...]
 ) -> Model:
   """Returns a model of ten classes; what else it has stays as it starts."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   inputs = rng.standard_normal(shape, np.float32)
-  variables = jax.jit(make_module(jnp.float32).init)(
-    jax.random.key(seed), inputs
-  )
+  variables = jax.jit(make_module(jnp.float32).init)(jax.random.key(0), inputs)
   params = variables.pop("params")
 
   def make_loss_fn(dtype: DTypeLike) -> LossFn:

@@ -107,15 +107,15 @@ _SHAPES = {
 NAMES = tuple(_SHAPES)
 
 
-def make_case(name: str, gradients: str, *, quick: bool = False) -> Case:
+def make_case(name: str, gradients: str, *, tiny: bool = False) -> Case:
   """Returns a case.
 
   Args:
     name: one of `NAMES`; without "small" it has about 50 million parameters.
     gradients: their dtype.
-    quick: a tenth of the leaves, tiny ones, to see it work.
+    tiny: a tenth of the leaves, tiny ones, to see it work.
   """
   shapes = _SHAPES[name]
-  if quick:
+  if tiny:
     shapes = (len(shapes) // 10 + 1) * ((16, 8),)
   return Case(name, shapes, gradients)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
-import shlex
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import command
 from benchmarks import contest as contest_lib
 from benchmarks import gpt2
 from benchmarks import guarantees
@@ -29,6 +29,7 @@ from benchmarks import machine
 from benchmarks import report
 from benchmarks import rounds as rounds_lib
 from benchmarks import traffic
+from benchmarks import update as update_lib
 import optax_lossscale as ols
 
 # Variables that change the speed.
@@ -122,9 +123,7 @@ def main(argv: Sequence[str]) -> int:
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   start = time.monotonic()
   plan = _TINY if arguments.tiny else Plan()
-  content: dict[str, Any] = {
-    "command": shlex.join(["python", "-m", "benchmarks", "gpu", *argv]),
-    "machine": machine.describe(),
+  content = command.begin("gpu", argv) | {
     "platform": jax.devices()[0].client.platform_version,
     "environment": {
       name: value
@@ -196,7 +195,7 @@ def _kernels(plan: Plan, until: float) -> _Part:
     name = f"check of {count:,} leaves of {_LEAF.shape}"
     with rounds_lib.attempt(rows, name):
       rounds_lib.check_time(until)
-      compiled = jax.jit(kernels.check).lower([_LEAF] * count).compile()
+      compiled = jax.jit(update_lib.check).lower([_LEAF] * count).compile()
       rows[name] = kernels.figures(compiled)
     yield rows
 
@@ -266,25 +265,11 @@ def _cell(value: Any, unit: float) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks gpu",
-    description="Loss scaling on a GPU: what holds, and what it costs.",
-    allow_abbrev=False,
-  )
-  parser.add_argument(
-    "--out",
-    type=pathlib.Path,
-    required=True,
-    metavar="DIR",
-    help="where gpu.json and gpu.md go",
-  )
+  parser = command.parser("gpu", __doc__)
   parser.add_argument(
     "--minutes",
     type=float,
     default=8.0,
     help="after which what remains is left out (default: 8)",
-  )
-  parser.add_argument(
-    "--tiny", action="store_true", help="tiny sizes, to see it work on any CPU"
   )
   return parser.parse_args(argv)

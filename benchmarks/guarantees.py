@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import kernels
 from benchmarks import nonfinite
 from benchmarks import rounds as rounds_lib
+from benchmarks import update as update_lib
 import optax_lossscale as ols
 
 _HALF = np.float16
@@ -48,7 +48,7 @@ def _skip() -> str:
   params = {"a": _spread(np.float32, -9, 3, 0), "b": np.float32([-0.0, 3.0])}
   for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
     tx = ols.loss_scaling(inner, ols.DynamicLossScale())
-    update = jax.jit(kernels.make_update(tx))
+    update = jax.jit(update_lib.make(tx))
     gradients = jax.tree.map(lambda x: x.astype(_HALF), params)
     before = update((params, tx.init(params)), gradients)
     gradients["a"][7777] = np.inf
@@ -66,7 +66,7 @@ def _growth() -> str:
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
 
   def step(state: Any, gradients: Any) -> Any:
-    state = kernels.make_update(tx)(state, gradients)
+    state = update_lib.make(tx)(state, gradients)
     return state, ols.get_loss_scale(state[1])
 
   params = jnp.ones(3)
@@ -188,7 +188,7 @@ def _master_weights() -> str:
   # A power of two, so that a fused multiply-add rounds like NumPy.
   tx = ols.master_weights(optax.sgd(0.25))
   params, gradients = _spread(_HALF, -3, 3, 7), _spread(_HALF, -14, 3, 8)
-  update = jax.jit(kernels.make_update(tx))
+  update = jax.jit(update_lib.make(tx))
   state = params, tx.init(params)
   master = params.astype(np.float32)
   for _ in range(5):

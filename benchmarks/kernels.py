@@ -1,16 +1,8 @@
 """How many kernels a compiled program launches, and in how many bytes."""
 
-from collections.abc import Callable
 import re
 from typing import Any
 
-import jax
-import optax
-
-import optax_lossscale as ols
-
-# The check of `loss_scaling`, and nothing to update.
-CHECK = ols.loss_scaling(optax.identity(), ols.DynamicLossScale())
 _CONTROL = "while", "conditional", "call"
 # XLA launches nothing for these, or has launched it already.
 _FREE = re.compile(
@@ -66,22 +58,3 @@ def figures(compiled: Any) -> dict[str, int]:
     - memory.alias_size_in_bytes
     + memory.temp_size_in_bytes,
   }
-
-
-def check(gradients: Any) -> tuple[jax.Array, jax.Array]:
-  """Returns what the check finds; XLA drops everything else."""
-  _, state = CHECK.update(gradients, CHECK.init(()))
-  return state.overflow, state.nan
-
-
-def make_update(
-  tx: optax.GradientTransformation,
-) -> Callable[[Any, Any], Any]:
-  """Returns the update phase: from (parameters, state) to the next ones."""
-
-  def update(state: Any, gradients: Any) -> Any:
-    params, opt_state = state
-    updates, opt_state = tx.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  return update

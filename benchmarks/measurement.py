@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import random
 
 from benchmarks import cases
 from benchmarks import checks
@@ -18,23 +17,6 @@ from benchmarks.peers import PEERS
 from benchmarks.peers.contender import Contender
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """How often, and in what orders.
-
-  Attributes:
-    rounds: how often each contender makes a step.
-    compilations: how often it is compiled.
-    patience: seconds that a compilation may take.
-    seed: of the orders.
-  """
-
-  rounds: int
-  compilations: int
-  patience: float = 120.0
-  seed: int = 0
-
-
 @dataclasses.dataclass
 class Result:
   """What is known of a contender in a case.
@@ -43,16 +25,14 @@ class Result:
     name: the contender's.
     problem: why it was not measured; empty if it was.
     check: None for a bare optimizer, which neither unscales nor skips.
-    compilations: empty for one that is not compiled.
+    cost: to compile; None for one that is not compiled.
     seconds: of a step, in each round.
   """
 
   name: str
   problem: str = ""
   check: checks.Check | None = None
-  compilations: list[compilation.Compilation] = dataclasses.field(
-    default_factory=list
-  )
+  cost: compilation.Compilation | None = None
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   @contextlib.contextmanager
@@ -72,9 +52,7 @@ class _Field:
     contenders: those that are still in.
   """
 
-  def __init__(
-    self, case: cases.Case, names: Sequence[str], plan: Plan
-  ) -> None:
+  def __init__(self, case: cases.Case, names: Sequence[str]) -> None:
     self.results = {name: Result(name) for name in names}
     self.contenders: dict[str, Contender] = {}
     self._params = case.make_params()
@@ -88,28 +66,24 @@ class _Field:
         if case.gradients not in contender.gradient_dtypes:
           result.problem = f"does not take {case.gradients} gradients"
           continue
-        if patience.is_exhausted(name, case, plan.patience):
+        if patience.is_exhausted(name, case):
           result.problem = (
-            f"to compile it takes more than {plan.patience:g} s, or than the "
-            "memory there is"
+            f"to compile it takes more than {patience.SECONDS:g} s, or than "
+            "the memory there is"
           )
           continue
         contender.start(self._params)
         self.contenders[name] = contender
 
-  def compile(self, plan: Plan) -> None:
-    """Compiles each of them as often as planned, in turns."""
+  def compile(self) -> None:
+    """Compiles each of them, and the first one twice."""
     for contender in itertools.islice(self.contenders.values(), 1):
       # The first compilation of a process starts XLA as well.
       contender.compile(self._gradients)
-    generator = random.Random(plan.seed)
-    for _ in range(plan.compilations):
-      for name in generator.sample(list(self.contenders), len(self.contenders)):
-        with self.results[name].attempt():
-          cost = self.contenders[name].compile(self._gradients)
-          if cost is not None:
-            self.results[name].compilations.append(cost)
-      self._drop_those_with_a_problem()
+    for name, contender in self.contenders.items():
+      with self.results[name].attempt():
+        self.results[name].cost = contender.compile(self._gradients)
+    self._drop_those_with_a_problem()
 
   def check(self) -> None:
     """Compares each of them with the bare optimizer, and lets it overflow."""
@@ -131,7 +105,7 @@ class _Field:
       memory.release()
     self._drop_those_with_a_problem()
 
-  def run(self, plan: Plan) -> None:
+  def run(self, count: int) -> None:
     """Lets them make their steps, in turns, from the first parameters on."""
     for contender in self.contenders.values():
       contender.start(self._params)
@@ -143,7 +117,7 @@ class _Field:
       )
       for name, contender in self.contenders.items()
     }
-    seconds = rounds.interleave(turns, plan.rounds, seed=plan.seed)
+    seconds = rounds.interleave(turns, count)
     for name in turns:
       self.results[name].seconds = seconds[name]
 
@@ -161,20 +135,20 @@ class _Field:
 
 
 def measure(
-  case: cases.Case, names: Sequence[str], plan: Plan
+  case: cases.Case, names: Sequence[str], count: int
 ) -> dict[str, Result]:
   """Returns what came out for each contender, measured or not.
 
   Args:
     case: the parameters and gradients.
     names: of contenders, in the table's order.
-    plan: how often.
+    count: of rounds, in each of which each contender makes a step.
   """
-  field = _Field(case, names, plan)
+  field = _Field(case, names)
   try:
-    field.compile(plan)
+    field.compile()
     field.check()
-    field.run(plan)
+    field.run(count)
   finally:
     field.stop()
   return field.results

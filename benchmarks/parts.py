@@ -9,9 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import os
-import pathlib
-import shlex
 import statistics
 from typing import Any
 
@@ -22,16 +19,15 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import autocast_models
+from benchmarks import command
 from benchmarks import compilation
 from benchmarks import flax_training
 from benchmarks import gpt2
-from benchmarks import machine
 from benchmarks import memory
 from benchmarks import report
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
 
-_OUTPUT = pathlib.Path("benchmarks/results/parts.json")
 _PARTS = ("step", "batch norm", "accumulation", "autocast", "compile")
 _COLUMNS = ("", "over", "ms", "ratio", "temporaries", "trace ms", "compile ms")
 _ADAMW = optax.adamw(1e-4)
@@ -96,14 +92,8 @@ def main(argv: Sequence[str]) -> int:
     The exit code.
   """
   arguments = _parse(argv)
-  content: dict[str, Any] = {
-    "command": shlex.join(["python", "-m", "benchmarks", "parts", *argv]),
-    "machine": machine.describe(),
-    "load": os.getloadavg()[0],
-    "parts": {},
-  }
-  print(f"{content['command']}\n{machine.headline(content['machine'])}")
-  print(f"load: {content['load']:.2f}\n")
+  path = arguments.out / "parts.json"
+  content = command.begin("parts", argv) | {"parts": {}}
   with compilation.without_persistent_cache():
     for name, make in _makers(arguments.tiny).items():
       if name.partition(",")[0] in arguments.only:
@@ -111,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
         count = 3 if name.startswith("compile") else arguments.rounds
         rows = content["parts"][name] = _measure(make(), count)
         report.show(name, _COLUMNS, [_cells(*row) for row in rows.items()])
-        report.write(arguments.output, content)
+        report.write(path, content)
         memory.release()
-  print(f"wrote {arguments.output}")
+  print(f"wrote {path}")
   return 0
 
 
@@ -381,26 +371,14 @@ def _cells(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks parts",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command.parser("parts", __doc__)
   parser.add_argument(
     "--only", nargs="+", choices=_PARTS, default=_PARTS, help="some parts"
   )
   parser.add_argument(
-    "--rounds", type=int, default=21, help="3 for compilations (default: 21)"
-  )
-  parser.add_argument(
-    "--tiny", action="store_true", help="tiny sizes, to see it work"
-  )
-  parser.add_argument(
-    "--output",
-    type=pathlib.Path,
-    default=_OUTPUT,
-    metavar="PATH",
-    help=f"where the JSON goes; it is replaced (default: {_OUTPUT})",
+    "--rounds",
+    type=command.positive,
+    default=21,
+    help="3 for compilations (default: 21)",
   )
   return parser.parse_args(argv)

@@ -12,15 +12,16 @@ from benchmarks.peers import PEERS
 
 # Below that everybody compiles within seconds.
 _MANY_LEAVES = 500
+# With the start of a process.
+SECONDS = 30.0
 
 
-def is_exhausted(name: str, case: cases.Case, seconds: float) -> bool:
+def is_exhausted(name: str, case: cases.Case) -> bool:
   """Returns whether the compilation takes too long, or too much memory.
 
   Args:
     name: the contender's.
     case: what it is compiled for; only many leaves are tried at all.
-    seconds: how long it may take, with the start of a process.
   """
   if case.leaves < _MANY_LEAVES:
     return False
@@ -29,7 +30,7 @@ def is_exhausted(name: str, case: cases.Case, seconds: float) -> bool:
     target=_compile, args=(name, case)
   )
   process.start()
-  process.join(seconds)
+  process.join(SECONDS)
   if process.is_alive():
     process.kill()
   process.join()

@@ -61,8 +61,8 @@ def cells(row: Row) -> list[str]:
     _cell(ratio and ratio["median"], ".3f"),
     f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "-",
     _cell(row["temporaries_percent"], ".2f", unit=" %"),
-    _cell(row["median_trace_seconds"], ".2f"),
-    _cell(row["median_compile_seconds"], ".2f"),
+    _cell(row["trace_seconds"], ".2f"),
+    _cell(row["compile_seconds"], ".2f"),
     _cell(row["compilation_ratio"], ".2f"),
   ]
 
@@ -89,36 +89,6 @@ def overview(
   return header, list(rows.values())
 
 
-def growth(
-  summaries: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-  """Returns by what trace and compile grow from 100 to 1000 small leaves.
-
-  Args:
-    summaries: of the cases. Without both of these there is nothing to return.
-
-  Returns:
-    A dict for each contender and dtype: `name`, `gradients`, `growth`.
-  """
-  seconds = {
-    (summary["name"], summary["gradients"], row["name"]): (
-      row["median_trace_seconds"] + row["median_compile_seconds"]
-    )
-    for summary in summaries
-    for row in summary["contenders"]
-    if row["median_compile_seconds"] is not None
-  }
-  return [
-    {
-      "name": name,
-      "gradients": gradients,
-      "growth": total / seconds["100-small", gradients, name],
-    }
-    for (case, gradients, name), total in seconds.items()
-    if case == "1000-small" and ("100-small", gradients, name) in seconds
-  ]
-
-
 def all_checks_passed(summaries: Sequence[Mapping[str, Any]]) -> bool:
   """Returns whether everybody who was measured does what it is measured doing.
 
@@ -136,16 +106,10 @@ def all_checks_passed(summaries: Sequence[Mapping[str, Any]]) -> bool:
 def _row(
   case: cases.Case, result: measurement.Result, baseline: measurement.Result
 ) -> Row:
-  temporary_bytes = next(
-    (cost.temporary_bytes for cost in result.compilations), None
-  )
-  ratios, compilation_ratios = [], []
-  if not result.problem and not baseline.problem:
-    ratios = rounds.ratios(result.seconds, baseline.seconds)
-    compilation_ratios = rounds.ratios(
-      [cost.seconds for cost in result.compilations],
-      [cost.seconds for cost in baseline.compilations],
-    )
+  cost = result.cost
+  temporary_bytes = cost and cost.temporary_bytes
+  both = not result.problem and not baseline.problem
+  ratios = rounds.ratios(result.seconds, baseline.seconds) if both else []
   return {
     "name": result.name,
     "baseline": baseline.name,
@@ -159,15 +123,12 @@ def _row(
       if temporary_bytes is None
       else 100 * temporary_bytes / case.parameter_bytes
     ),
-    "median_trace_seconds": _median(
-      [cost.trace_seconds for cost in result.compilations]
+    "trace_seconds": cost and cost.trace_seconds,
+    "compile_seconds": cost and cost.compile_seconds,
+    "compilation_ratio": (
+      cost.seconds / baseline.cost.seconds if cost and baseline.cost else None
     ),
-    "median_compile_seconds": _median(
-      [cost.compile_seconds for cost in result.compilations]
-    ),
-    "compilation_ratio": _median(compilation_ratios),
     "seconds": result.seconds,
-    "compilations": [cost._asdict() for cost in result.compilations],
   }
 
 

@@ -13,12 +13,12 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
 from benchmarks import kernels
 from benchmarks import rounds as rounds_lib
+from benchmarks import update as update_lib
 import optax_lossscale as ols
 from optax_lossscale._base import bits
 
@@ -79,7 +79,7 @@ def updates(params: Any) -> Makers:
     # Parameters and two moments, each read and written.
     reads = 1 if tx is _ADAMW else 2
     traffic = 6 * _bytes(state[0]) + reads * _bytes(gradients)
-    step = step or kernels.make_update(tx)
+    step = step or update_lib.make(tx)
     return _phase(step, state, gradients, traffic, options)
 
   partial = functools.partial
@@ -93,8 +93,9 @@ def updates(params: Any) -> Makers:
       f"loss_scaling(adamw), {dtype}": partial(update, dtype, _SCALED),
       f"the check, {dtype}": partial(_check, params, dtype),
     }
-  both = optax.chain(kernels.CHECK, _ADAMW)
-  under_cond = partial(update, "float16", both, _conditional)
+  both = optax.chain(update_lib.CHECK, _ADAMW)
+  conditional = update_lib.make_conditional(update_lib.CHECK, _ADAMW)
+  under_cond = partial(update, "float16", both, conditional)
   makers["adamw under lax.cond, float16"] = under_cond
   for name, make in list(makers.items()):
     if "adamw" in name and "float16" in name:
@@ -177,23 +178,9 @@ def measure(
   return rows
 
 
-def _conditional(state: Any, gradients: Any) -> Any:
-  """Updates under `lax.cond`, where the library selects each new value."""
-  params, (scaling, inner) = state
-  # Its updates, which are the gradients, are not computed.
-  _, new_scaling = kernels.CHECK.update(gradients, scaling)
-
-  def apply() -> Any:
-    unscaled = ols.unscale(gradients, scaling)
-    return kernels.make_update(_ADAMW)((params, inner), unscaled)
-
-  params, inner = lax.cond(new_scaling.overflow, lambda: (params, inner), apply)
-  return params, (new_scaling, inner)
-
-
 def _check(tree: Any, dtype: str) -> Phase:
   gradients = _ones(tree, dtype)
-  return _phase(kernels.check, None, gradients, _bytes(gradients))
+  return _phase(update_lib.check, None, gradients, _bytes(gradients))
 
 
 def _one_array(tree: Any, writes: bool = False) -> Phase:

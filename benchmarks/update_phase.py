@@ -8,21 +8,17 @@ What it is compared with is the optimizer alone on the same gradients.
 import argparse
 from collections.abc import Iterator
 from collections.abc import Sequence
-import dataclasses
-import pathlib
-import shlex
 from typing import Any
 
 from benchmarks import cases
+from benchmarks import command
 from benchmarks import compilation
-from benchmarks import machine
 from benchmarks import measurement
 from benchmarks import report
 from benchmarks import summary
 from benchmarks.peers import PEERS
 
 _GRADIENTS = ("float16", "float32")
-_OUTPUT = pathlib.Path("benchmarks/results/update.json")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,38 +32,29 @@ def main(argv: Sequence[str]) -> int:
   """
   arguments = _parse(argv)
   names = _with_baselines(arguments.peers)
-  plan = measurement.Plan(
-    arguments.rounds, arguments.compilations, arguments.patience
-  )
-  content: dict[str, Any] = {
-    "command": shlex.join(["python", "-m", "benchmarks", *argv]),
-    "machine": machine.describe(),
-    "quick": arguments.quick,
-    "plan": dataclasses.asdict(plan),
-    "cases": [],
-  }
+  path = arguments.out / "update.json"
+  content = command.begin("update", argv)
+  content |= {"rounds": arguments.rounds, "cases": []}
   for case in _cases(arguments):
     print(f"measuring {case.title}", flush=True)
     with compilation.without_persistent_cache():
-      results = measurement.measure(case, names, plan)
+      results = measurement.measure(case, names, arguments.rounds)
     content["cases"].append(summary.summarize(case, results))
-    content["growth"] = summary.growth(content["cases"])
     # After each case, since all of them may take half an hour.
-    report.write(arguments.output, content)
+    report.write(path, content)
   _show(content)
-  print(f"wrote {arguments.output}")
+  print(f"wrote {path}")
   return 0 if summary.all_checks_passed(content["cases"]) else 1
 
 
 def _cases(arguments: argparse.Namespace) -> Iterator[cases.Case]:
   for name in arguments.cases:
     for gradients in arguments.gradients:
-      yield cases.make_case(name, gradients, quick=arguments.quick)
+      yield cases.make_case(name, gradients, tiny=arguments.tiny)
 
 
 def _show(content: dict[str, Any]) -> None:
-  print(f"\n{content['command']}\n{machine.headline(content['machine'])}")
-  print(f"medians of {content['plan']['rounds']} rounds\n")
+  print(f"\nmedians of {content['rounds']} rounds\n")
   for case in content["cases"]:
     measured = [row for row in case["contenders"] if not row["problem"]]
     report.show(
@@ -79,15 +66,6 @@ def _show(content: dict[str, Any]) -> None:
     print()
   if len(content["cases"]) > 1:
     report.show("All cases", *summary.overview(content["cases"]))
-  if content["growth"]:
-    report.show(
-      "Trace and compile, from 100 to 1000 leaves",
-      ("", "gradients", "times"),
-      [
-        (row["name"], row["gradients"], f"{row['growth']:.1f}")
-        for row in content["growth"]
-      ],
-    )
 
 
 def _with_baselines(peers: Sequence[str]) -> list[str]:
@@ -97,12 +75,7 @@ def _with_baselines(peers: Sequence[str]) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks update",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command.parser("update", __doc__)
   parser.add_argument(
     "--cases",
     nargs="+",
@@ -130,41 +103,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument(
     "--rounds",
-    type=_positive,
+    type=command.positive,
     default=21,
     metavar="N",
     help="steps of each contender (default: 21)",
   )
-  parser.add_argument(
-    "--compilations",
-    type=_positive,
-    default=1,
-    metavar="N",
-    help="compilations of each contender; some take minutes (default: 1)",
-  )
-  parser.add_argument(
-    "--patience",
-    type=_positive,
-    default=120,
-    metavar="SECONDS",
-    help="how long a compilation of 1000 leaves may take before a contender is "
-    "left out (default: 120)",
-  )
-  parser.add_argument(
-    "--quick", action="store_true", help="tiny sizes, to see it work"
-  )
-  parser.add_argument(
-    "--output",
-    type=pathlib.Path,
-    default=_OUTPUT,
-    metavar="PATH",
-    help=f"where the JSON goes; it is replaced (default: {_OUTPUT})",
-  )
   return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-  return value

@@ -32,8 +32,8 @@ def output(tmp_path_factory):
     patch.setattr(text, "make_task", lambda *, quick: task)
     printed = []
     patch.setattr("builtins.print", lambda *x, **_: printed.extend(x))
-    options = ["--rounds=2", "--steps=2", "--compilations=1"]
-    assert command.main(["accelerate", *options, f"--output={path}"]) == 0
+    options = ["--tiny", "--rounds=2", f"--out={path.parent}"]
+    assert command.main(["accelerate", *options]) == 0
   return "\n".join(printed), json.loads(path.read_text())
 
 
@@ -79,7 +79,7 @@ def test_both_types_are_judged(output):
 def test_low_precision_alone_has_its_products_in_it():
   task = tiny.make_task()
   batch = next(task.batches(0))
-  contenders = accelerate_steps.make_contenders(task, seed=0)
+  contenders = accelerate_steps.make_contenders(task)
   for name, dtype in (("float16, O1", jnp.float16), ("float32", jnp.float32)):
     contender = contenders[name]
     jaxpr = jax.make_jaxpr(contender.step)(contender.state, batch)

@@ -99,7 +99,7 @@ def content(tmp_path_factory):
   )
   patch.setattr(autocast, "LEVELS", ("O0", "O1"))
   try:
-    assert command.main(["autocast", "--output", str(path)]) == 0
+    assert command.main(["autocast", "--out", str(path.parent)]) == 0
   finally:
     patch.undo()
   return json.loads(path.read_text())
@@ -110,7 +110,7 @@ def test_every_model_has_products_in_float16_by_hand_and_a_float32_loss():
     model = make()
     return model.make_loss_fn(jnp.float16)(model.params, model.batch)
 
-  for make in models.makers(quick=True, layers=1, seed=0).values():
+  for make in models.makers(tiny=True).values():
     # Traced with its initialization, of which nothing is compiled so.
     jaxpr = jax.make_jaxpr(lambda make=make: loss_of(make))()
     assert counts.products(jaxpr, jnp.float16).lowered > 0

@@ -21,6 +21,7 @@ from benchmarks import kernels
 from benchmarks import nonfinite
 from benchmarks import rounds
 from benchmarks import traffic
+from benchmarks import update as update_lib
 import optax_lossscale as ols
 from tests import excess_precision
 
@@ -290,6 +291,7 @@ def test_kernels_of_this_backend_are_counted():
   assert kernels.figures(compiled)["kernels"] >= 3
 
 
+@pytest.mark.slow
 def test_leaves_are_grouped_as_they_are_tried(monkeypatch):
   monkeypatch.setattr(traffic, "GROUPS", ((1, 4096), (4, 4096), (4, 10_000)))
   before = traffic.bits._TOGETHER, traffic.bits._SMALL
@@ -376,11 +378,12 @@ def test_an_update_under_cond_is_the_same_update():
   adamw, rule = optax.adamw(3e-4), ols.DynamicLossScale()
   scaled = ols.loss_scaling(adamw, rule)
   ours = params, scaled.init(params)
-  theirs = params, (kernels.CHECK.init(params), adamw.init(params))
+  theirs = params, (update_lib.CHECK.init(params), adamw.init(params))
+  conditional = jax.jit(update_lib.make_conditional(update_lib.CHECK, adamw))
   for value in (3.0, jnp.inf, 5.0):
     gradients = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), params)
-    ours = jax.jit(kernels.make_update(scaled))(ours, gradients)
-    theirs = jax.jit(traffic._conditional)(theirs, gradients)
+    ours = jax.jit(update_lib.make(scaled))(ours, gradients)
+    theirs = conditional(theirs, gradients)
   states = ours[1]._replace(inner_state=()), ours[1].inner_state
   expected = (ours[0], states[1])
   for x, y in zip(

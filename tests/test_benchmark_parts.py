@@ -95,10 +95,9 @@ def test_a_ratio_is_taken_to_whom_a_contender_is_over(monkeypatch):
 
 @pytest.mark.slow
 def test_parts_are_measured_and_written(tmp_path, capsys):
-  path = tmp_path / "parts.json"
-  words = ["--tiny", "--rounds", "2", "--output", str(path)]
+  words = ["--tiny", "--rounds", "2", "--out", str(tmp_path)]
   assert command.main(["parts", *words]) == 0
-  content = json.loads(path.read_text())
+  content = json.loads((tmp_path / "parts.json").read_text())
   assert {name.partition(",")[0] for name in content["parts"]} == {
     *parts._PARTS
   }

@@ -1,27 +1,34 @@
-"""This library."""
+"""This library, and its check with the optimizer under `lax.cond`."""
 
-import jax
+from collections.abc import Callable
+from typing import Any
+
 import optax
 
+from benchmarks import update as update_lib
 from benchmarks.peers import contender
 from benchmarks.peers import settings
 import optax_lossscale as ols
 
+_RULE = ols.DynamicLossScale(settings.LOSS_SCALE)
+
 
 def loss_scaling() -> contender.JaxContender:
   """Returns `loss_scaling` around the optimizer, as in the README."""
-  tx = ols.loss_scaling(
-    settings.adamw(), ols.DynamicLossScale(settings.LOSS_SCALE)
+  tx = ols.loss_scaling(settings.adamw(), _RULE)
+  return _make(tx, update_lib.make(tx))
+
+
+def under_cond() -> contender.JaxContender:
+  """Returns the check, and an optimizer that runs if it finds nothing."""
+  check, tx = ols.loss_scaling(optax.identity(), _RULE), settings.adamw()
+  return _make(optax.chain(check, tx), update_lib.make_conditional(check, tx))
+
+
+def _make(
+  tx: optax.GradientTransformation, update: Callable[[Any, Any], Any]
+) -> contender.JaxContender:
+  return contender.JaxContender(
+    lambda params: contender.State(params, tx.init(params)),
+    lambda state, gradients: contender.State(*update(state[:2], gradients)),
   )
-
-  def init(params: list[jax.Array]) -> contender.State:
-    return contender.State(params, tx.init(params))
-
-  def update(
-    state: contender.State, gradients: list[jax.Array]
-  ) -> contender.State:
-    updates, opt_state = tx.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return contender.State(params, opt_state)
-
-  return contender.JaxContender(init, update)
