@@ -203,7 +203,7 @@ def _largest_by_folding(
   maxima: list[jax.Array] = []
   # In order, a reduction takes a result of the last one as input, and so waits
   # for it. Otherwise XLA would hold all intermediate results at once.
-  so_far = before = jnp.zeros((), _unsigned(arrays[0].dtype))
+  so_far = before = zero = jnp.zeros((), _unsigned(arrays[0].dtype))
   for group in _groups(
     [x for x in arrays if x.size >= _SMALL],
     lambda x: x.size,
@@ -211,16 +211,16 @@ def _largest_by_folding(
   ):
     blocks, rests = zip(*map(_blocks, group), strict=True)
     small += rests
-    once = _fold(_together(blocks, so_far))
+    once = _fold(_together(blocks, so_far if in_order else zero))
     folded, rest = _blocks(once)
     maxima.append(jnp.concatenate([_fold(folded), rest]))
-    if in_order:
-      # This second fold is too short for several cores, so the next reduction
-      # does not wait for it, but for the one before.
-      so_far = jnp.maximum(_first(once), before)
-      before = _first(maxima[-1])
-  # Without the barrier XLA would read each small array with its own kernel.
-  folded, rest = _blocks(lax.optimization_barrier(jnp.concatenate(small)))
+    # The second fold is too short for several cores, so the next reduction does
+    # not wait for it, but for the one before.
+    so_far = jnp.maximum(_first(once), before if in_order else so_far)
+    before = _first(maxima[-1])
+  # A second use of the first folds, or XLA may merge them with the second ones.
+  maxima.append(so_far[None])
+  folded, rest = _blocks(jnp.concatenate(small))
   if folded.size:
     maxima.append(_fold(magnitude_bits(folded)))
   maxima.append(magnitude_bits(rest))
@@ -255,8 +255,8 @@ def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _fold(bits: jax.Array) -> jax.Array:
   """Returns the maxima of groups of 32 elements of `bits`."""
   largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
-  # Without the barrier XLA flattens the array in the loop, which is then four
-  # times slower, since it is not vectorized.
+  # Without the barrier XLA may merge this fold into the next one, or into the
+  # loop that concatenates the results. That loop takes up to twice the time.
   separate: jax.Array = lax.optimization_barrier(largest)
   return separate.reshape(-1)
 

@@ -129,6 +129,7 @@ def test_every_array_counts_and_empty_ones_do_not(amax):
     arrays[largest][-1:] = 2.0
     expected = 2.0 if sizes[largest] else 0.0
     assert amax([jnp.asarray(x) for x in arrays]) == expected
+  assert amax([jnp.zeros((0, 3)), jnp.zeros(0)]) == 0
 
 
 def test_arrays_of_any_rank_are_read_whole(amax):
@@ -295,6 +296,20 @@ def test_a_symbolic_size_can_be_exported(platform):
     if platform == "cpu":
       value = np.full((3, 100), 2.0, np.float16)
       support.assert_same_bits(exported.call(value), jax.jit(function)(value))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_every_fold_is_a_loop_of_its_own(in_order):
+  amax = jax.jit(functools.partial(_bits.amax, in_order=in_order))
+  # The first folds have no rest, and XLA may then merge them with the second.
+  compiled = amax.lower([jnp.ones((512, 512))] * 4).compile()
+  loops = re.split(r"\n(?=%|ENTRY)", compiled.as_text())
+  merged = [loop for loop in loops if loop.count(" reduce(") > 1]
+  if jax.__version_info__ <= (0, 10, 2):
+    # It drops the barriers first. Only the folds of whole arrays take long.
+    merged = [loop for loop in merged if "[512,32,16]" in loop]
+  assert not merged
+  assert compiled.as_text().count(" reduce(") >= 4 + 1
 
 
 def test_an_array_without_a_mesh_is_folded():
