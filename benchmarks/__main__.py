@@ -1,4 +1,14 @@
-"""`python -m benchmarks [COMMAND]`, from the root: one of those below."""
+"""Measures `optax_lossscale`: `python -m benchmarks [COMMAND]`, from the root.
+
+update      the update phase, beside other libraries; the default
+parts       whole steps, and each part of the library
+gpu         what holds on a GPU, and what it costs there
+autocast    what autocast makes of a model's products
+accelerate  what a precision schedule saves and costs
+truth       models trained with and without loss scaling
+
+`python -m benchmarks COMMAND --help` has the options.
+"""
 
 from collections.abc import Sequence
 import faulthandler
@@ -7,7 +17,7 @@ import sys
 
 # Imported when called, so that one does not need what the other one needs.
 _COMMANDS = {
-  "update": "benchmarks.update_phase",
+  "update": "benchmarks.update",
   "parts": "benchmarks.parts",
   "gpu": "benchmarks.gpu",
   "autocast": "benchmarks.autocast",
@@ -25,9 +35,15 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code.
   """
-  command, rest = "update", list(argv)
-  if rest and rest[0] in _COMMANDS:
-    command = rest.pop(0)
+  command, *rest = argv or ["update"]
+  if command in ("-h", "--help"):
+    print(__doc__)
+    return 0
+  if command.startswith("-"):
+    command, rest = "update", list(argv)
+  if command not in _COMMANDS:
+    print(f"There is no benchmark {command!r}.\n\n{__doc__}", file=sys.stderr)
+    return 2
   return int(importlib.import_module(_COMMANDS[command]).main(rest))
 
 

@@ -34,13 +34,7 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code, 0.
   """
-  parser = command.parser("accelerate", __doc__)
-  parser.add_argument(
-    "--rounds",
-    type=command.positive,
-    default=10,
-    help="turns of each contender (default: 10)",
-  )
+  parser = command.parser("accelerate", __doc__, rounds=10)
   arguments = parser.parse_args(argv)
   content = command.begin("accelerate", argv)
   task = text.make_task(quick=arguments.tiny)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import compilation
-from benchmarks import flax_training
+from benchmarks import jax_training
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
 from optax_lossscale.demo import task as task_lib
@@ -54,7 +54,7 @@ def make_contenders(task: task_lib.Task) -> dict[str, Contender]:
   contenders = {
     FLOAT32: Contender(
       FLOAT32,
-      flax_training.make_step(loss_fn, bare, is_scaled=False),
+      jax_training.make_step(loss_fn, bare, is_scaled=False),
       (params, bare.init(params)),
     )
   }
@@ -68,7 +68,7 @@ def make_contenders(task: task_lib.Task) -> dict[str, Contender]:
     opt_state = tx.init(params)
     contenders[alone] = Contender(
       alone,
-      flax_training.make_step(low_loss_fn, tx, is_scaled=is_scaled),
+      jax_training.make_step(low_loss_fn, tx, is_scaled=is_scaled),
       (params, opt_state),
     )
     step = _two_precisions(schedule.make_train_step(loss_fn, tx, level=_LEVEL))

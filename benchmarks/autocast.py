@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
   if jax.default_backend() == "cpu":
     print(_OF_A_CPU)
   for name, make in models.makers(tiny=arguments.tiny).items():
+    print(f"... {name}", flush=True)
     rows = measure(make())
     content["models"][name] = rows
     report.show(name, _COLUMNS, [(n, *_cells(r)) for n, r in rows.items()])

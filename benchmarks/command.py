@@ -1,4 +1,4 @@
-"""What the commands share: two options, and the head of what they write."""
+"""What the commands share: some options, and the head of what they write."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,15 +9,18 @@ from typing import Any
 
 from benchmarks import machine
 
-_OUT = pathlib.Path("benchmarks/results")
+_OUT = "benchmarks/results"
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-  """Returns a parser of the options that every command has.
+def parser(
+  name: str, description: str | None, *, rounds: int | None = None
+) -> argparse.ArgumentParser:
+  """Returns a parser of the options that commands have in common.
 
   Args:
     name: the command's.
     description: for its help.
+    rounds: how many there are by default; None for no such option.
   """
   made = argparse.ArgumentParser(
     prog=f"python -m benchmarks {name}",
@@ -30,11 +33,19 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
   )
   made.add_argument(
     "--out",
-    type=pathlib.Path,
+    type=_folder,
     default=_OUT,
     metavar="DIR",
     help=f"where {name}.json goes; it is replaced (default: {_OUT})",
   )
+  if rounds is not None:
+    made.add_argument(
+      "--rounds",
+      type=_count,
+      default=rounds,
+      metavar="N",
+      help=f"turns of each contender (default: {rounds})",
+    )
   return made
 
 
@@ -52,16 +63,24 @@ def begin(name: str, argv: Sequence[str]) -> dict[str, Any]:
   content = {
     "command": shlex.join(["python", "-m", "benchmarks", name, *argv]),
     "machine": machine.describe(),
-    "load": os.getloadavg()[0],
+    # Windows does not have it.
+    "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
   }
   print(f"{content['command']}\n{machine.headline(content['machine'])}")
-  print(f"load: {content['load']:.2f}\n", flush=True)
+  print(f"load: {content['load']}\n", flush=True)
   return content
 
 
-def positive(text: str) -> int:
-  """Returns the value of an option that counts something."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-  return value
+def _count(text: str) -> int:
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+  return int(text)
+
+
+def _folder(text: str) -> pathlib.Path:
+  """Makes the folder, so that what is measured can be written."""
+  try:
+    (path := pathlib.Path(text)).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise argparse.ArgumentTypeError(f"must be a folder: {error}") from error
+  return path

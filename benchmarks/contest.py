@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from benchmarks import flax_training
 from benchmarks import gpt2
+from benchmarks import jax_training
 from benchmarks import rounds as rounds_lib
 from benchmarks import traffic
 import optax_lossscale as ols
@@ -63,6 +63,8 @@ VARIANTS = {
   "jax float32, loss_scaling": Variant(
     "float32", True, float32_matmul="float32"
   ),
+  "jax bfloat16, loss_scaling": Variant("bfloat16", True),
+  "jax TF32, loss_scaling": Variant("float32", True, float32_matmul="tf32"),
 }
 # By name, the dtype of torch's autocast and whether GradScaler scales.
 TORCH = {
@@ -150,7 +152,7 @@ class Contest:
     model: Any = gpt2.GPT2(self._size, variant.dtype, attention)
     if variant.level is not None:
       model = gpt2.Autocast(model, variant.level)
-    training = flax_training.Training(
+    training = jax_training.Training(
       model,
       self._params,
       self._batches,

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from benchmarks import nonfinite
+from benchmarks import phase
 from benchmarks import rounds as rounds_lib
-from benchmarks import update as update_lib
 import optax_lossscale as ols
 
 _HALF = np.float16
@@ -48,7 +48,7 @@ def _skip() -> str:
   params = {"a": _spread(np.float32, -9, 3, 0), "b": np.float32([-0.0, 3.0])}
   for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
     tx = ols.loss_scaling(inner, ols.DynamicLossScale())
-    update = jax.jit(update_lib.make(tx))
+    update = jax.jit(phase.make(tx))
     gradients = jax.tree.map(lambda x: x.astype(_HALF), params)
     before = update((params, tx.init(params)), gradients)
     gradients["a"][7777] = np.inf
@@ -66,7 +66,7 @@ def _growth() -> str:
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
 
   def step(state: Any, gradients: Any) -> Any:
-    state = update_lib.make(tx)(state, gradients)
+    state = phase.make(tx)(state, gradients)
     return state, ols.get_loss_scale(state[1])
 
   params = jnp.ones(3)
@@ -106,6 +106,24 @@ def _saturated() -> str:
       answers.append(bool(update(gradients)))
   _expect(answers == [True, False, False, False], f"answers {answers}")
   return "and neither 65472, nor 65504 with nonfinite()"
+
+
+def _narrowed() -> str:
+  """A gradient that overflows where the update casts it is seen."""
+  answers = []
+  for check in (ols.nonfinite(), ols.saturated(jnp.float16)):
+    tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(), check=check)
+    state = tx.init(())
+    # A compiler may leave out the rounding that makes inf of 65520.
+    update = jax.jit(
+      lambda x, tx=tx, state=state: tx.update(x.astype(_HALF), state)[1]
+    )
+    for value in (65487, 65519, 65520, 70000):
+      gradients = np.full(1000, value, np.float32)
+      answers.append(bool(update(gradients).overflow))
+  expected = [False, False, True, True, False, True, True, True]
+  _expect(answers == expected, f"answers {answers}")
+  return "65520 with nonfinite(), 65519 (that is, 65504) with saturated()"
 
 
 def _saturating() -> str:
@@ -188,7 +206,7 @@ def _master_weights() -> str:
   # A power of two, so that a fused multiply-add rounds like NumPy.
   tx = ols.master_weights(optax.sgd(0.25))
   params, gradients = _spread(_HALF, -3, 3, 7), _spread(_HALF, -14, 3, 8)
-  update = jax.jit(update_lib.make(tx))
+  update = jax.jit(phase.make(tx))
   state = params, tx.init(params)
   master = params.astype(np.float32)
   for _ in range(5):
@@ -203,7 +221,7 @@ def _master_weights() -> str:
 
 
 CHECKS = (
-  *(_skip, _growth, _float16_loss, _saturated, _saturating),
+  *(_skip, _growth, _float16_loss, _saturated, _narrowed, _saturating),
   *(_status, _underflow, _swallowed, _histogram, _master_weights),
 )
 

@@ -40,11 +40,7 @@ class Turn(NamedTuple):
 
 
 def interleave(
-  turns: Mapping[str, Turn],
-  rounds: int,
-  *,
-  seed: int = 0,
-  until: float = math.inf,
+  turns: Mapping[str, Turn], rounds: int, *, until: float = math.inf
 ) -> dict[str, list[float]]:
   """Returns the seconds that each contender took in each round.
 
@@ -55,10 +51,9 @@ def interleave(
   Args:
     turns: the contenders by name.
     rounds: how many.
-    seed: of the orders.
     until: of `time.monotonic`; no round but the first two starts after it.
   """
-  generator = random.Random(seed)
+  generator = random.Random(0)
   seconds: dict[str, list[float]] = {name: [] for name in turns}
   with _no_garbage_collection():
     for index in range(rounds + 1):

@@ -21,7 +21,7 @@ COLUMNS = (
   "temporaries",
   "trace s",
   "compile s",
-  "times bare",
+  "compile, times bare",
 )
 
 Row = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import flax_training
 from benchmarks import gpt2
+from benchmarks import jax_training
 from benchmarks import torch_gpt2
 
 
@@ -42,10 +42,10 @@ class Training:
     model.to(device)
     self._optimizer = torch.optim.AdamW(
       model.parameters(),
-      lr=flax_training.ADAMW["learning_rate"],
-      betas=(flax_training.ADAMW["b1"], flax_training.ADAMW["b2"]),
-      eps=flax_training.ADAMW["eps"],
-      weight_decay=flax_training.ADAMW["weight_decay"],
+      lr=jax_training.ADAMW["learning_rate"],
+      betas=(jax_training.ADAMW["b1"], jax_training.ADAMW["b2"]),
+      eps=jax_training.ADAMW["eps"],
+      weight_decay=jax_training.ADAMW["weight_decay"],
       fused=True,
     )
     # Disabled it hands everything through, which is how its users switch it.

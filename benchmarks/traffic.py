@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import kernels
+from benchmarks import phase
 from benchmarks import rounds as rounds_lib
-from benchmarks import update as update_lib
 import optax_lossscale as ols
 from optax_lossscale._base import bits
 
@@ -79,7 +79,7 @@ def updates(params: Any) -> Makers:
     # Parameters and two moments, each read and written.
     reads = 1 if tx is _ADAMW else 2
     traffic = 6 * _bytes(state[0]) + reads * _bytes(gradients)
-    step = step or update_lib.make(tx)
+    step = step or phase.make(tx)
     return _phase(step, state, gradients, traffic, options)
 
   partial = functools.partial
@@ -93,8 +93,8 @@ def updates(params: Any) -> Makers:
       f"loss_scaling(adamw), {dtype}": partial(update, dtype, _SCALED),
       f"the check, {dtype}": partial(_check, params, dtype),
     }
-  both = optax.chain(update_lib.CHECK, _ADAMW)
-  conditional = update_lib.make_conditional(update_lib.CHECK, _ADAMW)
+  both = optax.chain(phase.CHECK, _ADAMW)
+  conditional = phase.make_conditional(phase.CHECK, _ADAMW)
   under_cond = partial(update, "float16", both, conditional)
   makers["adamw under lax.cond, float16"] = under_cond
   for name, make in list(makers.items()):
@@ -156,20 +156,20 @@ def measure(
   for name, make in makers.items():
     with rounds_lib.attempt(rows, name):
       rounds_lib.check_time(until)
-      phase = make()
-      phase.run(1)
-      rows[name] = {"traffic": phase.traffic, **kernels.figures(phase.step)}
-      phases[name] = phase
+      made = make()
+      made.run(1)
+      rows[name] = {"traffic": made.traffic, **kernels.figures(made.step)}
+      phases[name] = made
   turns = {
-    name: rounds_lib.Turn(functools.partial(phase.run, calls))
-    for name, phase in phases.items()
+    name: rounds_lib.Turn(functools.partial(made.run, calls))
+    for name, made in phases.items()
   }
   times = rounds_lib.interleave(turns, rounds, until=until)
   first = next(iter(phases), "")
-  for name, phase in phases.items():
+  for name, made in phases.items():
     # Bytes per second, in each round.
     limits = [phases[first].traffic * calls / each for each in times[first]]
-    speeds = [phase.traffic * calls / each for each in times[name]]
+    speeds = [made.traffic * calls / each for each in times[name]]
     rows[name] |= {
       "seconds": rounds_lib.quartiles([each / calls for each in times[name]]),
       "bandwidth": rounds_lib.quartiles(speeds),
@@ -180,7 +180,7 @@ def measure(
 
 def _check(tree: Any, dtype: str) -> Phase:
   gradients = _ones(tree, dtype)
-  return _phase(update_lib.check, None, gradients, _bytes(gradients))
+  return _phase(phase.check, None, gradients, _bytes(gradients))
 
 
 def _one_array(tree: Any, writes: bool = False) -> Phase:

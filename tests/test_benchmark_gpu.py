@@ -13,15 +13,15 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import contest
-from benchmarks import flax_training
 from benchmarks import gpt2
 from benchmarks import gpu
 from benchmarks import guarantees
+from benchmarks import jax_training
 from benchmarks import kernels
 from benchmarks import nonfinite
+from benchmarks import phase
 from benchmarks import rounds
 from benchmarks import traffic
-from benchmarks import update as update_lib
 import optax_lossscale as ols
 from tests import excess_precision
 
@@ -146,6 +146,13 @@ def flushing(histogram):
       lambda make: lambda dtype: ols.nonfinite(),
     ),
     (
+      guarantees._narrowed,
+      guarantees,
+      "_HALF",
+      # What a compiler makes of it that leaves the cast out.
+      lambda half: np.float32,
+    ),
+    (
       guarantees._saturating,
       guarantees.ols,
       "saturating",
@@ -255,7 +262,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
 
 def test_what_there_is_no_time_for_is_left_out(monkeypatch, tmp_path):
   monkeypatch.setattr(gpu, "_PARTS", {"Part": (gpu._kernels, 0.5)})
-  gpu.main(["--tiny", "--out", str(tmp_path), "--minutes", "0"])
+  assert gpu.main(["--tiny", "--out", str(tmp_path), "--minutes", "0"]) == 0
   assert (
     "Left out: TimeoutError: no time was left"
     in (tmp_path / "gpu.md").read_text()
@@ -304,8 +311,7 @@ def test_leaves_are_grouped_as_they_are_tried(monkeypatch):
     for n, size in ((1, "4,096"), (4, "4,096"), (4, "10,000"))
   )
   assert together["kernels"] < apart["kernels"]
-  # A copy of all of them.
-  assert joined["temporaries"] - together["temporaries"] > 1.5 * 20_000
+  assert joined["kernels"] < apart["kernels"]
   assert before == (traffic.bits._TOGETHER, traffic.bits._SMALL)
 
 
@@ -378,11 +384,11 @@ def test_an_update_under_cond_is_the_same_update():
   adamw, rule = optax.adamw(3e-4), ols.DynamicLossScale()
   scaled = ols.loss_scaling(adamw, rule)
   ours = params, scaled.init(params)
-  theirs = params, (update_lib.CHECK.init(params), adamw.init(params))
-  conditional = jax.jit(update_lib.make_conditional(update_lib.CHECK, adamw))
+  theirs = params, (phase.CHECK.init(params), adamw.init(params))
+  conditional = jax.jit(phase.make_conditional(phase.CHECK, adamw))
   for value in (3.0, jnp.inf, 5.0):
     gradients = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), params)
-    ours = jax.jit(update_lib.make(scaled))(ours, gradients)
+    ours = jax.jit(phase.make(scaled))(ours, gradients)
     theirs = conditional(theirs, gradients)
   states = ours[1]._replace(inner_state=()), ours[1].inner_state
   expected = (ours[0], states[1])
@@ -435,7 +441,7 @@ def test_contenders_that_fail_are_left_out(monkeypatch):
     raise RuntimeError("out of memory\nand so on")
 
   find_spec = contest.importlib.util.find_spec
-  monkeypatch.setattr(flax_training, "Training", fail)
+  monkeypatch.setattr(jax_training, "Training", fail)
   monkeypatch.setattr(gpt2, "init", lambda *_: {})
   monkeypatch.setattr(
     contest.importlib.util,
@@ -509,7 +515,7 @@ def test_torch_trains_as_jax_does():
   batches = gpt2.make_batches(TINY, batch=2, length=16, count=2, seed=0)
   model = gpt2.GPT2(TINY, "float16")
   params = gpt2.init(TINY, 0)
-  ours = flax_training.Training(
+  ours = jax_training.Training(
     model, params, batches, rule=ols.DynamicLossScale(2.0**15)
   )
   theirs = torch_training.Training(

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import autocast_models
+from benchmarks import compilation
 from benchmarks import parts
 from benchmarks import rounds
 import optax_lossscale as ols
@@ -107,6 +108,21 @@ def test_parts_are_measured_and_written(tmp_path, capsys):
       assert (row["ratio"] == [1, 1, 1]) == (row["over"] == name)
       assert len(row["seconds"]) == 3
   assert "compile, 2 leaves, mesh\n" in capsys.readouterr().out
+
+
+def test_leaves_on_a_mesh_are_on_several_devices(monkeypatch):
+  seen = []
+
+  def compile_ahead(step, state, grads):
+    seen.extend(jax.tree.leaves(grads))
+    return None, compilation.Compilation(1.0, 2.0, None)
+
+  monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
+  for layout in ("plain", "mesh"):
+    for contender in parts.compilations(1, layout, (2,)).values():
+      contender.run()
+  devices = [len(leaf.sharding.device_set) for leaf in seen]
+  assert devices == [1] * 3 + [jax.device_count()] * 3
 
 
 def test_compilations_note_their_seconds():

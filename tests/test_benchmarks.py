@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 # What needs nothing beyond the library and its tests.
 PEERS = (
-  *("bare", "one more read", "optax_lossscale", "optax_lossscale, lax.cond"),
+  *("bare", "one more read", "optax_lossscale", "lax.cond"),
   *("flax", "apply_if_finite"),
 )
 
@@ -187,6 +187,21 @@ def test_what_is_not_finite_is_not_written(tmp_path):
   with pytest.raises(ValueError):
     report.write(path, {"ratio": float("nan")})
   assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_are_listed(capsys):
+  assert command.main(["--help"]) == 0
+  listed = capsys.readouterr().out
+  assert all(f"\n{name} " in listed for name in command._COMMANDS)
+  assert command.main(["nonsense"]) == 2
+  assert "There is no benchmark 'nonsense'." in capsys.readouterr().err
+
+
+def test_out_must_be_a_folder(tmp_path, capsys):
+  (tmp_path / "file").touch()
+  with pytest.raises(SystemExit):
+    command.main(["update", "--out", str(tmp_path / "file")])
+  assert "--out: must be a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ PEERS = {
   "bare": Peer(bare.bare),
   "one more read": Peer(bare.one_more_read),
   "optax_lossscale": Peer(this_library.loss_scaling),
-  "optax_lossscale, lax.cond": Peer(this_library.under_cond),
+  "lax.cond": Peer(this_library.under_cond),
   "flax": Peer(jax_libraries.flax_dynamic_scale, ("flax",)),
   "jmp": Peer(jax_libraries.jmp_loss_scale, ("jmp",)),
   "mpx": Peer(jax_libraries.mpx_loss_scaling, ("mpx", "equinox")),

@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from benchmarks import update as update_lib
+from benchmarks import phase
 from benchmarks.peers import contender
 from benchmarks.peers import settings
 import optax_lossscale as ols
@@ -16,13 +16,13 @@ _RULE = ols.DynamicLossScale(settings.LOSS_SCALE)
 def loss_scaling() -> contender.JaxContender:
   """Returns `loss_scaling` around the optimizer, as in the README."""
   tx = ols.loss_scaling(settings.adamw(), _RULE)
-  return _make(tx, update_lib.make(tx))
+  return _make(tx, phase.make(tx))
 
 
 def under_cond() -> contender.JaxContender:
   """Returns the check, and an optimizer that runs if it finds nothing."""
   check, tx = ols.loss_scaling(optax.identity(), _RULE), settings.adamw()
-  return _make(optax.chain(check, tx), update_lib.make_conditional(check, tx))
+  return _make(optax.chain(check, tx), phase.make_conditional(check, tx))
 
 
 def _make(

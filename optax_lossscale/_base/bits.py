@@ -203,7 +203,7 @@ def _largest_by_folding(
   maxima: list[jax.Array] = []
   # In order, a reduction takes a result of the last one as input, and so waits
   # for it. Otherwise XLA would hold all intermediate results at once.
-  so_far = before = zero = jnp.zeros((), _unsigned(arrays[0].dtype))
+  so_far = before = jnp.zeros((), _unsigned(arrays[0].dtype))
   for group in _groups(
     [x for x in arrays if x.size >= _SMALL],
     lambda x: x.size,
@@ -211,19 +211,21 @@ def _largest_by_folding(
   ):
     blocks, rests = zip(*map(_blocks, group), strict=True)
     small += rests
-    once = _fold(_together(blocks, so_far if in_order else zero))
+    once = _fold(_together(blocks, *([so_far] if in_order else [])))
     folded, rest = _blocks(once)
     maxima.append(jnp.concatenate([_fold(folded), rest]))
     # The second fold is too short for several cores, so the next reduction does
     # not wait for it, but for the one before.
     so_far = jnp.maximum(_first(once), before if in_order else so_far)
     before = _first(maxima[-1])
-  # A second use of the first folds, or XLA may merge them with the second ones.
+  # A second use of the first folds, which XLA then does not merge with the
+  # second ones. jax 0.10.2 needs it, since its XLA drops the barriers first.
   maxima.append(so_far[None])
   folded, rest = _blocks(jnp.concatenate(small))
   if folded.size:
     maxima.append(_fold(magnitude_bits(folded)))
   maxima.append(magnitude_bits(rest))
+  # Without the barrier XLA merges the second folds with this maximum.
   return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
 
 

@@ -309,7 +309,6 @@ def test_every_fold_is_a_loop_of_its_own(in_order):
     # It drops the barriers first. Only the folds of whole arrays take long.
     merged = [loop for loop in merged if "[512,32,16]" in loop]
   assert not merged
-  assert compiled.as_text().count(" reduce(") >= 4 + 1
 
 
 def test_an_array_without_a_mesh_is_folded():

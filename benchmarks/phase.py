@@ -1,0 +1,61 @@
+"""The update phase as pure functions, and its check alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+import optax
+
+import optax_lossscale as ols
+
+# The check of `loss_scaling`, and nothing to update.
+CHECK = ols.loss_scaling(optax.identity(), ols.DynamicLossScale())
+
+
+def check(gradients: Any) -> tuple[jax.Array, jax.Array]:
+  """Returns what the check finds; XLA drops everything else."""
+  _, state = CHECK.update(gradients, CHECK.init(()))
+  return state.overflow, state.nan
+
+
+def make(
+  tx: optax.GradientTransformation,
+) -> Callable[[Any, Any], Any]:
+  """Returns the update phase: from (parameters, state) to the next ones."""
+
+  def update(state: Any, gradients: Any) -> Any:
+    params, opt_state = state
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return update
+
+
+def make_conditional(
+  check: optax.GradientTransformation, tx: optax.GradientTransformation
+) -> Callable[[Any, Any], Any]:
+  """Returns the same for both in a chain, with `tx` under `lax.cond`.
+
+  The library selects each new value instead.
+
+  Args:
+    check: `loss_scaling` around `optax.identity()`.
+    tx: any.
+  """
+
+  def update(state: Any, gradients: Any) -> Any:
+    params, (scaling, inner) = state
+    # Its updates, which are the gradients, are not computed.
+    _, new_scaling = check.update(gradients, scaling)
+
+    def apply() -> Any:
+      unscaled = ols.unscale(gradients, scaling)
+      return make(tx)((params, inner), unscaled)
+
+    params, inner = lax.cond(
+      new_scaling.overflow, lambda: (params, inner), apply
+    )
+    return params, (new_scaling, inner)
+
+  return update
