@@ -260,6 +260,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
   assert "| another |   1,234 |" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_left_out(monkeypatch, tmp_path):
   monkeypatch.setattr(gpu, "_PARTS", {"Part": (gpu._kernels, 0.5)})
   assert gpu.main(["--tiny", "--out", str(tmp_path), "--minutes", "0"]) == 0
@@ -379,6 +380,7 @@ def test_traffic_counts_what_an_update_must_move(written):
       assert 0 < low <= median <= high
 
 
+@pytest.mark.slow
 def test_an_update_under_cond_is_the_same_update():
   params = {"w": jnp.linspace(-1, 1, 7), "b": jnp.ones(2)}
   adamw, rule = optax.adamw(3e-4), ols.DynamicLossScale()

@@ -14,6 +14,8 @@ from benchmarks import parts
 from benchmarks import rounds
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.slow
+
 PARAMS = [np.float32([[0.5, -0.25], [1, 2]])]
 X = np.arange(16, dtype=np.float32).reshape(8, 2) / 16
 BATCH = X, -X
@@ -67,7 +69,6 @@ def test_accumulated_gradients_are_those_of_the_scan():
     )
 
 
-@pytest.mark.slow
 def test_only_the_select_keeps_batch_statistics_after_an_overflow():
   images = np.full((4, 4, 4, 3), np.inf, np.float32)
   model = autocast_models.ResNet(jnp.float32, 2)
@@ -94,7 +95,6 @@ def test_a_ratio_is_taken_to_whom_a_contender_is_over(monkeypatch):
   assert rows["c"]["ratio"].median == 2
 
 
-@pytest.mark.slow
 def test_parts_are_measured_and_written(tmp_path, capsys):
   words = ["--tiny", "--rounds", "2", "--out", str(tmp_path)]
   assert command.main(["parts", *words]) == 0
