@@ -1,4 +1,4 @@
-"""What the commands share: some options, and the head of what they write."""
+"""The options that commands have in common, and the head of their results."""
 
 import argparse
 from collections.abc import Sequence
