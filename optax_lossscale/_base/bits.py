@@ -96,7 +96,7 @@ def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
 
   A CPU reads large arrays one after another, and an accelerator some together,
   which is fastest if all of them exist anyway. Unless `in_order`, each can be
-  read as soon as it is computed, and at most 1/32 of it need be kept.
+  read once it is computed, and only about 1/32 of it need be kept.
   """
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
