@@ -21,9 +21,18 @@ from optax_lossscale.demo import digits
 from tests import documents
 from tests.autocast.programs import dtypes_of
 
+DOCS = documents.ROOT / "docs"
 PAGES = {
   page.stem: page.read_text()
-  for page in sorted((documents.ROOT / "docs").glob("*.md"))
+  for page in sorted([*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")])
+}
+# These have tests of their own.
+ELSEWHERE = {
+  "autocast",
+  *(
+    path.stem.removeprefix("test_")
+    for path in documents.ROOT.glob("tests/guides/test_*.py")
+  ),
 }
 
 
@@ -261,7 +270,7 @@ def test_amax_inside_the_model_reaches_the_rule():
   [
     (name, code)
     for name, page in PAGES.items()
-    if name not in ("autocast", "porting")  # These have tests of their own.
+    if name not in ELSEWHERE
     for code in documents.blocks(page)
   ],
 )
@@ -298,7 +307,7 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
 
 def test_the_table_of_names_is_complete():
   for name in ols.__all__:
-    assert f"`{name}" in PAGES["names"], name
+    assert f"`{name}" in PAGES["reference"], name
 
 
 def anchors(text):

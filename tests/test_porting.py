@@ -1,4 +1,4 @@
-"""What docs/porting.md shows works as it stands there, and its numbers hold."""
+"""What docs/porting shows works as it stands there, and its numbers hold."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ from tests import reference
 from tests.autocast.programs import products
 from tests.presets import traces
 
-PAGE = documents.read("docs/porting.md")
+PAGE = documents.read("docs/porting/README.md")
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
@@ -64,7 +64,7 @@ def statements(system, language_block):
 
 def run(nodes, names):
   code = ast.unparse(ast.Module(list(nodes), []))
-  exec(compile(code, "docs/porting.md", "exec"), names)
+  exec(compile(code, "docs/porting/README.md", "exec"), names)
 
 
 def keywords(call):

@@ -1,6 +1,6 @@
 """The mistakes that no error used to tell: what is told, and when.
 
-`docs/recipes/debugging.md` has the same table in words. In each row the mistake
+`docs/guides/debugging.md` has the same table in words. In each row the mistake
 is made as a user would make it, in a step that is right but for it.
 """
 
@@ -19,7 +19,7 @@ from optax_lossscale._step import states
 from tests import documents
 from tests import support
 
-PAGE = documents.read("docs/recipes/debugging.md")
+PAGE = documents.read("docs/guides/debugging.md")
 RULE = ols.DynamicLossScale()
 ADAM = optax.adam(0.01)
 PARAMS = {

@@ -473,8 +473,8 @@ def test_what_is_written_in_bfloat16_and_then_in_float32_comes_back():
 
 
 def table_of_levels():
-  """Returns the table of docs/mixed_precision.md: a dict for each level."""
-  text = documents.read("docs/mixed_precision.md")
+  """Returns the table of mixed_precision.md: a dict for each level."""
+  text = documents.read("docs/guides/mixed_precision.md")
   table = text[text.index("| level | products |") :].partition("\n\n")[0]
   lines = [
     [cell.strip() for cell in line.strip("|").split("|")]

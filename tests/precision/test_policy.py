@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import pickle
 import re
 from types import SimpleNamespace
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from tests import documents
 from tests.autocast.programs import dtypes_of
 from tests.autocast.programs import products
 
-PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/porting.md").read_text()
+PAGE = documents.read("docs/porting/README.md")
 SECTION = PAGE.partition("\n## Mixed precision: policies by name\n")[2]
 SECTION = SECTION[: SECTION.index("\n## ")]
 

@@ -15,7 +15,7 @@ OTHERS = {
 }
 PRESETS = sorted(set(presets.__all__) - OTHERS)
 COMPARISON = documents.section(
-  documents.read("docs/porting.md"), "How this was compared"
+  documents.read("docs/porting/README.md"), "How this was compared"
 )
 
 

@@ -20,7 +20,7 @@ from tests import documents
 from tests.support import assert_same_bits
 from tests.support import to_bits
 
-PAGE = documents.read("docs/recipes/optimizers.md")
+PAGE = documents.read("docs/guides/optimizers.md")
 SCALE = 2.0**15
 RULE = ols.DynamicLossScale(SCALE, growth_interval=3)
 PARAMS = {

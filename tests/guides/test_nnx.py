@@ -20,7 +20,7 @@ from tests.support import to_numpy
 
 pytestmark = pytest.mark.slow
 
-PAGE = documents.read("docs/recipes/nnx.md")
+PAGE = documents.read("docs/guides/nnx.md")
 BATCH = {
   "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),
   "y": np.arange(8) % 2,
@@ -398,7 +398,7 @@ def test_fp8_values_are_those_of_a_linen_train_state_and_stay_on_a_skip():
   batch = {**BATCH, "x": np.tile(BATCH["x"], 4)}
   names = recipe("FP8", batch=batch, nn=nn)
   model, optimizer = names["model"], names["optimizer"]
-  linen = documents.read("docs/recipes/linen.md")
+  linen = documents.read("docs/guides/linen.md")
   theirs = documents.run(
     documents.section(linen, "FP8"), make_names(batch=batch, nn=nn)
   )

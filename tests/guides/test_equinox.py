@@ -16,7 +16,7 @@ from tests.support import to_numpy
 
 pytestmark = pytest.mark.slow
 
-PAGE = documents.read("docs/recipes/equinox.md")
+PAGE = documents.read("docs/guides/equinox.md")
 BATCH = {
   "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),
   "y": np.arange(8) % 2,

@@ -18,7 +18,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
-PAGE = documents.read("docs/recipes/reinforcement_learning.md")
+PAGE = documents.read("docs/guides/reinforcement_learning.md")
 RULE = ols.DynamicLossScale(2.0**10, growth_interval=1000)
 ACTIONS, SAMPLES = 3, 8
 

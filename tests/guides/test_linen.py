@@ -18,7 +18,7 @@ from tests import documents
 
 pytestmark = pytest.mark.slow
 
-PAGE = documents.read("docs/recipes/linen.md")
+PAGE = documents.read("docs/guides/linen.md")
 
 BATCH = {
   "x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32),

@@ -13,7 +13,7 @@ import optax_lossscale as ols
 from tests import documents
 from tests import support
 
-PAGE = documents.read("docs/recipes/debugging.md")
+PAGE = documents.read("docs/guides/debugging.md")
 PARAMS = {"kernel": jnp.full((4, 3), 0.25)}
 GOOD = {
   "x": jnp.linspace(0.25, 1.0, 8).reshape(2, 4),

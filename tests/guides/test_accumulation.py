@@ -1,4 +1,4 @@
-"""docs/recipes/accumulation.md against means in float64."""
+"""docs/guides/accumulation.md against means in float64."""
 
 import functools
 
@@ -12,7 +12,7 @@ import optax_lossscale as ols
 from tests import documents
 from tests.support import to_bits
 
-PAGE = documents.read("docs/recipes/accumulation.md")
+PAGE = documents.read("docs/guides/accumulation.md")
 BATCH = np.linspace(-1, 1, 96, dtype=np.float32).reshape(32, 3)
 NAMES = {
   "functools": functools,

@@ -20,7 +20,7 @@ from tests import documents
 from tests.support import describe
 from tests.support import to_bits
 
-PAGE = documents.read("docs/recipes/checkpoints.md")
+PAGE = documents.read("docs/guides/checkpoints.md")
 PARAMS = {"kernel": jnp.arange(32.0).reshape(4, 8) / 64, "bias": jnp.zeros(8)}
 # S is soon so large that float16 overflows, and again every few steps.
 RULE = ols.DynamicLossScale(2.0**13, growth_interval=2)

@@ -13,7 +13,7 @@ from tests import documents
 from tests import support
 from tests.support import assert_same_bits
 
-PAGE = documents.read("docs/recipes/skipping.md")
+PAGE = documents.read("docs/guides/skipping.md")
 RULE = ols.DynamicLossScale()
 TX = ols.loss_scaling(optax.sgd(0.1), RULE)
 

@@ -19,7 +19,7 @@ from tests import documents
 from tests import reference
 from tests.support import relative_error
 
-PAGE = documents.read("docs/recipes/several_losses.md")
+PAGE = documents.read("docs/guides/several_losses.md")
 NAMES = ("discriminator", "generator")
 INTERVAL = 3
 RULE = ols.DynamicLossScale(2.0**10, growth_interval=INTERVAL)

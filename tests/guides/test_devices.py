@@ -13,7 +13,7 @@ from tests import documents
 
 pytestmark = pytest.mark.slow
 
-PAGE = documents.read("docs/recipes/devices.md")
+PAGE = documents.read("docs/guides/devices.md")
 
 
 def test_devices_step_and_skip_together():

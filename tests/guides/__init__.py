@@ -1,0 +1,1 @@
+"""The pages of docs/guides do what they say, block by block."""

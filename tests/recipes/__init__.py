@@ -1,1 +1,0 @@
-"""The pages of docs/recipes do what they say, block by block."""
