@@ -139,6 +139,14 @@ def leave_out_fields(
   return True if is_field else None
 
 
+def show_what_is_required(
+  app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: Any
+) -> tuple[str, str] | None:
+  """Hides the default by which the library sees a missing argument."""
+  arguments, returned = signature
+  return arguments and (re.sub(r"=[\w.]*MISSING\b", "", arguments), returned)
+
+
 def prepare_page(app: Sphinx, page: str, content: list[str]) -> None:
   """Adapts a page of the repository to the site."""
   text = content[0]
@@ -235,6 +243,7 @@ def setup(app: Sphinx) -> None:
   app.connect("builder-inited", write_reference)
   app.connect("source-read", prepare_page)
   app.connect("autodoc-skip-member", leave_out_fields)
+  app.connect("autodoc-process-signature", show_what_is_required)
   app.connect("doctree-read", refuse_block_quotes)
   app.connect("doctree-resolved", link_names)
   app.connect("env-check-consistency", every_name_has_a_page)
