@@ -731,12 +731,11 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
   # The page common to all leads to each of them.
   overview = section("Mixed precision: levels and lists")
   assert len(titles) == overview.count("-olsautocast)")
-  lines = []
-  for title in titles:
-    table = section(title)
-    found = re.findall(r"`(ols\.autocast\(loss_fn.*?\))`(?=,|;| \|)", table)
-    assert len(found) >= table.count("\n| ") - 1 > 0
-    lines += found
+  rows = [
+    (left, re.findall(r"`(ols\.autocast\(loss_fn.*?\))`", right))
+    for title in titles
+    for left, right in cells_of_all(section(title))[1:]
+  ]
   x = jnp.eye(2)
 
   def loss_fn(x):
@@ -744,10 +743,12 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
       x = x @ x
     return jnp.sum(jnp.tanh(x) @ x)
 
-  for line in lines:
-    mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
-    dtype = "bfloat16" if "bfloat16" in line else "float16"
-    assert dtype in products(mixed, x), line
+  for left, lines in rows:
+    assert lines, left
+    dtype = "bfloat16" if "torch.bfloat16" in left else "float16"
+    for line in lines:
+      mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
+      assert dtype in products(mixed, x), line
 
 
 def mindspore_level(amp_level, version, device):
