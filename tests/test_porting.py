@@ -38,7 +38,7 @@ EXAMPLE = "A Megatron run, continued"
 SATURATION = "Saturation mode: an overflow gives 65504"
 NPU = "NPULossScaleOptimizer in a train step"
 WATCHING = "Watching and tuning S"
-ACCELERATE = "accelerate_train_mode: low precision first"
+ACCELERATE = "accelerate_train_mode, TellMeStepOrLossHook: low precision first"
 MODEL = "amp_level in MindSpore's Model"
 KERAS = "A Keras 3 model in a JAX loop"
 
