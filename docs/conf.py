@@ -173,7 +173,7 @@ def toctree(pages: Iterable[str]) -> str:
 
 
 def on_the_site(folder: str, link: str) -> str:
-  """Returns where a relative link leads; what is no page is in the source."""
+  """Returns where a relative link leads: to a page, or to the source."""
   path, _, anchor = link.partition("#")
   target = posixpath.normpath(posixpath.join(folder, path))
   if target == "README.md":
