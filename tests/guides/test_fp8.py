@@ -232,7 +232,20 @@ def test_fp8_histories_that_differ_by_device_are_refused_by_jax():
     sharded_step(names)(sharded_state(), BATCH)
 
 
-def test_fp8_values_are_those_of_a_linen_train_state_and_stay_on_a_skip():
+def test_with_an_s_of_1_a_step_with_nan_is_skipped_as_well():
+  names = fp8_names()
+  state = names["state"]
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(1.0))
+  state = ols.linen.TrainState.create(
+    apply_fn=state.apply_fn, params=state.params, tx=tx
+  )
+  first, _ = names["train_step"](state, BATCH)
+  after, _ = names["train_step"](first, NAN_BATCH)
+  assert (first.step, after.step, bool(after.skipped)) == (1, 1, True)
+  assert is_equal(after.params, first.params)
+
+
+def test_nnx_values_are_those_of_a_linen_train_state_and_stay_on_a_skip():
   names, theirs = nnx_names(), fp8_names()
   model, optimizer = names["model"], names["optimizer"]
   state = theirs["state"]

@@ -379,7 +379,7 @@ def bare_state():
 
 def test_flax_own_train_state_is_as_the_page_says():
   ours = test_fp8.fp8_names()
-  names = dict(ours)
+  names = {**ours, "train_state": train_state}
   exec(documents.block(PAGE, "Flax's own train state", "select_on_skip"), names)
   states = [(names["state"], ours["state"])]
   for batch in (BATCH, NAN_BATCH, BATCH):
