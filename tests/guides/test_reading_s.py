@@ -20,8 +20,9 @@ def test_the_picture_is_the_one_that_the_code_draws(tmp_path, monkeypatch):
     for path in ("reading_s.png", documents.ROOT / "docs/images/reading_s.png")
   )
   assert drawn.shape == stored.shape
-  # Another version of matplotlib may draw letters and edges otherwise.
-  assert np.abs(drawn - stored).mean() < 0.02
+  # Another version of matplotlib may draw letters and edges otherwise. Other
+  # noise differs by 0.007, and another interval by 0.0017.
+  assert np.abs(drawn - stored).mean() < 0.0015
 
   history = names["replay"].history
   lost = history.step[history.overflow].tolist()
