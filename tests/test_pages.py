@@ -90,8 +90,10 @@ def test_the_examples_run_one_after_the_other():
 
   names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
   mixed = functools.partial(block, "mixed_precision")
-  exec(mixed("value_and_grad(mixed_loss_fn"), names)
-  np.testing.assert_allclose(names["loss"], loss, rtol=0.1)
+  first = dict(names)
+  exec(mixed("scaled_value_and_grad(mixed_loss_fn"), first)
+  np.testing.assert_allclose(first["loss"], loss, rtol=0.1)
+  assert first["opt_state"].applied_steps == 1
   exec(mixed("ols.autocast(lenet.apply"), names)
   images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
   variables = names["lenet"].init(jax.random.key(0), images)
@@ -163,6 +165,12 @@ def test_the_loss_is_mixed_if_the_device_prefers_a_low_dtype(name, monkeypatch):
     assert found == [name] * 2
   else:
     assert "mixed_loss_fn" not in names
+
+
+def test_five_lines_of_torch_are_beside_five_of_ours():
+  torch = ast.parse(block("mixed_precision", "scaler.scale(loss)"))
+  ours = ast.parse(block("mixed_precision", "scaled_value_and_grad(mixed_loss"))
+  assert len(torch.body) == len(ours.body) == 5
 
 
 @pytest.mark.parametrize("page", ["does_it_matter", "instruments"])
@@ -322,6 +330,21 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
 def test_the_table_of_names_is_complete():
   for name in ols.__all__:
     assert f"`{name}" in PAGES["reference"], name
+
+
+def test_every_guide_is_in_the_table_of_guides_once_by_its_title():
+  guides = DOCS / "guides"
+  rows = re.findall(
+    r"^\| \[(.+)\]\((\w+\.md)\) \| .+ \|$",
+    (guides / "README.md").read_text(),
+    re.MULTILINE,
+  )
+  expected = [
+    (page.read_text().partition("\n")[0].removeprefix("# "), page.name)
+    for page in guides.glob("*.md")
+    if page.stem != "README"
+  ]
+  assert sorted(rows) == sorted(expected)
 
 
 def anchors(text):

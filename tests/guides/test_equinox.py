@@ -324,25 +324,6 @@ def test_a_state_that_is_closed_over_is_an_error():
     )(names["params"])
 
 
-def test_the_norm_is_that_of_unscaled_gradients():
-  names = recipe("Plain JAX", "The true gradient norm")
-  state = names["params"], names["opt_state"]
-  _, (gradients, _) = two_layers(
-    jax.tree.map(np.float64, weights_of_dict(names["params"])),
-    np.float64(BATCH["x"]),
-    BATCH["y"],
-  )
-  expected = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
-  *state, _, logged = names["train_step"](*state, BATCH)
-  np.testing.assert_allclose(logged["norm"], expected, rtol=1e-2)
-  assert not logged["skipped"]
-  largest = max(abs(gradient).max() for gradient in gradients)
-  np.testing.assert_allclose(logged["amax"], 1024 * largest, rtol=1e-2)
-  *_, logged = names["train_step"](*state, BAD_BATCH)
-  assert not np.isfinite(logged["norm"])
-  assert logged["skipped"]
-
-
 def test_without_optax_it_is_the_step_with_optax_bit_for_bit():
   names = recipe("Plain JAX", "Without optax")
   by_optax = recipe("Plain JAX")

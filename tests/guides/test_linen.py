@@ -15,6 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests.guides import test_fp8
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +29,6 @@ BATCH = {
 BAD_BATCH = {**BATCH, "x": 1e6 * BATCH["x"]}
 NAN_BATCH = {**BATCH, "x": np.full_like(BATCH["x"], np.nan)}
 BATCHES = (BATCH, BAD_BATCH, BATCH, BATCH)
-
-FP8 = "_overwrite_with_gradient"
 
 
 class Model(nn.Module):
@@ -361,18 +360,9 @@ def test_under_pmap_devices_step_and_skip_together():
 
 
 @functools.cache
-def fp8_names():
-  """Returns the names after the recipe for FP8."""
-  inner = optax.sgd(0.5, momentum=0.5)
-  tx = ols.loss_scaling(inner, ols.DynamicLossScale(2.0**10))
-  names = make_names(tx=tx, inner=inner)
-  return documents.run(documents.section(PAGE, "FP8"), names)
-
-
-@functools.cache
 def bare_state():
   """Returns Flax's own train state without loss scaling, after two steps."""
-  names = fp8_names()
+  names = test_fp8.fp8_names()
 
   @jax.jit
   def step(state):
@@ -387,169 +377,9 @@ def bare_state():
   return step(step(state))
 
 
-def test_fp8_values_are_stored_and_stay_on_a_skip():
-  names = fp8_names()
-  state = names["state"]
-  first, loss = names["train_step"](state, BATCH)
-  assert first.step == 1
-  reference = nn.Dense(16).apply({"params": state.params["params"]}, BATCH["x"])
-  expected = -jax.nn.log_softmax(reference)[np.arange(8), BATCH["y"]].mean()
-  np.testing.assert_allclose(loss, expected, rtol=0.1)
-  (old,), (new,) = state.params[FP8].values(), first.params[FP8].values()
-  # The largest input that the layer has seen.
-  seen = new["input_amax_history"][0]
-  assert old["input_amax_history"][0] == 0
-  np.testing.assert_allclose(seen, np.abs(BATCH["x"]).max(), rtol=0.01)
-
-  skipped, _ = names["train_step"](first, NAN_BATCH)
-  assert skipped.skipped
-  assert is_equal(skipped.params, first.params)
-
-
-def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_history():
-  names = fp8_names()
-  # A bias is no part of the FP8 product, so its gradient would show the inf.
-  layer = names["model"].clone(use_bias=False)
-  variables = layer.init(jax.random.key(0), BATCH["x"])
-  state = ols.linen.TrainState.create(
-    # Together with S, the factor makes the layer's gradients inf.
-    apply_fn=lambda *args: 2.0**10 * layer.apply(*args),
-    params=variables,
-    tx=ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(2.0**127)),
-  )
-  assert not names["train_step"](state, BATCH)[0].skipped
-  assert names["watchful_train_step"](state, BATCH)[0].skipped
-  assert names["watchful_train_step"](names["state"], BATCH)[0].step == 1
-
-
-FP8_S = 2.0**126
-
-
-@functools.cache
-def fp8_accumulation(drop):
-  """Returns a layer whose gradients a column of its input may make inf."""
-  text = documents.section(PAGE, "FP8")
-  assert text.count("microbatches=4,") == 1
-  text = text.replace("microbatches=4,", f"microbatches=4, drop={drop},")
-  names = documents.run(text, fp8_names())
-  # A bias is no part of the FP8 product, so its gradient would show the inf.
-  layer = names["model"].clone(use_bias=False)
-  state = ols.linen.TrainState.create(
-    apply_fn=lambda params, x: layer.apply(params, x[:, 1:]) * x[:, :1],
-    params=layer.init(jax.random.key(0), BATCH["x"][:, 1:]),
-    tx=ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(FP8_S)),
-  )
-  return names, state
-
-
-def with_factors(*factors):
-  """Returns a batch whose first column is what each output is multiplied by."""
-  x = BATCH["x"].copy()
-  x[:, 0] = factors
-  return {**BATCH, "x": x}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("drop", [False, True])
-def test_an_fp8_history_is_looked_at_in_each_micro_batch(drop):
-  names, state = fp8_accumulation(drop)
-  batch = with_factors(1, 1, 1, 1, 1, 2.0**10, 1, 1)
-  after, _ = names["accumulated_train_step"](state, batch)
-  assert after.skipped == (not drop)
-  assert after.loss_scale == FP8_S / 2
-  if not drop:
-    assert is_equal(after.params, state.params)
-    return
-  params = state.params
-  for i in (0, 2, 3):
-    micro = {name: x[i::4] for name, x in batch.items()}
-    grads = jax.grad(
-      lambda params, micro=micro: (
-        names["loss_fn"](params, state.apply_fn, micro) * FP8_S
-      )
-    )(params)
-    params = {**params, FP8: grads[FP8]}
-  for a, b in zip(
-    jax.tree.leaves(after.params[FP8]),
-    jax.tree.leaves(params[FP8]),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, rtol=0.02)
-    assert np.isfinite(a).all()
-
-
-def sharded_step(names, check_vma=True):
-  auto = (jax.sharding.AxisType.Auto,)
-  return jax.jit(
-    jax.shard_map(
-      names["sharded_train_step"],
-      mesh=jax.make_mesh((8,), ("data",), axis_types=auto),
-      in_specs=(jax.P(), jax.P("data")),
-      out_specs=jax.P(),
-      check_vma=check_vma,
-    )
-  )
-
-
-def sharded_state():
-  inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(0.5))
-  tx = ols.loss_scaling(inner, ols.DynamicLossScale(2.0**10), axis_name="data")
-  names = fp8_names()
-  return ols.linen.TrainState.create(
-    apply_fn=names["model"].apply, params=names["variables"], tx=tx
-  )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_have_one_fp8_history_that_of_the_whole_batch(check_vma):
-  names, state = fp8_names(), sharded_state()
-  step = sharded_step(names, check_vma)
-  after, _ = step(state, BATCH)
-  assert after.step == 1
-  gradients = [
-    jax.grad(names["loss_fn"])(
-      state.params, state.apply_fn, {name: x[[i]] for name, x in BATCH.items()}
-    )
-    for i in range(8)
-  ]
-  expected = jax.tree.map(
-    lambda param, *grads: param - 0.5 * np.mean(grads, axis=0),
-    state.params["params"],
-    *(x["params"] for x in gradients),
-  )
-  for a, b in zip(
-    jax.tree.leaves(after.params["params"]),
-    jax.tree.leaves(expected),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, atol=0.05)
-  (values,) = after.params[FP8].values()
-  for copy in values["input_amax_history"].addressable_shards:
-    seen = np.asarray(copy.data)[0]
-    np.testing.assert_allclose(seen, np.abs(BATCH["x"]).max(), rtol=0.01)
-
-  # One device has it.
-  x = BATCH["x"].copy()
-  x[5, 3] = np.nan
-  skipped, _ = step(after, {**BATCH, "x": x})
-  assert skipped.skipped
-  assert is_equal(skipped.params, after.params)
-
-
-def test_fp8_histories_that_differ_by_device_are_refused_by_jax():
-  text = documents.section(PAGE, "FP8")
-  line = 'jax.lax.pmax(scaled_grads["_overwrite_with_gradient"], "data")'
-  assert text.count(line) == 1
-  text = text.replace(line, 'scaled_grads["_overwrite_with_gradient"]')
-  names = documents.run(text, fp8_names())
-  with pytest.raises(ValueError, match="out_specs which require replication"):
-    sharded_step(names)(sharded_state(), BATCH)
-
-
 def test_flax_own_train_state_is_as_the_page_says():
-  ours = fp8_names()
-  names = dict(ours)
+  ours = test_fp8.fp8_names()
+  names = {**ours, "train_state": train_state}
   exec(documents.block(PAGE, "Flax's own train state", "select_on_skip"), names)
   states = [(names["state"], ours["state"])]
   for batch in (BATCH, NAN_BATCH, BATCH):
@@ -573,7 +403,7 @@ def test_flax_own_train_state_is_as_the_page_says():
 
 def test_a_run_with_flax_own_train_state_goes_on_with_ours():
   old = bare_state()
-  names = fp8_names() | {"old": old}
+  names = test_fp8.fp8_names() | {"old": old}
   title = "Flax's own train state"
   exec(documents.block(PAGE, title, "with_loss_scaling"), names)
   state = names["state"]
@@ -584,13 +414,13 @@ def test_a_run_with_flax_own_train_state_goes_on_with_ours():
 
 
 def test_flax_own_train_state_alone_replaces_fp8_values_on_a_skip():
-  names = fp8_names()
+  names = test_fp8.fp8_names()
   state = train_state.TrainState.create(
     apply_fn=names["model"].apply, params=names["variables"], tx=names["tx"]
   )
   after, _ = names["train_step"](state, NAN_BATCH)
   assert after.opt_state.skipped
   assert is_equal(after.params["params"], state.params["params"])
-  (values,) = after.params[FP8].values()
+  (values,) = after.params[test_fp8.FP8].values()
   history = values["output_grad_amax_history"]
   assert (len(history), bool(jnp.isnan(history[0]))) == (1024, True)

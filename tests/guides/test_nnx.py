@@ -4,7 +4,6 @@ import difflib
 import functools
 
 from flax import nnx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -392,52 +391,6 @@ def test_a_pure_function_of_a_model_in_float32_is_autocast():
     bare_training(3),
     atol=3e-3,
   )
-
-
-def test_fp8_values_are_those_of_a_linen_train_state_and_stay_on_a_skip():
-  batch = {**BATCH, "x": np.tile(BATCH["x"], 4)}
-  names = recipe("FP8", batch=batch, nn=nn)
-  model, optimizer = names["model"], names["optimizer"]
-  linen = documents.read("docs/guides/linen.md")
-  theirs = documents.run(
-    documents.section(linen, "FP8"), make_names(batch=batch, nn=nn)
-  )
-  state = theirs["state"]
-  collection = "_overwrite_with_gradient"
-  start = {**nnx.as_pure(nnx.state(model, nnx.Param))}
-  state = state.replace(params={**state.params, "params": start})
-  for x in (batch, {**batch, "x": np.full_like(batch["x"], np.nan)}, batch):
-    names["train_step"](model, optimizer, x)
-    state, _ = theirs["watchful_train_step"](state, x)
-    assert optimizer.opt_state.skipped[...] == state.skipped
-    layer = values(model)
-    for name, value in state.params["params"].items():
-      np.testing.assert_array_equal(layer[(name,)], value)
-    ((layer_name, fp8),) = state.params[collection].items()
-    for name, value in fp8.items():
-      np.testing.assert_array_equal(layer[(layer_name, name)], value)
-  assert state.step == 2
-  assert fp8["input_amax_history"][0] > 0
-
-
-def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_history():
-  batch = {**BATCH, "x": np.tile(BATCH["x"], 4)}
-  text = documents.section(PAGE, "FP8")
-  for told in (True, False):
-    flag = ", overflow=overflow_in_fp8(values)"
-    assert text.count(flag) == 1
-    # A bias is no part of the FP8 product, so its gradient would show the inf.
-    code = text.replace("  16, dtype", "  16, use_bias=False, dtype")
-    tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(2.0**127))
-    names = make_names(batch=batch, nn=nn, tx=tx)
-    names = documents.run(code if told else code.replace(flag, ""), names)
-
-    # Together with S, the factor makes the layer's gradients inf.
-    names["loss_fn"] = lambda model, batch, loss_fn=names["loss_fn"]: loss_fn(
-      lambda x: 2.0**10 * model(x), batch
-    )
-    names["train_step"](names["model"], names["optimizer"], batch)
-    assert names["optimizer"].opt_state.skipped[...] == told
 
 
 @pytest.mark.filterwarnings("ignore:.*ModelAndOptimizer:DeprecationWarning")

@@ -33,7 +33,6 @@ APPLIED = (0, 1, 2, 3, 4)
 
 # Those whose `tx` takes gradients and nothing else.
 PLAIN = (
-  "Clipping",
   "Gradient noise",
   "Learning-rate schedules",
   "An average of the updates",

@@ -11,18 +11,16 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests import support
+from tests.guides.guarded import batch_of
+from tests.guides.guarded import CLEAN
+from tests.guides.guarded import loss_fn
+from tests.guides.guarded import PARAMS
+from tests.guides.guarded import trained
 from tests.support import assert_same_bits
 
 PAGE = documents.read("docs/guides/skipping.md")
 RULE = ols.DynamicLossScale()
 TX = ols.loss_scaling(optax.sgd(0.1), RULE)
-
-
-PARAMS = {"w": jnp.full((4, 1), 0.5)}
-
-
-def loss_fn(params, batch):
-  return jnp.mean((batch @ params["w"]) ** 2)
 
 
 @functools.cache
@@ -41,19 +39,6 @@ def recipe(title, rule=RULE):
   }
   names["tx"] = ols.loss_scaling(names["inner"], rule)
   return documents.run(documents.section(PAGE, title), names)
-
-
-def batch_of(size, seed=0):
-  noise = np.random.default_rng(seed).uniform(0.9, 1.1, (2, 4))
-  return jnp.float32(size * noise)
-
-
-def trained(names, sizes):
-  """Returns the parameters and states after steps on batches of these sizes."""
-  carry = PARAMS, names["opt_state"], names["guard_state"]
-  for seed, size in enumerate(sizes):
-    *carry, _ = names["train_step"](*carry, batch_of(size, seed))
-  return carry
 
 
 @pytest.mark.parametrize(("size", "skipped"), [(99.0, False), (101.0, True)])
@@ -81,9 +66,6 @@ def test_the_table_says_what_the_two_reasons_do():
       assert state.skipped == state.consecutive_skips == is_skipped
       assert state.skipped_steps == is_skipped
       assert state.requested_skips == counted
-
-
-CLEAN = [1.0] * 66
 
 
 def test_a_spike_of_the_norm_is_skipped():
@@ -121,68 +103,6 @@ def test_a_step_that_overflows_leaves_the_guard_as_it_was():
   _, opt_state, guard_state = trained(names, [*CLEAN, np.inf])
   assert opt_state.overflow
   assert_same_bits(guard_state, expected)
-
-
-def test_a_norm_above_the_limit_is_clipped_to_it():
-  names = recipe("Clipping instead of skipping")
-  before = trained(names, CLEAN)
-  _, opt_state, guard_state = trained(names, [*CLEAN, 30.0])
-  assert opt_state.applied_steps == len(CLEAN) + 1
-  limit = names["guard"].limit(before[2])
-  newest = guard_state.values[(guard_state.accepted - 1) % 64]
-  np.testing.assert_allclose(newest, limit, rtol=1e-6)
-  # What Adam averages has moved by a tenth of a gradient of this norm.
-  old, new = (
-    optax.tree.get(x.inner_state, "mu")["w"] for x in (before[1], opt_state)
-  )
-  clipped = (new - 0.9 * old) / 0.1
-  np.testing.assert_allclose(optax.tree.norm(clipped), limit, rtol=1e-3)
-  grads = jax.grad(loss_fn)(before[0], batch_of(30.0, len(CLEAN)))
-  assert optax.tree.norm(grads) > 10 * limit
-
-
-def test_gradients_of_zero_are_not_clipped_to_nan():
-  names = recipe("Clipping instead of skipping")
-  sizes = [0.0] * 30 + [1.0] * 12
-  params, opt_state, guard_state = trained(names, sizes)
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
-  # A limit of 0 ends with the patience.
-  assert guard_state.restarts == 1
-  assert opt_state.applied_steps == len(sizes)
-
-
-def test_a_change_of_level_is_not_clipped_for_ever():
-  names = recipe("Clipping instead of skipping")
-  state = names["guard_state"]
-  applied = ols.loss_scaling(optax.sgd(0.1), RULE).init(PARAMS)
-  for step in range(60):
-    state = names["guard"].update(state, 1.0 if step < 40 else 30.0, applied)
-  assert state.restarts == 1
-  assert state.spikes == names["guard"].patience
-  assert names["guard"].limit(state) > 30
-
-
-def test_bfloat16_has_all_guards_without_scaling():
-  names = recipe("bfloat16 without scaling, with all guards")
-  before = trained(names, CLEAN)
-  for size, overflow in ((1e4, False), (np.nan, True)):
-    params, opt_state, _ = trained(names, [*CLEAN, size])
-    assert (opt_state.skipped, opt_state.overflow) == (True, overflow)
-    assert opt_state.stalled == overflow
-    assert ols.get_loss_scale(opt_state) == 1
-    assert_same_bits(params, before[0])
-    cause = "NaN in its gradients" if overflow else "`skip`, which the caller"
-    sizes = [*CLEAN, size, size]
-    with pytest.raises(
-      FloatingPointError, match=f"2 steps.* because of {cause}"
-    ):
-      ols.raise_if_failed(trained(names, sizes)[1], max_consecutive_skips=1)
-  # The check names bfloat16, whose largest value is about 2^128.
-  assert before[1].headroom > 100
-  step = jax.make_jaxpr(names["train_step"])(
-    PARAMS, names["opt_state"], names["guard_state"], batch_of(1.0)
-  )
-  assert "bf16" in str(step)
 
 
 # Trying the same batch again.
