@@ -1,7 +1,7 @@
 """Loss scaling for JAX, as an optax gradient transformation.
 
 In float16, small gradients underflow to 0. Loss scaling multiplies the loss by
-S before the backward pass and divides the gradients by S afterwards:
+S before the backward pass and divides the gradients by S afterwards::
 
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
   opt_state = tx.init(params)

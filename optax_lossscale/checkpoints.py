@@ -13,6 +13,8 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import states
 
+__all__ = ["with_loss_scaling", "without_loss_scaling"]
+
 _NOTHING = object()
 
 

@@ -19,6 +19,8 @@ from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
+__all__ = ["TrainState"]
+
 # The fields that `apply_gradients` itself sets.
 _OWN_FIELDS = {"step", "params", "opt_state", "attempts"}
 

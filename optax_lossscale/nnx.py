@@ -24,6 +24,13 @@ from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 from optax_lossscale.instruments import laws
 
+__all__ = [
+  "autocast",
+  "check_step",
+  "scaled_value_and_grad",
+  "select_on_skip",
+]
+
 
 def scaled_value_and_grad(
   fun: Callable[..., Any],
@@ -278,7 +285,7 @@ def check_step(
     step: the train step, which changes its arguments in place. A returned value
       with the structure of an argument counts as the argument's next value.
     *args: its arguments, including an `nnx.Optimizer` with `loss_scaling`.
-    may_change: as in `instruments.check_step`, such as "model/dropout/*".
+    may_change: as in `instruments.check_step`, such as `"model/dropout/*"`.
     **kwargs: keyword arguments of the step.
 
   Returns:

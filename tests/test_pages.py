@@ -24,7 +24,13 @@ from tests.autocast.programs import dtypes_of
 DOCS = documents.ROOT / "docs"
 PAGES = {
   page.stem: page.read_text()
-  for page in sorted([*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")])
+  for page in sorted(
+    [
+      documents.ROOT / "index.md",
+      *DOCS.glob("*.md"),
+      *DOCS.glob("guides/*.md"),
+    ]
+  )
 }
 # These have tests of their own.
 ELSEWHERE = {
@@ -40,6 +46,14 @@ def block(name, words):
   """Returns the one Python block of a page that has some words in it."""
   (found,) = (x for x in documents.blocks(PAGES[name]) if words in x)
   return found
+
+
+def test_the_lines_on_the_front_page_are_a_step():
+  names = {"ols": ols, "optax": optax, "params": jnp.ones((8, 4))}
+  names |= {"batch": jnp.eye(8), "loss_fn": lambda w, x: jnp.sum(x @ w)}
+  exec(block("index", "ols.loss_scaling"), names)
+  assert names["loss"] == 32
+  np.testing.assert_allclose(names["params"], 0.999, rtol=1e-5)
 
 
 def test_the_report_of_a_loss_is_the_one_that_is_shown(capsys):
@@ -325,8 +339,9 @@ def anchors(text):
   "page",
   [
     documents.ROOT / "README.md",
+    documents.ROOT / "index.md",
     documents.ROOT / "notebooks" / "README.md",
-    *(documents.ROOT / "docs").rglob("*.md"),
+    *DOCS.rglob("*.md"),
   ],
   ids=lambda page: page.stem,
 )

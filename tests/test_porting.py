@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import json
+import pathlib
 import re
 import time
 from types import SimpleNamespace
@@ -24,28 +25,62 @@ from tests import reference
 from tests.autocast.programs import products
 from tests.presets import traces
 
-PAGE = documents.read("docs/porting/README.md")
+PAGES = {
+  path.stem: path.read_text()
+  for path in sorted((documents.ROOT / "docs" / "porting").glob("*.md"))
+}
+ALL = "\n".join(PAGES.values())
 # What the old lines also set, and no preset does.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
+# Sections that several tests read.
+EXAMPLE = "A Megatron run, continued"
+SATURATION = "Saturation mode: an overflow gives 65504"
+NPU = "NPULossScaleOptimizer in a train step"
+WATCHING = "Watching and tuning S"
+ACCELERATE = "accelerate_train_mode, TellMeStepOrLossHook: low precision first"
+MODEL = "amp_level in MindSpore's Model"
+KERAS = "A Keras 3 model in a JAX loop"
 
-def rows():
-  """Returns the old and the new side of each row, by the preset's name."""
-  pattern = (
-    r'id="(\w+)">\n\n\*\*`\1`\*\*:.*?<tr valign.*?>(.*?)</td><td>(.*?)</td>'
-  )
-  found = re.findall(pattern, PAGE, flags=re.DOTALL)
-  assert len(found) == PAGE.count('<td colspan="2" id=')
-  return {name: (old, new) for name, old, new in found}
 
-
-OLD = {name: old for name, (old, _) in rows().items()}
-NEW = {name: new for name, (_, new) in rows().items()}
-SYSTEMS = sorted(OLD)
+def page_with(title):
+  """Returns the one page that has a section of this title."""
+  (found,) = (x for x in PAGES.values() if f"# {title}\n" in x)
+  return found
 
 
 def section(title):
-  return documents.section(PAGE, title)
+  return documents.section(page_with(title), title)
+
+
+def block(title, words):
+  """Returns the one Python block of a section that has some words in it."""
+  return documents.block(page_with(title), title, words)
+
+
+# What follows the preset's name in its heading, and the page that has it.
+HEADINGS = {
+  name: (heading, stem)
+  for stem, page in PAGES.items()
+  for name, heading in re.findall(r"^## (\w+): (.+)$", page, re.MULTILINE)
+  if name in PRESETS
+}
+
+
+def preset_section(system):
+  return section(f"{system}: {HEADINGS[system][0]}")
+
+
+def sides(system):
+  """Returns the old and the new side of a preset's table."""
+  pattern = r"<tr valign.*?>(.*?)</td><td>(.*?)</td></tr>\n</table>"
+  (found,) = re.findall(pattern, preset_section(system), re.DOTALL)
+  return found
+
+
+OLD = {system: sides(system)[0] for system in HEADINGS}
+NEW = {system: sides(system)[1] for system in HEADINGS}
+SYSTEMS = sorted(OLD)
 
 
 def cells(text):
@@ -64,7 +99,7 @@ def statements(system, language_block):
 
 def run(nodes, names):
   code = ast.unparse(ast.Module(list(nodes), []))
-  exec(compile(code, "docs/porting/README.md", "exec"), names)
+  exec(compile(code, "docs/porting", "exec"), names)
 
 
 def keywords(call):
@@ -169,10 +204,64 @@ def checkpoint(system, saved):
   }
 
 
-def test_the_table_has_one_row_for_each_preset():
-  assert sorted(PRESETS) == SYSTEMS
-  links = re.findall(r"\[(\w+)\]\(#(\w+)\)", PAGE)
-  assert [name for name, target in links if name == target] == list(OLD)
+def linked():
+  """Returns the class, page and anchor in each preset's row of the table."""
+  found = re.findall(
+    r"^\| [^|]+ \| ([^|]+) \| \[(\w+)\]\((\w+)\.md#([\w-]+)\) \|$",
+    section("From system to system"),
+    re.MULTILINE,
+  )
+  assert len({name for _, name, _, _ in found}) == len(found)
+  return {name: (text, stem, anchor) for text, name, stem, anchor in found}
+
+
+@pytest.mark.parametrize("system", PRESETS)
+def test_a_preset_is_found_by_the_name_of_the_old_class(system):
+  original = traces.load(system)["original"].split(".")[-1].rstrip("_")
+  heading, stem = HEADINGS[system]
+  assert original in heading
+  text, page, anchor = linked()[system]
+  assert original in text
+  # That there is such an anchor, tests/test_pages.py shows of every link.
+  assert page == stem
+  assert anchor.startswith(f"{system}-")
+
+
+def test_the_pages_have_each_preset_once_in_the_order_of_the_table():
+  headings = re.findall(r"^#+ (\w+): ", ALL, re.MULTILINE)
+  found = [name for name in headings if name in PRESETS]
+  assert sorted(found) == sorted(PRESETS)
+  for stem in PAGES:
+    of_page = [name for name in found if HEADINGS[name][1] == stem]
+    assert of_page == [name for name in linked() if name in of_page]
+
+
+@pytest.mark.parametrize("stem", [x for x in PAGES if x != "README"])
+def test_a_page_leads_to_the_train_step_at_once(stem):
+  title, introduction, *_ = PAGES[stem].split("\n\n")
+  assert re.fullmatch("# .*", title)
+  assert "(README.md#the-train-step)" in introduction
+
+
+def test_every_block_is_run_or_parsed_by_a_test():
+  in_tables = "".join([*OLD.values(), *NEW.values()])
+  # tests/precision/test_policy.py runs this one.
+  covered = documents.blocks(section("Mixed precision: policies by name"))
+  covered += documents.blocks(section(EXAMPLE), "text")
+  covered += [
+    block(*(eval(ast.unparse(x)) for x in node.args))
+    for node in ast.walk(ast.parse(pathlib.Path(__file__).read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "block"
+    if node.args and not isinstance(node.args[0], ast.Starred)
+  ]
+  found = [
+    code
+    for language in ("python", "sh", "json", "text")
+    for code in documents.blocks(ALL, language)
+  ]
+  assert len(found) == ALL.count("```") / 2
+  for code in found:
+    assert code in in_tables or code in covered, code
 
 
 def parameters(system):
@@ -181,9 +270,9 @@ def parameters(system):
   return {name: x.default for name, x in signature.parameters.items()}
 
 
-def test_the_arguments_and_keys_are_of_all_presets_in_the_order_of_the_page():
+def test_the_arguments_and_keys_are_of_all_presets_in_the_order_of_the_table():
   table = cells(section("Arguments and keys"))
-  assert [f"`{system}`" for system in OLD] == [row[0] for row in table]
+  assert [f"`{system}`" for system in linked()] == [row[0] for row in table]
 
 
 @pytest.mark.parametrize("system", PRESETS)
@@ -223,8 +312,7 @@ def arguments_and_keys(system):
 
 def notes(system):
   """Returns what is in backticks in the text below a preset's lines."""
-  text = PAGE.split(f'id="{system}">')[1].split('<td colspan="2">')[1]
-  return re.findall(r"`([^`]+)`", text.split("</td>")[0])
+  return re.findall(r"`([^`]+)`", preset_section(system).split("</table>")[1])
 
 
 def test_megatrons_documented_hysteresis_is_an_argument_of_both_calls():
@@ -373,7 +461,7 @@ def cells_of_all(text):
 
 def run_train_step(wrap):
   """Runs the page's train step once, and returns the names."""
-  text = documents.block(PAGE, "The train step", "def train_step")
+  text = block("The train step", "def train_step")
   first = "tx = ols.loss_scaling(inner, rule)\n"
   assert text.startswith(first)
   rule = ols.presets.torch(init_scale=8.0)
@@ -427,26 +515,24 @@ def test_skipped_steps_are_seen_in_the_loop_wherever_loss_scaling_is(wrap):
   assert eval(overflow, names)
   metrics = overflow.removesuffix('["overflow"]')
   assert [int(eval(metrics + key, names)) for key in keys] == [1, 1]
-  title = "NPULossScaleOptimizer, on Ascend"
-  (applied, *_) = right_of(title, "`global_step`")
+  (applied, *_) = right_of(NPU, "`global_step`")
   assert eval(applied, names) == 1
   names["metrics"] = eval(metrics, names)
-  assert eval(right_of(title, "all steps")[0], names) == 2
+  assert eval(right_of(NPU, "all steps")[0], names) == 2
 
 
-def test_what_the_page_names_of_the_library_exists():
-  for path in set(re.findall(r"\bols\.(\w+(?:\.\w+)?)", PAGE)):
+def test_what_the_pages_name_of_the_library_exists():
+  for path in set(re.findall(r"\bols\.(\w+(?:\.\w+)?)", ALL)):
     value = ols
     for name in path.split("."):
       value = getattr(value, name)
-  for field in set(re.findall(r"\bopt_state\.(\w+)", PAGE)):
+  for field in set(re.findall(r"\bopt_state\.(\w+)", ALL)):
     assert field in (*ols.LossScalingState._fields, "_replace")
 
 
 def test_the_worked_example_prints_what_the_page_shows():
-  title = "A Megatron run, continued"
-  example = documents.block(PAGE, title, "from_state_dict")
-  (shown,) = documents.blocks(section(title), "text")
+  example = block(EXAMPLE, "from_state_dict")
+  (shown,) = documents.blocks(section(EXAMPLE), "text")
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(example, {})
@@ -455,11 +541,6 @@ def test_the_worked_example_prints_what_the_page_shows():
 
 OLD_LINES = "NPULossScaleOptimizer("
 NEW_LINES = "opt = ols.presets.npu_loss_scale_optimizer("
-
-
-def npu(words):
-  """Returns the block for Ascend that has some words in it."""
-  return documents.block(PAGE, "NPULossScaleOptimizer, on Ascend", words)
 
 
 def run_npu_lines(batches):
@@ -479,13 +560,15 @@ def run_npu_lines(batches):
   }
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
-    for words in (NEW_LINES, "def train_step", "loss_scale_metrics"):
-      exec(npu(words), names)
+    exec(block(NPU, NEW_LINES), names)
+    exec(block(NPU, "def train_step"), names)
+    exec(block(WATCHING, "loss_scale_metrics"), names)
   return names | {"printed": printed.getvalue()}
 
 
 def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
-  old, new = (ast.parse(npu(words)).body for words in (OLD_LINES, NEW_LINES))
+  old = ast.parse(block(NPU, OLD_LINES)).body
+  new = ast.parse(block(NPU, NEW_LINES)).body
   assert keywords(old[0].value) == keywords(new[0].value)
   old_wrap, new_wrap = old[2].value, new[2].value
   assert ast.unparse(old_wrap).removeprefix("NPULossScaleOptimizer(") in (
@@ -530,7 +613,7 @@ def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
     recorded_amax=jnp.asarray(history.amax),
     recorded_overflow=jnp.asarray(history.overflow),
   )
-  exec(npu("instruments.advise"), names)
+  exec(block(WATCHING, "instruments.advise"), names)
   advice, *_ = capsys.readouterr().out.splitlines()
   assert advice.startswith(
     "init_loss_scale: 2**32 -> 2**15: 34 steps overflowed"
@@ -552,7 +635,7 @@ def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
 def create_optimizer(*args, **kwargs):
   """Calls the page's function of that name."""
   names = {"ols": ols}
-  exec(npu("def create_optimizer"), names)
+  exec(block("The loss-scale flag of a BERT script", "create_optimizer"), names)
   return names["create_optimizer"](*args, **kwargs)
 
 
@@ -644,9 +727,15 @@ def test_systems_for_reinforcement_learning_have_the_rules_of_their_scalers():
 
 
 def test_the_right_side_of_each_row_of_mixed_precision_runs():
-  table = section("Mixed precision: levels and lists")
-  lines = re.findall(r"`(ols\.autocast\(loss_fn.*?\))`(?=,|;| \|)", table)
-  assert len(lines) >= table.count("\n| ") - 1
+  titles = re.findall("^## (.* becomes? ols.autocast)$", ALL, re.MULTILINE)
+  # The page common to all leads to each of them.
+  overview = section("Mixed precision: levels and lists")
+  assert len(titles) == overview.count("-olsautocast)")
+  rows = [
+    (left, re.findall(r"`(ols\.autocast\(loss_fn.*?\))`", right))
+    for title in titles
+    for left, right in cells_of_all(section(title))[1:]
+  ]
   x = jnp.eye(2)
 
   def loss_fn(x):
@@ -654,10 +743,12 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
       x = x @ x
     return jnp.sum(jnp.tanh(x) @ x)
 
-  for line in lines:
-    mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
-    low = [x for x in products(mixed, x) if x == "float16"]
-    assert low, line
+  for left, lines in rows:
+    assert lines, left
+    dtype = "bfloat16" if "torch.bfloat16" in left else "float16"
+    for line in lines:
+      mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
+      assert dtype in products(mixed, x), line
 
 
 def mindspore_level(amp_level, version, device):
@@ -673,13 +764,13 @@ def mindspore_level(amp_level, version, device):
 
 def mindspore_tables():
   """Returns the rows of MindSpore's levels, and those of its tutorial."""
-  levels, tutorial = section("MindSpore's Model").split("\n\n| in MindSpore's")
+  levels, tutorial = section(MODEL).split("\n\n| in MindSpore's")
   return cells(levels), cells("| in MindSpore's" + tutorial)
 
 
 def test_the_levels_of_mindspores_model_are_those_of_its_sources():
   above = {"ols": ols, "optax": optax, "network": SimpleNamespace(apply=len)}
-  exec(documents.block(PAGE, "MindSpore's Model", "mindspore_cell"), above)
+  exec(block(MODEL, "mindspore_cell"), above)
   levels, _ = mindspore_tables()
   cases = 0
   for name, level, text in levels:
@@ -832,14 +923,13 @@ def test_o2_has_every_product_in_float16():
 
 
 def test_what_mindspores_model_becomes_runs():
-  block = documents.block(PAGE, "MindSpore's Model", "mindspore_cell")
   names = {
     "ols": ols,
     "optax": optax,
     "network": SimpleNamespace(apply=lambda params, x: jnp.tanh(x @ params)),
     "loss": lambda outputs, labels: jnp.mean((outputs - labels) ** 2),
   }
-  exec(block, names)
+  exec(block(MODEL, "mindspore_cell"), names)
   params, images = jnp.eye(2), jnp.ones((3, 2))
   assert set(products(names["forward"], params, images)) == {"float16"}
   opt_state = names["tx"].init(params)
@@ -848,9 +938,6 @@ def test_what_mindspores_model_becomes_runs():
   _, opt_state = names["tx"].update(grads, opt_state, params)
   assert opt_state.skipped  # S starts at 2**24, which is too large here.
   assert ols.get_loss_scale(opt_state) == 2.0**23
-
-
-ACCELERATE = "Low precision first: accelerate_train_mode, on Ascend"
 
 
 def calls(text):
@@ -863,8 +950,8 @@ def calls(text):
 
 
 def test_the_lines_for_accelerate_train_mode_say_what_the_old_ones_do():
-  old = calls(documents.block(PAGE, ACCELERATE, "TellMeStepOrLossHook"))
-  new = ast.parse(documents.block(PAGE, ACCELERATE, "make_train_step")).body
+  old = calls(block(ACCELERATE, "TellMeStepOrLossHook"))
+  new = ast.parse(block(ACCELERATE, "make_train_step")).body
   schedule = new[0].value
   text = old["ExperimentalConfig"]["accelerate_train_mode"]
   assert ast.unparse(text) == ast.unparse(schedule.args[0])
@@ -889,7 +976,7 @@ def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
   names = {"ols": ols, "jax": jax, "tx": tx, "params": params}
   names |= {"opt_state": tx.init(params), "batches": iter(lambda: x, None)}
   names["loss_fn"] = lambda params, x: 8 * jnp.mean(x @ params)
-  lines = documents.block(PAGE, ACCELERATE, "make_train_step")
+  lines = block(ACCELERATE, "make_train_step")
   exec(lines.replace("10_000", "50"), names)
   metrics = ols.loss_scale_metrics(names["opt_state"])
   assert (metrics["applied_steps"], metrics["skipped_steps"]) == (50, 36)
@@ -925,8 +1012,7 @@ def test_the_names_of_the_hook_are_told_by_the_page_and_by_the_error(name):
 
 @pytest.mark.slow
 def test_clipping_sees_what_compute_gradients_returned_on_ascend():
-  title = "NPULossScaleOptimizer, on Ascend"
-  clipped, *_, unscaled = right_of(title, "`compute_gradients`")
+  clipped, *_, unscaled = right_of(NPU, "`compute_gradients`")
   names = {"optax": optax, "ols": ols, "opt": optax.sgd(1.0)}
   exec(clipped, names)
   # As the block above the row has it.
@@ -960,3 +1046,116 @@ def test_the_lines_beside_what_has_no_counterpart_run():
   assert eval(wait, names) == 2.0 and eval(clock, names) > 0
   for words in ("session's configuration", "porting tool"):
     assert right_of(title, words) == []
+
+
+def test_the_check_for_saturation_mode_skips_what_was_clipped():
+  names = {"ols": ols, "jnp": jnp, "inner": optax.sgd(1.0)}
+  names["rule"] = ols.FixedLossScale(8.0)
+  exec(block(SATURATION, "ols.saturated"), names)
+  state = names["tx"].init(jnp.zeros(2))
+  update = jax.jit(lambda grads: names["tx"].update(grads, state)[1].skipped)
+  for gradient in (65504.0, -65504.0, jnp.inf, jnp.nan):
+    assert update(jnp.array([1.0, gradient]))
+  assert not update(jnp.array([1.0, 65472.0]))
+
+
+@pytest.fixture
+def keras(monkeypatch, tmp_path):
+  """Keras on JAX, which writes its configuration into no home."""
+  monkeypatch.setenv("KERAS_BACKEND", "jax")
+  monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+  import keras
+
+  keras.utils.set_random_seed(0)
+  yield keras
+  keras.config.set_dtype_policy("float32")
+
+
+def run_keras_loop(lines):
+  """Runs the page's loop on one batch, and returns its names."""
+  inputs = np.random.default_rng(0).normal(size=(32, 20)).astype(np.float32)
+  batch = {"x": inputs, "y": np.arange(32) % 10}
+  names = {"batches": [batch] * 20, "jnp": jnp}
+  exec(lines, names)
+  return names
+
+
+def is_right_in_float16(names):
+  """Returns whether the step is right and has all products in float16."""
+  args = names["params"], names["others"]
+  report = ols.instruments.check_step(
+    names["train_step"], *args, names["opt_state"], names["batch"]
+  )
+  found = products(names["loss_fn"], *args, names["batch"])
+  return report.ok and set(found) == {"float16"}
+
+
+def test_a_keras_model_trains_in_a_jax_loop(keras):
+  names = run_keras_loop(block(KERAS, "import keras"))
+  assert names["loss"] < 1.0  # At first it is log(10), or more.
+  assert names["opt_state"].applied_steps == 20
+  assert is_right_in_float16(names)
+  model, batch = names["model"], names["batch"]
+  for variables, values in (
+    (model.trainable_variables, names["params"]),
+    (model.non_trainable_variables, names["others"]),
+  ):
+    for variable, value in zip(variables, values, strict=True):
+      np.testing.assert_array_equal(variable.value, value)
+  chosen = np.argmax(model(batch["x"], training=False), axis=1)
+  assert np.mean(chosen == batch["y"]) > 0.9
+  # And the table of what Keras's optimizer becomes.
+  (made,) = right_of(KERAS, "LossScaleOptimizer")
+  assert jax.tree.structure(
+    eval(made, names).init(names["params"])
+  ) == jax.tree.structure(names["opt_state"])
+  (read,) = right_of(KERAS, "optimizer.dynamic_scale")
+  assert eval(read, names) == 2.0**15
+  exec(block(KERAS, "jnp.float32(logits)"), names)
+  args = names["params"], names["others"], batch
+  assert set(products(names["loss_fn"], *args)) == {"float32"}
+  mixed = eval(right_of(KERAS, "set_dtype_policy")[1], names)
+  assert set(products(mixed, *args)) == {"float16"}
+
+
+@pytest.mark.slow
+def test_a_keras_model_with_its_own_policy_trains_in_a_jax_loop(keras):
+  keras.config.set_dtype_policy("mixed_float16")
+  lines, found = re.subn(
+    r"@ols.autocast\ndef loss_fn.*?\n\n\n",
+    block(KERAS, "jnp.float32(logits)") + "\n\n",
+    block(KERAS, "import keras"),
+    flags=re.DOTALL,
+  )
+  assert found == 1
+  names = run_keras_loop(lines)
+  assert names["loss"] < 1.0
+  assert is_right_in_float16(names)
+
+
+@pytest.mark.slow
+def test_keras_does_what_the_page_says_of_its_optimizer(keras):
+  optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+  weight = keras.Variable([0.0])
+  optimizer.build([weight])
+  # It divides by S, whether the loss was multiplied by it or not.
+  (after,), _ = optimizer.stateless_apply(
+    [x.value for x in optimizer.variables], [jnp.ones(1)], [weight.value]
+  )
+  assert after == -(2.0**-15)
+  # Under jit the S of the first call stays.
+  scale_loss = jax.jit(optimizer.scale_loss)
+  assert scale_loss(1.0) == 2.0**15
+  optimizer.dynamic_scale.assign(4.0)
+  assert (scale_loss(1.0), optimizer.scale_loss(1.0)) == (2.0**15, 4.0)
+  # A step that is skipped leaves its mark on the batch statistics.
+  norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+  model = keras.Sequential([keras.Input((4,)), norm, dense])
+  model.compile(
+    keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss="mse"
+  )
+  before = np.asarray(dense.kernel.value)
+  model.fit(np.full((4, 4), np.inf), np.zeros((4, 1)), verbose=0)
+  assert model.optimizer.dynamic_scale.value == 2.0**14
+  np.testing.assert_array_equal(dense.kernel.value, before)
+  assert np.isnan(norm.moving_variance.value).all()

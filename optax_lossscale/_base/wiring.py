@@ -13,7 +13,8 @@ class WiringWarning(UserWarning):
   """Loss scaling is set up so that a run would go wrong without an error.
 
   Constructors, `init`, and traced or eager steps emit it; a compiled step never
-  does. It points to a mistake or, rarely, to something intended. To silence it:
+  does. It points to a mistake or, rarely, to something intended. To silence
+  it::
 
     warnings.filterwarnings("ignore", category=ols.WiringWarning)
 

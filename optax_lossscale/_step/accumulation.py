@@ -56,7 +56,7 @@ def accumulated_value_and_grad(
   gradients become inf or NaN, `update` skips the step, and S shrinks. With
   `drop`, micro-batches that overflowed are left out of the mean, and the step
   is applied with the others, if there are any. Pass `overflow` to `update`, or
-  S will not move while micro-batches are dropped:
+  S will not move while micro-batches are dropped::
 
     loss, scaled_grads, overflow = value_and_grad(params, batch)
     updates, opt_state = tx.update(
@@ -91,13 +91,14 @@ def accumulated_value_and_grad(
   Returns:
     A function that takes the arguments of `fun` and returns `(loss,
     scaled_gradients, overflow)`, or `((loss, aux), ...)`.
-    loss: float32[] or wider, the mean over all micro-batches; with `drop`, over
-      those that did not overflow, if there are any.
-    aux: the aux of every micro-batch, stacked along a new first axis.
-    scaled_gradients: float32 or wider. A leaf that is not a gradient (see
+
+    - loss: float32[] or wider, the mean over all micro-batches; with `drop`,
+      over those that did not overflow, if there are any.
+    - aux: the aux of every micro-batch, stacked along a new first axis.
+    - scaled_gradients: float32 or wider. A leaf that is not a gradient (see
       `mask`) is passed from one micro-batch to the next, and its last value is
       returned. A micro-batch that overflows does not change it.
-    overflow: a value for `update`. As a flag it is True if any micro-batch
+    - overflow: a value for `update`. As a flag it is True if any micro-batch
       overflowed. Its attributes are `flags` and `amax` (bool and float32, both
       [microbatches]) and `valid` (int32[], how many did not overflow).
 

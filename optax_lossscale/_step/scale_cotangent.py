@@ -20,7 +20,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   range of float16: an S that saves one layer from underflow makes another
   overflow. This function gives a layer its own factor. The factor is applied at
   the layer's output, where its backward pass begins, and undone by `1 / factor`
-  at its parameters and its input:
+  at its parameters and its input::
 
     params = scale_cotangent(params, 1 / factor)
     x = scale_cotangent(x, 1 / factor)

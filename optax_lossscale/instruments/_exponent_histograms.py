@@ -23,7 +23,7 @@ _MOST = 2**32 - 1
 
 
 class ExponentHistogram(NamedTuple):
-  """The number of elements at each exponent, floor(log2 |g|).
+  """The number of elements at each exponent, `floor(log2(abs(g)))`.
 
   It is a pytree of counts. `jax.tree.map(jnp.add, a, b)` adds two histograms,
   and `jax.lax.psum(histogram, "data")` adds those of a `shard_map`'s devices.
@@ -70,7 +70,7 @@ class ExponentHistogram(NamedTuple):
     return int(counted) + int(self.zeros) + int(self.nonfinite)
 
   def share(self, low: int, high: int) -> float:
-    """Returns the share of all elements with 2**low <= |g| < 2**high.
+    """Returns the share of all elements with `2**low <= abs(g) < 2**high`.
 
     Args:
       low: the lowest exponent.

@@ -91,7 +91,7 @@ def precision_report(
     **kwargs: its keyword arguments.
 
   Returns:
-    The report: print it for a table, log its `line`, test its `products`. With
+    The report. Print it for a table, log its `line`, test its `products`. With
     a precision schedule the report covers both branches; the schedule's
     `state.low` says which branch runs next.
 

@@ -24,9 +24,9 @@ def underflow_fraction(
 
   Loss scaling exists to reduce this share. The backward pass may lose more on
   the way to these gradients, which only `gradient_error` shows. In float16
-  these are the elements with |S g| <= 2**-25; elements between that and the
-  smallest subnormal number, 2**-24, are rounded up. The share is exact: S g is
-  rounded like a float32 product that is then converted to `dtype`, both to
+  these are the elements with `abs(S g) <= 2**-25`; elements between that and
+  the smallest subnormal number, 2**-24, are rounded up. The share is exact: S g
+  is rounded like a float32 product that is then converted to `dtype`, both to
   nearest with ties to even. It compares bits, so the result is the same on a
   backend that flushes subnormal numbers to 0. It is usable inside jit.
 

@@ -306,7 +306,7 @@ def check_step(
     **kwargs: its keyword arguments.
 
   Returns:
-    The report: print it, check that it is `ok`, or call `raise_if_wrong()`.
+    The report. Print it, check that it is `ok`, or call `raise_if_wrong()`.
 
   Raises:
     TypeError: if `step` is not callable, if this is called under jit, or if

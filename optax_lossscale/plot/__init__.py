@@ -1,4 +1,6 @@
-"""Plots of loss scaling. Each function returns Axes, without showing them.
+"""Plots of loss scaling.
+
+Each function returns Axes, without showing them::
 
   history = ols.instruments.history(opt_state)
   ols.plot.loss_scale(history)             # S, and the largest possible S

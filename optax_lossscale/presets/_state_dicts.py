@@ -95,8 +95,8 @@ def from_state_dict(
     **arguments: the preset's arguments.
 
   Returns:
-    rule: the rule that the preset returns.
-    state: the rule's state. Set it in the optimizer's state as shown below.
+    The rule that the preset returns, and the rule's state. Set the state in the
+    optimizer's state as shown below.
 
   Raises:
     TypeError: if `state_dict` is not a dictionary, or is traced, or an argument

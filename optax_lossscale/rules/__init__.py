@@ -1,7 +1,7 @@
 """Rules driven by more than overflows, for example by amax.
 
 Rules that count overflows learn how large S may be by losing steps. The largest
-gradient shows the limit in advance, on every step:
+gradient shows the limit in advance, on every step::
 
   tx = ols.loss_scaling(inner, ols.rules.HeadroomLossScale())
 
