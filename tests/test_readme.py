@@ -22,6 +22,8 @@ SHOWN = documents.blocks(README, "text")
 FOLLOWING = [
   *sorted((documents.ROOT / "docs").rglob("*.md")),
   documents.ROOT / "notebooks" / "README.md",
+  documents.ROOT / "CONTRIBUTING.md",
+  documents.ROOT / "SECURITY.md",
 ]
 
 
@@ -77,7 +79,7 @@ def test_every_command_is_that_of_the_environment_that_was_made(page):
     # The porting page quotes the options of other systems' programs.
     if page.parent.name == "porting" and program.startswith("--"):
       continue
-    assert program == "python3" or program.startswith(".venv/bin/")
+    assert program in ("python3", ".ci/run") or program.startswith(".venv/bin/")
     if program == ".venv/bin/pip":
       (extra,) = re.findall(r"^\.\[(\w+)\]$", words[-1])
       assert extra in project["optional-dependencies"]

@@ -1,0 +1,325 @@
+"""What contributors and maintainers rely on: workflows, metadata, templates.
+
+The workflows cannot run here. Each of their commands is a part of .ci/run.
+"""
+
+import ast
+import pathlib
+import pickle
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+import optax_lossscale as ols
+from tests import documents
+
+ROOT = documents.ROOT
+PROJECT = tomllib.loads(documents.read("pyproject.toml"))["project"]
+URL = PROJECT["urls"]["Source"]
+PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["classifiers"]))
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
+FORMS = [
+  ROOT / ".github/ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")
+]
+LOADED = {path.stem: yaml.safe_load(path.read_text()) for path in WORKFLOWS}
+JOBS = {
+  f"{workflow}-{name}": job
+  for workflow, loaded in LOADED.items()
+  for name, job in loaded["jobs"].items()
+}
+CITATION = yaml.safe_load(documents.read("CITATION.cff"))
+
+each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+each_workflow = pytest.mark.parametrize("loaded", LOADED.values(), ids=LOADED)
+
+
+def run_ci(*arguments):
+  return subprocess.run(
+    ["bash", ROOT / ".ci/run", *arguments], capture_output=True, text=True
+  )
+
+
+def parts():
+  """Returns the parts that .ci/run lists, with the names of their arguments."""
+  usage = run_ci("help").stderr
+  found = re.findall(
+    r"^\.ci/run (\w+)((?: [][A-Z]+)*)  +\S", usage, re.MULTILINE
+  )
+  return {name: arguments.split() for name, arguments in found}
+
+
+def runs():
+  """Yields every command of the workflows, for each value of its matrix."""
+  for job in JOBS.values():
+    matrix = job.get("strategy", {}).get("matrix", {})
+    for step in job["steps"]:
+      if "run" in step:
+        for python in matrix.get("python", [None]):
+          text = step["run"].replace("${{ matrix.python }}", str(python))
+          yield job, python, text
+
+
+def test_a_workflow_runs_nothing_but_parts_of_ci():
+  listed = parts()
+  assert len(listed) == 6
+  used = set()
+  for _, _, text in runs():
+    program, part, *arguments = text.split()
+    assert program == ".ci/run", text
+    names = listed[part]
+    needed = [name for name in names if not name.startswith("[")]
+    assert len(needed) <= len(arguments) <= len(names), text
+    used.add(part)
+  assert used == set(listed)
+
+
+def test_each_job_sets_up_the_python_that_its_part_looks_for():
+  ci = documents.read(".ci/run")
+  newest, oldest = re.findall(r"^\w+_python=(.*)$", ci, re.MULTILINE)
+  assert (oldest, newest) == (PYTHONS[0], PYTHONS[-1])
+  for job, python, text in runs():
+    _, part, *arguments = text.split()
+    (step,) = (x for x in job["steps"] if "python" in x.get("uses", ""))
+    given = step["with"]["python-version"]
+    if python is not None:
+      assert given == "${{ matrix.python }}"
+      assert arguments[0] == python
+    else:
+      assert given == (oldest if part == "oldest" else newest)
+
+
+def test_the_matrices_are_the_supported_versions_of_python():
+  matrices = [x["strategy"]["matrix"] for x in JOBS.values() if "strategy" in x]
+  assert len(matrices) == 2
+  assert matrices == [{"python": PYTHONS}] * 2
+
+
+@each_workflow
+def test_a_workflow_may_only_read(loaded):
+  assert loaded["permissions"] == {"contents": "read"}
+  assert "group" in loaded["concurrency"]
+
+
+def test_only_publishing_gets_a_right_and_only_once_it_is_set_up():
+  with_rights = {
+    name: job for name, job in JOBS.items() if "permissions" in job
+  }
+  assert list(with_rights) == ["release-publish"]
+  publish = with_rights["release-publish"]
+  assert publish["permissions"] == {"id-token": "write"}
+  assert publish["if"] == "vars.PUBLISH_TO_PYPI == 'true'"
+  assert "`PUBLISH_TO_PYPI` is `true`" in documents.one_line(
+    documents.read("CONTRIBUTING.md")
+  )
+  # YAML reads the key `on` as True.
+  assert LOADED["release"][True] == {"push": {"tags": ["v*"]}}
+  # It runs no code of the repository beside that right.
+  assert not [step for step in publish["steps"] if "run" in step]
+
+
+@each_job
+def test_a_job_ends_and_uses_actions_of_a_known_version(job):
+  assert job["timeout-minutes"] <= 60
+  for step in job["steps"]:
+    if "uses" in step:
+      assert re.search(r"@(v\d+|release/v\d+)$", step["uses"])
+    if "checkout" in step.get("uses", ""):
+      assert step["with"] == {"persist-credentials": False}
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ("tests",),
+    ("lint", "3.13"),
+    ("package",),
+    ("release", "v1"),
+    ("find_python", "3.13"),
+  ],
+  ids=" ".join,
+)
+def test_arguments_that_no_part_takes_are_refused(arguments):
+  done = run_ci(*arguments)
+  assert done.returncode == 2
+  assert done.stderr.startswith(".ci/run tests VERSION ")
+
+
+def test_a_tag_of_another_version_is_refused(tmp_path):
+  done = run_ci("release", "v99.0.0", str(tmp_path))
+  assert done.returncode == 1
+  assert done.stderr == f"The tag must be v{ols.__version__}, got v99.0.0.\n"
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_release_has_a_date_in_the_changelog_and_in_the_citation():
+  entry = rf"^## {re.escape(ols.__version__)} \((.*)\)$"
+  (when,) = re.findall(entry, documents.read("CHANGELOG.md"), re.MULTILINE)
+  if when == "unreleased":
+    assert "date-released" not in CITATION
+    done = run_ci("release", f"v{ols.__version__}", "nowhere")
+    assert done.returncode == 1
+    assert "CHANGELOG.md must have the date" in done.stderr
+  else:
+    assert str(CITATION["date-released"]) == when
+
+
+def test_the_citation_is_that_of_the_readme_and_of_the_package():
+  (bibtex,) = documents.blocks(documents.read("README.md"), "bibtex")
+  fields = dict(re.findall(r"(\w+) = \{+(.*?)\}+,", bibtex.replace("\\", "")))
+  (author,) = CITATION["authors"]
+  assert fields["title"] == CITATION["title"]
+  assert fields["author"] == author["name"]
+  assert fields["version"] == CITATION["version"] == ols.__version__
+  assert CITATION["license"] == PROJECT["license"]
+  assert CITATION["abstract"] == PROJECT["description"]
+  assert CITATION["keywords"] == PROJECT["keywords"]
+  assert CITATION["url"] == PROJECT["urls"]["Homepage"]
+  assert CITATION["repository-code"] == URL
+
+
+def test_the_url_is_the_same_everywhere():
+  pattern = re.compile(r"https?://[\w./-]*?/(?:optax[-_]lossscale)[\w./-]*")
+  for name, url in PROJECT["urls"].items():
+    assert url == URL or url.startswith(f"{URL}/"), name
+  found = 0
+  for path in [
+    *ROOT.glob("*.*"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("docs/*.py"),
+    *ROOT.glob("notebooks/*"),
+    *ROOT.glob(".github/**/*.*"),
+    *ROOT.glob("optax_lossscale/**/*.py"),
+  ]:
+    if path.is_file() and path.suffix in (
+      ".cff",
+      ".ipynb",
+      ".md",
+      ".py",
+      ".toml",
+      ".yml",
+    ):
+      for url in pattern.findall(path.read_text()):
+        assert url.startswith(URL), f"{path}: {url}"
+        found += 1
+  assert found >= 10
+
+
+def test_the_metadata_names_what_is_there():
+  # A link to a file on the main branch leads to a file.
+  for url in PROJECT["urls"].values():
+    file = re.search(r"/(?:blob|tree)/main/(.*)", url)
+    assert file is None or (ROOT / file[1]).exists()
+  assert not [x for x in PROJECT["classifiers"] if x.startswith("License")]
+  assert "Apache License" in documents.read("LICENSE")
+
+
+def test_the_sdist_has_the_pages_that_the_tests_read():
+  hatch = tomllib.loads(documents.read("pyproject.toml"))["tool"]["hatch"]
+  included = set(hatch["build"]["targets"]["sdist"]["include"])
+  for page in ROOT.glob("*.md"):
+    assert f"/{page.name}" in included
+  for name in ("tests", "docs", "notebooks", "benchmarks", ".ci", ".github"):
+    assert f"/{name}" in included
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_is_one_that_github_accepts(path):
+  form = yaml.safe_load(path.read_text())
+  assert set(form) == {"name", "description", "labels", "body"}
+  keys = [field["id"] for field in form["body"]]
+  labels = [field["attributes"]["label"] for field in form["body"]]
+  assert len(set(keys)) == len(set(labels)) == len(form["body"])
+  for field in form["body"]:
+    assert field["type"] in ("input", "textarea")
+    assert set(field) <= {"type", "id", "attributes", "validations"}
+    # GitHub refuses `render` in a field of one line.
+    allowed = {"label", "description", "placeholder"}
+    allowed |= {"render"} if field["type"] == "textarea" else set()
+    assert set(field["attributes"]) <= allowed
+  assert form["body"][0]["validations"] == {"required": True}
+
+
+def test_the_form_for_bugs_asks_for_what_finds_them():
+  text = documents.one_line(FORMS[0].read_text())
+  for words in (
+    "optax-lossscale doctor",
+    "ols.instruments.check_step(train_step, params, opt_state, batch)",
+    "Version of optax_lossscale",
+    "Version of JAX",
+  ):
+    assert words in text
+  links = yaml.safe_load(documents.read(".github/ISSUE_TEMPLATE/config.yml"))
+  (link,) = links["contact_links"]
+  assert f"({link['url']})" in documents.read("SECURITY.md")
+
+
+def test_a_commit_is_checked_as_ci_checks_it():
+  config = yaml.safe_load(documents.read(".pre-commit-config.yaml"))
+  (repository,) = config["repos"]
+  hooks = {
+    x["entry"].removesuffix(" --force-exclude") for x in repository["hooks"]
+  }
+  ci = re.findall(
+    r"^  (\.venv/bin/ruff.*?)(?: --check)? \.$",
+    documents.read(".ci/run"),
+    re.MULTILINE,
+  )
+  assert hooks == set(ci)
+  assert len(hooks) == 2
+
+
+# The promises of SECURITY.md.
+
+
+def test_the_package_neither_loads_pickles_nor_executes_text():
+  modules = {"ctypes", "marshal", "pickle", "shelve", "subprocess"}
+  modules |= {"http", "requests", "socket", "urllib"}
+  calls = {"__import__", "compile", "eval", "exec"}
+  for path in pathlib.Path(ols.__file__).parent.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.Import):
+        names = {alias.name.partition(".")[0] for alias in node.names}
+        assert not names & modules, path
+      elif isinstance(node, ast.ImportFrom):
+        assert node.module.partition(".")[0] not in modules, path
+      elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        assert node.func.id not in calls, path
+      elif isinstance(node, ast.keyword):
+        assert node.arg != "allow_pickle", path
+
+
+class Trap:
+  """Makes a file when it is unpickled."""
+
+  def __init__(self, path):
+    self.path = path
+
+  def __reduce__(self):
+    return pathlib.Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_a_history_that_is_a_pickle_is_refused_and_not_run(tmp_path, suffix):
+  made = tmp_path / "made"
+  data = pickle.dumps(Trap(made))
+  path = (tmp_path / "history").with_suffix(suffix)
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match="history"):
+    ols.instruments.read_history(path)
+  assert not made.exists()
+  pickle.loads(data)
+  assert made.exists()
+
+
+@pytest.mark.parametrize("value", ["open('made', 'w')", b"\x80\x04N."])
+def test_a_checkpoint_with_code_in_place_of_a_number_is_refused(
+  value, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  saved = {"scale": value, "growth_tracker": 0, "hysteresis_tracker": 1}
+  with pytest.raises(ValueError, match="'scale'"):
+    ols.presets.from_state_dict("megatron", saved)
+  assert not list(tmp_path.iterdir())
