@@ -74,6 +74,11 @@ def test_a_workflow_runs_nothing_but_parts_of_ci():
     assert len(needed) <= len(arguments) <= len(names), text
     used.add(part)
   assert used == set(listed)
+  (sentence,) = re.findall(
+    r"`.ci/run PART` runs one of its parts: (.*?)\.",
+    documents.one_line(documents.read("CONTRIBUTING.md")),
+  )
+  assert re.findall(r"`(\w+)`", sentence) == list(listed)
 
 
 def test_each_job_sets_up_the_python_that_its_part_looks_for():
