@@ -269,6 +269,40 @@ def test_on_a_skip_statistics_and_key_stay():
     assert any(changed)
 
 
+def test_autocast_keeps_the_sums_of_a_batch_norm_in_float32():
+  line = 'ols.autocast(stateful_loss_fn, "O1", dtype=jnp.float16)'
+  assert line in PAGE
+  model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+    3, "batch", mode="batch", momentum=0.5
+  )
+  params, static = eqx.partition(model, eqx.is_inexact_array)
+  x = 100 * np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+  def stateful_loss_fn(params, x):
+    norm = jax.vmap(
+      eqx.combine(params, static),
+      axis_name="batch",
+      in_axes=(0, None),
+      out_axes=(0, None),
+    )
+    # All that follows the last product is in float32 anyway.
+    eye = jnp.eye(3, dtype=x.dtype)
+    outputs, new = norm(x @ eye, state)
+    loss = jnp.mean((outputs @ eye) ** 2)
+    return loss, new.get(model.batch_state_index)[1]
+
+  def cast_loss_fn(params, x):
+    return stateful_loss_fn(*jax.tree.map(jnp.float16, (params, x)))
+
+  mixed = eval(line, {"stateful_loss_fn": stateful_loss_fn, **make_names()})
+  _, variance = jax.jit(mixed)(params, x)
+  # The variance in a new state is 1.
+  expected = (1 + np.var(np.float64(x), axis=0)) / 2
+  np.testing.assert_allclose(variance, expected, rtol=1e-3)
+  _, variance = jax.jit(cast_loss_fn)(params, x)
+  assert np.isinf(variance).all()
+
+
 def test_batch_norm_trains_as_with_the_bare_optimizer():
   names = recipe("Equinox with batch norm")
   bare = optax.sgd(0.5)
