@@ -4,9 +4,12 @@ import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import functools
 import textwrap
 from typing import Any
 from typing import NamedTuple
+
+import jax
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
@@ -106,8 +109,15 @@ def precision_report(
     '2 of 2 products in float16; float16: 2; float32 black list: 1'
   """
   arguments.check_function(fun)
+
+  @functools.wraps(fun)
+  def arrays_of_fun(*args: Any, **kwargs: Any) -> list[jax.Array]:
+    # Equinox's models, which a step returns, also hold strings and functions.
+    leaves = jax.tree.leaves(fun(*args, **kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
   with scopes.noting(True):
-    recording = interpreter.record(fun, args, kwargs, may_change=True)
+    recording = interpreter.record(arrays_of_fun, args, kwargs, may_change=True)
   counts: dict[Any, collections.Counter[str]] = {}
   products, in_branches = collections.Counter[str](), 0
   for scope, equation, around, name, dtype in computing(recording.jaxpr):

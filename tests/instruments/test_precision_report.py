@@ -97,6 +97,14 @@ def make_step(loss_fn):
   return train_step, tx
 
 
+def test_a_step_may_return_what_is_no_array():
+  def train_step(model, x):
+    return model | {"w": model["w"] @ x}, model["activation"](x)
+
+  model = {"w": jnp.eye(2), "activation": jnp.tanh, "axis_name": "batch"}
+  assert report_of(train_step, model, jnp.eye(2)).products == {"float32": 1}
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_that_a_person_counts(name, level):
