@@ -95,6 +95,8 @@ def test_a_ratio_is_taken_to_whom_a_contender_is_over(monkeypatch):
   assert rows["c"]["ratio"].median == 2
 
 
+# It compiles every program of the benchmark, which takes most of a minute.
+@pytest.mark.long
 def test_parts_are_measured_and_written(tmp_path, capsys):
   words = ["--tiny", "--rounds", "2", "--out", str(tmp_path)]
   assert command.main(["parts", *words]) == 0
