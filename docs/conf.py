@@ -1,4 +1,4 @@
-"""Settings of the site, which `sphinx-build -W -c docs . site` builds.
+"""Settings of the site, which `sphinx-build -aEW -c docs . site` builds.
 
 The source is the root of the repository, so that a link from page to page is
 the same here as there. `index.md` has the order of the pages, and a folder's
@@ -198,6 +198,8 @@ def cards_of_notebooks(table: re.Match[str]) -> str:
       if "image/png" in output.get("data", {})
     ]
     THUMBNAILS.mkdir(exist_ok=True)
+    if not pictures:
+      raise ExtensionError(f"{name}.ipynb must store a picture for its card.")
     # The card is 4 by 3. A PNG has its width and height in these bytes.
     sizes = [struct.unpack(">II", picture[16:24]) for picture in pictures]
     misfits = [abs(width / height - 4 / 3) for width, height in sizes]

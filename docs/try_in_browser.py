@@ -22,7 +22,12 @@ from urllib import parse
 from playwright import sync_api
 
 WIDTHS = {"desktop": 1280, "phone": 390}
-SEARCHES = ("GradScaler", "saturation", "autocast")
+# A word that people search for, and a page that must be among those found.
+SEARCHES = {
+  "GradScaler": "docs/porting/torch.html",
+  "saturation": "notebooks/saturation_mode.html",
+  "autocast": "docs/reference/autocast.html",
+}
 BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome")
 
 
@@ -72,8 +77,10 @@ def watch(page: sync_api.Page, address: str) -> list[str]:
   return faults
 
 
-def try_search(page: sync_api.Page, address: str, word: str) -> str | None:
-  """Returns what is wrong if the pages that are found lack the word."""
+def try_search(
+  page: sync_api.Page, address: str, word: str, target: str
+) -> str | None:
+  """Returns what is wrong if a search does not lead to where it should."""
   page.goto(f"{address}search.html?q={parse.quote(word)}")
   try:
     page.wait_for_selector("#search-results li a", timeout=10_000)
@@ -81,7 +88,11 @@ def try_search(page: sync_api.Page, address: str, word: str) -> str | None:
     return f"A search for {word!r} finds nothing."
   # It reads the pages for what it shows of them.
   page.wait_for_load_state("networkidle")
-  page.locator("#search-results li a").first.click()
+  links = page.locator("#search-results li a")
+  found = [link.get_attribute("href") or "" for link in links.all()]
+  if not any(target in link for link in found):
+    return f"A search for {word!r} does not find {target}."
+  links.first.click()
   if word.lower() not in page.inner_text("article").lower():
     return f"A search for {word!r} finds first a page without it, {page.url}."
   return None
@@ -109,8 +120,8 @@ def try_site(
       if screenshots:
         target = screenshots / device / name.replace("/", ".")
         page.screenshot(path=target.with_suffix(".png"), full_page=True)
-    for word in SEARCHES:
-      fault = try_search(page, address, word)
+    for word, target in SEARCHES.items():
+      fault = try_search(page, address, word, target)
       wrong += [f"({device}) {x}" for x in [fault, *faults] if x]
       faults.clear()
     page.close()

@@ -130,7 +130,7 @@ def test_a_job_ends_and_uses_actions_of_a_known_version(job):
   assert job["timeout-minutes"] <= 60
   for step in job["steps"]:
     if "uses" in step:
-      assert re.search(r"@(v\d+|release/v\d+)$", step["uses"])
+      assert re.search(r"@(v\d+|release/v\d+|[0-9a-f]{40})$", step["uses"])
     if "checkout" in step.get("uses", ""):
       assert step["with"] == {"persist-credentials": False}
 

@@ -15,7 +15,9 @@ PARAMS = jnp.ones(2)
 CLEAN = jnp.array([3.0, 4.0])
 
 
-def metrics_after(rule, grads=CLEAN, steps=3, keep=True, **arguments):
+def metrics_after(
+  rule, grads=CLEAN, steps=3, keep=True, inside=True, **arguments
+):
   """Returns the metrics of steps on the same gradients, by the page's line."""
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
   opt_state = tx.init(PARAMS)
@@ -23,7 +25,7 @@ def metrics_after(rule, grads=CLEAN, steps=3, keep=True, **arguments):
   for _ in range(steps):
     _, new = tx.update(grads, opt_state, PARAMS, **arguments)
     opt_state = new if keep else opt_state
-    names = {"ols": ols, "opt_state": new}
+    names = {"ols": ols, "opt_state": new if inside else opt_state}
     exec(documents.blocks(PAGE)[0], names)
     metrics.append(names["metrics"])
   return metrics
@@ -46,8 +48,10 @@ def fixed():
 
 
 def thrown_away():
-  for last in metrics_after(ols.DynamicLossScale(), keep=False):
-    assert last["applied_steps"] == 1
+  rule = ols.DynamicLossScale()
+  for inside in (True, False):
+    for last in metrics_after(rule, keep=False, inside=inside):
+      assert last["applied_steps"] == inside
 
 
 def at_the_ceiling():
