@@ -93,7 +93,7 @@ def try_search(
   if not any(target in link for link in found):
     return f"A search for {word!r} does not find {target}."
   links.first.click()
-  if word.lower() not in page.inner_text("article").lower():
+  if word.lower() not in page.inner_text("body").lower():
     return f"A search for {word!r} finds first a page without it, {page.url}."
   return None
 
