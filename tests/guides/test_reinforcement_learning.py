@@ -18,6 +18,8 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 
+pytestmark = pytest.mark.slow
+
 PAGE = documents.read("docs/guides/reinforcement_learning.md")
 RULE = ols.DynamicLossScale(2.0**10, growth_interval=1000)
 ACTIONS, SAMPLES = 3, 8
