@@ -20,6 +20,8 @@ from tests import documents
 from tests.support import assert_same_bits
 from tests.support import to_bits
 
+pytestmark = pytest.mark.slow
+
 PAGE = documents.read("docs/guides/optimizers.md")
 SCALE = 2.0**15
 RULE = ols.DynamicLossScale(SCALE, growth_interval=3)

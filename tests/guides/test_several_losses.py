@@ -19,6 +19,8 @@ from tests import documents
 from tests import reference
 from tests.support import relative_error
 
+pytestmark = pytest.mark.slow
+
 PAGE = documents.read("docs/guides/several_losses.md")
 NAMES = ("discriminator", "generator")
 INTERVAL = 3
