@@ -12,20 +12,12 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests import support
+from tests.guides.test_nan_loss import GOOD
+from tests.guides.test_nan_loss import loss_fn
+from tests.guides.test_nan_loss import PARAMS
+from tests.guides.test_nan_loss import ZERO
 
 PAGE = documents.read("docs/guides/debugging.md")
-PARAMS = {"kernel": jnp.full((4, 3), 0.25)}
-GOOD = {
-  "x": jnp.linspace(0.25, 1.0, 8).reshape(2, 4),
-  "y": jnp.array([1.0, 2.0]),
-}
-# A row of zeros: the derivative of its root is infinite, and inf * 0 is NaN.
-ZERO = dict(GOOD, x=GOOD["x"].at[0].set(0.0))
-
-
-def loss_fn(params, batch):
-  hidden = jnp.sqrt(jnp.abs(batch["x"] @ params["kernel"]))
-  return jnp.mean((hidden.sum(axis=-1) - batch["y"]) ** 2)
 
 
 def run(title):
