@@ -23,10 +23,17 @@ Select = Callable[[Any, Any], Any]
 
 
 def select_at_definition(
-  function: Callable[[], tuple[Any, Any]], old_state: Any, select: Select
+  function: Callable[[], tuple[Any, Any]],
+  old_state: Any,
+  select: Select,
+  check: Callable[[core.Jaxpr], None] = lambda jaxpr: None,
 ) -> tuple[Any, Any]:
-  """Returns the result of `function`, and its new state or the old one."""
+  """Returns the result of `function`, and its new state or the old one.
+
+  `check` sees the recorded jaxpr before it is evaluated.
+  """
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
+  check(jaxpr)
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
   outputs, are_selected = _evaluate_selecting(jaxpr, [], olds, select)

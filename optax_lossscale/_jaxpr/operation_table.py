@@ -65,6 +65,12 @@ CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 # The result depends on the inputs of several devices.
 DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
 
+# Operations whose result on one device depends on the values of others.
+BETWEEN_DEVICES = DEVICE_SUMS | names("""
+  all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin
+  ppermute ragged_all_to_all
+""")
+
 # A finite result of these fits in any dtype that holds the input. A non-finite
 # result means that the operation is undefined: log 0, rsqrt 0, sqrt(-1).
 BOUNDED = names("""

@@ -1,7 +1,10 @@
 """Multiple devices: values that vary along a mapped axis, and their means."""
 
 from collections.abc import Hashable
+from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
+import contextvars
 import math
 from typing import Any
 
@@ -15,6 +18,13 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import operation_table
+
+# The axes on which the wrapper agrees, while its optimizer runs outside jit.
+_agreed: contextvars.ContextVar[Sequence[Hashable] | None] = (
+  contextvars.ContextVar("_agreed", default=None)
+)
 
 
 def pmean_gradients(
@@ -71,6 +81,8 @@ def pmean_gradients(
     del params
     check_mapped("axis_name", names)
     _refuse_reduced("pmean_gradients", updates, names)
+    if (agreed := _agreed.get()) is not None:
+      _check_combined(names, agreed)
     return _map_gradients(lambda x: _mean(x, names), updates)
 
   return optax.stateless(mean)
@@ -165,9 +177,10 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
       ) from error
 
 
-def check_named() -> None:
+def check_named() -> Sequence[Hashable]:
   """Warns if devices may fall out of step along axes that JAX does not track.
 
+  It returns the axes that it has named.
   Axes that pmap named itself do not count: devices cannot agree over these.
   """
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
@@ -184,6 +197,56 @@ def check_named() -> None:
       f"loss_scaling(..., axis_name={listed(names)}); or axis_name=() if "
       "gradients are the same on all devices already, or if each device has a "
       "model of its own."
+    )
+  return names
+
+
+@contextlib.contextmanager
+def agreeing_on(names: Sequence[Hashable]) -> Iterator[None]:
+  """Makes `pmean_gradients` warn if it averages over any other axis."""
+  token = _agreed.set(names)
+  try:
+    yield
+  finally:
+    _agreed.reset(token)
+
+
+def check_recorded(jaxpr: Any, agreed: Sequence[Hashable]) -> None:
+  """Warns if a recorded optimizer combines devices that may not agree."""
+  _check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), agreed)
+
+
+def _combined_axes(jaxpr: Any) -> Iterator[Hashable]:
+  """Yields the axes around a jaxpr along which it combines values."""
+  for equation in calls.close(jaxpr).jaxpr.eqns:
+    if equation.primitive.name in operation_table.BETWEEN_DEVICES:
+      parameters = equation.params
+      axes = parameters.get("axes", parameters.get("axis_name"))
+      axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+      # A shard_map in the optimizer has axes of its own.
+      yield from filter(_is_mapped, axes)
+    for body in calls.bodies(equation):
+      yield from _combined_axes(body.jaxpr)
+
+
+def _is_mapped(name: Hashable) -> bool:
+  try:
+    lax.axis_size(name)
+  except (NameError, TypeError):  # TypeError: an axis by position.
+    return False
+  return True
+
+
+def _check_combined(
+  names: Sequence[Hashable], agreed: Sequence[Hashable]
+) -> None:
+  if missing := [name for name in names if name not in agreed]:
+    wiring.warn(
+      "`axis_name` must name every axis over which `inner` averages or sums, "
+      f"got {listed(agreed) if agreed else 'none'} where it does over "
+      f"{listed(missing)}: one device's NaN would reach the parameters of all, "
+      "since only that device skips. Pass loss_scaling(..., "
+      f"axis_name={listed([*agreed, *missing])})."
     )
 
 

@@ -1,5 +1,7 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
+from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -140,16 +142,19 @@ def loss_scaling(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
 
-  def agree(finding: findings.Finding, own: jax.Array) -> findings.Finding:
+  def agree(
+    finding: findings.Finding, own: jax.Array
+  ) -> tuple[findings.Finding, Sequence[Hashable]]:
+    known: Sequence[Hashable] = agreed
     if agreed:
       devices.check_mapped("axis_name", agreed)
       finding = findings.agree(finding, agreed)
     elif axis_name is None:
-      devices.check_named()
+      known = devices.check_named()
     # `own` is part of the state, so it varies only if each device has its own.
     flags = [x for x in (finding.overflow, finding.skip) if x is not None]
     devices.refuse_divergence(flags, own, agreed)
-    return finding
+    return finding, known
 
   def init(params: optax.Params) -> states.LossScalingState:
     is_gradient = leaves.resolve_mask(mask, params)
@@ -178,18 +183,22 @@ def loss_scaling(
     scaled_gradients = leaves.leave_out(is_gradient, incoming)
     inner_params = leaves.leave_out(is_gradient, params)
     requested = findings.requested(skip)
+    # The axes that devices agree on, or that a warning has named already.
+    known: Sequence[Hashable] = agreed
 
     if rule is None:
       if requested is not None:
         no, zero = jnp.full((), False), jnp.full((), 0, jnp.float32)
         asked = findings.Finding(no, zero, no, zero, requested)
-        requested = agree(asked, state.applied_steps).skip
+        finding, known = agree(asked, state.applied_steps)
+        requested = finding.skip
       new_updates, new_state = _bare_update(
         inner,
         scaled_gradients,
         state,
         inner_params,
         averaged,
+        known,
         requested,
         extra_args,
       )
@@ -201,7 +210,7 @@ def loss_scaling(
     finding = findings.examine(
       check, scaled_gradients, overflow, amax, loss_scale=loss_scale
     )
-    finding = agree(finding._replace(skip=requested), loss_scale)
+    finding, known = agree(finding._replace(skip=requested), loss_scale)
     measured = rule.measure(scaled_gradients)
     if agreed:
       measured = findings.total(measured, agreed)
@@ -239,7 +248,7 @@ def loss_scaling(
       return inner_updates, inner_state
 
     new_updates, inner_state = skipping.update_unless(
-      skipped, inner_update, state.inner_state
+      skipped, inner_update, state.inner_state, known
     )
 
     loss_scale_state, stalled = move(
@@ -272,6 +281,7 @@ def _bare_update(
   state: states.LossScalingState,
   params: Any,
   averaged: Any,
+  known: Sequence[Hashable],
   requested: jax.Array | None,
   extra_args: Any,
 ) -> tuple[optax.Updates, states.LossScalingState]:
@@ -301,7 +311,7 @@ def _bare_update(
       applied_steps=optax.safe_increment(state.applied_steps),
     )
   updates, inner_state = skipping.update_unless(
-    requested, inner_update, state.inner_state
+    requested, inner_update, state.inner_state, known
   )
   return updates, state._replace(
     inner_state=inner_state, **_counts(state, requested, requested)

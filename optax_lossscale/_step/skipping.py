@@ -1,6 +1,8 @@
 """The atomic skip: a step changes everything or not a single bit."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -12,13 +14,20 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._step import devices
 from optax_lossscale._step import states
 
 
 def update_unless(
-  skipped: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any
+  skipped: jax.Array,
+  update: Callable[[], tuple[Any, Any]],
+  old_state: Any,
+  axes: Sequence[Hashable],
 ) -> tuple[Any, Any]:
-  """Returns what `update` returns or, on a skip, -0.0 and the old state."""
+  """Returns what `update` returns or, on a skip, -0.0 and the old state.
+
+  `axes` are those along which all devices have the same `skipped`.
+  """
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
   # Only this function decides how the inner optimizer runs. Under jit, scan and
@@ -28,10 +37,14 @@ def update_unless(
   # bits. Under jit the inner optimizer must be pure, as jit itself requires.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
-      update, old_state, choose
+      update,
+      old_state,
+      choose,
+      functools.partial(devices.check_recorded, agreed=axes),
     )
   else:
-    updates, state = update()
+    with devices.agreeing_on(axes):
+      updates, state = update()
     state = jax.tree.map(choose, old_state, state)
   # A constant in the recorded update comes back as a NumPy array.
   return _zero_updates(skipped, leaves.as_arrays(updates)), state

@@ -21,6 +21,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import wiring
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._step import states
@@ -212,6 +213,8 @@ class StepReport:
       gradients. Such a norm is fine unless it is used as the true norm.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
+    warnings: the text of each `WiringWarning` that the step raised while it was
+      traced. A step that was traced before raises none.
   """
 
   laws: tuple[Law, ...]
@@ -219,6 +222,7 @@ class StepReport:
   follows: tuple[str, ...] = ()
   deterministic: bool = True
   halvings: int = 0
+  warnings: tuple[str, ...] = ()
 
   @property
   def _is_wrong(self) -> bool:
@@ -226,8 +230,12 @@ class StepReport:
 
   @property
   def ok(self) -> bool:
-    """True if every law that applies holds, and none is inconclusive."""
-    return not {x.verdict for x in self.laws} & {"wrong", "inconclusive"}
+    """True if every law that applies holds, and nothing is left to clear up.
+
+    A law that is inconclusive, or a warning, makes it False.
+    """
+    verdicts = {x.verdict for x in self.laws}
+    return not (verdicts & {"wrong", "inconclusive"} or self.warnings)
 
   def raise_if_wrong(self) -> None:
     """Raises a ValueError with the report as its text if a law is broken."""
@@ -244,6 +252,7 @@ class StepReport:
     lines = [
       f"The step is {found}.",
       *(f"{x.name} ({x.verdict}): {x.text} {x.remedy}" for x in self.laws),
+      *(f"WiringWarning: {x}" for x in self.warnings),
       f"Next values: {', '.join(pairs)}.",
     ]
     if self.follows:
@@ -365,8 +374,10 @@ def check(
     jax.debug_nans(False),
     jax.debug_infs(False),
     jax.transfer_guard("allow"),
+    wiring.heard() as messages,
   ):
-    return _report(runs)
+    report = _report(runs)
+  return dataclasses.replace(report, warnings=tuple(dict.fromkeys(messages)))
 
 
 def _report(runs: "_Runs") -> StepReport:

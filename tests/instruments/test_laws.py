@@ -1220,8 +1220,35 @@ def test_histories_of_fp8_layers_may_depend_on_s():
 
 def test_the_check_warns_as_the_step_does():
   tx = optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE)
-  with pytest.warns(ols.WiringWarning, match="masked"):
-    check(tx)
+  with pytest.warns(ols.WiringWarning, match="masked") as told:
+    report = check(tx)
+  assert report.warnings == (str(told[0].message),)
+  assert not report.ok
+  assert "\nWiringWarning: `opt_state` must have optax.masked" in str(report)
+
+
+def test_a_step_that_is_right_but_for_a_warning_is_not_called_right():
+  """On one device alone a NaN is skipped; the mean carries it to the others."""
+  inner = optax.chain(ols.pmean_gradients("i"), optax.sgd(0.5))
+  tx = ols.loss_scaling(inner, RULE)
+
+  @jax.jit
+  @functools.partial(jax.vmap, axis_name="i")
+  def step(w, opt_state, batch):
+    value_and_grad = ols.scaled_value_and_grad(
+      lambda w, x: jnp.mean((x @ w) ** 2), opt_state
+    )
+    updates, opt_state = tx.update(value_and_grad(w, batch)[1], opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+  w = jnp.ones((2, 3))
+  with pytest.warns(ols.WiringWarning, match="over 'i'"):
+    report = ols.instruments.check_step(
+      step, w, jax.vmap(tx.init)(w), jnp.ones((2, 4, 3))
+    )
+  assert verdicts(report)["skip"] == "exact"
+  assert not report.ok
+  assert str(report).startswith("The step is not certain.")
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,100 @@ def test_a_missing_axis_name_is_asked_for_if_jax_does_not_track(check_vma):
   assert scales("data") == [4.0] * 8
 
 
+def by_hand(axis):
+  """Averages as `pmean_gradients` does, in a transformation of the user's."""
+  return optax.stateless(lambda updates, _: lax.pmean(updates, axis))
+
+
+def mapped_update(inner, axis_name, mapping):
+  """Returns updates of two devices, of which the first has a NaN."""
+  rule = ols.DynamicLossScale(8.0)
+  tx = ols.loss_scaling(inner, rule, axis_name=axis_name)
+  state = jax.vmap(tx.init)(jnp.ones(2))
+  update = mapping(lambda x, state: tx.update(x, state)[0])
+  return update(jnp.array([jnp.nan, 8.0]), state)
+
+
+def vmapped(function):
+  return jax.vmap(function, axis_name="data")
+
+
+IN_A_CALL = {
+  "vmap": (vmapped, ols.pmean_gradients),
+  "vmap of jit": (lambda f: vmapped(jax.jit(f)), ols.pmean_gradients),
+  "jit of vmap": (lambda f: jax.jit(vmapped(f)), ols.pmean_gradients),
+  "pmap": (
+    lambda f: jax.pmap(f, axis_name="data", devices=jax.devices()[:2]),
+    ols.pmean_gradients,
+  ),
+  "by hand": (lambda f: jax.jit(vmapped(f)), by_hand),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_CALL)
+def test_an_average_over_an_axis_that_the_wrapper_does_not_know_is_told(name):
+  mapping, mean = IN_A_CALL[name]
+  inner = optax.chain(mean("data"), optax.sgd(1.0))
+  text = "`axis_name` must (name every|say over which) .* axis_name='data'"
+  with pytest.warns(ols.WiringWarning, match=text) as told:
+    updates = mapped_update(inner, None, mapping)
+  assert len(told) == 1
+  assert np.isnan(updates[1])
+  assert mapped_update(inner, "data", mapping).tolist() == [-0.0, -0.0]
+
+
+def test_only_an_axis_that_is_not_named_is_told():
+  inner = optax.chain(by_hand(("data", "model")), optax.sgd(1.0))
+  text = r"got 'data' where .* over 'model': .* axis_name=\('data', 'model'\)"
+
+  def mapping(f):
+    by_model = jax.vmap(vmapped(f), in_axes=(0, None), axis_name="model")
+    return jax.jit(lambda x, state: by_model(x[None], state))
+
+  with pytest.warns(ols.WiringWarning, match=text):
+    mapped_update(inner, "data", mapping)
+
+
+def test_an_average_inside_a_loop_or_a_branch_is_told():
+  def mean_of_the_last(updates, _):
+    return lax.cond(
+      updates > 0, lambda x: lax.pmean(x, "data"), lambda x: x, updates
+    )
+
+  inner = optax.chain(optax.stateless(mean_of_the_last), optax.sgd(1.0))
+  with pytest.warns(ols.WiringWarning, match="over 'data'"):
+    mapped_update(inner, None, lambda f: jax.jit(vmapped(f)))
+
+
+def test_an_optimizer_with_devices_of_its_own_is_not_told():
+  mesh = support.make_mesh(data=8)
+  mean = jax.shard_map(
+    lambda x: lax.pmean(x, "data"),
+    mesh=mesh,
+    in_specs=jax.P("data"),
+    out_specs=jax.P(),
+  )
+  inner = optax.chain(optax.stateless(lambda x, _: mean(x)), optax.sgd(1.0))
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(8.0))
+  updates = jax.jit(tx.update)(8 * jnp.arange(8.0), tx.init(jnp.ones(8)))[0]
+  assert updates.tolist() == [-3.5]
+
+
+@pytest.mark.parametrize("mapping", [vmapped, lambda f: jax.jit(vmapped(f))])
+def test_without_a_rule_only_a_requested_skip_divides_devices(mapping):
+  inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(1.0))
+
+  def update(**options):
+    tx = ols.loss_scaling(inner, None)
+    state = jax.vmap(tx.init)(jnp.ones(2))
+    step = mapping(lambda x, state: tx.update(x, state, **options)[0])
+    return step(jnp.array([8.0, 8.0]), state)
+
+  assert update().tolist() == [-8.0, -8.0]
+  with pytest.warns(ols.WiringWarning, match="over 'data'"):
+    update(skip=jnp.array(False))
+
+
 def test_no_axis_is_asked_for_where_devices_cannot_meet_or_are_tracked():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
   state, gradients = tx.init(jnp.ones(())), jnp.ones(8)
