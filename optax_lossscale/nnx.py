@@ -18,6 +18,7 @@ from optax_lossscale._autocast import autocast as plain_autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import kind_of
+from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
@@ -177,7 +178,7 @@ def autocast(
     ):
       # The object of a bound method is its first argument.
       called = (fun.__func__, (fun.__self__, *args), kwargs)
-    with trees.explain_changes():
+    with in_place.explain_changes():
       # Fails now if a variable cannot be changed; Flax would fail too late.
       for variable in _variables(called).values():
         variable.set_raw_value(variable.get_raw_value())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+import contextlib
 import difflib
 import fractions
 import functools
@@ -112,14 +113,10 @@ def did_you_mean(
   return f"; did you mean {listed}?" if close else ""
 
 
-def check_known(
-  function: str, names: Iterable[str], given: Any, elsewhere: Any = None
-) -> None:
-  """Raises for an unknown argument; `elsewhere` maps other systems' names."""
+def check_known(function: str, names: Iterable[str], given: Any) -> None:
+  """Raises for an unknown argument."""
   for name in (x for x in given if x not in names):
     remedy = did_you_mean(name, names, quote="`") or "."
-    if elsewhere and name in elsewhere:
-      remedy = f"; `{name}` is {elsewhere[name]} here."
     raise TypeError(
       f"`{function}` takes the arguments {', '.join(names)}, got "
       f"{name!r}{remedy}"
@@ -250,15 +247,13 @@ def check_not_negative(name: str, value: Any) -> float:
 
 def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
   """Returns `value` as an int."""
-  try:
-    if isinstance(value, (bool, jax.core.Tracer)):
-      raise TypeError
-    return operator.index(value)
-  except TypeError:
-    number = f"an integer number of {unit}" if unit else "an integer"
-    raise TypeError(
-      f"`{name}` must be {number}, got {shown(value)} of type {kind_of(value)}."
-    ) from None
+  if not isinstance(value, (bool, jax.core.Tracer)):
+    with contextlib.suppress(TypeError):
+      return operator.index(value)
+  number = f"an integer number of {unit}" if unit else "an integer"
+  raise TypeError(
+    f"`{name}` must be {number}, got {shown(value)} of type {kind_of(value)}."
+  )
 
 
 def check_steps(name: str, value: Any) -> int:

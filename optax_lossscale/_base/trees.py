@@ -2,11 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Sequence
-import contextlib
 import operator
-import traceback
 from typing import Any
 from typing import TypeVar
 
@@ -23,13 +19,6 @@ Tree = TypeVar("Tree")
 
 # An error names this many leaves and counts the others.
 _MOST_NAMED = 4
-
-_FOR_NNX = (
-  "optax_lossscale.nnx.autocast and optax_lossscale.nnx.scaled_value_and_grad "
-  "keep what a call changes in an NNX model"
-)
-
-_CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
 
 
 def difference(
@@ -109,54 +98,6 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
         f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
         f"at {jax.tree_util.keystr(path)}."
       )
-
-
-def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
-  """Raises if a function has changed an object among its arguments.
-
-  The function may change a dict or list, since it has been given a copy.
-  """
-  known = {id(array) for array in before}
-  for path, leaf in jax.tree.leaves_with_path(arguments):
-    is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
-    # Skip the last key, which may only lead from a box to the array in it.
-    if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
-      raise ValueError(
-        "`fun` must not change its arguments in place, since the change would "
-        f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
-        f"it. {_FOR_NNX}; elsewhere pass what nnx.split makes of it."
-      )
-
-
-@contextlib.contextmanager
-def explain_changes() -> Iterator[None]:
-  """Explains Flax's error if `fun` changes an object that it closes over."""
-  try:
-    yield
-  except Exception as error:
-    # Compare by name, so that Flax need not be imported.
-    if type(error).__name__ != "TraceContextError":
-      raise
-    raise ValueError(
-      "`fun` must not change NNX objects that are not traced with it, got a "
-      f"new value in {_changed(error)}; pass them as arguments. {_FOR_NNX}; "
-      "optax_lossscale.autocast takes a model that is only read."
-    ) from error
-
-
-def _changed(error: Exception) -> str:
-  """Returns the path of the object that Flax refused to change."""
-  from flax import nnx  # Flax raised the error, so Flax is loaded.
-
-  frames = traceback.walk_tb(error.__traceback__)
-  # A method's first local is its object; the last frame's was changed.
-  objects = [next(iter(x.f_locals.values()), None) for x, _ in frames]
-  for model in (x for x in objects if isinstance(x, nnx.Pytree)):
-    for path, node in nnx.iter_graph(model, graph=True):
-      if node is objects[-1]:
-        keys = (f".{x}" if isinstance(x, str) else f"[{x}]" for x in path)
-        return f"{type(model).__name__}{''.join(keys)}"
-  return type(objects[-1]).__name__
 
 
 def _shapes(tree: Any) -> dict[str, Shape]:

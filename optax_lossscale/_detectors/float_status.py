@@ -37,7 +37,7 @@ def float_status(
   fun: Callable[..., Any],
   dtypes: Any = (jnp.float16,),
   *,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),
   counts: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
   """Wraps `fun` so that it also returns whether an operation overflowed.

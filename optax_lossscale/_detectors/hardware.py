@@ -19,10 +19,6 @@ _FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
 _HEADER = "", "product", "cast", "0/0", "subnormals", "round trip", "widened"
 _WIDTHS = 18, 8, 8, 3, 10, 10, 11
 
-# NVIDIA's names for Volta and Turing, and for Ampere and later.
-_TURING = r"\b(G?V100|TITAN (V|RTX)|T4|T\d{3}|Quadro RTX|RTX 20[678]0|GTX 16)"
-_AMPERE = r"^(NVIDIA )?(A|H|L|B|GH|GB)\d|RTX (A\d|PRO|[345]0[5-9]0)|Ada Gen"
-
 
 class Arithmetic(NamedTuple):
   """The behavior of a device in one dtype.
@@ -53,8 +49,9 @@ class Hardware:
 
   Attributes:
     device: the device's name, as JAX has it.
-    preferred_dtype: the dtype to train in, by the device's name, since no
-      observation shows the speed of the matrix units. None if it is unknown.
+    preferred_dtype: the dtype to train in, by the kind of device and NVIDIA's
+      compute capability, since no observation shows the speed of the matrix
+      units. None if it is unknown.
     max_keeps_nan: whether a maximum over float32 values with a NaN is NaN.
     dtypes: what was observed in each dtype, by name, except for the float8
       dtypes that the device or the compiler rejects.
@@ -89,7 +86,7 @@ class Hardware:
       f"{self.device}, through JAX's compiler",
       *("  ".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in rows),
       f"NaN in a maximum: {'kept' if self.max_keeps_nan else 'dropped'}",
-      f"preferred dtype, by the device's name: {preferred}",
+      f"preferred dtype, by the kind of device: {preferred}",
     ]
     return "\n".join(lines)
 
@@ -236,9 +233,9 @@ def _row(name: str, seen: Arithmetic) -> tuple[str, ...]:
 def _preferred_dtype(device: Any) -> Any:
   """Returns the dtype that a device is fast in; None if that is unknown."""
   name = {"cpu": "float32", "tpu": "bfloat16"}.get(device.platform)
-  if device.platform in ("gpu", "cuda"):
-    if re.search(_AMPERE, device.device_kind):
-      name = "bfloat16"
-    elif re.search(_TURING, device.device_kind):
-      name = "float16"
+  # NVIDIA's GPUs multiply in float16 since 7.0 and in bfloat16 since 8.0. Other
+  # devices have no compute capability, or one of another meaning.
+  capability = str(getattr(device, "compute_capability", ""))
+  if re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 7:
+    name = "bfloat16" if float(capability) >= 8 else "float16"
   return None if name is None else jnp.dtype(name)

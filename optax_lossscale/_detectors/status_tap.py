@@ -18,7 +18,7 @@ def status_tap(
   x: Any,
   status: jax.Array,
   *,
-  check: checks.Check = checks.saturated(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.saturated(),
 ) -> Any:
   """Returns `x` unchanged, and counts the overflows in its cotangents.
 

@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._base import trees
+from optax_lossscale._jaxpr import in_place
 
 # `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 the class
 # was named `ClosedJaxpr`, with the same attributes.
@@ -92,10 +92,10 @@ def record(
     for place, array in zip(places, arrays, strict=True):
       inputs[place] = array
     args, kwargs = jax.tree.unflatten(treedef, inputs)
-    with _recording(is_at_once), trees.explain_changes():
+    with _recording(is_at_once), in_place.explain_changes():
       outputs = function(*args, **kwargs)
     if not may_change:
-      trees.check_unchanged(arrays, (args, kwargs))
+      in_place.check_unchanged(arrays, (args, kwargs))
     return outputs
 
   # The name that JAX reports if the function cannot be traced.

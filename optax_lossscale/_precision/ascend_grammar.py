@@ -31,15 +31,6 @@ _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-# Maps argument names of Ascend's hook, estimator and configuration to ours.
-ELSEWHERE = {
-  "total_step": "`total_steps`",
-  "max_steps": "`total_steps`",
-  "final_loss": "`target_loss`",
-  "iterations_per_loop": "`steps_per_call`",
-  "step": "given to the schedule's `update`",
-  "loss": "given to the schedule's `update`",
-}
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
 
 

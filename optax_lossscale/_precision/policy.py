@@ -17,6 +17,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._jaxpr import in_place
 
 _LOW = ("float16", "bfloat16")
 FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
@@ -126,7 +127,7 @@ class Policy:
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
-      trees.check_unchanged(before, cast)
+      in_place.check_unchanged(before, cast)
       return self.cast_to_output(output)
 
     return fun_in_policy

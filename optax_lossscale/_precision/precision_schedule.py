@@ -6,11 +6,9 @@ from collections.abc import Sequence
 import dataclasses
 import fractions
 import functools
-import inspect
 import math
 from typing import Any
 from typing import NamedTuple
-from typing import Never
 
 import jax
 from jax import lax
@@ -429,7 +427,6 @@ def precision_schedule(
   steps_per_call: int = 1,
   precision_mode: str | None = None,
   precision_mode_v2: str | None = None,
-  **unknown: Never,
 ) -> PrecisionSchedule:
   """Returns a schedule from low to full precision. Experimental.
 
@@ -464,7 +461,6 @@ def precision_schedule(
       "allow_fp32_to_fp16" or no mode, training ends in float32. Other values
       are errors, as on Ascend.
     precision_mode_v2: the newer setting; "origin" is "must_keep_origin_dtype".
-    **unknown: not accepted. For one of Ascend's names, the error gives ours.
 
   Returns:
     A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
@@ -472,7 +468,7 @@ def precision_schedule(
     `init` and `update` for its state.
 
   Raises:
-    TypeError: if an argument has the wrong type, or is given by Ascend's name.
+    TypeError: if an argument has the wrong type.
     ValueError: if the mode does not follow the grammar, its argument is missing
       or that of the other mode is given, or a precision mode contradicts it.
 
@@ -500,10 +496,6 @@ def precision_schedule(
   References:
     Ascend, `accelerate_train_mode` of TF Adapter, also experimental there.
   """
-  *names, _ = inspect.signature(precision_schedule).parameters
-  arguments.check_known(
-    "precision_schedule", names, unknown, ascend_grammar.ELSEWHERE
-  )
   dtype, mode, ratio = ascend_grammar.parse(accelerate_train_mode)
   total, target = ascend_grammar.check_end(
     mode, total_steps=total_steps, target_loss=target_loss

@@ -36,7 +36,7 @@ def accumulated_value_and_grad(
   microbatches: int,
   drop: bool = False,
   batch_argnums: int | Sequence[int] | None = None,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),
   overflow_fn: Callable[[Any], Any] | None = None,
   axis_name: Any = None,
   mask: Any = None,
@@ -324,8 +324,9 @@ def _add(
   """Returns the sums with a micro-batch's gradients added."""
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
-    # Widen before dividing, since float16 might not hold the quotient.
-    summand = x.astype(total.dtype) / _power_of_two(microbatches)
+    # Widen before dividing, since float16 might not hold the quotient. Divide
+    # before the sum, which then exceeds the largest gradient by rounding alone.
+    summand = x.astype(total.dtype) / microbatches
     if is_left_out is None:
       return total + summand
     # Select rather than multiply, since 0 * inf is NaN.
@@ -340,7 +341,7 @@ def _means(sums: Any, counted: jax.Array) -> Any:
 
   def mean_leaf(total: jax.Array) -> jax.Array:
     real = jnp.finfo(total.dtype).dtype
-    grow = _power_of_two(len(counted)) / count.astype(real)
+    grow = len(counted) / count.astype(real)
     mean = total * grow.astype(total.dtype)
     # The mean of finite gradients is finite, but rounding could make it inf.
     return jnp.nan_to_num(mean)
@@ -362,16 +363,6 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
   losses = losses.astype(leaves.at_least_float32(losses.dtype))
   total = jnp.sum(jnp.where(counted, losses, jnp.zeros_like(losses)))
   return total / jnp.sum(counted).astype(losses.dtype)
-
-
-def _power_of_two(microbatches: int) -> float:
-  """Returns a power of two no smaller than the number of micro-batches.
-
-  Division by a power of two is exact if the quotient is a normal number. The
-  sum of all micro-batches' quotients is at most the largest gradient, so the
-  sum overflows only if a gradient does.
-  """
-  return 2.0 ** math.ceil(math.log2(microbatches))
 
 
 def _check_share(x: Any, microbatches: int, place: str) -> None:

@@ -13,6 +13,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -322,10 +323,10 @@ def _scaled_loss_fn(
   @functools.wraps(fun)
   def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
     before = jax.tree.leaves((args, kwargs))
-    with trees.explain_changes():
+    with in_place.explain_changes():
       value = fun(*args, **kwargs)
     if not may_change:
-      trees.check_unchanged(before, (args, kwargs))
+      in_place.check_unchanged(before, (args, kwargs))
     loss = _checked_loss(value, has_aux)
     return _times(loss, loss_scale), (loss, value)
 

@@ -1,5 +1,6 @@
 """Findings about gradients, from the check, the caller and other devices."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -162,7 +163,7 @@ def to_float32(value: Any) -> jax.Array:
   numpy = jnp if is_jax else np
   value = numpy.asarray(value)
   if np.issubdtype(value.dtype, np.bool_):
-    raise TypeError
+    raise TypeError("A flag is not a number.")
   if value.dtype == np.float64:
     clipped = numpy.clip(value, -_LARGEST, _LARGEST)
     value = numpy.where(numpy.isfinite(value), clipped, value)
@@ -228,17 +229,14 @@ def _as_flag(name: str, reason: Any) -> jax.Array:
       f"`{name}` must be a reason that S has nothing to do with, got the "
       "overflow of accumulated_value_and_grad; pass it as overflow=."
     )
-  try:
-    if reason is None or not arguments.is_numeric(reason):
-      raise TypeError
-    # Convert on the host: JAX would keep the low 32 bits, which may all be 0.
-    if isinstance(reason, (int, np.ndarray, np.generic)):
-      reason = np.asarray(reason).astype(bool)
-    flags = jnp.asarray(reason)
-  except (TypeError, ValueError, OverflowError) as error:
-    raise TypeError(f"{rule}, got {shown(reason)}.") from error
-  # NaN is not 0, so a flag of NaN is set.
-  return jnp.any(flags.astype(bool))
+  if reason is not None and arguments.is_numeric(reason):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+      # Convert on the host: JAX would keep the low 32 bits, which may be 0.
+      if isinstance(reason, (int, np.ndarray, np.generic)):
+        reason = np.asarray(reason).astype(bool)
+      # NaN is not 0, so a flag of NaN is set.
+      return jnp.any(jnp.asarray(reason).astype(bool))
+  raise TypeError(f"{rule}, got {shown(reason)}.")
 
 
 def _magnitudes(amax: Any) -> list[jax.Array]:
@@ -248,13 +246,14 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
   values = []
   for value in jax.tree.leaves(amax, is_leaf=leaves.is_none):
     value = arguments.as_finite("amax", value)
-    try:
-      if value is None or not arguments.is_numeric(value):
-        raise TypeError
-      values.append(to_float32(value).reshape(-1))
-    except (TypeError, ValueError) as error:
+    found = None
+    if value is not None and arguments.is_numeric(value):
+      with contextlib.suppress(TypeError, ValueError):
+        found = to_float32(value)
+    if found is None:
       raise TypeError(
         "`amax` must be a number, an array, or a tree of these, such as the "
         f"gradient of what an amax_tap was given, got {shown(value)}."
-      ) from error
+      )
+    values.append(found.reshape(-1))
   return [bits.amax(values)] if values else []

@@ -25,9 +25,9 @@ from optax_lossscale._step import states
 
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
-  rule: base.LossScale | None = requirements.MISSING,
+  rule: base.LossScale | None,
   *,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),
   axis_name: Any = None,
   average_scaled: Any = None,
   mask: Any = None,

@@ -30,9 +30,6 @@ _SWITCH_OFF = (
   "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
 )
 
-# The default of `rule` is not None, since users may pass None.
-MISSING: Any = ...
-
 
 def as_optimizer(
   name: str, inner: Any
@@ -62,14 +59,15 @@ def as_optimizer(
 def check_rule(name: str, rule: Any) -> None:
   """Raises if `rule` is not a LossScale."""
   if not isinstance(rule, base.LossScale):
-    got = "none" if rule is MISSING else shown(rule)
     remedy = (
       f"call it: {rule.__name__}(...)"
       if callable(rule) and hasattr(rule, "__name__")
       else "for a fixed S pass FixedLossScale(1024.0), for one that adapts "
       "DynamicLossScale()"
     )
-    raise TypeError(f"`{name}` must be a LossScale, got {got}; {remedy}.")
+    raise TypeError(
+      f"`{name}` must be a LossScale, got {shown(rule)}; {remedy}."
+    )
 
 
 def check_check(check: Any) -> None:

@@ -61,7 +61,7 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
 
 def culprit(
   scaled_grads: Any,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),
 ) -> Culprit:
   """Returns the gradient that overflowed, or that will overflow next.
 

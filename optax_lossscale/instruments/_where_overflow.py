@@ -108,7 +108,7 @@ def where_overflow(
   fun: Callable[..., Any],
   dtypes: Any = (jnp.float16,),
   *,
-  check: checks.Check = checks.nonfinite(),  # noqa: B008 - it is frozen.
+  check: checks.Check = checks.nonfinite(),
   undefined: bool = True,
 ) -> Callable[..., Place | None]:
   """Returns a function that finds the first operation of `fun` to overflow.

@@ -91,7 +91,7 @@ def npu_loss_scale_optimizer(
   is_distributed: bool = False,
   *,
   axis_name: Any = None,
-  check: checks.Check = checks.saturated(jnp.float16),  # noqa: B008 - frozen.
+  check: checks.Check = checks.saturated(jnp.float16),
 ) -> optax.GradientTransformationExtraArgs:
   """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
 

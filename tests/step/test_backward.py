@@ -657,7 +657,7 @@ class Counting(nnx.Module):
     return x
 
 
-def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
+def test_a_model_that_is_no_part_of_what_is_traced_is_refused():
   model = Counting()
   closed_over = ols.scaled_value_and_grad(
     lambda weight, x: weight * model_loss(model, x), 8.0
@@ -665,7 +665,7 @@ def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
   beside = ols.scaled_value_and_grad(
     lambda weight, x, model: weight * model_loss(model, x), 8.0
   )
-  got = r"got a new value in Counting\.norm\.mean; pass them as arguments"
+  got = "got such a change, .*; pass them as arguments"
   for run in (
     lambda: closed_over(1.0, BATCH),
     lambda: beside(1.0, BATCH, model),
@@ -673,7 +673,7 @@ def test_a_model_that_is_no_part_of_what_is_traced_is_refused_by_its_path():
     with pytest.raises(ValueError, match=f"{got}.* keep what a call changes"):
       run()
   counting = ols.scaled_value_and_grad(lambda x: jnp.sum(model.count(x)), 8.0)
-  with pytest.raises(ValueError, match=r"a new value in Counting; pass them"):
+  with pytest.raises(ValueError, match=got):
     counting(BATCH)
   # It is an argument to what differentiates objects.
   ols.scaled_value_and_grad(

@@ -621,15 +621,11 @@ def test_none_for_gradients_is_refused_where_there_are_parameters():
   tx.update(None, tx.init(None), None)
 
 
-def test_a_missing_optimizer_or_rule_is_named():
+def test_a_rule_in_the_place_of_the_optimizer_is_named():
   with pytest.raises(
     TypeError, match=r"`inner` .*the rule: loss_scaling\(optax.adam\(1e-3\), r"
   ):
-    ols.loss_scaling(RULE)
-  with pytest.raises(
-    TypeError, match=r"`rule` must be a LossScale, got none; .*DynamicLossScale"
-  ):
-    ols.loss_scaling(optax.adam(1e-3))
+    ols.loss_scaling(RULE, ADAM)
 
 
 # What a rule starts with, and what parameters are made of.
