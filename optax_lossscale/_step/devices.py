@@ -232,7 +232,7 @@ def _combined_axes(jaxpr: Any) -> Iterator[Hashable]:
 def _is_mapped(name: Hashable) -> bool:
   try:
     lax.axis_size(name)
-  except (NameError, TypeError):  # TypeError: an axis by position.
+  except (NameError, ValueError):  # ValueError: an axis by position.
     return False
   return True
 
