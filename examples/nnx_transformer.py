@@ -112,7 +112,7 @@ def make_state(seed):
 def main(argv=None):
   """Trains the model and returns its accuracy and the last metrics."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--steps", type=int, default=300)
+  parser.add_argument("--steps", type=int, default=240)
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args(argv)
   rng = np.random.default_rng(args.seed)
