@@ -36,8 +36,8 @@ class Block(nnx.Module):
   def __init__(self, rngs):
     half = {"dtype": jnp.float16, "rngs": rngs}  # Parameters are float32.
     self.norms = nnx.List([nnx.LayerNorm(WIDTH, **half) for _ in range(2)])
-    # With dropout Flax computes the attention itself. Without, it calls JAX's,
-    # which does not take float16 on a CPU.
+    # Without dropout Flax would call JAX's attention, which does not compile for
+    # a CPU in float16.
     self.attention = nnx.MultiHeadAttention(
       4, WIDTH, dropout_rate=0.1, decode=False, **half
     )

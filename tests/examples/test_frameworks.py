@@ -60,7 +60,7 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
 
 @each_example
 def test_its_step_is_right(name):
-  # Later, since at first the moving average equals the parameters.
+  # Not the first step, on which the moving average equals the parameters.
   example, args, batch = after_some_steps(name)
   is_nnx = isinstance(args[0], nnx.Module)
   check_step = ols.nnx.check_step if is_nnx else ols.instruments.check_step
@@ -84,10 +84,14 @@ def test_a_gan_skips_the_network_that_overflowed():
   assert scales == {"discriminator": 0.5, "generator": 1}
 
 
-def test_an_overflow_in_one_micro_batch_skips_the_step():
+def test_a_window_is_the_whole_batch_and_one_overflow_skips_it():
   example, (model, opt_state), batch = after_some_steps("equinox_accumulation")
-  *_, loss = example.train_step(model, opt_state, batch)
-  np.testing.assert_allclose(loss, float32_loss(model, batch), rtol=0.01)
+  whole, grads = example.eqx.filter_value_and_grad(float32_loss)(model, batch)
+  _, new_state, loss = example.train_step(model, opt_state, batch)
+  np.testing.assert_allclose(loss, whole, rtol=0.01)
+  # The metrics describe the micro-batches, not their mean.
+  amax = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads))
+  assert new_state.amax > 1.2 * amax * ols.get_loss_scale(opt_state)
   batch["x"][5] = 1e6
   new_model, new_state, _ = example.train_step(model, opt_state, batch)
   assert new_state.skipped
