@@ -61,7 +61,7 @@ networks = {"discriminator": Network(1), "generator": Network(2)}
 
 @ols.autocast  # The products of both networks are in float16.
 def discriminator_loss(own, params, batch):
-  """Returns the loss of telling real points from made ones."""
+  """Returns the loss of distinguishing real points from made ones."""
   made = networks["generator"].apply(params["generator"], batch["noise"])
   real_logits = networks["discriminator"].apply(own, batch["real"])
   made_logits = networks["discriminator"].apply(own, made)
@@ -70,7 +70,7 @@ def discriminator_loss(own, params, batch):
 
 @ols.autocast
 def generator_loss(own, params, batch):
-  """Returns the loss of being told from real points."""
+  """Returns the loss of being distinguished from real points."""
   made = networks["generator"].apply(own, batch["noise"])
   logits = networks["discriminator"].apply(params["discriminator"], made)
   return jnp.mean(jax.nn.softplus(-logits))

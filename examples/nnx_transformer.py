@@ -36,8 +36,8 @@ class Block(nnx.Module):
   def __init__(self, rngs):
     half = {"dtype": jnp.float16, "rngs": rngs}  # Parameters are float32.
     self.norms = nnx.List([nnx.LayerNorm(WIDTH, **half) for _ in range(2)])
-    # Without dropout Flax would call JAX's attention, which does not compile for
-    # a CPU in float16.
+    # Without dropout Flax would call JAX's attention, which does not compile in
+    # float16 for a CPU.
     self.attention = nnx.MultiHeadAttention(
       4, WIDTH, dropout_rate=0.1, decode=False, **half
     )

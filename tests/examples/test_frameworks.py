@@ -109,13 +109,13 @@ def float32_loss(model, batch):
 
 @pytest.mark.long
 @each_example
-def test_it_learns_and_survives_overflows(name, capsys):
+def test_it_learns_and_survives_overflows(name):
   result = load(name).main([])
   if name == "gan":
     assert result["share"] > 0.75
     assert result["found"] == 8
   else:
-    assert result["accuracy"] > 0.95
+    assert result["accuracy"] > 0.9
   for applied, skipped in counts(result):
     assert skipped > 5
     assert applied > 10 * skipped
