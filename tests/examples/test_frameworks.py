@@ -1,0 +1,121 @@
+"""The examples of frameworks run, learn, and step as the guides say."""
+
+import functools
+import importlib.util
+import pathlib
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from tests.support import assert_same_bits
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = ("linen_batch_norm", "nnx_transformer", "equinox_accumulation", "gan")
+
+each_example = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def load(name):
+  """Returns the module of an example, which is compiled once."""
+  path = ROOT / "examples" / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def counts(result):
+  """Returns the applied and the skipped steps of each optimizer."""
+  metrics = [x for x in result.values() if isinstance(x, dict)] or [result]
+  return [(int(x["applied_steps"]), int(x["skipped_steps"])) for x in metrics]
+
+
+def after_some_steps(name):
+  """Returns an example, arguments of a later step, and a batch."""
+  example, rng = load(name), np.random.default_rng(0)
+  state = example.make_state(0)
+  args = state if isinstance(state, tuple) else (state,)
+  for _ in range(12):
+    outputs = example.train_step(*args, example.draw(rng, example.BATCH))
+    if not isinstance(args[0], nnx.Module):  # Those change in place.
+      args = outputs[: len(args)]
+  return example, args, example.draw(rng, example.BATCH)
+
+
+@each_example
+def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
+  result = load(name).main(["--steps", "2", "--seed", "1"])
+  lines = capsys.readouterr().out.splitlines()
+  assert "step" in lines[0]
+  assert any("applied 0, skipped" in line for line in lines)
+  page = lines[-1].removeprefix("Next: ")
+  assert (ROOT / page).is_file() and page.endswith(".md")
+  assert set(counts(result)) == {(0, 2)}  # S starts too high.
+
+
+@each_example
+def test_its_step_is_right(name):
+  # Not the first step, on which the moving average equals the parameters.
+  example, args, batch = after_some_steps(name)
+  is_nnx = isinstance(args[0], nnx.Module)
+  check_step = ols.nnx.check_step if is_nnx else ols.instruments.check_step
+  report = check_step(example.train_step, *args, batch)
+  assert report.ok, report
+  (precision,) = [x.text for x in report.laws if x.name == "precision"]
+  assert "float16" in precision
+
+
+def test_a_gan_skips_the_network_that_overflowed():
+  gan, (params, opt_state), batch = after_some_steps("gan")
+  batch["real"] = batch["real"] * 1e6  # The generator's loss does not see it.
+  new_params, new_state = gan.train_step(params, opt_state, batch)
+  skips = {name: bool(state.skipped) for name, state in new_state.items()}
+  assert skips == {"discriminator": True, "generator": False}
+  assert_same_bits(new_params["discriminator"], params["discriminator"])
+  scales = {
+    name: ols.get_loss_scale(new_state[name]) / ols.get_loss_scale(state)
+    for name, state in opt_state.items()
+  }
+  assert scales == {"discriminator": 0.5, "generator": 1}
+
+
+def test_a_window_is_the_whole_batch_and_one_overflow_skips_it():
+  example, (model, opt_state), batch = after_some_steps("equinox_accumulation")
+  whole, grads = example.eqx.filter_value_and_grad(float32_loss)(model, batch)
+  _, new_state, loss = example.train_step(model, opt_state, batch)
+  np.testing.assert_allclose(loss, whole, rtol=0.01)
+  # The metrics describe the micro-batches, not their mean.
+  amax = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads))
+  assert new_state.amax > 1.2 * amax * ols.get_loss_scale(opt_state)
+  batch["x"][5] = 1e6
+  new_model, new_state, _ = example.train_step(model, opt_state, batch)
+  assert new_state.skipped
+  for new, old in zip(*map(jax.tree.leaves, (new_model, model)), strict=True):
+    if isinstance(old, jax.Array):  # Activation functions are leaves too.
+      assert_same_bits(new, old)
+
+
+def float32_loss(model, batch):
+  """Returns the loss of the whole batch."""
+  logits = jax.vmap(model)(batch["x"])
+  chosen = jax.nn.log_softmax(logits)[np.arange(len(logits)), batch["y"]]
+  return -jnp.mean(chosen)
+
+
+@pytest.mark.long
+@each_example
+def test_it_learns_and_survives_overflows(name):
+  result = load(name).main([])
+  if name == "gan":
+    assert result["share"] > 0.75
+    assert result["found"] == 8
+  else:
+    assert result["accuracy"] > 0.9
+  for applied, skipped in counts(result):
+    assert skipped > 5
+    assert applied > 10 * skipped
