@@ -26,7 +26,6 @@ _OWN: dict[str, Callable[..., ols.LossScale]] = {
   "dynamic": ols.DynamicLossScale,
   "headroom": rules.HeadroomLossScale,
   "log_max": rules.LogMaxLossScale,
-  "histogram": rules.HistogramLossScale,
 }
 _RULES: dict[str, Callable[..., ols.LossScale]] = {
   **_OWN,

@@ -42,12 +42,6 @@ from optax_lossscale.cli import _loss_scale
     ("log_max", rules.LogMaxLossScale()),
     ("log_max:log_max=128", rules.LogMaxLossScale(log_max=128.0)),
     (
-      "histogram:update_period=3,threshold_upper_count_proportion=1e-6",
-      rules.HistogramLossScale(
-        update_period=3, threshold_upper_count_proportion=1e-6
-      ),
-    ),
-    (
       "warm_start:dynamic:2**32,growth_interval=200",
       rules.WarmStart(ols.DynamicLossScale(2.0**32, growth_interval=200)),
     ),
