@@ -263,7 +263,7 @@ def test_the_table_of_rules_is_what_replays_show():
   }
   assert len(shown) == 14
   for name, cells in shown.items():
-    rule = _loss_scale.parse(text_of.get(name, name)).rule
+    rule = _loss_scale.parse(text_of.get(name, name))
     replays = [ols.instruments.replay(rule, x) for x in histories]
     expected = [
       cell

@@ -1,4 +1,4 @@
-"""What a rule learns of the gradients: their amax, and amax from elsewhere."""
+"""The amax that a rule gets, of the gradients and from elsewhere."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class SeenState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KeepsAmax(ols.LossScale):
-  """A user's rule that keeps the amax that it is told of."""
+  """A user's rule that keeps the last amax."""
 
   def init(self):
     return SeenState(jnp.float32(1), jnp.float32(0))
