@@ -170,7 +170,7 @@ def test_the_extra_for_the_picture_is_named(
 ):
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   monkeypatch.delitem(sys.modules, "optax_lossscale.plot", raising=False)
-  monkeypatch.delattr(ols, "plot", raising=False)
+  monkeypatch.delitem(vars(ols), "plot", raising=False)
   assert simulate(history, "--output", tmp_path / "picture.png") == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
