@@ -83,9 +83,6 @@ PLACES = {
   "accumulated": accumulated,
   "amax_tap": lambda x: tapped(ols.rules.amax_tap, x),
   "status_tap": lambda x: tapped(ols.status_tap, x),
-  "share_above_edge": lambda x: ols.rules.HistogramLossScale(
-    dtype=x.dtype, bin_edge_location=1.0
-  ).measure(x),
   "underflow": lambda x: ols.instruments.underflow_fraction(
     x, jnp.float8_e4m3, loss_scale=2.0**-3
   ),

@@ -80,15 +80,6 @@ class LossScale(abc.ABC):
         NaN if any gradient was NaN; None if it was not measured.
     """
 
-  def measure(self, gradients: "chex.ArrayTree") -> Any:
-    """Returns a measurement to pass to `update` as `measured`, or None.
-
-    Args:
-      gradients: the scaled gradients. The measurement must be a pytree of
-        numbers that can be summed over devices, such as counts.
-    """
-    del gradients
-
   def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
     """Returns bool[], True if S should move but cannot, as at its floor.
 

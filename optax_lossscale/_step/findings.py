@@ -181,28 +181,14 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   floats = map(bits.magnitude_bits, (finding.amax, finding.used))
   asked = [] if finding.skip is None else [finding.skip.astype(jnp.uint32)]
   stacked = jnp.stack([flag, *floats, *asked])
-  flag, *patterns = lax.pmax(_varying(stacked, names), names)
+  # JAX reduces over several axes at once only if the array varies along all of
+  # them. An axis index does, and adding 0 times it changes nothing.
+  for name in names:
+    stacked += 0 * lax.axis_index(name).astype(jnp.uint32)
+  flag, *patterns = lax.pmax(stacked, names)
   amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns[:2])
   skip = patterns[2] > 0 if asked else None
   return Finding(flag == 2, amax, flag > 0, used, skip)
-
-
-def total(measured: Any, names: tuple[Any, ...]) -> Any:
-  """Returns a rule's measurements, summed along the named axes."""
-  return jax.tree.map(
-    lambda x: lax.psum(_varying(jnp.asarray(x), names), names), measured
-  )
-
-
-def _varying(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-  """Returns `x`, marked as varying along all the axes.
-
-  JAX reduces over several axes at once only if `x` varies along all of them.
-  """
-  # An axis index varies along its axis, and adding 0 times it changes nothing.
-  for name in names:
-    x = x + 0 * lax.axis_index(name).astype(x.dtype)
-  return x
 
 
 def requested(skip: Any) -> jax.Array | None:

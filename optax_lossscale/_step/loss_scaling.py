@@ -211,9 +211,6 @@ def loss_scaling(
       check, scaled_gradients, overflow, amax, loss_scale=loss_scale
     )
     finding, known = agree(finding._replace(skip=requested), loss_scale)
-    measured = rule.measure(scaled_gradients)
-    if agreed:
-      measured = findings.total(measured, agreed)
     reported = finding.overflow | finding.dropped
     # Without the barrier XLA would recompute the flag at every use.
     overflowed = jax.lax.optimization_barrier(finding.overflow)
@@ -252,7 +249,7 @@ def loss_scaling(
     )
 
     loss_scale_state, stalled = move(
-      rule, state.loss_scale_state, reported, finding.amax, measured, unseen
+      rule, state.loss_scale_state, reported, finding.amax, unseen
     )
     may_skip = rule.skip or requested is not None
     next_values = _values_after(
@@ -376,16 +373,13 @@ def move(
   state: Any,
   overflow: Any,
   amax: Any,
-  measured: Any,
   unseen: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled.
 
   If `unseen` is True, the rule keeps its state, and nothing is stalled.
   """
-  # Most rules measure nothing, so their `update` need not take `measured`.
-  more = {} if measured is None else {"measured": measured}
-  moved = rule.update(state, overflow, amax=amax, **more)
+  moved = rule.update(state, overflow, amax=amax)
   _check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)

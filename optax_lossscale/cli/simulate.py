@@ -12,11 +12,16 @@ import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
-from optax_lossscale.instruments import history_files
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+_HARDWARE = ("ieee", "saturating")
 _PICTURES = (".png", ".pdf", ".svg")
 _DEFAULT_RULES = ("dynamic", "headroom")
+_HEADER = ("lost", "stalled", "mean", "least", "worst", "last S", "rule")
+_LEGEND = """\
+lost: steps that overflow. stalled: steps on which S should move but cannot.
+mean, least, worst: headroom of the other steps, the bits of {dtype}'s range
+above amax; least is closest to overflow, and worst leaves most unused."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,14 +36,40 @@ def add_parser(subparsers: Any) -> None:
       "A history with few overflows, recorded at a small S, is the best one."
     ),
   )
-  _add_input(parser)
+  parser.add_argument(
+    "history",
+    nargs="+",
+    type=pathlib.Path,
+    metavar="HISTORY",
+    help="a CSV file whose first line names the columns: amax, scaled, and "
+    "optionally loss_scale (without it 1), overflow and step",
+  )
   parser.add_argument(
     "--rule",
-    type=_parser.as_type(_parse_rule),
+    type=_rule_option,
     action="append",
     metavar="RULE",
-    help="a rule to replay, as for train --loss-scale; may be repeated "
-    "(default: dynamic and headroom)",
+    help="a rule to replay: fixed:1024, dynamic, "
+    "dynamic:init_scale=2**15,growth_interval=200, one that follows amax "
+    "(headroom, log_max), or a preset, megatron:initial_scale=2**20; "
+    "warm_start: may go before any of them; quote a rule that contains *; may "
+    "be repeated (default: dynamic and headroom)",
+  )
+  parser.add_argument(
+    "--dtype",
+    choices=_DTYPES,
+    metavar="DTYPE",
+    default="float16",
+    help=f"of the computation that was recorded: {', '.join(_DTYPES)} "
+    "(default: float16)",
+  )
+  parser.add_argument(
+    "--hardware",
+    choices=_HARDWARE,
+    metavar="|".join(_HARDWARE),
+    default="ieee",
+    help="whether an overflow is inf, or the dtype's largest finite value "
+    "(default: ieee)",
   )
   parser.add_argument(
     "--advise",
@@ -55,101 +86,48 @@ def add_parser(subparsers: Any) -> None:
   parser.set_defaults(run=functools.partial(_run, parser))
 
 
-def _add_input(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument(
-    "history",
-    nargs="+",
-    type=pathlib.Path,
-    metavar="HISTORY",
-    help="a CSV or JSON file: what train wrote, or one with a column amax, "
-    "scaled, and loss_scale (without it 1), overflow and step",
-  )
-  parser.add_argument(
-    "--run",
-    dest="label",
-    metavar="LABEL",
-    help="which run in the file (default: the first that has an amax)",
-  )
-  parser.add_argument(
-    "--seed",
-    type=_parser.integer(0),
-    metavar="N",
-    help="which seed of the run (default: the first)",
-  )
-  parser.add_argument(
-    "--dtype",
-    choices=_DTYPES,
-    metavar="DTYPE",
-    default="float16",
-    help=f"of the computation that was recorded: {', '.join(_DTYPES)} "
-    "(default: float16)",
-  )
-  parser.add_argument(
-    "--hardware",
-    choices=_parser.HARDWARE,
-    metavar="|".join(_parser.HARDWARE),
-    default="ieee",
-    help="whether an overflow is inf, or the dtype's largest finite value "
-    "(default: ieee)",
-  )
-
-
 def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Runs the sub-command; reads every history before it replays any."""
-  rules = dict(arguments.rule or map(_parse_rule, _DEFAULT_RULES))
-  histories = {x: _read(parser, arguments, x) for x in arguments.history}
-  parser.require(["rich"] + ["matplotlib"] * (arguments.output is not None))
+  rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
+  histories = {x: _read(parser, x) for x in arguments.history}
   if arguments.output is not None:
-    with parser.writing(arguments.output):
-      _parser.make_writable([arguments.output])
-  # Imported only now, so that bad input is reported even if rich is missing.
-  from optax_lossscale.demo import table as table_lib
-
-  console = table_lib.Console(highlight=False)
-  # A file or a pipe gets one line for each fact.
-  tell = functools.partial(
-    console.print, soft_wrap=not console.is_terminal, markup=False
-  )
+    try:
+      from optax_lossscale import plot  # noqa: F401
+    except ModuleNotFoundError as error:
+      parser.error(f"argument --output: {error}")
   recorded: dict[str, Any] = {
     "dtype": arguments.dtype,
     "saturating": arguments.hardware == "saturating",
   }
   replays = {}
-  for path, (history, choices) in histories.items():
+  for path, history in histories.items():
     replays[path] = {
       text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
-    tell(f"{path}, {len(history.step)} steps")
-    for kind, (first, *others) in choices.items():
-      listed = ", ".join(others)
-      tell(f"  {kind} {first} is the first; --{kind} takes another: {listed}")
-    console.print(_make_table(replays[path]))
+    print(f"{path}, {len(history.step)} steps\n{_table(replays[path])}\n")
     if arguments.advise:
       for text, rule in rules.items():
         own = _history_of(replays[path][text], history)
-        tell(f"{text}:")
-        advice = [*map(str, instruments.advise(own, rule, **recorded))]
-        for line in advice or ["nothing to change"]:
-          tell(f"  {line}")
-      console.print()
-  console.print(
-    f"Headroom: bits of {arguments.dtype}'s range above amax that clean steps "
-    "leave unused; least: on the step closest to overflow; worst: on the step "
-    "that leaves most."
-  )
+        advice = map(str, instruments.advise(own, rule, **recorded))
+        print(f"{text}:", *(list(advice) or ["nothing to change"]), sep="\n  ")
+      print()
+  print(_LEGEND.format(dtype=arguments.dtype))
   if arguments.output is not None:
-    with parser.writing(arguments.output):
-      _write_figure(arguments.output, replays)
-    tell(f"wrote {arguments.output}")
+    picture = _picture(arguments.output.suffix.lower()[1:], replays)
+    try:
+      arguments.output.parent.mkdir(parents=True, exist_ok=True)
+      arguments.output.write_bytes(picture)
+    except OSError as error:
+      place = error.filename or arguments.output
+      parser.error(f"argument --output: cannot write {place}: {error.strerror}")
+    print(f"wrote {arguments.output}")
   return 0
 
 
-def _read(
-  parser: _parser.Parser, arguments: argparse.Namespace, path: pathlib.Path
-) -> tuple[instruments.History, dict[str, list[str]]]:
+def _read(parser: _parser.Parser, path: pathlib.Path) -> instruments.History:
   try:
-    return history_files.read_first(path, arguments.label, arguments.seed)
+    return instruments.read_history(path)
   except OSError as error:
     parser.error(f"argument HISTORY: {error.strerror}: {path}")
   except ValueError as error:
@@ -166,38 +144,41 @@ def _history_of(
   return replay.history if is_moved and of_another.any() else recorded
 
 
-def _make_table(replays: dict[str, instruments.Replay]) -> Any:
-  """Returns a table with a row for each rule."""
-  from optax_lossscale.demo import table as table_lib
-
-  table = table_lib.new_table(
-    "rule",
-    (
-      "steps lost",
-      "mean headroom",
-      "least headroom",
-      "worst headroom",
-      "steps stalled",
-      "last S",
-    ),
-  )
+def _table(replays: dict[str, instruments.Replay]) -> str:
+  """Returns aligned columns of figures; rules may be long, so they are last."""
+  rows = [_HEADER]
   for text, replay in replays.items():
-    table.add_row(
-      table_lib.fold(text, 24),  # Beside the figures in 80 columns.
-      str(replay.lost_steps),
-      _bits(replay.mean_headroom),
-      _bits(replay.least_headroom),
-      _bits(replay.worst_headroom),
-      str(replay.stalled_steps),
-      table_lib.power_of_two(float(replay.history.loss_scale[-1])),
+    rows.append(
+      (
+        str(replay.lost_steps),
+        str(replay.stalled_steps),
+        _bits(replay.mean_headroom),
+        _bits(replay.least_headroom),
+        _bits(replay.worst_headroom),
+        _power_of_two(float(replay.history.loss_scale[-1])),
+        text,
+      )
     )
-  return table
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return "\n".join(
+    "  ".join([*map(str.rjust, figures, widths), text])
+    for *figures, text in rows
+  )
 
 
-def _write_figure(
-  path: pathlib.Path,
-  replays: dict[pathlib.Path, dict[str, instruments.Replay]],
-) -> None:
+def _bits(headroom: float) -> str:
+  return f"{headroom:.1f}" if math.isfinite(headroom) else "-"
+
+
+def _power_of_two(value: float) -> str:
+  """Returns a power of two as 2^n, and another number in digits."""
+  mantissa, exponent = math.frexp(value)
+  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+
+
+def _picture(
+  kind: str, replays: dict[pathlib.Path, dict[str, instruments.Replay]]
+) -> bytes:
   """Draws one panel for each history."""
   from matplotlib.figure import Figure
 
@@ -214,8 +195,8 @@ def _write_figure(
     # The legend goes below the axes, since long rules would hide the lines.
     axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
   picture = io.BytesIO()  # Saved to memory, since the PDF writer hides OSError.
-  figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
-  path.write_bytes(picture.getvalue())
+  figure.savefig(picture, format=kind, dpi=150)
+  return picture.getvalue()
 
 
 def _picture_option(text: str) -> pathlib.Path:
@@ -227,14 +208,8 @@ def _picture_option(text: str) -> pathlib.Path:
   return path
 
 
-def _parse_rule(text: str) -> tuple[str, ols.LossScale]:
-  rule = _loss_scale.parse(text).rule
-  if rule is None:
-    raise ValueError(
-      f"{text!r} means no loss scaling, so there is nothing to replay"
-    )
-  return text, rule
-
-
-def _bits(headroom: float) -> str:
-  return f"{headroom:.1f}" if math.isfinite(headroom) else "-"
+def _rule_option(text: str) -> tuple[str, ols.LossScale]:
+  try:
+    return text, _loss_scale.parse(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error

@@ -89,8 +89,7 @@ def replay(
 
   It compares rules in a second, without training: each step has the recorded
   amax, rescaled to the S of this rule, and moves S as the wrapper would. It
-  cannot show how losing or keeping a step changes the training after it. A rule
-  that measures more than amax only gets amax.
+  cannot show how losing or keeping a step changes the training after it.
 
   A recorded overflow carries little information. A replay reads it as follows:
 
@@ -284,7 +283,7 @@ def _steps(
     amax = jnp.where(is_too_large, largest, amax)
     amax = jnp.where(known.is_nan, jnp.float32(jnp.nan), amax)
     overflow = is_too_large | fails | known.is_nan | known.is_callers
-    state, stalled = loss_scaling.move(rule, state, overflow, amax, None)
+    state, stalled = loss_scaling.move(rule, state, overflow, amax)
     return state, (loss_scale, amax, overflow, stalled)
 
   return jax.lax.scan(step, state, known)[1]

@@ -1,4 +1,4 @@
-"""Rules driven by more than overflows, for example by amax.
+"""Rules driven by amax.
 
 Rules that count overflows learn how large S may be by losing steps. The largest
 gradient shows the limit in advance, on every step::
@@ -6,10 +6,10 @@ gradient shows the limit in advance, on every step::
   tx = ols.loss_scaling(inner, ols.rules.HeadroomLossScale())
 
 `HeadroomLossScale` keeps a number of bits free above the largest amax of recent
-steps. `LogMaxLossScale` models log2(amax) as normally distributed, and
-`HistogramLossScale` counts the gradients above an edge. `WarmStart` gives any
-rule a first S that fits the first step. An activation's gradient may overflow
-even if no parameter's does: `amax_tap` measures it inside the model.
+steps, and `LogMaxLossScale` models log2(amax) as normally distributed.
+`WarmStart` gives any rule a first S that fits the first step. An activation's
+gradient may overflow even if no parameter's does: `amax_tap` measures it inside
+the model.
 """
 
 from optax_lossscale.rules._amax_tap import amax_tap
@@ -17,18 +17,12 @@ from optax_lossscale.rules._headroom import HeadroomLossScale
 from optax_lossscale.rules._headroom import HeadroomLossScaleState
 from optax_lossscale.rules._log_max import LogMaxLossScale
 from optax_lossscale.rules._log_max import LogMaxLossScaleState
-from optax_lossscale.rules._share_above_edge import HistogramCounts
-from optax_lossscale.rules._share_above_edge import HistogramLossScale
-from optax_lossscale.rules._share_above_edge import HistogramLossScaleState
 from optax_lossscale.rules._warm_start import WarmStart
 from optax_lossscale.rules._warm_start import WarmStartState
 
 __all__ = [
   "HeadroomLossScale",
   "HeadroomLossScaleState",
-  "HistogramCounts",
-  "HistogramLossScale",
-  "HistogramLossScaleState",
   "LogMaxLossScale",
   "LogMaxLossScaleState",
   "WarmStart",

@@ -136,27 +136,20 @@ class WarmStart(base.LossScale):
       is_warm=jnp.full((), False),
     )
 
-  def measure(self, gradients: Any) -> Any:
-    """Returns what the rule measures. See `LossScale.measure`."""
-    return self.rule.measure(gradients)
-
   def update(
     self,
     state: WarmStartState,
     overflow: jax.Array | bool,
     *,
     amax: jax.Array | None = None,
-    **measured: Any,
   ) -> WarmStartState:
     """Returns the state after a step. See `LossScale.update`.
-
-    `measured` is the result of `measure`, if any, which is passed to the rule.
 
     Raises:
       ValueError: if `amax` is None.
     """
     amax = _amax_and_scale.require_amax(amax)
-    moved = self.rule.update(state.rule_state, overflow, amax=amax, **measured)
+    moved = self.rule.update(state.rule_state, overflow, amax=amax)
     overflow = arguments.as_flag(overflow, state.loss_scale)
     overflow |= ~jnp.isfinite(amax)
     tells = _amax_and_scale.tells(amax)

@@ -1,19 +1,18 @@
 """`simulate`: bad input, the table, advice and the picture."""
 
 import math
-import re
 import subprocess
 import sys
 
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale import cli
 from optax_lossscale import instruments
-from optax_lossscale.demo import table
+from tests import documents
 from tests.instruments.histories import make_history
 
-# 2**15 is the largest power of two that the first 40 steps stand.
-UNLABELLED = '{"history": {"amax": [1]}}'
+# The first 40 steps overflow above 2**15.
 UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80
 
 
@@ -29,9 +28,9 @@ def simulate(*arguments):
 
 
 def rows_of(out):
-  """The figures of each rule in the table."""
+  """The figures of each rule in the table: lost, stalled, and so on."""
   words = [line.split() for line in out.splitlines()]
-  return {line[0]: line[1:] for line in words if len(line) == 7}
+  return {line[6]: line[:6] for line in words if len(line) == 7}
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,6 @@ def rows_of(out):
     ("--rule", ["--rule", "fixed:0"]),
     ("--dtype", ["--dtype", "int8"]),
     ("--hardware", ["--hardware", "clipping"]),
-    ("--seed", ["--seed", "-1"]),
-    ("no run 'x'", ["--run", "x"]),
-    ("no seed 1", ["--seed", "1"]),
     ("--output", ["--output", "picture.txt"]),
     ("--output", ["--output", "."]),
     ("--ruel", ["--ruel", "dynamic"]),
@@ -62,22 +58,16 @@ def test_bad_input_is_answered_with_one_line(
 
 
 @pytest.mark.parametrize(
-  ("name", "text", "words"),
+  ("text", "words"),
   [
-    ("a.csv", None, "No such file"),
-    ("a.csv", "amax\nx\n", "line 2, column amax: must be a number, got 'x'"),
-    ("a.txt", "", ".csv or .json"),
-    (
-      "a.json",
-      '{"runs": [%s, %s]}' % (2 * (UNLABELLED,)),
-      "same for runs[0], r",
-    ),
+    (None, "No such file"),
+    ("amax\nx\n", "line 2, column amax: must be a number from 0"),
   ],
 )
 def test_a_history_that_cannot_be_read_is_told_by_name(
-  name, text, words, tmp_path, history, capsys
+  text, words, tmp_path, history, capsys
 ):
-  path = tmp_path / name
+  path = tmp_path / "a.csv"
   if text is not None:
     path.write_text(text)
   assert simulate(history, path) == 2
@@ -96,30 +86,26 @@ def test_table_has_the_figures_of_each_rule(history, capsys):
   arguments = [word for rule in rules for word in ("--rule", rule)]
   assert simulate(history, *arguments) == 0
   out = capsys.readouterr().out
-  assert f"{history}, 121 steps" in out.replace("\n", "")
+  assert out.startswith(f"{history}, 121 steps\n")
   rows = rows_of(out)
   # The recorded overflow says nothing below its S, and 2 bits above it. A fixed
   # S is stalled by every overflow.
-  assert rows["fixed:2**12"] == ["1", "3.4", "3.4", "3.4", "1", "2^12"]
-  assert rows["fixed:2**20"] == ["121", "-", "-", "-", "121", "2^20"]
-  assert rows[rules[2]] == ["2", "1.1", "0.4", "1.4", "0", "2^14"]
+  assert rows["fixed:2**12"] == ["1", "1", "3.4", "3.4", "3.4", "2^12"]
+  assert rows["fixed:2**20"] == ["121", "121", "-", "-", "-", "2^20"]
+  assert rows[rules[2]] == ["2", "0", "1.1", "0.4", "1.4", "2^14"]
 
 
-def test_a_terminal_of_80_columns_breaks_no_word(history, monkeypatch, capsys):
-  monkeypatch.chdir(history.parent)
-  monkeypatch.setenv("COLUMNS", "80")
-  monkeypatch.setattr(table.Console, "is_terminal", True)
-  rule = "dynamic:init_scale=2**15,growth_interval=200"
-  assert simulate("history.csv", "--rule", rule, "--advise") == 0
-  out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
-  lines = out.splitlines()
-  assert max(map(len, lines)) <= 80
-  figures = [line.split()[0] for line in lines if line.strip()]
-  at = figures.index("dynamic:")
-  assert figures[at + 1 : at + 3] == [
-    "init_scale=2**15,",
-    "growth_interval=200",
-  ]
+def test_the_page_shows_what_its_command_prints(monkeypatch, capsys):
+  monkeypatch.chdir(documents.ROOT)
+  page = documents.read("docs/command_line.md")
+  section = documents.section(page, "simulate")
+  (command,) = documents.blocks(section, "sh")
+  (shown,) = documents.blocks(section, "text")
+  program, *words = command.split()
+  assert program == ".venv/bin/optax-lossscale"
+  assert cli.main(words) == 0
+  assert capsys.readouterr().out == shown
+  assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_default_rules_are_compared(history, capsys):
@@ -128,53 +114,13 @@ def test_default_rules_are_compared(history, capsys):
 
 
 def test_dtype_and_hardware_count(tmp_path, capsys):
-  path = tmp_path / "history.json"
-  path.write_text("[65504]")
+  path = tmp_path / "history.csv"
+  path.write_text("amax\n65504\n")
   lost = []
   for options in ([], ["--hardware=saturating"], ["--dtype=bfloat16"]):
     assert simulate(path, "--rule=fixed:1", *options) == 0
     lost.append(rows_of(capsys.readouterr().out)["fixed:1"][0])
   assert lost == ["0", "1", "0"]
-
-
-def test_run_and_seed_are_chosen(tmp_path, capsys):
-  path = tmp_path / "history.csv"
-  path.write_text("run,seed,amax\na,0,1\nb,0,1\nb,1,inf\nb,1,1\n")
-  assert simulate(path, "--run=b", "--seed=1", "--rule=fixed:4") == 0
-  out = capsys.readouterr().out
-  assert "2 steps" in out and rows_of(out)["fixed:4"][0] == "1"
-
-
-def test_of_several_runs_the_first_is_taken_and_the_others_are_told(
-  tmp_path, capsys
-):
-  path = tmp_path / "history.csv"
-  rows = ["unscaled,0,", "'a, x',0,1", "'a, x',2,inf", "b,0,inf", "b,1,inf"]
-  text = "\n".join(["run,seed,amax", *rows, "b,1,1"]).replace("'", '"')
-  path.write_text(text)
-  runs = "  run 'a, x' is the first; --run takes another: 'b'\n"
-  seeds = "  seed 0 is the first; --seed takes another: {}\n"
-  for options, steps, told, lost in (
-    ([], 1, runs + seeds.format("2, 1"), "0"),
-    (["--run=a, x"], 1, seeds.format("2"), "0"),
-    (["--run=b"], 1, seeds.format("1"), "1"),
-    (["--run=b", "--seed=1"], 2, "", "1"),
-    (["--seed=0"], 1, runs, "0"),
-  ):
-    assert simulate(path, "--rule=fixed:4", *options) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{path}, {steps} steps\n{told} "), out
-    assert ("is the first" in out) == (told != "")
-    assert rows_of(out)["fixed:4"][0] == lost
-
-
-def test_steps_that_begin_at_0_and_semicolons_are_taken(tmp_path, capsys):
-  path = tmp_path / "history.csv"
-  path.write_text("step;loss_scale;amax\n0;4;1.5\n1;4;inf\n2;2;1.5\n")
-  picture = tmp_path / "picture.png"
-  assert simulate(path, "--rule=fixed:4", "--output", picture, "--advise") == 0
-  out = capsys.readouterr().out
-  assert f"{path}, 3 steps" in out and rows_of(out)["fixed:4"][0] == "1"
 
 
 def test_advice_is_given_on_each_rule(history, capsys):
@@ -188,14 +134,14 @@ def test_advice_is_given_on_each_rule(history, capsys):
 
 
 def test_picture_has_a_panel_for_each_history(history, tmp_path, capsys):
-  other = tmp_path / "other.json"
-  other.write_text("[1, 2]")
+  other = tmp_path / "other.csv"
+  other.write_text("amax\n1\n2\n")
   picture = tmp_path / "new" / "picture.png"
   arguments = ["--rule", "fixed:8", "--output", picture]
   assert simulate(history, other, *arguments) == 0
   assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-  out = capsys.readouterr().out.replace("\n", "")
-  assert f"{other}, 2 steps" in out and f"wrote {picture}" in out
+  lines = capsys.readouterr().out.splitlines()
+  assert f"{other}, 2 steps" in lines and lines[-1] == f"wrote {picture}"
 
 
 def test_picture_is_what_its_name_says(history, tmp_path):
@@ -219,18 +165,18 @@ def test_a_disk_too_full_for_the_picture_is_told(
   )
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
-def test_missing_extra_is_told_with_its_remedy(
-  package, history, tmp_path, monkeypatch, capsys
+def test_the_extra_for_the_picture_is_named(
+  history, tmp_path, monkeypatch, capsys
 ):
-  monkeypatch.setitem(sys.modules, package, None)
-  picture = tmp_path / "new" / "picture.png"
-  assert simulate(history, "--output", picture) == 2
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  monkeypatch.delitem(sys.modules, "optax_lossscale.plot", raising=False)
+  monkeypatch.delitem(vars(ols), "plot", raising=False)
+  assert simulate(history, "--output", tmp_path / "picture.png") == 2
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
-  assert package in err and "which is not installed" in err
-  assert f'of the repository: {sys.executable} -m pip install ".[demo]"' in err
-  assert not picture.parent.exists()
+  assert "argument --output: " in err and "needs matplotlib" in err
+  assert '".[plot]"' in err
+  assert simulate(history) == 0
 
 
 @pytest.mark.slow
@@ -238,7 +184,7 @@ def test_bad_input_is_answered_before_anything_heavy_is_imported():
   code = (
     "import sys; from optax_lossscale import cli;"
     "assert cli.main(['simulate', 'nowhere.csv', '--rule', 'dynamic']) == 2;"
-    "heavy = {'flax', 'matplotlib', 'rich', 'sklearn'} & set(sys.modules);"
+    "heavy = {'flax', 'matplotlib'} & set(sys.modules);"
     "assert not heavy, heavy"
   )
   subprocess.run([sys.executable, "-c", code], check=True)

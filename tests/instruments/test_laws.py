@@ -141,7 +141,6 @@ RULES = [
     for name in sorted(declaration.PRESETS)
   ),
   rules.HeadroomLossScale(),
-  rules.HistogramLossScale(),
   rules.LogMaxLossScale(),
   rules.WarmStart(presets.megatron()),
   ols.FixedLossScale(1024.0),

@@ -33,7 +33,7 @@ class RuleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LooksAtAmax(ols.LossScale):
-  """A user's rule, whose update knows of no `measured`, and traces of it."""
+  """A user's rule, and how often its update was traced."""
 
   factor: float = 16.0
   traced = 0

@@ -119,38 +119,6 @@ class Headroom(_AmaxModel):
     self.scale = self._bounded(_power(exponent))
 
 
-class Histogram(_AmaxModel):
-  """Graphcore's: S is halved where too many elements reach the edge."""
-
-  def __init__(
-    self,
-    init_scale=1.0,
-    bin_edge_location=0.125,
-    threshold_upper_count_proportion=1e-7,
-    update_period=1,
-    limit=FLOAT16_MAX,
-    min_scale=2.0**-14,
-    max_scale=2.0**126,
-  ):
-    super().__init__(init_scale, min_scale, max_scale)
-    self.edge = limit * bin_edge_location
-    self.threshold = threshold_upper_count_proportion
-    self.update_period, self.steps = update_period, 0
-
-  def move(self, overflow, amax, below=None, at_or_above=None):
-    self.steps += 1
-    if not overflow and self.steps < self.update_period:
-      return
-    self.steps = 0
-    if below is None:
-      is_large = not amax < self.edge
-    else:
-      total = below + at_or_above
-      is_large = total > 0 and at_or_above / total > self.threshold
-    factor = 0.5 if overflow or is_large else 2.0
-    self.scale = self._bounded(float32(self.scale * factor))
-
-
 class LogMax(_AmaxModel):
   """The corrected LogMax, by sums of weights as it was published.
 

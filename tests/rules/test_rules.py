@@ -20,7 +20,6 @@ from tests.support import describe
 RULES = {
   "headroom": ols.rules.HeadroomLossScale(window=3),
   "log_max": ols.rules.LogMaxLossScale(),
-  "histogram": ols.rules.HistogramLossScale(update_period=2),
   "warm_start": ols.rules.WarmStart(ols.DynamicLossScale(growth_interval=2)),
   "warm_headroom": ols.rules.WarmStart(ols.rules.HeadroomLossScale(window=2)),
 }
@@ -178,12 +177,9 @@ def test_guarantee_4_the_scale_stays_usable_on_every_sequence(rule):
     lambda low, high: ols.rules.HeadroomLossScale(
       low, window=2, min_scale=low, max_scale=high
     ),
-    lambda low, high: ols.rules.HistogramLossScale(
-      low, min_scale=low, max_scale=high
-    ),
     lambda low, high: ols.rules.LogMaxLossScale(scale_min=low, scale_max=high),
   ],
-  ids=["headroom", "histogram", "log_max"],
+  ids=["headroom", "log_max"],
 )
 @pytest.mark.parametrize("bounds", [(0.125, 0.5), (3.0, 1000.0)])
 def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
@@ -220,16 +216,6 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
       "`init_scale` must lie between `min_scale` and `max_scale`, got",
     ),
     ("Headroom", {"min_scale": 2.0**-130}, ValueError, "at least 2**-126"),
-    ("Histogram", {"bin_edge_location": 0}, ValueError, "must be above 0"),
-    ("Histogram", {"bin_edge_location": 2}, ValueError, "at most 1"),
-    (
-      "Histogram",
-      {"threshold_upper_count_proportion": 1},
-      ValueError,
-      "must be below 1, got 1",
-    ),
-    ("Histogram", {"update_period": 0}, ValueError, "`update_period` must"),
-    ("Histogram", {"dtype": "int8"}, TypeError, "`dtype` must be"),
     ("LogMax", {"beta1": 1}, ValueError, "`beta1` must be at least 0 and"),
     ("LogMax", {"beta2": 1 - 1e-9}, ValueError, "below 1 (in float32)"),
     ("LogMax", {"overflow_std_dev": -1}, ValueError, "must not be negative"),
@@ -266,7 +252,6 @@ def test_arguments_of_a_warm_start_are_checked(arguments, error):
   "rule",
   [
     ols.rules.HeadroomLossScale,
-    ols.rules.HistogramLossScale,
     ols.rules.LogMaxLossScale,
     ols.rules.WarmStart,
   ],

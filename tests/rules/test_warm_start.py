@@ -58,7 +58,6 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
     ols.presets.megatron(),
     ols.DynamicLossScale(2.0**32),
     ols.FixedLossScale(),
-    ols.rules.HistogramLossScale(),
     ols.rules.LogMaxLossScale(overflow_std_dev=6.0),
   ],
   ids=lambda rule: type(rule).__name__,
@@ -151,19 +150,6 @@ def test_an_overflow_of_the_smallest_probe_is_stalled():
 def test_the_rule_decides_whether_an_overflow_is_skipped():
   for skip in (True, False):
     assert WarmStart(ols.FixedLossScale(skip=skip)).skip is skip
-
-
-def test_what_the_rule_measures_reaches_it():
-  rule = WarmStart(
-    ols.rules.HistogramLossScale(threshold_upper_count_proportion=0.5)
-  )
-  tx = ols.loss_scaling(optax.sgd(1.0), rule)
-  state = tx.init(jnp.zeros(4))
-  _, state = tx.update(jnp.ones(4), state)
-  assert ols.get_loss_scale(state) == 2.0**13
-  # One of four is above the edge: amax alone would halve S.
-  _, state = tx.update(jnp.asarray([1, 1, 1, 10_000.0]), state)
-  assert ols.get_loss_scale(state) == 2.0**14
 
 
 @pytest.mark.parametrize("rule", [None, 1024.0, ols.DynamicLossScale])

@@ -14,7 +14,6 @@ RULES = {
   "dynamic": ols.DynamicLossScale(8.0),
   "headroom": rules.HeadroomLossScale(),
   "log_max": rules.LogMaxLossScale(),
-  "histogram": rules.HistogramLossScale(),
   "warm_start": rules.WarmStart(ols.DynamicLossScale()),
   "torch": ols.presets.torch(),
   "deepspeed": ols.presets.deepspeed(),

@@ -523,7 +523,6 @@ EVERY_RULE = {
   "dynamic": ols.DynamicLossScale(),
   "fixed": ols.FixedLossScale(),
   "headroom": ols.rules.HeadroomLossScale(window=3),
-  "histogram": ols.rules.HistogramLossScale(),
   "log_max": ols.rules.LogMaxLossScale(),
   "warm_start": ols.rules.WarmStart(ols.presets.deepspeed()),
   "warm_log_max": ols.rules.WarmStart(ols.rules.LogMaxLossScale()),
