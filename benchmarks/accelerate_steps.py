@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from benchmarks import compilation
 from benchmarks import jax_training
 from benchmarks import rounds as rounds_lib
+from benchmarks.truth import workload as workload_lib
 import optax_lossscale as ols
-from optax_lossscale.demo import task as task_lib
-from optax_lossscale.demo import training
 
 FLOAT32 = "float32"
 TYPES = ("fast", "fast1")
@@ -37,20 +36,21 @@ class Contender:
   """
 
   program: str
-  step: Callable[[Any, task_lib.Batch], tuple[Any, jax.Array]]
+  step: Callable[[Any, workload_lib.Batch], tuple[Any, jax.Array]]
   state: Any
 
 
-def make_contenders(task: task_lib.Task) -> dict[str, Contender]:
+def make_contenders(
+  workload: workload_lib.Workload,
+) -> dict[str, Contender]:
   """Returns float32; and of each type the low precision and both parts.
 
   Args:
-    task: the model, the optimizer and the data.
+    workload: the model, the optimizer and the data.
   """
-  model = task.model(jnp.float32)
-  loss_fn = training.make_loss_fn(model)
-  params = model.init(jax.random.key(0), task.held_out[0][0][:1])
-  bare = task.optimizer
+  loss_fn = workload.loss
+  params = workload.init(jax.random.key(0))
+  bare = workload.optimizer
   contenders = {
     FLOAT32: Contender(
       FLOAT32,
@@ -79,12 +79,12 @@ def make_contenders(task: task_lib.Task) -> dict[str, Contender]:
 
 
 def measure(
-  task: task_lib.Task, *, rounds: int, steps: int, compilations: int
+  workload: workload_lib.Workload, *, rounds: int, steps: int, compilations: int
 ) -> dict[str, dict[str, Any]]:
   """Returns the figures of each contender, for JSON, by its name.
 
   Args:
-    task: what is trained.
+    workload: what is trained.
     rounds: turns of each contender.
     steps: in each turn.
     compilations: of each program.
@@ -94,10 +94,10 @@ def measure(
     `ratio` to float32 in the same round, the `last_loss`; and `low`, whether a
     schedule was in its low part to the end, None without one.
   """
-  contenders = make_contenders(task)
+  contenders = make_contenders(workload)
   batches = [
-    jax.device_put(batch)
-    for batch in itertools.islice(task.batches(0), _BATCHES)
+    workload.draw(jax.random.key(i), contenders[FLOAT32].state[0])
+    for i in range(_BATCHES)
   ]
   programs, costs = _compile(contenders, batches[0], compilations)
   trainings = {
@@ -167,7 +167,7 @@ class _Training:
 def _two_precisions(train_step: Callable[..., Any]) -> Callable[..., Any]:
   """Returns it as a step from one state to the next."""
 
-  def step(state: Any, batch: task_lib.Batch) -> tuple[Any, jax.Array]:
+  def step(state: Any, batch: workload_lib.Batch) -> tuple[Any, jax.Array]:
     *state, loss = train_step(*state, batch)
     return tuple(state), loss
 

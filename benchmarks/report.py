@@ -1,13 +1,14 @@
 """A table on the terminal, and the same figures as JSON."""
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import json
+import os
 import pathlib
 from typing import Any
-
-from optax_lossscale.demo import run
 
 
 def show(
@@ -58,5 +59,16 @@ def write(path: pathlib.Path, content: Mapping[str, Any]) -> None:
   """
   text = json.dumps(content, indent=2, allow_nan=False)
   path.parent.mkdir(parents=True, exist_ok=True)
-  with run.replacing(path) as temporary:
+  with replacing(path) as temporary:
     temporary.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a temporary path that becomes `path` when all went well."""
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    yield temporary
+    temporary.replace(path)
+  finally:
+    temporary.unlink(missing_ok=True)

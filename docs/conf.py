@@ -41,7 +41,7 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-include_patterns = ["*.md", "docs/**", "notebooks/*"]
+include_patterns = ["*.md", "docs/**", "examples/*.md", "notebooks/*"]
 exclude_patterns = ["README.md"]  # Its sections are pages.
 
 myst_enable_extensions = ["colon_fence"]
@@ -154,7 +154,7 @@ def prepare_page(app: Sphinx, page: str, content: list[str]) -> None:
   if name == "README":
     # The pages that it links to, each once.
     pages = dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|ipynb)[#)]", text))
-    text += toctree(pages)
+    text += toctree(pages) if pages else ""
   if page == "docs/reference":
     names = [name for name in dir(ols) if not name.startswith("_")]
     text += toctree(f"reference/{name}" for name in names)

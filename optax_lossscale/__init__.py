@@ -18,7 +18,6 @@ same bit for bit, and S shrinks. After enough clean steps, S grows again.
 import importlib as _importlib
 
 # Imported first, so that Ctrl-C works during the other imports (a second).
-from optax_lossscale._base import ctrl_c as _ctrl_c  # noqa: F401
 
 # isort: split
 from optax_lossscale import presets

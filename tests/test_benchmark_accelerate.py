@@ -10,10 +10,23 @@ from benchmarks import __main__ as command
 from benchmarks import accelerate
 from benchmarks import accelerate_steps
 from benchmarks import autocast_counts as counts
-from optax_lossscale.demo import text
-from tests.demo import tiny
+from benchmarks.truth import workload as workload_lib
 
 pytestmark = pytest.mark.long
+
+
+LINEAR = workload_lib.Workload(
+  description="A linear model",
+  elements=64,
+  init=lambda key: jnp.zeros((8, 1)),
+  draw=lambda key, params: jax.random.normal(key, (64, 8)),
+  loss=lambda params, x: jnp.mean((x @ params - 1) ** 2),
+  score=lambda params: params,
+  score_name="",
+  matters=1.0,
+  rate=0.1,
+  steps=4,
+)
 
 
 def row(*seconds, compilation=(1.0, 2.0)):
@@ -27,9 +40,8 @@ def row(*seconds, compilation=(1.0, 2.0)):
 def output(tmp_path_factory):
   """What the command printed and wrote, of a linear model."""
   path = tmp_path_factory.mktemp("benchmark") / "new" / "accelerate.json"
-  task = tiny.make_task()
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(text, "make_task", lambda *, quick: task)
+    patch.setattr(accelerate, "make_workload", lambda *, tiny: LINEAR)
     printed = []
     patch.setattr("builtins.print", lambda *x, **_: printed.extend(x))
     options = ["--tiny", "--rounds=2", f"--out={path.parent}"]
@@ -77,9 +89,8 @@ def test_both_types_are_judged(output):
 
 
 def test_low_precision_alone_has_its_products_in_it():
-  task = tiny.make_task()
-  batch = next(task.batches(0))
-  contenders = accelerate_steps.make_contenders(task)
+  batch = LINEAR.draw(jax.random.key(0), None)
+  contenders = accelerate_steps.make_contenders(LINEAR)
   for name, dtype in (("float16, O1", jnp.float16), ("float32", jnp.float32)):
     contender = contenders[name]
     jaxpr = jax.make_jaxpr(contender.step)(contender.state, batch)

@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.truth.workloads import lenet5
 import optax_lossscale as ols
 from optax_lossscale.cli import _loss_scale
-from optax_lossscale.demo import digits
 from tests import documents
 from tests.autocast.programs import dtypes_of
 
@@ -88,14 +88,14 @@ def test_the_examples_run_one_after_the_other():
   names |= {"optax": optax, "opt_state": tx.init(params)}
   loss = loss_fn(params, batch)
 
-  names |= {"nnx": nnx, "lenet": digits.LeNet5(jnp.float32)}
+  names |= {"nnx": nnx, "lenet": lenet5.LeNet5()}
   mixed = functools.partial(block, "mixed_precision")
   first = dict(names)
   exec(mixed("scaled_value_and_grad(mixed_loss_fn"), first)
   np.testing.assert_allclose(first["loss"], loss, rtol=0.1)
   assert first["opt_state"].applied_steps == 1
   exec(mixed("ols.autocast(lenet.apply"), names)
-  images = jnp.ones((1, digits.SIZE, digits.SIZE, 1))
+  images = jnp.ones((1, 32, 32, 1))
   variables = names["lenet"].init(jax.random.key(0), images)
   found = dtypes_of(
     "conv_general_dilated", names["mixed_lenet"], variables, images

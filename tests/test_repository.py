@@ -226,7 +226,15 @@ def test_the_sdist_has_the_pages_that_the_tests_read():
   included = set(hatch["build"]["targets"]["sdist"]["include"])
   for page in ROOT.glob("*.md"):
     assert f"/{page.name}" in included
-  for name in ("tests", "docs", "notebooks", "benchmarks", ".ci", ".github"):
+  for name in (
+    "tests",
+    "docs",
+    "examples",
+    "notebooks",
+    "benchmarks",
+    ".ci",
+    ".github",
+  ):
     assert f"/{name}" in included
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 import pathlib
 import re
 
+from benchmarks import report
 from benchmarks.truth import figure
 from benchmarks.truth import results
 from benchmarks.truth import table
 from benchmarks.truth import workload as workload_lib
-from optax_lossscale.demo import run
 
 NAME = "does_it_matter.md"
 
@@ -42,7 +42,7 @@ def write(
       picture = docs / "images" / "truth" / f"{name}.png"
       picture.parent.mkdir(parents=True, exist_ok=True)
       drawn = figure.draw(workloads[name], found, counted)
-      with run.replacing(picture) as temporary:
+      with report.replacing(picture) as temporary:
         drawn.savefig(temporary, format="png", dpi=110)
   path = docs / NAME
   content = path.read_text(encoding="utf-8")

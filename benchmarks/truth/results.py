@@ -7,9 +7,9 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
+from benchmarks import report
 from benchmarks.truth import settings
 from benchmarks.truth import training
-from optax_lossscale.demo import run
 
 FOLDER = pathlib.Path(__file__).parent / "rows"
 
@@ -101,7 +101,10 @@ def write(
 ) -> None:
   """Writes named tuples of one kind, below what they were measured on."""
   file.parent.mkdir(parents=True, exist_ok=True)
-  with run.replacing(file) as temporary, temporary.open("w", newline="") as out:
+  with (
+    report.replacing(file) as temporary,
+    temporary.open("w", newline="") as out,
+  ):
     out.writelines(f"# {key}: {value}\n" for key, value in about.items())
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(rows[0]._fields)

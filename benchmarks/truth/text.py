@@ -2,7 +2,9 @@
 
 import collections
 import functools
+import pathlib
 import re
+import sysconfig
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -12,9 +14,21 @@ import numpy as np
 import optax
 
 from benchmarks.truth import workload
-from optax_lossscale.demo import text
 
 Sequences = tuple[jax.Array, jax.Array]
+
+_SYMBOLS = "\t\n" + "".join(map(chr, range(32, 127)))
+CHARACTERS = len(_SYMBOLS) + 1  # One stands for all others.
+
+_LENGTH = 4_000_000
+_SKIPPED_FOLDERS = {
+  "encodings",  # A million characters of tables, all alike.
+  "idlelib",
+  "lib2to3",
+  "site-packages",
+  "test",
+  "tests",
+}
 
 
 class Data(NamedTuple):
@@ -47,13 +61,10 @@ class Data(NamedTuple):
     return found[:, :-1], found[:, 1:]
 
 
-CHARACTERS = text.UNKNOWN + 1
-
-
 @functools.cache
 def characters(length: int) -> Data:
   """Returns the data as characters."""
-  return _make(text.encode(text.read_sources()), length)
+  return _make(_encode(_read_sources()), length)
 
 
 @functools.cache
@@ -62,7 +73,7 @@ def words(length: int, *, most: int) -> Data:
 
   A word is a name or a number, a run of spaces, or one other character.
   """
-  found = re.findall(r"\w+|[ ]+|.|\n", text.read_sources())
+  found = re.findall(r"\w+|[ ]+|.|\n", _read_sources())
   counts = collections.Counter(found).most_common(most - 1)
   table = {word: i for i, (word, _) in enumerate(counts)}
   return _make(np.array([table.get(x, most - 1) for x in found]), length)
@@ -102,5 +113,29 @@ def make_workload(
 
 
 def _make(symbols: np.ndarray, length: int) -> Data:
-  training, held_out = text.split(symbols.astype(np.uint16))
-  return Data(jnp.asarray(training), jnp.asarray(held_out), length)
+  held_out = len(symbols) // 10
+  symbols = jnp.asarray(symbols, jnp.uint16)
+  return Data(symbols[:-held_out], symbols[-held_out:], length)
+
+
+def _read_sources() -> str:
+  """Returns the beginning of the standard library's sources, in path order."""
+  library = pathlib.Path(sysconfig.get_path("stdlib"))
+  sources: list[str] = []
+  total = 0
+  for path in sorted(library.rglob("*.py")):
+    if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(library).parts):
+      sources.append(path.read_text(encoding="utf-8", errors="replace"))
+      total += len(sources[-1])
+      if total >= _LENGTH:
+        return "".join(sources)[:_LENGTH]
+  raise FileNotFoundError(
+    f"{library} holds {total:,} characters of Python's sources, and the "
+    f"workloads read {_LENGTH:,}."
+  )
+
+
+def _encode(text: str) -> np.ndarray:
+  """Returns the symbol of each character."""
+  numbers = {symbol: number for number, symbol in enumerate(_SYMBOLS)}
+  return np.array([numbers.get(x, len(_SYMBOLS)) for x in text])

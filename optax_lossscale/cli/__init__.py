@@ -8,7 +8,6 @@ import optax_lossscale as ols
 from optax_lossscale.cli import _parser
 from optax_lossscale.cli import doctor
 from optax_lossscale.cli import simulate
-from optax_lossscale.cli import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   version = f"%(prog)s {ols.__version__}"
   parser.add_argument("--version", action="version", version=version)
   subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-  for command in (train, simulate, doctor):
+  for command in (simulate, doctor):
     command.add_parser(subparsers)
   try:
     try:

@@ -101,41 +101,6 @@ def test_a_closed_output_is_not_missed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["script", "module"])
-@pytest.mark.parametrize(
-  "imported",
-  ["numpy", "jax", "optax", "optax_lossscale.cli._parser", "flax", "sklearn"],
-)
-def test_ctrl_c_while_modules_are_imported_ends_with_a_word(
-  form, imported, tmp_path, monkeypatch
-):
-  # A shell may have told its background jobs to ignore it, which they inherit.
-  before = signal.signal(signal.SIGINT, signal.default_int_handler)
-  command = script(tmp_path)
-  if form == "module":
-    command = [sys.executable, "-m", "optax_lossscale"]
-  try:
-    process = subprocess.Popen(
-      [*command, "train", "--task=digits", "--output", str(tmp_path / "out")],
-      stderr=subprocess.PIPE,
-      text=True,
-      # It tells of every module when it has been imported.
-      env={**environment(), "PYTHONPROFILEIMPORTTIME": "1"},
-    )
-  finally:
-    signal.signal(signal.SIGINT, before)
-  with process:
-    for line in process.stderr:
-      if line.split("|")[-1].strip() == imported:
-        process.send_signal(signal.SIGINT)
-        break
-    left = [x for x in process.stderr if not x.startswith("import time:")]
-  assert left == ["Interrupted.\n"]
-  assert process.returncode == 130
-  assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
 def test_an_interrupt_is_that_of_the_program_that_imports_the_library():
   program = (
     "import signal; import optax_lossscale;"

@@ -13,20 +13,28 @@ _WORDS = 8192
 
 
 class Transformer(nn.Module):
-  """A pre-norm transformer."""
+  """A pre-norm transformer.
+
+  Attributes:
+    symbols: how many there are.
+    width: of each position.
+  """
+
+  symbols: int = _WORDS
+  width: int = _WIDTH
 
   @nn.compact
-  def __call__(self, words: jax.Array) -> jax.Array:
-    """Returns the logits of each position's next word."""
-    x = nn.Embed(_WORDS, _WIDTH)(words)
-    x += nn.Embed(_LENGTH, _WIDTH)(jnp.arange(words.shape[-1]))
-    mask = nn.make_causal_mask(words, dtype=bool)
+  def __call__(self, symbols: jax.Array) -> jax.Array:
+    """Returns the logits of each position's next symbol."""
+    x = nn.Embed(self.symbols, self.width)(symbols)
+    x += nn.Embed(_LENGTH, self.width)(jnp.arange(symbols.shape[-1]))
+    mask = nn.make_causal_mask(symbols, dtype=bool)
     for _ in range(_LAYERS):
       attention = nn.MultiHeadDotProductAttention(_HEADS)
       x += attention(nn.LayerNorm()(x), mask=mask)
-      y = nn.gelu(nn.Dense(4 * _WIDTH)(nn.LayerNorm()(x)))
-      x += nn.Dense(_WIDTH)(y)
-    return nn.Dense(_WORDS)(nn.LayerNorm()(x))
+      y = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+      x += nn.Dense(self.width)(y)
+    return nn.Dense(self.symbols)(nn.LayerNorm()(x))
 
 
 def make() -> workload.Workload:

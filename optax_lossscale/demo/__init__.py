@@ -1,1 +1,0 @@
-"""The models, the data and the reports of `optax-lossscale train`."""

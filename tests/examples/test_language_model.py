@@ -1,0 +1,110 @@
+"""The program shows what the README says of it."""
+
+import importlib.util
+import itertools
+import re
+import sys
+import sysconfig
+import types
+
+import pytest
+
+from tests import documents
+
+PATH = documents.ROOT / "examples" / "language_model.py"
+README = documents.section(documents.read("README.md"), "See it work")
+
+
+@pytest.fixture
+def example():
+  """The program as a module, which a test may change."""
+  spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture
+def run(example, monkeypatch, capsys):
+  """Runs the program, and returns the lines before and below the table."""
+
+  def run_with(*arguments):
+    monkeypatch.setattr(sys, "argv", [str(PATH), *arguments])
+    example.main()
+    above, table, below = capsys.readouterr().out.split("\n\n")
+    rows = [re.split(r" {2,}", row) for row in table.splitlines()[1:]]
+    return above.splitlines(), {name: cells for name, *cells in rows}, below
+
+  return run_with
+
+
+@pytest.fixture
+def small(example, monkeypatch):
+  """Makes the data and the batches small."""
+  monkeypatch.setattr(example, "CHARACTERS", 20_000)
+  monkeypatch.setattr(example, "BATCH", 16)
+
+
+def test_a_small_run_tells_where_it_is_and_draws(
+  example, run, small, tmp_path, monkeypatch
+):
+  # Six seconds pass from one step to the next.
+  clock = types.SimpleNamespace(monotonic=itertools.count(step=6).__next__)
+  monkeypatch.setattr(example, "time", clock)
+  picture = tmp_path / "runs.png"
+  told, rows, below = run("--steps=3", f"--figure={picture}")
+  assert told == [
+    f"{name}: step {step} of 3" for name in example.RUNS for step in (1, 2, 3)
+  ]
+  assert [x[2:] for x in rows.values()] == [
+    ["3", "0"],
+    ["3", "0"],
+    ["3", "0", "2^10"],
+    ["3", "0", "2^15"],
+  ]
+  assert below.startswith("Next: ")
+  assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--steps=0"], "--steps must be at least 1"),
+    (["--figure=runs.png"], "--figure needs matplotlib: pip install matplo"),
+  ],
+)
+def test_bad_input_is_refused_before_training(
+  run, arguments, message, monkeypatch, capsys
+):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(SystemExit, match="2"):
+    run(*arguments)
+  assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_a_library_with_few_sources_is_named(run, tmp_path, monkeypatch):
+  (tmp_path / "one.py").write_text("x = 1")
+  monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+  message = f"the standard library in {tmp_path} has 5"
+  with pytest.raises(SystemExit, match=re.escape(message)):
+    run()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
+  run, seed
+):
+  _, rows, _ = run(f"--seed={seed}")
+  accuracy = {name: float(cells[1]) for name, cells in rows.items()}
+  float32, alone, fixed, dynamic = accuracy.values()
+  assert alone < 0.02 and float32 > 0.4
+  assert fixed == pytest.approx(float32, rel=0.01)
+  assert dynamic == pytest.approx(float32, rel=0.01)
+  if seed == 0:
+    # Other versions have other sources, and round otherwise.
+    shown = re.findall(r"^\| (float.*?) \| .*? \| (.*?) \|", README, re.M)
+    assert accuracy == pytest.approx(
+      {name: float(cell) for name, cell in shown}, abs=0.03
+    )
