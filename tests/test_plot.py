@@ -59,7 +59,6 @@ REPLAYS = {
 
 DRAWN = {
   "loss_scale": (plot.loss_scale, SOME),
-  "headroom": (plot.headroom, SOME),
   "exponent_histogram": (plot.exponent_histogram, HISTOGRAM),
   "heat_map": (plot.heat_map, BY_LEAF),
   "replays": (plot.replays, REPLAYS),
@@ -175,34 +174,16 @@ def test_any_history_is_drawn(history, labels):
   axes = plot.loss_scale(history, ax=new_axes())
   assert sorted(lines(axes)) == labels
   axes.figure.canvas.draw()
-  plot.headroom(history, ax=new_axes()).figure.canvas.draw()
 
 
 def test_one_step_alone_is_a_point():
-  for draw in (plot.loss_scale, plot.headroom):
-    markers = [line.get_marker() for line in draw(ONE, ax=new_axes()).lines]
-    assert "o" in markers
+  drawn = plot.loss_scale(ONE, ax=new_axes()).lines
+  assert "o" in [line.get_marker() for line in drawn]
 
 
-def test_headroom_is_drawn_in_bits_with_overflows_at_0():
-  axes = plot.headroom(SOME, ax=new_axes())
-  headroom, zero, overflow = axes.get_lines()
-  np.testing.assert_array_equal(headroom.get_ydata(), [np.nan, 2, np.nan, 0])
-  assert list(zero.get_ydata()) == [0, 0]
-  assert overflow.get_xydata().tolist() == [[1, 0]]
-  assert axes.get_ylabel() == "headroom in float16 (bits)"
-
-
-def test_headroom_is_that_of_the_dtype():
-  axes = plot.headroom(ONE, jnp.float8_e5m2, ax=new_axes())
-  expected = np.log2(57344 / 16376)
-  np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [expected])
-
-
-@pytest.mark.parametrize("draw", [plot.loss_scale, plot.headroom])
-def test_a_dtype_that_is_none_is_refused(draw):
+def test_a_dtype_that_is_none_is_refused():
   with pytest.raises(TypeError, match="`dtype` must be a floating-point dtype"):
-    draw(SOME, int, ax=new_axes())
+    plot.loss_scale(SOME, int, ax=new_axes())
 
 
 def test_replays_are_drawn_with_what_each_rule_lost():
@@ -524,7 +505,11 @@ def test_a_heat_map_of_nothing_is_refused():
       REPLAYS["one"],
       "a History, got Replay; .*replay.history",
     ),
-    (plot.headroom, REPLAYS["one"], "a History, got Replay; .*replay.history"),
+    (
+      plot.loss_scale,
+      REPLAYS["one"],
+      "a History, got Replay; .*replay.history",
+    ),
     (plot.exponent_histogram, {"a": 1.0}, "an ExponentHistogram, got dict"),
     (plot.heat_map, HISTOGRAM, "by path, got ExponentHistogram; call"),
     (plot.heat_map, {"a": 1.0}, "an ExponentHistogram, got float; call"),

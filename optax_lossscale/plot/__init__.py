@@ -4,7 +4,6 @@ Each function returns Axes, without showing them::
 
   history = ols.instruments.history(opt_state)
   ols.plot.loss_scale(history)             # S, and the largest possible S
-  ols.plot.headroom(history)               # how far from overflow, in bits
 
   histogram = ols.instruments.exponent_histogram(gradients)
   ols.plot.exponent_histogram(histogram, loss_scale=1024)   # what S is for
@@ -23,13 +22,11 @@ except ModuleNotFoundError as error:
 
 from optax_lossscale.plot._by_exponent import exponent_histogram
 from optax_lossscale.plot._by_exponent import heat_map
-from optax_lossscale.plot._by_step import headroom
 from optax_lossscale.plot._by_step import loss_scale
 from optax_lossscale.plot._by_step import replays
 
 __all__ = [
   "exponent_histogram",
-  "headroom",
   "heat_map",
   "loss_scale",
   "replays",

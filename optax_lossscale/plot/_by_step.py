@@ -1,4 +1,4 @@
-"""Plots of S and headroom by step, for a history or several replays."""
+"""Plots of S by step, for a history or several replays."""
 
 from collections.abc import Mapping
 import functools
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 import numpy as np
 import numpy.typing as npt
 
@@ -48,49 +47,9 @@ def loss_scale(
     >>> axes = ols.plot.loss_scale(history, ax=Figure().subplots())
     >>> print(axes.get_ylabel())
     loss scale S
-    >>> axes = ols.plot.headroom(history, ax=Figure().subplots())
-    >>> print(axes.get_lines()[0].get_ydata())
-    [nan  2.]
   """
   largest = _largest_scale(history, dtype)
   return _draw_scales({"S": history}, largest, dtype, ax, overflow="overflow")
-
-
-def headroom(
-  history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
-) -> Axes:
-  """Draws how many doublings of S each step was away from an overflow.
-
-  See `loss_scale` for an example.
-
-  Args:
-    history: the result of `instruments.history` or `read_history`.
-    dtype: the computation's dtype.
-    ax: matplotlib's Axes to draw into; by default, those of a new figure.
-
-  Returns:
-    The Axes. Steps whose amax is inf, NaN or 0 leave a gap. A cross at 0 marks
-    a step that overflowed.
-
-  Raises:
-    TypeError: if an argument has the wrong type.
-  """
-  bits = _headroom(history, dtype)
-  axes = axes_lib.make_axes(ax, height=3.0)
-  axes.plot(
-    history.step,
-    np.where(np.isfinite(bits), bits, np.nan),
-    marker=_marker(history),
-    color=axes_lib.BLUE,
-    linewidth=1.0,
-  )
-  axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-  if not np.isfinite(bits).any():
-    axes.set_ylim(-1, 1)
-  axes.axhline(0, color="black", linewidth=0.8)
-  lost = history.step[history.overflow]
-  axes_lib.draw_skips(axes, lost, np.zeros(len(lost)), label="overflow")
-  return _finish(axes, f"headroom in {jnp.dtype(dtype).name} (bits)")
 
 
 def replays(
@@ -218,7 +177,12 @@ def _draw_scales(
       axes, history.step[lost], scales[i][lost], label=overflow, style=cross
     )
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
-  return _finish(axes, "loss scale S")
+  axes.set_ylabel("loss scale S")
+  axes_lib.step_axis(axes)
+  axes.grid(alpha=0.3)
+  if axes.get_legend_handles_labels()[0]:
+    axes_lib.legend_beside(axes, "lower left", (0.0, 1.0), ncols=2)
+  return axes
 
 
 def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
@@ -226,16 +190,6 @@ def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
   first, later = history.loss_scale[:1], history.loss_scale[1:]
   is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
   return np.append(np.where(is_jump, np.nan, first), later)
-
-
-def _finish(axes: Axes, ylabel: str) -> Axes:
-  """Labels the axes, adds a legend above the plot, and returns the axes."""
-  axes.set_ylabel(ylabel)
-  axes_lib.step_axis(axes)
-  axes.grid(alpha=0.3)
-  if axes.get_legend_handles_labels()[0]:
-    axes_lib.legend_beside(axes, "lower left", (0.0, 1.0), ncols=2)
-  return axes
 
 
 def _marker(history: instruments.History) -> str:
