@@ -505,11 +505,6 @@ def test_a_heat_map_of_nothing_is_refused():
       REPLAYS["one"],
       "a History, got Replay; .*replay.history",
     ),
-    (
-      plot.loss_scale,
-      REPLAYS["one"],
-      "a History, got Replay; .*replay.history",
-    ),
     (plot.exponent_histogram, {"a": 1.0}, "an ExponentHistogram, got dict"),
     (plot.heat_map, HISTOGRAM, "by path, got ExponentHistogram; call"),
     (plot.heat_map, {"a": 1.0}, "an ExponentHistogram, got float; call"),

@@ -4,6 +4,7 @@
 is made as a user would make it, in a step that is right but for it.
 """
 
+import functools
 import re
 import warnings
 
@@ -186,6 +187,22 @@ def no_axis_name():
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     jax.jit(mapped)(PARAMS, tx.init(PARAMS), BATCH)
+  return {TRACED: str(caught[0].message)}
+
+
+def a_mean_over_an_axis_that_is_not_named():
+  inner = optax.chain(ols.pmean_gradients("data"), ADAM)
+  tx = ols.loss_scaling(inner, RULE)
+
+  @jax.jit
+  @functools.partial(jax.vmap, in_axes=(None, None, 0), axis_name="data")
+  def step(params, opt_state, batch):
+    grads = scaled(loss_fn, opt_state)(params, batch)[1]
+    return tx.update(grads, opt_state, params)[0]
+
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    step(PARAMS, tx.init(PARAMS), BATCH[:, None])
   return {TRACED: str(caught[0].message)}
 
 
@@ -392,6 +409,13 @@ MISTAKES = {
     {
       TRACED: "`axis_name` must say over which axes devices skip together, as "
       "JAX does not track what varies along 'data' here, got none."
+    },
+  ),
+  "a mean over an axis": (
+    a_mean_over_an_axis_that_is_not_named,
+    {
+      TRACED: "`axis_name` must name every axis over which `inner` averages or "
+      "sums, got none where it does over 'data'"
     },
   ),
   "S11": (

@@ -1,8 +1,5 @@
 """The warning for a program that runs but does not train as it should."""
 
-from collections.abc import Iterator
-import contextlib
-import contextvars
 import sys
 import warnings
 
@@ -10,11 +7,6 @@ import warnings
 _LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
   __name__.partition(".")[0]
 }
-
-# Where `heard` keeps the messages of warnings, or None.
-_messages: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
-  "_messages", default=None
-)
 
 
 class WiringWarning(UserWarning):
@@ -38,21 +30,8 @@ class WiringWarning(UserWarning):
   """
 
 
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-  """Gives a list of the messages of all warnings from now on."""
-  messages: list[str] = []
-  token = _messages.set(messages)
-  try:
-    yield messages
-  finally:
-    _messages.reset(token)
-
-
 def warn(message: str) -> None:
   """Warns at the user's line: the first frame outside the libraries."""
-  if (messages := _messages.get()) is not None:
-    messages.append(message)
   level, frame = 1, sys._getframe()
   while frame.f_back is not None and (
     frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES

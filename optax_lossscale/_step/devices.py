@@ -56,6 +56,11 @@ def pmean_gradients(
       not vary along it because it has already been summed. Only `shard_map`
       with `check_vma=True` reveals this.
 
+  Warns:
+    WiringWarning: from `update`, unless compiled, if the `loss_scaling` around
+      it does not name the axis. One device's NaN would then reach all others,
+      which do not skip.
+
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp

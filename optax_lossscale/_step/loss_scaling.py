@@ -112,7 +112,8 @@ def loss_scaling(
     WiringWarning: from `init`, if float16 parameters have no master weights;
       from `update`, unless compiled, if the gradients come from `unscale`, were
       scaled by a different S, or leave out micro-batches but `overflow` is not
-      passed, or if no axis is named where devices may fall out of step.
+      passed, or if no axis is named where devices may fall out of step or where
+      `inner` averages over it.
 
   Examples:
     >>> import jax.numpy as jnp

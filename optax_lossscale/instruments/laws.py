@@ -13,6 +13,7 @@ import math
 import textwrap
 from typing import Any
 from typing import NamedTuple
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,8 @@ class StepReport:
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
     warnings: the text of each `WiringWarning` that the step raised while it was
-      traced. A step that was traced before raises none.
+      traced, unless a filter of yours ignores it. A step that was traced before
+      raises none.
   """
 
   laws: tuple[Law, ...]
@@ -374,10 +376,17 @@ def check(
     jax.debug_nans(False),
     jax.debug_infs(False),
     jax.transfer_guard("allow"),
-    wiring.heard() as messages,
+    warnings.catch_warnings(record=True) as caught,
   ):
     report = _report(runs)
-  return dataclasses.replace(report, warnings=tuple(dict.fromkeys(messages)))
+  for x in caught:
+    warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
+  texts = [
+    str(x.message)
+    for x in caught
+    if issubclass(x.category, wiring.WiringWarning)
+  ]
+  return dataclasses.replace(report, warnings=tuple(dict.fromkeys(texts)))
 
 
 def _report(runs: "_Runs") -> StepReport:
