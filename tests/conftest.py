@@ -34,7 +34,6 @@ LONGEST = (
   "tests/test_notebooks.py",
   "tests/step/test_exported_optimizers.py",
   "tests/detectors/test_saturating.py",
-  "tests/cli/test_train.py",
   "tests/detectors/test_float_status.py",
   "tests/step/test_contract.py",
   "tests/step/test_devices.py",
