@@ -43,6 +43,7 @@ LONGEST = (
 # Tests of programs that readers copy, which may give no warning at all.
 PAGES = (
   "optax_lossscale/",
+  "tests/examples/",
   "tests/guides/",
   "tests/test_pages.py",
   "tests/test_porting.py",
