@@ -34,7 +34,6 @@ LONGEST = (
   "tests/test_notebooks.py",
   "tests/step/test_exported_optimizers.py",
   "tests/detectors/test_saturating.py",
-  "tests/cli/test_train.py",
   "tests/detectors/test_float_status.py",
   "tests/step/test_contract.py",
   "tests/step/test_devices.py",
@@ -44,6 +43,7 @@ LONGEST = (
 # Tests of programs that readers copy, which may give no warning at all.
 PAGES = (
   "optax_lossscale/",
+  "tests/examples/",
   "tests/guides/",
   "tests/test_pages.py",
   "tests/test_porting.py",
