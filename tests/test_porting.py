@@ -1004,10 +1004,9 @@ def test_the_rows_for_accelerate_train_mode_run():
 
 
 @pytest.mark.parametrize("name", ["total_step", "final_loss"])
-def test_the_names_of_the_hook_are_told_by_the_page_and_by_the_error(name):
+def test_the_names_of_the_hook_are_told_by_the_page(name):
   renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  with pytest.raises(TypeError, match=f"`{name}` is `{renamed}` here"):
-    ols.precision_schedule("fast|step", **{name: 10})
+  assert renamed in inspect.signature(ols.precision_schedule).parameters
 
 
 @pytest.mark.slow

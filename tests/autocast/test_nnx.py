@@ -296,19 +296,6 @@ def test_what_cannot_work_is_refused_at_once():
     ols.nnx.autocast(loss_fn, "O9")
 
 
-def test_a_model_that_is_closed_over_is_refused_by_the_path_of_its_variable():
-  class Outer(nnx.Module):
-    def __init__(self):
-      self.layers = nnx.List([nnx.BatchNorm(3, rngs=nnx.Rngs(0))])
-
-    def __call__(this, x):  # noqa: N805
-      return this.layers[0](x)
-
-  model = Outer()
-  with pytest.raises(ValueError, match=r"in Outer\.layers\[0\]\.mean; pass"):
-    ols.nnx.autocast(lambda x: model(x))(X)
-
-
 def test_a_model_from_outside_of_another_transform_is_refused_and_stays_whole():
   student, teacher = make(), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
   before = values(teacher)

@@ -27,10 +27,11 @@ def loss_fn(params, batch):
 def test_the_table_names_the_dtype_that_the_library_prefers():
   rows = re.findall(r"^\| (.+) \| (\d\.\d) \| (\w+) \|$", PAGE, re.MULTILINE)
   assert len(rows) == 5
-  for kinds, capability, expected in rows:
-    for kind in kinds.split(", "):
-      device = types.SimpleNamespace(platform="gpu", device_kind=kind)
-      assert str(hardware._preferred_dtype(device)) == expected
+  for _, capability, expected in rows:
+    device = types.SimpleNamespace(
+      platform="gpu", compute_capability=capability
+    )
+    assert str(hardware._preferred_dtype(device)) == expected
     # The page's rule, but for cards without matrix units.
     assert (expected == "bfloat16") == (float(capability) >= 8)
 

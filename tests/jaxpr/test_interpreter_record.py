@@ -176,7 +176,7 @@ def test_an_object_that_is_changed_in_place_is_an_error(recording):
 def test_an_object_that_is_closed_over_and_changed_is_an_error(recording):
   module = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
   recorded = RECORDING[recording](lambda x: module(x))
-  with pytest.raises(ValueError, match=r"in BatchNorm\.mean; .*nnx\.autocast"):
+  with pytest.raises(ValueError, match="must not change NNX .*nnx.autocast"):
     recorded(jnp.ones((3, 2)))
 
 
