@@ -4,12 +4,12 @@ The model predicts a character of Python's own sources from the eight before it.
 Its loss is the Brier score: the mean of the squared errors of 98 probabilities
 for each of 16,384 characters. A mean over 1.6 million values has gradients so
 small that float16 rounds them to 0. Loss scaling keeps them.
+
+  python examples/language_model.py
 """
 
 import argparse
-import importlib.util
 import pathlib
-import sys
 import sysconfig
 import time
 
@@ -21,9 +21,7 @@ import optax
 
 import optax_lossscale as ols
 
-CHARACTERS = 4_000_000  # The last tenth is held out.
-CONTEXT = 8
-BATCH = 16_384
+CHARACTERS, CONTEXT, BATCH = 4_000_000, 8, 16_384
 SYMBOLS = "\t\n" + "".join(map(chr, range(32, 127)))
 UNKNOWN = len(SYMBOLS)  # One symbol for every other character.
 SKIPPED = {"encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"}
@@ -43,15 +41,11 @@ def read_symbols():
   library = pathlib.Path(sysconfig.get_path("stdlib"))
   text = ""
   for path in sorted(library.rglob("*.py")):
-    if SKIPPED.isdisjoint(path.relative_to(library).parts):
+    is_skipped = SKIPPED & set(path.relative_to(library).parts)
+    if len(text) < CHARACTERS and not is_skipped:
       text += path.read_text(encoding="utf-8", errors="replace")
-    if len(text) >= CHARACTERS:
-      numbers = {symbol: number for number, symbol in enumerate(SYMBOLS)}
-      return np.array([numbers.get(x, UNKNOWN) for x in text[:CHARACTERS]])
-  sys.exit(
-    f"This program trains on {CHARACTERS:,} characters of Python's sources, "
-    f"and the standard library in {library} has {len(text):,}."
-  )
+  numbers = {symbol: number for number, symbol in enumerate(SYMBOLS)}
+  return np.array([numbers.get(x, UNKNOWN) for x in text[:CHARACTERS]])
 
 
 def windows(symbols, starts):
@@ -99,9 +93,8 @@ def train(name, symbols, held_out, arguments):
     if time.monotonic() - told > 5:
       told = time.monotonic()
       print(f"{name}: step {step} of {arguments.steps}", flush=True)
-    starts = rng.integers(len(symbols) - CONTEXT, size=BATCH)
+    batch = windows(symbols, rng.integers(len(symbols) - CONTEXT, size=BATCH))
     scales.append(float(ols.get_loss_scale(opt_state)))
-    batch = windows(symbols, starts)
     params, opt_state, loss = train_step(params, opt_state, batch)
     losses.append(float(loss))
   guesses = model.apply(params, held_out[:, :-1]).argmax(-1)
@@ -127,19 +120,18 @@ def draw(results, path):
   figure.savefig(path, dpi=150)
 
 
-def main():
+def main(argv=None):
   """Trains all runs, and prints their figures."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--steps", type=int, default=200, help="of each run")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--figure", metavar="FILE", help="where to draw the runs")
-  arguments = parser.parse_args()
-  if arguments.steps < 1:
-    parser.error("--steps must be at least 1")
-  if arguments.figure and importlib.util.find_spec("matplotlib") is None:
-    parser.error("--figure needs matplotlib: pip install matplotlib")
+  parser.add_argument("--figure", metavar="FILE", help="needs matplotlib")
+  arguments = parser.parse_args(argv)
+  if arguments.figure:
+    import matplotlib  # noqa: F401 - if it is missing, an error now.
 
-  symbols, rest = np.split(read_symbols(), [CHARACTERS - CHARACTERS // 10])
+  symbols = read_symbols()
+  symbols, rest = np.split(symbols, [len(symbols) - len(symbols) // 10])
   starts = np.linspace(0, len(rest) - CONTEXT - 1, 20_000, dtype=int)
   held_out = windows(rest, starts)
   results = {name: train(name, symbols, held_out, arguments) for name in RUNS}

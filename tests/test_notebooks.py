@@ -227,18 +227,7 @@ def test_a_repeated_dataset_has_as_many_passes_in_an_epoch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "path",
-  [
-    pytest.param(
-      path,
-      id=path.stem,
-      # It trains for longest, and tests/precision trains in both modes as well.
-      marks=[pytest.mark.long] * (path.stem == "accelerate_train_mode"),
-    )
-    for path in PATHS
-  ],
-)
+@each_notebook
 def test_a_run_shows_what_is_stored(path, tmp_path):
   notebook = nbformat.read(path, as_version=4)
   stored = [
