@@ -37,9 +37,7 @@ class TrainState(train_state.TrainState):
   As in Flax's own train state, a subclass may add fields. Pass these fields to
   `create`, and their new values to `apply_gradients` or `replace_if_applied`.
 
-  The train state ignores the `mask` of `loss_scaling`, and would add the next
-  values of leaves that a mask leaves out to the parameters. It does handle
-  FP8's `_overwrite_with_gradient` collection, and stores its new values.
+  The new values of FP8's `_overwrite_with_gradient` collection are stored.
 
   Attributes:
     step: int32[], the number of applied steps, or of applied micro-batches with

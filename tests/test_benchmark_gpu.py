@@ -23,6 +23,7 @@ from benchmarks import phase
 from benchmarks import rounds
 from benchmarks import traffic
 import optax_lossscale as ols
+from optax_lossscale._base import leaves
 from tests import excess_precision
 
 TINY = gpt2.SIZES["tiny"]
@@ -119,9 +120,7 @@ def flushing(histogram):
       guarantees._skip,
       guarantees.ols,
       "loss_scaling",
-      lambda make: (
-        lambda inner, rule: make(inner, rule, mask={"a": False, "b": True})
-      ),
+      lambda make: lambda inner, rule: make(inner, None),
     ),
     (
       guarantees._growth,
@@ -317,13 +316,8 @@ def test_leaves_are_grouped_as_they_are_tried(monkeypatch):
 
 
 def test_a_wrapper_that_overlooks_a_leaf_is_found_out(monkeypatch):
-  loss_scaling = ols.loss_scaling
   monkeypatch.setattr(
-    nonfinite.ols,
-    "loss_scaling",
-    lambda inner, rule: loss_scaling(
-      inner, rule, mask={"first": True, "leaf": False, "last": True}
-    ),
+    leaves, "overwrites", lambda path: leaves.path_name(path) == "leaf"
   )
   _, failures = nonfinite.run(sizes=(1,), dtypes=("bfloat16",))
   seen_by_both = {"largest finite"}

@@ -36,7 +36,7 @@ def updated(check, x):
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(2.0), check=check)
   params = {"w": jnp.zeros_like(x)}
   _, state = tx.update({"w": x}, tx.init(params), params)
-  return state.overflow, state.nan, state.amax, state.used
+  return state.overflow, state.nan, state.amax, state.range_used
 
 
 def tapped(tap, x):

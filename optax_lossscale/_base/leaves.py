@@ -1,14 +1,17 @@
 """Decides which leaves of a tree are gradients, and converts their dtypes."""
 
 from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._base.arguments import shown
+
+# The type of a tree, for functions that change only its leaves.
+Tree = TypeVar("Tree")
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. Differentiating with respect to
@@ -63,33 +66,9 @@ def as_arrays(tree: Any) -> Any:
   return jax.tree.map(as_array, tree)
 
 
-def resolve_mask(mask: Any, tree: Any, params: Any = None) -> Any:
-  """Returns a tree of bools like `tree`: True where a leaf is a gradient.
-
-  A caller's mask is matched to `params`, if given, rather than to `tree`.
-  """
-  if mask is None:
-    return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
-  tree = tree if params is None else params
-  if callable(mask):
-    mask = mask(tree)
-  for path, is_kept in jax.tree.leaves_with_path(mask):
-    # Check the type, since a label or a weight would count as True.
-    if not isinstance(is_kept, (bool, np.bool_)):
-      place = f" at {path_name(path)!r}" if path else ""
-      raise TypeError(
-        "`mask` must be a tree of bools, True for what is a gradient, or a "
-        f"function from the parameters to one, got {shown(is_kept)} of type "
-        f"{kind_of(is_kept)}{place}."
-      )
-  try:
-    return jax.tree.broadcast(mask, tree)
-  except ValueError as error:
-    raise ValueError(
-      "`mask` must be a tree of bools whose structure is a prefix of the "
-      f"parameters', got {shown(jax.tree.structure(mask), 500)} for parameters "
-      f"{shown(jax.tree.structure(tree), 500)}."
-    ) from error
+def are_gradients(tree: Any) -> Any:
+  """Returns a tree of bools, False in Flax's `_overwrite_with_gradient`."""
+  return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
 
 
 def leave_out(mask: Any, tree: Any) -> Any:
@@ -133,6 +112,28 @@ def widen(tree: Any) -> Any:
   return jax.tree.map(widen_leaf, tree)
 
 
+def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
+  """Returns the gradients in `tree` divided by S, in float32 or wider."""
+  # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
+  # 0. So 1/S is applied as two factors.
+  quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
+
+  def unscale_leaf(x: Any) -> Any:
+    if not is_gradient(x):
+      return x
+    # Widen before multiplying: in float16 either 1/S or the product may be 0.
+    x = jnp.asarray(x, at_least_float32(x.dtype))
+    # Invert in the leaf's own dtype, so that float64 loses no precision.
+    inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
+    shift = quarter.astype(inverse.dtype)
+    if jnp.iscomplexobj(x):
+      # Multiply each part, since a complex 1/S would make inf * 0 = NaN.
+      return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
+    return x * inverse * shift
+
+  return jax.tree.map(unscale_leaf, tree)
+
+
 def narrow_like(updates: Any, params: Any) -> Any:
   """Returns `updates` in the dtypes of `params`, where both leaves are real."""
   if params is None:
@@ -153,7 +154,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
 
 def apply_updates(params: Any, updates: Any) -> Any:
   """Returns updated parameters; leaves that are not gradients are replaced."""
-  is_gradient = resolve_mask(None, params)
+  is_gradient = are_gradients(params)
   new = optax.apply_updates(
     leave_out(is_gradient, params), leave_out(is_gradient, updates)
   )

@@ -100,6 +100,12 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
       )
 
 
+def check_kept(name: str, new: Any, old: Any) -> None:
+  """Raises unless the new state of `name` has the structure of the old one."""
+  rule = f"the state of `{name}` must keep the structure that its init made"
+  check_structure(rule, new, old)
+
+
 def _shapes(tree: Any) -> dict[str, Shape]:
   return {
     leaves.path_name(path): np.shape(leaf)

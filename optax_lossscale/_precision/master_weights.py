@@ -57,9 +57,7 @@ def master_weights(
   chain, because the parameters would then no longer follow the master.
 
   The wrapper works inside or outside `loss_scaling`. Masters and parameters are
-  the same either way, and a skipped step leaves both unchanged, bit for bit. If
-  `loss_scaling` has a `mask`, the wrapper must go inside: outside, it would add
-  the new values of leaves that bypass the optimizer to their masters.
+  the same either way, and a skipped step leaves both unchanged, bit for bit.
 
   A float16 parameter with its master takes 6 bytes instead of the 4 of a
   float32 parameter. In return, forward passes need not cast the parameters, and
@@ -123,7 +121,7 @@ def master_weights(
   arguments.check_enabled("dtype", dtype)
 
   def init(params: optax.Params) -> MasterWeightsState:
-    is_gradient = leaves.resolve_mask(None, params)
+    is_gradient = leaves.are_gradients(params)
     wide = jax.tree.map(
       lambda x: _convert(x, _wider(dtype, x.dtype)) if leaves.is_real(x) else x,
       leaves.as_arrays(params),
@@ -159,7 +157,7 @@ def master_weights(
       )
     gradients = updates = leaves.as_arrays(updates)
     params = leaves.as_arrays(params)
-    is_gradient = leaves.resolve_mask(None, updates)
+    is_gradient = leaves.are_gradients(updates)
     # A `loss_scaling` inside `inner` checks gradients in their own dtype and
     # handles non-gradient leaves: a skipped step returns their old values. If
     # it is switched off, its rule's state has no leaves.
@@ -169,7 +167,7 @@ def master_weights(
     )
     if not scales:
       gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
-      params = leaves.leave_out(leaves.resolve_mask(None, params), params)
+      params = leaves.leave_out(leaves.are_gradients(params), params)
 
     inner_updates, inner_state = inner.update(
       gradients,

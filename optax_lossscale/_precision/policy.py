@@ -178,7 +178,7 @@ def _cast(name: str, dtype: Any, tree: Any) -> Any:
     with np.errstate(over="ignore"):
       return x.astype(dtype)
 
-  return jax.tree.map(cast_leaf, leaves.resolve_mask(None, tree), tree)
+  return jax.tree.map(cast_leaf, leaves.are_gradients(tree), tree)
 
 
 _EXAMPLE = "'params=float32,compute=float16,output=float32'"

@@ -281,7 +281,9 @@ class PrecisionSchedule:
           ~is_scaled, rule_states[path], node.loss_scale_state
         ),
         # If the loss was not scaled, a smaller S would not help.
-        stalled=jnp.where(is_scaled, node.stalled, node.overflow),
+        last_step=node.last_step._replace(
+          stalled=jnp.where(is_scaled, node.stalled, node.overflow)
+        ),
       )
 
     visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
@@ -310,8 +312,7 @@ class PrecisionSchedule:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
         around it would see scaled gradients before the switch and unscaled ones
-        after. For no scaling, use `FixedLossScale(1.0)`. If a `mask` leaves out
-        parameters, write your own step.
+        after. For no scaling, use `FixedLossScale(1.0)`.
       level: as in `autocast`.
       overrides: as in `autocast`.
       operations: as in `autocast`.
@@ -377,7 +378,7 @@ class PrecisionSchedule:
         loss = lax.pmean(loss, names)
 
       is_wrapped = bool(states.find_states(opt_state))
-      is_gradient = leaves.resolve_mask(None, params)
+      is_gradient = leaves.are_gradients(params)
       # A bare optimizer would treat those leaves' new values as gradients.
       if not (is_wrapped or all(jax.tree.leaves(is_gradient))):
         raise ValueError(

@@ -39,7 +39,6 @@ def accumulated_value_and_grad(
   check: checks.Check = checks.nonfinite(),
   overflow_fn: Callable[[Any], Any] | None = None,
   axis_name: Any = None,
-  mask: Any = None,
   allow_int: bool = False,
   path: str | None = None,
 ) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
@@ -84,7 +83,6 @@ def accumulated_value_and_grad(
       array; any non-zero entry counts as an overflow.
     axis_name: a mapped axis, or several, along which devices agree on whether a
       micro-batch overflowed. Required if `shard_map` shards the parameters.
-    mask: as in `loss_scaling`, applied to the arguments in `argnums`.
     allow_int: whether to allow differentiation with respect to integers.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -95,9 +93,9 @@ def accumulated_value_and_grad(
     - loss: float32[] or wider, the mean over all micro-batches; with `drop`,
       over those that did not overflow, if there are any.
     - aux: the aux of every micro-batch, stacked along a new first axis.
-    - scaled_gradients: float32 or wider. A leaf that is not a gradient (see
-      `mask`) is passed from one micro-batch to the next, and its last value is
-      returned. A micro-batch that overflows does not change it.
+    - scaled_gradients: float32 or wider. A leaf of Flax's
+      `_overwrite_with_gradient` is passed from one micro-batch to the next, and
+      its last value is returned. An overflow does not change it.
     - overflow: a value for `update`. As a flag it is True if any micro-batch
       overflowed. Its attributes are `flags` and `amax` (bool and float32, both
       [microbatches]) and `valid` (int32[], how many did not overflow).
@@ -171,7 +169,7 @@ def accumulated_value_and_grad(
     )
     places = arguments.find_places(argnums, batch_argnums, len(args))
     given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
-    is_overwritten, is_summed = _kinds(argnums, mask, given)
+    is_overwritten, is_summed = _kinds(argnums, given)
 
     def take_next(
       carry: _Carry, batches: dict[int, Any]
@@ -264,9 +262,9 @@ def _scan(
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outcomes)
 
 
-def _kinds(argnums: Any, mask: Any, given: Any) -> tuple[Any, Any]:
+def _kinds(argnums: Any, given: Any) -> tuple[Any, Any]:
   """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
-  is_kept = leaves.resolve_mask(mask, arguments.like_argnums(argnums, given))
+  is_kept = leaves.are_gradients(arguments.like_argnums(argnums, given))
   is_kept = jax.tree.unflatten(
     jax.tree.structure(given), jax.tree.leaves(is_kept)
   )

@@ -163,7 +163,6 @@ def unscale(
   Args:
     scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
       of Flax's `_overwrite_with_gradient` collection are returned unchanged.
-      Other leaves that a `mask` leaves out are unscaled too.
     opt_state: an optimizer state that holds a loss scale, or the scale itself.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
@@ -186,34 +185,12 @@ def unscale(
   loss_scale = states.scale_in_use(opt_state, path)
   provenance.check_unscale(scaled_gradients, loss_scale)
   scaled_gradients = leaves.as_arrays(scaled_gradients)
-  is_gradient = leaves.resolve_mask(None, scaled_gradients)
-  gradients = unscale_tree(
+  is_gradient = leaves.are_gradients(scaled_gradients)
+  gradients = leaves.unscale(
     leaves.leave_out(is_gradient, scaled_gradients), loss_scale
   )
   provenance.note(gradients, "unscaled", None)
   return leaves.merge(is_gradient, gradients, scaled_gradients)
-
-
-def unscale_tree(tree: trees.Tree, loss_scale: jax.Array) -> trees.Tree:
-  """Returns the gradients in `tree` divided by S, in float32 or wider."""
-  # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
-  # 0. So 1/S is applied as two factors.
-  quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
-
-  def unscale_leaf(x: Any) -> Any:
-    if not leaves.is_gradient(x):
-      return x
-    # Widen before multiplying: in float16 either 1/S or the product may be 0.
-    x = jnp.asarray(x, leaves.at_least_float32(x.dtype))
-    # Invert in the leaf's own dtype, so that float64 loses no precision.
-    inverse = 1 / (loss_scale * quarter).astype(jnp.finfo(x.dtype).dtype)
-    shift = quarter.astype(inverse.dtype)
-    if jnp.iscomplexobj(x):
-      # Multiply each part, since a complex 1/S would make inf * 0 = NaN.
-      return jax.lax.complex(x.real * inverse * shift, x.imag * inverse * shift)
-    return x * inverse * shift
-
-  return jax.tree.map(unscale_leaf, tree)
 
 
 def at_scale(
@@ -353,7 +330,7 @@ def _inf_where_unusable(
   multiple = loss_scale / float(finfo.smallest_subnormal)
   error = jnp.abs(jnp.round(multiple) - multiple)
   is_usable = (loss_scale <= largest) & (error <= float(finfo.eps) * multiple)
-  is_gradient = leaves.resolve_mask(None, gradients)
+  is_gradient = leaves.are_gradients(gradients)
   return jax.tree.map(
     lambda is_gradient, x: (
       jnp.where(is_usable, x, np.asarray(np.inf, x.dtype))

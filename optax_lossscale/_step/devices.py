@@ -182,10 +182,32 @@ def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
       ) from error
 
 
-def check_named() -> Sequence[Hashable]:
-  """Warns if devices may fall out of step along axes that JAX does not track.
+def check_agreed(
+  flags: Sequence[jax.Array],
+  own: jax.Array,
+  names: Sequence[Hashable],
+  *,
+  is_told: bool,
+) -> Sequence[Hashable]:
+  """Raises or warns if devices may decide differently about a step.
 
-  It returns the axes that it has named.
+  Args:
+    flags: what they decide by, reduced along `names`.
+    own: a part of the state, which varies only if each device has its own.
+    names: the axes along which devices agree.
+    is_told: whether the caller has named these axes, even if there are none.
+
+  Returns:
+    The axes along which devices agree, or that a warning has named.
+  """
+  known = names if names or is_told else _check_named()
+  refuse_divergence(flags, own, names)
+  return known
+
+
+def _check_named() -> Sequence[Hashable]:
+  """Warns of axes that JAX does not track, and returns them.
+
   Axes that pmap named itself do not count: devices cannot agree over these.
   """
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)

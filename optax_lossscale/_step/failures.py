@@ -124,7 +124,7 @@ def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
     return None
   overflow, nan, amax, used, stalled = (
     np.asarray(getattr(state, x))[worst]
-    for x in ("overflow", "nan", "amax", "used", "stalled")
+    for x in ("overflow", "nan", "amax", "range_used", "stalled")
   )
   move = "cannot come down" if stalled else "still coming down"
   remedy = (

@@ -15,7 +15,6 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
-from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -29,9 +28,26 @@ class Finding(NamedTuple):
   overflow: jax.Array  # bool[], True if the gradients are unusable.
   amax: jax.Array  # float32[], NaN if any gradient was NaN.
   dropped: jax.Array  # bool[], True if micro-batches were left out.
-  used: jax.Array  # float32[], as in `LossScalingState`.
+  range_used: jax.Array  # float32[], as in `LastStep`.
   # bool[], True if the caller asks to skip; None if there was no flag.
   skip: jax.Array | None = None
+
+  @property
+  def flags(self) -> list[jax.Array]:
+    """What devices must agree on."""
+    return [x for x in (self.overflow, self.skip) if x is not None]
+
+
+class Outcome(NamedTuple):
+  """What becomes of a step, the same on all devices that decide together."""
+
+  overflow: jax.Array  # bool[], True if the gradients are unusable.
+  reported: jax.Array  # bool[], also True if micro-batches were left out.
+  skipped: jax.Array  # bool[], True if the step changes nothing.
+  # bool[], True if only the caller's `skip` skips the step, and True if it is
+  # hidden from the rule. None if there was no flag.
+  by_request: jax.Array | None = None
+  unseen: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +132,7 @@ def examine(
     # Negate this instead of reversing the comparison, so that NaN counts.
     flag |= ~within
     if loss_scale is not None:
-      flag |= ~jnp.isfinite(backward.unscale_tree(largest, loss_scale))
+      flag |= ~jnp.isfinite(leaves.unscale(largest, loss_scale))
     amaxes.append(to_float32(largest))
     if check.dtype is not None or own.itemsize < 4:
       limits.append(limit)
@@ -178,17 +194,46 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   # 2 means an overflow and 1 a dropped micro-batch: the maximum is the worst.
   dropped = finding.dropped.astype(jnp.uint32)
   flag = jnp.where(finding.overflow, jnp.uint32(2), dropped)
-  floats = map(bits.magnitude_bits, (finding.amax, finding.used))
+  floats = map(bits.magnitude_bits, (finding.amax, finding.range_used))
   asked = [] if finding.skip is None else [finding.skip.astype(jnp.uint32)]
-  stacked = jnp.stack([flag, *floats, *asked])
+  flag, *patterns = _largest([flag, *floats, *asked], names)
+  amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns[:2])
+  skip = patterns[2] > 0 if asked else None
+  return Finding(flag == 2, amax, flag > 0, used, skip)
+
+
+def agree_on_skip(skip: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+  """Returns whether any device along the named axes asks to skip."""
+  return _largest([skip.astype(jnp.uint32)], names)[0] > 0
+
+
+def _largest(values: list[jax.Array], names: tuple[Any, ...]) -> Any:
+  """Returns the largest of each integer on all devices along the axes."""
+  stacked = jnp.stack(values)
   # JAX reduces over several axes at once only if the array varies along all of
   # them. An axis index does, and adding 0 times it changes nothing.
   for name in names:
     stacked += 0 * lax.axis_index(name).astype(jnp.uint32)
-  flag, *patterns = lax.pmax(stacked, names)
-  amax, used = (lax.bitcast_convert_type(x, jnp.float32) for x in patterns[:2])
-  skip = patterns[2] > 0 if asked else None
-  return Finding(flag == 2, amax, flag > 0, used, skip)
+  return lax.pmax(stacked, names)
+
+
+def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
+  """Returns what becomes of a step, given what was found."""
+  reported = finding.overflow | finding.dropped
+  # Without the barrier XLA would recompute the flag at every use.
+  overflow = lax.optimization_barrier(finding.overflow)
+  skipped = overflow & rule_skips
+  if finding.skip is None:
+    return Outcome(overflow, reported, skipped)
+  requested = lax.optimization_barrier(finding.skip)
+  return Outcome(
+    overflow,
+    reported,
+    skipped=requested | skipped,
+    by_request=requested & ~skipped,
+    # The rule does not see a step that is skipped for another reason.
+    unseen=requested & ~reported,
+  )
 
 
 def requested(skip: Any) -> jax.Array | None:

@@ -65,11 +65,8 @@ def loss_scale_metrics(
   state = states.find_state(opt_state, path)
   loss_scale = states.get_loss_scale(state)
   # Convert to arrays, since the state may hold variables of a framework.
-  field = {
-    name: jnp.asarray(getattr(state, name))
-    for name in state._fields
-    if name not in ("loss_scale_state", "inner_state")
-  }
+  facts = state.last_step._asdict() | state.counts._asdict()
+  field = {name: jnp.asarray(value) for name, value in facts.items()}
   skipped = field["skipped_steps"].astype(jnp.float32)
   steps = field["applied_steps"].astype(jnp.float32) + skipped
   return {

@@ -60,6 +60,20 @@ def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   return jax.tree.map(choose, leaves.as_arrays(old), new)
 
 
+def other_leaves(
+  skipped: jax.Array | None, is_gradient: Any, params: Any, incoming: Any
+) -> Any:
+  """Returns the next values of the leaves that are not gradients."""
+  if skipped is None or all(jax.tree.leaves(is_gradient)):
+    return incoming
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update where leaves go around the optimizer "
+      "(_overwrite_with_gradient): a skipped step returns their old values."
+    )
+  return select(skipped, params, incoming)
+
+
 def select_on_skip(
   opt_state: optax.OptState,
   new: trees.Tree,

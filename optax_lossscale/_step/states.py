@@ -28,12 +28,10 @@ RESTORE = (
 AS_PURE = "of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state)"
 
 
-class LossScalingState(NamedTuple):
-  """The state of `loss_scaling`: S, the inner state, facts about the last step.
+class LastStep(NamedTuple):
+  """Facts about the last step; a later version may add some.
 
   Attributes:
-    loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
-    inner_state: the wrapped optimizer's state.
     overflow: bool[], True if the last step's gradients were unusable, or if
       micro-batches that overflowed were left out of them.
     nan: bool[], True if any gradient was NaN. A backward pass may also turn inf
@@ -47,11 +45,25 @@ class LossScalingState(NamedTuple):
     amax: float32[], the largest absolute value among the last step's scaled
       gradients, those of its micro-batches, and the caller's `amax`; NaN if
       `nan`.
-    used: float32[], the share of the dtype's range that the last step used, for
-      the leaf that used most: its amax divided by the largest finite value of
-      the computation's dtype; at least 2**-126. NaN or inf if amax is; 0 before
-      the first step. The dtype is taken to be float16 if the check names none
-      and the gradients are float32 or wider.
+    range_used: float32[], the share of the dtype's range that the last step
+      used, for the leaf that used most: its amax divided by the largest finite
+      value of the computation's dtype; at least 2**-126. NaN or inf if amax is;
+      0 before the first step. The dtype is taken to be float16 if the check
+      names none and the gradients are float32 or wider.
+  """
+
+  overflow: jax.Array
+  nan: jax.Array
+  skipped: jax.Array
+  stalled: jax.Array
+  amax: jax.Array
+  range_used: jax.Array
+
+
+class StepCounts(NamedTuple):
+  """Counts of steps; a later version may add some.
+
+  Attributes:
     applied_steps: int32[], the number of steps that the inner optimizer made.
     skipped_steps: int32[], the number of steps that were not applied.
     requested_skips: int32[], how many of `skipped_steps` only the caller's
@@ -59,6 +71,41 @@ class LossScalingState(NamedTuple):
       not skip was reported as well.
     consecutive_skips: int32[], the number of skipped steps in a row, the last
       step included; 0 if the last step was applied.
+  """
+
+  applied_steps: jax.Array
+  skipped_steps: jax.Array
+  requested_skips: jax.Array
+  consecutive_skips: jax.Array
+
+  def after(
+    self, skipped: jax.Array, by_request: jax.Array | None = None
+  ) -> "StepCounts":
+    """Returns the counts after a step; `by_request` as in `Outcome`."""
+    requested_skips = self.requested_skips
+    if by_request is not None:
+      requested_skips = _count_if(by_request, requested_skips)
+    return StepCounts(
+      applied_steps=_count_if(~skipped, self.applied_steps),
+      skipped_steps=_count_if(skipped, self.skipped_steps),
+      requested_skips=requested_skips,
+      consecutive_skips=jnp.where(
+        skipped, optax.safe_increment(self.consecutive_skips), 0
+      ),
+    )
+
+
+class LossScalingState(NamedTuple):
+  """The state of `loss_scaling`: S, the inner state, facts about the last step.
+
+  The fields of `last_step` and `counts` are also attributes of the state, such
+  as `state.overflow` and `state.skipped_steps`.
+
+  Attributes:
+    loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
+    inner_state: the wrapped optimizer's state.
+    last_step: a `LastStep`, the facts about the last step.
+    counts: a `StepCounts`, how many steps were applied and skipped.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -73,16 +120,58 @@ class LossScalingState(NamedTuple):
 
   loss_scale_state: Any
   inner_state: Any
-  overflow: jax.Array
-  nan: jax.Array
-  skipped: jax.Array
-  stalled: jax.Array
-  amax: jax.Array
-  used: jax.Array
-  applied_steps: jax.Array
-  skipped_steps: jax.Array
-  requested_skips: jax.Array
-  consecutive_skips: jax.Array
+  last_step: LastStep
+  counts: StepCounts
+
+  @property
+  def overflow(self) -> jax.Array:
+    """bool[], as in `LastStep`."""
+    return self.last_step.overflow
+
+  @property
+  def nan(self) -> jax.Array:
+    """bool[], as in `LastStep`."""
+    return self.last_step.nan
+
+  @property
+  def skipped(self) -> jax.Array:
+    """bool[], as in `LastStep`."""
+    return self.last_step.skipped
+
+  @property
+  def stalled(self) -> jax.Array:
+    """bool[], as in `LastStep`."""
+    return self.last_step.stalled
+
+  @property
+  def amax(self) -> jax.Array:
+    """float32[], as in `LastStep`."""
+    return self.last_step.amax
+
+  @property
+  def range_used(self) -> jax.Array:
+    """float32[], as in `LastStep`."""
+    return self.last_step.range_used
+
+  @property
+  def applied_steps(self) -> jax.Array:
+    """int32[], as in `StepCounts`."""
+    return self.counts.applied_steps
+
+  @property
+  def skipped_steps(self) -> jax.Array:
+    """int32[], as in `StepCounts`."""
+    return self.counts.skipped_steps
+
+  @property
+  def requested_skips(self) -> jax.Array:
+    """int32[], as in `StepCounts`."""
+    return self.counts.requested_skips
+
+  @property
+  def consecutive_skips(self) -> jax.Array:
+    """int32[], as in `StepCounts`."""
+    return self.counts.consecutive_skips
 
   @property
   def inv_scale(self) -> jax.Array:
@@ -93,14 +182,46 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], headroom in bits: how many more times S could have doubled.
 
-    It equals -log2(used), 126 at most; NaN if `nan` or before the first step;
-    -inf if amax is inf. A finite negative value means that the gradients do not
-    fit float16, and the check does not name the dtype of their computation.
+    It equals -log2(range_used), 126 at most; NaN if `nan` or before the first
+    step; -inf if amax is inf. A finite negative value means that the gradients
+    do not fit float16, and the check does not name the dtype of their
+    computation.
     """
     # A NaN kept in the state would trip jax_debug_nans, so compute it here.
-    used = jnp.asarray(self.used)
+    used = jnp.asarray(self.range_used)
     # Subtract from 0, since negation would give -0.0 at the limit.
     return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
+
+
+def first_state(rule_state: Any, inner_state: Any) -> LossScalingState:
+  """Returns the state before the first step."""
+
+  # An array of its own for each field, since a step may donate them all.
+  def none(dtype: Any = jnp.int32) -> jax.Array:
+    return jnp.full((), 0, dtype)
+
+  return LossScalingState(
+    loss_scale_state=leaves.as_arrays(rule_state),
+    inner_state=leaves.as_arrays(inner_state),
+    last_step=LastStep(
+      overflow=none(bool),
+      nan=none(bool),
+      skipped=none(bool),
+      stalled=none(bool),
+      amax=none(jnp.float32),
+      range_used=none(jnp.float32),
+    ),
+    counts=StepCounts(
+      applied_steps=none(),
+      skipped_steps=none(),
+      requested_skips=none(),
+      consecutive_skips=none(),
+    ),
+  )
+
+
+def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
+  return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def find_states(tree: Any) -> dict[str, LossScalingState]:

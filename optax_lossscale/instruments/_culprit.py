@@ -108,7 +108,7 @@ def culprit(
       "`scaled_grads` must be arrays that are known, got traced ones; call "
       "culprit outside of jit, or amax_by_leaf inside."
     )
-  mask = leaves.resolve_mask(None, scaled_grads)
+  mask = leaves.are_gradients(scaled_grads)
   dtypes = checks.with_computation_dtypes(
     check, leaves.leave_out(mask, scaled_grads)
   )

@@ -18,6 +18,7 @@ import numpy as np
 
 from optax_lossscale._autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import backward
@@ -269,7 +270,7 @@ class _Gradient:
     def gradient(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
       differentiated = backward.at_scale(loss_scale, fun, 0, has_aux, allow_int)
       _, scaled_grads = differentiated(*args, **kwargs)
-      return _elements.named(backward.unscale_tree(scaled_grads, loss_scale))
+      return _elements.named(leaves.unscale(scaled_grads, loss_scale))
 
     scale = np.float32(1.0)
     recording = interpreter.record(gradient, (scale, *args), kwargs)

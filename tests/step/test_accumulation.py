@@ -601,23 +601,6 @@ def test_a_reason_of_ones_own_drops_a_micro_batch():
   assert seen == [{"w", "b"}] * 4
 
 
-def test_a_mask_says_what_is_no_gradient():
-  @jax.custom_vjp
-  def count(n, x):
-    del n
-    return x
-
-  count.defvjp(lambda n, x: (x, n), lambda n, g: (n + 1, g))
-  params = {"n": jnp.float32(0), "w": jnp.float32(1)}
-  _, grads, _ = ols.accumulated_value_and_grad(
-    lambda p, x: count(p["n"], p["w"] * x[0]),
-    8.0,
-    microbatches=4,
-    mask={"n": False, "w": True},
-  )(params, jnp.ones(4))
-  assert (grads["n"], grads["w"]) == (4.0, 8.0)
-
-
 def call(batch=BATCH, **options):
   options = {"microbatches": 2} | options
   return ols.accumulated_value_and_grad(loss_fn, 1.0, **options)(PARAMS, batch)

@@ -485,26 +485,6 @@ def test_leaves_that_are_no_gradients_need_no_dtype_and_may_have_one():
     assert found.amax == 1.0
 
 
-@pytest.mark.parametrize("way", PER_LEAF)
-def test_leaves_left_out_by_the_mask_keep_their_place_in_the_dtypes(way):
-  mask = {"half": Layer(True, False), "rest": True}
-  tx = ols.loss_scaling(
-    optax.sgd(1.0),
-    ols.FixedLossScale(),
-    check=ols.saturated(PER_LEAF[way]),
-    mask=mask,
-  )
-  state = tx.init(LAYERS)
-
-  @jax.jit
-  def overflow(gradients):
-    return tx.update(gradients, state, LAYERS)[1].overflow
-
-  for bad_path in paths_of(LAYERS):
-    gradients = with_one_bad_leaf(LAYERS, bad_path, 65504.0)
-    assert overflow(gradients) == (bad_path == "half/kernel")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("way", PER_LEAF)

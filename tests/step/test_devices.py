@@ -159,7 +159,7 @@ def test_nan_on_one_device_outlives_inf_on_all_others():
     found = per_device(agree, {"data": 8})(amax)
     assert np.all(found.overflow)
     assert np.all(np.isnan(found.amax))
-    assert np.all(np.isnan(found.used))
+    assert np.all(np.isnan(found.range_used))
     assert np.all(found.dropped)
 
 

@@ -318,28 +318,6 @@ def test_guarantee_12_a_skip_keeps_the_old_value_of_an_fp8_collection():
     tx.update(gradients, tx.init(params))
 
 
-@pytest.mark.parametrize(
-  "mask",
-  [
-    {"a": True, "b": False},
-    lambda tree: {"a": True, "b": jax.tree.map(lambda _: False, tree["b"])},
-  ],
-  ids=["prefix", "function"],
-)
-def test_guarantee_12_a_mask_names_what_is_no_gradient(mask):
-  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(1), "d": jnp.ones(1)}}
-  tx = ols.loss_scaling(optax.adam(1.0), ols.FixedLossScale(8.0), mask=mask)
-  state = tx.init(params)
-  gradients = {
-    "a": jnp.ones(2),
-    "b": {"c": jnp.full(1, jnp.nan), "d": jnp.full(1, 7.0)},
-  }
-  updates, state = tx.update(gradients, state, params)
-  assert not state.overflow
-  assert jnp.isnan(updates["b"]["c"][0])
-  assert updates["b"]["d"] == 7.0
-
-
 def test_guarantee_13_extra_arguments_reach_the_inner_transformation():
   calls = []
   tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(8.0))
@@ -881,55 +859,6 @@ def test_an_overflow_that_is_no_flag_is_refused(overflow):
     tx.update(jnp.ones(1), tx.init(jnp.ones(1)), overflow=overflow)
 
 
-def test_a_mask_that_does_not_fit_is_refused():
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), mask={"a": True})
-  with pytest.raises(ValueError, match="`mask` must be a tree of bools"):
-    tx.init({"b": jnp.ones(1)})
-
-
-NO_BOOLS = {
-  "'train' of type str at 'b'": {"w": ["train", "frozen"], "b": "train"},
-  "'' of type str": "",
-  "5 of type int": lambda _: 5,
-  "0 of type int at 'b'": {"w": True, "b": 0},
-  "nan of type float": jnp.nan,
-  "Array(True, dtype=bool) of type jax.Array at 'b'": {
-    "w": True,
-    "b": jnp.array(True),
-  },
-}
-
-
-@pytest.mark.parametrize("got", NO_BOOLS)
-def test_a_mask_of_anything_but_bools_is_refused(got):
-  mask = NO_BOOLS[got]
-  params = {"w": [jnp.ones(2), jnp.ones(2)], "b": jnp.ones(2)}
-  rule = ols.FixedLossScale()
-  refused = pytest.raises(
-    TypeError, match=f"^`mask` must be a tree of bools.* got {re.escape(got)}.$"
-  )
-  with refused:
-    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).init(params)
-  state = ols.loss_scaling(optax.sgd(1.0), rule).init(params)
-  with refused:
-    ols.loss_scaling(optax.sgd(1.0), rule, mask=mask).update(params, state)
-  with refused:
-    ols.accumulated_value_and_grad(
-      lambda params, batch: jnp.mean(batch) * jnp.sum(params["b"]),
-      state,
-      microbatches=2,
-      mask=mask,
-    )(params, jnp.ones(2))
-
-
-def test_a_mask_may_be_made_of_numpys_bools():
-  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  mask = {"a": np.bool_(True), "b": np.array([False])[0]}
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), mask=mask)
-  updates, _ = tx.update(params, tx.init(params), params)
-  assert updates["a"][0] == -0.125 and updates["b"][0] == 1
-
-
 def test_update_refuses_the_state_of_another_rule():
   state = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale()).init(0.0)
   tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale())
@@ -950,18 +879,6 @@ def test_an_inner_state_that_changes_its_structure_is_refused():
   tx = ols.loss_scaling(inner, ols.FixedLossScale())
   with pytest.raises(ValueError, match="`inner` must keep the structure"):
     tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
-
-
-def test_guarantee_12_a_mask_function_sees_the_parameters():
-  def mask(params):
-    return jax.tree.map(lambda x: x.dtype == jnp.float32, params)
-
-  params = {"a": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0), mask=mask)
-  gradients = jax.tree.map(lambda x: x.astype(jnp.float16), params)
-  gradients["a"] = gradients["a"] * jnp.nan
-  _, state = tx.update(gradients, tx.init(params), params)
-  assert state.skipped
 
 
 def test_guarantee_12_real_fp8_layers_train_and_skip():

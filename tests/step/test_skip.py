@@ -19,6 +19,8 @@ PARAMS = {
   "single": jnp.array([[-0.0, 4.0]], jnp.float32),
 }
 RULE = ols.DynamicLossScale(8.0, growth_interval=2, hysteresis=2)
+# A collection that is no gradient.
+OTHER = "_overwrite_with_gradient"
 RULES = {
   "dynamic": RULE,
   "fixed": ols.FixedLossScale(8.0),
@@ -275,22 +277,22 @@ def test_an_optimizer_may_take_a_flag_of_that_name():
 def test_leaves_that_go_around_the_optimizer_keep_their_values():
   # A rule that skips nothing passes their next values on, unless it must skip.
   rule = ols.FixedLossScale(8.0, skip=False)
-  tx = ols.loss_scaling(optax.sgd(0.5), rule, mask={"w": True, "s": False})
-  params = {"w": jnp.ones(2), "s": jnp.float32(3.0)}
-  grads = {"w": jnp.ones(2), "s": jnp.float32(5.0)}
+  tx = ols.loss_scaling(optax.sgd(0.5), rule)
+  params = {"w": jnp.ones(2), OTHER: jnp.float32(3.0)}
+  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
   state = tx.init(params)
-  assert tx.update(grads, state, params, skip=False)[0]["s"] == 5
+  assert tx.update(grads, state, params, skip=False)[0][OTHER] == 5
   for flag, expected in ((jnp.array(False), 5), (True, 3)):
-    assert tx.update(grads, state, params, skip=flag)[0]["s"] == expected
+    assert tx.update(grads, state, params, skip=flag)[0][OTHER] == expected
   with pytest.raises(ValueError, match="`params` must be passed to update"):
     tx.update(grads, state, skip=True)
 
 
 def test_without_a_flag_a_rule_that_skips_nothing_needs_no_params():
   rule = ols.FixedLossScale(8.0, skip=False)
-  tx = ols.loss_scaling(optax.sgd(0.5), rule, mask={"w": True, "s": False})
-  grads = {"w": jnp.ones(2), "s": jnp.float32(5.0)}
-  assert tx.update(grads, tx.init(grads))[0]["s"] == 5
+  tx = ols.loss_scaling(optax.sgd(0.5), rule)
+  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
+  assert tx.update(grads, tx.init(grads))[0][OTHER] == 5
 
 
 def test_a_rules_unusable_s_is_refused_where_no_flag_is_set():
@@ -346,15 +348,16 @@ def test_an_unusable_s_is_replaced_on_such_a_step_too():
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_it_skips_without_a_rule(skip, compiles):
-  tx = ols.loss_scaling(optax.adam(0.5), None, mask={"w": True, "s": False})
-  params = {"w": jnp.array([1.0, -0.0]), "s": jnp.float32(3.0)}
-  grads = {"w": jnp.ones(2), "s": jnp.float32(5.0)}
+  tx = ols.loss_scaling(optax.adam(0.5), None)
+  params = {"w": jnp.array([1.0, -0.0]), OTHER: jnp.float32(3.0)}
+  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
   state = tx.init(params)
   update = jax.jit(tx.update) if compiles else tx.update
   updates, after = update(grads, state, params, skip=jnp.array(skip))
   expected, applied = update(grads, state, params)
   if skip:
-    expected, applied = {"w": jnp.full(2, -0.0), "s": params["s"]}, state
+    kept = {"w": jnp.full(2, -0.0), OTHER: params[OTHER]}
+    expected, applied = kept, state
   assert_same_bits(updates, expected)
   assert_same_bits(after.inner_state, applied.inner_state)
   names = ("skipped", "applied_steps", "skipped_steps", "requested_skips")

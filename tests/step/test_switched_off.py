@@ -187,11 +187,10 @@ def test_other_extra_arguments_reach_the_optimizer():
   assert seen == [{"value": 3.0}]
 
 
-@pytest.mark.parametrize("mask", [None, {"w": True, "s": False}])
-def test_leaves_that_are_no_gradients_still_go_around(mask):
-  name = "s" if mask else "_overwrite_with_gradient"
+def test_leaves_that_are_no_gradients_still_go_around():
+  name = "_overwrite_with_gradient"
   params = {"w": jnp.ones(2), name: jnp.float32(3.0)}
-  tx = ols.loss_scaling(optax.sgd(0.5), None, mask=mask)
+  tx = ols.loss_scaling(optax.sgd(0.5), None)
   updates, _state = tx.update(
     {"w": jnp.ones(2), name: jnp.float32(5.0)}, tx.init(params), params
   )
@@ -289,15 +288,6 @@ def test_its_steps_are_recorded(capfd):
   assert ols.instruments.history(opt_state).loss_scale.tolist() == [1]
   expected = "step 1: clean, loss scale now 1, 1 applied, 0 skipped (0.0 %)\n"
   assert capfd.readouterr().out == expected
-
-
-@pytest.mark.parametrize("mask", [None, lambda p: {"w": True, "s": p["s"] > 3}])
-def test_a_mask_goes_by_the_parameters(mask):
-  params = {"w": jnp.ones(2), "s": np.float32(3.0)}
-  grads = {"w": jnp.ones(2), "s": np.float32(5.0)}
-  tx = ols.loss_scaling(optax.sgd(0.5), None, mask=mask)
-  updates, _ = tx.update(grads, tx.init(params), params)
-  assert updates["s"] == (5 if mask else -2.5)
 
 
 def test_an_nnx_optimizer_takes_it():

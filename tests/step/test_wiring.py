@@ -724,10 +724,6 @@ FP8 = {
     (scaling(ADAM), jnp.ones(2, jnp.bfloat16)),
     (scaling(ADAM), jnp.ones(2, jnp.float8_e4m3fn)),
     (scaling(ADAM), FP8),
-    (
-      ols.loss_scaling(ADAM, RULE, mask={"a": True, "b": False}),
-      {"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)},
-    ),
     (scaling(optax.selective_transform(ADAM, freeze_mask=FROZEN)), LORA),
     (scaling(optax.chain(ADAM, optax.freeze(FROZEN))), LORA),
     (scaling(optax.partition(SGD_OR_FROZEN, FROZEN)), LORA),
@@ -739,7 +735,6 @@ FP8 = {
     "bfloat16",
     "float8",
     "FP8",
-    "mask",
     "frozen",
     "freeze",
     "a frozen group",
