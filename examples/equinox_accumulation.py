@@ -26,10 +26,7 @@ LINE = (
   "applied {applied_steps}, skipped {skipped_steps}"
 )
 
-# This S is far too large, and grows soon after each overflow, so that a short
-# run has skipped steps. The defaults, DynamicLossScale(), suit a long run.
-rule = ols.DynamicLossScale(2.0**24, growth_interval=50)
-tx = ols.loss_scaling(optax.adam(3e-3), rule)
+tx = ols.loss_scaling(optax.adam(3e-3), ols.DynamicLossScale())
 
 
 def draw(rng, count):

@@ -26,9 +26,7 @@ LINE = (
   "applied {applied_steps}, skipped {skipped_steps}"
 )
 
-# This S is far too large, and grows soon after each overflow, so that a short
-# run has skipped steps. The defaults, DynamicLossScale(), suit a long run.
-rule = ols.DynamicLossScale(2.0**26, growth_interval=100)
+rule = ols.DynamicLossScale()
 optimizers = {
   "discriminator": ols.loss_scaling(optax.adam(1e-3, b1=0.5), rule),
   "generator": ols.loss_scaling(optax.adam(3e-4, b1=0.5), rule),

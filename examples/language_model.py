@@ -110,13 +110,15 @@ def draw(results, path):
   upper, lower = figure.subplots(2, 1, sharex=True)
   # The losses of three runs lie on each other: each line is thinner.
   styles = [("#CCCCCC", 8), ("#D55E00", 3), ("#0072B2", 3), ("#000000", 1)]
-  for (name, run), (color, width) in zip(results.items(), styles, strict=True):
+  for (name, run), (color, width) in zip(results.items(), styles, strict=False):
     upper.plot(run[0], color=color, linewidth=width, label=name)
     lower.plot(run[1], color=color, linewidth=width, drawstyle="steps-post")
   upper.set(ylabel="training loss")
-  upper.legend(loc="center right")
   lower.set(xlabel="step", ylabel="loss scale S")
   lower.set_yscale("log", base=2)
+  lower.set_yticks([2.0**exponent for exponent in range(10, 31, 5)])
+  if results:
+    upper.legend(loc="center right")
   figure.savefig(path, dpi=150)
 
 
@@ -128,7 +130,7 @@ def main(argv=None):
   parser.add_argument("--figure", metavar="FILE", help="needs matplotlib")
   arguments = parser.parse_args(argv)
   if arguments.figure:
-    import matplotlib  # noqa: F401 - if it is missing, an error now.
+    draw({}, arguments.figure)  # What fails should fail now.
 
   symbols = read_symbols()
   symbols, rest = np.split(symbols, [len(symbols) - len(symbols) // 10])

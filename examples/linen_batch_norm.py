@@ -61,9 +61,6 @@ class TrainState(ols.linen.TrainState):
 
 def make_state(seed):
   """Returns the state before the first step."""
-  # This S is far too large, and grows soon after each overflow, so that a short
-  # run has skipped steps. The defaults, DynamicLossScale(), suit a long run.
-  rule = ols.DynamicLossScale(2.0**24, growth_interval=50)
   network = Network()
   variables = network.init(
     jax.random.key(seed), jnp.zeros((1, SIZE, SIZE, 1)), train=False
@@ -72,7 +69,7 @@ def make_state(seed):
     apply_fn=network.apply,
     params=variables["params"],
     batch_stats=variables["batch_stats"],
-    tx=ols.loss_scaling(optax.adam(3e-3), rule),
+    tx=ols.loss_scaling(optax.adam(3e-3), ols.DynamicLossScale()),
   )
 
 

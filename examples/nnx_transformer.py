@@ -98,10 +98,7 @@ def accuracy(model, batch):
 
 def make_state(seed):
   """Returns the model, its optimizer and its moving average."""
-  # This S is far too large, and grows soon after each overflow, so that a short
-  # run has skipped steps. The defaults, DynamicLossScale(), suit a long run.
-  rule = ols.DynamicLossScale(2.0**24, growth_interval=50)
-  tx = ols.loss_scaling(optax.adamw(2e-3), rule)
+  tx = ols.loss_scaling(optax.adamw(2e-3), ols.DynamicLossScale())
   model = Transformer(nnx.Rngs(seed))
   model.train()  # With dropout.
   ema = nnx.clone(model)

@@ -17,9 +17,6 @@ same bit for bit, and S shrinks. After enough clean steps, S grows again.
 
 import importlib as _importlib
 
-# Imported first, so that Ctrl-C works during the other imports (a second).
-
-# isort: split
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning

@@ -1003,10 +1003,18 @@ def test_the_rows_for_accelerate_train_mode_run():
     assert eval(line.replace("\\|", "|")).init().low
 
 
-@pytest.mark.parametrize("name", ["total_step", "final_loss"])
-def test_the_names_of_the_hook_are_told_by_the_page(name):
+@pytest.mark.parametrize(
+  ("name", "mode", "value", "before", "at"),
+  [("total_step", "step", 100, 89, 90), ("final_loss", "loss", 2.0, 2.2, 2.1)],
+)
+def test_the_names_of_the_hook_are_told_by_the_page(
+  name, mode, value, before, at
+):
   renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  assert renamed in inspect.signature(ols.precision_schedule).parameters
+  schedule = ols.precision_schedule(f"fast|{mode}", **{renamed: value})
+  state = schedule.init()
+  assert schedule.update(state, **{mode: before}).low
+  assert not schedule.update(state, **{mode: at}).low
 
 
 @pytest.mark.slow

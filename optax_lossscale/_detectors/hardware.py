@@ -233,9 +233,12 @@ def _row(name: str, seen: Arithmetic) -> tuple[str, ...]:
 def _preferred_dtype(device: Any) -> Any:
   """Returns the dtype that a device is fast in; None if that is unknown."""
   name = {"cpu": "float32", "tpu": "bfloat16"}.get(device.platform)
-  # NVIDIA's GPUs multiply in float16 since 7.0 and in bfloat16 since 8.0. Other
-  # devices have no compute capability, or one of another meaning.
+  # NVIDIA's GPUs multiply in float16 since 7.0 and in bfloat16 since 8.0. For
+  # AMD's GPUs it is a name, such as gfx942.
   capability = str(getattr(device, "compute_capability", ""))
-  if re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 7:
+  is_nvidia = device.platform in ("gpu", "cuda") and re.fullmatch(
+    r"\d+\.\d+", capability
+  )
+  if is_nvidia and float(capability) >= 7:
     name = "bfloat16" if float(capability) >= 8 else "float16"
   return None if name is None else jnp.dtype(name)

@@ -42,8 +42,8 @@ def explain_changes() -> Iterator[None]:
     if type(error).__name__ != "TraceContextError":
       raise
     raise ValueError(
-      "`fun` must not change NNX objects that are not traced with it, got such "
-      "a change, on the line that the error above shows; pass them as "
-      f"arguments. {_FOR_NNX}; "
+      "`fun` must not change NNX objects that are not traced with it, got a "
+      "change to one that it closes over, on the line that the traceback "
+      f"shows; pass the object as an argument. {_FOR_NNX}; "
       "optax_lossscale.autocast takes a model that is only read."
     ) from error

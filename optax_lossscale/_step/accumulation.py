@@ -323,7 +323,7 @@ def _add(
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
     # Widen before dividing, since float16 might not hold the quotient. Divide
-    # before the sum, which then exceeds the largest gradient by rounding alone.
+    # before adding, so that the sum of finite gradients is finite.
     summand = x.astype(total.dtype) / microbatches
     if is_left_out is None:
       return total + summand

@@ -178,8 +178,6 @@ def to_float32(value: Any) -> jax.Array:
   # Convert on the host first, since jnp warns about numbers beyond float32.
   numpy = jnp if is_jax else np
   value = numpy.asarray(value)
-  if np.issubdtype(value.dtype, np.bool_):
-    raise TypeError("A flag is not a number.")
   if value.dtype == np.float64:
     clipped = numpy.clip(value, -_LARGEST, _LARGEST)
     value = numpy.where(numpy.isfinite(value), clipped, value)
@@ -278,7 +276,9 @@ def _magnitudes(amax: Any) -> list[jax.Array]:
   for value in jax.tree.leaves(amax, is_leaf=leaves.is_none):
     value = arguments.as_finite("amax", value)
     found = None
-    if value is not None and arguments.is_numeric(value):
+    # A flag is not a number; nor is an object whose dtype is bool.
+    is_flag = np.issubdtype(getattr(value, "dtype", type(value)), np.bool_)
+    if not (value is None or is_flag) and arguments.is_numeric(value):
       with contextlib.suppress(TypeError, ValueError):
         found = to_float32(value)
     if found is None:

@@ -58,6 +58,9 @@ _KEPT = {
 # linen.TrainState counts all steps here, including skipped ones.
 _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 
+# JAX's caches depend on this value.
+_traced_anew = jax.make_user_context(None)
+
 # How many leaves a line of the report names.
 _MOST_NAMED = 4
 
@@ -215,8 +218,7 @@ class StepReport:
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
     warnings: the text of each `WiringWarning` that the step raised while it was
-      traced, unless a filter of yours ignores it. A step that was traced before
-      raises none.
+      traced, unless a filter of yours ignores it.
   """
 
   laws: tuple[Law, ...]
@@ -371,16 +373,19 @@ def check(
       f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
   runs = _Runs(run, named, carry or None, may_change, known or {})
-  # The check itself does things that a program may forbid in its steps.
-  with (
-    jax.debug_nans(False),
-    jax.debug_infs(False),
-    jax.transfer_guard("allow"),
-    warnings.catch_warnings(record=True) as caught,
-  ):
-    report = _report(runs)
-  for x in caught:
-    warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
+  caught: list[warnings.WarningMessage] = []
+  try:
+    # The check itself does things that a program may forbid in its steps.
+    with (
+      jax.debug_nans(False),
+      jax.debug_infs(False),
+      jax.transfer_guard("allow"),
+      warnings.catch_warnings(record=True) as caught,
+    ):
+      report = _report(runs)
+  finally:
+    for x in caught:
+      warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
   texts = [
     str(x.message)
     for x in caught
@@ -937,7 +942,9 @@ def _precision(
     return list(filter(_is_value, jax.tree.leaves(run(named))))
 
   try:
-    recording = interpreter.record(arrays_of, (dict(named),), {})
+    # A jitted step is traced anew, so that it warns as it did the first time.
+    with _traced_anew(object()):
+      recording = interpreter.record(arrays_of, (dict(named),), {})
   except Exception as error:  # A step may run any code on the host.
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     return Law("precision", "not applied", text), True

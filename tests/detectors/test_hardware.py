@@ -276,6 +276,7 @@ def test_any_other_failure_is_raised(needed, emulated):
     ("gpu", "8.0", "bfloat16"),
     ("cuda", "10.0", "bfloat16"),
     ("gpu", "gfx942", None),
+    ("xpu", "12.55", None),
     ("npu", None, None),
   ],
 )

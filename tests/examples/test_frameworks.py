@@ -29,6 +29,16 @@ def load(name):
   return module
 
 
+@pytest.fixture
+def too_large(monkeypatch):
+  """Lets every S start too high, and grow soon after each overflow."""
+  rule = ols.DynamicLossScale(2.0**26, growth_interval=50)
+  monkeypatch.setattr(ols, "DynamicLossScale", lambda: rule)
+  load.cache_clear()
+  yield
+  load.cache_clear()
+
+
 def counts(result):
   """Returns the applied and the skipped steps of each optimizer."""
   metrics = [x for x in result.values() if isinstance(x, dict)] or [result]
@@ -52,12 +62,14 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
   result = load(name).main(["--steps", "2", "--seed", "1"])
   lines = capsys.readouterr().out.splitlines()
   assert "step" in lines[0]
-  assert any("applied 0, skipped" in line for line in lines)
+  assert any("skipped 0" in line for line in lines)
   page = lines[-1].removeprefix("Next: ")
   assert (ROOT / page).is_file() and page.endswith(".md")
-  assert set(counts(result)) == {(0, 2)}  # S starts too high.
+  assert set(counts(result)) == {(2, 0)}
 
 
+# At a smaller S float16 loses low bits, and the report is not certain.
+@pytest.mark.usefixtures("too_large")
 @each_example
 def test_its_step_is_right(name):
   # Not the first step, on which the moving average equals the parameters.
@@ -108,6 +120,7 @@ def float32_loss(model, batch):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("too_large")
 @each_example
 def test_it_learns_and_survives_overflows(name):
   result = load(name).main([])

@@ -71,13 +71,27 @@ def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
 ):
   _, rows, _ = run(f"--seed={seed}")
   accuracy = {name: float(cells[1]) for name, cells in rows.items()}
+  assert [x[2:] for x in rows.values()][:3] == [
+    ["200", "0"],
+    ["200", "0"],
+    ["200", "0", "2^10"],
+  ]
   float32, alone, fixed, dynamic = accuracy.values()
   assert alone < 0.02 and float32 > 0.4
   assert fixed == pytest.approx(float32, rel=0.01)
   assert dynamic == pytest.approx(float32, rel=0.01)
   if seed == 0:
     # Other versions have other sources, and round otherwise.
-    shown = re.findall(r"^\| (float.*?) \| .*? \| (.*?) \|", README, re.M)
-    assert accuracy == pytest.approx(
-      {name: float(cell) for name, cell in shown}, abs=0.03
-    )
+    shown = {
+      name: [cell.strip() for cell in cells]
+      for line in re.findall(r"^\| (float.*)\|$", README, re.M)
+      for name, *cells in [line.split(" |")]
+    }
+    assert rows.keys() == shown.keys()
+    for name, cells in rows.items():
+      assert float(cells[0]) == pytest.approx(float(shown[name][0]), abs=2e-4)
+      assert float(cells[1]) == pytest.approx(float(shown[name][1]), abs=0.03)
+    applied, skipped, scale = shown["float16, dynamic"][2:]
+    assert abs(int(rows["float16, dynamic"][2]) - int(applied)) <= 2
+    assert int(applied) + int(skipped) == 200
+    assert abs(int(rows["float16, dynamic"][4][2:]) - int(scale[2:])) <= 2

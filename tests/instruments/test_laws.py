@@ -1226,6 +1226,19 @@ def test_the_check_warns_as_the_step_does():
   assert "\nWiringWarning: `opt_state` must have optax.masked" in str(report)
 
 
+def test_a_warning_is_told_though_the_step_fails():
+  def step(params, opt_state):
+    warnings.warn("a hint of the user's", stacklevel=1)
+    raise ValueError("the step fails")
+
+  tx = ols.loss_scaling(ADAM, RULE)
+  with (
+    pytest.warns(UserWarning, match="a hint"),
+    pytest.raises(ValueError, match="the step fails"),
+  ):
+    ols.instruments.check_step(step, PARAMS, tx.init(PARAMS))
+
+
 def test_a_step_that_is_right_but_for_a_warning_is_not_called_right():
   """On one device alone a NaN is skipped; the mean carries it to the others."""
   inner = optax.chain(ols.pmean_gradients("i"), optax.sgd(0.5))
@@ -1241,10 +1254,11 @@ def test_a_step_that_is_right_but_for_a_warning_is_not_called_right():
     return optax.apply_updates(w, updates), opt_state
 
   w = jnp.ones((2, 3))
+  args = w, jax.vmap(tx.init)(w), jnp.ones((2, 4, 3))
   with pytest.warns(ols.WiringWarning, match="over 'i'"):
-    report = ols.instruments.check_step(
-      step, w, jax.vmap(tx.init)(w), jnp.ones((2, 4, 3))
-    )
+    step(*args)  # Compiled by now, it would not warn again.
+  with pytest.warns(ols.WiringWarning, match="over 'i'"):
+    report = ols.instruments.check_step(step, *args)
   assert verdicts(report)["skip"] == "exact"
   assert not report.ok
   assert str(report).startswith("The step is not certain.")

@@ -665,7 +665,7 @@ def test_a_model_that_is_no_part_of_what_is_traced_is_refused():
   beside = ols.scaled_value_and_grad(
     lambda weight, x, model: weight * model_loss(model, x), 8.0
   )
-  got = "got such a change, .*; pass them as arguments"
+  got = "got a change to one that it closes over.*; pass the object as an arg"
   for run in (
     lambda: closed_over(1.0, BATCH),
     lambda: beside(1.0, BATCH, model),
