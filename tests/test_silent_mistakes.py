@@ -415,7 +415,7 @@ MISTAKES = {
     a_mean_over_an_axis_that_is_not_named,
     {
       TRACED: "`axis_name` must name every axis over which `inner` averages or "
-      "sums, got none where it does over 'data'"
+      "sums, got an average or a sum over 'data'"
     },
   ),
   "S11": (

@@ -21,9 +21,12 @@ from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 
-# The axes on which the wrapper agrees, while its optimizer runs outside jit.
-_agreed: contextvars.ContextVar[Sequence[Hashable] | None] = (
-  contextvars.ContextVar("_agreed", default=None)
+# Axes along which devices are known to skip together; None means all of them.
+Known = Sequence[Hashable] | None
+
+# What is known while the wrapper's optimizer runs outside jit.
+_agreed: contextvars.ContextVar[Known] = contextvars.ContextVar(
+  "_agreed", default=None
 )
 
 
@@ -188,7 +191,7 @@ def check_agreed(
   names: Sequence[Hashable],
   *,
   is_told: bool,
-) -> Sequence[Hashable]:
+) -> Known:
   """Raises or warns if devices may decide differently about a step.
 
   Args:
@@ -198,49 +201,61 @@ def check_agreed(
     is_told: whether the caller has named these axes, even if there are none.
 
   Returns:
-    The axes along which devices agree, or that a warning has named.
+    The axes along which devices agree or a warning says that they may not, or
+    None if the caller says that there are no others.
   """
-  known = names if names or is_told else _check_named()
   refuse_divergence(flags, own, names)
-  return known
+  if is_told and not names:
+    return None
+  tracked, untracked = _manual_axes()
+  if untracked and not names:
+    wiring.warn(
+      "`axis_name` must say over which axes devices skip together, as JAX does "
+      f"not track what varies along {listed(untracked)} here, got none. Pass "
+      f"loss_scaling(..., axis_name={listed(untracked)}); or axis_name=() if "
+      "gradients are the same on all devices already, or if each device has a "
+      "model of its own."
+    )
+  varying = frozenset().union(*map(varying_axes, flags))
+  # A flag that JAX tracks and that does not vary is the same on all devices.
+  same = [name for name in tracked if name not in varying]
+  return [*names, *same] if names else [*untracked, *same]
 
 
-def _check_named() -> Sequence[Hashable]:
-  """Warns of axes that JAX does not track, and returns them.
+def _manual_axes() -> tuple[list[Hashable], list[Hashable]]:
+  """Returns the mapped axes that JAX tracks, and those that it does not.
 
   Axes that pmap named itself do not count: devices cannot agree over these.
   """
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
   names = [name for name in manual if not str(name).startswith("_")]
+  if not names:
+    return [], []
   tracked: set[Hashable] = set()
   # `eval_shape` evaluates only types, so it adds no operation to the program.
   jax.eval_shape(
     lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
   )
-  if names := [name for name in names if name not in tracked]:
-    wiring.warn(
-      "`axis_name` must say over which axes devices skip together, as JAX does "
-      f"not track what varies along {listed(names)} here, got none. Pass "
-      f"loss_scaling(..., axis_name={listed(names)}); or axis_name=() if "
-      "gradients are the same on all devices already, or if each device has a "
-      "model of its own."
-    )
-  return names
+  return (
+    [name for name in names if name in tracked],
+    [name for name in names if name not in tracked],
+  )
 
 
 @contextlib.contextmanager
-def agreeing_on(names: Sequence[Hashable]) -> Iterator[None]:
+def agreeing_on(known: Known) -> Iterator[None]:
   """Makes `pmean_gradients` warn if it averages over any other axis."""
-  token = _agreed.set(names)
+  token = _agreed.set(known)
   try:
     yield
   finally:
     _agreed.reset(token)
 
 
-def check_recorded(jaxpr: Any, agreed: Sequence[Hashable]) -> None:
+def check_recorded(jaxpr: Any, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
-  _check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), agreed)
+  if known is not None:
+    _check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
 
 
 def _combined_axes(jaxpr: Any) -> Iterator[Hashable]:
@@ -265,15 +280,15 @@ def _is_mapped(name: Hashable) -> bool:
 
 
 def _check_combined(
-  names: Sequence[Hashable], agreed: Sequence[Hashable]
+  names: Sequence[Hashable], known: Sequence[Hashable]
 ) -> None:
-  if missing := [name for name in names if name not in agreed]:
+  if missing := [name for name in names if name not in known]:
     wiring.warn(
       "`axis_name` must name every axis over which `inner` averages or sums, "
-      f"got {listed(agreed) if agreed else 'none'} where it does over "
-      f"{listed(missing)}: one device's NaN would reach the parameters of all, "
-      "since only that device skips. Pass loss_scaling(..., "
-      f"axis_name={listed([*agreed, *missing])})."
+      f"got an average or a sum over {listed(missing)}, which it does not "
+      "name: one device's NaN would reach the parameters of all, since only "
+      "that device skips. Pass loss_scaling(..., "
+      f"axis_name={listed([*known, *missing])})."
     )
 
 

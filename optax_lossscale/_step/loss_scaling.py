@@ -185,8 +185,12 @@ def loss_scaling(
         inner, gradients, state.inner_state, inner_params, extra_args
       )
 
+    may_skip = rule.skip or finding.skip is not None
     inner_updates, inner_state = skipping.update_unless(
-      outcome.skipped, update_inner, state.inner_state, known
+      outcome.skipped,
+      update_inner,
+      state.inner_state,
+      known if may_skip else None,
     )
     rule_state, stalled = move(
       rule,
@@ -195,7 +199,6 @@ def loss_scaling(
       finding.amax,
       outcome.unseen,
     )
-    may_skip = rule.skip or finding.skip is not None
     others = skipping.other_leaves(
       outcome.skipped if may_skip else None, is_gradient, params, incoming
     )

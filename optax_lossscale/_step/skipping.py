@@ -1,8 +1,6 @@
 """The atomic skip: a step changes everything or not a single bit."""
 
 from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -22,12 +20,9 @@ def update_unless(
   skipped: jax.Array,
   update: Callable[[], tuple[Any, Any]],
   old_state: Any,
-  axes: Sequence[Hashable],
+  known: devices.Known,
 ) -> tuple[Any, Any]:
-  """Returns what `update` returns or, on a skip, -0.0 and the old state.
-
-  `axes` are those along which all devices have the same `skipped`.
-  """
+  """Returns what `update` returns or, on a skip, -0.0 and the old state."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
   # Only this function decides how the inner optimizer runs. Under jit, scan and
@@ -40,10 +35,10 @@ def update_unless(
       update,
       old_state,
       choose,
-      functools.partial(devices.check_recorded, agreed=axes),
+      functools.partial(devices.check_recorded, known=known),
     )
   else:
-    with devices.agreeing_on(axes):
+    with devices.agreeing_on(known):
       updates, state = update()
     state = jax.tree.map(choose, old_state, state)
   # A constant in the recorded update comes back as a NumPy array.

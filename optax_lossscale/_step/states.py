@@ -79,9 +79,14 @@ class StepCounts(NamedTuple):
   consecutive_skips: jax.Array
 
   def after(
-    self, skipped: jax.Array, by_request: jax.Array | None = None
+    self, skipped: jax.Array | None, by_request: jax.Array | None = None
   ) -> "StepCounts":
-    """Returns the counts after a step; `by_request` as in `Outcome`."""
+    """Returns the counts after a step, which None says cannot be skipped."""
+    if skipped is None:
+      return self._replace(
+        applied_steps=optax.safe_increment(self.applied_steps),
+        consecutive_skips=jnp.zeros_like(self.consecutive_skips),
+      )
     requested_skips = self.requested_skips
     if by_request is not None:
       requested_skips = _count_if(by_request, requested_skips)

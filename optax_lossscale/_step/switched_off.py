@@ -71,8 +71,6 @@ def without_rule(
     if skipped is None:
       new_updates, inner_state = update_inner()
       others = updates
-      # A constant, so XLA drops what depends on it.
-      skipped, by_request = jnp.zeros_like(state.skipped), None
     else:
       if axes:
         devices.check_mapped("axis_name", axes)
@@ -90,11 +88,12 @@ def without_rule(
         skipped, update_kept, state.inner_state, known
       )
       others = skipping.other_leaves(skipped, is_gradient, params, updates)
-      by_request = skipped
     return leaves.merge(is_gradient, new_updates, others), state._replace(
       inner_state=inner_state,
-      last_step=state.last_step._replace(skipped=skipped),
-      counts=state.counts.after(skipped, by_request),
+      last_step=state.last_step._replace(
+        skipped=jnp.zeros_like(state.skipped) if skipped is None else skipped
+      ),
+      counts=state.counts.after(skipped, by_request=skipped),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)

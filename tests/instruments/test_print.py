@@ -82,7 +82,9 @@ def test_of_many_devices_one_prints(capfd):
 @pytest.mark.slow
 def test_under_vmap_only_runs_that_are_due_print(capfd):
   states = jax.vmap(TX.init)(jnp.zeros((2, 1)))
-  states = states._replace(applied_steps=jnp.array([1, 2], jnp.int32))
+  states = states._replace(
+    counts=states.counts._replace(applied_steps=jnp.array([1, 2], jnp.int32))
+  )
   jax.vmap(step)(states, jnp.ones(2))
   assert [line[:6] for line in lines(capfd)] == ["step 2"]
 

@@ -507,7 +507,7 @@ def test_an_average_over_an_axis_that_the_wrapper_does_not_know_is_told(name):
 
 def test_only_an_axis_that_is_not_named_is_told():
   inner = optax.chain(by_hand(("data", "model")), optax.sgd(1.0))
-  text = r"got 'data' where .* over 'model': .* axis_name=\('data', 'model'\)"
+  text = r"a sum over 'model', which .* axis_name=\('data', 'model'\)"
 
   def mapping(f):
     by_model = jax.vmap(vmapped(f), in_axes=(0, None), axis_name="model")
@@ -526,6 +526,33 @@ def test_an_average_inside_a_loop_or_a_branch_is_told():
   inner = optax.chain(optax.stateless(mean_of_the_last), optax.sgd(1.0))
   with pytest.warns(ols.WiringWarning, match="over 'data'"):
     mapped_update(inner, None, lambda f: jax.jit(vmapped(f)))
+
+
+def test_nothing_is_told_where_devices_are_known_to_agree():
+  # The caller says that the gradients are the same everywhere.
+  for mean in (by_hand, ols.pmean_gradients):
+    inner = optax.chain(mean("data"), optax.sgd(1.0))
+    for mapping in (vmapped, lambda f: jax.jit(vmapped(f))):
+      mapped_update(inner, (), mapping)
+  # Nothing is ever skipped.
+  tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0, skip=False))
+  update = jax.jit(vmapped(lambda x: tx.update(x, tx.init(x))[0]))
+  assert update(jnp.array([8.0, 24.0])).tolist() == [-2.0, -2.0]
+
+  # JAX knows that the gradients are the same: each device updates its slice.
+  def slice_and_gather(updates, _):
+    own = updates * (jnp.arange(8) == lax.axis_index("data"))
+    return lax.psum(own, "data")
+
+  inner = optax.chain(optax.stateless(slice_and_gather), optax.sgd(1.0))
+  tx = ols.loss_scaling(inner, ols.DynamicLossScale(8.0))
+  update = jax.shard_map(
+    lambda x: tx.update(x, tx.init(x))[0],
+    mesh=support.make_mesh(data=8),
+    in_specs=jax.P(),
+    out_specs=jax.P(),
+  )
+  assert jax.jit(update)(jnp.full(8, 8.0)).tolist() == [-1.0] * 8
 
 
 def test_an_optimizer_with_devices_of_its_own_is_not_told():

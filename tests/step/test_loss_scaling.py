@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 from typing import NamedTuple
 
 import chex
