@@ -1,4 +1,4 @@
-"""Adds loss scaling to the optimizer state of a checkpoint, or removes it."""
+"""Optimizer states of checkpoints: with, without, and from an older version."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,97 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import states
 
-__all__ = ["with_loss_scaling", "without_loss_scaling"]
+__all__ = ["from_dicts", "with_loss_scaling", "without_loss_scaling"]
 
 _NOTHING = object()
+# A later version may add fields to these, which older checkpoints lack.
+_GROWING = (states.LastStep, states.StepCounts)
+
+
+def from_dicts(restored: Any, target: Any) -> Any:
+  """Returns the dicts and lists of a checkpoint in the structure of a target.
+
+  A later version of this library may report something more about a step, so
+  that the state has a new field. A checkpoint of the earlier version cannot be
+  restored into the new structure. Restore it without a target, as dicts and
+  lists, and pass it here: the new fields have the values of `target`.
+
+  Args:
+    restored: what Orbax restores without a target, or
+      `flax.serialization.msgpack_restore` or `to_state_dict` returns: dicts by
+      the names of fields, and lists or dicts from "0" on for tuples.
+    target: the same pytree as the program makes it, such as
+      `{"params": params, "opt_state": tx.init(params)}`.
+
+  Returns:
+    A pytree like `target` with the arrays of `restored`.
+
+  Raises:
+    ValueError: if `restored` lacks anything but new fields of this library, if
+      it has something that `target` has not, or if shapes or dtypes differ. The
+      error names the first difference.
+
+  Examples:
+    >>> from flax import serialization
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.trace(0.5), ols.FixedLossScale(8.0))
+    >>> opt_state = tx.init(jnp.zeros(1))
+    >>> _, later = tx.update(jnp.ones(1), opt_state)
+    >>> saved = serialization.to_state_dict(later)
+    >>> del saved["last_step"]["range_used"]
+    >>> opt_state = ols.checkpoints.from_dicts(saved, opt_state)
+    >>> print(opt_state.applied_steps, opt_state.amax, opt_state.range_used)
+    1 1.0 0.0
+  """
+  return _into(target, restored, ())
+
+
+def _into(target: Any, got: Any, path: tuple[Any, ...]) -> Any:
+  if jax.tree_util.all_leaves([target]):
+    is_like = jax.tree_util.all_leaves([got]) and np.shape(target) == np.shape(
+      got
+    )
+    if not is_like or _dtype(target) != _dtype(got):
+      raise _unlike_target(_describe(target), _describe(got), path)
+    return jnp.asarray(got) if isinstance(target, jax.Array) else got
+  structure, children = _open(target)
+  if jax.tree_util.all_leaves([got]) and jax.tree.leaves(target):
+    raise _unlike_target(_describe(target), _describe(got), path)
+  found = _by_name(got)
+  values = []
+  for key, child in children.items():
+    name = leaves.path_name((key,))
+    if name in found:
+      values.append(_into(child, found.pop(name), (*path, key)))
+    elif isinstance(target, _GROWING) or not jax.tree.leaves(child):
+      values.append(child)
+    else:
+      raise _unlike_target(_describe(child), "nothing", (*path, key))
+  if unknown := [name for name in found if jax.tree.leaves(found[name])]:
+    raise _unlike_target("nothing", trees.listed(unknown), path)
+  return jax.tree.unflatten(structure, values)
+
+
+def _by_name(got: Any) -> dict[str, Any]:
+  """Returns the children of a node by the names of their keys."""
+  if jax.tree_util.all_leaves([got]):
+    return {}
+  return {
+    leaves.path_name((key,)): child for key, child in _open(got)[1].items()
+  }
+
+
+def _unlike_target(
+  expected: str, got: str, path: tuple[Any, ...]
+) -> ValueError:
+  return ValueError(
+    "`restored` must have the structure of `target`, apart from new fields of "
+    f"loss scaling, got {got} at {_name(leaves.path_name(path))} where "
+    f"`target` has {expected}; pass a target for the same model, optimizer and "
+    "rule."
+  )
 
 
 def without_loss_scaling(opt_state: optax.OptState) -> Any:

@@ -583,6 +583,74 @@ def test_update_tells_what_a_state_restored_without_a_target_needs(
     tx.update(jnp.ones(3), restored)
 
 
+def without_a_target(state, folder, way):
+  """Returns what a checkpoint holds, as dicts and lists."""
+  if way == "state dict":
+    return serialization.to_state_dict(state)
+  if way == "msgpack":
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "state", state)
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(folder / "state")
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("way", ["state dict", "msgpack", "orbax"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, way, tmp_path):
+  """What a later version adds is missing in what an earlier one saved."""
+  inner = optax.chain(optax.clip(1.0), optax.adam(0.5))
+  tx = optax.chain(ols.loss_scaling(inner, RULES[rule]), optax.identity())
+  params = {"a": jnp.ones(2), "b": [jnp.ones(1), jnp.ones(3)]}
+  fresh = {"params": params, "opt_state": tx.init(params)}
+  _, opt_state = tx.update(params, fresh["opt_state"], params)
+  saved = {"params": params, "opt_state": opt_state}
+  restored = without_a_target(saved, tmp_path, way)
+  whole = ols.checkpoints.from_dicts(restored, fresh)
+  assert_same_bits(whole, saved)
+  of_loss_scaling = restored["opt_state"]
+  of_loss_scaling = of_loss_scaling[0 if way == "orbax" else "0"]
+  del of_loss_scaling["last_step"]["amax"]
+  del of_loss_scaling["counts"]["requested_skips"]
+  filled = ols.checkpoints.from_dicts(restored, fresh)["opt_state"][0]
+  assert filled.applied_steps == 1 and filled.requested_skips == 0
+  assert filled.amax == 0 and filled.range_used == opt_state[0].range_used
+  tx.update(params, (filled, optax.EmptyState()), params)
+
+
+@pytest.mark.parametrize(
+  ("change", "got"),
+  [
+    (
+      lambda x: x["inner_state"]["0"].pop("mu"),
+      "nothing at 'inner_state/0/mu'",
+    ),
+    (
+      lambda x: x.update(more=jnp.ones(2)),
+      "'more' at its top where .* nothing",
+    ),
+    (
+      lambda x: x["inner_state"]["0"].update(mu=jnp.ones(2)),
+      r"float32\[2\] at 'inner_state/0/mu' where `target` has float32\[3\]",
+    ),
+    (
+      lambda x: x["counts"].update(applied_steps=jnp.float32(1)),
+      r"float32\[\] at 'counts/applied_steps' where `target` has int32",
+    ),
+    (
+      lambda x: x.update(counts=3.0),
+      r"float32\[\] at 'counts' where `target` has StepCounts",
+    ),
+  ],
+)
+def test_a_checkpoint_of_something_else_is_refused(change, got):
+  saved = serialization.to_state_dict(WRAPPED.init(jnp.ones(3)))
+  change(saved)
+  with pytest.raises(ValueError, match=f"`restored` must have .* got {got}"):
+    ols.checkpoints.from_dicts(saved, WRAPPED.init(jnp.ones(3)))
+
+
 def test_update_tells_what_a_rule_restored_without_a_target_needs():
   opt_state = WRAPPED.init(jnp.ones(3))
   restored = opt_state._replace(

@@ -21,7 +21,7 @@ _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 # Without a target, Orbax and flax.serialization return plain dicts and lists.
 RESTORE = (
   "a checkpoint must be restored into the structure of the optimizer's state, "
-  "with tx.init(params) as its target"
+  "with tx.init(params) as its target, or by checkpoints.from_dicts"
 )
 
 # NNX keeps each array in its own variable.
