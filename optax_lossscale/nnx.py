@@ -23,11 +23,9 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
-from optax_lossscale.instruments import laws
 
 __all__ = [
   "autocast",
-  "check_step",
   "scaled_value_and_grad",
   "select_on_skip",
 ]
@@ -268,94 +266,6 @@ def select_on_skip(
     )
     selected[place] = skipping.select(skipped, old[place], new[place])
   nnx.update(nodes, nnx.from_flat_state(selected))
-
-
-def check_step(
-  step: Callable[..., Any],
-  *args: Any,
-  may_change: Sequence[str] = (),
-  **kwargs: Any,
-) -> laws.StepReport:
-  """Checks that a train step treats the loss scale correctly.
-
-  It is `instruments.check_step` for a step that changes its arguments in place.
-  The step gets copies of the model, the optimizer and the rest, so none of your
-  objects change. `optimizer.step` may count skipped steps, as it does in Flax.
-
-  Args:
-    step: the train step, which changes its arguments in place. A returned value
-      with the structure of an argument counts as the argument's next value.
-    *args: its arguments, including an `nnx.Optimizer` with `loss_scaling`.
-    may_change: as in `instruments.check_step`, such as `"model/dropout/*"`.
-    **kwargs: keyword arguments of the step.
-
-  Returns:
-    The report. Print it, read its `ok`, or call its `raise_if_wrong()`.
-
-  Raises:
-    TypeError: if `step` is not a function.
-    ValueError: if no argument holds an optimizer with `loss_scaling`.
-
-  Examples:
-    >>> from flax import nnx
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
-    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
-    >>> def train_step(model, optimizer, x):
-    ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
-    ...   optimizer.update(model, value_and_grad(model, x)[1])
-    >>> report = ols.nnx.check_step(train_step, model, optimizer, jnp.eye(2))
-    >>> print(report.laws[2].text)
-    A step that overflows changed model/mean, model/var.
-  """
-  call, named = laws.bind(step, args, kwargs)
-  changing = _changing(named)
-  if not states.find_states(nnx.as_pure(changing)):
-    raise ValueError(
-      "`step` must be given an nnx.Optimizer with loss_scaling, got none among "
-      f"its arguments {', '.join(named)}; a step that returns its next values "
-      "is for ols.instruments.check_step."
-    )
-
-  def run(values: Mapping[str, Any]) -> Any:
-    objects: Any = nnx.clone({x: named[x] for x in changing}, graph=True)
-    variables = _changing(objects)
-    jax.tree.map(
-      lambda variable, value: variable.set_value(value),
-      variables,
-      {name: values[name] for name in variables},
-      is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-    output = call({**values, **objects})
-    return nnx.as_pure(_changing(objects)), output
-
-  known = {name: f"0/{name}" for name in changing}
-  pure = named | nnx.as_pure(changing)
-  return laws.check(run, pure, may_change=may_change, known=known)
-
-
-def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns the parts that a step may change, by argument and path.
-
-  An optimizer's state is one part, so that the loss scaling in it can be found
-  by its type. Sown values are left out, since they only report on a step.
-  """
-  parts: dict[tuple[Any, ...], Any] = {
-    (*place, "opt_state"): node.opt_state
-    for place, node in nnx.iter_graph(named, graph=True)
-    if isinstance(node, nnx.Optimizer)
-  }
-  for place, variable in _variables(named).items():
-    if not isinstance(variable, (nnx.OptState, nnx.Intermediate)):
-      parts[place] = variable
-  found: dict[str, dict[str, Any]] = {}
-  for (name, *path), part in parts.items():
-    found.setdefault(str(name), {})[_name(tuple(path))] = part
-  return found
 
 
 def _find_state(

@@ -31,13 +31,15 @@ LINES = {
   "cli": 444,
   "instruments": 4172,
   "linen": 275,
-  "nnx": 436,
+  "nnx": 346,
   "plot": 796,
   "presets": 2314,
   "rules": 884,
 }
 # Triples of a room, how many lines more it has, and what they are for.
-GROWN: list[tuple[str, int, str]] = []
+GROWN: list[tuple[str, int, str]] = [
+  ("instruments", 70, "check_step itself takes the objects of Flax NNX"),
+]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 10
 

@@ -547,7 +547,7 @@ def test_page_is_made_from_the_rows():
   _, screened = results.read(file, results.Screened)
   last = [x for x in screened if x[:2] == ("last", "float16")]
   report = ols.instruments.GradientErrorReport(
-    "float16 at O1",
+    "float16",
     {x.loss_scale: x.error for x in last},
     {x.loss_scale: x.zeros for x in last},
     {},

@@ -43,6 +43,25 @@ def test_importing_the_library_does_not_load(module):
   assert result.stdout.strip() == "False"
 
 
+@pytest.mark.slow
+def test_checking_a_step_without_flax_does_not_load_it():
+  program = """
+import sys, jax, jax.numpy as jnp, optax, optax_lossscale as ols
+tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+def step(x, state):
+  _, grads = ols.scaled_value_and_grad(jnp.sum, state)(x)
+  updates, state = tx.update(grads, state, x)
+  return x + updates, state
+x = jnp.ones(2)
+ok = ols.instruments.check_step(step, x, tx.init(x)).ok
+print(ok, "flax" in sys.modules)
+"""
+  result = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+  )
+  assert result.stdout.strip() == "True False"
+
+
 def test_modules_for_flax_load_when_they_are_used():
   for name in ("checkpoints", "linen", "nnx"):
     assert name in dir(ols)

@@ -178,7 +178,7 @@ def test_gradient_error_is_measured_as_the_pages_show(page, capsys):
   names = {"ols": ols, "params": jnp.ones((8, 4)), "batch": jnp.ones((2, 8))}
   names["loss_fn"] = lambda params, batch: jnp.mean(batch @ params)
   exec(block(page, "gradient_error"), names)
-  assert capsys.readouterr().out.startswith("Gradient in float16 at O1")
+  assert capsys.readouterr().out.startswith("Gradient in float16, ")
 
 
 def test_the_norm_that_is_logged_is_the_true_one_when_s_grows():

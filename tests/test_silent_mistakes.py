@@ -249,7 +249,7 @@ def statistics_that_a_skip_changes():
     )
     optimizer.update(model, value_and_grad(model, batch)[1])
 
-  report = ols.nnx.check_step(step, model, optimizer, BATCH)
+  report = ols.instruments.check_step(step, model, optimizer, BATCH)
   return broken(report)
 
 

@@ -111,11 +111,9 @@ def _screen(
   for when, params in (("first", trained.first), ("last", trained.last)):
     batch = jax.jit(workload.draw)(key, params)
     for dtype in (jnp.float16, jnp.bfloat16):
+      low_loss = ols.autocast(workload.loss, settings.LEVEL, dtype=dtype)
       found = ols.instruments.gradient_error(
-        workload.loss,
-        level=settings.LEVEL,
-        dtype=dtype,
-        loss_scales=settings.SCREENED,
+        workload.loss, low_loss, loss_scales=settings.SCREENED
       )(params, batch)
       screened += [
         results.Screened(

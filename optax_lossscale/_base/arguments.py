@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import fractions
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -96,6 +97,16 @@ def check_function(fun: Any, name: str = "fun") -> None:
       f"`{name}` must be a function, got {kind_of(fun)}; pass the "
       "function itself, and its arguments to what is returned."
     )
+
+
+def check_by_position(fun: Any, name: str) -> None:
+  """Raises if the function `name` needs an argument by keyword."""
+  for x in inspect.signature(fun).parameters.values():
+    if x.kind == x.KEYWORD_ONLY and x.default is x.empty:
+      raise TypeError(
+        f"`{name}` must take its arguments by position, got one by keyword, "
+        f"{x.name!r}; pass functools.partial({name}, {x.name}=...)."
+      )
 
 
 def did_you_mean(

@@ -16,6 +16,9 @@ from optax_lossscale.instruments._history import record
 from optax_lossscale.instruments._history import RecordState
 from optax_lossscale.instruments._history_files import read_history
 from optax_lossscale.instruments._history_files import write_history
+from optax_lossscale.instruments._laws import check_step
+from optax_lossscale.instruments._laws import Law
+from optax_lossscale.instruments._laws import StepReport
 from optax_lossscale.instruments._precision_report import precision_report
 from optax_lossscale.instruments._precision_report import PrecisionReport
 from optax_lossscale.instruments._print import print_loss_scale
@@ -25,9 +28,6 @@ from optax_lossscale.instruments._shares import swallowed_fraction
 from optax_lossscale.instruments._shares import underflow_fraction
 from optax_lossscale.instruments._where_overflow import Place
 from optax_lossscale.instruments._where_overflow import where_overflow
-from optax_lossscale.instruments.laws import check_step
-from optax_lossscale.instruments.laws import Law
-from optax_lossscale.instruments.laws import StepReport
 
 __all__ = [
   "Advice",

@@ -12,8 +12,6 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._autocast import autocast
@@ -39,7 +37,8 @@ class GradientErrorReport:
   """The findings of `gradient_error`; print it for a table and a sentence.
 
   Attributes:
-    precision: what was compared with float32, such as "float16 at O1".
+    precision: the dtypes below float32 that the gradient was computed in, such
+      as "float16".
     errors: for each S, the norm of the difference from the float32 gradient,
       divided by that gradient's norm; inf if the gradient overflows at that S.
     zeros: for each S, the share that underflowed to 0, of the elements that are
@@ -103,7 +102,7 @@ class GradientErrorReport:
       yield "The gradient overflows at every S that was tried. Try a smaller S."
       yield (
         "If it overflows there too, the forward pass does: see "
-        "ols.instruments.where_overflow(ols.autocast(loss_fn))."
+        "ols.instruments.where_overflow(low_loss_fn)."
       )
       return
     largest = max(finite)
@@ -134,19 +133,17 @@ class GradientErrorReport:
     if self.rounding > _LARGE:
       yield (
         "That is a large part of this gradient. Either it is small, as near an "
-        "optimum, or some operation should stay in float32 (`overrides`)."
+        "optimum, or some operation should stay in float32, as `overrides` of "
+        "`autocast` makes it."
       )
 
 
 def gradient_error(
   loss_fn: Callable[..., Any],
+  low_loss_fn: Callable[..., Any] | None = None,
   *,
-  level: str = "O1",
-  dtype: DTypeLike = jnp.float16,
   loss_scales: float | Sequence[float] = (1, 2**10, 2**15),
   has_aux: bool = False,
-  overrides: Mapping[str, DTypeLike] | None = None,
-  operations: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[..., GradientErrorReport]:
   """Returns a function that measures the error of a gradient at each S.
 
@@ -166,12 +163,10 @@ def gradient_error(
   Args:
     loss_fn: a function of parameters and anything else that computes a scalar
       loss in float32, not under `autocast` and without `dtype=` in layers.
-    level: the level of `autocast`.
-    dtype: the low precision, float16 or bfloat16.
+    low_loss_fn: the same loss in low precision, with the same arguments; None
+      for `autocast(loss_fn)`.
     loss_scales: one S or several.
-    has_aux: whether `loss_fn` returns a pair of the loss and auxiliary data.
-    overrides: as for `autocast`.
-    operations: as for `autocast`.
+    has_aux: whether the losses return a pair of the loss and auxiliary data.
 
   Returns:
     A function with the arguments of `loss_fn` that returns a
@@ -180,12 +175,12 @@ def gradient_error(
     precision of the reference's products, and compares on the host, in float64.
 
   Raises:
-    TypeError: if an argument has the wrong type. When called: if the loss is
-      not a floating-point scalar.
-    ValueError: if `loss_scales` is empty or holds an S that is not usable, or
-      if a level, list or dtype does not exist. When called: if `loss_fn` does
-      not compute in float32 or wider, if `level` lowers nothing in it, if its
-      float32 gradient is 0 or not finite, or under jit, grad or vmap.
+    TypeError: if an argument has the wrong type. When called: if a loss is not
+      a floating-point scalar.
+    ValueError: if `loss_scales` is empty or holds an S that is not usable. When
+      called: if `loss_fn` does not compute in float32 or wider, if
+      `low_loss_fn` does, if the float32 gradient is 0 or not finite, or under
+      jit, grad or vmap.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -195,7 +190,7 @@ def gradient_error(
     >>> weights, x = jnp.full((8, 4096), 2.0**-12), jnp.ones((64, 8))
     >>> report = ols.instruments.gradient_error(loss_fn)(weights, x)
     >>> print(report)
-    Gradient in float16 at O1, compared with float32
+    Gradient in float16, compared with float32
       S = 1      error 100.00%, 100.0% zeros
       S = 1024   error   0.00%,   0.0% zeros
       S = 32768  error   0.00%,   0.0% zeros
@@ -204,11 +199,10 @@ def gradient_error(
     1024.0
   """
   arguments.check_function(loss_fn, "loss_fn")
+  if low_loss_fn is None:
+    low_loss_fn = autocast.autocast(loss_fn)
+  arguments.check_function(low_loss_fn, "low_loss_fn")
   scales = _check_scales(loss_scales)
-  low_fn = autocast.autocast(
-    loss_fn, level, dtype=dtype, overrides=overrides, operations=operations
-  )
-  precision = f"{jnp.dtype(dtype).name} at {level}"
 
   @functools.wraps(loss_fn)
   def gradient_error_fun(
@@ -218,12 +212,13 @@ def gradient_error(
     with jax.default_matmul_precision("highest"):
       in_float32 = _Gradient(loss_fn, has_aux, (params, *args), kwargs)
     in_float32.refuse_low(params)
-    in_low = _Gradient(low_fn, has_aux, (params, *args), kwargs)
-    if not any(in_low.low_operations()):
+    in_low = _Gradient(low_loss_fn, has_aux, (params, *args), kwargs)
+    precision = ", ".join(sorted({x for *_, x in in_low.low_operations()}))
+    if not precision:
       raise ValueError(
-        "`loss_fn` must have operations that `level` lowers, got none in "
-        f"{precision}; see ols.instruments.precision_report(loss_fn, ...), and "
-        "take another level."
+        "`low_loss_fn` must compute below float32, got no such operation; see "
+        "ols.instruments.precision_report(low_loss_fn, ...). By default it is "
+        "ols.autocast(loss_fn)."
       )
     reference = in_float32.at(1.0)
     _check_reference(reference)
@@ -302,9 +297,8 @@ class _Gradient:
   def refuse_low(self, params: Any) -> None:
     """Raises if this gradient is not a float32 reference."""
     remedy = (
-      "gradient_error lowers it itself, and float32 is what it compares with: "
-      "remove autocast and low dtypes (`dtype=` of layers), and pass float32 "
-      "parameters"
+      "gradient_error compares with float32: pass float32 parameters, and keep "
+      "autocast and low dtypes (`dtype=` of layers) for `low_loss_fn`"
     )
     for path, x in _elements.named(params).items():
       if operation_table.is_low(x.dtype):

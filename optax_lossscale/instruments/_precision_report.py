@@ -72,9 +72,7 @@ class PrecisionReport(NamedTuple):
     return "\n".join(lines)
 
 
-def precision_report(
-  fun: Callable[..., Any], *args: Any, **kwargs: Any
-) -> PrecisionReport:
+def precision_report(fun: Callable[..., Any], *args: Any) -> PrecisionReport:
   """Counts the operations of a function below float32, and explains the rest.
 
   The results of a model do not show whether it runs in float16. This traces
@@ -90,8 +88,8 @@ def precision_report(
 
   Args:
     fun: any function that JAX can trace, jitted or not.
-    *args: its arguments.
-    **kwargs: its keyword arguments.
+    *args: its arguments. Bind any keyword-only ones first, as in
+      `functools.partial(fun, train=True)`.
 
   Returns:
     The report. Print it for a table, log its `line`, test its `products`. With
@@ -99,7 +97,7 @@ def precision_report(
     `state.low` says which branch runs next.
 
   Raises:
-    TypeError: if `fun` is not a function.
+    TypeError: if `fun` is not a function, or needs an argument by keyword.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -109,15 +107,16 @@ def precision_report(
     '2 of 2 products in float16; float16: 2; float32 black list: 1'
   """
   arguments.check_function(fun)
+  arguments.check_by_position(fun, "fun")
 
   @functools.wraps(fun)
-  def arrays_of_fun(*args: Any, **kwargs: Any) -> list[jax.Array]:
+  def arrays_of_fun(*args: Any) -> list[jax.Array]:
     # Equinox's models, which a step returns, also hold strings and functions.
-    leaves = jax.tree.leaves(fun(*args, **kwargs))
+    leaves = jax.tree.leaves(fun(*args))
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
   with scopes.noting(True):
-    recording = interpreter.record(arrays_of_fun, args, kwargs, may_change=True)
+    recording = interpreter.record(arrays_of_fun, args, {}, may_change=True)
   counts: dict[Any, collections.Counter[str]] = {}
   products, in_branches = collections.Counter[str](), 0
   for scope, equation, around, name, dtype in computing(recording.jaxpr):

@@ -231,7 +231,7 @@ def test_a_scan_over_steps_is_the_loop_bit_for_bit():
 def test_the_step_is_right_and_works_in_float16():
   model = make()
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-  report = ols.nnx.check_step(step, model, optimizer, X)
+  report = ols.instruments.check_step(step, model, optimizer, X)
   assert report.ok, report
   assert "Operations work in float16" in str(report)
 

@@ -74,9 +74,7 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
 def test_its_step_is_right(name):
   # Not the first step, on which the moving average equals the parameters.
   example, args, batch = after_some_steps(name)
-  is_nnx = isinstance(args[0], nnx.Module)
-  check_step = ols.nnx.check_step if is_nnx else ols.instruments.check_step
-  report = check_step(example.train_step, *args, batch)
+  report = ols.instruments.check_step(example.train_step, *args, batch)
   assert report.ok, report
   (precision,) = [x.text for x in report.laws if x.name == "precision"]
   assert "float16" in precision

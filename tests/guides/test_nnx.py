@@ -138,7 +138,9 @@ def test_the_step_is_checked_and_what_is_forgotten_is_named():
     assert code.count(right) == 1
     step = f"```python\n{code.replace(right, wrong)}```"
     step = documents.run(step, names)["train_step"]
-    report = ols.nnx.check_step(step, names["model"], names["optimizer"], BATCH)
+    report = ols.instruments.check_step(
+      step, names["model"], names["optimizer"], BATCH
+    )
     assert said in documents.one_line(report)
 
 

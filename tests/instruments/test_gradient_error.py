@@ -103,7 +103,7 @@ def test_all_overflow():
 
 def report_with(errors, zeros=0.0):
   return ols.instruments.GradientErrorReport(
-    "float16 at O1", errors, dict.fromkeys(errors, zeros), {}
+    "float16", errors, dict.fromkeys(errors, zeros), {}
   )
 
 
@@ -224,7 +224,7 @@ def test_by_leaf_aux_and_flags_as_in_a_flax_model():
   assert {"first/kernel", "last/kernel", "last/bias"} <= set(report.by_leaf)
   leaf = report.by_leaf["last/kernel"]
   assert leaf.errors.keys() == report.errors.keys() and leaf.by_leaf == {}
-  assert str(leaf).startswith("Gradient in float16 at O1")
+  assert str(leaf).startswith("Gradient in float16, compared with float32")
   # The whole is made of the leaves: squares of differences add up.
   norms = {
     path: np.linalg.norm(g)
@@ -243,22 +243,27 @@ def test_by_leaf_aux_and_flags_as_in_a_flax_model():
   assert report.errors[1] == pytest.approx(math.sqrt(squares) / whole, rel=1e-2)
 
 
-def test_level_dtype_and_overrides_are_autocasts():
-  def at(**options):
-    return gradient_error(loss_fn, loss_scales=[1, 64], **options)(WEIGHTS, X)
+def test_any_program_in_low_precision_is_compared():
+  def low_loss_fn(weights, x):
+    with jax.named_scope("narrow"):
+      y = jnp.float16(x) @ jnp.float16(weights)
+      return jnp.sum(jnp.float32(y) ** 2) * 2.0**-23
 
-  bfloat16 = at(dtype=jnp.bfloat16)
-  assert bfloat16.precision == "bfloat16 at O1"
+  def of(low_loss_fn=None):
+    report = gradient_error(loss_fn, low_loss_fn, loss_scales=[1, 64])
+    return report(WEIGHTS, X)
+
+  assert of(low_loss_fn) == of() == of(ols.autocast(loss_fn))
+  bfloat16 = of(ols.autocast(loss_fn, dtype=jnp.bfloat16))
+  assert bfloat16.precision == "bfloat16"
   # bfloat16 has float32's range: S = 1 is as good as any.
   assert bfloat16.errors[1] == pytest.approx(bfloat16.errors[64], rel=1e-6)
-  assert bfloat16.errors[1] > at().errors[64]
-  assert at(level="O3").precision == "float16 at O3"
-  for options in (
-    {"overrides": {"narrow": jnp.float32}},
-    {"operations": {"black": ["dot_general"]}},
-  ):
-    with pytest.raises(ValueError, match="operations that `level` lowers"):
-      at(**options)
+  assert bfloat16.errors[1] > of().errors[64]
+  both = of(lambda w, x: low_loss_fn(w, x) + jnp.bfloat16(w).sum() * 2.0**-23)
+  assert both.precision == "bfloat16, float16"
+  in_float32 = ols.autocast(loss_fn, overrides={"narrow": jnp.float32})
+  with pytest.raises(ValueError, match="`low_loss_fn` must compute below"):
+    of(in_float32)
 
 
 def test_complex_parameters():
@@ -307,7 +312,7 @@ def test_stored_images_may_be_narrow():
 @pytest.mark.parametrize(
   ("loss", "error"),
   [
-    (lambda w, x: jnp.sum(w), "operations that `level` lowers"),
+    (lambda w, x: jnp.sum(w), "`low_loss_fn` must compute below"),
     (lambda w, x: jnp.sum(x @ jnp.zeros_like(w) * w[:1] * 0), "not be 0"),
     (lambda w, x: jnp.sum(jnp.log(x @ (w - w))), "must be finite"),
   ],
@@ -320,6 +325,8 @@ def test_what_has_nothing_to_compare_is_refused(loss, error):
 def test_arguments_are_checked_before_the_call():
   with pytest.raises(TypeError, match="`loss_fn` must be a function"):
     gradient_error(3)
+  with pytest.raises(TypeError, match="`low_loss_fn` must be a function"):
+    gradient_error(loss_fn, WEIGHTS)
   with pytest.raises(ValueError, match="`loss_scales` must hold at least one"):
     gradient_error(loss_fn, loss_scales=())
   with pytest.raises(ValueError, match="`loss_scales` must be positive"):
@@ -327,8 +334,6 @@ def test_arguments_are_checked_before_the_call():
   for value in ("many", None, [[1, 2]], [True]):
     with pytest.raises(TypeError, match="`loss_scales` must be a number"):
       gradient_error(loss_fn, loss_scales=value)
-  with pytest.raises(ValueError, match="level"):
-    gradient_error(loss_fn, level="O9")
 
 
 def test_parameters_come_first_and_by_position():

@@ -430,7 +430,7 @@ def check_nnx(step, **options):
   tx = ols.loss_scaling(ADAM, RULE)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   before = support.to_bits(nnx.as_pure(nnx.state((model, optimizer))))
-  report = ols.nnx.check_step(step, model, optimizer, BATCH, **options)
+  report = run_check(step, model, optimizer, BATCH, **options)
   assert support.to_bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
   return report
 
@@ -474,7 +474,7 @@ def test_what_an_nnx_step_returns_is_held_to_the_skip(is_selected):
       opt_state, new, mean
     ) if is_selected else new
 
-  report = ols.nnx.check_step(step, model, optimizer, weights(), BATCH)
+  report = run_check(step, model, optimizer, weights(), BATCH)
   assert report.next_values["mean"] == "1/1"
   assert is_selected == report.ok, report
   changed = "A step that overflows changed mean/linear/bias, mean/linear/kernel"
@@ -1110,12 +1110,17 @@ def test_a_step_of_any_signature_is_right():
   assert_exact(run_check(lambda *args: step(*args), *args, BATCH))
   report = run_check(lambda p, *rest: step(p, *rest), *args, BATCH)
   assert report.next_values == {"p": "0", "1": "1"}
-  assert_exact(
-    run_check(
-      lambda **kwargs: step(**kwargs),
-      **{"params": PARAMS, "opt_state": args[1], "batch": BATCH},
-    )
-  )
+  bound = functools.partial(lambda *args, train: step(*args), train=True)
+  assert_exact(run_check(bound, *args, BATCH))
+
+
+@pytest.mark.parametrize("name", ["check_step", "precision_report"])
+def test_a_step_with_an_argument_by_keyword_is_refused(name):
+  instrument = getattr(ols.instruments, name)
+  with pytest.raises(TypeError, match=r"functools\.partial\(\w+, train="):
+    instrument(lambda params, *, train: params, PARAMS)
+  with pytest.raises(TypeError, match="unexpected keyword argument 'train'"):
+    instrument(lambda params, train: params, PARAMS, train=True)
 
 
 def test_the_second_optimizer_may_see_what_the_first_has_rounded():
@@ -1382,14 +1387,39 @@ def test_parameters_that_never_move_leave_the_step_uncertain():
   assert_exact(check(ols.loss_scaling(optax.partition(groups, W_ALONE), RULE)))
 
 
-def test_a_step_for_the_other_check_is_told_of_it():
+@pytest.mark.parametrize("is_object", [True, False])
+def test_an_nnx_model_may_change_in_place_or_be_returned(is_object):
+  model, tx = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), ols.loss_scaling(ADAM, RULE)
+  graphdef, given = nnx.split(model)
+
+  def merged_loss_fn(params, batch):
+    return nnx_loss_fn(nnx.merge(graphdef, params), batch)
+
+  pure_step = make_step(tx, loss_fn=merged_loss_fn)
+
+  @nnx.jit
+  def step(model, opt_state, batch):
+    params, *others = pure_step(nnx.state(model), opt_state, batch)
+    nnx.update(model, params)
+    return others
+
+  if is_object:
+    report = run_check(step, model, tx.init(given), BATCH)
+    assert report.next_values == {"model": "0/model", "opt_state": "1/0"}
+  else:
+    report = run_check(pure_step, given, tx.init(given), BATCH)
+    assert report.next_values == {"params": "0", "opt_state": "1"}
+  assert report.ok, report
+  assert {**verdicts(report)}["invariance"] == "exact"
+
+
+def test_nnx_objects_need_no_carry_and_an_optimizer_with_loss_scaling():
   model = Net(nnx.Rngs(0))
-  tx = ols.loss_scaling(ADAM, RULE)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  with pytest.raises(ValueError, match=r"for ols\.nnx\.check_step\.$"):
+  with pytest.raises(ValueError, match="`carry` must be None with Flax NNX"):
+    check_nnx(nnx_step, carry={"model": 0})
+  optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+  with pytest.raises(ValueError, match=r"unless an nnx\.Optimizer holds it"):
     run_check(nnx_step, model, optimizer, BATCH)
-  with pytest.raises(ValueError, match=r"ols\.instruments\.check_step"):
-    ols.nnx.check_step(make_step(tx), PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_a_mistake_shows_where_something_else_moves_first():

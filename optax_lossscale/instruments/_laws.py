@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import inspect
 import math
+import sys
 import textwrap
 from typing import Any
 from typing import NamedTuple
@@ -65,8 +66,8 @@ _traced_anew = jax.make_user_context(None)
 _MOST_NAMED = 4
 
 _RETURN = (
-  "it must be an argument, and its next value be returned. A step that changes "
-  "Flax NNX objects in place is for ols.nnx.check_step"
+  "it must be an argument, and its next value be returned, unless an "
+  "nnx.Optimizer holds it"
 )
 _INSIDE = (
   "Put anything that needs true gradients inside: loss_scaling(chain, rule)."
@@ -195,6 +196,8 @@ class Law(NamedTuple):
     name: "scale", "invariance", "skip" or "precision".
     verdict: "exact"; "rounding", if the law holds up to rounding; "wrong";
       "inconclusive"; or "not applied", if the law does not apply to the step.
+      The test is the report's `ok`: "proved", a verdict above "exact", is
+      reserved for laws that a later version proves for all values.
     text: what the check saw.
     remedy: the mistakes that look like this, and how to fix them.
   """
@@ -277,7 +280,6 @@ def check_step(
   *args: Any,
   carry: Mapping[Any, Any] | None = None,
   may_change: Sequence[str] = (),
-  **kwargs: Any,
 ) -> StepReport:
   """Checks whether a train step treats the loss scale correctly.
 
@@ -308,24 +310,30 @@ def check_step(
   that float32 rounds away stay hidden.
 
   Args:
-    step: the train step, which returns the next values of its arguments.
-    *args: its arguments, including the state of `loss_scaling`.
+    step: the train step, which returns the next values of its arguments, or
+      changes them in place if they are Flax NNX objects. `optimizer.step` may
+      count skipped steps, as it does in Flax.
+    *args: its arguments, including the state of `loss_scaling`, or an
+      `nnx.Optimizer` that holds it. Bind any keyword-only arguments first, as
+      in `functools.partial(train_step, train=True)`.
     carry: which output is the next value of each argument, such as
       `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
       and outputs by position, key or path. By default, the first output of the
-      same structure, shapes and dtypes; single numbers are not matched.
+      same structure, shapes and dtypes; single numbers are not matched. It must
+      be None with NNX objects, since each is its own next value.
     may_change: the names, as in the report, of values that may depend on S or
       change on a skip. Patterns such as "*/rngs/*" also work.
-    **kwargs: its keyword arguments.
 
   Returns:
     The report. Print it, check that it is `ok`, or call `raise_if_wrong()`.
 
   Raises:
-    TypeError: if `step` is not callable, if this is called under jit, or if
-      the state of the rule does not hold S as a leaf.
+    TypeError: if `step` is not callable or needs an argument by keyword, if
+      this is called under jit, or if the state of the rule does not hold S as a
+      leaf.
     ValueError: if no argument holds the state of `loss_scaling`, if its next
-      value is not returned, or if `carry` does not name it.
+      value is not returned, or if `carry` does not name it or is not None for
+      NNX objects.
 
   Examples:
     >>> import jax
@@ -346,22 +354,18 @@ def check_step(
     >>> print(report.laws[0].text)
     The largest gradient does not depend on S.
   """
-  call, named = bind(step, args, kwargs)
-  return check(call, named, carry, may_change)
+  run, named = _bind(step, args)
+  known: dict[str, str] = {}
+  # Objects of Flax NNX exist only in a program that has imported it.
+  if "flax.nnx" in sys.modules:
+    from optax_lossscale.instruments import _nnx_step
 
-
-def check(
-  run: Callable[[Mapping[str, Any]], Any],
-  named: Mapping[str, Any],
-  carry: Mapping[Any, Any] | None = None,
-  may_change: Sequence[str] = (),
-  known: Mapping[str, str] | None = None,
-) -> StepReport:
-  """Returns the report on a function that takes a dict of arguments.
-
-  `known` maps arguments to outputs that are certain to be their next values.
-  The next values of other arguments are inferred.
-  """
+    run, named, known = _nnx_step.returning(run, named)
+  if known and carry:
+    raise ValueError(
+      "`carry` must be None with Flax NNX objects, since each is its own next "
+      f"value, got {arguments.shown(carry)}."
+    )
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
     raise TypeError(
       "`check_step` must be called outside of jit, got traced arguments; give "
@@ -372,7 +376,7 @@ def check(
       "`step` must be given the state of loss_scaling, got none among its "
       f"arguments {', '.join(named) or '(no arguments)'}; {_RETURN}."
     )
-  runs = _Runs(run, named, carry or None, may_change, known or {})
+  runs = _Runs(run, named, carry or None, may_change, known)
   caught: list[warnings.WarningMessage] = []
   try:
     # The check itself does things that a program may forbid in its steps.
@@ -493,8 +497,8 @@ def _judge(
   return report, first
 
 
-def bind(
-  step: Callable[..., Any], args: Any, kwargs: Any
+def _bind(
+  step: Callable[..., Any], args: Any
 ) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
   """Returns `step` as a function of a dict of arguments, and that dict."""
   if not callable(step):
@@ -503,16 +507,16 @@ def bind(
       f"{arguments.kind_of(step)}; its arguments come after it: "
       "check_step(train_step, params, opt_state, batch)."
     )
+  arguments.check_by_position(step, "step")
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
   # Arguments that the step takes as *args are named by their position.
   names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
   def call(named: Mapping[str, Any]) -> Any:
-    by_keyword = {name: named[name] for name in kwargs}
-    return step(*(named[name] for name in names), **by_keyword)
+    return step(*(named[name] for name in names))
 
-  return call, dict(zip(names, args, strict=True)) | kwargs
+  return call, dict(zip(names, args, strict=True))
 
 
 class _Run(NamedTuple):

@@ -1,0 +1,63 @@
+"""A step that changes Flax NNX objects in place, as one that returns them."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+import jax
+
+_Step = Callable[[Mapping[str, Any]], Any]
+
+
+def returning(
+  step: _Step, named: dict[str, Any]
+) -> tuple[_Step, dict[str, Any], dict[str, str]]:
+  """Returns a step on plain values, the values, and the outputs of objects."""
+  objects = {name: x for name, x in named.items() if _holds_objects(x)}
+  changing = _changing(objects)
+  if not changing:
+    return step, named, {}
+
+  def run(values: Mapping[str, Any]) -> Any:
+    copies: Any = nnx.clone(objects, graph=True)
+    variables = _changing(copies)
+    jax.tree.map(
+      lambda variable, value: variable.set_value(value),
+      variables,
+      {name: values[name] for name in variables},
+      is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    output = step({**values, **copies})
+    return nnx.as_pure(_changing(copies)), output
+
+  known = {name: f"0/{name}" for name in changing}
+  return run, named | nnx.as_pure(changing), known
+
+
+def _holds_objects(tree: Any) -> bool:
+  """Returns whether a step can change something in `tree` in place."""
+  objects = nnx.Pytree, nnx.Variable
+  # A step returns the next State of `nnx.split`, like any other pytree.
+  ends = *objects, nnx.State
+  found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ends))
+  return any(isinstance(x, objects) for x in found)
+
+
+def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns the parts that a step may change, by argument and path.
+
+  An optimizer's state is one part, so that the loss scaling in it can be found
+  by its type. Sown values are left out, since they only report on a step.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for place, node in nnx.iter_graph(named, graph=True):
+    if isinstance(node, nnx.Optimizer):
+      place, node = (*place, "opt_state"), node.opt_state
+    elif not isinstance(node, nnx.Variable) or isinstance(
+      node, (nnx.OptState, nnx.Intermediate)
+    ):
+      continue
+    name, *path = map(str, place)
+    found.setdefault(name, {})["/".join(path)] = node
+  return found
