@@ -2,10 +2,8 @@
 
 import argparse
 import functools
-import io
 import math
 import pathlib
-import textwrap
 from typing import Any
 
 import optax_lossscale as ols
@@ -15,7 +13,6 @@ from optax_lossscale.cli import _parser
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _HARDWARE = ("ieee", "saturating")
-_PICTURES = (".png", ".pdf", ".svg")
 _DEFAULT_RULES = ("dynamic", "headroom")
 _HEADER = ("lost", "stalled", "mean", "least", "worst", "last S", "rule")
 _LEGEND = """\
@@ -76,13 +73,6 @@ def add_parser(subparsers: Any) -> None:
     action="store_true",
     help="say as well what to change in the arguments of each rule",
   )
-  parser.add_argument(
-    "--output",
-    type=_picture_option,
-    metavar="PICTURE",
-    help="draw S over the steps, with lost steps and the largest S that each "
-    "step allows, as a .png, .pdf or .svg; a file of this name is replaced",
-  )
   parser.set_defaults(run=functools.partial(_run, parser))
 
 
@@ -90,38 +80,23 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Runs the sub-command; reads every history before it replays any."""
   rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
   histories = {x: _read(parser, x) for x in arguments.history}
-  if arguments.output is not None:
-    try:
-      from optax_lossscale import plot  # noqa: F401
-    except ModuleNotFoundError as error:
-      parser.error(f"argument --output: {error}")
   recorded: dict[str, Any] = {
     "dtype": arguments.dtype,
     "saturating": arguments.hardware == "saturating",
   }
-  replays = {}
   for path, history in histories.items():
-    replays[path] = {
+    replays = {
       text: instruments.replay(rule, history, **recorded)
       for text, rule in rules.items()
     }
-    print(f"{path}, {len(history.step)} steps\n{_table(replays[path])}\n")
+    print(f"{path}, {len(history.step)} steps\n{_table(replays)}\n")
     if arguments.advise:
       for text, rule in rules.items():
-        own = _history_of(replays[path][text], history)
+        own = _history_of(replays[text], history)
         advice = map(str, instruments.advise(own, rule, **recorded))
         print(f"{text}:", *(list(advice) or ["nothing to change"]), sep="\n  ")
       print()
   print(_LEGEND.format(dtype=arguments.dtype))
-  if arguments.output is not None:
-    picture = _picture(arguments.output.suffix.lower()[1:], replays)
-    try:
-      arguments.output.parent.mkdir(parents=True, exist_ok=True)
-      arguments.output.write_bytes(picture)
-    except OSError as error:
-      place = error.filename or arguments.output
-      parser.error(f"argument --output: cannot write {place}: {error.strerror}")
-    print(f"wrote {arguments.output}")
   return 0
 
 
@@ -174,38 +149,6 @@ def _power_of_two(value: float) -> str:
   """Returns a power of two as 2^n, and another number in digits."""
   mantissa, exponent = math.frexp(value)
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
-
-
-def _picture(
-  kind: str, replays: dict[pathlib.Path, dict[str, instruments.Replay]]
-) -> bytes:
-  """Draws one panel for each history."""
-  from matplotlib.figure import Figure
-
-  from optax_lossscale import plot
-  from optax_lossscale.plot import axes as axes_lib
-
-  height = 3.6 + 0.2 * max(map(len, replays.values()))
-  figure = Figure(figsize=(8, height * len(replays)), layout="constrained")
-  column = figure.subplots(len(replays), 1, squeeze=False)[:, 0]
-  for (name, by_rule), axes in zip(replays.items(), column, strict=True):
-    folded = {textwrap.fill(rule, 70): by_rule[rule] for rule in by_rule}
-    plot.replays(folded, ax=axes)
-    axes.set_title(str(name), fontsize="medium")
-    # The legend goes below the axes, since long rules would hide the lines.
-    axes_lib.legend_beside(axes, "upper left", (0.0, -0.16))
-  picture = io.BytesIO()  # Saved to memory, since the PDF writer hides OSError.
-  figure.savefig(picture, format=kind, dpi=150)
-  return picture.getvalue()
-
-
-def _picture_option(text: str) -> pathlib.Path:
-  path = pathlib.Path(text)
-  if path.suffix.lower() not in _PICTURES:
-    raise argparse.ArgumentTypeError(
-      f"must end in {', '.join(_PICTURES)}, got {text!r}"
-    )
-  return path
 
 
 def _rule_option(text: str) -> tuple[str, ols.LossScale]:

@@ -1,4 +1,4 @@
-"""`simulate`: bad input, the table, advice and the picture."""
+"""`simulate`: bad input, the table and advice."""
 
 import math
 import subprocess
@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import optax_lossscale as ols
 from optax_lossscale import cli
 from optax_lossscale import instruments
 from tests import documents
@@ -41,8 +40,6 @@ def rows_of(out):
     ("--rule", ["--rule", "fixed:0"]),
     ("--dtype", ["--dtype", "int8"]),
     ("--hardware", ["--hardware", "clipping"]),
-    ("--output", ["--output", "picture.txt"]),
-    ("--output", ["--output", "."]),
     ("--ruel", ["--ruel", "dynamic"]),
   ],
 )
@@ -131,52 +128,6 @@ def test_advice_is_given_on_each_rule(history, capsys):
   # 2**9 is what the recorded overflow leaves, of which 2 bits are kept free.
   assert lines[first + 1].startswith("loss_scale: 2**20 -> 2**7: 121 of 121")
   assert lines[lines.index("fixed:2**13:") + 1] == "nothing to change"
-
-
-def test_picture_has_a_panel_for_each_history(history, tmp_path, capsys):
-  other = tmp_path / "other.csv"
-  other.write_text("amax\n1\n2\n")
-  picture = tmp_path / "new" / "picture.png"
-  arguments = ["--rule", "fixed:8", "--output", picture]
-  assert simulate(history, other, *arguments) == 0
-  assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-  lines = capsys.readouterr().out.splitlines()
-  assert f"{other}, 2 steps" in lines and lines[-1] == f"wrote {picture}"
-
-
-def test_picture_is_what_its_name_says(history, tmp_path):
-  picture = tmp_path / "picture.SVG"
-  assert simulate(history, "--rule", "fixed:8", "--output", picture) == 0
-  assert b"<svg" in picture.read_bytes()
-
-
-@pytest.mark.parametrize("end", ["png", "pdf", "svg"])
-def test_a_disk_too_full_for_the_picture_is_told(
-  end, history, tmp_path, capsys
-):
-  picture = tmp_path / f"picture.{end}"
-  picture.symlink_to("/dev/full")
-  assert simulate(history, "--rule", "fixed:8", "--output", picture) == 2
-  out, err = capsys.readouterr()
-  assert rows_of(out)
-  assert err == (
-    "optax-lossscale simulate: error: argument --output: cannot write "
-    f"{picture}: No space left on device\n"
-  )
-
-
-def test_the_extra_for_the_picture_is_named(
-  history, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
-  monkeypatch.delitem(sys.modules, "optax_lossscale.plot", raising=False)
-  monkeypatch.delitem(vars(ols), "plot", raising=False)
-  assert simulate(history, "--output", tmp_path / "picture.png") == 2
-  out, err = capsys.readouterr()
-  assert out == "" and err.count("\n") == 1
-  assert "argument --output: " in err and "needs matplotlib" in err
-  assert '".[plot]"' in err
-  assert simulate(history) == 0
 
 
 @pytest.mark.slow
