@@ -316,7 +316,7 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
   else:
     tx = optax.chain(tx, optax.identity())
   params = jnp.ones((2, 2))
-  schedule = ols.precision_schedule("fast|step", total_steps=10)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=9)
   names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
   names |= {"schedule": schedule}
   names["loss_fn"] = lambda params, x: jnp.mean(x @ params)

@@ -43,14 +43,14 @@ OVERFLOWS = {
 }
 
 
-SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=10)
+SCHEDULE = ols.PrecisionSchedule(jnp.float16, until_step=5)
 
 
 def update(tx, gradients, state, params, *, scaled, **extra_args):
   """Updates in the low part of training, or in the full one."""
   precision = SCHEDULE.init()._replace(low=jnp.asarray(scaled))
-  return SCHEDULE.update_optimizer(
-    tx, gradients, state, params, precision, **extra_args
+  return SCHEDULE.optimizer(tx, precision).update(
+    gradients, state, params, **extra_args
   )
 
 
