@@ -116,8 +116,13 @@ def test_the_examples_run_one_after_the_other():
   exec(mixed("ols.master_weights"), written)
   written["opt_state"] = written["tx"].init(written["params"])
   schedule = functools.partial(block, "precision_schedule")
-  exec(schedule("make_train_step"), written)
+  exec(schedule("ols.PrecisionSchedule("), written)
   assert (written["state"].low, written["state"].steps) == (True, 1)
+  exec(schedule("cast=cast"), written)
+  *_, state, _ = written["train_step"](
+    *(written[x] for x in ("params", "opt_state", "state", "batch"))
+  )
+  assert (state.low, state.steps) == (True, 2)
   exec(schedule("schedule.value_and_grad"), written)
   *_, state, _ = written["train_step"](
     *(written[x] for x in ("params", "opt_state", "state", "batch"))

@@ -997,7 +997,7 @@ def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
 
 def test_the_rows_for_accelerate_train_mode_run():
   text = section(ACCELERATE)
-  lines = re.findall(r"`(ols\.precision_schedule\([^`]*\))`", text)
+  lines = re.findall(r"`(ols\.presets\.accelerate_train_mode\([^`]*\))`", text)
   assert len(lines) == 3
   for line in lines:
     assert eval(line.replace("\\|", "|")).init().low
@@ -1006,7 +1006,9 @@ def test_the_rows_for_accelerate_train_mode_run():
 @pytest.mark.parametrize("name", ["total_step", "final_loss"])
 def test_the_names_of_the_hook_are_told_by_the_page(name):
   renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  assert renamed in inspect.signature(ols.precision_schedule).parameters
+  assert (
+    renamed in inspect.signature(ols.presets.accelerate_train_mode).parameters
+  )
 
 
 @pytest.mark.slow
