@@ -25,7 +25,7 @@ from tests.reference import ascend
 
 TYPES = ("fast", "fast1")
 MODES = ("step", "loss")
-# Where a ratio is just taken or just refused; the ends and the defaults.
+# Ratios around these are taken or refused: the bounds and the defaults.
 BORDERS = ("0", "0.2", "0.9", "1", "1.01", "1.05", "1.5")
 
 
@@ -39,7 +39,7 @@ def beside(border, places, sign):
 numbers = st.builds(
   beside, st.sampled_from(BORDERS), st.integers(1, 25), st.integers(-1, 1)
 )
-# What Python, but not the grammar, reads as a number, and what nobody does.
+# Some of these are numbers for Python but not for the grammar.
 ratios = st.one_of(
   numbers,
   numbers.map(lambda x: x.lstrip("0")),
@@ -73,7 +73,7 @@ def test_every_text_is_taken_or_refused_as_by_the_model(text):
   schedule = accelerate_train_mode(text, **NEEDS[mode])
   assert schedule.dtype == jnp.dtype(dtype)
   assert mode_of(schedule) == mode
-  # `NEEDS` has 20 steps, of which the last is in full precision, and 2.0.
+  # `NEEDS` has 20 steps, and 2.0 as the target.
   until = {"step": schedule.until_step, "loss": schedule.until_loss}
   assert until[mode] == {"step": int(20 * ratio), "loss": 2 * ratio}[mode]
 
@@ -215,7 +215,7 @@ def test_all_arguments_but_the_text_are_keyword_only():
   assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
-# What may stand beside it.
+# The precision modes.
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_precision_mode_that_goes_with_it_changes_no_switch(
       precision_mode=precision_mode,
       precision_mode_v2=precision_mode_v2,
     )
-    # What is written in low precision is then meant.
+    # Products in low precision are then allowed.
     keeps = "origin" in f"{precision_mode} {precision_mode_v2}"
     plain = accelerate_train_mode(f"fast|{mode}", **needs)
     assert schedule == dataclasses.replace(plain, allow_low_products=keeps)
@@ -264,7 +264,7 @@ def test_a_precision_mode_that_is_no_text_is_an_error(name, value):
   assert f"`{name}`" in refused("fast|step", total_steps=20, **{name: value})
 
 
-# What is made of them.
+# The schedule.
 
 
 @pytest.mark.parametrize(

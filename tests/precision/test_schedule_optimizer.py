@@ -61,6 +61,11 @@ def make(rule="dynamic", check="nonfinite", inner=None, **options):
   return tx, tx.init(PARAMS)
 
 
+def test_the_first_state_is_that_of_the_optimizer():
+  tx, state = make()
+  assert same_bits(SCHEDULE.optimizer(tx, SCHEDULE.init()).init(PARAMS), state)
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_what_the_check_limits_it_limits_on_unscaled_steps_too(check):
   tx, state = make(check=check)
