@@ -60,18 +60,20 @@ def make_contenders(
   }
   for kind in TYPES:
     # So long that it stays in the part that it is put in.
-    schedule = ols.precision_schedule(f"{kind}|step", total_steps=2**30)
+    schedule = ols.presets.accelerate_train_mode(
+      f"{kind}|step", total_steps=2**30
+    )
     is_scaled = schedule.dtype == jnp.float16
     tx = ols.loss_scaling(bare, ols.DynamicLossScale()) if is_scaled else bare
-    low_loss_fn = ols.autocast(loss_fn, _LEVEL, dtype=schedule.dtype)
+    cast = functools.partial(ols.autocast, level=_LEVEL, dtype=schedule.dtype)
     alone = f"{schedule.dtype.name}, {_LEVEL}"
     opt_state = tx.init(params)
     contenders[alone] = Contender(
       alone,
-      jax_training.make_step(low_loss_fn, tx, is_scaled=is_scaled),
+      jax_training.make_step(cast(loss_fn), tx, is_scaled=is_scaled),
       (params, opt_state),
     )
-    step = _two_precisions(schedule.make_train_step(loss_fn, tx, level=_LEVEL))
+    step = _two_precisions(schedule.make_train_step(loss_fn, tx, cast=cast))
     for part, low in zip(parts(kind), (True, False), strict=True):
       state = schedule.init()._replace(low=jnp.full((), low))
       contenders[part] = Contender(kind, step, (params, opt_state, state))

@@ -28,7 +28,8 @@ from optax_lossscale._detectors.status_tap import status_tap
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.policy import get_policy
 from optax_lossscale._precision.policy import Policy
-from optax_lossscale._precision.precision_schedule import precision_schedule
+from optax_lossscale._precision.precision_schedule import PrecisionSchedule
+from optax_lossscale._precision.precision_schedule import PrecisionScheduleState
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.loss_scales import DynamicLossScale
 from optax_lossscale._rules.loss_scales import FixedLossScale
@@ -56,6 +57,8 @@ __all__ = [
   "LossScale",
   "LossScalingState",
   "Policy",
+  "PrecisionSchedule",
+  "PrecisionScheduleState",
   "SpikeGuard",
   "WiringWarning",
   "accumulated_value_and_grad",
@@ -70,7 +73,6 @@ __all__ = [
   "master_weights",
   "nonfinite",
   "pmean_gradients",
-  "precision_schedule",
   "presets",
   "raise_if_failed",
   "saturated",

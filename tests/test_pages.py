@@ -116,8 +116,13 @@ def test_the_examples_run_one_after_the_other():
   exec(mixed("ols.master_weights"), written)
   written["opt_state"] = written["tx"].init(written["params"])
   schedule = functools.partial(block, "precision_schedule")
-  exec(schedule("make_train_step"), written)
+  exec(schedule("ols.PrecisionSchedule("), written)
   assert (written["state"].low, written["state"].steps) == (True, 1)
+  exec(schedule("cast=cast"), written)
+  *_, state, _ = written["train_step"](
+    *(written[x] for x in ("params", "opt_state", "state", "batch"))
+  )
+  assert (state.low, state.steps) == (True, 2)
   exec(schedule("schedule.value_and_grad"), written)
   *_, state, _ = written["train_step"](
     *(written[x] for x in ("params", "opt_state", "state", "batch"))
@@ -316,7 +321,7 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
   else:
     tx = optax.chain(tx, optax.identity())
   params = jnp.ones((2, 2))
-  schedule = ols.precision_schedule("fast|step", total_steps=10)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=9)
   names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
   names |= {"schedule": schedule}
   names["loss_fn"] = lambda params, x: jnp.mean(x @ params)

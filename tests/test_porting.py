@@ -997,7 +997,7 @@ def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
 
 def test_the_rows_for_accelerate_train_mode_run():
   text = section(ACCELERATE)
-  lines = re.findall(r"`(ols\.precision_schedule\([^`]*\))`", text)
+  lines = re.findall(r"`(ols\.presets\.accelerate_train_mode\([^`]*\))`", text)
   assert len(lines) == 3
   for line in lines:
     assert eval(line.replace("\\|", "|")).init().low
@@ -1011,7 +1011,7 @@ def test_the_names_of_the_hook_are_told_by_the_page(
   name, mode, value, before, at
 ):
   renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  schedule = ols.precision_schedule(f"fast|{mode}", **{renamed: value})
+  schedule = ols.presets.accelerate_train_mode(f"fast|{mode}", **{renamed: value})
   state = schedule.init()
   assert schedule.update(state, **{mode: before}).low
   assert not schedule.update(state, **{mode: at}).low

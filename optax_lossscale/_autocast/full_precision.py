@@ -79,5 +79,5 @@ def _check_products(jaxpr: Any) -> None:
         f"{f' in the scope {scope!r}' if scope else ''}; remove autocast and "
         "`dtype=float16` in layers, and use float32 parameters (or cast them "
         "in `loss_fn`). If this product is intended, pass "
-        "precision_schedule(..., precision_mode='must_keep_origin_dtype')."
+        "PrecisionSchedule(..., allow_low_products=True)."
       )

@@ -1,28 +1,25 @@
 """The precision schedule: first low precision, then full precision."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fractions
 import functools
-import math
 from typing import Any
 from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 import optax
 
 from optax_lossscale._autocast import full_precision
+from optax_lossscale._autocast import levels
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._precision import ascend_grammar
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -36,8 +33,14 @@ class PrecisionScheduleState(NamedTuple):
   Attributes:
     low: bool[], whether the next step is in low precision. Once False, it stays
       False.
-    steps: int32[], the number of finished steps last passed to `update` in mode
-      "step"; 0 in mode "loss".
+    steps: int32[], the number of applied steps last passed to `update`; 0 if
+      the schedule follows the loss.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.PrecisionSchedule("float16", until_step=9).init()
+    >>> print(state.low, state.steps)
+    True 0
   """
 
   low: jax.Array
@@ -46,34 +49,76 @@ class PrecisionScheduleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionSchedule:
-  """Low precision first and full precision at the end, with a one-way switch.
+  """Low precision first and full precision at the end. Experimental.
 
-  Made by `precision_schedule`, which explains what it is for.
+  The first part of training is in low precision, which is faster on hardware
+  that supports it. The rest is in full precision, so that training ends at
+  about the same loss as without the schedule. The run must also converge
+  without the schedule. Use the schedule for runs of more than an hour: a short
+  run may save less time than it takes to compile both precisions.
+
+  The schedule is a pure state machine. `state.low` is True if the next step is
+  in low precision. Once it is False, it stays False. `make_train_step` makes a
+  complete train step; a step of your own uses `value_and_grad`, `optimizer` and
+  `update`. `presets.accelerate_train_mode` reads Ascend's setting.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
-    mode: what the switch depends on, "step" or "loss".
-    ratio: the share of `total_steps` or multiple of `target_loss` to switch at.
-    total_steps: the number of steps of the whole training; None in mode "loss".
-    target_loss: the loss that training ends at; None in mode "step".
-    steps_per_call: the number of steps between two updates of the state.
-    keeps_origin_dtype: whether `loss_fn` itself may compute in low precision.
+    until_step: full precision begins after this many applied steps. Loop until
+      `state.steps` reaches the number of steps that you want: a loop of so many
+      calls counts skipped steps as well and may end before the switch.
+    until_loss: full precision begins when the loss is this or less. The decimal
+      number that is written is compared exactly, and so is a Fraction. A low
+      loss on a single batch causes the switch, so if batches differ much, pass
+      `update` a mean over several steps. Give either this or `until_step`.
+    allow_low_products: whether `loss_fn` itself may compute products in low
+      precision, even at the end of training, when the loss is not scaled.
+
+  Raises:
+    TypeError: if an argument has the wrong type.
+    ValueError: if `dtype` is another dtype, a number is out of range, or not
+      exactly one of `until_step` and `until_loss` is given.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> schedule = ols.PrecisionSchedule(jnp.bfloat16, until_loss=3.0)
+    >>> state = schedule.init()
+    >>> for loss in (3.5, 3.0, 3.5):
+    ...   state = schedule.update(state, loss=loss)
+    ...   print(loss, state.low)
+    3.5 True
+    3.0 False
+    3.5 False
   """
 
   dtype: Any
-  mode: str
-  ratio: fractions.Fraction
-  total_steps: int | None
-  target_loss: fractions.Fraction | None
-  steps_per_call: int
-  keeps_origin_dtype: bool
+  _: dataclasses.KW_ONLY
+  until_step: int | None = None
+  until_loss: float | fractions.Fraction | None = None
+  allow_low_products: bool = False
+
+  def __post_init__(self) -> None:
+    checks = {"until_step": arguments.check_steps, "until_loss": exact_loss}
+    given = {x: checks[x] for x in checks if getattr(self, x) is not None}
+    if len(given) != 1:
+      raise ValueError(
+        "`until_step` or `until_loss` must say when full precision begins, got "
+        f"{'both' if given else 'neither'}; pass exactly one of them."
+      )
+    arguments.check_fields(
+      self,
+      dtype=lambda _, x: levels.make_recipe("O1", x, None, None).dtype,
+      allow_low_products=arguments.check_flag,
+      **given,
+    )
 
   def init(self) -> PrecisionScheduleState:
     """Returns the state before the first step.
 
-    Training starts in low precision, unless it has too few steps for that.
+    Training starts in low precision, unless `until_step` is 0.
     """
-    low = self.mode == "loss" or self._first_full_step > 0
+    low = self.until_step is None or self.until_step > 0
     return PrecisionScheduleState(
       low=jnp.full((), low), steps=jnp.full((), 0, jnp.int32)
     )
@@ -90,34 +135,35 @@ class PrecisionSchedule:
     Args:
       state: the previous state. A run that saved none resumes from
         `update(init(), step=n)`.
-      step: integer[], for mode "step", the number of steps applied so far.
-      loss: float[], for mode "loss", the unscaled loss of an applied step. 0
+      step: integer[], for `until_step`, the number of steps applied so far.
+      loss: float[], for `until_loss`, the unscaled loss of an applied step. 0
         means that the loss is unknown, as for a skipped step. A NaN never
         causes the switch.
 
     Raises:
       TypeError: if `state` is not a schedule's state, `step` is not an integer
         scalar, or `loss` is not a real scalar.
-      ValueError: unless exactly the argument that the mode needs is given.
+      ValueError: unless exactly the argument that the schedule needs is given.
     """
     _check_state(state)
     fed = {"step": step, "loss": loss}
     names = [name for name, value in fed.items() if value is not None]
-    if names != [self.mode]:
+    needed = "step" if self.until_loss is None else "loss"
+    if names != [needed]:
       got = " and ".join(f"{name}=" for name in names)
       raise ValueError(
-        f"a schedule of mode {self.mode!r} must be updated with `{self.mode}`, "
+        f"a schedule with `until_{needed}` must be updated with `{needed}`, "
         f"got {got or 'neither `step` nor `loss`'}."
       )
-    if self.mode == "step":
+    if self.until_step is not None:
       step = _check_step(step)
       return PrecisionScheduleState(
-        low=state.low & ~_is_at_least(step, self._first_full_step),
+        low=state.low & ~_is_at_least(step, self.until_step),
         steps=_as_count(step),
       )
-    assert self.target_loss is not None
+    assert self.until_loss is not None
     loss = arguments.as_real_scalar("loss", loss)
-    limit = _round_down(self.target_loss * self.ratio, loss.dtype)
+    limit = _round_down(fractions.Fraction(self.until_loss), loss.dtype)
     # 0 means that the loss is unknown.
     return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
 
@@ -141,26 +187,24 @@ class PrecisionSchedule:
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    level: str = "O1",
-    overrides: Mapping[str, DTypeLike] | None = None,
-    operations: Mapping[str, Sequence[str]] | None = None,
+    cast: Callable[[Any], Callable[..., Any]] | None = None,
     path: str | None = None,
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes loss and gradients in either precision.
 
     In a train step of your own, call this instead of `scaled_value_and_grad`,
-    and `update_optimizer` instead of `tx.update`, because gradients are scaled
-    only while the precision is low:
+    and update `optimizer(tx, state)` instead of `tx`, because gradients are
+    scaled only while the precision is low:
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
       loss, scaled_grads = value_and_grad(params, batch)
-      updates, opt_state = schedule.update_optimizer(
-        tx, scaled_grads, opt_state, params, state
+      updates, opt_state = schedule.optimizer(tx, state).update(
+        scaled_grads, opt_state, params
       )
 
-    The loss is `autocast(loss_fn, level, dtype=schedule.dtype)` in low
-    precision and `loss_fn` itself in full precision. Both are compiled into one
-    program that chooses by `state.low`, so the switch does not recompile.
+    The loss is `cast(loss_fn)` in low precision and `loss_fn` itself in full
+    precision. Both are compiled into one program that chooses by `state.low`,
+    so the switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or
@@ -168,13 +212,13 @@ class PrecisionSchedule:
         function must cast them itself.
       opt_state: the optimizer's state. If the low precision is float16, it must
         contain the loss scale.
-      state: the schedule's state before the step, here and in
-        `update_optimizer`.
+      state: the schedule's state before the step, here and in `optimizer`.
       argnums: the positional arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      level: as in `autocast`.
-      overrides: as in `autocast`.
-      operations: as in `autocast`.
+      cast: a function that returns `loss_fn` in the schedule's dtype, such as
+        `functools.partial(ols.autocast, level="O2", dtype=jnp.float16)`. None
+        is `autocast` at level "O1". A schedule in bfloat16 scales nothing, so
+        its `cast` must not lower to float16.
       path: the loss scale to use if there are several. See `get_loss_scale`.
 
     Returns:
@@ -183,18 +227,16 @@ class PrecisionSchedule:
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if `autocast` rejects its arguments, or they lower nothing; if
-        `opt_state` holds no loss scale, or several; when called, if `loss_fn`
-        is already under `autocast`, or computes products in low precision
-        because of the dtype of a layer or of the parameters.
+      ValueError: if `cast` lowers nothing; if `opt_state` holds no loss scale,
+        or several; when called, if `loss_fn` is already under `autocast`, or
+        computes products in low precision because of the dtype of a layer or of
+        the parameters.
     """
     _check_state(state)
-    low_loss_fn = _make_low(
-      loss_fn, self.dtype, level, overrides=overrides, operations=operations
-    )
+    low_loss_fn = self._make_low(loss_fn, cast)
     in_full = full_precision.in_full_precision(
       jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
-      keeps_products=self.keeps_origin_dtype,
+      keeps_products=self.allow_low_products,
     )
     may_be_scaled = self.dtype == jnp.float16
     if may_be_scaled:
@@ -217,105 +259,100 @@ class PrecisionSchedule:
 
     return value_and_grad_fun
 
-  def update_optimizer(
-    self,
-    tx: optax.GradientTransformation,
-    gradients: Any,
-    opt_state: optax.OptState,
-    params: Any,
-    state: PrecisionScheduleState,
-    **extra_args: Any,
-  ) -> tuple[Any, Any]:
-    """Returns `tx.update(gradients, opt_state, params)` in either precision.
+  def optimizer(
+    self, tx: optax.GradientTransformation, state: PrecisionScheduleState
+  ) -> optax.GradientTransformationExtraArgs:
+    """Returns `tx` for the gradients of `value_and_grad`, in either precision.
 
     If the loss was not scaled, S is 1 for this step, and the rule's state does
     not change. Non-finite gradients still skip the step.
 
     Args:
       tx: the optimizer, with or without `loss_scaling` anywhere inside.
-      gradients: the gradients from `value_and_grad` with the same `state`.
-      opt_state: the optimizer's state.
-      params: the parameters.
-      state: the schedule's state before the step.
-      **extra_args: the other arguments of `tx.update`.
+      state: the state that `value_and_grad` got, before the step.
 
     Returns:
-      The updates and the optimizer's next state.
+      A transformation for this step, with the state of `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optimizer, `state` is not the schedule's
-        state, or S is not a leaf of the rule's state.
-      ValueError: if `optax.MultiSteps` wraps `loss_scaling`, or if devices that
-        share an S could be in different precisions.
+      TypeError: if `tx` is not an optimizer, or `state` is not the schedule's
+        state; from `update`, if S is not a leaf of the rule's state.
+      ValueError: from `update`, if `optax.MultiSteps` wraps `loss_scaling`, or
+        if devices that share an S could be in different precisions.
     """
     is_scaled = self.is_scaled(state)
-    optimizer = requirements.as_optimizer("tx", tx)
-    requirements.check_accumulation(opt_state)
+    wrapped = requirements.as_optimizer("tx", tx)
 
-    # Keyed by path, because an outer optimizer may add to its own state.
-    rule_states: dict[Any, Any] = {}
+    def update(
+      updates: optax.Updates,
+      state: optax.OptState,
+      params: optax.Params | None = None,
+      **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+      requirements.check_accumulation(state)
+      # Keyed by path, because an outer optimizer may add to its own state.
+      rule_states: dict[Any, Any] = {}
 
-    # Gradients that are not scaled need S = 1 in the state during the step.
-    # `put_back` then restores the rule's own state.
-    def swap(path: Any, node: Any) -> Any:
-      if not states.is_state(node):
-        return node
-      _refuse_different(is_scaled, node)
-      rule_state = rule_states[path] = node.loss_scale_state
-      return node._replace(
-        loss_scale_state=states.replace_scale(
-          rule_state, jnp.where(is_scaled, rule_state.loss_scale, 1)
+      # Gradients that are not scaled need S = 1 in the state during the step.
+      # `put_back` then restores the rule's own state.
+      def swap(path: Any, node: Any) -> Any:
+        if not states.is_state(node):
+          return node
+        _refuse_different(is_scaled, node)
+        rule_state = rule_states[path] = node.loss_scale_state
+        return node._replace(
+          loss_scale_state=states.replace_scale(
+            rule_state, jnp.where(is_scaled, rule_state.loss_scale, 1)
+          )
         )
-      )
 
-    def put_back(path: Any, node: Any) -> Any:
-      if not states.is_state(node):
-        return node
-      if path not in rule_states:
-        raise ValueError(
-          "`tx` must keep the state of loss_scaling where it is, got it back "
-          f"at {leaves.path_name(path)!r}; make loss_scaling outermost."
+      def put_back(path: Any, node: Any) -> Any:
+        if not states.is_state(node):
+          return node
+        if path not in rule_states:
+          raise ValueError(
+            "`tx` must keep the state of loss_scaling where it is, got it back "
+            f"at {leaves.path_name(path)!r}; make loss_scaling outermost."
+          )
+        return node._replace(
+          loss_scale_state=skipping.select(
+            ~is_scaled, rule_states[path], node.loss_scale_state
+          ),
+          # If the loss was not scaled, a smaller S would not help.
+          last_step=node.last_step._replace(
+            stalled=jnp.where(is_scaled, node.stalled, node.overflow)
+          ),
         )
-      return node._replace(
-        loss_scale_state=skipping.select(
-          ~is_scaled, rule_states[path], node.loss_scale_state
-        ),
-        # If the loss was not scaled, a smaller S would not help.
-        last_step=node.last_step._replace(
-          stalled=jnp.where(is_scaled, node.stalled, node.overflow)
-        ),
-      )
 
-    visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
-    updates, new_state = optimizer.update(
-      gradients, visit(swap, opt_state), params, **extra_args
-    )
-    return updates, visit(put_back, new_state)
+      visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
+      updates, state = wrapped.update(
+        updates, visit(swap, state), params, **extra_args
+      )
+      return updates, visit(put_back, state)
+
+    return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
   def make_train_step(
     self,
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    level: str = "O1",
-    overrides: Mapping[str, DTypeLike] | None = None,
-    operations: Mapping[str, Sequence[str]] | None = None,
+    cast: Callable[[Any], Callable[..., Any]] | None = None,
     has_aux: bool = False,
     axis_name: Any = None,
   ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
     """Returns a complete train step that works in both precisions.
 
-    It combines `value_and_grad`, `update_optimizer` and `update`. The structure
-    of parameters and optimizer state does not change at the switch.
+    It combines `value_and_grad`, `optimizer` and `update`. The structure of
+    parameters and optimizer state does not change at the switch.
 
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
         around it would see scaled gradients before the switch and unscaled ones
-        after. For no scaling, use `FixedLossScale(1.0)`.
-      level: as in `autocast`.
-      overrides: as in `autocast`.
-      operations: as in `autocast`.
+        after. For no scaling, use `FixedLossScale(1.0)`. If a `mask` leaves out
+        parameters, write your own step.
+      cast: as in `value_and_grad`.
       has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step also
         returns its own aux: see `select_on_skip`.
       axis_name: the mapped axis, or axes, over which `tx` detects overflows and
@@ -339,7 +376,7 @@ class PrecisionSchedule:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> import optax_lossscale as ols
-      >>> schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+      >>> schedule = ols.PrecisionSchedule(jnp.float16, until_step=2)
       >>> tx = ols.loss_scaling(optax.sgd(0.25), ols.FixedLossScale(1024.0))
       >>> loss_fn = lambda params, x: jnp.sum((x @ params) ** 2)
       >>> train_step = jax.jit(schedule.make_train_step(loss_fn, tx))
@@ -356,12 +393,7 @@ class PrecisionSchedule:
       False 0.125
       False 0.03125
     """
-    options: dict[str, Any] = {
-      "level": level,
-      "overrides": overrides,
-      "operations": operations,
-    }
-    _make_low(loss_fn, self.dtype, **options)  # Reports errors early.
+    self._make_low(loss_fn, cast)  # Reports errors early.
     requirements.as_optimizer("tx", tx)
     names = devices.axis_names("axis_name", axis_name)
 
@@ -369,7 +401,7 @@ class PrecisionSchedule:
       params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
       value_and_gradients = self.value_and_grad(
-        loss_fn, opt_state, state, has_aux=has_aux, **options
+        loss_fn, opt_state, state, has_aux=has_aux, cast=cast
       )
       local = devices.make_varying(params, names) if names else params
       value, gradients = value_and_gradients(local, *args, **kwargs)
@@ -386,8 +418,8 @@ class PrecisionSchedule:
           "_overwrite_with_gradient collection, which then goes around the "
           "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
         )
-      updates, new_state = self.update_optimizer(
-        tx, gradients, opt_state, params, state
+      updates, new_state = self.optimizer(tx, state).update(
+        gradients, opt_state, params
       )
       applied = jnp.full((), True)
       if is_wrapped:
@@ -396,7 +428,7 @@ class PrecisionSchedule:
         applied = after.applied_steps != before.applied_steps
       params = leaves.apply_updates(params, updates)
 
-      if self.mode == "step":
+      if self.until_step is not None:
         steps = optax.safe_increment(state.steps)
         state = self.update(state, step=jnp.where(applied, steps, state.steps))
       else:
@@ -406,113 +438,33 @@ class PrecisionSchedule:
 
     return train_step
 
-  @property
-  def _first_full_step(self) -> int:
-    """The number of finished steps after which a "step" schedule switches."""
-    assert self.total_steps is not None
-    return max(
-      0,
-      min(
-        math.floor(self.total_steps * self.ratio),
-        # The last call is in full precision in any case.
-        self.total_steps - self.steps_per_call,
-      ),
+  def _make_low(self, loss_fn: Any, cast: Any) -> Callable[..., Any]:
+    """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
+    arguments.check_function(loss_fn)
+    if cast is None:
+      cast = functools.partial(autocast, level="O1", dtype=self.dtype)
+    arguments.check_function(cast, "cast")
+    # Checked here too, because a jitted `loss_fn` is traced only once.
+    as_written = full_precision.without_autocast(loss_fn)
+    low_loss_fn: Callable[..., Any] = cast(as_written)
+    if low_loss_fn is as_written:
+      raise ValueError(
+        "`cast` must lower something in the first part of training, got its "
+        "argument back, as from autocast at 'O0'; take 'O1', or name in "
+        "`overrides` the scopes to lower."
+      )
+    return low_loss_fn
+
+
+def exact_loss(name: str, value: Any) -> fractions.Fraction:
+  """Returns a positive loss exactly, as the decimal that was typed."""
+  is_exact = isinstance(value, fractions.Fraction)
+  if (value if is_exact else arguments.check_number(name, value)) <= 0:
+    raise ValueError(
+      f"`{name}` must be positive, got {arguments.shown(value)}."
     )
-
-
-def precision_schedule(
-  accelerate_train_mode: str,
-  *,
-  total_steps: int | None = None,
-  target_loss: float | None = None,
-  steps_per_call: int = 1,
-  precision_mode: str | None = None,
-  precision_mode_v2: str | None = None,
-) -> PrecisionSchedule:
-  """Returns a schedule from low to full precision. Experimental.
-
-  The first part of training is in low precision, which is faster on hardware
-  that supports it. The rest is in full precision, so that training ends at
-  about the same loss as without the schedule. The run must also converge
-  without the schedule. Use the schedule for runs of more than an hour: a short
-  run may save less time than it takes to compile both precisions.
-
-  The schedule is a pure state machine. `state.low` is True if the next step is
-  in low precision. Once it is False, it stays False.
-
-  Args:
-    accelerate_train_mode: "type|mode|ratio" or "type|mode", in Ascend's
-      grammar. The type is "fast" (float16) or "fast1" (bfloat16). In mode
-      "step", full precision begins after `floor(total_steps * ratio)` steps,
-      or at the latest with the last call; the ratio is 0.2 to 0.9 (default
-      0.9). In mode "loss", it begins when the loss is `target_loss * ratio` or
-      less; the ratio is 1.01 to 1.5 (default 1.05). Both products are exact.
-    total_steps: for mode "step", the number of applied steps in the whole
-      training. Loop until `state.steps` reaches it: a loop of `total_steps`
-      calls counts skipped steps as well and may end before the switch.
-    target_loss: for mode "loss", the positive loss that training without the
-      schedule ends at. A low loss on a single batch causes the switch, so if
-      batches differ much, pass `update` a mean over several steps.
-    steps_per_call: the number of steps between two updates of the state. The
-      switch may come up to `steps_per_call - 1` steps late. Leave it out for
-      `make_train_step`, which updates the state after each step.
-    precision_mode: the setting of that name in the Ascend script. With
-      "must_keep_origin_dtype", `loss_fn` itself may compute products in low
-      precision, even at the end of training, when the loss is not scaled. With
-      "allow_fp32_to_fp16" or no mode, training ends in float32. Other values
-      are errors, as on Ascend.
-    precision_mode_v2: the newer setting; "origin" is "must_keep_origin_dtype".
-
-  Returns:
-    A `PrecisionSchedule`. Its `make_train_step` makes a complete train step;
-    for a step of your own, it has `value_and_grad`, `update_optimizer`, and
-    `init` and `update` for its state.
-
-  Raises:
-    TypeError: if an argument has the wrong type.
-    ValueError: if the mode does not follow the grammar, its argument is missing
-      or that of the other mode is given, or a precision mode contradicts it.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> schedule = ols.precision_schedule("fast|step|0.9", total_steps=10)
-    >>> state = schedule.init()
-    >>> for step in (1, 8, 9, 10):
-    ...   state = schedule.update(state, step=step)
-    ...   print(step, state.low)
-    1 True
-    8 True
-    9 False
-    10 False
-    >>> schedule = ols.precision_schedule("fast1|loss|1.5", target_loss=2.0)
-    >>> state = schedule.init()
-    >>> for loss in (3.5, 3.0, 3.5):
-    ...   state = schedule.update(state, loss=jnp.float32(loss))
-    ...   print(loss, state.low)
-    3.5 True
-    3.0 False
-    3.5 False
-
-  References:
-    Ascend, `accelerate_train_mode` of TF Adapter, also experimental there.
-  """
-  dtype, mode, ratio = ascend_grammar.parse(accelerate_train_mode)
-  total, target = ascend_grammar.check_end(
-    mode, total_steps=total_steps, target_loss=target_loss
-  )
-  keeps_origin_dtype = ascend_grammar.keeps_origin_dtype(
-    precision_mode=precision_mode, precision_mode_v2=precision_mode_v2
-  )
-  return PrecisionSchedule(
-    dtype=dtype,
-    mode=mode,
-    ratio=ratio,
-    total_steps=total,
-    target_loss=target,
-    steps_per_call=arguments.check_count("steps_per_call", steps_per_call),
-    keeps_origin_dtype=keeps_origin_dtype,
-  )
+  # 7.1 is exactly 71/10, which no float is.
+  return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
 
 
 def _check_state(state: Any) -> None:
@@ -522,22 +474,6 @@ def _check_state(state: Any) -> None:
       "`state` must be the state that the schedule's init made, got "
       f"{arguments.kind_of(state)}."
     )
-
-
-def _make_low(
-  loss_fn: Callable[..., Any], dtype: Any, level: str, **options: Any
-) -> Callable[..., Any]:
-  """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
-  arguments.check_function(loss_fn)
-  # Checked here too, because a jitted `loss_fn` is traced only once.
-  as_written = full_precision.without_autocast(loss_fn)
-  low_loss_fn = autocast(as_written, level, dtype=dtype, **options)
-  if low_loss_fn is as_written:
-    raise ValueError(
-      "`level` must lower something in the first part of training, got 'O0'; "
-      "take 'O1', or name in `overrides` the scopes to lower."
-    )
-  return low_loss_fn
 
 
 def _refuse_frozen(low: Any) -> None:

@@ -16,12 +16,14 @@ wrapper's state reports `stalled`. If a system would end the run,
 `ols.raise_if_failed` raises here.
 
 `npu_loss_scale_optimizer` does not return a rule: like the original on Ascend,
-it wraps an optimizer and takes a rule as its manager.
+it wraps an optimizer and takes a rule as its manager. `accelerate_train_mode`,
+also Ascend's, returns a `PrecisionSchedule`.
 """
 
 import typing
 
 from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
+from optax_lossscale.presets._accelerate_train_mode import accelerate_train_mode
 from optax_lossscale.presets._fairseq import fairseq
 from optax_lossscale.presets._fairseq import metaseq
 from optax_lossscale.presets._jax import flax
@@ -51,6 +53,7 @@ from optax_lossscale.presets._tensorflow import tensorflow
 from optax_lossscale.presets._tensorflow import tf_exponential
 
 __all__ = [
+  "accelerate_train_mode",
   "apex",
   "apex_hysteresis",
   "colossalai",

@@ -35,7 +35,7 @@ _NOT_INTEGERS = ["2", None, True, np.True_, 1.5, 2.0, [2]]
 
 _INNER, _RULE = optax.identity(), ols.FixedLossScale()
 _STATE = ols.rules.HeadroomLossScale().init()
-_SCHEDULE = ols.precision_schedule("fast|loss", target_loss=1.0)
+_SCHEDULE = ols.PrecisionSchedule("float16", until_loss=1.0)
 _FRACTION = fractions.Fraction(10**400)
 
 
@@ -196,7 +196,7 @@ def test_an_integer_that_python_does_not_write_is_refused(name):
     lambda x: ols.DynamicLossScale(growth_factor=-x),
     lambda x: ols.rules.HeadroomLossScale().update(_STATE, False, amax=x),
     lambda x: _SCHEDULE.update(_SCHEDULE.init(), loss=x),
-    lambda x: ols.precision_schedule("fast|loss", target_loss=x),
+    lambda x: ols.presets.accelerate_train_mode("fast|loss", target_loss=x),
     lambda x: ols.scale_cotangent(1.0, x),
   ],
 )
@@ -243,7 +243,8 @@ _LONG = {
     lambda x: ols.loss_scaling(_INNER, _RULE, check=x),
     lambda x: ols.loss_scaling(_INNER, _RULE, axis_name=[x, None]),
     lambda x: ols.get_policy(x),
-    lambda x: ols.precision_schedule(_INNER, accelerate_train_mode=x),
+    lambda x: ols.PrecisionSchedule(x, until_step=1),
+    lambda x: ols.presets.accelerate_train_mode(x),
     lambda x: ols.autocast(abs, level=x),
     lambda x: ols.autocast(abs, overrides=x),
     lambda x: ols.autocast(abs, dtype=x),

@@ -94,7 +94,7 @@ RIGHT = {
   "opt_state": STATE,
   "bare_state": STATE,
   "tx": TX,
-  "accelerate_train_mode": "fast|step|0.5",
+  "text": "fast|step|0.5",
   **dict.fromkeys(
     ["params", "updates", "tree", "new", "old", "gradients", "grads"], PARAMS
   ),

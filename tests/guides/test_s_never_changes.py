@@ -75,7 +75,7 @@ def skipped_on_request():
 
 def in_bfloat16():
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(growth_interval=1))
-  schedule = ols.precision_schedule("fast1|step", total_steps=10)
+  schedule = ols.PrecisionSchedule(jnp.bfloat16, until_step=9)
   step = schedule.make_train_step(lambda params: jnp.sum(params**2), tx)
   carry = PARAMS, tx.init(PARAMS), schedule.init()
   for _ in range(2):

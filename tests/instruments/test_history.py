@@ -81,11 +81,11 @@ def test_a_record_may_be_anywhere_in_a_chain():
 @pytest.mark.slow
 def test_an_unscaled_step_is_recorded_with_a_scale_of_1():
   tx = make(3)
-  schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=2)
   state, precision = tx.init(jnp.zeros(1)), schedule.init()
   for step in range(3):
-    _, state = schedule.update_optimizer(
-      tx, jnp.ones(1), state, jnp.zeros(1), precision
+    _, state = schedule.optimizer(tx, precision).update(
+      jnp.ones(1), state, jnp.zeros(1)
     )
     precision = schedule.update(precision, step=2 + step)
   history = instruments.history(state)

@@ -962,7 +962,7 @@ def test_an_optimizer_that_takes_turns_is_right():
 
 @pytest.mark.parametrize("low", [True, False])
 def test_a_precision_schedule_is_right_before_and_after_its_switch(low):
-  schedule = ols.precision_schedule("fast|step|0.5", total_steps=8)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=4)
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
   step = jax.jit(schedule.make_train_step(loss_fn, tx))
   state = schedule.init()._replace(low=jnp.asarray(low))

@@ -391,7 +391,7 @@ def test_other_dtypes_are_as_written():
 
 def test_a_schedule_is_in_both_precisions_and_its_state_says_which():
   loss_fn, params, x = problem("norm")
-  schedule = ols.precision_schedule("fast|step|0.5", total_steps=2)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=1)
   tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
   train_step = jax.jit(schedule.make_train_step(loss_fn, tx))
   opt_state, state = tx.init(params), schedule.init()

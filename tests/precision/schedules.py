@@ -26,19 +26,24 @@ each_mode = pytest.mark.parametrize("mode", LATCHES)
 def schedule_and_model(text, **arguments):
   """Returns a schedule and the model of it."""
   return (
-    ols.precision_schedule(text, **arguments),
+    ols.presets.accelerate_train_mode(text, **arguments),
     ascend.AccelerateTrainMode(text, **arguments),
   )
 
 
 def latch(mode):
   text, arguments = LATCHES[mode]
-  return ols.precision_schedule(text, **arguments)
+  return ols.presets.accelerate_train_mode(text, **arguments)
 
 
 def latch_of_model(mode):
   text, arguments = LATCHES[mode]
   return ascend.AccelerateTrainMode(text, **arguments)
+
+
+def mode_of(schedule):
+  """What it is updated with."""
+  return "step" if schedule.until_loss is None else "loss"
 
 
 def lows_of_model(model, fed):
@@ -49,9 +54,10 @@ def lows_of_model(model, fed):
 
 def scanned(schedule, fed):
   """What the schedule says at first and after each number, by `lax.scan`."""
+  mode = mode_of(schedule)
 
   def body(state, number):
-    state = schedule.update(state, **{schedule.mode: number})
+    state = schedule.update(state, **{mode: number})
     return state, state.low
 
   first = schedule.init()
@@ -70,11 +76,11 @@ def one_by_one(update, state, mode, fed):
 
 def switches(schedule, numbers):
   """Whether each number, fed to the first state, switches it: bool[n]."""
-  first = schedule.init()
+  first, mode = schedule.init(), mode_of(schedule)
   assert first.low
 
   def low(number):
-    return schedule.update(first, **{schedule.mode: number}).low
+    return schedule.update(first, **{mode: number}).low
 
   # Without jit, which would compile anew for every schedule.
   return ~np.asarray(jax.vmap(low)(jnp.asarray(numbers)))

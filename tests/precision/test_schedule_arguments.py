@@ -1,266 +1,111 @@
-"""The precision schedule's text and arguments, and the schedule as a value."""
+"""The precision schedule's arguments, and the schedule as a value."""
 
 import dataclasses
-import decimal
 import fractions
 import inspect
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from tests import support
 from tests.precision.schedules import each_mode
 from tests.precision.schedules import INF
 from tests.precision.schedules import latch
 from tests.precision.schedules import NAN
-from tests.precision.schedules import NEEDS
-from tests.reference import ascend
-
-# The grammar.
-
-TYPES = ("fast", "fast1")
-MODES = ("step", "loss")
-# Where a ratio is just taken or just refused; the ends and the defaults.
-BORDERS = ("0", "0.2", "0.9", "1", "1.01", "1.05", "1.5")
-
-
-def beside(border, places, sign):
-  """Returns a number as near a border as its places allow, or the border."""
-  step = sign * decimal.Decimal(10) ** -places
-  return format(decimal.Decimal(border) + step, "f")
-
-
-# More places than a float has.
-numbers = st.builds(
-  beside, st.sampled_from(BORDERS), st.integers(1, 25), st.integers(-1, 1)
-)
-# What Python, but not the grammar, reads as a number, and what nobody does.
-ratios = st.one_of(
-  numbers,
-  numbers.map(lambda x: x.lstrip("0")),
-  st.builds("{}{}".format, st.sampled_from(" +-0"), numbers),
-  st.builds(
-    "{}{}".format, numbers, st.sampled_from(["0", " ", "e0", "_0", "|"])
-  ),
-  st.text("0123456789.eE+-_ /%xnaif|\u0663", max_size=5),
-)
-texts = st.one_of(
-  st.tuples(st.sampled_from(TYPES), st.sampled_from(MODES)),
-  st.tuples(st.sampled_from(TYPES), st.sampled_from(MODES), ratios),
-  st.lists(
-    st.sampled_from([*TYPES, *MODES, "FAST", " fast", "step ", "0.9", ""]),
-    max_size=4,
-  ),
-).map("|".join)
-
-
-@given(texts)
-@settings(max_examples=400)
-def test_every_text_is_taken_or_refused_as_by_the_model(text):
-  try:
-    dtype, mode, ratio = ascend.parse(text)
-  except ValueError:
-    for arguments in NEEDS.values():
-      with pytest.raises(ValueError, match="`accelerate_train_mode`") as raised:
-        ols.precision_schedule(text, **arguments)
-      assert repr(text) in str(raised.value)
-    return
-  schedule = ols.precision_schedule(text, **NEEDS[mode])
-  assert schedule.dtype == jnp.dtype(dtype)
-  assert (schedule.mode, schedule.ratio) == (mode, ratio)
-
 
 # The arguments.
 
 
-def refused(text, **arguments):
-  """Returns the error's text, of arguments that must be refused."""
-  with pytest.raises((TypeError, ValueError)) as raised:
-    ols.precision_schedule(text, **arguments)
-  return str(raised.value)
+@pytest.mark.parametrize(
+  ("until", "got"),
+  [
+    ({}, "neither"),
+    ({"until_step": None, "until_loss": None}, "neither"),
+    ({"until_step": 0, "until_loss": 1.0}, "both"),
+  ],
+  ids=["none", "nones", "both"],
+)
+def test_exactly_one_end_of_the_low_part_must_be_given(until, got):
+  with pytest.raises(ValueError, match=f"`until_step` or .*got {got}; pass"):
+    ols.PrecisionSchedule(jnp.float16, **until)
 
 
 @pytest.mark.parametrize(
-  "text, arguments, words",
+  ("dtype", "error"),
   [
-    # How many fields.
-    ("fast", {}, ("type|mode", "'fast'")),
-    ("fast|step|0.9|1", {}, ("type|mode", "'fast|step|0.9|1'")),
-    # The type.
-    ("fast2|step", {}, ("'fast'", "'fast1'", "'fast2'")),
-    # The mode.
-    ("fast|steps", {}, ("'step'", "'loss'", "'steps'")),
-    # The ratio.
-    ("fast|step|abc", {}, ("number", "'abc'")),
-    ("fast|step|0.19", {}, ("0.2", "0.9", "'0.19'")),
-    ("fast|step|0.91", {}, ("0.2", "0.9", "'0.91'")),
-    ("fast|step|nan", {}, ("nan",)),
-    ("fast|loss|1", {}, ("1.01", "1.5", "'1'")),
-    ("fast|loss|1.51", {}, ("1.01", "1.5", "'1.51'")),
+    *((jnp.float32, ValueError), (jnp.float8_e5m2, ValueError)),
+    *((jnp.int16, TypeError), ("fast|step|0.9", TypeError), (None, TypeError)),
   ],
-  ids=support.name,
+  ids=str,
 )
-def test_an_error_of_the_grammar_says_the_rule_and_what_came(
-  text, arguments, words
-):
-  mode = "loss" if "loss" in text else "step"
-  message = refused(text, **NEEDS[mode], **arguments)
-  assert "`accelerate_train_mode`" in message
-  for word in words:
-    assert word in message
+def test_the_dtype_must_be_a_low_precision(dtype, error):
+  with pytest.raises(error, match="`dtype` must be .*float16, bfloat16, got"):
+    ols.PrecisionSchedule(dtype, until_step=1)
 
 
-@pytest.mark.parametrize("text", [None, 0.9, ("fast", "step"), b"fast|step"])
-def test_a_mode_that_is_no_text_is_a_type_error(text):
-  with pytest.raises(TypeError, match="`accelerate_train_mode` .*got"):
-    ols.precision_schedule(text, total_steps=20)
-
-
-@pytest.mark.parametrize("mode", ["step", "loss"])
-def test_what_a_mode_needs_must_be_there(mode):
-  (name,) = NEEDS[mode]
-  message = refused(f"fast|{mode}")
-  assert f"`{name}`" in message
-  assert repr(mode) in message or f"fast|{mode}" in message
-  # None is how one leaves it out.
-  assert refused(f"fast|{mode}", **{name: None}) == message
-
-
-@pytest.mark.parametrize("mode", ["step", "loss"])
-def test_what_the_other_mode_needs_must_not_be_there(mode):
-  both = NEEDS["step"] | NEEDS["loss"]
-  (other,) = both.keys() - NEEDS[mode].keys()
-  message = refused(f"fast|{mode}", **both)
-  assert f"`{other}`" in message
-  assert mode in message
-  # Nor where it is a zero.
-  assert f"`{other}`" in refused(f"fast|{mode}", **NEEDS[mode], **{other: 0})
-
-
-WRONG_COUNTS = (
-  *(20.0, 20.5, "20", True, False, np.bool_(True), np.float32(20), 1j, [20]),
-  *((20,), np.arange(2), np.asarray([20]), NAN, INF, fractions.Fraction(20)),
+@pytest.mark.parametrize(
+  "value",
+  [
+    *(20.0, "20", True, np.bool_(True), np.float32(20), [20], np.asarray([20])),
+    *(NAN, fractions.Fraction(20)),
+  ],
+  ids=repr,
 )
-
-
-@pytest.mark.parametrize("value", WRONG_COUNTS, ids=repr)
-def test_total_steps_must_be_an_integer(value):
-  with pytest.raises(TypeError, match="`total_steps` .*got"):
-    ols.precision_schedule("fast|step", total_steps=value)
+def test_until_step_must_be_an_integer(value):
+  with pytest.raises(TypeError, match="`until_step` must be an integer.*got"):
+    ols.PrecisionSchedule(jnp.float16, until_step=value)
 
 
 @pytest.mark.parametrize("value", [-1, -(2**40), np.int8(-1)], ids=repr)
-def test_total_steps_must_not_be_negative(value):
-  with pytest.raises(ValueError, match="`total_steps` .*got"):
-    ols.precision_schedule("fast|step", total_steps=value)
-
-
-@pytest.mark.parametrize("value", [*WRONG_COUNTS, None], ids=repr)
-def test_steps_per_call_must_be_an_integer(value):
-  with pytest.raises(TypeError, match="`steps_per_call` .*got"):
-    ols.precision_schedule("fast|step", total_steps=20, steps_per_call=value)
-
-
-@pytest.mark.parametrize("value", [0, -1, np.int8(-1)], ids=repr)
-@pytest.mark.parametrize("mode", ["step", "loss"])
-def test_steps_per_call_must_be_one_or_more(mode, value):
-  with pytest.raises(ValueError, match="`steps_per_call` .*got"):
-    ols.precision_schedule(f"fast|{mode}", **NEEDS[mode], steps_per_call=value)
+def test_until_step_must_not_be_negative(value):
+  with pytest.raises(ValueError, match="`until_step` must not be neg.*got"):
+    ols.PrecisionSchedule(jnp.float16, until_step=value)
 
 
 @pytest.mark.parametrize(
   "value", ["2.0", True, 1j, [2.0], np.ones(1), np.bool_(True)], ids=repr
 )
-def test_target_loss_must_be_a_number(value):
-  with pytest.raises(TypeError, match="`target_loss` .*got"):
-    ols.precision_schedule("fast|loss", target_loss=value)
+def test_until_loss_must_be_a_number(value):
+  with pytest.raises(TypeError, match="`until_loss` must be a number, got"):
+    ols.PrecisionSchedule(jnp.float16, until_loss=value)
 
 
 @pytest.mark.parametrize(
-  "value", [0, 0.0, -0.0, -2.0, NAN, INF, -INF, np.float32(NAN)], ids=repr
+  "value",
+  [
+    *(0, 0.0, -0.0, -2.0, NAN, INF, -INF, np.float32(NAN), 10**400),
+    *(fractions.Fraction(0), fractions.Fraction(-1, 3)),
+  ],
+  ids=lambda value: repr(value)[:20],
 )
-def test_target_loss_must_be_positive_and_finite(value):
-  with pytest.raises(ValueError, match="`target_loss` .*got"):
-    ols.precision_schedule("fast|loss", target_loss=value)
+def test_until_loss_must_be_positive_and_finite(value):
+  with pytest.raises(ValueError, match="`until_loss` must be .*got"):
+    ols.PrecisionSchedule(jnp.float16, until_loss=value)
 
 
-@pytest.mark.parametrize(
-  "name", ["total_steps", "steps_per_call", "target_loss"]
-)
+@pytest.mark.parametrize("value", [None, 1, "origin"], ids=repr)
+def test_allow_low_products_must_be_a_flag(value):
+  with pytest.raises(TypeError, match="`allow_low_products` must be True or"):
+    ols.PrecisionSchedule(jnp.float16, until_step=1, allow_low_products=value)
+
+
+@pytest.mark.parametrize("name", ["until_step", "until_loss"])
 def test_an_argument_must_be_known_when_the_schedule_is_made(name):
-  mode = "loss" if name == "target_loss" else "step"
-
   def make(value):
-    arguments = NEEDS[mode] | {name: value}
-    ols.precision_schedule(f"fast|{mode}", **arguments)
+    ols.PrecisionSchedule(jnp.float16, **{name: value})
 
   with pytest.raises(TypeError, match=f"`{name}` "):
     jax.jit(make)(2)
 
 
-def test_all_arguments_but_the_text_are_keyword_only():
-  parameters = inspect.signature(ols.precision_schedule).parameters.values()
-  first, *others = parameters
-  assert first.kind == first.POSITIONAL_OR_KEYWORD
-  assert {other.kind for other in others} == {first.KEYWORD_ONLY}
-  schedule = ols.precision_schedule("fast|step", total_steps=20)
-  _, *others = inspect.signature(schedule.update).parameters.values()
-  assert {other.kind for other in others} == {first.KEYWORD_ONLY}
-
-
-# What may stand beside it.
-
-
-@pytest.mark.parametrize(
-  "precision_mode", [None, "", "allow_fp32_to_fp16", "must_keep_origin_dtype"]
-)
-@pytest.mark.parametrize("precision_mode_v2", [None, "", "origin"])
-def test_a_precision_mode_that_goes_with_it_changes_no_switch(
-  precision_mode, precision_mode_v2
-):
-  for mode, needs in NEEDS.items():
-    schedule = ols.precision_schedule(
-      f"fast|{mode}",
-      **needs,
-      precision_mode=precision_mode,
-      precision_mode_v2=precision_mode_v2,
-    )
-    # What is written in low precision is then meant.
-    keeps = "origin" in f"{precision_mode} {precision_mode_v2}"
-    plain = ols.precision_schedule(f"fast|{mode}", **needs)
-    assert schedule == dataclasses.replace(plain, keeps_origin_dtype=keeps)
-
-
-V1 = (
-  *("force_fp16", "force_fp32", "cube_fp16in_fp32out", "allow_mix_precision"),
-  *("allow_mix_precision_fp16", "allow_mix_precision_bf16"),
-)
-V2 = ("fp16", "cube_fp16in_fp32out", "mixed_float16", "mixed_bfloat16")
-
-
-@pytest.mark.parametrize("name", ["precision_mode", "precision_mode_v2"])
-def test_any_other_precision_mode_is_an_error(name):
-  v1_and_v2 = {
-    "precision_mode": (*V1, "origin", "ALLOW_FP32_TO_FP16", " ", "O1"),
-    "precision_mode_v2": (*V2, "must_keep_origin_dtype", "allow_fp32_to_fp16"),
-  }
-  for value in v1_and_v2[name]:
-    message = refused("fast|step", total_steps=20, **{name: value})
-    assert f"`{name}`" in message
-    assert repr(value) in message
-    assert "origin" in message
-
-
-@pytest.mark.parametrize("name", ["precision_mode", "precision_mode_v2"])
-@pytest.mark.parametrize("value", [0, False, 1.0, ["origin"]])
-def test_a_precision_mode_that_is_no_text_is_an_error(name, value):
-  assert f"`{name}`" in refused("fast|step", total_steps=20, **{name: value})
+def test_all_arguments_but_the_first_are_keyword_only():
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=18)
+  for function in (ols.PrecisionSchedule, schedule.update):
+    first, *others = inspect.signature(function).parameters.values()
+    assert first.kind == first.POSITIONAL_OR_KEYWORD
+    assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
 # The schedule as a value.
@@ -274,57 +119,43 @@ def test_a_schedule_is_frozen(mode):
       setattr(schedule, field.name, None)
 
 
-def test_the_attributes_are_what_was_passed():
-  schedule = ols.precision_schedule(
-    "fast|step|0.7", total_steps=90, steps_per_call=3
-  )
+@pytest.mark.parametrize(
+  "loss", [7.1, np.float64(7.1), fractions.Fraction(71, 10)], ids=repr
+)
+def test_the_attributes_are_exact_and_of_one_type(loss):
+  schedule = ols.PrecisionSchedule("bfloat16", until_loss=loss)
   assert isinstance(schedule.dtype, np.dtype)
-  assert (schedule.dtype, schedule.mode) == (np.dtype(np.float16), "step")
-  assert schedule.ratio == fractions.Fraction(7, 10)
-  assert isinstance(schedule.ratio, fractions.Fraction)
-  assert (schedule.total_steps, schedule.steps_per_call) == (90, 3)
-  assert schedule.target_loss is None
-  schedule = ols.precision_schedule("fast1|loss", target_loss=7.1)
-  assert isinstance(schedule.dtype, np.dtype)
-  assert (schedule.dtype, schedule.mode) == (jnp.dtype(jnp.bfloat16), "loss")
-  assert float(schedule.target_loss) == 7.1
-  assert (schedule.total_steps, schedule.steps_per_call) == (None, 1)
+  assert schedule.dtype == jnp.bfloat16
+  assert schedule.until_step is None
+  assert schedule.until_loss == fractions.Fraction(71, 10)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=np.uint8(9))
+  assert (schedule.until_step, schedule.until_loss) == (9, None)
+  assert type(schedule.until_step) is int
+  assert schedule.allow_low_products is False
 
 
-DIFFERENT = {
-  "fast|step": {"total_steps": 20},
-  "fast1|step": {"total_steps": 20},
-  "fast|step|0.8": {"total_steps": 20},
-  "fast|step|": {"total_steps": 21},
-  "fast|step|0.9": {"total_steps": 20, "steps_per_call": 2},
-  "fast|loss": {"target_loss": 20.0},
-  "fast1|loss": {"target_loss": 20.0},
-  "fast|loss|1.2": {"target_loss": 20.0},
-  "fast|loss|": {"target_loss": 20.5},
-}
+DIFFERENT = [
+  (jnp.float16, {"until_step": 20}),
+  (jnp.bfloat16, {"until_step": 20}),
+  (jnp.float16, {"until_step": 21}),
+  (jnp.float16, {"until_step": 20, "allow_low_products": True}),
+  (jnp.float16, {"until_loss": 20}),
+  (jnp.bfloat16, {"until_loss": 20}),
+  (jnp.float16, {"until_loss": 20.5}),
+]
 
 
 def test_schedules_are_equal_and_hash_equally_if_their_arguments_are():
-  schedules = [
-    ols.precision_schedule(text, **DIFFERENT[text]) for text in DIFFERENT
-  ]
-  again = [
-    ols.precision_schedule(text, **DIFFERENT[text]) for text in DIFFERENT
-  ]
+  schedules, again = (
+    [ols.PrecisionSchedule(dtype, **options) for dtype, options in DIFFERENT]
+    for _ in range(2)
+  )
   assert schedules == again
   assert len({*schedules, *again}) == len(DIFFERENT)
   assert len({repr(schedule) for schedule in schedules}) == len(DIFFERENT)
   for schedule in schedules:
     assert schedules.count(schedule) == 1
     assert schedule != DIFFERENT
-
-
-def test_numbers_written_differently_make_equal_schedules():
-  schedules = {
-    ols.precision_schedule(f"fast|step{ratio}", total_steps=20)
-    for ratio in ("", "|", "|0.9", "|.9", "|0.90")
-  }
-  assert len(schedules) == 1
 
 
 @each_mode

@@ -19,7 +19,6 @@ from tests.precision.schedules import latch
 from tests.precision.schedules import latch_of_model
 from tests.precision.schedules import lows_of_model
 from tests.precision.schedules import NAN
-from tests.precision.schedules import NEEDS
 from tests.precision.schedules import one_by_one
 from tests.precision.schedules import scanned
 from tests.precision.schedules import schedule_and_model
@@ -94,7 +93,7 @@ def test_it_never_goes_back_whatever_comes(mode):
 
 
 def test_a_schedule_without_a_low_part_never_becomes_low():
-  schedule = ols.precision_schedule("fast|step", total_steps=1)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=0)
   steps = np.asarray([0, 0, 1, 2, 0], np.int32)
   assert not any(scanned(schedule, steps))
   assert not any(one_by_one(schedule.update, schedule.init(), "step", steps))
@@ -147,18 +146,18 @@ def test_the_counter_can_be_fed_back():
   ],
   ids=support.name,
 )
-def test_an_update_with_what_its_mode_does_not_take_names_the_mode(
+def test_an_update_with_what_it_does_not_take_names_what_it_needs(
   mode, fed, got
 ):
-  schedule = ols.precision_schedule(f"fast|{mode}", **NEEDS[mode])
+  schedule = latch(mode)
   state = schedule.init()
   for update in (schedule.update, jax.jit(schedule.update)):
     with pytest.raises(
-      ValueError, match=f"mode '{mode}' .*`{mode}`.* got .*{got}"
+      ValueError, match=f"`until_{mode}` .*`{mode}`.* got .*{got}"
     ):
       update(state, **fed)
   # What it was switched to does not matter.
-  with pytest.raises(ValueError, match=f"mode '{mode}'"):
+  with pytest.raises(ValueError, match=f"`until_{mode}`"):
     schedule.update(state._replace(low=jnp.asarray(False)), **fed)
 
 

@@ -31,7 +31,7 @@ def test_the_model_of_a_loss_ignores_nan_and_zero_and_never_goes_back():
 
 
 def test_the_first_call_of_a_loss_schedule_is_low():
-  assert ols.precision_schedule("fast1|loss", target_loss=2.0).init().low
+  assert ols.PrecisionSchedule(jnp.bfloat16, until_loss=2.0).init().low
 
 
 # The target.
@@ -39,7 +39,9 @@ def test_the_first_call_of_a_loss_schedule_is_low():
 
 @pytest.mark.parametrize("kind", [float, np.float64])
 def test_target_loss_is_the_decimal_number_that_is_written(kind):
-  schedule = ols.precision_schedule("fast|loss|1.05", target_loss=kind("7.1"))
+  schedule = ols.presets.accelerate_train_mode(
+    "fast|loss|1.05", target_loss=kind("7.1")
+  )
   with jax.enable_x64(True):
     # 7.455 as a double is above 7455/1000, and the one before it is not.
     above = np.float64(7.455)
@@ -55,8 +57,12 @@ def test_target_loss_is_the_decimal_number_that_is_written(kind):
   "target", [2, np.float32(2), np.int32(2), jnp.float32(2), np.float16(2)]
 )
 def test_a_target_loss_of_every_kind_is_that_number(target):
-  schedule = ols.precision_schedule("fast|loss|1.5", target_loss=target)
-  assert schedule == ols.precision_schedule("fast|loss|1.5", target_loss=2.0)
+  schedule = ols.presets.accelerate_train_mode(
+    "fast|loss|1.5", target_loss=target
+  )
+  assert schedule == ols.presets.accelerate_train_mode(
+    "fast|loss|1.5", target_loss=2.0
+  )
   assert hash(schedule) is not None
 
 
@@ -191,7 +197,7 @@ def test_a_loss_of_every_type_switches_with_the_model(
 
 
 def test_a_python_integer_is_a_loss_with_and_without_jit():
-  schedule = ols.precision_schedule("fast|loss|1.5", target_loss=2.0)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_loss=3)
   for update in (schedule.update, jax.jit(schedule.update)):
     lows = one_by_one(update, schedule.init(), "loss", [4, 0, 3, 5])
     assert lows == [True, True, True, False, False]
@@ -199,7 +205,9 @@ def test_a_python_integer_is_a_loss_with_and_without_jit():
 
 def test_an_infinite_loss_is_above_every_limit():
   # In float32 the limit is beyond the largest number.
-  schedule = ols.precision_schedule("fast|loss|1.5", target_loss=3e38)
+  schedule = ols.presets.accelerate_train_mode(
+    "fast|loss|1.5", target_loss=3e38
+  )
   losses = np.asarray([INF, 3e38, np.finfo(np.float32).max], np.float32)
   assert switches(schedule, losses).tolist() == [False, True, True]
   with jax.enable_x64(True):
@@ -208,7 +216,7 @@ def test_an_infinite_loss_is_above_every_limit():
 
 
 def test_a_loss_below_zero_switches_and_zero_of_either_sign_does_not():
-  schedule = ols.precision_schedule("fast|loss", target_loss=1e-3)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_loss=1e-3)
   losses = np.asarray([-1e-3, -INF, 0.0, -0.0, NAN], np.float32)
   expected = [True, True, False, False, False]
   assert switches(schedule, losses).tolist() == expected
@@ -226,7 +234,7 @@ def test_a_loss_below_zero_switches_and_zero_of_either_sign_does_not():
   ids=repr,
 )
 def test_a_loss_must_be_a_real_scalar(loss):
-  schedule = ols.precision_schedule("fast|loss", target_loss=2.0)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_loss=2.1)
   with pytest.raises(TypeError, match="`loss` must be a .*scalar, got"):
     schedule.update(schedule.init(), loss=loss)
 
@@ -239,7 +247,7 @@ def test_a_loss_must_be_a_real_scalar(loss):
   ],
 )
 def test_a_traced_loss_must_be_a_real_scalar(shape, dtype):
-  schedule = ols.precision_schedule("fast|loss", target_loss=2.0)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_loss=2.1)
   loss = jnp.ones(shape, dtype)
   for update in (schedule.update, jax.jit(schedule.update)):
     with pytest.raises(TypeError, match="`loss` must be a .*scalar, got"):

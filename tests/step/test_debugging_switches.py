@@ -110,7 +110,7 @@ def make_tx(inner=None):
 
 
 TX = make_tx()
-SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=8)
+SCHEDULE = ols.PrecisionSchedule(jnp.float16, until_step=4)
 
 
 def make_schedule_step():

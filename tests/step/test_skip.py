@@ -468,13 +468,13 @@ def test_runs_under_vmap_skip_on_their_own():
 
 
 def test_select_on_skip_and_a_schedule_of_precision_follow():
-  schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=2)
   tx = wrapped()
   opt_state = tx.init(PARAMS)
   for low in (True, False):
     state = schedule.init()._replace(low=jnp.array(low))
-    _, after = schedule.update_optimizer(
-      tx, scaled(1.0, opt_state), opt_state, PARAMS, state, skip=True
+    _, after = schedule.optimizer(tx, state).update(
+      scaled(1.0, opt_state), opt_state, PARAMS, skip=True
     )
     assert ols.select_on_skip(after, new=8, old=7) == 7
     assert_same_bits(after.loss_scale_state, opt_state.loss_scale_state)

@@ -158,7 +158,7 @@ def test_what_is_around_the_wrapper_is_told_at_construction(make, text):
 def test_each_function_that_scales_sees_what_is_around():
   tx = optax.chain(scaling(), optax.ema(0.9))
   state = tx.init(PARAMS)
-  schedule = ols.precision_schedule("fast|step|0.5", total_steps=4)
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=2)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   for construct in (

@@ -43,14 +43,14 @@ OVERFLOWS = {
 }
 
 
-SCHEDULE = ols.precision_schedule("fast|step|0.5", total_steps=10)
+SCHEDULE = ols.PrecisionSchedule(jnp.float16, until_step=5)
 
 
 def update(tx, gradients, state, params, *, scaled, **extra_args):
   """Updates in the low part of training, or in the full one."""
   precision = SCHEDULE.init()._replace(low=jnp.asarray(scaled))
-  return SCHEDULE.update_optimizer(
-    tx, gradients, state, params, precision, **extra_args
+  return SCHEDULE.optimizer(tx, precision).update(
+    gradients, state, params, **extra_args
   )
 
 
@@ -59,6 +59,11 @@ def make(rule="dynamic", check="nonfinite", inner=None, **options):
     inner or optax.adam(0.5), RULES[rule], check=CHECKS[check], **options
   )
   return tx, tx.init(PARAMS)
+
+
+def test_the_first_state_is_that_of_the_optimizer():
+  tx, state = make()
+  assert same_bits(SCHEDULE.optimizer(tx, SCHEDULE.init()).init(PARAMS), state)
 
 
 @pytest.mark.parametrize("check", CHECKS)
