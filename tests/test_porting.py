@@ -1011,7 +1011,9 @@ def test_the_names_of_the_hook_are_told_by_the_page(
   name, mode, value, before, at
 ):
   renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  schedule = ols.presets.accelerate_train_mode(f"fast|{mode}", **{renamed: value})
+  schedule = ols.presets.accelerate_train_mode(
+    f"fast|{mode}", **{renamed: value}
+  )
   state = schedule.init()
   assert schedule.update(state, **{mode: before}).low
   assert not schedule.update(state, **{mode: at}).low
