@@ -22,13 +22,13 @@ LINES = {
   "__main__": 8,
   "_autocast": 1832,
   "_base": 1051,
-  "_detectors": 1204,
+  "_detectors": 1197,
   "_jaxpr": 1229,
   "_precision": 1365,
   "_rules": 612,
   "_step": 3321,
   "checkpoints": 219,
-  "cli": 444,
+  "cli": 442,
   "instruments": 4156,
   "linen": 275,
   "nnx": 436,
@@ -37,7 +37,12 @@ LINES = {
   "rules": 884,
 }
 # Triples of a room, how many lines more it has, and what they are for.
-GROWN: list[tuple[str, int, str]] = []
+GROWN: list[tuple[str, int, str]] = [
+  ("__init__", 2, "FloatStatus, which users annotate, is a public name"),
+  ("_rules", 48, "errors for a rule used like torch's scaler or an optimizer"),
+  ("_step", 57, "FloatStatus, which update takes, and errors for wrong flags"),
+  ("instruments", 6, "an error for a replay whose check names no dtype"),
+]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 30
 

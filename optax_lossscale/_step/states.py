@@ -125,6 +125,12 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
       f"{arguments.kind_of(opt_state)}; for the S of a rule's own state pass "
       "its `loss_scale`."
     )
+  if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+    raise TypeError(
+      "`opt_state` must be the state of an optimizer, got a "
+      f"{arguments.kind_of(opt_state)}; pass the state that its init made: "
+      "opt_state = tx.init(params)."
+    )
   if not states:
     nodes = jax.tree.leaves_with_path(opt_state)
     keys = [getattr(key, "key", None) for path, _ in nodes for key in path]

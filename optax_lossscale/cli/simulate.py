@@ -95,21 +95,19 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
       from optax_lossscale import plot  # noqa: F401
     except ModuleNotFoundError as error:
       parser.error(f"argument --output: {error}")
-  recorded: dict[str, Any] = {
-    "dtype": arguments.dtype,
-    "saturating": arguments.hardware == "saturating",
-  }
+  saturates = arguments.hardware == "saturating"
+  check = (ols.saturated if saturates else ols.nonfinite)(arguments.dtype)
   replays = {}
   for path, history in histories.items():
     replays[path] = {
-      text: instruments.replay(rule, history, **recorded)
+      text: instruments.replay(rule, history, check=check)
       for text, rule in rules.items()
     }
     print(f"{path}, {len(history.step)} steps\n{_table(replays[path])}\n")
     if arguments.advise:
       for text, rule in rules.items():
         own = _history_of(replays[path][text], history)
-        advice = map(str, instruments.advise(own, rule, **recorded))
+        advice = map(str, instruments.advise(own, rule, check=check))
         print(f"{text}:", *(list(advice) or ["nothing to change"]), sep="\n  ")
       print()
   print(_LEGEND.format(dtype=arguments.dtype))
