@@ -40,7 +40,7 @@ LINES = {
 GROWN: list[tuple[str, int, str]] = [
   ("__init__", 2, "FloatStatus, which users annotate, is a public name"),
   ("_rules", 48, "errors for a rule used like torch's scaler or an optimizer"),
-  ("_step", 57, "FloatStatus, which update takes, and errors for wrong flags"),
+  ("_step", 58, "FloatStatus, which update takes, and errors for wrong flags"),
   ("instruments", 6, "an error for a replay whose check names no dtype"),
 ]
 # How many lines a room may be below its number before the number is stale.

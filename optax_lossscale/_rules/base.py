@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   import chex
 
 
-# What to write for each method of torch's GradScaler.
+# The methods of torch's GradScaler, each with its equivalent here.
 _OF_A_SCALER = {
   "scale": "scaled_value_and_grad(loss_fn, opt_state)",
   "get_scale": "get_loss_scale(opt_state)",

@@ -598,7 +598,7 @@ def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
 # What is refused.
 
 
-# What each name of a flag has to be passed as.
+# Wrong names of flags, each with the right way to pass it.
 MISNAMED = {
   "overflowed": "overflow=overflowed",
   "is_overflow": "overflow=is_overflow",
@@ -619,7 +619,7 @@ def test_a_flag_under_another_name_is_refused(name, remedy):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, **{name: True})
 
 
-# What is asked of a rule as of torch's GradScaler, and what to write.
+# The methods of torch's GradScaler, each with the remedy.
 OF_A_SCALER = {
   "scale": "scaled_value_and_grad(loss_fn, opt_state)",
   "get_scale": "get_loss_scale(opt_state)",
@@ -683,7 +683,7 @@ def test_a_rule_in_a_chain_says_where_it_goes():
 )
 def test_an_optimizer_in_the_place_of_its_state_is_refused(tx):
   with pytest.raises(
-    TypeError, match=r"`opt_state` must be .*tx\.init\(params"
+    ValueError, match=r"`opt_state` must be .*tx\.init\(params"
   ):
     ols.scaled_value_and_grad(lambda x: x, tx)
 
