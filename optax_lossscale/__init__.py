@@ -42,6 +42,7 @@ from optax_lossscale._step.checks import saturated
 from optax_lossscale._step.devices import make_varying
 from optax_lossscale._step.devices import pmean_gradients
 from optax_lossscale._step.failures import raise_if_failed
+from optax_lossscale._step.findings import FloatStatus
 from optax_lossscale._step.loss_scaling import loss_scaling
 from optax_lossscale._step.metrics import loss_scale_metrics
 from optax_lossscale._step.scale_cotangent import scale_cotangent
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
   "DynamicLossScale",
   "FixedLossScale",
+  "FloatStatus",
   "LossScale",
   "LossScalingState",
   "Policy",

@@ -18,19 +18,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The most lines of each room. Lower a number when lines go; where a room has
 # to grow, an entry in `GROWN` says why.
 LINES = {
-  "__init__": 105,
+  "__init__": 100,
   "__main__": 8,
   "_autocast": 1832,
   "_base": 1030,
-  "_detectors": 1207,
+  "_detectors": 1200,
   "_jaxpr": 1229,
   "_precision": 1181,
   "_rules": 612,
   "_step": 3327,
   "checkpoints": 219,
-  "cli": 444,
+  "cli": 385,
   "instruments": 4172,
-  "linen": 275,
+  "linen": 273,
   "nnx": 346,
   "plot": 796,
   "presets": 2496,
@@ -38,7 +38,12 @@ LINES = {
 }
 # Triples of a room, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
-  ("instruments", 70, "check_step itself takes the objects of Flax NNX"),
+  ("__init__", 4, "types that users annotate are public names"),
+  ("_base", 18, "unscaling moved here from _step"),
+  ("_rules", 48, "errors for a rule used like torch's scaler or an optimizer"),
+  ("_step", 201, "LastStep, StepCounts and FloatStatus, which users annotate"),
+  ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
+  ("instruments", 58, "check_step itself takes the objects of Flax NNX"),
 ]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 10

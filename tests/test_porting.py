@@ -551,6 +551,7 @@ def run_npu_lines(batches):
 
   names = {
     "jax": jax,
+    "jnp": jnp,
     "ols": ols,
     "optax": optax,
     "opt": optax.sgd(0.5),
@@ -602,7 +603,7 @@ def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
     ols.instruments.History(
       steps, np.float32(steps * 0 + 1), np.float32(steps * 0 + 1), steps < 0
     ),
-    saturating=True,
+    check=ols.saturated(jnp.float16),
   ).history
   tx = ols.instruments.record(
     ols.loss_scaling(optax.sgd(0.5), names["manager"]), 100

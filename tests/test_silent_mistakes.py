@@ -219,6 +219,17 @@ def overflow_misspelt():
   return told(ols.loss_scaling(ADAM, RULE), update=misspelt)
 
 
+def a_rule_in_a_chain():
+  with pytest.raises(TypeError) as raised:
+    optax.chain(RULE, ADAM).init(PARAMS)
+  return {ERROR: str(raised.value)}
+
+
+def the_optimizer_for_its_state():
+  tx = ols.loss_scaling(ADAM, RULE)
+  return told(tx, lambda loss_fn, _: scaled(loss_fn, tx))
+
+
 def a_fixed_scale_that_overflows():
   def in_float16(loss_fn, opt_state):
     return scaled(ols.autocast(loss_fn, "O1"), opt_state)
@@ -427,7 +438,15 @@ MISTAKES = {
   ),
   "S12": (
     overflow_misspelt,
-    {ERROR: "`update` takes a flag of the caller's as `overflow`, got `over"},
+    {ERROR: "`update` takes the caller's flags as `overflow` and `skip`, got"},
+  ),
+  "a rule in a chain": (
+    a_rule_in_a_chain,
+    {ERROR: "a rule must be inside of loss_scaling, got a DynamicLossScale in"},
+  ),
+  "the optimizer for its state": (
+    the_optimizer_for_its_state,
+    {ERROR: "`opt_state` must be the state of an optimizer, got a GradientTr"},
   ),
   "S13": (
     a_fixed_scale_that_overflows,

@@ -13,6 +13,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import checks
@@ -35,35 +36,44 @@ def check_dtypes(dtypes: Any) -> frozenset[Any]:
 
 def _check_dtype(dtype: Any) -> Any:
   found, name = arguments.read_dtype(dtype)
-  # float8_e8m0fnu has only powers of two, with neither a sign nor a 0.
-  if (
-    found is None
-    or jnp.finfo(found).bits < 8
-    or float(jnp.finfo(found).min) >= 0
-  ):
-    remedy = "; pass it as check=" if isinstance(dtype, checks.Check) else ""
+  if not _can_overflow(found):
     raise TypeError(
       "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
-      f"jnp.float16, got {name}{remedy}."
+      f"jnp.float16, got {name}."
     )
   return found
 
 
-def saturates(check: checks.Check, dtypes: frozenset[Any]) -> bool:
-  """Returns whether a check is for hardware that saturates."""
+def check_for_operations(check: checks.Check) -> None:
+  """Raises unless a check names dtypes of operations, or none for all."""
   requirements.check_check(check)
-  is_one = isinstance(check.dtype, np.dtype) and check.dtype in dtypes
-  if check.dtype is not None and not is_one:
+  dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
+  is_right = bool(dtypes) and all(map(_can_overflow, dtypes))
+  if check.dtype is not None and not is_right:
     raise TypeError(
-      "`check` must be without a dtype, or with one of `dtypes`, since each "
-      f"operation is held against its own, got {check!r}."
+      "`check` must name signed floating dtypes of 8 bits at least, such as "
+      "nonfinite((jnp.float16, jnp.float32)), or no dtype for all of them, "
+      f"since an operation has no path, got {check!r}."
     )
-  return bool(check.saturating)
+
+
+def _can_overflow(dtype: Any) -> bool:
+  # float8_e8m0fnu has only powers of two, with neither a sign nor a 0.
+  return (
+    isinstance(dtype, np.dtype)
+    and int(jnp.finfo(dtype).bits) >= 8
+    and float(jnp.finfo(dtype).min) < 0
+  )
+
+
+def _is_examined(check: checks.Check, dtype: Any) -> bool:
+  if check.dtype is None:
+    return _can_overflow(dtype)
+  return dtype is not None and dtype in jax.tree.leaves(check.dtype)
 
 
 def find(
-  dtypes: frozenset[Any],
-  saturating: bool,
+  check: checks.Check,
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
   outputs: Sequence[Any],
@@ -74,13 +84,13 @@ def find(
   # Outputs on another mesh can only be used in the equation's context.
   with interpreter.context(equation):
     reached = [
-      (variable, _reached_limit(saturating, output))
+      (variable, _reached_limit(check.saturating, output))
       for variable, output in zip(equation.outvars, outputs, strict=True)
-      if bits.part_dtype(variable.aval) in dtypes
+      if _is_examined(check, bits.part_dtype(variable.aval))
     ]
     if not reached:
       return []
-    before = _reached_before(saturating, equation, inputs)
+    before = _reached_before(check.saturating, equation, inputs)
     undefined = operation_table.undefined(equation, inputs)
     return [
       (variable, _by_kind(x & ~before, undefined)) for variable, x in reached

@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+import types
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,17 @@ from optax_lossscale._base import arguments
 
 if TYPE_CHECKING:
   import chex
+
+
+# The methods of torch's GradScaler, each with its equivalent here.
+_OF_A_SCALER = {
+  "scale": "scaled_value_and_grad(loss_fn, opt_state)",
+  "get_scale": "get_loss_scale(opt_state)",
+  "unscale_": "unscale(scaled_grads, opt_state)",
+  "step": "tx.update(scaled_grads, opt_state, params)",
+  "state_dict": "opt_state = tx.init(params), and save opt_state",
+  "load_state_dict": "tx.init(params), and restore opt_state into that",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +70,22 @@ class LossScale(abc.ABC):
   def __post_init__(self) -> None:
     arguments.check_fields(self, skip=arguments.check_flag)
 
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    super().__init_subclass__(**kwargs)
+    if isinstance(init := vars(cls).get("init"), types.FunctionType):
+      type.__setattr__(cls, "init", _explained(init))
+
+  if not TYPE_CHECKING:  # Type checkers would take a rule to have every name.
+
+    def __getattr__(self, name: str) -> Any:
+      if name not in _OF_A_SCALER:
+        return object.__getattribute__(self, name)  # Raises what it raised.
+      raise AttributeError(
+        f"a {type(self).__name__} has no `{name}`, since a rule holds no "
+        "state; with tx = loss_scaling(optax.adam(1e-3), rule) write "
+        f"{_OF_A_SCALER[name]}."
+      )
+
   @abc.abstractmethod
   def init(self) -> Any:
     """Returns the state before the first step; `loss_scale` is its S."""
@@ -91,3 +120,22 @@ class LossScale(abc.ABC):
     """
     del state, overflow
     return jnp.full((), False)
+
+
+def _explained(init: Any) -> Any:
+  """Returns a rule's `init`, with an error for a call like optax's."""
+
+  @functools.wraps(init)
+  def explained(self: LossScale, *args: Any, **kwargs: Any) -> Any:
+    try:
+      return init(self, *args, **kwargs)
+    except TypeError as error:
+      if not args:
+        raise
+      raise TypeError(
+        "a rule must be inside of loss_scaling, got a "
+        f"{type(self).__name__} in the place of an optimizer; write "
+        "loss_scaling(optax.adam(1e-3), rule)."
+      ) from error
+
+  return explained

@@ -93,6 +93,42 @@ class WindowOverflow:
     return bool(self.__jax_array__())
 
 
+class FloatStatus(NamedTuple):
+  """How many operations of a function overflowed, as `float_status` counts.
+
+  Each operation counts every time that it runs, on every device. `bool(status)`
+  is True if an operation overflowed. As `overflow=` of `update`, a status means
+  its `overflow`; pass `tuple(status)` if undefined operations count as well.
+
+  Attributes:
+    overflow: int32[], operations whose result was too large for its dtype.
+    undefined: int32[], operations without a finite value for their inputs:
+      division by zero, log 0, sqrt(-1).
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> square = ols.float_status(lambda x: x * x)
+    >>> for x in (2.0, 300.0):
+    ...   _, status = square(jnp.float16(x))
+    ...   print(bool(status), status.overflow, status.undefined)
+    False 0 0
+    True 1 0
+  """
+
+  overflow: jax.Array
+  undefined: jax.Array
+
+  def __bool__(self) -> bool:
+    if isinstance(self.overflow, jax.core.Tracer):
+      raise TypeError(
+        "a FloatStatus must be known where its truth is used, got "
+        f"{shown(self.overflow)} operations; under jit write "
+        "status.overflow > 0, or pass overflow=status to update."
+      )
+    return bool(np.any(self.overflow))
+
+
 def examine(
   check: checks.Check,
   gradients: Any,
@@ -147,7 +183,8 @@ def examine(
       dropped |= jnp.any(reason.flags)
       elsewhere.append(reason.amax)
     else:
-      flag |= _as_flag("overflow", reason)
+      counted = reason.overflow if isinstance(reason, FloatStatus) else reason
+      flag |= _as_flag("overflow", counted)
   for value in _magnitudes(amax):
     flag |= ~jnp.isfinite(value)
     # No float32 value can reach a limit that float32 cannot hold.
@@ -238,7 +275,8 @@ def requested(skip: Any) -> jax.Array | None:
   """Returns whether the caller asks to skip, or None if no flag was passed."""
   if skip is False:
     return None  # The program has no select that depends on it.
-  if hasattr(skip, "_fields"):  # A state would pass for a list of flags.
+  # A state would pass for a list of flags.
+  if hasattr(skip, "_fields") and not isinstance(skip, FloatStatus):
     raise TypeError(
       f"`skip` must be a flag or a list of flags, got a {type(skip).__name__}."
     )
@@ -247,16 +285,19 @@ def requested(skip: Any) -> jax.Array | None:
 
 
 def _listed(reasons: Any) -> Any:
-  return reasons if isinstance(reasons, (list, tuple)) else [reasons]
+  is_one = isinstance(reasons, FloatStatus)
+  return (
+    [reasons] if is_one or not isinstance(reasons, (list, tuple)) else reasons
+  )
 
 
 def _as_flag(name: str, reason: Any) -> jax.Array:
   """Returns whether a caller's flag, of any type and shape, is set."""
   rule = f"`{name}` must be a bool, a number or an array, or a list of these"
-  if isinstance(reason, WindowOverflow):
+  if isinstance(reason, (WindowOverflow, FloatStatus)):
     raise TypeError(
-      f"`{name}` must be a reason that S has nothing to do with, got the "
-      "overflow of accumulated_value_and_grad; pass it as overflow=."
+      f"`{name}` must be a reason that S has nothing to do with, got a "
+      f"{type(reason).__name__}; pass it as overflow=."
     )
   if reason is not None and arguments.is_numeric(reason):
     with contextlib.suppress(TypeError, ValueError, OverflowError):

@@ -298,12 +298,14 @@ def check_accumulation(opt_state: Any) -> None:
       raise ValueError(f"`tx` must have {_AROUND[type(x)].format('')}")
 
 
-# The flags of `update`, and the names that they are given by mistake.
-_MISNAMED = (
-  *(("overflow", x) for x in ("overflowed", "overflows", "is_overflow")),
-  *(("skip", x) for x in ("skips", "skipped", "skip_step", "should_skip")),
-  *(("skip", x) for x in ("is_skip", "spike", "is_spike")),
-)
+# How to pass a flag to `update`, and the names that it is given by mistake.
+_MISNAMED = {
+  "overflow={}": "overflowed overflows is_overflow has_overflow found_inf "
+  "found_nan",
+  "overflow=jnp.logical_not({})": "grads_finite is_finite",
+  "skip={}": "skips skipped skip_step should_skip is_skip skip_update spike "
+  "is_spike",
+}
 
 
 def check_call(
@@ -321,12 +323,14 @@ def check_call(
       "`inner` must not take a `skip` of its own, since the `skip` of `update` "
       "skips the whole step, got an optimizer that does; rename its argument."
     )
-  for flag, name in _MISNAMED:
-    if name in names and name not in taken:
-      raise TypeError(
-        f"`update` takes a flag of the caller's as `{flag}`, got `{name}`, "
-        f"which the optimizer would ignore; did you mean {flag}=?"
-      )
+  for remedy, misnamed in _MISNAMED.items():
+    for name in misnamed.split():
+      if name in names and name not in taken:
+        raise TypeError(
+          "`update` takes the caller's flags as `overflow` and `skip`, got "
+          f"`{name}`, which the optimizer would ignore; did you mean "
+          f"{remedy.format(name)}?"
+        )
 
 
 def check_gradients(gradients: Any, params: Any) -> None:

@@ -251,6 +251,13 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
       f"{arguments.kind_of(opt_state)}; for the S of a rule's own state pass "
       "its `loss_scale`."
     )
+  is_optimizer = hasattr(opt_state, "init") and hasattr(opt_state, "update")
+  if not states and is_optimizer:
+    raise ValueError(
+      "`opt_state` must be the state of an optimizer, got a "
+      f"{arguments.kind_of(opt_state)}; pass the state that its init made: "
+      "opt_state = tx.init(params)."
+    )
   if not states:
     nodes = jax.tree.leaves_with_path(opt_state)
     keys = [getattr(key, "key", None) for path, _ in nodes for key in path]

@@ -80,20 +80,18 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Runs the sub-command; reads every history before it replays any."""
   rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
   histories = {x: _read(parser, x) for x in arguments.history}
-  recorded: dict[str, Any] = {
-    "dtype": arguments.dtype,
-    "saturating": arguments.hardware == "saturating",
-  }
+  saturates = arguments.hardware == "saturating"
+  check = (ols.saturated if saturates else ols.nonfinite)(arguments.dtype)
   for path, history in histories.items():
     replays = {
-      text: instruments.replay(rule, history, **recorded)
+      text: instruments.replay(rule, history, check=check)
       for text, rule in rules.items()
     }
     print(f"{path}, {len(history.step)} steps\n{_table(replays)}\n")
     if arguments.advise:
       for text, rule in rules.items():
         own = _history_of(replays[text], history)
-        advice = map(str, instruments.advise(own, rule, **recorded))
+        advice = map(str, instruments.advise(own, rule, check=check))
         print(f"{text}:", *(list(advice) or ["nothing to change"]), sep="\n  ")
       print()
   print(_LEGEND.format(dtype=arguments.dtype))

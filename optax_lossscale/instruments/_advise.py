@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import checks
 from optax_lossscale.instruments import _history
 from optax_lossscale.instruments import _replay
 from optax_lossscale.presets import declaration
@@ -75,8 +76,7 @@ def advise(
   history: _history.History,
   rule: base.LossScale,
   *,
-  dtype: Any = jnp.float16,
-  saturating: bool = False,
+  check: checks.Check = checks.nonfinite(jnp.float16),
 ) -> list[Advice]:
   """Returns what to change in a rule, given a run that was recorded with it.
 
@@ -129,8 +129,8 @@ def advise(
     rule: the rule that the run used: this library's, a preset, or any other.
       The advice uses the rule's own argument names. In an unknown rule, only
       arguments with the names of `DynamicLossScale` are tuned.
-    dtype: the computation's dtype.
-    saturating: whether overflows become the dtype's largest finite value.
+    check: `nonfinite` or `saturated` of the computation's dtype, as for
+      `replay`.
 
   Returns:
     The recommended changes; an empty list if there are none.
@@ -161,7 +161,7 @@ def advise(
     overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
   _replay.check_history(history)
-  tuning = _Tuning(history, rule, dtype, saturating)
+  tuning = _Tuning(history, rule, check)
   if not _look_for_unscaled(tuning) and tuning.count:
     _look_for_nan(tuning)
     _look_for_callers(tuning)
@@ -186,14 +186,10 @@ class _Tuning:
   """The tuning of a rule on a history, with the changes so far."""
 
   def __init__(
-    self,
-    history: _history.History,
-    rule: base.LossScale,
-    dtype: Any,
-    saturating: bool,
+    self, history: _history.History, rule: base.LossScale, check: checks.Check
   ) -> None:
     self.history = history
-    self._options: dict[str, Any] = {"dtype": dtype, "saturating": saturating}
+    self._options: dict[str, Any] = {"check": check}
     self.count = len(history.step)
     self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
     self.advice: list[Advice] = []
@@ -353,8 +349,8 @@ def _look_for_nan(tuning: _Tuning) -> None:
     if count := np.sum(is_nan):
       tuning.tell(
         f"{count} of {tuning.count} steps had NaN gradients at an S {seen} "
-        "instruments.where_overflow(fun, dtypes=(jnp.float16, jnp.float32)) "
-        "names the operation that makes them"
+        "instruments.where_overflow(fun, check=nonfinite()) names the "
+        "operation that makes them"
       )
 
 

@@ -331,7 +331,8 @@ def _check_reference(reference: Mapping[str, np.ndarray[Any, Any]]) -> None:
       raise ValueError(
         "the gradient of `loss_fn` must be finite in float32, got inf or NaN "
         f"at {path!r}; take another batch, or see "
-        "ols.instruments.where_overflow(jax.grad(loss_fn), jnp.float32)."
+        "ols.instruments.where_overflow(jax.grad(loss_fn), "
+        "check=ols.nonfinite(jnp.float32))."
       )
   if not any(map(np.any, reference.values())):
     raise ValueError(

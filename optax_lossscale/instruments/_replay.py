@@ -13,6 +13,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._rules import base
+from optax_lossscale._step import checks
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _history
@@ -81,8 +82,7 @@ def replay(
   rule: base.LossScale,
   history: _history.History,
   *,
-  dtype: Any = jnp.float16,
-  saturating: bool = False,
+  check: checks.Check = checks.nonfinite(jnp.float16),
   loss_scale: float | None = None,
 ) -> Replay:
   """Returns what a rule would have done on the steps of a recorded run.
@@ -110,9 +110,10 @@ def replay(
   Args:
     rule: any rule.
     history: the recorded steps of a run with any rule.
-    dtype: the computation's dtype, in the recorded run and in the replay.
-    saturating: whether overflows become the dtype's largest finite value. An
-      amax of that value then counts as an overflow, and inf does not occur.
+    check: `nonfinite(dtype)`, or `saturated(dtype)` if overflows become the
+      dtype's largest finite value. An amax of that value then counts as an
+      overflow, and inf does not occur. `dtype` is that of the computation, in
+      the recorded run and in the replay.
     loss_scale: the first S, for a history that begins in the middle of a run;
       by default the rule's own.
 
@@ -140,22 +141,26 @@ def replay(
   check_history(history)
   requirements.check_rule("rule", rule)
   requirements.check_first_state(rule)
-  dtype = arguments.check_dtype("dtype", dtype)
-  saturating = arguments.check_flag("saturating", saturating)
+  requirements.check_check(check)
+  if not isinstance(check.dtype, np.dtype):
+    raise TypeError(
+      "`check` must name the one dtype of the computation, which a history "
+      f"does not hold, such as nonfinite(jnp.float16), got {check!r}."
+    )
   state = leaves.as_arrays(rule.init())
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
     state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
-  limit = limit_of(dtype)
+  limit = limit_of(check.dtype)
   outcome = _steps_of(rule)(
-    state, known_steps(history, limit), np.float32(limit), saturating
+    state, known_steps(history, limit), np.float32(limit), check.saturating
   )
   scales, amax, overflow, stalled = map(np.asarray, outcome)
   return Replay(
     history=_history.History(np.asarray(history.step), scales, amax, overflow),
     skipped=overflow & rule.skip,
     stalled=stalled,
-    dtype=dtype,
+    dtype=check.dtype,
   )
 
 

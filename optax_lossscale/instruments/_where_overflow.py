@@ -106,9 +106,8 @@ class Place(NamedTuple):
 
 def where_overflow(
   fun: Callable[..., Any],
-  dtypes: Any = (jnp.float16,),
   *,
-  check: checks.Check = checks.nonfinite(),
+  check: checks.Check = checks.nonfinite(jnp.float16),
   undefined: bool = True,
 ) -> Callable[..., Place | None]:
   """Returns a function that finds the first operation of `fun` to overflow.
@@ -131,8 +130,9 @@ def where_overflow(
   Args:
     fun: any function that JAX can trace, as for `float_status`. The result of
       `fun` is not used.
-    dtypes: the floating dtypes whose operations are examined, one or several.
-    check: `nonfinite()`, or `saturated()` for hardware that saturates.
+    check: `nonfinite(dtype)`, or `saturated(dtype)` for hardware that
+      saturates, with the dtypes of the operations to examine: one, a tuple of
+      them, or None for all, as for `float_status`.
     undefined: whether an operation whose exact result is not finite (1/0, log
       0) counts as well. Pass False to ignore harmless ones, such as those in
       the branch that a `jnp.where` does not select.
@@ -142,8 +142,8 @@ def where_overflow(
     nothing was found. It compiles `fun` on each call, and waits for the result.
 
   Raises:
-    TypeError: if `fun` is not a function, `dtypes` holds anything but floating
-      dtypes, or `check` is not a check or is for another dtype.
+    TypeError: if `fun` is not a function, or `check` is not a check for dtypes
+      of operations.
     ValueError: if the returned function is traced, as under jit, grad or vmap.
 
   Examples:
@@ -161,15 +161,14 @@ def where_overflow(
     None
   """
   arguments.check_function(fun)
-  dtypes = operation_overflow.check_dtypes(dtypes)
-  saturating = operation_overflow.saturates(check, dtypes)
+  operation_overflow.check_for_operations(check)
 
   @functools.wraps(fun)
   def where_overflow_fun(*args: Any, **kwargs: Any) -> Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
     recording = interpreter.record(fun, args, kwargs)
     _check_eager(recording.operands)
-    rule = _Looking(recording.jaxpr, dtypes, saturating, undefined)
+    rule = _Looking(recording.jaxpr, check, undefined)
 
     def run(*operands: Any) -> _First:
       consts, inputs = recording.consts_and_arguments(operands)
@@ -266,11 +265,7 @@ class _Looking(throughout.CountingRule):
   zero: _First
 
   def __init__(
-    self,
-    jaxpr: core.Jaxpr,
-    dtypes: frozenset[Any],
-    saturating: bool,
-    undefined: bool,
+    self, jaxpr: core.Jaxpr, check: checks.Check, undefined: bool
   ) -> None:
     zero, depth = np.zeros((), np.int32), _loop_depth(jaxpr)
     self.zero = _First(
@@ -281,7 +276,7 @@ class _Looking(throughout.CountingRule):
       ran=zero,
       rounds=zero,
     )
-    self._look = functools.partial(operation_overflow.find, dtypes, saturating)
+    self._look = functools.partial(operation_overflow.find, check)
     self._undefined = undefined
     # Indexed by `_First.place`.
     self.results: list[_Result] = []

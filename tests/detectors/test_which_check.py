@@ -123,7 +123,8 @@ def overflows(gradients, check, axis_name=None, flag=False):
 
 def detect_on_each_device(case, params, numbers, signs):
   """Returns what sees the local gradients, as `axis_name` has them agree."""
-  check = ols.saturated() if case.hardware == "saturating" else ols.nonfinite()
+  is_ieee = case.hardware == "IEEE"
+  check = (ols.nonfinite if is_ieee else ols.saturated)(jnp.float16)
   loss_fn = make_loss_fn(case)
 
   @functools.partial(
@@ -138,7 +139,7 @@ def detect_on_each_device(case, params, numbers, signs):
     grad = emulate(
       case.hardware, ols.scaled_value_and_grad(loss_fn, SCALE, argnums=(0, 1))
     )
-    (_, (gradients, tapped)), flag = ols.float_status(grad, check=check)(
+    (_, (gradients, tapped)), register = ols.float_status(grad, check=check)(
       params, status, numbers[0], signs[0]
     )
     find = functools.partial(overflows, axis_name="data")
@@ -146,7 +147,7 @@ def detect_on_each_device(case, params, numbers, signs):
     found = [
       find(gradients, ols.nonfinite()),
       find(gradients, ols.saturated(jnp.float16)),
-      find(fine, ols.nonfinite(), flag=flag),
+      find(fine, ols.nonfinite(), flag=register),
       find(fine, ols.nonfinite(), flag=tapped),
     ]
     return jnp.stack(found)

@@ -20,6 +20,7 @@ NAN = math.nan
 STEPS = 4000
 # At 1.5 the largest power of two is 2**15: it leaves 0.4 bits.
 FLAT = np.full(STEPS, 1.5)
+SATURATED = ols.saturated(jnp.float16)
 
 # Each system's first S and interval, in its words; other systems share these.
 SYSTEMS = {
@@ -349,19 +350,21 @@ def test_dtype_and_hardware_are_those_of_the_computation():
   history = make_history(np.full(STEPS, 65504.0))
   rule = ols.FixedLossScale(1.0)
   assert changes(history, rule) == []
-  assert changes(history, rule, saturating=True) == [("scale", 1.0, 2.0**-2)]
+  assert changes(history, rule, check=SATURATED) == [("scale", 1.0, 2.0**-2)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "float32"])
 def test_unused_range_is_no_harm_where_the_dtype_has_that_of_float32(dtype):
   for unscaled in (FLAT, 2.0 ** -(np.arange(STEPS) / 100)):
     for rule in (ols.FixedLossScale(1.0), make_rule("npu", interval=2000)):
-      assert changes(make_history(unscaled), rule, dtype=dtype) == []
+      assert (
+        changes(make_history(unscaled), rule, check=ols.nonfinite(dtype)) == []
+      )
 
 
 def test_a_scale_that_overflows_is_lowered_in_wide_dtypes_too():
-  rule = ols.FixedLossScale(2.0**127)
-  advice = changes(make_history(FLAT * 4), rule, dtype=jnp.bfloat16)
+  rule, check = ols.FixedLossScale(2.0**127), ols.nonfinite(jnp.bfloat16)
+  advice = changes(make_history(FLAT * 4), rule, check=check)
   assert advice == [("scale", 2.0**127, 2.0**123)]
 
 
@@ -471,7 +474,7 @@ def test_figures_that_were_not_recorded_are_said_to_be_of_a_replay():
   [
     # Another S that overflows no more, and the same S that does.
     (np.full(200, 2.0**-9), ols.FixedLossScale(8.0), {}),
-    (np.full(200, 65504.0), ols.FixedLossScale(1.0), {"saturating": True}),
+    (np.full(200, 65504.0), ols.FixedLossScale(1.0), {"check": SATURATED}),
   ],
 )
 def test_figures_of_another_scale_or_check_are_of_a_replay(
@@ -504,7 +507,9 @@ def unscaled_history(moves, amax=1.0, first=15, each=30):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_gradients_that_do_not_follow_are_told_and_nothing_else(dtype):
   rule = ols.DynamicLossScale(growth_interval=30)
-  (advice,) = instruments.advise(unscaled_history(20), rule, dtype=dtype)
+  (advice,) = instruments.advise(
+    unscaled_history(20), rule, check=ols.nonfinite(dtype)
+  )
   assert advice.argument is None
   assert str(advice).startswith(
     "these gradients do not follow S: over 20 moves of S, amax moved "

@@ -128,7 +128,9 @@ def test_replay_is_what_the_wrapper_does(name):
 def test_replay_is_what_the_wrapper_does_on_saturating_hardware():
   rule = RULES["user"]
   outcome = wrapped(rule, ols.saturated(jnp.float16), clipped)
-  replay = instruments.replay(rule, the_history(), saturating=True)
+  replay = instruments.replay(
+    rule, the_history(), check=ols.saturated(jnp.float16)
+  )
   assert_outcome(replay, outcome)
   assert replay.history.amax[replay.history.overflow][0] == 65504
 
@@ -206,16 +208,28 @@ def test_clean_step_at_the_limit_is_clean_at_its_scale():
 
 def test_recorded_saturation_overflows_from_its_scale_on():
   history = make_history([65504 / 2**10], scale=2.0**10, overflow=True)
-  assert fixed(10, history, saturating=True) == ([True], [65504])
-  assert fixed(11, history, saturating=True) == ([True], [65504])
-  assert fixed(9, history, saturating=True) == ([False], [65504 / 2])
+  assert fixed(10, history, check=ols.saturated(jnp.float16)) == (
+    [True],
+    [65504],
+  )
+  assert fixed(11, history, check=ols.saturated(jnp.float16)) == (
+    [True],
+    [65504],
+  )
+  assert fixed(9, history, check=ols.saturated(jnp.float16)) == (
+    [False],
+    [65504 / 2],
+  )
   assert fixed(10, history) == ([True], [INF])
 
 
 def test_largest_finite_value_is_an_overflow_in_saturation_only():
   history = make_history([65504.0])
   assert fixed(0, history) == ([False], [65504])
-  assert fixed(0, history, saturating=True) == ([True], [65504])
+  assert fixed(0, history, check=ols.saturated(jnp.float16)) == (
+    [True],
+    [65504],
+  )
 
 
 def test_nan_above_what_its_neighbours_stood_is_of_the_scale():
@@ -297,9 +311,9 @@ def test_scaled_amax_is_exact_where_the_unscaled_one_is_no_float32():
   [(jnp.bfloat16, 127), ("float32", 127), (jnp.float8_e5m2, 15)],
 )
 def test_dtype_says_where_it_overflows(dtype, largest):
-  history = make_history([1.0])
-  assert fixed(largest, history, dtype=dtype)[0] == [False]
-  assert fixed(largest, make_history([2.0]), dtype=dtype)[0] == [True]
+  history, check = make_history([1.0]), ols.nonfinite(dtype)
+  assert fixed(largest, history, check=check)[0] == [False]
+  assert fixed(largest, make_history([2.0]), check=check)[0] == [True]
 
 
 def test_unusable_scale_is_held_and_told():
@@ -316,7 +330,8 @@ def test_a_rule_is_compiled_once():
   before = LooksAtAmax.traced
   equal = LooksAtAmax(factor=2.0)
   for unscaled, dtype in (([3.0, 4.0], jnp.float16), ([0.0, NAN], jnp.float32)):
-    instruments.replay(equal, make_history(unscaled), dtype=dtype)
+    check = ols.nonfinite(dtype)
+    instruments.replay(equal, make_history(unscaled), check=check)
   assert LooksAtAmax.traced == before
 
 
@@ -378,14 +393,16 @@ class _IntegerScale(ols.FixedLossScale):
       "list",
     ),
     (
-      lambda t: instruments.replay(ols.FixedLossScale(), t, dtype=int),
+      lambda t: instruments.replay(ols.FixedLossScale(), t, check="ieee"),
       TypeError,
-      "`dtype`",
+      "`check` must be made by",
     ),
     (
-      lambda t: instruments.replay(ols.FixedLossScale(), t, saturating=1),
+      lambda t: instruments.replay(
+        ols.FixedLossScale(), t, check=ols.nonfinite()
+      ),
       TypeError,
-      "`saturating`",
+      "`check` must name the one dtype",
     ),
     (
       lambda t: instruments.replay(ols.FixedLossScale(), t, loss_scale=0),

@@ -6,7 +6,11 @@ beside them say nothing, which the whole suite tests as well: there any warning
 is an error.
 """
 
+import copy
+import dataclasses
 import pathlib
+import pickle
+import re
 from typing import NamedTuple
 import warnings
 
@@ -594,11 +598,94 @@ def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
 # What is refused.
 
 
-@pytest.mark.parametrize("name", ["overflowed", "overflows", "is_overflow"])
-def test_overflow_under_another_name_is_refused(name):
+# Wrong names of flags, each with the right way to pass it.
+MISNAMED = {
+  "overflowed": "overflow=overflowed",
+  "is_overflow": "overflow=is_overflow",
+  "found_inf": "overflow=found_inf",
+  "found_nan": "overflow=found_nan",
+  "has_overflow": "overflow=has_overflow",
+  "grads_finite": "overflow=jnp.logical_not(grads_finite)",
+  "is_finite": "overflow=jnp.logical_not(is_finite)",
+  "skip_update": "skip=skip_update",
+  "spike": "skip=spike",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), MISNAMED.items(), ids=MISNAMED)
+def test_a_flag_under_another_name_is_refused(name, remedy):
   tx = scaling(ADAM)
-  with pytest.raises(TypeError, match=f"got `{name}`.*did you mean overflow="):
+  with pytest.raises(TypeError, match=f"`{name}`.*mean {re.escape(remedy)}[?]"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, **{name: True})
+
+
+# The methods of torch's GradScaler, each with the remedy.
+OF_A_SCALER = {
+  "scale": "scaled_value_and_grad(loss_fn, opt_state)",
+  "get_scale": "get_loss_scale(opt_state)",
+  "unscale_": "unscale(scaled_grads, opt_state)",
+  "step": "tx.update(scaled_grads, opt_state, params)",
+  "state_dict": "save opt_state",
+  "load_state_dict": "restore opt_state",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), OF_A_SCALER.items())
+def test_a_rule_has_no_method_of_torchs_scaler(name, remedy):
+  assert not hasattr(RULE, name)
+  text = f"DynamicLossScale has no `{name}`.*write .*{re.escape(remedy)}"
+  with pytest.raises(AttributeError, match=text):
+    getattr(RULE, name)
+  with pytest.raises(AttributeError, match="has no attribute 'scales'"):
+    _ = RULE.scales
+
+
+def test_a_users_rule_keeps_the_attributes_of_these_names():
+  @dataclasses.dataclass(frozen=True)
+  class Rule(ols.FixedLossScale):
+    step: int = 3
+
+    @property
+    def state_dict(self):
+      return {"scale": self.scale}
+
+    @property
+    def broken(self):
+      return self.step.missing
+
+  rule = Rule(8.0)
+  assert (rule.step, rule.state_dict) == (3, {"scale": 8.0})
+  assert pickle.loads(pickle.dumps(RULE)) == copy.deepcopy(RULE) == RULE
+  # The error of a property is its own.
+  with pytest.raises(AttributeError, match="'int' object has no .*'missing'"):
+    _ = rule.broken
+
+
+def test_a_rule_in_a_chain_says_where_it_goes():
+  class Rule(ols.FixedLossScale):
+    @staticmethod
+    def init():
+      return RULE.init()
+
+  assert Rule().init() == RULE.init()
+  for rule in (RULE, ols.presets.torch(), ols.FixedLossScale()):
+    tx = optax.chain(rule, ADAM)
+    with pytest.raises(
+      TypeError, match=r"write loss_scaling\(optax.adam\(.*le"
+    ):
+      tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [scaling(), RULE, optax.MultiSteps(ADAM, 2)],
+  ids=["tx", "rule", "multi"],
+)
+def test_an_optimizer_in_the_place_of_its_state_is_refused(tx):
+  with pytest.raises(
+    ValueError, match=r"`opt_state` must be .*tx\.init\(params"
+  ):
+    ols.scaled_value_and_grad(lambda x: x, tx)
 
 
 def test_an_optimizer_may_take_such_a_name():
