@@ -350,8 +350,7 @@ class PrecisionSchedule:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
         around it would see scaled gradients before the switch and unscaled ones
-        after. For no scaling, use `FixedLossScale(1.0)`. If a `mask` leaves out
-        parameters, write your own step.
+        after. For no scaling, use `FixedLossScale(1.0)`.
       cast: as in `value_and_grad`.
       has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step also
         returns its own aux: see `select_on_skip`.

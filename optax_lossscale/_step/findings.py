@@ -35,7 +35,7 @@ class Finding(NamedTuple):
   @property
   def flags(self) -> list[jax.Array]:
     """What devices must agree on."""
-    return [x for x in (self.overflow, self.skip) if x is not None]
+    return [self.overflow, *([] if self.skip is None else [self.skip])]
 
 
 class Outcome(NamedTuple):

@@ -159,9 +159,9 @@ def test_overflow_and_undefined_are_told_apart(
     return ols.autocast(loss_fn, "O1")(params, batch)
 
   names = run("Overflowed or undefined", batch, mixed_loss_fn, loss_scale)
-  counts = names["counts"]
-  assert (counts.overflow > 0, counts.undefined > 0) == (overflow, undefined)
-  assert f"{counts.undefined} undefined" in capsys.readouterr().out
+  status = names["status"]
+  assert (status.overflow > 0, status.undefined > 0) == (overflow, undefined)
+  assert f"{status.undefined} undefined" in capsys.readouterr().out
 
 
 def test_the_fault_lies_between_the_taps():
