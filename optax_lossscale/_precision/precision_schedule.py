@@ -194,7 +194,7 @@ class PrecisionSchedule:
 
     In a train step of your own, call this instead of `scaled_value_and_grad`,
     and update `optimizer(tx, state)` instead of `tx`, because gradients are
-    scaled only while the precision is low:
+    scaled only while the precision is low::
 
       value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
       loss, scaled_grads = value_and_grad(params, batch)
