@@ -68,14 +68,18 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
   assert set(counts(result)) == {(2, 0)}
 
 
-# At a smaller S float16 loses low bits, and the report is not certain.
+# At a smaller S float16 loses more low bits.
 @pytest.mark.usefixtures("too_large")
 @each_example
 def test_its_step_is_right(name):
   # Not the first step, on which the moving average equals the parameters.
   example, args, batch = after_some_steps(name)
   report = ols.instruments.check_step(example.train_step, *args, batch)
-  assert report.ok, report
+  # Rounding alone may leave the invariance law open.
+  report.raise_if_wrong()
+  verdicts = {law.name: law.verdict for law in report.laws}
+  assert verdicts["scale"] != "inconclusive"
+  assert verdicts["skip"] == "exact"
   (precision,) = [x.text for x in report.laws if x.name == "precision"]
   assert "float16" in precision
 
