@@ -69,6 +69,7 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
 
 
 # At a smaller S float16 loses more low bits.
+@pytest.mark.slow
 @pytest.mark.usefixtures("too_large")
 @each_example
 def test_its_step_is_right(name):
@@ -84,6 +85,7 @@ def test_its_step_is_right(name):
   assert "float16" in precision
 
 
+@pytest.mark.slow
 def test_a_gan_skips_the_network_that_overflowed():
   gan, (params, opt_state), batch = after_some_steps("gan")
   batch["real"] = batch["real"] * 1e6  # The generator's loss does not see it.
@@ -98,6 +100,7 @@ def test_a_gan_skips_the_network_that_overflowed():
   assert scales == {"discriminator": 0.5, "generator": 1}
 
 
+@pytest.mark.slow
 def test_a_window_is_the_whole_batch_and_one_overflow_skips_it():
   example, (model, opt_state), batch = after_some_steps("equinox_accumulation")
   whole, grads = example.eqx.filter_value_and_grad(float32_loss)(model, batch)
