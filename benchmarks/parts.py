@@ -205,8 +205,10 @@ def accumulation(
     return state, jax.tree.map(lambda x: x / _MICROBATCHES, sums)
 
   def accumulated(drop: bool, state: Any, batch: Any) -> Any:
-    return state, ols.accumulated_value_and_grad(
-      loss_fn, state[1], microbatches=_MICROBATCHES, drop=drop
+    return state, ols.accumulate(
+      ols.scaled_value_and_grad(loss_fn, state[1]),
+      microbatches=_MICROBATCHES,
+      drop=drop,
     )(state[0], batch)
 
   state = params, jnp.float32(2.0**10)
@@ -214,7 +216,7 @@ def accumulation(
     name: Program(step, state, batch, "lax.scan")
     for name, step in {
       "lax.scan": plain,
-      "accumulated_value_and_grad": functools.partial(accumulated, False),
+      "accumulate": functools.partial(accumulated, False),
       "the same, drop=True": functools.partial(accumulated, True),
     }.items()
   }

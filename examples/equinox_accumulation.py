@@ -1,9 +1,9 @@
 """Trains an Equinox model in float16, with gradients of micro-batches.
 
 The model tells two interleaved spirals apart. A batch of 2,048 points is too
-large for one pass, let us say, so `ols.accumulated_value_and_grad` computes its
-gradients in eight passes, all with the same S, and sums them in float32. If the
-gradients of one micro-batch overflow, the whole step is skipped.
+large for one pass, let us say, so `ols.accumulate` computes its gradients in
+eight passes, all with the same S, and sums them in float32. If the gradients of
+one micro-batch overflow, the whole step is skipped.
 
 This example also needs Equinox: pip install equinox
 
@@ -46,9 +46,8 @@ def make_state(seed):
 
 
 @ols.autocast  # The products of the layers are in float16.
-def loss_fn(params, batch, *, static):
+def loss_fn(model, batch):
   """Returns the mean loss of a micro-batch."""
-  model = eqx.combine(params, static)
   logits = jax.vmap(model)(batch["x"])
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
   return jnp.mean(losses)
@@ -57,11 +56,13 @@ def loss_fn(params, batch, *, static):
 @eqx.filter_jit
 def train_step(model, opt_state, batch):
   """Returns the next model, the optimizer's next state and the loss."""
-  params, static = eqx.partition(model, eqx.is_inexact_array)
-  # Positional arguments after the first are split, and `static` is not.
-  loss, scaled_grads, overflow = ols.accumulated_value_and_grad(
-    loss_fn, opt_state, microbatches=MICROBATCHES
-  )(params, batch, static=static)
+  value_and_grad = ols.scaled_value_and_grad(
+    loss_fn, opt_state, value_and_grad=eqx.filter_value_and_grad
+  )
+  loss, scaled_grads, overflow = ols.accumulate(
+    value_and_grad, microbatches=MICROBATCHES
+  )(model, batch)
+  params = eqx.filter(model, eqx.is_inexact_array)
   updates, opt_state = tx.update(
     scaled_grads, opt_state, params, overflow=overflow
   )

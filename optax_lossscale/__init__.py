@@ -33,9 +33,10 @@ from optax_lossscale._precision.precision_schedule import PrecisionScheduleState
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.loss_scales import DynamicLossScale
 from optax_lossscale._rules.loss_scales import FixedLossScale
-from optax_lossscale._step.accumulation import accumulated_value_and_grad
+from optax_lossscale._step.accumulation import accumulate
 from optax_lossscale._step.backward import scale_loss
 from optax_lossscale._step.backward import scaled_value_and_grad
+from optax_lossscale._step.backward import ScaledValueAndGrad
 from optax_lossscale._step.backward import unscale
 from optax_lossscale._step.checks import nonfinite
 from optax_lossscale._step.checks import saturated
@@ -61,9 +62,10 @@ __all__ = [
   "Policy",
   "PrecisionSchedule",
   "PrecisionScheduleState",
+  "ScaledValueAndGrad",
   "SpikeGuard",
   "WiringWarning",
-  "accumulated_value_and_grad",
+  "accumulate",
   "autocast",
   "float_status",
   "get_loss_scale",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -31,6 +32,60 @@ __all__ = [
 ]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
+class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
+  """A function of NNX objects; its `opt_state` is the optimizer."""
+
+  _: dataclasses.KW_ONLY
+  filters: dict[int, Any]  # Chooses the variables to differentiate.
+  path: str | None
+
+  def _loss_scale(self) -> jax.Array:
+    # Finds S anew in each call, since the optimizer changes in place.
+    return states.scale_in_use(_find_state(self.opt_state, self.path))
+
+  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, Any]]:
+    # Which arguments to differentiate is known to `value_and_grad` already.
+    return backward.at_scale(
+      loss_scale, self.fun, 0, self.has_aux, False, self.value_and_grad
+    )
+
+  def _places(
+    self, args: tuple[Any, ...], batch_argnums: Any
+  ) -> arguments.Places:
+    if batch_argnums is None:
+      whole = {*_objects(args), *arguments.argnums_as_tuple(self.argnums)}
+      batch_argnums = [i for i in range(len(args)) if i not in whole]
+    return arguments.find_places(self.argnums, batch_argnums, len(args))
+
+  def _functional(self, loss_scale: jax.Array, args: tuple[Any, ...]) -> Any:
+    objects = _objects(args)
+    graphdef, state = nnx.split(objects)
+    differentiated = {
+      place
+      for place, variable in _variables(objects).items()
+      if place[0] in self.filters
+      and nnx.filterlib.to_predicate(self.filters[place[0]])(place, variable)
+    }
+    before = _values(objects)
+    changing = before.keys() - differentiated
+    value_and_grad = self._at(loss_scale)
+
+    def pure(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+      # A scan may not change the objects outside of it.
+      own = nnx.merge(graphdef, state, copy=True)
+      nnx.update(own, nnx.from_flat_state(variables))
+      current = dict(enumerate(args)) | own
+      value, scaled_grads = value_and_grad(*current.values(), **kwargs)
+      after = _values(own)
+      return value, scaled_grads, {place: after[place] for place in changing}
+
+    def store(variables: Any) -> None:
+      nnx.update(objects, nnx.from_flat_state(variables))
+
+    return {place: before[place] for place in changing}, pure, store
+
+
 def scaled_value_and_grad(
   fun: Callable[..., Any],
   optimizer: nnx.Optimizer[Any],
@@ -38,7 +93,7 @@ def scaled_value_and_grad(
   has_aux: bool = False,
   *,
   path: str | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> backward.ScaledValueAndGrad:
   """Returns a function that computes the loss and its *scaled* gradients.
 
   It multiplies the loss by S and differentiates it as `nnx.value_and_grad`
@@ -58,8 +113,9 @@ def scaled_value_and_grad(
     path: which scale, if the optimizer holds several. See `get_loss_scale`.
 
   Returns:
-    A function with the arguments of `fun` that returns
-    `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
+    A `ScaledValueAndGrad`, which takes the arguments of `fun` and returns
+    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`. Pass it to
+    `optax_lossscale.accumulate` to compute the gradients in micro-batches.
 
   Raises:
     TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
@@ -91,23 +147,36 @@ def scaled_value_and_grad(
   _find_state(optimizer, path)  # Raises now rather than in the first step.
   requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
-  # Flax's tree mode does not accept a DiffState, which `argnums` may hold.
-  differentiate = functools.partial(
-    nnx.value_and_grad, argnums=chosen, graph=True, graph_updates=True
-  )
-  # Raises for a bound method, as Flax does; the wrapper below would hide it.
+  filters = {
+    getattr(x, "argnum", x): getattr(x, "filter", nnx.Param)
+    for x in arguments.argnums_as_tuple(chosen)
+  }
+
+  def differentiate(fun: Callable[..., Any], has_aux: bool) -> Any:
+    # Flax's tree mode does not accept a DiffState, which `argnums` may hold.
+    value_and_grad = nnx.value_and_grad(
+      fun, argnums=chosen, has_aux=has_aux, graph=True, graph_updates=True
+    )
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+      if argnums is None:
+        _check_first(optimizer, args)
+      return value_and_grad(*args, **kwargs)
+
+    return checked
+
+  # Raises for a bound method, as Flax does; what is returned would hide it.
   nnx.value_and_grad(fun)
 
-  @functools.wraps(fun)
-  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    if argnums is None:
-      _check_first(optimizer, args)
-    state = states.state_in_use(_find_state(optimizer, path))
-    return backward.scaled_value_and_grad(
-      fun, state, has_aux=has_aux, value_and_grad=differentiate
-    )(*args, **kwargs)
-
-  return scaled_value_and_grad_fun
+  return _ScaledValueAndGrad(
+    fun,
+    optimizer,
+    arguments.like_argnums(argnums, tuple(filters)),
+    has_aux,
+    value_and_grad=differentiate,
+    filters=filters,
+    path=path,
+  )
 
 
 def autocast(
@@ -326,6 +395,11 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
       )
 
 
+def _objects(args: tuple[Any, ...]) -> dict[int, Any]:
+  """Returns the arguments that hold variables, by position."""
+  return {i: x for i, x in enumerate(args) if _variables(x)}
+
+
 def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
   """Returns each variable by its path; a shared one appears once."""
   return {
@@ -335,7 +409,7 @@ def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
   }
 
 
-def _values(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
+def _values(nodes: Any) -> dict[tuple[Any, ...], Any]:
   """Returns the current values of nodes, each by its path."""
   # Leaves out sown values, which report on a step and do not affect the next.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)

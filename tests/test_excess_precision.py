@@ -50,8 +50,8 @@ def accumulated(x):
   def loss_fn(params, batch):
     return jnp.sum((params * batch).astype(jnp.float32))
 
-  value_and_grad = ols.accumulated_value_and_grad(
-    loss_fn, jnp.float32(1.0), microbatches=2
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(loss_fn, jnp.float32(1.0)), microbatches=2
   )
   params, batch = jnp.ones_like(x), jnp.stack([x, jnp.ones_like(x)])
   _, _, overflow = value_and_grad(params, batch)

@@ -266,8 +266,8 @@ def statistics_that_a_skip_changes():
 
 def dropped_and_not_passed_on():
   def accumulated(loss_fn, opt_state):
-    value_and_grad = ols.accumulated_value_and_grad(
-      loss_fn, opt_state, microbatches=2, drop=True
+    value_and_grad = ols.accumulate(
+      ols.scaled_value_and_grad(loss_fn, opt_state), microbatches=2, drop=True
     )
     return lambda params, batch: value_and_grad(params, batch)[:2]
 
@@ -470,7 +470,7 @@ MISTAKES = {
     dropped_and_not_passed_on,
     {
       TRACED: "`overflow` must be passed to `update` after "
-      "accumulated_value_and_grad(..., drop=True), got none"
+      "accumulate(..., drop=True), got none"
     },
   ),
   "S17": (

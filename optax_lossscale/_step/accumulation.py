@@ -12,7 +12,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
@@ -24,32 +23,26 @@ from optax_lossscale._step import findings
 from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
-from optax_lossscale._step import states
 
 
-def accumulated_value_and_grad(
-  fun: Callable[..., Any],
-  opt_state: optax.OptState,
-  argnums: int | Sequence[int] = 0,
-  has_aux: bool = False,
+def accumulate(
+  value_and_grad: backward.ScaledValueAndGrad,
   *,
   microbatches: int,
   drop: bool = False,
   batch_argnums: int | Sequence[int] | None = None,
   check: checks.Check = checks.nonfinite(),
-  overflow_fn: Callable[[Any], Any] | None = None,
   axis_name: Any = None,
-  allow_int: bool = False,
-  path: str | None = None,
 ) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
   """Returns a function that computes scaled gradients in micro-batches.
 
-  Use it for a batch that does not fit in memory. It does what
-  `scaled_value_and_grad` does for the mean of `fun` over the micro-batches, in
-  a single scan. Outside jit every operation is dispatched separately, so jit
-  the step. The gradients are summed in float32, so the sum does not overflow.
-  Each micro-batch is checked separately, because a sum can hide an overflow or
-  keep it for the next step.
+  Use it for a batch that does not fit in memory. It calls what a
+  `scaled_value_and_grad` returned (also with Equinox's `value_and_grad`, or
+  that of `nnx`) for each micro-batch, in a single scan, always with the same S.
+  Outside jit every operation is dispatched separately, so jit the step. The
+  gradients are summed in float32, so the sum does not overflow. Each
+  micro-batch is checked separately, because a sum can hide an overflow or keep
+  it for the next step.
 
   You choose what one overflow costs. By default it voids the window: all
   gradients become inf or NaN, `update` skips the step, and S shrinks. With
@@ -57,56 +50,55 @@ def accumulated_value_and_grad(
   is applied with the others, if there are any. Pass `overflow` to `update`, or
   S will not move while micro-batches are dropped::
 
-    loss, scaled_grads, overflow = value_and_grad(params, batch)
+    value_and_grad = scaled_value_and_grad(loss_fn, opt_state)
+    loss, scaled_grads, overflow = accumulate(value_and_grad, microbatches=4)(
+      params, batch
+    )
     updates, opt_state = tx.update(
       scaled_grads, opt_state, params, overflow=overflow
     )
 
   Args:
-    fun: a function that returns a real scalar, the mean loss of its batch, or
-      `(loss, aux)` with `has_aux`, where aux holds arrays. Every micro-batch
-      has the same weight.
-    opt_state: an optimizer state that holds a loss scale, or the scale itself.
-    argnums: which positional arguments to differentiate with respect to.
-    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    value_and_grad: what a `scaled_value_and_grad` returned for a loss that is
+      the mean over its batch, or for `(loss, aux)`, where aux holds arrays.
+      Every micro-batch has the same weight.
     microbatches: the number of micro-batches, which must divide the batch size.
     drop: whether an overflow drops only its micro-batch, not the whole window.
     batch_argnums: which positional arguments to split along the first axis of
-      their leaves; None for all but those in `argnums`. All other arguments,
-      and keyword arguments, reach every micro-batch unchanged. For noise, pass
-      jax.random.split(jax.random.key(0), microbatches); `fun` then gets an
-      array of one key.
+      their leaves; None for all but those that are differentiated and, with
+      `nnx`, those that hold variables. All other arguments, and keyword
+      arguments, reach every micro-batch unchanged. For noise, pass
+      jax.random.split(jax.random.key(0), microbatches); the loss function then
+      gets an array of one key.
     check: what counts as an overflow. Pass the same check to `loss_scaling`,
       which sees only the accumulated gradients.
-    overflow_fn: a test for an overflow condition of your own. It takes all
-      leaves of a micro-batch's scaled gradients and returns a bool, number or
-      array; any non-zero entry counts as an overflow.
     axis_name: a mapped axis, or several, along which devices agree on whether a
       micro-batch overflowed. Required if `shard_map` shards the parameters.
-    allow_int: whether to allow differentiation with respect to integers.
-    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A function that takes the arguments of `fun` and returns `(loss,
-    scaled_gradients, overflow)`, or `((loss, aux), ...)`.
+    A function with the arguments of `value_and_grad` that returns `(loss,
+    scaled_grads, overflow)`, or `((loss, aux), scaled_grads, overflow)`.
 
     - loss: float32[] or wider, the mean over all micro-batches; with `drop`,
       over those that did not overflow, if there are any.
     - aux: the aux of every micro-batch, stacked along a new first axis.
-    - scaled_gradients: float32 or wider. A leaf of Flax's
+    - scaled_grads: float32 or wider. A leaf of Flax's
       `_overwrite_with_gradient` is passed from one micro-batch to the next, and
-      its last value is returned. An overflow does not change it.
+      its last value is returned. An overflow does not change it, and a value
+      that is finite no longer is an overflow.
     - overflow: a value for `update`. As a flag it is True if any micro-batch
       overflowed. Its attributes are `flags` and `amax` (bool and float32, both
       [microbatches]) and `valid` (int32[], how many did not overflow).
 
     Micro-batch i holds the examples i, i + microbatches, ..., so a batch that
     is sharded over devices stays in place if `microbatches` also divides each
-    device's share.
+    device's share. The variables of NNX objects (batch statistics, counts of
+    random keys) pass from one micro-batch to the next as well, and the changes
+    of a micro-batch that overflowed are undone.
 
   Raises:
     TypeError: if an argument has the wrong type.
-    ValueError: as for `scaled_value_and_grad`; when called, if `axis_name` is
+    ValueError: when called, as for `scaled_value_and_grad`; if `axis_name` is
       not a mapped axis, if the batch cannot be split into `microbatches`, or,
       where JAX tracks what varies by device, if devices could drop different
       micro-batches of one model.
@@ -119,8 +111,9 @@ def accumulated_value_and_grad(
     >>> params = jnp.float32(1.0)
     >>> opt_state = tx.init(params)
     >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
-    >>> value_and_grad = ols.accumulated_value_and_grad(
-    ...   loss_fn, opt_state, microbatches=2, drop=True
+    >>> value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+    >>> value_and_grad = ols.accumulate(
+    ...   value_and_grad, microbatches=2, drop=True
     ... )
     >>> batch = jnp.array([1.0, 2.0, 3.0, jnp.inf])
     >>> loss, scaled_grads, overflow = value_and_grad(params, batch)
@@ -132,24 +125,25 @@ def accumulated_value_and_grad(
     >>> print(updates, ols.get_loss_scale(opt_state))
     -1.0 4.0
   """
+  if not isinstance(value_and_grad, backward.ScaledValueAndGrad):
+    raise TypeError(
+      "`value_and_grad` must be what a scaled_value_and_grad returns, got "
+      f"{arguments.kind_of(value_and_grad)}; write "
+      "accumulate(scaled_value_and_grad(loss_fn, opt_state), microbatches=4)"
+      "(params, batch)."
+    )
   k = arguments.check_count("microbatches", microbatches, unit="micro-batches")
   drop = arguments.check_flag("drop", drop)
   requirements.check_check(check)
   names = devices.axis_names("axis_name", axis_name)
-  backward.check_arguments(opt_state, argnums, path)
+  has_aux = value_and_grad.has_aux
 
   def examine(
-    gradients: Any, is_summed: Any, loss: jax.Array, loss_scale: jax.Array
-  ) -> Any:
-    # Shaped like the gradients in `update`, to match a check's tree of dtypes.
-    whole = arguments.like_argnums(argnums, gradients)
-    summands = leaves.leave_out(
-      arguments.like_argnums(argnums, is_summed), whole
-    )
-    overflow = False if overflow_fn is None else overflow_fn(whole)
+    summands: Any, lost: list[jax.Array], loss: jax.Array, loss_scale: jax.Array
+  ) -> findings.Finding:
     # Not in order, or all gradients would wait for the one that comes last.
     finding = findings.examine(
-      check, summands, overflow, loss_scale=loss_scale, in_order=False
+      check, summands, lost, loss_scale=loss_scale, in_order=False
     )
     if names:
       finding = findings.agree(finding, names)
@@ -157,72 +151,93 @@ def accumulated_value_and_grad(
     devices.refuse_split(finding.overflow, together, names)
     return finding
 
-  @functools.wraps(fun)
+  @functools.wraps(value_and_grad, updated=())
   def accumulated(
     *args: Any, **kwargs: Any
   ) -> tuple[Any, Any, findings.WindowOverflow]:
     devices.check_mapped("axis_name", names)
-    # Pass S itself, since closing the scan over the state would raise an error.
-    loss_scale = states.scale_in_use(opt_state, path)
-    value_and_grad = backward.at_scale(
-      loss_scale, fun, arguments.argnums_as_tuple(argnums), has_aux, allow_int
+    loss_scale = value_and_grad._loss_scale()
+    places = value_and_grad._places(args, batch_argnums)
+    split = _split({i: args[i] for i in places.batched}, k)
+    variables, pure, store = value_and_grad._functional(loss_scale, args)
+
+    def call(
+      variables: Any, overwritten: dict[int, Any], batches: dict[int, Any]
+    ) -> tuple[Any, Any, Any]:
+      current = dict(enumerate(args)) | overwritten | batches
+      result: tuple[Any, Any, Any] = pure(
+        variables, *current.values(), **kwargs
+      )
+      return result
+
+    # Shaped like the gradients in `update`, to match a check's tree of dtypes.
+    given = arguments.like_argnums(
+      value_and_grad.argnums, tuple(args[i] for i in places.differentiated)
     )
-    places = arguments.find_places(argnums, batch_argnums, len(args))
-    given = leaves.as_arrays(tuple(args[i] for i in places.differentiated))
-    is_overwritten, is_summed = _kinds(argnums, given)
+    if value_and_grad.value_and_grad is jax.value_and_grad:
+      like = given = leaves.as_arrays(given)
+    else:
+      # A model may hold more than its gradients, so the function is traced.
+      _, like, _ = jax.eval_shape(
+        lambda *x: call(x[0], {}, jax.tree.map(operator.itemgetter(0), x[1])),
+        variables,
+        split,
+      )
+    is_overwritten, is_summed = _kinds(like)
+    passes_on = any(jax.tree.leaves(is_overwritten))
 
     def take_next(
       carry: _Carry, batches: dict[int, Any]
     ) -> tuple[_Carry, _Outcome]:
-      current = dict(enumerate(args)) | batches
-      changed = leaves.merge(is_overwritten, carry.overwritten, given)
-      current |= zip(places.differentiated, changed, strict=True)
-      value, gradients = value_and_grad(*current.values(), **kwargs)
-      loss = value[0] if has_aux else value
-      finding = examine(gradients, is_summed, loss, loss_scale)
+      overwritten: dict[int, Any] = {}
+      if passes_on:
+        changed = leaves.merge(is_overwritten, carry.overwritten, given)
+        changed = arguments.argnums_as_tuple(changed)
+        overwritten = dict(zip(places.differentiated, changed, strict=True))
+      value, scaled_grads, variables = call(
+        carry.variables, overwritten, batches
+      )
+      summands = leaves.leave_out(is_summed, scaled_grads)
+      next_values = leaves.leave_out(is_overwritten, scaled_grads)
+      finding = examine(
+        summands,
+        _newly_lost(carry.overwritten, next_values) if passes_on else [],
+        value[0] if has_aux else value,
+        loss_scale,
+      )
+      kept, new = (
+        (carry.variables, carry.overwritten),
+        (variables, next_values),
+      )
+      sums = _add(carry.sums, summands, finding.overflow if drop else None, k)
       return (
-        _Carry(
-          skipping.select(
-            finding.overflow,
-            carry.overwritten,
-            leaves.leave_out(is_overwritten, gradients),
-          ),
-          _add(
-            carry.sums,
-            leaves.leave_out(is_summed, gradients),
-            finding.overflow if drop else None,
-            k,
-          ),
-        ),
+        _Carry(*skipping.select(finding.overflow, kept, new), sums),
         _Outcome(value, finding.overflow, finding.amax),
       )
 
     start = _Carry(
-      leaves.leave_out(is_overwritten, given),
+      variables,
+      leaves.leave_out(is_overwritten, given if passes_on else like),
       jax.tree.map(
         lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)),
-        leaves.leave_out(is_summed, given),
+        leaves.leave_out(is_summed, like),
       ),
     )
-    split = _split({i: args[i] for i in places.batched}, k)
     end, outcomes = _scan(take_next, start, split, k)
+    store(end.variables)
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
     overflow = findings.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
     # JAX returns float0 for a leaf that has no gradient.
-    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given)
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), like)
     others = leaves.merge(is_overwritten, end.overwritten, none)
-    gradients = leaves.merge(is_summed, means, others)
+    scaled_grads = leaves.merge(is_summed, means, others)
     kind = "dropping" if drop else "scaled"
-    provenance.note(means, kind, loss_scale, opt_state)
+    provenance.note(means, kind, loss_scale, value_and_grad.opt_state)
     loss = _mean_loss(losses, counted)
-    return (
-      (loss, aux) if has_aux else loss,
-      arguments.like_argnums(argnums, gradients),
-      overflow,
-    )
+    return (loss, aux) if has_aux else loss, scaled_grads, overflow
 
   return accumulated
 
@@ -230,6 +245,7 @@ def accumulated_value_and_grad(
 class _Carry(NamedTuple):
   """The scan's carry. Leaves that a field does not hold are masked nodes."""
 
+  variables: Any  # The latest values of the variables of objects.
   overwritten: Any  # The latest values of leaves that are not gradients.
   sums: Any  # Sums of the gradients.
 
@@ -262,18 +278,27 @@ def _scan(
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outcomes)
 
 
-def _kinds(argnums: Any, given: Any) -> tuple[Any, Any]:
+def _kinds(like: Any) -> tuple[Any, Any]:
   """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
-  is_kept = leaves.are_gradients(arguments.like_argnums(argnums, given))
-  is_kept = jax.tree.unflatten(
-    jax.tree.structure(given), jax.tree.leaves(is_kept)
-  )
+  is_kept = leaves.are_gradients(like)
   return (
-    jax.tree.map(lambda is_kept: not is_kept, is_kept),
+    jax.tree.map(operator.not_, is_kept),
     jax.tree.map(
-      lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, given
+      lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, like
     ),
   )
+
+
+def _newly_lost(old: Any, new: Any) -> list[jax.Array]:
+  """Returns flags for next values that are not finite, though the old were.
+
+  An FP8 layer clips its gradients, so only its history shows that one was inf.
+  """
+  return [
+    jnp.all(jnp.isfinite(x)) & ~jnp.all(jnp.isfinite(y))
+    for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True)
+    if leaves.is_gradient(x)
+  ]
 
 
 def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
@@ -315,7 +340,7 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
 
 def _add(
   sums: Any,
-  gradients: Any,
+  scaled_grads: Any,
   is_left_out: jax.Array | None,
   microbatches: int,
 ) -> Any:
@@ -330,7 +355,7 @@ def _add(
     # Select rather than multiply, since 0 * inf is NaN.
     return total + jnp.where(is_left_out, jnp.zeros_like(total), summand)
 
-  return jax.tree.map(add_leaf, sums, gradients)
+  return jax.tree.map(add_leaf, sums, scaled_grads)
 
 
 def _means(sums: Any, counted: jax.Array) -> Any:
@@ -347,12 +372,12 @@ def _means(sums: Any, counted: jax.Array) -> Any:
   return jax.tree.map(mean_leaf, sums)
 
 
-def _void(gradients: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
+def _void(scaled_grads: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
   """Returns the gradients, all set to inf or NaN if the window is void."""
   # Fill with NaN if a gradient was NaN, as in a single large batch.
   fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
   return jax.tree.map(
-    lambda x: jnp.where(is_void, fill.astype(x.dtype), x), gradients
+    lambda x: jnp.where(is_void, fill.astype(x.dtype), x), scaled_grads
   )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -30,6 +31,84 @@ _REMEDIES = {
 }
 
 
+@dataclasses.dataclass(eq=False, repr=False)
+class ScaledValueAndGrad:
+  """The function that `scaled_value_and_grad` returns; `accumulate` takes it.
+
+  It takes the arguments of `fun` and returns `(loss, scaled_grads)`, or
+  `((loss, aux), scaled_grads)`.
+
+  Attributes:
+    fun: the function of the loss.
+    opt_state: the `LossScalingState` that holds S, or S itself.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    allow_int: whether to allow differentiation with respect to integers.
+    value_and_grad: the function that differentiates.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> value_and_grad = ols.scaled_value_and_grad(jnp.sum, 1024.0)
+    >>> print(value_and_grad.opt_state, value_and_grad(jnp.ones(2)))
+    1024.0 (Array(2., dtype=float32), Array([1024., 1024.], dtype=float32))
+  """
+
+  fun: Callable[..., Any]
+  opt_state: optax.OptState
+  argnums: int | Sequence[int] = 0
+  has_aux: bool = False
+  _: dataclasses.KW_ONLY
+  allow_int: bool = False
+  value_and_grad: Callable[..., Any] = jax.value_and_grad
+
+  def __post_init__(self) -> None:
+    # The attributes of a callable object must not replace those above.
+    functools.update_wrapper(self, self.fun, updated=())
+
+  def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    loss_scale = self._loss_scale()
+    value, scaled_grads = self._at(loss_scale)(*args, **kwargs)
+    provenance.note(scaled_grads, "scaled", loss_scale, self.opt_state)
+    return value, scaled_grads
+
+  # `accumulate` uses the methods below; those of Flax NNX are different.
+
+  def _loss_scale(self) -> jax.Array:
+    """Returns S; raises if compiling would freeze it."""
+    return states.scale_in_use(self.opt_state)
+
+  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, Any]]:
+    """Returns the function at a given S."""
+    return at_scale(
+      loss_scale,
+      self.fun,
+      self.argnums,
+      self.has_aux,
+      self.allow_int,
+      self.value_and_grad,
+    )
+
+  def _places(
+    self, args: tuple[Any, ...], batch_argnums: Any
+  ) -> arguments.Places:
+    """Returns which arguments are differentiated, and which are split."""
+    return arguments.find_places(self.argnums, batch_argnums, len(args))
+
+  def _functional(self, loss_scale: jax.Array, args: tuple[Any, ...]) -> Any:
+    """Returns variables in `args`, a pure function of them, and their setter.
+
+    The function takes the variables first and returns their new values last.
+    """
+    del args
+    differentiated = self._at(loss_scale)
+
+    def pure(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+      return (*differentiated(*args, **kwargs), variables)
+
+    return (), pure, lambda variables: None
+
+
 def scaled_value_and_grad(
   fun: Callable[..., Any],
   opt_state: optax.OptState,
@@ -39,13 +118,13 @@ def scaled_value_and_grad(
   allow_int: bool = False,
   path: str | None = None,
   value_and_grad: Callable[..., Any] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, Any]]:
+) -> ScaledValueAndGrad:
   """Returns a function that computes the loss and its *scaled* gradients.
 
   The function differentiates `S * fun` like `jax.value_and_grad`, but returns
   the true loss. Pass the scaled gradients to the `update` of `loss_scaling`
   with the same `opt_state`. Their norm is S times too large. The true norm is
-  `optax.tree.norm(unscale(gradients, opt_state))` before `update` moves S.
+  `optax.tree.norm(unscale(scaled_grads, opt_state))` before `update` moves S.
 
   A float16 loss works, because it is multiplied by S in float32. If the loss's
   dtype cannot hold S, the backward pass could only start from inf or, in
@@ -65,8 +144,9 @@ def scaled_value_and_grad(
       is called with has_aux=True, and any `argnums` and `allow_int` you set.
 
   Returns:
-    A function that takes the arguments of `fun` and returns
-    `(loss, scaled_gradients)`, or `((loss, aux), scaled_gradients)`.
+    A `ScaledValueAndGrad`, which takes the arguments of `fun` and returns
+    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`. Pass it to
+    `accumulate` to compute the gradients in micro-batches.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`, or
@@ -95,25 +175,15 @@ def scaled_value_and_grad(
     >>> print(loss, scaled_grads)
     5.0 [2048. 4096.]
   """
-  check_arguments(opt_state, argnums, path)
   arguments.check_function(value_and_grad, "value_and_grad")
-
-  @functools.wraps(fun)
-  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    loss_scale = states.scale_in_use(opt_state, path)
-    differentiated = at_scale(
-      loss_scale,
-      fun,
-      argnums,
-      has_aux,
-      allow_int,
-      value_and_grad,
-    )
-    value, gradients = differentiated(*args, **kwargs)
-    provenance.note(gradients, "scaled", loss_scale, opt_state)
-    return value, gradients
-
-  return scaled_value_and_grad_fun
+  return ScaledValueAndGrad(
+    fun,
+    check_arguments(opt_state, argnums, path),
+    argnums,
+    has_aux,
+    allow_int=allow_int,
+    value_and_grad=value_and_grad,
+  )
 
 
 def scale_loss(
@@ -149,7 +219,7 @@ def scale_loss(
 
 
 def unscale(
-  scaled_gradients: trees.Tree,
+  scaled_grads: trees.Tree,
   opt_state: optax.OptState,
   *,
   path: str | None = None,
@@ -161,13 +231,13 @@ def unscale(
   scaled gradients. Call `unscale` first, with the same `opt_state`.
 
   Args:
-    scaled_gradients: a pytree of arrays. Integers, random keys and the leaves
+    scaled_grads: a pytree of arrays. Integers, random keys and the leaves
       of Flax's `_overwrite_with_gradient` collection are returned unchanged.
     opt_state: an optimizer state that holds a loss scale, or the scale itself.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
 
   Returns:
-    A pytree like `scaled_gradients`, with narrower leaves widened to float32.
+    A pytree like `scaled_grads`, with narrower leaves widened to float32.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.
@@ -183,14 +253,14 @@ def unscale(
     [5.9604645e-08 1.1920929e-07]
   """
   loss_scale = states.scale_in_use(opt_state, path)
-  provenance.check_unscale(scaled_gradients, loss_scale)
-  scaled_gradients = leaves.as_arrays(scaled_gradients)
-  is_gradient = leaves.are_gradients(scaled_gradients)
+  provenance.check_unscale(scaled_grads, loss_scale)
+  scaled_grads = leaves.as_arrays(scaled_grads)
+  is_gradient = leaves.are_gradients(scaled_grads)
   gradients = leaves.unscale(
-    leaves.leave_out(is_gradient, scaled_gradients), loss_scale
+    leaves.leave_out(is_gradient, scaled_grads), loss_scale
   )
   provenance.note(gradients, "unscaled", None)
-  return leaves.merge(is_gradient, gradients, scaled_gradients)
+  return leaves.merge(is_gradient, gradients, scaled_grads)
 
 
 def at_scale(
@@ -262,8 +332,11 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
   )
 
 
-def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
-  """Raises right away for arguments that would make the first step fail."""
+def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> Any:
+  """Returns the state that holds S, or S itself if that was passed.
+
+  It raises right away for arguments that would make the first step fail.
+  """
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:
@@ -279,8 +352,9 @@ def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> None:
       "`argnums` must name at least one argument, and each once, got "
       f"{arguments.shown(argnums)}."
     )
-  states.get_loss_scale(opt_state, path=path)
+  found = states.find_holder(opt_state, path)
   requirements.check_surroundings(opt_state)
+  return found
 
 
 def _scaled_loss_fn(

@@ -349,7 +349,7 @@ def refuse_split(
       "devices that share a loss or gradients must decide about a micro-batch "
       f"together, got an overflow that varies along {axes} and a loss or a "
       f"gradient that does not; pass axis_name={axes} to "
-      "accumulated_value_and_grad."
+      "accumulate."
     )
 
 

@@ -51,7 +51,7 @@ def loss_scaling(
       path. S is then 1, no step is checked, `overflow` and `amax` are ignored,
       and narrow parameters reach `inner` unchanged. XLA compiles only `inner`
       and the count of applied steps. `skip` and `average_scaled` still apply;
-      `accumulated_value_and_grad` keeps its own check.
+      `accumulate` keeps its own check.
     check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, along which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
@@ -76,7 +76,7 @@ def loss_scaling(
     scaled gradients, the inner optimizer's extra arguments, and three of its
     own. `overflow=` is a bool, number or array, where any non-zero entry makes
     the step an overflow; or the status that `float_status` returns, or the
-    overflow of `accumulated_value_and_grad`; or a list of these. `skip=` is a
+    overflow of `accumulate`; or a list of these. `skip=` is a
     flag, or a list of flags, of the same kind that skips the step for a reason
     that S has nothing to do with, such as a spike that `SpikeGuard` sees: the
     rule's state stays the same as well, bit for bit, unless the step also

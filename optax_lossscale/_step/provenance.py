@@ -57,7 +57,7 @@ def check_update(
     )
   elif kind == "dropping" and overflow is False:
     wiring.warn(
-      "`overflow` must be passed to `update` after accumulated_value_and_grad"
+      "`overflow` must be passed to `update` after accumulate"
       "(..., drop=True), got none: S would stay where it is while "
       "micro-batches are dropped. Write tx.update(grads, opt_state, params, "
       "overflow=overflow)."

@@ -296,6 +296,14 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   )
 
 
+def find_holder(opt_state: Any, path: str | None = None) -> Any:
+  """Returns the one state that holds S, or S itself if that is passed."""
+  if not isinstance(opt_state, _SCALES):
+    return find_state(opt_state, path)
+  get_loss_scale(opt_state)  # Raises if it is not a loss scale.
+  return opt_state
+
+
 def get_loss_scale(
   opt_state: optax.OptState, *, path: str | None = None
 ) -> jax.Array:

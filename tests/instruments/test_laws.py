@@ -184,8 +184,10 @@ def test_an_accumulated_step_is_right():
 
   @jax.jit
   def step(params, opt_state, batch):
-    value_and_grad = ols.accumulated_value_and_grad(
-      half_loss_fn, opt_state, microbatches=4, drop=True
+    value_and_grad = ols.accumulate(
+      ols.scaled_value_and_grad(half_loss_fn, opt_state),
+      microbatches=4,
+      drop=True,
     )
     loss, grads, overflow = value_and_grad(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)

@@ -620,7 +620,7 @@ def test_a_leaf_without_a_gradient_is_named_with_the_remedy(name):
   for value_and_grad in (
     ols.scaled_value_and_grad(model_loss, 8.0),
     ols.scaled_value_and_grad(model_loss, 8.0, value_and_grad=jax.grad),
-    ols.accumulated_value_and_grad(model_loss, 8.0, microbatches=2),
+    ols.accumulate(ols.scaled_value_and_grad(model_loss, 8.0), microbatches=2),
   ):
     with pytest.raises(TypeError, match="must be floating-point arr") as caught:
       value_and_grad(model, BATCH)

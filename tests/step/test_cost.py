@@ -69,8 +69,8 @@ def test_accumulation_lets_each_gradient_go_before_the_next():
 
   @jax.jit
   def gradients(params, x):
-    return ols.accumulated_value_and_grad(
-      loss_fn, jnp.float32(2.0**10), microbatches=2
+    return ols.accumulate(
+      ols.scaled_value_and_grad(loss_fn, jnp.float32(2.0**10)), microbatches=2
     )(params, x)
 
   params = make_leaves(8, (256, 256))

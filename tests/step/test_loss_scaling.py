@@ -566,8 +566,8 @@ def test_guarantee_4_a_damaged_scale_skips_a_whole_step(scale):
   assert loss == 4.0
   updates, after = tx.update(grads, opt_state, params)
   assert after.skipped and np.all(updates == 0)
-  value_and_grad = ols.accumulated_value_and_grad(
-    loss_fn, opt_state, microbatches=2, drop=True
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(loss_fn, opt_state), microbatches=2, drop=True
   )
   _, grads, overflow = value_and_grad(params, batch)
   assert jnp.all(overflow.flags)
@@ -639,8 +639,10 @@ def test_a_quotient_beyond_the_range_of_its_dtype_is_an_overflow(
 def test_a_micro_batch_that_does_not_fit_unscaled_is_dropped():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(0.125))
   state = tx.init(jnp.zeros(()))
-  value_and_grad = ols.accumulated_value_and_grad(
-    lambda w, x: jnp.mean(w * x) * 1e20, state, microbatches=2, drop=True
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(lambda w, x: jnp.mean(w * x) * 1e20, state),
+    microbatches=2,
+    drop=True,
   )
   _, grads, overflow = value_and_grad(jnp.zeros(()), jnp.array([1e19, 8.0]))
   np.testing.assert_array_equal(overflow.flags, [True, False])

@@ -214,8 +214,11 @@ def test_a_state_is_not_taken_for_a_list_of_flags():
 def test_the_overflow_of_a_window_is_no_reason_to_skip():
   tx = wrapped()
   state = tx.init(jnp.ones(()))
-  value_and_grad = ols.accumulated_value_and_grad(
-    lambda params, batch: jnp.mean(params * batch), state, microbatches=2
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(
+      lambda params, batch: jnp.mean(params * batch), state
+    ),
+    microbatches=2,
   )
   _, grads, overflow = value_and_grad(jnp.ones(()), jnp.array([1.0, jnp.inf]))
   with pytest.raises(TypeError, match="pass it as overflow="):
@@ -226,9 +229,10 @@ def test_dropped_micro_batches_count_for_the_rule_all_the_same():
   tx = wrapped(ols.DynamicLossScale(8.0))
   params = jnp.ones(())
   state = tx.init(params)
-  value_and_grad = ols.accumulated_value_and_grad(
-    lambda params, batch: jnp.mean(params * batch),
-    state,
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(
+      lambda params, batch: jnp.mean(params * batch), state
+    ),
     microbatches=2,
     drop=True,
   )

@@ -247,8 +247,8 @@ def test_it_runs_in_a_scan_and_under_vmap():
 
 def test_accumulated_gradients_are_those_of_the_mean():
   state = OFF.init(PARAMS)
-  loss, grads, overflow = ols.accumulated_value_and_grad(
-    loss_fn, state, microbatches=2
+  loss, grads, overflow = ols.accumulate(
+    ols.scaled_value_and_grad(loss_fn, state), microbatches=2
   )(PARAMS, X)
   expected = jax.value_and_grad(loss_fn)(PARAMS, X)
   np.testing.assert_allclose(loss, expected[0], rtol=1e-6)

@@ -166,7 +166,9 @@ def test_each_function_that_scales_sees_what_is_around():
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   for construct in (
-    lambda: ols.accumulated_value_and_grad(loss_fn, state, microbatches=2),
+    lambda: ols.accumulate(
+      ols.scaled_value_and_grad(loss_fn, state), microbatches=2
+    ),
     lambda: ols.nnx.scaled_value_and_grad(loss_fn, optimizer),
     lambda: schedule.value_and_grad(loss_fn, state, schedule.init()),
   ):
@@ -251,7 +253,7 @@ S7 = (
 )
 S8 = S7.replace("the number 8.0", "another S")
 S16 = (
-  "`overflow` must be passed to `update` after accumulated_value_and_grad"
+  "`overflow` must be passed to `update` after accumulate"
   "(..., drop=True), got none: S would stay where it is while micro-batches "
   "are dropped. Write tx.update(grads, opt_state, params, overflow=overflow)."
 )
@@ -303,8 +305,8 @@ def test_a_condition_around_an_eager_update_is_right():
 
 
 def dropped_and_not_passed_on(tx, params, state):
-  _, grads, _ = ols.accumulated_value_and_grad(
-    batch_loss_fn, state, microbatches=2, drop=True
+  _, grads, _ = ols.accumulate(
+    ols.scaled_value_and_grad(batch_loss_fn, state), microbatches=2, drop=True
   )(params, jnp.ones(4))
   return tx.update(grads, state, params)[1]
 
@@ -444,8 +446,8 @@ def through_a_gradient_of_the_step(tx, params, state):
 
 
 def dropped_and_passed_on(tx, params, state):
-  _, grads, overflow = ols.accumulated_value_and_grad(
-    batch_loss_fn, state, microbatches=2, drop=True
+  _, grads, overflow = ols.accumulate(
+    ols.scaled_value_and_grad(batch_loss_fn, state), microbatches=2, drop=True
   )(params, jnp.ones(4))
   return tx.update(grads, state, params, overflow=[False, overflow])[1]
 
