@@ -769,3 +769,50 @@ def test_the_state_as_the_optimizer_has_it_is_refused_with_the_remedy(rule):
     optimizer.tx.update(params, optimizer.opt_state, params)
   state = nnx.as_pure(optimizer.opt_state)
   assert not optimizer.tx.update(params, state, params)[1].skipped
+
+
+class SowingNet(Net):
+  def __call__(self, x):
+    self.sow(nnx.Intermediate, "inputs", x)
+    return super().__call__(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, nnx.jit], ids=["", "jit"])
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_micro_batches_change_every_object_but_those_that_overflow(wrap):
+  def metric_loss_fn(model, x, metric):
+    loss = loss_fn(model, x)
+    metric.update(values=loss)
+    return loss
+
+  @wrap
+  def run(model, optimizer, x, metric):
+    value_and_grad = ols.nnx.scaled_value_and_grad(metric_loss_fn, optimizer)
+    value_and_grad = ols.accumulate(value_and_grad, microbatches=4, drop=True)
+    return value_and_grad(model, x, metric)[2].flags
+
+  model, optimizer = make(SowingNet)
+  metric = nnx.metrics.Average()
+  # The third example, which is a micro-batch of its own, is bad.
+  x = np.where(np.arange(4)[:, None] == 2, np.float32(np.inf), CLEAN)
+  assert run(model, optimizer, x, metric).tolist() == [
+    False,
+    False,
+    True,
+    False,
+  ]
+  expected, _ = make(SowingNet)
+  losses = [loss_fn(expected, CLEAN[i : i + 1]) for i in (0, 1, 3)]
+  ours, theirs = (
+    dict(
+      nnx.to_flat_state(nnx.as_pure(nnx.state(x, nnx.Not(nnx.Intermediate))))
+    )
+    for x in (model, expected)
+  )
+  for place, value in theirs.items():
+    np.testing.assert_allclose(
+      to_numpy(ours[place]), to_numpy(value), rtol=1e-5, err_msg=str(place)
+    )
+  assert model.calls == 3
+  np.testing.assert_allclose(metric.compute(), np.mean(losses), rtol=1e-5)
+  assert not jax.tree.leaves(nnx.state(model, nnx.Intermediate))
