@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import functools
+import json
 import pathlib
 import re
 
 from flax import nnx
 import flax.linen as nn
 import jax
+from jax import lax
 import jax.numpy as jnp
 import matplotlib.pyplot
 import numpy as np
@@ -330,6 +332,86 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
   for x in (jnp.eye(2), jnp.eye(2) * jnp.inf, jnp.eye(2)):
     *carry, _ = names["train_step"](*carry, x)
   assert carry[-1].steps == 2
+
+
+# Their first step is one for hardware that saturates.
+SATURATING = {"checks.md", "ascend.md"}
+
+
+def checks_of(page):
+  """Returns the check of each call of `loss_scaling` in a page, or None."""
+  text = page.read_text()
+  if page.suffix == ".md":
+    text = "".join(documents.blocks(text))
+  elif page.suffix == ".ipynb":
+    cells = json.loads(text)["cells"]
+    code = [x["source"] for x in cells if x["cell_type"] == "code"]
+    text = re.sub(r"^%.*", "", "\n".join(map("".join, code)), flags=re.M)
+  calls = [
+    node
+    for node in ast.walk(ast.parse(text))
+    if isinstance(node, ast.Call)
+    and ast.unparse(node.func) == "ols.loss_scaling"
+  ]
+  keywords = [
+    {x.arg: ast.unparse(x.value) for x in call.keywords}
+    for call in sorted(calls, key=lambda call: call.lineno)
+  ]
+  return [x.get("check") for x in keywords]
+
+
+@pytest.mark.parametrize(
+  "page",
+  [
+    page
+    for pattern in (
+      "*.md",
+      "docs/**/*.md",
+      "notebooks/*.ipynb",
+      "examples/*.py",
+    )
+    for page in sorted(documents.ROOT.glob(pattern))
+    if checks_of(page)
+  ],
+  ids=lambda page: str(page.relative_to(documents.ROOT)),
+)
+def test_a_page_begins_with_a_step_that_needs_no_check(page):
+  first, *_ = checks = checks_of(page)
+  assert (first is None) == (page.name not in SATURATING)
+  assert not [x for x in checks if str(x).startswith("ols.nonfinite(")]
+
+
+def test_a_check_that_names_float16_skips_steps_where_nothing_overflowed():
+  x = jax.random.normal(jax.random.key(0), (64, 8))
+  first_params = {"bias": jnp.zeros(1), "w": jnp.zeros((8, 1))}
+
+  def loss_fn(params):
+    product = ols.autocast(jnp.matmul)(x, params["w"])
+    return jnp.mean((product + params["bias"] - x[:, :1] - 3) ** 2)
+
+  skipped = []
+  for check in (ols.nonfinite(jnp.float16), ols.nonfinite()):
+    rule = ols.FixedLossScale(2.0**14)
+    tx = ols.loss_scaling(optax.adam(1e-2), rule, check=check)
+
+    def step(carry, _, tx=tx):
+      params, opt_state = carry
+      value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+      _, scaled_grads = value_and_grad(params)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
+      grads_are_finite = optax.tree.norm(scaled_grads) < jnp.inf
+      params = optax.apply_updates(params, updates)
+      return (params, opt_state), grads_are_finite
+
+    carry = first_params, tx.init(first_params)
+    (_, opt_state), finite = lax.scan(step, carry, length=300)
+    assert finite.all()
+    skipped.append(int(opt_state.skipped_steps))
+  assert skipped == [300, 0]
+  assert (
+    "with S fixed at 2^14: `nonfinite(jnp.float16)` skipped 300 of 300 steps, "
+    "`nonfinite()` none, and every gradient was finite."
+  ) in documents.one_line(PAGES["checks"])
 
 
 def test_the_table_of_names_is_complete():

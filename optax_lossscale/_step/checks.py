@@ -39,10 +39,14 @@ def nonfinite(dtype: Any = None) -> Check:
 
   Args:
     dtype: the dtype that the gradients were computed in, if they are stored in
-      a wider one; by default each leaf's own. To set it per leaf, pass a tree
-      of dtypes whose structure is a prefix of the gradients', or a function
-      from a leaf's path, such as "params/Dense_0/kernel", to a dtype. None
-      for a leaf means its own dtype.
+      a wider one; by default each leaf's own. It is not needed to find inf and
+      NaN, nor for float16: without a dtype, the headroom of float32 gradients
+      is measured against float16. With one, a float32 gradient beyond its range
+      counts as an overflow, even if it is correct, such as a sum over the batch
+      or the gradient of a parameter that is used in float32. To set it per
+      leaf, pass a tree of dtypes whose structure is a prefix of the gradients',
+      or a function from a leaf's path, such as "params/Dense_0/kernel", to a
+      dtype. None for a leaf means its own dtype.
 
   Returns:
     A check to pass to `loss_scaling`.

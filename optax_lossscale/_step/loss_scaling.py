@@ -52,7 +52,8 @@ def loss_scaling(
       and narrow parameters reach `inner` unchanged. XLA compiles only `inner`
       and the count of applied steps. `skip` and `average_scaled` still apply;
       `accumulate` keeps its own check.
-    check: what counts as an overflow, `nonfinite()` or `saturated(dtype)`.
+    check: what counts as an overflow. The default finds every inf and NaN;
+      hardware that clips instead needs `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, along which all
       devices decide together under `shard_map` or `pmap`. Plain jit does not
       need one, since its arrays are whole, however they are sharded. Only the

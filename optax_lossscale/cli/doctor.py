@@ -44,7 +44,9 @@ def _run(parser: _parser.Parser, _: Any) -> int:
   counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
   seen = ols.hardware()
   print(f"devices: {counts}\n\n{seen}\n")
-  check = "saturated" if seen.check(jnp.float16).saturating else "nonfinite"
-  print(f"For float16 use check=ols.{check}(jnp.float16) here.")
+  if seen.check(jnp.float16).saturating:
+    print("For float16 use check=ols.saturated(jnp.float16) here.")
+  else:
+    print("For float16 the default check is the right one here.")
   print(_ADVICE[getattr(seen.preferred_dtype, "name", "unknown")])
   return 0

@@ -50,7 +50,10 @@ def test_the_check_is_the_observed_one(check, seen, monkeypatch, capsys):
   monkeypatch.setattr(ols, "hardware", lambda: found)
   assert (
     doctor(capsys)[-2]
-    == f"For float16 use check=ols.{check}(jnp.float16) here."
+    == {
+      "nonfinite": "For float16 the default check is the right one here.",
+      "saturated": "For float16 use check=ols.saturated(jnp.float16) here.",
+    }[check]
   )
 
 

@@ -76,8 +76,15 @@ def test_bfloat16_has_all_guards_without_scaling():
       FloatingPointError, match=f"2 steps.* because of {cause}"
     ):
       ols.raise_if_failed(trained(names, sizes)[1], max_consecutive_skips=1)
-  # The check names bfloat16, whose largest value is about 2^128.
-  assert before[1].headroom > 100
+  # The largest value of bfloat16 is about 2^128.
+  np.testing.assert_allclose(
+    before[1].headroom, np.log2(65504 / before[1].amax), rtol=1e-6
+  )
+  (check,) = re.findall(r"`check=(.+?)`", PAGE)
+  check = eval(check, {"jnp": jnp, "ols": ols})
+  tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1.0), check=check)
+  _, state = tx.update(PARAMS, tx.init(PARAMS))
+  assert state.headroom > 100
   step = jax.make_jaxpr(names["train_step"])(
     PARAMS, names["opt_state"], names["guard_state"], batch_of(1.0)
   )

@@ -422,3 +422,36 @@ def test_a_training_resumed_reaches_the_same_bits(tmp_path):
       names["train_step"](*each, batch)
   assert_same_bits(values(resumed), values(both))
   assert ols.get_loss_scale(both[1].opt_state) == 2.0**8
+
+
+@pytest.mark.skipif(
+  jax.default_backend() != "cpu", reason="The error is that of a CPU."
+)
+def test_attention_in_float16_on_a_cpu_fails_and_works_as_the_page_says():
+  title = "Attention in float16 on a CPU"
+  names = documents.run(
+    documents.section(PAGE, title), {"jnp": jnp, "nnx": nnx}
+  )
+  (said,) = documents.quoted(PAGE, title)
+  x = jnp.ones((2, 5, 8))
+
+  def loss_fn(model, x):
+    return jnp.mean(jnp.float32(model(x)) ** 2)
+
+  def loss(fun=loss_fn, **kwargs):
+    model = nnx.MultiHeadAttention(
+      2, in_features=8, decode=False, rngs=nnx.Rngs(0), **kwargs
+    )
+    return nnx.jit(nnx.value_and_grad(fun))(model, x)[0]
+
+  with pytest.raises(ValueError, match=said):
+    loss(dtype=jnp.float16)
+  expected = loss()
+  mixed = ols.nnx.autocast(loss_fn, dtype=jnp.float16)
+  for found in (
+    loss(dtype=jnp.bfloat16),
+    loss(mixed),
+    loss(dtype=jnp.float16, attention_fn=names["in_float32"]),
+    loss(dtype=jnp.float16, dropout_rate=0.5, deterministic=True),
+  ):
+    np.testing.assert_allclose(found, expected, rtol=2e-2)

@@ -324,7 +324,7 @@ def test_each_seed_has_its_own_s_and_its_own_skips():
 def test_seeds_skip_together_over_a_named_axis():
   text = PAGE
   for old, new in (
-    ("(inner, rule, ", '(inner, rule, axis_name="seeds", '),
+    ("(inner, rule)", '(inner, rule, axis_name="seeds")'),
     ("jax.vmap(learn)", 'jax.vmap(learn, axis_name="seeds")'),
   ):
     assert text.count(old) == 1
