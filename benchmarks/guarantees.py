@@ -135,7 +135,7 @@ def _saturating() -> str:
   x, y = (_spread(np.float32, -8, 17, seed) for seed in (1, 2))
 
   @jax.jit
-  @ols.saturating
+  @ols.hardware.emulate_saturation
   def function(x: Any, y: Any) -> Any:
     x, y = x.astype(_HALF), y.astype(_HALF)
     return ((x * y - x) * y + x * x).astype(jnp.float32)
@@ -150,7 +150,7 @@ def _saturating() -> str:
 
 def _status() -> str:
   """float_status sees a cast that overflows."""
-  function = jax.jit(ols.float_status(lambda x: x.astype(_HALF) + 1))
+  function = jax.jit(ols.hardware.float_status(lambda x: x.astype(_HALF) + 1))
   values = (65519.0, 65520.0, 1e5, np.inf)
   answers = [bool(function(np.float32(x))[1]) for x in values]
   _expect(answers == [False, True, True, False], f"answers {answers}")
@@ -158,25 +158,23 @@ def _status() -> str:
 
 
 def _underflow() -> str:
-  """underflow_fraction counts as NumPy does."""
+  """underflow_share counts as NumPy does."""
   x, loss_scale = _spread(np.float32, -40, -15, 3), np.float32(2.0**5)
-  fraction = jax.jit(ols.instruments.underflow_fraction)(
-    x, loss_scale=loss_scale
-  )
+  share = jax.jit(ols.instruments.underflow_share)(x, loss_scale=loss_scale)
   expected = np.mean((x * loss_scale).astype(_HALF) == 0)
-  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
   return f"{expected:.4f} of {x.size:,} in float16"
 
 
 def _swallowed() -> str:
-  """swallowed_fraction counts as NumPy does."""
+  """swallowed_share counts as NumPy does."""
   params, updates = _spread(np.float32, -3, 3, 4), _spread(_HALF, -14, -3, 5)
-  fraction = jax.jit(
-    lambda x, y: ols.instruments.swallowed_fraction(x.astype(_HALF), y)
+  share = jax.jit(
+    lambda x, y: ols.instruments.swallowed_share(x.astype(_HALF), y)
   )(params, updates)
   narrow = params.astype(_HALF)
   expected = np.mean(narrow + updates == narrow)
-  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
   return f"{expected:.4f} of {params.size:,} in float16"
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.truth.workloads import lenet5
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from optax_lossscale.cli import _loss_scale
 from tests import documents
 from tests.autocast.programs import dtypes_of
@@ -131,10 +132,10 @@ def test_the_examples_run_one_after_the_other():
 
   exec(block("checks", "ols.hardware"), names)
   assert names["check"] == ols.nonfinite(jnp.float16)
-  exec(block("checks", "ols.float_status"), names)
+  exec(block("checks", "hardware.float_status"), names)
   assert not names["status"]
   assert names["opt_state"].applied_steps == 1
-  exec(block("checks", "ols.saturating"), names)
+  exec(block("checks", "hardware.emulate_saturation"), names)
   assert jnp.isfinite(names["loss"])
 
   saved = {
@@ -159,10 +160,10 @@ def test_the_examples_run_one_after_the_other():
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", None])
 def test_the_loss_is_mixed_if_the_device_prefers_a_low_dtype(name, monkeypatch):
-  found = ols.hardware()
+  found = hardware.probe()
   preferred = name and jnp.dtype(name)
   found = dataclasses.replace(found, preferred_dtype=preferred)
-  monkeypatch.setattr(ols, "hardware", lambda: found)
+  monkeypatch.setattr(hardware, "probe", lambda: found)
   names = {"jnp": jnp, "ols": ols, "loss_fn": lambda x: jnp.sum(x @ x)}
   exec(block("mixed_precision", "preferred_dtype"), names)
   if name in ("float16", "bfloat16"):
@@ -227,7 +228,7 @@ def test_what_is_seen_and_advised(capfd):
       names["params"], names["opt_state"], batch
     )
   with matplotlib.rc_context({"backend": "agg"}):
-    exec(seeing("ols.instruments.history"), names)
+    exec(seeing("ols.instruments.get_history"), names)
     assert names["history"].overflow.sum() == 5
     exec(seeing("ols.instruments.advise"), names)
     names["grads"] = jax.grad(loss_fn)(params, batch)
@@ -286,7 +287,7 @@ def test_amax_inside_the_model_reaches_the_rule():
   names |= {"batch": batch}
   exec(rules("ols.rules.HeadroomLossScale"), names)
   names["opt_state"] = names["tx"].init(params)
-  exec(rules("ols.rules.amax_tap"), names)
+  exec(rules("hardware.amax_tap"), names)
   assert names["opt_state"].amax == max(
     names["amax"], jnp.abs(names["scaled_grads"]["w"]).max()
   )

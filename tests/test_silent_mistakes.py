@@ -311,7 +311,7 @@ def no_gradients():
   return told(ols.loss_scaling(ADAM, RULE), update=without)
 
 
-GUARD = ols.SpikeGuard()
+GUARD = ols.experimental.SpikeGuard()
 
 
 def a_norm_that_is_still_scaled():

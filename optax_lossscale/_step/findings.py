@@ -108,7 +108,7 @@ class FloatStatus(NamedTuple):
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> square = ols.float_status(lambda x: x * x)
+    >>> square = ols.hardware.float_status(lambda x: x * x)
     >>> for x in (2.0, 300.0):
     ...   _, status = square(jnp.float16(x))
     ...   print(bool(status), status.overflow, status.undefined)

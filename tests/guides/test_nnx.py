@@ -130,7 +130,7 @@ def test_the_step_is_checked_and_what_is_forgotten_is_named():
   assert names["report"].ok
   code = documents.block(PAGE, "A train step", "def train_step")
   scaled = "ols.nnx.scaled_value_and_grad(loss_fn, optimizer)"
-  block = "with ols.nnx.select_on_skip(optimizer, model):"
+  block = "with ols.nnx.undo_on_skip(optimizer, model):"
   mistakes = [(scaled, "nnx.value_and_grad(loss_fn)"), (block, "if True:")]
   for (right, wrong), said in zip(
     mistakes, documents.quoted(PAGE, title), strict=True

@@ -449,7 +449,7 @@ def test_windows_that_dropped_a_micro_batch_are_overflows_and_not_lost():
   batches[30::60, 1] = 1000
   opt_state, _ = jax.lax.scan(step, tx.init(jnp.ones(())), batches)
   assert optax.tree.get(opt_state, "skipped_steps") == 0
-  history = instruments.history(opt_state)
+  history = instruments.get_history(opt_state)
   (advice,) = instruments.advise(history, rule)
   overflows = np.sum(history.overflow)
   assert str(advice).startswith(f"{overflows} of 400 steps overflowed, and no")

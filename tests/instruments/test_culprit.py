@@ -19,7 +19,7 @@ def tree(**leaves):
 
 def test_the_culprit_is_the_leaf_with_the_largest_gradient():
   found = instruments.culprit(tree(a=[1.0], b=[-16376.0, 2], c=[8.0]), HALF)
-  assert found == instruments.Culprit("b", 16376.0, 2.0)
+  assert found == instruments.CulpritLeaf("b", 16376.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -401,7 +401,7 @@ def nnx_loss_fn(model, batch):
 
 @nnx.jit
 def nnx_step(model, optimizer, batch):
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     value_and_grad = ols.nnx.scaled_value_and_grad(nnx_loss_fn, optimizer)
     loss, grads = value_and_grad(model, batch)
     optimizer.update(model, grads)
@@ -418,7 +418,7 @@ def nnx_step_without_a_block(model, optimizer, batch):
 
 @nnx.jit
 def nnx_step_without_a_scale(model, optimizer, batch):
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     loss, grads = nnx.value_and_grad(nnx_loss_fn)(model, batch)
     optimizer.update(model, grads)
   return loss

@@ -9,14 +9,17 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from optax_lossscale._jaxpr import interpreter
 
 X = jnp.array([1.0, 2.0], jnp.float16)
 
 # What records a function. Both return its result, the second also a flag.
 RECORDING = {
-  "saturating": ols.saturating,
-  "float_status": lambda fun: lambda *args: ols.float_status(fun)(*args)[0],
+  "emulate_saturation": hardware.emulate_saturation,
+  "float_status": lambda fun: (
+    lambda *args: hardware.float_status(fun)(*args)[0]
+  ),
   "autocast": ols.autocast,
 }
 
@@ -88,9 +91,9 @@ def test_a_state_that_is_an_argument_passes_everywhere():
     return ols.scaled_value_and_grad(loss_fn, opt_state)(params)[1]
 
   for made in (
-    jax.jit(ols.saturating(fun)),
-    ols.saturating(jax.jit(fun)),
-    jax.vmap(ols.saturating(fun), in_axes=(0, None)),
+    jax.jit(hardware.emulate_saturation(fun)),
+    hardware.emulate_saturation(jax.jit(fun)),
+    jax.vmap(hardware.emulate_saturation(fun), in_axes=(0, None)),
   ):
     gradients = made(jnp.stack([X]), make_state())
     np.testing.assert_array_equal(gradients, 4 * 2 * X[None])
@@ -104,10 +107,10 @@ def test_nothing_is_recorded_before_and_after():
     return jax.jit(lambda x: seen.append(interpreter.is_recording()) or x)(x)
 
   seen.append(interpreter.is_recording())
-  ols.saturating(fun)(X)
+  hardware.emulate_saturation(fun)(X)
   seen.append(interpreter.is_recording())
   with pytest.raises(ZeroDivisionError):
-    ols.saturating(lambda: 1 / 0)()
+    hardware.emulate_saturation(lambda: 1 / 0)()
   seen.append(interpreter.is_recording())
   assert seen == [False, True, False, False, False]
 
@@ -157,7 +160,9 @@ def test_a_flag_of_numpy_is_a_flag():
     return x * 2 if train else x
 
   for train in (True, np.True_, np.False_):
-    assert ols.saturating(fun)(jnp.float16(3), train) == (6 if train else 3)
+    assert hardware.emulate_saturation(fun)(jnp.float16(3), train) == (
+      6 if train else 3
+    )
 
 
 @pytest.mark.parametrize("recording", RECORDING)

@@ -254,7 +254,7 @@ def test_a_tap_shows_an_overflow_that_the_parameters_hide():
     # The gradient of what the tap is on is 2**12 times that of the parameter:
     # a layer scale, as in many a deep model.
     hidden = (params * half(2.0**-12)).astype(half)
-    hidden = ols.rules.amax_tap(hidden, found)
+    hidden = ols.hardware.amax_tap(hidden, found)
     return jnp.sum(hidden.astype(jnp.float32))
 
   params = jnp.ones(2, half)

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests.support import slow_but
 from tests.support import to_bits
 
@@ -300,8 +301,8 @@ def check_updates(updates, params):
 
 
 CHECKED = {
-  "float_status": lambda: ols.float_status(checked_loss_fn),
-  "saturating": lambda: ols.saturating(checked_loss_fn),
+  "float_status": lambda: hardware.float_status(checked_loss_fn),
+  "emulate_saturation": lambda: hardware.emulate_saturation(checked_loss_fn),
 }
 
 
@@ -314,17 +315,25 @@ def test_a_check_in_the_loss_is_reported_through(name):
 
 DETECTING = {
   "float_status": lambda: jax.jit(
-    jax.grad(ols.float_status(loss_fn), has_aux=True)
+    jax.grad(hardware.float_status(loss_fn), has_aux=True)
   ),
-  "float_status around": lambda: jax.jit(ols.float_status(jax.grad(loss_fn))),
-  "saturating": lambda: jax.jit(jax.grad(ols.saturating(loss_fn))),
-  "saturating eagerly": lambda: jax.grad(ols.saturating(loss_fn)),
-  "saturating around": lambda: jax.jit(ols.saturating(jax.grad(loss_fn))),
+  "float_status around": lambda: jax.jit(
+    hardware.float_status(jax.grad(loss_fn))
+  ),
+  "emulate_saturation": lambda: jax.jit(
+    jax.grad(hardware.emulate_saturation(loss_fn))
+  ),
+  "emulate_saturation eagerly": lambda: jax.grad(
+    hardware.emulate_saturation(loss_fn)
+  ),
+  "emulate_saturation around": lambda: jax.jit(
+    hardware.emulate_saturation(jax.grad(loss_fn))
+  ),
 }
 
 
 each_detector = pytest.mark.parametrize(
-  "name", slow_but(["saturating"], DETECTING)
+  "name", slow_but(["emulate_saturation"], DETECTING)
 )
 
 

@@ -208,7 +208,7 @@ def test_a_state_is_not_taken_for_a_list_of_flags():
   tx = wrapped()
   state = tx.init(PARAMS)
   with pytest.raises(TypeError, match="got a SpikeGuardState"):
-    tx.update(PARAMS, state, skip=ols.SpikeGuard().init())
+    tx.update(PARAMS, state, skip=ols.experimental.SpikeGuard().init())
 
 
 def test_the_overflow_of_a_window_is_no_reason_to_skip():
@@ -496,7 +496,7 @@ def test_a_model_of_nnx_follows():
   tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(8.0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     value_and_grad = ols.nnx.scaled_value_and_grad(
       lambda model, x: jnp.sum(model(x) ** 2), optimizer
     )
@@ -553,7 +553,7 @@ def test_a_record_leaves_it_out_so_that_a_replay_is_exact():
     if not skip:
       scales.append(float(ols.get_loss_scale(state)))
     _, state = update(scaled(factor, state), state, PARAMS, skip=skip)
-  history = ols.instruments.history(state)
+  history = ols.instruments.get_history(state)
   assert history.step.tolist() == [3, 4, 5, 6]
   assert history.loss_scale.tolist() == scales[-4:]
   assert history.overflow.tolist() == [False, False, True, False]

@@ -110,7 +110,7 @@ def test_many_states_are_told_by_the_first_of_them():
   recording = ols.instruments.record(tx, capacity=2)
   records = {name: recording.init(jnp.ones(1)) for name in states}
   with pytest.raises(ValueError, match="records at .* and 180 more"):
-    ols.instruments.history(records)
+    ols.instruments.get_history(records)
 
 
 def test_the_state_of_a_rule_alone_is_told_apart():

@@ -285,7 +285,7 @@ def test_its_steps_are_recorded(capfd):
 
   _, opt_state = train_step(PARAMS, tx.init(PARAMS))
   jax.effects_barrier()
-  assert ols.instruments.history(opt_state).loss_scale.tolist() == [1]
+  assert ols.instruments.get_history(opt_state).loss_scale.tolist() == [1]
   expected = "step 1: clean, loss scale now 1, 1 applied, 0 skipped (0.0 %)\n"
   assert capfd.readouterr().out == expected
 
@@ -302,7 +302,7 @@ def test_an_nnx_optimizer_takes_it():
         loss, grads = nnx.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads)
         return loss
-      with ols.nnx.select_on_skip(optimizer, model):
+      with ols.nnx.undo_on_skip(optimizer, model):
         value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
         loss, grads = value_and_grad(model, x)
         optimizer.update(model, grads)

@@ -91,7 +91,9 @@ CASES = (
 
 
 def emulate(hardware, fun):
-  return ols.saturating(fun) if hardware == "saturating" else fun
+  return (
+    ols.hardware.emulate_saturation(fun) if hardware == "saturating" else fun
+  )
 
 
 def make_loss_fn(case):
@@ -103,7 +105,7 @@ def make_loss_fn(case):
       activation = params[leaf].astype(jnp.float16) * jnp.float16(
         case.layer_scale
       )
-      activation = ols.status_tap(activation, status)
+      activation = ols.hardware.status_tap(activation, status)
       activation = case.layer(activation, number)
       loss += sign * jnp.sum(activation.astype(jnp.float32))
     return loss
@@ -139,9 +141,9 @@ def detect_on_each_device(case, params, numbers, signs):
     grad = emulate(
       case.hardware, ols.scaled_value_and_grad(loss_fn, SCALE, argnums=(0, 1))
     )
-    (_, (gradients, tapped)), register = ols.float_status(grad, check=check)(
-      params, status, numbers[0], signs[0]
-    )
+    (_, (gradients, tapped)), register = ols.hardware.float_status(
+      grad, check=check
+    )(params, status, numbers[0], signs[0])
     find = functools.partial(overflows, axis_name="data")
     fine = jax.tree.map(jnp.zeros_like, gradients)
     found = [
