@@ -49,10 +49,10 @@ def _skip() -> str:
   for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
     tx = ols.loss_scaling(inner, ols.DynamicLossScale())
     update = jax.jit(phase.make(tx))
-    gradients = jax.tree.map(lambda x: x.astype(_HALF), params)
-    before = update((params, tx.init(params)), gradients)
-    gradients["a"][7777] = np.inf
-    after = update(before, gradients)
+    scaled_grads = jax.tree.map(lambda x: x.astype(_HALF), params)
+    before = update((params, tx.init(params)), scaled_grads)
+    scaled_grads["a"][7777] = np.inf
+    after = update(before, scaled_grads)
     _expect(bool(after[1].skipped), "the step was not skipped")
     kept = [(p, state.inner_state) for p, state in (before, after)]
     for x, y in zip(*map(jax.tree.leaves, kept), strict=True):
@@ -65,8 +65,8 @@ def _growth() -> str:
   rule = ols.DynamicLossScale(2.0**10, growth_interval=5)
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
 
-  def step(state: Any, gradients: Any) -> Any:
-    state = phase.make(tx)(state, gradients)
+  def step(state: Any, scaled_grads: Any) -> Any:
+    state = phase.make(tx)(state, scaled_grads)
     return state, ols.get_loss_scale(state[1])
 
   params = jnp.ones(3)
@@ -85,8 +85,8 @@ def _float16_loss() -> str:
     value_and_grad = ols.scaled_value_and_grad(
       lambda x: jnp.sum(jnp.square(x.astype(_HALF))), state
     )
-    loss, gradients = value_and_grad(params)
-    return loss, tx.update(gradients, state, params)[1]
+    loss, scaled_grads = value_and_grad(params)
+    return loss, tx.update(scaled_grads, state, params)[1]
 
   params = jnp.full(4, 2.0**-10)
   loss, state = step(params, tx.init(params))
@@ -101,9 +101,9 @@ def _saturated() -> str:
   for check in (ols.saturated(jnp.float16), ols.nonfinite()):
     tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(), check=check)
     update = jax.jit(lambda g, tx=tx: tx.update(g, tx.init(()))[1].overflow)
-    gradients = np.zeros(1000, _HALF)
-    for gradients[777] in (65504, 65472):
-      answers.append(bool(update(gradients)))
+    scaled_grads = np.zeros(1000, _HALF)
+    for scaled_grads[777] in (65504, 65472):
+      answers.append(bool(update(scaled_grads)))
   _expect(answers == [True, False, False, False], f"answers {answers}")
   return "and neither 65472, nor 65504 with nonfinite()"
 
@@ -119,8 +119,8 @@ def _narrowed() -> str:
       lambda x, tx=tx, state=state: tx.update(x.astype(_HALF), state)[1]
     )
     for value in (65487, 65519, 65520, 70000):
-      gradients = np.full(1000, value, np.float32)
-      answers.append(bool(update(gradients).overflow))
+      scaled_grads = np.full(1000, value, np.float32)
+      answers.append(bool(update(scaled_grads).overflow))
   expected = [False, False, True, True, False, True, True, True]
   _expect(answers == expected, f"answers {answers}")
   return "65520 with nonfinite(), 65519 (that is, 65504) with saturated()"

@@ -141,7 +141,7 @@ def test_saturating_hardware_rounds(computes):
   found = run_unrounded(
     lambda wide: {
       name: hardware.emulate_saturation(
-        lambda x, name=name: x.astype(name).astype(jnp.float32), name
+        lambda x, name=name: x.astype(name).astype(jnp.float32), dtypes=name
       )(x)
       for name, x in wide.items()
     },

@@ -119,7 +119,9 @@ def test_links_between_files_lead_somewhere():
 def test_annotations_name_types_that_exist():
   # chex is imported for type checkers alone, so that importing is quick.
   names = {"chex": chex, "ArrayTree": chex.ArrayTree}
-  functions = [x for x in map(ols.__dict__.get, ols.__all__) if callable(x)]
+  modules = ols, ols.experimental, ols.hardware
+  members = [getattr(x, name) for x in modules for name in x.__all__]
+  functions = [x for x in members if callable(x)]
   update = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1)).update
   rule = ols.LossScale
   for function in [*functions, update, rule.update, rule.stalled]:

@@ -334,7 +334,10 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
 
 
 def test_the_table_of_names_is_complete():
-  for name in ols.__all__:
+  names = [*ols.__all__]
+  names += [f"experimental.{name}" for name in ols.experimental.__all__]
+  names += [f"hardware.{name}" for name in hardware.__all__]
+  for name in names:
     assert f"`{name}" in PAGES["reference"], name
 
 

@@ -131,7 +131,7 @@ class FloatStatus(NamedTuple):
 
 def examine(
   check: checks.Check,
-  gradients: Any,
+  scaled_grads: Any,
   overflow: Any = False,
   amax: Any = None,
   *,
@@ -147,7 +147,7 @@ def examine(
   since the real and the imaginary part overflow separately.
   """
   parts_of: dict[Any, list[jax.Array]] = {}
-  for gradient, dtype in checks.with_computation_dtypes(check, gradients):
+  for gradient, dtype in checks.with_computation_dtypes(check, scaled_grads):
     parts = bits.parts(gradient)
     own = parts[0].dtype
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)

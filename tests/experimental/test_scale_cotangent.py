@@ -384,10 +384,10 @@ def test_one_s_for_the_model_moves_beside_the_scales_of_its_layers():
 
   @jax.jit
   def step(state):
-    _, grads = ols.scaled_value_and_grad(network_loss, state)(
+    _, scaled_grads = ols.scaled_value_and_grad(network_loss, state)(
       weights, HALF(x), scales
     )
-    return tx.update(grads, state, weights)
+    return tx.update(scaled_grads, state, weights)
 
   state = tx.init(weights)
   skipped = []

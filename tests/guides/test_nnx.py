@@ -351,12 +351,12 @@ def test_plain_autocast_takes_a_model_or_a_loss_that_changes_nothing():
       for fun in (ols.autocast(loss_fn, "O1"), outer_loss_fn, loss_fn)
     ]
 
-  *mixed, (expected, gradients) = differentiate(model, names["optimizer"])
-  for loss, grads in mixed:
+  *mixed, (expected, wide_grads) = differentiate(model, names["optimizer"])
+  for loss, scaled_grads in mixed:
     assert loss != expected
     np.testing.assert_allclose(loss, expected, atol=1e-3)
     np.testing.assert_allclose(
-      grads["kernel"][...], gradients["kernel"][...], atol=5
+      scaled_grads["kernel"][...], wide_grads["kernel"][...], atol=5
     )
 
 

@@ -281,9 +281,9 @@ def test_an_overflow_behind_a_layer_scale_skips_the_step(emulated):
   @jax.jit
   def step(params, state):
     value_and_grad = ols.scaled_value_and_grad(loss_fn, state, argnums=(0, 2))
-    _, (grads, overflows) = value_and_grad(params, half(0.5, 0.25), ZERO)
-    updates, new = tx.update(grads, state, params, overflow=overflows)
-    _, without = tx.update(grads, state, params)
+    _, (scaled_grads, overflows) = value_and_grad(params, half(0.5, 0.25), ZERO)
+    updates, new = tx.update(scaled_grads, state, params, overflow=overflows)
+    _, without = tx.update(scaled_grads, state, params)
     return overflows, updates, new, without
 
   overflows, updates, new, without = step(params, state)

@@ -439,10 +439,10 @@ def test_windows_that_dropped_a_micro_batch_are_overflows_and_not_lost():
     return jnp.sum(jnp.float32(jnp.float16(batch) * jnp.float16(params)))
 
   def step(opt_state, batch):
-    _, grads, overflow = ols.accumulated_value_and_grad(
+    _, scaled_grads, overflow = ols.accumulated_value_and_grad(
       loss_fn, opt_state, microbatches=2, drop=True
     )(jnp.ones(()), batch)
-    _, opt_state = tx.update(grads, opt_state, overflow=overflow)
+    _, opt_state = tx.update(scaled_grads, opt_state, overflow=overflow)
     return opt_state, None
 
   batches = np.ones((400, 2), np.float32)

@@ -20,10 +20,10 @@ def make(capacity, rule=None):
   return instruments.record(tx, capacity)
 
 
-def run(tx, gradients, state=None):
+def run(tx, scaled_grads, state=None):
   state = tx.init(jnp.zeros(1)) if state is None else state
   update = jax.jit(tx.update)
-  for gradient in gradients:
+  for gradient in scaled_grads:
     _, state = update(jnp.array([gradient], jnp.float32), state, jnp.zeros(1))
   return state
 
@@ -105,8 +105,8 @@ def test_steps_in_a_scan_are_recorded():
   def step(state, gradient):
     return tx.update(gradient[None], state, jnp.zeros(1))[1], None
 
-  gradients = jnp.array(GRADIENTS, jnp.float32)
-  state, _ = jax.lax.scan(step, tx.init(jnp.zeros(1)), gradients)
+  scaled_grads = jnp.array(GRADIENTS, jnp.float32)
+  state, _ = jax.lax.scan(step, tx.init(jnp.zeros(1)), scaled_grads)
   history = instruments.get_history(state)
   np.testing.assert_array_equal(history.amax, GRADIENTS)
 
@@ -145,8 +145,8 @@ def test_the_ring_is_written_in_place_where_the_state_is_donated():
 def test_runs_side_by_side_are_read_one_by_one():
   tx = make(4)
   state = jax.vmap(tx.init)(jnp.zeros((2, 1)))
-  gradients = jnp.array([[1.0], [2.0]])
-  _, state = jax.vmap(tx.update)(gradients, state, jnp.zeros((2, 1)))
+  scaled_grads = jnp.array([[1.0], [2.0]])
+  _, state = jax.vmap(tx.update)(scaled_grads, state, jnp.zeros((2, 1)))
   with pytest.raises(ValueError, match=r"must be the state of one run.*\(2,\)"):
     instruments.get_history(state)
   second = jax.tree.map(lambda x: x[1], state)
@@ -157,8 +157,8 @@ def test_an_optimizer_of_nnx_is_recorded():
   optimizer = nnx.Optimizer(
     model := nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make(4), wrt=nnx.Param
   )
-  gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-  optimizer.update(model, gradients)
+  scaled_grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+  optimizer.update(model, scaled_grads)
   assert instruments.get_history(optimizer.opt_state).amax.tolist() == [1.0]
 
 

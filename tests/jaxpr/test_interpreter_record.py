@@ -40,9 +40,9 @@ def closed_over(opt_state):
 
 @pytest.mark.parametrize("recording", RECORDING)
 def test_a_state_closed_over_is_used_where_nothing_is_compiled(recording):
-  loss, grads = RECORDING[recording](closed_over(make_state()))(X)
+  loss, scaled_grads = RECORDING[recording](closed_over(make_state()))(X)
   assert loss == 5
-  np.testing.assert_array_equal(grads, 4 * 2 * X)
+  np.testing.assert_array_equal(scaled_grads, 4 * 2 * X)
 
 
 @pytest.mark.parametrize("recording", RECORDING)
@@ -54,8 +54,8 @@ def test_each_call_uses_the_scale_of_its_own_state(recording):
     )
   )
   for opt_state, scale in ((state, 4), (other, 16)):
-    _, grads = RECORDING[recording](closed_over(opt_state))(X)
-    np.testing.assert_array_equal(grads, scale * 2 * X)
+    _, scaled_grads = RECORDING[recording](closed_over(opt_state))(X)
+    np.testing.assert_array_equal(scaled_grads, scale * 2 * X)
 
 
 # Each takes a recording and a function that has closed over a state.
@@ -95,8 +95,8 @@ def test_a_state_that_is_an_argument_passes_everywhere():
     hardware.emulate_saturation(jax.jit(fun)),
     jax.vmap(hardware.emulate_saturation(fun), in_axes=(0, None)),
   ):
-    gradients = made(jnp.stack([X]), make_state())
-    np.testing.assert_array_equal(gradients, 4 * 2 * X[None])
+    scaled_grads = made(jnp.stack([X]), make_state())
+    np.testing.assert_array_equal(scaled_grads, 4 * 2 * X[None])
 
 
 def test_nothing_is_recorded_before_and_after():
