@@ -1,12 +1,10 @@
-"""What may change or go in any version.
+"""Experiments.
 
-This module promises nothing. Its functions are tested like all others, but too
-few trainings have used them to know that their arguments are right::
+This module promises nothing: any version may change or remove its names.
+`SpikeGuard` finds steps to skip because a loss or a norm is far above the last
+ones, and `scale_cotangent` gives a part of a model a loss scale of its own::
 
   guard = ols.experimental.SpikeGuard(window=64)
-
-`SpikeGuard` finds steps to skip because a loss or a norm is far above the last
-ones, and `scale_cotangent` gives a part of a model a loss scale of its own.
 """
 
 from optax_lossscale.experimental._scale_cotangent import scale_cotangent

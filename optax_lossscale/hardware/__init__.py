@@ -1,4 +1,4 @@
-"""What a device does with numbers that do not fit.
+"""Devices, and how they treat numbers that do not fit.
 
 Some hardware turns an overflow into inf and some clips it, and an overflow may
 leave no trace in the gradients. These functions show what happens::
