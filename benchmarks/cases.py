@@ -61,7 +61,7 @@ class Case:
       for shape in self.shapes
     ]
 
-  def make_scaled_gradients(self) -> list[jax.Array]:
+  def make_scaled_grads(self) -> list[jax.Array]:
     """Returns gradients of S times the loss."""
     generator = np.random.default_rng(1)
     size = np.float32(_GRADIENT_SIZE * settings.LOSS_SCALE)
@@ -74,18 +74,20 @@ class Case:
     ]
 
 
-def unscaled(gradients: list[jax.Array]) -> list[jax.Array]:
+def unscaled(scaled_grads: list[jax.Array]) -> list[jax.Array]:
   """Returns the gradients of the loss, float32.
 
   Args:
-    gradients: of S times the loss.
+    scaled_grads: of S times the loss.
   """
-  return [leaf.astype(jnp.float32) / settings.LOSS_SCALE for leaf in gradients]
+  return [
+    leaf.astype(jnp.float32) / settings.LOSS_SCALE for leaf in scaled_grads
+  ]
 
 
-def overflowing(gradients: list[jax.Array]) -> list[jax.Array]:
+def overflowing(scaled_grads: list[jax.Array]) -> list[jax.Array]:
   """Returns the same gradients, but the very last one is inf."""
-  *others, last = gradients
+  *others, last = scaled_grads
   return [*others, last.at[(-1,) * last.ndim].set(jnp.inf)]
 
 

@@ -36,7 +36,7 @@ def check(
   contender: Contender,
   *,
   params: Arrays,
-  gradients: Arrays,
+  scaled_grads: Arrays,
   overflowing: Arrays,
   expected: Sequence[np.ndarray],
 ) -> Check:
@@ -45,12 +45,12 @@ def check(
   Args:
     contender: is compiled.
     params: before the steps.
-    gradients: of S times the loss.
+    scaled_grads: of S times the loss.
     overflowing: the same with an inf.
     expected: the parameters after the first step.
   """
   contender.start(params)
-  _step(contender, gradients)
+  _step(contender, scaled_grads)
   after = contender.parameters()
   _step(contender, overflowing)
   return Check(
@@ -61,6 +61,6 @@ def check(
   )
 
 
-def _step(contender: Contender, gradients: Arrays) -> None:
-  contender.prepare(gradients)
-  contender.step(gradients)
+def _step(contender: Contender, scaled_grads: Arrays) -> None:
+  contender.prepare(scaled_grads)
+  contender.step(scaled_grads)

@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     "problems": {},
   }
   with rounds_lib.attempt(content["problems"], "Hardware"):
-    content["hardware"] = repr(ols.hardware())
+    content["hardware"] = repr(ols.hardware.probe())
   for name, (part, share) in _PARTS.items():
     print(f"... {name}", flush=True)
     until = start + 60 * arguments.minutes * share

@@ -49,10 +49,10 @@ def _skip() -> str:
   for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
     tx = ols.loss_scaling(inner, ols.DynamicLossScale())
     update = jax.jit(phase.make(tx))
-    gradients = jax.tree.map(lambda x: x.astype(_HALF), params)
-    before = update((params, tx.init(params)), gradients)
-    gradients["a"][7777] = np.inf
-    after = update(before, gradients)
+    scaled_grads = jax.tree.map(lambda x: x.astype(_HALF), params)
+    before = update((params, tx.init(params)), scaled_grads)
+    scaled_grads["a"][7777] = np.inf
+    after = update(before, scaled_grads)
     _expect(bool(after[1].skipped), "the step was not skipped")
     kept = [(p, state.inner_state) for p, state in (before, after)]
     for x, y in zip(*map(jax.tree.leaves, kept), strict=True):
@@ -65,8 +65,8 @@ def _growth() -> str:
   rule = ols.DynamicLossScale(2.0**10, growth_interval=5)
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
 
-  def step(state: Any, gradients: Any) -> Any:
-    state = phase.make(tx)(state, gradients)
+  def step(state: Any, scaled_grads: Any) -> Any:
+    state = phase.make(tx)(state, scaled_grads)
     return state, ols.get_loss_scale(state[1])
 
   params = jnp.ones(3)
@@ -85,8 +85,8 @@ def _float16_loss() -> str:
     value_and_grad = ols.scaled_value_and_grad(
       lambda x: jnp.sum(jnp.square(x.astype(_HALF))), state
     )
-    loss, gradients = value_and_grad(params)
-    return loss, tx.update(gradients, state, params)[1]
+    loss, scaled_grads = value_and_grad(params)
+    return loss, tx.update(scaled_grads, state, params)[1]
 
   params = jnp.full(4, 2.0**-10)
   loss, state = step(params, tx.init(params))
@@ -101,9 +101,9 @@ def _saturated() -> str:
   for check in (ols.saturated(jnp.float16), ols.nonfinite()):
     tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(), check=check)
     update = jax.jit(lambda g, tx=tx: tx.update(g, tx.init(()))[1].overflow)
-    gradients = np.zeros(1000, _HALF)
-    for gradients[777] in (65504, 65472):
-      answers.append(bool(update(gradients)))
+    scaled_grads = np.zeros(1000, _HALF)
+    for scaled_grads[777] in (65504, 65472):
+      answers.append(bool(update(scaled_grads)))
   _expect(answers == [True, False, False, False], f"answers {answers}")
   return "and neither 65472, nor 65504 with nonfinite()"
 
@@ -119,8 +119,8 @@ def _narrowed() -> str:
       lambda x, tx=tx, state=state: tx.update(x.astype(_HALF), state)[1]
     )
     for value in (65487, 65519, 65520, 70000):
-      gradients = np.full(1000, value, np.float32)
-      answers.append(bool(update(gradients).overflow))
+      scaled_grads = np.full(1000, value, np.float32)
+      answers.append(bool(update(scaled_grads).overflow))
   expected = [False, False, True, True, False, True, True, True]
   _expect(answers == expected, f"answers {answers}")
   return "65520 with nonfinite(), 65519 (that is, 65504) with saturated()"
@@ -135,7 +135,7 @@ def _saturating() -> str:
   x, y = (_spread(np.float32, -8, 17, seed) for seed in (1, 2))
 
   @jax.jit
-  @ols.saturating
+  @ols.hardware.emulate_saturation
   def function(x: Any, y: Any) -> Any:
     x, y = x.astype(_HALF), y.astype(_HALF)
     return ((x * y - x) * y + x * x).astype(jnp.float32)
@@ -150,7 +150,7 @@ def _saturating() -> str:
 
 def _status() -> str:
   """float_status sees a cast that overflows."""
-  function = jax.jit(ols.float_status(lambda x: x.astype(_HALF) + 1))
+  function = jax.jit(ols.hardware.float_status(lambda x: x.astype(_HALF) + 1))
   values = (65519.0, 65520.0, 1e5, np.inf)
   answers = [bool(function(np.float32(x))[1]) for x in values]
   _expect(answers == [False, True, True, False], f"answers {answers}")
@@ -158,25 +158,23 @@ def _status() -> str:
 
 
 def _underflow() -> str:
-  """underflow_fraction counts as NumPy does."""
+  """underflow_share counts as NumPy does."""
   x, loss_scale = _spread(np.float32, -40, -15, 3), np.float32(2.0**5)
-  fraction = jax.jit(ols.instruments.underflow_fraction)(
-    x, loss_scale=loss_scale
-  )
+  share = jax.jit(ols.instruments.underflow_share)(x, loss_scale=loss_scale)
   expected = np.mean((x * loss_scale).astype(_HALF) == 0)
-  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
   return f"{expected:.4f} of {x.size:,} in float16"
 
 
 def _swallowed() -> str:
-  """swallowed_fraction counts as NumPy does."""
+  """swallowed_share counts as NumPy does."""
   params, updates = _spread(np.float32, -3, 3, 4), _spread(_HALF, -14, -3, 5)
-  fraction = jax.jit(
-    lambda x, y: ols.instruments.swallowed_fraction(x.astype(_HALF), y)
+  share = jax.jit(
+    lambda x, y: ols.instruments.swallowed_share(x.astype(_HALF), y)
   )(params, updates)
   narrow = params.astype(_HALF)
   expected = np.mean(narrow + updates == narrow)
-  _expect(abs(fraction - expected) < 1e-6, f"{fraction}, not {expected}")
+  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
   return f"{expected:.4f} of {params.size:,} in float16"
 
 

@@ -105,8 +105,8 @@ def make_step(
       if is_scaled
       else jax.value_and_grad(loss_fn)
     )
-    loss, grads = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), loss
 
   return step

@@ -56,7 +56,7 @@ class _Field:
     self.results = {name: Result(name) for name in names}
     self.contenders: dict[str, Contender] = {}
     self._params = case.make_params()
-    self._gradients = case.make_scaled_gradients()
+    self._scaled_grads = case.make_scaled_grads()
     for name, result in self.results.items():
       if not PEERS[name].is_installed:
         result.problem = "not installed"
@@ -79,16 +79,16 @@ class _Field:
     """Compiles each of them, and the first one twice."""
     for contender in itertools.islice(self.contenders.values(), 1):
       # The first compilation of a process starts XLA as well.
-      contender.compile(self._gradients)
+      contender.compile(self._scaled_grads)
     for name, contender in self.contenders.items():
       with self.results[name].attempt():
-        self.results[name].cost = contender.compile(self._gradients)
+        self.results[name].cost = contender.compile(self._scaled_grads)
     self._drop_those_with_a_problem()
 
   def check(self) -> None:
     """Compares each of them with the bare optimizer, and lets it overflow."""
-    unscaled = cases.unscaled(self._gradients)
-    overflowing = cases.overflowing(self._gradients)
+    unscaled = cases.unscaled(self._scaled_grads)
+    overflowing = cases.overflowing(self._scaled_grads)
     expected = functools.cache(
       lambda name: self.contenders[name].reference(self._params, unscaled)
     )
@@ -98,7 +98,7 @@ class _Field:
           self.results[name].check = checks.check(
             contender,
             params=self._params,
-            gradients=self._gradients,
+            scaled_grads=self._scaled_grads,
             overflowing=overflowing,
             expected=expected(PEERS[name].baseline),
           )
@@ -112,8 +112,8 @@ class _Field:
       memory.release()
     turns = {
       name: rounds.Turn(
-        run=functools.partial(contender.step, self._gradients),
-        prepare=functools.partial(contender.prepare, self._gradients),
+        run=functools.partial(contender.step, self._scaled_grads),
+        prepare=functools.partial(contender.prepare, self._scaled_grads),
       )
       for name, contender in self.contenders.items()
     }

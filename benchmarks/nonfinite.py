@@ -111,8 +111,10 @@ def _make_answer(dtype: str, size: int) -> Callable[[int, str], dict[str, Any]]:
     )
 
   @jax.jit
-  def update(grads: Any, state: Any, params: Any) -> dict[str, jax.Array]:
-    updates, state = tx.update(grads, state, params)
+  def update(
+    scaled_grads: Any, state: Any, params: Any
+  ) -> dict[str, jax.Array]:
+    updates, state = tx.update(scaled_grads, state, params)
     bits = [
       lax.bitcast_convert_type(leaf, jnp.uint32)
       for leaf in jax.tree.leaves(updates)
@@ -126,13 +128,13 @@ def _make_answer(dtype: str, size: int) -> Callable[[int, str], dict[str, Any]]:
       "held": jnp.all(jnp.stack(held)),
     }
 
-  grads = make()
+  scaled_grads = make()
 
   def answer(index: int, value: str) -> dict[str, Any]:
     bits = unsigned.type(values(dtype)[value])
-    grads["leaf"], old = place(grads["leaf"], index, bits)
-    answers = update(grads, state, params)
-    grads["leaf"], placed = place(grads["leaf"], index, old)
+    scaled_grads["leaf"], old = place(scaled_grads["leaf"], index, bits)
+    answers = update(scaled_grads, state, params)
+    scaled_grads["leaf"], placed = place(scaled_grads["leaf"], index, old)
     return jax.device_get({**answers, "placed": placed == bits})
 
   return answer

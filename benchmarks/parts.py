@@ -159,10 +159,10 @@ def batch_norm(model: nn.Module, batch: autocast_models.Batch) -> Contenders:
         )
         return jnp.mean(losses), new["batch_stats"]
 
-      (loss, new), grads = ols.scaled_value_and_grad(
+      (loss, new), scaled_grads = ols.scaled_value_and_grad(
         loss_fn, opt_state, has_aux=True
       )(params)
-      updates, opt_state = _SCALED.update(grads, opt_state, params)
+      updates, opt_state = _SCALED.update(scaled_grads, opt_state, params)
       params = optax.apply_updates(params, updates)
       return (params, opt_state, select(opt_state, new, old)), loss
 
@@ -271,7 +271,11 @@ def compilations(leaves: int, layout: str, shape: Sequence[int]) -> Contenders:
 
     def run() -> None:
       _, cost = compilation.compile_ahead(
-        lambda state, grads: tx.update(grads, state, grads), state, params
+        lambda state, scaled_grads: tx.update(
+          scaled_grads, state, scaled_grads
+        ),
+        state,
+        params,
       )
       for name, seconds in figures.items():
         seconds.append(getattr(cost, name))

@@ -44,4 +44,4 @@ def _compile(name: str, case: cases.Case) -> None:
   with contextlib.suppress(Exception):
     contender = PEERS[name].make()
     contender.start(case.make_params())
-    contender.compile(case.make_scaled_gradients())
+    contender.compile(case.make_scaled_grads())

@@ -13,9 +13,9 @@ import optax_lossscale as ols
 CHECK = ols.loss_scaling(optax.identity(), ols.DynamicLossScale())
 
 
-def check(gradients: Any) -> tuple[jax.Array, jax.Array]:
+def check(scaled_grads: Any) -> tuple[jax.Array, jax.Array]:
   """Returns what the check finds; XLA drops everything else."""
-  _, state = CHECK.update(gradients, CHECK.init(()))
+  _, state = CHECK.update(scaled_grads, CHECK.init(()))
   return state.overflow, state.nan
 
 
@@ -24,9 +24,9 @@ def make(
 ) -> Callable[[Any, Any], Any]:
   """Returns the update phase: from (parameters, state) to the next ones."""
 
-  def update(state: Any, gradients: Any) -> Any:
+  def update(state: Any, scaled_grads: Any) -> Any:
     params, opt_state = state
-    updates, opt_state = tx.update(gradients, opt_state, params)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   return update
@@ -44,13 +44,13 @@ def make_conditional(
     tx: any.
   """
 
-  def update(state: Any, gradients: Any) -> Any:
+  def update(state: Any, scaled_grads: Any) -> Any:
     params, (scaling, inner) = state
     # Its updates, which are the gradients, are not computed.
-    _, new_scaling = check.update(gradients, scaling)
+    _, new_scaling = check.update(scaled_grads, scaling)
 
     def apply() -> Any:
-      unscaled = ols.unscale(gradients, scaling)
+      unscaled = ols.unscale(scaled_grads, scaling)
       return make(tx)((params, inner), unscaled)
 
     params, inner = lax.cond(

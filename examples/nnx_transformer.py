@@ -3,7 +3,7 @@
 The transformer learns to sort digits. It is evaluated with an exponential
 moving average (EMA) of its parameters. A step whose gradients overflow changes
 neither the parameters nor their average nor the random keys of the dropout:
-`ols.nnx.select_on_skip` undoes such a step in all three, bit for bit.
+`ols.nnx.undo_on_skip` undoes such a step in all three, bit for bit.
 
   python examples/nnx_transformer.py
 """
@@ -81,7 +81,7 @@ def loss_fn(model, batch):
 @nnx.jit
 def train_step(model, optimizer, ema, batch):
   """Updates the model, the optimizer and the average; returns the loss."""
-  with ols.nnx.select_on_skip(optimizer, model, ema):
+  with ols.nnx.undo_on_skip(optimizer, model, ema):
     value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
     loss, scaled_grads = value_and_grad(model, batch)
     optimizer.update(model, scaled_grads)

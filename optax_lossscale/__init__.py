@@ -20,11 +20,6 @@ import importlib as _importlib
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning
-from optax_lossscale._detectors.float_status import float_status
-from optax_lossscale._detectors.hardware import hardware
-from optax_lossscale._detectors.saturating import saturating
-from optax_lossscale._detectors.spike_guard import SpikeGuard
-from optax_lossscale._detectors.status_tap import status_tap
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.policy import get_policy
 from optax_lossscale._precision.policy import Policy
@@ -43,10 +38,8 @@ from optax_lossscale._step.checks import saturated
 from optax_lossscale._step.devices import make_varying
 from optax_lossscale._step.devices import pmean_gradients
 from optax_lossscale._step.failures import raise_if_failed
-from optax_lossscale._step.findings import FloatStatus
 from optax_lossscale._step.loss_scaling import loss_scaling
 from optax_lossscale._step.metrics import loss_scale_metrics
-from optax_lossscale._step.scale_cotangent import scale_cotangent
 from optax_lossscale._step.skipping import select_on_skip
 from optax_lossscale._step.states import get_loss_scale
 from optax_lossscale._step.states import LossScalingState
@@ -56,21 +49,17 @@ __version__ = "0.1.0"
 __all__ = [
   "DynamicLossScale",
   "FixedLossScale",
-  "FloatStatus",
   "LossScale",
   "LossScalingState",
   "Policy",
   "PrecisionSchedule",
   "PrecisionScheduleState",
   "ScaledValueAndGrad",
-  "SpikeGuard",
   "WiringWarning",
   "accumulate",
   "autocast",
-  "float_status",
   "get_loss_scale",
   "get_policy",
-  "hardware",
   "loss_scale_metrics",
   "loss_scaling",
   "make_varying",
@@ -80,18 +69,24 @@ __all__ = [
   "presets",
   "raise_if_failed",
   "saturated",
-  "saturating",
-  "scale_cotangent",
   "scale_loss",
   "scaled_value_and_grad",
   "select_on_skip",
-  "status_tap",
   "unscale",
 ]
 
 # These are loaded only when used, since some of them load Flax or matplotlib.
 _ON_DEMAND = frozenset(
-  {"checkpoints", "instruments", "linen", "nnx", "plot", "rules"}
+  {
+    "checkpoints",
+    "experimental",
+    "hardware",
+    "instruments",
+    "linen",
+    "nnx",
+    "plot",
+    "rules",
+  }
 )
 
 

@@ -28,7 +28,7 @@ from optax_lossscale._step import states
 __all__ = [
   "autocast",
   "scaled_value_and_grad",
-  "select_on_skip",
+  "undo_on_skip",
 ]
 
 
@@ -100,7 +100,7 @@ def scaled_value_and_grad(
   does, but returns the true loss. Pass the scaled gradients to
   `optimizer.update`. The changes that `fun` makes to the model (batch
   statistics, counts of random keys) remain even if the step is then skipped;
-  see `select_on_skip`. Each call reads S from the optimizer, so the returned
+  see `undo_on_skip`. Each call reads S from the optimizer, so the returned
   function can be reused. Under `nnx.jit`, pass the optimizer as an argument.
 
   Args:
@@ -258,7 +258,7 @@ def autocast(
 
 
 @contextlib.contextmanager
-def select_on_skip(
+def undo_on_skip(
   optimizer: nnx.Optimizer[Any], *nodes: Any, path: str | None = None
 ) -> Iterator[None]:
   """Undoes the changes of a step to a model if the optimizer skips the step.
@@ -304,7 +304,7 @@ def select_on_skip(
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn = lambda model, x: jnp.sum(model(x) ** 2)
     >>> x = jnp.array([[0.0, 0.0], [0.0, jnp.inf]])
-    >>> with ols.nnx.select_on_skip(optimizer, model):
+    >>> with ols.nnx.undo_on_skip(optimizer, model):
     ...   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
     ...   loss, scaled_grads = value_and_grad(model, x)
     ...   _ = optimizer.update(model, scaled_grads)
@@ -375,7 +375,7 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
   rule = "`nodes` must be NNX objects, which a step changes in place"
   if not nodes:
     raise TypeError(
-      f"{rule}, got none; pass the model: select_on_skip(optimizer, model)."
+      f"{rule}, got none; pass the model: undo_on_skip(optimizer, model)."
     )
   for node in nodes:
     if not isinstance(node, (nnx.Pytree, nnx.Variable)):

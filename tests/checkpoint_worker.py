@@ -77,8 +77,8 @@ def train_step(state, is_bad):
     return jnp.mean(jnp.square(error.astype(jnp.float32)))
 
   params, opt_state = state["params"], state["opt_state"]
-  _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
-  updates, opt_state = TX.update(grads, opt_state, params)
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+  updates, opt_state = TX.update(scaled_grads, opt_state, params)
   return {
     "params": optax.apply_updates(params, updates),
     "opt_state": opt_state,

@@ -33,8 +33,8 @@ hypothesis.settings.load_profile("repeatable")
 LONGEST = (
   "tests/test_notebooks.py",
   "tests/step/test_exported_optimizers.py",
-  "tests/detectors/test_saturating.py",
-  "tests/detectors/test_float_status.py",
+  "tests/hardware/test_emulate_saturation.py",
+  "tests/hardware/test_float_status.py",
   "tests/step/test_contract.py",
   "tests/step/test_devices.py",
 )

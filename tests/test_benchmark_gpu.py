@@ -93,7 +93,7 @@ def test_every_part_is_written_with_the_machine(written):
   assert figures["parts"].keys() == gpu._PARTS.keys() - {"Train step"}
   assert figures["problems"] == {}
   assert figures["machine"]["device"] in page
-  assert figures["hardware"] == repr(ols.hardware())
+  assert figures["hardware"] == repr(ols.hardware.probe())
   for name in figures["parts"]:
     assert f"## {name}" in page
 
@@ -153,27 +153,27 @@ def flushing(histogram):
     ),
     (
       guarantees._saturating,
-      guarantees.ols,
-      "saturating",
+      ols.hardware,
+      "emulate_saturation",
       # What a compiler makes of it that leaves the casts out.
       lambda make: excess_precision.unrounded,
     ),
     (
       guarantees._status,
-      guarantees.ols,
+      ols.hardware,
       "float_status",
       lambda make: lambda function: make(lambda x: function(x * 0.5)),
     ),
     (
       guarantees._underflow,
       ols.instruments,
-      "underflow_fraction",
+      "underflow_share",
       lambda make: lambda x, loss_scale: make(x * jnp.float32(1.125)),
     ),
     (
       guarantees._swallowed,
       ols.instruments,
-      "swallowed_fraction",
+      "swallowed_share",
       lambda make: lambda x, y: make(x.astype(jnp.float32), y),
     ),
     (

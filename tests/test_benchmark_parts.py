@@ -51,7 +51,7 @@ def test_a_train_step_logs_or_records_what_its_name_says(training):
   _, metrics = training["loss_scale_metrics"].result
   amax = np.max(np.abs(gradient(PARAMS, BATCH))) * 2.0**10
   np.testing.assert_allclose(metrics["amax"], amax, rtol=1e-6)
-  history = ols.instruments.history(training["record"].state[1])
+  history = ols.instruments.get_history(training["record"].state[1])
   np.testing.assert_allclose(history.amax, [amax], rtol=1e-6)
   ols.get_loss_scale(training["loss_scaling"].state[1])
   with pytest.raises(ValueError, match="must hold"):

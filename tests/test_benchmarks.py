@@ -77,15 +77,15 @@ def test_machine_versions_and_date_are_told(content):
 def check(contender):
   """Checks a contender against the bare optimizer."""
   case = cases.make_case("10", "float16", tiny=True)
-  params, gradients = case.make_params(), case.make_scaled_gradients()
+  params, scaled_grads = case.make_params(), case.make_scaled_grads()
   contender.start(params)
-  contender.compile(gradients)
+  contender.compile(scaled_grads)
   return checks.check(
     contender,
     params=params,
-    gradients=gradients,
-    overflowing=cases.overflowing(gradients),
-    expected=bare.bare().reference(params, cases.unscaled(gradients)),
+    scaled_grads=scaled_grads,
+    overflowing=cases.overflowing(scaled_grads),
+    expected=bare.bare().reference(params, cases.unscaled(scaled_grads)),
   )
 
 
@@ -98,7 +98,7 @@ def test_check_notices_who_neither_unscales_nor_skips():
 
 def test_check_notices_who_takes_no_step():
   contender = this_library.loss_scaling()
-  contender.update = lambda state, gradients: state
+  contender.update = lambda state, scaled_grads: state
   found = check(contender)
   assert found.skips
   assert not found.passed

@@ -106,8 +106,10 @@ def trained(rule):
   params = make_params()
   opt_state = tx.init(params)
   for value in (3.0, jnp.nan):
-    grads = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), params)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    scaled_grads = jax.tree.map(
+      lambda x, value=value: jnp.full_like(x, value), params
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   return {"params": params, "opt_state": opt_state, "step": jnp.int32(2)}
 
@@ -297,8 +299,10 @@ def train(tx, params, opt_state, steps):
     loss_scale = 1.0
     if isinstance(opt_state, ols.LossScalingState):
       loss_scale = opt_state
-    _, grads = ols.scaled_value_and_grad(optimizers.loss_fn, loss_scale)(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(optimizers.loss_fn, loss_scale)(
+      params
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   return params, opt_state
 

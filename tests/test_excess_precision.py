@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests import excess_precision
 from tests import support
 
@@ -72,7 +73,7 @@ def swallowed(x):
   eps = jnp.finfo(x.dtype).eps
   dtype = jnp.float32 if x.dtype.itemsize > 1 else x.dtype
   small = jnp.full(x.shape, eps / 4, dtype)
-  share = ols.instruments.swallowed_fraction
+  share = ols.instruments.swallowed_share
   return share(x, small), share(jnp.ones_like(x), x)
 
 
@@ -81,9 +82,9 @@ PLACES = {
   "nonfinite": lambda x: updated(ols.nonfinite(), x),
   "saturated": lambda x: updated(ols.saturated(), x),
   "accumulated": accumulated,
-  "amax_tap": lambda x: tapped(ols.rules.amax_tap, x),
-  "status_tap": lambda x: tapped(ols.status_tap, x),
-  "underflow": lambda x: ols.instruments.underflow_fraction(
+  "amax_tap": lambda x: tapped(hardware.amax_tap, x),
+  "status_tap": lambda x: tapped(hardware.status_tap, x),
+  "underflow": lambda x: ols.instruments.underflow_share(
     x, jnp.float8_e4m3, loss_scale=2.0**-3
   ),
   "swallowed": swallowed,
@@ -139,8 +140,8 @@ def test_saturating_hardware_rounds(computes):
 
   found = run_unrounded(
     lambda wide: {
-      name: ols.saturating(
-        lambda x, name=name: x.astype(name).astype(jnp.float32), name
+      name: hardware.emulate_saturation(
+        lambda x, name=name: x.astype(name).astype(jnp.float32), dtypes=name
       )(x)
       for name, x in wide.items()
     },
@@ -163,7 +164,7 @@ def test_a_cast_that_overflows_sets_the_status(make, computes):
     def cast_and_back(x):
       return x.astype(name).astype(jnp.float32)
 
-    return ols.float_status(cast_and_back, check=make(name))(x)[1].overflow
+    return hardware.float_status(cast_and_back, check=make(name))(x)[1].overflow
 
   found = run_unrounded(
     lambda wide: {

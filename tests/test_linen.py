@@ -106,8 +106,10 @@ def train_step(state, factor, batch=BATCH):
   value_and_grad = ols.scaled_value_and_grad(
     loss_fn, state.opt_state, has_aux=True
   )
-  (_, batch_stats), grads = value_and_grad(state.params, *rest)
-  state = state.apply_gradients(grads=grads, batch_stats=batch_stats, key=key)
+  (_, batch_stats), scaled_grads = value_and_grad(state.params, *rest)
+  state = state.apply_gradients(
+    grads=scaled_grads, batch_stats=batch_stats, key=key
+  )
   ema = optax.incremental_update(state.params, state.ema, 0.25)
   return state.replace_if_applied(ema=ema)
 
@@ -163,10 +165,10 @@ def test_the_step_is_bit_for_bit_the_one_written_by_hand():
   def by_hand(state, factor):
     params, opt_state = state["params"], state["opt_state"]
     key, dropout_key = jax.random.split(state["key"])
-    (_, batch_stats), grads = ols.scaled_value_and_grad(
+    (_, batch_stats), scaled_grads = ols.scaled_value_and_grad(
       loss_fn, opt_state, has_aux=True
     )(params, apply_fn, state["batch_stats"], dropout_key, BATCH, factor)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     new = {
       "params": params,
@@ -223,15 +225,15 @@ def test_guarantee_9_one_compilation_from_the_first_call():
 
   @jax.jit
   @chex.assert_max_traces(n=1)
-  def step(state, grads):
-    return state.apply_gradients(grads=grads, epoch=state.epoch + 1)
+  def step(state, scaled_grads):
+    return state.apply_gradients(grads=scaled_grads, epoch=state.epoch + 1)
 
   # Python numbers and weak types would each be compiled for.
   state = Counting.create(
     apply_fn=None, params=jnp.full((), 4.0), tx=optimizer(), epoch=0
   )
-  for grads in jnp.array([8.0, jnp.inf, 8.0]):
-    state = step(state, grads)
+  for scaled_grads in jnp.array([8.0, jnp.inf, 8.0]):
+    state = step(state, scaled_grads)
   assert (state.step, state.epoch, state.attempts) == (2, 2, 3)
 
 
@@ -300,10 +302,10 @@ def test_guarantee_10_sharded_parameters_and_their_average_stay_so(axis_type):
 
   @jax.jit
   def step(state, batch):
-    grads = ols.scaled_value_and_grad(
+    scaled_grads = ols.scaled_value_and_grad(
       lambda params: jnp.sum(params * batch), state.opt_state
     )(state.params)[1]
-    state = state.apply_gradients(grads=grads)
+    state = state.apply_gradients(grads=scaled_grads)
     ema = optax.incremental_update(state.params, state.ema, 0.25)
     return state.replace_if_applied(ema=ema)
 
@@ -340,11 +342,13 @@ def test_guarantee_10_one_device_of_shard_map_skips_the_step_on_all(check_vma):
     key, dropout_key = jax.random.split(state.key)
     dropout_key = jax.random.fold_in(dropout_key, jax.lax.axis_index("data"))
     params = ols.make_varying(state.params, "data")
-    (_, batch_stats), grads = ols.scaled_value_and_grad(
+    (_, batch_stats), scaled_grads = ols.scaled_value_and_grad(
       loss_fn, state.opt_state, has_aux=True
     )(params, state.apply_fn, state.batch_stats, dropout_key, batch, factor[0])
     batch_stats = jax.lax.pmean(batch_stats, "data")
-    state = state.apply_gradients(grads=grads, batch_stats=batch_stats, key=key)
+    state = state.apply_gradients(
+      grads=scaled_grads, batch_stats=batch_stats, key=key
+    )
     ema = optax.incremental_update(state.params, state.ema, 0.25)
     return state.replace_if_applied(ema=ema)
 
@@ -432,8 +436,8 @@ def test_multi_steps_inside_drops_a_bad_micro_batch():
   tx = ols.loss_scaling(inner, ols.DynamicLossScale(8.0))
   state = averaged_state(tx)
   params, means = [], []
-  for i, grads in enumerate((GOOD, BAD, GOOD / 2)):
-    state = state.apply_gradients(grads=grads, mean=jnp.float32(i + 1))
+  for i, scaled_grads in enumerate((GOOD, BAD, GOOD / 2)):
+    state = state.apply_gradients(grads=scaled_grads, mean=jnp.float32(i + 1))
     params.append(state.params.tolist())
     means.append(float(state.mean))
   assert params == [[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]]
@@ -547,8 +551,8 @@ def fp8_step():
       return jnp.mean(out**2) * factor
 
     value_and_grad = ols.scaled_value_and_grad(loss_fn, state.opt_state)
-    grads = value_and_grad(state.params)[1]
-    return state.apply_gradients(grads=grads), grads
+    scaled_grads = value_and_grad(state.params)[1]
+    return state.apply_gradients(grads=scaled_grads), scaled_grads
 
   return step
 
@@ -592,8 +596,8 @@ def test_fp8_params_keep_their_kind_of_dict(wrap):
   params = wrap({"params": PARAMS, FP8: jnp.ones(1)})
   state = averaged_state(params=params)
   for gradient in (GOOD, BAD):
-    grads = wrap({"params": gradient, FP8: gradient[:1]})
-    new = state.apply_gradients(grads=grads)
+    scaled_grads = wrap({"params": gradient, FP8: gradient[:1]})
+    new = state.apply_gradients(grads=scaled_grads)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     np.testing.assert_array_equal(new.params["params"], [0.0, 0.0])
     np.testing.assert_array_equal(new.params[FP8], [8.0])
@@ -603,8 +607,8 @@ def test_fp8_params_keep_their_kind_of_dict(wrap):
 def test_fp8_collections_of_models_side_by_side_are_stored_as_well():
   state = averaged_state(params={"critic": {"params": PARAMS, FP8: PARAMS}})
   for gradient in (GOOD, BAD):
-    grads = {"critic": {"params": gradient, FP8: gradient}}
-    state = state.apply_gradients(grads=grads)
+    scaled_grads = {"critic": {"params": gradient, FP8: gradient}}
+    state = state.apply_gradients(grads=scaled_grads)
     np.testing.assert_array_equal(state.params["critic"]["params"], [0.0, 0.0])
     np.testing.assert_array_equal(state.params["critic"][FP8], GOOD)
 

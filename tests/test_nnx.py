@@ -53,7 +53,7 @@ def make(make_model=Net, tx=TX, wrt=nnx.Param):
 
 
 def step(model, optimizer, x):
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
     loss, grads = value_and_grad(model, x)
     optimizer.update(model, grads)
@@ -490,7 +490,7 @@ def average(ema, model):
 
 @nnx.jit
 def step_with_company(model, optimizer, ema, rngs, metric, x):
-  with ols.nnx.select_on_skip(optimizer, model, ema, rngs, metric):
+  with ols.nnx.undo_on_skip(optimizer, model, ema, rngs, metric):
     value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
     loss, grads = value_and_grad(model, x + 0 * rngs.noise.normal())
     optimizer.update(model, grads)
@@ -518,7 +518,7 @@ def test_an_optimizer_that_is_named_is_skipped_with_the_other():
   old = values(second), values(second_optimizer)
 
   def both(x):
-    with ols.nnx.select_on_skip(first_optimizer, second, second_optimizer):
+    with ols.nnx.undo_on_skip(first_optimizer, second, second_optimizer):
       unprotected_step(second, second_optimizer, CLEAN)
       unprotected_step(first, first_optimizer, x)
 
@@ -537,7 +537,7 @@ def test_a_skip_of_either_of_two_updates_undoes_the_block(batches):
 
   @nnx.jit
   def twice(model, optimizer, batches):
-    with ols.nnx.select_on_skip(optimizer, model):
+    with ols.nnx.undo_on_skip(optimizer, model):
       for x in batches:
         unprotected_step(model, optimizer, x)
 
@@ -554,7 +554,7 @@ def test_an_update_that_a_condition_does_not_reach_undoes_nothing():
 
   @nnx.jit
   def observe(model, optimizer, is_reached):
-    with ols.nnx.select_on_skip(optimizer, model):
+    with ols.nnx.undo_on_skip(optimizer, model):
       _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
       nnx.cond(
         is_reached,
@@ -575,14 +575,14 @@ def test_an_optimizer_that_holds_its_model_is_taken_with_it():
   model = norm(nnx.Rngs(0))
   optimizer = nnx.ModelAndOptimizer(model, TX, wrt=nnx.Param)
   before = values(model)
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, BAD)
     optimizer.update(grads)
   assert_same_bits(values(model), before)
   assert optimizer.opt_state.skipped[...]
   with (
     pytest.raises(ValueError, match="must not hold the state of `optimizer`"),
-    ols.nnx.select_on_skip(optimizer, optimizer),
+    ols.nnx.undo_on_skip(optimizer, optimizer),
   ):
     pass
 
@@ -615,7 +615,7 @@ def test_what_is_sown_or_created_in_a_step_is_left():
 def test_what_a_step_removes_stays_removed():
   model, optimizer = make(linear)
   model.extra = nnx.Cache(jnp.zeros(2))
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     unprotected_step(model, optimizer, BAD)
     del model.extra
   assert not hasattr(model, "extra")
@@ -628,7 +628,7 @@ def test_a_block_that_raises_selects_nothing():
   bias = model.bias[...]
   with (
     pytest.raises(RuntimeError, match="mine"),
-    ols.nnx.select_on_skip(optimizer, model),
+    ols.nnx.undo_on_skip(optimizer, model),
   ):
     model.bias[...] += 1
     raise RuntimeError("mine")
@@ -642,11 +642,11 @@ def test_one_of_two_scales_is_chosen_by_its_path():
     ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
   with (
     pytest.raises(ValueError, match="choose one by its path"),
-    ols.nnx.select_on_skip(optimizer, model),
+    ols.nnx.undo_on_skip(optimizer, model),
   ):
     pass
   old = values(model)
-  with ols.nnx.select_on_skip(optimizer, model, path="0"):
+  with ols.nnx.undo_on_skip(optimizer, model, path="0"):
     _, grads = ols.nnx.scaled_value_and_grad(loss_fn, optimizer, path="0")(
       model, BAD
     )
@@ -678,7 +678,7 @@ def test_what_is_no_optimizer_with_loss_scaling_is_refused(case):
     ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
   with (
     pytest.raises(error, match=match),
-    ols.nnx.select_on_skip(optimizer, linear(nnx.Rngs(0))),
+    ols.nnx.undo_on_skip(optimizer, linear(nnx.Rngs(0))),
   ):
     pass
 
@@ -707,7 +707,7 @@ def test_a_block_without_an_update_is_refused():
   model, optimizer = make(linear)
 
   def forgotten(model, optimizer):
-    with ols.nnx.select_on_skip(optimizer, model):
+    with ols.nnx.undo_on_skip(optimizer, model):
       ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
 
   for run in (forgotten, nnx.jit(forgotten)):
@@ -720,7 +720,7 @@ def test_what_cannot_be_changed_in_place_is_refused(node):
   model, optimizer = make(linear)
   with (
     pytest.raises(TypeError, match="must be NNX objects.* got"),
-    ols.nnx.select_on_skip(optimizer, model, node),
+    ols.nnx.undo_on_skip(optimizer, model, node),
   ):
     pass
 
@@ -729,7 +729,7 @@ def test_no_nodes_are_refused():
   _, optimizer = make(linear)
   with (
     pytest.raises(TypeError, match="got none; pass the model"),
-    ols.nnx.select_on_skip(optimizer),
+    ols.nnx.undo_on_skip(optimizer),
   ):
     pass
 
@@ -743,7 +743,7 @@ def test_the_optimizer_itself_is_refused_at_any_depth():
   for nodes in ([trainer], [trainer.model, trainer.optimizer]):
     with (
       pytest.raises(ValueError, match="must not hold the state of `optimizer`"),
-      ols.nnx.select_on_skip(trainer.optimizer, *nodes),
+      ols.nnx.undo_on_skip(trainer.optimizer, *nodes),
     ):
       pass
 
@@ -752,7 +752,7 @@ def test_a_variable_that_grows_is_refused_by_name():
   model, optimizer = make(linear)
   with (
     pytest.raises(ValueError, match=r"got \(5,\) and \(2,\) at .*'0/bias'"),
-    ols.nnx.select_on_skip(optimizer, model),
+    ols.nnx.undo_on_skip(optimizer, model),
   ):
     unprotected_step(model, optimizer, CLEAN)
     model.bias.set_value(jnp.zeros(5))

@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.truth.workloads import lenet5
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from optax_lossscale.cli import _loss_scale
 from tests import documents
 from tests.autocast.programs import dtypes_of
@@ -133,10 +134,10 @@ def test_the_examples_run_one_after_the_other():
 
   exec(block("checks", "ols.hardware"), names)
   assert names["check"] == ols.nonfinite(jnp.float16)
-  exec(block("checks", "ols.float_status"), names)
+  exec(block("checks", "hardware.float_status"), names)
   assert not names["status"]
   assert names["opt_state"].applied_steps == 1
-  exec(block("checks", "ols.saturating"), names)
+  exec(block("checks", "hardware.emulate_saturation"), names)
   assert jnp.isfinite(names["loss"])
 
   saved = {
@@ -161,10 +162,10 @@ def test_the_examples_run_one_after_the_other():
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", None])
 def test_the_loss_is_mixed_if_the_device_prefers_a_low_dtype(name, monkeypatch):
-  found = ols.hardware()
+  found = hardware.probe()
   preferred = name and jnp.dtype(name)
   found = dataclasses.replace(found, preferred_dtype=preferred)
-  monkeypatch.setattr(ols, "hardware", lambda: found)
+  monkeypatch.setattr(hardware, "probe", lambda: found)
   names = {"jnp": jnp, "ols": ols, "loss_fn": lambda x: jnp.sum(x @ x)}
   exec(block("mixed_precision", "preferred_dtype"), names)
   if name in ("float16", "bfloat16"):
@@ -229,7 +230,7 @@ def test_what_is_seen_and_advised(capfd):
       names["params"], names["opt_state"], batch
     )
   with matplotlib.rc_context({"backend": "agg"}):
-    exec(seeing("ols.instruments.history"), names)
+    exec(seeing("ols.instruments.get_history"), names)
     assert names["history"].overflow.sum() == 5
     exec(seeing("ols.instruments.advise"), names)
     names["grads"] = jax.grad(loss_fn)(params, batch)
@@ -288,7 +289,7 @@ def test_amax_inside_the_model_reaches_the_rule():
   names |= {"batch": batch}
   exec(rules("ols.rules.HeadroomLossScale"), names)
   names["opt_state"] = names["tx"].init(params)
-  exec(rules("ols.rules.amax_tap"), names)
+  exec(rules("hardware.amax_tap"), names)
   assert names["opt_state"].amax == max(
     names["amax"], jnp.abs(names["scaled_grads"]["w"]).max()
   )
@@ -415,7 +416,10 @@ def test_a_check_that_names_float16_skips_steps_where_nothing_overflowed():
 
 
 def test_the_table_of_names_is_complete():
-  for name in ols.__all__:
+  names = [*ols.__all__]
+  names += [f"experimental.{name}" for name in ols.experimental.__all__]
+  names += [f"hardware.{name}" for name in hardware.__all__]
+  for name in names:
     assert f"`{name}" in PAGES["reference"], name
 
 

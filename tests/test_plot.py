@@ -503,13 +503,13 @@ def test_a_heat_map_of_nothing_is_refused():
     (
       plot.loss_scale,
       REPLAYS["one"],
-      "a History, got Replay; .*replay.history",
+      "a History, got ReplayedRun; .*replay.history",
     ),
     (plot.exponent_histogram, {"a": 1.0}, "an ExponentHistogram, got dict"),
     (plot.heat_map, HISTOGRAM, "by path, got ExponentHistogram; call"),
     (plot.heat_map, {"a": 1.0}, "an ExponentHistogram, got float; call"),
-    (plot.replays, REPLAYS["one"], "by name, got Replay; pass"),
-    (plot.replays, {"a": SOME}, "a Replay, got History; pass"),
+    (plot.replays, REPLAYS["one"], "by name, got ReplayedRun; pass"),
+    (plot.replays, {"a": SOME}, "a ReplayedRun, got History; pass"),
   ],
 )
 def test_what_is_not_to_be_drawn_is_refused(draw, data, message):

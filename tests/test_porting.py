@@ -883,11 +883,13 @@ def test_a_step_of_ones_own_unscales_for_an_optimizer_that_does_not():
 
   x = jnp.array([1.0, -3.0])
   value_and_grad = ols.scaled_value_and_grad(loss_fn, 1024.0)
-  loss, grads = value_and_grad(x)
+  loss, scaled_grads = value_and_grad(x)
   of_page, unscaled = tutorial(
-    "CustomTrain", loss_fn=loss_fn, scaled_grads=grads
+    "CustomTrain", loss_fn=loss_fn, scaled_grads=scaled_grads
   )
-  assert jax.tree.all(jax.tree.map(jnp.array_equal, of_page(x), (loss, grads)))
+  assert jax.tree.all(
+    jax.tree.map(jnp.array_equal, of_page(x), (loss, scaled_grads))
+  )
   assert loss == 10.0
   assert jnp.array_equal(unscaled, 2 * x)
 
@@ -935,8 +937,8 @@ def test_what_mindspores_model_becomes_runs():
   assert set(products(names["forward"], params, images)) == {"float16"}
   opt_state = names["tx"].init(params)
   value_and_grad = ols.scaled_value_and_grad(names["loss_fn"], opt_state)
-  _, grads = value_and_grad(params, images, images)
-  _, opt_state = names["tx"].update(grads, opt_state, params)
+  _, scaled_grads = value_and_grad(params, images, images)
+  _, opt_state = names["tx"].update(scaled_grads, opt_state, params)
   assert opt_state.skipped  # S starts at 2**24, which is too large here.
   assert ols.get_loss_scale(opt_state) == 2.0**23
 
@@ -1063,7 +1065,9 @@ def test_the_check_for_saturation_mode_skips_what_was_clipped():
   names["rule"] = ols.FixedLossScale(8.0)
   exec(block(SATURATION, "ols.saturated"), names)
   state = names["tx"].init(jnp.zeros(2))
-  update = jax.jit(lambda grads: names["tx"].update(grads, state)[1].skipped)
+  update = jax.jit(
+    lambda scaled_grads: names["tx"].update(scaled_grads, state)[1].skipped
+  )
   for gradient in (65504.0, -65504.0, jnp.inf, jnp.nan):
     assert update(jnp.array([1.0, gradient]))
   assert not update(jnp.array([1.0, 65472.0]))

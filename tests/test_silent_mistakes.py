@@ -49,16 +49,16 @@ def scaled(loss_fn, opt_state):
   return ols.scaled_value_and_grad(loss_fn, opt_state)
 
 
-def update(tx, grads, opt_state, params):
-  return tx.update(grads, opt_state, params)
+def update(tx, scaled_grads, opt_state, params):
+  return tx.update(scaled_grads, opt_state, params)
 
 
 def told(tx, value_and_grad=scaled, update=update, params=PARAMS, batch=BATCH):
   """Returns what a step is told, by when: one text for each."""
 
   def step(params, opt_state, batch):
-    loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = update(tx, grads, opt_state, params)
+    loss, scaled_grads = value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = update(tx, scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
   found = {}
@@ -97,8 +97,8 @@ def broken(report):
 
 
 def unscaled_before_update():
-  def unscale(tx, grads, opt_state, params):
-    return tx.update(ols.unscale(grads, opt_state), opt_state, params)
+  def unscale(tx, scaled_grads, opt_state, params):
+    return tx.update(ols.unscale(scaled_grads, opt_state), opt_state, params)
 
   return told(ols.loss_scaling(ADAM, RULE), update=unscale)
 
@@ -151,10 +151,10 @@ def built_once():
   value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
   found = {}
   for when in ("first", SECOND):
-    _, grads = value_and_grad(params, BATCH)
+    _, scaled_grads = value_and_grad(params, BATCH)
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
-      updates, opt_state = tx.update(grads, opt_state, params)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     if caught:
       found[when] = str(caught[0].message)
@@ -173,8 +173,8 @@ def no_axis_name():
   tx = ols.loss_scaling(ADAM, RULE)
 
   def step(params, opt_state, batch):
-    grads = scaled(loss_fn, opt_state)(params, batch)[1]
-    updates, _ = tx.update(grads, opt_state, params)
+    scaled_grads = scaled(loss_fn, opt_state)(params, batch)[1]
+    updates, _ = tx.update(scaled_grads, opt_state, params)
     return jax.tree.map(lambda x: x[None], updates)
 
   mapped = jax.shard_map(
@@ -197,8 +197,8 @@ def a_mean_over_an_axis_that_is_not_named():
   @jax.jit
   @functools.partial(jax.vmap, in_axes=(None, None, 0), axis_name="data")
   def step(params, opt_state, batch):
-    grads = scaled(loss_fn, opt_state)(params, batch)[1]
-    return tx.update(grads, opt_state, params)[0]
+    scaled_grads = scaled(loss_fn, opt_state)(params, batch)[1]
+    return tx.update(scaled_grads, opt_state, params)[0]
 
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -213,8 +213,8 @@ def float16_parameters():
 
 
 def overflow_misspelt():
-  def misspelt(tx, grads, opt_state, params):
-    return tx.update(grads, opt_state, params, overflowed=True)
+  def misspelt(tx, scaled_grads, opt_state, params):
+    return tx.update(scaled_grads, opt_state, params, overflowed=True)
 
   return told(ols.loss_scaling(ADAM, RULE), update=misspelt)
 
@@ -241,8 +241,8 @@ def nothing_but_nan():
   tx = ols.loss_scaling(ADAM, RULE)
   opt_state = tx.init(PARAMS)
   for _ in range(3):
-    _, grads = scaled(loss_fn, opt_state)(PARAMS, NAN)
-    _, opt_state = tx.update(grads, opt_state, PARAMS)
+    _, scaled_grads = scaled(loss_fn, opt_state)(PARAMS, NAN)
+    _, opt_state = tx.update(scaled_grads, opt_state, PARAMS)
   with pytest.raises(FloatingPointError) as raised:
     ols.raise_if_failed(opt_state, max_consecutive_skips=2)
   return {FAILED: str(raised.value)}
@@ -275,9 +275,9 @@ def dropped_and_not_passed_on():
 
 
 def unscaled_by_the_next_state():
-  def late(tx, grads, opt_state, params):
-    updates, new_state = tx.update(grads, opt_state, params)
-    ols.unscale(grads, new_state)
+  def late(tx, scaled_grads, opt_state, params):
+    updates, new_state = tx.update(scaled_grads, opt_state, params)
+    ols.unscale(scaled_grads, new_state)
     return updates, new_state
 
   return told(ols.loss_scaling(ADAM, RULE), update=late)
@@ -288,8 +288,8 @@ def a_running_mean_of_the_loss():
 
   @jax.jit
   def step(params, opt_state, mean, batch):
-    loss, grads = scaled(loss_fn, opt_state)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = scaled(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     mean = 0.9 * mean + 0.1 * loss
     return optax.apply_updates(params, updates), opt_state, mean
 
@@ -305,13 +305,13 @@ def a_running_mean_of_the_loss():
 
 
 def no_gradients():
-  def without(tx, grads, opt_state, params):
+  def without(tx, scaled_grads, opt_state, params):
     return tx.update(None, opt_state, params)
 
   return told(ols.loss_scaling(ADAM, RULE), update=without)
 
 
-GUARD = ols.SpikeGuard()
+GUARD = ols.experimental.SpikeGuard()
 
 
 def a_norm_that_is_still_scaled():
@@ -319,10 +319,10 @@ def a_norm_that_is_still_scaled():
 
   @jax.jit
   def step(params, opt_state, guard_state, batch):
-    _, grads = scaled(loss_fn, opt_state)(params, batch)
-    norm = optax.tree.norm(grads)
+    _, scaled_grads = scaled(loss_fn, opt_state)(params, batch)
+    norm = optax.tree.norm(scaled_grads)
     spike = GUARD.is_spike(guard_state, norm)
-    updates, opt_state = tx.update(grads, opt_state, params, skip=spike)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params, skip=spike)
     guard_state = GUARD.update(guard_state, norm, opt_state)
     return optax.apply_updates(params, updates), opt_state, guard_state
 

@@ -35,28 +35,28 @@ class Contender(abc.ABC):
       params: the first parameters, float32; they are copied.
     """
 
-  def compile(self, gradients: Arrays) -> compilation.Compilation | None:
+  def compile(self, scaled_grads: Arrays) -> compilation.Compilation | None:
     """Compiles the step ahead; returns None where nothing is compiled.
 
     Args:
-      gradients: like those that `step` will be given.
+      scaled_grads: like those that `step` will be given.
     """
-    del gradients
+    del scaled_grads
     return None
 
-  def prepare(self, gradients: Arrays) -> None:  # noqa: B027 - may be empty.
+  def prepare(self, scaled_grads: Arrays) -> None:  # noqa: B027 - may be empty.
     """Does what comes before a step and is not part of it.
 
     Args:
-      gradients: those that `step` will be given.
+      scaled_grads: those that `step` will be given.
     """
 
   @abc.abstractmethod
-  def step(self, gradients: Arrays) -> None:
+  def step(self, scaled_grads: Arrays) -> None:
     """Makes a step, and returns when it is done.
 
     Args:
-      gradients: they stay as they are.
+      scaled_grads: they stay as they are.
     """
 
   @abc.abstractmethod
@@ -118,16 +118,16 @@ class JaxContender(Contender):
     self._state = None
     self._state = self._first_state(params)
 
-  def compile(self, gradients: Arrays) -> compilation.Compilation:
+  def compile(self, scaled_grads: Arrays) -> compilation.Compilation:
     """Compiles the step. See `Contender.compile`."""
     self._compiled, cost = compilation.compile_ahead(
-      self.update, self._state, gradients
+      self.update, self._state, scaled_grads
     )
     return cost
 
-  def step(self, gradients: Arrays) -> None:
+  def step(self, scaled_grads: Arrays) -> None:
     """Makes a step. See `Contender.step`."""
-    self._state = self._compiled(self._state, gradients)
+    self._state = self._compiled(self._state, scaled_grads)
     jax.block_until_ready(self._state)
 
   def parameters(self) -> list[np.ndarray]:

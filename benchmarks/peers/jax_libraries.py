@@ -27,10 +27,10 @@ def flax_dynamic_scale() -> contender.JaxContender:
     return contender.State(params, tx.init(params), scaler)
 
   def update(
-    state: contender.State, gradients: list[jax.Array]
+    state: contender.State, scaled_grads: list[jax.Array]
   ) -> contender.State:
-    value_and_grad = state.loss_scale.value_and_grad(_loss_with(gradients))
-    scaler, is_finite, _, unscaled = value_and_grad(gradients)
+    value_and_grad = state.loss_scale.value_and_grad(_loss_with(scaled_grads))
+    scaler, is_finite, _, unscaled = value_and_grad(scaled_grads)
     updates, opt_state = tx.update(unscaled, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     select = functools.partial(jnp.where, is_finite)
@@ -64,10 +64,10 @@ def jmp_loss_scale() -> contender.JaxContender:
     )
 
   def update(
-    state: contender.State, gradients: list[jax.Array]
+    state: contender.State, scaled_grads: list[jax.Array]
   ) -> contender.State:
     loss_scale = jax.tree.unflatten(structure, state.loss_scale)
-    unscaled = loss_scale.unscale(gradients)
+    unscaled = loss_scale.unscale(scaled_grads)
     is_finite = jmp.all_finite(unscaled)
     loss_scale = loss_scale.adjust(is_finite)
     updates, opt_state = tx.update(unscaled, state.opt_state, state.params)
@@ -103,13 +103,13 @@ def mpx_loss_scaling() -> contender.JaxContender:
     return contender.State(params, tx.init(params), arrays)
 
   def update(
-    state: contender.State, gradients: list[jax.Array]
+    state: contender.State, scaled_grads: list[jax.Array]
   ) -> contender.State:
     before = eqx.combine(state.loss_scale, constants)
-    is_finite = mpx.all_finite(gradients)
+    is_finite = mpx.all_finite(scaled_grads)
     after = before.adjust(is_finite)
     params, opt_state = mpx.optimizer_update(
-      state.params, tx, state.opt_state, after.unscale(gradients), is_finite
+      state.params, tx, state.opt_state, after.unscale(scaled_grads), is_finite
     )
     return contender.State(params, opt_state, eqx.filter(after, eqx.is_array))
 
@@ -129,10 +129,10 @@ def optax_apply_if_finite() -> contender.JaxContender:
     return contender.State(params, tx.init(params), scale)
 
   def update(
-    state: contender.State, gradients: list[jax.Array]
+    state: contender.State, scaled_grads: list[jax.Array]
   ) -> contender.State:
     inverse = 1 / state.loss_scale
-    unscaled = [leaf.astype(jnp.float32) * inverse for leaf in gradients]
+    unscaled = [leaf.astype(jnp.float32) * inverse for leaf in scaled_grads]
     updates, opt_state = tx.update(unscaled, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return contender.State(params, opt_state, state.loss_scale)
@@ -140,7 +140,7 @@ def optax_apply_if_finite() -> contender.JaxContender:
   return contender.JaxContender(init, update)
 
 
-def _loss_with(gradients: list[jax.Array]) -> Any:
+def _loss_with(scaled_grads: list[jax.Array]) -> Any:
   """Returns a loss that has these gradients, whatever it is scaled by.
 
   So the code of a peer that wraps the backward pass runs without one.
@@ -152,6 +152,6 @@ def _loss_with(gradients: list[jax.Array]) -> Any:
     return jnp.float32(0)
 
   loss.defvjp(
-    lambda params: (loss(params), None), lambda _, cotangent: (gradients,)
+    lambda params: (loss(params), None), lambda _, cotangent: (scaled_grads,)
   )
   return loss

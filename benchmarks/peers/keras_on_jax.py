@@ -48,10 +48,10 @@ def _make(
     return contender.State(params, variables)
 
   def update(
-    state: contender.State, gradients: list[jax.Array]
+    state: contender.State, scaled_grads: list[jax.Array]
   ) -> contender.State:
     params, variables = optimizer.stateless_apply(
-      state.opt_state, gradients, state.params
+      state.opt_state, scaled_grads, state.params
     )
     return contender.State(params, variables)
 

@@ -58,14 +58,14 @@ class _PyTorch(contender.Contender):
     # The scaler makes its tensors when it first scales a loss.
     self._scaler.scale(torch.zeros(()))
 
-  def prepare(self, gradients: contender.Arrays) -> None:
+  def prepare(self, scaled_grads: contender.Arrays) -> None:
     """Writes the gradients, which the last step has unscaled in place."""
-    for param, leaf in zip(self._params, gradients, strict=True):
+    for param, leaf in zip(self._params, scaled_grads, strict=True):
       param.grad.copy_(self._torch.from_numpy(np.array(leaf)))
 
-  def step(self, gradients: contender.Arrays) -> None:
+  def step(self, scaled_grads: contender.Arrays) -> None:
     """Makes a step. See `Contender.step`."""
-    del gradients
+    del scaled_grads
     if self.unscales:
       self._scaler.step(self._optimizer)
       self._scaler.update()

@@ -30,5 +30,7 @@ def _make(
 ) -> contender.JaxContender:
   return contender.JaxContender(
     lambda params: contender.State(params, tx.init(params)),
-    lambda state, gradients: contender.State(*update(state[:2], gradients)),
+    lambda state, scaled_grads: contender.State(
+      *update(state[:2], scaled_grads)
+    ),
   )

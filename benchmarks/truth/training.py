@@ -147,7 +147,7 @@ def lowered(
   loss = workload.loss
   if setting.dtype != jnp.float32:
     loss = ols.autocast(loss, settings.LEVEL, dtype=setting.dtype)
-  return ols.saturating(loss) if setting.saturating else loss
+  return ols.hardware.emulate_saturation(loss) if setting.saturating else loss
 
 
 def _of_first_seed(params: Any) -> Any:

@@ -92,9 +92,12 @@ def check_dtype(
 
 def check_function(fun: Any, name: str = "fun") -> None:
   """Raises if the argument `name` is not a function."""
-  if not callable(fun):
+  dtype, got = read_dtype(fun)
+  # jnp.float16 can be called, but was meant for another argument.
+  if dtype is not None or not callable(fun):
+    got = kind_of(fun) if dtype is None else f"the dtype {got}"
     raise TypeError(
-      f"`{name}` must be a function, got {kind_of(fun)}; pass the "
+      f"`{name}` must be a function, got {got}; pass the "
       "function itself, and its arguments to what is returned."
     )
 

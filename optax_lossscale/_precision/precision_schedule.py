@@ -223,7 +223,7 @@ class PrecisionSchedule:
 
     Returns:
       A function that takes the arguments of `loss_fn` and returns `(loss,
-      gradients)` or `((loss, aux), gradients)`.
+      scaled_grads)` or `((loss, aux), scaled_grads)`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -399,11 +399,11 @@ class PrecisionSchedule:
     def train_step(
       params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
-      value_and_gradients = self.value_and_grad(
+      value_and_grad = self.value_and_grad(
         loss_fn, opt_state, state, has_aux=has_aux, cast=cast
       )
       local = devices.make_varying(params, names) if names else params
-      value, gradients = value_and_gradients(local, *args, **kwargs)
+      value, scaled_grads = value_and_grad(local, *args, **kwargs)
       loss = value[0] if has_aux else value
       if names:
         loss = lax.pmean(loss, names)
@@ -418,7 +418,7 @@ class PrecisionSchedule:
           "optimizer; wrap it: loss_scaling(inner, FixedLossScale(1.0))."
         )
       updates, new_state = self.optimizer(tx, state).update(
-        gradients, opt_state, params
+        scaled_grads, opt_state, params
       )
       applied = jnp.full((), True)
       if is_wrapped:

@@ -121,24 +121,24 @@ def saturated(dtype: Any = None) -> Check:
 
 
 def with_computation_dtypes(
-  check: Check, gradients: Any
+  check: Check, scaled_grads: Any
 ) -> list[tuple[jax.Array, Any]]:
   """Pairs each gradient with its computation's dtype, or None for its own."""
   if _is_function(check.dtype):
     return [
       (leaf, _as_dtype(path, check.dtype(leaves.path_name(path))))
-      for path, leaf in jax.tree.leaves_with_path(gradients)
+      for path, leaf in jax.tree.leaves_with_path(scaled_grads)
       if leaves.is_gradient(leaf)
     ]
   dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
   structure: Any = jax.tree.structure(check.dtype, is_leaf=leaves.is_none)
   try:
-    subtrees = structure.flatten_up_to(gradients)
+    subtrees = structure.flatten_up_to(scaled_grads)
   except ValueError as error:
     raise ValueError(
       "`dtype` must be a tree of dtypes whose structure is a prefix of the "
       f"gradients', got {structure} for gradients "
-      f"{jax.tree.structure(gradients)}."
+      f"{jax.tree.structure(scaled_grads)}."
     ) from error
   return [
     (leaf, dtype)

@@ -306,10 +306,10 @@ def axes_beyond(x: Any, *others: Any) -> list[Hashable]:
 
 
 def average_scaled(
-  gradients: Any, names: Sequence[Hashable], overflow: jax.Array
+  scaled_grads: Any, names: Sequence[Hashable], overflow: jax.Array
 ) -> Any:
   """Returns the mean of scaled gradients over devices, in their own dtype."""
-  _refuse_reduced("average_scaled", gradients, names)
+  _refuse_reduced("average_scaled", scaled_grads, names)
 
   def average_leaf(x: jax.Array) -> jax.Array:
     # Dtypes of 8 bits are too narrow for sums.
@@ -319,7 +319,7 @@ def average_scaled(
     # three times the result is inf.
     return jnp.where(overflow, mean, jnp.nan_to_num(mean))
 
-  return _map_gradients(average_leaf, gradients)
+  return _map_gradients(average_leaf, scaled_grads)
 
 
 def refuse_divergence(

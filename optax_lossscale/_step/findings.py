@@ -108,7 +108,7 @@ class FloatStatus(NamedTuple):
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> square = ols.float_status(lambda x: x * x)
+    >>> square = ols.hardware.float_status(lambda x: x * x)
     >>> for x in (2.0, 300.0):
     ...   _, status = square(jnp.float16(x))
     ...   print(bool(status), status.overflow, status.undefined)
@@ -131,7 +131,7 @@ class FloatStatus(NamedTuple):
 
 def examine(
   check: checks.Check,
-  gradients: Any,
+  scaled_grads: Any,
   overflow: Any = False,
   amax: Any = None,
   *,
@@ -147,7 +147,7 @@ def examine(
   since the real and the imaginary part overflow separately.
   """
   parts_of: dict[Any, list[jax.Array]] = {}
-  for gradient, dtype in checks.with_computation_dtypes(check, gradients):
+  for gradient, dtype in checks.with_computation_dtypes(check, scaled_grads):
     parts = bits.parts(gradient)
     own = parts[0].dtype
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)

@@ -76,16 +76,16 @@ def loss_scaling(
     A transformation whose state is a `LossScalingState`. Its `update` takes the
     scaled gradients, the inner optimizer's extra arguments, and three of its
     own. `overflow=` is a bool, number or array, where any non-zero entry makes
-    the step an overflow; or the status that `float_status` returns, or the
-    overflow of `accumulate`; or a list of these. `skip=` is a
-    flag, or a list of flags, of the same kind that skips the step for a reason
-    that S has nothing to do with, such as a spike that `SpikeGuard` sees: the
-    rule's state stays the same as well, bit for bit, unless the step also
-    overflows. It works with every rule, with `skip=False` in the rule, and
-    without a rule. `amax=` is a tree of numbers or arrays, such as those that
-    `rules.amax_tap` measured in the model. The largest of them is checked like
-    a gradient, against the smallest limit that the check knows. If the
-    parameters are passed, the updates have their dtypes.
+    the step an overflow; or the status that `hardware.float_status` returns, or
+    the overflow of `accumulate`; or a list of these. `skip=` is a flag, or a
+    list of flags, of the same kind that skips the step for a reason that S has
+    nothing to do with, such as a spike of the loss: the rule's state stays the
+    same as well, bit for bit, unless the step also overflows. It works with
+    every rule, with `skip=False` in the rule, and without a rule. `amax=` is a
+    tree of numbers or arrays, such as those that `hardware.amax_tap` measured
+    in the model. The largest of them is checked like a gradient, against the
+    smallest limit that the check knows. If the parameters are passed, the
+    updates have their dtypes.
 
   Raises:
     TypeError: if an argument has the wrong type, also in `init` and `update`;

@@ -36,14 +36,14 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 
 
 def check_update(
-  gradients: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
+  scaled_grads: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
 ) -> None:
   """Warns if `update` gets gradients of the wrong origin."""
-  kind, used = _origin(gradients)
+  kind, used = _origin(scaled_grads)
   # A compiled step would scale by such a number for ever, while S moves on.
   traced = [
     any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-    for tree in (gradients, loss_scale, used)
+    for tree in (scaled_grads, loss_scale, used)
   ]
   is_frozen = used is not None and traced == [True, True, False]
   machine: Any = getattr(rule, "machine", rule)  # Presets have a `machine`.
@@ -59,8 +59,8 @@ def check_update(
     wiring.warn(
       "`overflow` must be passed to `update` after accumulate"
       "(..., drop=True), got none: S would stay where it is while "
-      "micro-batches are dropped. Write tx.update(grads, opt_state, params, "
-      "overflow=overflow)."
+      "micro-batches are dropped. Write tx.update(scaled_grads, opt_state, "
+      "params, overflow=overflow)."
     )
   elif _is_another(used, loss_scale) or (
     is_frozen and (fixed is None or not _equal(used, fixed))
@@ -73,9 +73,9 @@ def check_update(
     )
 
 
-def check_unscale(gradients: Any, loss_scale: jax.Array) -> None:
+def check_unscale(scaled_grads: Any, loss_scale: jax.Array) -> None:
   """Warns if `unscale` gets gradients that a different S has scaled."""
-  if _is_another(_origin(gradients)[1], loss_scale):
+  if _is_another(_origin(scaled_grads)[1], loss_scale):
     wiring.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
       "scaled by another S. Call `unscale` before `update`, or keep the old "

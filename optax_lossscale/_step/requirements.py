@@ -75,7 +75,7 @@ def check_check(check: Any) -> None:
   if not isinstance(check, checks.Check):
     raise TypeError(
       "`check` must be made by nonfinite(), saturated(dtype) or "
-      f"hardware().check(dtype), got {shown(check)}."
+      f"hardware.probe().check(dtype), got {shown(check)}."
     )
 
 

@@ -42,7 +42,7 @@ def _run(parser: _parser.Parser, _: Any) -> int:
   except (RuntimeError, AssertionError) as error:
     parser.error(f"JAX starts no device; is JAX_PLATFORMS right? {error}")
   counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-  seen = ols.hardware()
+  seen = ols.hardware.probe()
   print(f"devices: {counts}\n\n{seen}\n")
   if seen.check(jnp.float16).saturating:
     print("For float16 use check=ols.saturated(jnp.float16) here.")

@@ -108,7 +108,7 @@ def _read(parser: _parser.Parser, path: pathlib.Path) -> instruments.History:
 
 
 def _history_of(
-  replay: instruments.Replay, recorded: instruments.History
+  replay: instruments.ReplayedRun, recorded: instruments.History
 ) -> instruments.History:
   """Returns the replayed history if the recorded S is that of another rule."""
   scales = recorded.loss_scale
@@ -117,7 +117,7 @@ def _history_of(
   return replay.history if is_moved and of_another.any() else recorded
 
 
-def _table(replays: dict[str, instruments.Replay]) -> str:
+def _table(replays: dict[str, instruments.ReplayedRun]) -> str:
   """Returns aligned columns of figures; rules may be long, so they are last."""
   rows = [_HEADER]
   for text, replay in replays.items():

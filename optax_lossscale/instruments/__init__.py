@@ -3,15 +3,15 @@
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._culprit import amax_by_leaf
-from optax_lossscale.instruments._culprit import Culprit
 from optax_lossscale.instruments._culprit import culprit
+from optax_lossscale.instruments._culprit import CulpritLeaf
 from optax_lossscale.instruments._exponent_histograms import exponent_histogram
 from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
 from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
 from optax_lossscale.instruments._gradient_error import gradient_error
 from optax_lossscale.instruments._gradient_error import GradientErrorReport
+from optax_lossscale.instruments._history import get_history
 from optax_lossscale.instruments._history import History
-from optax_lossscale.instruments._history import history
 from optax_lossscale.instruments._history import record
 from optax_lossscale.instruments._history import RecordState
 from optax_lossscale.instruments._history_files import read_history
@@ -22,16 +22,16 @@ from optax_lossscale.instruments._laws import StepReport
 from optax_lossscale.instruments._precision_report import precision_report
 from optax_lossscale.instruments._precision_report import PrecisionReport
 from optax_lossscale.instruments._print import print_loss_scale
-from optax_lossscale.instruments._replay import Replay
 from optax_lossscale.instruments._replay import replay
-from optax_lossscale.instruments._shares import swallowed_fraction
-from optax_lossscale.instruments._shares import underflow_fraction
+from optax_lossscale.instruments._replay import ReplayedRun
+from optax_lossscale.instruments._shares import swallowed_share
+from optax_lossscale.instruments._shares import underflow_share
 from optax_lossscale.instruments._where_overflow import Place
 from optax_lossscale.instruments._where_overflow import where_overflow
 
 __all__ = [
   "Advice",
-  "Culprit",
+  "CulpritLeaf",
   "ExponentHistogram",
   "GradientErrorReport",
   "History",
@@ -39,23 +39,23 @@ __all__ = [
   "Place",
   "PrecisionReport",
   "RecordState",
-  "Replay",
+  "ReplayedRun",
   "StepReport",
   "advise",
   "amax_by_leaf",
   "check_step",
   "culprit",
   "exponent_histogram",
+  "get_history",
   "gradient_error",
   "histogram_by_leaf",
-  "history",
   "precision_report",
   "print_loss_scale",
   "read_history",
   "record",
   "replay",
-  "swallowed_fraction",
-  "underflow_fraction",
+  "swallowed_share",
+  "underflow_share",
   "where_overflow",
   "write_history",
 ]

@@ -47,7 +47,7 @@ _COLUMNS = {
 # The names that presets give to a fixed S.
 _FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
 
-_IsBetter = Callable[[_replay.Replay, _replay.Replay], bool]
+_IsBetter = Callable[[_replay.ReplayedRun, _replay.ReplayedRun], bool]
 
 
 class Advice(NamedTuple):
@@ -216,7 +216,7 @@ class _Tuning:
     is_other = np.isnan(history.amax) | np.asarray(self.known.is_callers)
     return history.overflow & ~is_other
 
-  def tolerates(self, replay: _replay.Replay) -> bool:
+  def tolerates(self, replay: _replay.ReplayedRun) -> bool:
     """Returns whether a replay loses no more steps than are tolerated."""
     return replay.lost_steps - self.lost_anyway <= self.tolerated
 
@@ -253,7 +253,7 @@ class _Tuning:
     values: Iterable[Any],
     seen: str,
     is_better: _IsBetter,
-    is_enough: Callable[[_replay.Replay], bool] = lambda replay: True,
+    is_enough: Callable[[_replay.ReplayedRun], bool] = lambda replay: True,
   ) -> bool:
     """Tries values of an argument; keeps the first good one, or the best."""
     knob = self.knob(column)
@@ -299,7 +299,7 @@ class _Tuning:
     # was recorded at a fixed S, in order to replay other rules on it.
     return bool(is_first or np.all(scales == scales[0]))
 
-  def _replay(self, rule: base.LossScale) -> _replay.Replay:
+  def _replay(self, rule: base.LossScale) -> _replay.ReplayedRun:
     return _replay.replay(rule, self.history, **self._options)
 
 
@@ -449,7 +449,7 @@ def _look_at_start(tuning: _Tuning) -> None:
     exponent = np.nanmin(tuning.stood)
   before = tuning.replay
 
-  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
+  def is_better(replay: _replay.ReplayedRun, than: _replay.ReplayedRun) -> bool:
     # Still smaller values must prevent the losses, not just delay them.
     is_worth_it = than is before or tuning.tolerates(replay)
     return is_worth_it and _loses_fewer(replay, than)
@@ -511,7 +511,7 @@ def _look_at_lost_steps(tuning: _Tuning) -> None:
   anyway = tuning.lost_anyway
   others = tuning.replay.lost_steps - np.sum(tuning.lost[tuning.first_clean :])
 
-  def is_better(replay: _replay.Replay, than: _replay.Replay) -> bool:
+  def is_better(replay: _replay.ReplayedRun, than: _replay.ReplayedRun) -> bool:
     return replay.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
 
   for column, values in (
@@ -560,7 +560,9 @@ def _power(exponent: float) -> float:
   return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
 
 
-def _loses_fewer(replay: _replay.Replay, than: _replay.Replay) -> bool:
+def _loses_fewer(
+  replay: _replay.ReplayedRun, than: _replay.ReplayedRun
+) -> bool:
   """Returns whether a replay loses fewer steps than another."""
   return replay.lost_steps < than.lost_steps
 

@@ -15,7 +15,7 @@ from optax_lossscale._step import requirements
 from optax_lossscale.instruments import _elements
 
 
-class Culprit(NamedTuple):
+class CulpritLeaf(NamedTuple):
   """The gradient with the least headroom.
 
   Attributes:
@@ -62,7 +62,7 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
 def culprit(
   scaled_grads: Any,
   check: checks.Check = checks.nonfinite(),
-) -> Culprit:
+) -> CulpritLeaf:
   """Returns the gradient that overflowed, or that will overflow next.
 
   This gradient keeps S down, so its layer is the one to compute in float32 or
@@ -93,7 +93,7 @@ def culprit(
     >>> scaled_grads = {"bias": jnp.ones(2), "kernel": jnp.array([16376.0])}
     >>> check = ols.nonfinite(jnp.float16)
     >>> ols.instruments.culprit(scaled_grads, check)
-    Culprit(path='kernel', amax=16376.0, headroom=2.0)
+    CulpritLeaf(path='kernel', amax=16376.0, headroom=2.0)
   """
   requirements.check_check(check)
   scaled_grads = leaves.as_arrays(scaled_grads)
@@ -117,7 +117,7 @@ def culprit(
   for (path, x), (_, dtype) in zip(named.items(), dtypes, strict=True):
     limit = bits.limit(jnp.finfo(x.dtype).dtype, dtype)
     amax = float(amaxes[path])
-    found.append(Culprit(path, amax, _headroom(amax, limit)))
+    found.append(CulpritLeaf(path, amax, _headroom(amax, limit)))
   # An inf comes first, then NaN, then the least headroom.
   return min(
     found,

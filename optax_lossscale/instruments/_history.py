@@ -20,7 +20,7 @@ from optax_lossscale._step import states
 class History(NamedTuple):
   """Steps of a run in order: the S that each used, and what the rule saw.
 
-  Get a `History` from `history` or `read_history`, and pass it to `replay`,
+  Get a `History` from `get_history` or `read_history`, and pass it to `replay`,
   `advise` or the functions of `plot`.
 
   Attributes:
@@ -102,8 +102,8 @@ def record(
 
   For each step, S, amax and the overflow flag, 9 bytes in all, are written to
   arrays in the state. This works inside jit and does not wait for the host.
-  `history` reads these arrays at any time. Steps that `skip=` skipped are left
-  out and not counted, since the rule does not see them.
+  `get_history` reads these arrays at any time. Steps that `skip=` skipped are
+  left out and not counted, since the rule does not see them.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
@@ -129,7 +129,7 @@ def record(
     >>> state = tx.init(jnp.zeros(1))
     >>> for gradient in (1.0, jnp.inf, 2.0):
     ...   _, state = tx.update(jnp.array([gradient]), state)
-    >>> history = ols.instruments.history(state)
+    >>> history = ols.instruments.get_history(state)
     >>> print(history.step, history.loss_scale, history.amax, history.overflow)
     [2 3] [8. 4.] [inf  2.] [ True False]
     >>> print(history.unscaled_amax)
@@ -186,7 +186,9 @@ def record(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def history(opt_state: optax.OptState, *, path: str | None = None) -> History:
+def get_history(
+  opt_state: optax.OptState, *, path: str | None = None
+) -> History:
   """Returns the steps that `record` has kept, in order.
 
   It fetches the steps from the device, so call it outside of jit. See `record`

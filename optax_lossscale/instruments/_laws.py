@@ -177,7 +177,7 @@ _NOT_SKIPPED = {
 _MOVES = (
   "A skipped step must keep the old values: new = "
   "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
-  "ols.nnx.select_on_skip(optimizer, model):`; in Flax Linen "
+  "ols.nnx.undo_on_skip(optimizer, model):`; in Flax Linen "
   "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
   "anything that may change anyway in may_change=."
 )

@@ -29,7 +29,7 @@ _NEAR = 16
 _CLEAR = 6.0
 
 
-class Replay(NamedTuple):
+class ReplayedRun(NamedTuple):
   """The outcome of a rule on a recorded run.
 
   Attributes:
@@ -84,7 +84,7 @@ def replay(
   *,
   check: checks.Check = checks.nonfinite(jnp.float16),
   loss_scale: float | None = None,
-) -> Replay:
+) -> ReplayedRun:
   """Returns what a rule would have done on the steps of a recorded run.
 
   It compares rules in a second, without training: each step has the recorded
@@ -156,7 +156,7 @@ def replay(
     state, known_steps(history, limit), np.float32(limit), check.saturating
   )
   scales, amax, overflow, stalled = map(np.asarray, outcome)
-  return Replay(
+  return ReplayedRun(
     history=_history.History(np.asarray(history.step), scales, amax, overflow),
     skipped=overflow & rule.skip,
     stalled=stalled,
@@ -169,7 +169,7 @@ def check_history(history: Any) -> None:
   if not isinstance(history, _history.History):
     raise TypeError(
       f"`history` must be a History, got {arguments.kind_of(history)}; "
-      "instruments.history takes one out of a training state, and "
+      "instruments.get_history takes one out of a training state, and "
       "instruments.read_history reads one from a file."
     )
 

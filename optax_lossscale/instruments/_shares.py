@@ -17,7 +17,7 @@ from optax_lossscale._step import states
 from optax_lossscale.instruments import _elements
 
 
-def underflow_fraction(
+def underflow_share(
   tree: Any, dtype: Any = jnp.float16, *, loss_scale: Any = 1.0
 ) -> jax.Array:
   """Returns the share of the non-zero elements that would become 0 in a dtype.
@@ -51,9 +51,9 @@ def underflow_fraction(
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> gradients = jnp.array([2.0**-24, 2.0**-25, 2.0**-30, 0.0, -1.0])
-    >>> print(ols.instruments.underflow_fraction(gradients))
+    >>> print(ols.instruments.underflow_share(gradients))
     0.5
-    >>> print(ols.instruments.underflow_fraction(gradients, loss_scale=2.0))
+    >>> print(ols.instruments.underflow_share(gradients, loss_scale=2.0))
     0.25
   """
   target = arguments.check_dtype("dtype", dtype)
@@ -70,7 +70,7 @@ def underflow_fraction(
   )
 
 
-def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
+def swallowed_share(params: Any, updates: Any) -> jax.Array:
   """Returns the share of the non-zero updates that change nothing.
 
   An update below half the distance to the next parameter value is rounded away
@@ -96,7 +96,7 @@ def swallowed_fraction(params: Any, updates: Any) -> jax.Array:
     >>> import optax_lossscale as ols
     >>> params = jnp.bfloat16([1.0, 1.0, 1.0])
     >>> updates = jnp.bfloat16([2.0**-9, 2.0**-7, 0.0])
-    >>> print(ols.instruments.swallowed_fraction(params, updates))
+    >>> print(ols.instruments.swallowed_share(params, updates))
     0.5
   """
   named_params = _elements.named(params)

@@ -22,13 +22,13 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves as _leaves
-from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
+from optax_lossscale.hardware import operation_overflow
 from optax_lossscale.instruments import _history
 
 # JAX writes this around the scope of an operation of the backward pass.

@@ -2,7 +2,7 @@
 
 Each function returns Axes, without showing them::
 
-  history = ols.instruments.history(opt_state)
+  history = ols.instruments.get_history(opt_state)
   ols.plot.loss_scale(history)             # S, and the largest possible S
 
   histogram = ols.instruments.exponent_histogram(gradients)

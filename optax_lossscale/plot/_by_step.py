@@ -24,7 +24,7 @@ def loss_scale(
   largest S is not drawn for steps whose amax is inf, NaN or 0.
 
   Args:
-    history: the result of `instruments.history` or `read_history`.
+    history: the result of `instruments.get_history` or `read_history`.
     dtype: the computation's dtype.
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
@@ -53,7 +53,7 @@ def loss_scale(
 
 
 def replays(
-  replays: Mapping[str, instruments.Replay], *, ax: Any = None
+  replays: Mapping[str, instruments.ReplayedRun], *, ax: Any = None
 ) -> Axes:
   """Draws the S of several rules on one history, and the steps that each loses.
 
@@ -98,7 +98,7 @@ def replays(
     axes_lib.check_kind(
       "Each of `replays` must be a",
       each,
-      instruments.Replay,
+      instruments.ReplayedRun,
       "pass what instruments.replay returned",
     )
   # The largest S of a step that one rule lost may be known from another rule.
@@ -124,7 +124,7 @@ def _headroom(
     "`history` must be a",
     history,
     instruments.History,
-    "pass instruments.history(opt_state), or replay.history of a replay",
+    "pass instruments.get_history(opt_state), or replay.history of a replay",
   )
   return history.headroom(dtype)
 

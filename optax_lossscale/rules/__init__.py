@@ -8,11 +8,10 @@ gradient shows the limit in advance, on every step::
 `HeadroomLossScale` keeps a number of bits free above the largest amax of recent
 steps, and `LogMaxLossScale` models log2(amax) as normally distributed.
 `WarmStart` gives any rule a first S that fits the first step. An activation's
-gradient may overflow even if no parameter's does: `amax_tap` measures it inside
-the model.
+gradient may overflow even if no parameter's does: `ols.hardware.amax_tap`
+measures it inside the model.
 """
 
-from optax_lossscale.rules._amax_tap import amax_tap
 from optax_lossscale.rules._headroom import HeadroomLossScale
 from optax_lossscale.rules._headroom import HeadroomLossScaleState
 from optax_lossscale.rules._log_max import LogMaxLossScale
@@ -27,5 +26,4 @@ __all__ = [
   "LogMaxLossScaleState",
   "WarmStart",
   "WarmStartState",
-  "amax_tap",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests.autocast import mixed
 
 pytestmark = pytest.mark.slow
@@ -77,16 +78,16 @@ def test_autocast_of_autocast_lowers_once(levels):
 @pytest.mark.parametrize(
   "change",
   [
-    lambda f, low: ols.saturating(low(f)),
-    lambda f, low: low(ols.saturating(f)),
-    lambda f, low: ols.float_status(low(f)),
-    lambda f, low: low(ols.float_status(f)),
-    lambda f, low: mixed.gradient(ols.saturating(low(f))),
-    lambda f, low: ols.saturating(mixed.gradient(low(f))),
-    lambda f, low: low(ols.saturating(mixed.gradient(f))),
+    lambda f, low: hardware.emulate_saturation(low(f)),
+    lambda f, low: low(hardware.emulate_saturation(f)),
+    lambda f, low: hardware.float_status(low(f)),
+    lambda f, low: low(hardware.float_status(f)),
+    lambda f, low: mixed.gradient(hardware.emulate_saturation(low(f))),
+    lambda f, low: hardware.emulate_saturation(mixed.gradient(low(f))),
+    lambda f, low: low(hardware.emulate_saturation(mixed.gradient(f))),
   ],
 )
-def test_saturating_and_float_status_go_around_and_inside(change):
+def test_saturation_and_float_status_go_around_and_inside(change):
   got = jax.jit(change(network, low))(X, W)
   mixed.assert_close(got, jax.jit(change(network, lambda f: f))(X, W))
 
@@ -96,10 +97,10 @@ def test_an_overflow_of_float16_is_clamped_and_seen():
     return (x @ w).sum()
 
   args = (jnp.full((2, 4), 300.0), jnp.full((4, 2), 300.0))
-  result, overflow = ols.float_status(low(function))(*args)
+  result, overflow = hardware.float_status(low(function))(*args)
   assert overflow
   assert not np.isfinite(result)
-  assert ols.saturating(low(function))(*args) == 4 * 65504.0
+  assert hardware.emulate_saturation(low(function))(*args) == 4 * 65504.0
 
 
 # --- Devices.

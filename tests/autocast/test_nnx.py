@@ -191,11 +191,11 @@ def test_what_a_call_makes_removes_or_replaces_is_so_afterwards():
 
 
 def step(model, optimizer, x):
-  with ols.nnx.select_on_skip(optimizer, model):
-    loss, grads = ols.nnx.scaled_value_and_grad(
+  with ols.nnx.undo_on_skip(optimizer, model):
+    loss, scaled_grads = ols.nnx.scaled_value_and_grad(
       ols.nnx.autocast(loss_fn, "O1"), optimizer
     )(model, x)
-    optimizer.update(model, grads)
+    optimizer.update(model, scaled_grads)
     nnx.pop(model, nnx.Intermediate)
   return loss
 

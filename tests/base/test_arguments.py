@@ -197,7 +197,7 @@ def test_an_integer_that_python_does_not_write_is_refused(name):
     lambda x: ols.rules.HeadroomLossScale().update(_STATE, False, amax=x),
     lambda x: _SCHEDULE.update(_SCHEDULE.init(), loss=x),
     lambda x: ols.presets.accelerate_train_mode("fast|loss", target_loss=x),
-    lambda x: ols.scale_cotangent(1.0, x),
+    lambda x: ols.experimental.scale_cotangent(1.0, x),
   ],
 )
 def test_a_number_beyond_every_float_is_refused(take, number):
@@ -213,8 +213,8 @@ def test_a_number_beyond_every_float_is_refused(take, number):
   [
     lambda x: ols.unscale({"w": x}, 8.0),
     ols.instruments.exponent_histogram,
-    ols.instruments.underflow_fraction,
-    lambda x: ols.instruments.swallowed_fraction(1.0, x),
+    ols.instruments.underflow_share,
+    lambda x: ols.instruments.swallowed_share(1.0, x),
   ],
 )
 def test_an_integer_beyond_int32_in_a_tree_is_refused(take, number):

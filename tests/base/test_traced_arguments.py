@@ -12,6 +12,8 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import checkpoints
+from optax_lossscale import experimental
+from optax_lossscale import hardware
 from optax_lossscale import instruments
 from optax_lossscale import nnx
 from optax_lossscale import plot
@@ -96,12 +98,23 @@ RIGHT = {
   "tx": TX,
   "text": "fast|step|0.5",
   **dict.fromkeys(
-    ["params", "updates", "tree", "new", "old", "gradients", "grads"], PARAMS
+    ["params", "updates", "tree", "new", "old", "scaled_grads"], PARAMS
   ),
 }
+MODULES = (
+  ols,
+  checkpoints,
+  experimental,
+  hardware,
+  instruments,
+  nnx,
+  plot,
+  presets,
+  rules,
+)
 FUNCTIONS = {
   f"{module.__name__}.{name}": getattr(module, name)
-  for module in (ols, checkpoints, instruments, nnx, plot, presets, rules)
+  for module in MODULES
   for name in getattr(module, "__all__", vars(module))
   if getattr(getattr(module, name), "__module__", "").startswith("optax_loss")
   if name[0] != "_" and callable(getattr(module, name))

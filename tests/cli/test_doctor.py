@@ -16,7 +16,7 @@ from tests import documents
 
 @pytest.fixture(scope="module")
 def seen():
-  return ols.hardware()
+  return ols.hardware.probe()
 
 
 def doctor(capsys):
@@ -47,7 +47,7 @@ def test_the_check_is_the_observed_one(check, seen, monkeypatch, capsys):
   product = {"nonfinite": float("inf"), "saturated": 65504.0}[check]
   float16 = seen.dtypes["float16"]._replace(product=product)
   found = dataclasses.replace(seen, dtypes={**seen.dtypes, "float16": float16})
-  monkeypatch.setattr(ols, "hardware", lambda: found)
+  monkeypatch.setattr(ols.hardware, "probe", lambda: found)
   assert (
     doctor(capsys)[-2]
     == {
@@ -71,7 +71,7 @@ def test_the_dtype_is_the_preferred_one(
 ):
   preferred = name and jnp.dtype(name)
   found = dataclasses.replace(seen, preferred_dtype=preferred)
-  monkeypatch.setattr(ols, "hardware", lambda: found)
+  monkeypatch.setattr(ols.hardware, "probe", lambda: found)
   assert doctor(capsys)[-1] == advice
 
 

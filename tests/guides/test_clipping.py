@@ -52,9 +52,9 @@ def scaled(grads):
   return jax.tree.map(lambda x: x * SCALE, grads)
 
 
-def norm_of_update(tx, grads):
+def norm_of_update(tx, scaled_grads):
   """Returns the norm of the first update, and the wrapper's state after it."""
-  updates, state = jax.jit(tx.update)(grads, tx.init(GRADS), GRADS)
+  updates, state = jax.jit(tx.update)(scaled_grads, tx.init(GRADS), GRADS)
   return optax.tree.norm(updates), state
 
 

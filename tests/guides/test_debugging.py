@@ -42,8 +42,8 @@ def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
   def train_step(params, opt_state, batch):
     half_loss_fn = ols.autocast(loss_fn, "O1")
     value_and_grad = ols.scaled_value_and_grad(half_loss_fn, opt_state)
-    loss, grads = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
   names = {"ols": ols, "train_step": train_step, "params": PARAMS}
@@ -60,8 +60,8 @@ def test_a_step_that_was_not_lowered_is_found(caplog):
   def make_step(loss_fn):
     def train_step(params, opt_state, batch):
       value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-      loss, grads = value_and_grad(params, batch)
-      updates, opt_state = tx.update(grads, opt_state, params)
+      loss, scaled_grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state, loss
 
     return jax.jit(train_step)
@@ -96,23 +96,23 @@ def test_headroom_is_how_many_doublings_remain(capsys):
   check = ols.nonfinite(jnp.float16)
   tx = ols.loss_scaling(optax.sgd(0.5), rule, check=check)
   tx = ols.instruments.record(tx, capacity=100)
-  gradients = jnp.array([2.0**-3, 2.0**3])
-  update, state = jax.jit(tx.update), tx.init(gradients)
+  scaled_grads = jnp.array([2.0**-3, 2.0**3])
+  update, state = jax.jit(tx.update), tx.init(scaled_grads)
   for _ in range(100):
-    _, state = update(gradients, state)
+    _, state = update(scaled_grads, state)
   text = documents.section(PAGE, title)
   names = documents.run(
     text,
     {"jnp": jnp, "ols": ols, "opt_state": state, "optax": optax, "rule": rule},
   )
   doublings = int(np.floor(names["headroom"]))
-  as_float16 = jnp.float16(gradients)
+  as_float16 = jnp.float16(scaled_grads)
   for extra, overflows in ((doublings, False), (doublings + 1, True)):
     scaled = as_float16 * jnp.float16(2.0**extra)
     assert bool(jnp.isinf(scaled).any()) == overflows
   assert "S could have been 2**12 times as large" in capsys.readouterr().out
   assert ols.get_loss_scale(names["opt_state"]) == 2.0**12
-  update(gradients, names["opt_state"])
+  update(scaled_grads, names["opt_state"])
   assert update._cache_size() == 1
 
 
@@ -233,10 +233,12 @@ def test_weight_decay_by_hand_breaks_the_law_that_the_page_names(law, where):
 
   @jax.jit
   def step(params, opt_state, batch):
-    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
     if law == "invariance":
-      grads = decayed(grads, 1.0)
-    updates, opt_state = tx.update(grads, opt_state, params)
+      scaled_grads = decayed(scaled_grads, 1.0)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     if law == "skip":
       params = jax.tree.map(lambda x: 0.99 * x, params)
@@ -251,8 +253,10 @@ def test_carry_names_every_next_value():
 
   @jax.jit
   def step(params, opt_state, batch):
-    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   check = functools.partial(
@@ -269,12 +273,14 @@ def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
 
   @jax.jit
   def gradients(params, opt_state, batch):
-    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-    return ols.unscale(grads, opt_state)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    return ols.unscale(scaled_grads, opt_state)
 
   def step(params, opt_state, batch):
-    grads = gradients(params, opt_state, batch)
-    updates, opt_state = jax.jit(tx.update)(grads, opt_state, params)
+    scaled_grads = gradients(params, opt_state, batch)
+    updates, opt_state = jax.jit(tx.update)(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   given = PARAMS, tx.init(PARAMS), GOOD

@@ -175,9 +175,9 @@ def test_the_step_is_checked_and_gradients_that_are_not_scaled_are_named():
   @eqx.filter_jit
   def wrong_step(model, opt_state, batch):
     value_and_grad = eqx.filter_value_and_grad(names["loss_fn"])
-    loss, grads = value_and_grad(model, batch)
+    loss, scaled_grads = value_and_grad(model, batch)
     params = eqx.filter(model, eqx.is_inexact_array)
-    updates, opt_state = names["tx"].update(grads, opt_state, params)
+    updates, opt_state = names["tx"].update(scaled_grads, opt_state, params)
     return eqx.apply_updates(model, updates), opt_state, loss
 
   report = ols.instruments.check_step(
@@ -239,7 +239,9 @@ def test_a_partitioned_model_in_float32_is_autocast():
   line = 'ols.autocast(partitioned_loss_fn, "O1", dtype=jnp.float16)'
   assert line in PAGE
   mixed = eval(line, names | {"partitioned_loss_fn": loss_fn})
-  loss, grads = ols.scaled_value_and_grad(mixed, 1024.0)(names["params"], BATCH)
+  loss, scaled_grads = ols.scaled_value_and_grad(mixed, 1024.0)(
+    names["params"], BATCH
+  )
   expected, (matrices, _) = two_layers(
     jax.tree.map(np.float64, weights_of_mlp(names["params"])),
     np.float64(BATCH["x"]),
@@ -247,7 +249,9 @@ def test_a_partitioned_model_in_float32_is_autocast():
   )
   np.testing.assert_allclose(loss, expected, atol=1e-3)
   assert loss != loss_fn(names["params"], BATCH)
-  for ours, theirs in zip(weights_of_mlp(grads)[0], matrices, strict=True):
+  for ours, theirs in zip(
+    weights_of_mlp(scaled_grads)[0], matrices, strict=True
+  ):
     np.testing.assert_allclose(ours, 1024 * theirs, atol=2)
 
 

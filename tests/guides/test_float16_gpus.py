@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._detectors import hardware
+from optax_lossscale.hardware import _probe
 from tests import documents
 from tests.autocast.programs import dtypes_of
 
@@ -31,7 +31,7 @@ def test_the_table_names_the_dtype_that_the_library_prefers():
     device = types.SimpleNamespace(
       platform="gpu", compute_capability=capability
     )
-    assert str(hardware._preferred_dtype(device)) == expected
+    assert str(_probe._preferred_dtype(device)) == expected
     # The page's rule, but for cards without matrix units.
     assert (expected == "bfloat16") == (float(capability) >= 8)
 

@@ -281,8 +281,8 @@ def test_the_logged_learning_rate_is_the_one_that_the_step_takes():
   state, momentum = names["state"], np.zeros(2)
   for gradient in (1.0, np.inf, np.nan, 2.0, -1.0):
     rate = names["metrics"](state)["learning_rate"]
-    grads = jnp.full(2, gradient) * state.loss_scale
-    after = state.apply_gradients(grads=grads)
+    scaled_grads = jnp.full(2, gradient) * state.loss_scale
+    after = state.apply_gradients(grads=scaled_grads)
     if np.isfinite(gradient):
       momentum = 0.9 * momentum + gradient
       moved = np.asarray(state.params) - rate * momentum

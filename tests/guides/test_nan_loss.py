@@ -77,8 +77,8 @@ def test_gradients_beyond_float16_ask_for_an_s_below_1_which_the_rule_finds():
 
   @jax.jit
   def step(state):
-    _, grads = ols.scaled_value_and_grad(in_float16, state)(PARAMS, GOOD)
-    return tx.update(grads, state)[1]
+    _, scaled_grads = ols.scaled_value_and_grad(in_float16, state)(PARAMS, GOOD)
+    return tx.update(scaled_grads, state)[1]
 
   state = names["opt_state"]
   for _ in range(15):
@@ -97,8 +97,8 @@ def test_a_loop_that_ends_at_a_nan_asks_whether_the_step_was_skipped():
       value_and_grad = ols.scaled_value_and_grad(
         ols.autocast(loss_fn, "O1"), opt_state
       )
-      loss, grads = value_and_grad(params, batch)
-      updates, opt_state = tx.update(grads, opt_state, params)
+      loss, scaled_grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state, loss
 
     names = {"train_step": train_step, "batches": batches, "params": PARAMS}
@@ -190,8 +190,8 @@ def test_s_changes_gradients_and_never_the_loss():
     mixed_loss_fn = ols.autocast(loss_fn, "O1")
     return ols.scaled_value_and_grad(mixed_loss_fn, loss_scale)(PARAMS, GOOD)
 
-  loss, grads = gradients(2.0**40)
-  assert not np.isfinite(grads["kernel"]).all()
-  expected, grads = gradients(1.0)
-  assert np.isfinite(grads["kernel"]).all()
+  loss, scaled_grads = gradients(2.0**40)
+  assert not np.isfinite(scaled_grads["kernel"]).all()
+  expected, scaled_grads = gradients(1.0)
+  assert np.isfinite(scaled_grads["kernel"]).all()
   assert loss == expected

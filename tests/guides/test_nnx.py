@@ -130,7 +130,7 @@ def test_the_step_is_checked_and_what_is_forgotten_is_named():
   assert names["report"].ok
   code = documents.block(PAGE, "A train step", "def train_step")
   scaled = "ols.nnx.scaled_value_and_grad(loss_fn, optimizer)"
-  block = "with ols.nnx.select_on_skip(optimizer, model):"
+  block = "with ols.nnx.undo_on_skip(optimizer, model):"
   mistakes = [(scaled, "nnx.value_and_grad(loss_fn)"), (block, "if True:")]
   for (right, wrong), said in zip(
     mistakes, documents.quoted(PAGE, title), strict=True
@@ -352,12 +352,12 @@ def test_plain_autocast_takes_a_model_or_a_loss_that_changes_nothing():
       for fun in (ols.autocast(loss_fn, "O1"), outer_loss_fn, loss_fn)
     ]
 
-  *mixed, (expected, gradients) = differentiate(model, names["optimizer"])
-  for loss, grads in mixed:
+  *mixed, (expected, wide_grads) = differentiate(model, names["optimizer"])
+  for loss, scaled_grads in mixed:
     assert loss != expected
     np.testing.assert_allclose(loss, expected, atol=1e-3)
     np.testing.assert_allclose(
-      grads["kernel"][...], gradients["kernel"][...], atol=5
+      scaled_grads["kernel"][...], wide_grads["kernel"][...], atol=5
     )
 
 

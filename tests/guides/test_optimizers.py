@@ -289,11 +289,11 @@ def test_sams_own_second_gradient_is_seen_by_nobody():
   tx = ols.loss_scaling(inner, RULE)
 
   @jax.jit
-  def step(gradients, state):
+  def step(scaled_grads, state):
     def grad_fn(params, i):
       return make_gradients(None)
 
-    return tx.update(gradients, state, PARAMS, grad_fn=grad_fn)
+    return tx.update(scaled_grads, state, PARAMS, grad_fn=grad_fn)
 
   state = tx.init(PARAMS)
   updates, state = step(scaled(make_gradients(0), state), state)
@@ -475,8 +475,8 @@ def test_a_rate_that_is_set_by_hand_compiles_nothing_again():
   update = jax.jit(names["tx"].update)
   state = names["tx"].init(PARAMS)
   for opt_state in (state, names["opt_state"]):
-    gradients = scaled(make_gradients(0), opt_state)
-    updates, _ = update(gradients, opt_state, PARAMS)
+    scaled_grads = scaled(make_gradients(0), opt_state)
+    updates, _ = update(scaled_grads, opt_state, PARAMS)
   assert update._cache_size() == 1
   expected = jax.tree.map(lambda x: -jnp.float32(0.05) * x, make_gradients(0))
   assert_same_bits(updates, expected)
@@ -499,8 +499,8 @@ def test_frozen_parameters_stay_and_their_overflow_still_skips():
   params, state = train(update, names["tx"].init(PARAMS), steps=APPLIED)
   assert_same_bits(params["bias"], PARAMS["bias"])
   assert to_bits(params["kernel"]) != to_bits(PARAMS["kernel"])
-  gradients = dict(make_gradients(0), bias=jnp.full((3,), jnp.nan))
-  _, state = update(gradients, state, params)
+  scaled_grads = dict(make_gradients(0), bias=jnp.full((3,), jnp.nan))
+  _, state = update(scaled_grads, state, params)
   assert state.skipped
 
 

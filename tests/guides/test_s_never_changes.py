@@ -16,14 +16,14 @@ CLEAN = jnp.array([3.0, 4.0])
 
 
 def metrics_after(
-  rule, grads=CLEAN, steps=3, keep=True, inside=True, **arguments
+  rule, scaled_grads=CLEAN, steps=3, keep=True, inside=True, **arguments
 ):
   """Returns the metrics of steps on the same gradients, by the page's line."""
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
   opt_state = tx.init(PARAMS)
   metrics = []
   for _ in range(steps):
-    _, new = tx.update(grads, opt_state, PARAMS, **arguments)
+    _, new = tx.update(scaled_grads, opt_state, PARAMS, **arguments)
     opt_state = new if keep else opt_state
     names = {"ols": ols, "opt_state": new if inside else opt_state}
     exec(documents.blocks(PAGE)[0], names)

@@ -470,8 +470,8 @@ def test_a_sum_of_losses_holds_what_one_scale_cannot():
   )
 
   def gradient(name, scale):
-    grads = jax.grad(lambda p: losses[name](p, 0) * scale)(params)
-    return ols.unscale(grads, scale)["w"]
+    scaled_grads = jax.grad(lambda p: losses[name](p, 0) * scale)(params)
+    return ols.unscale(scaled_grads, scale)["w"]
 
   assert gradient("large", large) == 2.0**12
   assert gradient("small", small) == 2.0**-30
@@ -495,8 +495,8 @@ def test_parameter_groups_share_one_flag():
   }
   recipe = run("Parameter groups", params=params)
   tx, state = recipe["tx"], recipe["opt_state"]
-  grads = jax.tree.map(lambda x: 2.0**10 * x, params)
-  updates, state = tx.update(grads, state, params)
+  scaled_grads = jax.tree.map(lambda x: 2.0**10 * x, params)
+  updates, state = tx.update(scaled_grads, state, params)
   bare = {"decay": optax.adamw(1e-3), "no_decay": optax.adam(1e-3)}
   for updated, param, name in (
     (updates["dense"]["kernel"], params["dense"]["kernel"], "decay"),
@@ -506,7 +506,9 @@ def test_parameter_groups_share_one_flag():
     expected, _ = bare[name].update(param, bare[name].init(param), param)
     assert_close(updated, expected)
   for bad in ("dense", "norm"):
-    spoiled = grads | {bad: jax.tree.map(lambda x: x * jnp.inf, grads[bad])}
+    spoiled = scaled_grads | {
+      bad: jax.tree.map(lambda x: x * jnp.inf, scaled_grads[bad])
+    }
     updates, after = tx.update(spoiled, state, params)
     assert after.skipped
     assert all(not np.any(x) for x in jax.tree.leaves(updates))
@@ -522,8 +524,8 @@ def test_an_overflow_in_a_frozen_group_skips_too():
     RULE,
   )
   params = {"a": jnp.ones(1), "b": jnp.ones(1)}
-  grads = {"a": jnp.ones(1), "b": jnp.array([jnp.inf])}
-  _, state = tx.update(grads, tx.init(params), params)
+  scaled_grads = {"a": jnp.ones(1), "b": jnp.array([jnp.inf])}
+  _, state = tx.update(scaled_grads, tx.init(params), params)
   assert state.skipped
 
 
@@ -595,12 +597,12 @@ def test_a_gradient_penalty_has_its_true_gradient(critic):
   assert not recipe["opt_state"].skipped
   state = recipe["tx"].init(params)
   state = optax.tree.set(state, loss_scale=jnp.float32(2.0**15))
-  _, grads = jax.jit(
+  _, scaled_grads = jax.jit(
     lambda state: ols.scaled_value_and_grad(recipe["critic_loss"], state)(
       params, batch, state
     )
   )(state)
-  grads = ols.unscale(grads, state)
+  grads = ols.unscale(scaled_grads, state)
   for name in params:
     assert relative_error(grads[name], expected[name]) < 0.03
 

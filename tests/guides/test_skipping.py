@@ -219,10 +219,10 @@ def test_a_running_mean_passes_over_the_nan_of_a_skipped_step():
     (np.inf, 3.8),
     (2.0, 3.62),
   ):
-    names["loss"], grads = ols.scaled_value_and_grad(
+    names["loss"], scaled_grads = ols.scaled_value_and_grad(
       lambda params, factor: jnp.mean(params) * factor, names["opt_state"]
     )(params, jnp.float32(factor))
-    _, names["opt_state"] = TX.update(grads, names["opt_state"], params)
+    _, names["opt_state"] = TX.update(scaled_grads, names["opt_state"], params)
     exec(code, names)
     np.testing.assert_allclose(names["mean_loss"], expected, rtol=1e-6)
   assert names["opt_state"].skipped_steps == 2

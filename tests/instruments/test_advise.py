@@ -439,17 +439,17 @@ def test_windows_that_dropped_a_micro_batch_are_overflows_and_not_lost():
     return jnp.sum(jnp.float32(jnp.float16(batch) * jnp.float16(params)))
 
   def step(opt_state, batch):
-    _, grads, overflow = ols.accumulate(
+    _, scaled_grads, overflow = ols.accumulate(
       ols.scaled_value_and_grad(loss_fn, opt_state), microbatches=2, drop=True
     )(jnp.ones(()), batch)
-    _, opt_state = tx.update(grads, opt_state, overflow=overflow)
+    _, opt_state = tx.update(scaled_grads, opt_state, overflow=overflow)
     return opt_state, None
 
   batches = np.ones((400, 2), np.float32)
   batches[30::60, 1] = 1000
   opt_state, _ = jax.lax.scan(step, tx.init(jnp.ones(())), batches)
   assert optax.tree.get(opt_state, "skipped_steps") == 0
-  history = instruments.history(opt_state)
+  history = instruments.get_history(opt_state)
   (advice,) = instruments.advise(history, rule)
   overflows = np.sum(history.overflow)
   assert str(advice).startswith(f"{overflows} of 400 steps overflowed, and no")

@@ -75,7 +75,7 @@ def train(rule, *, is_scaled=True, seed=0):
     return jax.lax.scan(step, (params, tx.init(params)), chosen)
 
   (_, opt_state), halves = run()
-  return instruments.history(opt_state), np.asarray(halves)
+  return instruments.get_history(opt_state), np.asarray(halves)
 
 
 def mean_headroom(history):

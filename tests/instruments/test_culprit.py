@@ -19,7 +19,7 @@ def tree(**leaves):
 
 def test_the_culprit_is_the_leaf_with_the_largest_gradient():
   found = instruments.culprit(tree(a=[1.0], b=[-16376.0, 2], c=[8.0]), HALF)
-  assert found == instruments.Culprit("b", 16376.0, 2.0)
+  assert found == instruments.CulpritLeaf("b", 16376.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_headroom_is_told_of_any_amax(amax, headroom):
 
 
 def test_headroom_is_that_of_each_leafs_computation():
-  grads = {
+  scaled_grads = {
     "half": jnp.array([2.0], jnp.float16),
     "single": jnp.array([2.0**60]),
   }
-  assert instruments.culprit(grads).path == "half"
+  assert instruments.culprit(scaled_grads).path == "half"
   named = ols.nonfinite({"half": None, "single": "float16"})
-  assert instruments.culprit(grads, named).path == "single"
+  assert instruments.culprit(scaled_grads, named).path == "single"
   check = ols.saturated(lambda path: "float16" if path == "half" else None)
-  found = instruments.culprit(grads, check)
+  found = instruments.culprit(scaled_grads, check)
   assert found == ("half", 2.0, math.log2(65504.0) - 1)
 
 
 def test_a_tree_of_dtypes_passes_by_what_is_no_gradient():
-  grads = {
+  scaled_grads = {
     "_overwrite_with_gradient": {"scale": jnp.full(2, jnp.inf)},
     "integer": jnp.arange(3),
     "none": None,
@@ -81,25 +81,27 @@ def test_a_tree_of_dtypes_passes_by_what_is_no_gradient():
       "w": "float16",
     }
   )
-  assert instruments.culprit(grads, check).path == "w/1"
-  amaxes = instruments.amax_by_leaf(grads)
+  assert instruments.culprit(scaled_grads, check).path == "w/1"
+  amaxes = instruments.amax_by_leaf(scaled_grads)
   assert {path: float(x) for path, x in amaxes.items()} == {"w/0": 1, "w/1": 4}
 
 
 def test_each_part_of_a_complex_number_can_be_the_largest():
-  grads = {"a": jnp.complex64([3 + 4j]), "b": jnp.array([4.5])}
-  assert instruments.culprit(grads, HALF).path == "b"
-  assert instruments.culprit({"a": grads["a"]}, HALF).amax == 4.0
+  scaled_grads = {"a": jnp.complex64([3 + 4j]), "b": jnp.array([4.5])}
+  assert instruments.culprit(scaled_grads, HALF).path == "b"
+  assert instruments.culprit({"a": scaled_grads["a"]}, HALF).amax == 4.0
 
 
 def test_a_large_float64_keeps_its_headroom():
   with jax.enable_x64(True):
-    grads = {"a": jnp.array([2.0**1000]), "b": jnp.array([1.0])}
-    found = instruments.culprit(grads)
+    scaled_grads = {"a": jnp.array([2.0**1000]), "b": jnp.array([1.0])}
+    found = instruments.culprit(scaled_grads)
     assert found.path == "a"
     assert found.amax == 2.0**1000
     assert found.headroom == pytest.approx(24.0)
-    assert instruments.amax_by_leaf(grads)["a"] == jnp.finfo(jnp.float32).max
+    assert (
+      instruments.amax_by_leaf(scaled_grads)["a"] == jnp.finfo(jnp.float32).max
+    )
 
 
 def test_amaxes_by_leaf_are_those_of_the_leaves_under_jit():
@@ -113,11 +115,11 @@ def test_amaxes_by_leaf_are_those_of_the_leaves_under_jit():
 def test_the_culprit_is_found_among_sharded_gradients():
   mesh = jax.make_mesh((8,), ("data",))
   sharding = jax.NamedSharding(mesh, jax.P("data"))
-  grads = jax.device_put(
+  scaled_grads = jax.device_put(
     {"a": np.ones(16, np.float32), "b": np.arange(16.0, dtype=np.float32)},
     sharding,
   )
-  assert instruments.culprit(grads, HALF)[:2] == ("b", 15.0)
+  assert instruments.culprit(scaled_grads, HALF)[:2] == ("b", 15.0)
 
 
 def test_the_culprit_is_looked_for_outside_of_jit():
@@ -125,10 +127,10 @@ def test_the_culprit_is_looked_for_outside_of_jit():
     jax.jit(lambda x: instruments.culprit(x).amax)(jnp.ones(1))
 
 
-@pytest.mark.parametrize("grads", [{}, {"a": None}, jnp.arange(3)])
-def test_without_a_gradient_there_is_no_culprit(grads):
+@pytest.mark.parametrize("scaled_grads", [{}, {"a": None}, jnp.arange(3)])
+def test_without_a_gradient_there_is_no_culprit(scaled_grads):
   with pytest.raises(ValueError, match="must have a floating or complex leaf"):
-    instruments.culprit(grads)
+    instruments.culprit(scaled_grads)
 
 
 def test_what_is_no_check_is_refused():

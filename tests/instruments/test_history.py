@@ -20,10 +20,10 @@ def make(capacity, rule=None):
   return instruments.record(tx, capacity)
 
 
-def run(tx, gradients, state=None):
+def run(tx, scaled_grads, state=None):
   state = tx.init(jnp.zeros(1)) if state is None else state
   update = jax.jit(tx.update)
-  for gradient in gradients:
+  for gradient in scaled_grads:
     _, state = update(jnp.array([gradient], jnp.float32), state, jnp.zeros(1))
   return state
 
@@ -41,14 +41,14 @@ def model(gradients):
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 3, 7, 20])
 def test_history_is_the_last_steps_in_order(capacity):
-  history = instruments.history(run(make(capacity), GRADIENTS))
+  history = instruments.get_history(run(make(capacity), GRADIENTS))
   expected = model(GRADIENTS)[-capacity:]
   for column, values in zip(history, zip(*expected, strict=True), strict=True):
     np.testing.assert_array_equal(column, values)
 
 
 def test_history_is_empty_before_the_first_step():
-  history = instruments.history(make(4).init(jnp.zeros(1)))
+  history = instruments.get_history(make(4).init(jnp.zeros(1)))
   assert [len(column) for column in history] == [0, 0, 0, 0]
 
 
@@ -75,7 +75,7 @@ def test_a_record_may_be_anywhere_in_a_chain():
     optax.identity(),
   )
   state = run(inner, [1.0, 2.0])
-  np.testing.assert_array_equal(instruments.history(state).amax, [1.0, 2.0])
+  np.testing.assert_array_equal(instruments.get_history(state).amax, [1.0, 2.0])
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_an_unscaled_step_is_recorded_with_a_scale_of_1():
       jnp.ones(1), state, jnp.zeros(1)
     )
     precision = schedule.update(precision, step=2 + step)
-  history = instruments.history(state)
+  history = instruments.get_history(state)
   np.testing.assert_array_equal(history.loss_scale, [8.0, 1.0, 1.0])
 
 
@@ -96,7 +96,7 @@ def test_extra_arguments_go_on():
   tx = make(3)
   state = tx.init(jnp.zeros(1))
   _, state = tx.update(jnp.ones(1), state, jnp.zeros(1), overflow=True)
-  assert instruments.history(state).overflow.tolist() == [True]
+  assert instruments.get_history(state).overflow.tolist() == [True]
 
 
 def test_steps_in_a_scan_are_recorded():
@@ -105,9 +105,9 @@ def test_steps_in_a_scan_are_recorded():
   def step(state, gradient):
     return tx.update(gradient[None], state, jnp.zeros(1))[1], None
 
-  gradients = jnp.array(GRADIENTS, jnp.float32)
-  state, _ = jax.lax.scan(step, tx.init(jnp.zeros(1)), gradients)
-  history = instruments.history(state)
+  scaled_grads = jnp.array(GRADIENTS, jnp.float32)
+  state, _ = jax.lax.scan(step, tx.init(jnp.zeros(1)), scaled_grads)
+  history = instruments.get_history(state)
   np.testing.assert_array_equal(history.amax, GRADIENTS)
 
 
@@ -117,7 +117,7 @@ def test_a_record_of_another_capacity_is_refused():
     run(make(5), [1.0], state)
   fresh = make(5).init(jnp.zeros(1))
   state = fresh._replace(recorded_state=state.recorded_state)
-  history = instruments.history(run(make(5), [9.0], state))
+  history = instruments.get_history(run(make(5), [9.0], state))
   assert (history.amax, history.loss_scale) == ([9.0], [2.0])
 
 
@@ -145,40 +145,40 @@ def test_the_ring_is_written_in_place_where_the_state_is_donated():
 def test_runs_side_by_side_are_read_one_by_one():
   tx = make(4)
   state = jax.vmap(tx.init)(jnp.zeros((2, 1)))
-  gradients = jnp.array([[1.0], [2.0]])
-  _, state = jax.vmap(tx.update)(gradients, state, jnp.zeros((2, 1)))
+  scaled_grads = jnp.array([[1.0], [2.0]])
+  _, state = jax.vmap(tx.update)(scaled_grads, state, jnp.zeros((2, 1)))
   with pytest.raises(ValueError, match=r"must be the state of one run.*\(2,\)"):
-    instruments.history(state)
+    instruments.get_history(state)
   second = jax.tree.map(lambda x: x[1], state)
-  assert instruments.history(second).amax.tolist() == [2.0]
+  assert instruments.get_history(second).amax.tolist() == [2.0]
 
 
 def test_an_optimizer_of_nnx_is_recorded():
   optimizer = nnx.Optimizer(
     model := nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make(4), wrt=nnx.Param
   )
-  gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-  optimizer.update(model, gradients)
-  assert instruments.history(optimizer.opt_state).amax.tolist() == [1.0]
+  scaled_grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+  optimizer.update(model, scaled_grads)
+  assert instruments.get_history(optimizer.opt_state).amax.tolist() == [1.0]
 
 
 def test_several_records_are_told_by_their_path():
   states = {"a": run(make(2), [1.0]), "b": run(make(2), [3.0])}
-  assert instruments.history(states, path="b").amax.tolist() == [3.0]
+  assert instruments.get_history(states, path="b").amax.tolist() == [3.0]
   for path in (None, "c"):
     with pytest.raises(ValueError, match="there are records at 'a', 'b'"):
-      instruments.history(states, path=path)
+      instruments.get_history(states, path=path)
 
 
 def test_without_a_record_the_error_says_how_to_make_one():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale())
   with pytest.raises(ValueError, match="LossScalingState without one; wrap"):
-    instruments.history(tx.init(jnp.zeros(1)))
+    instruments.get_history(tx.init(jnp.zeros(1)))
 
 
 def test_history_inside_jit_is_an_error():
   with pytest.raises(ValueError, match="read the history outside of jit"):
-    jax.jit(instruments.history)(make(2).init(jnp.zeros(1)))
+    jax.jit(instruments.get_history)(make(2).init(jnp.zeros(1)))
 
 
 def test_an_optimizer_without_loss_scaling_cannot_be_recorded():

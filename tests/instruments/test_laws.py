@@ -48,14 +48,14 @@ def make_step(
   tx,
   loss_fn=loss_fn,
   value_and_grad=ols.scaled_value_and_grad,
-  change=lambda grads, opt_state, params: grads,
+  change=lambda scaled_grads, opt_state, params: scaled_grads,
 ):
   """Returns the step of the README, with what a mistake changes in it."""
 
   def train_step(params, opt_state, batch):
-    loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
-    grads = change(grads, opt_state, params)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = value_and_grad(loss_fn, opt_state)(params, batch)
+    scaled_grads = change(scaled_grads, opt_state, params)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
   return train_step
@@ -189,8 +189,10 @@ def test_an_accumulated_step_is_right():
       microbatches=4,
       drop=True,
     )
-    loss, grads, overflow = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params, overflow=overflow)
+    loss, scaled_grads, overflow = value_and_grad(params, batch)
+    updates, opt_state = tx.update(
+      scaled_grads, opt_state, params, overflow=overflow
+    )
     return optax.apply_updates(params, updates), opt_state, loss
 
   report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), BATCH)
@@ -226,8 +228,10 @@ def test_a_step_under_shard_map_is_right(check_vma):
 
   def step(params, opt_state, batch):
     varying = ols.make_varying(params, "data")
-    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(varying, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      varying, batch
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   sharded = jax.shard_map(
@@ -268,12 +272,12 @@ def test_a_vmapped_ensemble_is_right_and_one_wrong_member_is_seen():
   step = jax.jit(jax.vmap(make_step(tx), (0, 0, None)))
   assert_exact(ols.instruments.check_step(step, several, opt_state, BATCH))
 
-  def unscale_one(grads, opt_state, params):
+  def unscale_one(scaled_grads, opt_state, params):
     is_wrong = jnp.mean(params["w"] ** 2) < 0.05
     return jax.tree.map(
       lambda x, y: jnp.where(is_wrong, x, y),
-      ols.unscale(grads, opt_state),
-      grads,
+      ols.unscale(scaled_grads, opt_state),
+      scaled_grads,
     )
 
   wrong = jax.jit(jax.vmap(make_step(tx, change=unscale_one), (0, 0, None)))
@@ -290,9 +294,9 @@ def two_losses(tx, first="a", second="b"):
       value_and_grad = ols.scaled_value_and_grad(
         loss_fn, ols.get_loss_scale(opt_states[scale])
       )
-      _, grads = value_and_grad(params[name], batch)
+      _, scaled_grads = value_and_grad(params[name], batch)
       updates, new_states[name] = tx.update(
-        grads, opt_states[name], params[name]
+        scaled_grads, opt_states[name], params[name]
       )
       after[name] = optax.apply_updates(params[name], updates)
     return after, new_states
@@ -339,8 +343,10 @@ def test_a_linen_train_state_is_right_and_that_of_flax_is_not():
     value_and_grad = ols.scaled_value_and_grad(
       loss_fn, state.opt_state, has_aux=True
     )
-    (loss, batch_stats), grads = value_and_grad(state.params)
-    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+    (loss, batch_stats), scaled_grads = value_and_grad(state.params)
+    return state.apply_gradients(
+      grads=scaled_grads, batch_stats=batch_stats
+    ), loss
 
   def make(kind):
     return kind.create(
@@ -374,9 +380,9 @@ def test_an_equinox_step_is_right():
       loss = jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
       return ols.scale_loss(loss, opt_state)
 
-    grads = eqx.filter_grad(scaled_loss_fn)(model)
+    scaled_grads = eqx.filter_grad(scaled_loss_fn)(model)
     params = eqx.filter(model, eqx.is_inexact_array)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return eqx.apply_updates(model, updates), opt_state
 
   assert_exact(ols.instruments.check_step(step, model, opt_state, BATCH))
@@ -403,24 +409,24 @@ def nnx_loss_fn(model, batch):
 
 @nnx.jit
 def nnx_step(model, optimizer, batch):
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     value_and_grad = ols.nnx.scaled_value_and_grad(nnx_loss_fn, optimizer)
-    loss, grads = value_and_grad(model, batch)
-    optimizer.update(model, grads)
+    loss, scaled_grads = value_and_grad(model, batch)
+    optimizer.update(model, scaled_grads)
   return loss
 
 
 @nnx.jit
 def nnx_step_without_a_block(model, optimizer, batch):
   value_and_grad = ols.nnx.scaled_value_and_grad(nnx_loss_fn, optimizer)
-  loss, grads = value_and_grad(model, batch)
-  optimizer.update(model, grads)
+  loss, scaled_grads = value_and_grad(model, batch)
+  optimizer.update(model, scaled_grads)
   return loss
 
 
 @nnx.jit
 def nnx_step_without_a_scale(model, optimizer, batch):
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     loss, grads = nnx.value_and_grad(nnx_loss_fn)(model, batch)
     optimizer.update(model, grads)
   return loss
@@ -497,12 +503,14 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   @jax.jit
   def step(state, batch):
     params, opt_state = state
-    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-    true = ols.unscale(grads, opt_state)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    true = ols.unscale(scaled_grads, opt_state)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     metrics = {
       "loss": loss,
-      "norm": optax.tree.norm(grads),
+      "norm": optax.tree.norm(scaled_grads),
       "true_norm": optax.tree.norm(true),
     }
     return (optax.apply_updates(params, updates), opt_state), metrics
@@ -689,26 +697,30 @@ def read_once(loss_fn, opt_state):
   return ols.scaled_value_and_grad(loss_fn, 2.0**15)
 
 
-def unscaled(grads, opt_state, params):
+def unscaled(scaled_grads, opt_state, params):
   """Unscales before `update`."""
-  return ols.unscale(grads, opt_state)
+  return ols.unscale(scaled_grads, opt_state)
 
 
-def nearly_unscaled(grads, opt_state, params):
+def nearly_unscaled(scaled_grads, opt_state, params):
   """Unscales before `update`, but for a small part."""
   return jax.tree.map(
-    lambda x, y: x + 1e-8 * y, ols.unscale(grads, opt_state), grads
+    lambda x, y: x + 1e-8 * y,
+    ols.unscale(scaled_grads, opt_state),
+    scaled_grads,
   )
 
 
-def clipped(grads, opt_state, params):
+def clipped(scaled_grads, opt_state, params):
   """Clips before `update`."""
-  return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+  return optax.clip_by_global_norm(1.0).update(
+    scaled_grads, optax.EmptyState()
+  )[0]
 
 
-def decayed(grads, opt_state, params):
+def decayed(scaled_grads, opt_state, params):
   """Adds weight decay to scaled gradients."""
-  return jax.tree.map(lambda x, p: x + 1e-2 * p, grads, params)
+  return jax.tree.map(lambda x, p: x + 1e-2 * p, scaled_grads, params)
 
 
 W_ALONE = {"w": True, "v": False}
@@ -979,10 +991,12 @@ def make_step_with(tx, outputs):
   @jax.jit
   def step(params, opt_state, x, y):
     batch = {"x": x, "y": y}
-    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    return outputs(params, opt_state, grads, loss, x)
+    return outputs(params, opt_state, scaled_grads, loss, x)
 
   return step, PARAMS, tx.init(PARAMS), BATCH["x"], BATCH["y"]
 
@@ -992,24 +1006,28 @@ def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law():
   tx = ols.loss_scaling(ADAM, RULE)
   # Predictions, say, with the shape of what they predict.
   report = run_check(
-    *make_step_with(tx, lambda p, s, grads, loss, x: (p, s, jnp.tanh(x)))
+    *make_step_with(tx, lambda p, s, scaled_grads, loss, x: (p, s, jnp.tanh(x)))
   )
   assert verdicts(report)["skip"] == "inconclusive"
   assert "changed x." in law(report, "skip")
   assert "carry=" in law(report, "skip")
   report = run_check(
-    *make_step_with(tx, lambda p, s, grads, loss, x: (p, s, jnp.tanh(x))),
+    *make_step_with(
+      tx, lambda p, s, scaled_grads, loss, x: (p, s, jnp.tanh(x))
+    ),
     carry={"params": 0, "opt_state": 1},
   )
   assert_exact(report)
   # Scaled gradients before parameters, which are trees alike.
   report = run_check(
-    *make_step_with(tx, lambda p, s, grads, loss, x: (grads, p, s))
+    *make_step_with(
+      tx, lambda p, s, scaled_grads, loss, x: (scaled_grads, p, s)
+    )
   )
   assert not report.ok and "wrong" not in verdicts(report).values(), report
   # A flag is no next value of another one.
   report = run_check(
-    *make_step_with(tx, lambda p, s, grads, loss, x: (p, s, s.skipped))
+    *make_step_with(tx, lambda p, s, scaled_grads, loss, x: (p, s, s.skipped))
   )
   assert_exact(report)
 
@@ -1202,8 +1220,8 @@ def test_histories_of_fp8_layers_may_depend_on_s():
   @jax.jit
   def step(params, opt_state, batch):
     value_and_grad = ols.scaled_value_and_grad(fp8_loss_fn, opt_state)
-    _, grads = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    _, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     kept = {"_overwrite_with_gradient": updates["_overwrite_with_gradient"]}
     return optax.apply_updates(params, updates) | kept, opt_state
 
@@ -1213,9 +1231,11 @@ def test_histories_of_fp8_layers_may_depend_on_s():
   @jax.jit
   def step_without_a_select(params, opt_state, batch):
     new, new_state = step(params, opt_state, batch)
-    grads = ols.scaled_value_and_grad(fp8_loss_fn, opt_state)(params, batch)[1]
+    scaled_grads = ols.scaled_value_and_grad(fp8_loss_fn, opt_state)(
+      params, batch
+    )[1]
     name = "_overwrite_with_gradient"
-    return new | {name: grads[name]}, new_state
+    return new | {name: scaled_grads[name]}, new_state
 
   report = run_check(step_without_a_select, params, tx.init(params), BATCH)
   assert verdicts(report)["invariance"] == "exact"
@@ -1287,13 +1307,13 @@ def test_a_step_with_any_optimizer_is_right(name, low):
 
   @jax.jit
   def step(params, opt_state):
-    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
     updates, opt_state = tx.update(
-      grads,
+      scaled_grads,
       opt_state,
       params,
       value=loss,
-      grad=ols.unscale(grads, opt_state),
+      grad=ols.unscale(scaled_grads, opt_state),
       value_fn=loss_fn,
     )
     return optax.apply_updates(params, updates), opt_state
@@ -1349,8 +1369,8 @@ LATER = optax.sgd(optax.linear_schedule(0.0, 0.1, 10, transition_begin=3))
 )
 def test_a_mistake_shows_where_the_first_rate_is_0(inner):
   # The largest gradient is another one.
-  def decay_w(grads, opt_state, params):
-    return grads | {"w": grads["w"] + 1e-2 * params["w"]}
+  def decay_w(scaled_grads, opt_state, params):
+    return scaled_grads | {"w": scaled_grads["w"] + 1e-2 * params["w"]}
 
   report = check(ols.loss_scaling(inner, RULE), change=decay_w)
   assert verdicts(report)["scale"] == "exact"
@@ -1367,8 +1387,8 @@ def test_a_right_step_whose_parameters_move_late_is_right(inner):
 
 @pytest.mark.slow
 def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
-  def decay(grads, opt_state, params):
-    return jax.tree.map(lambda x, p: x + 1e-2 * p, grads, params)
+  def decay(scaled_grads, opt_state, params):
+    return jax.tree.map(lambda x, p: x + 1e-2 * p, scaled_grads, params)
 
   tx = ols.loss_scaling(ADAM, RULE)
   report = check(tx, change=decay)
@@ -1455,10 +1475,10 @@ def test_parameters_that_only_look_like_the_output_break_no_law():
         )
 
       value_and_grad = ols.scaled_value_and_grad(distilled, opt_state)
-      loss, grads = value_and_grad(params, batch)
-      updates, opt_state = tx.update(grads, opt_state, params)
+      loss, scaled_grads = value_and_grad(params, batch)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
       new = optax.apply_updates(params, updates)
-      return outputs(new, opt_state, loss, grads, updates)
+      return outputs(new, opt_state, loss, scaled_grads, updates)
 
     return step, PARAMS, old, tx.init(PARAMS), BATCH
 
@@ -1583,8 +1603,8 @@ def test_a_step_that_skip_skips_cannot_be_compared(flag):
     value_and_grad = ols.scaled_value_and_grad(
       lambda params, x: jnp.sum(params * x), opt_state
     )
-    _, grads = value_and_grad(params, x)
-    updates, opt_state = tx.update(grads, opt_state, params, skip=flag)
+    _, scaled_grads = value_and_grad(params, x)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params, skip=flag)
     return optax.apply_updates(params, updates), opt_state
 
   params = jnp.ones(2)

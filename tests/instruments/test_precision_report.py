@@ -90,8 +90,8 @@ def make_step(loss_fn):
   @jax.jit
   def train_step(params, opt_state, x):
     value_and_grad = ols.scaled_value_and_grad(jax.jit(loss_fn), opt_state)
-    loss, grads = value_and_grad(params, x)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    loss, scaled_grads = value_and_grad(params, x)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
   return train_step, tx

@@ -67,8 +67,8 @@ def test_of_many_devices_one_prints(capfd):
   @jax.shard_map(
     mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data")
   )
-  def update(gradients, state):
-    updates, state = tx.update(gradients, state)
+  def update(scaled_grads, state):
+    updates, state = tx.update(scaled_grads, state)
     instruments.print_loss_scale(state, every=1)
     return updates
 

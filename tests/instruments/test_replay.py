@@ -148,7 +148,7 @@ def test_recorded_run_replays_to_itself():
     state = tx.init({"w": jnp.float32(0)})
     return jax.lax.scan(step, state, np.float32(UNSCALED[:20]))[0]
 
-  recorded = instruments.history(train())
+  recorded = instruments.get_history(train())
   assert np.any(np.isinf(recorded.amax))
   for kept, again in zip(
     recorded, instruments.replay(rule, recorded).history, strict=True

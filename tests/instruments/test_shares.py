@@ -63,7 +63,7 @@ def share(where, x):
 @functools.cache
 def jitted(name):
   return jax.jit(
-    functools.partial(instruments.underflow_fraction, dtype=TARGETS[name])
+    functools.partial(instruments.underflow_share, dtype=TARGETS[name])
   )
 
 
@@ -134,7 +134,7 @@ def test_subnormal_numbers_are_multiplied_where_the_backend_has_none():
   assert not tiny > 0
   for exponent, expected in ((124, 1.0), (125, 0.0)):
     scale = 2.0**exponent  # 2**-25 becomes 0, 2**-24 does not.
-    assert instruments.underflow_fraction(tiny, loss_scale=scale) == expected
+    assert instruments.underflow_share(tiny, loss_scale=scale) == expected
 
 
 def test_all_leaves_count_by_their_elements():
@@ -146,20 +146,20 @@ def test_all_leaves_count_by_their_elements():
     "none": None,
     "_overwrite_with_gradient": {"scale": jnp.ones(5)},
   }
-  assert instruments.underflow_fraction(tree) == np.float32(9 / 12)
+  assert instruments.underflow_share(tree) == np.float32(9 / 12)
 
 
 @pytest.mark.parametrize("tree", [{}, None, jnp.arange(3), jnp.zeros(3)])
 def test_where_nothing_is_there_nothing_is_lost(tree):
-  assert instruments.underflow_fraction(tree) == 0.0
-  assert instruments.swallowed_fraction(tree, tree) == 0.0
+  assert instruments.underflow_share(tree) == 0.0
+  assert instruments.swallowed_share(tree, tree) == 0.0
 
 
 def test_the_scale_may_be_the_state_that_holds_it():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(2.0))
   state = tx.init(jnp.zeros(1))
   x = jnp.array([2.0**-25, 2.0**-26])
-  found = instruments.underflow_fraction(x, loss_scale=state)
+  found = instruments.underflow_share(x, loss_scale=state)
   assert found == 0.5
 
 
@@ -174,7 +174,7 @@ def test_the_scale_may_be_the_state_that_holds_it():
 )
 def test_arguments_that_make_no_sense_are_refused(options, error, message):
   with pytest.raises(error, match=message):
-    instruments.underflow_fraction(jnp.ones(1), **options)
+    instruments.underflow_share(jnp.ones(1), **options)
 
 
 def kept(params, updates):
@@ -192,9 +192,7 @@ def test_updates_are_swallowed_where_a_sum_changes_nothing(dtype):
   params = rng.normal(size=shape).astype(dtype)
   updates = np.exp2(rng.integers(-28, 2, size=shape)).astype(dtype)
   updates.flat[:2] = [0, -0.0]
-  found = instruments.swallowed_fraction(
-    jnp.asarray(params), jnp.asarray(updates)
-  )
+  found = instruments.swallowed_share(jnp.asarray(params), jnp.asarray(updates))
   assert found == share(kept(params, updates), updates)
   assert 0 < found < 1
 
@@ -202,33 +200,33 @@ def test_updates_are_swallowed_where_a_sum_changes_nothing(dtype):
 def test_an_update_of_half_a_step_is_swallowed_where_a_tie_goes_back():
   params = jnp.bfloat16([1.0, 1.0 + 2.0**-7])
   updates = jnp.full(2, 2.0**-8, jnp.bfloat16)
-  assert instruments.swallowed_fraction(params, updates) == 0.5
+  assert instruments.swallowed_share(params, updates) == 0.5
 
 
 def test_a_parameter_that_changes_its_sign_has_changed():
   params = jnp.array([1.0, -2.0])
-  assert instruments.swallowed_fraction(params, -2 * params) == 0.0
+  assert instruments.swallowed_share(params, -2 * params) == 0.0
 
 
 def test_float32_updates_are_rounded_as_apply_updates_does():
   params = {"w": jnp.bfloat16([1.0, 1.0]), "none": None, "n": jnp.arange(2)}
   updates = {"w": jnp.array([2.0**-20, 1.0]), "none": None, "n": jnp.ones(2)}
   updates["n"] = updates["n"].astype(int)
-  found = jax.jit(instruments.swallowed_fraction)(params, updates)
+  found = jax.jit(instruments.swallowed_share)(params, updates)
   assert found == 0.5
 
 
 def test_a_complex_update_is_swallowed_if_both_its_parts_are():
   params = jnp.complex64([1 + 1j, 1 + 1j, 1 + 1j])
   updates = jnp.complex64([1e-12j, 1e-12 + 1j, 0])
-  assert instruments.swallowed_fraction(params, updates) == 0.5
+  assert instruments.swallowed_share(params, updates) == 0.5
 
 
 def test_updates_for_other_parameters_are_refused():
   with pytest.raises(ValueError, match=r"for the parameters, got one for 'b'"):
-    instruments.swallowed_fraction({"a": jnp.ones(1)}, {"b": jnp.ones(1)})
+    instruments.swallowed_share({"a": jnp.ones(1)}, {"b": jnp.ones(1)})
   with pytest.raises(ValueError, match=r"the shapes .* got \(2,\) for"):
-    instruments.swallowed_fraction({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
+    instruments.swallowed_share({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -242,8 +240,8 @@ def test_shares_of_sharded_arrays_are_made_where_they_are(axis_type):
 
   def shares(params, x):
     return (
-      instruments.underflow_fraction(x),
-      instruments.swallowed_fraction(params, x),
+      instruments.underflow_share(x),
+      instruments.swallowed_share(params, x),
     )
 
   function = jax.jit(shares).lower(*sharded).compile()

@@ -420,7 +420,7 @@ def test_the_layer_of_a_linen_module_in_mixed_precision_is_named(is_remat):
 @pytest.mark.slow
 def test_on_saturating_hardware_it_is_the_first_clipped_result():
   gradients, params, state, x = make_net()
-  emulated = ols.saturating(gradients)
+  emulated = ols.hardware.emulate_saturation(gradients)
   look = where_overflow(emulated, check=ols.saturated(HALF))
   assert look(params, state, x) is None
   params = with_gain(params, "block_1", 100.0)

@@ -45,9 +45,9 @@ def plain_update(inner, grads, state, params, bad, **extra):
   )
 
 
-def wrapped_update(tx, grads, state, params, bad, **extra):
+def wrapped_update(tx, scaled_grads, state, params, bad, **extra):
   """Returns updates and inner state of a step of the wrapper."""
-  updates, state = tx.update(grads, state, params, overflow=bad, **extra)
+  updates, state = tx.update(scaled_grads, state, params, overflow=bad, **extra)
   return updates, state.inner_state
 
 
@@ -429,8 +429,8 @@ def test_float0_in_the_state_passes():
   tx = ols.loss_scaling(inner, RULE)
 
   @jax.jit
-  def step(grads):
-    updates, state = tx.update(grads, tx.init(grads))
+  def step(scaled_grads):
+    updates, state = tx.update(scaled_grads, tx.init(scaled_grads))
     assert state.inner_state.dtype == jax.dtypes.float0
     return updates
 
@@ -468,10 +468,10 @@ def test_guarantee_13_extra_arguments_arrive_as_they_are():
     return x * 2
 
   @jax.jit
-  def step(grads, state, array):
+  def step(scaled_grads, state, array):
     seen.clear()
     updates, state = tx.update(
-      grads, state, array=array, number=2, function=function, none=None
+      scaled_grads, state, array=array, number=2, function=function, none=None
     )
     assert seen["function"] is function
     assert seen["array"] is array
@@ -619,8 +619,8 @@ def test_a_custom_derivative_in_the_optimizer_is_still_used(wrap):
 
   tx = ols.loss_scaling(inner, RULE)
 
-  def function(grads):
-    updates, state = tx.update(grads, tx.init(PARAMS))
+  def function(scaled_grads):
+    updates, state = tx.update(scaled_grads, tx.init(PARAMS))
     return jnp.sum(updates), jnp.sum(state.inner_state)
 
   for which in (0, 1):
@@ -631,8 +631,8 @@ def test_a_custom_derivative_in_the_optimizer_is_still_used(wrap):
 def test_nothing_flows_through_a_skipped_step():
   tx = ols.loss_scaling(optax.trace(0.5), RULE)
 
-  def function(grads, bad):
-    _, state = tx.update(grads, tx.init(PARAMS), overflow=bad)
+  def function(scaled_grads, bad):
+    _, state = tx.update(scaled_grads, tx.init(PARAMS), overflow=bad)
     return jnp.sum(state.inner_state.trace)
 
   slope = jax.jit(jax.grad(function))
@@ -888,15 +888,15 @@ def test_guarantee_10_an_old_state_may_differ_by_device_and_the_new_not():
 
   @jax.jit
   @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
-  def step(grads):
-    updates, state = tx.update(grads, tx.init(grads))
+  def step(scaled_grads):
+    updates, state = tx.update(scaled_grads, tx.init(scaled_grads))
     return updates, state.inner_state
 
-  grads = jnp.arange(1.0, 9.0)
-  updates, state = step(grads)
-  assert updates.tolist() == (grads / 8 * 4.5 / 8).tolist()
+  scaled_grads = jnp.arange(1.0, 9.0)
+  updates, state = step(scaled_grads)
+  assert updates.tolist() == (scaled_grads / 8 * 4.5 / 8).tolist()
   assert state.tolist() == [4.5 / 8] * 8
-  updates, state = step(grads.at[3].set(jnp.inf))
+  updates, state = step(scaled_grads.at[3].set(jnp.inf))
   assert state.tolist() == [0.0] * 8
   assert np.all(np.signbit(updates))
 
@@ -913,10 +913,12 @@ def test_guarantee_10_a_skip_may_differ_by_device_where_the_state_does_not(
   # One model a device: no axis name, so each decides for itself.
   tx = ols.loss_scaling(optax.sgd(4.0, momentum=0.9), ols.FixedLossScale(8.0))
 
-  def step(grads):
-    state = tx.init(grads)
+  def step(scaled_grads):
+    state = tx.init(scaled_grads)
     scale = ols.make_varying(state.loss_scale_state, "data")
-    updates, state = tx.update(grads, state._replace(loss_scale_state=scale))
+    updates, state = tx.update(
+      scaled_grads, state._replace(loss_scale_state=scale)
+    )
     return updates, state.skipped[None]
 
   spread = jax.shard_map(

@@ -94,7 +94,7 @@ def test_autocast_lowers_the_product_inside(name):
 
 @each_primitive
 def test_float_status_sees_the_overflow_inside(name):
-  status = jax.jit(ols.float_status(PROGRAMS[name](hidden)))
+  status = jax.jit(ols.hardware.float_status(PROGRAMS[name](hidden)))
   result, counts = status(X)
   assert np.all(np.isfinite(result))
   devices = np.sum(np.max(X, axis=1) > 255)  # Each has a row.
@@ -103,8 +103,8 @@ def test_float_status_sees_the_overflow_inside(name):
 
 
 @each_primitive
-def test_saturating_clamps_inside(name):
-  result = jax.jit(ols.saturating(PROGRAMS[name](hidden)))(X)
+def test_emulated_saturation_clamps_inside(name):
+  result = jax.jit(ols.hardware.emulate_saturation(PROGRAMS[name](hidden)))(X)
   square = np.minimum(X.astype(np.float32) ** 2, 65504).astype(np.float16)
   np.testing.assert_array_equal(result, 1 / (square + np.float16(1)))
   assert np.all(result > 0)

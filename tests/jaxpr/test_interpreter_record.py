@@ -9,14 +9,17 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from optax_lossscale._jaxpr import interpreter
 
 X = jnp.array([1.0, 2.0], jnp.float16)
 
 # What records a function. Both return its result, the second also a flag.
 RECORDING = {
-  "saturating": ols.saturating,
-  "float_status": lambda fun: lambda *args: ols.float_status(fun)(*args)[0],
+  "emulate_saturation": hardware.emulate_saturation,
+  "float_status": lambda fun: (
+    lambda *args: hardware.float_status(fun)(*args)[0]
+  ),
   "autocast": ols.autocast,
 }
 
@@ -37,9 +40,9 @@ def closed_over(opt_state):
 
 @pytest.mark.parametrize("recording", RECORDING)
 def test_a_state_closed_over_is_used_where_nothing_is_compiled(recording):
-  loss, grads = RECORDING[recording](closed_over(make_state()))(X)
+  loss, scaled_grads = RECORDING[recording](closed_over(make_state()))(X)
   assert loss == 5
-  np.testing.assert_array_equal(grads, 4 * 2 * X)
+  np.testing.assert_array_equal(scaled_grads, 4 * 2 * X)
 
 
 @pytest.mark.parametrize("recording", RECORDING)
@@ -51,8 +54,8 @@ def test_each_call_uses_the_scale_of_its_own_state(recording):
     )
   )
   for opt_state, scale in ((state, 4), (other, 16)):
-    _, grads = RECORDING[recording](closed_over(opt_state))(X)
-    np.testing.assert_array_equal(grads, scale * 2 * X)
+    _, scaled_grads = RECORDING[recording](closed_over(opt_state))(X)
+    np.testing.assert_array_equal(scaled_grads, scale * 2 * X)
 
 
 # Each takes a recording and a function that has closed over a state.
@@ -88,12 +91,12 @@ def test_a_state_that_is_an_argument_passes_everywhere():
     return ols.scaled_value_and_grad(loss_fn, opt_state)(params)[1]
 
   for made in (
-    jax.jit(ols.saturating(fun)),
-    ols.saturating(jax.jit(fun)),
-    jax.vmap(ols.saturating(fun), in_axes=(0, None)),
+    jax.jit(hardware.emulate_saturation(fun)),
+    hardware.emulate_saturation(jax.jit(fun)),
+    jax.vmap(hardware.emulate_saturation(fun), in_axes=(0, None)),
   ):
-    gradients = made(jnp.stack([X]), make_state())
-    np.testing.assert_array_equal(gradients, 4 * 2 * X[None])
+    scaled_grads = made(jnp.stack([X]), make_state())
+    np.testing.assert_array_equal(scaled_grads, 4 * 2 * X[None])
 
 
 def test_nothing_is_recorded_before_and_after():
@@ -104,10 +107,10 @@ def test_nothing_is_recorded_before_and_after():
     return jax.jit(lambda x: seen.append(interpreter.is_recording()) or x)(x)
 
   seen.append(interpreter.is_recording())
-  ols.saturating(fun)(X)
+  hardware.emulate_saturation(fun)(X)
   seen.append(interpreter.is_recording())
   with pytest.raises(ZeroDivisionError):
-    ols.saturating(lambda: 1 / 0)()
+    hardware.emulate_saturation(lambda: 1 / 0)()
   seen.append(interpreter.is_recording())
   assert seen == [False, True, False, False, False]
 
@@ -157,7 +160,9 @@ def test_a_flag_of_numpy_is_a_flag():
     return x * 2 if train else x
 
   for train in (True, np.True_, np.False_):
-    assert ols.saturating(fun)(jnp.float16(3), train) == (6 if train else 3)
+    assert hardware.emulate_saturation(fun)(jnp.float16(3), train) == (
+      6 if train else 3
+    )
 
 
 @pytest.mark.parametrize("recording", RECORDING)

@@ -14,6 +14,7 @@ import pytest
 import scipy.special
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from optax_lossscale._jaxpr import operation_table
 
 pytestmark = pytest.mark.slow
@@ -214,7 +215,7 @@ def assert_told_apart(function, truth, columns):
     truth: of its value, in Python's floats.
     columns: for each input an array of float16.
   """
-  status = ols.float_status(function)
+  status = hardware.float_status(function)
   results, counts = jax.vmap(status)(*columns)
   results = np.asarray(results)
   overflow, undefined = (
@@ -279,7 +280,7 @@ def test_an_integer_power_overflows_unless_it_is_of_zero(exponent):
 @pytest.mark.parametrize("exponent", [-3, -1, 2, 9])
 def test_a_power_with_an_integer_array_is_as_one_with_floats(exponent):
   x = grid()
-  status = ols.float_status(lax.pow)
+  status = hardware.float_status(lax.pow)
   whole = jax.vmap(status, (0, None))(x, jnp.int32(exponent))
   floats = jax.vmap(status, (0, None))(x, jnp.float16(exponent))
   np.testing.assert_array_equal(whole[1].overflow, floats[1].overflow)
@@ -294,7 +295,7 @@ def test_every_elementwise_operation_has_a_true_value_here():
 def test_a_number_below_the_limits_of_a_beta_distribution_is_no_overflow():
   x = [-1.0, 0.0, 0.5, 1.0, 2.0]
   columns = list(np.array(list(itertools.product(x, x, x)), np.float16).T)
-  status = jax.vmap(ols.float_status(lax.betainc))
+  status = jax.vmap(hardware.float_status(lax.betainc))
   results, counts = status(*columns)
   np.testing.assert_array_equal(counts.overflow, 0)
   np.testing.assert_array_equal(counts.undefined, ~np.isfinite(results))
@@ -305,7 +306,7 @@ def test_the_derivative_of_the_incomplete_gamma_function_is_no_overflow():
   columns = pairs()
   finite = np.isfinite(np.stack(columns)).all(axis=0)
   a, x = (x[finite] for x in columns)
-  status = jax.vmap(ols.float_status(lax.igamma_grad_a))
+  status = jax.vmap(hardware.float_status(lax.igamma_grad_a))
   results, counts = status(a, x)
   defined = (a > 0) & (x >= 0)
   assert np.all(np.isfinite(results[defined]))
@@ -340,7 +341,7 @@ def reached_saturated(x):
 def test_with_the_saturated_check_the_largest_value_counts_as_inf_does(name):
   function, truth = (UNARY | BINARY)[name]
   columns = pairs(name) if name in BINARY else [grid()]
-  status = ols.float_status(function, check=ols.saturated(jnp.float16))
+  status = hardware.float_status(function, check=ols.saturated(jnp.float16))
   results, counts = jax.vmap(status)(*columns)
   before = functools.reduce(np.logical_or, map(reached_saturated, columns))
   reached = reached_saturated(results) & ~before
@@ -392,7 +393,7 @@ def test_what_only_moves_values_makes_none_larger(name):
   result = MOVES[name](x)
   allowed = max(float(jnp.max(jnp.abs(x))), 5.0 * (name == "clamp"))
   assert float(jnp.max(jnp.abs(result))) <= max(allowed, float(name == "sign"))
-  recorded = jax.make_jaxpr(ols.float_status(MOVES[name]))(x)
+  recorded = jax.make_jaxpr(hardware.float_status(MOVES[name]))(x)
   operations = [equation.primitive.name for equation in recorded.eqns]
   assert "reduce_or" not in operations  # Nothing is looked at.
 
@@ -416,7 +417,7 @@ COMPLEX = {
 @pytest.mark.parametrize("name", COMPLEX)
 def test_the_parts_of_a_complex_number_overflow_on_their_own(name):
   function, x, expected = COMPLEX[name]
-  status = ols.float_status(function, check=ols.nonfinite(jnp.float32))
+  status = hardware.float_status(function, check=ols.nonfinite(jnp.float32))
   _, counts = status(jnp.complex64(x))
   assert counts == expected
 
@@ -424,7 +425,7 @@ def test_the_parts_of_a_complex_number_overflow_on_their_own(name):
 def test_a_complex_number_made_of_an_inf_is_no_overflow():
   parts = jnp.float32(jnp.inf), jnp.float32(1)
   check = ols.nonfinite(jnp.float32)
-  assert not ols.float_status(lax.complex, check=check)(*parts)[1]
+  assert not hardware.float_status(lax.complex, check=check)(*parts)[1]
 
 
 # Primitives that jax.extend.core.primitives and jax.lax do not list, and what

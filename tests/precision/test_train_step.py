@@ -614,9 +614,9 @@ def test_the_step_by_hand_is_that_of_make_train_step(dtype):
   @jax.jit
   def by_hand(params, opt_state, state, x, y):
     value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
-    loss, grads = value_and_grad(params, x, y)
+    loss, scaled_grads = value_and_grad(params, x, y)
     updates, opt_state = schedule.optimizer(tx, state).update(
-      grads, opt_state, params
+      scaled_grads, opt_state, params
     )
     params = optax.apply_updates(params, updates)
     state = schedule.update(state, step=opt_state.applied_steps)
@@ -658,8 +658,12 @@ def test_a_damaged_scale_is_skipped_and_starts_over():
   schedule, params, tx = by_steps(), PARAMS, ols.loss_scaling(BARE, rule)
   opt_state = optax.tree.set(tx.init(params), loss_scale=jnp.float32(jnp.nan))
   state = schedule.init()
-  loss, grads = schedule.value_and_grad(loss_fn, opt_state, state)(params, X, Y)
-  _, after = schedule.optimizer(tx, state).update(grads, opt_state, params)
+  loss, scaled_grads = schedule.value_and_grad(loss_fn, opt_state, state)(
+    params, X, Y
+  )
+  _, after = schedule.optimizer(tx, state).update(
+    scaled_grads, opt_state, params
+  )
   assert jnp.isfinite(loss)
   assert after.skipped and after.stalled
   assert ols.get_loss_scale(after) == rule.init().loss_scale

@@ -317,8 +317,8 @@ def test_nothing_raises_inside_jit_and_steps_are_skipped(system):
 
   @jax.jit
   def step(params, opt_state):
-    gradients = jnp.full_like(params, jnp.inf)
-    updates, opt_state = tx.update(gradients, opt_state, params)
+    scaled_grads = jnp.full_like(params, jnp.inf)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   params = jnp.ones(2)

@@ -83,8 +83,8 @@ def counting_step():
   return opt, tx, jax.jit(tx.update)
 
 
-def train(update, state, params, gradients):
-  for gradient in gradients:
+def train(update, state, params, scaled_grads):
+  for gradient in scaled_grads:
     updates, state = update(gradient, state, params)
     params = optax.apply_updates(params, updates)
   return params, state
@@ -169,8 +169,8 @@ def test_one_bad_worker_skips_the_step_of_all(mapping):
   step = step_of_workers(mapping)
   for worker in range(WORKERS):
     for bad in BAD_VALUES:
-      gradients = jnp.full(WORKERS, 8.0, jnp.float16).at[worker].set(bad)
-      updates, skipped, scales = step(gradients)
+      scaled_grads = jnp.full(WORKERS, 8.0, jnp.float16).at[worker].set(bad)
+      updates, skipped, scales = step(scaled_grads)
       assert np.all(skipped), (worker, bad)
       assert np.all(scales == 4.0), (worker, bad)
       assert np.all(updates == 0) and np.all(np.signbit(updates))
@@ -180,15 +180,15 @@ def test_one_bad_worker_skips_the_step_of_all(mapping):
 def test_one_good_worker_does_not_apply_the_step(mapping):
   step = step_of_workers(mapping)
   for worker in range(WORKERS):
-    gradients = jnp.full(WORKERS, LARGEST, jnp.float16).at[worker].set(8.0)
-    assert np.all(step(gradients)[1]), worker
+    scaled_grads = jnp.full(WORKERS, LARGEST, jnp.float16).at[worker].set(8.0)
+    assert np.all(step(scaled_grads)[1]), worker
 
 
 @each_mapping
 def test_a_step_without_overflow_is_applied_by_all(mapping):
   largest_below = 65472.0  # The float16 number before the largest.
-  gradients = jnp.full(WORKERS, largest_below, jnp.float16)
-  updates, skipped, scales = step_of_workers(mapping)(gradients)
+  scaled_grads = jnp.full(WORKERS, largest_below, jnp.float16)
+  updates, skipped, scales = step_of_workers(mapping)(scaled_grads)
   assert not np.any(skipped)
   assert np.all(scales == 8.0)
   assert np.all(updates == -largest_below / 8)
@@ -198,8 +198,8 @@ def test_a_step_without_overflow_is_applied_by_all(mapping):
 def test_without_is_distributed_each_worker_decides_alone(mapping):
   # The axis stays in place: a script toggles the flag alone.
   step = step_of_workers(mapping, is_distributed=False)
-  gradients = jnp.full(WORKERS, 8.0, jnp.float16).at[5].set(LARGEST)
-  _, skipped, scales = step(gradients)
+  scaled_grads = jnp.full(WORKERS, 8.0, jnp.float16).at[5].set(LARGEST)
+  _, skipped, scales = step(scaled_grads)
   assert skipped.tolist() == [worker == 5 for worker in range(WORKERS)]
   assert scales.tolist() == [4.0 if bad else 8.0 for bad in skipped]
 
@@ -266,9 +266,9 @@ def test_is_distributed_needs_no_axis_under_plain_jit(axis_type):
   with jax.set_mesh(axes):
     state = tx.init(params)
     for worker in range(WORKERS):
-      gradients = jnp.full(WORKERS, 8.0).at[worker].set(LARGEST)
+      scaled_grads = jnp.full(WORKERS, 8.0).at[worker].set(LARGEST)
       updates, after = update(
-        jax.device_put(gradients, sharding), state, params
+        jax.device_put(scaled_grads, sharding), state, params
       )
       assert after.skipped, worker
       assert np.all(updates == 0), worker
@@ -320,8 +320,8 @@ def test_without_the_overflow_check_gradients_are_unscaled_in_float32(dtype):
   manager = presets.npu_fixed(loss_scale=scale, enable_overflow_check=False)
   tx = optimizer(manager=manager)
   params = jnp.zeros(2, jnp.float32)
-  gradients = jnp.array([1.0, -3.0], dtype)
-  updates, _ = tx.update(gradients, tx.init(params), params)
+  scaled_grads = jnp.array([1.0, -3.0], dtype)
+  updates, _ = tx.update(scaled_grads, tx.init(params), params)
   np.testing.assert_array_equal(updates, [-(2.0**-26), 3 * 2.0**-26])
 
 

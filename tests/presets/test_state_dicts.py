@@ -847,8 +847,8 @@ def test_training_goes_on_as_the_original_did_without_compiling_again(system):
   @jax.jit
   def step(opt_state, overflow):
     traced.append(1)
-    gradients = {"w": jnp.where(overflow, jnp.inf, jnp.ones(2))}
-    _, opt_state = tx.update(gradients, opt_state, params)
+    scaled_grads = {"w": jnp.where(overflow, jnp.inf, jnp.ones(2))}
+    _, opt_state = tx.update(scaled_grads, opt_state, params)
     return opt_state
 
   params = {"w": jnp.ones(2)}

@@ -254,7 +254,7 @@ def test_a_tap_shows_an_overflow_that_the_parameters_hide():
     # The gradient of what the tap is on is 2**12 times that of the parameter:
     # a layer scale, as in many a deep model.
     hidden = (params * half(2.0**-12)).astype(half)
-    hidden = ols.rules.amax_tap(hidden, found)
+    hidden = ols.hardware.amax_tap(hidden, found)
     return jnp.sum(hidden.astype(jnp.float32))
 
   params = jnp.ones(2, half)
@@ -264,8 +264,8 @@ def test_a_tap_shows_an_overflow_that_the_parameters_hide():
   @jax.jit
   def step(state, found):
     loss = ols.scaled_value_and_grad(loss_fn, state, argnums=(0, 1))
-    _, (grads, seen) = loss(params, jnp.float32(0))
-    return tx.update(grads, state, params, amax=seen * found)[1], seen
+    _, (scaled_grads, seen) = loss(params, jnp.float32(0))
+    return tx.update(scaled_grads, state, params, amax=seen * found)[1], seen
 
   seen_by_tap, hidden = tx.init(params), tx.init(params)
   for _ in range(4):

@@ -326,8 +326,8 @@ def test_a_fixed_scale_that_is_far_too_large_is_stalled_from_the_first_step():
     return jnp.float32(jnp.sum(params**2))
 
   for step in (1, 2):
-    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-    _, state = tx.update(grads, state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    _, state = tx.update(scaled_grads, state, params)
     assert (state.skipped_steps, bool(state.stalled)) == (step, True)
 
 

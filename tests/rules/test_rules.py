@@ -93,8 +93,12 @@ def test_the_wrapper_trains_in_a_scan_and_compiles_once(rule):
     traces.append(rule)
 
     def step(state, factor):
-      grads = factor * ols.get_loss_scale(state) * jnp.ones(2, jnp.float16)
-      return tx.update(grads.astype(jnp.float16), state)[1], state.overflow
+      scaled_grads = (
+        factor * ols.get_loss_scale(state) * jnp.ones(2, jnp.float16)
+      )
+      return tx.update(scaled_grads.astype(jnp.float16), state)[
+        1
+      ], state.overflow
 
     return jax.lax.scan(step, state, factors)[0]
 

@@ -217,8 +217,8 @@ def lost_steps(rule, growth, first):
     value_and_grad = ols.scaled_value_and_grad(
       ols.autocast(loss_fn, "O1"), state
     )
-    _, grads = value_and_grad(params, returns)
-    updates, state = tx.update(grads, state, params)
+    _, scaled_grads = value_and_grad(params, returns)
+    updates, state = tx.update(scaled_grads, state, params)
     return (optax.apply_updates(params, updates), state), state.skipped
 
   train = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(48)))

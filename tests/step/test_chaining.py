@@ -35,12 +35,12 @@ def scaling(request):
   return wrap
 
 
-def run(tx, gradients, params=PARAMS):
+def run(tx, scaled_grads, params=PARAMS):
   """Returns the updates of each step and the last state."""
   state = tx.init(params)
   update = jax.jit(tx.update)
   every = []
-  for gradient in gradients:
+  for gradient in scaled_grads:
     updates, state = update(gradient, state, params)
     every.append(np.asarray(updates).tolist())
   return every, state
@@ -146,9 +146,11 @@ def test_a_shared_flag_keeps_one_wrapper_per_group_in_step(scaling):
   tx = optax.multi_transform(
     {"fast": scaling(), "slow": scaling()}, {"a": "fast", "b": "slow"}
   )
-  gradients = {"a": BAD, "b": GOOD}
-  flag = ~jnp.isfinite(optax.tree.norm(gradients))
-  updates, state = tx.update(gradients, tx.init(params), params, overflow=flag)
+  scaled_grads = {"a": BAD, "b": GOOD}
+  flag = ~jnp.isfinite(optax.tree.norm(scaled_grads))
+  updates, state = tx.update(
+    scaled_grads, tx.init(params), params, overflow=flag
+  )
   for name in ("fast", "slow"):
     metrics = ols.loss_scale_metrics(state, path=f"inner_states/{name}")
     assert metrics["skipped"]
@@ -174,12 +176,12 @@ def test_masked_around_the_wrapper_leaves_the_rest_scaled(scaling):
   """Records why `optax.masked` belongs inside: what it masks stays scaled."""
   params = {"a": PARAMS, "b": PARAMS}
   tx = optax.masked(scaling(optax.identity()), {"a": True, "b": False})
-  gradients = {"a": GOOD, "b": GOOD}
-  updates, _ = tx.update(gradients, tx.init(params), params)
+  scaled_grads = {"a": GOOD, "b": GOOD}
+  updates, _ = tx.update(scaled_grads, tx.init(params), params)
   np.testing.assert_array_equal(updates["a"], GOOD / 8)
   np.testing.assert_array_equal(updates["b"], GOOD)
   inside = scaling(optax.masked(optax.identity(), {"a": True, "b": False}))
-  updates, _ = inside.update(gradients, inside.init(params), params)
+  updates, _ = inside.update(scaled_grads, inside.init(params), params)
   np.testing.assert_array_equal(updates["b"], GOOD / 8)
 
 
@@ -219,13 +221,13 @@ def test_a_line_search_takes_the_true_loss_and_unscaled_gradients(
 
   @jax.jit
   def step(params, state):
-    loss, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
     updates, state = tx.update(
-      grads,
+      scaled_grads,
       state,
       params,
       value=loss,
-      grad=ols.unscale(grads, state),
+      grad=ols.unscale(scaled_grads, state),
       value_fn=loss_fn,
     )
     return optax.apply_updates(params, updates), state

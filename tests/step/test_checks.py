@@ -377,9 +377,9 @@ def test_gradients_of_float8_parameters_are_float8():
   @jax.jit
   def examine(cotangent):
     _, pullback = jax.vjp(lambda w: w.astype(jnp.float16), params)
-    (gradients,) = pullback(cotangent)
-    assert gradients.dtype == params.dtype
-    return findings.examine(ols.saturated(jnp.float16), gradients).overflow
+    (scaled_grads,) = pullback(cotangent)
+    assert scaled_grads.dtype == params.dtype
+    return findings.examine(ols.saturated(jnp.float16), scaled_grads).overflow
 
   assert not examine(jnp.full(3, 416.0, jnp.float16))
   assert examine(jnp.full(3, 448.0, jnp.float16))
@@ -433,44 +433,44 @@ def test_each_leaf_is_judged_by_the_dtype_that_computed_it(way, bad_path):
 def test_leaves_computed_in_bfloat16_have_its_limit(way):
   largest = float(jnp.finfo(jnp.bfloat16).max)
   check = ols.saturated(PER_LEAF[way])
-  gradients = with_one_bad_leaf(LAYERS, "rest/brain", largest)
-  assert findings.examine(check, gradients).overflow
-  gradients = with_one_bad_leaf(LAYERS, "rest/single/0", largest)
-  assert not findings.examine(check, gradients).overflow
+  scaled_grads = with_one_bad_leaf(LAYERS, "rest/brain", largest)
+  assert findings.examine(check, scaled_grads).overflow
+  scaled_grads = with_one_bad_leaf(LAYERS, "rest/single/0", largest)
+  assert not findings.examine(check, scaled_grads).overflow
 
 
 def test_the_other_check_takes_dtypes_per_leaf_as_well():
   check = ols.nonfinite({"half": "float16", "rest": None})
   for value, expected in ((65504.0, False), (65505.0, True)):
-    gradients = with_one_bad_leaf(LAYERS, "half/bias", value)
-    assert findings.examine(check, gradients).overflow == expected
-  gradients = with_one_bad_leaf(LAYERS, "rest/brain", 65505.0)
-  assert not findings.examine(check, gradients).overflow
+    scaled_grads = with_one_bad_leaf(LAYERS, "half/bias", value)
+    assert findings.examine(check, scaled_grads).overflow == expected
+  scaled_grads = with_one_bad_leaf(LAYERS, "rest/brain", 65505.0)
+  assert not findings.examine(check, scaled_grads).overflow
 
 
 def test_a_tree_that_can_be_called_is_a_tree():
   check = ols.saturated(CallableLayer("float16", None))
-  gradients = CallableLayer(jnp.ones(2), jnp.full(2, 65504.0))
-  assert not findings.examine(check, gradients).overflow
-  gradients = CallableLayer(jnp.full(2, 65504.0), jnp.ones(2))
-  assert findings.examine(check, gradients).overflow
+  scaled_grads = CallableLayer(jnp.ones(2), jnp.full(2, 65504.0))
+  assert not findings.examine(check, scaled_grads).overflow
+  scaled_grads = CallableLayer(jnp.full(2, 65504.0), jnp.ones(2))
+  assert findings.examine(check, scaled_grads).overflow
 
 
 def test_a_function_is_asked_for_the_paths_of_gradients_only():
   paths = []
-  gradients = {
+  scaled_grads = {
     "params": {"Dense_0": {"kernel": jnp.ones(2), "bias": None}},
     "complex": [jnp.ones(1, complex), jnp.arange(3)],
     "integer": np.zeros(2, jax.dtypes.float0),
     "key": jax.random.key(0),
     "masked": optax.MaskedNode(),
   }
-  findings.examine(ols.saturated(paths.append), gradients)
+  findings.examine(ols.saturated(paths.append), scaled_grads)
   assert sorted(paths) == ["complex/0", "params/Dense_0/kernel"]
 
 
 def test_leaves_that_are_no_gradients_need_no_dtype_and_may_have_one():
-  gradients = {
+  scaled_grads = {
     "none": None,
     "integers": jnp.full(2, 70_000),
     "float0": np.zeros(2, jax.dtypes.float0),
@@ -479,8 +479,8 @@ def test_leaves_that_are_no_gradients_need_no_dtype_and_may_have_one():
     "numbers": jnp.ones(2),
   }
   for dtype in (None, jnp.float16):
-    check = ols.saturated(dict.fromkeys(gradients, dtype))
-    found = findings.examine(check, gradients)
+    check = ols.saturated(dict.fromkeys(scaled_grads, dtype))
+    found = findings.examine(check, scaled_grads)
     assert not found.overflow
     assert found.amax == 1.0
 
@@ -498,19 +498,19 @@ def test_devices_agree_on_what_one_leaf_of_one_of_them_shows(way, check_vma):
   for bad_path in paths_of(LAYERS):
     for device in (0, 5, 7):
       bad = with_one_bad_leaf(LAYERS, bad_path, 65504.0)
-      gradients = jax.tree.map(
+      scaled_grads = jax.tree.map(
         lambda all_, one, device=device: all_.at[device].set(one), clean, bad
       )
-      assert overflow(gradients) == (bad_path in HALF_PATHS)
+      assert overflow(scaled_grads) == (bad_path in HALF_PATHS)
 
 
 def test_leaves_of_one_limit_are_read_together_however_it_is_said():
-  gradients = [jnp.ones(5000), jnp.ones(7), jnp.ones(5000)]
+  scaled_grads = [jnp.ones(5000), jnp.ones(7), jnp.ones(5000)]
 
   def lowered(dtype):
     check = ols.saturated(dtype)
     # Through one function, so that the texts name it alike.
-    return jax.jit(lambda x: findings.examine(check, x)).lower(gradients)
+    return jax.jit(lambda x: findings.examine(check, x)).lower(scaled_grads)
 
   uniform = lowered("float16").as_text()
   assert lowered(["float16"] * 3).as_text() == uniform

@@ -46,12 +46,14 @@ def extra_args(loss, grads):
 
 def scaled_step(tx, params, opt_state, bad):
   """Runs one step; a `bad` one has a NaN and an inf in its gradients."""
-  loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(params)
-  true_grads = ols.unscale(grads, opt_state)
-  grads["bias"] = jnp.where(bad, jnp.nan, grads["bias"])
-  grads["kernel"] = jnp.where(bad, -jnp.inf, grads["kernel"])
+  loss, scaled_grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(
+    params
+  )
+  true_grads = ols.unscale(scaled_grads, opt_state)
+  scaled_grads["bias"] = jnp.where(bad, jnp.nan, scaled_grads["bias"])
+  scaled_grads["kernel"] = jnp.where(bad, -jnp.inf, scaled_grads["kernel"])
   updates, opt_state = tx.update(
-    grads, opt_state, params, **extra_args(loss, true_grads)
+    scaled_grads, opt_state, params, **extra_args(loss, true_grads)
   )
   return updates, opt_state
 
@@ -140,11 +142,11 @@ def test_guarantee_8_float16_gradients_of_float32_parameters(name):
   opt_state = wrapped(name).init(params)
 
   def step(params, opt_state):
-    loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(
-      params
-    )
-    extra = extra_args(loss, ols.unscale(grads, opt_state))
-    halves = jax.tree.map(lambda x: x.astype(jnp.float16), grads)
+    loss, scaled_grads = ols.scaled_value_and_grad(
+      optimizers.loss_fn, opt_state
+    )(params)
+    extra = extra_args(loss, ols.unscale(scaled_grads, opt_state))
+    halves = jax.tree.map(lambda x: x.astype(jnp.float16), scaled_grads)
     return wrapped(name).update(halves, opt_state, params, **extra)
 
   updates, after = jax.eval_shape(step, params, opt_state)

@@ -95,12 +95,12 @@ def test_all_leaves_share_one_reduction_over_devices(axis_type, count):
   tx = ols.loss_scaling(optax.adamw(1e-3), RULE)
   with jax.set_mesh(mesh):
     params = shard(make_leaves(count, (16, 4)), mesh, "data")
-    grads = {
+    scaled_grads = {
       name: leaf.astype(DTYPES[i % 3])
       for i, (name, leaf) in enumerate(params.items())
     }
     step = support.compile_donated(
-      make_step(tx), params, tx.init(params), shard(grads, mesh, "data")
+      make_step(tx), params, tx.init(params), shard(scaled_grads, mesh, "data")
     )
   (line,) = support.between_devices(step)
   assert "all-reduce(" in line
@@ -119,9 +119,9 @@ def test_guarantee_9_a_sharded_step_is_compiled_as_often_as_the_bare_one():
     names = []
     with support.listening_to_compilations(names):
       for bad in (0.0, jnp.inf, 0.0, jnp.nan, 0.0):
-        grads = shard(make_leaves(3, (16, 4)), mesh, "data")
-        grads["layer_1"] += bad
-        params, state = step(params, state, grads)
+        scaled_grads = shard(make_leaves(3, (16, 4)), mesh, "data")
+        scaled_grads["layer_1"] += bad
+        params, state = step(params, state, scaled_grads)
     return names.count("step")
 
   assert compilations(ols.loss_scaling(inner, RULE)) == compilations(inner)
@@ -144,21 +144,21 @@ def test_named_axes_are_agreed_over_at_once(spec, check_vma):
     (4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2
   )
   tx = ols.loss_scaling(optax.sgd(1e-3), RULE, axis_name=("data", "model"))
-  grads = make_leaves(20, (16,))
-  state = tx.init(grads)
+  scaled_grads = make_leaves(20, (16,))
+  state = tx.init(scaled_grads)
   overflow = jax.shard_map(
-    lambda grads, state: tx.update(grads, state)[1].overflow,
+    lambda scaled_grads, state: tx.update(scaled_grads, state)[1].overflow,
     mesh=mesh,
     in_specs=(PartitionSpec(spec), PartitionSpec()),
     out_specs=PartitionSpec(),
     check_vma=check_vma,
   )
-  step = jax.jit(overflow).lower(grads, state).compile()
+  step = jax.jit(overflow).lower(scaled_grads, state).compile()
   (line,) = support.between_devices(step)
   assert reduced_elements(line) == 3  # The flag, amax, and the share used.
 
-  grads["layer_7"] = grads["layer_7"].at[15].set(np.nan)
-  assert jax.jit(overflow)(grads, state)
+  scaled_grads["layer_7"] = scaled_grads["layer_7"].at[15].set(np.nan)
+  assert jax.jit(overflow)(scaled_grads, state)
 
 
 def test_a_leaf_adds_at_most_three_times_the_equations_of_the_bare_step():
@@ -179,12 +179,14 @@ def test_many_small_leaves_are_read_by_a_few_kernels():
   tx = ols.loss_scaling(optax.sgd(1e-3), RULE)
 
   @jax.jit
-  def overflow(grads, state):
-    return tx.update(grads, state)[1].overflow
+  def overflow(scaled_grads, state):
+    return tx.update(scaled_grads, state)[1].overflow
 
   def kernels(count):
-    grads = make_leaves(count, 1000)
-    hlo = overflow.lower(grads, tx.init(grads)).compile().as_text()
+    scaled_grads = make_leaves(count, 1000)
+    hlo = (
+      overflow.lower(scaled_grads, tx.init(scaled_grads)).compile().as_text()
+    )
     return hlo.count(" fusion(")
 
   assert kernels(300) <= kernels(3) + 8

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests.support import slow_but
 from tests.support import to_bits
 
@@ -88,11 +89,11 @@ def make_step(tx, loss_fn=loss_fn):
   mixed_loss_fn = ols.autocast(loss_fn, "O1")
 
   def step(params, opt_state, average, batch):
-    loss, grads = ols.scaled_value_and_grad(mixed_loss_fn, opt_state)(
+    loss, scaled_grads = ols.scaled_value_and_grad(mixed_loss_fn, opt_state)(
       params, batch
     )
-    norm = optax.tree.norm(ols.unscale(grads, opt_state)["b"])
-    updates, opt_state = tx.update(grads, opt_state, params)
+    norm = optax.tree.norm(ols.unscale(scaled_grads, opt_state)["b"])
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     average = ols.select_on_skip(opt_state, params, average)
     metrics = ols.loss_scale_metrics(opt_state)
@@ -137,10 +138,10 @@ def make_light_step(loss_fn=loss_fn):
     return loss_fn(params, batch).astype(jnp.float16)
 
   def step(params, opt_state, average, batch):
-    _, grads = ols.scaled_value_and_grad(float16_loss_fn, opt_state)(
+    _, scaled_grads = ols.scaled_value_and_grad(float16_loss_fn, opt_state)(
       params, batch
     )
-    updates, opt_state = TX.update(grads, opt_state, params)
+    updates, opt_state = TX.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     average = ols.select_on_skip(opt_state, params, average)
     return params, opt_state, average, ols.loss_scale_metrics(opt_state)
@@ -214,13 +215,13 @@ def test_debug_nans_stops_at_a_gradient_that_is_nan():
 def test_debug_nans_stops_an_eager_step_in_the_optimizer():
   """Records why: it runs on what overflowed, and is taken back after."""
   tx = ols.loss_scaling(optax.adam(0.5), ols.DynamicLossScale(8.0))
-  gradients = jnp.array([jnp.inf, 1.0])
-  state = tx.init(gradients)
+  scaled_grads = jnp.array([jnp.inf, 1.0])
+  state = tx.init(scaled_grads)
   with switched("debug_nans"):
-    _, after = jax.jit(tx.update)(gradients, state)
+    _, after = jax.jit(tx.update)(scaled_grads, state)
     assert after.skipped
     with pytest.raises(FloatingPointError, match="nan.* div"):
-      tx.update(gradients, state)
+      tx.update(scaled_grads, state)
 
 
 def test_strict_promotion_stops_adam_without_us_too():
@@ -300,8 +301,8 @@ def check_updates(updates, params):
 
 
 CHECKED = {
-  "float_status": lambda: ols.float_status(checked_loss_fn),
-  "saturating": lambda: ols.saturating(checked_loss_fn),
+  "float_status": lambda: hardware.float_status(checked_loss_fn),
+  "emulate_saturation": lambda: hardware.emulate_saturation(checked_loss_fn),
 }
 
 
@@ -314,17 +315,25 @@ def test_a_check_in_the_loss_is_reported_through(name):
 
 DETECTING = {
   "float_status": lambda: jax.jit(
-    jax.grad(ols.float_status(loss_fn), has_aux=True)
+    jax.grad(hardware.float_status(loss_fn), has_aux=True)
   ),
-  "float_status around": lambda: jax.jit(ols.float_status(jax.grad(loss_fn))),
-  "saturating": lambda: jax.jit(jax.grad(ols.saturating(loss_fn))),
-  "saturating eagerly": lambda: jax.grad(ols.saturating(loss_fn)),
-  "saturating around": lambda: jax.jit(ols.saturating(jax.grad(loss_fn))),
+  "float_status around": lambda: jax.jit(
+    hardware.float_status(jax.grad(loss_fn))
+  ),
+  "emulate_saturation": lambda: jax.jit(
+    jax.grad(hardware.emulate_saturation(loss_fn))
+  ),
+  "emulate_saturation eagerly": lambda: jax.grad(
+    hardware.emulate_saturation(loss_fn)
+  ),
+  "emulate_saturation around": lambda: jax.jit(
+    hardware.emulate_saturation(jax.grad(loss_fn))
+  ),
 }
 
 
 each_detector = pytest.mark.parametrize(
-  "name", slow_but(["saturating"], DETECTING)
+  "name", slow_but(["emulate_saturation"], DETECTING)
 )
 
 
@@ -377,9 +386,9 @@ def test_checkify_finds_nothing_in_a_clean_step():
 def test_checkify_tells_of_what_is_skipped():
   """Records why: it looks at all that was computed, not at what was kept."""
   tx = ols.loss_scaling(optax.adam(0.5), ols.DynamicLossScale(8.0))
-  gradients = jnp.array([jnp.inf, 1.0])
+  scaled_grads = jnp.array([jnp.inf, 1.0])
   checked = jax.jit(checkify.checkify(tx.update, errors=checkify.float_checks))
-  error, (updates, state) = checked(gradients, tx.init(gradients))
+  error, (updates, state) = checked(scaled_grads, tx.init(scaled_grads))
   assert error.get() is not None
   assert state.skipped
   np.testing.assert_array_equal(updates, [0, 0])
@@ -396,11 +405,11 @@ def test_key_reuse_cannot_follow_a_key_that_a_skip_keeps():
   """Records why: the state holds the old key or the new one."""
   noise = optax.add_noise(0.5, 0.5, key=jax.random.key(0))
   tx = ols.loss_scaling(noise, ols.DynamicLossScale(8.0))
-  gradients = PARAMS["b"]
-  update, state = jax.jit(tx.update), tx.init(gradients)
+  scaled_grads = PARAMS["b"]
+  update, state = jax.jit(tx.update), tx.init(scaled_grads)
   refused = pytest.raises(jax.errors.KeyReuseError, match="already consumed")
   with jax.debug_key_reuse(True), refused:
-    update(gradients, state)
+    update(scaled_grads, state)
 
 
 def test_prints_are_neither_lost_nor_doubled(capfd):

@@ -92,9 +92,9 @@ def trainer(mapping, order, inner):
   tx = averaging(order, tuple(axes), INNERS[inner], rule, check=SATURATED)
 
   def train(every_gradients):
-    def step(carry, gradients):
+    def step(carry, scaled_grads):
       params, state = carry
-      updates, state = tx.update(gradients, state, params)
+      updates, state = tx.update(scaled_grads, state, params)
       carry = optax.apply_updates(params, updates), state
       return carry, carry
 
@@ -132,9 +132,9 @@ def test_guarantee_10_one_devices_overflow_skips_the_step_on_all(
   cases = 2 * list(itertools.product(places, values))
   for i, ((name, place), value) in enumerate(cases):
     device = i % 8
-    gradients = gradients_of_three_steps()
-    gradients[name][(device, 1, *place)] = value
-    params, state = jax.tree.map(np.asarray, train(gradients))
+    scaled_grads = gradients_of_three_steps()
+    scaled_grads[name][(device, 1, *place)] = value
+    params, state = jax.tree.map(np.asarray, train(scaled_grads))
     for leaf in jax.tree.leaves((params, state)):
       assert np.all(bits(leaf) == bits(leaf)[:1])
     assert state.skipped[0].tolist() == [False, True, False]
@@ -170,12 +170,12 @@ def test_agreement_leaves_each_device_its_own_gradients(mapping):
     optax.identity(), ols.FixedLossScale(8.0), axis_name=list(axes)
   )
 
-  def update(gradients):
-    updates, state = tx.update(gradients, tx.init(gradients))
+  def update(scaled_grads):
+    updates, state = tx.update(scaled_grads, tx.init(scaled_grads))
     return updates, state.amax
 
-  gradients = 8 * jnp.arange(8.0)
-  updates, amax = per_device(update, axes, check_vma)(gradients)
+  scaled_grads = 8 * jnp.arange(8.0)
+  updates, amax = per_device(update, axes, check_vma)(scaled_grads)
   assert updates.tolist() == list(range(8))
   assert amax.tolist() == [56.0] * 8
 
@@ -212,9 +212,9 @@ def test_both_orders_make_the_step_of_one_device_in_float64(mapping, order):
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_both_orders_are_equal_when_nothing_overflows(mapping):
-  gradients = gradients_of_three_steps(seed=1)
+  scaled_grads = gradients_of_three_steps(seed=1)
   before, after = (
-    trainer(mapping, order, "momentum")(gradients) for order in ORDERS
+    trainer(mapping, order, "momentum")(scaled_grads) for order in ORDERS
   )
   assert before[1].applied_steps[0].tolist() == [1, 2, 3]
   for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
@@ -272,8 +272,8 @@ def test_without_skip_the_average_of_an_overflow_is_no_finite_number(order):
   rule = ols.FixedLossScale(1.0, skip=False)
   tx = averaging(order, "data", optax.identity(), rule)
   update = per_device(lambda x: tx.update(x, tx.init(x)), {"data": 8})
-  gradients = jnp.ones((8, 3)).at[5, 1].set(jnp.inf).at[2, 2].set(jnp.nan)
-  updates, state = update(gradients)
+  scaled_grads = jnp.ones((8, 3)).at[5, 1].set(jnp.inf).at[2, 2].set(jnp.nan)
+  updates, state = update(scaled_grads)
   assert np.all(state.overflow)
   expected = np.broadcast_to([1.0, np.inf, np.nan], (8, 3))
   np.testing.assert_array_equal(updates, expected)
@@ -291,20 +291,20 @@ def test_without_skip_the_average_of_an_overflow_is_no_finite_number(order):
 def test_gradients_travel_in_the_dtype_of_the_order(order, dtype, on_the_wire):
   tx = averaging(order, "data", optax.identity(), ols.FixedLossScale(1.0))
   update = per_device(lambda x: tx.update(x, tx.init(x))[0], {"data": 8})
-  gradients = jnp.tile(jnp.arange(8.0)[:, None], 5).astype(dtype)
-  lines = support.between_devices(update.lower(gradients).compile())
+  scaled_grads = jnp.tile(jnp.arange(8.0)[:, None], 5).astype(dtype)
+  lines = support.between_devices(update.lower(scaled_grads).compile())
   shapes = sorted(line.split(" = ")[1].split("{")[0] for line in lines)
   # The flag and amax, twice: of all, and of what has a known dtype.
   assert shapes == sorted([f"{on_the_wire}[5]", "u32[3]"])
-  assert update(gradients).tolist() == [[3.5] * 5] * 8
+  assert update(scaled_grads).tolist() == [[3.5] * 5] * 8
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_complex_gradient_is_averaged(order):
   tx = averaging(order, "data", optax.identity(), ols.FixedLossScale(2.0))
   update = per_device(lambda x: tx.update(x, tx.init(x))[0], {"data": 8})
-  gradients = jnp.arange(8) * (4 - 8j)
-  assert update(gradients).tolist() == [7 - 14j] * 8
+  scaled_grads = jnp.arange(8) * (4 - 8j)
+  assert update(scaled_grads).tolist() == [7 - 14j] * 8
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -358,10 +358,10 @@ def test_guarantee_10_gradients_are_not_reduced_twice(order, transform):
   tx = averaging(order, "data", optax.sgd(1.0), ols.FixedLossScale(8.0))
 
   def step(params, state, batch):
-    grads = ols.scaled_value_and_grad(
+    scaled_grads = ols.scaled_value_and_grad(
       lambda params, batch: regression_loss(params["w"], batch), state
     )(params, batch)[1]
-    return tx.update(grads, state, params)[0]
+    return tx.update(scaled_grads, state, params)[0]
 
   params = {"w": jnp.ones(3)}
   step = jax.shard_map(
@@ -452,8 +452,8 @@ def test_a_missing_axis_name_is_asked_for_if_jax_does_not_track(check_vma):
       return tx.update(x, state)[1].loss_scale_state.loss_scale
 
     update = per_device(update, {"data": 8}, check_vma, replicated=1)
-    gradients = jnp.ones(8).at[3].set(jnp.inf)
-    return update(tx.init(jnp.ones(2)), gradients).tolist()
+    scaled_grads = jnp.ones(8).at[3].set(jnp.inf)
+    return update(tx.init(jnp.ones(2)), scaled_grads).tolist()
 
   alone = [8.0, 8.0, 8.0, 4.0, 8.0, 8.0, 8.0, 8.0]
   with pytest.warns(ols.WiringWarning, match=text) as told:
@@ -586,9 +586,9 @@ def test_without_a_rule_only_a_requested_skip_divides_devices(mapping):
 
 def test_no_axis_is_asked_for_where_devices_cannot_meet_or_are_tracked():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
-  state, gradients = tx.init(jnp.ones(())), jnp.ones(8)
+  state, scaled_grads = tx.init(jnp.ones(())), jnp.ones(8)
   # An axis without a name is none to reduce over: one model a device.
-  jax.pmap(lambda x: tx.update(x, state)[0])(gradients)
+  jax.pmap(lambda x: tx.update(x, state)[0])(scaled_grads)
 
   def update(x):
     return tx.update(lax.pmean(x[0], "data"), state)[0]
@@ -599,12 +599,14 @@ def test_no_axis_is_asked_for_where_devices_cannot_meet_or_are_tracked():
     in_specs=jax.P("data"),
     out_specs=jax.P(),
   )
-  jaxpr = jax.make_jaxpr(tracked)(gradients)
+  jaxpr = jax.make_jaxpr(tracked)(scaled_grads)
   assert "axis_index" not in str(jaxpr)
   averaged = ols.loss_scaling(
     optax.sgd(1.0), ols.DynamicLossScale(8.0), average_scaled="data"
   )
-  jax.pmap(lambda x: averaged.update(x, state)[0], axis_name="data")(gradients)
+  jax.pmap(lambda x: averaged.update(x, state)[0], axis_name="data")(
+    scaled_grads
+  )
 
 
 def test_one_model_a_device_decides_for_itself():
@@ -619,8 +621,8 @@ def test_one_model_a_device_decides_for_itself():
 
     return lax.scan(step, state, every_gradients)[1]
 
-  gradients = jnp.ones((8, 2)).at[3, 0].set(jnp.inf).at[6, :].set(jnp.nan)
-  scales = per_device(train, {"data": 8})(gradients)
+  scaled_grads = jnp.ones((8, 2)).at[3, 0].set(jnp.inf).at[6, :].set(jnp.nan)
+  scales = per_device(train, {"data": 8})(scaled_grads)
   expected = [[8.0, 8.0]] * 8
   expected[3], expected[6] = [4.0, 4.0], [4.0, 2.0]
   assert scales.tolist() == expected
@@ -697,11 +699,11 @@ def test_the_wrapper_refuses_what_names_no_axis(argument):
 def test_averages_promote_nothing_implicitly(order):
   tx = averaging(order, "data", optax.identity(), ols.FixedLossScale(8.0))
   update = per_device(lambda x: tx.update(x, tx.init(x))[0], {"data": 8})
-  gradients = {
+  scaled_grads = {
     dtype: jnp.ones((8, 2), dtype)
     for dtype in ("float16", "bfloat16", "float32", "complex64")
   }
-  for dtype, updates in update(gradients).items():
+  for dtype, updates in update(scaled_grads).items():
     assert updates.tolist() == [[0.125] * 2] * 8, dtype
 
 

@@ -95,14 +95,16 @@ def test_guarantees_6_and_8_hold_for(name):
   @jax.jit
   @chex.assert_max_traces(n=2)  # One for each dtype of the parameters.
   def step(params, state, bad):
-    loss, grads = ols.scaled_value_and_grad(optimizers.loss_fn, state)(params)
+    loss, scaled_grads = ols.scaled_value_and_grad(optimizers.loss_fn, state)(
+      params
+    )
     extra_args = exported.extra_args(
-      name, optimizers.loss_fn, loss, ols.unscale(grads, state)
+      name, optimizers.loss_fn, loss, ols.unscale(scaled_grads, state)
     )
-    grads = jax.tree.map(
-      lambda x: jnp.where(bad, jnp.nan, x).astype(jnp.float16), grads
+    scaled_grads = jax.tree.map(
+      lambda x: jnp.where(bad, jnp.nan, x).astype(jnp.float16), scaled_grads
     )
-    updates, state = tx.update(grads, state, params, **extra_args)
+    updates, state = tx.update(scaled_grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), updates, state
 
   params = optimizers.make_params(jnp.float16)

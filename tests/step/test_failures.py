@@ -22,12 +22,12 @@ NAN, INF = jnp.array([1.0, jnp.nan]), jnp.array([1.0, jnp.inf])
 GOOD = jnp.ones(2)
 
 
-def after(*gradients, rule=RULES["dynamic"], check=None, **extra_args):
+def after(*scaled_grads, rule=RULES["dynamic"], check=None, **extra_args):
   """Returns an optimizer's state after a step for each of the gradients."""
   options = {} if check is None else {"check": check}
   tx = ols.loss_scaling(optax.sgd(0.1), rule, **options)
   state = tx.init(GOOD)
-  for gradient in gradients:
+  for gradient in scaled_grads:
     _, state = tx.update(gradient, state, GOOD, **extra_args)
   return state
 
@@ -148,8 +148,8 @@ def test_all_data_nan_is_heard():
     def loss_fn(params):
       return jnp.mean(params["w"] * batch)
 
-    _, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   with pytest.raises(FloatingPointError, match="6 steps in a row.*NaN"):

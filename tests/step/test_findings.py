@@ -32,10 +32,10 @@ class KeepsAmax(ols.LossScale):
     return state._replace(seen_amax=amax)
 
 
-def update_once(rule, gradients, check=ols.nonfinite(), **extra):  # noqa: B008
+def update_once(rule, scaled_grads, check=ols.nonfinite(), **extra):  # noqa: B008
   tx = ols.loss_scaling(optax.sgd(0.1), rule, check=check)
-  params = jax.tree.map(jnp.zeros_like, gradients)
-  return tx.update(gradients, tx.init(params), params, **extra)[1]
+  params = jax.tree.map(jnp.zeros_like, scaled_grads)
+  return tx.update(scaled_grads, tx.init(params), params, **extra)[1]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def update_once(rule, gradients, check=ols.nonfinite(), **extra):  # noqa: B008
   ids=["larger", "smaller", "negative", "numpy", "tree", "empty", "no leaf"],
 )
 def test_amax_from_elsewhere_counts_with_the_gradients(amax, largest):
-  gradients = jnp.array([4.0, -1.0], jnp.float16)
-  state = update_once(KeepsAmax(), gradients, amax=amax)
+  scaled_grads = jnp.array([4.0, -1.0], jnp.float16)
+  state = update_once(KeepsAmax(), scaled_grads, amax=amax)
   assert state.amax == state.loss_scale_state.seen_amax == largest
   assert not state.overflow
   assert state.headroom == pytest.approx(math.log2(65504 / largest), abs=1e-5)
@@ -83,16 +83,16 @@ def test_amax_from_elsewhere_that_is_not_finite_is_an_overflow(value):
 def test_amax_from_elsewhere_beyond_what_the_check_allows_is_an_overflow(
   check, amax, overflows
 ):
-  gradients = {"a": jnp.ones(1), "b": jnp.ones(1)}
-  state = update_once(ols.DynamicLossScale(8.0), gradients, check, amax=amax)
+  scaled_grads = {"a": jnp.ones(1), "b": jnp.ones(1)}
+  state = update_once(ols.DynamicLossScale(8.0), scaled_grads, check, amax=amax)
   assert state.skipped == overflows
   assert state.overflow == overflows
   assert state.loss_scale_state.loss_scale == (4.0 if overflows else 8.0)
 
 
 def test_amax_of_narrow_gradients_has_their_limit():
-  gradients = jnp.ones(1, jnp.float16)
-  assert update_once(KeepsAmax(), gradients, amax=1e5).overflow
+  scaled_grads = jnp.ones(1, jnp.float16)
+  assert update_once(KeepsAmax(), scaled_grads, amax=1e5).overflow
 
 
 @pytest.mark.slow

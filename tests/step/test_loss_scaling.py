@@ -42,17 +42,17 @@ def recording(calls):
 def test_guarantee_2_gradients_are_unscaled_in_float32(scale):
   calls = []
   tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(scale))
-  gradients = {
+  scaled_grads = {
     "half": jnp.array([1.0, 6e-8, -3.0], jnp.float16),
     "single": jnp.array([1.0, 1e-3, -3.0], jnp.float32),
   }
-  jax.jit(tx.update)(gradients, tx.init(gradients))
+  jax.jit(tx.update)(scaled_grads, tx.init(scaled_grads))
   # The number that unscaling multiplies by, and the product, in float32.
   inverse = np.float32(1) / np.float32(scale)
   for name, unscaled in calls[-1].updates.items():
     assert unscaled.dtype == jnp.float32, name
-  updates, state = jax.jit(tx.update)(gradients, tx.init(gradients))
-  for name, gradient in gradients.items():
+  updates, state = jax.jit(tx.update)(scaled_grads, tx.init(scaled_grads))
+  for name, gradient in scaled_grads.items():
     expected = np.asarray(gradient, np.float32) * inverse
     np.testing.assert_array_equal(updates[name], expected)
   assert state.inv_scale == inverse
@@ -61,20 +61,20 @@ def test_guarantee_2_gradients_are_unscaled_in_float32(scale):
 
 def test_guarantee_2_float16_gradients_at_a_large_scale_do_not_become_zero():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(2.0**25))
-  gradients = jnp.array([2.0**-14, 1.0], jnp.float16)
-  updates, _ = tx.update(gradients, tx.init(gradients))
+  scaled_grads = jnp.array([2.0**-14, 1.0], jnp.float16)
+  updates, _ = tx.update(scaled_grads, tx.init(scaled_grads))
   np.testing.assert_array_equal(updates, [-(2.0**-39), -(2.0**-25)])
 
 
 def test_guarantee_2_float64_and_complex_keep_their_dtype():
   with jax.enable_x64(True):
     tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1000.0))
-    gradients = {
+    scaled_grads = {
       "double": jnp.array([np.pi * 1000], jnp.float64),
       "complex": jnp.array([1000.0 + 2000.0j], jnp.complex64),
       "wide": jnp.array([1000j * np.pi], jnp.complex128),
     }
-    updates, _ = jax.jit(tx.update)(gradients, tx.init(gradients))
+    updates, _ = jax.jit(tx.update)(scaled_grads, tx.init(scaled_grads))
     assert updates["double"].dtype == jnp.float64
     assert updates["complex"].dtype == jnp.complex64
     assert updates["wide"].dtype == jnp.complex128
@@ -109,8 +109,10 @@ def test_guarantee_1_the_step_on_which_s_grows_uses_the_old_s(growth_interval):
 
   @jax.jit
   def step(params, state):
-    _, grads = ols.scaled_value_and_grad(lambda p: jnp.sum(p**2), state)(params)
-    return tx.update(grads, state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(lambda p: jnp.sum(p**2), state)(
+      params
+    )
+    return tx.update(scaled_grads, state, params)
 
   scales = []
   for _ in range(4):
@@ -166,8 +168,8 @@ def test_guarantee_6_every_kind_of_leaf_is_kept_on_a_skip():
   inner = optax.GradientTransformation(lambda _: kept, move)
   tx = ols.loss_scaling(inner, ols.FixedLossScale())
   state = tx.init({"complex": jnp.zeros(1, jnp.complex64)})
-  gradients = {"complex": jnp.array([complex(np.nan, 0.0)])}
-  updates, after = jax.jit(tx.update)(gradients, state)
+  scaled_grads = {"complex": jnp.array([complex(np.nan, 0.0)])}
+  updates, after = jax.jit(tx.update)(scaled_grads, state)
   parts = np.array([updates["complex"].real, updates["complex"].imag])
   assert np.all(np.signbit(parts)) and np.all(parts == 0)
   after = after.inner_state
@@ -184,9 +186,9 @@ def test_guarantee_8_the_inner_transformation_sees_float32_copies():
     "brain": jnp.ones(2, jnp.bfloat16),
     "integer": jnp.ones(2, jnp.int32),
   }
-  gradients = {**params, "integer": jnp.zeros(2, jnp.int32)}
+  scaled_grads = {**params, "integer": jnp.zeros(2, jnp.int32)}
   state = tx.init(params)
-  updates, _ = tx.update(gradients, state, params)
+  updates, _ = tx.update(scaled_grads, state, params)
   for seen in (calls[0].params, calls[1].params, calls[1].updates):
     assert seen["half"].dtype == seen["brain"].dtype == jnp.float32
     assert seen["integer"].dtype == jnp.int32
@@ -288,11 +290,11 @@ def test_guarantee_12_fp8_collections_go_around_the_wrapper():
   tx = ols.loss_scaling(recording(calls), ols.FixedLossScale(8.0))
   state = tx.init(params)
   # The next scale of an FP8 layer may be anything, also inf.
-  gradients = {
+  scaled_grads = {
     "params": {"kernel": jnp.array([8.0, 16.0])},
     "_overwrite_with_gradient": {"scale": jnp.array([jnp.inf])},
   }
-  updates, state = jax.jit(tx.update)(gradients, state, params)
+  updates, state = jax.jit(tx.update)(scaled_grads, state, params)
   assert not state.overflow
   assert state.amax == 16.0
   np.testing.assert_array_equal(updates["params"]["kernel"], [1.0, 2.0])
@@ -306,15 +308,15 @@ def test_guarantee_12_fp8_collections_go_around_the_wrapper():
 def test_guarantee_12_a_skip_keeps_the_old_value_of_an_fp8_collection():
   params = variables_with_fp8()
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0))
-  gradients = jax.tree.map(lambda x: x * jnp.inf, params)
-  updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  scaled_grads = jax.tree.map(lambda x: x * jnp.inf, params)
+  updates, state = jax.jit(tx.update)(scaled_grads, tx.init(params), params)
   assert state.skipped
   assert np.all(np.signbit(updates["params"]["kernel"]))
   np.testing.assert_array_equal(
     updates["_overwrite_with_gradient"]["scale"], [3.0]
   )
   with pytest.raises(ValueError, match="`params` must be passed to update"):
-    tx.update(gradients, tx.init(params))
+    tx.update(scaled_grads, tx.init(params))
 
 
 def test_guarantee_13_extra_arguments_reach_the_inner_transformation():
@@ -362,9 +364,9 @@ def test_a_threshold_on_the_gradient_norm_is_one_line():
   state = tx.init(jnp.zeros(2))
 
   @jax.jit
-  def step(grads, state):
-    norm = optax.tree.norm(ols.unscale(grads, state))
-    return tx.update(grads, state, overflow=norm > 10.0)[1].skipped
+  def step(scaled_grads, state):
+    norm = optax.tree.norm(ols.unscale(scaled_grads, state))
+    return tx.update(scaled_grads, state, overflow=norm > 10.0)[1].skipped
 
   assert not step(jnp.array([48.0, 64.0]), state)
   assert step(jnp.array([48.0, 65.0]), state)
@@ -562,16 +564,18 @@ def test_guarantee_4_a_damaged_scale_skips_a_whole_step(scale):
   def loss_fn(params, batch):
     return jnp.mean((batch @ params) ** 2)
 
-  loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+  loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+    params, batch
+  )
   assert loss == 4.0
-  updates, after = tx.update(grads, opt_state, params)
+  updates, after = tx.update(scaled_grads, opt_state, params)
   assert after.skipped and np.all(updates == 0)
   value_and_grad = ols.accumulate(
     ols.scaled_value_and_grad(loss_fn, opt_state), microbatches=2, drop=True
   )
-  _, grads, overflow = value_and_grad(params, batch)
+  _, scaled_grads, overflow = value_and_grad(params, batch)
   assert jnp.all(overflow.flags)
-  updates, after = tx.update(grads, opt_state, params, overflow=overflow)
+  updates, after = tx.update(scaled_grads, opt_state, params, overflow=overflow)
   assert after.skipped and np.all(updates == 0)
   assert ols.get_loss_scale(after) == 2.0**15
 
@@ -594,12 +598,12 @@ def test_a_gradient_that_float32_cannot_hold_unscaled_never_reaches_adam():
   def step(carry, _):
     params, state = carry
     loss_fn = lambda w: (1e20 * w) ** 2  # noqa: E731
-    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), grads
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    updates, state = tx.update(scaled_grads, state, params)
+    return (optax.apply_updates(params, updates), state), scaled_grads
 
-  end, grads = jax.lax.scan(step, (params, tx.init(params)), length=60)
-  assert jnp.isfinite(grads[-1])
+  end, scaled_grads = jax.lax.scan(step, (params, tx.init(params)), length=60)
+  assert jnp.isfinite(scaled_grads[-1])
   support.assert_same_bits(end[0], params)
   support.assert_same_bits(end[1].inner_state, tx.init(params).inner_state)
   assert end[1].skipped and end[1].stalled and end[1].applied_steps == 0
@@ -629,8 +633,8 @@ def test_a_quotient_beyond_the_range_of_its_dtype_is_an_overflow(
 ):
   with jax.enable_x64(largest.dtype in ("float64", "complex128")):
     tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(scale))
-    gradients = {"a": jnp.ones(3, largest.dtype).at[1].set(largest)}
-    updates, state = jax.jit(tx.update)(gradients, tx.init(gradients))
+    scaled_grads = {"a": jnp.ones(3, largest.dtype).at[1].set(largest)}
+    updates, state = jax.jit(tx.update)(scaled_grads, tx.init(scaled_grads))
     assert state.skipped == (not fits)
     assert jnp.all(jnp.isfinite(updates["a"]))
     assert (updates["a"][1] != 0) == fits
@@ -644,9 +648,11 @@ def test_a_micro_batch_that_does_not_fit_unscaled_is_dropped():
     microbatches=2,
     drop=True,
   )
-  _, grads, overflow = value_and_grad(jnp.zeros(()), jnp.array([1e19, 8.0]))
+  _, scaled_grads, overflow = value_and_grad(
+    jnp.zeros(()), jnp.array([1e19, 8.0])
+  )
   np.testing.assert_array_equal(overflow.flags, [True, False])
-  assert jnp.isfinite(overflow.amax[0]) and grads == jnp.float32(1e20)
+  assert jnp.isfinite(overflow.amax[0]) and scaled_grads == jnp.float32(1e20)
 
 
 @pytest.mark.parametrize("transform", [lambda init: init, jax.jit])
@@ -728,16 +734,16 @@ def test_a_rule_that_changes_its_state_is_refused():
 
 def test_python_and_numpy_gradients_are_gradients():
   tx = ols.loss_scaling(optax.identity(), ols.FixedLossScale(8.0))
-  gradients = {
+  scaled_grads = {
     "python": 8.0,
     "numpy": np.full(2, 16.0),
     "scalar": np.float32(8),
   }
-  updates, state = tx.update(gradients, tx.init(gradients))
+  updates, state = tx.update(scaled_grads, tx.init(scaled_grads))
   assert updates["python"] == updates["scalar"] == 1.0
   np.testing.assert_array_equal(updates["numpy"], [2.0, 2.0])
   assert state.amax == 16.0
-  updates, state = tx.update({**gradients, "python": np.nan}, state)
+  updates, state = tx.update({**scaled_grads, "python": np.nan}, state)
   assert state.skipped
 
 
@@ -791,8 +797,8 @@ def test_the_wrapper_promotes_nothing_implicitly():
 
   @jax.jit
   def step(params, state):
-    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-    return tx.update(grads, state, params, overflow=False)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    return tx.update(scaled_grads, state, params, overflow=False)
 
   updates, _ = step(params, tx.init(params))
   np.testing.assert_array_equal(updates["half"], [2.0, 2.0])
@@ -899,8 +905,8 @@ def test_guarantee_12_real_fp8_layers_train_and_skip():
     def loss_fn(params):
       return jnp.mean(model.apply(params, batch) ** 2) * factor
 
-    _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-    updates, state = tx.update(grads, state, params)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+    updates, state = tx.update(scaled_grads, state, params)
     moved = optax.apply_updates(params["params"], updates["params"])
     return {"params": moved, collection: updates[collection]}, state
 
@@ -935,8 +941,8 @@ def test_devices_agree_where_gradients_vary_over_one_axis_of_two(axis_name):
     in_specs=(jax.P("data"), jax.P()),
     out_specs=(jax.P("data"), jax.P()),
   )
-  def update(gradients, state):
-    return tx.update(gradients, state)
+  def update(scaled_grads, state):
+    return tx.update(scaled_grads, state)
 
   updates, state = update(jnp.ones((4, 3)).at[3, 1].set(jnp.inf), state)
   assert np.all(updates == 0)
@@ -961,11 +967,11 @@ def test_devices_skip_together_over_a_named_axis(check_vma):
     out_specs=(jax.P("data"), jax.P()),
     check_vma=check_vma,
   )
-  def update(gradients, state):
-    return tx.update(gradients, state)
+  def update(scaled_grads, state):
+    return tx.update(scaled_grads, state)
 
-  gradients = jnp.ones((8, 3)).at[5, 2].set(jnp.nan)
-  updates, state = update(gradients, state)
+  scaled_grads = jnp.ones((8, 3)).at[5, 2].set(jnp.nan)
+  updates, state = update(scaled_grads, state)
   assert np.all(updates == 0)
   assert state.skipped and state.nan
   assert ols.get_loss_scale(state) == 4.0
@@ -1000,8 +1006,10 @@ def test_both_ways_to_average_over_devices_give_the_true_gradient(check_vma):
     check_vma=check_vma,
   )
   def update(params, state, batch):
-    _, grads = ols.scaled_value_and_grad(local_loss_fn, state)(params, batch)
-    return tx.update(grads, state, params)[0]
+    _, scaled_grads = ols.scaled_value_and_grad(local_loss_fn, state)(
+      params, batch
+    )
+    return tx.update(scaled_grads, state, params)[0]
 
   params = jnp.array([1.0, -2.0, 3.0])
   batch = jnp.arange(48.0).reshape(16, 3) / 16
@@ -1017,12 +1025,12 @@ def test_an_overflow_of_one_device_leaves_amax_the_same_on_all():
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
   )
   tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(1.0))
-  gradients = jnp.array([1.0, -3.0])
+  scaled_grads = jnp.array([1.0, -3.0])
 
   def step(overflow):
     # One model a device, so that each may decide for itself.
-    state = ols.make_varying(tx.init(gradients), "data")
-    _, state = tx.update(gradients, state, overflow=overflow)
+    state = ols.make_varying(tx.init(scaled_grads), "data")
+    _, state = tx.update(scaled_grads, state, overflow=overflow)
     return state.amax, state.skipped[None]
 
   amax, skipped = jax.jit(

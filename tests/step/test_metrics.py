@@ -17,12 +17,12 @@ F16_MAX = 65504.0
 AUTO = (jax.sharding.AxisType.Auto,)
 
 
-def metrics_after(gradients, check=None, **extra):
+def metrics_after(scaled_grads, check=None, **extra):
   """Returns the metrics after one step with these scaled gradients."""
   check = ols.nonfinite() if check is None else check
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(), check=check)
-  params = jax.tree.map(jnp.zeros_like, gradients)
-  arguments = (gradients, tx.init(params), params)
+  params = jax.tree.map(jnp.zeros_like, scaled_grads)
+  arguments = (scaled_grads, tx.init(params), params)
   _, eager = tx.update(*arguments, **extra)
   _, state = jax.jit(tx.update)(*arguments, **extra)
   assert_same_bits(state, eager)
@@ -168,7 +168,7 @@ def test_devices_agree_on_the_headroom(check, limited_by):
     optax.sgd(0.1), ols.DynamicLossScale(), check=check, average_scaled="data"
   )
   params = {"a": jnp.zeros(1, jnp.float16), "b": jnp.zeros(1)}
-  gradients = {
+  scaled_grads = {
     "a": jnp.array([1.0, 64.0, 2.0, 0.5], jnp.float16),
     "b": jnp.array([1.0, 2.0, 512.0, 0.5]),
   }
@@ -177,11 +177,11 @@ def test_devices_agree_on_the_headroom(check, limited_by):
   @jax.shard_map(
     mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P()
   )
-  def update(gradients, state):
-    _, state = tx.update(gradients, state)
+  def update(scaled_grads, state):
+    _, state = tx.update(scaled_grads, state)
     return ols.loss_scale_metrics(state)
 
-  metrics = update(gradients, tx.init(params))
+  metrics = update(scaled_grads, tx.init(params))
   assert metrics["amax"] == 512.0
   expected = math.log2(F16_MAX / limited_by)
   np.testing.assert_allclose(float(metrics["headroom"]), expected, rtol=1e-5)

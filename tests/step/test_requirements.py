@@ -69,21 +69,21 @@ def test_gradients_that_do_not_fit(inner, passes_params, message, jit):
 )
 def test_a_gradient_of_another_shape_is_not_broadcast(inner, shape):
   tx = scaling(inner)
-  gradients = PARAMS | {"a": jnp.zeros(shape)}
+  scaled_grads = PARAMS | {"a": jnp.zeros(shape)}
   with pytest.raises(ValueError, match=r"`updates` must have.*'a' for \(3,\)"):
-    tx.update(gradients, tx.init(PARAMS), PARAMS)
+    tx.update(scaled_grads, tx.init(PARAMS), PARAMS)
 
 
 @pytest.mark.slow
 def test_gradients_for_each_example_are_for_the_optimizer_to_sum():
   inner = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
-  gradients = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
+  scaled_grads = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
   tx = scaling(inner)
-  updates, _ = tx.update(gradients, tx.init(PARAMS), PARAMS)
+  updates, _ = tx.update(scaled_grads, tx.init(PARAMS), PARAMS)
   assert updates["a"].shape == (3,)
   # One that only unscales hands them on.
   unscaled, _ = scaling(optax.identity()).update(
-    gradients, scaling(optax.identity()).init(PARAMS), PARAMS
+    scaled_grads, scaling(optax.identity()).init(PARAMS), PARAMS
   )
   assert unscaled["a"].shape == (5, 3)
   with pytest.raises(ValueError, match="to have a batch dimension"):
@@ -93,9 +93,9 @@ def test_gradients_for_each_example_are_for_the_optimizer_to_sum():
 def test_gradients_for_each_example_are_not_blamed_for_something_else():
   private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
   tx = scaling(optax.chain(private, optax.adamw(0.1)))
-  gradients = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
+  scaled_grads = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
   with pytest.raises(ValueError, match="not passing `params`"):
-    tx.update(gradients, tx.init(PARAMS))
+    tx.update(scaled_grads, tx.init(PARAMS))
 
 
 def test_an_update_of_another_shape_is_not_broadcast():

@@ -53,8 +53,8 @@ def make_params(dtype=jnp.float32):
 def make_step(tx):
   """Returns the update phase of a train step."""
 
-  def step(params, state, gradients):
-    updates, state = tx.update(gradients, state, params)
+  def step(params, state, scaled_grads):
+    updates, state = tx.update(scaled_grads, state, params)
     return optax.apply_updates(params, updates), state
 
   return step
@@ -98,10 +98,10 @@ def test_guarantee_10_a_bad_element_in_any_shard_skips_the_step(
   mesh = make_mesh(axis_type)
   tx = ols.loss_scaling(optax.adam(0.5), RULE, check=SATURATED)
   step = jax.jit(make_step(tx))
-  gradients = {**make_params(), "bias": np.ones(SHAPES["bias"], np.float16)}
+  scaled_grads = {**make_params(), "bias": np.ones(SHAPES["bias"], np.float16)}
   with jax.set_mesh(mesh):
     params = lay_out(make_params(), layout, mesh)
-    clean = lay_out(gradients, layout, mesh)
+    clean = lay_out(scaled_grads, layout, mesh)
     before = params, tx.init(params)
     # Each value in each leaf, and one in each of its shards.
     places = itertools.product(SHAPES, range(8))
@@ -109,8 +109,8 @@ def test_guarantee_10_a_bad_element_in_any_shard_skips_the_step(
       places, itertools.cycle(BAD_VALUES), strict=False
     ):
       shard = clean[name].addressable_shards[device]
-      leaf = with_value_in_shard(gradients[name], shard, value)
-      bad = lay_out({**gradients, name: leaf}, layout, mesh)
+      leaf = with_value_in_shard(scaled_grads[name], shard, value)
+      bad = lay_out({**scaled_grads, name: leaf}, layout, mesh)
       after = step(*before, bad)
       check_skipped_together(before, after)
       assert after[1].nan == np.isnan(value)
@@ -172,8 +172,8 @@ def test_what_saturates_on_one_device_is_lost_in_the_mean_of_all(
     def mean_loss(params):
       return jnp.mean(jax.vmap(local_loss, in_axes=(None, 0))(params, batch))
 
-    grads = ols.scaled_value_and_grad(mean_loss, state)(params)[1]
-    return tx.update(grads, state, params)[1].overflow
+    scaled_grads = ols.scaled_value_and_grad(mean_loss, state)(params)[1]
+    return tx.update(scaled_grads, state, params)[1].overflow
 
   def own_step(params, state, batch):
     params = ols.make_varying(params, "data")
@@ -235,16 +235,16 @@ def test_the_inner_state_lies_as_the_parameters_do_and_nothing_is_gathered(
   tx = ols.loss_scaling(optax.adam(0.5), RULE, check=SATURATED)
   with jax.set_mesh(mesh):
     params = lay_out(make_params(), layout, mesh)
-    gradients = lay_out(make_params(np.float16), layout, mesh)
+    scaled_grads = lay_out(make_params(np.float16), layout, mesh)
     if init == "eager":
       state = tx.init(params)
     else:
       shardings = shardings_of_state(tx, params)
       state = jax.jit(tx.init, out_shardings=shardings)(params)
     check_shardings(state, params)
-    step = jax.jit(make_step(tx)).lower(params, state, gradients).compile()
+    step = jax.jit(make_step(tx)).lower(params, state, scaled_grads).compile()
     for _ in range(2):
-      params_after, state = step(params, state, gradients)
+      params_after, state = step(params, state, scaled_grads)
       check_shardings(state, params)
       for name, x in params_after.items():
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
@@ -267,8 +267,8 @@ def test_a_whole_step_gathers_no_more_than_the_bare_optimizers(layout):
     return make_step(inner)(params, state, grads)
 
   def scaling(params, state, batch):
-    grads = ols.scaled_value_and_grad(loss_fn, state)(params, batch)[1]
-    return make_step(tx)(params, state, grads)
+    scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params, batch)[1]
+    return make_step(tx)(params, state, scaled_grads)
 
   params = lay_out(make_params(), layout, mesh)
   batch = lay_out(np.ones((16, 16), np.float32), jax.P("data", None), mesh)

@@ -190,10 +190,10 @@ def test_it_is_set_if_any_flag_is_not_zero(flag, expected):
 def test_a_flag_that_is_not_set_changes_nothing(factor):
   tx = wrapped()
   state = tx.init(PARAMS)
-  grads = scaled(factor, state)
+  scaled_grads = scaled(factor, state)
   assert_same_bits(
-    tx.update(grads, state, PARAMS, skip=jnp.array(False)),
-    tx.update(grads, state, PARAMS),
+    tx.update(scaled_grads, state, PARAMS, skip=jnp.array(False)),
+    tx.update(scaled_grads, state, PARAMS),
   )
 
 
@@ -208,7 +208,7 @@ def test_a_state_is_not_taken_for_a_list_of_flags():
   tx = wrapped()
   state = tx.init(PARAMS)
   with pytest.raises(TypeError, match="got a SpikeGuardState"):
-    tx.update(PARAMS, state, skip=ols.SpikeGuard().init())
+    tx.update(PARAMS, state, skip=ols.experimental.SpikeGuard().init())
 
 
 def test_the_overflow_of_a_window_is_no_reason_to_skip():
@@ -220,9 +220,11 @@ def test_the_overflow_of_a_window_is_no_reason_to_skip():
     ),
     microbatches=2,
   )
-  _, grads, overflow = value_and_grad(jnp.ones(()), jnp.array([1.0, jnp.inf]))
+  _, scaled_grads, overflow = value_and_grad(
+    jnp.ones(()), jnp.array([1.0, jnp.inf])
+  )
   with pytest.raises(TypeError, match="pass it as overflow="):
-    tx.update(grads, state, skip=overflow)
+    tx.update(scaled_grads, state, skip=overflow)
 
 
 def test_dropped_micro_batches_count_for_the_rule_all_the_same():
@@ -236,8 +238,10 @@ def test_dropped_micro_batches_count_for_the_rule_all_the_same():
     microbatches=2,
     drop=True,
   )
-  _, grads, overflow = value_and_grad(params, jnp.array([1.0, jnp.inf]))
-  _, state = tx.update(grads, state, params, overflow=overflow, skip=True)
+  _, scaled_grads, overflow = value_and_grad(params, jnp.array([1.0, jnp.inf]))
+  _, state = tx.update(
+    scaled_grads, state, params, overflow=overflow, skip=True
+  )
   assert state.overflow
   assert state.skipped
   assert state.requested_skips == 1
@@ -283,20 +287,22 @@ def test_leaves_that_go_around_the_optimizer_keep_their_values():
   rule = ols.FixedLossScale(8.0, skip=False)
   tx = ols.loss_scaling(optax.sgd(0.5), rule)
   params = {"w": jnp.ones(2), OTHER: jnp.float32(3.0)}
-  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
+  scaled_grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
   state = tx.init(params)
-  assert tx.update(grads, state, params, skip=False)[0][OTHER] == 5
+  assert tx.update(scaled_grads, state, params, skip=False)[0][OTHER] == 5
   for flag, expected in ((jnp.array(False), 5), (True, 3)):
-    assert tx.update(grads, state, params, skip=flag)[0][OTHER] == expected
+    assert (
+      tx.update(scaled_grads, state, params, skip=flag)[0][OTHER] == expected
+    )
   with pytest.raises(ValueError, match="`params` must be passed to update"):
-    tx.update(grads, state, skip=True)
+    tx.update(scaled_grads, state, skip=True)
 
 
 def test_without_a_flag_a_rule_that_skips_nothing_needs_no_params():
   rule = ols.FixedLossScale(8.0, skip=False)
   tx = ols.loss_scaling(optax.sgd(0.5), rule)
-  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
-  assert tx.update(grads, tx.init(grads))[0][OTHER] == 5
+  scaled_grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
+  assert tx.update(scaled_grads, tx.init(scaled_grads))[0][OTHER] == 5
 
 
 def test_a_rules_unusable_s_is_refused_where_no_flag_is_set():
@@ -354,11 +360,11 @@ def test_an_unusable_s_is_replaced_on_such_a_step_too():
 def test_it_skips_without_a_rule(skip, compiles):
   tx = ols.loss_scaling(optax.adam(0.5), None)
   params = {"w": jnp.array([1.0, -0.0]), OTHER: jnp.float32(3.0)}
-  grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
+  scaled_grads = {"w": jnp.ones(2), OTHER: jnp.float32(5.0)}
   state = tx.init(params)
   update = jax.jit(tx.update) if compiles else tx.update
-  updates, after = update(grads, state, params, skip=jnp.array(skip))
-  expected, applied = update(grads, state, params)
+  updates, after = update(scaled_grads, state, params, skip=jnp.array(skip))
+  expected, applied = update(scaled_grads, state, params)
   if skip:
     kept = {"w": jnp.full(2, -0.0), OTHER: params[OTHER]}
     expected, applied = kept, state
@@ -489,8 +495,8 @@ def test_the_train_state_of_linen_follows():
   state = ols.linen.TrainState.create(
     apply_fn=None, params=PARAMS, tx=wrapped()
   )
-  grads = scaled(1.0, state.opt_state)
-  after = state.apply_gradients(grads=grads, extra_args={"skip": True})
+  scaled_grads = scaled(1.0, state.opt_state)
+  after = state.apply_gradients(grads=scaled_grads, extra_args={"skip": True})
   assert_same_bits(after.params, PARAMS)
   assert (after.step, after.attempts, after.skipped) == (0, 1, True)
 
@@ -500,12 +506,12 @@ def test_a_model_of_nnx_follows():
   tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(8.0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
-  with ols.nnx.select_on_skip(optimizer, model):
+  with ols.nnx.undo_on_skip(optimizer, model):
     value_and_grad = ols.nnx.scaled_value_and_grad(
       lambda model, x: jnp.sum(model(x) ** 2), optimizer
     )
-    _, grads = value_and_grad(model, jnp.eye(2))
-    optimizer.update(model, grads, skip=True)
+    _, scaled_grads = value_and_grad(model, jnp.eye(2))
+    optimizer.update(model, scaled_grads, skip=True)
   assert_same_bits(nnx.as_pure(nnx.state(model)), before)
 
 
@@ -557,7 +563,7 @@ def test_a_record_leaves_it_out_so_that_a_replay_is_exact():
     if not skip:
       scales.append(float(ols.get_loss_scale(state)))
     _, state = update(scaled(factor, state), state, PARAMS, skip=skip)
-  history = ols.instruments.history(state)
+  history = ols.instruments.get_history(state)
   assert history.step.tolist() == [3, 4, 5, 6]
   assert history.loss_scale.tolist() == scales[-4:]
   assert history.overflow.tolist() == [False, False, True, False]
@@ -581,8 +587,8 @@ def test_without_it_the_program_has_one_counter_more_that_passes_through():
   tx = wrapped()
   state = tx.init(PARAMS)
 
-  def update(state, grads, **skip):
-    return tx.update(grads, state, PARAMS, **skip)[1]
+  def update(state, scaled_grads, **skip):
+    return tx.update(scaled_grads, state, PARAMS, **skip)[1]
 
   def count_of(**skip):
     program = jax.make_jaxpr(functools.partial(update, **skip))(state, PARAMS)

@@ -86,10 +86,14 @@ def test_guarantee_14_every_reader_takes_the_path():
   def loss_fn(params):
     return jnp.sum(params)
 
-  loss, grads = ols.scaled_value_and_grad(loss_fn, states, path="1")(params)
-  np.testing.assert_array_equal(grads, [16.0, 16.0])
+  loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, states, path="1")(
+    params
+  )
+  np.testing.assert_array_equal(scaled_grads, [16.0, 16.0])
   assert ols.scale_loss(loss, states, path="1") == 32.0
-  np.testing.assert_array_equal(ols.unscale(grads, states, path="1"), [1, 1])
+  np.testing.assert_array_equal(
+    ols.unscale(scaled_grads, states, path="1"), [1, 1]
+  )
   assert ols.loss_scale_metrics(states, path="0")["loss_scale"] == 8.0
   assert ols.select_on_skip(states, 2, 1, path="0") == 2
   for reader in (ols.loss_scale_metrics, ols.get_loss_scale):
@@ -110,7 +114,7 @@ def test_many_states_are_told_by_the_first_of_them():
   recording = ols.instruments.record(tx, capacity=2)
   records = {name: recording.init(jnp.ones(1)) for name in states}
   with pytest.raises(ValueError, match="records at .* and 180 more"):
-    ols.instruments.history(records)
+    ols.instruments.get_history(records)
 
 
 def test_the_state_of_a_rule_alone_is_told_apart():
@@ -214,8 +218,8 @@ def test_select_on_skip_moves_everything_or_nothing():
   }
 
   @jax.jit
-  def step(gradients, opt_state):
-    _, opt_state = tx.update(gradients, opt_state)
+  def step(scaled_grads, opt_state):
+    _, opt_state = tx.update(scaled_grads, opt_state)
     return ols.select_on_skip(opt_state, new, old)
 
   kept = step(params * jnp.inf, tx.init(params))

@@ -31,8 +31,8 @@ def half_loss_fn(params, x):
 
 def step(tx, params, opt_state, x, loss_fn=loss_fn):
   """The lines of a program with configurable precision."""
-  loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, x)
-  updates, opt_state = tx.update(grads, opt_state, params)
+  loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, x)
+  updates, opt_state = tx.update(scaled_grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
 
@@ -247,13 +247,13 @@ def test_it_runs_in_a_scan_and_under_vmap():
 
 def test_accumulated_gradients_are_those_of_the_mean():
   state = OFF.init(PARAMS)
-  loss, grads, overflow = ols.accumulate(
+  loss, scaled_grads, overflow = ols.accumulate(
     ols.scaled_value_and_grad(loss_fn, state), microbatches=2
   )(PARAMS, X)
   expected = jax.value_and_grad(loss_fn)(PARAMS, X)
   np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-  np.testing.assert_allclose(grads["w"], expected[1]["w"], rtol=1e-5)
-  _, state = OFF.update(grads, state, PARAMS, overflow=overflow)
+  np.testing.assert_allclose(scaled_grads["w"], expected[1]["w"], rtol=1e-5)
+  _, state = OFF.update(scaled_grads, state, PARAMS, overflow=overflow)
   assert state.applied_steps == 1
 
 
@@ -262,10 +262,10 @@ def test_the_train_state_of_linen_takes_it():
 
   @jax.jit
   def train_step(state):
-    _, grads = ols.scaled_value_and_grad(loss_fn, state.opt_state)(
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state.opt_state)(
       state.params, X
     )
-    return state.apply_gradients(grads=grads)
+    return state.apply_gradients(grads=scaled_grads)
 
   state = train_step(state)
   expected, _, _ = jax.jit(bare_step)(PARAMS, BARE.init(PARAMS), X)
@@ -285,7 +285,7 @@ def test_its_steps_are_recorded(capfd):
 
   _, opt_state = train_step(PARAMS, tx.init(PARAMS))
   jax.effects_barrier()
-  assert ols.instruments.history(opt_state).loss_scale.tolist() == [1]
+  assert ols.instruments.get_history(opt_state).loss_scale.tolist() == [1]
   expected = "step 1: clean, loss scale now 1, 1 applied, 0 skipped (0.0 %)\n"
   assert capfd.readouterr().out == expected
 
@@ -302,7 +302,7 @@ def test_an_nnx_optimizer_takes_it():
         loss, grads = nnx.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads)
         return loss
-      with ols.nnx.select_on_skip(optimizer, model):
+      with ols.nnx.undo_on_skip(optimizer, model):
         value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
         loss, grads = value_and_grad(model, x)
         optimizer.update(model, grads)
@@ -401,8 +401,10 @@ def test_it_runs_on_many_devices(check_vma):
 
     def body(carry, _):
       params, state = carry
-      _, grads = ols.scaled_value_and_grad(lambda p: p * x[0], state)(params)
-      updates, state = tx.update(grads, state, params)
+      _, scaled_grads = ols.scaled_value_and_grad(lambda p: p * x[0], state)(
+        params
+      )
+      updates, state = tx.update(scaled_grads, state, params)
       return (optax.apply_updates(params, updates), state), None
 
     (params, state), _ = jax.lax.scan(body, (params, state), length=2)

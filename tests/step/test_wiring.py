@@ -255,7 +255,8 @@ S8 = S7.replace("the number 8.0", "another S")
 S16 = (
   "`overflow` must be passed to `update` after accumulate"
   "(..., drop=True), got none: S would stay where it is while micro-batches "
-  "are dropped. Write tx.update(grads, opt_state, params, overflow=overflow)."
+  "are dropped. Write tx.update(scaled_grads, opt_state, params, "
+  "overflow=overflow)."
 )
 S17 = (
   "`unscale` takes the opt_state from before `update`, got gradients scaled by "
@@ -264,27 +265,27 @@ S17 = (
 
 
 def unscaled_by_hand(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-  return tx.update(ols.unscale(grads, state), state, params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  return tx.update(ols.unscale(scaled_grads, state), state, params)[1]
 
 
 def scaled_by_a_number(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, 8.0)(params)
-  return tx.update(grads, state, params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, 8.0)(params)
+  return tx.update(scaled_grads, state, params)[1]
 
 
 def scaled_by_an_array_read_once(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, EIGHT)(params)
-  return tx.update(grads, state, params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, EIGHT)(params)
+  return tx.update(scaled_grads, state, params)[1]
 
 
 EIGHT = jnp.float32(8.0)
 
 
 def unscaled_by_the_next_state(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-  _, state = tx.update(grads, state, params)
-  ols.unscale(grads, state)
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  _, state = tx.update(scaled_grads, state, params)
+  ols.unscale(scaled_grads, state)
   return state
 
 
@@ -293,10 +294,10 @@ def test_a_condition_around_an_eager_update_is_right():
   state = tx.init(PARAMS)
 
   def train():
-    _, grads = ols.scaled_value_and_grad(loss_fn, state)(PARAMS)
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(PARAMS)
     jax.lax.cond(
       True,
-      lambda state: tx.update(grads, state, PARAMS)[1],
+      lambda state: tx.update(scaled_grads, state, PARAMS)[1],
       lambda state: state,
       state,
     )
@@ -305,10 +306,10 @@ def test_a_condition_around_an_eager_update_is_right():
 
 
 def dropped_and_not_passed_on(tx, params, state):
-  _, grads, _ = ols.accumulate(
+  _, scaled_grads, _ = ols.accumulate(
     ols.scaled_value_and_grad(batch_loss_fn, state), microbatches=2, drop=True
   )(params, jnp.ones(4))
-  return tx.update(grads, state, params)[1]
+  return tx.update(scaled_grads, state, params)[1]
 
 
 MISTAKEN = {
@@ -357,8 +358,8 @@ def test_a_function_built_once_is_told_on_its_second_step():
 
   def step():
     nonlocal state
-    _, grads = value_and_grad(PARAMS)
-    _, state = tx.update(grads, state, PARAMS)
+    _, scaled_grads = value_and_grad(PARAMS)
+    _, state = tx.update(scaled_grads, state, PARAMS)
 
   assert told(step) == []
   (text,) = told(step)
@@ -379,28 +380,28 @@ def test_a_filter_silences_all_of_it():
 
 
 def right(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-  ols.unscale(grads, state)
-  return tx.update(grads, state, params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  ols.unscale(scaled_grads, state)
+  return tx.update(scaled_grads, state, params)[1]
 
 
 def by_the_scale_itself(tx, params, state):
   scale = ols.get_loss_scale(state)
-  _, grads = ols.scaled_value_and_grad(loss_fn, scale)(params)
-  return tx.update(grads, state, params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, scale)(params)
+  return tx.update(scaled_grads, state, params)[1]
 
 
 def with_a_rate_set_by_hand(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
   state = optax.tree.set(state, amax=jnp.float32(0))
-  return tx.update(grads, state, params)[1]
+  return tx.update(scaled_grads, state, params)[1]
 
 
 def in_halves(tx, params, state):
   halve = jax.jit(lambda p, s: ols.scaled_value_and_grad(loss_fn, s)(p))
-  _, grads = halve(params, state)
-  ols.unscale(grads, state)
-  return jax.jit(tx.update)(grads, state, params)[1]
+  _, scaled_grads = halve(params, state)
+  ols.unscale(scaled_grads, state)
+  return jax.jit(tx.update)(scaled_grads, state, params)[1]
 
 
 def in_a_scan(tx, params, state):
@@ -415,21 +416,23 @@ def twice_in_one_trace(tx, params, state):
 
 
 def in_a_branch(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
   return jax.lax.cond(
-    state.skipped, lambda: state, lambda: tx.update(grads, state, params)[1]
+    state.skipped,
+    lambda: state,
+    lambda: tx.update(scaled_grads, state, params)[1],
   )
 
 
 def summed_by_hand(tx, params, state):
   value_and_grad = ols.scaled_value_and_grad(loss_fn, state)
-  grads = jax.tree.map(jnp.add, value_and_grad(params)[1], params)
-  return tx.update(grads, state, params)[1]
+  scaled_grads = jax.tree.map(jnp.add, value_and_grad(params)[1], params)
+  return tx.update(scaled_grads, state, params)[1]
 
 
 def with_a_state_restored_from_a_checkpoint(tx, params, state):
-  _, grads = ols.scaled_value_and_grad(loss_fn, state)(params)
-  return tx.update(grads, jax.tree.map(jnp.copy, state), params)[1]
+  _, scaled_grads = ols.scaled_value_and_grad(loss_fn, state)(params)
+  return tx.update(scaled_grads, jax.tree.map(jnp.copy, state), params)[1]
 
 
 def two_optimizers(tx, params, state):
@@ -446,10 +449,10 @@ def through_a_gradient_of_the_step(tx, params, state):
 
 
 def dropped_and_passed_on(tx, params, state):
-  _, grads, overflow = ols.accumulate(
+  _, scaled_grads, overflow = ols.accumulate(
     ols.scaled_value_and_grad(batch_loss_fn, state), microbatches=2, drop=True
   )(params, jnp.ones(4))
-  return tx.update(grads, state, params, overflow=[False, overflow])[1]
+  return tx.update(scaled_grads, state, params, overflow=[False, overflow])[1]
 
 
 def as_an_ensemble(tx, params, state):

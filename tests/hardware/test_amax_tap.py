@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.rules import amax_tap
+from optax_lossscale.hardware import amax_tap
 from tests import support
 
 HALF = jnp.float16

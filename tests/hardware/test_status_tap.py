@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests import support
 
 HALF = jnp.float16
@@ -26,7 +27,7 @@ def half(*numbers):
 def tapped_loss(x, status, check=None):
   """Returns a loss whose cotangents at the tap are `FACTORS`."""
   options = {} if check is None else {"check": check}
-  return jnp.sum(ols.status_tap(x, status, **options) * FACTORS)
+  return jnp.sum(hardware.status_tap(x, status, **options) * FACTORS)
 
 
 def count(loss, *args):
@@ -38,8 +39,8 @@ X = jnp.ones(4, HALF)
 
 
 def test_a_tap_is_the_identity():
-  np.testing.assert_array_equal(ols.status_tap(FACTORS, ZERO), FACTORS)
-  assert ols.status_tap(FACTORS, ZERO).dtype == HALF
+  np.testing.assert_array_equal(hardware.status_tap(FACTORS, ZERO), FACTORS)
+  assert hardware.status_tap(FACTORS, ZERO).dtype == HALF
 
 
 def test_gradients_pass_a_tap_bit_for_bit():
@@ -78,14 +79,14 @@ def test_wider_cotangents_are_held_against_the_computations_dtype(
   factors = jnp.float32([1.0, 65503.0, 65504.0, 70000.0, jnp.nan])
 
   def loss(x, status):
-    return jnp.sum(ols.status_tap(x, status, check=check) * factors)
+    return jnp.sum(hardware.status_tap(x, status, check=check) * factors)
 
   assert count(loss, jnp.ones(5)) == expected
 
 
 def test_a_bfloat16_cotangent_is_held_against_float16():
   def loss(x, status):
-    x = ols.status_tap(x, status, check=ols.nonfinite(HALF))
+    x = hardware.status_tap(x, status, check=ols.nonfinite(HALF))
     return jnp.sum(x * jnp.bfloat16([65280.0, 65536.0]))
 
   assert count(loss, jnp.ones(2, jnp.bfloat16)) == 1
@@ -93,7 +94,7 @@ def test_a_bfloat16_cotangent_is_held_against_float16():
 
 def test_the_parts_of_a_complex_cotangent_count_as_one():
   def loss(x, status):
-    x = ols.status_tap(x, status)
+    x = hardware.status_tap(x, status)
     return jnp.sum(jnp.real(x) * jnp.inf) + jnp.sum(jnp.imag(x) * jnp.inf)
 
   assert count(loss, jnp.ones(2, jnp.complex64)) == 2
@@ -101,7 +102,7 @@ def test_the_parts_of_a_complex_cotangent_count_as_one():
 
 def test_every_leaf_of_a_tree_is_tapped():
   def loss(x, status):
-    tree = ols.status_tap({"a": x, "b": [2 * x, None]}, status)
+    tree = hardware.status_tap({"a": x, "b": [2 * x, None]}, status)
     return jnp.sum(tree["a"] * FACTORS + tree["b"][0] * FACTORS)
 
   assert count(loss, X) == 6
@@ -115,7 +116,7 @@ def test_what_is_no_gradient_passes():
     "text": "relu",
     "flag": np.array(True),
   }
-  tapped = ols.status_tap(tree, ZERO)
+  tapped = hardware.status_tap(tree, ZERO)
   assert all(tapped[name] is tree[name] for name in tree)
 
 
@@ -128,7 +129,7 @@ def test_all_uses_are_added_up():
 
 def test_a_cotangent_that_is_not_needed_does_not_count():
   def loss(x, status):
-    ols.status_tap(x * jnp.inf, status)
+    hardware.status_tap(x * jnp.inf, status)
     return jnp.sum(x)
 
   assert count(loss, X) == 0
@@ -179,7 +180,7 @@ each_vma = pytest.mark.parametrize("check_vma", [True, False])
 
 def one_device(x, status, factors):
   """Returns a loss whose cotangents at the tap are `factors`."""
-  return jnp.sum(ols.status_tap(x * factors, status) * factors)
+  return jnp.sum(hardware.status_tap(x * factors, status) * factors)
 
 
 on_each_device = functools.partial(
@@ -209,7 +210,7 @@ def test_a_gradient_inside_of_a_shard_map_adds_up_the_devices():
 
 def test_where_all_devices_share_a_value_its_summed_cotangent_is_seen():
   def loss(x, status, factors):
-    return jnp.sum(ols.status_tap(x, status) * factors)
+    return jnp.sum(hardware.status_tap(x, status) * factors)
 
   function = on_each_device(jax.grad(loss, 1), jax.P(), True)
   assert jax.jit(function)(HALF(1), ZERO, jnp.full(8, 8000, HALF)) == 0
@@ -218,7 +219,7 @@ def test_where_all_devices_share_a_value_its_summed_cotangent_is_seen():
 
 def test_a_shared_leaf_counts_once_beside_one_that_varies():
   def loss(x, status, factors):
-    shared, varying = ols.status_tap((x, x * factors), status)
+    shared, varying = hardware.status_tap((x, x * factors), status)
     return jnp.sum(shared * factors) + jnp.sum(varying)
 
   function = on_each_device(jax.grad(loss, 1), jax.P(), True)
@@ -240,7 +241,7 @@ def test_a_status_that_varies_is_each_devices_own(check_vma):
 def test_what_all_devices_share_may_pass_with_a_status_that_varies():
   def own(x, status, factors):
     status = ols.make_varying(status, "data")
-    loss = lambda s: jnp.sum(ols.status_tap(x, s) * jnp.inf)  # noqa: E731
+    loss = lambda s: jnp.sum(hardware.status_tap(x, s) * jnp.inf)  # noqa: E731
     return jax.grad(loss)(status)[None] + 0 * factors.astype(jnp.float32)
 
   function = on_each_device(own, jax.P("data"), True)
@@ -263,7 +264,7 @@ def test_a_sharded_array_is_counted_once(axis_type):
 @pytest.mark.parametrize("emulated", [False, True])
 def test_an_overflow_behind_a_layer_scale_skips_the_step(emulated):
   def loss_fn(params, x, status):
-    hidden = ols.status_tap(params * HALF(0.02) * x, status)
+    hidden = hardware.status_tap(params * HALF(0.02) * x, status)
     # Its cotangent is cast to float16 here.
     return jnp.sum(hidden.astype(jnp.float32)) * 4
 
@@ -275,14 +276,14 @@ def test_an_overflow_behind_a_layer_scale_skips_the_step(emulated):
   params = half(1.0, 2.0)
   state = tx.init(params)
   if emulated:
-    loss_fn = ols.saturating(loss_fn)
+    loss_fn = hardware.emulate_saturation(loss_fn)
 
   @jax.jit
   def step(params, state):
     value_and_grad = ols.scaled_value_and_grad(loss_fn, state, argnums=(0, 2))
-    _, (grads, overflows) = value_and_grad(params, half(0.5, 0.25), ZERO)
-    updates, new = tx.update(grads, state, params, overflow=overflows)
-    _, without = tx.update(grads, state, params)
+    _, (scaled_grads, overflows) = value_and_grad(params, half(0.5, 0.25), ZERO)
+    updates, new = tx.update(scaled_grads, state, params, overflow=overflows)
+    _, without = tx.update(scaled_grads, state, params)
     return overflows, updates, new, without
 
   overflows, updates, new, without = step(params, state)
@@ -305,15 +306,15 @@ def test_taps_agree_with_the_status_register_of_the_backward_pass():
   def loss(weights, scale, status):
     hidden = x
     for weight in weights:
-      hidden = ols.status_tap(jnp.tanh(hidden @ weight), status)
+      hidden = hardware.status_tap(jnp.tanh(hidden @ weight), status)
     return jnp.sum(hidden.astype(jnp.float32)) * scale
 
-  emulated = ols.saturating(loss)
+  emulated = hardware.emulate_saturation(loss)
 
   @jax.jit
   def both(scale):
     gradient = jax.grad(emulated, argnums=2)
-    register = ols.float_status(jax.grad(loss))
+    register = hardware.float_status(jax.grad(loss))
     return gradient(weights, scale, ZERO), register(weights, scale, ZERO)[1]
 
   found = [both(jnp.float32(2.0**k)) for k in range(10, 20)]
@@ -332,16 +333,16 @@ def test_taps_agree_with_the_status_register_of_the_backward_pass():
 )
 def test_a_status_that_is_no_float32_number_is_refused(status):
   with pytest.raises(TypeError, match="`status` must be float32"):
-    ols.status_tap(X, status)
+    hardware.status_tap(X, status)
 
 
 @pytest.mark.parametrize("check", ["saturated", None, ols.saturated])
 def test_a_check_that_is_none_is_refused(check):
   with pytest.raises(TypeError, match="`check` must be made by nonfinite"):
-    ols.status_tap(X, ZERO, check=check)
+    hardware.status_tap(X, ZERO, check=check)
 
 
 @pytest.mark.parametrize("dtype", [{"w": HALF}, lambda path: HALF, [HALF]])
 def test_a_check_of_several_dtypes_is_refused(dtype):
   with pytest.raises(TypeError, match="`check` must be for one dtype"):
-    ols.status_tap(X, ZERO, check=ols.saturated(dtype))
+    hardware.status_tap(X, ZERO, check=ols.saturated(dtype))

@@ -34,7 +34,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 
   A cotangent of inf or NaN stays inf or NaN. A saturated cotangent, 65504, does
   not stay 65504, so no check of gradients sees it afterwards, but a
-  `status_tap` in the layer does. A scale of -1 reverses gradients.
+  `hardware.status_tap` in the layer does. A scale of -1 reverses gradients.
 
   Forward mode multiplies the tangents in the same way. Each further derivative
   multiplies once more, and these factors do not cancel. So do not use this with
@@ -56,11 +56,12 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
+    >>> scale_cotangent = ols.experimental.scale_cotangent
     >>> def layer(w, x):
     ...   return w.astype(jnp.float16) * x * jnp.float16(2.0**-20)
     >>> def loss_fn(w, x, factor):
-    ...   w = ols.scale_cotangent(w, 1 / factor)
-    ...   y = ols.scale_cotangent(layer(w, x), factor)
+    ...   w = scale_cotangent(w, 1 / factor)
+    ...   y = scale_cotangent(layer(w, x), factor)
     ...   return y.astype(jnp.float32) * 2.0**-6
     >>> w, x = jnp.float32(1.0), jnp.float16(1.0)
     >>> for factor in (1.0, 2.0**12):

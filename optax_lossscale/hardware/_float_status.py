@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
-from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._step import checks
 from optax_lossscale._step import findings
+from optax_lossscale.hardware import operation_overflow
 
 
 def float_status(
@@ -73,10 +73,10 @@ def float_status(
     >>> import optax_lossscale as ols
     >>> x = jnp.array([0.0, 300.0], jnp.float16)
     >>> fun = lambda x: jnp.sum(1 / (1 + x * x))
-    >>> result, status = ols.float_status(fun)(x)
+    >>> result, status = ols.hardware.float_status(fun)(x)
     >>> print(result, bool(status))
     1.0 True
-    >>> _, status = ols.float_status(lambda x: 1 / x)(x)
+    >>> _, status = ols.hardware.float_status(lambda x: 1 / x)(x)
     >>> print(status.overflow, status.undefined)
     0 1
 

@@ -6,7 +6,7 @@ import jax
 
 from optax_lossscale._step import checks
 from optax_lossscale._step import findings
-from optax_lossscale._step import tap
+from optax_lossscale.hardware import _tap
 
 
 def amax_tap(x: Any, amax: jax.Array) -> Any:
@@ -47,7 +47,7 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
     >>> import optax
     >>> import optax_lossscale as ols
     >>> def loss_fn(params, amax):
-    ...   hidden = ols.rules.amax_tap(params * 2.0**-10, amax)
+    ...   hidden = ols.hardware.amax_tap(params * 2.0**-10, amax)
     ...   return jnp.sum(hidden * 64.0)
     >>> rule = ols.rules.HeadroomLossScale(headroom=2)
     >>> tx = ols.loss_scaling(optax.sgd(1.0), rule)
@@ -61,6 +61,6 @@ def amax_tap(x: Any, amax: jax.Array) -> Any:
     >>> print(ols.get_loss_scale(state))
     128.0
   """
-  tap.check_measured("amax", amax)
+  _tap.check_measured("amax", amax)
   check = checks.nonfinite()
-  return tap.tap(x, amax, lambda found: findings.examine(check, found).amax)
+  return _tap.tap(x, amax, lambda found: findings.examine(check, found).amax)

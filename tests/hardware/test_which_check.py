@@ -91,7 +91,9 @@ CASES = (
 
 
 def emulate(hardware, fun):
-  return ols.saturating(fun) if hardware == "saturating" else fun
+  return (
+    ols.hardware.emulate_saturation(fun) if hardware == "saturating" else fun
+  )
 
 
 def make_loss_fn(case):
@@ -103,7 +105,7 @@ def make_loss_fn(case):
       activation = params[leaf].astype(jnp.float16) * jnp.float16(
         case.layer_scale
       )
-      activation = ols.status_tap(activation, status)
+      activation = ols.hardware.status_tap(activation, status)
       activation = case.layer(activation, number)
       loss += sign * jnp.sum(activation.astype(jnp.float32))
     return loss
@@ -111,13 +113,13 @@ def make_loss_fn(case):
   return loss_fn
 
 
-def overflows(gradients, check, axis_name=None, flag=False):
+def overflows(scaled_grads, check, axis_name=None, flag=False):
   """Returns what the wrapper says of these scaled gradients."""
   rule = ols.FixedLossScale(SCALE)
   tx = ols.loss_scaling(
     optax.identity(), rule, check=check, axis_name=axis_name
   )
-  _, state = tx.update(gradients, tx.init(gradients), overflow=flag)
+  _, state = tx.update(scaled_grads, tx.init(scaled_grads), overflow=flag)
   return state.overflow
 
 
@@ -139,14 +141,14 @@ def detect_on_each_device(case, params, numbers, signs):
     grad = emulate(
       case.hardware, ols.scaled_value_and_grad(loss_fn, SCALE, argnums=(0, 1))
     )
-    (_, (gradients, tapped)), register = ols.float_status(grad, check=check)(
-      params, status, numbers[0], signs[0]
-    )
+    (_, (scaled_grads, tapped)), register = ols.hardware.float_status(
+      grad, check=check
+    )(params, status, numbers[0], signs[0])
     find = functools.partial(overflows, axis_name="data")
-    fine = jax.tree.map(jnp.zeros_like, gradients)
+    fine = jax.tree.map(jnp.zeros_like, scaled_grads)
     found = [
-      find(gradients, ols.nonfinite()),
-      find(gradients, ols.saturated(jnp.float16)),
+      find(scaled_grads, ols.nonfinite()),
+      find(scaled_grads, ols.saturated(jnp.float16)),
       find(fine, ols.nonfinite(), flag=register),
       find(fine, ols.nonfinite(), flag=tapped),
     ]
@@ -166,9 +168,9 @@ def detect_after_the_mean(case, params, numbers, signs):
     return jnp.mean(losses)
 
   grad = emulate(case.hardware, ols.scaled_value_and_grad(mean_loss_fn, SCALE))
-  _, gradients = grad(params, numbers, signs)
+  _, scaled_grads = grad(params, numbers, signs)
   checks = (ols.nonfinite(), ols.saturated(jnp.float16))
-  return jnp.stack([overflows(gradients, check) for check in checks])
+  return jnp.stack([overflows(scaled_grads, check) for check in checks])
 
 
 @pytest.mark.slow

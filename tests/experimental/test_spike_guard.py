@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import experimental
 from tests import support
 from tests.support import assert_same_bits
 
@@ -92,12 +93,12 @@ def series(seed=0, steps=400):
 @pytest.mark.parametrize(
   "guard",
   [
-    ols.SpikeGuard(),
-    ols.SpikeGuard(sigma=2.5, window=33, warmup=25, patience=4),
-    ols.SpikeGuard(sigma=6.0, window=16, on_spike="keep"),
-    ols.SpikeGuard(sigma=2.0, window=12, on_spike="clip", patience=3),
-    ols.SpikeGuard(sigma=None, factor=1.5, window=7, patience=3),
-    ols.SpikeGuard(sigma=4.0, factor=1.3, window=20, warmup=2),
+    experimental.SpikeGuard(),
+    experimental.SpikeGuard(sigma=2.5, window=33, warmup=25, patience=4),
+    experimental.SpikeGuard(sigma=6.0, window=16, on_spike="keep"),
+    experimental.SpikeGuard(sigma=2.0, window=12, on_spike="clip", patience=3),
+    experimental.SpikeGuard(sigma=None, factor=1.5, window=7, patience=3),
+    experimental.SpikeGuard(sigma=4.0, factor=1.3, window=20, warmup=2),
   ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -111,7 +112,7 @@ def test_it_finds_the_spikes_of_the_definition(guard, seed):
 
 
 def test_its_limit_is_where_spikes_begin():
-  guard = ols.SpikeGuard(sigma=6.0, window=64)
+  guard = experimental.SpikeGuard(sigma=6.0, window=64)
   values = np.random.default_rng(0).normal(5.0, 0.1, 100).astype(np.float32)
   _, state = watch(guard, values)
   last = values[-64:].astype(np.float64)
@@ -125,21 +126,21 @@ def test_its_limit_is_where_spikes_begin():
 
 @pytest.mark.parametrize("level", [1e-36, 1e-20, 1.0, 1e20, 1e37])
 def test_squares_that_leave_the_range_of_float32_do_no_harm(level):
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   found, _ = watch(guard, [level * x for x in (1, 1.1, 0.9, 1, 1, 1.1, 3, 1)])
   assert positions(found) == [6]
 
 
 @pytest.mark.parametrize("level", [-1e-20, -1e20])
 def test_nor_do_the_squares_of_negative_values(level):
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   found, _ = watch(guard, [level * x for x in (3, 3.1, 2.9, 3, 3, 3.1, 1, 3)])
   assert positions(found) == [6]
 
 
 @pytest.mark.parametrize("level", [0.1, 0.0, -7.3])
 def test_equal_values_are_no_spikes(level):
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   value = np.float32(level)
   found, state = watch(guard, [value] * 12)
   assert not any(found)
@@ -152,16 +153,16 @@ def test_equal_values_are_no_spikes(level):
 
 def test_values_may_be_negative():
   values = [-5.0, -5.1, -4.9, -5.0, -5.1, -4.9, -1.0, -5.0, 16.0, -9.0]
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   assert positions(watch(guard, values)[0]) == [6, 8]
   # The mean of magnitudes is 5.
-  guard = ols.SpikeGuard(sigma=None, factor=3.0, window=8, warmup=4)
+  guard = experimental.SpikeGuard(sigma=None, factor=3.0, window=8, warmup=4)
   assert positions(watch(guard, values)[0]) == [8]
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(2.0, 1.327), (1.2, 1.2)])
 def test_with_both_limits_the_lower_one_counts(factor, expected):
-  guard = ols.SpikeGuard(sigma=4.0, factor=factor, window=8, warmup=4)
+  guard = experimental.SpikeGuard(sigma=4.0, factor=factor, window=8, warmup=4)
   _, state = watch(guard, [1.0, 1.1, 0.9, 1.0])
   np.testing.assert_allclose(guard.limit(state), expected, rtol=1e-3)
 
@@ -172,7 +173,7 @@ def test_with_both_limits_the_lower_one_counts(factor, expected):
 @pytest.mark.parametrize("value", [1.0, 50.0, np.nan, np.inf])
 @pytest.mark.parametrize("before", [6, 9])
 def test_it_is_the_same_bit_for_bit_after_an_overflow(value, before):
-  guard = ols.SpikeGuard(window=8, warmup=4, patience=2)
+  guard = experimental.SpikeGuard(window=8, warmup=4, patience=2)
   values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0, 1.0][:before]
   _, state = watch(guard, values)
   for _ in range(4):
@@ -182,7 +183,7 @@ def test_it_is_the_same_bit_for_bit_after_an_overflow(value, before):
 
 @pytest.mark.parametrize("before", [6, 8])
 def test_a_step_that_another_reason_skips_is_not_seen(before):
-  guard = ols.SpikeGuard(window=8, warmup=4, patience=2)
+  guard = experimental.SpikeGuard(window=8, warmup=4, patience=2)
   _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0][:before])
   opt_state = TX.init(PARAMS)
   _, skipped = TX.update(PARAMS, opt_state, skip=True)
@@ -195,7 +196,7 @@ def test_a_step_that_another_reason_skips_is_not_seen(before):
 
 
 def test_it_works_with_an_optimizer_of_nnx():
-  guard = ols.SpikeGuard(window=8, warmup=2)
+  guard = experimental.SpikeGuard(window=8, warmup=2)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -222,7 +223,7 @@ def test_it_works_with_an_optimizer_of_nnx():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_a_skipped_step_does_not_multiply_by_zero(rule, bad):
   # levanter and OLMo-core multiply the update by 0, and 0 * NaN is NaN.
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5))
   tx = ols.loss_scaling(inner, rule)
 
@@ -247,7 +248,7 @@ def test_a_skipped_step_does_not_multiply_by_zero(rule, bad):
 
 
 def test_a_path_says_whose_overflow_counts():
-  guard = ols.SpikeGuard(window=8)
+  guard = experimental.SpikeGuard(window=8)
   clean = TX.init(PARAMS)
   _, overflowed = TX.update(PARAMS, clean, overflow=True)
   both = {"first": clean, "second": overflowed}
@@ -257,7 +258,7 @@ def test_a_path_says_whose_overflow_counts():
 
 def test_nan_and_inf_never_enter_the_window():
   # In maxtext, levanter and OLMo-core one NaN skips the next 128 steps.
-  guard = ols.SpikeGuard(window=8, warmup=4, on_spike="keep")
+  guard = experimental.SpikeGuard(window=8, warmup=4, on_spike="keep")
   clean = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 1.1]
   bad = [np.nan, np.inf, -np.inf]
   for place in (2, 6):
@@ -267,7 +268,7 @@ def test_nan_and_inf_never_enter_the_window():
 
 
 def test_nan_does_not_use_up_the_patience():
-  guard = ols.SpikeGuard(window=8, warmup=4, patience=2)
+  guard = experimental.SpikeGuard(window=8, warmup=4, patience=2)
   values = [1.0, 1.1, 0.9, 1.0, *[np.nan] * 5, 50.0, 1.0]
   found, state = watch(guard, values)
   assert positions(found) == [4, 5, 6, 7, 8, 9]
@@ -279,7 +280,7 @@ def test_nan_does_not_use_up_the_patience():
 )
 def test_a_spike_enters_the_window_by_option_alone(on_spike, hidden):
   # As it does in maxtext, levanter and OLMo-core, where it hides the next.
-  guard = ols.SpikeGuard(window=64, warmup=4, on_spike=on_spike)
+  guard = experimental.SpikeGuard(window=64, warmup=4, on_spike=on_spike)
   values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 100.0, 30.0, 50.0, 1.0]
   found, _ = watch(guard, values)
   assert positions(found) == [x for x in (8, 9, 10) if x not in hidden]
@@ -287,33 +288,33 @@ def test_a_spike_enters_the_window_by_option_alone(on_spike, hidden):
 
 def test_mean_and_deviation_are_of_the_same_values_without_this_one():
   # OLMo-core#43 first compared the loss with the deviations alone.
-  guard = ols.SpikeGuard(window=4, warmup=4)
+  guard = experimental.SpikeGuard(window=4, warmup=4)
   found, _ = watch(guard, [3.0, 3.1, 2.9, 3.0, 3.2, 3.0, 4.0])
   assert positions(found) == [6]
   # With 4.0 in its own window, it would be 1.5 deviations above the mean.
 
 
 def test_nothing_is_skipped_during_the_warm_up():
-  guard = ols.SpikeGuard(window=8)
+  guard = experimental.SpikeGuard(window=8)
   values = [1.0, 100.0, 1e-3, 1e6]
   found, state = watch(guard, values)
   assert not any(found)
   assert state.accepted == 4
   assert np.isfinite(guard.limit(state))
   # An average that starts at 1 would drop these for ever, as axlearn's does.
-  guard = ols.SpikeGuard(sigma=None, factor=20.0, window=8)
+  guard = experimental.SpikeGuard(sigma=None, factor=20.0, window=8)
   assert not any(watch(guard, [25.0] * 30)[0])
 
 
 @pytest.mark.parametrize("window", [2, 3])
 def test_the_smallest_windows_warm_up_with_two_values(window):
-  found, _ = watch(ols.SpikeGuard(window=window), [1.0, 2.0, 100.0])
+  found, _ = watch(experimental.SpikeGuard(window=window), [1.0, 2.0, 100.0])
   assert positions(found) == [2]
 
 
 def test_a_change_of_level_is_accepted_after_patience_and_reported():
   # axlearn's and ZClip's guards would skip or clip it for ever.
-  guard = ols.SpikeGuard(window=16, warmup=4, patience=3)
+  guard = experimental.SpikeGuard(window=16, warmup=4, patience=3)
   low, high = [1.0, 1.1, 0.9, 1.0] * 3, [25.0, 26.0, 24.0, 25.0] * 3
   found, state = watch(guard, [*low, *high])
   assert positions(found) == [12, 13, 14]
@@ -325,7 +326,7 @@ def test_a_change_of_level_is_accepted_after_patience_and_reported():
 
 
 def test_nothing_of_the_old_level_is_left_where_it_begins_anew():
-  guard = ols.SpikeGuard(window=8, warmup=4, patience=1)
+  guard = experimental.SpikeGuard(window=8, warmup=4, patience=1)
   high = [25.0, 26.0, 24.0]
   _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 30.0, *high])
   assert state.restarts == 1
@@ -337,14 +338,14 @@ def test_nothing_of_the_old_level_is_left_where_it_begins_anew():
 
 def test_a_limit_follows_a_falling_loss():
   # Megatron's largest value of the first hundred is frozen for ever.
-  guard = ols.SpikeGuard(sigma=None, factor=10.0, window=8)
+  guard = experimental.SpikeGuard(sigma=None, factor=10.0, window=8)
   found, _ = watch(guard, [*[8.0] * 20, *[1.0] * 20, 11.0, 1.0])
   assert positions(found) == [40]
 
 
 def test_a_restored_state_goes_on_where_it_was():
   # OLMo-core's window is in no checkpoint, so each restart is unguarded.
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 9.0])
   stored = serialization.to_bytes(state)
   restored = serialization.from_bytes(guard.init(), stored)
@@ -355,7 +356,7 @@ def test_a_restored_state_goes_on_where_it_was():
 
 def test_a_scan_over_it_compiles_once_and_stays_on_the_device():
   # OLMo-core#309 waited for the host in each step.
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   traces = []
 
   def run(opt_state, state, values):
@@ -378,7 +379,7 @@ def test_a_scan_over_it_compiles_once_and_stays_on_the_device():
 
 
 def test_seeds_under_vmap_have_guards_of_their_own():
-  guard = ols.SpikeGuard(window=8, warmup=4, patience=1)
+  guard = experimental.SpikeGuard(window=8, warmup=4, patience=1)
   rows = np.float32(
     [[1.0, 1.1, 0.9, 1.0, 9.0, 9.0], [1.0, 1.1, 0.9, 1.0, 1.0, 1.1]]
   )
@@ -397,7 +398,7 @@ def test_seeds_under_vmap_have_guards_of_their_own():
 
 def test_all_devices_give_the_same_answer():
   # OLMo-core's ranks once compared losses of their own, and fell out of step.
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   tx = ols.loss_scaling(optax.sgd(0.5), ols.FixedLossScale(), axis_name="data")
   _, state = watch(guard, [1.0, 1.1, 0.9, 1.0])
 
@@ -425,7 +426,7 @@ def test_all_devices_give_the_same_answer():
   "value", [3, 3.0, np.float64(3.0), jnp.bfloat16(3.0), jnp.int32(3), 1e300]
 )
 def test_any_real_number_is_a_value(value):
-  guard = ols.SpikeGuard(window=8, warmup=4)
+  guard = experimental.SpikeGuard(window=8, warmup=4)
   state = guard.update(guard.init(), value, TX.init(PARAMS))
   largest = float(np.finfo(np.float32).max)
   assert float(state.values[0]) == min(float(value), largest)
@@ -433,7 +434,7 @@ def test_any_real_number_is_a_value(value):
 
 
 def test_a_step_with_64_bit_types_has_the_same_state():
-  guard = ols.SpikeGuard(window=8, factor=3.0)
+  guard = experimental.SpikeGuard(window=8, factor=3.0)
   opt_state = TX.init(PARAMS)
   with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
     state = guard.update(guard.init(), jnp.float64(2.0), opt_state)
@@ -459,12 +460,12 @@ def test_a_step_with_64_bit_types_has_the_same_state():
 )
 def test_a_wrong_option_is_refused(options, error, message):
   with pytest.raises(error, match=message):
-    ols.SpikeGuard(**options)
+    experimental.SpikeGuard(**options)
 
 
 @pytest.mark.parametrize("value", [None, "3", True, jnp.ones(2), 1j])
 def test_what_is_no_number_is_refused(value):
-  guard = ols.SpikeGuard()
+  guard = experimental.SpikeGuard()
   with pytest.raises(TypeError, match="`value` must be a real scalar"):
     guard.is_spike(guard.init(), value)
   with pytest.raises(TypeError, match="`value` must be a real scalar"):
@@ -472,10 +473,10 @@ def test_what_is_no_number_is_refused(value):
 
 
 def test_another_state_is_refused():
-  guard = ols.SpikeGuard(window=8)
+  guard = experimental.SpikeGuard(window=8)
   with pytest.raises(TypeError, match="`state` must be the SpikeGuardState"):
     guard.is_spike(TX.init(PARAMS), 1.0)
   with pytest.raises(ValueError, match="`window` must stay what it was"):
-    guard.limit(ols.SpikeGuard(window=9).init())
+    guard.limit(experimental.SpikeGuard(window=9).init())
   with pytest.raises(ValueError, match="`opt_state` must hold the state of"):
     guard.update(guard.init(), 1.0, optax.sgd(0.5).init(PARAMS))

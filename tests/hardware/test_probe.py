@@ -1,4 +1,4 @@
-"""`hardware`: this CPU against NumPy, and other hardware emulated or faked."""
+"""`probe`: this CPU against NumPy, and other hardware emulated or faked."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._detectors import hardware as hardware_lib
+from optax_lossscale.hardware import _probe
 from tests import support
 
 DTYPES = ("float16", "bfloat16", "float32", *support.SIGNED_FLOAT8)
@@ -20,13 +20,13 @@ LOW = tuple(x for x in DTYPES if x != "float32")
 
 @pytest.fixture(scope="module")
 def seen():
-  return ols.hardware()
+  return ols.hardware.probe()
 
 
 @pytest.fixture(scope="module")
 def outputs():
   """This CPU's results, for tests to change into those of other hardware."""
-  return hardware_lib._run([*DTYPES], None)[1]
+  return _probe._run([*DTYPES], None)[1]
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def faked(monkeypatch, outputs):
   def find(name, **values):
     changed = {**outputs, name: {**outputs[name], **values}}
     device = jax.devices()[0]
-    monkeypatch.setattr(hardware_lib, "_run", lambda *_: (device, changed))
-    return ols.hardware()
+    monkeypatch.setattr(_probe, "_run", lambda *_: (device, changed))
+    return ols.hardware.probe()
 
   return find
 
@@ -47,8 +47,8 @@ def emulated(monkeypatch):
   """Returns a function: the findings if the probe were computed otherwise."""
 
   def find(probe):
-    monkeypatch.setattr(hardware_lib, "_probe", probe)
-    return ols.hardware()
+    monkeypatch.setattr(_probe, "_compute", probe)
+    return ols.hardware.probe()
 
   return find
 
@@ -103,15 +103,15 @@ def test_a_wider_result_comes_from_a_program_with_a_wider_dtype(name, seen):
 
 
 def test_the_compiler_does_not_compute_what_is_observed():
-  operands = {x: hardware_lib._operands(x) for x in DTYPES}, np.ones(4096, "f4")
-  text = jax.jit(hardware_lib._probe).lower(*operands).compile().as_text()
+  operands = {x: _probe._operands(x) for x in DTYPES}, np.ones(4096, "f4")
+  text = jax.jit(_probe._compute).lower(*operands).compile().as_text()
   for operation in ("multiply", "divide", "add", "subtract", "convert"):
     assert f" {operation}(" in text
 
 
 def test_no_barrier_stops_a_compiler_from_eliding_casts():
-  operands = {x: hardware_lib._operands(x) for x in DTYPES}, np.ones(4096, "f4")
-  program = str(jax.make_jaxpr(hardware_lib._probe)(*operands))
+  operands = {x: _probe._operands(x) for x in DTYPES}, np.ones(4096, "f4")
+  program = str(jax.make_jaxpr(_probe._compute)(*operands))
   assert "convert_element_type" in program
   assert "barrier" not in program and "reduce_precision" not in program
 
@@ -129,7 +129,9 @@ def test_every_signed_float8_of_jax_is_observed_and_names_are_in_order(seen):
   "name", ["float16", "bfloat16", "float32", "float8_e5m2"]
 )
 def test_saturation_mode_is_reported_for_its_dtype_alone(name, emulated, seen):
-  probe = ols.saturating(hardware_lib._probe, (jnp.dtype(name),))
+  probe = ols.hardware.emulate_saturation(
+    _probe._compute, dtypes=(jnp.dtype(name),)
+  )
   found = emulated(probe)
   largest = float(jnp.finfo(name).max)
   cast = None if name == "float32" else largest
@@ -144,12 +146,14 @@ def test_saturation_mode_is_reported_for_its_dtype_alone(name, emulated, seen):
 
 
 def test_a_nan_that_becomes_0_does_not_survive_a_maximum(emulated):
-  probe = ols.saturating(hardware_lib._probe, (jnp.float32,))
+  probe = ols.hardware.emulate_saturation(
+    _probe._compute, dtypes=(jnp.float32,)
+  )
   assert not emulated(probe).max_keeps_nan
 
 
 def test_a_program_that_computes_in_float32_throughout_is_seen(emulated):
-  original = hardware_lib._probe
+  original = _probe._compute
 
   def widened(operands, with_nan):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
@@ -231,15 +235,15 @@ def test_a_nan_that_any_maximum_drops_is_reported(dropped, faked, outputs):
   outputs = {**outputs, "maxima": tuple(maxima)}
   device = jax.devices()[0]
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(hardware_lib, "_run", lambda *_: (device, outputs))
-    assert ols.hardware().max_keeps_nan is (dropped is None)
+    patch.setattr(_probe, "_run", lambda *_: (device, outputs))
+    assert ols.hardware.probe().max_keeps_nan is (dropped is None)
 
 
 # --- The whole.
 
 
 def test_a_rejected_float8_is_the_only_one_that_is_lost(emulated, seen):
-  original = hardware_lib._probe
+  original = _probe._compute
 
   def rejecting(numbers, with_nan):
     if "float8_e4m3fn" in numbers:
@@ -285,7 +289,7 @@ def test_the_preferred_dtype_follows_the_compute_capability(
 ):
   given = {} if capability is None else {"compute_capability": capability}
   device = types.SimpleNamespace(platform=platform, **given)
-  found = hardware_lib._preferred_dtype(device)
+  found = _probe._preferred_dtype(device)
   assert found == (expected and jnp.dtype(expected))
 
 
@@ -300,28 +304,28 @@ def test_an_observation_is_the_same_wherever_it_is_made(seen):
 
   @jax.jit
   def step(x):
-    found.append(ols.hardware())
+    found.append(ols.hardware.probe())
     return x
 
   step(1.0)
   with jax.debug_nans(True), jax.debug_infs(True):
-    found.append(ols.hardware())
+    found.append(ols.hardware.probe())
   with jax.numpy_dtype_promotion("strict"):
-    found.append(ols.hardware(jax.devices()[3]))
+    found.append(ols.hardware.probe(jax.devices()[3]))
   assert {repr(x) for x in found} == {repr(seen)}
 
 
 def test_the_device_that_is_observed_is_the_one_that_is_passed():
   device = jax.devices()[3]
-  assert hardware_lib._run(["float32"], device)[0] == device
+  assert _probe._run(["float32"], device)[0] == device
   with jax.default_device(device):
-    assert hardware_lib._run(["float32"], None)[0] == device
+    assert _probe._run(["float32"], None)[0] == device
 
 
 @pytest.mark.parametrize("device", ["cuda", 0, jnp.float16])
 def test_what_is_no_device_is_refused(device):
   with pytest.raises(TypeError, match="`device` must be a jax.Device, such as"):
-    ols.hardware(device)
+    ols.hardware.probe(device)
 
 
 def test_the_program_is_compiled_once(seen, monkeypatch):
@@ -329,20 +333,18 @@ def test_the_program_is_compiled_once(seen, monkeypatch):
     raise AssertionError("traced again")
 
   # jit has the program under the function's name, whatever it calls now.
-  monkeypatch.setattr(hardware_lib.jnp, "maximum", trace)
-  assert str(ols.hardware()) == str(seen)
+  monkeypatch.setattr(_probe.jnp, "maximum", trace)
+  assert str(ols.hardware.probe()) == str(seen)
 
 
 def test_the_table_has_a_row_for_each_dtype_in_80_columns():
-  seen = hardware_lib.Hardware(
+  seen = _probe.Hardware(
     device="made up",
     preferred_dtype=None,
     max_keeps_nan=True,
     dtypes={
-      "float16": hardware_lib.Arithmetic(65504, 65504, 0, False, True, True),
-      "float32": hardware_lib.Arithmetic(
-        np.inf, None, np.nan, True, None, False
-      ),
+      "float16": _probe.Arithmetic(65504, 65504, 0, False, True, True),
+      "float32": _probe.Arithmetic(np.inf, None, np.nan, True, None, False),
     },
   )
   lines = str(seen).splitlines()

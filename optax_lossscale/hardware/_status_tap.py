@@ -11,7 +11,7 @@ import numpy as np
 from optax_lossscale._base import bits
 from optax_lossscale._step import checks
 from optax_lossscale._step import requirements
-from optax_lossscale._step import tap
+from optax_lossscale.hardware import _tap
 
 
 def status_tap(
@@ -54,7 +54,7 @@ def status_tap(
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> def loss_fn(w, x, status):
-    ...   hidden = ols.status_tap(w * x, status)
+    ...   hidden = ols.hardware.status_tap(w * x, status)
     ...   return jnp.sum(hidden.astype(jnp.float32)) * 2.0**16
     >>> w, x = jnp.float16([1.0, 2.0]), jnp.float16(2.0**-8)
     >>> grad = jax.grad(loss_fn, argnums=(0, 2))
@@ -68,11 +68,11 @@ def status_tap(
       "`check` must be for one dtype, or without one for that of each "
       f"cotangent, got {check!r}; give the taps of other layers another."
     )
-  tap.check_measured("status", status)
+  _tap.check_measured("status", status)
   count = functools.partial(_count, check)
   # Each leaf has its own tap. If a leaf that devices share were in one tap with
   # a varying leaf, JAX would sum the shared leaf's cotangent over the devices.
-  return jax.tree.map(lambda leaf: tap.tap(leaf, status, count), x)
+  return jax.tree.map(lambda leaf: _tap.tap(leaf, status, count), x)
 
 
 def _count(check: checks.Check, cotangents: Sequence[jax.Array]) -> jax.Array:

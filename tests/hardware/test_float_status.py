@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
 from tests.support import assert_same_bits
 from tests.support import AXIS_TYPES
 from tests.support import make_mesh
@@ -26,7 +27,7 @@ INF = np.float16(np.inf)
 @functools.cache
 def counting(function, **options):
   """Returns `float_status` of the function, compiled once."""
-  return jax.jit(ols.float_status(function, **options))
+  return jax.jit(hardware.float_status(function, **options))
 
 
 def count(function, *args, **options):
@@ -75,7 +76,7 @@ def test_an_element_of_a_product_overflows_unless_its_row_or_column_is_masked(
   left, right = product.split("->")[0].split(",")
   x = draw((40, *(size[i] for i in left)))
   y = draw((40, *(size[i] for i in right)))[::-1]
-  status = ols.float_status(functools.partial(jnp.einsum, product))
+  status = hardware.float_status(functools.partial(jnp.einsum, product))
   _, status = jax.jit(jax.vmap(status))(x, y)
   expected = []
   for a, b in zip(x, y, strict=True):
@@ -92,7 +93,7 @@ def test_an_element_of_a_product_overflows_unless_its_row_or_column_is_masked(
 @pytest.mark.parametrize("axis", [None, 0, 1, (0, 2), ()])
 def test_an_element_of_a_sum_overflows_unless_one_of_its_terms_is_masked(axis):
   x = draw((40, 2, 3, 4)) * 200
-  summed = ols.float_status(lambda x: jnp.sum(x, axis))
+  summed = hardware.float_status(lambda x: jnp.sum(x, axis))
   _, status = jax.jit(jax.vmap(summed))(x)
   expected = [
     np.any(
@@ -117,7 +118,7 @@ def test_a_reduction_in_float16_overflows_unless_one_of_its_terms_is_masked(
   def reduce(x):
     return lax.reduce_prod_p.bind(x, axes=axes, out_sharding=None)
 
-  _, status = jax.jit(jax.vmap(ols.float_status(reduce)))(x)
+  _, status = jax.jit(jax.vmap(hardware.float_status(reduce)))(x)
   expected = [
     np.any(
       (np.where(np.isinf(a), 0.0, a.astype(float)).prod(axes) >= 65520)
@@ -146,7 +147,7 @@ def test_a_running_total_overflows_unless_a_term_before_is_masked(
   def run(x):
     return function(x, axis=1, reverse=reverse)
 
-  _, status = jax.jit(jax.vmap(ols.float_status(run)))(x)
+  _, status = jax.jit(jax.vmap(hardware.float_status(run)))(x)
   expected = []
   for a in x[..., ::-1] if reverse else x:
     total = by_numpy(np.where(np.isinf(a), 0.0, a.astype(float)), axis=1)
@@ -468,7 +469,7 @@ SMALL, LARGE = half(1.0, 2.0, 2.0), half(1.0, 300.0, 2.0)
 @each_program
 def test_an_overflow_inside_of_control_flow_is_counted_each_time(name):
   function, times = PROGRAMS[name]
-  status = jax.jit(ols.float_status(function))
+  status = jax.jit(hardware.float_status(function))
   for x, expected in ((SMALL, 0), (LARGE, times)):
     result, counts = status(x)
     assert counts == (expected, 0)
@@ -478,7 +479,7 @@ def test_an_overflow_inside_of_control_flow_is_counted_each_time(name):
 @each_program
 def test_under_vmap_each_example_has_its_own_count(name):
   function, times = PROGRAMS[name]
-  status = jax.jit(jax.vmap(ols.float_status(function)))
+  status = jax.jit(jax.vmap(hardware.float_status(function)))
   _, counts = status(jnp.stack([SMALL, LARGE, SMALL]))
   np.testing.assert_array_equal(counts.overflow, [0, times, 0])
 
@@ -486,7 +487,7 @@ def test_under_vmap_each_example_has_its_own_count(name):
 @each_program
 def test_an_overflow_is_seen_in_a_function_of_many_examples(name):
   function, times = PROGRAMS[name]
-  status = jax.jit(ols.float_status(jax.vmap(function)))
+  status = jax.jit(hardware.float_status(jax.vmap(function)))
   assert not status(jnp.stack([SMALL, SMALL]))[1]
   # Both branches of a batched cond are run.
   is_seen = times > 0 or name == "cond, not taken"
@@ -528,7 +529,7 @@ def test_an_overflow_on_any_device_of_a_shard_map_is_seen(check_vma):
   function = on_each_device(
     lambda x: lax.psum(hide(x), "data"), jax.P(), check_vma
   )
-  status = jax.jit(ols.float_status(function))
+  status = jax.jit(hardware.float_status(function))
   assert status(ones_but(0, 1))[1] == (0, 0)
   for device in range(8):
     assert status(ones_but(device, 300))[1] == (1, 0)
@@ -538,7 +539,7 @@ def test_an_overflow_on_any_device_of_a_shard_map_is_seen(check_vma):
 @each_vma
 def test_inside_of_a_shard_map_each_device_has_its_own_status(check_vma):
   def body(x):
-    _, status = ols.float_status(hide)(x)
+    _, status = hardware.float_status(hide)(x)
     return status.overflow[None]
 
   overflows = jax.jit(on_each_device(body, jax.P("data"), check_vma))
@@ -548,7 +549,7 @@ def test_inside_of_a_shard_map_each_device_has_its_own_status(check_vma):
 
 
 def test_inside_of_a_pmap_each_device_has_its_own_status():
-  status = jax.pmap(ols.float_status(hide), axis_name="data")
+  status = jax.pmap(hardware.float_status(hide), axis_name="data")
   found = status(ones_but(3, 300))[1]
   np.testing.assert_array_equal(found.overflow, np.arange(8) == 3)
 
@@ -567,7 +568,7 @@ SUMS = {
 def test_a_sum_over_devices_overflows_on_all_of_them(name, check_vma):
   function, out_specs = SUMS[name]
   function = on_each_device(function, out_specs, check_vma)
-  status = jax.jit(ols.float_status(function))
+  status = jax.jit(hardware.float_status(function))
   assert status(jnp.full(8, 8000, HALF))[1] == (0, 0)
   assert status(jnp.full(8, 9000, HALF))[1] == (8, 0)
 
@@ -579,7 +580,7 @@ def test_the_inf_of_one_device_in_a_sum_is_no_overflow_on_another(
 ):
   function, out_specs = SUMS[name]
   function = on_each_device(function, out_specs, check_vma)
-  status = jax.jit(ols.float_status(function))
+  status = jax.jit(hardware.float_status(function))
   assert status(ones_but(5, -np.inf))[1] == (0, 0)
 
 
@@ -592,7 +593,7 @@ def test_the_sum_that_jax_puts_into_a_gradient_is_looked_at():
   function = jax.shard_map(
     gradient, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P()
   )
-  result, counts = jax.jit(ols.float_status(function))(
+  result, counts = jax.jit(hardware.float_status(function))(
     HALF(1), jnp.ones(8, HALF)
   )
   assert np.isinf(result)
@@ -610,7 +611,7 @@ def test_a_sharded_array_is_looked_at_where_it_lies(axis_type):
   with jax.set_mesh(mesh):
     x = np.ones((8, 4), np.float16)
     w = jax.device_put(jnp.ones((4, 8), HALF), jax.P())
-    status = jax.jit(ols.float_status(function))
+    status = jax.jit(hardware.float_status(function))
     for device in (None, 0, 7):
       if device is not None:
         x[device] = 30000
@@ -662,21 +663,21 @@ def test_one_operation_at_a_time_the_result_is_that_of_the_function():
   args = draw_network(0)
   with jax.disable_jit():
     expected = GRADIENT(*args)
-    result, overflowed = ols.float_status(GRADIENT)(*args)
+    result, overflowed = hardware.float_status(GRADIENT)(*args)
   assert_same_bits(result, expected)
   assert not overflowed
 
 
 def test_compiled_the_result_is_that_of_the_function():
   args = draw_network(0)
-  result, overflowed = jax.jit(ols.float_status(GRADIENT))(*args)
+  result, overflowed = jax.jit(hardware.float_status(GRADIENT))(*args)
   assert_same_bits(result, jax.jit(GRADIENT)(*args))
   assert not overflowed
 
 
 def test_its_gradient_is_that_of_the_function_bit_for_bit():
   args = draw_network(0)
-  status = ols.float_status(network)
+  status = hardware.float_status(network)
   (loss, (overflow, _)), gradient = jax.jit(
     jax.value_and_grad(status, has_aux=True)
   )(*args)
@@ -690,7 +691,7 @@ def test_its_gradient_is_that_of_the_function_bit_for_bit():
 def test_in_forward_mode_its_derivative_is_that_of_the_function(name):
   function, _ = PROGRAMS[name]
   tangent = half(1.0, -2.0, 0.5)
-  status = ols.float_status(function)
+  status = hardware.float_status(function)
   found = jax.jit(lambda x: jax.jvp(status, (x,), (tangent,)))(SMALL)
   expected = jax.jit(lambda x: jax.jvp(function, (x,), (tangent,)))(SMALL)
   assert_same_bits((found[0][0], found[1][0]), expected)
@@ -700,20 +701,20 @@ def test_in_forward_mode_its_derivative_is_that_of_the_function(name):
   ("function", "factor"), [(eleven, 11), (seven, 7)], ids=["jvp", "vjp"]
 )
 def test_derivative_rules_are_kept(function, factor):
-  gradient, _ = jax.grad(ols.float_status(function), has_aux=True)(SMALL)
+  gradient, _ = jax.grad(hardware.float_status(function), has_aux=True)(SMALL)
   assert gradient[0] == factor
 
 
 def test_a_gradient_may_be_taken_twice():
   def slope(x):
-    status = ols.float_status(lambda x: x**3)
+    status = hardware.float_status(lambda x: x**3)
     return jax.grad(status, has_aux=True)(x)[0]
 
   assert jax.grad(slope)(HALF(2)) == 12
 
 
 def test_it_takes_what_the_function_takes():
-  @ols.float_status
+  @hardware.float_status
   def function(tree, activation, *, train, key):
     x = activation(tree["x"] * tree["n"])
     keep = jax.random.bernoulli(key, 0.5, x.shape)
@@ -731,7 +732,7 @@ def test_it_takes_what_the_function_takes():
 
 def test_what_the_function_closes_over_is_looked_at_and_differentiated():
   def loss(x):
-    status = ols.float_status(lambda y: x * x * y)
+    status = hardware.float_status(lambda y: x * x * y)
     return status(HALF(1))
 
   gradient, status = jax.grad(loss, has_aux=True)(HALF(3))
@@ -756,8 +757,8 @@ def test_a_mutable_array_is_looked_at_where_it_is_computed():
     total[...] *= 300
     return total[...]
 
-  assert not ols.float_status(function)(SMALL)[1]
-  assert ols.float_status(function)(LARGE)[1]
+  assert not hardware.float_status(function)(SMALL)[1]
+  assert hardware.float_status(function)(LARGE)[1]
 
 
 # What gradients do not show ---------------------------------------------------
@@ -794,14 +795,14 @@ def test_what_gradients_do_not_show_is_seen(name):
     def gradient_of(state, params, x):
       return ols.scaled_value_and_grad(loss, state)(params, x)[1]
 
-    status = ols.float_status(gradient_of, check=check)
+    status = hardware.float_status(gradient_of, check=check)
     gradient, found = jax.jit(status)(state, params, x)
     _, without = tx.update(gradient, state, params)
     _, with_status = tx.update(gradient, state, params, overflow=found)
     return bool(without.overflow), bool(with_status.skipped)
 
   assert overflows(loss, ols.nonfinite(HALF)) == (shown, True)
-  emulated = ols.saturating(loss)
+  emulated = hardware.emulate_saturation(loss)
   found = overflows(emulated, ols.saturated(HALF))
   assert found == (shown_when_saturated, True)
 
@@ -809,8 +810,8 @@ def test_what_gradients_do_not_show_is_seen(name):
 def test_a_status_is_its_overflows_and_as_a_tuple_what_is_undefined_as_well():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
   state = tx.init(HALF(0))
-  _, undefined = ols.float_status(lambda x: 1 / x)(HALF(0))
-  _, overflowed = ols.float_status(lambda x: x * x)(HALF(300))
+  _, undefined = hardware.float_status(lambda x: 1 / x)(HALF(0))
+  _, overflowed = hardware.float_status(lambda x: x * x)(HALF(300))
 
   def is_skipped(overflow):
     _, after = tx.update(HALF(0), state, HALF(0), overflow=overflow)
@@ -825,17 +826,17 @@ def test_a_status_is_its_overflows_and_as_a_tuple_what_is_undefined_as_well():
 
 def test_a_status_is_true_if_an_operation_overflowed():
   for function, expected in ((lambda x: x * x, True), (lambda x: 1 / x, False)):
-    _, status = ols.float_status(function)(half(300.0, 0.0))
+    _, status = hardware.float_status(function)(half(300.0, 0.0))
     assert bool(status) is expected
-  _, status = jax.vmap(ols.float_status(lambda x: x * x))(half(1.0, 300.0))
+  _, status = jax.vmap(hardware.float_status(lambda x: x * x))(half(1.0, 300.0))
   assert status
-  _, status = jax.vmap(ols.float_status(lambda x: x * x))(half(1.0, 3.0))
+  _, status = jax.vmap(hardware.float_status(lambda x: x * x))(half(1.0, 3.0))
   assert not status
 
 
 def test_the_truth_of_a_status_under_jit_says_what_to_write():
   def function(x):
-    _, status = ols.float_status(lambda x: x * x)(x)
+    _, status = hardware.float_status(lambda x: x * x)(x)
     return 1 if status else 0
 
   with pytest.raises(TypeError, match=r"status\.overflow > 0, or .*overflow="):
@@ -844,7 +845,7 @@ def test_the_truth_of_a_status_under_jit_says_what_to_write():
 
 def test_a_status_as_skip_is_refused_since_s_has_to_move():
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
-  _, status = ols.float_status(lambda x: x * x)(HALF(300))
+  _, status = hardware.float_status(lambda x: x * x)(HALF(300))
   for skip in (status, [status]):
     with pytest.raises(TypeError, match="got a FloatStatus; pass it as overf"):
       tx.update(HALF(0), tx.init(HALF(0)), HALF(0), skip=skip)
@@ -864,9 +865,9 @@ def test_the_register_of_saturating_hardware_agrees_with_that_of_this_one():
   @jax.jit
   @functools.partial(jax.vmap, in_axes=(0, 0, None))
   def registers(params, x, scale):
-    _, ordinary = ols.float_status(gradient)(params, x, scale)
-    emulated = ols.saturating(gradient)
-    status = ols.float_status(emulated, check=ols.saturated(HALF))
+    _, ordinary = hardware.float_status(gradient)(params, x, scale)
+    emulated = hardware.emulate_saturation(gradient)
+    status = hardware.float_status(emulated, check=ols.saturated(HALF))
     return ordinary.overflow > 0, status(params, x, scale)[1].overflow > 0
 
   number = []
@@ -900,7 +901,7 @@ def test_saturating_hardware_cannot_tell(name):
   assert count(function, x) == ordinary
 
   def emulated(x):
-    return ols.saturating(function)(x)
+    return hardware.emulate_saturation(function)(x)
 
   # The operations before the clamp are IEEE's here: only what it left counts.
   found = count(emulated, x, check=ols.saturated(HALF))
@@ -919,7 +920,9 @@ def test_with_the_saturated_check_the_largest_value_is_what_counts():
 # Errors -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factory", [ols.float_status, ols.saturating])
+@pytest.mark.parametrize(
+  "factory", [hardware.float_status, hardware.emulate_saturation]
+)
 def test_what_a_function_returned_is_no_function(factory):
   with pytest.raises(
     TypeError, match="`fun` must be a function, got jax.Array"
@@ -933,14 +936,14 @@ def test_an_eager_look_at_a_sharded_array():
   x = jax.device_put(
     half(*[1.0] * 7, 300.0), jax.NamedSharding(mesh, jax.P("data"))
   )
-  status = ols.float_status(lambda x: x * x)
+  status = hardware.float_status(lambda x: x * x)
   assert status(x)[1].overflow == 1
 
 
 @pytest.mark.parametrize("check", [None, "saturated", ols.saturated, True])
 def test_a_check_that_is_none_is_refused(check):
   with pytest.raises(TypeError, match="`check` must be made by nonfinite"):
-    ols.float_status(hide, check=check)
+    hardware.float_status(hide, check=check)
 
 
 @pytest.mark.parametrize(
@@ -950,7 +953,7 @@ def test_a_check_that_is_none_is_refused(check):
 )
 def test_a_check_that_names_no_dtypes_of_operations_is_refused(dtype):
   with pytest.raises(TypeError, match="`check` must name signed floating dty"):
-    ols.float_status(hide, check=ols.saturated(dtype))
+    hardware.float_status(hide, check=ols.saturated(dtype))
 
 
 def test_what_has_no_sign_or_too_few_bits_is_left_out_of_all_dtypes():

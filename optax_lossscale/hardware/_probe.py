@@ -45,7 +45,7 @@ class Arithmetic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Hardware:
-  """The findings of `hardware`; print it for a table.
+  """The findings of `probe`; print it for a table.
 
   Attributes:
     device: the device's name, as JAX has it.
@@ -91,7 +91,7 @@ class Hardware:
     return "\n".join(lines)
 
 
-def hardware(device: jax.Device | None = None) -> Hardware:
+def probe(device: jax.Device | None = None) -> Hardware:
   """Observes what a device does with numbers that do not fit.
 
   Some hardware turns an overflow into inf and some clips it, and each needs its
@@ -105,7 +105,7 @@ def hardware(device: jax.Device | None = None) -> Hardware:
     device: the device to observe; by default JAX's default device.
 
   Returns:
-    The findings; print them for a table, or take `hardware().check(dtype)`.
+    The findings; print them for a table, or take `probe().check(dtype)`.
 
   Raises:
     TypeError: if `device` is not a `jax.Device`.
@@ -113,7 +113,8 @@ def hardware(device: jax.Device | None = None) -> Hardware:
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> print(ols.hardware().check(jnp.float16) == ols.nonfinite(jnp.float16))
+    >>> check = ols.hardware.probe().check(jnp.float16)
+    >>> print(check == ols.nonfinite(jnp.float16))
     True
   """
   if not (device is None or isinstance(device, jax.Device)):
@@ -151,7 +152,7 @@ def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
     by_dtype = {name: _operands(name) for name in names}
     operands = jax.device_put((by_dtype, with_nan), device)
     (used,) = operands[1].devices()
-    return used, jax.device_get(jax.jit(_probe)(*operands))
+    return used, jax.device_get(jax.jit(_compute)(*operands))
 
 
 def _is_accepted(name: str, device: Any) -> bool:
@@ -184,7 +185,7 @@ def _operands(name: str) -> dict[str, Any]:
   }
 
 
-def _probe(operands: dict[str, Any], with_nan: Any) -> dict[str, Any]:
+def _compute(operands: dict[str, Any], with_nan: Any) -> dict[str, Any]:
   """Computes everything that is observed."""
   nan, one = with_nan[:2]
   maxima = jnp.max(with_nan), jnp.maximum(nan, one), jnp.maximum(one, nan)

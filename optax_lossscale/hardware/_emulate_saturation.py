@@ -16,14 +16,14 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
-from optax_lossscale._detectors import operation_overflow
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale.hardware import operation_overflow
 
 
-def saturating(
-  fun: Callable[..., Any], dtypes: Any = (jnp.float16,)
+def emulate_saturation(
+  fun: Callable[..., Any], *, dtypes: Any = (jnp.float16,)
 ) -> Callable[..., Any]:
   """Returns `fun` as hardware in saturation mode would compute it.
 
@@ -33,13 +33,12 @@ def saturating(
 
   Every operation of `fun` is clamped, including those in loops, branches, calls
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
-  backward pass clamped as well: `jax.grad(saturating(fun))` is the same as
-  `saturating(jax.grad(fun))`. Forward mode is not supported; instead, use
-  `saturating(lambda x, dx: jax.jvp(fun, (x,), (dx,)))`. A `custom_vmap` rule
-  applies only to a `vmap` inside `fun`. Only the results are clamped if an
-  operation contains a program of its own: a kernel (Pallas, a library call),
-  `custom_partitioning`, a reduction with your own function, or `custom_root`
-  on newer JAX.
+  backward pass clamped as well: the gradient of `emulate_saturation(fun)` is
+  `emulate_saturation(jax.grad(fun))`. Forward mode is not supported; wrap the
+  function that calls `jax.jvp`. A `custom_vmap` rule applies only to a `vmap`
+  inside `fun`. Only the results are clamped if an operation contains a program
+  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
+  reduction with your own function, or `custom_root` on newer JAX.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as
@@ -60,12 +59,13 @@ def saturating(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> print(float(ols.saturating(jnp.exp)(jnp.float16(12.0))))
+    >>> emulate = ols.hardware.emulate_saturation
+    >>> print(float(emulate(jnp.exp)(jnp.float16(12.0))))
     65504.0
-    >>> print(float(ols.saturating(jnp.sqrt)(jnp.float16(-1.0))))
+    >>> print(float(emulate(jnp.sqrt)(jnp.float16(-1.0))))
     0.0
     >>> loss_fn = lambda x: x * 40000 + x * 40000
-    >>> loss, grad = jax.value_and_grad(ols.saturating(loss_fn))(jnp.float16(1))
+    >>> loss, grad = jax.value_and_grad(emulate(loss_fn))(jnp.float16(1))
     >>> print(float(loss), float(grad))
     65504.0 65504.0
 
@@ -129,15 +129,17 @@ def _differentiable(
       treedefs.append(treedef)
       return outputs, residuals
 
-    # `saturating` records this function too, so its derivative also saturates.
-    outputs, residuals = saturating(outputs_and_vjp, dtypes)(inputs)
+    # This function is recorded too, so its derivative also saturates.
+    outputs, residuals = emulate_saturation(outputs_and_vjp, dtypes=dtypes)(
+      inputs
+    )
     return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
   def backward(vjp: Any, cotangents: Any) -> tuple[Any, ...]:
     cotangents = [
       _zero_if_symbolic(x) for x in itertools.compress(cotangents, is_output)
     ]
-    (of_inputs,) = saturating(vjp, dtypes)(cotangents)
+    (of_inputs,) = emulate_saturation(vjp, dtypes=dtypes)(cotangents)
     return tuple(of_inputs.get(i) for i in range(len(recording.operands)))
 
   run.defvjp(forward, backward, symbolic_zeros=True)
@@ -178,9 +180,9 @@ class _Clamping(throughout.CountingRule):
         inputs = [_clip(x, without_inf[0]) for x in inputs]
     elif without_inf and not operation_table.moves(equation):
       raise TypeError(
-        "`saturating` must be able to tell inf from NaN, got the operation "
-        f"{name} in {without_inf[0].name}, which has no inf: compute in "
-        "float16 or float32 and cast the result."
+        "`emulate_saturation` must be able to tell inf from NaN, got the "
+        f"operation {name} in {without_inf[0].name}, which has no inf: compute "
+        "in float16 or float32 and cast the result."
       )
     outputs = interpreter.bind(equation, inputs)
     # Outputs on another mesh can only be used in the equation's context.

@@ -1,4 +1,4 @@
-"""`saturating`: every operation clamped, in whatever a function is made of.
+"""`emulate_saturation` clamps every operation of any function.
 
 The authorities are NumPy, one operation at a time with the clamp written out
 after it, and JAX itself without compilation, with the clamp written out.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optax_lossscale as ols
+from optax_lossscale.hardware import emulate_saturation
 from tests import support
 from tests.support import assert_same_bits
 
@@ -88,7 +88,7 @@ def test_programs_compute_what_numpy_computes_with_a_clamp(seed):
     plain = run_program(program, values, np, lambda x: x)
   assert not is_finite(plain)
   got = jax.jit(
-    ols.saturating(lambda x: run_program(program, x, jnp, lambda x: x))
+    emulate_saturation(lambda x: run_program(program, x, jnp, lambda x: x))
   )(values)
   for x, y in zip(got, expected, strict=True):
     np.testing.assert_array_equal(x, y)  # The sign of max(0, -0) is free.
@@ -110,7 +110,9 @@ def test_exact_operations_on_every_float16_value_are_numpys():
   ]
   with np.errstate(all="ignore"):
     expected = [clamp_numpy(f(np, EVERY)) for f in functions]
-  got = jax.jit(ols.saturating(lambda x: [f(jnp, x) for f in functions]))(EVERY)
+  got = jax.jit(emulate_saturation(lambda x: [f(jnp, x) for f in functions]))(
+    EVERY
+  )
   for x, y in zip(got, expected, strict=True):
     np.testing.assert_array_equal(x, y)
 
@@ -131,7 +133,7 @@ def test_other_operations_on_every_float16_value_are_jaxs_clamped():
     lambda x: lax.integer_pow(x, -3),
   ]
   expected = [clamp_numpy(np.asarray(f(jnp.asarray(EVERY)))) for f in functions]
-  got = ols.saturating(lambda x: [f(x) for f in functions])(EVERY)
+  got = emulate_saturation(lambda x: [f(x) for f in functions])(EVERY)
   for x, y in zip(got, expected, strict=True):
     np.testing.assert_array_equal(x, y)
 
@@ -212,8 +214,8 @@ def test_an_operation_is_clamped_inside_and_around(name):
   with jax.disable_jit(name in CONSTRUCTS):
     expected = construct(hand_clamped_layer)(X)
   assert not is_finite(construct(layer)(X))
-  assert_same_bits(jax.jit(ols.saturating(construct(layer)))(X), expected)
-  assert_same_bits(construct(ols.saturating(layer))(X), expected)
+  assert_same_bits(jax.jit(emulate_saturation(construct(layer)))(X), expected)
+  assert_same_bits(construct(emulate_saturation(layer))(X), expected)
 
 
 @pytest.mark.parametrize("place", range(len(CONSTRUCTS)))
@@ -226,7 +228,7 @@ def test_an_operation_is_clamped_in_a_nest(place):
 
   with jax.disable_jit():
     expected = build(hand_clamped_layer)(X)
-  assert_same_bits(jax.jit(ols.saturating(build(layer)))(X), expected)
+  assert_same_bits(jax.jit(emulate_saturation(build(layer)))(X), expected)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -241,8 +243,8 @@ def test_an_operation_is_clamped_in_loops_on_each_device(check_vma):
       [build(hand_clamped_layer)(x) for x in X.reshape(8, 1)]
     )
   for fun in (
-    ols.saturating(of_parts(build(layer), check_vma)),
-    of_parts(ols.saturating(build(layer)), check_vma),
+    emulate_saturation(of_parts(build(layer), check_vma)),
+    of_parts(emulate_saturation(build(layer)), check_vma),
   ):
     assert_same_bits(jax.jit(fun)(X), expected)
 
@@ -257,7 +259,7 @@ def test_sums_over_devices_are_clamped(check_vma):
     check_vma=check_vma,
   )
   x = jnp.full(4, 40000.0, HALF)
-  np.testing.assert_array_equal(ols.saturating(summed)(x), 65504)
+  np.testing.assert_array_equal(emulate_saturation(summed)(x), 65504)
 
 
 # --- Derivatives.
@@ -284,7 +286,7 @@ def test_the_rules_that_a_function_has_are_used_and_clamped():
     for around in (lambda f: f, jax.jit, jax.checkpoint):
       gradient = jax.grad(
         lambda x, f=fun, a=around: jnp.sum(
-          ols.saturating(a(f))(x).astype(jnp.float32)
+          emulate_saturation(a(f))(x).astype(jnp.float32)
         )
       )(x)
       np.testing.assert_array_equal(
@@ -378,8 +380,8 @@ LOSSES = {
 def test_the_gradient_of_a_saturating_loss_is_the_saturating_gradient(name):
   loss = LOSSES[name]
   places = (0, 1, 2)
-  outside = jax.jit(jax.value_and_grad(ols.saturating(loss), places))
-  inside = jax.jit(ols.saturating(jax.value_and_grad(loss, places)))
+  outside = jax.jit(jax.value_and_grad(emulate_saturation(loss), places))
+  inside = jax.jit(emulate_saturation(jax.value_and_grad(loss, places)))
   plain = jax.jit(jax.value_and_grad(loss, places))
   overflowed = moved = False
   for scale in (1, 30, 300, 3000):
@@ -402,9 +404,9 @@ def test_the_second_derivative_is_that_of_what_saturates():
     return jnp.sum(jnp.exp(x) * x * x)
 
   x = jnp.array([1.0, -3.0, 9.0, 11.5], HALF)
-  got = jax.jit(second(ols.saturating(cube)))(x)
+  got = jax.jit(second(emulate_saturation(cube)))(x)
   assert not is_finite(second(cube)(x))
-  assert_same_bits(got, jax.jit(ols.saturating(second(cube)))(x))
+  assert_same_bits(got, jax.jit(emulate_saturation(second(cube)))(x))
   assert np.count_nonzero(got) == 4
 
 
@@ -417,14 +419,15 @@ def test_a_layer_that_saturates_is_differentiated_anywhere(name):
   def gradient(fun):
     return jax.jit(lambda x: jax.vjp(fun, x)[1](jnp.ones_like(x))[0])(X)
 
-  got = gradient(construct(ols.saturating(layer)))
-  whole = gradient(ols.saturating(construct(layer)))
+  got = gradient(construct(emulate_saturation(layer)))
+  whole = gradient(emulate_saturation(construct(layer)))
   assert_same_bits(got, whole)
   assert is_finite(got)
   assert np.any(got)
   if name != "scan":
     assert_same_bits(
-      got, ols.saturating(jax.grad(lambda x: jnp.sum(layer(x))))(X)
+      got,
+      emulate_saturation(jax.grad(lambda x: jnp.sum(layer(x))))(X),
     )
 
 
@@ -451,8 +454,8 @@ def test_gradients_are_summed_over_devices_and_clamped(check_vma):
     )
 
   x = jnp.full(8, 10000.0, HALF)
-  inside = run(jax.grad(ols.saturating(local)))
-  whole = jax.jit(ols.saturating(run(jax.grad(local))))
+  inside = run(jax.grad(emulate_saturation(local)))
+  whole = jax.jit(emulate_saturation(run(jax.grad(local))))
   assert run(jax.grad(local))(weights, x) == jnp.inf
   assert whole(weights, x) == 65504
   if check_vma:  # The sum is a part of the derivative.
@@ -466,7 +469,9 @@ def test_what_is_not_differentiated_need_have_no_derivative():
 
   x = jnp.array([1.0, 2.0], HALF)
   for around in (lambda f: f, jax.jit):
-    gradient, _ = jax.grad(around(ols.saturating(loss)), has_aux=True)(x, 3, x)
+    gradient, _ = jax.grad(around(emulate_saturation(loss)), has_aux=True)(
+      x, 3, x
+    )
     np.testing.assert_array_equal(gradient, 8 * x)
 
 
@@ -476,19 +481,19 @@ def test_a_result_that_is_not_used_does_not_spoil_a_gradient():
 
   # In float32, which is not clamped here, 0 times inf is NaN.
   x = jnp.array([0.0, 300.0])
-  gradient = jax.grad(lambda x: ols.saturating(fun)(x)[0])(x)
+  gradient = jax.grad(lambda x: emulate_saturation(fun)(x)[0])(x)
   np.testing.assert_array_equal(gradient, 2 * x)
-  gradient, _ = jax.grad(ols.saturating(fun), has_aux=True)(x)
+  gradient, _ = jax.grad(emulate_saturation(fun), has_aux=True)(x)
   np.testing.assert_array_equal(gradient, 2 * x)
 
 
 def test_there_is_no_forward_mode_and_the_remedy_works():
   x = jnp.array([2.0, 12.0], HALF)
   with pytest.raises(TypeError, match="custom_vjp"):
-    jax.jvp(ols.saturating(jnp.exp), (x,), (x,))
-  result, tangent = ols.saturating(lambda x, dx: jax.jvp(jnp.exp, (x,), (dx,)))(
-    x, x
-  )
+    jax.jvp(emulate_saturation(jnp.exp), (x,), (x,))
+  result, tangent = emulate_saturation(
+    lambda x, dx: jax.jvp(jnp.exp, (x,), (dx,))
+  )(x, x)
   assert_same_bits(result, clamp(jnp.exp(x)))
   assert_same_bits(tangent, clamp(x * clamp(jnp.exp(x))))
 
@@ -517,27 +522,29 @@ def test_arguments_and_results_may_be_anything():
   key = jax.random.key(1)
   args = (X, key, None, jnp.exp)
   kwargs = {"train": True, "counts": np.arange(3)}
-  got = ols.saturating(fun)(*args, **kwargs)
+  got = emulate_saturation(fun)(*args, **kwargs)
   want = fun(*args, **kwargs) | {"x": clamp(jnp.exp(X))}
   for tree in (got, want):
     tree["key"] = jax.random.key_data(tree["key"])
   assert_same_bits(got, jax.tree.map(jnp.asarray, want))
   gradient = jax.grad(
-    lambda x: jnp.sum(ols.saturating(fun)(x, *args[1:], **kwargs)["x"] * 0 + x)
+    lambda x: jnp.sum(
+      emulate_saturation(fun)(x, *args[1:], **kwargs)["x"] * 0 + x
+    )
   )(X)
   np.testing.assert_array_equal(gradient, 1)
 
 
 def test_a_function_without_arguments_saturates():
-  assert ols.saturating(lambda: jnp.exp(jnp.full((), 12, HALF)))() == 65504
-  assert ols.saturating(lambda: 3.0)() == 3
+  assert emulate_saturation(lambda: jnp.exp(jnp.full((), 12, HALF)))() == 65504
+  assert emulate_saturation(lambda: 3.0)() == 3
 
 
 def test_what_is_closed_over_is_differentiated_mapped_and_compiled():
   x = jnp.array([2.0, 12.0, 1.0], HALF)
 
   def closed_over(weights):
-    return ols.saturating(lambda x: jnp.exp(x * weights))(x)
+    return emulate_saturation(lambda x: jnp.exp(x * weights))(x)
 
   expected = clamp(jnp.exp(clamp(x * x)))
   assert_same_bits(jax.jit(closed_over)(x), expected)
@@ -545,7 +552,9 @@ def test_what_is_closed_over_is_differentiated_mapped_and_compiled():
   _, vjp = jax.vjp(jax.jit(closed_over), x)
   assert_same_bits(vjp(jnp.ones_like(x))[0], clamp(x * expected))
   weights = np.asarray(x)
-  assert_same_bits(ols.saturating(lambda x: jnp.exp(x * weights))(x), expected)
+  assert_same_bits(
+    emulate_saturation(lambda x: jnp.exp(x * weights))(x), expected
+  )
 
 
 def test_a_mutable_array_is_clamped_when_it_is_read():
@@ -554,8 +563,8 @@ def test_a_mutable_array_is_clamped_when_it_is_read():
     ref[0] = x[3] * x[3]
     return ref[...]
 
-  np.testing.assert_array_equal(ols.saturating(fun)(X)[0], 65504)
-  gradient = jax.grad(lambda x: ols.saturating(fun)(x)[0])(X)
+  np.testing.assert_array_equal(emulate_saturation(fun)(X)[0], 65504)
+  gradient = jax.grad(lambda x: emulate_saturation(fun)(x)[0])(X)
   np.testing.assert_array_equal(gradient, [0, 0, 0, 600, 0, 0, 0, 0])
 
 
@@ -570,7 +579,7 @@ def test_a_function_with_shardings_keeps_them(mesh, where):
   context = jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext()
   with context:
     x = jax.device_put(X, sharding) if is_explicit else X
-    fun = jax.jit(ols.saturating(lambda x: inner(x + 0)))
+    fun = jax.jit(emulate_saturation(lambda x: inner(x + 0)))
     result = fun(x)
     assert result.sharding.is_equivalent_to(sharding, 1)
     assert_same_bits(result, hand_clamped_layer(X))
@@ -586,7 +595,7 @@ def test_a_function_that_asks_for_another_sharding_gets_what_jit_gives(where):
   inner = jax.jit(layer, **{where: sharding})
   with jax.set_mesh(EXPLICIT_MESH):
     x = jax.device_put(X, jax.NamedSharding(EXPLICIT_MESH, jax.P()))
-    result = jax.jit(ols.saturating(lambda x: inner(x + 0)))(x)
+    result = jax.jit(emulate_saturation(lambda x: inner(x + 0)))(x)
     assert result.sharding == jax.jit(lambda x: inner(x + 0))(x).sharding
   assert_same_bits(result, hand_clamped_layer(X))
 
@@ -598,7 +607,7 @@ def test_a_part_on_automatic_axes_of_an_explicit_mesh_saturates():
 
   with jax.set_mesh(EXPLICIT_MESH):
     x = jax.device_put(X, jax.NamedSharding(EXPLICIT_MESH, jax.P("data")))
-    got = jax.jit(ols.saturating(fun))(x)
+    got = jax.jit(emulate_saturation(fun))(x)
     assert jax.typeof(got) == jax.typeof(jax.jit(fun)(x))
   assert_same_bits(got, clamp(hand_clamped_layer(X) * 2))
 
@@ -606,7 +615,7 @@ def test_a_part_on_automatic_axes_of_an_explicit_mesh_saturates():
 def test_donation_inside_does_not_take_an_argument():
   x = jnp.array([12.0], HALF)
   donating = jax.jit(jnp.exp, donate_argnums=0)
-  assert ols.saturating(lambda x: donating(x) + donating(x + 0))(x) == 65504
+  assert emulate_saturation(lambda x: donating(x) + donating(x + 0))(x) == 65504
   assert not x.is_deleted()
 
 
@@ -622,7 +631,7 @@ def test_callbacks_and_prints_run_once(capfd):
 
   x = jnp.array([300.0], HALF)
   for around in (lambda f: f, jax.jit):
-    result = jax.block_until_ready(around(ols.saturating(fun))(x))
+    result = jax.block_until_ready(around(emulate_saturation(fun))(x))
     jax.effects_barrier()
     assert result == 65504
     assert seen == [65504.0]
@@ -642,10 +651,10 @@ def test_what_a_library_computes_is_one_operation():
       lambda y: y * HALF(0.001), x, lambda _, b: b * HALF(1000), symmetric=True
     )
 
-  assert is_finite(ols.saturating(reduced)(x))
-  np.testing.assert_array_equal(ols.saturating(solved)(x), [65504, 2000])
+  assert is_finite(emulate_saturation(reduced)(x))
+  np.testing.assert_array_equal(emulate_saturation(solved)(x), [65504, 2000])
   np.testing.assert_array_equal(
-    ols.saturating(lambda x: lax.associative_scan(jnp.add, x * 200))(x),
+    emulate_saturation(lambda x: lax.associative_scan(jnp.add, x * 200))(x),
     [60000, 60416],
   )
 
@@ -665,14 +674,18 @@ def test_other_dtypes_saturate_at_their_own_largest_value(name):
   dtype = DTYPES[name]
   largest = float(jnp.finfo(dtype).max)
   x = jnp.array([largest, -largest, -2.0, 0.0, jnp.nan], dtype)
-  got = jax.jit(ols.saturating(lambda x: (x * jnp.abs(x), 1 / x), dtype))(x)
+  got = jax.jit(
+    emulate_saturation(lambda x: (x * jnp.abs(x), 1 / x), dtypes=dtype)
+  )(x)
   assert got[0].dtype == dtype
   np.testing.assert_array_equal(
     np.asarray(got[0], float), [largest, -largest, -4, 0, 0]
   )
   assert float(got[1][3]) == largest
   gradient = jax.grad(
-    lambda x: ols.saturating(lambda x: x * x * x, dtype)(x)[0].astype("float32")
+    lambda x: emulate_saturation(lambda x: x * x * x, dtypes=dtype)(x)[
+      0
+    ].astype("float32")
   )(x)
   assert float(gradient[0]) == largest
 
@@ -680,24 +693,24 @@ def test_other_dtypes_saturate_at_their_own_largest_value(name):
 def test_float64_saturates_as_well():
   with jax.enable_x64(True):
     x = jnp.array([1e200, -1.0])
-    got = ols.saturating(lambda x: x * x, "float64")(x)
+    got = emulate_saturation(lambda x: x * x, dtypes="float64")(x)
     np.testing.assert_array_equal(got, [np.finfo(float).max, 1])
 
 
 def test_the_parts_of_complex_numbers_saturate():
   z = jnp.array([1e30 + 1e30j, 1j, 1e30], jnp.complex64)
-  got = ols.saturating(lambda z: z * z, jnp.float32)(z)
+  got = emulate_saturation(lambda z: z * z, dtypes=jnp.float32)(z)
   largest = np.finfo(np.float32).max
   assert abs(got[0].imag) == largest
   np.testing.assert_array_equal(got[1:], np.array([-1, largest], got.dtype))
   assert not is_finite(jnp.abs(z * z))
-  assert_same_bits(ols.saturating(lambda z: z * z)(z), z * z)
+  assert_same_bits(emulate_saturation(lambda z: z * z)(z), z * z)
 
 
 def test_several_dtypes_saturate_at_once():
-  got = ols.saturating(lambda x, y: (x * x, y * y), (HALF, jnp.float32))(
-    HALF(300), jnp.float32(1e30)
-  )
+  got = emulate_saturation(
+    lambda x, y: (x * x, y * y), dtypes=(HALF, jnp.float32)
+  )(HALF(300), jnp.float32(1e30))
   assert got == (65504, np.finfo(np.float32).max)
 
 
@@ -709,12 +722,12 @@ def test_a_function_without_the_dtypes_is_as_it_was():
   x = jnp.arange(16.0).reshape(4, 4) * 30
   key = jax.random.key(0)
   expected = jax.jit(fun)(x, key)
-  assert_same_bits(jax.jit(ols.saturating(fun))(x, key), expected)
+  assert_same_bits(jax.jit(emulate_saturation(fun))(x, key), expected)
 
   def gradient(fun):
     return jax.jit(jax.grad(lambda x: fun(x, key)[1] + jnp.sum(x**3)))
 
-  assert_same_bits(gradient(ols.saturating(fun))(x), gradient(fun)(x))
+  assert_same_bits(gradient(emulate_saturation(fun))(x), gradient(fun)(x))
 
 
 def test_a_cast_to_a_dtype_without_inf_clips():
@@ -722,16 +735,18 @@ def test_a_cast_to_a_dtype_without_inf_clips():
   x = jnp.array([1e6, -470, 460, 448, jnp.nan, jnp.inf, -jnp.inf, 1], "float32")
   expected = [448, -448, 448, 448, 0, 448, -448, 1]
   for of in (jnp.float32, jnp.bfloat16, jnp.float8_e5m2):
-    fun = ols.saturating(
+    fun = emulate_saturation(
       lambda x: jnp.concatenate([x.astype(dtype)[::-1], jnp.ones(1, dtype)]),
-      dtype,
+      dtypes=dtype,
     )
     # float8_e5m2 has no 460 and no 470, but 448 and 512.
     got = np.asarray(jax.jit(fun)(x.astype(of)), float)
     np.testing.assert_array_equal(got, [*expected[::-1], 1])
   gradient = jax.grad(
     lambda x: jnp.sum(
-      ols.saturating(lambda x: x.astype(dtype), dtype)(x).astype("float32")
+      emulate_saturation(lambda x: x.astype(dtype), dtypes=dtype)(x).astype(
+        "float32"
+      )
     )
   )(x)
   np.testing.assert_array_equal(gradient, 1)
@@ -740,10 +755,10 @@ def test_a_cast_to_a_dtype_without_inf_clips():
 def test_arithmetic_in_a_dtype_without_inf_is_an_error():
   x = jnp.ones(2, jnp.float8_e4m3fn)
   with pytest.raises(TypeError, match="mul in float8_e4m3fn, which has no inf"):
-    ols.saturating(lambda x: x * x, x.dtype)(x)
+    emulate_saturation(lambda x: x * x, dtypes=x.dtype)(x)
   # A product in float32 of such values is none.
-  got = ols.saturating(
-    lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32), x.dtype
+  got = emulate_saturation(
+    lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32), dtypes=x.dtype
   )(x)
   assert got == 2
 
@@ -756,7 +771,13 @@ def test_arithmetic_in_a_dtype_without_inf_is_an_error():
 )  # fmt: skip
 def test_other_dtypes_are_an_error_at_once(dtypes):
   with pytest.raises(TypeError, match="`dtypes` must hold"):
-    ols.saturating(jnp.exp, dtypes)
+    emulate_saturation(jnp.exp, dtypes=dtypes)
+
+
+def test_a_dtype_is_no_function():
+  for dtype in (jnp.float16, np.float16, jnp.bfloat16):
+    with pytest.raises(TypeError, match="`fun` must be a function, got the dt"):
+      emulate_saturation(dtype)
 
 
 @pytest.mark.parametrize(
@@ -765,7 +786,7 @@ def test_other_dtypes_are_an_error_at_once(dtypes):
 )  # fmt: skip
 def test_a_dtype_may_be_spelled_as_one_likes(dtypes):
   np.testing.assert_array_equal(
-    ols.saturating(jnp.exp, dtypes)(X), clamp(jnp.exp(X))
+    emulate_saturation(jnp.exp, dtypes=dtypes)(X), clamp(jnp.exp(X))
   )
 
 
@@ -808,10 +829,10 @@ def test_a_flax_model_saturates_forward_and_backward():
     return jnp.sum(model.apply(params, x, train=train, rngs=rngs) ** 2) * 4000
 
   static = {"static_argnames": "train"}
-  got = jax.jit(jax.value_and_grad(ols.saturating(loss)), **static)(
+  got = jax.jit(jax.value_and_grad(emulate_saturation(loss)), **static)(
     params, x, train=True
   )
-  want = jax.jit(ols.saturating(jax.value_and_grad(loss)), **static)(
+  want = jax.jit(emulate_saturation(jax.value_and_grad(loss)), **static)(
     params, x, train=True
   )
   assert_same_bits(got, want)
@@ -824,14 +845,15 @@ def test_a_flax_model_saturates_forward_and_backward():
 def test_a_rule_for_vmap_is_used_where_the_function_maps():
   # It is wrong, which shows that it is used.
   square = support.with_vmap(lambda x: x * x, lambda x: x * x * x)
-  np.testing.assert_array_equal(ols.saturating(square)(X[3]), 65504)
+  np.testing.assert_array_equal(emulate_saturation(square)(X[3]), 65504)
   np.testing.assert_array_equal(
-    ols.saturating(jax.vmap(square))(X[3:5]), [65504, 8]
+    emulate_saturation(jax.vmap(square))(X[3:5]), [65504, 8]
   )
 
 
 def test_an_eager_shard_map_takes_the_derivative():
   fun = of_parts(
-    jax.grad(lambda x: jnp.sum(ols.saturating(jnp.square)(x))), True
+    jax.grad(lambda x: jnp.sum(emulate_saturation(jnp.square)(x))),
+    True,
   )
   np.testing.assert_array_equal(fun(X / 4), X / 2)

@@ -81,7 +81,7 @@ class SpikeGuard:
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
-    >>> guard = ols.SpikeGuard(sigma=None, factor=4.0, warmup=2)
+    >>> guard = ols.experimental.SpikeGuard(sigma=None, factor=4.0, warmup=2)
     >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
     >>> opt_state, guard_state = tx.init(jnp.zeros(1)), guard.init()
     >>> for norm in (1.0, 2.0, 7.0, 3.0):

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import experimental
+from optax_lossscale import hardware
 from tests.support import on_each_device
 from tests.support import relative_error
 
@@ -21,7 +23,7 @@ FACTORS = jnp.array([1.0, 3.0, jnp.inf], HALF)
 
 def scaled_loss(x, scale, factors=FACTORS):
   """Returns a loss whose cotangents are `scale` times `factors` at `x`."""
-  return jnp.sum(ols.scale_cotangent(x, scale) * factors)
+  return jnp.sum(experimental.scale_cotangent(x, scale) * factors)
 
 
 def gradient(scale, factors, x=X):
@@ -30,7 +32,7 @@ def gradient(scale, factors, x=X):
 
 def test_it_is_the_identity():
   tree = {"a": X, "b": [jnp.float32(jnp.nan), None]}
-  scaled = ols.scale_cotangent(tree, 8.0)
+  scaled = experimental.scale_cotangent(tree, 8.0)
   assert jax.tree.structure(scaled) == jax.tree.structure(tree)
   for new, old in zip(
     jax.tree.leaves(scaled), jax.tree.leaves(tree), strict=True
@@ -70,7 +72,7 @@ def test_float64_keeps_the_bits_of_the_scale():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2, jnp.float32])
 def test_other_dtypes_keep_theirs(dtype):
   x = jnp.ones(2, dtype)
-  _, pullback = jax.vjp(lambda x: ols.scale_cotangent(x, 4), x)
+  _, pullback = jax.vjp(lambda x: experimental.scale_cotangent(x, 4), x)
   (found,) = pullback(x)
   assert found.dtype == dtype
   np.testing.assert_array_equal(found.astype(jnp.float32), 4)
@@ -84,7 +86,8 @@ def test_inf_and_nan_stay_visible(scale):
 
 def test_a_complex_cotangent_is_multiplied_by_parts():
   _, pullback = jax.vjp(
-    lambda x: ols.scale_cotangent(x, 2.0), jnp.zeros((), jnp.complex64)
+    lambda x: experimental.scale_cotangent(x, 2.0),
+    jnp.zeros((), jnp.complex64),
   )
   for parts, expected in (
     ((5, 3), (10, 6)),
@@ -103,7 +106,7 @@ def test_what_has_no_gradient_passes():
     "text": "relu",
     "flag": np.array(True),
   }
-  scaled = ols.scale_cotangent(tree, 2.0)
+  scaled = experimental.scale_cotangent(tree, 2.0)
   assert all(scaled[name] is tree[name] for name in tree)
 
 
@@ -113,14 +116,16 @@ def test_the_scale_has_no_gradient():
 
 
 def test_forward_mode_multiplies_the_tangents():
-  values, tangents = jax.jvp(lambda x: ols.scale_cotangent(x, 4.0), (X,), (X,))
+  values, tangents = jax.jvp(
+    lambda x: experimental.scale_cotangent(x, 4.0), (X,), (X,)
+  )
   np.testing.assert_array_equal(values, X)
   np.testing.assert_array_equal(tangents, 4 * X)
 
 
 def test_each_further_derivative_multiplies_once_more():
   def cube(x):
-    return ols.scale_cotangent(x, 4.0) ** 3
+    return experimental.scale_cotangent(x, 4.0) ** 3
 
   assert jax.grad(cube)(1.0) == 4 * 3
   assert jax.grad(jax.grad(cube))(1.0) == 4**2 * 6
@@ -134,7 +139,9 @@ def test_what_is_undone_cancels_in_first_derivatives_alone():
   """
 
   def cube(x):
-    return ols.scale_cotangent(ols.scale_cotangent(x, 0.25) ** 3, 4.0)
+    return experimental.scale_cotangent(
+      experimental.scale_cotangent(x, 0.25) ** 3, 4.0
+    )
 
   assert jax.grad(cube)(1.0) == 3
   assert jax.jvp(cube, (1.0,), (1.0,))[1] == 3
@@ -174,7 +181,7 @@ def autocast(level):
 
 
 def status(x, scale):
-  return ols.float_status(scan)(x, scale)[0]
+  return hardware.float_status(scan)(x, scale)[0]
 
 
 INSIDE = {
@@ -186,7 +193,7 @@ INSIDE = {
   "O1": autocast("O1"),
   "O2": autocast("O2"),
   "O3": autocast("O3"),
-  "saturating": ols.saturating(scan),
+  "emulate_saturation": hardware.emulate_saturation(scan),
   "float_status": status,
 }
 
@@ -201,24 +208,26 @@ def test_it_multiplies_inside_of(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", [ols.saturating, ols.float_status])
+@pytest.mark.parametrize(
+  "transform", [hardware.emulate_saturation, hardware.float_status]
+)
 def test_it_multiplies_in_a_gradient_that_is_transformed(transform):
   found = transform(jax.grad(scan))(X, jnp.float32(4))
-  found = found[0] if transform is ols.float_status else found
+  found = found[0] if transform is hardware.float_status else found
   np.testing.assert_array_equal(found, 8)
 
 
-def test_saturating_clips_what_it_makes():
-  found = ols.saturating(jax.grad(scan))(X, jnp.float32(2.0**20))
+def test_emulated_saturation_clips_what_it_makes():
+  found = hardware.emulate_saturation(jax.grad(scan))(X, jnp.float32(2.0**20))
   np.testing.assert_array_equal(found, 65504)
-  _, overflowed = ols.float_status(jax.grad(scan))(X, jnp.float32(2.0**20))
+  _, overflowed = hardware.float_status(jax.grad(scan))(X, jnp.float32(2.0**20))
   assert overflowed
 
 
 def test_autocast_multiplies_in_float32_what_float16_cannot_hold():
   def loss(w, x):
-    w = ols.scale_cotangent(w, 2.0**-30)
-    return ols.scale_cotangent(w @ x, 2.0**30)
+    w = experimental.scale_cotangent(w, 2.0**-30)
+    return experimental.scale_cotangent(w @ x, 2.0**30)
 
   mixed = ols.autocast(lambda w, x: jnp.sum(loss(w, x)) * 2.0**-20, "O1")
   found = jax.jit(jax.grad(mixed))(jnp.ones((2, 2)), jnp.ones(2))
@@ -288,11 +297,11 @@ def network(weights, x, scales):
   """Returns what a deep network gives, each layer by its own scale."""
   below = 1.0
   for weight, scale in zip(weights, scales, strict=True):
-    x = ols.scale_cotangent(x, below / scale)
-    weight = ols.scale_cotangent(weight, 1 / scale)
+    x = experimental.scale_cotangent(x, below / scale)
+    weight = experimental.scale_cotangent(weight, 1 / scale)
     x = softsign(x @ weight.astype(x.dtype))
     below = scale
-  return ols.scale_cotangent(x, below)
+  return experimental.scale_cotangent(x, below)
 
 
 def network_loss(weights, x, scales):
@@ -375,10 +384,10 @@ def test_one_s_for_the_model_moves_beside_the_scales_of_its_layers():
 
   @jax.jit
   def step(state):
-    _, grads = ols.scaled_value_and_grad(network_loss, state)(
+    _, scaled_grads = ols.scaled_value_and_grad(network_loss, state)(
       weights, HALF(x), scales
     )
-    return tx.update(grads, state, weights)
+    return tx.update(scaled_grads, state, weights)
 
   state = tx.init(weights)
   skipped = []
@@ -393,11 +402,11 @@ def test_one_s_for_the_model_moves_beside_the_scales_of_its_layers():
 
 def test_saturation_is_scaled_away_but_a_tap_sees_it():
   def loss(weight, x, status):
-    weight = ols.scale_cotangent(weight, 2.0**-4)
-    y = ols.status_tap(weight.astype(HALF) * x, status)
-    return jnp.float32(ols.scale_cotangent(y, 2.0**4)) * 2.0**14
+    weight = experimental.scale_cotangent(weight, 2.0**-4)
+    y = hardware.status_tap(weight.astype(HALF) * x, status)
+    return jnp.float32(experimental.scale_cotangent(y, 2.0**4)) * 2.0**14
 
-  emulated = ols.saturating(jax.grad(loss, (0, 2)))
+  emulated = hardware.emulate_saturation(jax.grad(loss, (0, 2)))
   found, overflows = emulated(jnp.float32(1), HALF(1), jnp.float32(0))
   assert found == 65504 / 16
   assert overflows == 1
@@ -423,16 +432,16 @@ def test_saturation_is_scaled_away_but_a_tap_sees_it():
 )
 def test_a_scale_that_is_no_real_scalar_is_refused(scale):
   with pytest.raises(TypeError, match="`scale` must be a number"):
-    ols.scale_cotangent(X, scale)
+    experimental.scale_cotangent(X, scale)
 
 
 @pytest.mark.parametrize("scale", [1e-60, -(2.0**-127)])
 def test_a_number_that_float32_flushes_to_0_is_refused(scale):
   with pytest.raises(ValueError, match=r"0 or at least 2\*\*-126"):
-    ols.scale_cotangent(X, scale)
+    experimental.scale_cotangent(X, scale)
 
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan, 2.0**128])
 def test_a_number_that_is_not_finite_in_float32_is_refused(scale):
   with pytest.raises(ValueError, match="`scale` must be finite in float32"):
-    ols.scale_cotangent(X, scale)
+    experimental.scale_cotangent(X, scale)

@@ -1,1 +1,0 @@
-"""Status registers, and an emulation of hardware that saturates."""
