@@ -132,7 +132,7 @@ def test_the_examples_run_one_after_the_other():
   )
   assert (state.low, state.steps) == (True, 2)
 
-  exec(block("checks", "ols.hardware"), names)
+  exec(block("checks", "hardware.probe"), names)
   assert names["check"] == ols.nonfinite(jnp.float16)
   exec(block("checks", "hardware.float_status"), names)
   assert not names["status"]

@@ -63,11 +63,11 @@ class Hardware:
   dtypes: dict[str, Arithmetic]
 
   def check(self, dtype: Any) -> checks.Check:
-    """Returns `saturated(dtype)` if an overflow was clipped, or `nonfinite`.
+    """Returns `saturated(dtype)` if an overflow was clipped, or `nonfinite()`.
 
     Args:
       dtype: the dtype that the gradients are computed in. One that was not
-        observed, such as float64, gets `nonfinite`.
+        observed, such as float64, gets `nonfinite()`.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
@@ -76,7 +76,7 @@ class Hardware:
     seen = self.dtypes.get(dtype.name)
     overflows = (seen.product, seen.cast) if seen else ()
     is_clipped = any(x is not None and math.isfinite(x) for x in overflows)
-    return checks.Check(saturating=is_clipped, dtype=dtype)
+    return checks.saturated(dtype) if is_clipped else checks.nonfinite()
 
   def __repr__(self) -> str:
     rows = [_HEADER, *(_row(name, x) for name, x in self.dtypes.items())]
@@ -114,7 +114,7 @@ def probe(device: jax.Device | None = None) -> Hardware:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> check = ols.hardware.probe().check(jnp.float16)
-    >>> print(check == ols.nonfinite(jnp.float16))
+    >>> print(check == ols.nonfinite())
     True
   """
   if not (device is None or isinstance(device, jax.Device)):
