@@ -320,7 +320,7 @@ def undo_on_skip(
   if optimizer.step.get_value() is step:
     raise ValueError(
       "`optimizer` must be updated in the block, got to its end without; call "
-      "optimizer.update(model, grads) inside the with statement."
+      "optimizer.update(model, scaled_grads) inside the with statement."
     )
   new = _values(nodes)
   # Compares counts, since the flag describes only the last update. The block
