@@ -48,7 +48,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
   ("experimental", 8, "a room of its own, and what it promises"),
   ("hardware", 31, "a public room, and what it is for"),
-  ("instruments", 62, "check_step takes Flax NNX; longer names of types"),
+  ("instruments", 78, "check_step takes Flax NNX; longer names of types"),
   ("nnx", 74, "accumulate carries a model through its micro-batches"),
 ]
 # How many lines a room may be below its number before the number is stale.

@@ -181,6 +181,8 @@ _MOVES = (
   "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
   "anything that may change anyway in may_change=."
 )
+# Where an NNX object's next value is, for a report.
+_IN_PLACE = "in place"
 _ALL_WIDE = (
   "not applied",
   "Nothing in the step works below float32.",
@@ -215,7 +217,8 @@ class StepReport:
   Attributes:
     laws: the laws, each with its verdict. With several loss scales, the first
       two laws come once for each scale.
-    next_values: for each argument, the output that counts as its next value.
+    next_values: for each argument, the output that counts as its next value;
+      "in place" for an NNX object, which the step changes.
     follows: the other outputs that depend on S, such as a norm of scaled
       gradients. Such a norm is fine unless it is used as the true norm.
     deterministic: whether two runs with the same S gave the same values.
@@ -255,7 +258,10 @@ class StepReport:
       found = "right, as far as rounding can tell"
     if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
       found += ", but nothing in it works below float32"
-    pairs = [f"{x} from output {y or 0}" for x, y in self.next_values.items()]
+    pairs = [
+      f"{x} {y}" if y == _IN_PLACE else f"{x} from output {y or 0}"
+      for x, y in self.next_values.items()
+    ]
     lines = [
       f"The step is {found}.",
       *(f"{x.name} ({x.verdict}): {x.text} {x.remedy}" for x in self.laws),
@@ -441,7 +447,7 @@ def _judge(
   if first.overflows:
     reason = _REQUESTED if is_requested else _OVERFLOWS
     laws = (Law("scale", *reason), precision)
-    return StepReport(laws, runs.next_values), first
+    return runs.report(laws), first
   again = runs.at(factors)
   is_repeatable = not _differing(first.watched, again.watched)
   # Tests the skip after a clean step, since a momentum of 0 may stay 0 anyway.
@@ -491,10 +497,7 @@ def _judge(
     if clean.outcomes[path] != "nothing"
   }
   found += [Law("skip", *_skip_law(outcomes, changed, doubtful)), precision]
-  report = StepReport(
-    tuple(found), runs.next_values, tuple(follows), is_repeatable, halvings
-  )
-  return report, first
+  return runs.report(found, follows, is_repeatable, halvings), first
 
 
 def _bind(
@@ -590,6 +593,19 @@ class _Runs:
     places = self.next_values.values()
     others = {x: y for x, y in outputs.items() if not _overlaps(x, places)}
     return _Run(after, self.watched(after), others, new, outcomes)
+
+  def report(
+    self, laws: Iterable[Law], follows: Iterable[str] = (), *facts: Any
+  ) -> StepReport:
+    """Returns a report whose outputs are those of the user's own step."""
+
+    def as_written(place: str) -> str:
+      if not self.known:
+        return place
+      return _IN_PLACE if place[0] == "0" else place[2:]
+
+    places = {x: as_written(y) for x, y in self.next_values.items()}
+    return StepReport(tuple(laws), places, (*map(as_written, follows),), *facts)
 
   def after(self, found: _Run) -> "_Runs":
     """Returns the same step with the next values of a run as its arguments."""
