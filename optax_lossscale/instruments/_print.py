@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import optax
