@@ -36,6 +36,7 @@ LINES = {
   "presets": 2496,
   "rules": 884,
 }
+_TYPES = "annotations say more than Any, in longer lines and with imports"
 # Triples of a room, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("__init__", 4, "types that users annotate are public names"),
@@ -44,6 +45,19 @@ GROWN: list[tuple[str, int, str]] = [
   ("_step", 201, "LastStep, StepCounts and FloatStatus, which users annotate"),
   ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
   ("instruments", 58, "check_step itself takes the objects of Flax NNX"),
+  ("__init__", 20, "types that functions return; modules for type checkers"),
+  ("_autocast", 35, _TYPES),
+  ("_base", 31, _TYPES),
+  ("_detectors", 1, _TYPES),
+  ("_jaxpr", 40, _TYPES),
+  ("_precision", 38, _TYPES),
+  ("_rules", 22, _TYPES),
+  ("_step", 76, _TYPES),
+  ("checkpoints", 4, _TYPES),
+  ("instruments", 52, _TYPES),
+  ("linen", 6, _TYPES),
+  ("plot", 13, _TYPES),
+  ("presets", 15, _TYPES),
 ]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 10

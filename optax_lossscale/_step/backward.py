@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import numpy as np
