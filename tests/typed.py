@@ -1,4 +1,4 @@
-"""What type checkers see of the public names: mypy checks this file."""
+"""The types that mypy sees behind the public names. Each line is a check."""
 
 from typing import assert_type
 
@@ -14,6 +14,7 @@ def of_the_wrapper(
 ) -> None:
   assert_type(state.overflow, jax.Array)
   assert_type(state.amax, jax.Array)
+  assert_type(state.last_step.overflow, jax.Array)
   assert_type(ols.get_loss_scale(opt_state), jax.Array)
   assert_type(ols.loss_scale_metrics(opt_state), dict[str, jax.Array])
   assert_type(

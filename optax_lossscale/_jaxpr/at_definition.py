@@ -128,6 +128,6 @@ def _select_if_it_fits(
   return selected if _type(selected) == _type(new) else new
 
 
-def _type(x: jax.Array) -> jax.core.AbstractValue:
+def _type(x: jax.Array) -> object:
   aval = jax.typeof(x)
   return aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval
