@@ -164,8 +164,8 @@ def undefined(
   return np.array(False)
 
 
-def _is_complex(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.complexfloating)
+def _is_complex(x: object) -> bool:
+  return leaves.is_gradient(x) and not leaves.is_real(x)
 
 
 def _is_pole(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from typing import Any
 from typing import NamedTuple
+from typing import TypeGuard
 import warnings
 
 import jax
@@ -784,11 +785,11 @@ def _is_value(x: object) -> bool:
   return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
 
 
-def _is_key(x: object) -> bool:
+def _is_key(x: object) -> TypeGuard[jax.Array]:
   return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: object) -> np.ndarray:
   """Returns `x` as a NumPy array; for a random key, its data."""
   return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 from chex import ArrayTree
 import jax
@@ -69,7 +68,7 @@ def print_loss_scale(
   )
 
 
-def _print(**metrics: Any) -> None:
+def _print(**metrics: jax.Array) -> None:
   if jax.process_index() != 0 or not metrics["is_due"]:
     return
   applied, skipped = (
