@@ -16,28 +16,34 @@ same bit for bit, and S shrinks. After enough clean steps, S grows again.
 """
 
 import importlib as _importlib
+import typing as _typing
 
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._precision.master_weights import master_weights
+from optax_lossscale._precision.master_weights import MasterWeightsState
 from optax_lossscale._precision.policy import get_policy
 from optax_lossscale._precision.policy import Policy
 from optax_lossscale._precision.precision_schedule import PrecisionSchedule
 from optax_lossscale._precision.precision_schedule import PrecisionScheduleState
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.engine import DynamicLossScaleState
 from optax_lossscale._rules.loss_scales import DynamicLossScale
 from optax_lossscale._rules.loss_scales import FixedLossScale
+from optax_lossscale._rules.loss_scales import FixedLossScaleState
 from optax_lossscale._step.accumulation import accumulate
 from optax_lossscale._step.backward import scale_loss
 from optax_lossscale._step.backward import scaled_value_and_grad
 from optax_lossscale._step.backward import ScaledValueAndGrad
 from optax_lossscale._step.backward import unscale
+from optax_lossscale._step.checks import Check
 from optax_lossscale._step.checks import nonfinite
 from optax_lossscale._step.checks import saturated
 from optax_lossscale._step.devices import make_varying
 from optax_lossscale._step.devices import pmean_gradients
 from optax_lossscale._step.failures import raise_if_failed
+from optax_lossscale._step.findings import WindowOverflow
 from optax_lossscale._step.loss_scaling import loss_scaling
 from optax_lossscale._step.metrics import loss_scale_metrics
 from optax_lossscale._step.skipping import select_on_skip
@@ -47,14 +53,19 @@ from optax_lossscale._step.states import LossScalingState
 __version__ = "0.1.0"
 
 __all__ = [
+  "Check",
   "DynamicLossScale",
+  "DynamicLossScaleState",
   "FixedLossScale",
+  "FixedLossScaleState",
   "LossScale",
   "LossScalingState",
+  "MasterWeightsState",
   "Policy",
   "PrecisionSchedule",
   "PrecisionScheduleState",
   "ScaledValueAndGrad",
+  "WindowOverflow",
   "WiringWarning",
   "accumulate",
   "autocast",
@@ -90,10 +101,19 @@ _ON_DEMAND = frozenset(
 )
 
 
-def __getattr__(name: str) -> object:
-  if name in _ON_DEMAND:
-    return _importlib.import_module(f"{__name__}.{name}")
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if _typing.TYPE_CHECKING:
+  from optax_lossscale import checkpoints as checkpoints
+  from optax_lossscale import instruments as instruments
+  from optax_lossscale import linen as linen
+  from optax_lossscale import nnx as nnx
+  from optax_lossscale import plot as plot
+  from optax_lossscale import rules as rules
+else:  # Type checkers would accept any name.
+
+  def __getattr__(name: str) -> object:
+    if name in _ON_DEMAND:
+      return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

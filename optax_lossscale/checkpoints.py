@@ -1,8 +1,10 @@
 """Optimizer states of checkpoints: with, without, and from an older version."""
 
+from collections.abc import Hashable
 from collections.abc import Mapping
 from typing import Any
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ _NOTHING = object()
 _GROWING = (states.LastStep, states.StepCounts)
 
 
-def from_dicts(restored: Any, target: Any) -> Any:
+def from_dicts(restored: object, target: trees.Tree) -> trees.Tree:
   """Returns the dicts and lists of a checkpoint in the structure of a target.
 
   A later version of this library may report something more about a step, so
@@ -60,7 +62,7 @@ def from_dicts(restored: Any, target: Any) -> Any:
   return _into(target, restored, ())
 
 
-def _into(target: Any, got: Any, path: tuple[Any, ...]) -> Any:
+def _into(target: object, got: object, path: tuple[Hashable, ...]) -> Any:
   if jax.tree_util.all_leaves([target]):
     is_like = jax.tree_util.all_leaves([got]) and np.shape(target) == np.shape(
       got
@@ -86,7 +88,7 @@ def _into(target: Any, got: Any, path: tuple[Any, ...]) -> Any:
   return jax.tree.unflatten(structure, values)
 
 
-def _by_name(got: Any) -> dict[str, Any]:
+def _by_name(got: object) -> dict[str, object]:
   """Returns the children of a node by the names of their keys."""
   if jax.tree_util.all_leaves([got]):
     return {}
@@ -96,7 +98,7 @@ def _by_name(got: Any) -> dict[str, Any]:
 
 
 def _unlike_target(
-  expected: str, got: str, path: tuple[Any, ...]
+  expected: str, got: str, path: tuple[Hashable, ...]
 ) -> ValueError:
   return ValueError(
     "`restored` must have the structure of `target`, apart from new fields of "
@@ -135,7 +137,7 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
   )
 
 
-def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
+def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
   """Wraps an optimizer state that was made before loss scaling was added.
 
   Training continues from an old checkpoint with its moments and counts. It
@@ -187,7 +189,7 @@ def with_loss_scaling(bare_state: Any, opt_state: optax.OptState) -> Any:
 
 
 def _fill(
-  expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
+  expected: object, got: object, path: tuple[Hashable, ...], is_inner: bool
 ) -> Any:
   """Returns `expected` with the values of `got`, or raises."""
   if states.is_state(expected):
@@ -225,8 +227,8 @@ def _fill(
 
 
 def _fill_leaf(
-  expected: Any, got: Any, path: tuple[Any, ...], is_inner: bool
-) -> Any:
+  expected: object, got: object, path: tuple[Hashable, ...], is_inner: bool
+) -> object:
   if not jax.tree_util.all_leaves([got]):
     raise _mismatch(expected, got, path)
   if not _is_array(expected) and not _is_array(got):
@@ -245,8 +247,8 @@ def _fill_leaf(
 
 
 def _open(
-  node: Any,
-) -> tuple[jax.tree_util.PyTreeDef, dict[Any, Any]]:
+  node: object,
+) -> tuple[jax.tree_util.PyTreeDef, dict[Hashable, object]]:
   """Returns the structure of one node, and its children by their keys."""
   children, structure = jax.tree_util.tree_flatten_with_path(
     node, is_leaf=lambda x: x is not node
@@ -254,15 +256,17 @@ def _open(
   return structure, {path[0]: child for path, child in children}
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: object) -> np.dtype:
   return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _mismatch(expected: Any, got: Any, path: tuple[Any, ...]) -> ValueError:
+def _mismatch(
+  expected: object, got: object, path: tuple[Hashable, ...]
+) -> ValueError:
   """Returns the error for the first place where two trees differ."""
   place = leaves.path_name(path)
   remedy = ""
@@ -287,7 +291,7 @@ def _name(place: str) -> str:
   return repr(place) if place else "its top"
 
 
-def _describe(node: Any) -> str:
+def _describe(node: object) -> str:
   """Describes a node of a pytree, without its contents."""
   if node is _NOTHING:
     return "nothing"

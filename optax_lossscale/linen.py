@@ -1,6 +1,7 @@
 """Flax Linen: a train state that a skipped step leaves unchanged."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
@@ -89,7 +90,7 @@ class TrainState(train_state.TrainState):
     apply_fn: Callable[..., Any],
     params: Any,
     tx: optax.GradientTransformation | optax.MultiSteps,
-    **kwargs: Any,
+    **kwargs: object,
   ) -> Self:
     """Returns the state before the first step.
 
@@ -119,11 +120,13 @@ class TrainState(train_state.TrainState):
     params = leaves.as_arrays(params)
     opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
+    # Flax's field is for transformations, but takes whatever has an `update`.
+    optimizer: Any = tx
     return cls(
       step=jnp.full((), 0, jnp.int32),
       apply_fn=apply_fn,
       params=params,
-      tx=tx,
+      tx=optimizer,
       opt_state=opt_state,
       attempts=jnp.full((), 0, jnp.int32),
       **{
@@ -146,8 +149,8 @@ class TrainState(train_state.TrainState):
     self,
     *,
     grads: Any,
-    extra_args: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    extra_args: Mapping[str, object] | None = None,
+    **kwargs: object,
   ) -> Self:
     """Returns the state after a step, which is applied or skipped.
 
@@ -194,7 +197,7 @@ class TrainState(train_state.TrainState):
     step = optax.safe_increment(self.step)
     return attempted._select(step=step, params=params, **kwargs)
 
-  def replace_if_applied(self, **kwargs: Any) -> Self:
+  def replace_if_applied(self, **kwargs: object) -> Self:
     """Returns the state with new values, or unchanged after a skipped step.
 
     Use it for values that depend on the new parameters, such as the moving
@@ -213,7 +216,7 @@ class TrainState(train_state.TrainState):
     _check_fields(self, "replace_if_applied", kwargs)
     return self._select(**kwargs)
 
-  def _select(self, **new: Any) -> Self:
+  def _select(self, **new: object) -> Self:
     old = {name: getattr(self, name) for name in new}
     for name in new:
       rule = f"`{name}` must keep its structure"
@@ -230,7 +233,7 @@ def _optimized(tree: Any) -> Any:
   return tree["params"] if _has_fp8(tree) else tree
 
 
-def _has_fp8(tree: Any) -> bool:
+def _has_fp8(tree: object) -> bool:
   return isinstance(tree, Mapping) and fp8_ops.OVERWRITE_WITH_GRADIENT in tree
 
 
@@ -241,7 +244,10 @@ def _static_fields(state: Any) -> set[str]:
 
 
 def _check_fields(
-  state: TrainState, method: str, new: Any, own: Any = frozenset()
+  state: TrainState,
+  method: str,
+  new: Iterable[str],
+  own: frozenset[str] | set[str] = frozenset(),
 ) -> None:
   """Raises if a new value is for a field that `method` cannot set."""
   names = [field.name for field in dataclasses.fields(state)]
@@ -257,7 +263,7 @@ def _check_fields(
       )
 
 
-def _check_opt_state(opt_state: Any) -> None:
+def _check_opt_state(opt_state: object) -> None:
   """Raises if an optimizer's state does not fit a train state."""
   paths = list(states.find_states(opt_state))
   if not paths:

@@ -34,15 +34,16 @@ __all__ = [
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
-  """A function of NNX objects; its `opt_state` is the optimizer."""
+  """A function of NNX objects, whose optimizer changes in place."""
 
   _: dataclasses.KW_ONLY
+  optimizer: nnx.Optimizer[Any]
   filters: dict[int, Any]  # Chooses the variables to differentiate.
   path: str | None
 
   def _loss_scale(self) -> jax.Array:
-    # Finds S anew in each call, since the optimizer changes in place.
-    return states.scale_in_use(_find_state(self.opt_state, self.path))
+    # Finds S anew in each call, since the optimizer moves it in place.
+    return states.scale_in_use(_find_state(self.optimizer, self.path))
 
   def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, Any]]:
     # Which arguments to differentiate is known to `value_and_grad` already.
@@ -170,10 +171,11 @@ def scaled_value_and_grad(
 
   return _ScaledValueAndGrad(
     fun,
-    optimizer,
+    optimizer.opt_state,
     arguments.like_argnums(argnums, tuple(filters)),
     has_aux,
     value_and_grad=differentiate,
+    optimizer=optimizer,
     filters=filters,
     path=path,
   )

@@ -37,6 +37,7 @@ LINES = {
   "presets": 2496,
   "rules": 816,
 }
+_TYPES = "annotations say more than Any, in longer lines and with imports"
 # Triples of a room, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("__init__", 6, "types that users annotate are public names"),
@@ -50,6 +51,18 @@ GROWN: list[tuple[str, int, str]] = [
   ("hardware", 31, "a public room, and what it is for"),
   ("instruments", 78, "check_step takes Flax NNX; longer names of types"),
   ("nnx", 74, "accumulate carries a model through its micro-batches"),
+  ("__init__", 20, "types that functions return; modules for type checkers"),
+  ("_autocast", 35, _TYPES),
+  ("_base", 31, _TYPES),
+  ("_jaxpr", 40, _TYPES),
+  ("_precision", 38, _TYPES),
+  ("_rules", 22, _TYPES),
+  ("_step", 76, _TYPES),
+  ("checkpoints", 4, _TYPES),
+  ("instruments", 52, _TYPES),
+  ("linen", 6, _TYPES),
+  ("plot", 13, _TYPES),
+  ("presets", 15, _TYPES),
 ]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 10

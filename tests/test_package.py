@@ -1,5 +1,6 @@
 """The promise as a whole: names, imports, and a test for each guarantee."""
 
+import ast
 import collections
 import importlib.metadata
 import inspect
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import typing
 
-import chex
 import optax
 import pytest
 
@@ -18,10 +18,17 @@ import optax_lossscale as ols
 PACKAGE = pathlib.Path(ols.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 
+# The most names `Any` in the package's annotations. Lower it when some go.
+MOST_ANY = 328
+
 
 def test_the_public_names_are_few_and_documented():
-  # The names of a training step, types included.
-  assert len(ols.__all__) == 26
+  # The names of a training step, and the types of what these return.
+  types = {x for x in ols.__all__ if x.endswith("State")}
+  types |= {"Check", "LossScale", "ScaledValueAndGrad", "WindowOverflow"}
+  types |= {"WiringWarning"}
+  assert len(ols.__all__) - len(types) == 21
+  assert len(types) == 10
   assert ols.__all__ == sorted(ols.__all__)
   for name in ols.__all__:
     assert getattr(ols, name).__doc__, name
@@ -63,7 +70,7 @@ def test_the_version_is_that_of_the_installed_package():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["chex", "flax", "matplotlib", "orbax"])
+@pytest.mark.parametrize("module", ["flax", "matplotlib", "orbax"])
 def test_importing_the_library_does_not_load(module):
   program = f"import sys, optax_lossscale; print({module!r} in sys.modules)"
   result = subprocess.run(
@@ -116,13 +123,76 @@ def test_links_between_files_lead_somewhere():
     assert not missing, page
 
 
+def public_modules():
+  """Returns the package, and each of its public modules."""
+  return [ols, *filter(inspect.ismodule, (getattr(ols, x) for x in dir(ols)))]
+
+
+def public_callables():
+  """Yields the name and value of public classes, functions and methods."""
+  for module in public_modules():
+    for name in module.__all__:
+      value = getattr(module, name)
+      if callable(value):
+        yield f"{module.__name__}.{name}", value
+      for member, x in inspect.getmembers(value, _is_own):
+        if inspect.isclass(value) and not member.startswith("_"):
+          yield f"{module.__name__}.{name}.{member}", getattr(x, "fget", x)
+
+
+def _is_own(x):
+  module = getattr(getattr(x, "fget", x), "__module__", None)
+  return str(module).startswith(ols.__name__)
+
+
 def test_annotations_name_types_that_exist():
-  # chex is imported for type checkers alone, so that importing is quick.
-  names = {"chex": chex, "ArrayTree": chex.ArrayTree}
-  modules = ols, ols.experimental, ols.hardware
-  members = [getattr(x, name) for x in modules for name in x.__all__]
-  functions = [x for x in members if callable(x)]
   update = ols.loss_scaling(optax.identity(), ols.FixedLossScale(1)).update
-  rule = ols.LossScale
-  for function in [*functions, update, rule.update, rule.stalled]:
-    typing.get_type_hints(function, localns=names)
+  wrong = []
+  for name, value in [*public_callables(), ("update", update)]:
+    if value is ols.linen.TrainState:
+      continue  # Flax does not import what the annotations of its class need.
+    try:
+      # Without this argument, typing takes over what it found for another
+      # module, where a name such as ArrayTree may be imported.
+      typing.get_type_hints(value, localns={})
+    except NameError as error:
+      wrong.append(f"{name}: {error}")
+  assert not wrong
+
+
+def classes_in(hint):
+  """Yields the classes that a type hint names."""
+  for x in [hint, *typing.get_args(hint)]:
+    if isinstance(x, list):  # The arguments of a Callable.
+      continue
+    if x is not hint:
+      yield from classes_in(x)
+    elif inspect.isclass(x):
+      yield x
+
+
+def test_what_public_functions_return_has_a_public_name():
+  public = {id(value) for _, value in public_callables()}
+  unnamed = {
+    f"{name} returns {x.__name__}"
+    for name, value in public_callables()
+    if not inspect.isclass(value)
+    for x in classes_in(typing.get_type_hints(value).get("return"))
+    if x.__module__.startswith(ols.__name__) and id(x) not in public
+  }
+  assert not unnamed
+
+
+def test_few_annotations_are_any():
+  # What a user's function takes and returns is Any, and so is a rule's state.
+  # For a value that is only looked at, `object` lets mypy check its use.
+  names = [
+    name
+    for file in PACKAGE.rglob("*.py")
+    for node in ast.walk(ast.parse(file.read_text()))
+    for field in ("annotation", "returns")
+    if getattr(node, field, None) is not None
+    for name in ast.walk(getattr(node, field))
+    if getattr(name, "id", getattr(name, "attr", None)) == "Any"
+  ]
+  assert len(names) <= MOST_ANY

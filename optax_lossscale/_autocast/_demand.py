@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import operator
-from typing import Any
 from typing import NamedTuple
 
 from jax.extend import core
@@ -64,7 +63,7 @@ _BEFORE_SUMS = operation_table.names("cube square")
 
 
 def find_demand(
-  jaxpr: Any, recipe: levels.Recipe, scope: str, outputs: Sequence[Use]
+  jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str, outputs: Sequence[Use]
 ) -> Demand:
   """Returns how a jaxpr uses its values."""
   uses: dict[core.Var, Use] = {}
@@ -197,7 +196,7 @@ def _is_guard(equation: core.JaxprEqn) -> bool:
   )
 
 
-def _constants(jaxpr: Any) -> set[core.Var]:
+def _constants(jaxpr: core.Jaxpr) -> set[core.Var]:
   """Returns the variables of a jaxpr that depend only on literals."""
   constants: set[core.Var] = set()
   for equation in jaxpr.jaxpr.eqns:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.extend import core
@@ -18,9 +19,12 @@ from optax_lossscale._autocast import _value
 from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr.interpreter import Array
+
+_Chosen = TypeVar("_Chosen")
 
 # Evaluates a jaxpr and returns its outputs.
-Interpret = Callable[[Any, Sequence[_value.Value]], list[_value.Value]]
+Interpret = Callable[[core.Jaxpr, Sequence[_value.Value]], list[_value.Value]]
 
 
 def custom_jvp(
@@ -36,7 +40,9 @@ def custom_jvp(
   function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
-  def jvp(primals: Any, tangents: Any) -> Any:
+  def jvp(
+    primals: Sequence[Array], tangents: Sequence[Array]
+  ) -> tuple[list[Array], list[Array]]:
     zero = jax.custom_derivatives.SymbolicZero
     moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
     places = [i for i, x in enumerate(moving) if x]
@@ -78,14 +84,16 @@ def custom_vjp(
     lambda: _record_forward(equation, types, is_input, is_output)
   )
 
-  def forward(*arguments: Any) -> Any:
+  def forward(*arguments: Array) -> tuple[list[Array], list[Array]]:
     jaxpr, _, _ = recorded()
     dtypes = itself.dtypes
     results = interpret(jaxpr, _value.received(inputs, arguments))
     kept = _value.arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
-  def backward(kept: Any, cotangents: Any) -> Any:
+  def backward(
+    kept: Sequence[Array], cotangents: Sequence[Array]
+  ) -> tuple[Array | None, ...]:
     jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
     arguments = [*kept, *_chosen(cotangents, is_output)]
     results = iter(interpret(jaxpr, list(map(_value.Value, arguments, dtypes))))
@@ -101,11 +109,13 @@ def custom_vjp(
 
 def _record_tangents(
   equation: core.JaxprEqn, types: Sequence[Any], places: Sequence[int]
-) -> Any:
+) -> core.Jaxpr:
   """Records a `custom_jvp` rule for tangents of the inputs in `places`."""
 
-  def rule(primals: Any, tangents: Any) -> Any:
-    def of_places(*active: Any) -> Any:
+  def rule(
+    primals: Sequence[Array], tangents: Sequence[Array]
+  ) -> tuple[list[Array], list[Array]]:
+    def of_places(*active: Array) -> Sequence[Array]:
       arguments = list(primals)
       for place, x in zip(places, active, strict=True):
         arguments[place] = x
@@ -124,11 +134,11 @@ def _record_forward(
   types: Sequence[Any],
   is_input: Sequence[bool],
   is_output: Sequence[bool],
-) -> tuple[Any, Any, Any]:
+) -> tuple[core.Jaxpr, Sequence[jax.ShapeDtypeStruct], object]:
   """Records the forward pass of a `custom_vjp` rule."""
 
-  def forward(*arguments: Any) -> Any:
-    def of_floats(*floats: Any) -> Any:
+  def forward(*arguments: Array) -> tuple[object, object]:
+    def of_floats(*floats: Array) -> tuple[list[Array], list[Array]]:
       of_place = iter(floats)
       outputs = interpreter.bind(
         equation,
@@ -149,8 +159,10 @@ def _record_forward(
 
 
 def _record_backward(
-  outputs: Sequence[Any], vjp: Any, is_output: Sequence[bool]
-) -> tuple[Any, list[Any]]:
+  outputs: Sequence[jax.ShapeDtypeStruct],
+  vjp: object,
+  is_output: Sequence[bool],
+) -> tuple[core.Jaxpr, list[np.dtype]]:
   """Records a rule's backward pass, and returns it with its input dtypes."""
   kept, structure = jax.tree.flatten(vjp)
   of_floats = _chosen(outputs, is_output)
@@ -174,7 +186,7 @@ class _Function:
     self._interpret = interpret
     self._outputs: list[_value.Value] | None = None
 
-  def run(self, *arguments: Any) -> list[Any]:
+  def run(self, *arguments: Array) -> list[Array]:
     """Runs the function, and keeps the outlines of its outputs."""
     outputs = self._interpret(
       self._body,
@@ -184,11 +196,11 @@ class _Function:
     return _value.arrays(outputs)
 
   @property
-  def dtypes(self) -> list[Any]:
+  def dtypes(self) -> list[np.dtype]:
     """The dtypes of the outputs."""
     return [x.dtype for x in self._noted()]
 
-  def values(self, arrays: Sequence[Any]) -> list[_value.Value]:
+  def values(self, arrays: Sequence[Array]) -> list[_value.Value]:
     """Returns the output values, given the arrays that `run` returned."""
     return _value.received(self._noted(), arrays)
 
@@ -199,16 +211,20 @@ class _Function:
     return self._outputs or []
 
 
-def _cast(values: Sequence[_value.Value], dtypes: Sequence[Any]) -> list[Any]:
+def _cast(
+  values: Sequence[_value.Value], dtypes: Sequence[np.dtype]
+) -> list[Array]:
   return [
     x.in_dtype(dtype) if x.is_float else x.array
     for x, dtype in zip(values, dtypes, strict=True)
   ]
 
 
-def _chosen(values: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
+def _chosen(
+  values: Sequence[_Chosen], is_chosen: Sequence[bool]
+) -> list[_Chosen]:
   return [x for x, chosen in zip(values, is_chosen, strict=True) if chosen]
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: object) -> bool:
   return bits.part_dtype(x) is not None

@@ -17,6 +17,7 @@ from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr.interpreter import Array
 
 _Kind = _value.Kind
 _Treatment = levels.Treatment
@@ -42,7 +43,7 @@ def evaluate(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
   decision: levels.Decision,
-  dtypes: frozenset[Any],
+  dtypes: frozenset[np.dtype],
 ) -> list[_value.Value]:
   """Runs an operation as `decision` says, and returns its outputs."""
   name = equation.primitive.name
@@ -72,7 +73,7 @@ def evaluate(
   return _as_written(equation, inputs)
 
 
-def _is_among(equation: core.JaxprEqn, dtypes: frozenset[Any]) -> bool:
+def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
   """Returns whether an operation uses floats, all of them in `dtypes`."""
   avals: list[Any] = [
     atom.aval for atom in (*equation.invars, *equation.outvars)
@@ -230,7 +231,7 @@ def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
 def _in_dtype(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
-  dtype: Any,
+  dtype: np.dtype,
   decision: levels.Decision,
   kind: _value.Kind = _Kind.COMPUTED,
 ) -> list[_value.Value]:
@@ -251,7 +252,9 @@ def _in_dtype(
   return outputs
 
 
-def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
+def _converted(
+  x: _value.Value, dtype: np.dtype, equation: core.JaxprEqn
+) -> Array:
   """Converts an input for an operation that runs in `dtype`."""
   if x.number is not None and x.exceeds(dtype):
     # Only a choice such as `select_n` clips its numbers; see `_choose`.
@@ -271,7 +274,7 @@ def _converted(x: _value.Value, dtype: Any, equation: core.JaxprEqn) -> Any:
   return x.in_dtype(dtype)
 
 
-def _broadcast(array: Any, output: Any) -> Any:
+def _broadcast(array: Array, output: Any) -> Array:
   """Broadcasts an array to the shape of an operation's output."""
   explicit = jax.sharding.AxisType.Explicit
   if explicit not in jax.sharding.get_abstract_mesh().axis_types:
@@ -287,7 +290,7 @@ def _broadcast(array: Any, output: Any) -> Any:
 
 def _bind(
   equation: core.JaxprEqn,
-  arrays: Sequence[Any],
+  arrays: Sequence[Array],
   kind: _value.Kind = _Kind.COMPUTED,
 ) -> list[_value.Value]:
   return [
@@ -302,7 +305,7 @@ def _choose(
   equation: core.JaxprEqn,
   inputs: Sequence[_value.Value],
   decision: levels.Decision,
-) -> tuple[Any, _value.Kind]:
+) -> tuple[np.dtype, _value.Kind]:
   """Returns the dtype that an operation runs in, and its result's kind."""
   floats = [x for x in inputs if x.is_float]
   treatment = decision.treatment
@@ -383,7 +386,9 @@ def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
   return _Kind.COMPUTED
 
 
-def _widest(inputs: Iterable[_value.Value], *, promotes: bool = True) -> Any:
+def _widest(
+  inputs: Iterable[_value.Value], *, promotes: bool = True
+) -> np.dtype:
   """Returns the widest dtype among the inputs that an operation follows.
 
   Constants follow the other inputs if they fit. Given values also follow the

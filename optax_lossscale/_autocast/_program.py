@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale._jaxpr.interpreter import Array
 
 _Values = Sequence[_value.Value]
 
@@ -51,7 +51,7 @@ class MixedProgram:
 
   def evaluate(
     self,
-    jaxpr: Any,
+    jaxpr: core.Jaxpr,
     inputs: _Values,
     uses: Sequence[_demand.Use],
     consts: _Values | None = None,
@@ -64,7 +64,9 @@ class MixedProgram:
         for x, v in zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True)
       ]
 
-    def rule(equation: core.JaxprEqn, inputs: Sequence[Any]) -> _Values:
+    def rule(
+      equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+    ) -> _Values:
       values = [
         x if isinstance(x, _value.Value) else _value.constant(x, atom.aval)
         for x, atom in zip(inputs, equation.invars, strict=True)
@@ -138,7 +140,7 @@ def _remat(of: _Held) -> list[_value.Value]:
   (body,) = calls.bodies(equation)
   outlines: list[_value.Value] = []
 
-  def run(*arrays: Any) -> list[Any]:
+  def run(*arrays: Array) -> list[Array]:
     received = _value.received(inputs, arrays)
     outputs = program.evaluate(body.jaxpr, received, uses)
     outlines[:] = [x.outline for x in outputs]
@@ -156,7 +158,7 @@ def _derivative_rule(
 ) -> list[_value.Value]:
   program, equation, inputs, uses = of
 
-  def interpret(jaxpr: Any, inputs: _Values) -> list[_value.Value]:
+  def interpret(jaxpr: core.Jaxpr, inputs: _Values) -> list[_value.Value]:
     # A product follows the derivative if one follows the function.
     leads = any(use.leads_to_product for use in uses)
     of_rule = _demand.Use(leads, in_float32=not leads)
@@ -183,7 +185,7 @@ def _around_bodies(of: _Held) -> list[_value.Value]:
     num_agreed = len(uses)
   spans: list[_value.Span] = [None] * len(uses)
 
-  def interpret(body: calls.Body, arrays: Sequence[Any]) -> list[Any]:
+  def interpret(body: calls.Body, arrays: Sequence[Array]) -> Sequence[Array]:
     received = _value.received([inputs[i] for i in body.inputs], arrays)
     of_outputs = uses if use is None else [use] * len(body.jaxpr.out_avals)
     outputs = program.evaluate(body.jaxpr, received, of_outputs)

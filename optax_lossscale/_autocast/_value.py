@@ -12,6 +12,7 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._jaxpr.interpreter import Array
 
 
 class Kind(enum.Enum):
@@ -52,8 +53,9 @@ Span = tuple[float, float] | None
 class Value:
   """A value, with a converted copy for each dtype requested so far."""
 
-  array: Any  # In the dtype in which it was computed or given.
-  written: Any  # The value's dtype in the original program.
+  array: Array  # In the dtype in which it was computed or given.
+  # The value's dtype in the original program; None if it is no array there.
+  written: Any
   kind: Kind = Kind.COMPUTED
   number: float | None = None  # The number that a constant holds, if known.
   # The range of the numbers in the program that were added to the value,
@@ -62,10 +64,10 @@ class Value:
   # The move that made this value and the move's input, if the input may be
   # converted instead. A converted input can serve several moves.
   source: "tuple[core.JaxprEqn, Value] | None" = None
-  _versions: dict[Any, Any] = dataclasses.field(default_factory=dict)
+  _versions: dict[np.dtype, Array] = dataclasses.field(default_factory=dict)
 
   @property
-  def dtype(self) -> Any:
+  def dtype(self) -> np.dtype:
     """The dtype of `array`."""
     return self.array.dtype
 
@@ -75,7 +77,7 @@ class Value:
     dtype = bits.part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
-  def in_dtype(self, dtype: Any) -> Any:
+  def in_dtype(self, dtype: np.dtype) -> Array:
     """Returns the array in a dtype, converting it only the first time."""
     if self.dtype == dtype:
       return self.array
@@ -83,7 +85,7 @@ class Value:
       self._versions[dtype] = self._convert(dtype)
     return self._versions[dtype]
 
-  def converted(self, dtype: Any) -> "Value":
+  def converted(self, dtype: np.dtype) -> "Value":
     """Returns the value after a conversion that the program itself makes."""
     result = Value(
       self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
@@ -93,7 +95,7 @@ class Value:
       result._versions[self.dtype] = self.array
     return result
 
-  def received(self, array: Any) -> "Value":
+  def received(self, array: Array) -> "Value":
     """Returns the value for a loop body or function that gets it as `array`.
 
     A known number is the same everywhere. Any other value may arrive only in
@@ -112,7 +114,7 @@ class Value:
     """
     return self.received(jax.typeof(self.array))
 
-  def fits(self, dtype: Any) -> bool:
+  def fits(self, dtype: np.dtype) -> bool:
     """Returns whether `dtype` has room for the program's numbers in the value.
 
     The numbers must neither overflow nor underflow, but may be rounded.
@@ -122,12 +124,12 @@ class Value:
     tiny = float(jax.numpy.finfo(dtype).tiny)
     return tiny <= self.span[0] and not self.exceeds(dtype)
 
-  def exceeds(self, dtype: Any) -> bool:
+  def exceeds(self, dtype: np.dtype) -> bool:
     """Returns whether one of the program's numbers would be inf in `dtype`."""
     largest = float(jax.numpy.finfo(dtype).max)
     return self.span is not None and self.span[1] > largest
 
-  def _convert(self, dtype: Any) -> Any:
+  def _convert(self, dtype: np.dtype) -> Array:
     if isinstance(self.array, np.ndarray | np.generic):
       with np.errstate(over="ignore"):
         return np.asarray(self.array).astype(dtype)
@@ -138,7 +140,7 @@ class Value:
     return move.primitive.bind(value.in_dtype(dtype), **parameters)
 
 
-def given(array: Any, aval: Any) -> Value:
+def given(array: Array, aval: object) -> Value:
   """Returns an argument as a `Value`."""
   dtype = getattr(aval, "dtype", None)
   if isinstance(array, np.ndarray | np.generic):
@@ -167,11 +169,11 @@ def union(spans: Iterable[Span]) -> Span:
   return min(x[0] for x in found), max(x[1] for x in found)
 
 
-def arrays(values: Sequence[Value]) -> list[Any]:
+def arrays(values: Sequence[Value]) -> list[Array]:
   """Returns the arrays of values, without converting them."""
   return [value.array for value in values]
 
 
-def received(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+def received(values: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
   """Returns `values` for a function that receives them as `arrays`."""
   return [x.received(array) for x, array in zip(values, arrays, strict=True)]

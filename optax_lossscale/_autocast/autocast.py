@@ -4,7 +4,8 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 import warnings
 
 import jax.numpy as jnp
@@ -20,15 +21,18 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def autocast(
-  fun: Callable[..., Any],
+  fun: Callable[_P, _R],
   level: str = "O1",
   *,
   dtype: DTypeLike = jnp.float16,
   overrides: Mapping[str, DTypeLike] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
   """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
   `fun` is written in float32 and needs no changes. When `fun` is traced, its
@@ -122,7 +126,7 @@ def autocast(
     return fun
 
   @functools.wraps(fun)
-  def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+  def autocast_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     full_precision.refuse_autocast()
     recording = interpreter.record(fun, args, kwargs)
     jaxpr = recording.jaxpr

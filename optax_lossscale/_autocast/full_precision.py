@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import contextlib
 import contextvars
 import functools
-from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
+
+from jax.extend import core
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import interpreter
@@ -16,10 +19,13 @@ _is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
   "_is_refused", default=False
 )
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def in_full_precision(
-  fun: Callable[..., Any], *, keeps_products: bool
-) -> Callable[..., Any]:
+  fun: Callable[_P, _R], *, keeps_products: bool
+) -> Callable[_P, _R]:
   """Wraps `fun` so that it raises if part of it runs in low precision.
 
   Calling `autocast` inside `fun` raises an error. Unless `keeps_products`, so
@@ -29,7 +35,7 @@ def in_full_precision(
   """
 
   @functools.wraps(fun)
-  def checked_fun(*args: Any, **kwargs: Any) -> Any:
+  def checked_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     with _refused():
       recording = interpreter.record(fun, args, kwargs)
     if not keeps_products:
@@ -39,11 +45,11 @@ def in_full_precision(
   return checked_fun
 
 
-def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(fun: Callable[_P, _R]) -> Callable[_P, _R]:
   """Wraps `fun` so that calling `autocast` inside it raises an error."""
 
   @functools.wraps(fun)
-  def refusing_fun(*args: Any, **kwargs: Any) -> Any:
+  def refusing_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     with _refused():
       return fun(*args, **kwargs)
 
@@ -68,7 +74,7 @@ def _refused() -> Iterator[None]:
     _is_refused.reset(token)
 
 
-def _check_products(jaxpr: Any) -> None:
+def _check_products(jaxpr: core.Jaxpr) -> None:
   for scope, equation, _ in scopes.operations(jaxpr):
     name = operation_table.name_of(equation)
     dtype = operation_table.dtype_of(equation)

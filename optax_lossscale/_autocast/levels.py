@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import dataclasses
 import enum
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -160,7 +159,7 @@ LEVELS: Mapping[str, Level] = {
 }
 
 
-def find_level(level: Any) -> Level:
+def find_level(level: object) -> Level:
   """Returns the level with this name."""
   if not isinstance(level, str) or level not in LEVELS:
     raise ValueError(
@@ -174,7 +173,7 @@ class Decision(NamedTuple):
 
   treatment: Treatment
   # The low-precision dtype.
-  dtype: Any
+  dtype: np.dtype
   # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
   # The reason that `precision_report` shows, if any.
@@ -188,9 +187,9 @@ class Recipe:
   # The level, with the caller's changes to its lists.
   level: Level
   # The low-precision dtype.
-  dtype: Any
+  dtype: np.dtype
   # Pairs of a scope pattern and the dtype of all operations in that scope.
-  overrides: tuple[tuple[str, Any], ...]
+  overrides: tuple[tuple[str, np.dtype], ...]
   # The operations that the caller moved to other lists.
   edited: frozenset[str]
   # The scopes that contain a product. Such scopes do not count as norms or
@@ -198,7 +197,7 @@ class Recipe:
   product_scopes: frozenset[str] = frozenset()
 
   @functools.cached_property
-  def dtypes(self) -> frozenset[Any]:
+  def dtypes(self) -> frozenset[np.dtype]:
     """The dtypes that the recipe converts from and to."""
     return frozenset(
       [FLOAT32, self.dtype, *(dtype for _, dtype in self.overrides)]
@@ -259,7 +258,7 @@ class Recipe:
 
 
 def make_recipe(
-  level: Any, dtype: Any, overrides: Any, operations: Any
+  level: object, dtype: object, overrides: object, operations: object
 ) -> Recipe:
   """Returns the recipe for the arguments of `autocast`."""
   overrides = _check_mapping(
@@ -304,7 +303,7 @@ def _check_patterns(
     )
 
 
-def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:
+def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
   found, got = arguments.read_dtype(dtype)
   if found is None:
     raise TypeError(
@@ -323,7 +322,7 @@ def _check_dtype(name: str, dtype: Any, known: Collection[str]) -> Any:
   return found
 
 
-def _check_operations(operations: Any) -> dict[str, frozenset[str]]:
+def _check_operations(operations: object) -> dict[str, frozenset[str]]:
   example = '{"black": ["tanh"], "gray": ["exp"]}'
   checked: dict[str, frozenset[str]] = {}
   for name, members in _check_mapping(
@@ -353,7 +352,9 @@ def _check_operations(operations: Any) -> dict[str, frozenset[str]]:
   return checked
 
 
-def _check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
+def _check_mapping(
+  name: str, value: object, example: str
+) -> Mapping[str, object]:
   if value is None:
     return {}
   if not isinstance(value, Mapping) or not all(

@@ -13,9 +13,13 @@ import operator
 import re
 from typing import Any
 from typing import NamedTuple
+from typing import overload
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import wiring
@@ -27,13 +31,20 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
 
+# The type of an argument that a function may return unchanged.
+Value = TypeVar("Value")
 
-def is_usable_scale(loss_scale: Any) -> Any:
+
+@overload
+def is_usable_scale(loss_scale: float) -> bool: ...
+@overload
+def is_usable_scale(loss_scale: jax.Array) -> jax.Array: ...
+def is_usable_scale(loss_scale: float | jax.Array) -> bool | jax.Array:
   """Returns whether S is a positive normal float32, as a bool or bool[]."""
   return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
 
 
-def shown(value: Any, most: int = 100) -> str:
+def shown(value: object, most: int = 100) -> str:
   """Returns a user's value as text for an error, truncated if it is long."""
   if isinstance(value, jax.core.Tracer):
     return f"a traced {jax.typeof(value)}"
@@ -47,12 +58,12 @@ def shown(value: Any, most: int = 100) -> str:
   return text if len(text) <= most else f"{text[:most]}... ({size})"
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
   """Returns the name of a value's type for an error; "jax.Array" for arrays."""
   return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
-def is_numeric(value: Any) -> bool:
+def is_numeric(value: object) -> bool:
   """Returns False for values that NumPy would misread as numbers.
 
   NumPy reads bytes as character codes, and dates and time spans as integers.
@@ -64,7 +75,7 @@ def is_numeric(value: Any) -> bool:
   return not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
-def read_dtype(dtype: Any) -> tuple[Any, str]:
+def read_dtype(dtype: object) -> tuple[np.dtype | None, str]:
   """Returns a floating dtype, or None for anything else, and its name."""
   if not isinstance(dtype, (str, type, np.dtype)):
     return None, shown(dtype)
@@ -78,8 +89,8 @@ def read_dtype(dtype: Any) -> tuple[Any, str]:
 
 
 def check_dtype(
-  name: str, dtype: Any, *, example: str = "jnp.float16", place: str = ""
-) -> Any:
+  name: str, dtype: object, *, example: str = "jnp.float16", place: str = ""
+) -> np.dtype:
   """Returns `dtype` as a floating dtype; an error ends with `place`."""
   found, got = read_dtype(dtype)
   if found is None:
@@ -90,7 +101,7 @@ def check_dtype(
   return found
 
 
-def check_function(fun: Any, name: str = "fun") -> None:
+def check_function(fun: object, name: str = "fun") -> None:
   """Raises if the argument `name` is not a function."""
   dtype, got = read_dtype(fun)
   # jnp.float16 can be called, but was meant for another argument.
@@ -102,7 +113,7 @@ def check_function(fun: Any, name: str = "fun") -> None:
     )
 
 
-def check_by_position(fun: Any, name: str) -> None:
+def check_by_position(fun: Callable[..., object], name: str) -> None:
   """Raises if the function `name` needs an argument by keyword."""
   for x in inspect.signature(fun).parameters.values():
     if x.kind == x.KEYWORD_ONLY and x.default is x.empty:
@@ -113,7 +124,7 @@ def check_by_position(fun: Any, name: str) -> None:
 
 
 def did_you_mean(
-  name: Any,
+  name: object,
   names: Iterable[str],
   quote: str = "'",
   most: int = 1,
@@ -127,7 +138,9 @@ def did_you_mean(
   return f"; did you mean {listed}?" if close else ""
 
 
-def check_known(function: str, names: Iterable[str], given: Any) -> None:
+def check_known(
+  function: str, names: Iterable[str], given: Iterable[str]
+) -> None:
   """Raises for an unknown argument."""
   for name in (x for x in given if x not in names):
     remedy = did_you_mean(name, names, quote="`") or "."
@@ -137,7 +150,7 @@ def check_known(function: str, names: Iterable[str], given: Any) -> None:
     )
 
 
-def check_enabled(name: str, dtype: Any) -> None:
+def check_enabled(name: str, dtype: DTypeLike | None) -> None:
   """Raises if `dtype` is float64 while JAX has float64 disabled."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:
     raise ValueError(
@@ -174,21 +187,23 @@ def check_number(name: str, value: Any) -> float:
   return float(value)
 
 
-def as_finite(name: str, value: Any) -> Any:
+def as_finite(name: str, value: Value) -> Value | float:
   """Returns an int or Fraction as a float, and other values unchanged."""
   # NumPy and JAX raise OverflowError for a number that no float can hold.
   is_exact = type(value) in (int, fractions.Fraction)
   return check_number(name, value) if is_exact else value
 
 
-def as_real_scalar(name: str, value: Any) -> Any:
+def as_real_scalar(name: str, value: object) -> jax.Array | np.ndarray:
   """Returns `value` as a NumPy or JAX array, in float32 or float64."""
   rule = f"`{name}` must be a real scalar"
   if isinstance(value, numbers.Real) and not isinstance(value, bool):
-    value = as_finite(name, value)
+    real = as_finite(name, value)
     # Use a NumPy array, because JAX would round a float to float32.
-    value = np.asarray(value if isinstance(value, np.generic) else float(value))
-  if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    value = np.asarray(real if isinstance(real, np.generic) else float(real))
+  elif isinstance(value, np.generic):
+    value = np.asarray(value)
+  if not isinstance(value, (jax.Array, np.ndarray)):
     raise TypeError(f"{rule}, got {shown(value)} of type {kind_of(value)}.")
   is_real = any(
     jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
@@ -199,7 +214,7 @@ def as_real_scalar(name: str, value: Any) -> Any:
   return value if is_double else value.astype(jnp.float32)
 
 
-def check_scale(name: str, value: Any) -> float:
+def check_scale(name: str, value: object) -> float:
   """Returns `value` as a float, which must be a usable loss scale."""
   number = check_number(name, value)
   if number <= 0:
@@ -212,7 +227,7 @@ def check_scale(name: str, value: Any) -> float:
   return number
 
 
-def check_first_scale(name: str, value: Any, interval: str = "") -> float:
+def check_first_scale(name: str, value: object, interval: str = "") -> float:
   """Checks like `check_scale`, and warns if scaling would round gradients."""
   number = check_scale(name, value)
   if math.frexp(np.float32(number))[0] != 0.5:
@@ -227,7 +242,7 @@ def check_first_scale(name: str, value: Any, interval: str = "") -> float:
   return number
 
 
-def check_growth_factor(name: str, value: Any) -> float:
+def check_growth_factor(name: str, value: object) -> float:
   """Returns `value` as a float, which must be above 1."""
   number = check_number(name, value)
   # Compare in float32, the dtype of S: 1 + 1e-9 is rounded to 1, and S would
@@ -240,7 +255,7 @@ def check_growth_factor(name: str, value: Any) -> float:
   return number
 
 
-def check_backoff_factor(name: str, value: Any) -> float:
+def check_backoff_factor(name: str, value: object) -> float:
   """Returns `value` as a float, which must be between 0 and 1."""
   number = check_number(name, value)
   if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
@@ -251,7 +266,7 @@ def check_backoff_factor(name: str, value: Any) -> float:
   return number
 
 
-def check_not_negative(name: str, value: Any) -> float:
+def check_not_negative(name: str, value: object) -> float:
   """Returns `value` as a float, which must be at least 0."""
   number = check_number(name, value)
   if number < 0:
@@ -270,7 +285,7 @@ def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
   )
 
 
-def check_steps(name: str, value: Any) -> int:
+def check_steps(name: str, value: object) -> int:
   """Returns `value` as an int, which must be at least 0."""
   steps = check_integer(name, value)
   if steps < 0:
@@ -278,7 +293,7 @@ def check_steps(name: str, value: Any) -> int:
   return steps
 
 
-def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
+def check_count(name: str, value: object, *, unit: str = "steps") -> int:
   """Returns `value` as an int, which must be from 1 to the largest int32."""
   count = check_integer(name, value, unit=unit)
   if not 1 <= count <= LARGEST_COUNT:
@@ -288,14 +303,14 @@ def check_count(name: str, value: Any, *, unit: str = "steps") -> int:
   return count
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: object) -> bool:
   """Returns `value` as a bool; it must be True or False."""
   if not isinstance(value, (bool, np.bool_)):
     raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
   return bool(value)
 
 
-def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
+def as_flag(overflow: ArrayLike, loss_scale: jax.Array) -> jax.Array:
   """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
@@ -308,13 +323,13 @@ def as_flag(overflow: Any, loss_scale: jax.Array) -> jax.Array:
   return flag
 
 
-def check_fields(owner: Any, **checks: Callable[[str, Any], Any]) -> None:
+def check_fields(owner: object, **checks: Callable[[str, Any], object]) -> None:
   """Replaces fields of a frozen dataclass with the results of their checks."""
   for name, check in checks.items():
     object.__setattr__(owner, name, check(name, getattr(owner, name)))
 
 
-def check_bounds(rule: Any, *fields: str, interval: str = "") -> None:
+def check_bounds(rule: object, *fields: str, interval: str = "") -> None:
   """Converts a rule's scales to floats; raises unless they are in order."""
   check_first = functools.partial(check_first_scale, interval=interval)
   checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
@@ -338,7 +353,7 @@ class Places(NamedTuple):
   batched: tuple[int, ...]
 
 
-def find_places(argnums: Any, batch_argnums: Any, count: int) -> Places:
+def find_places(argnums: object, batch_argnums: object, count: int) -> Places:
   """Resolves `argnums` and `batch_argnums`, negative ones too, to positions."""
   differentiated = _positions("argnums", argnums, count)
   if batch_argnums is None:
@@ -365,16 +380,16 @@ def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
   return tuple(argnums) if _are_several(argnums) else (argnums,)
 
 
-def like_argnums(argnums: Any, values: tuple[Any, ...]) -> Any:
+def like_argnums(argnums: object, values: tuple[Any, ...]) -> Any:
   """Returns `values`, or the only one of them if `argnums` is a number."""
   return values if _are_several(argnums) else values[0]
 
 
-def _are_several(argnums: Any) -> bool:
+def _are_several(argnums: object) -> bool:
   return isinstance(argnums, (tuple, list))
 
 
-def _positions(name: str, argnums: Any, count: int) -> tuple[int, ...]:
+def _positions(name: str, argnums: object, count: int) -> tuple[int, ...]:
   numbers = tuple(
     check_integer(name, number, unit="") for number in argnums_as_tuple(argnums)
   )

@@ -7,15 +7,21 @@ maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
 """
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
 from typing import Any
+from typing import TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 import numpy as np
+
+_Kind = TypeVar("_Kind", bound=Hashable)
 
 # XLA's CPU backend reduces _FOLD elements in one vectorized loop at the speed
 # of memory, and _LANES such reductions side by side fill its vectors. A longer
@@ -33,7 +39,7 @@ _MEDIUM = 65_536
 _TOGETHER = 8
 
 
-def carrier(dtype: Any) -> Any:
+def carrier(dtype: DTypeLike) -> DTypeLike:
   """Returns the dtype in which to read a real dtype's bits."""
   # The 8-bit formats differ in how they encode NaN; float32 can hold them all.
   return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
@@ -56,7 +62,7 @@ def held(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
 
   XLA may remove the casts of `x.astype(dtype).astype(x.dtype)`, and does so on
@@ -87,7 +93,11 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 @rounded.defjvp
-def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+def _rounded_jvp(
+  dtype: DTypeLike,
+  primals: tuple[jax.Array],
+  tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
   return rounded(primals[0], dtype), tangents[0]
 
 
@@ -132,7 +142,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, unsigned) & all_but_sign
 
 
-def _unsigned(dtype: Any) -> np.dtype[Any]:
+def _unsigned(dtype: DTypeLike) -> np.dtype:
   return np.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
@@ -231,11 +241,11 @@ def _largest_by_folding(
 
 def _groups(
   arrays: Sequence[jax.Array],
-  kind: Callable[[jax.Array], Any],
-  count: Callable[[Any], int] = lambda kind: _TOGETHER,
+  kind: Callable[[jax.Array], _Kind],
+  count: Callable[[_Kind], int] = lambda kind: _TOGETHER,
 ) -> Iterator[Sequence[jax.Array]]:
   """Yields groups of arrays of one kind, each group for one kernel."""
-  alike: dict[Any, list[jax.Array]] = {}
+  alike: dict[_Kind, list[jax.Array]] = {}
   for x in arrays:
     alike.setdefault(kind(x), []).append(x)
   for key, members in alike.items():
@@ -268,14 +278,14 @@ def _first(x: jax.Array) -> jax.Array:
   return lax.index_in_dim(x, 0, keepdims=False)
 
 
-def limit(own: Any, dtype: Any) -> float:
+def limit(own: DTypeLike, dtype: DTypeLike | None) -> float:
   """Returns the largest value that is finite in `own` and, if set, `dtype`."""
   # An array narrower than the computation overflows at its own limit.
   dtypes = [own] if dtype is None else [own, dtype]
   return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
 
 
-def reached(x: Any, limit: float, *, inclusive: bool) -> Any:
+def reached(x: ArrayLike, limit: float, *, inclusive: bool) -> jax.Array:
   """Returns bool[...], True where |x| is above `limit`, or NaN.
 
   If `inclusive`, |x| may also be equal to it. Comparing bits makes a compiler
@@ -316,7 +326,7 @@ def log2(x: jax.Array) -> jax.Array:
   return exponent.astype(x.dtype) + jnp.log2(mantissa)
 
 
-def part_dtype(aval: Any) -> Any:
+def part_dtype(aval: object) -> Any:
   """Returns the dtype of a floating value or its complex parts; else None."""
   dtype = getattr(aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -324,6 +334,6 @@ def part_dtype(aval: Any) -> Any:
   return np.dtype(jnp.finfo(dtype).dtype)
 
 
-def has_inf(dtype: Any) -> bool:
+def has_inf(dtype: DTypeLike) -> bool:
   """Returns whether a floating dtype can hold inf."""
   return bool(np.isinf(np.array(np.inf).astype(dtype).astype(np.float64)))

@@ -1,10 +1,13 @@
 """Decides which leaves of a tree are gradients, and converts their dtypes."""
 
-from typing import Any
+from collections.abc import Hashable
+from typing import TypeGuard
 from typing import TypeVar
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -22,33 +25,33 @@ OVERWRITE_WITH_GRADIENT = {
 }
 
 
-def is_gradient(x: Any) -> bool:
+def is_gradient(x: object) -> TypeGuard[jax.Array]:
   """Returns whether a leaf is a floating or complex array."""
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def is_real(x: Any) -> bool:
+def is_real(x: object) -> TypeGuard[jax.Array]:
   """Returns whether a leaf is a floating array."""
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
   """Returns whether `x` is None, for use as `is_leaf`."""
   return x is None
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: tuple[Hashable, ...]) -> str:
   """Returns the path of a leaf as text, such as "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def as_arrays(tree: Any) -> Any:
+def as_arrays(tree: Tree) -> Tree:
   """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
 
   Otherwise a number could be overlooked, or a weak type make a step recompile.
   """
 
-  def as_array(x: Any) -> Any:
+  def as_array(x: object) -> object:
     if isinstance(x, (bool, int, float, complex)):
       try:
         return jnp.asarray(x, jnp.result_type(x))
@@ -59,19 +62,19 @@ def as_arrays(tree: Any) -> Any:
       # float0 and text are not numbers to JAX.
       is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
       return jnp.asarray(x) if is_number else x
-    if getattr(x, "weak_type", False):
+    if isinstance(x, jax.Array) and getattr(x, "weak_type", False):
       return jnp.asarray(x, x.dtype)
     return x
 
   return jax.tree.map(as_array, tree)
 
 
-def are_gradients(tree: Any) -> Any:
+def are_gradients(tree: object) -> object:
   """Returns a tree of bools, False in Flax's `_overwrite_with_gradient`."""
   return jax.tree.map_with_path(lambda path, _: not overwrites(path), tree)
 
 
-def leave_out(mask: Any, tree: Any) -> Any:
+def leave_out(mask: object, tree: Tree) -> Tree:
   """Returns `tree` with masked nodes where the mask is False."""
   if tree is None or all(jax.tree.leaves(mask)):
     return tree
@@ -80,7 +83,7 @@ def leave_out(mask: Any, tree: Any) -> Any:
   )
 
 
-def merge(mask: Any, kept: Any, left_out: Any) -> Any:
+def merge(mask: object, kept: Tree, left_out: object) -> Tree:
   """Returns one tree: `kept` where the mask is True, `left_out` elsewhere."""
   if all(jax.tree.leaves(mask)):
     return kept
@@ -89,20 +92,20 @@ def merge(mask: Any, kept: Any, left_out: Any) -> Any:
   )
 
 
-def at_least_float32(dtype: Any) -> Any:
+def at_least_float32(dtype: DTypeLike) -> DTypeLike:
   """Returns float32 for a narrower real dtype, and other dtypes unchanged."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
     return dtype
   return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
-def widen(tree: Any) -> Any:
+def widen(tree: Tree) -> Tree:
   """Returns `tree` with all real leaves in float32 or wider.
 
   In float16, the squares that optimizers compute would become 0 or inf.
   """
 
-  def widen_leaf(x: Any) -> Any:
+  def widen_leaf(x: object) -> object:
     if not is_gradient(x) or x.dtype == at_least_float32(x.dtype):
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -118,7 +121,7 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   # 0. So 1/S is applied as two factors.
   quarter = jnp.where(loss_scale > 2.0**126, jnp.float32(0.25), 1)
 
-  def unscale_leaf(x: Any) -> Any:
+  def unscale_leaf(x: object) -> object:
     if not is_gradient(x):
       return x
     # Widen before multiplying: in float16 either 1/S or the product may be 0.
@@ -134,12 +137,12 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   return jax.tree.map(unscale_leaf, tree)
 
 
-def narrow_like(updates: Any, params: Any) -> Any:
+def narrow_like(updates: Tree, params: object) -> Tree:
   """Returns `updates` in the dtypes of `params`, where both leaves are real."""
   if params is None:
     return updates
 
-  def narrow_leaf(update: Any, param: Any) -> Any:
+  def narrow_leaf(update: object, param: object) -> object:
     if not (is_real(update) and is_real(param)):
       return update
     update = jnp.asarray(update, param.dtype)
@@ -152,7 +155,7 @@ def narrow_like(updates: Any, params: Any) -> Any:
   return jax.tree.map(narrow_leaf, updates, params, is_leaf=is_none)
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
   """Returns updated parameters; leaves that are not gradients are replaced."""
   is_gradient = are_gradients(params)
   new = optax.apply_updates(
@@ -161,7 +164,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
   return merge(is_gradient, new, updates)
 
 
-def overwrites(path: tuple[Any, ...]) -> bool:
+def overwrites(path: tuple[Hashable, ...]) -> bool:
   """Returns whether a path leads through `_overwrite_with_gradient`."""
   return any(
     getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT

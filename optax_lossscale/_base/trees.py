@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Collection
 import operator
-from typing import Any
 from typing import TypeVar
 
 import jax
@@ -22,7 +21,9 @@ _MOST_NAMED = 4
 
 
 def difference(
-  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+  expected: object,
+  got: object,
+  fits: Callable[[Shape, Shape], bool] = operator.eq,
 ) -> str | None:
   """Returns how a tree differs from the expected one; None if it does not.
 
@@ -43,7 +44,7 @@ def difference(
   for path, shape in shapes.items():
     if not fits(got_shapes[path], shape):
       return f"shape {got_shapes[path]} at {path!r} and not {shape}"
-  structures: list[Any] = [
+  structures: list[object] = [
     jax.tree.structure(got),
     jax.tree.structure(expected),
   ]
@@ -61,7 +62,9 @@ def is_for_each_example(got: Shape, expected: Shape) -> bool:
 
 
 def mismatched_shape(
-  expected: Any, got: Any, fits: Callable[[Shape, Shape], bool] = operator.eq
+  expected: object,
+  got: object,
+  fits: Callable[[Shape, Shape], bool] = operator.eq,
 ) -> str | None:
   """Returns the first leaf whose shape does not fit, in trees of one structure.
 
@@ -70,7 +73,7 @@ def mismatched_shape(
   """
   own, structure = jax.tree.flatten(expected, is_leaf=leaves.is_none)
   paths = jax.tree.leaves_with_path(got, is_leaf=leaves.is_none)
-  structures: list[Any] = [
+  structures: list[object] = [
     structure,
     jax.tree.structure(got, is_leaf=leaves.is_none),
   ]
@@ -84,9 +87,9 @@ def mismatched_shape(
   return None
 
 
-def check_structure(rule: str, new: Any, old: Any) -> None:
+def check_structure(rule: str, new: object, old: object) -> None:
   """Raises if two trees differ in structure or in the shapes of leaves."""
-  structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+  structures: list[object] = [jax.tree.structure(new), jax.tree.structure(old)]
   if structures[0] != structures[1]:
     got = " and ".join(shown(x, 500) for x in structures)
     raise ValueError(f"{rule}, got {got}.")
@@ -100,20 +103,20 @@ def check_structure(rule: str, new: Any, old: Any) -> None:
       )
 
 
-def check_kept(name: str, new: Any, old: Any) -> None:
+def check_kept(name: str, new: object, old: object) -> None:
   """Raises unless the new state of `name` has the structure of the old one."""
   rule = f"the state of `{name}` must keep the structure that its init made"
   check_structure(rule, new, old)
 
 
-def _shapes(tree: Any) -> dict[str, Shape]:
+def _shapes(tree: object) -> dict[str, Shape]:
   return {
     leaves.path_name(path): np.shape(leaf)
     for path, leaf in jax.tree.leaves_with_path(tree)
   }
 
 
-def listed(names: Collection[Any], most: int = 20) -> str:
+def listed(names: Collection[object], most: int = 20) -> str:
   """Returns text that lists the first `most` names and counts the others."""
   named = ", ".join(map(repr, list(names)[:most]))
   more = len(names) - most

@@ -10,7 +10,7 @@ the old one, and the results of those later computations are discarded.
 from collections.abc import Callable
 from collections.abc import Sequence
 import itertools
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.extend import core
@@ -19,15 +19,18 @@ from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 
 # Takes an old value and a new one, and returns the one to keep.
-Select = Callable[[Any, Any], Any]
+Select = Callable[[jax.Array, jax.Array], jax.Array]
+
+_Result = TypeVar("_Result")
+_State = TypeVar("_State")
 
 
 def select_at_definition(
-  function: Callable[[], tuple[Any, Any]],
-  old_state: Any,
+  function: Callable[[], tuple[_Result, _State]],
+  old_state: _State,
   select: Select,
   check: Callable[[core.Jaxpr], None] = lambda jaxpr: None,
-) -> tuple[Any, Any]:
+) -> tuple[_Result, _State]:
   """Returns the result of `function`, and its new state or the old one.
 
   `check` sees the recorded jaxpr before it is evaluated.
@@ -48,8 +51,8 @@ def select_at_definition(
 
 
 def find_definitions(
-  jaxpr: core.Jaxpr, olds: Sequence[Any]
-) -> dict[core.Var, Any]:
+  jaxpr: core.Jaxpr, olds: Sequence[jax.Array | None]
+) -> dict[core.Var, jax.Array]:
   """Returns the old value of each output that can be selected at definition.
 
   An output that is an input or a constant has no definition. If two outputs are
@@ -59,7 +62,7 @@ def find_definitions(
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
   }
-  old_of: dict[core.Var, Any] = {}
+  old_of: dict[core.Var, jax.Array] = {}
   for atom, old in zip(jaxpr.jaxpr.outvars, olds, strict=True):
     if (
       old is not None
@@ -74,15 +77,17 @@ def find_definitions(
 
 def _evaluate_selecting(
   jaxpr: core.Jaxpr,
-  inputs: Sequence[Any],
-  olds: Sequence[Any],
+  inputs: Sequence[jax.Array],
+  olds: Sequence[jax.Array | None],
   select: Select,
-) -> tuple[list[Any], list[bool]]:
+) -> tuple[list[jax.Array], list[bool]]:
   """Returns the outputs of a jaxpr, and which of them are selected already."""
   old_of = find_definitions(jaxpr, olds)
   selected: set[core.Var] = set()
 
-  def rule(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+  def rule(
+    equation: core.JaxprEqn, inputs: Sequence[jax.Array]
+  ) -> Sequence[jax.Array]:
     olds = [old_of.get(variable) for variable in equation.outvars]
     if all(old is None for old in olds):
       return interpreter.bind(equation, inputs)
@@ -110,7 +115,9 @@ def _evaluate_selecting(
   ]
 
 
-def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
+def _select_if_it_fits(
+  select: Select, old: jax.Array, new: jax.Array
+) -> jax.Array:
   """Returns the selected value, or `new` if the two have different types.
 
   Under `shard_map`, a type says over which devices a value may vary. If the old
@@ -121,6 +128,6 @@ def _select_if_it_fits(select: Select, old: Any, new: Any) -> Any:
   return selected if _type(selected) == _type(new) else new
 
 
-def _type(x: Any) -> Any:
+def _type(x: jax.Array) -> object:
   aval = jax.typeof(x)
   return aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval

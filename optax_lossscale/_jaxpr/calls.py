@@ -42,7 +42,7 @@ class Form(enum.Enum):
 class Body(NamedTuple):
   """A closed jaxpr, and the positions of its inputs among the equation's."""
 
-  jaxpr: Any
+  jaxpr: core.Jaxpr
   inputs: Sequence[int]
 
 
@@ -120,7 +120,7 @@ def castable_bodies(equation: core.JaxprEqn) -> list[Body]:
   return [] if form(equation) is Form.SOLVE else bodies(equation)
 
 
-def transparent_body(equation: core.JaxprEqn) -> Any | None:
+def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
   """Returns the jaxpr of an equation that merely calls it, or else None.
 
   Also returns None for a jitted function that places its values, because the
@@ -160,11 +160,11 @@ def carried(equation: core.JaxprEqn) -> range:
   return range(num_consts, num_consts + num_carry)
 
 
-def close(jaxpr: Any) -> Any:
+def close(jaxpr: core.Jaxpr) -> core.Jaxpr:
   """Returns a jaxpr that has `consts`, wrapping one that does not."""
   return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
-def is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: object) -> bool:
   """Returns whether a parameter of an equation is a jaxpr."""
   return isinstance(x, (core.Jaxpr, _ClosedJaxpr))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
-from typing import Any
 
 import jax
 
@@ -15,7 +14,7 @@ _FOR_NNX = (
 _CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
 
 
-def check_unchanged(before: Sequence[Any], arguments: Any) -> None:
+def check_unchanged(before: Sequence[object], arguments: object) -> None:
   """Raises if a function has changed an object among its arguments.
 
   The function may change a dict or list, since it has been given a copy.

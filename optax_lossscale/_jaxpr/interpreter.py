@@ -8,12 +8,14 @@ import contextlib
 import contextvars
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 
 import jax
 from jax.extend import core
 from jax.extend import source_info_util
 from jax.extend.core import primitives
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._jaxpr import in_place
@@ -21,11 +23,17 @@ from optax_lossscale._jaxpr import in_place
 # `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 the class
 # was named `ClosedJaxpr`, with the same attributes.
 
+# The value of a variable. That of a literal or a constant may be NumPy's.
+Array = jax.Array | np.ndarray
+
+# The type of a variable's value: an array, or what stands for one.
+Value = TypeVar("Value")
+
 # Takes an equation and its input values, and returns its output values.
-EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
+EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Value]], Sequence[Value]]
 
 # JAX's trace state during a recording that is evaluated right away, or None.
-_recorded: contextvars.ContextVar[Any] = contextvars.ContextVar(
+_recorded: contextvars.ContextVar[object] = contextvars.ContextVar(
   "_recorded", default=None
 )
 
@@ -36,32 +44,32 @@ class Recording(NamedTuple):
   jaxpr: core.Jaxpr
   # First the values that the function closed over, then the arrays among its
   # arguments.
-  operands: list[Any]
+  operands: Sequence[jax.Array]
   # The structure of the function's result.
-  treedef: Any
+  treedef: jax.tree_util.PyTreeDef
 
   def without_values(self) -> "Recording":
     """Returns a recording that holds no tracers, so that JAX may keep it."""
-    nothing = [None] * len(self.operands)
+    nothing: Any = [None] * len(self.operands)
     consts, _ = self.consts_and_arguments(nothing)
     return self._replace(
       jaxpr=self.jaxpr.replace(consts=consts), operands=nothing
     )
 
   def consts_and_arguments(
-    self, operands: Sequence[Any]
-  ) -> tuple[Sequence[Any], Sequence[Any]]:
+    self, operands: Sequence[Value]
+  ) -> tuple[Sequence[Value], Sequence[Value]]:
     """Splits `operands` into the jaxpr's constants and its arguments."""
     split = len(self.jaxpr.consts)
     return operands[:split], operands[split:]
 
-  def evaluate(self, *operands: Any) -> list[Any]:
+  def evaluate(self, *operands: jax.Array) -> list[jax.Array]:
     """Returns the flat outputs of the function for these operands."""
     consts, arguments = self.consts_and_arguments(operands)
     outputs = evaluate(self.jaxpr, arguments, bind, consts)
     return [jnp.asarray(x) for x in outputs]
 
-  def result(self, outputs: Sequence[Any]) -> Any:
+  def result(self, outputs: Sequence[ArrayLike]) -> Any:
     """Returns the function's result, made from its flat outputs.
 
     All leaves are arrays, as under jit, even if the function returns a number.
@@ -71,8 +79,8 @@ class Recording(NamedTuple):
 
 def record(
   function: Callable[..., Any],
-  args: Any,
-  kwargs: Mapping[str, Any],
+  args: Sequence[object],
+  kwargs: Mapping[str, object],
   *,
   may_change: bool = False,
 ) -> Recording:
@@ -87,7 +95,7 @@ def record(
   leaves, treedef = jax.tree.flatten((args, kwargs))
   places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
-  def flat_function(*arrays: Any) -> Any:
+  def flat_function(*arrays: jax.Array) -> object:
     inputs = list(leaves)
     for place, array in zip(places, arrays, strict=True):
       inputs[place] = array
@@ -134,7 +142,7 @@ def _recording(is_at_once: bool) -> Iterator[None]:
     _recorded.reset(token)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
   # A NumPy bool is a flag such as `train`, just like a Python bool.
   kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
   return isinstance(x, kinds) and not isinstance(x, np.bool_)
@@ -142,16 +150,16 @@ def _is_array(x: Any) -> bool:
 
 def evaluate(
   jaxpr: core.Jaxpr,
-  arguments: Sequence[Any],
-  rule: EvaluateEquation,
-  consts: Sequence[Any] | None = None,
-) -> list[Any]:
+  arguments: Sequence[Value],
+  rule: EvaluateEquation[Value],
+  consts: Sequence[Value] | None = None,
+) -> list[Value]:
   """Returns the outputs of a jaxpr, evaluating each equation with `rule`."""
-  values: dict[core.Var, Any] = {}
+  values: dict[core.Var, Value] = {}
   if consts is None:
     consts = jaxpr.consts
 
-  def read(atom: core.Var | core.Literal) -> Any:
+  def read(atom: core.Var | core.Literal) -> Value:
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
   values.update(zip(jaxpr.jaxpr.constvars, consts, strict=True))
@@ -162,7 +170,9 @@ def evaluate(
   return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
 
-def bind(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+def bind(
+  equation: core.JaxprEqn, inputs: Sequence[ArrayLike]
+) -> Sequence[jax.Array]:
   """Evaluates one equation unchanged, and returns its outputs."""
   primitive = equation.primitive
   parameters = primitive.get_bind_params(equation.params)
@@ -195,5 +205,5 @@ def context(equation: core.JaxprEqn) -> Iterator[None]:
     yield
 
 
-def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
+def _scope(name: str) -> contextlib.AbstractContextManager[object]:
   return jax.named_scope(name) if name else contextlib.nullcontext()

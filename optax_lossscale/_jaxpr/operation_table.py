@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.extend.core import primitives
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import leaves
@@ -83,7 +85,7 @@ BOUNDED = names("""
 _REAL_BOUNDED = names("cos logistic sin tanh")
 
 # Returns where an operation outside of `BOUNDED` has no finite value.
-_Undefined = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+_Undefined = Callable[[Sequence[jax.Array], Mapping[str, Any]], jax.Array]
 
 
 def moves(equation: core.JaxprEqn) -> bool:
@@ -129,10 +131,10 @@ def name_of(equation: core.JaxprEqn) -> str:
   return name
 
 
-def dtype_of(equation: core.JaxprEqn) -> Any:
+def dtype_of(equation: core.JaxprEqn) -> np.dtype | None:
   """Returns the dtype that an operation runs in, or None without floats."""
 
-  def widest(atoms: Sequence[Any]) -> Any:
+  def widest(atoms: Sequence[core.Var | core.Literal]) -> np.dtype | None:
     floats = [x.aval.dtype for x in atoms if leaves.is_gradient(x.aval)]
     return max(floats, key=lambda x: x.itemsize, default=None)
 
@@ -141,12 +143,14 @@ def dtype_of(equation: core.JaxprEqn) -> Any:
   return taken if given is not None and is_low(taken) else given
 
 
-def is_low(dtype: Any) -> bool:
+def is_low(dtype: DTypeLike | None) -> bool:
   """Returns whether a floating dtype is below float32; False for None."""
   return dtype is not None and np.dtype(dtype).itemsize < 4
 
 
-def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
+def undefined(
+  equation: core.JaxprEqn, inputs: Sequence[jax.Array]
+) -> jax.Array | np.ndarray:
   """Returns where an operation has no finite value in any dtype.
 
   The answer is meaningful only where the operation's result is non-finite.
@@ -160,20 +164,20 @@ def undefined(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
   return np.array(False)
 
 
-def _is_complex(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.complexfloating)
+def _is_complex(x: object) -> bool:
+  return leaves.is_gradient(x) and not leaves.is_real(x)
 
 
-def _is_pole(x: Any) -> Any:
+def _is_pole(x: jax.Array) -> jax.Array:
   """Returns where the gamma function is undefined: 0, -1, -2 ..."""
   return (x <= 0) & _is_whole(x)
 
 
-def _is_whole(x: Any) -> Any:
+def _is_whole(x: jax.Array) -> jax.Array:
   return x == jnp.round(x)
 
 
-def _pow(base: Any, exponent: Any) -> Any:
+def _pow(base: jax.Array, exponent: jax.Array) -> jax.Array:
   if _is_complex(base) or _is_complex(exponent):
     return (base == 0) & (jnp.real(exponent) <= 0)
   is_root = (base < 0) & ~_is_whole(exponent)

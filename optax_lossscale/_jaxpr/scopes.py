@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import re
-from typing import Any
 
 import jax
 from jax.extend import core
@@ -28,7 +27,7 @@ _NOTE = re.compile(r"ols\.note: ([^/()]+)")
 
 
 def operations(
-  jaxpr: Any, scope: str = "", around: tuple[core.JaxprEqn, ...] = ()
+  jaxpr: core.Jaxpr, scope: str = "", around: tuple[core.JaxprEqn, ...] = ()
 ) -> Iterator[tuple[str, core.JaxprEqn, tuple[core.JaxprEqn, ...]]]:
   """Yields the scope, equation and enclosing equations of each operation."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
@@ -40,7 +39,7 @@ def operations(
       yield from operations(body.jaxpr, where, (*around, equation))
 
 
-def note(text: str) -> contextlib.AbstractContextManager[Any]:
+def note(text: str) -> contextlib.AbstractContextManager[object]:
   """Adds a note to the scopes of the operations inside, if `noting` is True."""
   if not (text and noting.value):
     return contextlib.nullcontext()

@@ -12,13 +12,20 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.interpreter import Value
+
+# The outputs of operations, and what a rule counted in them.
+_Counted = tuple[Sequence[Array], ArrayTree]
 
 
 class CountingRule:
@@ -29,14 +36,14 @@ class CountingRule:
   """
 
   # The count before any operation.
-  zero: Any = ()
+  zero: ArrayTree = ()
 
   def apply(
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], Any]:
+    inputs: Sequence[Array],
+  ) -> _Counted:
     """Returns the outputs of an operation, and its count.
 
     `around` holds the equations that contain the operation, outermost first.
@@ -44,17 +51,19 @@ class CountingRule:
     del around
     return interpreter.bind(equation, inputs), self.zero
 
-  def join(self, counts: Sequence[Any]) -> Any:
+  def join(self, counts: Sequence[ArrayTree]) -> ArrayTree:
     """Combines the counts of operations that run one after another."""
     del counts
     return self.zero
 
-  def join_round(self, counts: Any, more: Any, *, is_over: bool) -> Any:
+  def join_round(
+    self, counts: ArrayTree, more: ArrayTree, *, is_over: bool
+  ) -> ArrayTree:
     """Adds the count of a loop's body or condition to the count so far."""
     del is_over
     return self.join([counts, more])
 
-  def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
+  def join_devices(self, count: ArrayTree, axes: Sequence[str]) -> ArrayTree:
     """Combines the counts of several devices into one shared count."""
     del axes
     return count
@@ -63,24 +72,24 @@ class CountingRule:
 class Sum(CountingRule):
   """A rule that adds up its counts, which are int32[]."""
 
-  def join(self, counts: Sequence[Any]) -> Any:
+  def join(self, counts: Sequence[ArrayTree]) -> ArrayTree:
     """See the base class."""
     add = lambda x, y: on_this_mesh(x) + on_this_mesh(y)  # noqa: E731
     add_trees = functools.partial(jax.tree.map, add)
     return functools.reduce(add_trees, counts, self.zero)
 
-  def join_devices(self, count: Any, axes: Sequence[str]) -> Any:
+  def join_devices(self, count: ArrayTree, axes: Sequence[str]) -> ArrayTree:
     """See the base class."""
     return jax.tree.map(lambda x: lax.psum(x, axes), count)
 
 
 def evaluate(
   jaxpr: core.Jaxpr,
-  arguments: Sequence[Any],
+  arguments: Sequence[Array],
   rule: CountingRule,
-  consts: Sequence[Any] | None = None,
+  consts: Sequence[Array] | None = None,
   around: tuple[core.JaxprEqn, ...] = (),
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Array], Any]:
   """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
 
   Custom derivative rules are lost, because a function that has one is evaluated
@@ -89,7 +98,9 @@ def evaluate(
   """
   counts = []
 
-  def apply(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+  def apply(
+    equation: core.JaxprEqn, inputs: Sequence[Array]
+  ) -> Sequence[Array]:
     if calls.form(equation) is None:
       outputs, count = rule.apply(around, equation, inputs)
     else:
@@ -108,25 +119,25 @@ def evaluate(
 
 
 # Evaluates one of an equation's bodies, and returns the body's outputs.
-Interpret = Callable[[calls.Body, Sequence[Any]], Sequence[Any]]
+Interpret = Callable[[calls.Body, Sequence[Value]], Sequence[Value]]
 # Evaluates one of an equation's bodies, and returns its outputs and its count.
-_InterpretAndCount = Callable[
-  [calls.Body, Sequence[Any]], tuple[Sequence[Any], Any]
-]
+_InterpretAndCount = Callable[[calls.Body, Sequence[Array]], _Counted]
 
 
 class _Rebuilt(NamedTuple):
   """An equation to rebuild, and how to evaluate its bodies."""
 
   equation: core.JaxprEqn
-  inputs: Sequence[Any]
+  inputs: Sequence[Array]
   interpret: _InterpretAndCount
   rule: CountingRule
 
 
 def rebuild(
-  equation: core.JaxprEqn, inputs: Sequence[Any], interpret: Interpret
-) -> list[Any]:
+  equation: core.JaxprEqn,
+  inputs: Sequence[Array],
+  interpret: Interpret[Array],
+) -> Sequence[Array]:
   """Evaluates an equation, using `interpret` to evaluate its bodies."""
   outputs, _ = _rebuild(
     equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
@@ -136,18 +147,20 @@ def rebuild(
 
 def _rebuild(
   equation: core.JaxprEqn,
-  inputs: Sequence[Any],
+  inputs: Sequence[Array],
   interpret: _InterpretAndCount,
   rule: CountingRule,
-) -> tuple[list[Any], Any]:
+) -> _Counted:
   """Returns the outputs of an equation, and what was counted in its bodies."""
   call = _CALLS.get(calls.form(equation))
   if call is not None:
     with interpreter.inside(equation):
       return call(_Rebuilt(equation, inputs, interpret, rule))
-  count = None
+  count = rule.zero
 
-  def interpret_body(body: calls.Body, inputs: Sequence[Any]) -> Sequence[Any]:
+  def interpret_body(
+    body: calls.Body, inputs: Sequence[Array]
+  ) -> Sequence[Array]:
     nonlocal count
     outputs, count = interpret(body, inputs)
     return outputs
@@ -157,10 +170,10 @@ def _rebuild(
 
 def in_place(
   equation: core.JaxprEqn,
-  inputs: Sequence[Any],
-  interpret: Interpret,
-  change: Callable[[Callable[[Any], Any], Any], Any] = lambda f, x: f(x),
-) -> list[Any]:
+  inputs: Sequence[Value],
+  interpret: Interpret[Value],
+  change: Callable[[Callable[[Array], Array], Any], Any] = lambda f, x: f(x),
+) -> list[Value]:
   """Returns the outputs of an equation by evaluating its only body instead.
 
   `change` applies a function of one array to an input or output.
@@ -170,7 +183,9 @@ def in_place(
   (body,) = calls.bodies(equation)
   inputs = [inputs[place] for place in body.inputs]
 
-  def lay_out(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+  def lay_out(
+    values: Sequence[Value], shardings: Sequence[object]
+  ) -> list[Value]:
     """Gives values the shardings that a jitted function specifies for them."""
     return [
       change(functools.partial(_lay, sharding=sharding), value)
@@ -195,7 +210,7 @@ def in_place(
     return list(interpret(body, inputs))
 
 
-def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
+def _lay(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
   if isinstance(sharding, jax.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
@@ -204,23 +219,23 @@ def _lay(array: Any, sharding: jax.sharding.Sharding) -> Any:
   return lax.with_sharding_constraint(array, sharding)
 
 
-def _same(array: Any) -> Any:
+def _same(array: jax.Array) -> jax.Array:
   return array
 
 
-def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
+def _cond(of: _Rebuilt) -> _Counted:
   """Rebuilds `lax.cond`, `lax.switch` and `lax.platform_dependent`."""
   equation, inputs, interpret, rule = of
   index, *operands = inputs
 
-  def evaluate_branch(body: calls.Body, *operands: Any) -> tuple[Any, Any]:
+  def evaluate_branch(body: calls.Body, *operands: Array) -> _Counted:
     outputs, counts = interpret(body, operands)
     return outputs, rule.join([_varying(rule.zero), counts])
 
   functions = [
     functools.partial(evaluate_branch, body) for body in calls.bodies(equation)
   ]
-  result: tuple[list[Any], Any]
+  result: _Counted
   platforms = equation.params.get("branches_platforms")
   if platforms is None:
     result = lax.switch(index, functions, *operands)
@@ -236,7 +251,7 @@ def _cond(of: _Rebuilt) -> tuple[list[Any], Any]:
   return result
 
 
-def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
+def _scan(of: _Rebuilt) -> _Counted:
   """Rebuilds `lax.scan`, or a `fori_loop` of known length."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
@@ -244,15 +259,21 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
   (body,) = calls.bodies(equation)
   consts = inputs[: carried.start]
 
-  def run_round(state: Any, x: list[Any]) -> tuple[Any, Any]:
+  def run_round(
+    state: _Counted, x: list[Array]
+  ) -> tuple[_Counted, Sequence[Array]]:
     carry, counts = state
     outputs, more = interpret(body, [*consts, *carry, *x])
     counts = rule.join_round(counts, more, is_over=True)
     return (outputs[: len(carried)], counts), outputs[len(carried) :]
 
+  first: _Counted = (
+    list(inputs[carried.start : carried.stop]),
+    _varying(rule.zero),
+  )
   (carry, counts), ys = lax.scan(
     run_round,
-    (list(inputs[carried.start : carried.stop]), _varying(rule.zero)),
+    first,
     list(inputs[carried.stop :]),
     length=parameters["length"],
     reverse=parameters["reverse"],
@@ -261,18 +282,20 @@ def _scan(of: _Rebuilt) -> tuple[list[Any], Any]:
   return [*carry, *ys], counts
 
 
-def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
+def _while_loop(of: _Rebuilt) -> _Counted:
   """Rebuilds `lax.while_loop`, or a `fori_loop` of unknown length."""
   equation, inputs, interpret, rule = of
   test_body, round_body = calls.bodies(equation)
   start = calls.carried(equation).start
 
-  def run(body: calls.Body, carry: Sequence[Any]) -> tuple[Any, Any]:
+  def run(body: calls.Body, carry: Sequence[Array]) -> _Counted:
     consts = [inputs[place] for place in body.inputs if place < start]
     return interpret(body, [*consts, *carry])
 
   # The body also evaluates the condition, so that the loop carries its count.
-  def run_round(state: Any) -> Any:
+  def run_round(
+    state: tuple[Array, list[Array], ArrayTree],
+  ) -> tuple[Array, list[Array], ArrayTree]:
     goes_on, carry, counts = state
     outputs, in_round = run(round_body, carry)
     # Under `vmap` each example has its own condition, and examples whose loop
@@ -296,26 +319,26 @@ def _while_loop(of: _Rebuilt) -> tuple[list[Any], Any]:
   return carry, counts
 
 
-def _where_goes_on(goes_on: Any, new: Any, old: Any) -> Any:
+def _where_goes_on(goes_on: Array, new: Array, old: Array) -> Array:
   if jnp.ndim(goes_on) == 0:
     return new  # The loop ends when `goes_on` is False.
   shape = goes_on.shape + (1,) * (jnp.ndim(new) - goes_on.ndim)
   return jnp.where(goes_on.reshape(shape), new, old)
 
 
-def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
+def _shard_map(of: _Rebuilt) -> _Counted:
   """Rebuilds `jax.shard_map`, or `jax.pmap`, which is built on it."""
   equation, inputs, interpret, rule = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
   (body,) = calls.bodies(equation)
 
-  def of_device(*inputs: Any) -> tuple[list[Any], Any]:
+  def of_device(*inputs: Array) -> _Counted:
     outputs, counts = interpret(body, inputs)
     counts = rule.join([_varying(rule.zero), counts])
     return list(outputs), rule.join_devices(counts, axes)
 
-  result: tuple[list[Any], Any] = jax.shard_map(
+  result: _Counted = jax.shard_map(
     of_device,
     mesh=parameters["mesh"],
     in_specs=tuple(parameters["in_specs"]),
@@ -329,9 +352,7 @@ def _shard_map(of: _Rebuilt) -> tuple[list[Any], Any]:
   return result
 
 
-_CALLS: Mapping[
-  calls.Form | None, Callable[[_Rebuilt], tuple[list[Any], Any]]
-] = {
+_CALLS: Mapping[calls.Form | None, Callable[[_Rebuilt], _Counted]] = {
   calls.Form.COND: _cond,
   calls.Form.SCAN: _scan,
   calls.Form.WHILE: _while_loop,
@@ -339,7 +360,7 @@ _CALLS: Mapping[
 }
 
 
-def _varying(zero: Any) -> Any:
+def _varying(zero: Tree) -> Tree:
   """Returns `zero` as a value that may differ between devices.
 
   A carried value must keep its type, and all branches must return one type.
@@ -352,7 +373,7 @@ def _varying(zero: Any) -> Any:
   return zero
 
 
-def on_this_mesh(count: Any) -> Any:
+def on_this_mesh(count: jax.Array) -> jax.Array:
   """Moves a count that was made on another mesh to the current one.
 
   Inside `jax.sharding.auto_axes` and the like, the mesh has axes of other types

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states as _states
 
@@ -34,13 +37,13 @@ class MasterWeightsState(NamedTuple):
     {'w': Array([1.], dtype=float32)}
   """
 
-  master: Any
-  inner_state: Any
+  master: optax.Params
+  inner_state: optax.OptState
 
 
 def master_weights(
   inner: optax.GradientTransformation | optax.MultiSteps,
-  dtype: Any = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it updates a float32 copy of the parameters.
 
@@ -143,7 +146,7 @@ def master_weights(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None = None,
-    **extra_args: Any,
+    **extra_args: object,
   ) -> tuple[optax.Updates, MasterWeightsState]:
     if not isinstance(state, MasterWeightsState):
       raise TypeError(
@@ -192,15 +195,24 @@ def master_weights(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _move(skipped: jax.Array, master: Any, update: Any) -> Any:
+def _move(
+  skipped: jax.Array, master: jax.Array, update: jax.Array | None
+) -> jax.Array:
   """Returns the next master of one leaf."""
   if _is_absent(master) or update is None:
     return master
   # Select instead of adding -0.0, which may flush a subnormal master to 0.
-  return jnp.where(skipped, master, optax.apply_updates(master, update))
+  return jnp.where(
+    skipped, master, jnp.asarray(optax.apply_updates(master, update))
+  )
 
 
-def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
+def _way(
+  skipped: jax.Array,
+  master: jax.Array,
+  update: jax.Array | None,
+  param: jax.Array,
+) -> jax.Array | None:
   """Returns the difference between a parameter and its next master.
 
   The result depends only on the next master, not on the old master or the
@@ -221,7 +233,7 @@ def _way(skipped: jax.Array, master: Any, update: Any, param: Any) -> Any:
   return _convert(way, param.dtype)
 
 
-def _is_skipped(inner_state: Any) -> jax.Array:
+def _is_skipped(inner_state: optax.OptState) -> jax.Array:
   """Returns True if the loss scaling in `inner`, if any, skipped the step."""
   states = _states.find_states(inner_state).values()
   if not states:
@@ -229,26 +241,28 @@ def _is_skipped(inner_state: Any) -> jax.Array:
   return functools.reduce(jnp.logical_and, [x.skipped for x in states])
 
 
-def _over(function: Callable[..., Any], master: Any, *trees: Any) -> Any:
+def _over(
+  function: Callable[..., object], master: Tree, *trees: object
+) -> Tree:
   """Maps over leaves, including the placeholders of leaves without a master."""
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
 
 
-def _wider(dtype: Any, other: Any) -> Any:
+def _wider(dtype: np.dtype, other: np.dtype) -> np.dtype:
   """Returns the wider of two dtypes. JAX does not promote float8 dtypes."""
   return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
 
 
-def _convert(x: Any, dtype: Any) -> Any:
+def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns an array or a `jax.ShapeDtypeStruct`, converted to a dtype."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=dtype)
   return jnp.asarray(x, dtype)
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: object) -> object:
   return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 
-def _is_absent(master: Any) -> bool:
+def _is_absent(master: object) -> bool:
   return master is None or isinstance(master, optax.MaskedNode)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._autocast import levels
@@ -21,6 +24,9 @@ from optax_lossscale._jaxpr import in_place
 
 _LOW = ("float16", "bfloat16")
 FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +72,9 @@ class Policy:
     jmp's policies, https://github.com/google-deepmind/jmp, which have no level.
   """
 
-  param_dtype: Any
-  compute_dtype: Any
-  output_dtype: Any
+  param_dtype: DTypeLike | None
+  compute_dtype: DTypeLike | None
+  output_dtype: DTypeLike | None
   level: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self) -> None:
@@ -99,7 +105,7 @@ class Policy:
     """Returns `tree` in the dtype of the output. See `cast_to_param`."""
     return _cast("output_dtype", self.output_dtype, tree)
 
-  def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+  def autocast(self, fun: Callable[_P, _R]) -> Callable[_P, _R]:
     """Returns a function that computes `fun` as the policy says.
 
     If the policy has a level, the function applies `autocast` at this level,
@@ -117,10 +123,11 @@ class Policy:
     if self.level in (None, "O0"):
       in_mixed_precision = fun
     else:
-      in_mixed_precision = autocast(fun, self.level, dtype=self.compute_dtype)
+      low: Any = self.compute_dtype  # `autocast` raises an error for None.
+      in_mixed_precision = autocast(fun, self.level, dtype=low)
 
     @functools.wraps(fun)
-    def fun_in_policy(*args: Any, **kwargs: Any) -> Any:
+    def fun_in_policy(*args: _P.args, **kwargs: _P.kwargs) -> _R:
       if self.level is not None or self.compute_dtype is None:
         return self.cast_to_output(in_mixed_precision(*args, **kwargs))
       # Pass a copy, so that the caller does not see changes that `fun` makes.
@@ -140,11 +147,11 @@ class Policy:
     return text if self.level is None else f"{text},level={self.level}"
 
 
-def _name(dtype: Any) -> str:
-  return "none" if dtype is None else str(dtype.name)
+def _name(dtype: DTypeLike | None) -> str:
+  return "none" if dtype is None else str(jnp.dtype(dtype).name)
 
 
-def _check_dtype(name: str, dtype: Any) -> Any:
+def _check_dtype(name: str, dtype: object) -> np.dtype | None:
   """Returns the checked dtype, or None to keep each value's dtype."""
   if dtype is None:
     return None
@@ -158,13 +165,13 @@ def _check_dtype(name: str, dtype: Any) -> Any:
   return found
 
 
-def _cast(name: str, dtype: Any, tree: Any) -> Any:
+def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
   """Returns `tree` with its real floating arrays in `dtype`."""
   if dtype is None:
     return tree
   arguments.check_enabled(name, dtype)
 
-  def cast_leaf(is_gradient: bool, x: Any) -> Any:
+  def cast_leaf(is_gradient: bool, x: Any) -> object:
     is_array = isinstance(
       x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     )
@@ -184,11 +191,11 @@ def _cast(name: str, dtype: Any, tree: Any) -> Any:
 _EXAMPLE = "'params=float32,compute=float16,output=float32'"
 
 
-def _mixed(level: str, low: Any = jnp.float16) -> Policy:
+def _mixed(level: str, low: DTypeLike = jnp.float16) -> Policy:
   return Policy(jnp.float32, low, jnp.float32, level=level)
 
 
-def _all_in(dtype: Any, level: str | None = None) -> Policy:
+def _all_in(dtype: DTypeLike | None, level: str | None = None) -> Policy:
   return Policy(dtype, dtype, dtype, level=level)
 
 
@@ -212,7 +219,7 @@ _NAMES: Mapping[str, Policy] = {
 }
 
 # jmp's dtype names, except for "half", which depends on the machine.
-_DTYPES: Mapping[str, Any] = {
+_DTYPES: Mapping[str, DTypeLike | None] = {
   "none": None,
   "bf16": jnp.bfloat16,
   "f16": jnp.float16,
@@ -233,7 +240,7 @@ _KEYS: Mapping[str, str] = {
 }
 
 
-def get_policy(policy: Any) -> Policy:
+def get_policy(policy: object) -> Policy:
   """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
   This lets you use a script's flag, or a setting from another system's
@@ -367,7 +374,7 @@ def _is_dtype(name: str) -> bool:
   return found is not None and str(found.name) == name
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> DTypeLike | None:
   if name == "half":
     is_tpu = jax.local_devices()[0].platform == "tpu"
     return jnp.bfloat16 if is_tpu else jnp.float16

@@ -1,6 +1,7 @@
 """The precision schedule: first low precision, then full precision."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import fractions
@@ -8,9 +9,12 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -25,6 +29,9 @@ from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
+
+# Returns a loss function in low precision.
+_Cast = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class PrecisionScheduleState(NamedTuple):
@@ -92,7 +99,7 @@ class PrecisionSchedule:
     3.5 False
   """
 
-  dtype: Any
+  dtype: DTypeLike
   _: dataclasses.KW_ONLY
   until_step: int | None = None
   until_loss: float | fractions.Fraction | None = None
@@ -127,8 +134,8 @@ class PrecisionSchedule:
     self,
     state: PrecisionScheduleState,
     *,
-    step: Any = None,
-    loss: Any = None,
+    step: int | jax.Array | None = None,
+    loss: ArrayLike | None = None,
   ) -> PrecisionScheduleState:
     """Returns the state for the next step. Pure, so it also works in jit.
 
@@ -162,10 +169,10 @@ class PrecisionSchedule:
         steps=_as_count(step),
       )
     assert self.until_loss is not None
-    loss = arguments.as_real_scalar("loss", loss)
-    limit = _round_down(fractions.Fraction(self.until_loss), loss.dtype)
+    known = arguments.as_real_scalar("loss", loss)
+    limit = _round_down(fractions.Fraction(self.until_loss), known.dtype)
     # 0 means that the loss is unknown.
-    return state._replace(low=state.low & ~((loss != 0) & (loss <= limit)))
+    return state._replace(low=state.low & ~((known != 0) & (known <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
     """Returns whether the next step's loss is scaled, which only float16 needs.
@@ -187,7 +194,7 @@ class PrecisionSchedule:
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    cast: Callable[[Any], Callable[..., Any]] | None = None,
+    cast: _Cast | None = None,
     path: str | None = None,
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes loss and gradients in either precision.
@@ -243,14 +250,16 @@ class PrecisionSchedule:
       backward.check_arguments(opt_state, argnums, path)
 
     @functools.wraps(loss_fn)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_fun(
+      *args: object, **kwargs: object
+    ) -> tuple[object, object]:
       in_low = jax.value_and_grad(low_loss_fn, argnums, has_aux=has_aux)
       if may_be_scaled:
         in_low = backward.at_scale(
           states.scale_in_use(opt_state, path), low_loss_fn, argnums, has_aux
         )
       _refuse_frozen(state.low)
-      value_and_gradients: tuple[Any, Any] = lax.cond(
+      value_and_gradients: tuple[object, object] = lax.cond(
         state.low,
         lambda: in_low(*args, **kwargs),
         lambda: in_full(*args, **kwargs),
@@ -287,15 +296,15 @@ class PrecisionSchedule:
       updates: optax.Updates,
       state: optax.OptState,
       params: optax.Params | None = None,
-      **extra_args: Any,
+      **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
       requirements.check_accumulation(state)
       # Keyed by path, because an outer optimizer may add to its own state.
-      rule_states: dict[Any, Any] = {}
+      rule_states: dict[tuple[Hashable, ...], Any] = {}
 
       # Gradients that are not scaled need S = 1 in the state during the step.
       # `put_back` then restores the rule's own state.
-      def swap(path: Any, node: Any) -> Any:
+      def swap(path: tuple[Hashable, ...], node: object) -> object:
         if not states.is_state(node):
           return node
         _refuse_different(is_scaled, node)
@@ -306,7 +315,7 @@ class PrecisionSchedule:
           )
         )
 
-      def put_back(path: Any, node: Any) -> Any:
+      def put_back(path: tuple[Hashable, ...], node: object) -> object:
         if not states.is_state(node):
           return node
         if path not in rule_states:
@@ -337,10 +346,12 @@ class PrecisionSchedule:
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    cast: Callable[[Any], Callable[..., Any]] | None = None,
+    cast: _Cast | None = None,
     has_aux: bool = False,
-    axis_name: Any = None,
-  ) -> Callable[..., tuple[Any, Any, PrecisionScheduleState, Any]]:
+    axis_name: devices.AxisNames | None = None,
+  ) -> Callable[
+    ..., tuple[optax.Params, optax.OptState, PrecisionScheduleState, Any]
+  ]:
     """Returns a complete train step that works in both precisions.
 
     It combines `value_and_grad`, `optimizer` and `update`. The structure of
@@ -397,8 +408,13 @@ class PrecisionSchedule:
     names = devices.axis_names("axis_name", axis_name)
 
     def train_step(
-      params: Any, opt_state: Any, state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any, Any, Any]:
+      params: optax.Params,
+      opt_state: optax.OptState,
+      state: PrecisionScheduleState,
+      /,
+      *args: object,
+      **kwargs: object,
+    ) -> tuple[optax.Params, optax.OptState, PrecisionScheduleState, object]:
       value_and_grad = self.value_and_grad(
         loss_fn, opt_state, state, has_aux=has_aux, cast=cast
       )
@@ -437,7 +453,9 @@ class PrecisionSchedule:
 
     return train_step
 
-  def _make_low(self, loss_fn: Any, cast: Any) -> Callable[..., Any]:
+  def _make_low(
+    self, loss_fn: Callable[..., Any], cast: _Cast | None
+  ) -> Callable[..., Any]:
     """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
     arguments.check_function(loss_fn)
     if cast is None:
@@ -466,7 +484,7 @@ def exact_loss(name: str, value: Any) -> fractions.Fraction:
   return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
   """Raises if `state` is not a schedule's state."""
   if not isinstance(state, PrecisionScheduleState):
     raise TypeError(
@@ -475,7 +493,7 @@ def _check_state(state: Any) -> None:
     )
 
 
-def _refuse_frozen(low: Any) -> None:
+def _refuse_frozen(low: object) -> None:
   """Raises if a compiled function would treat the state as a constant."""
   # A function recorded outside of jit runs right away.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
@@ -501,7 +519,7 @@ def _refuse_different(
     )
 
 
-def _check_step(step: Any) -> Any:
+def _check_step(step: object) -> int | jax.Array:
   """Returns `step` as an int or an integer array."""
   if not isinstance(step, jax.Array):
     return arguments.check_steps("step", step)
@@ -513,7 +531,7 @@ def _check_step(step: Any) -> Any:
   return step
 
 
-def _is_at_least(steps: Any, least: int) -> Any:
+def _is_at_least(steps: int | jax.Array, least: int) -> jax.Array | np.bool_:
   """Returns bool[], whether at least `least` steps are finished."""
   if not isinstance(steps, jax.Array):
     return np.bool_(steps >= least)
@@ -523,7 +541,7 @@ def _is_at_least(steps: Any, least: int) -> Any:
   return steps >= np.asarray(least, steps.dtype)
 
 
-def _as_count(steps: Any) -> jax.Array:
+def _as_count(steps: int | jax.Array) -> jax.Array:
   """Returns `steps` as int32[], limited to the largest int32."""
   largest = arguments.LARGEST_COUNT
   if not isinstance(steps, jax.Array):
@@ -533,7 +551,7 @@ def _as_count(steps: Any) -> jax.Array:
   return jnp.asarray(steps, jnp.int32)
 
 
-def _round_down(limit: fractions.Fraction, dtype: Any) -> Any:
+def _round_down(limit: fractions.Fraction, dtype: DTypeLike) -> np.floating:
   """Returns the largest number of a dtype that is not above a positive limit.
 
   A number of that dtype is at most the limit iff it is at most this result.

@@ -1,20 +1,21 @@
 """The base class of rules for the loss scale S, to subclass for a new rule."""
 
 import abc
+from collections.abc import Callable
 import dataclasses
 import functools
 import types
 from typing import Any
 from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from optax_lossscale._base import arguments
 
-if TYPE_CHECKING:
-  import chex
-
+_State = TypeVar("_State")
 
 # The methods of torch's GradScaler, each with its equivalent here.
 _OF_A_SCALER = {
@@ -70,7 +71,7 @@ class LossScale(abc.ABC):
   def __post_init__(self) -> None:
     arguments.check_fields(self, skip=arguments.check_flag)
 
-  def __init_subclass__(cls, **kwargs: Any) -> None:
+  def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
     if isinstance(init := vars(cls).get("init"), types.FunctionType):
       type.__setattr__(cls, "init", _explained(init))
@@ -94,9 +95,9 @@ class LossScale(abc.ABC):
   def update(
     self,
     state: Any,
-    overflow: "chex.Array | bool",
+    overflow: ArrayLike,
     *,
-    amax: "chex.Numeric | None" = None,
+    amax: ArrayLike | None = None,
   ) -> Any:
     """Returns the state after a step.
 
@@ -109,7 +110,7 @@ class LossScale(abc.ABC):
         NaN if any gradient was NaN; None if it was not measured.
     """
 
-  def stalled(self, state: Any, overflow: "chex.Array | bool") -> jax.Array:
+  def stalled(self, state: Any, overflow: ArrayLike) -> jax.Array:
     """Returns bool[], True if S should move but cannot, as at its floor.
 
     The wrapper reports this. A rule that never moves S stalls on any overflow.
@@ -122,11 +123,11 @@ class LossScale(abc.ABC):
     return jnp.full((), False)
 
 
-def _explained(init: Any) -> Any:
+def _explained(init: Callable[..., _State]) -> Callable[..., _State]:
   """Returns a rule's `init`, with an error for a call like optax's."""
 
   @functools.wraps(init)
-  def explained(self: LossScale, *args: Any, **kwargs: Any) -> Any:
+  def explained(self: LossScale, *args: object, **kwargs: object) -> _State:
     try:
       return init(self, *args, **kwargs)
     except TypeError as error:

@@ -8,12 +8,12 @@ fields of an `Engine`, so each system's rule is an `Engine` with its own values.
 import dataclasses
 import enum
 import math
-from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 import optax
 
@@ -50,16 +50,22 @@ class DynamicLossScaleState(NamedTuple):
       the share of overflows.
     overflows_since_shrink: int32[], overflows since S last shrank, if so.
     failure: int32[], a `Failure` once the system would have ended the run.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state: ols.DynamicLossScaleState = ols.DynamicLossScale(8.0).init()
+    >>> print(state.loss_scale, state.clean_steps, state.total_steps)
+    8.0 0 None
   """
 
   loss_scale: jax.Array
   clean_steps: jax.Array
   overflows: jax.Array
-  total_steps: Any = None
-  growth_interval: Any = None
-  steps_since_move: Any = None
-  overflows_since_shrink: Any = None
-  failure: Any = None
+  total_steps: jax.Array | None = None
+  growth_interval: jax.Array | None = None
+  steps_since_move: jax.Array | None = None
+  overflows_since_shrink: jax.Array | None = None
+  failure: jax.Array | None = None
 
   @property
   def inv_scale(self) -> jax.Array:
@@ -150,7 +156,7 @@ class Engine:
     )
 
   def update(
-    self, state: DynamicLossScaleState, overflow: jax.Array | bool
+    self, state: DynamicLossScaleState, overflow: ArrayLike
   ) -> DynamicLossScaleState:
     """Returns the state after one more step."""
     overflow = arguments.as_flag(overflow, state.loss_scale)
@@ -169,7 +175,9 @@ class Engine:
       failure=self._next_failure(state, step),
     )
     if self.counts_steps:
-      state = state._replace(total_steps=_increment(state.total_steps))
+      state = state._replace(
+        total_steps=_increment(_present(state.total_steps))
+      )
     if self.interval_factor != 1:
       state = state._replace(growth_interval=self._next_interval(state, step))
     if self.tolerance is not None:
@@ -181,7 +189,7 @@ class Engine:
     return state
 
   def stalled(
-    self, state: DynamicLossScaleState, overflow: jax.Array | bool
+    self, state: DynamicLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True if S should move but cannot.
 
@@ -266,7 +274,7 @@ class Engine:
 
   def _own_interval(self, state: DynamicLossScaleState) -> jax.Array:
     """Returns the state's interval, or the rule's if that is damaged."""
-    interval = state.growth_interval
+    interval = _present(state.growth_interval)
     is_sound = (interval >= 1) & jnp.isfinite(interval)
     return jnp.where(is_sound, interval, jnp.float32(self.growth_interval))
 
@@ -293,24 +301,30 @@ class Engine:
         fails = self._is_held(step)
       case Failure.TOO_MANY_OVERFLOWS:
         fails = step.overflows > MOST_OVERFLOWS_IN_A_ROW
+    noted = _present(state.failure)
     if not self.notes_failure:
-      return jnp.zeros_like(state.failure)
+      return jnp.zeros_like(noted)
     failure = jnp.where(fails, jnp.int32(self.failure), 0)
-    return jnp.where(state.failure == 0, failure, state.failure)
+    return jnp.where(noted == 0, failure, noted)
+
+
+def _present(leaf: jax.Array | None) -> jax.Array:
+  """Returns a leaf of the state that this engine's `init` makes."""
+  assert leaf is not None
+  return leaf
 
 
 def _increment(count: jax.Array) -> jax.Array:
   # The count stops at the largest int32 instead of wrapping around.
-  incremented: jax.Array = optax.safe_increment(count)
-  return incremented
+  return jnp.asarray(optax.safe_increment(count))
 
 
 def _count_share(
   state: DynamicLossScaleState, overflow: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the steps since S moved, and the overflows since S last shrank."""
-  since_shrink = state.overflows_since_shrink
+  since_shrink = _present(state.overflows_since_shrink)
   return (
-    _increment(state.steps_since_move),
+    _increment(_present(state.steps_since_move)),
     jnp.where(overflow, _increment(since_shrink), since_shrink),
   )

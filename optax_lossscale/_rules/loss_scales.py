@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -26,6 +27,12 @@ class FixedLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: float32[], the loss scale S.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state: ols.FixedLossScaleState = ols.FixedLossScale(8.0).init()
+    >>> print(state.loss_scale, state.inv_scale)
+    8.0 0.125
   """
 
   loss_scale: jax.Array
@@ -79,16 +86,16 @@ class FixedLossScale(base.LossScale):
   def update(
     self,
     state: FixedLossScaleState,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
+    amax: ArrayLike | None = None,
   ) -> FixedLossScaleState:
     """Returns `state` unchanged. See `LossScale.update`."""
     del overflow, amax
     return state
 
   def stalled(
-    self, state: FixedLossScaleState, overflow: jax.Array | bool
+    self, state: FixedLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on any overflow, because S cannot move."""
     return arguments.as_flag(overflow, state.loss_scale)
@@ -180,9 +187,9 @@ class DynamicLossScale(base.LossScale):
   def update(
     self,
     state: engine.DynamicLossScaleState,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
+    amax: ArrayLike | None = None,
   ) -> engine.DynamicLossScaleState:
     """Returns the state after a step. See `LossScale.update`."""
     del amax
@@ -194,7 +201,7 @@ class DynamicLossScale(base.LossScale):
     )
 
   def stalled(
-    self, state: engine.DynamicLossScaleState, overflow: jax.Array | bool
+    self, state: engine.DynamicLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `min_scale`."""
     is_below = state.loss_scale < jnp.float32(self.min_scale)

@@ -8,6 +8,7 @@ import operator
 from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,10 +1,12 @@
 """The checks that a user can choose from. Each defines an overflow."""
 
+from collections.abc import Hashable
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
@@ -18,6 +20,12 @@ class Check:
     saturating: whether the largest finite value counts as an overflow.
     dtype: the computation's dtype, a tree of dtypes, or a function from a
       leaf's path to a dtype; None means the leaf's own dtype.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> check: ols.Check = ols.saturated("float16")
+    >>> print(check.saturating, check.dtype)
+    True float16
   """
 
   saturating: bool
@@ -121,8 +129,8 @@ def saturated(dtype: Any = None) -> Check:
 
 
 def with_computation_dtypes(
-  check: Check, scaled_grads: Any
-) -> list[tuple[jax.Array, Any]]:
+  check: Check, scaled_grads: object
+) -> list[tuple[jax.Array, np.dtype | None]]:
   """Pairs each gradient with its computation's dtype, or None for its own."""
   if _is_function(check.dtype):
     return [
@@ -131,7 +139,9 @@ def with_computation_dtypes(
       if leaves.is_gradient(leaf)
     ]
   dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
-  structure: Any = jax.tree.structure(check.dtype, is_leaf=leaves.is_none)
+  structure: jax.tree_util.PyTreeDef = jax.tree.structure(
+    check.dtype, is_leaf=leaves.is_none
+  )
   try:
     subtrees = structure.flatten_up_to(scaled_grads)
   except ValueError as error:
@@ -147,7 +157,7 @@ def with_computation_dtypes(
   ]
 
 
-def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+def _as_dtype(path: tuple[Hashable, ...], dtype: object) -> np.dtype | None:
   """Returns the dtype that a caller set for a leaf; None stays None."""
   if dtype is None:
     return None
@@ -155,7 +165,7 @@ def _as_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
   return arguments.check_dtype("dtype", dtype, place=place)
 
 
-def _is_function(dtype: Any) -> bool:
+def _is_function(dtype: object) -> bool:
   # A type such as jnp.float16, or a pytree that is a layer, is also callable.
   # jax.tree_util.Partial is a pytree, but counts as a function here.
   is_tree = not jax.tree_util.all_leaves([dtype])

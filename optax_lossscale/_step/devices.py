@@ -1,15 +1,17 @@
 """Multiple devices: values that vary along a mapped axis, and their means."""
 
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import contextvars
 import math
-from typing import Any
 
+from chex import ArrayTree
 import jax
 from jax import lax
+from jax.extend import core
 import jax.numpy as jnp
 import optax
 
@@ -21,6 +23,9 @@ from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 
+# A mapped axis, or several in a tuple or list.
+AxisNames = Hashable | Sequence[Hashable]
+
 # Axes along which devices are known to skip together; None means all of them.
 Known = Sequence[Hashable] | None
 
@@ -31,7 +36,7 @@ _agreed: contextvars.ContextVar[Known] = contextvars.ContextVar(
 
 
 def pmean_gradients(
-  axis_name: Hashable | Sequence[Hashable],
+  axis_name: AxisNames,
 ) -> optax.GradientTransformation:
   """Averages gradients over devices, as the first transformation in `inner`.
 
@@ -85,7 +90,9 @@ def pmean_gradients(
       f"{shown(axis_name)}."
     )
 
-  def mean(updates: optax.Updates, params: Any = None) -> optax.Updates:
+  def mean(
+    updates: optax.Updates, params: optax.Params | None = None
+  ) -> optax.Updates:
     del params
     check_mapped("axis_name", names)
     _refuse_reduced("pmean_gradients", updates, names)
@@ -96,9 +103,7 @@ def pmean_gradients(
   return optax.stateless(mean)
 
 
-def make_varying(
-  tree: trees.Tree, axis_name: Hashable | Sequence[Hashable]
-) -> trees.Tree:
+def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
   """Returns the same values, marked as varying over devices.
 
   Under `shard_map`, JAX sums the gradients of replicated parameters over the
@@ -146,7 +151,7 @@ def make_varying(
   names = axis_names("axis_name", axis_name)
   check_mapped("axis_name", names)
 
-  def make_leaf_varying(x: Any) -> Any:
+  def make_leaf_varying(x: object) -> object:
     if not isinstance(x, jax.Array):
       return x  # `x` is float0 or a function.
     missing = tuple(
@@ -159,7 +164,7 @@ def make_varying(
   return jax.tree.map(make_leaf_varying, leaves.as_arrays(tree))
 
 
-def axis_names(argument: str, axis_name: Any) -> tuple[Hashable, ...]:
+def axis_names(argument: str, axis_name: object) -> tuple[Hashable, ...]:
   """Returns the distinct axis names that a caller passed; () for None."""
   if axis_name is None:
     return ()
@@ -252,13 +257,13 @@ def agreeing_on(known: Known) -> Iterator[None]:
     _agreed.reset(token)
 
 
-def check_recorded(jaxpr: Any, known: Known) -> None:
+def check_recorded(jaxpr: core.Jaxpr, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
   if known is not None:
     _check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
 
 
-def _combined_axes(jaxpr: Any) -> Iterator[Hashable]:
+def _combined_axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
   """Yields the axes around a jaxpr along which it combines values."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
     if equation.primitive.name in operation_table.BETWEEN_DEVICES:
@@ -292,22 +297,22 @@ def _check_combined(
     )
 
 
-def varying_axes(x: Any) -> frozenset[Hashable]:
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
   """Returns the mapped axes along which JAX says that an array may vary."""
   # `mat` is not in JAX's API reference yet, but output in its docs shows it.
   axes: frozenset[Hashable] = jax.typeof(x).mat.varying
   return axes
 
 
-def axes_beyond(x: Any, *others: Any) -> list[Hashable]:
+def axes_beyond(x: jax.Array, *others: jax.Array) -> list[Hashable]:
   """Returns the axes along which `x` varies but one of the others does not."""
   missing = (varying_axes(x) - varying_axes(other) for other in others)
   return sorted(frozenset().union(*missing), key=str)
 
 
 def average_scaled(
-  scaled_grads: Any, names: Sequence[Hashable], overflow: jax.Array
-) -> Any:
+  scaled_grads: trees.Tree, names: Sequence[Hashable], overflow: jax.Array
+) -> trees.Tree:
   """Returns the mean of scaled gradients over devices, in their own dtype."""
   _refuse_reduced("average_scaled", scaled_grads, names)
 
@@ -366,7 +371,7 @@ def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
 
 
 def _refuse_reduced(
-  what: str, gradients: Any, names: Sequence[Hashable]
+  what: str, gradients: object, names: Sequence[Hashable]
 ) -> None:
   """Raises if JAX has already summed a gradient over devices."""
   tracked = [name for name in names if varying_axes(lax.axis_index(name))]
@@ -386,7 +391,9 @@ def _refuse_reduced(
       )
 
 
-def _map_gradients(function: Any, tree: Any) -> Any:
+def _map_gradients(
+  function: Callable[[jax.Array], jax.Array], tree: trees.Tree
+) -> trees.Tree:
   return jax.tree.map(
     lambda x: function(x) if leaves.is_gradient(x) else x, tree
   )

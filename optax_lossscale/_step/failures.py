@@ -1,7 +1,6 @@
 """Raises an error, outside jit, if loss scaling can no longer help a run."""
 
-from typing import Any
-
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,9 @@ from optax_lossscale._base import arguments
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale._step import states as _states
+
+# The place of a run among those that vmap has stacked; () without vmap.
+_Place = tuple[np.intp, ...]
 
 _CONDITIONS = {
   Failure.AT_MINIMUM: (
@@ -104,7 +106,9 @@ down; S is 4096.0.
       raise FloatingPointError(f"{place}{why}; S is {loss_scale}.")
 
 
-def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
+def _end_of_system(
+  state: _states.LossScalingState,
+) -> tuple[_Place, str] | None:
   """Returns the run (if vmapped) that the rule has given up, and the reason."""
   rule_state = state.loss_scale_state
   # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
@@ -116,7 +120,9 @@ def _end_of_system(state: _states.LossScalingState) -> tuple[Any, str] | None:
   return (first, _CONDITIONS[failure[first]]) if failure[first] else None
 
 
-def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
+def _row(
+  state: _states.LossScalingState, most: int
+) -> tuple[_Place, str] | None:
   """Returns the run (if vmapped) that skipped too many steps, and a reason."""
   skips = np.asarray(state.consecutive_skips)
   worst = _largest(skips)
@@ -153,6 +159,6 @@ def _row(state: _states.LossScalingState, most: int) -> tuple[Any, str] | None:
   )
 
 
-def _largest(values: Any) -> Any:
+def _largest(values: np.ndarray) -> _Place:
   """Returns the index of the largest value, () for a scalar."""
   return np.unravel_index(np.argmax(values), values.shape)

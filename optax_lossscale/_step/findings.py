@@ -1,15 +1,19 @@
 """Findings about gradients, from the check, the caller and other devices."""
 
+from collections.abc import Hashable
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
+import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -65,6 +69,14 @@ class WindowOverflow:
     amax: float32[microbatches], the largest absolute value among each
       micro-batch's scaled gradients; NaN if any of them was NaN.
     drop: whether the gradients leave out the micro-batches that overflowed.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> flags = jnp.array([False, True])
+    >>> overflow = ols.WindowOverflow(flags, jnp.array([4, jnp.inf]), drop=True)
+    >>> print(bool(overflow), overflow.valid, overflow.is_void)
+    True 1 False
   """
 
   flags: jax.Array
@@ -86,7 +98,9 @@ class WindowOverflow:
   def __jax_array__(self) -> jax.Array:
     return jnp.any(self.flags, axis=-1)
 
-  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+  def __array__(
+    self, dtype: DTypeLike | None = None, copy: bool | None = None
+  ) -> np.ndarray:
     return np.array(self.__jax_array__(), dtype, copy=copy)
 
   def __bool__(self) -> bool:
@@ -131,9 +145,9 @@ class FloatStatus(NamedTuple):
 
 def examine(
   check: checks.Check,
-  scaled_grads: Any,
-  overflow: Any = False,
-  amax: Any = None,
+  scaled_grads: optax.Updates,
+  overflow: object = False,
+  amax: object = None,
   *,
   loss_scale: jax.Array | None = None,
   in_order: bool = True,
@@ -146,7 +160,7 @@ def examine(
   The magnitude of a complex number is taken to be that of its larger part,
   since the real and the imaginary part overflow separately.
   """
-  parts_of: dict[Any, list[jax.Array]] = {}
+  parts_of: dict[tuple[np.dtype, float], list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, scaled_grads):
     parts = bits.parts(gradient)
     own = parts[0].dtype
@@ -189,8 +203,8 @@ def examine(
     flag |= ~jnp.isfinite(value)
     # No float32 value can reach a limit that float32 cannot hold.
     if least is not None and least <= _LARGEST:
-      limit = np.float32(least)
-      flag |= value >= limit if check.saturating else value > limit
+      bound = np.float32(least)
+      flag |= value >= bound if check.saturating else value > bound
     elsewhere.append(value)
   amaxes += elsewhere
   if least is not None:
@@ -209,19 +223,19 @@ def _share(amax: jax.Array, limit: float) -> jax.Array:
   return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
 
 
-def to_float32(value: Any) -> jax.Array:
+def to_float32(value: object) -> jax.Array:
   """Returns numbers as float32[...], without turning finite ones into inf."""
   is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
   # Convert on the host first, since jnp warns about numbers beyond float32.
   numpy = jnp if is_jax else np
-  value = numpy.asarray(value)
-  if value.dtype == np.float64:
-    clipped = numpy.clip(value, -_LARGEST, _LARGEST)
-    value = numpy.where(numpy.isfinite(value), clipped, value)
-  return jnp.asarray(value, jnp.float32)
+  array = numpy.asarray(value)
+  if array.dtype == np.float64:
+    clipped = numpy.clip(array, -_LARGEST, _LARGEST)
+    array = numpy.where(numpy.isfinite(array), clipped, array)
+  return jnp.asarray(array, jnp.float32)
 
 
-def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
+def agree(finding: Finding, names: tuple[Hashable, ...]) -> Finding:
   """Returns the combined finding of all devices along the named axes.
 
   The maximum is taken over integers, since a maximum over floats drops NaN.
@@ -237,12 +251,12 @@ def agree(finding: Finding, names: tuple[Any, ...]) -> Finding:
   return Finding(flag == 2, amax, flag > 0, used, skip)
 
 
-def agree_on_skip(skip: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+def agree_on_skip(skip: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
   """Returns whether any device along the named axes asks to skip."""
   return _largest([skip.astype(jnp.uint32)], names)[0] > 0
 
 
-def _largest(values: list[jax.Array], names: tuple[Any, ...]) -> Any:
+def _largest(values: list[jax.Array], names: tuple[Hashable, ...]) -> jax.Array:
   """Returns the largest of each integer on all devices along the axes."""
   stacked = jnp.stack(values)
   # JAX reduces over several axes at once only if the array varies along all of
@@ -271,7 +285,7 @@ def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
   )
 
 
-def requested(skip: Any) -> jax.Array | None:
+def requested(skip: object) -> jax.Array | None:
   """Returns whether the caller asks to skip, or None if no flag was passed."""
   if skip is False:
     return None  # The program has no select that depends on it.
@@ -284,14 +298,14 @@ def requested(skip: Any) -> jax.Array | None:
   return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
 
 
-def _listed(reasons: Any) -> Any:
+def _listed(reasons: object) -> Sequence[object]:
   is_one = isinstance(reasons, FloatStatus)
   return (
     [reasons] if is_one or not isinstance(reasons, (list, tuple)) else reasons
   )
 
 
-def _as_flag(name: str, reason: Any) -> jax.Array:
+def _as_flag(name: str, reason: object) -> jax.Array:
   """Returns whether a caller's flag, of any type and shape, is set."""
   rule = f"`{name}` must be a bool, a number or an array, or a list of these"
   if isinstance(reason, (WindowOverflow, FloatStatus)):
@@ -309,7 +323,7 @@ def _as_flag(name: str, reason: Any) -> jax.Array:
   raise TypeError(f"{rule}, got {shown(reason)}.")
 
 
-def _magnitudes(amax: Any) -> list[jax.Array]:
+def _magnitudes(amax: object) -> list[jax.Array]:
   """Returns a list with the largest value in the caller's `amax`, if any."""
   if amax is None:
     return []

@@ -1,7 +1,9 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,8 +27,8 @@ def loss_scaling(
   rule: base.LossScale | None,
   *,
   check: checks.Check = checks.nonfinite(),
-  axis_name: Any = None,
-  average_scaled: Any = None,
+  axis_name: devices.AxisNames | None = None,
+  average_scaled: devices.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it takes scaled gradients.
 
@@ -146,13 +148,13 @@ def loss_scaling(
 
   def update(
     updates: optax.Updates,
-    state: optax.OptState,
+    state: Any,
     params: optax.Params | None = None,
     *,
-    overflow: Any = False,
-    amax: Any = None,
-    skip: Any = False,
-    **extra_args: Any,
+    overflow: object = False,
+    amax: object = None,
+    skip: object = False,
+    **extra_args: object,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
@@ -224,10 +226,10 @@ def loss_scaling(
 
 def _update_inner(
   inner: optax.GradientTransformationExtraArgs,
-  gradients: Any,
-  inner_state: Any,
-  params: Any,
-  extra_args: dict[str, Any],
+  gradients: optax.Updates,
+  inner_state: optax.OptState,
+  params: optax.Params | None,
+  extra_args: Mapping[str, object],
 ) -> tuple[optax.Updates, optax.OptState]:
   """Runs the optimizer in float32; its updates have the parameters' dtypes."""
   requirements.check_gradients(gradients, params)
@@ -243,8 +245,8 @@ def _update_inner(
 def move(
   rule: base.LossScale,
   state: Any,
-  overflow: Any,
-  amax: Any,
+  overflow: jax.Array,
+  amax: jax.Array,
   unseen: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled.

@@ -1,5 +1,6 @@
 """Metrics of the last step, for any logger."""
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import optax

@@ -7,6 +7,7 @@ origin is unknown, so they cause no warning.
 
 from collections.abc import Callable
 from typing import Any
+from typing import SupportsFloat
 import weakref
 
 import jax
@@ -19,10 +20,12 @@ from optax_lossscale._rules import loss_scales
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
 # (if micro-batches may be left out) or "unscaled". The scale after S is "next".
-_ORIGINS: dict[int, tuple[str, Callable[[], Any]]] = {}
+_ORIGINS: dict[int, tuple[str, Callable[[], SupportsFloat | None]]] = {}
 
 
-def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
+def note(
+  tree: object, kind: str, scale: SupportsFloat | None, passed: object = None
+) -> None:
   """Records the origin of arrays; `passed` is the caller's state or number."""
   if isinstance(passed, (int, float, np.ndarray, np.generic)):
     scale = float(passed)  # Under jit an array would be a tracer.
@@ -36,7 +39,10 @@ def note(tree: Any, kind: str, scale: Any, passed: Any = None) -> None:
 
 
 def check_update(
-  scaled_grads: Any, loss_scale: Any, rule: base.LossScale, overflow: Any
+  scaled_grads: object,
+  loss_scale: SupportsFloat,
+  rule: base.LossScale,
+  overflow: object,
 ) -> None:
   """Warns if `update` gets gradients of the wrong origin."""
   kind, used = _origin(scaled_grads)
@@ -73,7 +79,7 @@ def check_update(
     )
 
 
-def check_unscale(scaled_grads: Any, loss_scale: jax.Array) -> None:
+def check_unscale(scaled_grads: object, loss_scale: jax.Array) -> None:
   """Warns if `unscale` gets gradients that a different S has scaled."""
   if _is_another(_origin(scaled_grads)[1], loss_scale):
     wiring.warn(
@@ -83,14 +89,14 @@ def check_unscale(scaled_grads: Any, loss_scale: jax.Array) -> None:
     )
 
 
-def _origin(tree: Any) -> tuple[str, Any]:
+def _origin(tree: object) -> tuple[str, SupportsFloat | None]:
   """Returns the kind and S of the first leaf whose origin is known."""
   found = (_ORIGINS.get(id(x)) for x in jax.tree.leaves(tree))
   kind, get_scale = next(filter(None, found), ("", lambda: None))
   return kind, get_scale()
 
 
-def _is_another(used: Any, loss_scale: Any) -> bool:
+def _is_another(used: SupportsFloat | None, loss_scale: SupportsFloat) -> bool:
   """Returns whether S is known to differ from the one that was used."""
   if used is None or used is loss_scale:
     return False
@@ -98,7 +104,7 @@ def _is_another(used: Any, loss_scale: Any) -> bool:
   return is_next or _equal(used, loss_scale) is False
 
 
-def _equal(x: Any, y: Any) -> bool | None:
+def _equal(x: SupportsFloat | None, y: SupportsFloat) -> bool | None:
   """Returns whether two scales are equal; None if that is unknown."""
   try:
     # A user's transfer guard is meant for the steps, not for this comparison.

@@ -1,6 +1,9 @@
 """Checks of a step's arguments, rule, states and trees."""
 
 import collections
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Hashable
 from collections.abc import Iterator
 import contextlib
 import inspect
@@ -32,12 +35,14 @@ _SWITCH_OFF = (
 
 
 def as_optimizer(
-  name: str, inner: Any
+  name: str, inner: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `inner` as an optimizer that takes extra arguments, or raises."""
   if isinstance(inner, optax.MultiSteps):
     # `MultiSteps.gradient_transformation()` would drop extra arguments.
-    return optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    # Its `update` takes no other state, which optax's types do not allow for.
+    update: Callable[..., Any] = inner.update
+    return optax.GradientTransformationExtraArgs(inner.init, update)
   if isinstance(inner, (type, base.LossScale)) or not (
     hasattr(inner, "init") and hasattr(inner, "update")
   ):
@@ -56,7 +61,7 @@ def as_optimizer(
   return optax.with_extra_args_support(inner)
 
 
-def check_rule(name: str, rule: Any) -> None:
+def check_rule(name: str, rule: object) -> None:
   """Raises if `rule` is not a LossScale."""
   if not isinstance(rule, base.LossScale):
     remedy = (
@@ -70,7 +75,7 @@ def check_rule(name: str, rule: Any) -> None:
     )
 
 
-def check_check(check: Any) -> None:
+def check_check(check: object) -> None:
   """Raises if `check` is not a Check."""
   if not isinstance(check, checks.Check):
     raise TypeError(
@@ -100,7 +105,7 @@ def check_first_state(rule: base.LossScale) -> None:
       arguments.check_scale("loss_scale of the rule's first state", loss_scale)
 
 
-def check_inner_state(inner_state: Any) -> None:
+def check_inner_state(inner_state: object) -> None:
   """Raises if the optimizer's state already holds a loss scale."""
   paths = states.find_states(inner_state)
   if paths:
@@ -111,7 +116,7 @@ def check_inner_state(inner_state: Any) -> None:
     )
 
 
-def check_masters(params: Any, inner_state: Any) -> None:
+def check_masters(params: object, inner_state: object) -> None:
   """Warns if float16 parameters accumulate their updates in float16."""
   found = jax.tree.leaves_with_path(params)
   paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
@@ -134,7 +139,7 @@ def check_masters(params: Any, inner_state: Any) -> None:
     )
 
 
-def check_state(state: Any, rule: base.LossScale | None) -> None:
+def check_state(state: object, rule: base.LossScale | None) -> None:
   """Raises unless `state` is one that `init` makes with this rule."""
   if not isinstance(state, states.LossScalingState):
     remedy = ""
@@ -152,10 +157,10 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
   init = loss_scales.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
-  structures: list[Any] = [jax.tree.structure(x) for x in (got, expected)]
+  structures: list[object] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
   # The names of all fields or, if the structures match, of those that differ.
-  listed: list[Any] = [list(own) for own in fields]
+  listed: list[list[str]] = [list(own) for own in fields]
   if structures[0] == structures[1]:
     if fields[0] == fields[1]:
       return
@@ -183,7 +188,7 @@ def check_state(state: Any, rule: base.LossScale | None) -> None:
   )
 
 
-def _fields(rule_state: Any) -> dict[str, str]:
+def _fields(rule_state: object) -> dict[str, str]:
   """Returns each field of a rule's state with its dtype and shape, as text."""
   return {
     leaves.path_name(path): (
@@ -210,7 +215,7 @@ _AROUND = {
 _OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
 
 
-def check_surroundings(opt_state: Any) -> None:
+def check_surroundings(opt_state: object) -> None:
   """Warns if an outer state sees scaled gradients or changes on skipped steps.
 
   A tuple that cannot be the state of a chain causes no warning.
@@ -219,7 +224,7 @@ def check_surroundings(opt_state: Any) -> None:
     wiring.warn(f"`opt_state` must have {message}")
 
 
-def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
+def _misplaced(path: tuple[Hashable, ...], node: Any) -> Iterator[str]:
   """Yields a message for each state that is misplaced around loss scaling."""
   if states.is_state(node) or not states.find_states(node):
     return
@@ -243,7 +248,9 @@ def _misplaced(path: tuple[Any, ...], node: Any) -> Iterator[str]:
     yield from _misplaced(*link)
 
 
-def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
+def _beside(
+  links: list[tuple[tuple[Hashable, ...], object]], is_partition: bool
+) -> Iterator[str]:
   """Yields a message for each state beside loss scaling that holds arrays."""
   why = "before it in a chain, where it sees scaled gradients"
   after = "after it in a chain, where it moves on a skipped step"
@@ -275,7 +282,7 @@ def _beside(links: list[Any], is_partition: bool) -> Iterator[str]:
         )
 
 
-def _shapes(tree: Any) -> set[Any]:
+def _shapes(tree: object) -> set[trees.Shape | None]:
   """Returns the set of floating arrays' shapes, with None for masked nodes."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   nodes = jax.tree.leaves(tree, is_leaf=is_masked)
@@ -283,14 +290,14 @@ def _shapes(tree: Any) -> set[Any]:
   return {getattr(x, "shape", None) for x in found}
 
 
-def _at(path: tuple[Any, ...]) -> str:
+def _at(path: tuple[Hashable, ...]) -> str:
   return f" at {leaves.path_name(path)}" if path else ""
 
 
-def check_accumulation(opt_state: Any) -> None:
+def check_accumulation(opt_state: object) -> None:
   """Raises if `optax.MultiSteps` is around loss scaling."""
 
-  def accumulates(x: Any) -> bool:
+  def accumulates(x: object) -> bool:
     return isinstance(x, optax.MultiStepsState)
 
   for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
@@ -309,7 +316,10 @@ _MISNAMED = {
 
 
 def check_call(
-  inner: optax.GradientTransformation, updates: Any, params: Any, names: Any
+  inner: optax.GradientTransformation,
+  updates: object,
+  params: object,
+  names: Collection[str],
 ) -> None:
   """Raises if `update` gets no gradients, or a flag under the wrong name."""
   if updates is None and jax.tree.leaves(params):
@@ -333,7 +343,7 @@ def check_call(
         )
 
 
-def check_gradients(gradients: Any, params: Any) -> None:
+def check_gradients(gradients: object, params: object) -> None:
   """Raises if gradients would be broadcast to the shapes of parameters."""
   found = params is not None and trees.mismatched_shape(
     params, gradients, trees.is_for_each_example
@@ -344,7 +354,9 @@ def check_gradients(gradients: Any, params: Any) -> None:
     )
 
 
-def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
+def narrow_updates(
+  updates: trees.Tree, gradients: object, params: object
+) -> trees.Tree:
   """Returns an optimizer's updates in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
@@ -372,9 +384,9 @@ def narrow_updates(updates: Any, gradients: Any, params: Any) -> Any:
 @contextlib.contextmanager
 def explained(
   inner: optax.GradientTransformation,
-  gradients: Any,
-  inner_state: Any,
-  params: Any,
+  gradients: object,
+  inner_state: object,
+  params: object,
 ) -> Iterator[None]:
   """Explains which argument does not fit if an optimizer raises an error.
 
@@ -392,9 +404,9 @@ def explained(
 
 def _explain(
   inner: optax.GradientTransformation,
-  gradients: Any,
-  inner_state: Any,
-  params: Any,
+  gradients: object,
+  inner_state: object,
+  params: object,
 ) -> str | None:
   """Returns a message about the argument that does not fit; None if all do."""
   fits = trees.is_for_each_example
@@ -419,8 +431,8 @@ def _explain(
 
 
 def _init_shapes(
-  inner: optax.GradientTransformation, tree: Any, default: Any
-) -> Any:
+  inner: optax.GradientTransformation, tree: object, default: object
+) -> object:
   """Returns the shapes of the state for `tree`; `default` if `init` fails."""
   try:
     return jax.eval_shape(inner.init, leaves.widen(tree))

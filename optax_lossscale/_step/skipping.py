@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import optax
 
 from optax_lossscale._base import leaves
@@ -18,10 +19,10 @@ from optax_lossscale._step import states
 
 def update_unless(
   skipped: jax.Array,
-  update: Callable[[], tuple[Any, Any]],
-  old_state: Any,
+  update: Callable[[], tuple[optax.Updates, optax.OptState]],
+  old_state: optax.OptState,
   known: devices.Known,
-) -> tuple[Any, Any]:
+) -> tuple[optax.Updates, optax.OptState]:
   """Returns what `update` returns or, on a skip, -0.0 and the old state."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
@@ -56,8 +57,11 @@ def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
 
 
 def other_leaves(
-  skipped: jax.Array | None, is_gradient: Any, params: Any, incoming: Any
-) -> Any:
+  skipped: jax.Array | None,
+  is_gradient: object,
+  params: optax.Params | None,
+  incoming: optax.Updates,
+) -> optax.Updates:
   """Returns the next values of the leaves that are not gradients."""
   if skipped is None or all(jax.tree.leaves(is_gradient)):
     return incoming
@@ -111,20 +115,20 @@ def select_on_skip(
   return select(states.state_in_use(opt_state, path).skipped, old, new)
 
 
-def _choose(skipped: jax.Array, old: Any, new: Any) -> Any:
+def _choose(skipped: jax.Array, old: jax.Array, new: ArrayLike) -> jax.Array:
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
     return new  # `old` is float0, which has no value.
   return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
 
 
-def _zero_updates(skipped: jax.Array, updates: Any) -> Any:
+def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
   """Returns the updates, all replaced by -0.0 if the step is skipped.
 
   Adding -0.0 never changes a number, but adding 0.0 would turn -0.0 into 0.0.
   """
 
-  def choose(update: Any) -> Any:
+  def choose(update: object) -> object:
     if not isinstance(update, jax.Array) or not jnp.issubdtype(
       update.dtype, jnp.number
     ):

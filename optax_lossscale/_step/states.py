@@ -2,9 +2,13 @@
 
 from typing import Any
 from typing import NamedTuple
+from typing import TypeGuard
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -84,7 +88,7 @@ class StepCounts(NamedTuple):
     """Returns the counts after a step, which None says cannot be skipped."""
     if skipped is None:
       return self._replace(
-        applied_steps=optax.safe_increment(self.applied_steps),
+        applied_steps=jnp.asarray(optax.safe_increment(self.applied_steps)),
         consecutive_skips=jnp.zeros_like(self.consecutive_skips),
       )
     requested_skips = self.requested_skips
@@ -124,7 +128,7 @@ class LossScalingState(NamedTuple):
   """
 
   loss_scale_state: Any
-  inner_state: Any
+  inner_state: optax.OptState
   last_step: LastStep
   counts: StepCounts
 
@@ -198,11 +202,13 @@ class LossScalingState(NamedTuple):
     return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
 
 
-def first_state(rule_state: Any, inner_state: Any) -> LossScalingState:
+def first_state(
+  rule_state: ArrayTree, inner_state: optax.OptState
+) -> LossScalingState:
   """Returns the state before the first step."""
 
   # An array of its own for each field, since a step may donate them all.
-  def none(dtype: Any = jnp.int32) -> jax.Array:
+  def none(dtype: DTypeLike = jnp.int32) -> jax.Array:
     return jnp.full((), 0, dtype)
 
   return LossScalingState(
@@ -229,7 +235,7 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
 
 
-def find_states(tree: Any) -> dict[str, LossScalingState]:
+def find_states(tree: object) -> dict[str, LossScalingState]:
   """Returns every `LossScalingState` in a pytree, keyed by its path.
 
   States are found by their type, so parameters may have any name.
@@ -240,7 +246,7 @@ def find_states(tree: Any) -> dict[str, LossScalingState]:
   }
 
 
-def require_states(opt_state: Any) -> dict[str, LossScalingState]:
+def require_states(opt_state: object) -> dict[str, LossScalingState]:
   """Returns the states that `find_states` finds; raises if there are none."""
   states = find_states(opt_state)
   own = getattr(opt_state, "loss_scale", None)
@@ -274,7 +280,7 @@ def require_states(opt_state: Any) -> dict[str, LossScalingState]:
   return states
 
 
-def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
+def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   """Returns the only `LossScalingState` in `opt_state`, or that at `path`."""
   states = require_states(opt_state)
   chosen = {
@@ -296,7 +302,9 @@ def find_state(opt_state: Any, path: str | None = None) -> LossScalingState:
   )
 
 
-def find_holder(opt_state: Any, path: str | None = None) -> Any:
+def find_holder(
+  opt_state: optax.OptState, path: str | None = None
+) -> optax.OptState:
   """Returns the one state that holds S, or S itself if that is passed."""
   if not isinstance(opt_state, _SCALES):
     return find_state(opt_state, path)
@@ -350,14 +358,18 @@ def get_loss_scale(
   return jnp.full((), scale, jnp.float32)
 
 
-def scale_in_use(opt_state: Any, path: str | None = None) -> jax.Array:
+def scale_in_use(
+  opt_state: optax.OptState, path: str | None = None
+) -> jax.Array:
   """Returns S for a backward pass; raises if compiling would freeze it."""
   if not isinstance(opt_state, _SCALES):
     opt_state = state_in_use(opt_state, path)
   return get_loss_scale(opt_state)
 
 
-def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
+def state_in_use(
+  opt_state: object, path: str | None = None
+) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it.
 
   If S is a concrete array while a function is being traced, the function has
@@ -388,7 +400,7 @@ def state_in_use(opt_state: Any, path: str | None = None) -> LossScalingState:
   return state
 
 
-def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
+def replace_scale(rule_state: trees.Tree, loss_scale: ArrayLike) -> trees.Tree:
   """Returns a rule's state with S replaced, in whichever leaf holds it.
 
   It finds that leaf through the attribute `loss_scale`, since a rule that wraps
@@ -410,6 +422,6 @@ def replace_scale(rule_state: Any, loss_scale: Any) -> Any:
   return jax.tree.unflatten(structure, values)
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> TypeGuard[LossScalingState]:
   """Returns whether `x` is the wrapper's state, for use as `is_leaf`."""
   return isinstance(x, LossScalingState)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
+from chex import ArrayTree
 import jax.numpy as jnp
 import optax
 
@@ -41,13 +42,13 @@ def without_rule(
 
   def update(
     updates: optax.Updates,
-    state: optax.OptState,
+    state: Any,
     params: optax.Params | None = None,
     *,
-    overflow: Any = False,
-    amax: Any = None,
-    skip: Any = False,
-    **extra_args: Any,
+    overflow: object = False,
+    amax: object = None,
+    skip: object = False,
+    **extra_args: object,
   ) -> tuple[optax.Updates, states.LossScalingState]:
     del overflow, amax
     requirements.check_state(state, None)

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
   parser.set_defaults(run=functools.partial(_run, parser))
 
 
-def _run(parser: _parser.Parser, _: Any) -> int:
+def _run(parser: _parser.Parser, _: object) -> int:
   """Prints the versions first, since JAX may find no device."""
   print(f"python {platform.python_version()}")
   print(f"optax_lossscale {ols.__version__}")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import optax

@@ -1,15 +1,14 @@
 """The largest cotangent at chosen points of a model."""
 
-from typing import Any
-
 import jax
 
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import checks
 from optax_lossscale._step import findings
 from optax_lossscale.hardware import _tap
 
 
-def amax_tap(x: Any, amax: jax.Array) -> Any:
+def amax_tap(x: Tree, amax: jax.Array) -> Tree:
   """Returns `x` unchanged and measures the cotangents that pass this point.
 
   A rule bases S on the largest gradient of a parameter. The gradient of an

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import devices
 
 
@@ -24,10 +25,10 @@ def check_measured(name: str, value: Any) -> None:
 
 
 def tap(
-  tree: Any,
+  tree: Tree,
   measured: jax.Array,
   measure: Callable[[Sequence[jax.Array]], jax.Array],
-) -> Any:
+) -> Tree:
   """Returns `tree`; the gradient of `measured` is `measure(cotangents)`."""
   leaves, structure = jax.tree.flatten(tree)
   places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]

@@ -61,8 +61,8 @@ class Advice(NamedTuple):
   """
 
   argument: str | None
-  old: Any
-  new: Any
+  old: float | None
+  new: float | None
   reason: str
 
   def __str__(self) -> str:
@@ -250,7 +250,7 @@ class _Tuning:
   def attempt(
     self,
     column: str,
-    values: Iterable[Any],
+    values: Iterable[float],
     seen: str,
     is_better: _IsBetter,
     is_enough: Callable[[_replay.ReplayedRun], bool] = lambda replay: True,
@@ -616,7 +616,7 @@ def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
   }
 
 
-def _turn(rule: base.LossScale, knob: _Knob, value: Any) -> base.LossScale:
+def _turn(rule: base.LossScale, knob: _Knob, value: float) -> base.LossScale:
   """Returns the rule with a new value for one argument."""
   inner = _inner(rule)
   if inner is not None:

@@ -1,11 +1,12 @@
 """Amax and headroom of each leaf, and the gradient that overflows first."""
 
 import math
-from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
@@ -30,7 +31,7 @@ class CulpritLeaf(NamedTuple):
   headroom: float
 
 
-def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
+def amax_by_leaf(tree: ArrayTree) -> dict[str, jax.Array]:
   """Returns the largest absolute value of each leaf.
 
   Usable inside jit.
@@ -60,7 +61,7 @@ def amax_by_leaf(tree: Any) -> dict[str, jax.Array]:
 
 
 def culprit(
-  scaled_grads: Any,
+  scaled_grads: optax.Updates,
   check: checks.Check = checks.nonfinite(),
 ) -> CulpritLeaf:
   """Returns the gradient that overflowed, or that will overflow next.

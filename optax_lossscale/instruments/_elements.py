@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
 from jax import lax
@@ -16,7 +15,7 @@ from optax_lossscale._base import leaves
 _BLOCK = 1024
 
 
-def named(tree: Any) -> dict[str, jax.Array]:
+def named(tree: object) -> dict[str, jax.Array]:
   """Returns the gradients of a tree by their paths, such as "Dense_0/kernel".
 
   Flax's `_overwrite_with_gradient`, which bypasses the wrapper, is left out.
@@ -60,7 +59,7 @@ def _in_blocks(
   flat = [x.reshape(-1) for x in arrays]
   blocks, rest = divmod(flat[0].size, _BLOCK)
 
-  def add(i: Any, counts: jax.Array) -> jax.Array:
+  def add(i: jax.Array, counts: jax.Array) -> jax.Array:
     block = [lax.dynamic_slice(x, (i * _BLOCK,), (_BLOCK,)) for x in flat]
     return counts + tally(*block)
 

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ class ExponentHistogram(NamedTuple):
     return float(counted / max(self.total, 1))
 
 
-def exponent_histogram(tree: Any) -> ExponentHistogram:
+def exponent_histogram(tree: ArrayTree) -> ExponentHistogram:
   """Returns the number of elements of a tree at each exponent.
 
   It shows which gradients a format can hold and where S would move them. It is
@@ -138,7 +138,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   return total
 
 
-def histogram_by_leaf(tree: Any) -> dict[str, ExponentHistogram]:
+def histogram_by_leaf(tree: ArrayTree) -> dict[str, ExponentHistogram]:
   """Returns a histogram of each leaf, to show which layers are out of range.
 
   Usable inside jit. See `exponent_histogram` for an example.

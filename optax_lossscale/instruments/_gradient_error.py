@@ -11,8 +11,10 @@ import math
 from typing import Any
 from typing import NamedTuple
 
+from chex import ArrayTree
 import jax
 import numpy as np
+import optax
 
 from optax_lossscale._autocast import autocast
 from optax_lossscale._base import arguments
@@ -206,7 +208,7 @@ def gradient_error(
 
   @functools.wraps(loss_fn)
   def gradient_error_fun(
-    params: Any, /, *args: Any, **kwargs: Any
+    params: optax.Params, /, *args: object, **kwargs: object
   ) -> GradientErrorReport:
     # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
     with jax.default_matmul_precision("highest"):
@@ -230,7 +232,9 @@ def gradient_error(
       scale: _differences(in_low.at(scale), reference) for scale in scales
     }
 
-    def report(paths: Sequence[str], by_leaf: Any) -> GradientErrorReport:
+    def report(
+      paths: Sequence[str], by_leaf: dict[str, GradientErrorReport]
+    ) -> GradientErrorReport:
       whole = _total(true, paths)
       of = {scale: _total(sums, paths) for scale, sums in found.items()}
       return GradientErrorReport(
@@ -257,12 +261,18 @@ class _Gradient:
   """The gradient of a function at its arguments, compiled once for every S."""
 
   def __init__(
-    self, fun: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any
+    self,
+    fun: Callable[..., Any],
+    has_aux: bool,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
   ):
     # Integers are left out. The error about functions names another remedy.
     allow_int = not any(map(callable, jax.tree.leaves(args[0])))
 
-    def gradient(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient(
+      loss_scale: jax.Array, *args: object, **kwargs: object
+    ) -> dict[str, jax.Array]:
       differentiated = backward.at_scale(loss_scale, fun, 0, has_aux, allow_int)
       _, scaled_grads = differentiated(*args, **kwargs)
       return _elements.named(leaves.unscale(scaled_grads, loss_scale))
@@ -278,7 +288,7 @@ class _Gradient:
     self._recording = recording
     self._run = jax.jit(recording.evaluate)
 
-  def at(self, loss_scale: float) -> dict[str, np.ndarray[Any, Any]]:
+  def at(self, loss_scale: float) -> dict[str, np.ndarray]:
     """Returns the gradient of each parameter at this S, as rows of float64."""
     consts, inputs = self._recording.consts_and_arguments(
       self._recording.operands
@@ -294,7 +304,7 @@ class _Gradient:
       if operation_table.is_low(dtype):
         yield scope, name, dtype.name
 
-  def refuse_low(self, params: Any) -> None:
+  def refuse_low(self, params: optax.Params) -> None:
     """Raises if this gradient is not a float32 reference."""
     remedy = (
       "gradient_error compares with float32: pass float32 parameters, and keep "
@@ -315,7 +325,7 @@ class _Gradient:
 
 def _check_scales(loss_scales: float | Sequence[float]) -> list[float]:
   """Returns the scales as floats, in ascending order."""
-  values: Sequence[Any] = [loss_scales]
+  values: Sequence[object] = [loss_scales]
   if isinstance(loss_scales, (np.ndarray, jax.Array)):
     values = np.ravel(loss_scales).tolist()
   elif isinstance(loss_scales, Iterable) and not isinstance(loss_scales, str):
@@ -325,7 +335,7 @@ def _check_scales(loss_scales: float | Sequence[float]) -> list[float]:
   return sorted({arguments.check_scale("loss_scales", x) for x in values})
 
 
-def _check_reference(reference: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def _check_reference(reference: Mapping[str, np.ndarray]) -> None:
   for path, x in reference.items():
     if not np.all(np.isfinite(x)):
       raise ValueError(
@@ -342,8 +352,8 @@ def _check_reference(reference: Mapping[str, np.ndarray[Any, Any]]) -> None:
 
 
 def _differences(
-  low: Mapping[str, np.ndarray[Any, Any]],
-  reference: Mapping[str, np.ndarray[Any, Any]],
+  low: Mapping[str, np.ndarray],
+  reference: Mapping[str, np.ndarray],
 ) -> dict[str, _Sums]:
   """Returns for each parameter how far it is off, and how much became 0."""
   sums = {}
@@ -371,7 +381,7 @@ def _shown(loss_scale: float) -> str:
   return f"{loss_scale:g}"
 
 
-def _row(x: Any) -> np.ndarray[Any, Any]:
+def _row(x: np.ndarray) -> np.ndarray:
   """Returns a gradient as one row of float64; a complex one as its parts."""
   if np.iscomplexobj(x):
     x = np.stack([x.real, x.imag])

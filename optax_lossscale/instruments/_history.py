@@ -2,9 +2,12 @@
 
 from typing import Any
 from typing import NamedTuple
+from typing import TypeGuard
 
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -44,10 +47,10 @@ class History(NamedTuple):
     [ 2. nan]
   """
 
-  step: npt.NDArray[Any]
-  loss_scale: npt.NDArray[Any]
-  amax: npt.NDArray[Any]
-  overflow: npt.NDArray[Any]
+  step: np.ndarray
+  loss_scale: np.ndarray
+  amax: np.ndarray
+  overflow: np.ndarray
 
   @property
   def unscaled_amax(self) -> npt.NDArray[np.float64]:
@@ -55,7 +58,7 @@ class History(NamedTuple):
     amax = np.asarray(self.amax, np.float64)
     return amax / np.asarray(self.loss_scale, np.float64)
 
-  def headroom(self, dtype: Any = jnp.float16) -> npt.NDArray[np.float64]:
+  def headroom(self, dtype: DTypeLike = jnp.float16) -> npt.NDArray[np.float64]:
     """Returns how many more times S could have doubled on each step.
 
     Args:
@@ -88,7 +91,7 @@ class RecordState(NamedTuple):
     recorded_overflow: bool[capacity], True if the gradients were unusable.
   """
 
-  recorded_state: Any
+  recorded_state: optax.OptState
   recorded_steps: jax.Array
   recorded_scale: jax.Array
   recorded_amax: jax.Array
@@ -151,9 +154,9 @@ def record(
 
   def update(
     updates: optax.Updates,
-    state: optax.OptState,
+    state: Any,
     params: optax.Params | None = None,
-    **extra_args: Any,
+    **extra_args: object,
   ) -> tuple[optax.Updates, RecordState]:
     loss_scale = states.get_loss_scale(state.recorded_state, path=path)
     updates, recorded_state = tx.update(
@@ -168,7 +171,7 @@ def record(
         "record: tx.init(params)._replace(recorded_state=state.recorded_state)."
       )
     place = state.recorded_steps % capacity
-    steps = optax.safe_increment(state.recorded_steps)
+    steps = jnp.asarray(optax.safe_increment(state.recorded_steps))
     if extra_args.get("skip", False) is not False:
       # A step that `skip` skipped is not recorded, since a replay would show it
       # to the rule. JAX writes nothing to a place outside of an array.
@@ -225,7 +228,7 @@ def get_history(
   return History(step + 1, scales[places], amaxes[places], overflows[places])
 
 
-def _find_record(opt_state: Any, path: str | None) -> RecordState:
+def _find_record(opt_state: object, path: str | None) -> RecordState:
   records = {
     leaves.path_name(key): leaf
     for key, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=_is_record)
@@ -249,5 +252,5 @@ def _find_record(opt_state: Any, path: str | None) -> RecordState:
   return found
 
 
-def _is_record(x: Any) -> bool:
+def _is_record(x: object) -> TypeGuard[RecordState]:
   return isinstance(x, RecordState)

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import os
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
 
 # The rule for the values of a column, as text and as a test.
-_COLUMNS: dict[str, tuple[str, Callable[[float], Any]]] = {
+_COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
   "step": ("an integer from 0", lambda x: x.is_integer() and 0 <= x < 2**53),
   "loss_scale": ("a positive, normal float32", arguments.is_usable_scale),
   "amax": ("a number from 0, inf or nan", lambda x: not x < 0),

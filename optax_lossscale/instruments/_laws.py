@@ -1,6 +1,7 @@
 """The laws of a correct step, tested by running it."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import sys
 import textwrap
 from typing import Any
 from typing import NamedTuple
+from typing import TypeGuard
 import warnings
 
 import jax
@@ -210,6 +212,12 @@ class Law(NamedTuple):
   remedy: str = ""
 
 
+# A step as a function of its arguments by name.
+_Step = Callable[[Mapping[str, object]], object]
+# Leads from arguments, by name or position, to the outputs of a step.
+_Carry = Mapping[Any, int | str]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepReport:
   """The findings of `check_step`; print it to read them.
@@ -283,8 +291,8 @@ class StepReport:
 
 def check_step(
   step: Callable[..., Any],
-  *args: Any,
-  carry: Mapping[Any, Any] | None = None,
+  *args: object,
+  carry: _Carry | None = None,
   may_change: Sequence[str] = (),
 ) -> StepReport:
   """Checks whether a train step treats the loss scale correctly.
@@ -501,8 +509,8 @@ def _judge(
 
 
 def _bind(
-  step: Callable[..., Any], args: Any
-) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
+  step: Callable[..., Any], args: tuple[object, ...]
+) -> tuple[_Step, dict[str, object]]:
   """Returns `step` as a function of a dict of arguments, and that dict."""
   if not callable(step):
     raise TypeError(
@@ -516,7 +524,7 @@ def _bind(
   # Arguments that the step takes as *args are named by their position.
   names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
-  def call(named: Mapping[str, Any]) -> Any:
+  def call(named: Mapping[str, object]) -> object:
     return step(*(named[name] for name in names))
 
   return call, dict(zip(names, args, strict=True))
@@ -525,9 +533,9 @@ def _bind(
 class _Run(NamedTuple):
   """The outputs of one run of the step, with a given S for each loss scale."""
 
-  after: dict[str, Any]  # The next values of arguments.
+  after: dict[str, object]  # The next values of arguments.
   watched: dict[str, np.ndarray]  # The leaves of `after` to compare.
-  others: dict[str, Any]  # The other outputs, each subtree by its path.
+  others: dict[str, object]  # The other outputs, each subtree by its path.
   states: dict[str, states.LossScalingState]
   # For each state by path: "nothing" if `update` did not run, else "applied",
   # "skipped", "several" for both, or "overflow" if an overflow was applied.
@@ -542,13 +550,19 @@ class _Runs:
   """A step and its arguments, to be run with any S."""
 
   def __init__(
-    self, run: Any, named: Any, carry: Any, may_change: Any, known: Any
+    self,
+    run: _Step,
+    named: Mapping[str, object],
+    carry: _Carry | None,
+    may_change: Sequence[str],
+    known: Mapping[str, str],
   ) -> None:
     self.run, self.named, self.carry = run, dict(named), carry
     self.known = known
     # A string is a single pattern, not a sequence of letters.
-    is_one = isinstance(may_change, str)
-    self._may_change = [may_change] if is_one else list(may_change or ())
+    self._may_change = (
+      [may_change] if isinstance(may_change, str) else list(may_change or ())
+    )
     self.next_values: dict[str, str] = {}
     self._given = states.find_states(self.named)
     self.paths = [
@@ -558,7 +572,7 @@ class _Runs:
   def at(self, factors: Mapping[str, float]) -> _Run:
     """Runs the step on copies of its arguments, each S times its factor."""
 
-    def copy(path: Any, x: Any) -> Any:
+    def copy(path: tuple[Hashable, ...], x: Any) -> object:
       x = jax.tree.map(
         lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, x
       )
@@ -614,7 +628,7 @@ class _Runs:
     later.before = self.watched(later.named)
     return later
 
-  def watched(self, named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  def watched(self, named: Mapping[str, object]) -> dict[str, np.ndarray]:
     """Returns, by name, the leaves that neither S nor a skip may change."""
     found: dict[str, np.ndarray] = {}
     for x in self.next_values:
@@ -666,9 +680,9 @@ def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
 
 
 def _next_values(
-  named: Mapping[str, Any],
-  outputs: Mapping[str, Any],
-  carry: Mapping[Any, Any] | None,
+  named: Mapping[str, object],
+  outputs: Mapping[str, object],
+  carry: _Carry | None,
   known: Mapping[str, str],
 ) -> dict[str, str]:
   """Returns, by argument, the path of the output that is its next value."""
@@ -737,7 +751,7 @@ def _doubtful(
   return set(filter(is_doubtful, {*map(_argument, changed)}))
 
 
-def _has_jumped(old: Any, new: Any) -> bool:
+def _has_jumped(old: object, new: object) -> bool:
   """Returns whether a step changes a tree by more than half its size."""
   pairs = [
     [np.asarray(y[x], np.result_type(y[x], np.float64)) for y in (a, b)]
@@ -749,14 +763,14 @@ def _has_jumped(old: Any, new: Any) -> bool:
   return apart > 0.5 * math.hypot(*(np.linalg.norm(x) for x, _ in pairs))
 
 
-def _form(tree: Any) -> tuple[Any, list[Any]]:
+def _form(tree: object) -> tuple[object, Sequence[object]]:
   """Returns a tree's structure, and the shapes and dtypes of its leaves."""
   values = filter(_is_value, jax.tree.leaves(tree))
   forms = [(np.shape(x), jnp.result_type(x)) for x in values]
   return jax.tree.structure(tree), forms
 
 
-def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _nodes(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
   """Yields the path and value of each subtree, outer ones first."""
   yield name, tree
   children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
@@ -766,7 +780,7 @@ def _nodes(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
       yield from _nodes(child, f"{name}/{key}" if name else key)
 
 
-def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
+def _named_leaves(tree: object, inside: str = "") -> dict[str, np.ndarray]:
   """Returns a tree's arrays by name, except those of loss scaling itself."""
   found: dict[str, np.ndarray] = {}
   for path, x in jax.tree.leaves_with_path(
@@ -781,17 +795,17 @@ def _named_leaves(tree: Any, inside: str = "") -> dict[str, np.ndarray]:
   return found
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> bool:
   # Text, dates and objects have no values to compare.
   kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
   return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: object) -> TypeGuard[jax.Array]:
   return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: object) -> np.ndarray:
   """Returns `x` as a NumPy array; for a random key, its data."""
   return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
@@ -818,7 +832,7 @@ def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
   return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def _differing(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
   """Returns the names of leaves that differ between two similar trees."""
   first, second = _named_leaves(a), _named_leaves(b)
   return [x for x in first if not _is_same(first[x], second[x])]
@@ -861,7 +875,9 @@ def _small_part(amaxes: np.ndarray) -> Sequence[str]:
   return _ADDED if np.any(is_seen & is_same) else _NEARLY
 
 
-def _difference(old: Any, a: Any, b: Any) -> tuple[float, float, float]:
+def _difference(
+  old: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> tuple[float, float, float]:
   """Returns three measures of the difference between two updates of a leaf.
 
   They are the largest difference over the largest update, the median of the
@@ -953,12 +969,10 @@ def _skip_law(
   return ("wrong", text, _MOVES) if certain else ("inconclusive", text, _CARRY)
 
 
-def _precision(
-  run: Callable[[Mapping[str, Any]], Any], named: Mapping[str, Any]
-) -> tuple[Law, bool]:
+def _precision(run: _Step, named: Mapping[str, object]) -> tuple[Law, bool]:
   """Returns the precision law, and whether small numbers may be lost."""
 
-  def arrays_of(named: Mapping[str, Any]) -> list[Any]:
+  def arrays_of(named: Mapping[str, object]) -> list[object]:
     return list(filter(_is_value, jax.tree.leaves(run(named))))
 
   try:
@@ -968,12 +982,14 @@ def _precision(
   except Exception as error:  # A step may run any code on the host.
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     return Law("precision", "not applied", text), True
-  works: set[Any] = set()
-  casts: set[Any] = set()
+  works: set[np.dtype] = set()
+  casts: set[np.dtype] = set()
   is_reduced = False
   for _, equation, _ in scopes.operations(recording.jaxpr):
     name = equation.primitive.name
-    avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
+    avals: list[object] = [
+      x.aval for x in (*equation.invars, *equation.outvars)
+    ]
     floats = {x.dtype for x in avals if leaves.is_gradient(x)}
     narrow = {x for x in floats if leaves.at_least_float32(x) != x}
     (casts if name == "convert_element_type" else works).update(narrow)

@@ -2,25 +2,24 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
 import jax
 
-_Step = Callable[[Mapping[str, Any]], Any]
+_Step = Callable[[Mapping[str, object]], object]
 
 
 def returning(
-  step: _Step, named: dict[str, Any]
-) -> tuple[_Step, dict[str, Any], dict[str, str]]:
+  step: _Step, named: dict[str, object]
+) -> tuple[_Step, dict[str, object], dict[str, str]]:
   """Returns a step on plain values, the values, and the outputs of objects."""
   objects = {name: x for name, x in named.items() if _holds_objects(x)}
   changing = _changing(objects)
   if not changing:
     return step, named, {}
 
-  def run(values: Mapping[str, Any]) -> Any:
-    copies: Any = nnx.clone(objects, graph=True)
+  def run(values: Mapping[str, object]) -> object:
+    copies: dict[str, object] = nnx.clone(objects, graph=True)
     variables = _changing(copies)
     jax.tree.map(
       lambda variable, value: variable.set_value(value),
@@ -35,7 +34,7 @@ def returning(
   return run, named | nnx.as_pure(changing), known
 
 
-def _holds_objects(tree: Any) -> bool:
+def _holds_objects(tree: object) -> bool:
   """Returns whether a step can change something in `tree` in place."""
   objects = nnx.Pytree, nnx.Variable
   # A step returns the next State of `nnx.split`, like any other pytree.
@@ -44,13 +43,13 @@ def _holds_objects(tree: Any) -> bool:
   return any(isinstance(x, objects) for x in found)
 
 
-def _changing(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
   """Returns the parts that a step may change, by argument and path.
 
   An optimizer's state is one part, so that the loss scaling in it can be found
   by its type. Sown values are left out, since they only report on a step.
   """
-  found: dict[str, dict[str, Any]] = {}
+  found: dict[str, dict[str, object]] = {}
   for place, node in nnx.iter_graph(named, graph=True):
     if isinstance(node, nnx.Optimizer):
       place, node = (*place, "opt_state"), node.opt_state

@@ -10,6 +10,8 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+from jax.extend import core
+import numpy as np
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
@@ -72,7 +74,7 @@ class PrecisionReport(NamedTuple):
     return "\n".join(lines)
 
 
-def precision_report(fun: Callable[..., Any], *args: Any) -> PrecisionReport:
+def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
   """Counts the operations of a function below float32, and explains the rest.
 
   The results of a model do not show whether it runs in float16. This traces
@@ -110,14 +112,14 @@ def precision_report(fun: Callable[..., Any], *args: Any) -> PrecisionReport:
   arguments.check_by_position(fun, "fun")
 
   @functools.wraps(fun)
-  def arrays_of_fun(*args: Any) -> list[jax.Array]:
+  def arrays_of_fun(*args: object) -> list[jax.Array]:
     # Equinox's models, which a step returns, also hold strings and functions.
     leaves = jax.tree.leaves(fun(*args))
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
   with scopes.noting(True):
     recording = interpreter.record(arrays_of_fun, args, {}, may_change=True)
-  counts: dict[Any, collections.Counter[str]] = {}
+  counts: dict[tuple[str, str, str], collections.Counter[str]] = {}
   products, in_branches = collections.Counter[str](), 0
   for scope, equation, around, name, dtype in computing(recording.jaxpr):
     is_in_branch = calls.Form.COND in map(calls.form, around)
@@ -134,7 +136,11 @@ def precision_report(fun: Callable[..., Any], *args: Any) -> PrecisionReport:
   return PrecisionReport(dict(products), in_branches, counts)
 
 
-def computing(jaxpr: Any) -> Iterator[tuple[str, Any, Any, str, Any]]:
+def computing(
+  jaxpr: core.Jaxpr,
+) -> Iterator[
+  tuple[str, core.JaxprEqn, tuple[core.JaxprEqn, ...], str, np.dtype]
+]:
   """Yields the floating-point operations of a jaxpr that compute something.
 
   Each comes as its scope, equation, enclosing equations, name and dtype.
@@ -147,9 +153,11 @@ def computing(jaxpr: Any) -> Iterator[tuple[str, Any, Any, str, Any]]:
       yield scope, equation, around, name, dtype
 
 
-def _rows(counts: Mapping[Any, Any], depth: int) -> list[Any]:
+def _rows(
+  counts: Mapping[tuple[str, str, str], Mapping[str, int]], depth: int
+) -> list[tuple[tuple[str, str, str], collections.Counter[str]]]:
   """Returns the sorted counts, with scopes cut to their first `depth` parts."""
-  merged: dict[Any, collections.Counter[str]] = {}
+  merged: dict[tuple[str, str, str], collections.Counter[str]] = {}
   for (scope, dtype, why), names in counts.items():
     key = "/".join(scope.split("/")[:depth]), dtype, why
     merged.setdefault(key, collections.Counter()).update(names)

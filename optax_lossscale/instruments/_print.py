@@ -2,8 +2,8 @@
 
 import functools
 import math
-from typing import Any
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import optax
@@ -68,7 +68,7 @@ def print_loss_scale(
   )
 
 
-def _print(**metrics: Any) -> None:
+def _print(**metrics: jax.Array) -> None:
   if jax.process_index() != 0 or not metrics["is_due"]:
     return
   applied, skipped = (

@@ -1,11 +1,13 @@
 """Replays a history with another rule, to see what S would have been."""
 
+from collections.abc import Callable
 import functools
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -42,7 +44,7 @@ class ReplayedRun(NamedTuple):
   history: _history.History
   skipped: npt.NDArray[np.bool_]
   stalled: npt.NDArray[np.bool_]
-  dtype: Any = _FLOAT16
+  dtype: np.dtype = _FLOAT16
 
   @property
   def lost_steps(self) -> int:
@@ -164,7 +166,7 @@ def replay(
   )
 
 
-def check_history(history: Any) -> None:
+def check_history(history: object) -> None:
   """Raises TypeError if `history` is not a History."""
   if not isinstance(history, _history.History):
     raise TypeError(
@@ -178,18 +180,20 @@ class Known(NamedTuple):
   """The facts about each step that hold at any S, in arrays of shape [n]."""
 
   # amax / S as mantissa * 2**exponent, since it may not be a normal float32.
-  mantissa: Any
-  exponent: Any
-  is_nan: Any  # NaN at every S.
-  is_doubtful: Any  # NaN, perhaps at every S.
-  is_callers: Any  # An overflow at every S, with amax well below the limit.
-  is_bound: Any  # The true amax / S may be larger.
-  failed_at: Any  # This S and all larger ones overflow.
-  loss_scale: Any  # As recorded.
-  amax: Any  # As recorded.
+  mantissa: np.ndarray
+  exponent: np.ndarray
+  is_nan: np.ndarray  # NaN at every S.
+  is_doubtful: np.ndarray  # NaN, perhaps at every S.
+  is_callers: (
+    np.ndarray
+  )  # An overflow at every S, with amax well below the limit.
+  is_bound: np.ndarray  # The true amax / S may be larger.
+  failed_at: np.ndarray  # This S and all larger ones overflow.
+  loss_scale: np.ndarray  # As recorded.
+  amax: np.ndarray  # As recorded.
 
 
-def limit_of(dtype: Any) -> float:
+def limit_of(dtype: DTypeLike) -> float:
   """Returns the largest amax that does not overflow."""
   # amax is a float32, so larger values are inf for any dtype.
   return min(float(jnp.finfo(dtype).max), arguments.LARGEST_SCALE)
@@ -208,15 +212,15 @@ def known_steps(history: _history.History, limit: float) -> Known:
   unscaled = np.where(is_bound, limit, np.where(is_nan, 0, amax)) / scale
   mantissa, exponent = np.frexp(unscaled)
   return Known(
-    mantissa=np.float32(mantissa),
-    exponent=np.int32(exponent),
+    mantissa=np.asarray(mantissa, np.float32),
+    exponent=np.asarray(exponent, np.int32),
     is_nan=is_nan,
     is_doubtful=is_doubtful,
     is_callers=is_callers,
     is_bound=is_bound,
-    failed_at=np.float32(np.where(failed, scale, np.inf)),
-    loss_scale=np.float32(scale),
-    amax=np.float32(history.amax),
+    failed_at=np.asarray(np.where(failed, scale, np.inf), np.float32),
+    loss_scale=np.asarray(scale, np.float32),
+    amax=np.asarray(history.amax, np.float32),
   )
 
 
@@ -255,7 +259,7 @@ def _lasting_nans(
   return found
 
 
-def _steps_of(rule: base.LossScale) -> Any:
+def _steps_of(rule: base.LossScale) -> Callable[..., tuple[jax.Array, ...]]:
   """Returns a rule's jitted loop over steps, which equal rules share."""
   try:
     hash(rule)

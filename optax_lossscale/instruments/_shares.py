@@ -1,12 +1,14 @@
 """The shares of gradients that underflow and of updates rounded away."""
 
+from collections.abc import Iterable
 import functools
 import math
-from typing import Any
 
+from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -18,7 +20,10 @@ from optax_lossscale.instruments import _elements
 
 
 def underflow_share(
-  tree: Any, dtype: Any = jnp.float16, *, loss_scale: Any = 1.0
+  tree: ArrayTree,
+  dtype: DTypeLike = jnp.float16,
+  *,
+  loss_scale: optax.OptState = 1.0,
 ) -> jax.Array:
   """Returns the share of the non-zero elements that would become 0 in a dtype.
 
@@ -70,7 +75,7 @@ def underflow_share(
   )
 
 
-def swallowed_share(params: Any, updates: Any) -> jax.Array:
+def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
   """Returns the share of the non-zero updates that change nothing.
 
   An update below half the distance to the next parameter value is rounded away
@@ -120,7 +125,7 @@ def swallowed_share(params: Any, updates: Any) -> jax.Array:
   )
 
 
-def _share(counts: Any) -> jax.Array:
+def _share(counts: Iterable[jax.Array]) -> jax.Array:
   """Returns the sum of the first counts divided by that of the second."""
   # Adds in float32, since a uint32 sum over many leaves could wrap around.
   lost, of = sum(
@@ -131,7 +136,9 @@ def _share(counts: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _count_lost(x: jax.Array, loss_scale: jax.Array, target: Any) -> jax.Array:
+def _count_lost(
+  x: jax.Array, loss_scale: jax.Array, target: np.dtype
+) -> jax.Array:
   """Returns uint32[2]: how many become 0 in `target`, how many are non-zero."""
 
   def tally(x: jax.Array) -> jax.Array:
@@ -149,7 +156,7 @@ def _counts(where: jax.Array, among: jax.Array) -> jax.Array:
 
 
 def _becomes_zero(
-  x: jax.Array, loss_scale: jax.Array, target: Any
+  x: jax.Array, loss_scale: jax.Array, target: np.dtype
 ) -> jax.Array:
   """Returns where S x, rounded to at least float32, becomes 0 in `target`.
 
@@ -181,7 +188,9 @@ def _becomes_zero(
   return is_zero
 
 
-def _split(x: jax.Array, unsigned: Any) -> tuple[jax.Array, jax.Array]:
+def _split(
+  x: jax.Array, unsigned: type[np.unsignedinteger]
+) -> tuple[jax.Array, jax.Array]:
   """Returns |x| as an integer whose highest bit is set, and its exponent."""
   own = jnp.finfo(x.dtype)
   bits = _magnitude(x).astype(unsigned)
@@ -215,7 +224,7 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
     param, update = (
       _bits.held(x) if leaves.is_real(x) else x for x in (param, update)
     )
-    new = optax.apply_updates(param, update)
+    new = jnp.asarray(optax.apply_updates(param, update))
     pairs = zip(_bits.parts(new), _bits.parts(param), strict=True)
     is_same = functools.reduce(
       jnp.logical_and, (_is_same(a, b) for a, b in pairs)

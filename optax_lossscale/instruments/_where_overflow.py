@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import inspect
@@ -26,6 +27,7 @@ from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.hardware import operation_overflow
@@ -77,7 +79,7 @@ class Place(NamedTuple):
   kind: str
   layer: str
   backward: bool
-  dtype: Any
+  dtype: np.dtype
   shape: tuple[int, ...]
   elements: int
   iterations: tuple[int, ...]
@@ -164,15 +166,15 @@ def where_overflow(
   operation_overflow.check_for_operations(check)
 
   @functools.wraps(fun)
-  def where_overflow_fun(*args: Any, **kwargs: Any) -> Place | None:
+  def where_overflow_fun(*args: object, **kwargs: object) -> Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
     recording = interpreter.record(fun, args, kwargs)
     _check_eager(recording.operands)
     rule = _Looking(recording.jaxpr, check, undefined)
 
-    def run(*operands: Any) -> _First:
+    def run(*operands: jax.Array) -> _First:
       consts, inputs = recording.consts_and_arguments(operands)
-      result: tuple[list[Any], _First] = throughout.evaluate(
+      result: tuple[Sequence[object], _First] = throughout.evaluate(
         recording.jaxpr, inputs, rule, consts
       )
       return result[1]
@@ -187,7 +189,9 @@ def where_overflow(
 
 
 def _nonfinite_argument(
-  fun: Callable[..., Any], args: Any, kwargs: Any
+  fun: Callable[..., object],
+  args: tuple[object, ...],
+  kwargs: Mapping[str, object],
 ) -> Place | None:
   """Returns the place of the first argument that holds inf or NaN."""
   try:
@@ -221,7 +225,7 @@ def _nonfinite_argument(
   return None
 
 
-def _check_eager(values: Iterable[Any]) -> None:
+def _check_eager(values: Iterable[object]) -> None:
   # Under jit even a new array is traced, whatever the arguments are.
   if any(isinstance(x, jax.core.Tracer) for x in [*values, jnp.zeros(())]):
     raise ValueError(
@@ -237,17 +241,17 @@ class _First(NamedTuple):
   """The first failed result in the part of a program that has run."""
 
   # int32[], how many elements of the result failed; 0 if no result did.
-  elements: Any
+  elements: Array
   # int32[], the index of the result in `_Looking.results`.
-  place: Any
+  place: Array
   # int32[], how many results were examined before this one.
-  time: Any
+  time: Array
   # int32[depth], the iteration of each enclosing loop, outermost first.
-  iterations: Any
+  iterations: Array
   # int32[], how many results were examined in all.
-  ran: Any
+  ran: Array | np.signedinteger
   # int32[], the number of finished iterations of the current loop.
-  rounds: Any
+  rounds: Array
 
 
 class _Result(NamedTuple):
@@ -285,8 +289,8 @@ class _Looking(throughout.CountingRule):
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], _First]:
+    inputs: Sequence[Array],
+  ) -> tuple[Sequence[Array], _First]:
     """See the base class."""
     outputs = interpreter.bind(equation, inputs)
     counts = []
@@ -304,7 +308,7 @@ class _Looking(throughout.CountingRule):
         self.results.append(_Result(around, equation, variable, kind))
     return outputs, self.join(counts)
 
-  def join(self, counts: Sequence[_First]) -> _First:
+  def join(self, counts: Sequence[Any]) -> _First:
     """See the base class."""
     # Most operations have nothing to report.
     counts = [x for x in counts if x is not self.zero]
@@ -324,9 +328,7 @@ class _Looking(throughout.CountingRule):
       rounds=counts[0].rounds,
     )
 
-  def join_round(
-    self, counts: _First, more: _First, *, is_over: bool
-  ) -> _First:
+  def join_round(self, counts: Any, more: Any, *, is_over: bool) -> _First:
     """See the base class."""
     around = jnp.reshape(counts.rounds, (1,))
     more = more._replace(
@@ -336,10 +338,10 @@ class _Looking(throughout.CountingRule):
       rounds=counts.rounds + np.int32(is_over)
     )
 
-  def join_devices(self, count: _First, axes: Sequence[str]) -> _First:
+  def join_devices(self, count: Any, axes: Sequence[str]) -> _First:
     """See the base class."""
 
-    def earliest(x: Any, is_candidate: Any) -> Any:
+    def earliest(x: Array, is_candidate: Array) -> jax.Array:
       return lax.pmin(jnp.where(is_candidate, x, _LATEST), axes)
 
     is_first = count.elements != 0
@@ -357,18 +359,18 @@ class _Looking(throughout.CountingRule):
     )
 
 
-def _stack(values: Sequence[Any]) -> Any:
+def _stack(values: Sequence[Array]) -> Array:
   """Stacks values; the result is a NumPy array if all values are."""
   if all(isinstance(x, np.ndarray | np.generic) for x in values):
     return np.stack(values)
   return jnp.stack(values)
 
 
-def _at(index: Any, stacked: Any) -> Any:
+def _at(index: jax.Array, stacked: Array) -> jax.Array:
   return lax.dynamic_index_in_dim(jnp.asarray(stacked), index, keepdims=False)
 
 
-def _loop_depth(jaxpr: Any) -> int:
+def _loop_depth(jaxpr: core.Jaxpr) -> int:
   """Returns the depth of the deepest nest of loops."""
   return max(
     (
@@ -399,7 +401,7 @@ def _describe(result: _Result, first: _First) -> Place:
 
 
 def _iterations(
-  around: Iterable[core.JaxprEqn], rounds: Iterable[Any]
+  around: Iterable[core.JaxprEqn], rounds: Iterable[jax.Array]
 ) -> tuple[int, ...]:
   loops = [x for x in around if calls.is_loop(x)]
   # `rounds` is longer if loops elsewhere in the program are nested deeper.

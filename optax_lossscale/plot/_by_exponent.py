@@ -8,6 +8,8 @@ from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 import numpy as np
@@ -66,9 +68,9 @@ class _Shares(NamedTuple):
 def exponent_histogram(
   histogram: instruments.ExponentHistogram,
   *,
-  loss_scale: Any = None,
-  dtypes: Sequence[Any] = _FORMATS,
-  ax: Any = None,
+  loss_scale: ArrayLike | None = None,
+  dtypes: Sequence[DTypeLike] = _FORMATS,
+  ax: Axes | None = None,
 ) -> Axes:
   """Draws the share of gradients by exponent, and the ranges of formats.
 
@@ -171,10 +173,10 @@ def exponent_histogram(
 
 def heat_map(
   histograms: Mapping[str, instruments.ExponentHistogram],
-  dtype: Any = jnp.float16,
+  dtype: DTypeLike = jnp.float16,
   *,
-  loss_scale: Any = None,
-  ax: Any = None,
+  loss_scale: ArrayLike | None = None,
+  ax: Axes | None = None,
 ) -> Axes:
   """Draws the share of each layer's gradients by exponent, one row per layer.
 
@@ -215,7 +217,7 @@ def heat_map(
   low, high = _span(list(histograms.values()), shift, [limits])
   exponents = next(iter(histograms.values())).exponents
   rows = np.arange(len(histograms) + 1) - 0.5
-  how: Any = {
+  how: dict[str, Any] = {
     "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
     "cmap": "cividis_r",  # Darker means more, even in black and white.
   }
@@ -329,12 +331,12 @@ def _draw_limits(axes: Axes, limits: _Range) -> None:
   axes_lib.legend_beside(axes, "lower right", (1.0, 1.0))
 
 
-def _masked(shares: Any) -> Any:
+def _masked(shares: npt.ArrayLike) -> np.ma.MaskedArray:
   """Returns a masked array without zeros, which have no logarithm."""
   return np.ma.masked_equal(np.array(shares), 0)
 
 
-def _check_histogram(rule: str, histogram: Any) -> None:
+def _check_histogram(rule: str, histogram: object) -> None:
   """Raises if `histogram` is not a histogram."""
   axes_lib.check_kind(
     rule,
@@ -344,7 +346,7 @@ def _check_histogram(rule: str, histogram: Any) -> None:
   )
 
 
-def _range_of(name: str, dtype: Any) -> _Range:
+def _range_of(name: str, dtype: DTypeLike) -> _Range:
   """Returns the range of a dtype."""
   found = arguments.check_dtype(name, dtype)
   info = jnp.finfo(found)
@@ -356,7 +358,7 @@ def _range_of(name: str, dtype: Any) -> _Range:
   )
 
 
-def _log2_scale(loss_scale: Any) -> float:
+def _log2_scale(loss_scale: ArrayLike | None) -> float:
   """Returns log2(S), by which S moves exponents; 0 without S."""
   if loss_scale is None:
     return 0.0

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 import functools
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from matplotlib.axes import Axes
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,10 @@ from optax_lossscale.plot import axes as axes_lib
 
 
 def loss_scale(
-  history: instruments.History, dtype: Any = jnp.float16, *, ax: Any = None
+  history: instruments.History,
+  dtype: DTypeLike = jnp.float16,
+  *,
+  ax: Axes | None = None,
 ) -> Axes:
   """Draws S over the steps, and the largest S that each step could have used.
 
@@ -53,7 +56,7 @@ def loss_scale(
 
 
 def replays(
-  replays: Mapping[str, instruments.ReplayedRun], *, ax: Any = None
+  replays: Mapping[str, instruments.ReplayedRun], *, ax: Axes | None = None
 ) -> Axes:
   """Draws the S of several rules on one history, and the steps that each loses.
 
@@ -117,7 +120,7 @@ def replays(
 
 
 def _headroom(
-  history: instruments.History, dtype: Any
+  history: instruments.History, dtype: DTypeLike
 ) -> npt.NDArray[np.float64]:
   """Returns the headroom of a history, or raises before a figure is made."""
   axes_lib.check_kind(
@@ -129,7 +132,9 @@ def _headroom(
   return history.headroom(dtype)
 
 
-def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
+def _largest_scale(
+  history: instruments.History, dtype: DTypeLike
+) -> npt.NDArray[np.float64]:
   """Returns the largest S that each step could have used; NaN if unknown."""
   headroom = _headroom(history, dtype)
   largest = history.loss_scale * np.exp2(headroom)
@@ -142,8 +147,8 @@ def _largest_scale(history: Any, dtype: Any) -> npt.NDArray[np.float64]:
 def _draw_scales(
   histories: Mapping[str, instruments.History],
   largest: npt.NDArray[np.float64],
-  dtype: Any,
-  ax: Any,
+  dtype: DTypeLike,
+  ax: Axes | None,
   *,
   overflow: str,
 ) -> Axes:

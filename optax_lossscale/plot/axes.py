@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+import numpy as np
 
 from optax_lossscale._base.arguments import kind_of
 
@@ -50,7 +51,7 @@ def style_of(i: int, n: int) -> Style:
   return ALONE if n == 1 else STYLES[i % len(STYLES)]
 
 
-def make_axes(ax: Any, height: float = 4.0) -> Axes:
+def make_axes(ax: Axes | None, height: float = 4.0) -> Axes:
   """Returns the axes to draw into: the caller's, or new ones."""
   if ax is None:
     # Imported only here, since pyplot chooses a backend for the whole program.
@@ -65,7 +66,7 @@ def make_axes(ax: Any, height: float = 4.0) -> Axes:
   return ax
 
 
-def check_kind(rule: str, value: Any, kind: type, remedy: str) -> None:
+def check_kind(rule: str, value: object, kind: type, remedy: str) -> None:
   """Raises TypeError if `value` is not a `kind`."""
   if not isinstance(value, kind):
     raise TypeError(f"{rule} {kind.__name__}, got {kind_of(value)}; {remedy}.")
@@ -94,7 +95,12 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def draw_skips(
-  axes: Axes, steps: Any, values: Any, *, label: str, style: Style = SKIP
+  axes: Axes,
+  steps: np.ndarray,
+  values: np.ndarray,
+  *,
+  label: str,
+  style: Style = SKIP,
 ) -> None:
   """Draws a cross at each of the steps, if there are any."""
   if len(steps):

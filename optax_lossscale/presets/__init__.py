@@ -51,8 +51,10 @@ from optax_lossscale.presets._state_dicts import to_state_dict
 from optax_lossscale.presets._tensorflow import keras
 from optax_lossscale.presets._tensorflow import tensorflow
 from optax_lossscale.presets._tensorflow import tf_exponential
+from optax_lossscale.presets.declaration import PresetLossScale
 
 __all__ = [
+  "PresetLossScale",
   "accelerate_train_mode",
   "apex",
   "apex_hysteresis",

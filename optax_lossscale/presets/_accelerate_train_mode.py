@@ -4,10 +4,10 @@ import fractions
 import functools
 import math
 import re
-from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -107,7 +107,7 @@ def accelerate_train_mode(
   return make(until_loss=target * ratio)
 
 
-def _parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
+def _parse(text: object) -> tuple[DTypeLike, str, fractions.Fraction]:
   """Returns the dtype, mode and ratio in an `accelerate_train_mode`."""
   if not isinstance(text, str):
     raise TypeError(
@@ -134,7 +134,7 @@ def _parse(text: Any) -> tuple[Any, str, fractions.Fraction]:
   return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
 
 
-def _check_needed(mode: str, **given: Any) -> None:
+def _check_needed(mode: str, **given: object) -> None:
   """Raises unless only the argument that the mode needs is given."""
   needed = _MODES[mode].needs
   if given[needed] is None:
@@ -147,7 +147,7 @@ def _check_needed(mode: str, **given: Any) -> None:
       )
 
 
-def _keeps_origin_dtype(**modes: Any) -> bool:
+def _keeps_origin_dtype(**modes: object) -> bool:
   """Returns True if a mode says that operations keep their original dtypes."""
   for name, mode in modes.items():
     if mode is not None and not (

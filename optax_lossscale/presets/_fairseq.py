@@ -20,7 +20,7 @@ _FAIRSEQ: dict[str, Any] = {
   "min_scale": Argument("threshold", is_optional=True),
   "tolerance": Argument("tolerance"),
 }
-_FAIRSEQ_KEYS: dict[str, Any] = {"loss_scale": StateKey("loss_scale", float)}
+_FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": StateKey("loss_scale", float)}
 
 
 def _just_above(bound: float) -> float:

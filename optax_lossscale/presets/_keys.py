@@ -24,7 +24,7 @@ class StateKey:
   """A key that holds a part of the state."""
 
   holds: str  # "loss_scale", a counter, or a number that `_count` returns.
-  make: Callable[[Any], Any]  # Converts the number to the system's type.
+  make: Callable[[Any], object]  # Converts the number to the system's type.
   first: int = 0  # The number that the system gives to the first step.
   is_lost: bool = False  # The system saves it but does not read it again.
 
@@ -34,14 +34,14 @@ class DerivedKey:
   """A key whose value is derived from an argument and is not used when read."""
 
   argument: str
-  make: Callable[[Any], Any]
+  make: Callable[[Any], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantKey:
   """A key that always holds the same value."""
 
-  value: Any
+  value: object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LeafKey:
   is_loss_scale: bool
 
 
-def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> Any:
+def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> object:
   """Returns the value that the system would save under a key."""
   arguments = dict(rule.arguments)
   match key:
@@ -69,7 +69,7 @@ def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> Any:
   return key(arguments[name])
 
 
-def read(key: Any, value: Any) -> Any:
+def read(key: Any, value: object) -> Any:
   """Returns the value saved under a key as a Python number or bool."""
   match key:
     case ConstantKey(constant):
@@ -156,7 +156,7 @@ def int_or_float(value: float) -> float:
   return value
 
 
-def _read_scale(value: Any) -> float:
+def _read_scale(value: object) -> float:
   """Returns a value as a Python number, which must be usable as S."""
   number = _read_number(value)
   if not _arguments.is_usable_scale(number):
@@ -164,7 +164,7 @@ def _read_scale(value: Any) -> float:
   return number
 
 
-def _read_scalar(value: Any) -> Any:
+def _read_scalar(value: object) -> object:
   """Returns a scalar or one-element array as a Python scalar."""
   if isinstance(value, (bool, int, float, str, type(None), Mapping)):
     return value
@@ -173,7 +173,7 @@ def _read_scalar(value: Any) -> Any:
   return array.item() if is_number else value
 
 
-def _read_number(value: Any) -> float:
+def _read_number(value: object) -> float:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, (int, float)):
     raise TypeError("must be a number")
@@ -183,12 +183,12 @@ def _read_number(value: Any) -> float:
     raise ValueError("must be finite in float32") from None
 
 
-def _read_int_or_float(value: Any) -> Any:
+def _read_int_or_float(value: object) -> object:
   _read_number(value)  # Raises unless it is an int or a float.
   return _read_scalar(value)
 
 
-def _read_integer(value: Any) -> int:
+def _read_integer(value: object) -> int:
   number = _read_scalar(value)
   if isinstance(number, bool) or not isinstance(number, int):
     raise TypeError("must be an integer")
@@ -197,7 +197,7 @@ def _read_integer(value: Any) -> int:
   return number
 
 
-def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
+def _read_leaf(leaf: jax.Array, value: object) -> np.ndarray:
   """Returns a value as an array that can replace a leaf."""
   array = np.asarray(value)
   if (
@@ -216,14 +216,14 @@ def _read_leaf(leaf: jax.Array, value: Any) -> np.ndarray:
   return kept
 
 
-def _read_flag(value: Any) -> bool:
+def _read_flag(value: object) -> bool:
   flag = _read_scalar(value)
   if not isinstance(flag, bool):
     raise TypeError("must be True or False")
   return flag
 
 
-READERS: dict[Any, Callable[[Any], Any]] = {
+READERS: dict[object, Callable[[object], object]] = {
   float: _read_number,
   int_or_float: _read_int_or_float,
   int: _read_integer,

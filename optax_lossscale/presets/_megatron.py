@@ -39,7 +39,7 @@ _DEEPSPEED: dict[str, Any] = {
   "notes_failure": Argument("raise_error_at_min_scale"),
   "counts_steps": True,
 }
-_DEEPSPEED_KEYS: dict[str, Any] = {
+_DEEPSPEED_KEYS: dict[str, object] = {
   "cur_scale": StateKey("loss_scale", float),
   "cur_iter": StateKey("steps", int),
   "last_overflow_iter": StateKey("last_overflow", int),
@@ -54,7 +54,7 @@ _DEEPSPEED_KEYS: dict[str, Any] = {
 }
 
 
-def _check_refill(name: str, value: Any) -> Any:
+def _check_refill(name: str, value: object) -> object:
   if value not in ("growth", "clean"):
     raise ValueError(
       f"`{name}` must be 'growth', as the code does, or 'clean', as its "

@@ -2,8 +2,7 @@
 
 # mypy: disable-error-code="empty-body"
 
-from typing import Any
-
+from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 import optax
@@ -90,7 +89,7 @@ def npu_loss_scale_optimizer(
   loss_scale_manager: base.LossScale,
   is_distributed: bool = False,
   *,
-  axis_name: Any = None,
+  axis_name: devices.AxisNames | None = None,
   check: checks.Check = checks.saturated(jnp.float16),
 ) -> optax.GradientTransformationExtraArgs:
   """npu_bridge's `NPULossScaleOptimizer`, for Ascend.
@@ -163,7 +162,7 @@ def npu_loss_scale_optimizer(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None = None,
-    **extra_args: Any,
+    **extra_args: object,
   ) -> tuple[optax.Updates, optax.OptState]:
     # No axes under vmap or plain jit, even with sharded arrays.
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))

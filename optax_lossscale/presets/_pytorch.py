@@ -19,7 +19,7 @@ _TORCH: dict[str, Any] = {
   "growth_interval": Argument("growth_interval"),
   "growth_test": "equal",
 }
-_TORCH_KEYS: dict[str, Any] = {
+_TORCH_KEYS: dict[str, object] = {
   "scale": StateKey("loss_scale", float),
   "growth_factor": float,
   "backoff_factor": float,
@@ -28,7 +28,7 @@ _TORCH_KEYS: dict[str, Any] = {
 }
 
 
-def _check_dynamic_or_scale(name: str, value: Any) -> Any:
+def _check_dynamic_or_scale(name: str, value: object) -> float | str:
   if not isinstance(value, str):
     return _arguments.check_scale(name, value)
   if value != "dynamic":
@@ -38,7 +38,7 @@ def _check_dynamic_or_scale(name: str, value: Any) -> Any:
   return value
 
 
-def _check_two(name: str, value: Any) -> float:
+def _check_two(name: str, value: object) -> float:
   factor = _arguments.check_number(name, value)
   if factor != 2:
     raise ValueError(
@@ -135,7 +135,7 @@ def torch_sharded(
 )
 def apex(
   *,
-  loss_scale: Any = "dynamic",
+  loss_scale: float | str = "dynamic",
   init_scale: float = 2.0**16,
   scale_factor: float = 2.0,
   scale_window: int = 2000,

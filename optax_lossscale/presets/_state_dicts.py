@@ -76,9 +76,9 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
 
 def from_state_dict(
   system: str | base.LossScale,
-  state_dict: Mapping[str, Any],
+  state_dict: Mapping[str, object],
   /,
-  **arguments: Any,
+  **arguments: object,
 ) -> tuple[base.LossScale, Any]:
   """Returns the rule and the state that a system's dictionary describes.
 
@@ -174,13 +174,13 @@ def from_state_dict(
   return rule, _fill(rule, held)
 
 
-def _starts_preset(rule: Any) -> TypeGuard[WarmStart]:
+def _starts_preset(rule: object) -> TypeGuard[WarmStart]:
   return isinstance(rule, WarmStart) and isinstance(
     rule.rule, declaration.PresetLossScale
   )
 
 
-def _keys_of(rule: declaration.PresetLossScale) -> Mapping[str, Any]:
+def _keys_of(rule: declaration.PresetLossScale) -> Mapping[str, object]:
   """Returns the keys that a rule's system saves."""
   preset = declaration.PRESETS[rule.system]
   return {} if preset.is_off(dict(rule.arguments)) else preset.saves
@@ -212,7 +212,7 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
   return written
 
 
-def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
+def _restore(rule: base.LossScale, dictionary: Mapping[str, object]) -> Any:
   """Returns a rule's state, read from a dictionary."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
@@ -234,7 +234,9 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, Any]) -> Any:
   )
 
 
-def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _held(
+  keys: Mapping[str, object], values: Mapping[str, Any]
+) -> dict[str, Any]:
   """Returns the saved values by what their `StateKey`s hold."""
   return {
     key.holds: values[name] - key.first
@@ -243,7 +245,9 @@ def _held(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
+def _fill(
+  rule: declaration.PresetLossScale, held: Mapping[str, Any]
+) -> declaration.PresetState:
   """Returns a rule's first state, updated with the values that were saved."""
   state = rule.init()
   if "loss_scale" in held:
@@ -259,7 +263,7 @@ def _fill(rule: declaration.PresetLossScale, held: Mapping[str, Any]) -> Any:
   )
 
 
-def _own_leaves(state: Any) -> dict[str, Any]:
+def _own_leaves(state: object) -> dict[str, jax.Array]:
   """Returns the leaves of a state by path."""
   return {
     leaves.path_name(path): leaf
@@ -268,7 +272,7 @@ def _own_leaves(state: Any) -> dict[str, Any]:
 
 
 def _read(
-  system: str, keys: Mapping[str, Any], dictionary: Any
+  system: str, keys: Mapping[str, object], dictionary: object
 ) -> dict[str, Any]:
   """Returns a dictionary's values by key, or raises and lists its problems."""
   if not isinstance(dictionary, Mapping):
@@ -302,11 +306,11 @@ def _read(
 
 
 def _flatten(
-  dictionary: Mapping[Any, Any], names: Iterable[str]
-) -> dict[Any, Any]:
+  dictionary: Mapping[str, object], names: Iterable[str]
+) -> dict[str, object]:
   """Returns a dictionary's values by path, two levels deep if `names` are."""
   outer = {name.partition("/")[0] for name in names if "/" in name}
-  flat: dict[Any, Any] = {}
+  flat: dict[str, object] = {}
   for name, value in dictionary.items():
     if name in outer and isinstance(value, Mapping):
       flat |= {f"{name}/{inner}": x for inner, x in value.items()}
@@ -315,7 +319,7 @@ def _flatten(
   return flat
 
 
-def _hint(needed: Iterable[str], dictionary: Mapping[Any, Any]) -> str:
+def _hint(needed: Iterable[str], dictionary: Mapping[str, object]) -> str:
   """Returns a hint that names the right entry of a whole checkpoint, if any."""
   wanted = set(needed)
   for name, value in dictionary.items():
@@ -325,7 +329,7 @@ def _hint(needed: Iterable[str], dictionary: Mapping[Any, Any]) -> str:
   return ""
 
 
-def _refuse_traced(name: str, values: Iterable[Any], function: str) -> None:
+def _refuse_traced(name: str, values: Iterable[object], function: str) -> None:
   if any(isinstance(x, jax.core.Tracer) for x in values):
     raise TypeError(
       f"`{name}` must have values, got a traced one; call {function} outside "

@@ -21,7 +21,7 @@ EXPONENTIAL: dict[str, Any] = {
   "refill": frozenset({"growth", "backoff"}),
   "min_scale": 1.0,
 }
-EXPONENTIAL_KEYS: dict[str, Any] = {
+EXPONENTIAL_KEYS: dict[str, object] = {
   "loss_scale": StateKey("loss_scale", np.float32),
   "good_steps": StateKey("clean_steps", np.int32),
   "bad_steps": StateKey("overflows", np.int32),

@@ -25,6 +25,7 @@ from typing import Any
 from typing import ParamSpec
 
 import jax
+from jax.typing import ArrayLike
 
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules import base
@@ -32,6 +33,9 @@ from optax_lossscale._rules import engine
 from optax_lossscale._rules import loss_scales
 
 _P = ParamSpec("_P")
+
+# The states of a preset: of its engine, or of its fixed S.
+PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
 
 _ENDS_OF_EVERY_PRESET = """
 Returns:
@@ -54,28 +58,34 @@ class PresetLossScale(base.LossScale):
     arguments: the names and values of the preset's arguments.
     machine: the engine that moves S, or the rule of a fixed S.
     skip: whether an overflow skips the step.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> rule: ols.presets.PresetLossScale = ols.presets.torch()
+    >>> print(rule.system, rule.init().loss_scale)
+    torch 65536.0
   """
 
   system: str
-  arguments: tuple[tuple[str, Any], ...]
+  arguments: tuple[tuple[str, object], ...]
   machine: engine.Engine | loss_scales.FixedLossScale
 
-  def init(self) -> Any:
+  def init(self) -> PresetState:
     """Returns the state before the first step."""
     return self.machine.init()
 
   def update(
     self,
     state: Any,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
-  ) -> Any:
+    amax: ArrayLike | None = None,
+  ) -> PresetState:
     """Returns the state after a step. See `LossScale.update`."""
     del amax
     return self.machine.update(state, overflow)
 
-  def stalled(self, state: Any, overflow: jax.Array | bool) -> jax.Array:
+  def stalled(self, state: Any, overflow: ArrayLike) -> jax.Array:
     """Returns bool[], True if S cannot move. See `LossScale.stalled`."""
     return self.machine.stalled(state, overflow)
 
@@ -90,9 +100,9 @@ class Argument:
 
   name: str
   # Maps the argument's value to the column's.
-  convert: Callable[[Any], Any] | None = None
+  convert: Callable[[Any], object] | None = None
   # Checks the value in place of the column's own check.
-  check: Callable[[str, Any], Any] | None = None
+  check: Callable[[str, Any], object] | None = None
   is_optional: bool = False  # If None, the column keeps its default.
 
 
@@ -102,8 +112,8 @@ class Preset:
 
   function: Callable[..., PresetLossScale]
   columns: Mapping[str, Any]
-  switches: Mapping[str, Any]
-  saves: Mapping[str, Any]
+  switches: Mapping[str, object]
+  saves: Mapping[str, object]
   starts_within_bounds: bool
 
   @functools.cached_property
@@ -117,17 +127,17 @@ class Preset:
     switch = self.switches["enabled"]
     return switch.name if isinstance(switch, Argument) else None
 
-  def is_off(self, arguments: Mapping[str, Any]) -> bool:
+  def is_off(self, arguments: Mapping[str, object]) -> bool:
     """Returns True if the arguments switch the scaler off."""
     name = self.off_switch
     return name is not None and not arguments.get(name, True)
 
   def rule(
-    self, args: tuple[Any, ...], given: Mapping[str, Any]
+    self, args: tuple[object, ...], given: Mapping[str, object]
   ) -> PresetLossScale:
     """Returns the rule for a call with these arguments."""
     arguments = self._bind(args, given)
-    checked: dict[str, Any] = {}
+    checked: dict[str, object] = {}
     switches = _fill(self.switches, arguments, checked)
     cells = _fill(self.columns, arguments, checked)
     if self.starts_within_bounds:
@@ -151,8 +161,8 @@ class Preset:
     )
 
   def _bind(
-    self, args: tuple[Any, ...], given: Mapping[str, Any]
-  ) -> dict[str, Any]:
+    self, args: tuple[object, ...], given: Mapping[str, object]
+  ) -> dict[str, object]:
     """Returns all arguments of a call, in the signature's order."""
     name, parameters = self.function.__name__, self.parameters
     if args:
@@ -191,7 +201,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {}
 # A declaration may set these in addition to the fields of the engine.
-_SWITCHES: dict[str, Any] = {
+_SWITCHES: dict[str, object] = {
   "scale": None,  # The fixed S, if S never moves.
   "moves": True,  # False keeps S at its first value.
   "skip": True,  # False also applies steps that overflow.
@@ -201,9 +211,9 @@ _SWITCHES: dict[str, Any] = {
 
 def preset(
   *,
-  saves: Mapping[str, Any] | None = None,
+  saves: Mapping[str, object] | None = None,
   starts_within_bounds: bool = False,
-  **columns: Any,
+  **columns: object,
 ) -> Callable[[Callable[_P, PresetLossScale]], Callable[_P, PresetLossScale]]:
   """Declares the preset whose signature and docstring follow.
 
@@ -233,7 +243,7 @@ def preset(
   return declare
 
 
-def check_scale_from_one(name: str, value: Any) -> float:
+def check_scale_from_one(name: str, value: object) -> float:
   """Returns a scale, or raises if it is below 1."""
   scale = _arguments.check_scale(name, value)
   if scale < 1:
@@ -242,9 +252,9 @@ def check_scale_from_one(name: str, value: Any) -> float:
 
 
 def _fill(
-  columns: Mapping[str, Any],
-  arguments: Mapping[str, Any],
-  checked: dict[str, Any],
+  columns: Mapping[str, object],
+  arguments: Mapping[str, object],
+  checked: dict[str, object],
 ) -> dict[str, Any]:
   """Returns the columns' values, and adds checked arguments to `checked`."""
   cells: dict[str, Any] = {}
@@ -263,14 +273,14 @@ def _fill(
   return cells
 
 
-def _check_steps(name: str, value: Any) -> int:
+def _check_steps(name: str, value: object) -> int:
   # Megatron keeps its window as a float, 1000.0.
   if isinstance(value, float) and value.is_integer():
     value = int(value)
   return _arguments.check_count(name, value)
 
 
-def _check_share(name: str, value: Any) -> float:
+def _check_share(name: str, value: object) -> float:
   number = _arguments.check_number(name, value)
   if not 0 <= number <= 1:
     raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
@@ -278,7 +288,7 @@ def _check_share(name: str, value: Any) -> float:
 
 
 # The check of each column, for arguments without a check of their own.
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
   "scale": _arguments.check_scale,
   "moves": _arguments.check_flag,
   "skip": _arguments.check_flag,

@@ -5,11 +5,11 @@ ulp for some powers of two, and S would then be wrong by a factor of two.
 """
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -45,7 +45,7 @@ def leap_up(exponent: jax.Array) -> jax.Array:
   return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
 
 
-def require_amax(amax: jax.Array | None) -> jax.Array:
+def require_amax(amax: ArrayLike | None) -> jax.Array:
   """Returns amax as float32[], or raises if it was not passed."""
   if amax is None:
     raise ValueError(
@@ -82,7 +82,7 @@ def fitting_exponent(
   return fitting
 
 
-def check_bits(name: str, value: Any) -> int:
+def check_bits(name: str, value: object) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")
   if not 0 <= bits <= 126:
@@ -99,7 +99,7 @@ def clip(
 
 
 def at_floor(
-  loss_scale: jax.Array, min_scale: float, overflow: jax.Array | bool
+  loss_scale: jax.Array, min_scale: float, overflow: ArrayLike
 ) -> jax.Array:
   """Returns bool[], True on an overflow with S at or below its floor."""
   return arguments.as_flag(overflow, loss_scale) & (

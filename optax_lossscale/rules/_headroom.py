@@ -1,11 +1,12 @@
 """The rule that keeps some bits free above the largest recent amax."""
 
 import dataclasses
-from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -128,7 +129,7 @@ class HeadroomLossScale(base.LossScale):
   _: dataclasses.KW_ONLY
   headroom: int = 1
   window: int = 50
-  dtype: Any = jnp.float16
+  dtype: DTypeLike = jnp.float16
   min_scale: float = 2.0**-14
   max_scale: float = 2.0**126
 
@@ -163,9 +164,9 @@ class HeadroomLossScale(base.LossScale):
   def update(
     self,
     state: HeadroomLossScaleState,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
+    amax: ArrayLike | None = None,
   ) -> HeadroomLossScaleState:
     """Returns the state after a step. See `LossScale.update`.
 
@@ -212,7 +213,7 @@ class HeadroomLossScale(base.LossScale):
     )
 
   def stalled(
-    self, state: HeadroomLossScaleState, overflow: jax.Array | bool
+    self, state: HeadroomLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `min_scale`."""
     return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)

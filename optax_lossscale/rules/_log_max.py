@@ -1,11 +1,11 @@
 """OpenSeq2Seq's LogMax rule: log2(amax) modeled as normally distributed."""
 
 import dataclasses
-from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -151,9 +151,9 @@ class LogMaxLossScale(base.LossScale):
   def update(
     self,
     state: LogMaxLossScaleState,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
+    amax: ArrayLike | None = None,
   ) -> LogMaxLossScaleState:
     """Returns the state after a step. See `LossScale.update`.
 
@@ -195,7 +195,7 @@ class LogMaxLossScale(base.LossScale):
     )
 
   def stalled(
-    self, state: LogMaxLossScaleState, overflow: jax.Array | bool
+    self, state: LogMaxLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `scale_min`."""
     return _amax_and_scale.at_floor(state.loss_scale, self.scale_min, overflow)
@@ -225,7 +225,7 @@ class LogMaxLossScale(base.LossScale):
     )
 
 
-def _check_beta(name: str, value: Any) -> float:
+def _check_beta(name: str, value: object) -> float:
   beta = arguments.check_not_negative(name, value)
   # Check the value in float32: if it rounds to 1, all weights become 0.
   if np.float32(beta) >= 1:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
@@ -103,7 +105,7 @@ class WarmStart(base.LossScale):
   _: dataclasses.KW_ONLY
   probe_scale: float = 1.0
   headroom: int = 2
-  dtype: Any = jnp.float16
+  dtype: DTypeLike = jnp.float16
   # Not an argument: the rule decides whether an overflow skips the step.
   skip: bool = dataclasses.field(init=False, repr=False)
 
@@ -139,9 +141,9 @@ class WarmStart(base.LossScale):
   def update(
     self,
     state: WarmStartState,
-    overflow: jax.Array | bool,
+    overflow: ArrayLike,
     *,
-    amax: jax.Array | None = None,
+    amax: ArrayLike | None = None,
   ) -> WarmStartState:
     """Returns the state after a step. See `LossScale.update`.
 
@@ -172,9 +174,7 @@ class WarmStart(base.LossScale):
       is_warm=state.is_warm | found,
     )
 
-  def stalled(
-    self, state: WarmStartState, overflow: jax.Array | bool
-  ) -> jax.Array:
+  def stalled(self, state: WarmStartState, overflow: ArrayLike) -> jax.Array:
     """Returns bool[], True if S is stuck. A probe is stuck at 2**-126."""
     return jnp.where(
       state.is_warm,

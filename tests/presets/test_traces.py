@@ -8,6 +8,7 @@ from tests import support
 from tests.presets import traces
 
 OTHERS = {
+  "PresetLossScale",
   "accelerate_train_mode",
   "from_state_dict",
   "npu_loss_scale_optimizer",
