@@ -10,6 +10,7 @@ import functools
 import types
 from typing import Any
 
+from chex import ArrayTree
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,9 @@ from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
+
+# The path of a variable.
+_Place = tuple[Any, ...]
 
 __all__ = [
   "autocast",
@@ -45,21 +49,23 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     # Finds S anew in each call, since the optimizer moves it in place.
     return states.scale_in_use(_find_state(self.optimizer, self.path))
 
-  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, Any]]:
+  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
     # Which arguments to differentiate is known to `value_and_grad` already.
     return backward.at_scale(
       loss_scale, self.fun, 0, self.has_aux, False, self.value_and_grad
     )
 
   def _places(
-    self, args: tuple[Any, ...], batch_argnums: Any
+    self, args: tuple[object, ...], batch_argnums: object
   ) -> arguments.Places:
     if batch_argnums is None:
       whole = {*_objects(args), *arguments.argnums_as_tuple(self.argnums)}
       batch_argnums = [i for i in range(len(args)) if i not in whole]
     return arguments.find_places(self.argnums, batch_argnums, len(args))
 
-  def _functional(self, loss_scale: jax.Array, args: tuple[Any, ...]) -> Any:
+  def _functional(
+    self, loss_scale: jax.Array, args: tuple[object, ...]
+  ) -> tuple[object, Callable[..., Any], Callable[[Any], None]]:
     objects = _objects(args)
     graphdef, state = nnx.split(objects)
     differentiated = {
@@ -72,7 +78,9 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     changing = before.keys() - differentiated
     value_and_grad = self._at(loss_scale)
 
-    def pure(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def pure(
+      variables: Any, *args: object, **kwargs: object
+    ) -> tuple[object, ...]:
       # A scan may not change the objects outside of it.
       own = nnx.merge(graphdef, state, copy=True)
       nnx.update(own, nnx.from_flat_state(variables))
@@ -153,13 +161,15 @@ def scaled_value_and_grad(
     for x in arguments.argnums_as_tuple(chosen)
   }
 
-  def differentiate(fun: Callable[..., Any], has_aux: bool) -> Any:
+  def differentiate(
+    fun: Callable[..., Any], has_aux: bool
+  ) -> Callable[..., object]:
     # Flax's tree mode does not accept a DiffState, which `argnums` may hold.
     value_and_grad = nnx.value_and_grad(
       fun, argnums=chosen, has_aux=has_aux, graph=True, graph_updates=True
     )
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
       if argnums is None:
         _check_first(optimizer, args)
       return value_and_grad(*args, **kwargs)
@@ -225,7 +235,7 @@ def autocast(
   arguments.check_function(fun)
 
   @functools.wraps(fun)
-  def pure(split: Any) -> Any:
+  def pure(split: object) -> object:
     merged = nnx.from_tree(split, ctxtag="autocast", is_inner=True)
     called, args, kwargs = merged
     outputs = called(*args, **kwargs)
@@ -240,7 +250,7 @@ def autocast(
   )
 
   @functools.wraps(fun)
-  def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+  def autocast_fun(*args: object, **kwargs: object) -> object:
     called: Any = (fun, args, kwargs)
     if isinstance(fun, types.MethodType) and isinstance(
       fun.__self__, nnx.Pytree
@@ -261,7 +271,7 @@ def autocast(
 
 @contextlib.contextmanager
 def undo_on_skip(
-  optimizer: nnx.Optimizer[Any], *nodes: Any, path: str | None = None
+  optimizer: nnx.Optimizer[Any], *nodes: object, path: str | None = None
 ) -> Iterator[None]:
   """Undoes the changes of a step to a model if the optimizer skips the step.
 
@@ -360,7 +370,9 @@ def _find_state(
   return states.find_state(opt_state, path)
 
 
-def _check_first(optimizer: nnx.Optimizer[Any], args: tuple[Any, ...]) -> None:
+def _check_first(
+  optimizer: nnx.Optimizer[Any], args: tuple[object, ...]
+) -> None:
   """Raises if the first argument holds nothing that the optimizer updates."""
   is_updated = nnx.filterlib.to_predicate(optimizer.wrt)
   first = args[0] if args else None
@@ -373,7 +385,9 @@ def _check_first(optimizer: nnx.Optimizer[Any], args: tuple[Any, ...]) -> None:
     )
 
 
-def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
+def _check_nodes(
+  optimizer: nnx.Optimizer[Any], nodes: tuple[object, ...]
+) -> None:
   rule = "`nodes` must be NNX objects, which a step changes in place"
   if not nodes:
     raise TypeError(
@@ -397,12 +411,12 @@ def _check_nodes(optimizer: nnx.Optimizer[Any], nodes: tuple[Any, ...]) -> None:
       )
 
 
-def _objects(args: tuple[Any, ...]) -> dict[int, Any]:
+def _objects(args: tuple[object, ...]) -> dict[int, object]:
   """Returns the arguments that hold variables, by position."""
   return {i: x for i, x in enumerate(args) if _variables(x)}
 
 
-def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
+def _variables(node: object) -> dict[_Place, Any]:
   """Returns each variable by its path; a shared one appears once."""
   return {
     place: value
@@ -411,12 +425,12 @@ def _variables(node: Any) -> dict[tuple[Any, ...], Any]:
   }
 
 
-def _values(nodes: Any) -> dict[tuple[Any, ...], Any]:
+def _values(nodes: object) -> dict[_Place, Any]:
   """Returns the current values of nodes, each by its path."""
   # Leaves out sown values, which report on a step and do not affect the next.
   state: Any = nnx.state(nodes, nnx.Not(nnx.Intermediate), graph=True)
   return dict(nnx.to_flat_state(nnx.as_pure(state)))
 
 
-def _name(place: tuple[Any, ...]) -> str:
+def _name(place: _Place) -> str:
   return "/".join(str(key) for key in place)

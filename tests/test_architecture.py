@@ -44,13 +44,13 @@ GROWN: list[tuple[str, int, str]] = [
   ("_base", 21, "unscaling moved here; a dtype is refused as a function"),
   ("_rules", 48, "errors for a rule used like torch's scaler or an optimizer"),
   ("_step", 201, "LastStep, StepCounts and FloatStatus, which users annotate"),
-  ("_step", 112, "ScaledValueAndGrad, which accumulate takes"),
+  ("_step", 149, "accumulate takes a ScaledValueAndGrad, a flag is refused"),
   ("cli", 2, "the doctor says where the default check is right"),
   ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
   ("experimental", 8, "a room of its own, and what it promises"),
   ("hardware", 31, "a public room, and what it is for"),
   ("instruments", 78, "check_step takes Flax NNX; longer names of types"),
-  ("nnx", 74, "accumulate carries a model through its micro-batches"),
+  ("nnx", 90, "accumulate carries a model through its micro-batches"),
   ("__init__", 20, "types that functions return; modules for type checkers"),
   ("_autocast", 35, _TYPES),
   ("_base", 31, _TYPES),
@@ -63,6 +63,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("linen", 6, _TYPES),
   ("plot", 13, _TYPES),
   ("presets", 15, _TYPES),
+  ("rules", 1, _TYPES),
 ]
 # How many lines a room may be below its number before the number is stale.
 SLACK = 10

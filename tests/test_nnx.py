@@ -816,3 +816,16 @@ def test_micro_batches_change_every_object_but_those_that_overflow(wrap):
   assert model.calls == 3
   np.testing.assert_allclose(metric.compute(), np.mean(losses), rtol=1e-5)
   assert not jax.tree.leaves(nnx.state(model, nnx.Intermediate))
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_void_window_changes_no_object(row):
+  model, optimizer = make()
+  before = jax.tree.map(to_numpy, nnx.as_pure(nnx.state(model)))
+  x = np.where(np.arange(4)[:, None] == row, np.float32(np.inf), CLEAN)
+  value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+  _, _, overflow = ols.accumulate(value_and_grad, microbatches=4)(model, x)
+  assert overflow.valid == 3
+  assert_same_bits(
+    jax.tree.map(to_numpy, nnx.as_pure(nnx.state(model))), before
+  )

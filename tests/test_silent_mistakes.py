@@ -469,7 +469,7 @@ MISTAKES = {
   "S16": (
     dropped_and_not_passed_on,
     {
-      TRACED: "`overflow` must be passed to `update` after "
+      TRACED: "`overflow` must be passed to `update` unchanged after "
       "accumulate(..., drop=True), got none"
     },
   ),

@@ -33,8 +33,8 @@ def accumulate(
   drop: bool = False,
   batch_argnums: int | Sequence[int] | None = None,
   check: checks.Check = checks.nonfinite(),
-  axis_name: Any = None,
-) -> Callable[..., tuple[Any, Any, findings.WindowOverflow]]:
+  axis_name: devices.AxisNames | None = None,
+) -> Callable[..., tuple[Any, ArrayTree, findings.WindowOverflow]]:
   """Returns a function that computes scaled gradients in micro-batches.
 
   Use it for a batch that does not fit in memory. It calls what a
@@ -94,8 +94,9 @@ def accumulate(
     Micro-batch i holds the examples i, i + microbatches, ..., so a batch that
     is sharded over devices stays in place if `microbatches` also divides each
     device's share. The variables of NNX objects (batch statistics, counts of
-    random keys) pass from one micro-batch to the next as well, and the changes
-    of a micro-batch that overflowed are undone.
+    random keys) pass from one micro-batch to the next as well. The changes of a
+    micro-batch that overflowed are undone, and of a window without gradients
+    all changes.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -131,7 +132,9 @@ def accumulate(
       "`value_and_grad` must be what a scaled_value_and_grad returns, got "
       f"{arguments.kind_of(value_and_grad)}; write "
       "accumulate(scaled_value_and_grad(loss_fn, opt_state), microbatches=4)"
-      "(params, batch)."
+      "(params, batch); for Equinox that takes value_and_grad="
+      "eqx.filter_value_and_grad, and for Flax NNX there is "
+      "nnx.scaled_value_and_grad(loss_fn, optimizer)."
     )
   k = arguments.check_count("microbatches", microbatches, unit="micro-batches")
   drop = arguments.check_flag("drop", drop)
@@ -140,7 +143,10 @@ def accumulate(
   has_aux = value_and_grad.has_aux
 
   def examine(
-    summands: Any, lost: list[jax.Array], loss: jax.Array, loss_scale: jax.Array
+    summands: ArrayTree,
+    lost: list[jax.Array],
+    loss: jax.Array,
+    loss_scale: jax.Array,
   ) -> findings.Finding:
     # Not in order, or all gradients would wait for the one that comes last.
     finding = findings.examine(
@@ -154,8 +160,8 @@ def accumulate(
 
   @functools.wraps(value_and_grad, updated=())
   def accumulated(
-    *args: Any, **kwargs: Any
-  ) -> tuple[Any, Any, findings.WindowOverflow]:
+    *args: object, **kwargs: object
+  ) -> tuple[Any, ArrayTree, findings.WindowOverflow]:
     devices.check_mapped("axis_name", names)
     loss_scale = value_and_grad._loss_scale()
     places = value_and_grad._places(args, batch_argnums)
@@ -163,8 +169,10 @@ def accumulate(
     variables, pure, store = value_and_grad._functional(loss_scale, args)
 
     def call(
-      variables: Any, overwritten: dict[int, Any], batches: dict[int, Any]
-    ) -> tuple[Any, Any, Any]:
+      variables: object,
+      overwritten: dict[int, object],
+      batches: dict[int, object],
+    ) -> tuple[Any, ArrayTree, object]:
       current = dict(enumerate(args)) | overwritten | batches
       result: tuple[Any, Any, Any] = pure(
         variables, *current.values(), **kwargs
@@ -188,9 +196,9 @@ def accumulate(
     passes_on = any(jax.tree.leaves(is_overwritten))
 
     def take_next(
-      carry: _Carry, batches: dict[int, Any]
+      carry: _Carry, batches: dict[int, object]
     ) -> tuple[_Carry, _Outcome]:
-      overwritten: dict[int, Any] = {}
+      overwritten: dict[int, object] = {}
       if passes_on:
         changed = leaves.merge(is_overwritten, carry.overwritten, given)
         changed = arguments.argnums_as_tuple(changed)
@@ -225,9 +233,9 @@ def accumulate(
       ),
     )
     end, outcomes = _scan(take_next, start, split, k)
-    store(end.variables)
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
     overflow = findings.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
+    store(skipping.select(overflow.is_void, variables, end.variables))
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
@@ -246,9 +254,9 @@ def accumulate(
 class _Carry(NamedTuple):
   """The scan's carry. Leaves that a field does not hold are masked nodes."""
 
-  variables: Any  # The latest values of the variables of objects.
-  overwritten: Any  # The latest values of leaves that are not gradients.
-  sums: Any  # Sums of the gradients.
+  variables: object  # The latest values of the variables of objects.
+  overwritten: ArrayTree  # The latest values of leaves that are not gradients.
+  sums: ArrayTree  # Sums of the gradients.
 
 
 class _Outcome(NamedTuple):
@@ -260,9 +268,9 @@ class _Outcome(NamedTuple):
 
 
 def _scan(
-  take_next: Callable[[_Carry, Any], tuple[_Carry, _Outcome]],
+  take_next: Callable[[_Carry, dict[int, object]], tuple[_Carry, _Outcome]],
   carry: _Carry,
-  batches: Any,
+  batches: dict[int, object],
   microbatches: int,
 ) -> tuple[_Carry, _Outcome]:
   """Works like `lax.scan`, but runs a Python loop outside jit."""
@@ -279,7 +287,7 @@ def _scan(
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outcomes)
 
 
-def _kinds(like: Any) -> tuple[Any, Any]:
+def _kinds(like: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
   """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
   is_kept = leaves.are_gradients(like)
   return (
@@ -290,7 +298,7 @@ def _kinds(like: Any) -> tuple[Any, Any]:
   )
 
 
-def _newly_lost(old: Any, new: Any) -> list[jax.Array]:
+def _newly_lost(old: ArrayTree, new: ArrayTree) -> list[jax.Array]:
   """Returns flags for next values that are not finite, though the old were.
 
   An FP8 layer clips its gradients, so only its history shows that one was inf.
@@ -302,27 +310,33 @@ def _newly_lost(old: Any, new: Any) -> list[jax.Array]:
   ]
 
 
-def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
+def _split(batches: dict[int, object], microbatches: int) -> dict[int, object]:
   """Splits arguments into micro-batches, along a new first axis."""
   sizes: dict[int, str] = {}
 
-  def split_leaf(path: tuple[Any, ...], x: Any) -> Any:
+  def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
     place = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
-    shape = np.shape(x)
+    shape, dtype = np.shape(x), getattr(x, "dtype", np.dtype(type(x)))
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = is_typed or (dtype == np.uint32 and shape in ((2,), (4,)))
+    remedy = (
+      "instead of one random key pass jax.random.split(key, microbatches)"
+      if is_key
+      else "name the arguments to split in `batch_argnums`"
+    )
     if not shape:
       raise ValueError(
         "the batch must have a first axis to split along, got a scalar as "
-        f"{place}; name the arguments to split in `batch_argnums`, or instead "
-        "of a random key pass jax.random.split(key, microbatches)."
+        f"{place}; {remedy}."
       )
     # There may be one random key per example, or one per micro-batch.
-    if not jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
+    if not is_typed:
       sizes.setdefault(shape[0], place)
     if len(sizes) > 1:
       raise ValueError(
         "the batch must have a first axis of one size, got "
         + " and ".join(f"{size} in {place}" for size, place in sizes.items())
-        + "; name the arguments to split in `batch_argnums`."
+        + f"; {remedy}."
       )
     if shape[0] % microbatches:
       raise ValueError(
@@ -335,16 +349,16 @@ def _split(batches: dict[int, Any], microbatches: int) -> dict[int, Any]:
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
 
-  split: dict[int, Any] = jax.tree.map_with_path(split_leaf, batches)
+  split: dict[int, object] = jax.tree.map_with_path(split_leaf, batches)
   return split
 
 
 def _add(
-  sums: Any,
-  scaled_grads: Any,
+  sums: ArrayTree,
+  scaled_grads: ArrayTree,
   is_left_out: jax.Array | None,
   microbatches: int,
-) -> Any:
+) -> ArrayTree:
   """Returns the sums with a micro-batch's gradients added."""
 
   def add_leaf(total: jax.Array, x: jax.Array) -> jax.Array:
@@ -359,7 +373,7 @@ def _add(
   return jax.tree.map(add_leaf, sums, scaled_grads)
 
 
-def _means(sums: Any, counted: jax.Array) -> Any:
+def _means(sums: ArrayTree, counted: jax.Array) -> ArrayTree:
   """Returns the mean gradients, given the sums that `_add` made."""
   count = jnp.sum(counted)
 
@@ -373,7 +387,9 @@ def _means(sums: Any, counted: jax.Array) -> Any:
   return jax.tree.map(mean_leaf, sums)
 
 
-def _void(scaled_grads: Any, is_void: jax.Array, amaxes: jax.Array) -> Any:
+def _void(
+  scaled_grads: ArrayTree, is_void: jax.Array, amaxes: jax.Array
+) -> ArrayTree:
   """Returns the gradients, all set to inf or NaN if the window is void."""
   # Fill with NaN if a gradient was NaN, as in a single large batch.
   fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
@@ -389,7 +405,7 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
   return total / jnp.sum(counted).astype(losses.dtype)
 
 
-def _check_share(x: Any, microbatches: int, place: str) -> None:
+def _check_share(x: jax.Array, microbatches: int, place: str) -> None:
   """Raises if devices of an explicit mesh would have to exchange examples."""
   sharding = jax.typeof(x).sharding
   axes = sharding.spec[0] or ()

@@ -9,6 +9,7 @@ from typing import Any
 from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -67,7 +68,7 @@ class ScaledValueAndGrad:
     # The attributes of a callable object must not replace those above.
     functools.update_wrapper(self, self.fun, updated=())
 
-  def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+  def __call__(self, *args: object, **kwargs: object) -> tuple[Any, ArrayTree]:
     loss_scale = self._loss_scale()
     value, scaled_grads = self._at(loss_scale)(*args, **kwargs)
     provenance.note(scaled_grads, "scaled", loss_scale, self.opt_state)
@@ -79,7 +80,7 @@ class ScaledValueAndGrad:
     """Returns S; raises if compiling would freeze it."""
     return states.scale_in_use(self.opt_state)
 
-  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, Any]]:
+  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
     """Returns the function at a given S."""
     return at_scale(
       loss_scale,
@@ -91,12 +92,14 @@ class ScaledValueAndGrad:
     )
 
   def _places(
-    self, args: tuple[Any, ...], batch_argnums: Any
+    self, args: tuple[object, ...], batch_argnums: object
   ) -> arguments.Places:
     """Returns which arguments are differentiated, and which are split."""
     return arguments.find_places(self.argnums, batch_argnums, len(args))
 
-  def _functional(self, loss_scale: jax.Array, args: tuple[Any, ...]) -> Any:
+  def _functional(
+    self, loss_scale: jax.Array, args: tuple[object, ...]
+  ) -> tuple[object, Callable[..., Any], Callable[[Any], None]]:
     """Returns variables in `args`, a pure function of them, and their setter.
 
     The function takes the variables first and returns their new values last.
@@ -104,7 +107,9 @@ class ScaledValueAndGrad:
     del args
     differentiated = self._at(loss_scale)
 
-    def pure(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def pure(
+      variables: object, *args: object, **kwargs: object
+    ) -> tuple[object, ...]:
       return (*differentiated(*args, **kwargs), variables)
 
     return (), pure, lambda variables: None
@@ -267,11 +272,11 @@ def unscale(
 def at_scale(
   loss_scale: jax.Array,
   fun: Callable[..., Any],
-  argnums: Any,
+  argnums: int | Sequence[int],
   has_aux: bool,
   allow_int: bool = False,
   value_and_grad: Callable[..., Any] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Any, ArrayTree]]:
   """Works like `scaled_value_and_grad`, but takes S itself, usable or not."""
   options = {} if argnums == 0 else {"argnums": argnums}
   if allow_int:
@@ -285,7 +290,9 @@ def at_scale(
   except TypeError as error:
     raise _unlike_value_and_grad(value_and_grad) from error
 
-  def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+  def scaled_value_and_grad_fun(
+    *args: object, **kwargs: object
+  ) -> tuple[Any, ArrayTree]:
     try:
       result = differentiated(*args, **kwargs)
     except TypeError as error:
@@ -304,11 +311,11 @@ def at_scale(
   return scaled_value_and_grad_fun
 
 
-def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
+def _refuse_unless_arrays(given: dict[str, object], error: TypeError) -> None:
   """Raises an error that names the first leaf without a gradient, if any."""
   classes: set[type] = set()
 
-  def note(x: Any) -> bool:
+  def note(x: object) -> bool:
     classes.update(type(x).__mro__)
     return False
 
@@ -322,7 +329,7 @@ def _refuse_unless_arrays(given: dict[str, Any], error: TypeError) -> None:
       ) from error
 
 
-def _unlike_value_and_grad(function: Any) -> TypeError:
+def _unlike_value_and_grad(function: object) -> TypeError:
   """Returns the error for a function that is not like `jax.value_and_grad`."""
   name = getattr(function, "__name__", type(function).__name__)
   return TypeError(
@@ -333,7 +340,9 @@ def _unlike_value_and_grad(function: Any) -> TypeError:
   )
 
 
-def check_arguments(opt_state: Any, argnums: Any, path: str | None) -> Any:
+def check_arguments(
+  opt_state: optax.OptState, argnums: object, path: str | None
+) -> optax.OptState:
   """Returns the state that holds S, or S itself if that was passed.
 
   It raises right away for arguments that would make the first step fail.
@@ -373,7 +382,7 @@ def _scaled_loss_fn(
   arguments.check_function(fun)
 
   @functools.wraps(fun)
-  def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+  def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, Any]:
     before = jax.tree.leaves((args, kwargs))
     with in_place.explain_changes():
       value = fun(*args, **kwargs)
@@ -392,8 +401,8 @@ def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
 
 
 def _inf_where_unusable(
-  loss_scale: jax.Array, loss_dtype: Any, gradients: Any
-) -> Any:
+  loss_scale: jax.Array, loss_dtype: DTypeLike, gradients: ArrayTree
+) -> ArrayTree:
   """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
@@ -417,7 +426,7 @@ def _inf_where_unusable(
   )
 
 
-def _checked_loss(value: Any, has_aux: bool) -> Any:
+def _checked_loss(value: Any, has_aux: bool) -> jax.Array:
   """Returns the loss in the value of `fun`, or raises if it is not a scalar."""
   if has_aux and not (isinstance(value, tuple) and len(value) == 2):
     raise TypeError(
@@ -440,7 +449,7 @@ def _checked_loss(value: Any, has_aux: bool) -> Any:
   return loss
 
 
-def _check_float(name: str, value: Any) -> None:
+def _check_float(name: str, value: object) -> None:
   if not hasattr(value, "dtype") or not jnp.issubdtype(
     value.dtype, jnp.floating
   ):

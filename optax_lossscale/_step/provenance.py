@@ -17,6 +17,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import findings
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
 # (if micro-batches may be left out) or "unscaled". The scale after S is "next".
@@ -61,11 +62,15 @@ def check_update(
       "divided by S already: the model would not learn. Leave the line with "
       "`unscale` out, or use what it returns for looking alone."
     )
-  elif kind == "dropping" and overflow is False:
+  elif kind == "dropping" and not _has_window(overflow):
+    got = (
+      "none: S would stay where it is while micro-batches are dropped"
+      if overflow is False
+      else "a flag alone: it skips the step, so nothing would be dropped"
+    )
     wiring.warn(
-      "`overflow` must be passed to `update` after accumulate"
-      "(..., drop=True), got none: S would stay where it is while "
-      "micro-batches are dropped. Write tx.update(scaled_grads, opt_state, "
+      "`overflow` must be passed to `update` unchanged after accumulate"
+      f"(..., drop=True), got {got}. Write tx.update(scaled_grads, opt_state, "
       "params, overflow=overflow)."
     )
   elif _is_another(used, loss_scale) or (
@@ -87,6 +92,12 @@ def check_unscale(scaled_grads: object, loss_scale: jax.Array) -> None:
       "scaled by another S. Call `unscale` before `update`, or keep the old "
       "opt_state."
     )
+
+
+def _has_window(overflow: object) -> bool:
+  """Returns whether `overflow=` holds that of a window, or is not used."""
+  reasons = overflow if isinstance(overflow, (list, tuple)) else [overflow]
+  return any(isinstance(x, findings.WindowOverflow | None) for x in reasons)
 
 
 def _origin(tree: object) -> tuple[str, SupportsFloat | None]:

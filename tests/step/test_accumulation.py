@@ -668,6 +668,16 @@ def call(batch=BATCH, argnums=0, **options):
       ValueError,
       r"a scalar as argument 1\['rate'\]; name the arguments",
     ),
+    (
+      {"batch": {"x": BATCH, "key": jax.random.key(0)}},
+      ValueError,
+      r"a scalar as argument 1\['key'\]; instead of one random key pass",
+    ),
+    (
+      {"batch": {"x": BATCH, "z": jax.random.PRNGKey(0)}},
+      ValueError,
+      r"8 in argument 1\['x'\] and 2 in argument 1\['z'\]; instead of one ",
+    ),
     ({"batch_argnums": 0}, ValueError, "other arguments than `argnums`, got 0"),
     (
       {"batch_argnums": 2},
@@ -682,7 +692,7 @@ def call(batch=BATCH, argnums=0, **options):
       "`argnums` must name each argument once",
     ),
   ],
-  ids=range(12),
+  ids=range(14),
 )
 def test_errors_name_the_rule_what_came_and_the_remedy(options, error, message):
   with pytest.raises(error, match=message):
@@ -699,7 +709,10 @@ def test_errors_name_the_rule_what_came_and_the_remedy(options, error, message):
   ids=["loss", "jax", "S"],
 )
 def test_what_scales_no_loss_is_refused(function, got):
-  remedy = r"accumulate\(scaled_value_and_grad\(loss_fn, opt_state\)"
+  remedy = (
+    r"accumulate\(scaled_value_and_grad\(loss_fn, opt_state\).*"
+    r"nnx\.scaled_value_and_grad\(loss_fn, optimizer\)\."
+  )
   with pytest.raises(
     TypeError, match=f"`value_and_grad` must .* {got}.*{remedy}"
   ):

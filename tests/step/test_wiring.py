@@ -253,10 +253,14 @@ S7 = (
 )
 S8 = S7.replace("the number 8.0", "another S")
 S16 = (
-  "`overflow` must be passed to `update` after accumulate"
+  "`overflow` must be passed to `update` unchanged after accumulate"
   "(..., drop=True), got none: S would stay where it is while micro-batches "
   "are dropped. Write tx.update(scaled_grads, opt_state, params, "
   "overflow=overflow)."
+)
+S16_FLAG = S16.replace(
+  "none: S would stay where it is while micro-batches are dropped",
+  "a flag alone: it skips the step, so nothing would be dropped",
 )
 S17 = (
   "`unscale` takes the opt_state from before `update`, got gradients scaled by "
@@ -312,11 +316,19 @@ def dropped_and_not_passed_on(tx, params, state):
   return tx.update(scaled_grads, state, params)[1]
 
 
+def dropped_and_passed_on_as_flags(tx, params, state):
+  _, scaled_grads, overflow = ols.accumulate(
+    ols.scaled_value_and_grad(batch_loss_fn, state), microbatches=2, drop=True
+  )(params, jnp.ones(4))
+  return tx.update(scaled_grads, state, params, overflow=overflow.flags)[1]
+
+
 MISTAKEN = {
   "S1": (unscaled_by_hand, S1),
   "S7": (scaled_by_a_number, S7),
   "S7, an array": (scaled_by_an_array_read_once, S8),
   "S16": (dropped_and_not_passed_on, S16),
+  "S16, a flag": (dropped_and_passed_on_as_flags, S16_FLAG),
   "S17": (unscaled_by_the_next_state, S17),
 }
 
