@@ -59,6 +59,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("_rules", 22, _TYPES),
   ("_step", 76, _TYPES),
   ("checkpoints", 4, _TYPES),
+  ("hardware", 39, _TYPES),
   ("instruments", 52, _TYPES),
   ("linen", 6, _TYPES),
   ("plot", 13, _TYPES),

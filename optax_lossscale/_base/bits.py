@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
-from typing import Any
 from typing import TypeVar
 
 import jax
@@ -326,7 +325,7 @@ def log2(x: jax.Array) -> jax.Array:
   return exponent.astype(x.dtype) + jnp.log2(mantissa)
 
 
-def part_dtype(aval: object) -> Any:
+def part_dtype(aval: object) -> np.dtype | None:
   """Returns the dtype of a floating value or its complex parts; else None."""
   dtype = getattr(aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):

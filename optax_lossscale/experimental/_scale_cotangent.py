@@ -75,9 +75,9 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     `Unsupervised Domain Adaptation by Backpropagation
     <https://arxiv.org/abs/1409.7495>`_, 2015, for reversed gradients.
   """
-  factor = _read_scale(scale)
+  factor: Any = _read_scale(scale)
 
-  def scale_leaf(leaf: Any) -> Any:
+  def scale_leaf(leaf: object) -> object:
     if not leaves.is_gradient(leaf):
       return leaf
     # Under `shard_map` a value must vary along its tangent's axes, including
@@ -91,14 +91,14 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 # The scaling is defined by its tangents, which are linear. JAX transposes them
 # for the backward pass, so forward mode works as well.
 @jax.custom_jvp
-def _scale_leaf(x: jax.Array, scale: Any) -> jax.Array:
+def _scale_leaf(x: jax.Array, scale: ArrayLike) -> jax.Array:
   del scale
   return x
 
 
 @_scale_leaf.defjvp
 def _scale_tangent(
-  primals: tuple[jax.Array, Any], tangents: tuple[jax.Array, Any]
+  primals: tuple[jax.Array, ArrayLike], tangents: tuple[jax.Array, object]
 ) -> tuple[jax.Array, jax.Array]:
   x, scale = primals
   tangent, _ = tangents
@@ -113,7 +113,7 @@ def _scale_tangent(
   return _scale_leaf(x, scale), wide.astype(tangent.dtype)
 
 
-def _read_scale(scale: Any) -> Any:
+def _read_scale(scale: ArrayLike) -> jax.Array | np.float64:
   """Returns a scale as a Python number or a real scalar array."""
   # An array's value is not checked, since that would wait for the device.
   if not isinstance(scale, jax.Array):

@@ -1,12 +1,12 @@
 """Spikes of the loss, of the gradient norm or of any other number of a step."""
 
 import dataclasses
-from typing import Any
 from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import optax
 
 from optax_lossscale._base import arguments
@@ -150,7 +150,7 @@ class SpikeGuard:
     is_out = state.consecutive_spikes >= self.patience
     return jnp.where(is_out, jnp.inf, self._threshold(state))
 
-  def is_spike(self, state: SpikeGuardState, value: Any) -> jax.Array:
+  def is_spike(self, state: SpikeGuardState, value: ArrayLike) -> jax.Array:
     """Returns whether to skip the step, as bool[], for `tx.update(skip=...)`.
 
     Args:
@@ -170,7 +170,7 @@ class SpikeGuard:
   def update(
     self,
     state: SpikeGuardState,
-    value: Any,
+    value: ArrayLike,
     opt_state: optax.OptState,
     *,
     path: str | None = None,
@@ -249,7 +249,7 @@ class SpikeGuard:
     limit: jax.Array = jnp.min(jnp.stack(limits))
     return jnp.where(state.accepted < least, jnp.inf, limit)
 
-  def _read(self, state: SpikeGuardState, value: Any) -> jax.Array:
+  def _read(self, state: SpikeGuardState, value: ArrayLike) -> jax.Array:
     """Returns a checked value as float32[]."""
     self._check_state(state)
     found = findings.to_float32(arguments.as_real_scalar("value", value))
@@ -261,7 +261,7 @@ class SpikeGuard:
       )
     return found
 
-  def _check_state(self, state: Any) -> None:
+  def _check_state(self, state: object) -> None:
     if not isinstance(state, SpikeGuardState):
       raise TypeError(
         "`state` must be the SpikeGuardState that init made, got "
@@ -276,7 +276,7 @@ class SpikeGuard:
       )
 
 
-def _check_above(name: str, value: Any, least: float) -> float:
+def _check_above(name: str, value: object, least: float) -> float:
   """Returns `value` as a float, which must be above `least`."""
   number = arguments.check_number(name, value)
   if number <= least:
@@ -284,7 +284,7 @@ def _check_above(name: str, value: Any, least: float) -> float:
   return number
 
 
-def _check_values(name: str, value: Any) -> int:
+def _check_values(name: str, value: object) -> int:
   """Returns a number of values, at least the 2 that a deviation takes."""
   count = arguments.check_integer(name, value, unit="values")
   if not 2 <= count <= arguments.LARGEST_COUNT:
@@ -294,7 +294,7 @@ def _check_values(name: str, value: Any) -> int:
   return count
 
 
-def _check_on_spike(name: str, value: Any) -> Any:
+def _check_on_spike(name: str, value: object) -> object:
   if value not in ("drop", "clip", "keep"):
     raise ValueError(
       f"`{name}` must be 'drop', 'clip' or 'keep', got {shown(value)}."

@@ -1,17 +1,20 @@
 """Emulates hardware in saturation mode on any backend."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 
 import jax
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -19,12 +22,20 @@ from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale.hardware import operation_overflow
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# The derivative of a function with respect to the inputs at some positions.
+_Vjp = Callable[[Sequence[object]], tuple[dict[int, jax.Array]]]
 
 
 def emulate_saturation(
-  fun: Callable[..., Any], *, dtypes: Any = (jnp.float16,)
-) -> Callable[..., Any]:
+  fun: Callable[_P, _R],
+  *,
+  dtypes: DTypeLike | Collection[DTypeLike] = (jnp.float16,),
+) -> Callable[_P, _R]:
   """Returns `fun` as hardware in saturation mode would compute it.
 
   After every operation, inf becomes the largest finite value of its dtype with
@@ -76,7 +87,7 @@ def emulate_saturation(
   dtypes = operation_overflow.check_dtypes(dtypes)
 
   @functools.wraps(fun)
-  def saturating_fun(*args: Any, **kwargs: Any) -> Any:
+  def saturating_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording.without_values(), dtypes)
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -88,12 +99,12 @@ def emulate_saturation(
 
 
 def _differentiable(
-  recording: interpreter.Recording, dtypes: frozenset[Any]
-) -> Callable[..., list[Any]]:
+  recording: interpreter.Recording, dtypes: frozenset[np.dtype]
+) -> Callable[..., Sequence[Array]]:
   """Returns the recorded function, saturating in its backward pass too."""
 
   @jax.custom_vjp
-  def run(*operands: Any) -> list[Any]:
+  def run(*operands: jax.Array) -> Sequence[Array]:
     consts, arguments = recording.consts_and_arguments(operands)
     outputs, _ = throughout.evaluate(
       recording.jaxpr, arguments, _Clamping(dtypes), consts
@@ -104,7 +115,9 @@ def _differentiable(
     bits.part_dtype(aval) is not None for aval in recording.jaxpr.out_avals
   ]
 
-  def forward(*operands: Any) -> tuple[list[Any], Any]:
+  def forward(
+    *operands: jax.custom_derivatives.CustomVJPPrimal,
+  ) -> tuple[list[jax.Array], _Vjp]:
     # Differentiates with respect to these inputs only. Other inputs may go
     # through a while loop or a callback to the host, which have no derivative.
     inputs = {
@@ -113,15 +126,19 @@ def _differentiable(
       if operand.perturbed and bits.part_dtype(operand.value) is not None
     }
 
-    def of_inputs(inputs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def of_inputs(
+      inputs: dict[int, jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
       outputs = recording.evaluate(
         *(inputs.get(place, x.value) for place, x in enumerate(operands))
       )
       return list(itertools.compress(outputs, is_output)), outputs
 
-    treedefs: list[Any] = []
+    treedefs: list[jax.tree_util.PyTreeDef] = []
 
-    def outputs_and_vjp(inputs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def outputs_and_vjp(
+      inputs: dict[int, jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
       _, vjp, outputs = jax.vjp(of_inputs, inputs, has_aux=True)
       # JAX keeps the output structure of a recorded function. The structure of
       # `vjp` would keep its program alive, so only the leaves are returned.
@@ -135,7 +152,9 @@ def _differentiable(
     )
     return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
-  def backward(vjp: Any, cotangents: Any) -> tuple[Any, ...]:
+  def backward(
+    vjp: _Vjp, cotangents: Sequence[object]
+  ) -> tuple[jax.Array | None, ...]:
     cotangents = [
       _zero_if_symbolic(x) for x in itertools.compress(cotangents, is_output)
     ]
@@ -150,14 +169,14 @@ def _differentiable(
 class _Clamping(throughout.CountingRule):
   """Evaluates each operation unchanged and clamps its results."""
 
-  dtypes: frozenset[Any]
+  dtypes: frozenset[np.dtype]
 
   def apply(
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], tuple[()]]:
+    inputs: Sequence[Array],
+  ) -> tuple[Sequence[Array], tuple[()]]:
     """See the base class."""
     del around
     # A `jax.Ref` is not an array; its values are clamped when they are read.
@@ -217,12 +236,12 @@ def _saturate(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(pattern, x.dtype)
 
 
-def _clip(x: jax.Array, dtype: Any) -> jax.Array:
+def _clip(x: Array, dtype: np.dtype) -> jax.Array:
   largest = float(jnp.finfo(dtype).max)
   return jnp.where(jnp.isnan(x), 0, jnp.clip(x, -largest, largest))
 
 
-def _zero_if_symbolic(cotangent: Any) -> Any:
+def _zero_if_symbolic(cotangent: object) -> object:
   """Converts a symbolic zero to `ad.Zero`, the form that JAX uses internally.
 
   JAX then leaves this path out of the backward pass, as usual. With an array of

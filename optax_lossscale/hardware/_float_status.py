@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 
 import jax
 from jax.extend import core
@@ -15,16 +17,22 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
 from optax_lossscale._step import findings
 from optax_lossscale.hardware import operation_overflow
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# The outputs of a function, and what was counted in it.
+_Result = tuple[Sequence[Array], findings.FloatStatus]
+
 
 def float_status(
-  fun: Callable[..., Any],
+  fun: Callable[_P, _R],
   *,
   check: checks.Check = checks.nonfinite(jnp.float16),
-) -> Callable[..., tuple[Any, findings.FloatStatus]]:
+) -> Callable[_P, tuple[_R, findings.FloatStatus]]:
   """Wraps `fun` so that it also returns how many operations overflowed.
 
   The status acts like the status register of an accelerator: any operation that
@@ -88,8 +96,8 @@ def float_status(
 
   @functools.wraps(fun)
   def float_status_fun(
-    *args: Any, **kwargs: Any
-  ) -> tuple[Any, findings.FloatStatus]:
+    *args: _P.args, **kwargs: _P.kwargs
+  ) -> tuple[_R, findings.FloatStatus]:
     recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording.without_values(), check)
     outputs, status = run(*recording.operands)
@@ -100,18 +108,20 @@ def float_status(
 
 def _differentiable(
   recording: interpreter.Recording, check: checks.Check
-) -> Callable[..., tuple[list[Any], findings.FloatStatus]]:
+) -> Callable[..., _Result]:
   """Returns a differentiable function that also returns the counts."""
 
   @jax.custom_jvp
-  def run(*operands: Any) -> tuple[list[Any], findings.FloatStatus]:
+  def run(*operands: jax.Array) -> _Result:
     consts, arguments = recording.consts_and_arguments(operands)
     nothing = jnp.zeros((), jnp.int32)
     rule = _Counting(check, findings.FloatStatus(nothing, nothing))
     return throughout.evaluate(recording.jaxpr, arguments, rule, consts)
 
   @run.defjvp
-  def derivative(primals: Any, tangents: Any) -> Any:
+  def derivative(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+  ) -> tuple[_Result, _Result]:
     # Differentiating the recorded function itself keeps its custom rules, and
     # does not count operations that only the derivative needs.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
@@ -133,8 +143,8 @@ class _Counting(throughout.Sum):
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-  ) -> tuple[Sequence[Any], findings.FloatStatus]:
+    inputs: Sequence[Array],
+  ) -> _Result:
     """See the base class."""
     del around
     outputs = interpreter.bind(equation, inputs)
@@ -154,7 +164,7 @@ class _Counting(throughout.Sum):
 
 
 def _count_operation(
-  found: Sequence[Mapping[str, Any]], kind: str
+  found: Sequence[Mapping[str, Array]], kind: str
 ) -> jax.Array:
   """Returns int32[], 1 if any element of any output is of this kind, else 0."""
   elements = [by_kind[kind] for by_kind in found if kind in by_kind]

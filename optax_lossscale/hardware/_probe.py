@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -58,11 +59,11 @@ class Hardware:
   """
 
   device: str
-  preferred_dtype: Any
+  preferred_dtype: np.dtype | None
   max_keeps_nan: bool
   dtypes: dict[str, Arithmetic]
 
-  def check(self, dtype: Any) -> checks.Check:
+  def check(self, dtype: DTypeLike) -> checks.Check:
     """Returns `saturated(dtype)` if an overflow was clipped, or `nonfinite()`.
 
     Args:
@@ -138,7 +139,9 @@ def probe(device: jax.Device | None = None) -> Hardware:
   )
 
 
-def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
+def _run(
+  names: list[str], device: jax.Device | None
+) -> tuple[jax.Device, dict[str, Any]]:
   """Returns a device and what the probe computed there, as NumPy arrays."""
   # XLA's CPU backend keeps a NaN in a short maximum, but not in a long one.
   with_nan = np.array([np.nan] + [1.0] * 4095, np.float32)
@@ -155,14 +158,14 @@ def _run(names: list[str], device: Any) -> tuple[Any, dict[str, Any]]:
     return used, jax.device_get(jax.jit(_compute)(*operands))
 
 
-def _is_accepted(name: str, device: Any) -> bool:
+def _is_accepted(name: str, device: jax.Device | None) -> bool:
   try:
     return bool(_run([name], device))
   except Exception:
     return False
 
 
-def _operands(name: str) -> dict[str, Any]:
+def _operands(name: str) -> dict[str, np.ndarray]:
   """Returns the operands for a dtype; the last two are float32."""
   finfo = jnp.finfo(name)
   step = float(finfo.eps)
@@ -185,11 +188,13 @@ def _operands(name: str) -> dict[str, Any]:
   }
 
 
-def _compute(operands: dict[str, Any], with_nan: Any) -> dict[str, Any]:
+def _compute(
+  operands: dict[str, dict[str, jax.Array]], with_nan: jax.Array
+) -> dict[str, object]:
   """Computes everything that is observed."""
   nan, one = with_nan[:2]
   maxima = jnp.max(with_nan), jnp.maximum(nan, one), jnp.maximum(one, nan)
-  outputs: dict[str, Any] = {"maxima": maxima}
+  outputs: dict[str, object] = {"maxima": maxima}
   for name, x in operands.items():
     dtype = x["one"].dtype
     outputs[name] = {
@@ -204,7 +209,7 @@ def _compute(operands: dict[str, Any], with_nan: Any) -> dict[str, Any]:
   return outputs
 
 
-def _read(name: str, outputs: dict[str, Any]) -> Arithmetic:
+def _read(name: str, outputs: dict[str, np.ndarray]) -> Arithmetic:
   """Compares what the probe computed in a dtype with its operands."""
   before = _operands(name)
   is_cast = name != "float32"
@@ -231,7 +236,7 @@ def _row(name: str, seen: Arithmetic) -> tuple[str, ...]:
   )
 
 
-def _preferred_dtype(device: Any) -> Any:
+def _preferred_dtype(device: jax.Device) -> np.dtype | None:
   """Returns the dtype that a device is fast in; None if that is unknown."""
   name = {"cpu": "float32", "tpu": "bfloat16"}.get(device.platform)
   # NVIDIA's GPUs multiply in float16 since 7.0 and in bfloat16 since 8.0. For

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import checks
 from optax_lossscale._step import requirements
 from optax_lossscale.hardware import _tap
 
 
 def status_tap(
-  x: Any,
+  x: Tree,
   status: jax.Array,
   *,
   check: checks.Check = checks.saturated(),
-) -> Any:
+) -> Tree:
   """Returns `x` unchanged, and counts the overflows in its cotangents.
 
   An overflow in the middle of the backward pass may not show in the gradients,

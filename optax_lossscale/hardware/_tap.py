@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import devices
 
 
-def check_measured(name: str, value: Any) -> None:
+def check_measured(name: str, value: jax.Array) -> None:
   """Raises unless `value` is float32[], since its gradient is a measurement."""
   dtype = getattr(value, "dtype", None)
   if dtype != jnp.float32 or jnp.shape(value) != ():

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
+from typing import TypeGuard
 
 import jax
 from jax import lax
@@ -16,6 +17,7 @@ from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
 from optax_lossscale._step import requirements
 
@@ -24,7 +26,7 @@ OVERFLOW = "overflow"
 UNDEFINED = "undefined"
 
 
-def check_dtypes(dtypes: Any) -> frozenset[Any]:
+def check_dtypes(dtypes: object) -> frozenset[np.dtype]:
   """Returns `dtypes`, which may be one or several, as a set."""
   several = (
     dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
@@ -34,7 +36,7 @@ def check_dtypes(dtypes: Any) -> frozenset[Any]:
   return frozenset(_check_dtype(dtype) for dtype in several)
 
 
-def _check_dtype(dtype: Any) -> Any:
+def _check_dtype(dtype: object) -> np.dtype:
   found, name = arguments.read_dtype(dtype)
   if not _can_overflow(found):
     raise TypeError(
@@ -57,7 +59,7 @@ def check_for_operations(check: checks.Check) -> None:
     )
 
 
-def _can_overflow(dtype: Any) -> bool:
+def _can_overflow(dtype: object) -> TypeGuard[np.dtype]:
   # float8_e8m0fnu has only powers of two, with neither a sign nor a 0.
   return (
     isinstance(dtype, np.dtype)
@@ -66,7 +68,7 @@ def _can_overflow(dtype: Any) -> bool:
   )
 
 
-def _is_examined(check: checks.Check, dtype: Any) -> bool:
+def _is_examined(check: checks.Check, dtype: np.dtype | None) -> bool:
   if check.dtype is None:
     return _can_overflow(dtype)
   return dtype is not None and dtype in jax.tree.leaves(check.dtype)
@@ -76,8 +78,8 @@ def find(
   check: checks.Check,
   equation: core.JaxprEqn,
   inputs: Sequence[Any],
-  outputs: Sequence[Any],
-) -> list[tuple[core.Var, Mapping[str, Any]]]:
+  outputs: Sequence[Array],
+) -> list[tuple[core.Var, Mapping[str, Array]]]:
   """Returns where each output of an operation overflowed or is undefined."""
   if operation_table.moves(equation):
     return []
@@ -97,14 +99,14 @@ def find(
     ]
 
 
-def _by_kind(made: Any, undefined: Any) -> dict[str, Any]:
+def _by_kind(made: Array, undefined: Array) -> dict[str, Array]:
   """Splits the elements marked in `made` into overflowed and undefined ones."""
   if isinstance(undefined, np.ndarray) and undefined.ndim == 0:
     return {UNDEFINED if undefined else OVERFLOW: made}
   return {OVERFLOW: made & ~undefined, UNDEFINED: made & undefined}
 
 
-def _reached_limit(saturating: bool, x: Any) -> Any:
+def _reached_limit(saturating: bool, x: Array) -> Array:
   """Returns where `x` is non-finite or, if `saturating`, saturated."""
   dtype = bits.part_dtype(x)
   # A `jax.Ref` has a dtype, but no value until it is read.
@@ -115,8 +117,8 @@ def _reached_limit(saturating: bool, x: Any) -> Any:
 
 
 def _reached_before(
-  saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Any]
-) -> Any:
+  saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Array]
+) -> Array:
   """Returns where an output depends on an input that had reached its limit."""
   name, parameters = equation.primitive.name, equation.params
   reached = [_reached_limit(saturating, x) for x in inputs]
@@ -140,7 +142,7 @@ def _reached_before(
   return anywhere
 
 
-def _on_any_device(flag: Any, parameters: Any) -> Any:
+def _on_any_device(flag: jax.Array, parameters: Mapping[str, Any]) -> jax.Array:
   """Returns whether a flag is set on any device that takes part in the sum."""
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
   return lax.pmax(
@@ -150,7 +152,9 @@ def _on_any_device(flag: Any, parameters: Any) -> Any:
   ).astype(bool)
 
 
-def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
+def _reached_before_dot(
+  dimension_numbers: lax.DotDimensionNumbers, left: Array, right: Array
+) -> jax.Array:
   """Returns where a row of `left` or a column of `right` contains True."""
   contracting, batch = dimension_numbers
   # The result has the batch axes, then the free axes of `left` and `right`.
@@ -169,7 +173,9 @@ def _reached_before_dot(dimension_numbers: Any, left: Any, right: Any) -> Any:
   return rows | columns
 
 
-def _without(x: Any, contracted: Any, batched: Any) -> Any:
+def _without(
+  x: Array, contracted: Sequence[int], batched: Sequence[int]
+) -> jax.Array:
   """Reduces the contracted axes with `any`, and moves the batch axes first."""
   free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
   x = jnp.transpose(x, (*batched, *free, *contracted))
