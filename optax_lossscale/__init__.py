@@ -103,6 +103,8 @@ _ON_DEMAND = frozenset(
 
 if _typing.TYPE_CHECKING:
   from optax_lossscale import checkpoints as checkpoints
+  from optax_lossscale import experimental as experimental
+  from optax_lossscale import hardware as hardware
   from optax_lossscale import instruments as instruments
   from optax_lossscale import linen as linen
   from optax_lossscale import nnx as nnx

@@ -51,7 +51,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("hardware", 31, "a public room, and what it is for"),
   ("instruments", 78, "check_step takes Flax NNX; longer names of types"),
   ("nnx", 90, "accumulate carries a model through its micro-batches"),
-  ("__init__", 20, "types that functions return; modules for type checkers"),
+  ("__init__", 22, "types that functions return; modules for type checkers"),
   ("_autocast", 35, _TYPES),
   ("_base", 31, _TYPES),
   ("_jaxpr", 40, _TYPES),

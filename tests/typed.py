@@ -27,6 +27,7 @@ def of_the_rules() -> None:
   assert_type(ols.rules.HeadroomLossScale().init().loss_scale, jax.Array)
   assert_type(ols.presets.torch().init().loss_scale, jax.Array)
   assert_type(ols.nonfinite(jnp.float16), ols.Check)
+  assert_type(ols.hardware.probe().check(jnp.float16), ols.Check)
 
 
 def a_loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
@@ -35,6 +36,11 @@ def a_loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
 
 def of_wrapped_functions(params: dict[str, jax.Array]) -> None:
   assert_type(ols.autocast(a_loss)(params, batch=params["w"]), jax.Array)
+  clipped = ols.hardware.emulate_saturation(a_loss)
+  assert_type(clipped(params, batch=params["w"]), jax.Array)
+  value, status = ols.hardware.float_status(a_loss)(params, params["w"])
+  assert_type(value, jax.Array)
+  assert_type(status.overflow, jax.Array)
   policy = ols.get_policy("mixed_float16")
   assert_type(policy.autocast(a_loss)(params, params["w"]), jax.Array)
   assert_type(policy.cast_to_compute(params), dict[str, jax.Array])
