@@ -252,7 +252,7 @@ def dropping():
 
 def test_accumulation_is_one_new_line_and_three_that_differ():
   text = documents.section(PAGE, "Accumulation")
-  assert "one line is new" in text and "Three lines differ" in text
+  assert "One new line" in text and "Three lines differ" in text
   first = documents.block(PAGE, "A train step", "def train_step")
   first = first[first.index("@nnx.jit") :]
   (step,) = documents.blocks(text)
