@@ -180,8 +180,8 @@ ONE_BAD["x"][5] = np.inf
 def accumulation(drop):
   """Returns the recipe's names, with a model in float32."""
   text = documents.section(PAGE, "Accumulation")
-  assert text.count("drop=True,") == 1
-  text = text.replace("drop=True,", f"drop={drop},")
+  assert text.count("drop=True)") == 1
+  text = text.replace("drop=True)", f"drop={drop})")
   names = documents.run(text, recipe("A train state"))
   return names | {"state": names["state"].replace(apply_fn=APPLY)}
 

@@ -238,8 +238,30 @@ def accumulated_by_hand(valid):
   return values(model) | jax.tree.map(lambda x, g: x - 0.5 * g, before, grads)
 
 
+def dropping():
+  """Returns the names of the recipe that drops a bad micro-batch."""
+  text = documents.section(PAGE, "Accumulation")
+  line = "ols.accumulate(value_and_grad, microbatches=4, drop=True)"
+  assert line in text
+  step = documents.blocks(text)[0].replace(
+    line.replace(", drop=True", ""), line
+  )
+  assert line in step
+  return documents.run(f"```python\n{step}```", make_names(model=Model()))
+
+
+def test_accumulation_is_one_new_line_and_three_that_differ():
+  text = documents.section(PAGE, "Accumulation")
+  assert "One new line" in text and "Three lines differ" in text
+  first = documents.block(PAGE, "A train step", "def train_step")
+  first = first[first.index("@nnx.jit") :]
+  (step,) = documents.blocks(text)
+  assert changed_lines(first, step) == 4
+  assert len(step.splitlines()) == len(first.splitlines()) + 1
+
+
 def test_micro_batches_change_the_model_in_turn_and_a_bad_one_does_not():
-  names = recipe("Accumulation", model=Model())
+  names = dropping()
   model, optimizer = names["model"], names["optimizer"]
   # The examples 1 and 5 are the second of four micro-batches.
   bad = {**BATCH, "x": BATCH["x"].copy()}
@@ -261,11 +283,14 @@ def test_micro_batches_change_the_model_in_turn_and_a_bad_one_does_not():
   assert optimizer.opt_state.applied_steps[...] == 1
 
 
-def test_an_accumulated_step_without_a_valid_micro_batch_is_skipped():
-  names = recipe("Accumulation", model=Model())
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_discarded_window_is_skipped_as_a_whole(drop):
+  names = dropping() if drop else recipe("Accumulation", model=Model())
   model, optimizer = names["model"], names["optimizer"]
   before = values(model)
-  names["train_step"](model, optimizer, INFINITE_BATCH)
+  bad = {**BATCH, "x": BATCH["x"].copy()}
+  bad["x"][5] = np.inf
+  names["train_step"](model, optimizer, INFINITE_BATCH if drop else bad)
   assert_same_bits(values(model), before)
   assert optimizer.opt_state.skipped[...]
 
