@@ -13,9 +13,9 @@ import types
 import optax_lossscale as ols
 
 HEAD = """\
-The public surface of optax_lossscale. What stands here does not change without
-a new major version, except in `experimental`. The command that writes it is
-python -m tests.surface
+The public surface of optax_lossscale. It grows; what stands here changes only in
+a version whose entry in CHANGELOG.md names it, except in `experimental`. The
+command that writes this file: python -m tests.surface > docs/surface.txt
 """
 
 
