@@ -13,7 +13,7 @@ import types
 import optax_lossscale as ols
 
 HEAD = """\
-The public surface of optax_lossscale. It grows; what stands here changes only in
+The public surface of optax_lossscale. It grows; what is here changes only in
 a version whose entry in CHANGELOG.md names it, except in `experimental`. The
 command that writes this file: python -m tests.surface > docs/surface.txt
 """
