@@ -48,7 +48,9 @@ from optax_lossscale._step.loss_scaling import loss_scaling
 from optax_lossscale._step.metrics import loss_scale_metrics
 from optax_lossscale._step.skipping import select_on_skip
 from optax_lossscale._step.states import get_loss_scale
+from optax_lossscale._step.states import LastStep
 from optax_lossscale._step.states import LossScalingState
+from optax_lossscale._step.states import StepCounts
 
 __version__ = "0.1.0"
 
@@ -58,6 +60,7 @@ __all__ = [
   "DynamicLossScaleState",
   "FixedLossScale",
   "FixedLossScaleState",
+  "LastStep",
   "LossScale",
   "LossScalingState",
   "MasterWeightsState",
@@ -65,6 +68,7 @@ __all__ = [
   "PrecisionSchedule",
   "PrecisionScheduleState",
   "ScaledValueAndGrad",
+  "StepCounts",
   "WindowOverflow",
   "WiringWarning",
   "accumulate",

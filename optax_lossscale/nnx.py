@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -36,32 +35,39 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
   """A function of NNX objects, whose optimizer changes in place."""
 
-  _: dataclasses.KW_ONLY
-  optimizer: nnx.Optimizer[Any]
-  filters: dict[int, Any]  # Chooses the variables to differentiate.
-  path: str | None
+  def __init__(
+    self,
+    *args: Any,
+    optimizer: nnx.Optimizer[Any],
+    filters: dict[int, Any],
+    path: str | None,
+    **kwargs: Any,
+  ) -> None:
+    super().__init__(*args, **kwargs)
+    self._optimizer = optimizer
+    self._filters = filters  # Chooses the variables to differentiate.
+    self._path = path
 
   def _loss_scale(self) -> jax.Array:
     # Finds S anew in each call, since the optimizer moves it in place.
-    return states.scale_in_use(_find_state(self.optimizer, self.path))
+    return states.scale_in_use(_find_state(self._optimizer, self._path))
 
   def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
     # Which arguments to differentiate is known to `value_and_grad` already.
     return backward.at_scale(
-      loss_scale, self.fun, 0, self.has_aux, False, self.value_and_grad
+      loss_scale, self._fun, 0, self._has_aux, False, self._value_and_grad
     )
 
   def _places(
     self, args: tuple[object, ...], batch_argnums: object
   ) -> arguments.Places:
     if batch_argnums is None:
-      whole = {*_objects(args), *arguments.argnums_as_tuple(self.argnums)}
+      whole = {*_objects(args), *arguments.argnums_as_tuple(self._argnums)}
       batch_argnums = [i for i in range(len(args)) if i not in whole]
-    return arguments.find_places(self.argnums, batch_argnums, len(args))
+    return arguments.find_places(self._argnums, batch_argnums, len(args))
 
   def _functional(
     self, loss_scale: jax.Array, args: tuple[object, ...]
@@ -71,8 +77,8 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     differentiated = {
       place
       for place, variable in _variables(objects).items()
-      if place[0] in self.filters
-      and nnx.filterlib.to_predicate(self.filters[place[0]])(place, variable)
+      if place[0] in self._filters
+      and nnx.filterlib.to_predicate(self._filters[place[0]])(place, variable)
     }
     before = _values(objects)
     changing = before.keys() - differentiated
@@ -81,6 +87,11 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     def pure(
       variables: Any, *args: object, **kwargs: object
     ) -> tuple[object, ...]:
+      if _variables(kwargs):
+        raise ValueError(
+          "NNX objects must be passed by position to a function that "
+          f"accumulates, got some in {', '.join(kwargs)}; they are not split."
+        )
       # A scan may not change the objects outside of it.
       own = nnx.merge(graphdef, state, copy=True)
       nnx.update(own, nnx.from_flat_state(variables))

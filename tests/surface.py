@@ -73,8 +73,13 @@ def members(cls):
   for base in cls.__mro__:
     if not base.__module__.startswith("optax_lossscale"):
       continue
-    for node in parse(base).body:
-      if isinstance(node, ast.AnnAssign) and is_public(node.target.id):
+    parsed = parse(base)
+    if any("kw_only=True" in ast.unparse(x) for x in parsed.decorator_list):
+      lines.setdefault(f"{base}*", "*")
+    for node in parsed.body:
+      if isinstance(node, ast.AnnAssign) and node.target.id == "_":
+        lines.setdefault(f"{base}*", "*")  # Fields below go by name alone.
+      elif isinstance(node, ast.AnnAssign) and is_public(node.target.id):
         lines.setdefault(node.target.id, ast.unparse(node))
       elif isinstance(node, ast.FunctionDef) and is_public(node.name):
         kinds = [ast.unparse(x) for x in node.decorator_list]

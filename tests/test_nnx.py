@@ -829,3 +829,13 @@ def test_a_void_window_changes_no_object(row):
   assert_same_bits(
     jax.tree.map(to_numpy, nnx.as_pure(nnx.state(model))), before
   )
+
+
+def test_an_object_by_keyword_is_refused_where_it_would_not_come_back():
+  model, optimizer = make()
+  value_and_grad = ols.nnx.scaled_value_and_grad(
+    lambda model, x, rngs: loss_fn(model, x), optimizer
+  )
+  run = ols.accumulate(value_and_grad, microbatches=2)
+  with pytest.raises(ValueError, match="must be passed by position .* rngs;"):
+    run(model, CLEAN, rngs=nnx.Rngs(0))

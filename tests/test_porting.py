@@ -401,8 +401,8 @@ def test_a_checkpoint_gives_the_rule_of_a_fresh_start(system):
     jax.tree.map(jnp.array_equal, names["state"], rule.init())
   )
   # The first S is in the state by now, whatever the rule would start with.
-  machines = [names["rule"].machine, rule.machine]
-  if hasattr(rule.machine, "init_scale"):
+  machines = [names["rule"]._machine, rule._machine]
+  if hasattr(rule._machine, "init_scale"):
     machines = [dataclasses.replace(x, init_scale=1e4) for x in machines]
   assert machines[0] == machines[1]
 

@@ -49,7 +49,8 @@ def accumulate(
   gradients become inf or NaN, `update` skips the step, and S shrinks. With
   `drop`, micro-batches that overflowed are left out of the mean, and the step
   is applied with the others, if there are any. Pass `overflow` to `update`, or
-  S will not move while micro-batches are dropped::
+  S will not move while micro-batches are dropped. (Without a rule, or with
+  `skip=False` in it, `update` applies even a void window.) ::
 
     value_and_grad = scaled_value_and_grad(loss_fn, opt_state)
     loss, scaled_grads, overflow = accumulate(value_and_grad, microbatches=4)(
@@ -96,7 +97,8 @@ def accumulate(
     device's share. The variables of NNX objects (batch statistics, counts of
     random keys) pass from one micro-batch to the next as well. The changes of a
     micro-batch that overflowed are undone, and of a window without gradients
-    all changes.
+    all changes. What else a loss function does to an object stays inside: what
+    it sows or creates, static attributes, and the parameters themselves.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -136,11 +138,18 @@ def accumulate(
       "eqx.filter_value_and_grad, and for Flax NNX there is "
       "nnx.scaled_value_and_grad(loss_fn, optimizer)."
     )
+  given_argnums = getattr(value_and_grad._value_and_grad, "keywords", {})
+  if "argnums" in given_argnums:
+    raise ValueError(
+      "`argnums` must go to scaled_value_and_grad, got "
+      f"{given_argnums['argnums']} in the function that differentiates; write "
+      "scaled_value_and_grad(loss_fn, opt_state, argnums=...)."
+    )
   k = arguments.check_count("microbatches", microbatches, unit="micro-batches")
   drop = arguments.check_flag("drop", drop)
   requirements.check_check(check)
   names = devices.axis_names("axis_name", axis_name)
-  has_aux = value_and_grad.has_aux
+  has_aux = value_and_grad._has_aux
 
   def examine(
     summands: ArrayTree,
@@ -181,9 +190,9 @@ def accumulate(
 
     # Shaped like the gradients in `update`, to match a check's tree of dtypes.
     given = arguments.like_argnums(
-      value_and_grad.argnums, tuple(args[i] for i in places.differentiated)
+      value_and_grad._argnums, tuple(args[i] for i in places.differentiated)
     )
-    if value_and_grad.value_and_grad is jax.value_and_grad:
+    if value_and_grad._value_and_grad is jax.value_and_grad:
       like = given = leaves.as_arrays(given)
     else:
       # A model may hold more than its gradients, so the function is traced.
@@ -244,7 +253,7 @@ def accumulate(
     others = leaves.merge(is_overwritten, end.overwritten, none)
     scaled_grads = leaves.merge(is_summed, means, others)
     kind = "dropping" if drop else "scaled"
-    provenance.note(means, kind, loss_scale, value_and_grad.opt_state)
+    provenance.note(means, kind, loss_scale, value_and_grad._opt_state)
     loss = _mean_loss(losses, counted)
     return (loss, aux) if has_aux else loss, scaled_grads, overflow
 
@@ -318,9 +327,10 @@ def _split(batches: dict[int, object], microbatches: int) -> dict[int, object]:
     place = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
     shape, dtype = np.shape(x), getattr(x, "dtype", np.dtype(type(x)))
     is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    is_key = is_typed or (dtype == np.uint32 and shape in ((2,), (4,)))
+    # A key of jax.random.PRNGKey is no scalar, nor are several a vector.
+    is_key = is_typed or (dtype == np.uint32 and shape[-1:] in ((2,), (4,)))
     remedy = (
-      "instead of one random key pass jax.random.split(key, microbatches)"
+      "of a random key pass jax.random.split(jax.random.key(0), microbatches)"
       if is_key
       else "name the arguments to split in `batch_argnums`"
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -33,69 +32,69 @@ _REMEDIES = {
 }
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class ScaledValueAndGrad:
-  """The function that `scaled_value_and_grad` returns; `accumulate` takes it.
+  """The function that a `scaled_value_and_grad` returns; `accumulate` takes it.
 
-  It takes the arguments of `fun` and returns `(loss, scaled_grads)`, or
-  `((loss, aux), scaled_grads)`.
-
-  Attributes:
-    fun: the function of the loss.
-    opt_state: the `LossScalingState` that holds S, or S itself.
-    argnums: which positional arguments to differentiate with respect to.
-    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-    allow_int: whether to allow differentiation with respect to integers.
-    value_and_grad: the function that differentiates.
+  It takes the arguments of the loss function and returns `(loss,
+  scaled_grads)`, or `((loss, aux), scaled_grads)`.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> value_and_grad = ols.scaled_value_and_grad(jnp.sum, 1024.0)
-    >>> print(value_and_grad.opt_state, value_and_grad(jnp.ones(2)))
-    1024.0 (Array(2., dtype=float32), Array([1024., 1024.], dtype=float32))
+    >>> isinstance(value_and_grad, ols.ScaledValueAndGrad)
+    True
+    >>> value_and_grad(jnp.ones(2))
+    (Array(2., dtype=float32), Array([1024., 1024.], dtype=float32))
   """
 
-  fun: Callable[..., Any]
-  opt_state: optax.OptState
-  argnums: int | Sequence[int] = 0
-  has_aux: bool = False
-  _: dataclasses.KW_ONLY
-  allow_int: bool = False
-  value_and_grad: Callable[..., Any] = jax.value_and_grad
-
-  def __post_init__(self) -> None:
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    *,
+    allow_int: bool = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+  ) -> None:
+    self._fun = fun
+    self._opt_state = opt_state  # That of the wrapper, or S itself.
+    self._argnums = argnums
+    self._has_aux = has_aux
+    self._allow_int = allow_int
+    self._value_and_grad = value_and_grad
     # The attributes of a callable object must not replace those above.
-    functools.update_wrapper(self, self.fun, updated=())
+    functools.update_wrapper(self, fun, updated=())
 
   def __call__(self, *args: object, **kwargs: object) -> tuple[Any, ArrayTree]:
     loss_scale = self._loss_scale()
     value, scaled_grads = self._at(loss_scale)(*args, **kwargs)
-    provenance.note(scaled_grads, "scaled", loss_scale, self.opt_state)
+    provenance.note(scaled_grads, "scaled", loss_scale, self._opt_state)
     return value, scaled_grads
 
   # `accumulate` uses the methods below; those of Flax NNX are different.
 
   def _loss_scale(self) -> jax.Array:
     """Returns S; raises if compiling would freeze it."""
-    return states.scale_in_use(self.opt_state)
+    return states.scale_in_use(self._opt_state)
 
   def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
     """Returns the function at a given S."""
     return at_scale(
       loss_scale,
-      self.fun,
-      self.argnums,
-      self.has_aux,
-      self.allow_int,
-      self.value_and_grad,
+      self._fun,
+      self._argnums,
+      self._has_aux,
+      self._allow_int,
+      self._value_and_grad,
     )
 
   def _places(
     self, args: tuple[object, ...], batch_argnums: object
   ) -> arguments.Places:
     """Returns which arguments are differentiated, and which are split."""
-    return arguments.find_places(self.argnums, batch_argnums, len(args))
+    return arguments.find_places(self._argnums, batch_argnums, len(args))
 
   def _functional(
     self, loss_scale: jax.Array, args: tuple[object, ...]

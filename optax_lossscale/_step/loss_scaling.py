@@ -217,7 +217,9 @@ def loss_scaling(
           amax=finding.amax,
           range_used=finding.range_used,
         ),
-        counts=state.counts.after(outcome.skipped, outcome.by_request),
+        counts=states.counts_after(
+          state.counts, outcome.skipped, outcome.by_request
+        ),
       )
     )
 

@@ -53,7 +53,7 @@ def check_update(
     for tree in (scaled_grads, loss_scale, used)
   ]
   is_frozen = used is not None and traced == [True, True, False]
-  machine: Any = getattr(rule, "machine", rule)  # Presets have a `machine`.
+  machine: Any = getattr(rule, "_machine", rule)  # That of a preset.
   is_fixed = isinstance(machine, loss_scales.FixedLossScale)
   fixed = machine.scale if is_fixed else None
   if kind == "unscaled" and fixed != 1:

@@ -307,9 +307,9 @@ def check_accumulation(opt_state: object) -> None:
 
 # How to pass a flag to `update`, and the names that it is given by mistake.
 _MISNAMED = {
-  "overflow={}": "overflowed overflows is_overflow has_overflow found_inf "
-  "found_nan",
-  "overflow=jnp.logical_not({})": "grads_finite is_finite",
+  "overflow={}": "overflowed overflows overflow_flag is_overflow has_overflow "
+  "found_inf found_infs found_nan has_inf has_nan is_nan noop_flag",
+  "overflow=jnp.logical_not({})": "grads_finite is_finite all_finite",
   "skip={}": "skips skipped skip_step should_skip is_skip skip_update spike "
   "is_spike",
 }

@@ -54,6 +54,15 @@ class LastStep(NamedTuple):
       value of the computation's dtype; at least 2**-126. NaN or inf if amax is;
       0 before the first step. The dtype is taken to be float16 if the check
       names none and the gradients are float32 or wider.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(8.0))
+    >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+    >>> print(state.last_step.overflow, state.last_step.nan)
+    True False
   """
 
   overflow: jax.Array
@@ -75,33 +84,21 @@ class StepCounts(NamedTuple):
       not skip was reported as well.
     consecutive_skips: int32[], the number of skipped steps in a row, the last
       step included; 0 if the last step was applied.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(8.0))
+    >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+    >>> print(state.counts.applied_steps, state.counts.skipped_steps)
+    0 1
   """
 
   applied_steps: jax.Array
   skipped_steps: jax.Array
   requested_skips: jax.Array
   consecutive_skips: jax.Array
-
-  def after(
-    self, skipped: jax.Array | None, by_request: jax.Array | None = None
-  ) -> "StepCounts":
-    """Returns the counts after a step, which None says cannot be skipped."""
-    if skipped is None:
-      return self._replace(
-        applied_steps=jnp.asarray(optax.safe_increment(self.applied_steps)),
-        consecutive_skips=jnp.zeros_like(self.consecutive_skips),
-      )
-    requested_skips = self.requested_skips
-    if by_request is not None:
-      requested_skips = _count_if(by_request, requested_skips)
-    return StepCounts(
-      applied_steps=_count_if(~skipped, self.applied_steps),
-      skipped_steps=_count_if(skipped, self.skipped_steps),
-      requested_skips=requested_skips,
-      consecutive_skips=jnp.where(
-        skipped, optax.safe_increment(self.consecutive_skips), 0
-      ),
-    )
 
 
 class LossScalingState(NamedTuple):
@@ -227,6 +224,30 @@ def first_state(
       skipped_steps=none(),
       requested_skips=none(),
       consecutive_skips=none(),
+    ),
+  )
+
+
+def counts_after(
+  counts: StepCounts,
+  skipped: jax.Array | None,
+  by_request: jax.Array | None = None,
+) -> StepCounts:
+  """Returns the counts after a step, which None says cannot be skipped."""
+  if skipped is None:
+    return counts._replace(
+      applied_steps=jnp.asarray(optax.safe_increment(counts.applied_steps)),
+      consecutive_skips=jnp.zeros_like(counts.consecutive_skips),
+    )
+  requested_skips = counts.requested_skips
+  if by_request is not None:
+    requested_skips = _count_if(by_request, requested_skips)
+  return StepCounts(
+    applied_steps=_count_if(~skipped, counts.applied_steps),
+    skipped_steps=_count_if(skipped, counts.skipped_steps),
+    requested_skips=requested_skips,
+    consecutive_skips=jnp.where(
+      skipped, optax.safe_increment(counts.consecutive_skips), 0
     ),
   )
 

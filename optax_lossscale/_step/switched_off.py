@@ -94,7 +94,7 @@ def without_rule(
       last_step=state.last_step._replace(
         skipped=jnp.zeros_like(state.skipped) if skipped is None else skipped
       ),
-      counts=state.counts.after(skipped, by_request=skipped),
+      counts=states.counts_after(state.counts, skipped, by_request=skipped),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -632,14 +632,14 @@ def _turn(rule: base.LossScale, knob: _Knob, value: float) -> base.LossScale:
 
 def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
   arguments = dict(rule.arguments)
-  if isinstance(rule.machine, loss_scales.FixedLossScale):
+  if isinstance(rule._machine, loss_scales.FixedLossScale):
     # One argument is S, under the name that the system gives it.
     fixed = [
       _Knob(name, value)
       for name, value in arguments.items()
       if name in _FIXED_SCALES
       and type(value) in (int, float)
-      and value == rule.machine.scale
+      and value == rule._machine.scale
     ]
     return {"scale": fixed[0]} if fixed else {}
   columns = declaration.PRESETS[rule.system].columns

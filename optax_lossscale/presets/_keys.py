@@ -63,9 +63,9 @@ def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> object:
     case StateKey("loss_scale", make):
       return make(float(state.loss_scale))
     case StateKey(holds, make, first):
-      if isinstance(rule.machine, FixedLossScale):
+      if isinstance(rule._machine, FixedLossScale):
         return make(0)  # A fixed S has no counts.
-      return make(_count(holds, rule.machine, state) + first)
+      return make(_count(holds, rule._machine, state) + first)
   return key(arguments[name])
 
 

@@ -252,13 +252,13 @@ def _fill(
   state = rule.init()
   if "loss_scale" in held:
     state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
-  if isinstance(rule.machine, loss_scales.FixedLossScale):
+  if isinstance(rule._machine, loss_scales.FixedLossScale):
     return state  # A fixed S has no counts.
   largest = _arguments.LARGEST_COUNT
   return state._replace(
     **{
       name: jnp.int32(np.clip(count, -largest, largest))
-      for name, count in _keys.counters(rule.machine, held).items()
+      for name, count in _keys.counters(rule._machine, held).items()
     }
   )
 

@@ -56,7 +56,6 @@ class PresetLossScale(base.LossScale):
   Attributes:
     system: the preset's name, which decides the form of the state dictionary.
     arguments: the names and values of the preset's arguments.
-    machine: the engine that moves S, or the rule of a fixed S.
     skip: whether an overflow skips the step.
 
   Examples:
@@ -68,11 +67,12 @@ class PresetLossScale(base.LossScale):
 
   system: str
   arguments: tuple[tuple[str, object], ...]
-  machine: engine.Engine | loss_scales.FixedLossScale
+  # The engine that moves S, or the rule of a fixed S.
+  _machine: engine.Engine | loss_scales.FixedLossScale
 
   def init(self) -> PresetState:
     """Returns the state before the first step."""
-    return self.machine.init()
+    return self._machine.init()
 
   def update(
     self,
@@ -83,11 +83,11 @@ class PresetLossScale(base.LossScale):
   ) -> PresetState:
     """Returns the state after a step. See `LossScale.update`."""
     del amax
-    return self.machine.update(state, overflow)
+    return self._machine.update(state, overflow)
 
   def stalled(self, state: Any, overflow: ArrayLike) -> jax.Array:
     """Returns bool[], True if S cannot move. See `LossScale.stalled`."""
-    return self.machine.stalled(state, overflow)
+    return self._machine.stalled(state, overflow)
 
   def __repr__(self) -> str:
     arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)

@@ -671,12 +671,12 @@ def call(batch=BATCH, argnums=0, **options):
     (
       {"batch": {"x": BATCH, "key": jax.random.key(0)}},
       ValueError,
-      r"a scalar as argument 1\['key'\]; instead of one random key pass",
+      r"a scalar as argument 1\['key'\]; of a random key pass",
     ),
     (
       {"batch": {"x": BATCH, "z": jax.random.PRNGKey(0)}},
       ValueError,
-      r"8 in argument 1\['x'\] and 2 in argument 1\['z'\]; instead of one ",
+      r"8 in argument 1\['x'\] and 2 in argument 1\['z'\]; of a random key ",
     ),
     ({"batch_argnums": 0}, ValueError, "other arguments than `argnums`, got 0"),
     (
@@ -717,6 +717,16 @@ def test_what_scales_no_loss_is_refused(function, got):
     TypeError, match=f"`value_and_grad` must .* {got}.*{remedy}"
   ):
     ols.accumulate(function, microbatches=2)
+
+
+def test_argnums_in_the_function_that_differentiates_are_refused():
+  value_and_grad = ols.scaled_value_and_grad(
+    loss_fn,
+    8.0,
+    value_and_grad=functools.partial(jax.value_and_grad, argnums=1),
+  )
+  with pytest.raises(ValueError, match="`argnums` must go to scaled_value_and"):
+    ols.accumulate(value_and_grad, microbatches=2)
 
 
 def test_examples_that_devices_would_have_to_exchange_are_refused():
