@@ -44,7 +44,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("_base", 21, "unscaling moved here; a dtype is refused as a function"),
   ("_rules", 48, "errors for a rule used like torch's scaler or an optimizer"),
   ("_step", 201, "LastStep, StepCounts and FloatStatus, which users annotate"),
-  ("_step", 180, "accumulate takes a ScaledValueAndGrad, a flag is refused"),
+  ("_step", 181, "accumulate takes a ScaledValueAndGrad, a flag is refused"),
   ("cli", 2, "the doctor says where the default check is right"),
   ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
   ("experimental", 8, "a room of its own, and what it promises"),
