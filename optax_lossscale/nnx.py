@@ -55,12 +55,6 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     # Finds S anew in each call, since the optimizer moves it in place.
     return states.scale_in_use(_find_state(self._optimizer, self._path))
 
-  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
-    # Which arguments to differentiate is known to `value_and_grad` already.
-    return backward.at_scale(
-      loss_scale, self._fun, 0, self._has_aux, False, self._value_and_grad
-    )
-
   def _places(
     self, args: tuple[object, ...], batch_argnums: object
   ) -> arguments.Places:
@@ -166,6 +160,7 @@ def scaled_value_and_grad(
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
   requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
+  is_default = argnums is None
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
   filters = {
     getattr(x, "argnum", x): getattr(x, "filter", nnx.Param)
@@ -173,15 +168,16 @@ def scaled_value_and_grad(
   }
 
   def differentiate(
-    fun: Callable[..., Any], has_aux: bool
+    fun: Callable[..., Any], has_aux: bool, argnums: object = 0
   ) -> Callable[..., object]:
+    del argnums  # `chosen` says more.
     # Flax's tree mode does not accept a DiffState, which `argnums` may hold.
     value_and_grad = nnx.value_and_grad(
       fun, argnums=chosen, has_aux=has_aux, graph=True, graph_updates=True
     )
 
     def checked(*args: object, **kwargs: object) -> object:
-      if argnums is None:
+      if is_default:
         _check_first(optimizer, args)
       return value_and_grad(*args, **kwargs)
 

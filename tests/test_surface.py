@@ -74,11 +74,12 @@ GONE = (
 
 def written():
   """Yields what users read, by file: pages, notebooks, programs and source."""
-  for pattern in ("*.md", "docs/**/*.md", "notebooks/*.ipynb", "**/*.py"):
+  folders = "optax_lossscale", "tests", "examples", "benchmarks", "docs"
+  patterns = ["*.md", "docs/**/*.md", "examples/*.md", "notebooks/*.ipynb"]
+  for pattern in (*patterns, *(f"{x}/**/*.py" for x in folders)):
     for path in ROOT.glob(pattern):
-      parts = path.relative_to(ROOT).parts
-      if path.name != "test_surface.py" and not parts[0].startswith("."):
-        yield "/".join(parts), path.read_text()
+      if path.name != "test_surface.py":
+        yield str(path.relative_to(ROOT)), path.read_text()
 
 
 def test_what_was_removed_is_not_there_and_not_written_about():

@@ -223,15 +223,14 @@ def accumulate(
         value[0] if has_aux else value,
         loss_scale,
       )
-      kept, new = (
+      kept = skipping.select(
+        finding.overflow,
         (carry.variables, carry.overwritten),
         (variables, next_values),
       )
       sums = _add(carry.sums, summands, finding.overflow if drop else None, k)
-      return (
-        _Carry(*skipping.select(finding.overflow, kept, new), sums),
-        _Outcome(value, finding.overflow, finding.amax),
-      )
+      outcome = _Outcome(value, finding.overflow, finding.amax)
+      return _Carry(*kept, sums), outcome
 
     start = _Carry(
       variables,

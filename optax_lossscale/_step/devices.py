@@ -353,8 +353,7 @@ def refuse_split(
     raise ValueError(
       "devices that share a loss or gradients must decide about a micro-batch "
       f"together, got an overflow that varies along {axes} and a loss or a "
-      f"gradient that does not; pass axis_name={axes} to "
-      "accumulate."
+      f"gradient that does not; pass axis_name={axes} to accumulate."
     )
 
 
