@@ -146,9 +146,10 @@ if __name__ == "__main__":
   runs = commands.add_parser("run")
   runs.add_argument("list")
   runs.add_argument("--only", type=int, nargs="*", default=[])
-  runs.add_argument("pytest", nargs="*")
-  given = parser.parse_args()
+  # What follows "--" is for pytest.
+  end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+  given = parser.parse_args(sys.argv[1:end])
   if given.command == "list":
     make_list(given.files, given.seed, given.count)
   else:
-    run(given.list, given.only, given.pytest)
+    run(given.list, given.only, sys.argv[end + 1 :])
