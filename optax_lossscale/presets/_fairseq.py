@@ -1,13 +1,11 @@
 """The scalers of fairseq and metaseq."""
 
-# mypy: disable-error-code="empty-body"
-
 from typing import Any
 
 import numpy as np
 
 from optax_lossscale._rules.engine import Failure
-from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -20,7 +18,7 @@ _FAIRSEQ: dict[str, Any] = {
   "min_scale": Argument("threshold", is_optional=True),
   "tolerance": Argument("tolerance"),
 }
-_FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": StateKey("loss_scale", float)}
+_FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": Key("S", float)}
 
 
 def _just_above(bound: float) -> float:
@@ -63,9 +61,6 @@ def fairseq(
     scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps in a row; the trainer's
       own default is 2**14 / workers / accumulated batches.
-    tolerance: the share of overflows at which S shrinks, between 0 and 1;
-      rounded to float32.
-    threshold: the floor; None for no floor.
     min_loss_scale: S stays above this.
 
   Examples:
@@ -110,12 +105,8 @@ def metaseq(
   rounded, growth may come on a different step.
 
   Args:
-    init_scale: the first S.
     scale_factor: multiplies or divides S and the window; above 1.
     scale_window: S first grows after this many clean steps in a row.
-    tolerance: the share of overflows at which S shrinks, between 0 and 1;
-      rounded to float32.
-    threshold: the floor; None for no floor.
     min_loss_scale: S does not shrink below this.
 
   Examples:

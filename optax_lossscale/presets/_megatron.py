@@ -1,7 +1,5 @@
 """The scalers of Megatron-LM, DeepSpeed and ColossalAI."""
 
-# mypy: disable-error-code="empty-body"
-
 import math
 from typing import Any
 from typing import Literal
@@ -10,8 +8,8 @@ from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale.presets._keys import ConstantKey
 from optax_lossscale.presets._keys import int_or_float
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets._keys import one_float32
-from optax_lossscale.presets._keys import StateKey
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -40,13 +38,13 @@ _DEEPSPEED: dict[str, Any] = {
   "counts_steps": True,
 }
 _DEEPSPEED_KEYS: dict[str, object] = {
-  "cur_scale": StateKey("loss_scale", float),
-  "cur_iter": StateKey("steps", int),
-  "last_overflow_iter": StateKey("last_overflow", int),
+  "cur_scale": Key("S", float),
+  "cur_iter": Key("steps", int),
+  "last_overflow_iter": Key("last_overflow", int),
   "scale_window": int,
   "min_scale": int_or_float,
   "delayed_shift": int,
-  "cur_hysteresis": StateKey("overflows_to_shrink", int),
+  "cur_hysteresis": Key("overflows_to_shrink", int),
   "consecutive_hysteresis": bool,
   "raise_error_at_min_scale": bool,
   "dynamic": ConstantKey(True),
@@ -69,9 +67,9 @@ def _check_refill(name: str, value: object) -> object:
   refill=Argument("refill", lambda event: frozenset({event}), _check_refill),
   starts_within_bounds=True,
   saves={
-    "scale": StateKey("loss_scale", one_float32),
-    "growth_tracker": StateKey("clean_steps", int),
-    "hysteresis_tracker": StateKey("hysteresis_left", int),
+    "scale": Key("S", one_float32),
+    "growth_tracker": Key("clean_steps", int),
+    "hysteresis_tracker": Key("hysteresis_left", int),
   },
 )
 def megatron(
@@ -93,12 +91,7 @@ def megatron(
   `loss_scale_window` and `hysteresis`; there the factors are always 2 and 0.5.
 
   Args:
-    initial_scale: the first S.
     min_scale: the floor, at most `initial_scale`.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S when S shrinks; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
-    hysteresis: S shrinks after this many overflows.
     refill: the event that resets the count of overflows: "growth", as in the
       code, or "clean", any clean step, as documented. Not in Megatron.
 
@@ -163,11 +156,8 @@ def deepspeed(
   `consecutive_hysteresis`.
 
   Args:
-    init_scale: the first S.
-    scale_window: S grows after this many clean steps in a row.
     min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
       `init_scale` is below the floor, the first shrink raises S to it.
-    delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -212,12 +202,9 @@ def deepspeed_legacy(
   S may add a relative difference of 2**-23.
 
   Args:
-    init_scale: the first S.
     scale_factor: multiplies or divides S; above 1.
-    scale_window: S grows after this many clean steps in a row.
     min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
       `init_scale` is below the floor, the first shrink raises S to it.
-    delayed_shift: S shrinks after this many overflows.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -246,7 +233,7 @@ def deepspeed_legacy(
   refill=frozenset({"growth"}),
   starts_within_bounds=True,
   saves={
-    "scale": StateKey("loss_scale", one_float32),
+    "scale": Key("S", one_float32),
     "growth_factor": int_or_float,
     "backoff_factor": float,
     "hysteresis": int,
@@ -268,10 +255,6 @@ def colossalai(
   resumed run restarts them.
 
   Args:
-    initial_scale: the first S.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S when S shrinks; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
     min_scale: the floor, at most `initial_scale`; None for no floor.
       ColossalAI's optimizers pass 1.
     max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
