@@ -51,10 +51,10 @@ def fairseq(
   `scale_window` clean steps in a row. If S would shrink to `min_loss_scale` or
   less, fairseq ends the run; here S stays the same and `raise_if_failed`
   raises. A checkpoint holds only S, so a resumed run restarts its counts. If
-  the factor is not a power of two, each change of S may add a relative
-  difference of 2**-23, and the run may end one overflow earlier or later. The
-  command line calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
-  `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`.
+  the factor is not a power of two, the run may end one overflow earlier or
+  later. The command line calls the arguments `--fp16-init-scale`,
+  `--fp16-scale-window`, `--fp16-scale-tolerance`, `--threshold-loss-scale` and
+  `--min-loss-scale`.
 
   Args:
     init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
@@ -76,8 +76,7 @@ def fairseq(
     4.0
 
   References:
-    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. Fairseq keeps S in
-    double and lets S grow to inf; here S stays finite.
+    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py.
   """
 
 
@@ -121,6 +120,5 @@ def metaseq(
     16.0
 
   References:
-    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. Metaseq keeps S in
-    double and lets S grow to inf; here S stays finite.
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py.
   """

@@ -41,8 +41,6 @@ def flax(
   Args:
     growth_factor: multiplies S on growth, up to the largest float32; above 1.
     growth_interval: the clean steps before S grows, minus one.
-    minimum_scale: the floor; None for no floor. Without one, S can go to 0 in
-      Flax but not here.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -84,7 +82,7 @@ def jmp(
 
   Args:
     factor: multiplies or divides S; above 1.
-    min_loss_scale: the floor. With 0, S can go to 0 in jmp but not here.
+    min_loss_scale: the floor; 0 for no floor.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -107,8 +107,7 @@ def megatron(
     4.0
 
   References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S can grow to
-    inf there but stays finite here.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
   """
 
 
@@ -156,8 +155,8 @@ def deepspeed(
   `consecutive_hysteresis`.
 
   Args:
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
-      `init_scale` is below the floor, the first shrink raises S to it.
+    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
+      shrink raises S to it.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -174,9 +173,8 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S is a double there
-    and can grow to inf; here S stays finite. Unlike the wrapper, DeepSpeed
-    divides gradients by the next step's S, halving them when S doubles.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed divides
+    gradients by the next step's S, halving them when S doubles.
   """
 
 
@@ -198,13 +196,12 @@ def deepspeed_legacy(
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
-  the factor is an argument. If the factor is not a power of two, each change of
-  S may add a relative difference of 2**-23.
+  the factor is an argument.
 
   Args:
     scale_factor: multiplies or divides S; above 1.
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
-      `init_scale` is below the floor, the first shrink raises S to it.
+    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
+      shrink raises S to it.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -216,8 +213,7 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed keeps S
-    in double and lets S grow to inf; here S stays finite.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py.
   """
 
 
@@ -270,6 +266,5 @@ def colossalai(
 
   References:
     ColossalAI 0.5.0,
-    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds,
-    S can go to 0 or inf there but not here.
+    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py.
   """

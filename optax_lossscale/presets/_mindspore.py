@@ -51,8 +51,7 @@ def mindspore(
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
   passes (scale_factor, scale_window) by position, which sets the wrong
   arguments. `Model` and `build_train_network` use the manager's update cell
-  instead: pass the same values to `mindspore_cell`. If the factor is not a
-  power of two, each change of S may add a relative difference of 2**-23.
+  instead: pass the same values to `mindspore_cell`.
 
   Args:
     init_loss_scale: the first S, at least 1.
@@ -65,8 +64,7 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. MindSpore keeps S
-    in double and lets S grow to inf; here S stays finite.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
 
 
@@ -167,6 +165,5 @@ def mindspore_cell(
     2048.0
 
   References:
-    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S can grow to inf there
-    but stays finite here.
+    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py.
   """

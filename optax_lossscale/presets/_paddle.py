@@ -63,8 +63,7 @@ def paddle(
     65536.0 32768.0
 
   References:
-    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S can go to 0 or inf
-    there but not here.
+    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py.
   """
 
 

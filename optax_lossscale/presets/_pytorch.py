@@ -58,8 +58,7 @@ def torch(
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
-  row. S has no floor. If float32 cannot represent a factor exactly, such as
-  0.8, each change of S may add a relative difference of 2**-23.
+  row. S has no floor.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -68,8 +67,7 @@ def torch(
     32768.0
 
   References:
-    PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
-    _amp_update_scale_. S can go to 0 there but not here.
+    PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel _amp_update_scale_.
   """
 
 
@@ -93,8 +91,7 @@ def torch_sharded(
     8.0
 
   References:
-    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S can go to 0
-    there, and also to inf if S is on the CPU, but not here.
+    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py.
   """
 
 
@@ -146,7 +143,6 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
-    Apex keeps S in double. Without a floor, S can go to 0 there but not here.
   """
 
 
@@ -185,5 +181,5 @@ def apex_hysteresis(
 
   References:
     NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
-    the defaults of NVIDIA NeMo 2.7.3. S can go to 0 there but not here.
+    the defaults of NVIDIA NeMo 2.7.3.
   """

@@ -123,6 +123,5 @@ def keras(
     65536.0
 
   References:
-    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S can go to 0 or
-    inf there but not here.
+    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py.
   """
