@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     try:
       arguments = parser.parse_args(argv)
-      if "run" not in arguments:  # As in ruff and uv, which are alone an error.
+      if "run" not in arguments:  # An error, so that a script notices.
         parser.print_help(sys.stderr)
         return 2
       return int(arguments.run(arguments))

@@ -126,7 +126,7 @@ COUNTS = {
   ),
   # Overflows that a shrink still waits for. The conversion is its own inverse.
   "hysteresis_left": Count("overflows", _hysteresis_left, _hysteresis_left),
-  # Those overflows, but at least 1. With a hysteresis of 1 none are counted.
+  # Those overflows, but at least 1. A hysteresis of 1 needs no count.
   "overflows_to_shrink": Count(
     "overflows",
     write=lambda number, engine, _: max(engine.hysteresis - number, 1),

@@ -39,8 +39,8 @@ _P = ParamSpec("_P")
 # The states of a preset: of its engine, or of its fixed S.
 PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
 
-# What is said of the argument that fills a column, unless the docstring says
-# something else.
+# The description of the argument that fills a column, for docstrings that have
+# no other.
 _TEXTS = {
   "enabled": "if False, S stays at 1 and no step is skipped.",
   "init_scale": "the first S.",
