@@ -25,10 +25,10 @@ _GROWING = (states.LastStep, states.StepCounts)
 def from_dicts(restored: object, target: trees.Tree) -> trees.Tree:
   """Returns the dicts and lists of a checkpoint in the structure of a target.
 
-  A later version of this library may report something more about a step, so
-  that the state has a new field. A checkpoint of the earlier version cannot be
-  restored into the new structure. Restore it without a target, as dicts and
-  lists, and pass it here: the new fields have the values of `target`.
+  In a later version of this library the state may have a new field, and a
+  checkpoint of the earlier version cannot be restored into it. Restore it
+  without a target, as dicts and lists, and pass it here: the new fields have
+  the values of `target`.
 
   Args:
     restored: what Orbax restores without a target, or
@@ -111,12 +111,10 @@ def _unlike_target(
 def without_loss_scaling(opt_state: optax.OptState) -> Any:
   """Returns the state of the same optimizer without loss scaling.
 
-  It undoes `with_loss_scaling`, whose example shows both. Training can continue
-  without loss scaling, in bfloat16 say, and the optimizer keeps its moments and
-  counts. The result has the structure that the state had before loss scaling
-  was added, so a checkpoint from that time can be restored into it. But that
-  structure may differ if parameters are narrower than float32, or some bypass
-  the wrapper: then restore into jax.eval_shape(inner.init, params).
+  It undoes `with_loss_scaling`, whose example shows both. The optimizer keeps
+  its moments and counts. A checkpoint from before loss scaling was added can be
+  restored into the result, unless parameters are narrower than float32, or some
+  bypass the wrapper: then restore into jax.eval_shape(inner.init, params).
 
   Args:
     opt_state: the state of an optimizer that holds `loss_scaling`, or any

@@ -30,14 +30,11 @@ class TrainState(train_state.TrainState):
   """Flax's train state, for an optimizer that holds `loss_scaling`.
 
   Besides the parameters, training changes batch statistics, a moving average, a
-  random key and the like. If one of these changes on a step whose gradients
-  overflowed, it takes in non-finite values, or falls out of step with the rest.
-  In this train state, all values change together or not at all, bit for bit,
-  and `step` counts the applied steps.
+  random key and the like. In this train state, all values change together or
+  not at all, bit for bit, and `step` counts the applied steps.
 
   As in Flax's own train state, a subclass may add fields. Pass these fields to
   `create`, and their new values to `apply_gradients` or `replace_if_applied`.
-
   The new values of FP8's `_overwrite_with_gradient` collection are stored.
 
   Attributes:

@@ -283,17 +283,15 @@ def undo_on_skip(
   """Undoes the changes of a step to a model if the optimizer skips the step.
 
   A forward pass changes batch statistics and counts of random keys in place,
-  before anyone knows that the gradients will overflow. An inf in a running
-  variance would stay forever. Put the whole step into one `with` block: the
-  loss, the optimizer's update and anything that follows from it, such as a
-  moving average of the parameters. On a skip, each variable of `nodes` gets its
-  old value back at the end of the block, bit for bit. A `jnp.where` selects the
-  values, so it works under `nnx.jit` and `nnx.scan`.
+  before anyone knows that the gradients will overflow. Put the whole step into
+  one `with` block: the loss, the optimizer's update and anything that follows
+  from it, such as a moving average of the parameters. On a skip, each variable
+  of `nodes` gets its old value back at the end of the block, bit for bit. This
+  works under `nnx.jit` and `nnx.scan`.
 
-  The old values are those at the beginning of the block, so compute the loss
-  inside it. Two updates in one block are two steps. If either is skipped, the
-  model goes back to its values before both, but the optimizer keeps the other
-  update. If `nnx.cond` leaves out the update, nothing is skipped.
+  Two updates in one block are two steps. If either is skipped, the model goes
+  back to its values before both, but the optimizer keeps the other update. If
+  `nnx.cond` leaves out the update, nothing is skipped.
 
   Sown variables (`nnx.Intermediate`) keep their new values because they report
   on the step. Variables that the step creates or removes are left alone. If the

@@ -51,9 +51,8 @@ def master_weights(
   less than half that gap has no effect, however often. This wrapper adds
   updates to the master, a wider copy in the optimizer's state, and returns the
   difference between the master and the parameter. That difference is rounded to
-  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master
-  (an ulp of the larger of its values before and after the step). The error does
-  not accumulate, because the next step starts from the rounded value.
+  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master.
+  The error does not accumulate: the next step starts from the rounded value.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
@@ -62,8 +61,7 @@ def master_weights(
   The wrapper works inside or outside `loss_scaling`. Masters and parameters are
   the same either way, and a skipped step leaves both unchanged, bit for bit.
 
-  A float16 parameter with its master takes 6 bytes instead of the 4 of a
-  float32 parameter. In return, forward passes need not cast the parameters, and
+  A float16 parameter with its master takes 6 bytes instead of 4. In return,
   gathering parameters from other devices moves half as much data.
 
   Parameters follow the master. If something else changes them, the next step

@@ -243,9 +243,6 @@ _KEYS: Mapping[str, str] = {
 def get_policy(policy: object) -> Policy:
   """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
-  This lets you use a script's flag, or a setting from another system's
-  configuration, directly.
-
   Strings with dtypes are as in jmp: "params=float32,compute=float16" or
   "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
   are also jmp's: parameters are float32, the computation is in the dtype of the
@@ -268,9 +265,8 @@ def get_policy(policy: object) -> Policy:
     "allow_mix_precision_fp16" or "mixed_float16" is O1, and
     "allow_mix_precision_bf16" or "mixed_bfloat16" is O1 in bfloat16; "origin"
     or "must_keep_origin_dtype" keeps the dtype of every value. "force_fp32" or
-    "cube_fp16in_fp32out" is float32 everywhere. On Ascend the matrix unit still
-    rounds its inputs to float16; in JAX a separate setting controls that,
-    `jax.default_matmul_precision`.
+    "cube_fp16in_fp32out" is float32 everywhere; how a matrix unit rounds its
+    inputs is up to `jax.default_matmul_precision`.
 
   A name that two systems share means the same in both. Names that only look
   alike differ: "float16" of jmp and Keras puts everything in float16 without a

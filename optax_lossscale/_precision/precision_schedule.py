@@ -1,7 +1,6 @@
 """The precision schedule: first low precision, then full precision."""
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import fractions
@@ -60,20 +59,16 @@ class PrecisionSchedule:
 
   The first part of training is in low precision, which is faster on hardware
   that supports it. The rest is in full precision, so that training ends at
-  about the same loss as without the schedule. The run must also converge
-  without the schedule. Use the schedule for runs of more than an hour: a short
-  run may save less time than it takes to compile both precisions.
+  about the same loss as without the schedule. A short run may save less time
+  than it takes to compile both precisions.
 
-  The schedule is a pure state machine. `state.low` is True if the next step is
-  in low precision. Once it is False, it stays False. `make_train_step` makes a
-  complete train step; a step of your own uses `value_and_grad`, `optimizer` and
-  `update`. `presets.accelerate_train_mode` reads Ascend's setting.
+  The schedule is a pure state machine. `make_train_step` makes a complete train
+  step; a step of your own uses `value_and_grad`, `optimizer` and `update`.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
     until_step: full precision begins after this many applied steps. Loop until
-      `state.steps` reaches the number of steps that you want: a loop of so many
-      calls counts skipped steps as well and may end before the switch.
+      `state.steps` reaches the number of steps that you want.
     until_loss: full precision begins when the loss is this or less. The decimal
       number that is written is compared exactly, and so is a Fraction. A low
       loss on a single batch causes the switch, so if batches differ much, pass
@@ -121,10 +116,7 @@ class PrecisionSchedule:
     )
 
   def init(self) -> PrecisionScheduleState:
-    """Returns the state before the first step.
-
-    Training starts in low precision, unless `until_step` is 0.
-    """
+    """Returns the state before the first step."""
     low = self.until_step is None or self.until_step > 0
     return PrecisionScheduleState(
       low=jnp.full((), low), steps=jnp.full((), 0, jnp.int32)
@@ -175,13 +167,10 @@ class PrecisionSchedule:
     return state._replace(low=state.low & ~((known != 0) & (known <= limit)))
 
   def is_scaled(self, state: PrecisionScheduleState) -> jax.Array:
-    """Returns whether the next step's loss is scaled, which only float16 needs.
+    """Returns bool[], whether the next step's loss is scaled (only float16).
 
     Args:
       state: the schedule's state.
-
-    Returns:
-      bool[].
     """
     _check_state(state)
     return jnp.logical_and(state.low, self.dtype == jnp.float16)
@@ -210,8 +199,7 @@ class PrecisionSchedule:
       )
 
     The loss is `cast(loss_fn)` in low precision and `loss_fn` itself in full
-    precision. Both are compiled into one program that chooses by `state.low`,
-    so the switch does not recompile.
+    precision, in one program, so the switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or
@@ -299,33 +287,27 @@ class PrecisionSchedule:
       **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
       requirements.check_accumulation(state)
-      # Keyed by path, because an outer optimizer may add to its own state.
-      rule_states: dict[tuple[Hashable, ...], Any] = {}
+      before = states.find_states(state)
+      for node in before.values():
+        _refuse_different(is_scaled, node)
 
       # Gradients that are not scaled need S = 1 in the state during the step.
       # `put_back` then restores the rule's own state.
-      def swap(path: tuple[Hashable, ...], node: object) -> object:
-        if not states.is_state(node):
-          return node
-        _refuse_different(is_scaled, node)
-        rule_state = rule_states[path] = node.loss_scale_state
-        return node._replace(
-          loss_scale_state=states.replace_scale(
-            rule_state, jnp.where(is_scaled, rule_state.loss_scale, 1)
-          )
-        )
+      def swap(_: str, node: states.LossScalingState) -> object:
+        rule_state = node.loss_scale_state
+        loss_scale = jnp.where(is_scaled, rule_state.loss_scale, 1)
+        rule_state = states.replace_scale(rule_state, loss_scale)
+        return node._replace(loss_scale_state=rule_state)
 
-      def put_back(path: tuple[Hashable, ...], node: object) -> object:
-        if not states.is_state(node):
-          return node
-        if path not in rule_states:
+      def put_back(path: str, node: states.LossScalingState) -> object:
+        if path not in before:
           raise ValueError(
             "`tx` must keep the state of loss_scaling where it is, got it back "
-            f"at {leaves.path_name(path)!r}; make loss_scaling outermost."
+            f"at {path!r}; make loss_scaling outermost."
           )
         return node._replace(
           loss_scale_state=skipping.select(
-            ~is_scaled, rule_states[path], node.loss_scale_state
+            ~is_scaled, before[path].loss_scale_state, node.loss_scale_state
           ),
           # If the loss was not scaled, a smaller S would not help.
           last_step=node.last_step._replace(
@@ -333,11 +315,10 @@ class PrecisionSchedule:
           ),
         )
 
-      visit = functools.partial(jax.tree.map_with_path, is_leaf=states.is_state)
       updates, state = wrapped.update(
-        updates, visit(swap, state), params, **extra_args
+        updates, _replace_states(swap, state), params, **extra_args
       )
-      return updates, visit(put_back, state)
+      return updates, _replace_states(put_back, state)
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
@@ -482,6 +463,19 @@ def exact_loss(name: str, value: Any) -> fractions.Fraction:
     )
   # 7.1 is exactly 71/10, which no float is.
   return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
+
+
+def _replace_states(
+  replace: Callable[[str, states.LossScalingState], object], tree: Any
+) -> Any:
+  """Returns a tree with each state of loss scaling replaced, given its path."""
+  return jax.tree.map_with_path(
+    lambda path, x: (
+      replace(leaves.path_name(path), x) if states.is_state(x) else x
+    ),
+    tree,
+    is_leaf=states.is_state,
+  )
 
 
 def _check_state(state: object) -> None:

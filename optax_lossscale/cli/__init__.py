@@ -18,12 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   version = f"%(prog)s {ols.__version__}"
   parser.add_argument("--version", action="version", version=version)
-  subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+  subparsers = parser.add_subparsers(metavar="COMMAND")
   for command in (simulate, doctor):
     command.add_parser(subparsers)
   try:
     try:
       arguments = parser.parse_args(argv)
+      if "run" not in arguments:  # An error, so that a script notices.
+        parser.print_help(sys.stderr)
+        return 2
       return int(arguments.run(arguments))
     finally:
       print(end="", flush=True)  # A flush at exit would fail too late.

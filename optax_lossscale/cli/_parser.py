@@ -1,7 +1,11 @@
 """An argument parser that answers bad input with one line."""
 
 import argparse
+from collections.abc import Iterator
+import re
 from typing import NoReturn
+
+from optax_lossscale._base.arguments import did_you_mean
 
 
 class BadInputError(Exception):
@@ -15,5 +19,18 @@ class Parser(argparse.ArgumentParser):
     super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
 
   def error(self, message: str) -> NoReturn:
-    """Raises `BadInputError`."""
-    raise BadInputError(f"{self.prog}: error: {' '.join(message.split())}")
+    """Raises `BadInputError`, with the name that may have been meant."""
+    text = " ".join(message.split())
+    pattern = r"(?:invalid choice|unrecognized arguments): '?([^' =]+)"
+    wrong = re.search(pattern, text)
+    hint = did_you_mean(wrong[1], self._names()) if wrong else ""
+    raise BadInputError(f"{self.prog}: error: {text}{hint}")
+
+  def _names(self) -> Iterator[str]:
+    """Yields the options, choices and commands, and those of each command."""
+    for action in self._actions:
+      yield from action.option_strings
+      yield from action.choices or ()
+      if isinstance(action.choices, dict):
+        for command in action.choices.values():
+          yield from command._names()

@@ -12,6 +12,12 @@ import jax.numpy as jnp
 import optax_lossscale as ols
 from optax_lossscale.cli import _parser
 
+_LEGEND = """\
+largest*2, too large: the results of a product and of a cast that overflow; a
+number means that the device clips. 0/0: nan, or 0 if the device clips.
+subnormals: kept, or flushed to 0. cast back: whether a cast to the dtype and
+back is rounded, or both casts are elided. wider sums: yes if a sum had more
+digits than the dtype."""
 _ADVICE = {
   "float32": "Train in float32, without loss scaling.",
   "bfloat16": "Train in bfloat16, without loss scaling.",
@@ -43,7 +49,7 @@ def _run(parser: _parser.Parser, _: object) -> int:
     parser.error(f"JAX starts no device; is JAX_PLATFORMS right? {error}")
   counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
   seen = ols.hardware.probe()
-  print(f"devices: {counts}\n\n{seen}\n")
+  print(f"devices: {counts}\n\n{seen}\n\n{_LEGEND}\n")
   if seen.check(jnp.float16).saturating:
     print("For float16 use check=ols.saturated(jnp.float16) here.")
   else:

@@ -14,11 +14,14 @@ from optax_lossscale.cli import _parser
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _HARDWARE = ("ieee", "saturating")
 _DEFAULT_RULES = ("dynamic", "headroom")
-_HEADER = ("lost", "stalled", "mean", "least", "worst", "last S", "rule")
+_HEADER = (
+  *("lost steps", "stalled steps", "headroom: mean", "least", "most"),
+  *("last S", "rule"),
+)
 _LEGEND = """\
-lost: steps that overflow. stalled: steps on which S should move but cannot.
-mean, least, worst: headroom of the other steps, the bits of {dtype}'s range
-above amax; least is closest to overflow, and worst leaves most unused."""
+A lost step overflows. On a stalled one S should move but cannot. The headroom
+of the other steps is in bits of {dtype}'s range above amax: the least is
+closest to overflow, and the most leaves most of the range unused."""
 
 
 def add_parser(subparsers: Any) -> None:

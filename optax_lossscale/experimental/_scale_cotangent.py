@@ -27,10 +27,9 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     return scale_cotangent(layer(params, x), factor)
 
   The product is computed in float32 or wider and rounded once to the dtype of
-  `x`, so the factor itself need not fit float16. The gradient must still fit
-  once the factor is undone, so undo it on float32 parameters, before they are
-  cast to float16. Between two float16 layers use one call for both, with the
-  lower layer's factor divided by the upper layer's.
+  `x`. The gradient must fit once the factor is undone, so undo it on float32
+  parameters, before they are cast to float16. Between two float16 layers use
+  one call for both, with the lower layer's factor divided by the upper layer's.
 
   A cotangent of inf or NaN stays inf or NaN. A saturated cotangent, 65504, does
   not stay 65504, so no check of gradients sees it afterwards, but a

@@ -43,13 +43,11 @@ class SpikeGuardState(NamedTuple):
 class SpikeGuard:
   """Finds steps to skip because a loss or a norm is far above the last ones.
 
-  A single bad batch can undo hours of training, and its gradients may be large
-  without any overflow. The guard compares a number of the step (the loss, the
-  gradient norm) with the last `window` numbers that it accepted. Pass what
-  `is_spike` returns to `tx.update` as `skip=`, which leaves S alone, and call
-  `update` afterwards. Two guards watch two numbers: `skip=[spike, other]`.
-  Never pass a spike as `overflow=`: S would shrink in vain, and the guard would
-  not count it.
+  The guard compares a number of the step (the loss, the gradient norm) with the
+  last `window` numbers that it accepted. Pass what `is_spike` returns to
+  `tx.update` as `skip=`, which leaves S alone, and call `update` afterwards.
+  Two guards watch two numbers: `skip=[spike, other]`. Never pass a spike as
+  `overflow=`: S would shrink in vain, and the guard would not count it.
 
   A spike is a number above mean plus `sigma` standard deviations, or above
   `factor` times the mean, of numbers that do not include it. NaN and inf are

@@ -20,12 +20,11 @@ def amax_tap(x: Tree, amax: jax.Array) -> Tree:
 
   JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
   devices of a `shard_map` share one `amax`, the result is the sum of their
-  values. The sum is no less than the largest, so S errs on the safe side. A sum
-  beyond the check's limit counts as an overflow. `accumulate`
-  returns the mean over micro-batches, which may be less than the largest. For
-  separate values, pass separate zeros: a dict entry for each tap, an element of
-  an array in `xs` for each scan iteration, or `make_varying(amax, axis_name)`
-  for each device (of these, `loss_scaling(..., axis_name=)` takes the largest).
+  values, so S errs on the safe side; `accumulate` returns the mean over
+  micro-batches, which may be less than the largest. For separate values, pass
+  separate zeros: a dict entry for each tap, an element of an array in `xs` for
+  each scan iteration, or `make_varying(amax, axis_name)` for each device (of
+  these, `loss_scaling(..., axis_name=)` takes the largest).
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not

@@ -39,8 +39,8 @@ def emulate_saturation(
   """Returns `fun` as hardware in saturation mode would compute it.
 
   After every operation, inf becomes the largest finite value of its dtype with
-  the same sign, and NaN becomes 0. You can thus rehearse training on saturating
-  hardware without it. Check with `saturated`, since all gradients are finite.
+  the same sign, and NaN becomes 0. Check with `saturated`, since all gradients
+  are finite.
 
   Every operation of `fun` is clamped, including those in loops, branches, calls
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
@@ -59,7 +59,7 @@ def emulate_saturation(
 
   Returns:
     A function with the same arguments as `fun`. It traces `fun` on each call,
-    so jit it or a function that calls it.
+    so jit it.
 
   Raises:
     TypeError: if `fun` is not a function, or `dtypes` holds anything but

@@ -35,11 +35,10 @@ def float_status(
 ) -> Callable[_P, tuple[_R, findings.FloatStatus]]:
   """Wraps `fun` so that it also returns how many operations overflowed.
 
-  The status acts like the status register of an accelerator: any operation that
-  overflows sets it, and later operations do not clear it. It therefore catches
-  overflows that do not show in the gradients: those in the forward pass only,
-  and those hidden by a small layer scale or a mean. Wrap the function that
-  computes the gradients, and pass the status to `update(..., overflow=status)`.
+  Like the status register of an accelerator, it catches overflows that do not
+  show in the gradients: those in the forward pass only, and those hidden by a
+  small layer scale or a mean. Wrap the function that computes the gradients,
+  and pass the status to `update(..., overflow=status)`.
 
   An operation overflows if it produces inf or NaN from finite inputs. Results
   of an earlier inf, such as the -inf of an attention mask, do not count.

@@ -17,8 +17,11 @@ from optax_lossscale._step import checks
 _REQUIRED = ("float16", "bfloat16", "float32")
 # Every float8 dtype that JAX has, except for float8_e8m0fnu, which has no sign.
 _FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
-_HEADER = "", "product", "cast", "0/0", "subnormals", "round trip", "widened"
-_WIDTHS = 18, 8, 8, 3, 10, 10, 11
+_HEADER = (
+  *("dtype", "largest*2", "too large", "0/0", "subnormals"),
+  *("cast back", "wider sums"),
+)
+_WIDTHS = 18, 9, 9, 3, 10, 9, 10
 
 
 class Arithmetic(NamedTuple):
@@ -33,7 +36,7 @@ class Arithmetic(NamedTuple):
     elides_casts: whether a float32 that was cast to this dtype and back in one
       program was not rounded. None for float32.
     widened: whether (1 + x) - 1 was x, although 1 + x does not fit, so that the
-      sum must have been wider. False proves nothing: it is "not visible".
+      sum must have been wider. False proves nothing: it is "unknown".
   """
 
   product: float
@@ -99,8 +102,7 @@ def probe(device: jax.Device | None = None) -> Hardware:
   own check. This runs one small program, and so sees the compiler and the
   device together: in another program XLA may elide other casts, unless
   `xla_allow_excess_precision` is off. No result proves that float16 is computed
-  natively, since float32 has more than twice as many digits: a sum, product or
-  quotient that is computed in float32 and then rounded has the same bits.
+  natively.
 
   Args:
     device: the device to observe; by default JAX's default device.
@@ -232,7 +234,7 @@ def _row(name: str, seen: Arithmetic) -> tuple[str, ...]:
     *("" if x is None else f"{x:.5g}" for x in seen[:3]),
     "kept" if seen.keeps_subnormals else "flushed",
     {None: "", True: "elided", False: "rounded"}[seen.elides_casts],
-    "yes" if seen.widened else "not visible",
+    "yes" if seen.widened else "unknown",
   )
 
 

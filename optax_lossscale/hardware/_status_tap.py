@@ -26,9 +26,8 @@ def status_tap(
   because a small layer scale or a mean over devices can hide it. A tap counts
   the overflows at its point of the model. The count is the gradient with
   respect to `status`, so JAX adds it up over all taps, the steps of a scan and
-  the devices. A tap costs one pass over each cotangent. `float_status` sees
-  every operation, including those of the forward pass, and costs more. A
-  function with a tap inside does not support forward mode.
+  the devices. `float_status` sees every operation, and costs more. A function
+  with a tap inside does not support forward mode.
 
   Under `shard_map` with its defaults, the count is the sum over the devices.
   For a count per device, make `status` vary with `make_varying`. If `x` is the

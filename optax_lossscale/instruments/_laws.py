@@ -277,7 +277,8 @@ class StepReport:
       f"Next values: {', '.join(pairs)}.",
     ]
     if self.follows:
-      lines += [f"Other outputs that depend on S: {_listed(self.follows)}."]
+      named = _listed([f"output {x}" for x in self.follows])
+      lines += [f"Other outputs that depend on S: {named}."]
     if self.halvings:
       lines += [
         f"The step overflows at its S; it ran at S / 2**{self.halvings}."

@@ -11,8 +11,8 @@ and returns an ordinary rule:
 If the factors are powers of two, S equals the system's bit for bit. Otherwise
 each change of S may add a relative difference of 2**-23, because S and the
 factors are float32 here and some systems compute in double. If a system's S
-would become 0, subnormal or infinite, it stays unchanged here, and the
-wrapper's state reports `stalled`. If a system would end the run,
+would become 0, subnormal or infinite, as some let it, it stays unchanged here,
+and the wrapper's state reports `stalled`. If a system would end the run,
 `ols.raise_if_failed` raises here.
 
 `npu_loss_scale_optimizer` does not return a rule: like the original on Ascend,

@@ -1,13 +1,11 @@
 """The scalers of fairseq and metaseq."""
 
-# mypy: disable-error-code="empty-body"
-
 from typing import Any
 
 import numpy as np
 
 from optax_lossscale._rules.engine import Failure
-from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -20,7 +18,7 @@ _FAIRSEQ: dict[str, Any] = {
   "min_scale": Argument("threshold", is_optional=True),
   "tolerance": Argument("tolerance"),
 }
-_FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": StateKey("loss_scale", float)}
+_FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": Key("S", float)}
 
 
 def _just_above(bound: float) -> float:
@@ -53,19 +51,16 @@ def fairseq(
   `scale_window` clean steps in a row. If S would shrink to `min_loss_scale` or
   less, fairseq ends the run; here S stays the same and `raise_if_failed`
   raises. A checkpoint holds only S, so a resumed run restarts its counts. If
-  the factor is not a power of two, each change of S may add a relative
-  difference of 2**-23, and the run may end one overflow earlier or later. The
-  command line calls the arguments `--fp16-init-scale`, `--fp16-scale-window`,
-  `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`.
+  the factor is not a power of two, the run may end one overflow earlier or
+  later. The command line calls the arguments `--fp16-init-scale`,
+  `--fp16-scale-window`, `--fp16-scale-tolerance`, `--threshold-loss-scale` and
+  `--min-loss-scale`.
 
   Args:
     init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
     scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps in a row; the trainer's
       own default is 2**14 / workers / accumulated batches.
-    tolerance: the share of overflows at which S shrinks, between 0 and 1;
-      rounded to float32.
-    threshold: the floor; None for no floor.
     min_loss_scale: S stays above this.
 
   Examples:
@@ -81,8 +76,7 @@ def fairseq(
     4.0
 
   References:
-    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py. Fairseq keeps S in
-    double and lets S grow to inf; here S stays finite.
+    fairseq 0.12.2, fairseq/optim/dynamic_loss_scaler.py.
   """
 
 
@@ -110,12 +104,8 @@ def metaseq(
   rounded, growth may come on a different step.
 
   Args:
-    init_scale: the first S.
     scale_factor: multiplies or divides S and the window; above 1.
     scale_window: S first grows after this many clean steps in a row.
-    tolerance: the share of overflows at which S shrinks, between 0 and 1;
-      rounded to float32.
-    threshold: the floor; None for no floor.
     min_loss_scale: S does not shrink below this.
 
   Examples:
@@ -130,6 +120,5 @@ def metaseq(
     16.0
 
   References:
-    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py. Metaseq keeps S in
-    double and lets S grow to inf; here S stays finite.
+    metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py.
   """

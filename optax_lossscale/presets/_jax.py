@@ -1,11 +1,9 @@
 """The earlier scalers for JAX: Flax's and jmp's."""
 
-# mypy: disable-error-code="empty-body"
-
 import numpy as np
 
 from optax_lossscale._base import arguments as _arguments
-from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -23,8 +21,8 @@ from optax_lossscale.presets.declaration import PresetLossScale
   min_scale=Argument("minimum_scale", is_optional=True),
   max_scale=_arguments.LARGEST_SCALE,
   saves={
-    "fin_steps": StateKey("clean_steps", np.int32),
-    "scale": StateKey("loss_scale", np.float32),
+    "fin_steps": Key("clean_steps", np.int32),
+    "scale": Key("S", np.float32),
   },
 )
 def flax(
@@ -41,12 +39,8 @@ def flax(
   in a row, although Flax's documentation says `growth_interval`.
 
   Args:
-    scale: the first S.
     growth_factor: multiplies S on growth, up to the largest float32; above 1.
-    backoff_factor: multiplies S on overflow; between 0 and 1.
     growth_interval: the clean steps before S grows, minus one.
-    minimum_scale: the floor; None for no floor. Without one, S can go to 0 in
-      Flax but not here.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -70,8 +64,8 @@ def flax(
   growth_test="multiple",
   min_scale=Argument("min_loss_scale"),
   saves={
-    "loss_scale": StateKey("loss_scale", np.float32),
-    "counter": StateKey("window_steps", np.int32),
+    "loss_scale": Key("S", np.float32),
+    "counter": Key("window_steps", np.int32),
   },
 )
 def jmp(
@@ -87,10 +81,8 @@ def jmp(
   Under jit, jmp drops `min_loss_scale` and uses 1; here the floor is kept.
 
   Args:
-    loss_scale: the first S.
-    period: S grows after this many clean steps in a row.
     factor: multiplies or divides S; above 1.
-    min_loss_scale: the floor. With 0, S can go to 0 in jmp but not here.
+    min_loss_scale: the floor; 0 for no floor.
 
   Examples:
     >>> import optax_lossscale as ols

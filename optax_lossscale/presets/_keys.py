@@ -1,13 +1,14 @@
-"""The kinds of keys in a checkpoint, and how each is written and read.
+"""The keys of checkpoints: what each holds, and how it is written and read.
 
-A key declared as a type holds the argument of the key's name, saved as that
-type. A key declared as None is allowed but not needed.
+In a declaration, a type stands for a `Key` that holds the argument of the key's
+name.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,28 @@ import numpy as np
 
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules.engine import Engine
-from optax_lossscale._rules.loss_scales import FixedLossScale
-from optax_lossscale.presets.declaration import PresetLossScale
 
 
 @dataclasses.dataclass(frozen=True)
-class StateKey:
-  """A key that holds a part of the state."""
+class Key:
+  """A key that holds a number of a rule or of its state."""
 
-  holds: str  # "loss_scale", a counter, or a number that `_count` returns.
+  holds: str  # "S", a name in `COUNTS`, or an argument's name.
   make: Callable[[Any], object]  # Converts the number to the system's type.
   first: int = 0  # The number that the system gives to the first step.
-  is_lost: bool = False  # The system saves it but does not read it again.
+  is_read: bool = True  # False if the system saves it but does not read it.
 
+  def write(self, numbers: Mapping[str, Any]) -> object:
+    """Returns the value that the system would save."""
+    return self.make(numbers[self.holds] + self.first)
 
-@dataclasses.dataclass(frozen=True)
-class DerivedKey:
-  """A key whose value is derived from an argument and is not used when read."""
-
-  argument: str
-  make: Callable[[Any], object]
+  def read(self, value: object) -> Any:
+    """Returns the number that was saved, or raises."""
+    if self.holds == "S":
+      return _read_scale(value)
+    if self.holds in COUNTS:
+      return _read_integer(value) - self.first
+    return READERS.get(self.make, _read_number)(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,18 @@ class ConstantKey:
   """A key that always holds the same value."""
 
   value: object
+
+  def write(self, numbers: Mapping[str, Any]) -> object:
+    """Returns the value."""
+    del numbers
+    return self.value
+
+  def read(self, value: object) -> object:
+    """Returns the value, or raises if another one was saved."""
+    scalar = _read_scalar(value)
+    if not isinstance(scalar, (bool, int, float)) or scalar != self.value:
+      raise ValueError(f"must be {self.value!r}")
+    return self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,94 +66,97 @@ class LeafKey:
   leaf: jax.Array
   is_loss_scale: bool
 
-
-def write(name: str, key: Any, rule: PresetLossScale, state: Any) -> object:
-  """Returns the value that the system would save under a key."""
-  arguments = dict(rule.arguments)
-  match key:
-    case ConstantKey(value):
-      return value
-    case DerivedKey(argument, make):
-      return make(arguments[argument])
-    case StateKey("loss_scale", make):
-      return make(float(state.loss_scale))
-    case StateKey(holds, make, first):
-      if isinstance(rule._machine, FixedLossScale):
-        return make(0)  # A fixed S has no counts.
-      return make(_count(holds, rule._machine, state) + first)
-  return key(arguments[name])
-
-
-def read(key: Any, value: object) -> Any:
-  """Returns the value saved under a key as a Python number or bool."""
-  match key:
-    case ConstantKey(constant):
-      scalar = _read_scalar(value)
-      if not isinstance(scalar, (bool, int, float)) or scalar != constant:
-        raise ValueError(f"must be {constant!r}")
-      return constant
-    case DerivedKey():
-      return _read_number(value)
-    case StateKey("loss_scale"):
-      return _read_scale(value)
-    case StateKey():
-      return _read_integer(value)
-    case LeafKey(leaf, is_loss_scale):
-      if is_loss_scale:
-        _read_scale(value)
-      return _read_leaf(leaf, value)
-  return READERS[key](value)
+  def read(self, value: object) -> np.ndarray:
+    """Returns a value as an array that can replace the leaf, or raises."""
+    if self.is_loss_scale:
+      _read_scale(value)
+    array, leaf = np.asarray(value), self.leaf
+    if (
+      array.shape != leaf.shape
+      or not _arguments.is_numeric(value)
+      or not np.can_cast(array.dtype, leaf.dtype, "same_kind")
+    ):
+      raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}")
+    with np.errstate(over="ignore"):  # Values that are too large become inf.
+      kept = array.astype(leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(array != kept):
+      raise ValueError(f"must fit into {leaf.dtype}")
+    # A user's rule may begin with inf for a value that it does not know yet.
+    if np.any(np.isfinite(leaf) & ~np.isfinite(kept)):
+      raise ValueError(f"must be finite in {leaf.dtype}")
+    return kept
 
 
-def _count(holds: str, engine: Engine, state: Any) -> int:
-  """Returns the number that a `StateKey` holds; `counters` is the inverse."""
-  match holds:
-    case "window_steps":  # Clean steps that count towards the next growth.
-      return max(int(state.clean_steps), 0) % engine.growth_interval
-    case "hysteresis_left":  # Overflows that a shrink still waits for.
-      return engine.hysteresis - int(state.overflows)
-    case "overflows_to_shrink":  # Those overflows, but at least 1.
-      return max(engine.hysteresis - int(state.overflows), 1)
-    case "steps":  # The number of the next step.
-      return int(state.total_steps)
-    case "last_overflow":  # The number of the last step that overflowed.
-      clean_steps = int(state.clean_steps) - engine.initial_clean_steps
-      return int(state.total_steps) - 1 - clean_steps
-  return int(getattr(state, holds))
+class Count(NamedTuple):
+  """A counter of the state, and the number that a system saves in its place."""
+
+  counter: str
+  # Both convert a number, given the engine and the number of all steps.
+  write: Callable[[int, Engine, int], int] = lambda number, *_: number
+  read: Callable[[int, Engine, int], int] = lambda number, *_: number
 
 
-def counters(engine: Engine, held: Mapping[str, Any]) -> dict[str, int]:
-  """Returns the counters of a state from the numbers that `StateKey`s hold."""
-  found: dict[str, int] = {}
-  for holds, number in held.items():
-    match holds:
-      case "clean_steps" | "overflows":
-        found[holds] = number
-      case "window_steps":
-        found["clean_steps"] = _unwrap(number, engine.growth_interval)
-      case "hysteresis_left":
-        found["overflows"] = engine.hysteresis - number
-      case "overflows_to_shrink":
-        # With a hysteresis of 1, S shrinks on every overflow.
-        is_counted = engine.hysteresis > 1
-        found["overflows"] = engine.hysteresis - number if is_counted else 0
-      case "steps":
-        found["total_steps"] = number
-        found["clean_steps"] = (
-          number - held["last_overflow"] - 1 + engine.initial_clean_steps
-        )
-  return found
-
-
-def _unwrap(steps: int, interval: int) -> int:
+def _unwrap(steps: int, engine: Engine, _: int) -> int:
   """Converts a count that wraps around into the engine's clean steps.
 
   If the interval was shortened, a saved count may be past it. Such a count
   wraps around on the next step, without growing S.
   """
-  if steps < interval:
-    return steps
-  return (steps + 1) % interval - 1
+  interval = engine.growth_interval
+  return steps if steps < interval else (steps + 1) % interval - 1
+
+
+def _hysteresis_left(number: int, engine: Engine, _: int) -> int:
+  return engine.hysteresis - number
+
+
+def _last_overflow(number: int, engine: Engine, steps: int) -> int:
+  return steps - 1 - number + engine.initial_clean_steps
+
+
+COUNTS = {
+  "clean_steps": Count("clean_steps"),
+  "overflows": Count("overflows"),
+  "steps": Count("total_steps"),
+  # Clean steps that count towards the next growth.
+  "window_steps": Count(
+    "clean_steps",
+    write=lambda number, engine, _: max(number, 0) % engine.growth_interval,
+    read=_unwrap,
+  ),
+  # Overflows that a shrink still waits for. The conversion is its own inverse.
+  "hysteresis_left": Count("overflows", _hysteresis_left, _hysteresis_left),
+  # Those overflows, but at least 1. A hysteresis of 1 needs no count.
+  "overflows_to_shrink": Count(
+    "overflows",
+    write=lambda number, engine, _: max(engine.hysteresis - number, 1),
+    read=lambda number, engine, _: (
+      engine.hysteresis - number if engine.hysteresis > 1 else 0
+    ),
+  ),
+  # The last step that overflowed; its own inverse, too.
+  "last_overflow": Count("clean_steps", _last_overflow, _last_overflow),
+}
+
+
+def counts(engine: Engine, state: Any) -> dict[str, int]:
+  """Returns a state's counters as systems save them."""
+  steps = int(state.total_steps or 0)
+  counters = state._asdict() | {"total_steps": steps}
+  return {
+    name: count.write(int(counters[count.counter]), engine, steps)
+    for name, count in COUNTS.items()
+  }
+
+
+def counters(engine: Engine, numbers: Mapping[str, Any]) -> dict[str, int]:
+  """Returns a state's counters; the inverse of `counts`."""
+  steps = numbers.get("steps", 0)
+  return {
+    count.counter: count.read(numbers[name], engine, steps)
+    for name, count in COUNTS.items()
+    if name in numbers
+  }
 
 
 def one_float32(value: float) -> np.ndarray:
@@ -197,25 +215,6 @@ def _read_integer(value: object) -> int:
   return number
 
 
-def _read_leaf(leaf: jax.Array, value: object) -> np.ndarray:
-  """Returns a value as an array that can replace a leaf."""
-  array = np.asarray(value)
-  if (
-    array.shape != leaf.shape
-    or not _arguments.is_numeric(value)
-    or not np.can_cast(array.dtype, leaf.dtype, "same_kind")
-  ):
-    raise TypeError(f"must be {leaf.dtype}{list(leaf.shape)}")
-  with np.errstate(over="ignore"):  # Values that are too large become inf.
-    kept = array.astype(leaf.dtype)
-  if jnp.issubdtype(leaf.dtype, jnp.integer) and np.any(array != kept):
-    raise ValueError(f"must fit into {leaf.dtype}")
-  # A user's rule may begin with inf for a value that it does not know yet.
-  if np.any(np.isfinite(leaf) & ~np.isfinite(kept)):
-    raise ValueError(f"must be finite in {leaf.dtype}")
-  return kept
-
-
 def _read_flag(value: object) -> bool:
   flag = _read_scalar(value)
   if not isinstance(flag, bool):
@@ -223,7 +222,11 @@ def _read_flag(value: object) -> bool:
   return flag
 
 
-READERS: dict[object, Callable[[object], object]] = {
+# The keys of a system by name; None for one that is allowed but not needed.
+Keys = Mapping[str, Key | ConstantKey | None]
+
+# The types in which arguments are saved, each with its inverse.
+READERS: dict[Callable[[Any], object], Callable[[object], object]] = {
   float: _read_number,
   int_or_float: _read_int_or_float,
   int: _read_integer,

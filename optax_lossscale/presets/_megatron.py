@@ -1,7 +1,5 @@
 """The scalers of Megatron-LM, DeepSpeed and ColossalAI."""
 
-# mypy: disable-error-code="empty-body"
-
 import math
 from typing import Any
 from typing import Literal
@@ -10,8 +8,8 @@ from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale.presets._keys import ConstantKey
 from optax_lossscale.presets._keys import int_or_float
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets._keys import one_float32
-from optax_lossscale.presets._keys import StateKey
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -40,13 +38,13 @@ _DEEPSPEED: dict[str, Any] = {
   "counts_steps": True,
 }
 _DEEPSPEED_KEYS: dict[str, object] = {
-  "cur_scale": StateKey("loss_scale", float),
-  "cur_iter": StateKey("steps", int),
-  "last_overflow_iter": StateKey("last_overflow", int),
+  "cur_scale": Key("S", float),
+  "cur_iter": Key("steps", int),
+  "last_overflow_iter": Key("last_overflow", int),
   "scale_window": int,
   "min_scale": int_or_float,
   "delayed_shift": int,
-  "cur_hysteresis": StateKey("overflows_to_shrink", int),
+  "cur_hysteresis": Key("overflows_to_shrink", int),
   "consecutive_hysteresis": bool,
   "raise_error_at_min_scale": bool,
   "dynamic": ConstantKey(True),
@@ -69,9 +67,9 @@ def _check_refill(name: str, value: object) -> object:
   refill=Argument("refill", lambda event: frozenset({event}), _check_refill),
   starts_within_bounds=True,
   saves={
-    "scale": StateKey("loss_scale", one_float32),
-    "growth_tracker": StateKey("clean_steps", int),
-    "hysteresis_tracker": StateKey("hysteresis_left", int),
+    "scale": Key("S", one_float32),
+    "growth_tracker": Key("clean_steps", int),
+    "hysteresis_tracker": Key("hysteresis_left", int),
   },
 )
 def megatron(
@@ -93,12 +91,7 @@ def megatron(
   `loss_scale_window` and `hysteresis`; there the factors are always 2 and 0.5.
 
   Args:
-    initial_scale: the first S.
     min_scale: the floor, at most `initial_scale`.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S when S shrinks; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
-    hysteresis: S shrinks after this many overflows.
     refill: the event that resets the count of overflows: "growth", as in the
       code, or "clean", any clean step, as documented. Not in Megatron.
 
@@ -114,8 +107,7 @@ def megatron(
     4.0
 
   References:
-    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py. S can grow to
-    inf there but stays finite here.
+    megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
   """
 
 
@@ -163,11 +155,8 @@ def deepspeed(
   `consecutive_hysteresis`.
 
   Args:
-    init_scale: the first S.
-    scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
-      `init_scale` is below the floor, the first shrink raises S to it.
-    delayed_shift: S shrinks after this many overflows.
+    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
+      shrink raises S to it.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -184,9 +173,8 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. S is a double there
-    and can grow to inf; here S stays finite. Unlike the wrapper, DeepSpeed
-    divides gradients by the next step's S, halving them when S doubles.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed divides
+    gradients by the next step's S, halving them when S doubles.
   """
 
 
@@ -208,16 +196,12 @@ def deepspeed_legacy(
   """DeepSpeed's `DynamicLossScaler` before 0.17.1.
 
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
-  the factor is an argument. If the factor is not a power of two, each change of
-  S may add a relative difference of 2**-23.
+  the factor is an argument.
 
   Args:
-    init_scale: the first S.
     scale_factor: multiplies or divides S; above 1.
-    scale_window: S grows after this many clean steps in a row.
-    min_scale: the floor. With 0, S can go to 0 in DeepSpeed but not here. If
-      `init_scale` is below the floor, the first shrink raises S to it.
-    delayed_shift: S shrinks after this many overflows.
+    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
+      shrink raises S to it.
     consecutive_hysteresis: whether a clean step resets the count of overflows.
     raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
       overflowed with S at `min_scale`.
@@ -229,8 +213,7 @@ def deepspeed_legacy(
     16.0
 
   References:
-    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed keeps S
-    in double and lets S grow to inf; here S stays finite.
+    DeepSpeed 0.17.0, deepspeed/runtime/fp16/loss_scaler.py.
   """
 
 
@@ -246,7 +229,7 @@ def deepspeed_legacy(
   refill=frozenset({"growth"}),
   starts_within_bounds=True,
   saves={
-    "scale": StateKey("loss_scale", one_float32),
+    "scale": Key("S", one_float32),
     "growth_factor": int_or_float,
     "backoff_factor": float,
     "hysteresis": int,
@@ -268,10 +251,6 @@ def colossalai(
   resumed run restarts them.
 
   Args:
-    initial_scale: the first S.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S when S shrinks; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
     min_scale: the floor, at most `initial_scale`; None for no floor.
       ColossalAI's optimizers pass 1.
     max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
@@ -287,6 +266,5 @@ def colossalai(
 
   References:
     ColossalAI 0.5.0,
-    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py. Without bounds,
-    S can go to 0 or inf there but not here.
+    colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py.
   """

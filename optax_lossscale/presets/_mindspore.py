@@ -1,15 +1,12 @@
 """MindSpore's scalers."""
 
-# mypy: disable-error-code="empty-body"
-
 import numpy as np
 
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale.presets._keys import ConstantKey
-from optax_lossscale.presets._keys import DerivedKey
 from optax_lossscale.presets._keys import int_or_float
-from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import check_scale_from_one
 from optax_lossscale.presets.declaration import preset
@@ -30,15 +27,15 @@ def _inverse(factor: float) -> float:
   failure=Failure.TOO_MANY_OVERFLOWS,
   counts_steps=True,
   saves={
-    "loss_scale": StateKey("loss_scale", float),
+    "loss_scale": Key("S", float),
     "scale_window": int,
     "scale_factor": int_or_float,
-    "increase_ratio": DerivedKey("scale_factor", int_or_float),
-    "decrease_ratio": DerivedKey("scale_factor", _inverse),
+    "increase_ratio": Key("scale_factor", int_or_float, is_read=False),
+    "decrease_ratio": Key("scale_factor", _inverse, is_read=False),
     "bad_step_max": ConstantKey(MOST_OVERFLOWS_IN_A_ROW),
-    "cur_iter": StateKey("steps", int, first=1),
-    "last_overflow_iter": StateKey("last_overflow", int, first=1),
-    "bad_step": StateKey("overflows", int),
+    "cur_iter": Key("steps", int, first=1),
+    "last_overflow_iter": Key("last_overflow", int, first=1),
+    "bad_step": Key("overflows", int),
   },
 )
 def mindspore(
@@ -54,13 +51,11 @@ def mindspore(
   MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
   passes (scale_factor, scale_window) by position, which sets the wrong
   arguments. `Model` and `build_train_network` use the manager's update cell
-  instead: pass the same values to `mindspore_cell`. If the factor is not a
-  power of two, each change of S may add a relative difference of 2**-23.
+  instead: pass the same values to `mindspore_cell`.
 
   Args:
     init_loss_scale: the first S, at least 1.
     scale_factor: multiplies or divides S; above 1.
-    scale_window: S grows after this many clean steps in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -69,8 +64,7 @@ def mindspore(
     4194304.0
 
   References:
-    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py. MindSpore keeps S
-    in double and lets S grow to inf; here S stays finite.
+    MindSpore 2.10.0, mindspore/train/loss_scale_manager.py.
   """
 
 
@@ -105,8 +99,8 @@ def mindspore_fixed(
   growth_test="multiple",
   min_scale=1.0,
   saves={
-    "scale_value": StateKey("loss_scale", np.float32),
-    "counter": StateKey("window_steps", np.int32),
+    "scale_value": Key("S", np.float32),
+    "counter": Key("window_steps", np.int32),
   },
 )
 def mindspore_amp(
@@ -120,7 +114,6 @@ def mindspore_amp(
   Args:
     scale_value: the first S, at least 1.
     scale_factor: multiplies or divides S; above 1.
-    scale_window: S grows after this many clean steps in a row.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -144,9 +137,9 @@ def mindspore_amp(
   min_scale=1.0,
   counts_steps=True,
   saves={
-    "scale_sense": StateKey("loss_scale", np.float32),
-    "current_iterator_step": StateKey("steps", np.int32, first=1),
-    "last_overflow_iterator_step": StateKey("last_overflow", np.int32, first=1),
+    "scale_sense": Key("S", np.float32),
+    "current_iterator_step": Key("steps", np.int32, first=1),
+    "last_overflow_iterator_step": Key("last_overflow", np.int32, first=1),
   },
 )
 def mindspore_cell(
@@ -172,6 +165,5 @@ def mindspore_cell(
     2048.0
 
   References:
-    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py. S can grow to inf there
-    but stays finite here.
+    MindSpore 2.10.0, mindspore/nn/wrap/loss_scale.py.
   """

@@ -1,7 +1,5 @@
 """The scalers of npu_bridge on Ascend, and the optimizer that takes them."""
 
-# mypy: disable-error-code="empty-body"
-
 from chex import ArrayTree
 import jax
 import jax.numpy as jnp
@@ -39,13 +37,6 @@ def npu_exponential(
   `incr_ratio`. The documentation calls the ratios percentages, but they are
   factors. On hardware in saturation mode, pass
   `check=ols.saturated(jnp.float16)` to the wrapper.
-
-  Args:
-    init_loss_scale: the first S.
-    incr_every_n_steps: S grows after this many clean steps in a row.
-    decr_every_n_nan_or_inf: S shrinks after this many overflows.
-    incr_ratio: multiplies S on growth; above 1.
-    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols

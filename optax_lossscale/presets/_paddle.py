@@ -1,12 +1,10 @@
 """PaddlePaddle's scalers."""
 
-# mypy: disable-error-code="empty-body"
-
 from typing import Any
 
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets._keys import one_float32
 from optax_lossscale.presets._keys import one_int32
-from optax_lossscale.presets._keys import StateKey
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -28,13 +26,13 @@ _PADDLE: dict[str, Any] = {
   enabled=Argument("enable"),
   moves=Argument("use_dynamic_loss_scaling"),
   saves={
-    "scale": StateKey("loss_scale", one_float32),
+    "scale": Key("S", one_float32),
     "incr_ratio": float,
     "decr_ratio": float,
     "incr_every_n_steps": int,
     "decr_every_n_nan_or_inf": int,
-    "incr_count": StateKey("clean_steps", int),
-    "decr_count": StateKey("overflows", int),
+    "incr_count": Key("clean_steps", int),
+    "decr_count": Key("overflows", int),
     "use_dynamic_loss_scaling": bool,
   },
 )
@@ -54,11 +52,6 @@ def paddle(
   clean step resets the count, although the documentation says "accumulated".
 
   Args:
-    enable: if False, S stays at 1 and no step is skipped.
-    init_loss_scaling: the first S.
-    incr_ratio: multiplies S on growth; above 1.
-    decr_ratio: multiplies S when S shrinks; between 0 and 1.
-    incr_every_n_steps: S grows after this many clean steps in a row.
     decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
     use_dynamic_loss_scaling: if False, S stays at `init_loss_scaling`.
 
@@ -70,8 +63,7 @@ def paddle(
     65536.0 32768.0
 
   References:
-    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py. S can go to 0 or inf
-    there but not here.
+    PaddlePaddle 3.3.1, python/paddle/amp/grad_scaler.py.
   """
 
 
@@ -79,9 +71,9 @@ def paddle(
   **_PADDLE,
   min_scale=1.0,
   saves={
-    "loss_scaling_0": StateKey("loss_scale", one_float32),
-    "num_good_steps_0": StateKey("clean_steps", one_int32),
-    "num_bad_steps_0": StateKey("overflows", one_int32),
+    "loss_scaling_0": Key("S", one_float32),
+    "num_good_steps_0": Key("clean_steps", one_int32),
+    "num_bad_steps_0": Key("overflows", one_int32),
   },
 )
 def paddle_op(
@@ -102,10 +94,7 @@ def paddle_op(
 
   Args:
     init_loss_scaling: the first S; if below 1, a shrink raises it to 1.
-    incr_every_n_steps: S grows after this many clean steps in a row.
     decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
-    incr_ratio: multiplies S on growth; above 1.
-    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols

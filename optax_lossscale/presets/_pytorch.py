@@ -1,13 +1,11 @@
 """The scalers of PyTorch and NVIDIA Apex."""
 
-# mypy: disable-error-code="empty-body"
-
 from typing import Any
 
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base.arguments import shown
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets._keys import one_int32
-from optax_lossscale.presets._keys import StateKey
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -20,11 +18,11 @@ _TORCH: dict[str, Any] = {
   "growth_test": "equal",
 }
 _TORCH_KEYS: dict[str, object] = {
-  "scale": StateKey("loss_scale", float),
+  "scale": Key("S", float),
   "growth_factor": float,
   "backoff_factor": float,
   "growth_interval": int,
-  "_growth_tracker": StateKey("clean_steps", int),
+  "_growth_tracker": Key("clean_steps", int),
 }
 
 
@@ -60,15 +58,7 @@ def torch(
   """PyTorch's `torch.amp.GradScaler`.
 
   S shrinks on every overflow and grows after `growth_interval` clean steps in a
-  row. S has no floor. If float32 cannot represent a factor exactly, such as
-  0.8, each change of S may add a relative difference of 2**-23.
-
-  Args:
-    init_scale: the first S.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S on overflow; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
-    enabled: if False, S stays at 1 and no step is skipped.
+  row. S has no floor.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -77,8 +67,7 @@ def torch(
     32768.0
 
   References:
-    PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel
-    _amp_update_scale_. S can go to 0 there but not here.
+    PyTorch 2.13.0, torch/amp/grad_scaler.py and the kernel _amp_update_scale_.
   """
 
 
@@ -96,21 +85,13 @@ def torch_sharded(
   The same rule as `torch`. GradScaler, and even this scaler's documentation,
   list the two factors in the other order, so passing by position swaps them.
 
-  Args:
-    init_scale: the first S.
-    backoff_factor: multiplies S on overflow; between 0 and 1.
-    growth_factor: multiplies S on growth; above 1.
-    growth_interval: S grows after this many clean steps in a row.
-    enabled: if False, S stays at 1 and no step is skipped.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> print(ols.presets.torch_sharded(init_scale=8.0).init().loss_scale)
     8.0
 
   References:
-    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py. S can go to 0
-    there, and also to inf if S is on the CPU, but not here.
+    PyTorch 2.13.0, torch/distributed/fsdp/sharded_grad_scaler.py.
   """
 
 
@@ -129,8 +110,8 @@ def torch_sharded(
   min_scale=Argument("min_loss_scale", is_optional=True),
   max_scale=Argument("max_loss_scale"),
   saves={
-    "loss_scaler0/loss_scale": StateKey("loss_scale", float),
-    "loss_scaler0/unskipped": StateKey("clean_steps", int),
+    "loss_scaler0/loss_scale": Key("S", float),
+    "loss_scaler0/unskipped": Key("clean_steps", int),
   },
 )
 def apex(
@@ -152,7 +133,6 @@ def apex(
     loss_scale: "dynamic", or a fixed S.
     init_scale: the first S, unless it is above `max_loss_scale`.
     scale_factor: must be 2; Apex accepts other numbers but ignores them.
-    scale_window: S grows after this many clean steps in a row.
     min_loss_scale: the floor; None or 0 for no floor.
     max_loss_scale: the ceiling.
 
@@ -163,7 +143,6 @@ def apex(
 
   References:
     NVIDIA Apex, apex/amp/scaler.py, as in the fork HYGON-AI/apex-das 5051199.
-    Apex keeps S in double. Without a floor, S can go to 0 there but not here.
   """
 
 
@@ -172,7 +151,7 @@ def apex(
   hysteresis=Argument("hysteresis"),
   saves={
     **_TORCH_KEYS,
-    "_hysteresis_tracker": StateKey("hysteresis_left", one_int32, is_lost=True),
+    "_hysteresis_tracker": Key("hysteresis_left", one_int32, is_read=False),
   },
 )
 def apex_hysteresis(
@@ -191,10 +170,6 @@ def apex_hysteresis(
   configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
 
   Args:
-    init_scale: the first S.
-    growth_factor: multiplies S on growth; above 1.
-    backoff_factor: multiplies S when S shrinks; between 0 and 1.
-    growth_interval: S grows after this many clean steps in a row.
     hysteresis: S shrinks after this many overflows in a row.
 
   Examples:
@@ -206,5 +181,5 @@ def apex_hysteresis(
 
   References:
     NVIDIA Apex 79b7f4f, csrc/update_scale_hysteresis.cu, with the class and
-    the defaults of NVIDIA NeMo 2.7.3. S can go to 0 there but not here.
+    the defaults of NVIDIA NeMo 2.7.3.
   """

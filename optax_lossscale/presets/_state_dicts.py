@@ -151,7 +151,7 @@ def from_state_dict(
     rule = preset.function(**arguments)
     return rule, rule.init()  # A scaler that is off reads nothing.
   try:
-    values = _read(system, preset.saves, state_dict)
+    numbers = _read_numbers(system, preset.saves, state_dict)
   except ValueError as error:
     if state_dict or preset.off_switch is None:
       raise
@@ -159,19 +159,14 @@ def from_state_dict(
       f"{error} A scaler that is switched off saves nothing: pass "
       f"{preset.off_switch}=False."
     ) from None
-  held = _held(preset.saves, values)
-  saved = {
-    name: values[name]
-    for name, key in preset.saves.items()
-    if key in _keys.READERS
-  }
+  saved = {x: numbers[x] for x in preset.parameters if x in numbers}
   first = preset.columns.get("init_scale")
-  if first is not None and "loss_scale" in held:
+  if first is not None and "S" in numbers:
     parameter = preset.parameters[first.name]
     if parameter.default is parameter.empty:
-      saved[first.name] = held["loss_scale"]
+      saved[first.name] = numbers["S"]
   rule = preset.function(**(saved | arguments))
-  return rule, _fill(rule, held)
+  return rule, _fill(rule, numbers)
 
 
 def _starts_preset(rule: object) -> TypeGuard[WarmStart]:
@@ -180,7 +175,7 @@ def _starts_preset(rule: object) -> TypeGuard[WarmStart]:
   )
 
 
-def _keys_of(rule: declaration.PresetLossScale) -> Mapping[str, object]:
+def _keys_of(rule: declaration.PresetLossScale) -> _keys.Keys:
   """Returns the keys that a rule's system saves."""
   preset = declaration.PRESETS[rule.system]
   return {} if preset.is_off(dict(rule.arguments)) else preset.saves
@@ -203,12 +198,17 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
   state = jax.device_get(state)
   if not isinstance(rule, declaration.PresetLossScale):
     return {name: np.asarray(x)[()] for name, x in _own_leaves(state).items()}
+  numbers = {**dict(rule.arguments), "S": float(state.loss_scale)}
+  if isinstance(rule._machine, loss_scales.FixedLossScale):
+    numbers |= dict.fromkeys(_keys.COUNTS, 0)  # A fixed S has no counts.
+  else:
+    numbers |= _keys.counts(rule._machine, state)
   written: dict[str, Any] = {}
   for path, key in _keys_of(rule).items():
     if key is not None:
       outer, _, name = path.rpartition("/")
       inside = written.setdefault(outer, {}) if outer else written
-      inside[name] = _keys.write(name, key, rule, state)
+      inside[name] = key.write(numbers)
   return written
 
 
@@ -216,7 +216,7 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, object]) -> Any:
   """Returns a rule's state, read from a dictionary."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
-    return _fill(rule, _held(keys, _read(rule.system, keys, dictionary)))
+    return _fill(rule, _read_numbers(rule.system, keys, dictionary))
   # Copy the leaves, because several of them may be the same array.
   state = jax.tree.map(jnp.copy, rule.init())
   own = _own_leaves(state)
@@ -234,31 +234,20 @@ def _restore(rule: base.LossScale, dictionary: Mapping[str, object]) -> Any:
   )
 
 
-def _held(
-  keys: Mapping[str, object], values: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns the saved values by what their `StateKey`s hold."""
-  return {
-    key.holds: values[name] - key.first
-    for name, key in keys.items()
-    if isinstance(key, _keys.StateKey) and not key.is_lost
-  }
-
-
 def _fill(
-  rule: declaration.PresetLossScale, held: Mapping[str, Any]
+  rule: declaration.PresetLossScale, numbers: Mapping[str, Any]
 ) -> declaration.PresetState:
-  """Returns a rule's first state, updated with the values that were saved."""
+  """Returns a rule's first state, updated with the numbers that were saved."""
   state = rule.init()
-  if "loss_scale" in held:
-    state = state._replace(loss_scale=jnp.float32(held["loss_scale"]))
+  if "S" in numbers:
+    state = state._replace(loss_scale=jnp.float32(numbers["S"]))
   if isinstance(rule._machine, loss_scales.FixedLossScale):
-    return state  # A fixed S has no counts.
+    return state
   largest = _arguments.LARGEST_COUNT
   return state._replace(
     **{
       name: jnp.int32(np.clip(count, -largest, largest))
-      for name, count in _keys.counters(rule._machine, held).items()
+      for name, count in _keys.counters(rule._machine, numbers).items()
     }
   )
 
@@ -271,8 +260,22 @@ def _own_leaves(state: object) -> dict[str, jax.Array]:
   }
 
 
+def _read_numbers(
+  system: str, keys: _keys.Keys, dictionary: object
+) -> dict[str, Any]:
+  """Returns what a system's dictionary holds, by what its keys hold."""
+  values = _read(system, keys, dictionary)
+  return {
+    key.holds: values[name]
+    for name, key in keys.items()
+    if isinstance(key, _keys.Key) and key.is_read
+  }
+
+
 def _read(
-  system: str, keys: Mapping[str, object], dictionary: object
+  system: str,
+  keys: _keys.Keys | Mapping[str, _keys.LeafKey],
+  dictionary: object,
 ) -> dict[str, Any]:
   """Returns a dictionary's values by key, or raises and lists its problems."""
   if not isinstance(dictionary, Mapping):
@@ -289,7 +292,7 @@ def _read(
       problems.append(f"{name!r} is missing")
       continue
     try:
-      values[name] = _keys.read(key, came[name])
+      values[name] = key.read(came[name])
     except (TypeError, ValueError) as error:
       got = shown(came[name])
       problems.append(f"{name!r} {str(error).rstrip('.')}, got {got}")

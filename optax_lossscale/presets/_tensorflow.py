@@ -1,12 +1,10 @@
 """The scalers of TensorFlow and Keras, and npu_bridge's for Ascend."""
 
-# mypy: disable-error-code="empty-body"
-
 from typing import Any
 
 import numpy as np
 
-from optax_lossscale.presets._keys import StateKey
+from optax_lossscale.presets._keys import Key
 from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
@@ -22,9 +20,9 @@ EXPONENTIAL: dict[str, Any] = {
   "min_scale": 1.0,
 }
 EXPONENTIAL_KEYS: dict[str, object] = {
-  "loss_scale": StateKey("loss_scale", np.float32),
-  "good_steps": StateKey("clean_steps", np.int32),
-  "bad_steps": StateKey("overflows", np.int32),
+  "loss_scale": Key("S", np.float32),
+  "good_steps": Key("clean_steps", np.int32),
+  "bad_steps": Key("overflows", np.int32),
 }
 
 
@@ -42,13 +40,6 @@ def tf_exponential(
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow since it last moved,
   even with clean steps in between. The documentation says that a shrink below 1
   is not applied, but in the code S becomes 1.
-
-  Args:
-    init_loss_scale: the first S.
-    incr_every_n_steps: S grows after this many clean steps in a row.
-    decr_every_n_nan_or_inf: S shrinks after this many overflows.
-    incr_ratio: multiplies S on growth; above 1.
-    decr_ratio: multiplies S when S shrinks; between 0 and 1.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -73,8 +64,8 @@ def tf_exponential(
   growth_interval=Argument("increment_period"),
   min_scale=1.0,
   saves={
-    "current_loss_scale": StateKey("loss_scale", np.float32),
-    "good_steps": StateKey("clean_steps", np.int64),
+    "current_loss_scale": Key("S", np.float32),
+    "good_steps": Key("clean_steps", np.int64),
   },
 )
 def tensorflow(
@@ -92,7 +83,6 @@ def tensorflow(
 
   Args:
     initial_loss_scale: the first S; if below 1, an overflow raises it to 1.
-    increment_period: S grows after this many clean steps in a row.
     multiplier: multiplies or divides S; above 1.
 
   Examples:
@@ -113,8 +103,8 @@ def tensorflow(
   growth_interval=Argument("dynamic_growth_steps"),
   growth_test="equal",
   saves={
-    "step_counter": StateKey("clean_steps", np.int32),
-    "dynamic_scale": StateKey("loss_scale", np.float32),
+    "step_counter": Key("clean_steps", np.int32),
+    "dynamic_scale": Key("S", np.float32),
   },
 )
 def keras(
@@ -126,10 +116,6 @@ def keras(
   steps in a row. S has neither a floor nor a ceiling. A saved file numbers the
   optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
-  Args:
-    initial_scale: the first S.
-    dynamic_growth_steps: S grows after this many clean steps in a row.
-
   Examples:
     >>> import optax_lossscale as ols
     >>> rule = ols.presets.keras(dynamic_growth_steps=1)
@@ -137,6 +123,5 @@ def keras(
     65536.0
 
   References:
-    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py. S can go to 0 or
-    inf there but not here.
+    Keras 3.15.1, keras/src/optimizers/loss_scale_optimizer.py.
   """

@@ -5,14 +5,14 @@
     growth_factor=2.0,
     backoff_factor=0.5,
     growth_interval=Argument("window"),
-    saves={"scale": StateKey("loss_scale", float)},
+    saves={"scale": Key("S", float)},
   )
   def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
 A new preset needs this, plus its import and its name in `presets/__init__.py`.
-Presets have no body, so each of their files switches off mypy's "empty-body".
-The sections that all presets share are added to their docstrings here.
+Its docstring need not describe arguments that are like those of other presets
+(`_TEXTS`), nor have the sections that all presets share: they are added here.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import re
 from typing import Any
 from typing import ParamSpec
 
@@ -31,13 +32,27 @@ from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
 from optax_lossscale._rules import loss_scales
+from optax_lossscale.presets import _keys
 
 _P = ParamSpec("_P")
 
 # The states of a preset: of its engine, or of its fixed S.
 PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
 
-_ENDS_OF_EVERY_PRESET = """
+# The description of the argument that fills a column, for docstrings that have
+# no other.
+_TEXTS = {
+  "enabled": "if False, S stays at 1 and no step is skipped.",
+  "init_scale": "the first S.",
+  "growth_factor": "multiplies S on growth; above 1.",
+  "backoff_factor": "multiplies S when S shrinks; between 0 and 1.",
+  "growth_interval": "S grows after this many clean steps in a row.",
+  "hysteresis": "S shrinks after this many overflows.",
+  "min_scale": "the floor; None for no floor.",
+  "tolerance": "the share of overflows at which S shrinks, between 0 and 1;\n"
+  "    rounded to float32.",
+}
+_ENDS_OF_EVERY_PRESET = """\
 Returns:
   The rule.
 
@@ -113,7 +128,7 @@ class Preset:
   function: Callable[..., PresetLossScale]
   columns: Mapping[str, Any]
   switches: Mapping[str, object]
-  saves: Mapping[str, object]
+  saves: _keys.Keys
   starts_within_bounds: bool
 
   @functools.cached_property
@@ -224,6 +239,10 @@ def preset(
     **columns: fields of `Engine` and `_SWITCHES`; constants or `Argument`s.
   """
   switches = {x: columns.pop(x, default) for x, default in _SWITCHES.items()}
+  keys: dict[str, Any] = {
+    name: _keys.Key(name, key) if key in _keys.READERS else key
+    for name, key in (saves or {}).items()
+  }
 
   def declare(
     function: Callable[_P, PresetLossScale],
@@ -232,15 +251,31 @@ def preset(
     def make(*args: _P.args, **arguments: _P.kwargs) -> PresetLossScale:
       return declared.rule(args, arguments)
 
-    declared = Preset(
-      make, columns, switches, saves or {}, starts_within_bounds
-    )
+    declared = Preset(make, columns, switches, keys, starts_within_bounds)
     PRESETS[function.__name__] = declared
-    text = inspect.cleandoc(function.__doc__ or "")
-    make.__doc__ = text.replace("\nExamples:\n", _ENDS_OF_EVERY_PRESET)
+    make.__doc__ = _described(
+      inspect.cleandoc(function.__doc__ or ""), declared
+    )
     return make
 
   return declare
+
+
+def _described(text: str, preset: Preset) -> str:
+  """Returns a preset's docstring with all arguments and the shared sections."""
+  before, examples, after = text.partition("\nExamples:\n")
+  if not examples:
+    return text
+  summary, _, args = before.partition("\nArgs:\n")
+  texts = {
+    cell.name: _TEXTS[column]
+    for column, cell in {**preset.columns, **preset.switches}.items()
+    if isinstance(cell, Argument) and column in _TEXTS
+  }
+  texts |= re.findall(r"^  (\w+): (.+(?:\n    .+)*)", args, re.MULTILINE)
+  listed = "\n".join(f"  {name}: {texts[name]}" for name in preset.parameters)
+  parts = summary.rstrip(), f"Args:\n{listed}", _ENDS_OF_EVERY_PRESET + after
+  return "\n\n".join(parts)
 
 
 def check_scale_from_one(name: str, value: object) -> float:

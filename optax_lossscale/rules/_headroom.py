@@ -63,9 +63,7 @@ class HeadroomLossScale(base.LossScale):
 
   S is the largest power of two at which each of the last `window` steps would
   have had at least `headroom` bits left: amax * 2**headroom is at most the
-  largest finite value of `dtype`. S shrinks as gradients grow, before they
-  overflow, and grows as they shrink. No step is lost to probing how large S may
-  be. All computation is in integers, from the bits of amax.
+  largest finite value of `dtype`. No step is lost to probing for S.
 
   An overflow does not show by how much S was too large. S falls by one bit,
   then by two, three and so on if overflows follow in a row. If the amax of
@@ -77,14 +75,12 @@ class HeadroomLossScale(base.LossScale):
 
   Before the first clean step with a nonzero amax, or after `window` steps
   without one, no amax is known. S then leaps 16 bits down on an overflow, and
-  16 bits up on a step whose gradients are all 0, up to 2**32. A first S of
-  2**32 therefore costs one or two steps if the unscaled amax is below 1.
+  16 bits up on a step whose gradients are all 0, up to 2**32.
 
-  The rule loses a step if amax exceeds that of all the last `window` steps by
-  more than `headroom` bits. A larger `window` or `headroom` saves a step now
-  and then, but costs small gradients precision on every step. The rule cannot
-  predict that an activation's gradient overflows while the parameters' are
-  small: add an `amax_tap`, or use a dynamic rule, which may lose fewer steps.
+  A larger `window` or `headroom` saves a step now and then, but costs small
+  gradients precision on every step. The rule cannot predict that an
+  activation's gradient overflows while the parameters' are small: add an
+  `amax_tap`, or use a dynamic rule, which may lose fewer steps.
   In a float16 loss, an S of 2**16 or more becomes inf: set `max_scale`.
 
   Attributes:

@@ -48,6 +48,32 @@ def test_the_version_is_printed(capsys):
   assert capsys.readouterr().out == f"optax-lossscale {ols.__version__}\n"
 
 
+def test_the_program_alone_prints_its_help_as_an_error(capsys):
+  assert cli.main([]) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.startswith("usage: optax-lossscale") and "doctor" in err
+
+
+@pytest.mark.parametrize(
+  ("words", "meant"),
+  [
+    (["docter"], "doctor"),
+    (["--versoin", "doctor"], "--version"),
+    (["simulate", "a.csv", "--ruel=dynamic"], "--rule"),
+    (["simulate", "a.csv", "--dtype", "flot16"], "float16"),
+  ],
+)
+def test_a_misspelt_word_is_told_the_one_that_is_meant(words, meant, capsys):
+  assert cli.main(words) == 2
+  assert capsys.readouterr().err.endswith(f"; did you mean '{meant}'?\n")
+
+
+def test_a_word_that_resembles_none_gets_no_guess(capsys):
+  assert cli.main(["xyz"]) == 2
+  assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "help", "version"])
 def test_a_full_disk_ends_with_a_sentence(command, tmp_path):

@@ -519,7 +519,7 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   assert_exact(report)
   assert report.next_values == {"state": "0"}
   assert report.follows == ("1/norm",)
-  assert "Other outputs that depend on S: 1/norm." in str(report)
+  assert "Other outputs that depend on S: output 1/norm." in str(report)
 
 
 def test_a_count_that_depends_on_s_is_named_without_a_size():

@@ -334,7 +334,7 @@ def test_a_declaration_is_all_that_a_preset_needs(monkeypatch):
     init_scale=argument("first"),
     growth_factor=2.0,
     growth_interval=argument("window"),
-    saves={"s": _keys.StateKey("loss_scale", float), "window": int},
+    saves={"s": _keys.Key("S", float), "window": int},
   )
   def toy(*, first=8.0, window):
     """A toy."""
