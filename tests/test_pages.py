@@ -10,7 +10,6 @@ import re
 from flax import nnx
 import flax.linen as nn
 import jax
-from jax import lax
 import jax.numpy as jnp
 import matplotlib.pyplot
 import numpy as np
@@ -132,14 +131,6 @@ def test_the_examples_run_one_after_the_other():
   )
   assert (state.low, state.steps) == (True, 2)
 
-  exec(block("checks", "hardware.probe"), names)
-  assert names["check"] == ols.nonfinite()
-  exec(block("checks", "hardware.float_status"), names)
-  assert not names["status"]
-  assert names["opt_state"].applied_steps == 1
-  exec(block("checks", "hardware.emulate_saturation"), names)
-  assert jnp.isfinite(names["loss"])
-
   saved = {
     "scale": np.array([4096.0], np.float32),
     "growth_tracker": 499,
@@ -155,7 +146,7 @@ def test_the_examples_run_one_after_the_other():
     loss_fn, names["opt_state"]
   )(names["params"], batch)
   exec(block("instruments", "ols.loss_scale_metrics"), names)
-  assert names["metrics"]["applied_steps"] == 2
+  assert names["metrics"]["applied_steps"] == 1
   assert names["metrics"]["headroom"] > 0
   exec(block("instruments", "ols.raise_if_failed"), names)
 
@@ -382,39 +373,6 @@ def test_a_page_begins_with_a_step_that_needs_no_check(page):
   first, *_ = checks = checks_of(page)
   assert (first is None) == (page.name not in SATURATING)
   assert not [x for x in checks if str(x).startswith("ols.nonfinite(")]
-
-
-def test_a_check_that_names_float16_skips_steps_where_nothing_overflowed():
-  x = jax.random.normal(jax.random.key(0), (64, 8))
-  first_params = {"bias": jnp.zeros(1), "w": jnp.zeros((8, 1))}
-
-  def loss_fn(params):
-    product = ols.autocast(jnp.matmul)(x, params["w"])
-    return jnp.mean((product + params["bias"] - x[:, :1] - 3) ** 2)
-
-  skipped = []
-  for check in (ols.nonfinite(jnp.float16), ols.nonfinite()):
-    rule = ols.FixedLossScale(2.0**14)
-    tx = ols.loss_scaling(optax.adam(1e-2), rule, check=check)
-
-    def step(carry, _, tx=tx):
-      params, opt_state = carry
-      value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-      _, scaled_grads = value_and_grad(params)
-      updates, opt_state = tx.update(scaled_grads, opt_state, params)
-      grads_are_finite = optax.tree.norm(scaled_grads) < jnp.inf
-      params = optax.apply_updates(params, updates)
-      return (params, opt_state), grads_are_finite
-
-    carry = first_params, tx.init(first_params)
-    (_, opt_state), finite = lax.scan(step, carry, length=300)
-    assert finite.all()
-    skipped.append(int(opt_state.skipped_steps))
-  assert skipped == [300, 0]
-  assert (
-    "with S fixed at 2^14: `nonfinite(jnp.float16)` skipped 300 of 300 steps, "
-    "`nonfinite()` none, and every gradient was finite."
-  ) in documents.one_line(PAGES["checks"])
 
 
 def test_the_table_of_names_is_complete():
