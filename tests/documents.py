@@ -8,9 +8,11 @@ import jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The lines of a step that the pages take for granted.
-STEP = """
+BACKWARD = """
 value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
 loss, scaled_grads = value_and_grad(params, batch)
+"""
+STEP = f"""{BACKWARD}
 updates, opt_state = tx.update(scaled_grads, opt_state, params)
 params = optax.apply_updates(params, updates)
 """

@@ -125,22 +125,6 @@ def test_the_examples_run_one_after_the_other():
     *(written[x] for x in ("params", "opt_state", "state", "batch"))
   )
   assert (state.low, state.steps) == (True, 2)
-  exec(schedule("schedule.value_and_grad"), written)
-  *_, state, _ = written["train_step"](
-    *(written[x] for x in ("params", "opt_state", "state", "batch"))
-  )
-  assert (state.low, state.steps) == (True, 2)
-
-  saved = {
-    "scale": np.array([4096.0], np.float32),
-    "growth_tracker": 499,
-    "hysteresis_tracker": 2,
-  }
-  ported = names | {"checkpoint": {"optimizer": {"grad_scaler": saved}}}
-  exec(block("concepts", "from_state_dict"), ported)
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  _, opt_state = ported["tx"].update(zeros, ported["opt_state"], params)
-  assert ols.get_loss_scale(opt_state) == 8192.0
 
   _, names["scaled_grads"] = ols.scaled_value_and_grad(
     loss_fn, names["opt_state"]
@@ -321,10 +305,14 @@ def test_a_precision_schedule_counts_steps_wherever_loss_scaling_is(around):
   names = {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax, "tx": tx}
   names |= {"schedule": schedule}
   names["loss_fn"] = lambda params, x: jnp.mean(x @ params)
-  exec(block("precision_schedule", "schedule.value_and_grad"), names)
+  train_step = documents.step(
+    block("precision_schedule", "schedule.value_and_grad"),
+    names,
+    ("params", "opt_state", "state"),
+  )
   carry = params, tx.init(params), schedule.init()
   for x in (jnp.eye(2), jnp.eye(2) * jnp.inf, jnp.eye(2)):
-    *carry, _ = names["train_step"](*carry, x)
+    *carry, _ = train_step(*carry, x)
   assert carry[-1].steps == 2
 
 
