@@ -30,9 +30,13 @@ SEARCHES = {
   "NaN": "docs/guides/something_is_wrong.html",
   "FP8": "docs/guides/fp8.html",
   "NaN loss in float16": "docs/guides/something_is_wrong.html",
-  "NaN in bfloat16": "docs/guides/something_is_wrong.html",
+  "NaN in bfloat16: guard without loss scaling": (
+    "docs/guides/something_is_wrong.html"
+  ),
   "My S never changes": "docs/guides/something_is_wrong.html",
-  "An overflow every 2000 steps": "docs/guides/something_is_wrong.html",
+  "An overflow every 2000 steps: is that normal?": (
+    "docs/guides/something_is_wrong.html"
+  ),
 }
 BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome")
 
