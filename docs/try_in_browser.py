@@ -27,6 +27,16 @@ SEARCHES = {
   "GradScaler": "docs/porting/torch.html",
   "saturation": "notebooks/saturation_mode.html",
   "autocast": "docs/reference/autocast.html",
+  "NaN": "docs/guides/something_is_wrong.html",
+  "FP8": "docs/guides/fp8.html",
+  "NaN loss in float16": "docs/guides/something_is_wrong.html",
+  "NaN in bfloat16: guard without loss scaling": (
+    "docs/guides/something_is_wrong.html"
+  ),
+  "My S never changes": "docs/guides/something_is_wrong.html",
+  "An overflow every 2000 steps: is that normal?": (
+    "docs/guides/something_is_wrong.html"
+  ),
 }
 BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome")
 

@@ -2,8 +2,20 @@
 
 import pathlib
 import re
+import textwrap
+
+import jax
 
 ROOT = pathlib.Path(__file__).parent.parent
+# The lines of a step that the pages take for granted.
+BACKWARD = """
+value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+loss, scaled_grads = value_and_grad(params, batch)
+"""
+STEP = f"""{BACKWARD}
+updates, opt_state = tx.update(scaled_grads, opt_state, params)
+params = optax.apply_updates(params, updates)
+"""
 
 
 def read(page):
@@ -69,6 +81,22 @@ def run(text, names):
   for block in blocks(text):
     exec(compile(block, "<block>", "exec"), names)
   return names
+
+
+def step(code, names, carry=("params", "opt_state")):
+  """Returns the jitted step that some lines of a page are.
+
+  Args:
+    code: the lines.
+    names: what they find there; not changed.
+    carry: what the step takes, before `batch`, and returns, before `loss`.
+  """
+  source = f"def train_step({', '.join(carry)}, batch):\n"
+  source += textwrap.indent(code, "  ")
+  source += f"  return {', '.join(carry)}, loss\n"
+  names = dict(names)
+  exec(compile(source, "<step>", "exec"), names)
+  return jax.jit(names["train_step"])
 
 
 def _no_code(text):

@@ -5,49 +5,31 @@ import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
 from tests import documents
 from tests import support
-from tests.guides.test_nan_loss import GOOD
-from tests.guides.test_nan_loss import loss_fn
-from tests.guides.test_nan_loss import PARAMS
-from tests.guides.test_nan_loss import ZERO
+from tests.guides.test_something_is_wrong import GOOD
+from tests.guides.test_something_is_wrong import loss_fn
+from tests.guides.test_something_is_wrong import PARAMS
+from tests.guides.test_something_is_wrong import ZERO
 
 PAGE = documents.read("docs/guides/debugging.md")
 
 
-def run(title):
-  """Returns what the code of a section defines."""
-  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
-  names = {
-    "jax": jax,
-    "loss_fn": loss_fn,
-    "ols": ols,
-    "opt_state": tx.init(PARAMS),
-    "optax": optax,
-    "params": PARAMS,
-    "tx": tx,
-  }
-  return documents.run(documents.section(PAGE, title), names)
+def step_of(loss_fn, tx, code=documents.STEP):
+  """Returns a step, by default the one that the pages take for granted."""
+  names = {"jax": jax, "loss_fn": loss_fn, "ols": ols, "optax": optax}
+  return documents.step(code, names | {"tx": tx})
 
 
 def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
 
-  @jax.jit
-  def train_step(params, opt_state, batch):
-    half_loss_fn = ols.autocast(loss_fn, "O1")
-    value_and_grad = ols.scaled_value_and_grad(half_loss_fn, opt_state)
-    loss, scaled_grads = value_and_grad(params, batch)
-    updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-  names = {"ols": ols, "train_step": train_step, "params": PARAMS}
-  names |= {"opt_state": tx.init(PARAMS), "batch": GOOD}
+  names = {"ols": ols, "train_step": step_of(ols.autocast(loss_fn), tx)}
+  names |= {"params": PARAMS, "opt_state": tx.init(PARAMS), "batch": GOOD}
   text = documents.section(PAGE, "Run check_step")
   names = documents.run(text, names)
   assert f"```\n{capsys.readouterr().out}```" in text
@@ -57,97 +39,54 @@ def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
 def test_a_step_that_was_not_lowered_is_found(caplog):
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
 
-  def make_step(loss_fn):
-    def train_step(params, opt_state, batch):
-      value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-      loss, scaled_grads = value_and_grad(params, batch)
-      updates, opt_state = tx.update(scaled_grads, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state, loss
-
-    return jax.jit(train_step)
-
   text = documents.section(PAGE, "Is it float16 at all?")
   names = {"ols": ols, "logging": logging, "params": PARAMS, "batch": GOOD}
   names["opt_state"] = tx.init(PARAMS)
   caplog.set_level(logging.INFO)
   mixed_loss_fn = ols.autocast(loss_fn, "O1")
-  documents.run(text, names | {"train_step": make_step(mixed_loss_fn)})
+  documents.run(text, names | {"train_step": step_of(mixed_loss_fn, tx)})
   assert caplog.messages[-1].startswith("2 of 2 products in float16; ")
   with pytest.raises(AssertionError):
-    documents.run(text, names | {"train_step": make_step(loss_fn)})
+    documents.run(text, names | {"train_step": step_of(loss_fn, tx)})
   assert caplog.messages[-1].startswith("0 of 2 products in low precision; ")
 
 
 def test_only_skipped_steps_are_printed(capfd):
-  names = run("Printing from inside jit")
+  tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(1024.0))
+  code = documents.blocks(documents.section(PAGE, "Printing from inside jit"))
+  step = step_of(loss_fn, tx, documents.STEP + code[0])
   for batch in (GOOD, ZERO, GOOD):
-    jax.block_until_ready(
-      names["train_step"](PARAMS, names["opt_state"], batch)
-    )
+    jax.block_until_ready(step(PARAMS, tx.init(PARAMS), batch))
   jax.effects_barrier()
   (line,) = capfd.readouterr().out.splitlines()
   assert line.startswith("skipped: loss ")
   assert line.endswith("S now 512.0, nan True, stalled False")
 
 
-def test_headroom_is_how_many_doublings_remain(capsys):
-  title = "Tuning S"
-  rule = ols.DynamicLossScale(1024.0)
-  check = ols.nonfinite(jnp.float16)
-  tx = ols.loss_scaling(optax.sgd(0.5), rule, check=check)
-  tx = ols.instruments.record(tx, capacity=100)
-  scaled_grads = jnp.array([2.0**-3, 2.0**3])
-  update, state = jax.jit(tx.update), tx.init(scaled_grads)
-  for _ in range(100):
-    _, state = update(scaled_grads, state)
-  text = documents.section(PAGE, title)
-  names = documents.run(
-    text,
-    {"jnp": jnp, "ols": ols, "opt_state": state, "optax": optax, "rule": rule},
-  )
-  doublings = int(np.floor(names["headroom"]))
-  as_float16 = jnp.float16(scaled_grads)
-  for extra, overflows in ((doublings, False), (doublings + 1, True)):
-    scaled = as_float16 * jnp.float16(2.0**extra)
-    assert bool(jnp.isinf(scaled).any()) == overflows
-  assert "S could have been 2**12 times as large" in capsys.readouterr().out
-  assert ols.get_loss_scale(names["opt_state"]) == 2.0**12
-  update(scaled_grads, names["opt_state"])
-  assert update._cache_size() == 1
-
-
 BY_HAND = "Gradients that are averaged by hand"
 
 
 @functools.cache
-def averaged_by_hand(axis_name="()", average=True, axis='"data"'):
+def averaged_by_hand(axis_name=(), average=True, axis="data"):
   """Returns S and a parameter on each device after a NaN on one of them."""
-  changes = {
-    "axis_name=()": f"axis_name={axis_name}",
-    'axis_name="data")\ndef': f"axis_name={axis})\ndef",
-  }
-  if not average:
-    line = '  scaled_grads = jax.lax.pmean(scaled_grads, "data")\n'
-    changes[line] = ""
-  code = documents.block(PAGE, BY_HAND, "jax.pmap")
-  for old, new in changes.items():
-    assert code.count(old) == 1
-    code = code.replace(old, new)
-  names = {"functools": functools, "jax": jax, "ols": ols, "optax": optax}
-  names |= {"rule": ols.DynamicLossScale(8.0), "loss_fn": jnp.dot}
-  names = documents.run(f"```python\n{code}```", names)
+  first, before_update = documents.blocks(documents.section(PAGE, BY_HAND))
+  names = {"ols": ols, "optax": optax, "rule": ols.DynamicLossScale(8.0)}
+  code = first.replace("axis_name=()", f"axis_name={axis_name!r}")
+  tx = documents.run(f"```python\n{code}```", names)["tx"]
+  code = documents.STEP
+  if average:
+    code = code.replace("updates,", f"{before_update}updates,")
+  train_step = jax.pmap(step_of(jnp.dot, tx, code), axis_name=axis)
   params = jnp.ones(2)
-  given = jax.tree.map(
-    lambda x: jnp.stack(8 * [x]), (params, names["tx"].init(params))
-  )
+  given = jax.tree.map(lambda x: jnp.stack(8 * [x]), (params, tx.init(params)))
   batch = jnp.ones((8, 2)).at[3].set(jnp.nan)
-  params, opt_state, _ = names["train_step"](*given, batch)
+  params, opt_state, _ = train_step(*given, batch)
   return opt_state.loss_scale_state.loss_scale.tolist(), params[:, 0].tolist()
 
 
 def test_averaged_by_hand_all_devices_skip_and_nothing_warns():
   assert averaged_by_hand() == ([4.0] * 8, [1.0] * 8)
-  assert averaged_by_hand('"data"') == averaged_by_hand()
+  assert averaged_by_hand("data") == averaged_by_hand()
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -155,7 +94,7 @@ def test_without_a_name_the_axis_is_asked_for_averaged_or_not(average):
   with pytest.warns(
     ols.WiringWarning, match="axis_name=.*if gradients are the"
   ):
-    scales, _ = averaged_by_hand("None", average)
+    scales, _ = averaged_by_hand(None, average)
   assert scales == ([4.0] * 8 if average else [8.0] * 3 + [4.0] + [8.0] * 4)
 
 
@@ -164,7 +103,7 @@ def test_no_axis_is_seen_where_the_page_says_so():
   text = documents.one_line(documents.section(PAGE, BY_HAND))
   alone = [8.0] * 3 + [4.0] + [8.0] * 4
   assert "under a `pmap` whose axis has no name" in text
-  assert averaged_by_hand("None", False, "None")[0] == alone
+  assert averaged_by_hand(None, False, None)[0] == alone
 
   tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
   state, gradients = tx.init(jnp.ones(())), jnp.ones(8).at[3].set(jnp.nan)

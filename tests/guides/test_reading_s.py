@@ -1,4 +1,4 @@
-"""The picture of S shows the shapes that its page explains."""
+"""The picture of S shows the shapes that its section explains."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -7,7 +7,9 @@ import numpy as np
 import optax_lossscale as ols
 from tests import documents
 
-PAGE = documents.read("docs/guides/reading_s.md")
+PAGE = documents.section(
+  documents.read("docs/guides/instruments.md"), "How to read the curve of S"
+)
 
 
 def test_the_picture_is_the_one_that_the_code_draws(tmp_path, monkeypatch):

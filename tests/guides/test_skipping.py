@@ -11,6 +11,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests import support
+from tests.guides import guarded
 from tests.guides.guarded import batch_of
 from tests.guides.guarded import CLEAN
 from tests.guides.guarded import loss_fn
@@ -23,22 +24,25 @@ RULE = ols.DynamicLossScale()
 TX = ols.loss_scaling(optax.sgd(0.1), RULE)
 
 
+AGAIN = "Trying the same batch again"
+
+
 @functools.cache
-def recipe(title, rule=RULE):
-  """Returns what the blocks of a section define."""
-  names = {
-    "functools": functools,
-    "inner": optax.adam(0.125),
-    "jax": jax,
-    "jnp": jnp,
-    "loss_fn": loss_fn,
-    "ols": ols,
-    "optax": optax,
-    "params": PARAMS,
-    "rule": rule,
-  }
-  names["tx"] = ols.loss_scaling(names["inner"], rule)
-  return documents.run(documents.section(PAGE, title), names)
+def again(rule=RULE, loss_fn=loss_fn):
+  """Returns what the section defines that tries a batch again."""
+  tx = ols.loss_scaling(optax.adam(0.125), rule)
+  names = {"functools": functools, "jax": jax, "jnp": jnp, "ols": ols}
+  names |= {"loss_fn": loss_fn, "optax": optax, "tx": tx}
+  names["train_step"] = documents.step(documents.STEP, names)
+  return documents.run(documents.section(PAGE, AGAIN), names)
+
+
+@functools.cache
+def spikes():
+  """Returns what the section on spikes of the norm defines."""
+  section = documents.section(PAGE, "Spikes of the gradient norm")
+  first, step = documents.blocks(section)
+  return guarded.names_with_step(first, documents.BACKWARD + step)
 
 
 @pytest.mark.parametrize(("size", "skipped"), [(99.0, False), (101.0, True)])
@@ -69,7 +73,7 @@ def test_the_table_says_what_the_two_reasons_do():
 
 
 def test_a_spike_of_the_norm_is_skipped():
-  names = recipe("Spikes of the gradient norm")
+  names = spikes()
   before = trained(names, CLEAN)
   assert before[1].skipped_steps == 0
   params, opt_state, guard_state = trained(names, [*CLEAN, 30.0])
@@ -89,7 +93,7 @@ def test_a_spike_of_the_norm_is_skipped():
 
 
 def test_check_step_finds_the_step_right():
-  names = recipe("Spikes of the gradient norm")
+  names = spikes()
   report = ols.instruments.check_step(
     names["train_step"], *trained(names, [1.0, 1.0]), batch_of(1.0)
   )
@@ -98,7 +102,7 @@ def test_check_step_finds_the_step_right():
 
 
 def test_a_step_that_overflows_leaves_the_guard_as_it_was():
-  names = recipe("Spikes of the gradient norm")
+  names = spikes()
   _, _, expected = trained(names, CLEAN)
   _, opt_state, guard_state = trained(names, [*CLEAN, np.inf])
   assert opt_state.overflow
@@ -107,26 +111,24 @@ def test_a_step_that_overflows_leaves_the_guard_as_it_was():
 
 # Trying the same batch again.
 
-AGAIN = "Trying the same batch again"
-
 
 @pytest.mark.parametrize(
   ("start", "expected"), [(2.0**10, 1), (2.0**122, 4), (2.0**119, 1)]
 )
 def test_a_step_that_overflowed_is_tried_again(start, expected):
-  names = recipe(AGAIN, ols.DynamicLossScale(start, max_scale=2.0**127))
+  names = again(ols.DynamicLossScale(start, max_scale=2.0**127))
   # Loss and gradient are 2^8, so S must be 2^119 at most.
   batch = jnp.full((2, 4), 8.0)
   opt_state = names["tx"].init(PARAMS)
-  params, opt_state, loss, tries = names["train_step"](PARAMS, opt_state, batch)
+  params, opt_state, loss, tries = names["try_step"](PARAMS, opt_state, batch)
   assert tries == expected
   assert loss == 2**8
   assert (opt_state.applied_steps, opt_state.skipped_steps) == (1, tries - 1)
   assert ols.get_loss_scale(opt_state) == start / 2 ** (tries - 1)
   # As if S had fitted at once.
-  other = recipe(AGAIN, ols.DynamicLossScale(2.0**5))
+  other = again(ols.DynamicLossScale(2.0**5))
   first = other["tx"].init(PARAMS)
-  expected_params, *_ = other["train_step"](PARAMS, first, batch)
+  expected_params, *_ = other["try_step"](PARAMS, first, batch)
   assert_same_bits(params, expected_params)
 
 
@@ -138,12 +140,10 @@ def test_a_try_has_the_keys_and_the_loss_of_the_first():
 
   results = []
   for start in (2.0**17, 2.0**5):
-    names = dict(recipe(AGAIN, ols.DynamicLossScale(start)))
-    names["loss_fn"] = noisy_loss_fn
-    exec(documents.blocks(documents.section(PAGE, AGAIN))[0], names)
+    names = again(ols.DynamicLossScale(start), noisy_loss_fn)
     batch = jnp.full((2, 4), 8.0), jax.random.key(3)
     opt_state = names["tx"].init(PARAMS)
-    step = names["train_step"]
+    step = names["try_step"]
     params, _, loss, tries = step(PARAMS, opt_state, batch, max_tries=12)
     results.append((params, loss))
     # A float16 loss holds an S of 2^15 at most.
@@ -152,9 +152,9 @@ def test_a_try_has_the_keys_and_the_loss_of_the_first():
 
 
 def test_it_ends_after_so_many_tries():
-  names = recipe(AGAIN)
+  names = again()
   opt_state = names["tx"].init(PARAMS)
-  step = names["train_step"]
+  step = names["try_step"]
   params, after, _, tries = step(PARAMS, opt_state, batch_of(np.nan))
   assert tries == after.skipped_steps == 8
   # The page's figure.
@@ -166,18 +166,16 @@ def test_it_ends_after_so_many_tries():
 def test_it_ends_where_s_can_shrink_no_further():
   floor = ols.DynamicLossScale(2.0**5, min_scale=2.0**4)
   for rule, expected in ((floor, 2), (ols.FixedLossScale(), 1)):
-    names = recipe(AGAIN, rule)
+    names = again(rule)
     opt_state = names["tx"].init(PARAMS)
-    _, after, _, tries = names["train_step"](
-      PARAMS, opt_state, batch_of(np.nan)
-    )
+    _, after, _, tries = names["try_step"](PARAMS, opt_state, batch_of(np.nan))
     assert tries == expected
     assert after.stalled
 
 
 def test_the_program_has_one_loop_with_one_step_in_it():
-  names = recipe(AGAIN)
-  step = names["train_step"]
+  names = again()
+  step = names["try_step"]
   opt_state = names["tx"].init(PARAMS)
   program = jax.make_jaxpr(step)(PARAMS, opt_state, batch_of(1.0))
   kinds = [x.primitive.name for x in support.equations(program)]
@@ -189,10 +187,10 @@ def test_the_program_has_one_loop_with_one_step_in_it():
 
 
 def test_seeds_under_vmap_try_again_on_their_own():
-  names = recipe(AGAIN)
+  names = again()
   opt_state = names["tx"].init(PARAMS)
   batches = jnp.stack([batch_of(1.0), batch_of(np.nan)])
-  _, after, _, tries = jax.vmap(names["train_step"], (None, None, 0))(
+  _, after, _, tries = jax.vmap(names["try_step"], (None, None, 0))(
     PARAMS, opt_state, batches
   )
   assert tries.tolist() == [1, 8]

@@ -1,6 +1,6 @@
 """JAX's debugging switches, on a clean step and on one that overflows.
 
-What docs/guides/nan_loss.md says of each of them. They are set by context
+What docs/guides/debugging.md says of each of them. They are set by context
 managers, so that nothing is left behind for other tests.
 """
 
