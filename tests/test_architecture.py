@@ -126,7 +126,7 @@ def imports(path, text=None):
 
 
 def arrows():
-  """Yields the importing file, the imported path, and the package of each."""
+  """Yields the importing and the imported file, each with its package."""
   for path in FILES:
     own = path.relative_to(PACKAGE).parts
     for target in imports(path):

@@ -73,7 +73,7 @@ def preset_section(system):
 
 def sides(system):
   """Returns the old and the new side of a preset's table."""
-  pattern = r"<tr valign.*?>(.*?)</td><td>(.*?)</td></tr>\n</table>"
+  pattern = r"<tr valign.*?>(.*?)</td><td>(.*?)</td></tr></table>"
   (found,) = re.findall(pattern, preset_section(system), re.DOTALL)
   return found
 
