@@ -566,33 +566,6 @@ def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
 
 
 @pytest.mark.slow
-def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
-  names = run_npu_lines([jnp.ones(16)])
-  steps = np.arange(1, 101)
-  history = ols.instruments.replay(
-    names["manager"],
-    ols.instruments.History(
-      steps, np.float32(steps * 0 + 1), np.float32(steps * 0 + 1), steps < 0
-    ),
-    check=ols.saturated(jnp.float16),
-  ).history
-  tx = ols.instruments.record(
-    ols.loss_scaling(optax.sgd(0.5), names["manager"]), 100
-  )
-  names["opt_state"] = tx.init(jnp.zeros(()))._replace(
-    recorded_steps=jnp.int32(100),
-    recorded_scale=jnp.asarray(history.loss_scale),
-    recorded_amax=jnp.asarray(history.amax),
-    recorded_overflow=jnp.asarray(history.overflow),
-  )
-  exec(block(WATCHING, "instruments.advise"), names)
-  advice, *_ = capsys.readouterr().out.splitlines()
-  assert advice.startswith(
-    "init_loss_scale: 2**32 -> 2**15: 34 steps overflowed"
-  )
-
-
-@pytest.mark.slow
 def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
   # Of two rows of a worker: with S = 2**15 their gradient is 65504, and that of
   # the other workers and the mean of all are far below.
