@@ -1,4 +1,4 @@
-"""What tests of several rooms share: bits, meshes, rules, what XLA made."""
+"""What tests of several packages share: bits, meshes, rules, what XLA made."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md, against the imports in the source."""
+"""The layers of docs/architecture.md, against the imports in the source."""
 
 import ast
 import collections
@@ -15,7 +15,7 @@ TESTS = pathlib.Path(__file__).parent
 PAGE = documents.read("docs/architecture.md")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The most lines of each room. Lower a number when lines go; where a room has
+# The most lines of each package. Lower a number when lines go; where one has
 # to grow, an entry in `GROWN` says why.
 LINES = {
   "__init__": 95,
@@ -38,7 +38,7 @@ LINES = {
   "rules": 803,
 }
 _TYPES = "annotations say more than Any, in longer lines and with imports"
-# Triples of a room, how many lines more it has, and what they are for.
+# Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("__init__", 6, "types that users annotate are public names"),
   ("_base", 21, "unscaling moved here; a dtype is refused as a function"),
@@ -52,8 +52,8 @@ GROWN: list[tuple[str, int, str]] = [
     "help for a bare or misspelt command, columns explained",
   ),
   ("checkpoints", 88, "from_dicts restores what an earlier version saved"),
-  ("experimental", 8, "a room of its own, and what it promises"),
-  ("hardware", 31, "a public room, and what it is for"),
+  ("experimental", 8, "a package of its own, and what it promises"),
+  ("hardware", 31, "a public package, and what it is for"),
   ("instruments", 78, "check_step takes Flax NNX; longer names of types"),
   ("nnx", 97, "accumulate carries a model through its micro-batches"),
   ("__init__", 26, "types that functions return; modules for type checkers"),
@@ -71,19 +71,19 @@ GROWN: list[tuple[str, int, str]] = [
   ("presets", 15, _TYPES),
   ("rules", 1, _TYPES),
 ]
-# How many lines a room may be below its number before the number is stale.
+# How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 
-def rows():
-  """Returns the row of every room, as the page's table has it."""
-  table = documents.section(PAGE, "The rooms")
+def layers():
+  """Returns the layer of every package, as the page's table has it."""
+  table = documents.section(PAGE, "The layers")
   found = {}
   for number, cell in re.findall(
     r"^\| (\d+) \| ([^|]+)\|", table, re.MULTILINE
   ):
-    for room in re.findall(r"`(\w+)(?:/|\.py)`", cell):
-      found[room] = int(number)
+    for package in re.findall(r"`(\w+)(?:/|\.py)`", cell):
+      found[package] = int(number)
   return found
 
 
@@ -96,13 +96,13 @@ def guarantees():
   ]
 
 
-def room_of(parts):
-  """Returns the room of a module, given its path below the package."""
+def package_of(parts):
+  """Returns the package of a module, given its path below the library."""
   return parts[0].removesuffix(".py") if parts else "__init__"
 
 
 def module_path(name):
-  """Returns the path of a module below the package, as parts."""
+  """Returns the path of a module below the library, as parts."""
   parts = name.split(".")[1:]
   folder = PACKAGE.joinpath(*parts)
   if (folder / "__init__.py").exists():
@@ -113,7 +113,7 @@ def module_path(name):
 
 
 def imports(path, text=None):
-  """Yields what a file imports of the package, wherever in it, as paths."""
+  """Yields what a file imports of the library, wherever in it, as paths."""
   for node in ast.walk(ast.parse(text or path.read_text())):
     if isinstance(node, ast.Import):
       imported = [(alias.name, None) for alias in node.names]
@@ -131,42 +131,42 @@ def imports(path, text=None):
 
 
 def arrows():
-  """Yields the importing file, its room, the imported path and its room."""
+  """Yields the importing and the imported file, each with its package."""
   for path in FILES:
     own = path.relative_to(PACKAGE).parts
     for target in imports(path):
-      yield path, room_of(own), target, room_of(target)
+      yield path, package_of(own), target, package_of(target)
 
 
-def test_every_room_is_on_the_page_and_every_room_of_the_page_is_there():
-  rooms = {room_of(path.relative_to(PACKAGE).parts) for path in FILES}
-  assert rooms - {"__init__", "__main__"} == set(rows())
-  assert len(rooms) <= 20
+def test_every_room_is_on_the_page_and_every_package_of_the_page_is_there():
+  packages = {package_of(path.relative_to(PACKAGE).parts) for path in FILES}
+  assert packages - {"__init__", "__main__"} == set(layers())
+  assert len(packages) <= 20
 
 
-def test_a_room_imports_from_rows_above_it_only():
-  row = rows()
+def test_a_package_imports_from_layers_above_it_only():
+  layer = layers()
   wrong = [
     f"{path.relative_to(PACKAGE)} imports {'/'.join(target)}"
-    for path, room, target, other in arrows()
-    if room in row
-    and room != other
-    # The package's face is for users, and for the programs at the bottom.
-    and (other == "__init__" or row[other] >= row[room])
-    and not (other == "__init__" and room == "cli")
+    for path, package, target, other in arrows()
+    if package in layer
+    and package != other
+    # The library's face is for users, and for the programs at the bottom.
+    and (other == "__init__" or layer[other] >= layer[package])
+    and not (other == "__init__" and package == "cli")
   ]
   assert not wrong, "\n".join(wrong)
 
 
-def test_no_room_grows_without_a_reason():
+def test_no_package_grows_without_a_reason():
   most = collections.Counter(LINES)
-  for room, lines, reason in GROWN:
+  for package, lines, reason in GROWN:
     assert lines > 0 and reason
-    most[room] += lines
+    most[package] += lines
   own = collections.Counter()
   for path in FILES:
-    room = room_of(path.relative_to(PACKAGE).parts)
-    own[room] += len(path.read_text().splitlines())
+    package = package_of(path.relative_to(PACKAGE).parts)
+    own[package] += len(path.read_text().splitlines())
   grown = {x: f"{own[x]}, not {most[x]}" for x in own if own[x] > most[x]}
   assert not grown, "take lines out, or say in GROWN why there are more"
   stale = {x: own[x] for x in most if own[x] < most[x] - SLACK}
@@ -191,11 +191,11 @@ def test_no_file_imports_itself_by_way_of_others():
     visit(path, ())
 
 
-def test_a_rooms_private_files_are_its_own():
+def test_a_packages_private_files_are_its_own():
   wrong = [
     f"{path.relative_to(PACKAGE)} imports {'/'.join(target)}"
-    for path, room, target, other in arrows()
-    if room != other and any(part.startswith("_") for part in target[1:])
+    for path, package, target, other in arrows()
+    if package != other and any(part.startswith("_") for part in target[1:])
     if target[-1] != "__init__.py"
   ]
   assert not wrong, "\n".join(wrong)
@@ -215,8 +215,8 @@ def files_of_one_step():
 
 def test_the_step_knows_nothing_of_what_stands_on_it():
   reached = files_of_one_step()
-  rooms = {room_of(path.relative_to(PACKAGE).parts) for path in reached}
-  assert rooms == {"_base", "_jaxpr", "_rules", "_step"}
+  packages = {package_of(path.relative_to(PACKAGE).parts) for path in reached}
+  assert packages == {"_base", "_jaxpr", "_rules", "_step"}
 
 
 def test_an_upward_import_would_be_found():
@@ -247,12 +247,12 @@ def test_each_guarantee_is_tested_where_the_page_says(number, files):
     assert f"\ndef test_guarantee_{number}_" in text, file
 
 
-def test_the_page_has_every_file_of_the_steps_room_and_none_but_the_steps():
+def test_the_page_has_every_file_of_the_steps_package_and_none_but_the_steps():
   named = set(
     re.findall(r"\b_\w+/\w+\.py", documents.section(PAGE, "One step"))
   )
   reached = {
     "/".join(path.relative_to(PACKAGE).parts) for path in files_of_one_step()
   }
-  # Of the rooms below it has those that answer a question of their own.
+  # Of the packages below it has those that answer a question of their own.
   assert {x for x in reached if x.startswith("_step/")} <= named <= reached

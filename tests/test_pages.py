@@ -37,6 +37,7 @@ PAGES = {
 # These have tests of their own.
 ELSEWHERE = {
   "autocast",
+  "different",
   *(
     path.stem.removeprefix("test_")
     for path in documents.ROOT.glob("tests/guides/test_*.py")

@@ -73,7 +73,7 @@ def preset_section(system):
 
 def sides(system):
   """Returns the old and the new side of a preset's table."""
-  pattern = r"<tr valign.*?>(.*?)</td><td>(.*?)</td></tr>\n</table>"
+  pattern = r"<tr valign.*?>(.*?)</td><td>(.*?)</td></tr></table>"
   (found,) = re.findall(pattern, preset_section(system), re.DOTALL)
   return found
 
@@ -270,44 +270,13 @@ def parameters(system):
   return {name: x.default for name, x in signature.parameters.items()}
 
 
-def test_the_arguments_and_keys_are_of_all_presets_in_the_order_of_the_table():
-  table = cells(section("Arguments and keys"))
-  assert [f"`{system}`" for system in linked()] == [row[0] for row in table]
-
-
 @pytest.mark.parametrize("system", PRESETS)
-def test_the_page_has_the_arguments_of_a_preset_and_their_defaults(system):
-  _, arguments, _ = arguments_and_keys(system)
-  shown = {
-    name: eval(default) if default else inspect.Parameter.empty
-    for name, default in re.findall(r"`(\w+)(?:=([^`]+))?`", arguments)
-  }
-  assert list(shown.items()) == list(parameters(system).items())
-
-
-@pytest.mark.parametrize("system", PRESETS)
-def test_the_page_has_the_keys_that_a_preset_saves_and_reads(system):
-  *_, keys = arguments_and_keys(system)
+def test_a_preset_saves_the_keys_of_the_original(system):
   names = {"ols": ols}
   run(statements(system, NEW)[:1], names)
   rule = names["rule"]
   saved = ols.presets.to_state_dict(rule, rule.init())
-  paths = [
-    "/".join(x.key for x in path)
-    for path, _ in jax.tree_util.tree_flatten_with_path(
-      saved, is_leaf=lambda x: not isinstance(x, dict)
-    )[0]
-  ]
-  assert sorted(re.findall(r"`([^`]+)`", keys)) == sorted(paths)
-  assert (keys == "none") == (not saved)
-  original = traces.saved_dict(system, recorded(system))
-  assert saved.keys() == original.keys()
-
-
-def arguments_and_keys(system):
-  """Returns a preset's row of the table."""
-  table = cells(section("Arguments and keys"))
-  return next(row for row in table if row[0] == f"`{system}`")
+  assert saved.keys() == traces.saved_dict(system, recorded(system)).keys()
 
 
 def notes(system):
@@ -461,7 +430,9 @@ def cells_of_all(text):
 
 def run_train_step(wrap):
   """Runs the page's train step once, and returns the names."""
-  text = block("The train step", "def train_step")
+  text = block("The train step", "loss_scaling")
+  readme = documents.read("README.md")
+  text += re.search("^@jax.jit\ndef train_step.*?\n\n", readme, re.M | re.S)[0]
   first = "tx = ols.loss_scaling(inner, rule)\n"
   assert text.startswith(first)
   rule = ols.presets.torch(init_scale=8.0)
@@ -592,33 +563,6 @@ def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
     "applied 66",
     "skipped 34",
   ]
-
-
-@pytest.mark.slow
-def test_the_lines_for_ascend_advise_a_smaller_first_s(capsys):
-  names = run_npu_lines([jnp.ones(16)])
-  steps = np.arange(1, 101)
-  history = ols.instruments.replay(
-    names["manager"],
-    ols.instruments.History(
-      steps, np.float32(steps * 0 + 1), np.float32(steps * 0 + 1), steps < 0
-    ),
-    check=ols.saturated(jnp.float16),
-  ).history
-  tx = ols.instruments.record(
-    ols.loss_scaling(optax.sgd(0.5), names["manager"]), 100
-  )
-  names["opt_state"] = tx.init(jnp.zeros(()))._replace(
-    recorded_steps=jnp.int32(100),
-    recorded_scale=jnp.asarray(history.loss_scale),
-    recorded_amax=jnp.asarray(history.amax),
-    recorded_overflow=jnp.asarray(history.overflow),
-  )
-  exec(block(WATCHING, "instruments.advise"), names)
-  advice, *_ = capsys.readouterr().out.splitlines()
-  assert advice.startswith(
-    "init_loss_scale: 2**32 -> 2**15: 34 steps overflowed"
-  )
 
 
 @pytest.mark.slow

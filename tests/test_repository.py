@@ -76,7 +76,7 @@ def test_a_workflow_runs_nothing_but_parts_of_ci():
   assert used == set(listed)
   (sentence,) = re.findall(
     r"`.ci/run PART` runs one of its parts: (.*?)\.",
-    documents.one_line(documents.read("CONTRIBUTING.md")),
+    documents.one_line(documents.read("docs/maintaining.md")),
   )
   assert re.findall(r"`(\w+)`", sentence) == list(listed)
 
@@ -117,7 +117,7 @@ def test_only_publishing_gets_a_right_and_only_once_it_is_set_up():
   assert publish["permissions"] == {"id-token": "write"}
   assert publish["if"] == "vars.PUBLISH_TO_PYPI == 'true'"
   assert "`PUBLISH_TO_PYPI` is `true`" in documents.one_line(
-    documents.read("CONTRIBUTING.md")
+    documents.read("docs/maintaining.md")
   )
   # YAML reads the key `on` as True.
   assert LOADED["release"][True] == {"push": {"tags": ["v*"]}}
