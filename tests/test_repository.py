@@ -171,13 +171,8 @@ def test_a_release_has_a_date_in_the_changelog_and_in_the_citation():
     assert str(CITATION["date-released"]) == when
 
 
-def test_the_citation_is_that_of_the_readme_and_of_the_package():
-  (bibtex,) = documents.blocks(documents.read("README.md"), "bibtex")
-  fields = dict(re.findall(r"(\w+) = \{+(.*?)\}+,", bibtex.replace("\\", "")))
-  (author,) = CITATION["authors"]
-  assert fields["title"] == CITATION["title"]
-  assert fields["author"] == author["name"]
-  assert fields["version"] == CITATION["version"] == ols.__version__
+def test_the_citation_is_that_of_the_package():
+  assert CITATION["version"] == ols.__version__
   assert CITATION["license"] == PROJECT["license"]
   assert CITATION["abstract"] == PROJECT["description"]
   assert CITATION["keywords"] == PROJECT["keywords"]
