@@ -30,10 +30,10 @@ LINES = {
   "cli": 385,
   "experimental": 444,
   "hardware": 1029,
-  "instruments": 4172,
+  "instruments": 4081,
   "linen": 273,
   "nnx": 346,
-  "plot": 796,
+  "plot": 760,
   "presets": 2496,
   "rules": 816,
 }

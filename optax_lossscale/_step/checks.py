@@ -166,8 +166,7 @@ def _as_dtype(path: tuple[Hashable, ...], dtype: object) -> np.dtype | None:
 
 
 def is_function(dtype: object) -> bool:
-  """Returns whether a check's dtype is a function from a path to a dtype."""
-  # A type such as jnp.float16, or a pytree that is a layer, is also callable.
+  """Returns whether `dtype` is a function; a type and a layer are not."""
   # jax.tree_util.Partial is a pytree, but counts as a function here.
   is_tree = not jax.tree_util.all_leaves([dtype])
   is_partial = isinstance(dtype, functools.partial)

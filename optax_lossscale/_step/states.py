@@ -194,7 +194,6 @@ class LossScalingState(NamedTuple):
     """
     # A NaN kept in the state would trip jax_debug_nans, so compute it here.
     used = jnp.asarray(self.range_used)
-    # amax may be subnormal, which a backend may take for 0.
     is_known = (used > 0) & (bits.magnitude_bits(jnp.asarray(self.amax)) > 0)
     # Subtract from 0, since negation would give -0.0 at the limit.
     return jnp.where(is_known, 0 - bits.log2(used), jnp.nan)

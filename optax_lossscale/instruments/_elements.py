@@ -1,17 +1,13 @@
-"""The gradients of a tree by name, and reductions over their elements."""
+"""The gradients of a tree by name, and counts over their elements."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-from typing import TypeVar
 
 import jax
 from jax import lax
 
 from optax_lossscale._base import leaves
-
-# What is found in some elements.
-Found = TypeVar("Found")
 
 # How many elements a CPU processes at a time. Intermediate values of so few fit
 # in its cache, so no array as large as the gradients is needed.
@@ -32,17 +28,15 @@ def named(tree: object) -> dict[str, jax.Array]:
   return found
 
 
-def reduce(
-  tally: Callable[..., Found],
-  join: Callable[[Found, Found], Found],
+def count(
+  tally: Callable[..., jax.Array],
   arrays: Sequence[jax.Array],
   *,
-  on_cpu: Callable[..., Found] | None = None,
-) -> Found:
-  """Returns what `tally` finds in all elements, read once.
+  on_cpu: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+  """Counts the elements of arrays with `tally`, reading each element once.
 
-  `join` combines what it finds in two parts of them. A CPU tallies with
-  `on_cpu` instead, if that is set.
+  A CPU counts with `on_cpu` instead, if that is set.
   """
   on_cpu = on_cpu or tally
   # An accelerator reads and counts in one kernel, a block of a sharded array
@@ -51,23 +45,21 @@ def reduce(
     jax.typeof(x).sharding.mesh.empty and isinstance(x.size, int)
     for x in arrays
   ):
-    on_cpu = functools.partial(_in_blocks, on_cpu, join)
-  found: Found = lax.platform_dependent(*arrays, cpu=on_cpu, default=tally)
-  return found
+    on_cpu = functools.partial(_in_blocks, on_cpu)
+  counts: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=tally)
+  return counts
 
 
 def _in_blocks(
-  tally: Callable[..., Found],
-  join: Callable[[Found, Found], Found],
-  *arrays: jax.Array,
-) -> Found:
-  """Returns what `tally` finds, block by block."""
+  tally: Callable[..., jax.Array], *arrays: jax.Array
+) -> jax.Array:
+  """Returns the sum of the counts of the blocks of arrays."""
   flat = [x.reshape(-1) for x in arrays]
   blocks = flat[0].size // _BLOCK
 
-  def add(i: jax.Array, found: Found) -> Found:
+  def add(i: jax.Array, counts: jax.Array) -> jax.Array:
     block = [lax.dynamic_slice(x, (i * _BLOCK,), (_BLOCK,)) for x in flat]
-    return join(found, tally(*block))
+    return counts + tally(*block)
 
-  found = tally(*(x[blocks * _BLOCK :] for x in flat))
-  return lax.fori_loop(0, blocks, add, found) if blocks else found
+  rest = tally(*(x[blocks * _BLOCK :] for x in flat))
+  return lax.fori_loop(0, blocks, add, rest) if blocks else rest

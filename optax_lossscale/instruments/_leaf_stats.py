@@ -1,6 +1,5 @@
 """One table of the leaves of a tree: amax, and elements by exponent."""
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
@@ -417,31 +416,13 @@ def _row(x: jax.Array, wide: DTypeLike) -> tuple[jax.Array, ...]:
   # One place for zeros, one for each exponent, one for non-finite elements.
   length = highest - lowest + 3
 
-  def tally(
-    by_place: Callable[[jax.Array, int], jax.Array], x: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    x = _bits.carried(x)
-    # XLA combines maxima over devices only within one dtype.
-    bits = _bits.magnitude_bits(x).astype(f"uint{max(info.bits, 32)}")
-    return by_place(x, length), jnp.max(bits, initial=0)
-
-  def join(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    return a[0] + b[0], jnp.maximum(a[1], b[1])
-
-  by_place, largest = functools.reduce(
-    join,
-    (
-      _elements.reduce(
-        functools.partial(tally, _by_comparison),
-        join,
-        [part],
-        on_cpu=functools.partial(tally, _by_scatter),
-      )
-      for part in _bits.parts(x)
-    ),
-  )
+  by_place = jnp.zeros(length, jnp.uint32)
+  for part in _bits.parts(x):
+    by_place += _elements.count(
+      lambda y: _by_comparison(_bits.carried(y), length),
+      [part],
+      on_cpu=lambda y: _by_scatter(_bits.carried(y), length),
+    )
   finite = by_place[1:-1]
   exponents = np.clip(np.arange(lowest, highest + 1), _LOWEST, _HIGHEST)
   # The exponent of the smallest normal number in the array's own dtype.
@@ -449,8 +430,9 @@ def _row(x: jax.Array, wide: DTypeLike) -> tuple[jax.Array, ...]:
   subnormals = jnp.sum(finite[: normal - lowest], dtype=jnp.uint32)
   counts = jnp.zeros(_HIGHEST - _LOWEST + 1, jnp.uint32)
   counts = counts.at[exponents - _LOWEST].add(finite)
-  amax = lax.bitcast_convert_type(largest.astype(f"uint{info.bits}"), dtype)
-  row = counts, by_place[0], subnormals, by_place[-1], amax.astype(wide)
+  # In one loop with the counts it would take longer than in two reads.
+  amax = _bits.amax(_bits.parts(x)).astype(wide)
+  row = counts, by_place[0], subnormals, by_place[-1], amax
   return jax.tree.map(lambda x: x[None], row)
 
 

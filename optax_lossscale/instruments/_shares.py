@@ -85,7 +85,7 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
     masks = is_same & is_nonzero, is_nonzero
     return jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks])
 
-  return _elements.reduce(tally, jnp.add, [param, update])
+  return _elements.count(tally, [param, update])
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
