@@ -39,8 +39,9 @@ class LeafStats:
 
   It is a pytree with one row for each of the n leaves. `a + b` counts two trees
   of the same leaves together, such as the gradients of two steps, also inside
-  jit and `jax.lax.scan`. Each count wraps around at 2**32. Methods that return
-  Python numbers read the arrays on the host.
+  jit and `jax.lax.scan`. Each count wraps around at 2**32. What returns Python
+  numbers reads the arrays on the host. It raises a TypeError if they are traced
+  and a ValueError if they are a stack of several `LeafStats`.
 
   Attributes:
     counts: uint32[n, 277], how many non-zero finite elements have each
@@ -104,12 +105,7 @@ class LeafStats:
 
   @property
   def total(self) -> int:
-    """The number of elements of all leaves, including zeros, inf and NaN.
-
-    Raises:
-      TypeError: if the arrays are traced.
-      ValueError: if they are a stack of several `LeafStats`.
-    """
+    """The number of elements of all leaves, including zeros, inf and NaN."""
     found = self.counts, self.zeros, self.nonfinite
     return sum(int(self._known(x).sum()) for x in found)
 
@@ -140,10 +136,6 @@ class LeafStats:
 
     Returns:
       A share from 0 to 1; 0 if there are no elements.
-
-    Raises:
-      TypeError: if the arrays are traced.
-      ValueError: if they are a stack of several `LeafStats`.
     """
     is_between = (self.exponents >= low) & (self.exponents < high)
     counted = self._known(self.counts)[:, is_between].sum()
@@ -176,10 +168,9 @@ class LeafStats:
       A share from 0 to 1; 0 if all elements are 0. inf and NaN are non-zero.
 
     Raises:
-      TypeError: if `dtype` is not a floating-point dtype, or the arrays are
-        traced.
-      ValueError: if `dtype` cannot hold 0, if `loss_scale` is not a usable
-        scale, or if the arrays are a stack of several `LeafStats`.
+      TypeError: if `dtype` is not a floating-point dtype.
+      ValueError: if `dtype` cannot hold 0, or `loss_scale` is not a usable
+        scale.
     """
     target = arguments.check_dtype("dtype", dtype)
     if target == jnp.float8_e8m0fnu:
@@ -209,9 +200,8 @@ class LeafStats:
       or 0, since the headroom is then unknown.
 
     Raises:
-      TypeError: if `check` is not a check, or the arrays are traced.
-      ValueError: if the check's tree of dtypes does not fit the leaves, or if
-        the arrays are a stack of several `LeafStats`.
+      TypeError: if `check` is not a check.
+      ValueError: if the check's tree of dtypes does not fit the leaves.
     """
     requirements.check_check(check)
     amaxes = self._known(self.amax)
@@ -241,9 +231,9 @@ class LeafStats:
       One of `paths`; the first if all elements are 0.
 
     Raises:
-      TypeError: if `check` is not a check, or the arrays are traced.
-      ValueError: if there is no leaf, if the check's tree of dtypes does not
-        fit the leaves, or if the arrays are a stack of several `LeafStats`.
+      TypeError: if `check` is not a check.
+      ValueError: if there is no leaf, or if the check's tree of dtypes does not
+        fit the leaves.
     """
     headroom = self.headroom(check)
     if not headroom:
