@@ -30,7 +30,7 @@ LINES = {
   "cli": 385,
   "experimental": 444,
   "hardware": 1029,
-  "instruments": 4071,
+  "instruments": 4072,
   "linen": 273,
   "nnx": 346,
   "plot": 760,

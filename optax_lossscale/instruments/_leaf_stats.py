@@ -39,9 +39,9 @@ class LeafStats:
 
   It is a pytree with one row for each of the n leaves. `a + b` counts two trees
   of the same leaves together, such as the gradients of two steps, also inside
-  jit and `jax.lax.scan`. Each count wraps around at 2**32. What returns Python
-  numbers reads the arrays on the host. It raises a TypeError if they are traced
-  and a ValueError if they are a stack of several `LeafStats`.
+  jit and `jax.lax.scan`. Each count wraps around at 2**32. Methods that return
+  Python numbers read the arrays on the host, and raise a TypeError if these are
+  traced and a ValueError if they are a stack of several `LeafStats`.
 
   Attributes:
     counts: uint32[n, 277], how many non-zero finite elements have each
@@ -184,7 +184,8 @@ class LeafStats:
     limit = math.log2(smallest) - 1 - math.log2(scale)
     # The part of each exponent's range that is below the limit.
     is_lost = np.clip(limit - self.exponents, 0, 1)
-    return float(np.sum(counts * is_lost)) / max(self.total - zeros.sum(), 1)
+    nonzero = self.total - int(zeros.sum())
+    return float(np.sum(counts * is_lost)) / max(nonzero, 1)
 
   def headroom(
     self, check: checks.Check = checks.nonfinite()
