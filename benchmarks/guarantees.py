@@ -157,15 +157,6 @@ def _status() -> str:
   return "65520 and 100000, neither 65519 nor inf"
 
 
-def _underflow() -> str:
-  """underflow_share counts as NumPy does."""
-  x, loss_scale = _spread(np.float32, -40, -15, 3), np.float32(2.0**5)
-  share = jax.jit(ols.instruments.underflow_share)(x, loss_scale=loss_scale)
-  expected = np.mean((x * loss_scale).astype(_HALF) == 0)
-  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
-  return f"{expected:.4f} of {x.size:,} in float16"
-
-
 def _swallowed() -> str:
   """swallowed_share counts as NumPy does."""
   params, updates = _spread(np.float32, -3, 3, 4), _spread(_HALF, -14, -3, 5)
@@ -178,24 +169,31 @@ def _swallowed() -> str:
   return f"{expected:.4f} of {params.size:,} in float16"
 
 
-def _histogram() -> str:
-  """exponent_histogram counts as NumPy does."""
+def _leaf_stats() -> str:
+  """leaf_stats counts as NumPy does."""
   x, lines = _spread(np.float32, -24, 15, 6), []
   for dtype in (jnp.float16, jnp.bfloat16, jnp.float8_e5m2):
-    histogram = jax.jit(
-      lambda x, dtype=dtype: ols.instruments.exponent_histogram(x.astype(dtype))
-    )(np.append(x, np.float32([0, -0.0, np.inf, np.nan])))
-    narrow = x.astype(dtype).astype(np.float32)
-    narrow, zeros = narrow[narrow != 0], int(np.sum(narrow == 0))
+    stats = jax.jit(
+      lambda x, dtype=dtype: ols.instruments.leaf_stats(x.astype(dtype))
+    )(np.append(x, np.float32([0, -0.0, np.inf])))
+    narrow = np.abs(x.astype(dtype).astype(np.float32))
+    zeros = int(np.sum(narrow == 0))
+    narrow = narrow[narrow != 0]
     _, exponents = np.frexp(narrow)
     counts = np.bincount(exponents - 1 + 149, minlength=277)
-    _expect_same(histogram.counts, counts.astype(np.uint32))
+    _expect_same(stats.counts[0], counts.astype(np.uint32))
     smallest = float(jnp.finfo(dtype).smallest_normal)
-    subnormals = int(np.sum(np.abs(narrow) < smallest))
-    others = [int(each) for each in histogram[1:]]
-    expected = [zeros + 2, subnormals, 2]
+    subnormals = int(np.sum(narrow < smallest))
+    others = [
+      int(x[0]) for x in (stats.zeros, stats.subnormals, stats.nonfinite)
+    ]
+    expected = [zeros + 2, subnormals, 1]
     _expect(others == expected, f"{others}, not {expected}")
+    _expect(np.isinf(stats.amax[0]), f"amax {stats.amax}")
     lines.append(f"{subnormals:,} in {jnp.dtype(dtype)}")
+  share = jax.jit(ols.instruments.leaf_stats)(x).share_lost(_HALF, 2.0**-5)
+  expected = np.mean((x * np.float32(2.0**-5)).astype(_HALF) == 0)
+  _expect(abs(share - expected) < 1e-6, f"{share}, not {expected}")
   return f"of {x.size:,} numbers, subnormal are {', '.join(lines)}"
 
 
@@ -220,7 +218,7 @@ def _master_weights() -> str:
 
 CHECKS = (
   *(_skip, _growth, _float16_loss, _saturated, _narrowed, _saturating),
-  *(_status, _underflow, _swallowed, _histogram, _master_weights),
+  *(_status, _swallowed, _leaf_stats, _master_weights),
 )
 
 

@@ -165,21 +165,15 @@ def flushing(histogram):
       lambda make: lambda function: make(lambda x: function(x * 0.5)),
     ),
     (
-      guarantees._underflow,
-      ols.instruments,
-      "underflow_share",
-      lambda make: lambda x, loss_scale: make(x * jnp.float32(1.125)),
-    ),
-    (
       guarantees._swallowed,
       ols.instruments,
       "swallowed_share",
       lambda make: lambda x, y: make(x.astype(jnp.float32), y),
     ),
     (
-      guarantees._histogram,
+      guarantees._leaf_stats,
       ols.instruments,
-      "exponent_histogram",
+      "leaf_stats",
       flushing,
     ),
     (

@@ -84,11 +84,8 @@ PLACES = {
   "accumulated": accumulated,
   "amax_tap": lambda x: tapped(hardware.amax_tap, x),
   "status_tap": lambda x: tapped(hardware.status_tap, x),
-  "underflow": lambda x: ols.instruments.underflow_share(
-    x, jnp.float8_e4m3, loss_scale=2.0**-3
-  ),
   "swallowed": swallowed,
-  "histogram": ols.instruments.exponent_histogram,
+  "leaf_stats": ols.instruments.leaf_stats,
   "master_weights": moved,
 }
 

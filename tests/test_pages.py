@@ -211,9 +211,9 @@ def test_what_is_seen_and_advised(capfd):
     assert names["history"].overflow.sum() == 5
     exec(seeing("ols.instruments.advise"), names)
     names["grads"] = jax.grad(loss_fn)(params, batch)
-    exec(seeing("ols.instruments.exponent_histogram"), names)
+    exec(seeing("ols.instruments.leaf_stats"), names)
     matplotlib.pyplot.close("all")
-  assert names["histogram"].total == 15
+  assert names["stats"].total == 15
   assert names["lost"] == 0
   first = names["history"]._replace(loss_scale=np.float32([2.0**20]))
   overflow = seeing("ols.instruments.where_overflow")

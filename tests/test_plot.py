@@ -47,11 +47,9 @@ def new_axes():
   return Figure().subplots()
 
 
-HISTOGRAM = instruments.exponent_histogram(
-  jnp.array([0.0, 0.0, 2.0**-26, 0.5, -0.75, 3.0, jnp.inf, jnp.nan])
-)
-EMPTY = instruments.exponent_histogram({})
-BY_LEAF = {"a": HISTOGRAM, "b": EMPTY}
+GRADIENTS = jnp.array([0.0, 0.0, 2.0**-26, 0.5, -0.75, 3.0, jnp.inf, jnp.nan])
+# A leaf without elements adds nothing to the shares of all.
+STATS = instruments.leaf_stats({"a": GRADIENTS, "b": jnp.zeros(0)})
 REPLAYS = {
   "one": instruments.replay(ols.FixedLossScale(4096.0), SOME),
   "other": instruments.replay(ols.FixedLossScale(1024.0), SOME),
@@ -59,8 +57,8 @@ REPLAYS = {
 
 DRAWN = {
   "loss_scale": (plot.loss_scale, SOME),
-  "exponent_histogram": (plot.exponent_histogram, HISTOGRAM),
-  "heat_map": (plot.heat_map, BY_LEAF),
+  "exponent_histogram": (plot.exponent_histogram, STATS),
+  "heat_map": (plot.heat_map, STATS),
   "replays": (plot.replays, REPLAYS),
 }
 
@@ -130,9 +128,9 @@ import optax_lossscale as ols
 history = ols.instruments.History(*np.ones((4, 1)))
 history = history._replace(overflow=np.array([False]))
 ols.plot.loss_scale(history, ax=Figure().subplots())
-histogram = ols.instruments.exponent_histogram(np.float32([1]))
-ols.plot.exponent_histogram(histogram, ax=Figure().subplots())
-ols.plot.heat_map({"a": histogram}, ax=Figure().subplots())
+stats = ols.instruments.leaf_stats(np.float32([1]))
+ols.plot.exponent_histogram(stats, ax=Figure().subplots())
+ols.plot.heat_map(stats, ax=Figure().subplots())
 print("matplotlib.pyplot" in sys.modules)
 """
   result = subprocess.run(
@@ -278,7 +276,7 @@ def steps_of(axes):
 
 
 def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
-  axes = plot.exponent_histogram(HISTOGRAM, loss_scale=2.0**10, ax=new_axes())
+  axes = plot.exponent_histogram(STATS, loss_scale=2.0**10, ax=new_axes())
   as_is, scaled = steps_of(axes)
   assert as_is == {-26: 1 / 8, -1: 2 / 8, 1: 1 / 8}
   assert scaled == {-16: 1 / 8, 9: 2 / 8, 11: 1 / 8}
@@ -309,16 +307,14 @@ def test_shares_are_drawn_by_exponent_and_shifted_by_the_scale():
 def test_the_share_that_becomes_0_is_that_of_the_bins(
   gradients, loss_scale, told
 ):
-  histogram = instruments.exponent_histogram(jnp.array(gradients))
-  axes = plot.exponent_histogram(
-    histogram, loss_scale=loss_scale, ax=new_axes()
-  )
+  stats = instruments.leaf_stats(jnp.array(gradients))
+  axes = plot.exponent_histogram(stats, loss_scale=loss_scale, ax=new_axes())
   text = axes.get_legend().get_texts()[1].get_text()
   assert text.split(": ")[1] == told
 
 
 def test_a_scale_that_is_no_power_of_two_shifts_by_its_logarithm():
-  axes = plot.exponent_histogram(HISTOGRAM, loss_scale=3000.0, ax=new_axes())
+  axes = plot.exponent_histogram(STATS, loss_scale=3000.0, ax=new_axes())
   assert min(steps_of(axes)[1]) == -26 + np.log2(3000.0)
   assert axes.get_legend().get_texts()[1].get_text() == (
     "times S = 3000: 0 % become 0"
@@ -326,7 +322,7 @@ def test_a_scale_that_is_no_power_of_two_shifts_by_its_logarithm():
 
 
 def test_zeros_and_what_is_not_finite_stand_beside_the_exponents():
-  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  axes = plot.exponent_histogram(STATS, ax=new_axes())
   zeros, nonfinite = (bars.patches[0] for bars in axes.containers)
   low, high = axes.get_xlim()
   assert low <= zeros.get_x() and nonfinite.get_x() > 16
@@ -339,8 +335,8 @@ def test_zeros_and_what_is_not_finite_stand_beside_the_exponents():
 
 def labels_of(*gradients):
   """Returns what the legend of a picture of gradients says, but the first."""
-  histogram = instruments.exponent_histogram(jnp.array(gradients))
-  axes = plot.exponent_histogram(histogram, ax=new_axes())
+  stats = instruments.leaf_stats(jnp.array(gradients))
+  axes = plot.exponent_histogram(stats, ax=new_axes())
   return [text.get_text() for text in axes.get_legend().get_texts()][1:]
 
 
@@ -350,7 +346,7 @@ def test_the_legend_names_the_bars_beside_the_exponents_and_the_hatching():
   assert labels_of(0.0, 1.0, jnp.inf) == [hatched, "zeros", "inf and NaN"]
   assert labels_of(1.0, jnp.nan) == [hatched, "inf and NaN"]
   assert labels_of(1.0) == [hatched]
-  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  axes = plot.exponent_histogram(STATS, ax=new_axes())
   handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
   assert handles[hatched].get_hatch()
   zeros, nonfinite = axes.containers
@@ -370,7 +366,7 @@ def extents(axes):
 
 
 def test_each_format_has_a_bar_over_the_shares_as_wide_as_its_range():
-  axes = plot.exponent_histogram(HISTOGRAM, ax=new_axes())
+  axes = plot.exponent_histogram(STATS, ax=new_axes())
   ranges = [x for x, _ in extents(axes)]
   expected = [
     *((-24, -14), (-14, np.log2(65504))),
@@ -386,34 +382,33 @@ def test_each_format_has_a_bar_over_the_shares_as_wide_as_its_range():
 
 
 def test_formats_can_be_chosen():
-  axes = plot.exponent_histogram(
-    HISTOGRAM, dtypes=[jnp.float8_e5m2], ax=new_axes()
-  )
+  axes = plot.exponent_histogram(STATS, dtypes=[jnp.float8_e5m2], ax=new_axes())
   assert extents(axes)[0][0] == (-16, -14)
   assert len(axes.collections) == 2
-  plot.exponent_histogram(HISTOGRAM, dtypes=[], ax=new_axes())
+  plot.exponent_histogram(STATS, dtypes=[], ax=new_axes())
   with pytest.raises(TypeError, match="`dtypes` must be a floating-point"):
-    plot.exponent_histogram(HISTOGRAM, dtypes=[int], ax=new_axes())
+    plot.exponent_histogram(STATS, dtypes=[int], ax=new_axes())
 
 
-ONLY_NAN = instruments.exponent_histogram(jnp.array([jnp.nan]))
-ALL_ZERO = instruments.exponent_histogram(jnp.zeros(5))
+EMPTY = instruments.leaf_stats(jnp.zeros(0))
+ONLY_NAN = instruments.leaf_stats(jnp.array([jnp.nan]))
+ALL_ZERO = instruments.leaf_stats(jnp.zeros(5))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("histogram", [EMPTY, ONLY_NAN, ALL_ZERO])
+@pytest.mark.parametrize("stats", [EMPTY, ONLY_NAN, ALL_ZERO])
 @pytest.mark.parametrize("dtypes", [(), (jnp.bfloat16,), (jnp.float16,)])
-def test_any_histogram_is_drawn(histogram, dtypes):
+def test_any_stats_are_drawn(stats, dtypes):
   axes = plot.exponent_histogram(
-    histogram, loss_scale=8.0, dtypes=dtypes, ax=new_axes()
+    stats, loss_scale=8.0, dtypes=dtypes, ax=new_axes()
   )
   assert steps_of(axes) == [{}, {}]
   axes.figure.canvas.draw()
-  plot.heat_map({"a": histogram}, ax=new_axes()).figure.canvas.draw()
+  plot.heat_map(stats, ax=new_axes()).figure.canvas.draw()
 
 
 def test_a_heat_map_has_a_row_for_each_layer():
-  axes = plot.heat_map(BY_LEAF, loss_scale=2.0, ax=new_axes())
+  axes = plot.heat_map(STATS, loss_scale=2.0, ax=new_axes())
   shares, zeros, _ = (mesh.get_array() for mesh in axes.collections)
   assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
   assert shares.shape == (2, 277) and zeros.shape == (2, 1)
@@ -432,16 +427,16 @@ def test_a_heat_map_has_a_row_for_each_layer():
 
 
 def test_a_heat_map_shows_inf_and_nan_on_the_right():
-  axes = plot.heat_map(BY_LEAF, ax=new_axes())
+  axes = plot.heat_map(STATS, ax=new_axes())
   nonfinite = axes.collections[2]
   assert nonfinite.get_array()[0, 0] == 2 / 8
   assert nonfinite.get_array()[1, 0] is np.ma.masked
-  only_nan = plot.heat_map({"a": ONLY_NAN}, ax=new_axes()).collections[2]
+  only_nan = plot.heat_map(ONLY_NAN, ax=new_axes()).collections[2]
   assert only_nan.get_array()[0, 0] == 1
   right = nonfinite.get_coordinates()[..., 0]
   assert right.min() > 16 and right.max() <= axes.get_xlim()[1]
   assert axes.get_xticklabels()[-1].get_text() == "inf,\nNaN"
-  finite = instruments.histogram_by_leaf({"a": jnp.ones(3)})
+  finite = instruments.leaf_stats({"a": jnp.ones(3)})
   axes = plot.heat_map(finite, ax=new_axes())
   assert "inf" not in axes.get_xticklabels()[-1].get_text()
 
@@ -450,7 +445,7 @@ def test_a_heat_map_of_long_paths_keeps_room_for_its_rows():
   begin = "params/encoder/" + 8 * "block/"
   paths = [f"{begin}layer_{i:02}/{9 * 'mlp/'}kernel" for i in range(60)]
   axes = plot.heat_map(
-    dict.fromkeys(paths, HISTOGRAM),
+    instruments.leaf_stats(dict.fromkeys(paths, GRADIENTS)),
     loss_scale=2.0**12,
     ax=Figure(figsize=(8, 15), layout="constrained").subplots(),
   )
@@ -464,7 +459,7 @@ def test_a_heat_map_of_long_paths_keeps_room_for_its_rows():
 
 
 def test_a_heat_map_has_lines_where_the_format_ends():
-  axes = plot.heat_map(BY_LEAF, jnp.float8_e5m2, ax=new_axes())
+  axes = plot.heat_map(STATS, jnp.float8_e5m2, ax=new_axes())
   marks = {
     label: points[0][0]
     for label, points in lines(axes).items()
@@ -483,7 +478,7 @@ def test_the_label_of_zeros_touches_no_other(lowest):
   gradients = jnp.float32([0.0, 2.0**lowest, 1.0])
   figure = Figure(figsize=(4.4, 4.0), layout="constrained")
   axes = plot.exponent_histogram(
-    instruments.exponent_histogram(gradients),
+    instruments.leaf_stats(gradients),
     loss_scale=2.0**15,
     ax=figure.subplots(),
   )
@@ -493,8 +488,8 @@ def test_the_label_of_zeros_touches_no_other(lowest):
 
 
 def test_a_heat_map_of_nothing_is_refused():
-  with pytest.raises(ValueError, match="`histograms` must have at least one"):
-    plot.heat_map({}, ax=new_axes())
+  with pytest.raises(ValueError, match="`stats` must have at least one leaf"):
+    plot.heat_map(instruments.leaf_stats({}), ax=new_axes())
 
 
 @pytest.mark.parametrize(
@@ -505,9 +500,8 @@ def test_a_heat_map_of_nothing_is_refused():
       REPLAYS["one"],
       "a History, got ReplayedRun; .*replay.history",
     ),
-    (plot.exponent_histogram, {"a": 1.0}, "an ExponentHistogram, got dict"),
-    (plot.heat_map, HISTOGRAM, "by path, got ExponentHistogram; call"),
-    (plot.heat_map, {"a": 1.0}, "an ExponentHistogram, got float; call"),
+    (plot.exponent_histogram, {"a": 1.0}, "a LeafStats, got dict; call"),
+    (plot.heat_map, {"a": 1.0}, "a LeafStats, got dict; call"),
     (plot.replays, REPLAYS["one"], "by name, got ReplayedRun; pass"),
     (plot.replays, {"a": SOME}, "a ReplayedRun, got History; pass"),
   ],

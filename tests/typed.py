@@ -22,6 +22,13 @@ def of_the_wrapper(
   )
 
 
+def of_the_instruments(params: dict[str, jax.Array]) -> None:
+  stats = ols.instruments.leaf_stats(params)
+  assert_type(stats + stats, ols.instruments.LeafStats)
+  assert_type(stats.leaf("w").share_lost(), float)
+  assert_type(stats.headroom(), dict[str, float])
+
+
 def of_the_rules() -> None:
   assert_type(ols.DynamicLossScale().init().loss_scale, jax.Array)
   assert_type(ols.rules.HeadroomLossScale().init().loss_scale, jax.Array)

@@ -11,6 +11,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import machine
 from benchmarks.truth import page
@@ -122,14 +123,13 @@ def _screen(
         for scale, error in found.errors.items()
       ]
     grads = jax.jit(jax.grad(workload.loss))(params, batch)
-    histogram = ols.instruments.exponent_histogram(grads)
+    stats = ols.instruments.leaf_stats(grads)
+    by_exponent = np.sum(np.asarray(stats.counts), axis=0, dtype=np.int64)
     counted += [
       results.Counted(when, exponent, count)
       for exponent, count in [
-        (results.ZERO, int(histogram.zeros)),
-        *zip(
-          histogram.exponents.tolist(), histogram.counts.tolist(), strict=True
-        ),
+        (results.ZERO, int(np.sum(stats.zeros))),
+        *zip(stats.exponents.tolist(), by_exponent.tolist(), strict=True),
       ]
       if count
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -97,17 +98,16 @@ def _fit(axes: Axes) -> None:
 
 def _draw_histogram(axes: Axes, counted: Sequence[results.Counted]) -> None:
   """Draws the last float32 gradient, unscaled and times the fixed S."""
-  exponents = ols.instruments.exponent_histogram(jnp.zeros(1)).exponents
+  stats = ols.instruments.leaf_stats(jnp.zeros(1))
   counts = {x.exponent: x.count for x in counted if x.parameters == "last"}
-  histogram = ols.instruments.ExponentHistogram(
+  stats = dataclasses.replace(
+    stats,
     counts=jnp.array(
-      [counts.get(x, 0) for x in exponents.tolist()], jnp.uint32
+      [[counts.get(x, 0) for x in stats.exponents.tolist()]], jnp.uint32
     ),
-    zeros=jnp.uint32(counts.get(results.ZERO, 0)),
-    subnormals=jnp.uint32(0),
-    nonfinite=jnp.uint32(0),
+    zeros=jnp.array([counts.get(results.ZERO, 0)], jnp.uint32),
   )
   ols.plot.exponent_histogram(
-    histogram, loss_scale=2.0**15, dtypes=(jnp.float16, jnp.bfloat16), ax=axes
+    stats, loss_scale=2.0**15, dtypes=(jnp.float16, jnp.bfloat16), ax=axes
   )
   axes.set_xlabel(f"float32's last gradient: {axes.get_xlabel()}")

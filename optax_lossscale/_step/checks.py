@@ -32,7 +32,7 @@ class Check:
   dtype: Any = None
 
   def __post_init__(self) -> None:
-    if not _is_function(self.dtype):
+    if not is_function(self.dtype):
       dtype = jax.tree.map_with_path(
         _as_dtype, self.dtype, is_leaf=leaves.is_none
       )
@@ -132,7 +132,7 @@ def with_computation_dtypes(
   check: Check, scaled_grads: object
 ) -> list[tuple[jax.Array, np.dtype | None]]:
   """Pairs each gradient with its computation's dtype, or None for its own."""
-  if _is_function(check.dtype):
+  if is_function(check.dtype):
     return [
       (leaf, _as_dtype(path, check.dtype(leaves.path_name(path))))
       for path, leaf in jax.tree.leaves_with_path(scaled_grads)
@@ -165,8 +165,8 @@ def _as_dtype(path: tuple[Hashable, ...], dtype: object) -> np.dtype | None:
   return arguments.check_dtype("dtype", dtype, place=place)
 
 
-def _is_function(dtype: object) -> bool:
-  # A type such as jnp.float16, or a pytree that is a layer, is also callable.
+def is_function(dtype: object) -> bool:
+  """Returns whether `dtype` is a function; a type and a layer are not."""
   # jax.tree_util.Partial is a pytree, but counts as a function here.
   is_tree = not jax.tree_util.all_leaves([dtype])
   is_partial = isinstance(dtype, functools.partial)

@@ -30,9 +30,9 @@ def loss_scale_metrics(
     that is `skipped` without `overflow` was skipped by `skip=`. `inf` is True
     if a gradient was infinite and none was NaN. An overflow without inf or NaN
     is a saturated gradient or the caller's flag. `headroom` is how many times S
-    could still have doubled, in bits. It assumes float16, unless the check
-    names a dtype or gradients are narrower than float32. See `LossScalingState`
-    for the rest.
+    could still have doubled, in bits; NaN if amax is NaN or 0. It assumes
+    float16, unless the check names a dtype or gradients are narrower than
+    float32. See `LossScalingState` for the rest.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.

@@ -188,15 +188,15 @@ class LossScalingState(NamedTuple):
   def headroom(self) -> jax.Array:
     """float32[], headroom in bits: how many more times S could have doubled.
 
-    It equals -log2(range_used), 126 at most; NaN if `nan` or before the first
-    step; -inf if amax is inf. A finite negative value means that the gradients
-    do not fit float16, and the check does not name the dtype of their
-    computation.
+    It equals -log2(range_used), 126 at most; NaN if amax is NaN or 0, as before
+    the first step; -inf if amax is inf. A finite negative value means that the
+    gradients do not fit float16, and the check does not name their dtype.
     """
     # A NaN kept in the state would trip jax_debug_nans, so compute it here.
     used = jnp.asarray(self.range_used)
+    is_known = (used > 0) & (bits.magnitude_bits(jnp.asarray(self.amax)) > 0)
     # Subtract from 0, since negation would give -0.0 at the limit.
-    return jnp.where(used > 0, 0 - bits.log2(used), jnp.nan)
+    return jnp.where(is_known, 0 - bits.log2(used), jnp.nan)
 
 
 def first_state(

@@ -2,12 +2,6 @@
 
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
-from optax_lossscale.instruments._culprit import amax_by_leaf
-from optax_lossscale.instruments._culprit import culprit
-from optax_lossscale.instruments._culprit import CulpritLeaf
-from optax_lossscale.instruments._exponent_histograms import exponent_histogram
-from optax_lossscale.instruments._exponent_histograms import ExponentHistogram
-from optax_lossscale.instruments._exponent_histograms import histogram_by_leaf
 from optax_lossscale.instruments._gradient_error import gradient_error
 from optax_lossscale.instruments._gradient_error import GradientErrorReport
 from optax_lossscale.instruments._history import get_history
@@ -19,43 +13,39 @@ from optax_lossscale.instruments._history_files import write_history
 from optax_lossscale.instruments._laws import check_step
 from optax_lossscale.instruments._laws import Law
 from optax_lossscale.instruments._laws import StepReport
+from optax_lossscale.instruments._leaf_stats import leaf_stats
+from optax_lossscale.instruments._leaf_stats import LeafStats
 from optax_lossscale.instruments._precision_report import precision_report
 from optax_lossscale.instruments._precision_report import PrecisionReport
 from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._replay import ReplayedRun
 from optax_lossscale.instruments._shares import swallowed_share
-from optax_lossscale.instruments._shares import underflow_share
 from optax_lossscale.instruments._where_overflow import Place
 from optax_lossscale.instruments._where_overflow import where_overflow
 
 __all__ = [
   "Advice",
-  "CulpritLeaf",
-  "ExponentHistogram",
   "GradientErrorReport",
   "History",
   "Law",
+  "LeafStats",
   "Place",
   "PrecisionReport",
   "RecordState",
   "ReplayedRun",
   "StepReport",
   "advise",
-  "amax_by_leaf",
   "check_step",
-  "culprit",
-  "exponent_histogram",
   "get_history",
   "gradient_error",
-  "histogram_by_leaf",
+  "leaf_stats",
   "precision_report",
   "print_loss_scale",
   "read_history",
   "record",
   "replay",
   "swallowed_share",
-  "underflow_share",
   "where_overflow",
   "write_history",
 ]

@@ -357,10 +357,13 @@ def _look_for_nan(tuning: _Tuning) -> None:
 def _look_for_callers(tuning: _Tuning) -> None:
   if count := int(np.sum(tuning.known.is_callers)):
     headroom = tuning.history.headroom(tuning.replay.dtype)
-    least = np.min(headroom[tuning.known.is_callers])
+    least = np.nanmin(headroom[tuning.known.is_callers], initial=np.inf)
+    seen = (
+      f"{least:.1f} bits or more below the limit" if least < np.inf else "0"
+    )
     tuning.tell(
       f"{count} of {tuning.count} steps were overflows although amax was "
-      f"{least:.1f} bits or more below the limit: nothing shows "
+      f"{seen}: nothing shows "
       "that S was too large, so these are not held against any S; look at what "
       "set overflow=, and if that is a status register, "
       "instruments.where_overflow(fun) names the operation that overflows"

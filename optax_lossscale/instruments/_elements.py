@@ -6,7 +6,6 @@ import functools
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 
 from optax_lossscale._base import leaves
 
@@ -31,7 +30,6 @@ def named(tree: object) -> dict[str, jax.Array]:
 
 def count(
   tally: Callable[..., jax.Array],
-  length: int,
   arrays: Sequence[jax.Array],
   *,
   on_cpu: Callable[..., jax.Array] | None = None,
@@ -47,25 +45,21 @@ def count(
     jax.typeof(x).sharding.mesh.empty and isinstance(x.size, int)
     for x in arrays
   ):
-    on_cpu = functools.partial(_in_blocks, on_cpu, length)
+    on_cpu = functools.partial(_in_blocks, on_cpu)
   counts: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=tally)
   return counts
 
 
 def _in_blocks(
-  tally: Callable[..., jax.Array], length: int, *arrays: jax.Array
+  tally: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
   """Returns the sum of the counts of the blocks of arrays."""
   flat = [x.reshape(-1) for x in arrays]
-  blocks, rest = divmod(flat[0].size, _BLOCK)
+  blocks = flat[0].size // _BLOCK
 
   def add(i: jax.Array, counts: jax.Array) -> jax.Array:
     block = [lax.dynamic_slice(x, (i * _BLOCK,), (_BLOCK,)) for x in flat]
     return counts + tally(*block)
 
-  counts = jnp.zeros(length, jnp.uint32)
-  if blocks:
-    counts = lax.fori_loop(0, blocks, add, counts)
-  if rest:
-    counts += tally(*(x[blocks * _BLOCK :] for x in flat))
-  return counts
+  rest = tally(*(x[blocks * _BLOCK :] for x in flat))
+  return lax.fori_loop(0, blocks, add, rest) if blocks else rest

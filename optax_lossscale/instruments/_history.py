@@ -65,18 +65,17 @@ class History(NamedTuple):
       dtype: the computation's dtype.
 
     Returns:
-      float64[n], in bits; NaN if amax is inf or NaN, since its true size is
-      unknown, and inf if amax is 0. The headroom may exceed 126 bits, the most
-      that a step reports.
+      float64[n], in bits; NaN if amax is inf, NaN or 0, since the headroom is
+      then unknown. It may exceed 126 bits, the most that a step reports.
 
     Raises:
       TypeError: if `dtype` is not a floating-point dtype.
     """
     dtype = arguments.check_dtype("dtype", dtype)
     amax = np.asarray(self.amax, np.float64)
-    with np.errstate(divide="ignore"):
-      headroom = np.log2(float(jnp.finfo(dtype).max) / amax)
-    return np.asarray(np.where(np.isfinite(amax), headroom, np.nan))
+    is_known = np.isfinite(amax) & (amax > 0)
+    largest = float(jnp.finfo(dtype).max)
+    return np.log2(largest / np.where(is_known, amax, np.nan))
 
 
 class RecordState(NamedTuple):

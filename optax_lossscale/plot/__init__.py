@@ -5,9 +5,9 @@ Each function returns Axes, without showing them::
   history = ols.instruments.get_history(opt_state)
   ols.plot.loss_scale(history)             # S, and the largest possible S
 
-  histogram = ols.instruments.exponent_histogram(gradients)
-  ols.plot.exponent_histogram(histogram, loss_scale=1024)   # what S is for
-  ols.plot.heat_map(ols.instruments.histogram_by_leaf(gradients))
+  stats = ols.instruments.leaf_stats(gradients)
+  ols.plot.exponent_histogram(stats, loss_scale=1024)   # what S is for
+  ols.plot.heat_map(stats)                 # one row per leaf
 
 Each function makes a figure with pyplot, unless `ax=` is passed.
 """

@@ -1,6 +1,5 @@
 """Plots of gradients by exponent, with the ranges of formats."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import math
@@ -48,25 +47,15 @@ class _Range(NamedTuple):
 
 
 class _Shares(NamedTuple):
-  """The counts of a histogram as shares of all elements."""
+  """The elements of each row as shares of all elements of that row."""
 
   by_exponent: npt.NDArray[np.float64]
-  zeros: float
-  nonfinite: float
-
-  @classmethod
-  def of(cls, histogram: instruments.ExponentHistogram) -> "_Shares":
-    """Returns the shares, all 0 for a histogram without elements."""
-    total = max(histogram.total, 1)
-    return cls(
-      np.asarray(histogram.counts) / total,
-      int(histogram.zeros) / total,
-      int(histogram.nonfinite) / total,
-    )
+  zeros: npt.NDArray[np.float64]
+  nonfinite: npt.NDArray[np.float64]
 
 
 def exponent_histogram(
-  histogram: instruments.ExponentHistogram,
+  stats: instruments.LeafStats,
   *,
   loss_scale: ArrayLike | None = None,
   dtypes: Sequence[DTypeLike] = _FORMATS,
@@ -78,8 +67,8 @@ def exponent_histogram(
   become 0 in that format. Scaling by S moves gradients right by log2(S).
 
   Args:
-    histogram: true gradients, counted by `instruments.exponent_histogram`. The
-      counts may be sums over steps.
+    stats: true gradients, counted by `instruments.leaf_stats`. The counts may
+      be sums over steps.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
       the plot shows scaled gradients beside the true ones.
     dtypes: the formats to draw, each as a bar that is filled for normal numbers
@@ -94,16 +83,17 @@ def exponent_histogram(
 
   Raises:
     TypeError: if an argument has the wrong type.
-    ValueError: if `loss_scale` is not a usable scale.
+    ValueError: if `loss_scale` is not a usable scale, or the first of `dtypes`
+      cannot hold 0.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> from matplotlib.figure import Figure
     >>> import optax_lossscale as ols
     >>> gradients = jnp.array([0.0, 2.0**-26, 2.0**-20, 2.0**-20])
-    >>> histogram = ols.instruments.exponent_histogram(gradients)
+    >>> stats = ols.instruments.leaf_stats({"a": gradients})
     >>> axes = ols.plot.exponent_histogram(
-    ...   histogram, loss_scale=1024, ax=Figure().subplots()
+    ...   stats, loss_scale=1024, ax=Figure().subplots()
     ... )
     >>> for text in axes.get_legend().get_texts():
     ...   print([text.get_text()])
@@ -111,8 +101,7 @@ def exponent_histogram(
     ['times S = $2^{10}$: 0 % become 0']
     ['hatched: subnormal numbers of the format']
     ['zeros']
-    >>> by_leaf = ols.instruments.histogram_by_leaf({"a": gradients})
-    >>> axes = ols.plot.heat_map(by_leaf, ax=Figure().subplots())
+    >>> axes = ols.plot.heat_map(stats, ax=Figure().subplots())
     >>> print([label.get_text() for label in axes.get_yticklabels()])
     ['a']
 
@@ -120,33 +109,33 @@ def exponent_histogram(
     Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018, figure 3.
   """
-  _check_histogram("`histogram` must be an", histogram)
+  shares = _shares_of(stats, together=True)
   ranges = [_range_of("dtypes", dtype) for dtype in dtypes]
-  shift = _log2_scale(loss_scale)
-  shares = _Shares.of(histogram)
+  scale = _scale_of(loss_scale)
+  shift = math.log2(scale)
   axes = axes_lib.make_axes(ax, height=4.5)
-  low, high = _span([histogram], shift, ranges)
+  low, high = _span(stats, shift, ranges)
   floor = _floor_of(shares)
+  [by_exponent], [zeros], [nonfinite] = shares
 
   told = ["", ""]
   if ranges:
-    told[0] = f", {_lost(histogram, shares, 0.0, ranges[0])}"
-    told[0] += f" in {ranges[0].name}"
-    told[1] = f": {_lost(histogram, shares, shift, ranges[0])}"
-  heights = np.maximum(shares.by_exponent, floor)
-  edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
+    texts = [_lost(stats, ranges[0], x) for x in (1.0, scale)]
+    told = [f", {texts[0]} in {ranges[0].name}", f": {texts[1]}"]
+  heights = np.maximum(by_exponent, floor)
+  edges = np.append(stats.exponents, stats.exponents[-1] + 1)
   axes.stairs(
     heights,
     edges,
     baseline=floor,
     fill=True,
     color=axes_lib.SKY_BLUE,
-    label=f"gradients: {100 * shares.zeros:.3g} % are 0{told[0]}",
+    label=f"gradients: {100 * zeros:.3g} % are 0{told[0]}",
   )
   # Zeros, inf and NaN have no exponent, so each gets a place at the side.
   for name, place, share, color in (
-    ("zeros", low - _APART, shares.zeros, axes_lib.BLUE),
-    ("inf and NaN", high + _APART, shares.nonfinite, axes_lib.SKIP.color),
+    ("zeros", low - _APART, zeros, axes_lib.BLUE),
+    ("inf and NaN", high + _APART, nonfinite, axes_lib.SKIP.color),
   ):
     if share:
       axes.bar(place, share - floor, _BROAD, floor, color=color, label=name)
@@ -157,12 +146,12 @@ def exponent_histogram(
       baseline=floor,
       color="black",
       linewidth=1.4,
-      label=f"times S = {_written(shift)}{told[1]}",
+      label=f"times S = {_written(scale)}{told[1]}",
     )
   axes.set_yscale("log")
   top = _draw_ranges(axes, ranges, floor)
   axes.set_ylim(floor, top)
-  _exponent_axis(axes, low, high, has_end=shares.nonfinite > 0)
+  _exponent_axis(axes, low, high, has_end=nonfinite > 0)
   axes.set_xlabel(
     "magnitude |g|" if loss_scale is None else "magnitude, of |g| and of S |g|"
   )
@@ -172,7 +161,7 @@ def exponent_histogram(
 
 
 def heat_map(
-  histograms: Mapping[str, instruments.ExponentHistogram],
+  stats: instruments.LeafStats,
   dtype: DTypeLike = jnp.float16,
   *,
   loss_scale: ArrayLike | None = None,
@@ -185,7 +174,7 @@ def heat_map(
   the right of the third overflow. See `exponent_histogram` for an example.
 
   Args:
-    histograms: histograms by path, from `instruments.histogram_by_leaf`.
+    stats: as for `exponent_histogram`.
     dtype: the format whose range the lines mark.
     loss_scale: S, a number or float32[], or the state that holds it. If given,
       the plot shows scaled gradients.
@@ -198,58 +187,46 @@ def heat_map(
 
   Raises:
     TypeError: if an argument has the wrong type.
-    ValueError: if `histograms` is empty, or `loss_scale` is not a usable scale.
+    ValueError: if `stats` has no leaf, or `loss_scale` is not a usable scale.
   """
-  if not isinstance(histograms, Mapping):
-    raise TypeError(
-      "`histograms` must be a mapping by path, got "
-      f"{arguments.kind_of(histograms)}; call "
-      'instruments.histogram_by_leaf(gradients), or pass {"all": histogram}.'
-    )
-  if not histograms:
-    raise ValueError("`histograms` must have at least one, got none.")
-  for histogram in histograms.values():
-    _check_histogram("Each of `histograms` must be an", histogram)
+  shares = _shares_of(stats, together=False)
+  count = len(stats.paths)
+  if not count:
+    raise ValueError("`stats` must have at least one leaf, got none.")
   limits = _range_of("dtype", dtype)
-  shift = _log2_scale(loss_scale)
-  shares = [_Shares.of(histogram) for histogram in histograms.values()]
-  axes = axes_lib.make_axes(ax, height=1.6 + 0.22 * len(histograms))
-  low, high = _span(list(histograms.values()), shift, [limits])
-  exponents = next(iter(histograms.values())).exponents
-  rows = np.arange(len(histograms) + 1) - 0.5
+  scale = _scale_of(loss_scale)
+  shift = math.log2(scale)
+  axes = axes_lib.make_axes(ax, height=1.6 + 0.22 * count)
+  low, high = _span(stats, shift, [limits])
+  rows = np.arange(count + 1) - 0.5
   how: dict[str, Any] = {
-    "norm": LogNorm(min(map(_floor_of, shares)), 1.0),
+    "norm": LogNorm(_floor_of(shares), 1.0),
     "cmap": "cividis_r",  # Darker means more, even in black and white.
   }
-  mesh = axes.pcolormesh(
-    np.append(exponents, exponents[-1] + 1) + shift,
-    rows,
-    _masked([share.by_exponent for share in shares]),
-    **how,
-  )
   # Zeros, inf and NaN have no exponent, so each gets a column at the side.
-  for place, column in (
-    (low - _APART, [[share.zeros] for share in shares]),
-    (high + _APART, [[share.nonfinite] for share in shares]),
-  ):
-    edges = place + np.array([-0.5, 0.5]) * _BROAD
-    axes.pcolormesh(edges, rows, _masked(column), **how)
+  side = np.array([-0.5, 0.5]) * _BROAD
+  edges = np.append(stats.exponents, stats.exponents[-1] + 1) + shift
+  mesh, _, _ = (
+    # 0 has no logarithm.
+    axes.pcolormesh(columns, rows, np.ma.masked_equal(cells, 0), **how)
+    for columns, cells in (
+      (edges, shares.by_exponent),
+      (low - _APART + side, shares.zeros[:, None]),
+      (high + _APART + side, shares.nonfinite[:, None]),
+    )
+  )
   for row in rows[1:-1]:
     axes.axhline(row, color="white", linewidth=2)
   _draw_limits(axes, limits)
   axes.figure.colorbar(
     mesh, ax=axes, label="share of a row's elements", fraction=0.05
   )
-  axes.set_yticks(
-    range(len(histograms)),
-    _shortened([str(path) for path in histograms]),
-    fontsize="small",
-  )
-  axes.set_ylim(len(histograms) - 0.5, -0.5)
-  has_end = any(share.nonfinite for share in shares)
+  axes.set_yticks(range(count), _shortened(stats.paths), fontsize="small")
+  axes.set_ylim(count - 0.5, -0.5)
+  has_end = bool(np.any(shares.nonfinite))
   _exponent_axis(axes, low, high, has_end=has_end, most=7)
   axes.set_xlabel(
-    "|g|" if loss_scale is None else f"S |g|, S = {_written(shift)}"
+    "|g|" if loss_scale is None else f"S |g|, S = {_written(scale)}"
   )
   return axes
 
@@ -331,19 +308,22 @@ def _draw_limits(axes: Axes, limits: _Range) -> None:
   axes_lib.legend_beside(axes, "lower right", (1.0, 1.0))
 
 
-def _masked(shares: npt.ArrayLike) -> np.ma.MaskedArray:
-  """Returns a masked array without zeros, which have no logarithm."""
-  return np.ma.masked_equal(np.array(shares), 0)
-
-
-def _check_histogram(rule: str, histogram: object) -> None:
-  """Raises if `histogram` is not a histogram."""
+def _shares_of(stats: instruments.LeafStats, *, together: bool) -> _Shares:
+  """Returns the shares, one row for each leaf, or one for all together."""
   axes_lib.check_kind(
-    rule,
-    histogram,
-    instruments.ExponentHistogram,
-    "call instruments.exponent_histogram(gradients), or histogram_by_leaf",
+    "`stats` must be a",
+    stats,
+    instruments.LeafStats,
+    "call instruments.leaf_stats(gradients)",
   )
+  _ = stats.total  # Raises unless it can be read.
+  # One column for each exponent, then zeros, then inf and NaN.
+  counts = np.column_stack([stats.counts, stats.zeros, stats.nonfinite])
+  counts = counts.astype(np.int64)
+  if together:
+    counts = counts.sum(axis=0, keepdims=True)
+  shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+  return _Shares(shares[:, :-2], shares[:, -2], shares[:, -1])
 
 
 def _range_of(name: str, dtype: DTypeLike) -> _Range:
@@ -358,24 +338,21 @@ def _range_of(name: str, dtype: DTypeLike) -> _Range:
   )
 
 
-def _log2_scale(loss_scale: ArrayLike | None) -> float:
-  """Returns log2(S), by which S moves exponents; 0 without S."""
-  if loss_scale is None:
-    return 0.0
-  return math.log2(float(states.get_loss_scale(loss_scale)))
+def _scale_of(loss_scale: ArrayLike | None) -> float:
+  """Returns S as a number; 1 without S."""
+  return 1.0 if loss_scale is None else float(states.get_loss_scale(loss_scale))
 
 
-def _written(shift: float) -> str:
+def _written(loss_scale: float) -> str:
   """Returns S as text: a power of two if it is one, else a number."""
-  if shift.is_integer():
-    return axes_lib.power_of_two(int(shift))
-  return f"{2**shift:.6g}"
+  exponent = math.log2(loss_scale)
+  if exponent.is_integer():
+    return axes_lib.power_of_two(int(exponent))
+  return f"{loss_scale:.6g}"
 
 
 def _span(
-  histograms: Sequence[instruments.ExponentHistogram],
-  shift: float,
-  ranges: Sequence[_Range],
+  stats: instruments.LeafStats, shift: float, ranges: Sequence[_Range]
 ) -> tuple[float, float]:
   """Returns the first and last exponent to show.
 
@@ -383,39 +360,34 @@ def _span(
   """
   narrow = [each for each in ranges if each.end - each.subnormal < 64]
   ends = [x for each in narrow for x in (each.subnormal, each.end)]
-  for histogram in histograms:
-    for place in histogram.exponents[np.asarray(histogram.counts) > 0]:
-      ends += [place, place + 1, place + shift, place + shift + 1]
+  found = stats.exponents[np.any(np.asarray(stats.counts), axis=0)]
+  for place in found.tolist():
+    ends += [place, place + 1, place + shift, place + shift + 1]
   if not ends:
     ends = [x for each in ranges for x in (each.subnormal, each.end)]
   return math.floor(min(ends, default=0)), math.ceil(max(ends, default=0)) + 1
 
 
 def _lost(
-  histogram: instruments.ExponentHistogram,
-  shares: _Shares,
-  shift: float,
-  limits: _Range,
+  stats: instruments.LeafStats, limits: _Range, loss_scale: float
 ) -> str:
-  """Returns a text that says what share of elements becomes 0 in a format.
+  """Returns a text that says what share of all elements becomes 0 in a format.
 
-  A bin holds all numbers with the same exponent. If the limit for becoming 0
-  lies inside a nonempty bin, the text says "about".
+  If some elements have the exponent of the limit, the text says "about".
   """
-  # Half the smallest number is a tie, which is rounded to 0. `above` is how far
-  # this limit is above the start of each bin.
-  above = limits.subnormal - 1 - shift - histogram.exponents
-  is_open = (above >= 0) & (above < 1)
-  about = "about " if shares.by_exponent[is_open].any() else ""
-  share = 100 * float(np.sum(shares.by_exponent * np.clip(above, 0, 1)))
-  return f"{about}{share:.3g} % become 0"
+  of_nonzero = stats.share_lost(limits.name, loss_scale)
+  zeros = int(np.sum(stats.zeros)) / max(stats.total, 1)
+  # Half the smallest number, the limit for becoming 0.
+  exponent = math.floor(limits.subnormal - 1 - math.log2(loss_scale))
+  about = "about " if stats.share(exponent, exponent + 1) else ""
+  return f"{about}{100 * (1 - zeros) * of_nonzero:.3g} % become 0"
 
 
 def _floor_of(shares: _Shares) -> float:
   """Returns the largest power of ten below all nonzero shares."""
-  all_shares = [*shares.by_exponent, shares.zeros, shares.nonfinite]
-  least = min((share for share in all_shares if share > 0), default=1.0)
-  return 10.0 ** min(math.ceil(math.log10(least)) - 1, -2)
+  found = np.column_stack(shares)
+  least = np.min(found[found > 0], initial=1.0)
+  return float(10.0 ** min(math.ceil(math.log10(least)) - 1, -2))
 
 
 def _exponent_axis(

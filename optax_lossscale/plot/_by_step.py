@@ -119,29 +119,21 @@ def replays(
   return _draw_scales(histories, largest, dtype, ax, overflow="_")
 
 
-def _headroom(
+def _largest_scale(
   history: instruments.History, dtype: DTypeLike
 ) -> npt.NDArray[np.float64]:
-  """Returns the headroom of a history, or raises before a figure is made."""
+  """Returns the largest S that each step could have used; NaN if unknown."""
   axes_lib.check_kind(
     "`history` must be a",
     history,
     instruments.History,
     "pass instruments.get_history(opt_state), or replay.history of a replay",
   )
-  return history.headroom(dtype)
-
-
-def _largest_scale(
-  history: instruments.History, dtype: DTypeLike
-) -> npt.NDArray[np.float64]:
-  """Returns the largest S that each step could have used; NaN if unknown."""
-  headroom = _headroom(history, dtype)
+  headroom = history.headroom(dtype)
   largest = history.loss_scale * np.exp2(headroom)
   # With amax in range, the caller reported the overflow, or amax saturated.
   is_hidden = history.overflow & ~(headroom < 0)
-  is_known = np.isfinite(largest) & ~is_hidden
-  return np.where(is_known, largest, np.nan)
+  return np.where(np.isinf(largest) | is_hidden, np.nan, largest)
 
 
 def _draw_scales(

@@ -212,8 +212,7 @@ def test_a_number_beyond_every_float_is_refused(take, number):
   "take",
   [
     lambda x: ols.unscale({"w": x}, 8.0),
-    ols.instruments.exponent_histogram,
-    ols.instruments.underflow_share,
+    ols.instruments.leaf_stats,
     lambda x: ols.instruments.swallowed_share(1.0, x),
   ],
 )

@@ -290,7 +290,7 @@ def test_a_symbolic_size_can_be_exported(platform):
   x = jax.ShapeDtypeStruct((rows, 100), jnp.float16)
   for function in (
     lambda x: _bits.amax([x]),
-    ols.instruments.underflow_share,
+    ols.instruments.leaf_stats,
   ):
     exported = jax.export.export(jax.jit(function), platforms=[platform])(x)
     if platform == "cpu":

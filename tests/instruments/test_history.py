@@ -191,3 +191,10 @@ def test_an_optimizer_without_loss_scaling_cannot_be_recorded():
 def test_capacity_must_be_positive(capacity):
   with pytest.raises(ValueError, match="`capacity`"):
     make(capacity)
+
+
+def test_the_headroom_of_what_is_not_a_positive_number_is_unknown():
+  amax = np.float32([0.0, np.inf, np.nan, 65504 / 8, 65504 * 2])
+  history = instruments.History(np.arange(5), np.ones(5), amax, amax > 65504)
+  unknown = [np.nan] * 3
+  np.testing.assert_array_equal(history.headroom(), [*unknown, 3.0, -1.0])
