@@ -41,7 +41,13 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-include_patterns = ["*.md", "docs/**", "examples/*.md", "notebooks/*"]
+include_patterns = [
+  "*.md",
+  "benchmarks/truth/README.md",
+  "docs/**",
+  "examples/*.md",
+  "notebooks/*",
+]
 exclude_patterns = ["README.md"]  # Its sections are pages.
 
 myst_enable_extensions = ["colon_fence"]

@@ -455,6 +455,7 @@ def anchors(text):
     documents.ROOT / "README.md",
     documents.ROOT / "index.md",
     documents.ROOT / "notebooks" / "README.md",
+    documents.ROOT / "benchmarks" / "truth" / "README.md",
     *DOCS.rglob("*.md"),
   ],
   ids=lambda page: page.stem,
