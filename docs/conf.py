@@ -171,7 +171,9 @@ def prepare_page(app: Sphinx, page: str, content: list[str]) -> None:
     text = re.sub(r"(?m)(^\|.*\n)+", cards_of_notebooks, text, count=1)
   if ONE_PROGRAM.search(text):
     write_program(name, text)
-    link = f"{{download}}`Download this page's code <../programs/{name}.py>`."
+    link = (
+      f"{{download}}`Download this page's code </docs/programs/{name}.py>`."
+    )
     text = ONE_PROGRAM.sub(link, text)
   content[0] = re.sub(
     r"\]\((?!\w+:|#|/)([^)\s]+)\)",
