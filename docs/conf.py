@@ -28,6 +28,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Every build writes these anew.
 REFERENCE = ROOT / "docs" / "reference"
 THUMBNAILS = ROOT / "docs" / "images" / "thumbnails"
+PROGRAMS = ROOT / "docs" / "programs"
+# What a page says whose code is one; the site adds the file.
+ONE_PROGRAM = re.compile(r"The code of this page is\sone program\.")
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 
 project = "optax_lossscale"
@@ -41,7 +44,13 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-include_patterns = ["*.md", "docs/**", "examples/*.md", "notebooks/*"]
+include_patterns = [
+  "*.md",
+  "benchmarks/truth/README.md",
+  "docs/**",
+  "examples/*.md",
+  "notebooks/*",
+]
 exclude_patterns = ["README.md"]  # Its sections are pages.
 
 myst_enable_extensions = ["colon_fence"]
@@ -160,11 +169,24 @@ def prepare_page(app: Sphinx, page: str, content: list[str]) -> None:
     text += toctree(f"reference/{name}" for name in names)
   if page == "notebooks/README":
     text = re.sub(r"(?m)(^\|.*\n)+", cards_of_notebooks, text, count=1)
+  if ONE_PROGRAM.search(text):
+    write_program(name, text)
+    link = (
+      f"{{download}}`Download this page's code </docs/programs/{name}.py>`."
+    )
+    text = ONE_PROGRAM.sub(link, text)
   content[0] = re.sub(
     r"\]\((?!\w+:|#|/)([^)\s]+)\)",
     lambda link: f"]({on_the_site(folder, link[1])})",
     text,
   )
+
+
+def write_program(name: str, text: str) -> None:
+  """Writes the code of a page as a file."""
+  PROGRAMS.mkdir(exist_ok=True)
+  code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+  (PROGRAMS / f"{name}.py").write_text("\n\n".join(code))
 
 
 def toctree(pages: Iterable[str]) -> str:

@@ -1,10 +1,13 @@
 """Code in Markdown pages, so that tests can run what a reader would type."""
 
+import contextlib
+import io
 import pathlib
 import re
 import textwrap
 
 import jax
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The lines of a step that the pages take for granted.
@@ -97,6 +100,27 @@ def step(code, names, carry=("params", "opt_state")):
   names = dict(names)
   exec(compile(source, "<step>", "exec"), names)
   return jax.jit(names["train_step"])
+
+
+def run_as_shown(page):
+  """Runs a page that is one program, and returns the names it leaves behind.
+
+  What it prints must be what the page shows, and the numbers within a tenth:
+  they depend on the release of JAX and on the processor.
+  """
+  names = {}
+  block_and_output = r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?"
+  for code, shown in re.findall(block_and_output, page, flags=re.DOTALL):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+      exec(compile(code, "<block>", "exec"), names)
+    found, expected = (
+      re.split(r"(?<![a-z\d])(\d[\d.]*)", x)
+      for x in (printed.getvalue(), shown)
+    )
+    assert found[::2] == expected[::2]
+    numbers = ([float(x) for x in text[1::2]] for text in (found, expected))
+    assert next(numbers) == pytest.approx(next(numbers), rel=0.1)
+  return names
 
 
 def _no_code(text):

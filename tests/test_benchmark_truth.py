@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import statistics
 
 import jax
@@ -288,28 +289,26 @@ def test_rows_are_made_once_and_table_shows_those_there_are(
   assert "held-out error" in first
   before = {name: x.read_bytes() for name, x in one.items()}
 
-  docs = tmp_path / "docs"
-  docs.mkdir()
   begin, end = "<!-- python -m benchmarks truth -->", "<!-- end -->"
-  (docs / "does_it_matter.md").write_text(f"Before\n{begin}\n{end}\nafter")
-  every = repository("--docs", str(docs))
+  (tmp_path / "README.md").write_text(f"Before\n{begin}\n{end}\nafter")
+  every = repository("--appendix", str(tmp_path))
   assert len(every) == len(settings.SETTINGS) + 5 + 4
   assert {name: every[name].read_bytes() for name in one} == before
   printed = capsys.readouterr().out
   assert "tiny/float32" not in printed  # It was not trained again.
   assert printed.count(" s\n") == len(settings.SETTINGS) - 1 + 5
   assert "bit-equal" in printed and "no difference" in printed
-  pictures = sorted(x.name for x in (docs / "images" / "truth").iterdir())
+  pictures = sorted(x.name for x in (tmp_path / "images").iterdir())
   assert pictures == ["dull.png", "tiny.png"]
-  # The page has the tables between its lines, and only once.
-  page = (docs / "does_it_matter.md").read_text()
+  # The tables are between these lines, and only once.
+  page = (tmp_path / "README.md").read_text()
   assert page.startswith(
     f"Before\n{begin}\n\n- `tiny`: A tiny network; rate 0.1, 6 steps."
   )
   assert page.endswith(f"|\n\n{end}\nafter")
   assert page.split("\n\n", 1)[1].removesuffix(f"\n\n{end}\nafter") in printed
-  repository("--docs", str(docs))
-  assert (docs / "does_it_matter.md").read_text() == page
+  repository("--appendix", str(tmp_path))
+  assert (tmp_path / "README.md").read_text() == page
 
 
 @pytest.mark.slow
@@ -358,9 +357,9 @@ def test_short_rows_do_not_pass_for_whole_ones(capsys):
 
 @pytest.mark.slow
 def test_page_without_a_place_for_the_tables_is_refused(repository, tmp_path):
-  (tmp_path / "does_it_matter.md").write_text("nothing")
+  (tmp_path / "README.md").write_text("nothing")
   with pytest.raises(ValueError, match="must have the lines"):
-    repository("--only", "tiny/float32", "--docs", str(tmp_path))
+    repository("--only", "tiny/float32", "--appendix", str(tmp_path))
 
 
 def test_unknown_row_is_refused(repository, capsys):
@@ -420,6 +419,13 @@ def test_null_rows_say_how_close_they_come(tmp_path):
   assert text.split("|")[-4].strip() == "not bit-equal"
 
 
+def cells_of(text):
+  """Returns the cells of the rows of tables, by the first cell."""
+  rows = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+  cells = [re.split(r" *\| *", row.strip()) for row in rows]
+  return {first: others for first, *others in cells}
+
+
 def test_table_shows_the_screen(tmp_path):
   numbers = itertools.count(1)
   screened = [
@@ -432,15 +438,9 @@ def test_table_shows_the_screen(tmp_path):
   file = results.path(tmp_path, "tiny", results.SCREEN)
   results.write(file, {}, screened)
   text = table.text({"tiny": make_tiny()}, {"tiny": {}}, tmp_path)
-  rows = [
-    [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in text.splitlines()
-    if line.startswith("| tiny, ")
-  ]
-  shown = ["1.00%", "2.00%", "3.00%", "overflow", "5.00%", "8"]
-  assert rows[0] == ["tiny, first step", *shown]
-  shown = ["9.00%", "10.00%", "11.00%", "12.00%", "13.00%", "8"]
-  assert rows[1] == ["tiny, last step", *shown]
+  first, last = (cells_of(text)[f"tiny, {x} step"] for x in ("first", "last"))
+  assert first == ["1.00%", "2.00%", "3.00%", "overflow", "5.00%", "8"]
+  assert last == ["9.00%", "10.00%", "11.00%", "12.00%", "13.00%", "8"]
 
 
 def test_picture_shows_mean_and_deviation_and_the_gradient():
@@ -533,25 +533,25 @@ def test_workload_trains(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_page_is_made_from_the_rows():
-  """It has the tables of the committed rows, and shows a picture of each."""
+def test_pages_are_made_from_the_rows():
   made = {name: make() for name, make in workloads.WORKLOADS.items()}
   rows = {name: results.load(results.FOLDER, name) for name in made}
-  page = (documents.ROOT / "docs" / "does_it_matter.md").read_text()
-  assert table.text(made, rows, results.FOLDER) in page
-  for name, found in rows.items():
-    if found:
-      assert f"(images/truth/{name}.png)" in page
+  tables = table.text(made, rows, results.FOLDER)
+  page = documents.read("docs/does_it_matter.md")
+  appendix = documents.read("benchmarks/truth/README.md")
+  assert tables in appendix
+  found, shown = cells_of(tables), cells_of(page)
+  for name, workload in made.items():
+    assert f"(images/{name}.png)" in appendix
+    score = f"{name}: {workload.score_name}"
+    cells, error = found[score], found[f"{name}, last step"]
+    means = [cells[i].split()[0] for i in (0, 2, 4)]
+    assert shown[score] == [error[0], error[2], *means, cells[-1]]
   # The report that the page explains is one of the rows, too.
   file = results.path(results.FOLDER, "transformer", results.SCREEN)
   _, screened = results.read(file, results.Screened)
   last = [x for x in screened if x[:2] == ("last", "float16")]
-  report = ols.instruments.GradientErrorReport(
-    "float16",
-    {x.loss_scale: x.error for x in last},
-    {x.loss_scale: x.zeros for x in last},
-    {},
-  )
+  columns = ({x.loss_scale: x[i] for x in last} for i in (3, 4))
+  report = ols.instruments.GradientErrorReport("float16", *columns, {})
   assert f"```text\n{report}\n```" in page
   assert "loss_scales=(1, 2**5, 2**10, 2**15)\n" in page
-  assert settings.SCREENED == (1, 2**5, 2**10, 2**15)

@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
   rows = {name: results.load(arguments.rows, name) for name in workloads}
   text = table.text(workloads, rows, arguments.rows)
   print(text)
-  if arguments.docs is not None:
-    page.write(arguments.docs, workloads, rows, arguments.rows, text)
+  if arguments.appendix is not None:
+    page.write(arguments.appendix, workloads, rows, arguments.rows, text)
   return 0
 
 
@@ -180,7 +180,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     help="train fewer steps, to see it work; needs --rows",
   )
   parser.add_argument(
-    "--docs",
+    "--appendix",
     type=pathlib.Path,
     metavar="FOLDER",
     help=f"the folder of {page.NAME}, to renew its tables and its pictures",

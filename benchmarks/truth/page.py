@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of the documentation from the rows."""
+"""Writes the tables and pictures of the appendix from the rows."""
 
 from collections.abc import Mapping
 import pathlib
@@ -10,41 +10,41 @@ from benchmarks.truth import results
 from benchmarks.truth import table
 from benchmarks.truth import workload as workload_lib
 
-NAME = "does_it_matter.md"
+NAME = "README.md"
 
 # The tables go between these lines.
 _BEGIN, _END = "<!-- python -m benchmarks truth -->", "<!-- end -->"
 
 
 def write(
-  docs: pathlib.Path,
+  appendix: pathlib.Path,
   workloads: Mapping[str, workload_lib.Workload],
   rows: table.Rows,
   folder: pathlib.Path,
   text: str,
 ) -> None:
-  """Renews the tables of the page, and draws a picture for each workload.
+  """Renews the tables of the appendix, and draws a picture for each workload.
 
   Args:
-    docs: the folder of the page, where the pictures go to `images/truth`.
+    appendix: its folder, where the pictures go to `images`.
     workloads: by name.
     rows: by workload and setting.
     folder: where the rows are.
     text: the tables.
 
   Raises:
-    ValueError: if the page does not say where the tables go.
+    ValueError: if the appendix does not say where the tables go.
   """
   for name, found in rows.items():
     file = results.path(folder, name, results.HISTOGRAM)
     if file.exists():
       _, counted = results.read(file, results.Counted)
-      picture = docs / "images" / "truth" / f"{name}.png"
-      picture.parent.mkdir(parents=True, exist_ok=True)
+      picture = appendix / "images" / f"{name}.png"
+      picture.parent.mkdir(exist_ok=True)
       drawn = figure.draw(workloads[name], found, counted)
       with report.replacing(picture) as temporary:
         drawn.savefig(temporary, format="png", dpi=110)
-  path = docs / NAME
+  path = appendix / NAME
   content = path.read_text(encoding="utf-8")
   if _BEGIN not in content or _END not in content:
     raise ValueError(f"{path} must have the lines {_BEGIN} and {_END}.")

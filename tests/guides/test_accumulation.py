@@ -59,12 +59,12 @@ def test_a_window_of_micro_batches():
 
 
 def test_dropping_a_bad_micro_batch():
-  names = documents.run(
-    documents.section(PAGE, "Dropping a bad micro-batch"), window()
-  )
-  params, state, loss, _ = names["train_step"](
-    NAMES["params"], names["opt_state"], bad_batch(11)
-  )
+  new = documents.block(PAGE, "Dropping a bad micro-batch", "drop=True")
+  text = documents.section(PAGE, "A window of micro-batches")
+  text = text.replace(new.replace(", drop=True", ""), new)
+  names = documents.run(text, NAMES)
+  start = NAMES["params"], names["tx"].init(NAMES["params"])
+  params, state, loss, _ = names["train_step"](*start, bad_batch(11))
   kept = [i for i in range(32) if i % 8 != 3]
   np.testing.assert_allclose(params, 1 - mean(kept), atol=1e-6)
   np.testing.assert_allclose(loss, BATCH[kept].sum(1).mean(), atol=1e-6)
