@@ -17,26 +17,27 @@ import numpy as np
 
 from optax_lossscale._autocast import _value
 from optax_lossscale._base import bits
-from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
 
 _Chosen = TypeVar("_Chosen")
 
-# Evaluates a jaxpr and returns its outputs.
-Interpret = Callable[[core.Jaxpr, Sequence[_value.Value]], list[_value.Value]]
+_Values = Sequence[_value.Value]
+EvaluateFunction = Callable[[_Values], _Values]
+EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
 
 
-def custom_jvp(
+def keep_jvp(
   equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  interpret: Interpret,
-) -> list[_value.Value]:
+  inputs: _Values,
+  evaluate_function: EvaluateFunction,
+  evaluate_rule: EvaluateRule,
+) -> _Values:
   """Evaluates a `jax.custom_jvp` and keeps its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
-  arrays = _value.arrays(inputs)
+  arrays = _value.get_arrays(inputs)
   inputs = [x.outline for x in inputs]
-  itself = _Function(equation, inputs, interpret)
+  itself = _Function(inputs, evaluate_function)
   function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
@@ -48,10 +49,10 @@ def custom_jvp(
     places = [i for i, x in enumerate(moving) if x]
     jaxpr = _record_tangents(equation, types, places)
     dtypes = itself.dtypes
-    outputs = interpret(
+    outputs = evaluate_rule(
       jaxpr,
       [
-        *_value.received(inputs, primals),
+        *_value.with_arrays(inputs, primals),
         *(_value.Value(tangents[i], types[i].dtype) for i in places),
       ],
     )
@@ -67,18 +68,19 @@ def custom_jvp(
   return itself.values(function(*arrays))
 
 
-def custom_vjp(
+def keep_vjp(
   equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  interpret: Interpret,
-) -> list[_value.Value]:
+  inputs: _Values,
+  evaluate_function: EvaluateFunction,
+  evaluate_rule: EvaluateRule,
+) -> _Values:
   """Evaluates a `jax.custom_vjp` and keeps its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
   is_input = [_is_float(x) for x in types]
   is_output = [_is_float(variable.aval) for variable in equation.outvars]
-  arrays = _value.arrays(inputs)
+  arrays = _value.get_arrays(inputs)
   inputs = [x.outline for x in inputs]
-  itself = _Function(equation, inputs, interpret)
+  itself = _Function(inputs, evaluate_function)
 
   recorded = functools.cache(
     lambda: _record_forward(equation, types, is_input, is_output)
@@ -87,16 +89,18 @@ def custom_vjp(
   def forward(*arguments: Array) -> tuple[list[Array], list[Array]]:
     jaxpr, _, _ = recorded()
     dtypes = itself.dtypes
-    results = interpret(jaxpr, _value.received(inputs, arguments))
-    kept = _value.arrays(results[len(dtypes) :])
+    results = evaluate_rule(jaxpr, _value.with_arrays(inputs, arguments))
+    kept = _value.get_arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
   def backward(
     kept: Sequence[Array], cotangents: Sequence[Array]
   ) -> tuple[Array | None, ...]:
     jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
-    arguments = [*kept, *_chosen(cotangents, is_output)]
-    results = iter(interpret(jaxpr, list(map(_value.Value, arguments, dtypes))))
+    arguments = [*kept, *_choose(cotangents, is_output)]
+    results = iter(
+      evaluate_rule(jaxpr, list(map(_value.Value, arguments, dtypes)))
+    )
     return tuple(
       next(results).in_dtype(x.dtype) if is_float else None
       for is_float, x in zip(is_input, inputs, strict=True)
@@ -147,10 +151,10 @@ def _record_forward(
           for is_float, x in zip(is_input, arguments, strict=True)
         ],
       )
-      return _chosen(outputs, is_output), list(outputs)
+      return _choose(outputs, is_output), list(outputs)
 
     _, vjp, outputs = jax.vjp(
-      of_floats, *_chosen(arguments, is_input), has_aux=True
+      of_floats, *_choose(arguments, is_input), has_aux=True
     )
     return outputs, vjp
 
@@ -165,7 +169,7 @@ def _record_backward(
 ) -> tuple[core.Jaxpr, list[np.dtype]]:
   """Records a rule's backward pass, and returns it with its input dtypes."""
   kept, structure = jax.tree.flatten(vjp)
-  of_floats = _chosen(outputs, is_output)
+  of_floats = _choose(outputs, is_output)
   jaxpr = jax.make_jaxpr(
     lambda kept, cotangents: jax.tree.unflatten(structure, kept)(cotangents)
   )(kept, of_floats)
@@ -175,52 +179,41 @@ def _record_backward(
 class _Function:
   """Evaluates a function that has a derivative rule, without the rule."""
 
-  def __init__(
-    self,
-    equation: core.JaxprEqn,
-    inputs: Sequence[_value.Value],
-    interpret: Interpret,
-  ) -> None:
-    ((self._body, _),) = calls.bodies(equation)
+  def __init__(self, inputs: _Values, evaluate: EvaluateFunction) -> None:
     self._inputs = inputs
-    self._interpret = interpret
+    self._evaluate = evaluate
     self._outputs: list[_value.Value] | None = None
 
   def run(self, *arguments: Array) -> list[Array]:
     """Runs the function, and keeps the outlines of its outputs."""
-    outputs = self._interpret(
-      self._body,
-      _value.received(self._inputs, arguments),
-    )
+    outputs = self._evaluate(_value.with_arrays(self._inputs, arguments))
     self._outputs = [x.outline for x in outputs]
-    return _value.arrays(outputs)
+    return _value.get_arrays(outputs)
 
   @property
   def dtypes(self) -> list[np.dtype]:
     """The dtypes of the outputs."""
     return [x.dtype for x in self._noted()]
 
-  def values(self, arrays: Sequence[Array]) -> list[_value.Value]:
+  def values(self, arrays: Sequence[Array]) -> _Values:
     """Returns the output values, given the arrays that `run` returned."""
-    return _value.received(self._noted(), arrays)
+    return _value.with_arrays(self._noted(), arrays)
 
-  def _noted(self) -> list[_value.Value]:
+  def _noted(self) -> _Values:
     if self._outputs is None:
       # JAX calls only the rule if the inputs are already being differentiated.
-      jax.eval_shape(self.run, *_value.arrays(self._inputs))
+      jax.eval_shape(self.run, *_value.get_arrays(self._inputs))
     return self._outputs or []
 
 
-def _cast(
-  values: Sequence[_value.Value], dtypes: Sequence[np.dtype]
-) -> list[Array]:
+def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
   return [
     x.in_dtype(dtype) if x.is_float else x.array
     for x, dtype in zip(values, dtypes, strict=True)
   ]
 
 
-def _chosen(
+def _choose(
   values: Sequence[_Chosen], is_chosen: Sequence[bool]
 ) -> list[_Chosen]:
   return [x for x, chosen in zip(values, is_chosen, strict=True) if chosen]

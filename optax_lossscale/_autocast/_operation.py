@@ -1,7 +1,7 @@
 """Chooses the dtype of one operation, and runs it in that dtype."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,6 +21,7 @@ from optax_lossscale._jaxpr.interpreter import Array
 
 _Kind = _value.Kind
 _Treatment = levels.Treatment
+_Values = Sequence[_value.Value]
 
 _OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
@@ -41,10 +42,10 @@ _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
 def evaluate(
   equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
+  inputs: _Values,
   decision: levels.Decision,
   dtypes: frozenset[np.dtype],
-) -> list[_value.Value]:
+) -> _Values:
   """Runs an operation as `decision` says, and returns its outputs."""
   name = equation.primitive.name
   if (
@@ -52,25 +53,25 @@ def evaluate(
     or name in _OF_BITS
     or not _is_among(equation, dtypes)
   ):
-    return _as_written(equation, inputs)
+    return _run_as_written(equation, inputs)
   if name == "convert_element_type":
-    return _conversion(equation, inputs)
+    return _convert(equation, inputs)
   if operation_table.name_of(equation) in levels.SUMS:
     with scopes.note("a sum"):
-      return _sum(equation, inputs, decision)
+      return _run_sum(equation, inputs, decision)
   if name in levels.PRODUCTS:
-    return _product(equation, inputs, decision)
+    return _run_product(equation, inputs, decision)
   if name in operation_table.COMPARISONS:
-    return _in_dtype(equation, inputs, _widest(inputs), decision)
+    return _run_in_dtype(equation, inputs, _find_widest(inputs), decision)
   if operation_table.moves(equation) and not (
     name in operation_table.JOINS or decision.treatment is _Treatment.BLACK
   ):
     with scopes.note(_Kind.COMPUTED.value):
-      return _move(equation, inputs)
+      return _run_move(equation, inputs)
   if name in _ELEMENTWISE or operation_table.moves(equation):
     dtype, kind = _choose(equation, inputs, decision)
-    return _in_dtype(equation, inputs, dtype, decision, kind)
-  return _as_written(equation, inputs)
+    return _run_in_dtype(equation, inputs, dtype, decision, kind)
+  return _run_as_written(equation, inputs)
 
 
 def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
@@ -90,25 +91,21 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
   return bool(floats) and floats <= dtypes
 
 
-def _as_written(
-  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
-) -> list[_value.Value]:
+def _run_as_written(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   with interpreter.context(equation):
-    arrays = [x.in_dtype(x.written) if x.is_float else x.array for x in inputs]
+    arrays = [x.restore() for x in inputs]
   # Positions, noise and the like do not depend on the network's values.
   kind = _Kind.COMPUTED
   if all(x.kind.stays_float32 for x in inputs if x.is_float):
     kind = _Kind.STATISTIC
-  outputs = _bind(equation, arrays, kind)
-  for output in outputs:
-    if output.written == _FLOAT32:
-      output.span = _span(equation, inputs)
-  return outputs
+  span = _find_span(equation, inputs)
+  return [
+    x if x.written == _FLOAT32 else dataclasses.replace(x, span=None)
+    for x in _bind(equation, arrays, kind, span)
+  ]
 
 
-def _conversion(
-  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
-) -> list[_value.Value]:
+def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   """Evaluates a conversion that the program itself makes."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
@@ -120,26 +117,24 @@ def _conversion(
   if x.written == dtype:
     return [x]
   with interpreter.context(equation):
-    return [x.converted(dtype)]
+    return [x.convert(dtype)]
 
 
-def _product(
-  equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  decision: levels.Decision,
-) -> list[_value.Value]:
+def _run_product(
+  equation: core.JaxprEqn, inputs: _Values, decision: levels.Decision
+) -> _Values:
   parameters = equation.params
   algorithm, preset = parameters.get("precision"), lax.DotAlgorithmPreset
   kinds = str, lax.DotAlgorithm, preset
   if isinstance(algorithm, kinds) and algorithm != preset.DEFAULT:
     # An explicit algorithm fixes the dtypes of the inputs.
-    return _as_written(equation, inputs)
+    return _run_as_written(equation, inputs)
   floats = [x for x in inputs if x.is_float]
   if decision.treatment is _Treatment.BLACK:
     dtype = _FLOAT32
   elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     promotes = decision.treatment is _Treatment.PROMOTE
-    dtype = _widest(floats, promotes=promotes)
+    dtype = _find_widest(floats, promotes=promotes)
   else:
     dtype = decision.dtype
   if any(x.exceeds(dtype) for x in floats):
@@ -150,14 +145,12 @@ def _product(
     equation = equation.replace(
       params={**parameters, "preferred_element_type": dtype}
     )
-  return _in_dtype(equation, inputs, dtype, decision)
+  return _run_in_dtype(equation, inputs, dtype, decision)
 
 
-def _sum(
-  equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  decision: levels.Decision,
-) -> list[_value.Value]:
+def _run_sum(
+  equation: core.JaxprEqn, inputs: _Values, decision: levels.Decision
+) -> _Values:
   """Evaluates a sum in float32, whatever the dtypes of input and output."""
   treatment = decision.treatment
   name = operation_table.name_of(equation)
@@ -169,10 +162,10 @@ def _sum(
   ):
     # A sum may not fit in low precision, even if the mean made from it does.
     kind = _Kind.STATISTIC
-  outputs = _in_dtype(equation, inputs, _FLOAT32, decision, kind)
+  outputs = _run_in_dtype(equation, inputs, _FLOAT32, decision, kind)
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
-    dtype = _widest(inputs, promotes=False)
+    dtype = _find_widest(inputs, promotes=False)
   if (
     kind is _Kind.STATISTIC
     or treatment in (_Treatment.BLACK, _Treatment.PROMOTE)
@@ -183,32 +176,34 @@ def _sum(
     return [_value.Value(x.in_dtype(dtype), x.written) for x in outputs]
 
 
-def _move(
-  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
-) -> list[_value.Value]:
+def _run_move(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   """Evaluates a move, which leaves each value in its current dtype."""
-  outputs = _bind(equation, _value.arrays(inputs))
-  if len(inputs) == len(outputs):
-    # Each output is made from the input at the same position.
-    sources = list(inputs)
-  else:
-    sources = [next((x for x in inputs if x.is_float), inputs[0])] * len(
-      outputs
-    )
-  is_one = len([x for x in inputs if x.is_float]) == 1 and len(outputs) == 1
-  for output, source in zip(outputs, sources, strict=True):
+  name = equation.primitive.name
+  outputs = _bind(equation, _value.get_arrays(inputs))
+  floats = [x for x in inputs if x.is_float]
+  # Each output is made from the input at the same position, or from the float.
+  sources = inputs
+  if len(inputs) != len(outputs):
+    sources = [*floats, *inputs][:1] * len(outputs)
+  is_one = len(floats) == len(outputs) == 1
+
+  def follow(output: _value.Value, source: _value.Value) -> _value.Value:
     if not output.is_float:
-      continue
-    output.kind = source.kind
-    output.span = source.span
-    if equation.primitive.name not in ("abs", "neg", "sign"):
-      output.number = source.number
-    if equation.primitive.name == "gather" and source.kind is _Kind.GIVEN:
+      return output
+    kind = source.kind
+    if name == "gather" and kind is _Kind.GIVEN:
       # The rows of an embedding are activations rather than parameters.
-      output.kind = _Kind.STATISTIC
-    if is_one and _commutes(equation, source):
-      output.source = (equation, source)
-  return outputs
+      kind = _Kind.STATISTIC
+    commutes = is_one and _commutes(equation, source)
+    return dataclasses.replace(
+      output,
+      kind=kind,
+      number=None if name in ("abs", "neg", "sign") else source.number,
+      span=source.span,
+      source=(equation, source) if commutes else None,
+    )
+
+  return list(map(follow, outputs, sources))
 
 
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
@@ -218,41 +213,33 @@ def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   converted, so that the backward pass sums the gradient in float32. (Constants
   are always converted first, since they have no backward pass.)
   """
-  name = equation.primitive.name
-  if source.kind is _Kind.CONSTANT:
-    return len(equation.invars) == 1
-  return (
-    source.kind is _Kind.GIVEN
-    and name in operation_table.REARRANGES
-    and len(equation.invars) == 1
+  rearranges = equation.primitive.name in operation_table.REARRANGES
+  return len(equation.invars) == 1 and (
+    source.kind is _Kind.CONSTANT or (source.kind is _Kind.GIVEN and rearranges)
   )
 
 
-def _in_dtype(
+def _run_in_dtype(
   equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
+  inputs: _Values,
   dtype: np.dtype,
   decision: levels.Decision,
   kind: _value.Kind = _Kind.COMPUTED,
-) -> list[_value.Value]:
+) -> _Values:
   """Returns the outputs of an operation that runs in `dtype`."""
   fits = all(x.fits(decision.dtype) for x in inputs if x.is_float)
   is_number = kind is _Kind.COMPUTED and not fits
   with scopes.note("a constant out of range" if is_number else kind.value):
     with interpreter.context(equation):
       arrays = [
-        _converted(x, dtype, equation) if x.is_float else x.array
+        _convert_input(x, dtype, equation) if x.is_float else x.array
         for x in inputs
       ]
-    outputs = _bind(equation, arrays, kind)
-  if dtype == _FLOAT32:
-    span = _span(equation, inputs)
-    for output in outputs:
-      output.span = span
-  return outputs
+    span = _find_span(equation, inputs) if dtype == _FLOAT32 else None
+    return _bind(equation, arrays, kind, span)
 
 
-def _converted(
+def _convert_input(
   x: _value.Value, dtype: np.dtype, equation: core.JaxprEqn
 ) -> Array:
   """Converts an input for an operation that runs in `dtype`."""
@@ -275,7 +262,6 @@ def _converted(
 
 
 def _broadcast(array: Array, output: Any) -> Array:
-  """Broadcasts an array to the shape of an operation's output."""
   explicit = jax.sharding.AxisType.Explicit
   if explicit not in jax.sharding.get_abstract_mesh().axis_types:
     return jnp.broadcast_to(array, output.shape)
@@ -292,50 +278,45 @@ def _bind(
   equation: core.JaxprEqn,
   arrays: Sequence[Array],
   kind: _value.Kind = _Kind.COMPUTED,
-) -> list[_value.Value]:
-  return [
-    _value.Value(array, getattr(variable.aval, "dtype", None), kind)
-    for variable, array in zip(
-      equation.outvars, interpreter.bind(equation, arrays), strict=True
-    )
-  ]
+  span: _value.Span = None,
+) -> _Values:
+  outputs = interpreter.bind(equation, arrays)
+  return _value.make_outputs(equation, outputs, [span] * len(outputs), kind)
 
 
 def _choose(
-  equation: core.JaxprEqn,
-  inputs: Sequence[_value.Value],
-  decision: levels.Decision,
+  equation: core.JaxprEqn, inputs: _Values, decision: levels.Decision
 ) -> tuple[np.dtype, _value.Kind]:
   """Returns the dtype that an operation runs in, and its result's kind."""
   floats = [x for x in inputs if x.is_float]
   treatment = decision.treatment
   kinds = {x.kind for x in floats}
   if kinds == {_Kind.CONSTANT}:
-    return levels.FLOAT32, _Kind.CONSTANT
+    return _FLOAT32, _Kind.CONSTANT
   if equation.primitive.name in operation_table.JOINS and all(
     x.kind.is_neutral for x in floats
   ):
     # For example, the biases of several gates are joined into one array.
-    return _widest(floats), _Kind.GIVEN
+    return _find_widest(floats), _Kind.GIVEN
   is_given = all(x.kind.stays_float32 for x in floats)
   name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
-    return levels.FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+    return _FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:
     # A sum may not fit in the dtype, even if the mean made from it does.
     is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
   if is_given and treatment is not _Treatment.WHITE:
-    return _widest(floats), _kind_in_norm(name, floats)
+    return _find_widest(floats), _find_kind_in_norm(name, floats)
   if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     # Treats a summand or factor as a parameter (a bias, a scale). A subtracted
     # value is a mean or a target, and a divisor may have any magnitude.
     promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
-    return _widest(floats, promotes=promotes), _Kind.COMPUTED
+    return _find_widest(floats, promotes=promotes), _Kind.COMPUTED
   kind = _Kind.COMPUTED
   if treatment is _Treatment.LOW_BUT_NORMS:
-    kind = _kind_in_norm(name, floats)
+    kind = _find_kind_in_norm(name, floats)
   if kind is not _Kind.COMPUTED:
-    return levels.FLOAT32, kind
+    return _FLOAT32, kind
   # In a choice such as `select_n`, numbers out of range are intentional and are
   # clipped. Any other operation runs in float32 if its numbers do not fit.
   is_choice = equation.primitive.name in operation_table.JOINS
@@ -344,20 +325,17 @@ def _choose(
     or (is_choice and x.number is not None and x.exceeds(decision.dtype))
     for x in floats
   )
-  return (decision.dtype if has_room else levels.FLOAT32), kind
+  return (decision.dtype if has_room else _FLOAT32), kind
 
 
-def _span(
-  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
-) -> _value.Span:
-  """Returns the span of an operation's result in float32."""
+def _find_span(equation: core.JaxprEqn, inputs: _Values) -> _value.Span:
   name = equation.primitive.name
   floats = [x for x in inputs if x.is_float]
   if name == "div":
     floats = floats[:1]
   elif name not in _KEEP_SPAN:
     return None
-  found = _value.union(x.span for x in floats)
+  found = _value.join_spans(x.span for x in floats)
   are_computed = sum(x.kind is _Kind.COMPUTED for x in floats) > 1
   if found is not None and (name == "div" or are_computed):
     # A small number does not matter beside computed values or after a division.
@@ -365,7 +343,7 @@ def _span(
   return found
 
 
-def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
+def _find_kind_in_norm(name: str, floats: _Values) -> _value.Kind:
   """Returns the kind of an operation's result, which is COMPUTED outside norms.
 
   A norm subtracts a mean, squares and sums (these two are in float32 anyway),
@@ -386,9 +364,7 @@ def _kind_in_norm(name: str, floats: Sequence[_value.Value]) -> _value.Kind:
   return _Kind.COMPUTED
 
 
-def _widest(
-  inputs: Iterable[_value.Value], *, promotes: bool = True
-) -> np.dtype:
+def _find_widest(inputs: _Values, *, promotes: bool = True) -> np.dtype:
   """Returns the widest dtype among the inputs that an operation follows.
 
   Constants follow the other inputs if they fit. Given values also follow the

@@ -49,7 +49,7 @@ class Kind(enum.Enum):
 Span = tuple[float, float] | None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
   """A value, with a converted copy for each dtype requested so far."""
 
@@ -64,7 +64,9 @@ class Value:
   # The move that made this value and the move's input, if the input may be
   # converted instead. A converted input can serve several moves.
   source: "tuple[core.JaxprEqn, Value] | None" = None
-  _versions: dict[np.dtype, Array] = dataclasses.field(default_factory=dict)
+  _versions: dict[np.dtype, Array] = dataclasses.field(
+    default_factory=dict, init=False
+  )
 
   @property
   def dtype(self) -> np.dtype:
@@ -82,20 +84,24 @@ class Value:
     if self.dtype == dtype:
       return self.array
     if dtype not in self._versions:
-      self._versions[dtype] = self._convert(dtype)
+      self._versions[dtype] = self._make_version(dtype)
     return self._versions[dtype]
 
-  def converted(self, dtype: np.dtype) -> "Value":
+  def restore(self) -> Array:
+    """Returns the array in its dtype in the original program."""
+    return self.in_dtype(self.written) if self.is_float else self.array
+
+  def convert(self, dtype: np.dtype) -> "Value":
     """Returns the value after a conversion that the program itself makes."""
-    result = Value(
-      self.in_dtype(dtype), np.dtype(dtype), self.kind, self.number, self.span
-    )
-    if np.dtype(dtype).itemsize > self.dtype.itemsize:
+    dtype = np.dtype(dtype)
+    array = self.in_dtype(dtype)
+    result = Value(array, dtype, self.kind, self.number, self.span)
+    if dtype.itemsize > self.dtype.itemsize:
       # Widening loses nothing, so converting back gives the same array.
       result._versions[self.dtype] = self.array
     return result
 
-  def received(self, array: Array) -> "Value":
+  def with_array(self, array: Array) -> "Value":
     """Returns the value for a loop body or function that gets it as `array`.
 
     A known number is the same everywhere. Any other value may arrive only in
@@ -112,7 +118,7 @@ class Value:
     JAX keeps a derivative rule as long as the compiled function. The rule must
     not keep alive the tracers that existed when it was made.
     """
-    return self.received(jax.typeof(self.array))
+    return self.with_array(jax.typeof(self.array))
 
   def fits(self, dtype: np.dtype) -> bool:
     """Returns whether `dtype` has room for the program's numbers in the value.
@@ -129,7 +135,7 @@ class Value:
     largest = float(jax.numpy.finfo(dtype).max)
     return self.span is not None and self.span[1] > largest
 
-  def _convert(self, dtype: np.dtype) -> Array:
+  def _make_version(self, dtype: np.dtype) -> Array:
     if isinstance(self.array, np.ndarray | np.generic):
       with np.errstate(over="ignore"):
         return np.asarray(self.array).astype(dtype)
@@ -140,7 +146,7 @@ class Value:
     return move.primitive.bind(value.in_dtype(dtype), **parameters)
 
 
-def given(array: Array, aval: object) -> Value:
+def make_given(array: Array, aval: object) -> Value:
   """Returns an argument as a `Value`."""
   dtype = getattr(aval, "dtype", None)
   if isinstance(array, np.ndarray | np.generic):
@@ -148,20 +154,37 @@ def given(array: Array, aval: object) -> Value:
   return Value(array, dtype, Kind.GIVEN)
 
 
-def constant(number: Any, aval: Any) -> Value:
-  """Returns a literal as a `Value`."""
-  if not hasattr(aval, "dtype") or not bits.part_dtype(aval):
-    return Value(number, getattr(aval, "dtype", None), Kind.CONSTANT)
-  array = np.asarray(number, aval.dtype)
+def make_constant(literal: core.Literal) -> Value:
+  """Returns a number in the program as a `Value`."""
+  number, aval = literal.val, literal.aval
+  dtype = getattr(aval, "dtype", None)
+  if dtype is None or not bits.part_dtype(aval):
+    return Value(number, dtype, Kind.CONSTANT)
+  array = np.asarray(number, dtype)
   if array.ndim or np.iscomplexobj(array):
-    return Value(array, aval.dtype, Kind.CONSTANT)
+    return Value(array, dtype, Kind.CONSTANT)
   known = float(array)
   magnitude = abs(known)
   span = (magnitude, magnitude) if 0 < magnitude < np.inf else None
-  return Value(array, aval.dtype, Kind.CONSTANT, known, span)
+  return Value(array, dtype, Kind.CONSTANT, known, span)
 
 
-def union(spans: Iterable[Span]) -> Span:
+def make_outputs(
+  equation: core.JaxprEqn,
+  arrays: Sequence[Array],
+  spans: Sequence[Span],
+  kind: Kind = Kind.COMPUTED,
+) -> list[Value]:
+  """Returns the outputs of an equation as `Value`s."""
+  return [
+    Value(array, getattr(variable.aval, "dtype", None), kind, span=span)
+    for variable, array, span in zip(
+      equation.outvars, arrays, spans, strict=True
+    )
+  ]
+
+
+def join_spans(spans: Iterable[Span]) -> Span:
   """Returns the smallest span that covers all of these spans."""
   found = [span for span in spans if span is not None]
   if not found:
@@ -169,11 +192,13 @@ def union(spans: Iterable[Span]) -> Span:
   return min(x[0] for x in found), max(x[1] for x in found)
 
 
-def arrays(values: Sequence[Value]) -> list[Array]:
-  """Returns the arrays of values, without converting them."""
+def get_arrays(values: Sequence[Value]) -> list[Array]:
+  """Returns the arrays of values."""
   return [value.array for value in values]
 
 
-def received(values: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
+def with_arrays(
+  values: Sequence[Value], arrays: Sequence[Array]
+) -> list[Value]:
   """Returns `values` for a function that receives them as `arrays`."""
-  return [x.received(array) for x, array in zip(values, arrays, strict=True)]
+  return [x.with_array(array) for x, array in zip(values, arrays, strict=True)]

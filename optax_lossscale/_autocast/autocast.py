@@ -11,7 +11,7 @@ import warnings
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lossscale._autocast import _demand
+from optax_lossscale._autocast import _plan
 from optax_lossscale._autocast import _program
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import full_precision
@@ -138,22 +138,19 @@ def autocast(
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
     consts, inputs = recording.consts_and_arguments(
       [
-        _value.given(x, variable.aval)
+        _value.make_given(x, variable.aval)
         for x, variable in zip(recording.operands, variables, strict=True)
       ]
     )
     program = _program.MixedProgram(of_fun)
-    outputs = program.evaluate(
-      jaxpr, inputs, [_demand.Use()] * len(jaxpr.out_avals), consts
-    )
+    plan = program.plan(jaxpr, "", _plan.Use())
+    outputs = program.evaluate(jaxpr, plan, inputs, consts)
     for operation in sorted(program.unknown):
       warnings.warn(
         f"`autocast` cannot look into the operation {operation}, which runs as "
         "written.",
         stacklevel=2,
       )
-    return recording.result(
-      [x.in_dtype(x.written) if x.is_float else x.array for x in outputs]
-    )
+    return recording.result([x.restore() for x in outputs])
 
   return autocast_fun

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import contextvars
+import operator
 from typing import Any
 from typing import NamedTuple
 from typing import TypeVar
@@ -153,14 +154,15 @@ def evaluate(
   arguments: Sequence[Value],
   rule: EvaluateEquation[Value],
   consts: Sequence[Value] | None = None,
+  value_of: Callable[[core.Literal], Value] = operator.attrgetter("val"),
 ) -> list[Value]:
-  """Returns the outputs of a jaxpr, evaluating each equation with `rule`."""
+  """Returns the outputs of a jaxpr, evaluating its equations in order."""
   values: dict[core.Var, Value] = {}
   if consts is None:
     consts = jaxpr.consts
 
   def read(atom: core.Var | core.Literal) -> Value:
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
+    return value_of(atom) if isinstance(atom, core.Literal) else values[atom]
 
   values.update(zip(jaxpr.jaxpr.constvars, consts, strict=True))
   values.update(zip(jaxpr.jaxpr.invars, arguments, strict=True))

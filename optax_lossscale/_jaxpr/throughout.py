@@ -104,11 +104,11 @@ def evaluate(
     if calls.form(equation) is None:
       outputs, count = rule.apply(around, equation, inputs)
     else:
-      inside = (*around, equation)
+      bodies, inside = calls.bodies(equation), (*around, equation)
       outputs, count = _rebuild(
         equation,
         inputs,
-        lambda body, inputs: evaluate(body.jaxpr, inputs, rule, None, inside),
+        lambda i, inputs: evaluate(bodies[i].jaxpr, inputs, rule, None, inside),
         rule,
       )
     counts.append(count)
@@ -118,10 +118,10 @@ def evaluate(
   return outputs, rule.join(counts)
 
 
-# Evaluates one of an equation's bodies, and returns the body's outputs.
-Interpret = Callable[[calls.Body, Sequence[Value]], Sequence[Value]]
-# Evaluates one of an equation's bodies, and returns its outputs and its count.
-_InterpretAndCount = Callable[[calls.Body, Sequence[Array]], _Counted]
+# Evaluates the body at a position in `calls.bodies`, and returns its outputs.
+Interpret = Callable[[int, Sequence[Value]], Sequence[Value]]
+# Does so, and also returns the body's count.
+_InterpretAndCount = Callable[[int, Sequence[Array]], _Counted]
 
 
 class _Rebuilt(NamedTuple):
@@ -158,14 +158,12 @@ def _rebuild(
       return call(_Rebuilt(equation, inputs, interpret, rule))
   count = rule.zero
 
-  def interpret_body(
-    body: calls.Body, inputs: Sequence[Array]
-  ) -> Sequence[Array]:
+  def keep_count(place: int, inputs: Sequence[Array]) -> Sequence[Array]:
     nonlocal count
-    outputs, count = interpret(body, inputs)
+    outputs, count = interpret(place, inputs)
     return outputs
 
-  return in_place(equation, inputs, interpret_body), count
+  return in_place(equation, inputs, keep_count), count
 
 
 def in_place(
@@ -197,7 +195,7 @@ def in_place(
   with interpreter.inside(equation):
     if form is calls.Form.JIT:
       inputs = lay_out(inputs, parameters["in_shardings"])
-      return lay_out(interpret(body, inputs), parameters["out_shardings"])
+      return lay_out(interpret(0, inputs), parameters["out_shardings"])
     if (
       form is calls.Form.REMAT
       and parameters["differentiated"]
@@ -207,7 +205,7 @@ def in_place(
       # with the originals. Each input has its own barrier: under `shard_map`, a
       # shared barrier would make all inputs vary if one of them does.
       inputs = [change(lax.optimization_barrier, x) for x in inputs]
-    return list(interpret(body, inputs))
+    return list(interpret(0, inputs))
 
 
 def _lay(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -228,12 +226,13 @@ def _cond(of: _Rebuilt) -> _Counted:
   equation, inputs, interpret, rule = of
   index, *operands = inputs
 
-  def evaluate_branch(body: calls.Body, *operands: Array) -> _Counted:
-    outputs, counts = interpret(body, operands)
+  def evaluate_branch(place: int, *operands: Array) -> _Counted:
+    outputs, counts = interpret(place, operands)
     return outputs, rule.join([_varying(rule.zero), counts])
 
   functions = [
-    functools.partial(evaluate_branch, body) for body in calls.bodies(equation)
+    functools.partial(evaluate_branch, place)
+    for place in range(len(calls.bodies(equation)))
   ]
   result: _Counted
   platforms = equation.params.get("branches_platforms")
@@ -256,14 +255,13 @@ def _scan(of: _Rebuilt) -> _Counted:
   equation, inputs, interpret, rule = of
   parameters = equation.params
   carried = calls.carried(equation)
-  (body,) = calls.bodies(equation)
   consts = inputs[: carried.start]
 
   def run_round(
     state: _Counted, x: list[Array]
   ) -> tuple[_Counted, Sequence[Array]]:
     carry, counts = state
-    outputs, more = interpret(body, [*consts, *carry, *x])
+    outputs, more = interpret(0, [*consts, *carry, *x])
     counts = rule.join_round(counts, more, is_over=True)
     return (outputs[: len(carried)], counts), outputs[len(carried) :]
 
@@ -285,19 +283,20 @@ def _scan(of: _Rebuilt) -> _Counted:
 def _while_loop(of: _Rebuilt) -> _Counted:
   """Rebuilds `lax.while_loop`, or a `fori_loop` of unknown length."""
   equation, inputs, interpret, rule = of
-  test_body, round_body = calls.bodies(equation)
+  bodies = calls.bodies(equation)
   start = calls.carried(equation).start
 
-  def run(body: calls.Body, carry: Sequence[Array]) -> _Counted:
-    consts = [inputs[place] for place in body.inputs if place < start]
-    return interpret(body, [*consts, *carry])
+  # Body 0 is the condition, and body 1 is the loop's body.
+  def run(place: int, carry: Sequence[Array]) -> _Counted:
+    consts = [inputs[i] for i in bodies[place].inputs if i < start]
+    return interpret(place, [*consts, *carry])
 
   # The body also evaluates the condition, so that the loop carries its count.
   def run_round(
     state: tuple[Array, list[Array], ArrayTree],
   ) -> tuple[Array, list[Array], ArrayTree]:
     goes_on, carry, counts = state
-    outputs, in_round = run(round_body, carry)
+    outputs, in_round = run(1, carry)
     # Under `vmap` each example has its own condition, and examples whose loop
     # is over keep their values.
     outputs = [
@@ -306,12 +305,12 @@ def _while_loop(of: _Rebuilt) -> _Counted:
     ]
     counts = rule.join_round(counts, in_round, is_over=True)
     # The count of a condition belongs to the iteration that follows.
-    (goes_on,), in_test = run(test_body, outputs)
+    (goes_on,), in_test = run(0, outputs)
     counts = rule.join_round(counts, in_test, is_over=False)
     return goes_on, outputs, counts
 
   carry = list(inputs[start:])
-  (goes_on,), in_test = run(test_body, carry)
+  (goes_on,), in_test = run(0, carry)
   counts = rule.join_round(_varying(rule.zero), in_test, is_over=False)
   _, carry, counts = lax.while_loop(
     lambda state: jnp.any(state[0]), run_round, (goes_on, carry, counts)
@@ -331,10 +330,9 @@ def _shard_map(of: _Rebuilt) -> _Counted:
   equation, inputs, interpret, rule = of
   parameters = equation.params
   axes = tuple(parameters["newly_manual_axes"])
-  (body,) = calls.bodies(equation)
 
   def of_device(*inputs: Array) -> _Counted:
-    outputs, counts = interpret(body, inputs)
+    outputs, counts = interpret(0, inputs)
     counts = rule.join([_varying(rule.zero), counts])
     return list(outputs), rule.join_devices(counts, axes)
 
