@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from collections.abc import Collection
 import operator
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.leaves import Tree as Tree
 
 Shape = tuple[int, ...]
-
-# The type of a tree, for functions that change only its leaves.
-Tree = TypeVar("Tree")
 
 # An error names this many leaves and counts the others.
 _MOST_NAMED = 4

@@ -345,9 +345,10 @@ def check_arguments(
       "`argnums` must name at least one argument, and each once, got "
       f"{arguments.shown(argnums)}."
     )
-  found = states.find_holder(opt_state, path)
+  states.get_loss_scale(opt_state, path=path)  # Raises if there is not one.
   requirements.check_surroundings(opt_state)
-  return found
+  is_scale = isinstance(opt_state, states.SCALES)
+  return opt_state if is_scale else states.find_state(opt_state, path)
 
 
 def _scaled_loss_fn(

@@ -20,7 +20,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
 # An `opt_state` of one of these types is S itself rather than a state.
-_SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
+SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
 # Without a target, Orbax and flax.serialization return plain dicts and lists.
 RESTORE = (
@@ -293,16 +293,6 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   )
 
 
-def find_holder(
-  opt_state: optax.OptState, path: str | None = None
-) -> optax.OptState:
-  """Returns the one state that holds S, or S itself if that is passed."""
-  if not isinstance(opt_state, _SCALES):
-    return find_state(opt_state, path)
-  get_loss_scale(opt_state)  # Raises if it is not a loss scale.
-  return opt_state
-
-
 def get_loss_scale(
   opt_state: optax.OptState, *, path: str | None = None
 ) -> jax.Array:
@@ -331,7 +321,7 @@ def get_loss_scale(
     >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
     1024.0
   """
-  if not isinstance(opt_state, _SCALES):
+  if not isinstance(opt_state, SCALES):
     state = find_state(opt_state, path)
     return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
@@ -353,7 +343,7 @@ def scale_in_use(
   opt_state: optax.OptState, path: str | None = None
 ) -> jax.Array:
   """Returns S for a backward pass; raises if compiling would freeze it."""
-  if not isinstance(opt_state, _SCALES):
+  if not isinstance(opt_state, SCALES):
     opt_state = state_in_use(opt_state, path)
   return get_loss_scale(opt_state)
 
