@@ -159,20 +159,15 @@ def _may_move(x: jax.Array) -> bool:
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
   """Returns whether arrays may be sharded although their types do not say so.
 
-  The `in_shardings` of jit are not in the types of its arguments. The devices
-  that are counted are those of this process. A program that is compiled here
-  for others needs the shardings in the types of its arguments.
+  The `in_shardings` of jit are not in the types of its arguments. It counts the
+  devices of this process, not those that a program is exported for.
   """
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction per array, without reshaping it.
-
-  XLA combines reductions over devices only within one dtype, so every dtype of
-  up to 32 bits is reduced as 32 bits.
-  """
+  """Returns the largest bits by one reduction per array, without reshaping."""
   return _largest([magnitude_bits(x) for x in arrays])
 
 
@@ -193,6 +188,7 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
 def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest of all bits, by one reduction per array."""
   unsigned = bits[0].dtype
+  # XLA combines reductions over devices only within one dtype.
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
   # Without the barrier XLA splits the maximum over n values into n maxima, and

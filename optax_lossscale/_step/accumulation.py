@@ -89,9 +89,8 @@ def accumulate(
   Raises:
     TypeError: if an argument has the wrong type.
     ValueError: when called, as for `scaled_value_and_grad`; if `axis_name` is
-      not a mapped axis, if the batch cannot be split into `microbatches`, or,
-      where JAX tracks what varies by device, if devices could drop different
-      micro-batches of one model.
+      not a mapped axis, if the batch cannot be split, or, where JAX tracks what
+      varies by device, if devices could drop different micro-batches.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -61,8 +61,7 @@ def pmean_gradients(
 
   Warns:
     WiringWarning: from `update`, unless compiled, if the `loss_scaling` around
-      it does not name the axis. One device's NaN would then reach all others,
-      which do not skip.
+      it does not name the axis, so that only some devices would skip.
 
   Examples:
     >>> import jax
@@ -102,9 +101,8 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
   """Returns the same values, marked as varying over devices.
 
   Under `shard_map`, JAX sums the gradients of replicated parameters over the
-  devices by default. The sum can hide one device's overflow among the others'
-  gradients, and may itself overflow. If you differentiate with respect to the
-  values returned here, each device gets its own gradients.
+  devices by default, which can hide one device's overflow. If you differentiate
+  with respect to the values returned here, each device gets its own gradients.
 
   Args:
     tree: parameters, or any pytree. Arrays of any dtype and random keys are

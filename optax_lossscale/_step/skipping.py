@@ -76,8 +76,7 @@ def select_on_skip(
   """Returns `old` if the last step was skipped, else `new`.
 
   Use it for values that a step changes outside the optimizer, such as batch
-  statistics, a moving average of the parameters, a random key or a step
-  counter. Such a value then changes only if the parameters do.
+  statistics, a moving average of the parameters or a random key.
 
   Args:
     opt_state: the optimizer's state after `update`.

@@ -299,8 +299,8 @@ def get_loss_scale(
   """Returns the loss scale S, wherever it is in `opt_state`.
 
   Args:
-    opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
-      or any pytree that contains it; or a loss scale, which is returned.
+    opt_state: any pytree that holds the state of `loss_scaling`; or a loss
+      scale, which is returned.
     path: which scale, if `opt_state` holds several: one of the paths that the
       error lists, or the beginning of one.
 
@@ -309,9 +309,8 @@ def get_loss_scale(
 
   Raises:
     TypeError: if the scale that is passed is not a number.
-    ValueError: if there is no scale, if there are several and no `path`, or if
-      the scale that is passed is known to be unusable. A scale in a state is
-      not checked; `update` handles an unusable one.
+    ValueError: if `opt_state` holds no scale, or several without a `path`, or
+      if the scale that is passed is known to be unusable.
 
   Examples:
     >>> import jax.numpy as jnp
