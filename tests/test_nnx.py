@@ -751,7 +751,7 @@ def test_the_optimizer_itself_is_refused_at_any_depth():
 def test_a_variable_that_grows_is_refused_by_name():
   model, optimizer = make(linear)
   with (
-    pytest.raises(ValueError, match=r"got \(5,\) and \(2,\) at .*'0/bias'"),
+    pytest.raises(ValueError, match=r"shape \(5,\) at '0/bias' and not"),
     ols.nnx.undo_on_skip(optimizer, model),
   ):
     unprotected_step(model, optimizer, CLEAN)

@@ -446,7 +446,7 @@ MISTAKES = {
   ),
   "the optimizer for its state": (
     the_optimizer_for_its_state,
-    {ERROR: "`opt_state` must be the state of an optimizer, got a GradientTr"},
+    {ERROR: "`opt_state` must hold the state of `loss_scaling`, got a Gradien"},
   ),
   "S13": (
     a_fixed_scale_that_overflows,

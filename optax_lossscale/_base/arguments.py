@@ -166,16 +166,7 @@ def check_number(name: str, value: Any) -> float:
       f"`{name}` must be a number that is known, got "
       f"{shown(value)}; what changes during training lives in the state."
     )
-  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-    is_number = (
-      is_numeric(value)
-      and value.ndim == 0
-      and value.dtype != bool
-      and not jnp.iscomplexobj(value)
-    )
-  else:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not is_number:
+  if not _is_real_scalar(value):
     raise TypeError(
       f"`{name}` must be a number, got {shown(value)} of type {kind_of(value)}."
     )
@@ -187,6 +178,13 @@ def check_number(name: str, value: Any) -> float:
   return float(value)
 
 
+def _is_real_scalar(value: object) -> bool:
+  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    is_number = is_numeric(value) and value.dtype != bool
+    return is_number and value.ndim == 0 and not jnp.iscomplexobj(value)
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def as_finite(name: str, value: Value) -> Value | float:
   """Returns an int or Fraction as a float, and other values unchanged."""
   # NumPy and JAX raise OverflowError for a number that no float can hold.
@@ -196,20 +194,14 @@ def as_finite(name: str, value: Value) -> Value | float:
 
 def as_real_scalar(name: str, value: object) -> jax.Array | np.ndarray:
   """Returns `value` as a NumPy or JAX array, in float32 or float64."""
-  rule = f"`{name}` must be a real scalar"
-  if isinstance(value, numbers.Real) and not isinstance(value, bool):
-    real = as_finite(name, value)
-    # Use a NumPy array, because JAX would round a float to float32.
-    value = np.asarray(real if isinstance(real, np.generic) else float(real))
-  elif isinstance(value, np.generic):
-    value = np.asarray(value)
+  if not _is_real_scalar(value):
+    raise TypeError(
+      f"`{name}` must be a real scalar, got {shown(value)} of type "
+      f"{kind_of(value)}."
+    )
   if not isinstance(value, (jax.Array, np.ndarray)):
-    raise TypeError(f"{rule}, got {shown(value)} of type {kind_of(value)}.")
-  is_real = any(
-    jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
-  )
-  if value.shape != () or not is_real:
-    raise TypeError(f"{rule}, got {value.dtype}{list(value.shape)}.")
+    # Use a NumPy array, because JAX would round a float to float32.
+    value = np.asarray(as_finite(name, value))
   is_double = value.dtype == jnp.float64
   return value if is_double else value.astype(jnp.float32)
 
@@ -288,8 +280,7 @@ def check_integer(name: str, value: Any, *, unit: str = "steps") -> int:
 def check_steps(name: str, value: object) -> int:
   """Returns `value` as an int, which must be at least 0."""
   steps = check_integer(name, value)
-  if steps < 0:
-    raise ValueError(f"`{name}` must not be negative, got {shown(value)}.")
+  check_not_negative(name, steps)
   return steps
 
 
@@ -339,11 +330,7 @@ def check_bounds(rule: object, *fields: str, interval: str = "") -> None:
   if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
     names = [f"`{name}`" for name in fields]
     got = ", ".join(map("{}={!r}".format, names, scales))
-    raise ValueError(
-      f"{' must not be above '.join(names)}, got {got}."
-      if len(names) == 2
-      else f"{names[1]} must lie between {names[0]} and {names[2]}, got {got}."
-    )
+    raise ValueError(f"{' <= '.join(names)} must hold, got {got}.")
 
 
 class Places(NamedTuple):
@@ -377,16 +364,12 @@ def find_places(argnums: object, batch_argnums: object, count: int) -> Places:
 
 def argnums_as_tuple(argnums: Any) -> tuple[Any, ...]:
   """Returns a caller's `argnums` as a tuple."""
-  return tuple(argnums) if _are_several(argnums) else (argnums,)
+  return tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
 
 
 def like_argnums(argnums: object, values: tuple[Any, ...]) -> Any:
   """Returns `values`, or the only one of them if `argnums` is a number."""
-  return values if _are_several(argnums) else values[0]
-
-
-def _are_several(argnums: object) -> bool:
-  return isinstance(argnums, (tuple, list))
+  return values if isinstance(argnums, (tuple, list)) else values[0]
 
 
 def _positions(name: str, argnums: object, count: int) -> tuple[int, ...]:

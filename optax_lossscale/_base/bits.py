@@ -1,9 +1,8 @@
 """The largest magnitude in many arrays, found in one read, with NaN and inf.
 
-The maximum is over the bits of |x|, read as integers. The bits of numbers of
-one sign sort like the numbers, with inf above every finite number and NaN above
-inf. So one maximum finds the largest value, even if that is inf or NaN. A
-maximum over floats would drop NaN in XLA's CPU kernels and in collectives.
+The maximum is over the bits of |x|, read as integers, which sort like |x| does,
+with NaN above inf. A maximum over floats would drop NaN in XLA's CPU kernels
+and in collectives.
 """
 
 from collections.abc import Callable
@@ -64,13 +63,11 @@ def held(x: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
 
-  XLA may remove the casts of `x.astype(dtype).astype(x.dtype)`, and does so on
-  a GPU, but it keeps this rounding. The result has the dtype of `x`, so casting
-  it to `dtype` is exact, and removing that cast does no harm. inf and numbers
-  that are too large become what the cast makes of them: inf, NaN or the largest
-  value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has neither. A
-  float64 is rounded once, while XLA may cast it via float32. The derivative is
-  that of a cast. If `dtype` is not narrower, nothing is rounded.
+  XLA may remove a cast to `dtype` and back, but it keeps this rounding. inf and
+  numbers that are too large become what the cast makes of them: inf, NaN or the
+  largest value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has neither.
+  A float64 is rounded once, while XLA may cast it via float32. The derivative
+  is that of a cast. If `dtype` is not narrower, nothing is rounded.
   """
   own, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
   result = x
@@ -149,11 +146,11 @@ def _may_move(x: jax.Array) -> bool:
   """Returns whether reshaping could move an array between devices.
 
   The answer is True on any mesh of several devices, even if this machine lacks
-  them, and on an explicit mesh, whose axis type may forbid reshaping. Inside
-  `shard_map` it is False, since there an array is one device's.
+  them, and on an explicit mesh, whose axis type may forbid reshaping.
   """
   mesh = jax.typeof(x).sharding.mesh
   axis_types = {*mesh.axis_types}
+  # Inside `shard_map` an array is one device's.
   if mesh.empty or axis_types == {jax.sharding.AxisType.Manual}:
     return False
   return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
@@ -162,20 +159,15 @@ def _may_move(x: jax.Array) -> bool:
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
   """Returns whether arrays may be sharded although their types do not say so.
 
-  The `in_shardings` of jit are not in the types of its arguments. The devices
-  that are counted are those of this process. A program that is compiled here
-  for others needs the shardings in the types of its arguments.
+  The `in_shardings` of jit are not in the types of its arguments. It counts the
+  devices of this process, not those that a program is exported for.
   """
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)
 
 
 def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction per array, without reshaping it.
-
-  XLA combines reductions over devices only within one dtype, so every dtype of
-  up to 32 bits is reduced as 32 bits.
-  """
+  """Returns the largest bits by one reduction per array, without reshaping."""
   return _largest([magnitude_bits(x) for x in arrays])
 
 
@@ -196,6 +188,7 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
 def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest of all bits, by one reduction per array."""
   unsigned = bits[0].dtype
+  # XLA combines reductions over devices only within one dtype.
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
   # Without the barrier XLA splits the maximum over n values into n maxima, and

@@ -139,8 +139,6 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
 
 def narrow_like(updates: Tree, params: object) -> Tree:
   """Returns `updates` in the dtypes of `params`, where both leaves are real."""
-  if params is None:
-    return updates
 
   def narrow_leaf(update: object, param: object) -> object:
     if not (is_real(update) and is_real(param)):

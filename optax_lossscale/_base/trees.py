@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from collections.abc import Collection
 import operator
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.leaves import Tree as Tree
 
 Shape = tuple[int, ...]
-
-# The type of a tree, for functions that change only its leaves.
-Tree = TypeVar("Tree")
 
 # An error names this many leaves and counts the others.
 _MOST_NAMED = 4
@@ -27,11 +24,17 @@ def difference(
 ) -> str | None:
   """Returns how a tree differs from the expected one; None if it does not.
 
-  It compares the leaves by path and shape, and after that the containers.
+  It compares the leaves by path, then the containers, and last the shapes.
   """
-  shapes, got_shapes = _shapes(expected), _shapes(got)
-  missing = [path for path in shapes if path not in got_shapes]
-  extra = [path for path in got_shapes if path not in shapes]
+  structures: list[object] = list(map(jax.tree.structure, (got, expected)))
+  if structures[0] == structures[1]:
+    return _misfit(expected, got, fits)
+  paths, got_paths = (
+    [leaves.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    for tree in (expected, got)
+  )
+  missing = [path for path in paths if path not in got_paths]
+  extra = [path for path in got_paths if path not in paths]
   parts = []
   if missing:
     parts.append(f"nothing at {listed(missing, _MOST_NAMED)}")
@@ -39,18 +42,9 @@ def difference(
     parts.append(
       f"something at {listed(extra, _MOST_NAMED)} where nothing belongs"
     )
-  if parts:
-    return " and ".join(parts)
-  for path, shape in shapes.items():
-    if not fits(got_shapes[path], shape):
-      return f"shape {got_shapes[path]} at {path!r} and not {shape}"
-  structures: list[object] = [
-    jax.tree.structure(got),
-    jax.tree.structure(expected),
-  ]
-  if structures[0] != structures[1]:
-    return " and not ".join(shown(x, 500) for x in structures)
-  return None
+  return " and ".join(parts) or " and not ".join(
+    shown(x, 500) for x in structures
+  )
 
 
 def is_for_each_example(got: Shape, expected: Shape) -> bool:
@@ -69,38 +63,19 @@ def mismatched_shape(
   """Returns the first leaf whose shape does not fit, in trees of one structure.
 
   It returns None if all leaves fit, or if the structures differ, which some
-  optimizers require.
+  optimizers require. None in place of a leaf fits.
   """
-  own, structure = jax.tree.flatten(expected, is_leaf=leaves.is_none)
-  paths = jax.tree.leaves_with_path(got, is_leaf=leaves.is_none)
   structures: list[object] = [
-    structure,
-    jax.tree.structure(got, is_leaf=leaves.is_none),
+    jax.tree.structure(x, is_leaf=leaves.is_none) for x in (expected, got)
   ]
-  if structures[0] != structures[1]:
-    return None
-  for leaf, (path, x) in zip(own, paths, strict=True):
-    if not all(hasattr(y, "shape") for y in (leaf, x)):
-      continue
-    if not fits(x.shape, leaf.shape):
-      return f"{x.shape} at {leaves.path_name(path)!r} for {leaf.shape}"
-  return None
+  same = structures[0] == structures[1]
+  return _misfit(expected, got, fits) if same else None
 
 
 def check_structure(rule: str, new: object, old: object) -> None:
   """Raises if two trees differ in structure or in the shapes of leaves."""
-  structures: list[object] = [jax.tree.structure(new), jax.tree.structure(old)]
-  if structures[0] != structures[1]:
-    got = " and ".join(shown(x, 500) for x in structures)
-    raise ValueError(f"{rule}, got {got}.")
-  for (path, new_leaf), old_leaf in zip(
-    jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True
-  ):
-    if np.shape(new_leaf) != np.shape(old_leaf):
-      raise ValueError(
-        f"{rule} and shapes, got {np.shape(new_leaf)} and {np.shape(old_leaf)} "
-        f"at {jax.tree_util.keystr(path)}."
-      )
+  if (found := difference(old, new)) is not None:
+    raise ValueError(f"{rule}, got {found}.")
 
 
 def check_kept(name: str, new: object, old: object) -> None:
@@ -109,11 +84,20 @@ def check_kept(name: str, new: object, old: object) -> None:
   check_structure(rule, new, old)
 
 
-def _shapes(tree: object) -> dict[str, Shape]:
-  return {
-    leaves.path_name(path): np.shape(leaf)
-    for path, leaf in jax.tree.leaves_with_path(tree)
-  }
+def _misfit(
+  expected: object, got: object, fits: Callable[[Shape, Shape], bool]
+) -> str | None:
+  """Returns the first leaf whose shape does not fit; None in a tree fits."""
+  for leaf, (path, x) in zip(
+    jax.tree.leaves(expected, is_leaf=leaves.is_none),
+    jax.tree.leaves_with_path(got, is_leaf=leaves.is_none),
+    strict=True,
+  ):
+    is_there = leaf is not None and x is not None
+    if is_there and not fits(np.shape(x), np.shape(leaf)):
+      place = leaves.path_name(path)
+      return f"shape {np.shape(x)} at {place!r} and not {np.shape(leaf)}"
+  return None
 
 
 def listed(names: Collection[object], most: int = 20) -> str:

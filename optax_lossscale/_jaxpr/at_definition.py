@@ -1,10 +1,8 @@
 """Select at definition: skips a step without using more memory.
 
-Selecting between the old and the new state after the update makes the compiler
-keep both until then. If instead each value is selected where it is defined, the
-selected value goes into the old value's buffer, and later computations read it.
-On an applied step, the selected value is the new one. On a skipped step, it is
-the old one, and the results of those later computations are discarded.
+A value that is selected where it is defined goes into the old value's buffer,
+and later computations read it. On a skipped step, it is the old value, and the
+results of those later computations are discarded.
 """
 
 from collections.abc import Callable
@@ -55,9 +53,8 @@ def find_definitions(
 ) -> dict[core.Var, jax.Array]:
   """Returns the old value of each output that can be selected at definition.
 
-  An output that is an input or a constant has no definition. If two outputs are
-  the same variable, only the first can be selected at its definition, since a
-  variable has only one old value. The rest are selected after the update.
+  Inputs and constants have no definition, and a variable that is two outputs
+  has only one old value. These outputs are selected after the update.
   """
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
@@ -120,9 +117,8 @@ def _select_if_it_fits(
 ) -> jax.Array:
   """Returns the selected value, or `new` if the two have different types.
 
-  Under `shard_map`, a type says over which devices a value may vary. If the old
-  value or the skip varies but `new` does not, the selected value would not fit
-  where `new` is used. In that case the selection happens after the update.
+  Under `shard_map`, a type says over which devices a value may vary, and a
+  value that varies does not fit where one that does not is used.
   """
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new

@@ -126,16 +126,14 @@ def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
   Also returns None for a jitted function that places its values, because the
   placement would be lost if its equations were evaluated one by one.
   """
-  parameters = equation.params
-  if form(equation) not in (Form.CALL, Form.JIT) or any(
-    isinstance(x, jax.sharding.Sharding)
-    for name in ("in_shardings", "out_shardings")
-    for x in parameters.get(name, ())
-  ):
+  get = equation.params.get
+  shardings = *get("in_shardings", ()), *get("out_shardings", ())
+  layouts = *get("in_layouts", ()), *get("out_layouts", ())
+  places = any(isinstance(x, jax.sharding.Sharding) for x in shardings) or any(
+    x is not None for x in layouts
+  )
+  if places or form(equation) not in (Form.CALL, Form.JIT):
     return None
-  for name in ("in_layouts", "out_layouts"):
-    if any(x is not None for x in parameters.get(name, ())):
-      return None
   (body,) = bodies(equation)
   return body.jaxpr
 

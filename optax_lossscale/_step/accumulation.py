@@ -42,23 +42,14 @@ def accumulate(
   that of `nnx`) for each micro-batch, in a single scan, always with the same S.
   Outside jit every operation is dispatched separately, so jit the step. The
   gradients are summed in float32, so the sum does not overflow. Each
-  micro-batch is checked separately, because a sum can hide an overflow or keep
-  it for the next step.
+  micro-batch is checked separately, because a sum can hide an overflow.
 
-  You choose what one overflow costs. By default it voids the window: all
-  gradients become inf or NaN, `update` skips the step, and S shrinks. With
-  `drop`, micro-batches that overflowed are left out of the mean, and the step
-  is applied with the others, if there are any. Pass `overflow` to `update`, or
-  S will not move while micro-batches are dropped. (Without a rule, or with
-  `skip=False` in it, `update` applies even a void window.) ::
-
-    value_and_grad = scaled_value_and_grad(loss_fn, opt_state)
-    loss, scaled_grads, overflow = accumulate(value_and_grad, microbatches=4)(
-      params, batch
-    )
-    updates, opt_state = tx.update(
-      scaled_grads, opt_state, params, overflow=overflow
-    )
+  By default one overflow voids the window: all gradients become inf or NaN,
+  `update` skips the step, and S shrinks. With `drop`, micro-batches that
+  overflowed are left out of the mean, and the step is applied with the others,
+  if there are any. Pass `overflow` to `update`, or S will not move while
+  micro-batches are dropped. (Without a rule, or with `skip=False` in it,
+  `update` applies even a void window.)
 
   Args:
     value_and_grad: what a `scaled_value_and_grad` returned for a loss that is
@@ -69,9 +60,7 @@ def accumulate(
     batch_argnums: which positional arguments to split along the first axis of
       their leaves; None for all but those that are differentiated and, with
       `nnx`, those that hold variables. All other arguments, and keyword
-      arguments, reach every micro-batch unchanged. For noise, pass
-      jax.random.split(jax.random.key(0), microbatches); the loss function then
-      gets an array of one key.
+      arguments, reach every micro-batch unchanged.
     check: what counts as an overflow. Pass the same check to `loss_scaling`,
       which sees only the accumulated gradients.
     axis_name: a mapped axis, or several, along which devices agree on whether a
@@ -88,24 +77,20 @@ def accumulate(
       `_overwrite_with_gradient` is passed from one micro-batch to the next, and
       its last value is returned. An overflow does not change it, and a value
       that is finite no longer is an overflow.
-    - overflow: a value for `update`. As a flag it is True if any micro-batch
-      overflowed. Its attributes are `flags` and `amax` (bool and float32, both
-      [microbatches]) and `valid` (int32[], how many did not overflow).
+    - overflow: a `WindowOverflow` for `update`.
 
     Micro-batch i holds the examples i, i + microbatches, ..., so a batch that
     is sharded over devices stays in place if `microbatches` also divides each
     device's share. The variables of NNX objects (batch statistics, counts of
     random keys) pass from one micro-batch to the next as well. The changes of a
     micro-batch that overflowed are undone, and of a window without gradients
-    all changes. What else a loss function does to an object stays inside: what
-    it sows or creates, static attributes, and the parameters themselves.
+    all changes. Any other change to an object is lost.
 
   Raises:
     TypeError: if an argument has the wrong type.
     ValueError: when called, as for `scaled_value_and_grad`; if `axis_name` is
-      not a mapped axis, if the batch cannot be split into `microbatches`, or,
-      where JAX tracks what varies by device, if devices could drop different
-      micro-batches of one model.
+      not a mapped axis, if the batch cannot be split, or, where JAX tracks what
+      varies by device, if devices could drop different micro-batches.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -116,11 +101,10 @@ def accumulate(
     >>> opt_state = tx.init(params)
     >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
     >>> value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-    >>> value_and_grad = ols.accumulate(
-    ...   value_and_grad, microbatches=2, drop=True
-    ... )
     >>> batch = jnp.array([1.0, 2.0, 3.0, jnp.inf])
-    >>> loss, scaled_grads, overflow = value_and_grad(params, batch)
+    >>> loss, scaled_grads, overflow = ols.accumulate(
+    ...   value_and_grad, microbatches=2, drop=True
+    ... )(params, batch)
     >>> print(loss, scaled_grads, overflow.flags, overflow.valid)
     2.0 16.0 [False  True] 1
     >>> updates, opt_state = tx.update(
@@ -150,22 +134,6 @@ def accumulate(
   requirements.check_check(check)
   names = devices.axis_names("axis_name", axis_name)
   has_aux = value_and_grad._has_aux
-
-  def examine(
-    summands: ArrayTree,
-    lost: list[jax.Array],
-    loss: jax.Array,
-    loss_scale: jax.Array,
-  ) -> findings.Finding:
-    # Not in order, or all gradients would wait for the one that comes last.
-    finding = findings.examine(
-      check, summands, lost, loss_scale=loss_scale, in_order=False
-    )
-    if names:
-      finding = findings.agree(finding, names)
-    together = jax.tree.leaves(summands) + ([loss] if drop else [])
-    devices.refuse_split(finding.overflow, together, names)
-    return finding
 
   @functools.wraps(value_and_grad, updated=())
   def accumulated(
@@ -201,7 +169,11 @@ def accumulate(
         variables,
         split,
       )
-    is_overwritten, is_summed = _kinds(like)
+    is_kept = leaves.are_gradients(like)
+    is_overwritten = jax.tree.map(operator.not_, is_kept)
+    is_summed = jax.tree.map(
+      lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, like
+    )
     passes_on = any(jax.tree.leaves(is_overwritten))
 
     def take_next(
@@ -217,12 +189,17 @@ def accumulate(
       )
       summands = leaves.leave_out(is_summed, scaled_grads)
       next_values = leaves.leave_out(is_overwritten, scaled_grads)
-      finding = examine(
-        summands,
-        _newly_lost(carry.overwritten, next_values) if passes_on else [],
-        value[0] if has_aux else value,
-        loss_scale,
+      lost = _newly_lost(carry.overwritten, next_values) if passes_on else []
+      # Not in order, or all gradients would wait for the one that comes last.
+      finding = findings.examine(
+        check, summands, lost, loss_scale=loss_scale, in_order=False
       )
+      if names:
+        finding = findings.agree(finding, names)
+      together = jax.tree.leaves(summands)
+      if drop:
+        together.append(value[0] if has_aux else value)
+      devices.refuse_split(finding.overflow, together, names)
       kept = skipping.select(
         finding.overflow,
         (carry.variables, carry.overwritten),
@@ -246,7 +223,7 @@ def accumulate(
     store(skipping.select(overflow.is_void, variables, end.variables))
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
-    means = _void(_means(end.sums, counted), overflow.is_void, overflow.amax)
+    means = _means(end.sums, counted, overflow)
     # JAX returns float0 for a leaf that has no gradient.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), like)
     others = leaves.merge(is_overwritten, end.overwritten, none)
@@ -295,22 +272,9 @@ def _scan(
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outcomes)
 
 
-def _kinds(like: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
-  """Returns two trees of bools: leaves to overwrite, and leaves to sum."""
-  is_kept = leaves.are_gradients(like)
-  return (
-    jax.tree.map(operator.not_, is_kept),
-    jax.tree.map(
-      lambda is_kept, x: is_kept and leaves.is_gradient(x), is_kept, like
-    ),
-  )
-
-
 def _newly_lost(old: ArrayTree, new: ArrayTree) -> list[jax.Array]:
-  """Returns flags for next values that are not finite, though the old were.
-
-  An FP8 layer clips its gradients, so only its history shows that one was inf.
-  """
+  """Returns flags for next values that are not finite, though the old were."""
+  # An FP8 layer clips its gradients, so only its history shows an inf.
   return [
     jnp.all(jnp.isfinite(x)) & ~jnp.all(jnp.isfinite(y))
     for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True)
@@ -347,13 +311,15 @@ def _split(batches: dict[int, object], microbatches: int) -> dict[int, object]:
         + " and ".join(f"{size} in {place}" for size, place in sizes.items())
         + f"; {remedy}."
       )
-    if shape[0] % microbatches:
-      raise ValueError(
-        f"`microbatches` must divide the batch, got {microbatches} for "
-        f"{shape[0]} examples in {place}."
-      )
     x = jnp.asarray(x)  # `lax.scan` converts it too.
-    _check_share(x, microbatches, place)
+    devices = _devices(x)
+    if shape[0] % (microbatches * devices):
+      whole = "each device's share of the batch" if devices > 1 else "the batch"
+      on = f" on {devices} devices" if devices > 1 else ""
+      raise ValueError(
+        f"`microbatches` must divide {whole}, got {microbatches} for "
+        f"{shape[0]} examples{on} in {place}."
+      )
     # Reshape with the batch axis first, so that it can stay sharded.
     x = x.reshape(shape[0] // microbatches, microbatches, *shape[1:])
     return x.swapaxes(0, 1)
@@ -382,29 +348,22 @@ def _add(
   return jax.tree.map(add_leaf, sums, scaled_grads)
 
 
-def _means(sums: ArrayTree, counted: jax.Array) -> ArrayTree:
-  """Returns the mean gradients, given the sums that `_add` made."""
+def _means(
+  sums: ArrayTree, counted: jax.Array, overflow: findings.WindowOverflow
+) -> ArrayTree:
+  """Returns the mean gradients, all inf or NaN if the window is void."""
   count = jnp.sum(counted)
+  # Fill with NaN if a gradient was NaN, as in a single large batch.
+  fill = jnp.where(jnp.any(jnp.isnan(overflow.amax)), jnp.nan, jnp.inf)
 
   def mean_leaf(total: jax.Array) -> jax.Array:
     real = jnp.finfo(total.dtype).dtype
     grow = len(counted) / count.astype(real)
-    mean = total * grow.astype(total.dtype)
     # The mean of finite gradients is finite, but rounding could make it inf.
-    return jnp.nan_to_num(mean)
+    mean = jnp.nan_to_num(total * grow.astype(total.dtype))
+    return jnp.where(overflow.is_void, fill.astype(mean.dtype), mean)
 
   return jax.tree.map(mean_leaf, sums)
-
-
-def _void(
-  scaled_grads: ArrayTree, is_void: jax.Array, amaxes: jax.Array
-) -> ArrayTree:
-  """Returns the gradients, all set to inf or NaN if the window is void."""
-  # Fill with NaN if a gradient was NaN, as in a single large batch.
-  fill = jnp.where(jnp.any(jnp.isnan(amaxes)), jnp.nan, jnp.inf)
-  return jax.tree.map(
-    lambda x: jnp.where(is_void, fill.astype(x.dtype), x), scaled_grads
-  )
 
 
 def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
@@ -414,15 +373,9 @@ def _mean_loss(losses: jax.Array, counted: jax.Array) -> jax.Array:
   return total / jnp.sum(counted).astype(losses.dtype)
 
 
-def _check_share(x: jax.Array, microbatches: int, place: str) -> None:
-  """Raises if devices of an explicit mesh would have to exchange examples."""
+def _devices(x: jax.Array) -> int:
+  """Returns how many devices of an explicit mesh share the examples."""
   sharding = jax.typeof(x).sharding
   axes = sharding.spec[0] or ()
   names = axes if isinstance(axes, tuple) else (axes,)
-  shares = math.prod(sharding.mesh.shape[name] for name in names)
-  if x.shape[0] % (microbatches * shares):
-    raise ValueError(
-      "`microbatches` must divide the share of the batch that each device has, "
-      f"got {microbatches} for {x.shape[0]} examples on {shares} devices in "
-      f"{place}."
-    )
+  return math.prod(sharding.mesh.shape[name] for name in names)

@@ -35,17 +35,12 @@ _REMEDIES = {
 class ScaledValueAndGrad:
   """The function that a `scaled_value_and_grad` returns; `accumulate` takes it.
 
-  It takes the arguments of the loss function and returns `(loss,
-  scaled_grads)`, or `((loss, aux), scaled_grads)`.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> value_and_grad = ols.scaled_value_and_grad(jnp.sum, 1024.0)
     >>> isinstance(value_and_grad, ols.ScaledValueAndGrad)
     True
-    >>> value_and_grad(jnp.ones(2))
-    (Array(2., dtype=float32), Array([1024., 1024.], dtype=float32))
   """
 
   def __init__(
@@ -128,14 +123,11 @@ def scaled_value_and_grad(
 
   The function differentiates `S * fun` like `jax.value_and_grad`, but returns
   the true loss. Pass the scaled gradients to the `update` of `loss_scaling`
-  with the same `opt_state`. Their norm is S times too large. The true norm is
-  `optax.tree.norm(unscale(scaled_grads, opt_state))` before `update` moves S.
+  with the same `opt_state`; `unscale` returns the true ones.
 
   A float16 loss works, because it is multiplied by S in float32. If the loss's
-  dtype cannot hold S, the backward pass could only start from inf or, in
-  saturation mode, from a clipped S. All gradients are then set to inf, so the
-  wrapper sees an overflow and S comes down. An S that is not a power of two is
-  rounded to the loss's dtype, like any other number.
+  dtype cannot hold S, all gradients are set to inf, so the wrapper sees an
+  overflow and S comes down.
 
   Args:
     fun: a function that returns a real scalar, or `(loss, aux)` with `has_aux`.
@@ -150,15 +142,13 @@ def scaled_value_and_grad(
 
   Returns:
     A `ScaledValueAndGrad`, which takes the arguments of `fun` and returns
-    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`. Pass it to
-    `accumulate` to compute the gradients in micro-batches.
+    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`, or
       if `argnums` is empty or repeats a number; when called, if a function
       being traced (jit, scan, shard_map ...) closes over `opt_state`, so that S
-      would never change, or if `fun` changes an object in place, such as an
-      nnx.Module, since the change would be lost.
+      would never change, or if `fun` changes an object in place.
     TypeError: if `argnums` is not made of integers; when called, if `fun` does
       not return a floating-point scalar, or if `value_and_grad` returns only
       gradients, like jax.grad.
@@ -175,10 +165,8 @@ def scaled_value_and_grad(
     >>> params = jnp.array([1.0, 2.0])
     >>> opt_state = tx.init(params)
     >>> loss_fn = lambda params: jnp.sum(params**2)
-    >>> value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-    >>> loss, scaled_grads = value_and_grad(params)
-    >>> print(loss, scaled_grads)
-    5.0 [2048. 4096.]
+    >>> ols.scaled_value_and_grad(loss_fn, opt_state)(params)
+    (Array(5., dtype=float32), Array([2048., 4096.], dtype=float32))
   """
   arguments.check_function(value_and_grad, "value_and_grad")
   return ScaledValueAndGrad(
@@ -197,9 +185,9 @@ def scale_loss(
   """Returns S times the loss, in float32 or wider.
 
   Use it to write the step by hand where `scaled_value_and_grad` does not fit.
-  Differentiate the scaled loss, and pass the gradients to `update` or
-  `unscale`. On hardware in saturation mode use a float32 loss, since an S above
-  65504, as the cotangent of a float16 loss, would be clipped.
+  Differentiate the scaled loss, and pass the gradients to `update`. On hardware
+  in saturation mode use a float32 loss, since an S above 65504, as the
+  cotangent of a float16 loss, would be clipped.
 
   Args:
     loss: a floating-point array, usually a scalar.
@@ -232,8 +220,7 @@ def unscale(
   """Returns the gradients divided by S, in float32 or wider.
 
   Use it if you need true gradients outside the wrapper, for example to log
-  their norm or to pass them to a line search as `grad=`. `update` itself takes
-  scaled gradients. Call `unscale` first, with the same `opt_state`.
+  their norm before `update`, which itself takes scaled gradients.
 
   Args:
     scaled_grads: a pytree of arrays. Integers, random keys and the leaves
@@ -342,10 +329,7 @@ def _unlike_value_and_grad(function: object) -> TypeError:
 def check_arguments(
   opt_state: optax.OptState, argnums: object, path: str | None
 ) -> optax.OptState:
-  """Returns the state that holds S, or S itself if that was passed.
-
-  It raises right away for arguments that would make the first step fail.
-  """
+  """Checks arguments; returns the state that holds S, or S itself."""
   numbers = arguments.argnums_as_tuple(argnums)
   for number in numbers:
     try:
@@ -361,9 +345,10 @@ def check_arguments(
       "`argnums` must name at least one argument, and each once, got "
       f"{arguments.shown(argnums)}."
     )
-  found = states.find_holder(opt_state, path)
+  states.get_loss_scale(opt_state, path=path)  # Raises if there is not one.
   requirements.check_surroundings(opt_state)
-  return found
+  is_scale = isinstance(opt_state, states.SCALES)
+  return opt_state if is_scale else states.find_state(opt_state, path)
 
 
 def _scaled_loss_fn(
@@ -375,8 +360,7 @@ def _scaled_loss_fn(
 ) -> Callable[..., tuple[jax.Array, Any]]:
   """Returns a function that returns S times the loss, and the true loss as aux.
 
-  Unless `may_change`, the function raises if `fun` changes an object in place,
-  such as an nnx.Module's batch statistics, since it would only change a copy.
+  Unless `may_change`, it raises if `fun` changes an object in place.
   """
   arguments.check_function(fun)
 
@@ -405,8 +389,7 @@ def _inf_where_unusable(
   """Returns the gradients, all inf if the loss's dtype cannot hold S."""
   finfo = jnp.finfo(loss_dtype)
   smallest, largest = float(finfo.smallest_normal), float(finfo.max)
-  # Compare with 2**127, not float32's maximum, so that bfloat16 passes. An S
-  # above bfloat16's maximum becomes inf in bfloat16, which the check sees.
+  # Let bfloat16 pass: an S above its maximum becomes inf, which the check sees.
   if smallest <= arguments.SMALLEST_SCALE and largest >= 2.0**127:
     return gradients
   # A dtype's subnormals are whole multiples of the smallest subnormal.
@@ -433,18 +416,16 @@ def _checked_loss(value: Any, has_aux: bool) -> jax.Array:
       f"{arguments.kind_of(value)}."
     )
   loss = value[0] if has_aux else value
+  got = ""
   if isinstance(loss, (tuple, list)):
-    raise TypeError(
-      "the loss function must return a scalar loss, got a "
-      f"{type(loss).__name__} of {len(loss)}; for (loss, aux) pass "
-      "has_aux=True."
-    )
-  _check_float("the loss", loss)
-  if jnp.shape(loss) != ():
-    raise TypeError(
-      "the loss function must return a scalar loss, got an array of shape "
-      f"{jnp.shape(loss)}; take its mean or sum."
-    )
+    kind = f"a {type(loss).__name__} of {len(loss)}"
+    got = f"{kind}; for (loss, aux) pass has_aux=True"
+  else:
+    _check_float("the loss", loss)
+    if jnp.shape(loss) != ():
+      got = f"an array of shape {jnp.shape(loss)}; take its mean or sum"
+  if got:
+    raise TypeError(f"the loss function must return a scalar loss, got {got}.")
   return loss
 
 

@@ -48,13 +48,11 @@ def nonfinite(dtype: Any = None) -> Check:
   Args:
     dtype: the dtype that the gradients were computed in, if they are stored in
       a wider one; by default each leaf's own. It is not needed to find inf and
-      NaN, nor for float16: without a dtype, the headroom of float32 gradients
-      is measured against float16. With one, a float32 gradient beyond its range
-      counts as an overflow, even if it is correct, such as a sum over the batch
-      or the gradient of a parameter that is used in float32. To set it per
-      leaf, pass a tree of dtypes whose structure is a prefix of the gradients',
-      or a function from a leaf's path, such as "params/Dense_0/kernel", to a
-      dtype. None for a leaf means its own dtype.
+      NaN. A float32 gradient beyond its range counts as an overflow, even if it
+      is correct (see docs/checks.md). To set it per leaf, pass a tree of dtypes
+      whose structure is a prefix of the gradients', or a function from a leaf's
+      path, such as "params/Dense_0/kernel", to a dtype. None for a leaf means
+      its own dtype.
 
   Returns:
     A check to pass to `loss_scaling`.
@@ -84,14 +82,9 @@ def saturated(dtype: Any = None) -> Check:
   In saturation mode an overflow produces the largest finite value, 65504 in
   float16, instead of inf. So a step overflows if a scaled gradient reaches that
   value; NaN and inf count as well. A true value between 65488 and 65520 also
-  rounds to 65504, a false alarm that costs one step.
-
-  With Flax's FP8 layers, pass the dtype that the gradients are computed in, not
-  a float8 one. If such a layer receives inf or a saturated value, no check of
-  the gradients sees it, because the layer clips it to the largest amax of the
-  previous steps. NaN passes through. The first entry of the layer's new
-  `output_grad_amax_history` shows all three, so you can compute a flag from it
-  and pass that to `update` as `overflow=`.
+  rounds to 65504, a false alarm that costs one step. With Flax's FP8 layers,
+  pass the dtype that the gradients are computed in, not a float8 one;
+  docs/guides/fp8.md shows how to see what such a layer clips.
 
   Args:
     dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
@@ -102,9 +95,8 @@ def saturated(dtype: Any = None) -> Check:
     A check to pass to `loss_scaling`.
 
   Raises:
-    TypeError: if `dtype`, or a leaf of it, is not a floating-point dtype; from
-      `update`, if the function returns anything but such a dtype or None.
-    ValueError: from `update`, if the tree's structure does not fit.
+    TypeError: as for `nonfinite`.
+    ValueError: as for `nonfinite`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -116,14 +108,6 @@ def saturated(dtype: Any = None) -> Check:
     >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
     >>> print(state.overflow, state.nan)
     True False
-
-    A layer that computes in float32 may have larger gradients:
-
-    >>> check = ols.saturated(lambda path: None if path == "w" else "float16")
-    >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
-    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
-    >>> print(state.overflow)
-    False
   """
   return Check(saturating=True, dtype=dtype)
 

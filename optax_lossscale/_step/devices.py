@@ -43,12 +43,8 @@ def pmean_gradients(
   Each device first checks its own scaled gradients, where an overflow shows.
   The devices agree on the flag, unscale, and then average in float32.
 
-  Every device must have a copy of the parameters. If the parameters are split
-  along the axis, each device holds gradients of different parameters.
-
-  Under `shard_map`, JAX by default sums the gradients of replicated parameters
-  over the devices before they can be checked. So differentiate with respect to
-  `make_varying(params, axis_name)`.
+  Every device must have a copy of the parameters. Under `shard_map`,
+  differentiate with respect to `make_varying(params, axis_name)`.
 
   Args:
     axis_name: a mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
@@ -60,14 +56,12 @@ def pmean_gradients(
 
   Raises:
     TypeError: if `axis_name` does not name an axis.
-    ValueError: from `update`, if there is no such axis, or if a gradient does
-      not vary along it because it has already been summed. Only `shard_map`
-      with `check_vma=True` reveals this.
+    ValueError: from `update`, if there is no such axis, or if JAX knows that a
+      gradient has already been summed over it.
 
   Warns:
     WiringWarning: from `update`, unless compiled, if the `loss_scaling` around
-      it does not name the axis. One device's NaN would then reach all others,
-      which do not skip.
+      it does not name the axis, so that only some devices would skip.
 
   Examples:
     >>> import jax
@@ -107,9 +101,8 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
   """Returns the same values, marked as varying over devices.
 
   Under `shard_map`, JAX sums the gradients of replicated parameters over the
-  devices by default. The sum can hide one device's overflow among the others'
-  gradients, and may itself overflow. If you differentiate with respect to the
-  values returned here, each device gets its own gradients.
+  devices by default, which can hide one device's overflow. If you differentiate
+  with respect to the values returned here, each device gets its own gradients.
 
   Args:
     tree: parameters, or any pytree. Arrays of any dtype and random keys are
@@ -127,26 +120,20 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> import optax
     >>> import optax_lossscale as ols
-    >>> inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(0.5))
-    >>> tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0), axis_name="data")
     >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
-    >>> def step(params, opt_state, batch):
+    >>> def gradient_of_each_device(params, batch):
     ...   local = ols.make_varying(params, "data")
-    ...   value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
-    ...   _, scaled_grads = value_and_grad(local, batch)
-    ...   updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state
+    ...   return jax.grad(loss_fn)(local, batch)[None]
     >>> auto = (jax.sharding.AxisType.Auto,)
-    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
-    >>> specs = (jax.P(), jax.P(), jax.P("data"))
-    >>> step = jax.shard_map(
-    ...   step, mesh=mesh, in_specs=specs, out_specs=jax.P()
+    >>> gradients = jax.shard_map(
+    ...   gradient_of_each_device,
+    ...   mesh=jax.make_mesh((1,), ("data",), axis_types=auto),
+    ...   in_specs=(jax.P(), jax.P("data")),
+    ...   out_specs=jax.P("data"),
     ... )
-    >>> params = jnp.ones(())
-    >>> print(jax.jit(step)(params, tx.init(params), 4 * jnp.ones(8))[0])
-    -1.0
+    >>> print(gradients(jnp.ones(()), 4 * jnp.ones(8)))
+    [4.]
   """
   names = axis_names("axis_name", axis_name)
   check_mapped("axis_name", names)
@@ -180,14 +167,12 @@ def axis_names(argument: str, axis_name: object) -> tuple[Hashable, ...]:
 def check_mapped(argument: str, names: Sequence[Hashable]) -> None:
   """Raises unless every name is that of a mapped axis around the call."""
   for name in names:
-    try:
-      lax.axis_size(name)
-    except NameError as error:
+    if not _is_mapped(name):
       raise ValueError(
         f"`{argument}` must name an axis of the shard_map, pmap or vmap around "
         f"this, got {shown(name)}, which is not one; under plain jit "
         "leave it out."
-      ) from error
+      )
 
 
 def check_agreed(
@@ -197,19 +182,22 @@ def check_agreed(
   *,
   is_told: bool,
 ) -> Known:
-  """Raises or warns if devices may decide differently about a step.
+  """Returns the axes along which devices decide alike about a step.
 
-  Args:
-    flags: what they decide by, reduced along `names`.
-    own: a part of the state, which varies only if each device has its own.
-    names: the axes along which devices agree.
-    is_told: whether the caller has named these axes, even if there are none.
-
-  Returns:
-    The axes along which devices agree or a warning says that they may not, or
-    None if the caller says that there are no others.
+  None means all, if the caller says so (`is_told`) by naming no axis. It raises
+  if `flags` vary along an axis along which `own`, a part of the state, does
+  not, and warns where JAX does not track what varies.
   """
-  refuse_divergence(flags, own, names)
+  found = {name for flag in flags for name in axes_beyond(flag, own)}
+  if missing := sorted(found, key=str):
+    raise ValueError(
+      "devices that share a loss scale must skip together, got a "
+      f"flag that varies along {listed(missing)} for a state that does not; "
+      f"pass loss_scaling(..., axis_name={listed([*names, *missing])}), or "
+      "npu_loss_scale_optimizer(..., is_distributed=True) with that axis_name. "
+      "If each device trains a model of its own, make the state vary too: "
+      f"make_varying(state, {listed(missing)})."
+    )
   if is_told and not names:
     return None
   tracked, untracked = _manual_axes()
@@ -327,22 +315,6 @@ def average_scaled(
   return _map_gradients(average_leaf, scaled_grads)
 
 
-def refuse_divergence(
-  flags: Sequence[jax.Array], own: jax.Array, names: Sequence[Hashable]
-) -> None:
-  """Raises if devices that share a state could disagree on whether to skip."""
-  found = {name for flag in flags for name in axes_beyond(flag, own)}
-  if missing := sorted(found, key=str):
-    raise ValueError(
-      "devices that share a loss scale must skip together, got a "
-      f"flag that varies along {listed(missing)} for a state that does not; "
-      f"pass loss_scaling(..., axis_name={listed([*names, *missing])}), or "
-      "npu_loss_scale_optimizer(..., is_distributed=True) with that axis_name. "
-      "If each device trains a model of its own, make the state vary too: "
-      f"make_varying(state, {listed(missing)})."
-    )
-
-
 def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
@@ -358,10 +330,8 @@ def refuse_split(
 
 
 def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
-  """Returns the mean over devices, each of which divides before the sum.
-
-  The order matters, since the sum of undivided values may not fit their dtype.
-  """
+  """Returns the mean over devices."""
+  # Each device divides first, since the sum may not fit the values' dtype.
   devices = math.prod(map(lax.axis_size, names))
   # Divide in float32, since XLA would multiply float16 by a rounded 1/n.
   quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices

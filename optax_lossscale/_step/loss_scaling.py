@@ -1,5 +1,7 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
+from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
+from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
@@ -19,7 +22,6 @@ from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
-from optax_lossscale._step import switched_off
 
 
 def loss_scaling(
@@ -46,33 +48,27 @@ def loss_scaling(
   Args:
     inner: the optimizer: any optax transformation or `optax.MultiSteps`. It
       gets float32 copies of narrower parameters and gradients, so its state is
-      float32 from the start. Under jit its update is first recorded and then
-      evaluated, so the update must be pure.
+      float32 from the start. Its update must be pure.
     rule: chooses the first S, and moves S in each step. None switches loss
       scaling off, so a program with configurable precision needs no second code
       path. S is then 1, no step is checked, `overflow` and `amax` are ignored,
-      and narrow parameters reach `inner` unchanged. XLA compiles only `inner`
-      and the count of applied steps. `skip` and `average_scaled` still apply;
-      `accumulate` keeps its own check.
+      and narrow parameters reach `inner` unchanged. `skip` and `average_scaled`
+      still apply; `accumulate` keeps its own check.
     check: what counts as an overflow. The default finds every inf and NaN;
       hardware that clips instead needs `saturated(dtype)`.
     axis_name: a mapped axis, or several in a tuple or list, along which all
-      devices decide together under `shard_map` or `pmap`. Plain jit does not
-      need one, since its arrays are whole, however they are sharded. Only the
-      flag is reduced, not the gradients. Name every axis along which gradients
-      or the caller's flag vary, unless each device has its own model and state.
-      If an axis is missing, devices may fall out of step. Under `shard_map`
-      with `check_vma=True`, JAX tracks what varies, so that is an error. Under
-      `pmap` and with `check_vma=False`, None causes a `WiringWarning`; pass ()
-      there if gradients are already the same on all devices, or if each device
-      has its own model.
+      devices decide together under `shard_map` or `pmap`; plain jit needs none.
+      Only the flag is reduced, not the gradients. Name every axis along which
+      gradients or the caller's flag vary, or devices may fall out of step. Pass
+      () if gradients are already the same on all devices, or if each device has
+      its own model and state (see docs/guides/devices.md).
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged after the check. They keep their dtype, so float16 gradients
       travel as float16. Devices also decide together along these axes. Each of
       n devices divides by n before the sum, so the sum does not overflow; but
       float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      `pmean_gradients` averages in float32. Both ways of averaging require that
-      every device has a copy of the parameters.
+      `pmean_gradients` averages in float32. Both require that every device has
+      a copy of the parameters.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
@@ -80,14 +76,12 @@ def loss_scaling(
     own. `overflow=` is a bool, number or array, where any non-zero entry makes
     the step an overflow; or the status that `hardware.float_status` returns, or
     the overflow of `accumulate`; or a list of these. `skip=` is a flag, or a
-    list of flags, of the same kind that skips the step for a reason that S has
-    nothing to do with, such as a spike of the loss: the rule's state stays the
-    same as well, bit for bit, unless the step also overflows. It works with
-    every rule, with `skip=False` in the rule, and without a rule. `amax=` is a
-    tree of numbers or arrays, such as those that `hardware.amax_tap` measured
-    in the model. The largest of them is checked like a gradient, against the
-    smallest limit that the check knows. If the parameters are passed, the
-    updates have their dtypes.
+    list of flags, that skips the step for a reason that S has nothing to do
+    with, such as a spike of the loss: the rule's state stays the same as well,
+    unless the step also overflows. `amax=` is a tree of numbers or arrays, such
+    as those that `hardware.amax_tap` measured in the model. The largest of them
+    is checked like a gradient, against the smallest limit that the check knows.
+    If the parameters are passed, the updates have their dtypes.
 
   Raises:
     TypeError: if an argument has the wrong type, also in `init` and `update`;
@@ -97,9 +91,9 @@ def loss_scaling(
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if `axis_name` is not
-      mapped, or if leaves bypass the optimizer but `params` is missing. If JAX
-      tracks what varies by device, `update` also raises if devices that share
-      an S could disagree, or if the gradients to average are already reduced.
+      mapped, or if leaves bypass the optimizer but `params` is missing; where
+      JAX tracks what varies by device, also if devices that share an S could
+      disagree, or if the gradients to average are already reduced.
 
   Warns:
     WiringWarning: from `init`, if float16 parameters have no master weights;
@@ -134,17 +128,22 @@ def loss_scaling(
     "axis_name", (*devices.axis_names("axis_name", axis_name), *averaged)
   )
   is_told = axis_name is not None
-  if rule is None:
-    return switched_off.without_rule(inner, axes, averaged, is_told=is_told)
-  requirements.check_rule("rule", rule)
+  if rule is not None:
+    requirements.check_rule("rule", rule)
 
   def init(params: optax.Params) -> states.LossScalingState:
     kept = leaves.leave_out(leaves.are_gradients(params), params)
-    inner_state = inner.init(leaves.widen(kept))
+    inner_state = inner.init(kept if rule is None else leaves.widen(kept))
+    requirements.check_inner_state(inner_state)
+    if rule is None:
+      return states.first_state(loss_scales.NoLossScaleState(), inner_state)
     requirements.check_first_state(rule)
     requirements.check_masters(kept, inner_state)
-    requirements.check_inner_state(inner_state)
     return states.first_state(rule.init(), inner_state)
+
+  if rule is None:
+    switched_off = _switched_off(inner, axes, averaged, is_told=is_told)
+    return optax.GradientTransformationExtraArgs(init, switched_off)
 
   def update(
     updates: optax.Updates,
@@ -244,6 +243,71 @@ def _update_inner(
   return updates, new_state
 
 
+def _switched_off(
+  inner: optax.GradientTransformationExtraArgs,
+  axes: tuple[Hashable, ...],
+  averaged: tuple[Hashable, ...],
+  *,
+  is_told: bool,
+) -> Callable[..., tuple[optax.Updates, states.LossScalingState]]:
+  """Returns the `update` without a rule, which counts steps and checks none."""
+
+  def update(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    *,
+    overflow: object = False,
+    amax: object = None,
+    skip: object = False,
+    **extra_args: object,
+  ) -> tuple[optax.Updates, states.LossScalingState]:
+    del overflow, amax
+    requirements.check_state(state, None)
+    requirements.check_call(inner, updates, params, extra_args)
+    is_gradient = leaves.are_gradients(updates)
+    gradients = leaves.leave_out(is_gradient, updates)
+    inner_params = leaves.leave_out(is_gradient, params)
+    # S is 1, so unscaling twice or leaving out `overflow` is harmless.
+    one = loss_scales.FixedLossScale(1.0)
+    provenance.check_update(gradients, one.scale, one, overflow=None)
+    if averaged:
+      # Pass True, as after an overflow, so that NaN stays NaN.
+      gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
+    skipped = findings.requested(skip)
+
+    def update_inner() -> tuple[optax.Updates, optax.OptState]:
+      new_updates, inner_state = inner.update(
+        gradients, state.inner_state, inner_params, **extra_args
+      )
+      if skipped is not None:
+        trees.check_kept("inner", inner_state, state.inner_state)
+      return new_updates, inner_state
+
+    if skipped is None:
+      new_updates, inner_state = update_inner()
+    else:
+      if axes:
+        devices.check_mapped("axis_name", axes)
+        skipped = findings.agree_on_skip(skipped, axes)
+      known = devices.check_agreed(
+        [skipped], state.applied_steps, axes, is_told=is_told
+      )
+      new_updates, inner_state = skipping.update_unless(
+        skipped, update_inner, state.inner_state, known
+      )
+    others = skipping.other_leaves(skipped, is_gradient, params, updates)
+    return leaves.merge(is_gradient, new_updates, others), state._replace(
+      inner_state=inner_state,
+      last_step=state.last_step._replace(
+        skipped=jnp.zeros_like(state.skipped) if skipped is None else skipped
+      ),
+      counts=states.counts_after(state.counts, skipped, by_request=skipped),
+    )
+
+  return update
+
+
 def move(
   rule: base.LossScale,
   state: Any,
@@ -259,8 +323,8 @@ def move(
   trees.check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
-  # A user's rule may return an S that is 0, subnormal, inf or NaN. Such an S
-  # would silently stop the training, so the previous state is kept instead.
+  # An S of a user's rule that is 0, subnormal, inf or NaN would silently stop
+  # the training, so the previous state is kept instead.
   is_usable = arguments.is_usable_scale(loss_scale)
   is_held = ~is_usable if unseen is None else ~is_usable | unseen
   held = skipping.select(is_held, state, moved)

@@ -29,10 +29,8 @@ def loss_scale_metrics(
     `skip_rate` (float32[]), the share of all steps that were skipped. A step
     that is `skipped` without `overflow` was skipped by `skip=`. `inf` is True
     if a gradient was infinite and none was NaN. An overflow without inf or NaN
-    is a saturated gradient or the caller's flag. `headroom` is how many times S
-    could still have doubled, in bits; NaN if amax is NaN or 0. It assumes
-    float16, unless the check names a dtype or gradients are narrower than
-    float32. See `LossScalingState` for the rest.
+    is a saturated gradient or the caller's flag. See `LastStep`, `StepCounts`
+    and the `headroom` of `LossScalingState` for the rest.
 
   Raises:
     ValueError: if `opt_state` holds no scale, or several without a `path`.
@@ -66,24 +64,23 @@ def loss_scale_metrics(
   state = states.find_state(opt_state, path)
   loss_scale = states.get_loss_scale(state)
   # Convert to arrays, since the state may hold variables of a framework.
-  facts = state.last_step._asdict() | state.counts._asdict()
-  field = {name: jnp.asarray(value) for name, value in facts.items()}
-  skipped = field["skipped_steps"].astype(jnp.float32)
-  steps = field["applied_steps"].astype(jnp.float32) + skipped
+  last, counts = (
+    {name: jnp.asarray(value) for name, value in fields._asdict().items()}
+    for fields in (state.last_step, state.counts)
+  )
+  skipped = counts["skipped_steps"].astype(jnp.float32)
+  steps = counts["applied_steps"].astype(jnp.float32) + skipped
   return {
     "loss_scale": loss_scale,
     "log2_scale": bits.log2(loss_scale),
     "inv_scale": state.inv_scale,
-    "overflow": field["overflow"],
-    "nan": field["nan"],
-    "inf": jnp.isinf(field["amax"]),
-    "skipped": field["skipped"],
-    "stalled": field["stalled"],
-    "amax": field["amax"],
+    "overflow": last["overflow"],
+    "nan": last["nan"],
+    "inf": jnp.isinf(last["amax"]),
+    "skipped": last["skipped"],
+    "stalled": last["stalled"],
+    "amax": last["amax"],
     "headroom": state.headroom,
-    "applied_steps": field["applied_steps"],
-    "skipped_steps": field["skipped_steps"],
-    "requested_skips": field["requested_skips"],
-    "consecutive_skips": field["consecutive_skips"],
+    **counts,
     "skip_rate": skipped / jnp.maximum(steps, 1),
   }

@@ -1,8 +1,7 @@
 """Records the origin of gradients, which `update` and `unscale` then check.
 
-Gradients are plain arrays, which do not record the S that scaled them. A table
-records it while the arrays exist. A jitted function returns new arrays, whose
-origin is unknown, so they cause no warning.
+A table records the S of each array while the array exists. A jitted function
+returns new arrays, whose origin is unknown, so they cause no warning.
 """
 
 from collections.abc import Callable

@@ -388,46 +388,27 @@ def explained(
   inner_state: object,
   params: object,
 ) -> Iterator[None]:
-  """Explains which argument does not fit if an optimizer raises an error.
-
-  It checks only after a failure, since gradients need not have the structure of
-  the parameters: with `optax.lookahead` they do not.
-  """
+  """Explains which argument does not fit if an optimizer raises an error."""
   try:
     yield
   except (AttributeError, TypeError, ValueError) as error:
-    reason = _explain(inner, gradients, inner_state, params)
-    if reason is None:
+    # Not before, since gradients need not have the structure of the parameters:
+    # with `optax.lookahead` they do not.
+    fits = trees.is_for_each_example
+    of_gradients = _init_shapes(inner, gradients, inner_state)
+    found = trees.difference(inner_state, of_gradients, fits)
+    rule = "`updates` must be gradients that fit the state"
+    if params is not None:
+      of_params = _init_shapes(inner, params, inner_state)
+      # Gradients that fit the state need not have the parameters' structure.
+      found = found and trees.difference(params, gradients, fits)
+      rule = "`updates` must be gradients that fit the parameters"
+      if other := trees.difference(of_params, inner_state):
+        rule = "`state` must be that of this optimizer for these parameters"
+        found = other
+    if found is None:
       raise
-    raise ValueError(reason) from error
-
-
-def _explain(
-  inner: optax.GradientTransformation,
-  gradients: object,
-  inner_state: object,
-  params: object,
-) -> str | None:
-  """Returns a message about the argument that does not fit; None if all do."""
-  fits = trees.is_for_each_example
-  of_gradients = _init_shapes(inner, gradients, inner_state)
-  misfit = trees.difference(inner_state, of_gradients, fits)
-  if params is None:
-    return misfit and (
-      f"`updates` must be gradients that fit the state, got {misfit}."
-    )
-  of_params = _init_shapes(inner, params, inner_state)
-  found = trees.difference(of_params, inner_state)
-  if found is not None:
-    return (
-      "`state` must be that of this optimizer for these parameters, got "
-      f"{found}."
-    )
-  # Gradients that fit the state need not have the parameters' structure.
-  found = misfit and trees.difference(params, gradients, fits)
-  return found and (
-    f"`updates` must be gradients that fit the parameters, got {found}."
-  )
+    raise ValueError(f"{rule}, got {found}.") from error
 
 
 def _init_shapes(

@@ -26,11 +26,8 @@ def update_unless(
   """Returns what `update` returns or, on a skip, -0.0 and the old state."""
   old_state = leaves.as_arrays(old_state)
   choose = functools.partial(_choose, skipped)
-  # Only this function decides how the inner optimizer runs. Under jit, scan and
-  # the like, each value of the new state is selected where it is defined, so
-  # that the state is not kept twice. In eager mode that would cost time without
-  # saving memory, so the select comes after the update. Both ways give the same
-  # bits. Under jit the inner optimizer must be pure, as jit itself requires.
+  # In eager mode selecting at definition would cost time and save no memory.
+  # Both ways give the same bits.
   if interpreter.is_staged():
     updates, state = at_definition.select_at_definition(
       update,
@@ -47,11 +44,7 @@ def update_unless(
 
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
-  """Returns `old` if the step is skipped, else `new`.
-
-  The result has the dtypes of `old`, so every step returns the dtypes of the
-  initial state, and nothing recompiles.
-  """
+  """Returns `old` if the step is skipped, else `new` in the dtypes of `old`."""
   choose = functools.partial(_choose, skipped)
   return jax.tree.map(choose, leaves.as_arrays(old), new)
 
@@ -83,8 +76,7 @@ def select_on_skip(
   """Returns `old` if the last step was skipped, else `new`.
 
   Use it for values that a step changes outside the optimizer, such as batch
-  statistics, a moving average of the parameters, a random key or a step
-  counter. Such a value then changes only if the parameters do.
+  statistics, a moving average of the parameters or a random key.
 
   Args:
     opt_state: the optimizer's state after `update`.
@@ -123,16 +115,14 @@ def _choose(skipped: jax.Array, old: jax.Array, new: ArrayLike) -> jax.Array:
 
 
 def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
-  """Returns the updates, all replaced by -0.0 if the step is skipped.
-
-  Adding -0.0 never changes a number, but adding 0.0 would turn -0.0 into 0.0.
-  """
+  """Returns the updates, all replaced by -0.0 if the step is skipped."""
 
   def choose(update: object) -> object:
     if not isinstance(update, jax.Array) or not jnp.issubdtype(
       update.dtype, jnp.number
     ):
       return update
+    # Adding -0.0 changes no number, but adding 0.0 turns -0.0 into 0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
     return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
 

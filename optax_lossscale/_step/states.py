@@ -1,5 +1,6 @@
 """The wrapper's state, and how to find it inside any optimizer's state."""
 
+import functools
 from typing import Any
 from typing import NamedTuple
 from typing import TypeGuard
@@ -8,7 +9,6 @@ from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -20,7 +20,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
 # An `opt_state` of one of these types is S itself rather than a state.
-_SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
+SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
 
 # Without a target, Orbax and flax.serialization return plain dicts and lists.
 RESTORE = (
@@ -60,9 +60,8 @@ class LastStep(NamedTuple):
     >>> import optax
     >>> import optax_lossscale as ols
     >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(8.0))
-    >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
-    >>> print(state.last_step.overflow, state.last_step.nan)
-    True False
+    >>> print(tx.init(jnp.zeros(1)).last_step.overflow)
+    False
   """
 
   overflow: jax.Array
@@ -90,9 +89,8 @@ class StepCounts(NamedTuple):
     >>> import optax
     >>> import optax_lossscale as ols
     >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(8.0))
-    >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
-    >>> print(state.counts.applied_steps, state.counts.skipped_steps)
-    0 1
+    >>> print(tx.init(jnp.zeros(1)).counts.applied_steps)
+    0
   """
 
   applied_steps: jax.Array
@@ -104,8 +102,7 @@ class StepCounts(NamedTuple):
 class LossScalingState(NamedTuple):
   """The state of `loss_scaling`: S, the inner state, facts about the last step.
 
-  The fields of `last_step` and `counts` are also attributes of the state, such
-  as `state.overflow` and `state.skipped_steps`.
+  The fields of `last_step` and `counts` are also attributes of the state.
 
   Attributes:
     loss_scale_state: the rule's state; its `loss_scale` is S for the next step.
@@ -118,8 +115,7 @@ class LossScalingState(NamedTuple):
     >>> import optax
     >>> import optax_lossscale as ols
     >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
-    >>> state = tx.init(jnp.zeros(1))
-    >>> _, state = tx.update(jnp.array([jnp.nan]), state)
+    >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.zeros(1)))
     >>> print(state.loss_scale_state.loss_scale, state.nan, state.skipped_steps)
     4.0 True 1
   """
@@ -190,7 +186,7 @@ class LossScalingState(NamedTuple):
 
     It equals -log2(range_used), 126 at most; NaN if amax is NaN or 0, as before
     the first step; -inf if amax is inf. A finite negative value means that the
-    gradients do not fit float16, and the check does not name their dtype.
+    gradients do not fit float16, and the check names no other dtype.
     """
     # A NaN kept in the state would trip jax_debug_nans, so compute it here.
     used = jnp.asarray(self.range_used)
@@ -203,11 +199,8 @@ def first_state(
   rule_state: ArrayTree, inner_state: optax.OptState
 ) -> LossScalingState:
   """Returns the state before the first step."""
-
   # An array of its own for each field, since a step may donate them all.
-  def none(dtype: DTypeLike = jnp.int32) -> jax.Array:
-    return jnp.full((), 0, dtype)
-
+  none = functools.partial(jnp.full, (), 0)
   return LossScalingState(
     loss_scale_state=leaves.as_arrays(rule_state),
     inner_state=leaves.as_arrays(inner_state),
@@ -219,12 +212,7 @@ def first_state(
       amax=none(jnp.float32),
       range_used=none(jnp.float32),
     ),
-    counts=StepCounts(
-      applied_steps=none(),
-      skipped_steps=none(),
-      requested_skips=none(),
-      consecutive_skips=none(),
-    ),
+    counts=StepCounts(*(none(jnp.int32) for _ in StepCounts._fields)),
   )
 
 
@@ -257,10 +245,7 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def find_states(tree: object) -> dict[str, LossScalingState]:
-  """Returns every `LossScalingState` in a pytree, keyed by its path.
-
-  States are found by their type, so parameters may have any name.
-  """
+  """Returns every `LossScalingState` in a pytree, keyed by its path."""
   nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
   return {
     leaves.path_name(path): node for path, node in nodes if is_state(node)
@@ -269,36 +254,27 @@ def find_states(tree: object) -> dict[str, LossScalingState]:
 
 def require_states(opt_state: object) -> dict[str, LossScalingState]:
   """Returns the states that `find_states` finds; raises if there are none."""
-  states = find_states(opt_state)
-  own = getattr(opt_state, "loss_scale", None)
+  if states := find_states(opt_state):
+    return states
+  nodes = jax.tree.leaves_with_path(opt_state)
+  keys = [getattr(key, "key", None) for path, _ in nodes for key in path]
   # S in a rule's state is a scalar, but a parameter of that name rarely is.
-  if not states and getattr(own, "shape", None) == ():
-    raise ValueError(
-      "`opt_state` must hold the state of `loss_scaling`, got a "
-      f"{arguments.kind_of(opt_state)}; for the S of a rule's own state pass "
-      "its `loss_scale`."
-    )
-  is_optimizer = hasattr(opt_state, "init") and hasattr(opt_state, "update")
-  if not states and is_optimizer:
-    raise ValueError(
-      "`opt_state` must be the state of an optimizer, got a "
-      f"{arguments.kind_of(opt_state)}; pass the state that its init made: "
-      "opt_state = tx.init(params)."
-    )
-  if not states:
-    nodes = jax.tree.leaves_with_path(opt_state)
-    keys = [getattr(key, "key", None) for path, _ in nodes for key in path]
+  if getattr(getattr(opt_state, "loss_scale", None), "shape", None) == ():
+    remedy = "for the S of a rule's own state pass its `loss_scale`"
+  elif hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+    remedy = "pass what the optimizer's init made: opt_state = tx.init(params)"
+  elif "loss_scale_state" in keys:
+    remedy = RESTORE
+  else:
     remedy = (
       "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
       "tx.init(params). The state of a run from before loss scaling goes on "
-      "with checkpoints.with_loss_scaling(opt_state, tx.init(params))."
+      "with checkpoints.with_loss_scaling(opt_state, tx.init(params))"
     )
-    raise ValueError(
-      "`opt_state` must hold the state of `loss_scaling`, got a "
-      f"{arguments.kind_of(opt_state)} without one; "
-      f"{RESTORE + '.' if 'loss_scale_state' in keys else remedy}"
-    )
-  return states
+  raise ValueError(
+    "`opt_state` must hold the state of `loss_scaling`, got a "
+    f"{arguments.kind_of(opt_state)} without one; {remedy}."
+  )
 
 
 def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
@@ -311,26 +287,11 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   }
   if len(chosen) == 1:
     return next(iter(chosen.values()))
-  listed = trees.listed(states)
-  if not chosen:
-    raise ValueError(
-      f"`path` must lead to a loss scale in `opt_state`, got "
-      f"{arguments.shown(path)}; there are scales at {listed}."
-    )
+  got = len(chosen) or arguments.shown(path)
   raise ValueError(
-    f"`opt_state` must hold one loss scale, got {len(chosen)}; choose one by "
-    f"its path: path= one of {listed}."
+    f"`opt_state` must hold one loss scale at `path`, got {got}; choose one by "
+    f"its path: path= one of {trees.listed(states)}."
   )
-
-
-def find_holder(
-  opt_state: optax.OptState, path: str | None = None
-) -> optax.OptState:
-  """Returns the one state that holds S, or S itself if that is passed."""
-  if not isinstance(opt_state, _SCALES):
-    return find_state(opt_state, path)
-  get_loss_scale(opt_state)  # Raises if it is not a loss scale.
-  return opt_state
 
 
 def get_loss_scale(
@@ -339,8 +300,8 @@ def get_loss_scale(
   """Returns the loss scale S, wherever it is in `opt_state`.
 
   Args:
-    opt_state: the state of an optimizer that holds `loss_scaling` at any depth,
-      or any pytree that contains it; or a loss scale, which is returned.
+    opt_state: any pytree that holds the state of `loss_scaling`; or a loss
+      scale, which is returned.
     path: which scale, if `opt_state` holds several: one of the paths that the
       error lists, or the beginning of one.
 
@@ -349,9 +310,8 @@ def get_loss_scale(
 
   Raises:
     TypeError: if the scale that is passed is not a number.
-    ValueError: if there is no scale, if there are several and no `path`, or if
-      the scale that is passed is known to be unusable. A scale in a state is
-      not checked; `update` handles an unusable one.
+    ValueError: if `opt_state` holds no scale, or several without a `path`, or
+      if the scale that is passed is known to be unusable.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -361,7 +321,7 @@ def get_loss_scale(
     >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
     1024.0
   """
-  if not isinstance(opt_state, _SCALES):
+  if not isinstance(opt_state, SCALES):
     state = find_state(opt_state, path)
     return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
@@ -383,7 +343,7 @@ def scale_in_use(
   opt_state: optax.OptState, path: str | None = None
 ) -> jax.Array:
   """Returns S for a backward pass; raises if compiling would freeze it."""
-  if not isinstance(opt_state, _SCALES):
+  if not isinstance(opt_state, SCALES):
     opt_state = state_in_use(opt_state, path)
   return get_loss_scale(opt_state)
 
@@ -391,12 +351,7 @@ def scale_in_use(
 def state_in_use(
   opt_state: object, path: str | None = None
 ) -> LossScalingState:
-  """Returns the one state, or raises if a compiled function would freeze it.
-
-  If S is a concrete array while a function is being traced, the function has
-  closed over it. A compiled function keeps that S while the wrapper moves S.
-  An eager scan looks the same as jit here, since JAX compiles its body too.
-  """
+  """Returns the one state, or raises if a compiled function would freeze it."""
   state = find_state(opt_state, path)
   if not jax.tree.leaves(state.loss_scale_state):
     return state  # S is constant.
@@ -406,7 +361,8 @@ def state_in_use(
     loss_scale, "__jax_array__"
   ):
     loss_scale = loss_scale.__jax_array__()
-  # A function recorded outside of jit runs right away, with this S.
+  # A function that is traced has closed over an S that is concrete. A function
+  # recorded outside of jit runs right away, with this S.
   is_compiled = interpreter.is_staged() and not interpreter.is_recording()
   if is_compiled and not isinstance(loss_scale, jax.core.Tracer):
     raise ValueError(

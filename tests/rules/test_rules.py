@@ -217,7 +217,7 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
       "Headroom",
       {"init_scale": 2.0, "max_scale": 1.0},
       ValueError,
-      "`init_scale` must lie between `min_scale` and `max_scale`, got",
+      "`min_scale` <= `init_scale` <= `max_scale` must hold, got",
     ),
     ("Headroom", {"min_scale": 2.0**-130}, ValueError, "at least 2**-126"),
     ("LogMax", {"beta1": 1}, ValueError, "`beta1` must be at least 0 and"),
@@ -228,7 +228,7 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
       "LogMax",
       {"scale_min": 4.0, "scale_max": 2.0},
       ValueError,
-      "`scale_min` must not be above `scale_max`, got `scale_min`=4.0",
+      "`scale_min` <= `scale_max` must hold, got `scale_min`=4.0",
     ),
   ],
 )

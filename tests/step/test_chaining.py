@@ -131,7 +131,7 @@ def test_one_wrapper_per_group_leaves_several_scales_and_is_refused(scaling):
     {"fast": scaling(), "slow": scaling()}, {"a": "fast", "b": "slow"}
   )
   state = tx.init(params)
-  with pytest.raises(ValueError, match="must hold one loss scale, got 2"):
+  with pytest.raises(ValueError, match="one loss scale at `path`, got 2"):
     ols.scaled_value_and_grad(lambda p: jnp.sum(p["a"]), state)(params)
   _, state = tx.update({"a": BAD, "b": GOOD}, state, params)
   states = [

@@ -70,7 +70,9 @@ def test_gradients_that_do_not_fit(inner, passes_params, message, jit):
 def test_a_gradient_of_another_shape_is_not_broadcast(inner, shape):
   tx = scaling(inner)
   scaled_grads = PARAMS | {"a": jnp.zeros(shape)}
-  with pytest.raises(ValueError, match=r"`updates` must have.*'a' for \(3,\)"):
+  with pytest.raises(
+    ValueError, match=r"`updates` must have.*'a' and not \(3,\)"
+  ):
     tx.update(scaled_grads, tx.init(PARAMS), PARAMS)
 
 

@@ -699,9 +699,7 @@ def test_a_rule_in_a_chain_says_where_it_goes():
   ids=["tx", "rule", "multi"],
 )
 def test_an_optimizer_in_the_place_of_its_state_is_refused(tx):
-  with pytest.raises(
-    ValueError, match=r"`opt_state` must be .*tx\.init\(params"
-  ):
+  with pytest.raises(ValueError, match=r"init made: .*tx\.init\(params"):
     ols.scaled_value_and_grad(lambda x: x, tx)
 
 
