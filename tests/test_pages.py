@@ -214,10 +214,12 @@ def test_what_is_seen_and_advised(capfd):
     matplotlib.pyplot.close("all")
   assert names["stats"].total == 15
   assert names["lost"] == 0
-  first = names["history"]._replace(loss_scale=np.float32([2.0**20]))
   overflow = seeing("ols.instruments.where_overflow")
-  exec(overflow, names | {"history": first})
   exec(overflow, names)
+  # As if the last step had overflowed, at the S that the run has settled on.
+  history = names["history"]
+  last = history._replace(overflow=np.ones_like(history.overflow))
+  exec(overflow, names | {"history": last})
   jax.effects_barrier()
   printed, advice, place, none = capfd.readouterr().out.splitlines()
   assert printed.startswith(

@@ -445,7 +445,7 @@ def run_train_step(wrap):
     "rule": rule,
     "state": rule.init()._replace(loss_scale=jnp.float32(4.0)),
     "params": jnp.ones(2),
-    "loss_fn": lambda params, batch: jnp.sum(params * batch),
+    "mixed_loss_fn": lambda params, batch: jnp.sum(params * batch),
   }
   exec(text.removeprefix(first), names)
   result = names["train_step"](names["params"], names["opt_state"], jnp.ones(2))

@@ -43,7 +43,7 @@ def test_the_table_names_the_dtype_that_the_library_prefers():
       device = types.SimpleNamespace(
         platform="gpu", compute_capability=capability
       )
-      assert str(_probe._preferred_dtype(device)) == expected
+      assert str(_probe._preferred_dtype(device)).lower() == expected
   for name in ("TPU", "CPU"):
     device = types.SimpleNamespace(platform=name.lower())
     expected = str(_probe._preferred_dtype(device))
