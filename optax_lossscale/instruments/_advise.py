@@ -88,10 +88,10 @@ def advise(
     argument, nothing else helps;
   - 3 or more overflows before the first clean step: a smaller `init_scale`, the
     least S of the 16 steps from then on;
-  - at least 6 bits of headroom on every step of the first tenth of the run: a
-    larger `init_scale`, and a larger `max_scale` if that is in the way;
   - S at its ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
+  - at least 6 bits of headroom on every step of the first tenth of the run: a
+    larger `init_scale`;
   - overflows on more than 1 step in 1000 (and more than one) after the first
     clean step: a longer `growth_interval`, doubled until overflows are rarer;
     then a `hysteresis` of 1, and more `headroom`; a smaller S if it is fixed;
@@ -157,16 +157,14 @@ def advise(
   tuning = _Tuning(history, rule, check)
   if unscaled := _unscaled(tuning):
     return [_note(unscaled)]
-  notes = [*_nans(tuning), *_callers(tuning)]
+  notes = [*_faults(tuning)]
   if tuning.count < _FEWEST_STEPS:
     notes.append(
       f"{tuning.count} steps are too few to propose anything: record "
       f"{_FEWEST_STEPS} at least, best some thousand"
     )
   else:
-    _propose(tuning)
-    if not tuning.changes:
-      notes += _unavoidable(tuning)
+    notes += _propose(tuning)
   return [*map(_note, notes), *tuning.changes]
 
 
@@ -329,42 +327,37 @@ def _unscaled(tuning: _Tuning) -> str | None:
   )
 
 
-def _nans(tuning: _Tuning) -> Iterator[str]:
-  for is_nan, seen in (
+def _faults(tuning: _Tuning) -> Iterator[str]:
+  """Yields what no argument of a rule mends."""
+  is_callers = tuning.known.is_callers
+  largest = np.max(tuning.history.amax[is_callers], initial=0)
+  names = (
+    "instruments.where_overflow(fun, check=nonfinite()) names the operation "
+    "that makes them"
+  )
+  for is_seen, seen in (
     (
       np.isnan(tuning.replay.history.amax),
-      "that left the steps around them 6 bits of headroom or more: most "
-      "likely no loss scale mends these;",
+      "had NaN gradients at an S that left the steps around them 6 bits of "
+      f"headroom or more: most likely no loss scale mends these; {names}",
     ),
     (
       tuning.known.is_doubtful,
-      "at which the steps next to them were clean, some with less than 6 bits "
-      "of headroom: S or the model may have made these, and they count as "
-      "overflows; run such a batch again at S / 64, and if it is NaN again,",
+      "had NaN gradients at an S at which the steps next to them were clean, "
+      "some with less than 6 bits of headroom: S or the model may have made "
+      "these, and they count as overflows; run such a batch again at S / 64, "
+      f"and if it is NaN again, {names}",
+    ),
+    (
+      is_callers,
+      f"were overflows although amax was at most {largest:g}: nothing shows "
+      "that S was too large, so these are not held against any S; look at what "
+      "set overflow=, and if that is a status register, "
+      "instruments.where_overflow(fun) names the operation that overflows",
     ),
   ):
-    if count := np.sum(is_nan):
-      yield (
-        f"{count} of {tuning.count} steps had NaN gradients at an S {seen} "
-        "instruments.where_overflow(fun, check=nonfinite()) names the "
-        "operation that makes them"
-      )
-
-
-def _callers(tuning: _Tuning) -> Iterator[str]:
-  if count := int(np.sum(tuning.known.is_callers)):
-    headroom = tuning.history.headroom(tuning.replay.dtype)
-    least = np.nanmin(headroom[tuning.known.is_callers], initial=np.inf)
-    seen = (
-      f"{least:.1f} bits or more below the limit" if least < np.inf else "0"
-    )
-    yield (
-      f"{count} of {tuning.count} steps were overflows although amax was "
-      f"{seen}: nothing shows that S was too large, so these are not held "
-      "against any S; look at what set overflow=, and if that is a status "
-      "register, instruments.where_overflow(fun) names the operation that "
-      "overflows"
-    )
+    if count := np.sum(is_seen):
+      yield f"{count} of {tuning.count} steps {seen}"
 
 
 def _lost_steps(tuning: _Tuning) -> _Problem | None:
@@ -419,16 +412,9 @@ def _low_start(tuning: _Tuning) -> _Problem | None:
     f"on the first {steps} steps S could have been 2**{math.floor(least)} "
     "times as large"
   )
-  return _Problem(seen, _power(np.nanmin(tuning.stood[:steps]) - _RESERVE))
-
-
-def _low_ceiling(tuning: _Tuning) -> _Problem | None:
-  problem = _low_start(tuning)
-  ceiling = _knobs(tuning.rule)["max_scale"].value
-  if problem is None or problem.value <= ceiling:
-    return None
-  # A higher ceiling alone need not save anything.
-  return problem._replace(gain=0)
+  value = _power(np.nanmin(tuning.stood[:steps]) - _RESERVE)
+  ceiling = _knobs(tuning.rule).get("max_scale", _Knob("", math.inf))
+  return _Problem(seen, min(value, ceiling.value))
 
 
 def _at_ceiling(tuning: _Tuning) -> _Problem | None:
@@ -443,7 +429,8 @@ def _at_ceiling(tuning: _Tuning) -> _Problem | None:
     f"S was at its ceiling on {steps} steps, and could have been "
     f"2**{math.floor(spare)} times as large"
   )
-  return _Problem(seen, ceiling * _power(spare - _RESERVE))
+  # Reaching a higher ceiling may take longer than the record.
+  return _Problem(seen, ceiling * _power(spare - _RESERVE), gain=0)
 
 
 def _values(column: str, old: Any, problem: _Problem) -> list[float]:
@@ -474,9 +461,8 @@ _FIRST = (
 )
 _THEN = (
   ("init_scale", _lost_at_start),
-  ("max_scale", _low_ceiling),
-  ("init_scale", _low_start),
   ("max_scale", _at_ceiling),
+  ("init_scale", _low_start),
   ("growth_interval", _lost_steps),
   ("hysteresis", _lost_steps),
   ("headroom", _lost_steps),
@@ -486,23 +472,21 @@ _THEN = (
 )
 
 
-def _propose(tuning: _Tuning) -> None:
+def _propose(tuning: _Tuning) -> Iterator[str]:
+  """Makes the changes; yields which overflows remain if there are none."""
   for column, find in _FIRST:
     tuning.attempt(column, find)
-  if tuning.changes or not _stuck_at_floor(tuning):
-    for column, find in _THEN:
-      tuning.attempt(column, find)
-
-
-def _unavoidable(tuning: _Tuning) -> Iterator[str]:
-  """Yields which overflows no change prevents."""
-  lost = int(np.sum(tuning.lost))
-  if stuck := _stuck_at_floor(tuning):
+  stuck = _stuck_at_floor(tuning)
+  if stuck and not tuning.changes:
     yield (
       f"{stuck.seen}, and no argument lowers it{tuning.source}; "
       "instruments.where_overflow names the operation that overflows"
     )
-  elif tuning.rule.skip and lost > tuning.tolerated:
+    return
+  for column, find in _THEN:
+    tuning.attempt(column, find)
+  lost = int(np.sum(tuning.lost))
+  if not tuning.changes and tuning.rule.skip and lost > tuning.tolerated:
     yield (
       f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
       "argument of the rule that was tried avoids that: look at the run "
