@@ -30,10 +30,10 @@ LINES = {
   "cli": 385,
   "experimental": 440,
   "hardware": 1028,
-  "instruments": 4073,
+  "instruments": 3913,
   "linen": 270,
   "nnx": 344,
-  "plot": 760,
+  "plot": 719,
   "presets": 2428,
   "rules": 803,
 }

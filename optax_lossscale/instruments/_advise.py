@@ -78,11 +78,9 @@ def advise(
   """Returns what to change in a rule, given a run that was recorded with it.
 
   If the gradients do not follow S, like those of `jax.grad`, it reports nothing
-  else. The test needs 5 moves of S by half a bit or more at 8 bits of headroom.
-  On three quarters of these, amax must be off by more than half. Then it
-  reports what no argument mends: NaN that probably no S prevents, and overflows
-  with amax 1 bit or more below the dtype's limit, which the caller or a status
-  register reported. The changes follow, in this order:
+  else. Faults that no argument mends come first: NaN that probably no S
+  prevents, and overflows with amax 1 bit or more below the dtype's limit, which
+  the caller or a status register reported. Then, in this order, come:
 
   - overflows with S at its floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
@@ -101,16 +99,15 @@ def advise(
 
   A value is proposed only if a replay of the recorded steps confirms it: a
   quarter of the overflows in question must go, or the mean headroom shrink by 1
-  bit with overflows on at most 1 step in 1000. An S computed from amax leaves 2
-  bits of headroom on all but 1 step in 1000. Nothing is proposed from fewer
-  than 100 steps, nor a larger S for a dtype with the range of float32, where
-  unused range does no harm. See `replay` for what a replay cannot show.
+  bit with overflows on at most 1 step in 1000. (A larger `max_scale` need not
+  help yet.) A fixed S leaves 2 bits of headroom on all but 1 step in 1000.
+  Nothing is proposed from fewer than 100 steps, nor a larger S for a dtype with
+  the range of float32, where unused range does no harm. See `replay` for what a
+  replay cannot show.
 
-  Overflows are counted because a record does not show whether one cost a step
-  or only a micro-batch, and headroom because it does not hold the share of
-  gradients that underflowed. Figures marked "in a replay" were not recorded. A
-  count is "at best" if amax was inf on more than a tenth of the steps, since
-  its true size is unknown.
+  Overflows are counted, since a record does not show whether one cost a step or
+  only a micro-batch. Figures marked "in a replay" were not recorded. A count is
+  "at best" if amax was inf on more than a tenth of the steps.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
