@@ -27,7 +27,7 @@ _LONG_SHARE = 1 / 10
 _WIDE = 6.0
 _RESERVE = 2
 
-# The fewest moves of S to judge amax by, and how many steps are near one.
+# The fewest moves of S to judge amax by, and the steps used on each side.
 _FEWEST_MOVES = 5
 _BESIDE = 16
 
@@ -85,7 +85,7 @@ def advise(
   - overflows with S at its floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
   - 3 or more overflows before the first clean step: a smaller `init_scale`, the
-    least S of the 16 steps from then on;
+    S of that step;
   - S at its ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
   - at least 6 bits of headroom on every step of the first tenth of the run: a
@@ -391,9 +391,9 @@ def _lost_at_start(tuning: _Tuning) -> _Problem | None:
   lost = int(np.sum(tuning.lost[:start]))
   if not tuning.begins or lost < _MANY_AT_START:
     return None
-  # The first S that was clean may still overflow on the steps after it.
-  near = tuning.replay.history.loss_scale[start : start + _BESIDE]
-  stood = np.log2(np.min(near)) if near.size else np.nanmin(tuning.stood)
+  stood = np.nanmin(tuning.stood)
+  if start < tuning.count:
+    stood = np.log2(tuning.replay.history.loss_scale[start])
   seen = f"{lost} steps overflowed before the first clean one"
   return _Problem(seen, _power(stood), lost)
 
