@@ -30,10 +30,10 @@ LINES = {
   "cli": 416,
   "experimental": 448,
   "hardware": 1098,
-  "instruments": 4203,
+  "instruments": 4043,
   "linen": 276,
   "nnx": 441,
-  "plot": 773,
+  "plot": 732,
   "presets": 2443,
   "rules": 804,
 }

@@ -431,8 +431,8 @@ def test_a_heat_map_shows_inf_and_nan_on_the_right():
   nonfinite = axes.collections[2]
   assert nonfinite.get_array()[0, 0] == 2 / 8
   assert nonfinite.get_array()[1, 0] is np.ma.masked
-  only_nan = plot.heat_map(ONLY_NAN, ax=new_axes()).collections[2]
-  assert only_nan.get_array()[0, 0] == 1
+  _, zeros, only_nan = plot.heat_map(ONLY_NAN, ax=new_axes()).collections
+  assert only_nan.get_array()[0, 0] == 1 and zeros.get_array().mask.all()
   right = nonfinite.get_coordinates()[..., 0]
   assert right.min() > 16 and right.max() <= axes.get_xlim()[1]
   assert axes.get_xticklabels()[-1].get_text() == "inf,\nNaN"

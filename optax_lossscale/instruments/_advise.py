@@ -1,7 +1,7 @@
 """Advice on tuning a rule: what to change, and why."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Iterator
 import dataclasses
 import math
 from typing import Any
@@ -23,10 +23,9 @@ _TOLERATED_SHARE = 1 / 1000
 _MANY_AT_START = 3
 _LONG_SHARE = 1 / 10
 
-# A wide headroom, the headroom to keep, and how far to lower S, in bits.
+# A wide headroom, and the headroom to keep, in bits.
 _WIDE = 6.0
 _RESERVE = 2
-_LOWER = 4
 
 # The fewest moves of S to judge amax by, and the steps used on each side.
 _FEWEST_MOVES = 5
@@ -46,8 +45,6 @@ _COLUMNS = {
 
 # The names that presets give to a fixed S.
 _FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
-
-_IsBetter = Callable[[_replay.ReplayedRun, _replay.ReplayedRun], bool]
 
 
 class Advice(NamedTuple):
@@ -80,46 +77,37 @@ def advise(
 ) -> list[Advice]:
   """Returns what to change in a rule, given a run that was recorded with it.
 
-  It looks for these problems, in this order, and proposes a remedy for each:
+  If the gradients do not follow S, like those of `jax.grad`, it reports nothing
+  else. Faults that no argument mends come first: NaN that probably no S
+  prevents, and overflows with amax 1 bit or more below the dtype's limit, which
+  the caller or a status register reported. Then, in this order, come:
 
-  - gradients that do not follow S, such as those of `jax.grad`; it then reports
-    nothing else. The test needs 5 moves of S by half a bit or more at 8 bits of
-    headroom. On three quarters of these, amax must be off by more than half;
-  - NaN that probably no S prevents, which points to a fault in the model. If S
-    may be the cause as well, the advice says how to find out;
-  - overflows with amax 1 bit or more below the dtype's limit. The caller or a
-    status register reported these, so no argument helps;
   - overflows with S at its floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
   - 3 or more overflows before the first clean step: a smaller `init_scale`, the
-    S of that step, or up to 4 bits less if that avoids later overflows;
-  - at least 6 bits of headroom on every step of the first tenth of the run: a
-    larger `init_scale`, and a larger `max_scale` if that is in the way;
+    S of that step;
   - S at its ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
+  - at least 6 bits of headroom on every step of the first tenth of the run: a
+    larger `init_scale`;
   - overflows on more than 1 step in 1000 (and more than one) after the first
-    clean step: a longer `growth_interval`, doubled until overflows are rarer or
-    at least a quarter fewer; then a `hysteresis` of 1, and more `headroom`;
+    clean step: a longer `growth_interval`, doubled until overflows are rarer;
+    then a `hysteresis` of 1, and more `headroom`; a smaller S if it is fixed;
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
-    the mean is less; then a larger `hysteresis`, and less `headroom`;
-  - a fixed S that overflows as often, or could be 64 times as large: a new S;
-  - overflows that are as frequent, but that no argument avoids.
+    the mean is less; then a larger `hysteresis`, and less `headroom`; a larger
+    S if it is fixed.
 
-  It counts overflows, because a record does not show whether an overflow cost a
-  step or only a micro-batch. Figures marked "in a replay" are not recorded, but
-  come from a replay of the rule. A count is marked "at best" if amax was inf
-  on more than a tenth of the steps, since its true size is unknown.
+  A value is proposed only if a replay of the recorded steps confirms it: a
+  quarter of the overflows in question must go, or the mean headroom shrink by 1
+  bit with overflows on at most 1 step in 1000. (A larger `max_scale` need not
+  help yet.) A fixed S leaves 2 bits of headroom on all but 1 step in 1000.
+  Nothing is proposed from fewer than 100 steps, nor a larger S for a dtype with
+  the range of float32, where unused range does no harm. See `replay` for what a
+  replay cannot show.
 
-  A history does not hold the share of gradients that underflowed, so the advice
-  relies on headroom instead. It proposes a larger S only if the dtype has a
-  smaller range than float32, since unused range does no harm in float32 and
-  bfloat16. It proposes nothing from fewer than 100 steps.
-
-  An S computed from amax leaves 2 bits of headroom on all but 1 step in 1000.
-  A value is proposed only if a replay of the recorded steps confirms it. That
-  replay must have fewer overflows, or a mean headroom that is at least 1 bit
-  smaller with overflows on at most 1 step in 1000. Each change is tried on top
-  of the earlier ones. See `replay` for what a replay cannot show.
+  Overflows are counted, since a record does not show whether one cost a step or
+  only a micro-batch. Figures marked "in a replay" were not recorded. A count is
+  "at best" if amax was inf on more than a tenth of the steps.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
@@ -161,18 +149,20 @@ def advise(
     overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
   _replay.check_history(history)
+  if not len(history.step):
+    return []
   tuning = _Tuning(history, rule, check)
-  if not _look_for_unscaled(tuning) and tuning.count:
-    _look_for_nan(tuning)
-    _look_for_callers(tuning)
-    if tuning.count < _FEWEST_STEPS:
-      tuning.tell(
-        f"{tuning.count} steps are too few to propose anything: record "
-        f"{_FEWEST_STEPS} at least, best some thousand"
-      )
-    else:
-      _propose(tuning)
-  return tuning.advice
+  if unscaled := _unscaled(tuning):
+    return [_note(unscaled)]
+  notes = [*_faults(tuning)]
+  if tuning.count < _FEWEST_STEPS:
+    notes.append(
+      f"{tuning.count} steps are too few to propose anything: record "
+      f"{_FEWEST_STEPS} at least, best some thousand"
+    )
+  else:
+    notes += _propose(tuning)
+  return [*map(_note, notes), *tuning.changes]
 
 
 class _Knob(NamedTuple):
@@ -180,6 +170,15 @@ class _Knob(NamedTuple):
 
   name: str
   value: Any
+
+
+class _Problem(NamedTuple):
+  """What a change of an argument must mend."""
+
+  seen: str
+  value: float  # The S that should mend it, or the longest interval to try.
+  lost: int = 0  # How many overflows it is; 0 if it is unused range.
+  gain: int = 1  # How many bits of unused range a change must save.
 
 
 class _Tuning:
@@ -192,14 +191,20 @@ class _Tuning:
     self._options: dict[str, Any] = {"check": check}
     self.count = len(history.step)
     self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
-    self.advice: list[Advice] = []
-    # The rule with the changes proposed so far, and its replay.
-    self.rule = rule
-    self.replay = self._replay(rule)
-    self.begins = self._begins()
+    # The rule with the changes so far, and its replay.
+    self.rule, self.replay = rule, self._replay(rule)
+    self.changes: list[Advice] = []
+    self.is_fixed = "scale" in _knobs(rule)
+    # S may come from a checkpoint even at step 1. But if S never moves, the run
+    # was recorded at a fixed S, in order to replay other rules on it.
+    scales = np.asarray(history.loss_scale)
+    firsts = scales[0], self.replay.history.loss_scale[0]
+    self.begins = int(history.step[0]) <= 1 and (
+      firsts[0] == firsts[1] or bool(np.all(scales == scales[0]))
+    )
     # A fixed rule keeps its own S, whatever S the history begins with.
-    if self.count and not self.begins and self.knob("scale") is None:
-      self._options["loss_scale"] = float(history.loss_scale[0])
+    if not self.begins and not self.is_fixed:
+      self._options["loss_scale"] = float(scales[0])
       self.replay = self._replay(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
@@ -207,7 +212,8 @@ class _Tuning:
     self.stood = _replay.largest_scales(self.known, limit)
     self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
     # A larger S saves nothing if the dtype has the range of float32.
-    self.is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
+    is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
+    self.wide = math.inf if is_wide else _WIDE
 
   @property
   def lost(self) -> npt.NDArray[np.bool_]:
@@ -216,14 +222,11 @@ class _Tuning:
     is_other = np.isnan(history.amax) | np.asarray(self.known.is_callers)
     return history.overflow & ~is_other
 
-  def tolerates(self, replay: _replay.ReplayedRun) -> bool:
-    """Returns whether a replay loses no more steps than are tolerated."""
-    return replay.lost_steps - self.lost_anyway <= self.tolerated
-
   @property
-  def first_clean(self) -> int:
-    """The index of the first step not lost; the number of steps if all were."""
-    return int(np.argmin([*self.replay.history.overflow, False]))
+  def start(self) -> int:
+    """The number of steps before the first clean one; 0 for a fixed S."""
+    overflow = self.replay.history.overflow
+    return 0 if self.is_fixed else int(np.argmin([*overflow, False]))
 
   @property
   def spare(self) -> npt.NDArray[np.float64]:
@@ -239,72 +242,62 @@ class _Tuning:
     is_same &= np.array_equal(seen.overflow, own.overflow)
     return "" if is_same else " (in a replay)"
 
-  def knob(self, column: str) -> _Knob | None:
-    """Returns the argument with this common name, if the rule has one."""
-    return _knobs(self.rule).get(column)
-
-  def tell(self, reason: str) -> None:
-    """Adds advice that does not change an argument."""
-    self.advice.append(Advice(None, None, None, reason))
+  @property
+  def steady(self) -> float:
+    """The S that leaves 2 bits on all but 1 step in 1000."""
+    known = np.sort(self.stood[np.isfinite(self.stood)])
+    return _power(math.floor(known[known.size // 1000]) - _RESERVE)
 
   def attempt(
-    self,
-    column: str,
-    values: Iterable[float],
-    seen: str,
-    is_better: _IsBetter,
-    is_enough: Callable[[_replay.ReplayedRun], bool] = lambda replay: True,
-  ) -> bool:
-    """Tries values of an argument; keeps the first good one, or the best."""
-    knob = self.knob(column)
-    if knob is None:
-      return False
+    self, column: str, find: Callable[["_Tuning"], _Problem | None]
+  ) -> None:
+    """Tries to mend a problem; keeps the first good value, or the best."""
+    knob = _knobs(self.rule).get(column)
+    if knob is None or any(x.argument == knob.name for x in self.changes):
+      return
+    problem = find(self)
+    if problem is None:
+      return
+    others = self.replay.lost_steps - problem.lost
+    most = max(self.replay.lost_steps, self.lost_anyway + self.tolerated)
     best = knob.value, self.rule, self.replay
-    for value in values:
+    for value in _values(column, knob.value, problem):
       try:
         rule = _turn(self.rule, knob, value)
       except ValueError:
         continue  # The rule rejects this value.
-      replay = self._replay(rule)
-      if is_better(replay, best[2]):
+      replay, than = self._replay(rule), best[2]
+      if problem.lost:
+        saved = than.lost_steps - replay.lost_steps
+        is_better = saved >= max(1, (than.lost_steps - others) / 4)
+        is_enough = replay.lost_steps - others <= self.tolerated
+      else:
+        bits = than.mean_headroom - replay.mean_headroom
+        is_better = bits >= problem.gain and replay.lost_steps <= most
+        is_enough = replay.mean_headroom < _WIDE
+      if is_better:
         best = value, rule, replay
-        if is_enough(replay):
+        if is_enough:
           break
     value, rule, replay = best
-    if replay is self.replay:
-      return False
+    if rule is self.rule:
+      return
     is_vague = np.mean(self.known.is_bound) > _LONG_SHARE
-    at_best = " at best" if is_vague else ""
-    self.advice.append(
-      Advice(
-        knob.name,
-        knob.value,
-        value,
-        f"{seen}{self.source}; overflows {self.replay.lost_steps} -> "
-        f"{replay.lost_steps} of {self.count}{at_best}, mean headroom "
-        f"{_bits(self.replay.mean_headroom)} -> {_bits(replay.mean_headroom)} "
-        "bits",
-      )
+    reason = (
+      f"{problem.seen}{self.source}; overflows {self.replay.lost_steps} -> "
+      f"{replay.lost_steps} of {self.count}{' at best' if is_vague else ''}, "
+      f"mean headroom {_bits(self.replay.mean_headroom)} -> "
+      f"{_bits(replay.mean_headroom)} bits"
     )
+    self.changes.append(Advice(knob.name, knob.value, value, reason))
     self.rule, self.replay = rule, replay
-    return True
-
-  def _begins(self) -> bool:
-    """Returns whether the history begins at the start of a run."""
-    if not self.count or int(self.history.step[0]) > 1:
-      return False
-    scales = np.asarray(self.history.loss_scale)
-    is_first = scales[0] == self.replay.history.loss_scale[0]
-    # S may come from a checkpoint even at step 1. But if S never moves, the run
-    # was recorded at a fixed S, in order to replay other rules on it.
-    return bool(is_first or np.all(scales == scales[0]))
 
   def _replay(self, rule: base.LossScale) -> _replay.ReplayedRun:
     return _replay.replay(rule, self.history, **self._options)
 
 
-def _look_for_unscaled(tuning: _Tuning) -> bool:
-  """Returns whether amax fails to follow S, and adds advice if so."""
+def _unscaled(tuning: _Tuning) -> str | None:
+  """Returns what is seen if amax fails to follow S."""
   headroom = tuning.history.headroom(tuning.replay.dtype)
   is_known = np.isfinite(headroom)
   moves = np.diff(np.log2(np.float64(tuning.history.loss_scale[is_known])))
@@ -318,79 +311,180 @@ def _look_for_unscaled(tuning: _Tuning) -> bool:
   is_clear = (before >= _WIDE + _RESERVE) & (np.abs(moves) >= 0.5)
   followed = ((before - after) / moves)[is_clear]
   if followed.size < _FEWEST_MOVES:
-    return False
+    return None
   # The median alone says little about gradients that vary wildly.
   low, median, high = np.quantile(followed, [0.25, 0.5, 0.75])
-  is_off = bool(high < 0.5 or low > 1.5)
-  if is_off:
-    tuning.tell(
-      f"these gradients do not follow S: over {followed.size} moves of S, amax "
-      f"moved {round(median, 1) + 0.0} times as far; make them with "
-      "scaled_value_and_grad(fun, opt_state), pass them to update unchanged, "
-      "and record again"
-    )
-  return is_off
+  if low <= 1.5 and high >= 0.5:
+    return None
+  return (
+    f"these gradients do not follow S: over {followed.size} moves of S, amax "
+    f"moved {round(median, 1) + 0.0} times as far; make them with "
+    "scaled_value_and_grad(fun, opt_state), pass them to update unchanged, "
+    "and record again"
+  )
 
 
-def _look_for_nan(tuning: _Tuning) -> None:
-  for is_nan, seen in (
+def _faults(tuning: _Tuning) -> Iterator[str]:
+  """Yields what no argument of a rule mends."""
+  is_callers = tuning.known.is_callers
+  largest = np.max(tuning.history.amax[is_callers], initial=0)
+  names = (
+    "instruments.where_overflow(fun, check=nonfinite()) names the operation "
+    "that makes them"
+  )
+  for is_seen, seen in (
     (
       np.isnan(tuning.replay.history.amax),
-      "that left the steps around them 6 bits of headroom or more: most "
-      "likely no loss scale mends these;",
+      "had NaN gradients at an S that left the steps around them 6 bits of "
+      f"headroom or more: most likely no loss scale mends these; {names}",
     ),
     (
       tuning.known.is_doubtful,
-      "at which the steps next to them were clean, some with less than 6 bits "
-      "of headroom: S or the model may have made these, and they count as "
-      "overflows; run such a batch again at S / 64, and if it is NaN again,",
+      "had NaN gradients at an S at which the steps next to them were clean, "
+      "some with less than 6 bits of headroom: S or the model may have made "
+      "these, and they count as overflows; run such a batch again at S / 64, "
+      f"and if it is NaN again, {names}",
     ),
-  ):
-    if count := np.sum(is_nan):
-      tuning.tell(
-        f"{count} of {tuning.count} steps had NaN gradients at an S {seen} "
-        "instruments.where_overflow(fun, check=nonfinite()) names the "
-        "operation that makes them"
-      )
-
-
-def _look_for_callers(tuning: _Tuning) -> None:
-  if count := int(np.sum(tuning.known.is_callers)):
-    headroom = tuning.history.headroom(tuning.replay.dtype)
-    least = np.nanmin(headroom[tuning.known.is_callers], initial=np.inf)
-    seen = (
-      f"{least:.1f} bits or more below the limit" if least < np.inf else "0"
-    )
-    tuning.tell(
-      f"{count} of {tuning.count} steps were overflows although amax was "
-      f"{seen}: nothing shows "
+    (
+      is_callers,
+      f"were overflows although amax was at most {largest:g}: nothing shows "
       "that S was too large, so these are not held against any S; look at what "
       "set overflow=, and if that is a status register, "
-      "instruments.where_overflow(fun) names the operation that overflows"
+      "instruments.where_overflow(fun) names the operation that overflows",
+    ),
+  ):
+    if count := np.sum(is_seen):
+      yield f"{count} of {tuning.count} steps {seen}"
+
+
+def _lost_steps(tuning: _Tuning) -> _Problem | None:
+  lost = int(np.sum(tuning.lost[tuning.start :]))
+  if lost <= tuning.tolerated:
+    return None
+  seen = f"{lost} of {tuning.count} steps overflowed"
+  if tuning.is_fixed:
+    return _Problem(seen, tuning.steady, lost)
+  return _Problem(f"{seen} after the start", tuning.count, lost)
+
+
+def _unused_range(tuning: _Tuning) -> _Problem | None:
+  mean = tuning.replay.mean_headroom
+  if not mean >= tuning.wide:
+    return None
+  seen = f"S could have been 2**{math.floor(mean)} times as large on average"
+  return _Problem(seen, tuning.steady)
+
+
+def _stuck_at_floor(tuning: _Tuning) -> _Problem | None:
+  # A step that is applied anyway, as by a disabled scaler, is not lost.
+  at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
+  lost = int(np.sum(at_floor))
+  if tuning.is_fixed or not lost:
+    return None
+  floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
+  seen = f"{lost} steps overflowed with S at its floor, {floor:g}"
+  return _Problem(seen, _power(np.min(tuning.stood[at_floor])), lost)
+
+
+def _lost_at_start(tuning: _Tuning) -> _Problem | None:
+  start = tuning.start
+  lost = int(np.sum(tuning.lost[:start]))
+  if not tuning.begins or lost < _MANY_AT_START:
+    return None
+  stood = np.nanmin(tuning.stood)
+  if start < tuning.count:
+    stood = np.log2(tuning.replay.history.loss_scale[start])
+  seen = f"{lost} steps overflowed before the first clean one"
+  return _Problem(seen, _power(stood), lost)
+
+
+def _low_start(tuning: _Tuning) -> _Problem | None:
+  # A step that is NaN at every S does not end the climb.
+  steps = int(np.argmax([*(tuning.spare < tuning.wide), True]))
+  least = np.nanmin(tuning.spare[:steps], initial=np.inf)
+  is_long = steps >= tuning.count * _LONG_SHARE
+  if not (tuning.begins and is_long and np.isfinite(least)):
+    return None
+  seen = (
+    f"on the first {steps} steps S could have been 2**{math.floor(least)} "
+    "times as large"
+  )
+  value = _power(np.nanmin(tuning.stood[:steps]) - _RESERVE)
+  ceiling = _knobs(tuning.rule).get("max_scale", _Knob("", math.inf))
+  return _Problem(seen, min(value, ceiling.value))
+
+
+def _at_ceiling(tuning: _Tuning) -> _Problem | None:
+  own = tuning.replay.history
+  ceiling = _knobs(tuning.rule)["max_scale"].value
+  stays = (own.loss_scale >= np.float32(ceiling)) & ~own.overflow
+  spare = np.nanmin(tuning.spare[stays], initial=np.inf)
+  steps = int(np.sum(stays))
+  if steps < tuning.count * _LONG_SHARE or not tuning.wide <= spare < np.inf:
+    return None
+  seen = (
+    f"S was at its ceiling on {steps} steps, and could have been "
+    f"2**{math.floor(spare)} times as large"
+  )
+  # Reaching a higher ceiling may take longer than the record.
+  return _Problem(seen, ceiling * _power(spare - _RESERVE), gain=0)
+
+
+def _values(column: str, old: Any, problem: _Problem) -> list[float]:
+  """Returns the values to try for an argument."""
+  match column, problem.lost > 0:
+    case "growth_interval", True:
+      longer = (int(old) << i for i in range(1, 31))
+      return [x for x in longer if x <= problem.value]
+    case "growth_interval", False:
+      return [int(old) >> i for i in range(1, 31)]
+    case "hysteresis", True:
+      return [1]
+    case "hysteresis", False:
+      return [old + 1, old + 2]
+    case "headroom", is_overflow:
+      return [old + i if is_overflow else old - i for i in range(1, 7)]
+  # Some rules let S fall to the floor itself, others only close to it.
+  return [problem.value, problem.value / 2][: 1 + (problem.lost > 0)]
+
+
+# What to change for which problem, each on top of the changes before it.
+_FIRST = (
+  ("scale", _lost_steps),
+  ("scale", _unused_range),
+  # Some rules have both, and may need both lowered.
+  ("min_scale", _stuck_at_floor),
+  ("hold_below", _stuck_at_floor),
+)
+_THEN = (
+  ("init_scale", _lost_at_start),
+  ("max_scale", _at_ceiling),
+  ("init_scale", _low_start),
+  ("growth_interval", _lost_steps),
+  ("hysteresis", _lost_steps),
+  ("headroom", _lost_steps),
+  ("growth_interval", _unused_range),
+  ("hysteresis", _unused_range),
+  ("headroom", _unused_range),
+)
+
+
+def _propose(tuning: _Tuning) -> Iterator[str]:
+  """Makes the changes; yields which overflows remain if there are none."""
+  for column, find in _FIRST:
+    tuning.attempt(column, find)
+  stuck = _stuck_at_floor(tuning)
+  if stuck and not tuning.changes:
+    yield (
+      f"{stuck.seen}, and no argument lowers it{tuning.source}; "
+      "instruments.where_overflow names the operation that overflows"
     )
-
-
-def _propose(tuning: _Tuning) -> None:
-  """Adds advice: the changes, then the overflows that no change prevents."""
-  _look_at_fixed_scale(tuning)
-  if _is_stuck_at_floor(tuning):
     return
-  _look_at_start(tuning)
-  if not tuning.is_wide:
-    _look_at_climb(tuning)
-    _look_at_ceiling(tuning)
-  _look_at_lost_steps(tuning)
-  if not tuning.is_wide:
-    _look_at_headroom(tuning)
-  _look_at_what_is_left(tuning)
-
-
-def _look_at_what_is_left(tuning: _Tuning) -> None:
-  """Reports lost steps if no change was proposed."""
+  for column, find in _THEN:
+    tuning.attempt(column, find)
   lost = int(np.sum(tuning.lost))
-  is_silent = all(advice.argument is None for advice in tuning.advice)
-  if is_silent and tuning.rule.skip and lost > tuning.tolerated:
-    tuning.tell(
+  if not tuning.changes and tuning.rule.skip and lost > tuning.tolerated:
+    yield (
       f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
       "argument of the rule that was tried avoids that: look at the run "
       "itself, which may diverge; instruments.where_overflow names the "
@@ -398,184 +492,13 @@ def _look_at_what_is_left(tuning: _Tuning) -> None:
     )
 
 
-def _look_at_fixed_scale(tuning: _Tuning) -> None:
-  knob = tuning.knob("scale")
-  known = np.sort(tuning.stood[np.isfinite(tuning.stood)])
-  if knob is None or not known.size:
-    return
-  # log2 of the S at which all but 1 step in 1000 would be clean.
-  stood = math.floor(known[math.floor(known.size / 1000)])
-  lost = int(np.sum(tuning.lost))
-  spare = stood - math.log2(knob.value)
-  value = _power(stood - _RESERVE)
-  is_better: _IsBetter = _loses_fewer
-  seen = f"{lost} of {tuning.count} steps overflowed"
-  if lost <= tuning.tolerated:
-    if spare < _WIDE or tuning.is_wide:
-      return
-    is_better = _wastes_less(tuning)
-    seen = f"S could have been 2**{math.floor(spare)} times as large"
-  tuning.attempt("scale", [value], seen, is_better)
-
-
-def _is_stuck_at_floor(tuning: _Tuning) -> bool:
-  """Proposes a lower floor if S is stuck at it; returns True if that fails."""
-  # A step that is applied anyway, as by a disabled scaler, is not lost.
-  at_floor = tuning.lost & tuning.replay.stalled & tuning.replay.skipped
-  if tuning.knob("scale") or not np.any(at_floor):
-    return False
-  floor = float(np.min(tuning.replay.history.loss_scale[at_floor]))
-  value = _power(math.floor(np.min(tuning.stood[at_floor])))
-  seen = f"{int(np.sum(at_floor))} steps overflowed with S at its floor"
-  # Some rules have `min_scale` and `hold_below`, and may need both lowered.
-  proposed = [
-    # Some rules let S fall to the floor itself, others only close to it.
-    tuning.attempt(column, [value, value / 2], seen, _loses_fewer)
-    for column in ("min_scale", "hold_below")
-  ]
-  if not any(proposed):
-    tuning.tell(
-      f"{seen}, {floor:g}, and no argument lowers it{tuning.source}; "
-      "instruments.where_overflow names the operation that overflows"
-    )
-  return not any(proposed)
-
-
-def _look_at_start(tuning: _Tuning) -> None:
-  first = tuning.first_clean
-  lost = int(np.sum(tuning.lost[:first]))
-  if not tuning.begins or lost < _MANY_AT_START:
-    return
-  if first < tuning.count:
-    exponent = math.log2(tuning.replay.history.loss_scale[first])
-  else:
-    exponent = np.nanmin(tuning.stood)
-  before = tuning.replay
-
-  def is_better(replay: _replay.ReplayedRun, than: _replay.ReplayedRun) -> bool:
-    # Still smaller values must prevent the losses, not just delay them.
-    is_worth_it = than is before or tuning.tolerates(replay)
-    return is_worth_it and _loses_fewer(replay, than)
-
-  tuning.attempt(
-    "init_scale",
-    [_power(math.floor(exponent) - less) for less in range(_LOWER + 1)],
-    f"{lost} steps overflowed before the first clean one",
-    is_better,
-    tuning.tolerates,
-  )
-
-
-def _look_at_ceiling(tuning: _Tuning) -> None:
-  knob = tuning.knob("max_scale")
-  if knob is None:
-    return
-  is_at_ceiling = tuning.replay.history.loss_scale >= np.float32(knob.value)
-  stays = is_at_ceiling & ~tuning.replay.history.overflow
-  spare = np.nanmin(tuning.spare[stays], initial=np.inf)
-  if np.sum(stays) < tuning.count * _LONG_SHARE or not _WIDE <= spare < np.inf:
-    return
-  tuning.attempt(
-    "max_scale",
-    [knob.value * _power(math.floor(spare) - _RESERVE)],
-    f"S was at its ceiling on {int(np.sum(stays))} steps, and could have been "
-    f"2**{math.floor(spare)} times as large",
-    _wastes_less(tuning),
-  )
-
-
-def _look_at_climb(tuning: _Tuning) -> None:
-  # A step that is NaN at every S does not end the climb.
-  steps = int(np.argmax([*(tuning.spare < _WIDE), True]))
-  least = np.nanmin(tuning.spare[:steps], initial=np.inf)
-  if (
-    not tuning.begins
-    or steps < tuning.count * _LONG_SHARE
-    or not np.isfinite(least)
-  ):
-    return
-  seen = (
-    f"on the first {steps} steps S could have been 2**{math.floor(least)} "
-    "times as large"
-  )
-  value = _power(math.floor(np.nanmin(tuning.stood[:steps])) - _RESERVE)
-  ceiling = tuning.knob("max_scale")
-  if ceiling is not None and ceiling.value < value:
-    tuning.attempt(
-      "max_scale",
-      [value],
-      seen,
-      lambda replay, than: replay.lost_steps <= than.lost_steps,
-    )
-  tuning.attempt("init_scale", [value], seen, _wastes_less(tuning))
-
-
-def _look_at_lost_steps(tuning: _Tuning) -> None:
-  anyway = tuning.lost_anyway
-  others = tuning.replay.lost_steps - np.sum(tuning.lost[tuning.first_clean :])
-
-  def is_better(replay: _replay.ReplayedRun, than: _replay.ReplayedRun) -> bool:
-    return replay.lost_steps - anyway <= 0.75 * (than.lost_steps - anyway)
-
-  for column, values in (
-    (
-      "growth_interval",
-      lambda old: [
-        x for i in range(1, 31) if (x := int(old) << i) <= tuning.count
-      ],
-    ),
-    ("hysteresis", lambda old: [1]),
-    ("headroom", lambda old: [old + more for more in range(1, 7)]),
-  ):
-    knob = tuning.knob(column)
-    lost = tuning.replay.lost_steps - others
-    if knob is not None and lost > tuning.tolerated:
-      tuning.attempt(
-        column,
-        values(knob.value),
-        f"{lost} of {tuning.count} steps overflowed after the start",
-        is_better,
-        lambda replay: bool(replay.lost_steps - others <= tuning.tolerated),
-      )
-
-
-def _look_at_headroom(tuning: _Tuning) -> None:
-  turned = {advice.argument for advice in tuning.advice}
-  for column, values in (
-    ("growth_interval", lambda old: [int(old) >> i for i in range(1, 31)]),
-    ("hysteresis", lambda old: [old + 1, old + 2]),
-    ("headroom", lambda old: [old - less for less in range(1, 7)]),
-  ):
-    knob = tuning.knob(column)
-    mean = tuning.replay.mean_headroom
-    if knob is not None and knob.name not in turned and mean >= _WIDE:
-      tuning.attempt(
-        column,
-        values(knob.value),
-        f"S could have been 2**{math.floor(mean)} times as large on average",
-        _wastes_less(tuning),
-        lambda replay: replay.mean_headroom < _WIDE,
-      )
+def _note(reason: str) -> Advice:
+  return Advice(None, None, None, reason)
 
 
 def _power(exponent: float) -> float:
-  """Returns 2**exponent, limited to the range of S."""
-  return math.ldexp(1.0, int(min(max(exponent, -126), 127)))
-
-
-def _loses_fewer(
-  replay: _replay.ReplayedRun, than: _replay.ReplayedRun
-) -> bool:
-  """Returns whether a replay loses fewer steps than another."""
-  return replay.lost_steps < than.lost_steps
-
-
-def _wastes_less(tuning: _Tuning) -> _IsBetter:
-  """Returns a test for replays that save 1 bit of headroom at few overflows."""
-  most = max(tuning.replay.lost_steps, tuning.lost_anyway + tuning.tolerated)
-  return lambda replay, than: (
-    replay.mean_headroom <= than.mean_headroom - 1 and replay.lost_steps <= most
-  )
+  """Returns the power of two at or below 2**exponent, in the range of S."""
+  return math.ldexp(1.0, math.floor(min(max(exponent, -126), 127)))
 
 
 def _text(value: Any) -> str:
@@ -595,62 +518,42 @@ def _bits(headroom: float) -> str:
 
 def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
   """Returns the arguments that can be tuned, by their common names."""
-  inner = _inner(rule)
-  if inner is not None:
+  found: dict[str, _Knob] = {}
+  if inner := _inner(rule):
     # The wrapping rule sets the first S.
     return {c: k for c, k in _knobs(inner).items() if c != "init_scale"}
   if isinstance(rule, declaration.PresetLossScale):
-    found = _of_preset(rule)
+    arguments = dict(rule.arguments)
+    if isinstance(rule._machine, loss_scales.FixedLossScale):
+      for name in _FIXED_SCALES & arguments.keys():
+        if arguments[name] == rule._machine.scale:
+          found["scale"] = _Knob(name, arguments[name])
+    else:
+      for column, cell in declaration.PRESETS[rule.system].columns.items():
+        if isinstance(cell, declaration.Argument):
+          found[column] = _Knob(cell.name, arguments[cell.name])
   elif isinstance(rule, loss_scales.FixedLossScale):
-    found = {"scale": _Knob("scale", rule.scale)}
+    found["scale"] = _Knob("scale", rule.scale)
   elif dataclasses.is_dataclass(rule):
-    found = {
-      _COLUMNS[field.name]: _Knob(field.name, getattr(rule, field.name))
-      for field in dataclasses.fields(rule)
-      if field.init and field.name in _COLUMNS
-    }
-  else:
-    found = {}
+    for field in dataclasses.fields(rule):
+      if field.init and field.name in _COLUMNS:
+        knob = _Knob(field.name, getattr(rule, field.name))
+        found[_COLUMNS[field.name]] = knob
   # Systems that accept a bound of 0 treat it as no bound.
-  return {
-    column: knob
-    for column, knob in found.items()
-    if knob.value or (column == "headroom" and knob.value == 0)
-  }
+  return {c: k for c, k in found.items() if k.value or c == "headroom"}
 
 
 def _turn(rule: base.LossScale, knob: _Knob, value: float) -> base.LossScale:
   """Returns the rule with a new value for one argument."""
-  inner = _inner(rule)
-  if inner is not None:
-    changes: dict[str, Any] = {"rule": _turn(inner, knob, value)}
-  elif isinstance(rule, declaration.PresetLossScale):
+  if isinstance(rule, declaration.PresetLossScale):
     arguments = {**dict(rule.arguments), knob.name: value}
     return declaration.PRESETS[rule.system].function(**arguments)
-  else:
-    changes = {knob.name: value}
+  inner = _inner(rule)
+  changes: dict[str, Any] = {knob.name: value}
+  if inner is not None:
+    changes = {"rule": _turn(inner, knob, value)}
   turned: base.LossScale = dataclasses.replace(rule, **changes)
   return turned
-
-
-def _of_preset(rule: declaration.PresetLossScale) -> dict[str, _Knob]:
-  arguments = dict(rule.arguments)
-  if isinstance(rule._machine, loss_scales.FixedLossScale):
-    # One argument is S, under the name that the system gives it.
-    fixed = [
-      _Knob(name, value)
-      for name, value in arguments.items()
-      if name in _FIXED_SCALES
-      and type(value) in (int, float)
-      and value == rule._machine.scale
-    ]
-    return {"scale": fixed[0]} if fixed else {}
-  columns = declaration.PRESETS[rule.system].columns
-  return {
-    column: _Knob(cell.name, arguments[cell.name])
-    for column, cell in columns.items()
-    if isinstance(cell, declaration.Argument)
-  }
 
 
 def _inner(rule: base.LossScale) -> base.LossScale | None:

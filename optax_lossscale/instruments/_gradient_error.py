@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import math
 from typing import Any
-from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 
 from optax_lossscale._autocast import autocast
@@ -115,11 +115,11 @@ class GradientErrorReport:
     if self._is_lost:
       yield f"Most of the gradient is 0 at S = {_shown(largest)}. {larger}"
       return
-    if least is None and len(finite) == 1:
-      yield f"One S does not tell underflow from rounding. {larger}"
-      return
     if least is None:
-      yield f"The error still falls at S = {_shown(largest)}. {larger}"
+      told = f"The error still falls at S = {_shown(largest)}."
+      if len(finite) == 1:
+        told = "One S does not tell underflow from rounding."
+      yield f"{told} {larger}"
       return
     needs_none = self._is_rounding(1.0)
     worst = self.errors[1.0 if needs_none else least]
@@ -224,37 +224,31 @@ def gradient_error(
       )
     reference = in_float32.at(1.0)
     _check_reference(reference)
-    true = {
-      x: _Sums(row @ row, int(np.count_nonzero(row)))
-      for x, row in reference.items()
-    }
+    true = _sums(reference.values(), reference.values())
     found = {
       scale: _differences(in_low.at(scale), reference) for scale in scales
     }
 
     def report(
-      paths: Sequence[str], by_leaf: dict[str, GradientErrorReport]
+      rows: slice, by_leaf: dict[str, GradientErrorReport]
     ) -> GradientErrorReport:
-      whole = _total(true, paths)
-      of = {scale: _total(sums, paths) for scale, sums in found.items()}
+      square, number = true[rows].sum(axis=0).tolist()
+      of = {s: x[rows].sum(axis=0).tolist() for s, x in found.items()}
       return GradientErrorReport(
         precision,
-        {scale: math.sqrt(x.square / whole.square) for scale, x in of.items()},
-        {scale: x.number / whole.number for scale, x in of.items()},
+        {scale: math.sqrt(x / square) for scale, (x, _) in of.items()},
+        {scale: x / number for scale, (_, x) in of.items()},
         by_leaf,
       )
 
-    by_leaf = {path: report([path], {}) for path, x in true.items() if x.number}
-    return report(list(true), by_leaf)
+    by_leaf = {
+      path: report(slice(i, i + 1), {})
+      for i, path in enumerate(reference)
+      if true[i, 1]
+    }
+    return report(slice(None), by_leaf)
 
   return gradient_error_fun
-
-
-class _Sums(NamedTuple):
-  """Sums over the elements of a gradient."""
-
-  square: float  # Of the squared elements, or differences; inf for an overflow.
-  number: int  # How many are not 0, or became 0.
 
 
 class _Gradient:
@@ -352,25 +346,20 @@ def _check_reference(reference: Mapping[str, np.ndarray]) -> None:
 
 
 def _differences(
-  low: Mapping[str, np.ndarray],
-  reference: Mapping[str, np.ndarray],
-) -> dict[str, _Sums]:
-  """Returns for each parameter how far it is off, and how much became 0."""
-  sums = {}
-  for path, true in reference.items():
-    row = low[path] - true
-    square = row @ row
-    became_zero = int(np.sum((low[path] == 0) & (true != 0)))
-    sums[path] = _Sums(square if np.isfinite(square) else np.inf, became_zero)
-  return sums
+  low: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
+) -> npt.NDArray[np.float64]:
+  """Returns how far each parameter is off, and how much of it became 0."""
+  lost = [(low[path] == 0) & (true != 0) for path, true in reference.items()]
+  found = _sums([low[path] - true for path, true in reference.items()], lost)
+  return np.where(np.isfinite(found), found, np.inf)
 
 
-def _total(sums: Mapping[str, _Sums], paths: Sequence[str]) -> _Sums:
-  """Returns the sums over some parameters."""
-  chosen = [sums[path] for path in paths]
-  return _Sums(
-    float(sum(x.square for x in chosen)), int(sum(x.number for x in chosen))
-  )
+def _sums(
+  rows: Iterable[np.ndarray], counted: Iterable[np.ndarray]
+) -> npt.NDArray[np.float64]:
+  """Returns float64[n, 2], the square of each row and what is counted in it."""
+  pairs = zip(rows, counted, strict=True)
+  return np.array([(row @ row, np.count_nonzero(x)) for row, x in pairs])
 
 
 def _shown(loss_scale: float) -> str:

@@ -2,7 +2,6 @@
 
 from typing import Any
 from typing import NamedTuple
-from typing import TypeGuard
 
 from chex import ArrayTree
 import jax
@@ -228,10 +227,13 @@ def get_history(
 
 
 def _find_record(opt_state: object, path: str | None) -> RecordState:
+  nodes = jax.tree.leaves_with_path(
+    opt_state, is_leaf=lambda x: isinstance(x, RecordState)
+  )
   records = {
-    leaves.path_name(key): leaf
-    for key, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=_is_record)
-    if _is_record(leaf)
+    leaves.path_name(key): node
+    for key, node in nodes
+    if isinstance(node, RecordState)
   }
   if not records:
     raise ValueError(
@@ -239,17 +241,11 @@ def _find_record(opt_state: object, path: str | None) -> RecordState:
       f"{arguments.kind_of(opt_state)} without one; wrap the optimizer: tx = "
       "record(loss_scaling(inner, rule), capacity=1000)."
     )
-  chosen = [
-    state for key, state in records.items() if path is None or key == path
-  ]
-  if len(chosen) != 1:
+  if path is None and len(records) == 1:
+    [path] = records
+  if path not in records:
     raise ValueError(
       f"`path` must be that of one record, got {shown(path)}; there are "
       f"records at {trees.listed(records)}."
     )
-  found: RecordState = chosen[0]
-  return found
-
-
-def _is_record(x: object) -> TypeGuard[RecordState]:
-  return isinstance(x, RecordState)
+  return records[path]

@@ -1,5 +1,6 @@
 """One table of the leaves of a tree: amax, and elements by exponent."""
 
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
@@ -88,15 +89,9 @@ class LeafStats:
         f"{arguments.shown(other.dtypes)}."
       )
     both = map(_bits.magnitude_bits, (self.amax, other.amax))
-    return LeafStats(
-      self.counts + other.counts,
-      self.zeros + other.zeros,
-      self.subnormals + other.subnormals,
-      self.nonfinite + other.nonfinite,
-      lax.bitcast_convert_type(jnp.maximum(*both), self.amax.dtype),
-      self.paths,
-      self.dtypes,
-    )
+    amax = lax.bitcast_convert_type(jnp.maximum(*both), self.amax.dtype)
+    total: LeafStats = jax.tree.map(jnp.add, self, other)
+    return dataclasses.replace(total, amax=amax)
 
   @property
   def exponents(self) -> npt.NDArray[np.int64]:
@@ -151,11 +146,8 @@ class LeafStats:
     Loss scaling exists to reduce this share. The backward pass may lose more on
     the way to these gradients, which only `gradient_error` shows. An element
     becomes 0 if S times it is below half the smallest number of `dtype`, so
-    below 2**-25 in float16. If S is a power of two, the counts say exactly how
-    many are below. Elements of exactly that half become 0 too, but count as
-    kept. They matter where elements have few bits: of bfloat16 elements with
-    the exponent of the limit, one in 128 is the limit itself, and differences
-    near 1, such as those of a softmax, are often powers of two. If S is not a
+    below 2**-25 in float16. Elements of exactly that half become 0 too, but
+    count as kept, which matters where elements have few bits. If S is not a
     power of two, the limit is inside the range of one exponent, whose elements
     count in proportion.
 
@@ -341,21 +333,15 @@ def leaf_stats(
   wide = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
   # No rows, for a tree without leaves.
   none = jnp.zeros((0, _HIGHEST - _LOWEST + 1), jnp.uint32)
-  counts, zeros, subnormals, nonfinite, amax = (
-    jnp.concatenate(column)
-    for column in zip(
-      (none, none[:, 0], none[:, 0], none[:, 0], none[:, 0].astype(wide)),
-      *(_row(x, wide) for x in named.values()),
-      strict=True,
-    )
-  )
+  empty = (none, *3 * [none[:, 0]], none[:, 0].astype(wide))
+  rows = (_row(x, wide) for x in named.values())
+  *sums, amax = map(jnp.concatenate, zip(empty, *rows, strict=True))
   if names and named:
-    counts, zeros, subnormals, nonfinite = lax.psum(
-      (counts, zeros, subnormals, nonfinite), names
-    )
+    sums = lax.psum(sums, names)
     # A maximum over floats would drop NaN.
     largest = lax.pmax(_bits.magnitude_bits(amax), names)
     amax = lax.bitcast_convert_type(largest, amax.dtype)
+  counts, zeros, subnormals, nonfinite = sums
   return LeafStats(
     counts, zeros, subnormals, nonfinite, amax, tuple(named), dtypes
   )
@@ -406,7 +392,6 @@ def _row(x: jax.Array, wide: DTypeLike) -> tuple[jax.Array, ...]:
   lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp) - 1
   # One place for zeros, one for each exponent, one for non-finite elements.
   length = highest - lowest + 3
-
   by_place = jnp.zeros(length, jnp.uint32)
   for part in _bits.parts(x):
     by_place += _elements.count(
@@ -432,16 +417,16 @@ def _by_scatter(x: jax.Array, length: int) -> jax.Array:
 
   On a CPU, comparing each element with every exponent is fifty times slower.
   """
-  axis_types = jax.typeof(x).sharding.mesh.axis_types
-  if AxisType.Explicit not in axis_types:
-    return _scatter(x, length)
-  # JAX cannot shard a scatter in explicit mode, but the compiler can: each
-  # device counts its part, and the counts are added.
-  replicated = jax.NamedSharding(jax.typeof(x).sharding.mesh, jax.P())
-  counts: jax.Array = jax.sharding.auto_axes(
-    functools.partial(_scatter, length=length), out_sharding=replicated
-  )(x)
-  return counts
+  scatter: Callable[[jax.Array], jax.Array] = functools.partial(
+    _scatter, length=length
+  )
+  mesh = jax.typeof(x).sharding.mesh
+  if AxisType.Explicit in mesh.axis_types:
+    # JAX cannot shard a scatter in explicit mode, but the compiler can: each
+    # device counts its part, and the counts are added.
+    replicated = jax.NamedSharding(mesh, jax.P())
+    scatter = jax.sharding.auto_axes(scatter, out_sharding=replicated)
+  return scatter(x)
 
 
 def _scatter(x: jax.Array, length: int) -> jax.Array:
@@ -466,9 +451,7 @@ def _by_comparison(x: jax.Array, length: int) -> jax.Array:
   # The bits of 0, of every power of two and of inf. Larger values have larger
   # bits.
   limits = [0, *(1 << place for place in range(fraction_bits))]
-  limits += [
-    exponent << fraction_bits for exponent in range(1, length - fraction_bits)
-  ]
+  limits += [x << fraction_bits for x in range(1, length - fraction_bits)]
   at_least = jnp.sum(
     bits[..., None] >= np.array(limits, bits.dtype),
     axis=tuple(range(x.ndim)),

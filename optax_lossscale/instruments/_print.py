@@ -11,16 +11,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._step import metrics as _metrics
 
-_SHOWN = (
-  "loss_scale",
-  "overflow",
-  "nan",
-  "skipped",
-  "headroom",
-  "applied_steps",
-  "skipped_steps",
-)
-
 
 def print_loss_scale(
   opt_state: optax.OptState, every: int = 100, *, path: str | None = None
@@ -60,19 +50,16 @@ def print_loss_scale(
   for axis in sorted(jax.sharding.get_abstract_mesh().manual_axes):
     is_due &= lax.axis_index(axis) == 0
   # `is_due` is passed on as well, since under vmap both branches run.
-  shown = {"is_due": is_due} | {name: metrics[name] for name in _SHOWN}
-  lax.cond(
-    is_due,
-    functools.partial(jax.debug.callback, _print, **shown),
-    lambda: None,
-  )
+  show = functools.partial(jax.debug.callback, _print, is_due, **metrics)
+  lax.cond(is_due, show, lambda: None)
 
 
-def _print(**metrics: jax.Array) -> None:
-  if jax.process_index() != 0 or not metrics["is_due"]:
+def _print(is_due: jax.Array, **metrics: jax.Array) -> None:
+  if jax.process_index() != 0 or not is_due:
     return
   applied, skipped = (
-    int(metrics[name]) for name in ("applied_steps", "skipped_steps")
+    int(metrics["applied_steps"]),
+    int(metrics["skipped_steps"]),
   )
   outcome = "skipped by `skip`" if metrics["skipped"] else "clean"
   if metrics["overflow"]:

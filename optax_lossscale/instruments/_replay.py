@@ -184,9 +184,7 @@ class Known(NamedTuple):
   exponent: np.ndarray
   is_nan: np.ndarray  # NaN at every S.
   is_doubtful: np.ndarray  # NaN, perhaps at every S.
-  is_callers: (
-    np.ndarray
-  )  # An overflow at every S, with amax well below the limit.
+  is_callers: np.ndarray  # An overflow at every S, as amax does not show it.
   is_bound: np.ndarray  # The true amax / S may be larger.
   failed_at: np.ndarray  # This S and all larger ones overflow.
   loss_scale: np.ndarray  # As recorded.

@@ -56,13 +56,12 @@ def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
         f"`updates` must have the shapes of the parameters, got {shapes[1]} "
         f"for a parameter of shape {shapes[0]} at {path!r}."
       )
-  swallowed, nonzero = jnp.float32(0), jnp.float32(0)
+  counts = jnp.zeros(2, jnp.float32)
   for path, update in named_updates.items():
-    counts = _count_swallowed(named_params[path], update)
     # Adds in float32, since a uint32 sum over many leaves could wrap around.
-    swallowed += counts[0].astype(jnp.float32)
-    nonzero += counts[1].astype(jnp.float32)
-  return swallowed / jnp.maximum(nonzero, 1)
+    leaf = _count_swallowed(named_params[path], update)
+    counts += leaf.astype(jnp.float32)
+  return counts[0] / jnp.maximum(counts[1], 1)
 
 
 @jax.jit

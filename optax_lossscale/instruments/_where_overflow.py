@@ -201,16 +201,14 @@ def _nonfinite_argument(
   # Both states hold the amax of past steps, which may be inf.
   kept = states.LossScalingState, _history.RecordState
   for name, tree in named.items():
-    leaves = jax.tree.leaves_with_path(
+    for path, leaf in jax.tree.leaves_with_path(
       _leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, kept)
-    )
-    for path, leaf in leaves:
+    ):
       if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
         continue
       largest = float(jnp.finfo(leaf.dtype).max)
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
-      elements = int(jnp.sum(is_nonfinite))
-      if elements:
+      if elements := int(jnp.sum(is_nonfinite)):
         return Place(
           operation="argument",
           kind=_NONFINITE,
@@ -317,16 +315,15 @@ class _Looking(throughout.CountingRule):
     counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
     stacked = _First(*(_stack(x) for x in zip(*counts, strict=True)))
     before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
+    stacked = stacked._replace(time=before + stacked.time)
     # The first count with a failure; index 0 if no count has one.
     which = jnp.argmax(stacked.elements != 0)
-    return _First(
-      elements=_at(which, stacked.elements),
-      place=_at(which, stacked.place),
-      time=_at(which, before + stacked.time),
-      iterations=_at(which, stacked.iterations),
-      ran=stacked.ran.sum(dtype=np.int32),
-      rounds=counts[0].rounds,
+    first: _First = jax.tree.map(
+      lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), which, keepdims=False),
+      stacked,
     )
+    ran = stacked.ran.sum(dtype=np.int32)
+    return first._replace(ran=ran, rounds=counts[0].rounds)
 
   def join_round(self, counts: Any, more: Any, *, is_over: bool) -> _First:
     """See the base class."""
@@ -366,10 +363,6 @@ def _stack(values: Sequence[Array]) -> Array:
   return jnp.stack(values)
 
 
-def _at(index: jax.Array, stacked: Array) -> jax.Array:
-  return lax.dynamic_index_in_dim(jnp.asarray(stacked), index, keepdims=False)
-
-
 def _loop_depth(jaxpr: core.Jaxpr) -> int:
   """Returns the depth of the deepest nest of loops."""
   return max(
@@ -386,6 +379,7 @@ def _describe(result: _Result, first: _First) -> Place:
   """Returns the `Place` of the first result that failed."""
   equations = [*result.around, result.equation]
   stacks = [str(x.source_info.name_stack) for x in equations]
+  loops = [x.params for x in result.around if calls.is_loop(x)]
   aval: Any = result.variable.aval
   return Place(
     operation=result.equation.primitive.name,
@@ -395,21 +389,12 @@ def _describe(result: _Result, first: _First) -> Place:
     dtype=np.dtype(aval.dtype),
     shape=tuple(aval.shape),
     elements=int(first.elements),
-    iterations=_iterations(result.around, first.iterations),
+    # There are more numbers than loops if other loops are nested deeper.
+    iterations=tuple(
+      loop["length"] - 1 - int(number) if loop.get("reverse") else int(number)
+      for loop, number in zip(loops, first.iterations, strict=False)
+    ),
     source=_source(equations),
-  )
-
-
-def _iterations(
-  around: Iterable[core.JaxprEqn], rounds: Iterable[jax.Array]
-) -> tuple[int, ...]:
-  loops = [x for x in around if calls.is_loop(x)]
-  # `rounds` is longer if loops elsewhere in the program are nested deeper.
-  return tuple(
-    loop.params["length"] - 1 - int(number)
-    if loop.params.get("reverse")
-    else int(number)
-    for loop, number in zip(loops, rounds, strict=False)
   )
 
 

@@ -1,8 +1,8 @@
 """Plots of gradients by exponent, with the ranges of formats."""
 
 from collections.abc import Sequence
-import itertools
 import math
+import os
 from typing import Any
 from typing import NamedTuple
 
@@ -44,14 +44,6 @@ class _Range(NamedTuple):
   subnormal: float  # The smallest number.
   normal: float  # The smallest normal number.
   end: float  # The largest number.
-
-
-class _Shares(NamedTuple):
-  """The elements of each row as shares of all elements of that row."""
-
-  by_exponent: npt.NDArray[np.float64]
-  zeros: npt.NDArray[np.float64]
-  nonfinite: npt.NDArray[np.float64]
 
 
 def exponent_histogram(
@@ -116,8 +108,7 @@ def exponent_histogram(
   axes = axes_lib.make_axes(ax, height=4.5)
   low, high = _span(stats, shift, ranges)
   floor = _floor_of(shares)
-  [by_exponent], [zeros], [nonfinite] = shares
-
+  *by_exponent, zeros, nonfinite = shares[0]
   told = ["", ""]
   if ranges:
     texts = [_lost(stats, ranges[0], x) for x in (1.0, scale)]
@@ -156,7 +147,7 @@ def exponent_histogram(
     "magnitude |g|" if loss_scale is None else "magnitude, of |g| and of S |g|"
   )
   axes.set_ylabel("share of all elements", loc="bottom")
-  axes_lib.legend_beside(axes, "lower left", (0.0, 1.0))
+  axes_lib.legend_above(axes, "left")
   return axes
 
 
@@ -210,20 +201,29 @@ def heat_map(
     # 0 has no logarithm.
     axes.pcolormesh(columns, rows, np.ma.masked_equal(cells, 0), **how)
     for columns, cells in (
-      (edges, shares.by_exponent),
-      (low - _APART + side, shares.zeros[:, None]),
-      (high + _APART + side, shares.nonfinite[:, None]),
+      (edges, shares[:, :-2]),
+      (low - _APART + side, shares[:, -2:-1]),
+      (high + _APART + side, shares[:, -1:]),
     )
   )
   for row in rows[1:-1]:
     axes.axhline(row, color="white", linewidth=2)
-  _draw_limits(axes, limits)
+  for label, place, linestyle in (
+    # Half the smallest number is rounded to 0.
+    (rf"$\leftarrow$ 0 in {limits.name}", limits.subnormal - 1, ":"),
+    (rf"$\leftarrow$ subnormal in {limits.name}", limits.normal, "--"),
+    (f"largest {limits.name}", limits.end, "-"),
+  ):
+    axes.axvline(
+      place, color="black", linewidth=1.2, linestyle=linestyle, label=label
+    )
+  axes_lib.legend_above(axes, "right")
   axes.figure.colorbar(
     mesh, ax=axes, label="share of a row's elements", fraction=0.05
   )
   axes.set_yticks(range(count), _shortened(stats.paths), fontsize="small")
   axes.set_ylim(count - 0.5, -0.5)
-  has_end = bool(np.any(shares.nonfinite))
+  has_end = bool(np.any(shares[:, -1]))
   _exponent_axis(axes, low, high, has_end=has_end, most=7)
   axes.set_xlabel(
     "|g|" if loss_scale is None else f"S |g|, S = {_written(scale)}"
@@ -278,14 +278,11 @@ def _shortened(paths: Sequence[str]) -> list[str]:
   """
   if max(map(len, paths)) <= _LONGEST:
     return list(paths)
-  if len(paths) > 1:
-    parts = [path.split("/") for path in paths]
-    columns = zip(*(names[:-1] for names in parts), strict=False)
-    same = len(
-      list(itertools.takewhile(lambda names: len(set(names)) == 1, columns))
-    )
-    begin = f"{_GAP}/" if same else ""
-    paths = [begin + "/".join(names[same:]) for names in parts]
+  # Characters may be compared, since only whole names are removed.
+  prefix = os.path.commonprefix(paths)  # noqa: RUF071
+  same, _, _ = prefix.rpartition("/")
+  if same and len(paths) > 1:
+    paths = [_GAP + path.removeprefix(same) for path in paths]
   half = (_LONGEST - 1) // 2
   return [
     path if len(path) <= _LONGEST else path[:half] + _GAP + path[-half:]
@@ -293,23 +290,13 @@ def _shortened(paths: Sequence[str]) -> list[str]:
   ]
 
 
-def _draw_limits(axes: Axes, limits: _Range) -> None:
-  """Draws lines at the limits of a format's range."""
-  places = {
-    # Half the smallest number is rounded to 0.
-    rf"$\leftarrow$ 0 in {limits.name}": (limits.subnormal - 1, ":"),
-    rf"$\leftarrow$ subnormal in {limits.name}": (limits.normal, "--"),
-    f"largest {limits.name}": (limits.end, "-"),
-  }
-  for label, (place, linestyle) in places.items():
-    axes.axvline(
-      place, color="black", linewidth=1.2, linestyle=linestyle, label=label
-    )
-  axes_lib.legend_beside(axes, "lower right", (1.0, 1.0))
+def _shares_of(
+  stats: instruments.LeafStats, *, together: bool
+) -> npt.NDArray[np.float64]:
+  """Returns the shares of each leaf in a row, or of all together in one row.
 
-
-def _shares_of(stats: instruments.LeafStats, *, together: bool) -> _Shares:
-  """Returns the shares, one row for each leaf, or one for all together."""
+  It has a column for each exponent, then zeros, then inf and NaN.
+  """
   axes_lib.check_kind(
     "`stats` must be a",
     stats,
@@ -317,13 +304,14 @@ def _shares_of(stats: instruments.LeafStats, *, together: bool) -> _Shares:
     "call instruments.leaf_stats(gradients)",
   )
   _ = stats.total  # Raises unless it can be read.
-  # One column for each exponent, then zeros, then inf and NaN.
   counts = np.column_stack([stats.counts, stats.zeros, stats.nonfinite])
   counts = counts.astype(np.int64)
   if together:
     counts = counts.sum(axis=0, keepdims=True)
-  shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-  return _Shares(shares[:, :-2], shares[:, -2], shares[:, -1])
+  shares: npt.NDArray[np.float64] = counts / np.maximum(
+    counts.sum(axis=1, keepdims=True), 1
+  )
+  return shares
 
 
 def _range_of(name: str, dtype: DTypeLike) -> _Range:
@@ -383,10 +371,9 @@ def _lost(
   return f"{about}{100 * (1 - zeros) * of_nonzero:.3g} % become 0"
 
 
-def _floor_of(shares: _Shares) -> float:
+def _floor_of(shares: npt.NDArray[np.float64]) -> float:
   """Returns the largest power of ten below all nonzero shares."""
-  found = np.column_stack(shares)
-  least = np.min(found[found > 0], initial=1.0)
+  least = np.min(shares[shares > 0], initial=1.0)
   return float(10.0 ** min(math.ceil(math.log10(least)) - 1, -2))
 
 

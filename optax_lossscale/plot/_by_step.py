@@ -157,28 +157,40 @@ def _draw_scales(
       label=f"largest S without overflow, {jnp.dtype(dtype).name}",
     )
   scales = [_without_jump(history) for history in histories.values()]
-  for i, (label, history) in enumerate(histories.items()):
+  for i, (label, history) in enumerate(histories.items(), start=1):
+    scale = scales[i - 1]
     # The first style is too similar to the thin line.
-    style = axes_lib.style_of(i + 1, len(histories))
+    style = axes_lib.STYLES[i % len(axes_lib.STYLES)]
+    if len(histories) == 1:
+      style = axes_lib.ALONE
     axes.plot(
       history.step,
-      scales[i],
+      scale,
       drawstyle="steps-mid",
-      marker=_marker(history),
+      # A line does not show a single step.
+      marker="o" if len(history.step) == 1 else "",
       label=label,
       **style._asdict(),
     )
-    cross = style if overflow == "_" else axes_lib.SKIP
     lost = history.overflow
-    axes_lib.draw_skips(
-      axes, history.step[lost], scales[i][lost], label=overflow, style=cross
-    )
+    cross = style if overflow == "_" else axes_lib.SKIP
+    if lost.any():
+      axes.plot(
+        history.step[lost],
+        scale[lost],
+        "x",
+        color=cross.color,
+        markersize=8,
+        markeredgewidth=cross.linewidth,
+        label=overflow,
+        zorder=3,
+      )
   axes_lib.log2_axis(axes, np.concatenate([*scales, largest]))
   axes.set_ylabel("loss scale S")
   axes_lib.step_axis(axes)
   axes.grid(alpha=0.3)
   if axes.get_legend_handles_labels()[0]:
-    axes_lib.legend_beside(axes, "lower left", (0.0, 1.0), ncols=2)
+    axes_lib.legend_above(axes, "left", ncols=2)
   return axes
 
 
@@ -187,8 +199,3 @@ def _without_jump(history: instruments.History) -> npt.NDArray[np.float32]:
   first, later = history.loss_scale[:1], history.loss_scale[1:]
   is_jump = (first == 1) & ~history.overflow[:1] & (later.min(initial=4) > 2)
   return np.append(np.where(is_jump, np.nan, first), later)
-
-
-def _marker(history: instruments.History) -> str:
-  """Returns a line's marker, without which a single step would be invisible."""
-  return "o" if len(history.step) == 1 else ""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-import numpy as np
 
 from optax_lossscale._base.arguments import kind_of
 
@@ -44,11 +43,6 @@ SKIP = Style("#CC0000", 2.0, 3.0)
 
 # The style of a line that is the only one in its plot.
 ALONE = STYLES[2]
-
-
-def style_of(i: int, n: int) -> Style:
-  """Returns the style of the i-th of n lines."""
-  return ALONE if n == 1 else STYLES[i % len(STYLES)]
 
 
 def make_axes(ax: Axes | None, height: float = 4.0) -> Axes:
@@ -94,39 +88,10 @@ def log2_axis(axes: Axes, values: Iterable[float]) -> None:
   axes.minorticks_off()
 
 
-def draw_skips(
-  axes: Axes,
-  steps: np.ndarray,
-  values: np.ndarray,
-  *,
-  label: str,
-  style: Style = SKIP,
-) -> None:
-  """Draws a cross at each of the steps, if there are any."""
-  if len(steps):
-    axes.plot(
-      steps,
-      values,
-      "x",
-      color=style.color,
-      markersize=8,
-      markeredgewidth=style.linewidth,
-      label=label,
-      zorder=3,
-    )
-
-
-def legend_beside(
-  axes: Axes, loc: Any, anchor: tuple[float, float], ncols: int = 1
-) -> None:
-  """Puts the legend outside the plot, where it hides no lines."""
-  axes.legend(
-    fontsize="small",
-    frameon=False,
-    loc=loc,
-    bbox_to_anchor=anchor,
-    ncols=ncols,
-  )
+def legend_above(axes: Axes, side: str, ncols: int = 1) -> None:
+  """Puts the legend above the plot, where it hides no lines."""
+  where: Any = {"loc": f"lower {side}", "bbox_to_anchor": (side == "right", 1)}
+  axes.legend(fontsize="small", frameon=False, ncols=ncols, **where)
 
 
 def power_of_two(exponent: int) -> str:

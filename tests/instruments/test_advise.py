@@ -388,20 +388,11 @@ def test_overflows_of_the_caller_are_told_and_are_not_for_the_scale(rule):
     assert item.argument not in ("scale", "min_scale", "hysteresis")
 
 
-@pytest.mark.parametrize(
-  ("amax", "told"), [(0.5, "5.0 bits or"), (0, "0: not")]
-)
-def test_an_amax_of_0_has_no_headroom_to_tell(amax, told):
+def test_overflows_of_the_caller_are_told_with_their_largest_amax():
   overflow = np.arange(200) % 20 == 10
-  history = instruments.History(
-    step=np.arange(1, 201),
-    loss_scale=np.full(200, 1024, np.float32),
-    amax=np.where(overflow, np.float32(0), np.float32(2047)),
-    overflow=overflow,
-  )
-  history.amax[10] = amax * 4094  # 65504 / 32, or 0.
+  history = make_history(np.full(200, 1.5), scale=1024.0, overflow=overflow)
   advice = instruments.advise(history, ols.FixedLossScale(1024.0))
-  assert f"although amax was {told}" in str(advice[0])
+  assert "although amax was at most 1536: nothing" in str(advice[0])
 
 
 def test_run_that_goes_on_from_a_checkpoint_is_not_asked_for_its_start():
@@ -412,19 +403,11 @@ def test_run_that_goes_on_from_a_checkpoint_is_not_asked_for_its_start():
   assert changes(history, rule) == []
 
 
-def test_a_first_scale_that_still_loses_steps_is_lowered_further():
-  # The first that stands, 2**16, loses two more; 2**15 one, as may be.
-  unscaled = np.full(1000, 0.75)
-  unscaled[[200, 400]] = 1.5, 3.0
-  rule = make_rule("npu", init_scale=2.0**32, interval=10**6)
-  assert changes(make_history(unscaled), rule) == [
-    ("init_loss_scale", 2.0**32, 2.0**15)
-  ]
-
-
-def test_lost_steps_that_no_argument_keeps_are_told():
+@pytest.mark.parametrize("interval", [2000, 300])
+def test_lost_steps_that_no_argument_keeps_are_told(interval):
+  # A longer interval than 300 keeps a few steps of 44, which is no cure.
   log2 = np.concatenate([np.full(1000, -2.0), np.linspace(-2, 40, 300)])
-  rule = presets.torch()
+  rule = presets.torch(growth_interval=interval)
   history = instruments.replay(rule, make_history(2.0**log2)).history
   (advice,) = instruments.advise(history, rule)
   assert advice.argument is None
