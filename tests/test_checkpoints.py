@@ -632,7 +632,7 @@ def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, way, tmp_path):
     ),
     (
       lambda x: x.update(more=jnp.ones(2)),
-      "'more' at its top where .* nothing",
+      r"float32\[2\] at 'more' where `target` has nothing",
     ),
     (
       lambda x: x["inner_state"]["0"].update(mu=jnp.ones(2)),

@@ -155,11 +155,8 @@ class PrecisionSchedule:
         f"got {got or 'neither `step` nor `loss`'}."
       )
     if self.until_step is not None:
-      step = _check_step(step)
-      return PrecisionScheduleState(
-        low=state.low & ~_is_at_least(step, self.until_step),
-        steps=_as_count(step),
-      )
+      is_over, steps = _compare(step, self.until_step)
+      return PrecisionScheduleState(low=state.low & ~is_over, steps=steps)
     assert self.until_loss is not None
     known = arguments.as_real_scalar("loss", loss)
     limit = _round_down(fractions.Fraction(self.until_loss), known.dtype)
@@ -316,9 +313,9 @@ class PrecisionSchedule:
         )
 
       updates, state = wrapped.update(
-        updates, _replace_states(swap, state), params, **extra_args
+        updates, states.replace_states(swap, state), params, **extra_args
       )
-      return updates, _replace_states(put_back, state)
+      return updates, states.replace_states(put_back, state)
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
@@ -465,19 +462,6 @@ def exact_loss(name: str, value: Any) -> fractions.Fraction:
   return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
 
 
-def _replace_states(
-  replace: Callable[[str, states.LossScalingState], object], tree: Any
-) -> Any:
-  """Returns a tree with each state of loss scaling replaced, given its path."""
-  return jax.tree.map_with_path(
-    lambda path, x: (
-      replace(leaves.path_name(path), x) if states.is_state(x) else x
-    ),
-    tree,
-    is_leaf=states.is_state,
-  )
-
-
 def _check_state(state: object) -> None:
   """Raises if `state` is not a schedule's state."""
   if not isinstance(state, PrecisionScheduleState):
@@ -513,47 +497,30 @@ def _refuse_different(
     )
 
 
-def _check_step(step: object) -> int | jax.Array:
-  """Returns `step` as an int or an integer array."""
+def _compare(step: object, least: int) -> tuple[ArrayLike, jax.Array]:
+  """Returns whether `step` is at least `least`, and `step` as int32[]."""
   if not isinstance(step, jax.Array):
-    return arguments.check_steps("step", step)
+    count = arguments.check_steps("step", step)
+    limited = min(count, arguments.LARGEST_COUNT)
+    return np.bool_(count >= least), jnp.full((), limited, jnp.int32)
   if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
     raise TypeError(
       "`step` must be an integer number of steps, got "
       f"{step.dtype}{list(step.shape)}."
     )
-  return step
+  # JAX reads a Python number as an int32, so numbers get the dtype of `step`.
+  largest = int(jnp.iinfo(step.dtype).max)
+  limit = step.dtype.type(min(largest, arguments.LARGEST_COUNT))
+  is_over = (step >= step.dtype.type(min(least, largest))) & (least <= largest)
+  return is_over, jnp.minimum(step, limit).astype(jnp.int32)
 
 
-def _is_at_least(steps: int | jax.Array, least: int) -> jax.Array | np.bool_:
-  """Returns bool[], whether at least `least` steps are finished."""
-  if not isinstance(steps, jax.Array):
-    return np.bool_(steps >= least)
-  if least > jnp.iinfo(steps.dtype).max:
-    return np.bool_(False)
-  # Compare in the dtype of `steps`: JAX reads a Python number as an int32.
-  return steps >= np.asarray(least, steps.dtype)
-
-
-def _as_count(steps: int | jax.Array) -> jax.Array:
-  """Returns `steps` as int32[], limited to the largest int32."""
-  largest = arguments.LARGEST_COUNT
-  if not isinstance(steps, jax.Array):
-    return jnp.full((), min(steps, largest), jnp.int32)
-  if jnp.iinfo(steps.dtype).max > largest:
-    steps = jnp.minimum(steps, jnp.asarray(largest, steps.dtype))
-  return jnp.asarray(steps, jnp.int32)
-
-
-def _round_down(limit: fractions.Fraction, dtype: DTypeLike) -> np.floating:
+def _round_down(limit: fractions.Fraction, dtype: np.dtype) -> np.floating:
   """Returns the largest number of a dtype that is not above a positive limit.
 
   A number of that dtype is at most the limit iff it is at most this result.
   """
-  largest = jnp.finfo(dtype).max
-  if limit >= fractions.Fraction(float(largest)):
-    return largest
-  nearest = np.dtype(dtype).type(float(limit))
-  if fractions.Fraction(float(nearest)) > limit:
-    return np.nextafter(nearest, nearest.dtype.type(0))
-  return nearest
+  largest = fractions.Fraction(float(jnp.finfo(dtype).max))
+  nearest = dtype.type(float(min(limit, largest)))
+  is_above = fractions.Fraction(float(nearest)) > limit
+  return np.nextafter(nearest, dtype.type(0)) if is_above else nearest

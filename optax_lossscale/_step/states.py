@@ -1,5 +1,6 @@
 """The wrapper's state, and how to find it inside any optimizer's state."""
 
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 from typing import TypeGuard
@@ -446,3 +447,14 @@ def replace_scale(rule_state: trees.Tree, loss_scale: ArrayLike) -> trees.Tree:
 def is_state(x: object) -> TypeGuard[LossScalingState]:
   """Returns whether `x` is the wrapper's state, for use as `is_leaf`."""
   return isinstance(x, LossScalingState)
+
+
+def replace_states(
+  replace: Callable[[str, LossScalingState], object], tree: Any
+) -> Any:
+  """Returns a tree with each state of loss scaling replaced, given its path."""
+  return jax.tree.map_with_path(
+    lambda path, x: replace(leaves.path_name(path), x) if is_state(x) else x,
+    tree,
+    is_leaf=is_state,
+  )
