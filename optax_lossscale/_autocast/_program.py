@@ -100,18 +100,20 @@ def _keep_remat(of: _Call) -> _Values:
   parameters = of.equation.params
   if parameters["differentiated"]:
     return _evaluate_in_place(of)
-  outlines: list[_value.Value] = []
-
-  def run(*arrays: Array) -> list[Array]:
-    outputs = of.evaluate_body(0, _value.with_arrays(of.inputs, arrays))
-    outlines[:] = [x.outline for x in outputs]
-    return _value.get_arrays(outputs)
-
+  itself = _as_function(of)
   with interpreter.inside(of.equation):
     arrays = jax.checkpoint(
-      run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"]
+      itself.run,
+      prevent_cse=parameters["prevent_cse"],
+      policy=parameters["policy"],
     )(*_value.get_arrays(of.inputs))
-  return _value.with_arrays(outlines, arrays)
+  return _value.with_arrays(itself.outputs, arrays)
+
+
+def _as_function(of: _Call) -> _derivative_rules.Function:
+  # JAX keeps the function, which must not keep the inputs' tracers alive.
+  evaluate = functools.partial(of._replace(inputs=()).evaluate_body, 0)
+  return _derivative_rules.Function(of.inputs, evaluate)
 
 
 def _keep_rule(of: _Call) -> _Values:
@@ -124,10 +126,10 @@ def _keep_rule(of: _Call) -> _Values:
     plan = program.plan(jaxpr, step.scope, _plan.share_use(step.outputs))
     return program.evaluate(jaxpr, plan, inputs)
 
-  # JAX keeps the function, which must not keep the inputs' tracers alive.
-  evaluate_function = functools.partial(of._replace(inputs=()).evaluate_body, 0)
+  itself = _as_function(of)
   with interpreter.inside(equation):
-    return keep(equation, inputs, evaluate_function, evaluate_rule)
+    arrays = keep(equation, itself, evaluate_rule)(*_value.get_arrays(inputs))
+  return _value.with_arrays(itself.outputs, arrays)
 
 
 def _rebuild(of: _Call) -> _Values:

@@ -11,6 +11,7 @@ differ, the majority decides, and a comment says so.
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Set
 import dataclasses
 import enum
 import functools
@@ -91,71 +92,42 @@ class Treatment(enum.Enum):
   WRITTEN = "written"
 
 
-@dataclasses.dataclass(frozen=True)
-class Level:
-  """A level: its lists of operations, and the treatment of all others."""
+# The lists of operations, by the names that a caller gives them.
+LISTS = {
+  x.value: x
+  for x in (
+    Treatment.WHITE,
+    Treatment.BLACK,
+    Treatment.PROMOTE,
+    Treatment.GRAY,
+  )
+}
 
-  white: frozenset[str] = frozenset()
-  black: frozenset[str] = frozenset()
-  promote: frozenset[str] = frozenset()
-  gray: frozenset[str] = frozenset()
+
+class Level(NamedTuple):
+  """A level: the treatments of operations, by name and in scopes."""
+
+  listed: Mapping[str, Treatment]
   # The treatment of operations that are on no list.
   rest: Treatment = Treatment.GRAY
-  # Patterns for scopes that stay in float32, apart from `white` operations.
+  # Patterns for scopes that stay in float32, apart from white operations.
   scopes: tuple[str, ...] = ()
 
-  @property
-  def named(self) -> frozenset[str]:
-    """All operations that are on one of the level's lists."""
-    return frozenset().union(*(getattr(self, name) for name in LIST_NAMES))
 
-  def treatment(self, operation: str) -> Treatment:
-    """Returns the treatment of an operation, without regard to its scope."""
-    for name in LIST_NAMES:
-      if operation in getattr(self, name):
-        return Treatment(name)
-    return self.rest
-
-  def edit(self, operations: Mapping[str, frozenset[str]]) -> "Level":
-    """Returns a copy of the level, with operations moved to other lists."""
-    named = frozenset().union(*operations.values())
-    return dataclasses.replace(
-      self,
-      **{
-        name: (getattr(self, name) - named) | operations.get(name, frozenset())
-        for name in LIST_NAMES
-      },
-    )
-
-
-LIST_NAMES = ("white", "black", "promote", "gray")
-
-_BLACK = STEEP | INVERSES | SUMS | SPECIAL
+_WHITE = dict.fromkeys(PRODUCTS, Treatment.WHITE)
+_SPECIAL = {**_WHITE, **dict.fromkeys(SPECIAL, Treatment.BLACK)}
+_BLACK = {**_SPECIAL, **dict.fromkeys(STEEP | INVERSES | SUMS, Treatment.BLACK)}
+_PROMOTE = {**_BLACK, **dict.fromkeys(PROMOTING, Treatment.PROMOTE)}
 _SCOPES = NORM_SCOPES + LOSS_SCOPES
 
 LEVELS: Mapping[str, Level] = {
-  "O0": Level(rest=Treatment.WRITTEN),
-  "O1": Level(white=PRODUCTS, black=_BLACK, scopes=_SCOPES),
-  "O2": Level(
-    white=PRODUCTS,
-    black=SPECIAL,
-    rest=Treatment.LOW_BUT_NORMS,
-    scopes=_SCOPES,
-  ),
-  "O3": Level(
-    white=PRODUCTS,
-    black=SPECIAL,
-    rest=Treatment.LOW,
-    scopes=LOSS_SCOPES,
-  ),
-  "auto": Level(
-    white=PRODUCTS,
-    black=_BLACK,
-    promote=PROMOTING,
-    scopes=_SCOPES,
-  ),
+  "O0": Level({}, Treatment.WRITTEN),
+  "O1": Level(_BLACK, Treatment.GRAY, _SCOPES),
+  "O2": Level(_SPECIAL, Treatment.LOW_BUT_NORMS, _SCOPES),
+  "O3": Level(_SPECIAL, Treatment.LOW, LOSS_SCOPES),
+  "auto": Level(_PROMOTE, Treatment.GRAY, _SCOPES),
   # Paddle's level of this name, which has only a white list.
-  "OD": Level(white=PRODUCTS, rest=Treatment.WRITTEN),
+  "OD": Level(_WHITE, Treatment.WRITTEN),
 }
 
 
@@ -191,7 +163,7 @@ class Recipe:
   # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, np.dtype], ...]
   # The operations that the caller moved to other lists.
-  edited: frozenset[str]
+  edited: Set[str]
   # The scopes that contain a product. Such scopes do not count as norms or
   # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
@@ -218,7 +190,7 @@ class Recipe:
     )
     known = names.union(
       (name for _, name in operations),
-      *(level.named for level in LEVELS.values()),
+      *(level.listed for level in LEVELS.values()),
     )
     for name in sorted(self.edited - known):
       # The cutoff is high, since 'matmul' is not a misspelled 'mul'.
@@ -247,7 +219,7 @@ class Recipe:
       treatment = Treatment.BLACK if is_float32 else Treatment.LOW
       why = "overrides" if is_float32 else ""
       return Decision(treatment, dtype, is_override=True, why=why)
-    treatment = self.level.treatment(operation)
+    treatment = self.level.listed.get(operation, self.level.rest)
     why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
       scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
@@ -265,14 +237,15 @@ def make_recipe(
     "overrides", overrides, '{"LeNet5/conv1": jnp.float16}'
   )
   edits = _check_operations(operations)
+  found = find_level(level)
   return Recipe(
-    level=find_level(level).edit(edits),
+    level=found._replace(listed={**found.listed, **edits}),
     dtype=_check_dtype("`dtype`", dtype, _LOW),
     overrides=tuple(
       (x, _check_dtype(f"`overrides[{shown(x)}]`", value, _DTYPES))
       for x, value in overrides.items()
     ),
-    edited=frozenset().union(*edits.values()),
+    edited=edits.keys(),
   )
 
 
@@ -322,16 +295,16 @@ def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
   return found
 
 
-def _check_operations(operations: object) -> dict[str, frozenset[str]]:
+def _check_operations(operations: object) -> dict[str, Treatment]:
+  """Returns the treatment of each operation that the caller lists."""
   example = '{"black": ["tanh"], "gray": ["exp"]}'
-  checked: dict[str, frozenset[str]] = {}
-  for name, members in _check_mapping(
-    "operations", operations, example
-  ).items():
-    if name not in LIST_NAMES:
+  checked: dict[str, Treatment] = {}
+  lists = _check_mapping("operations", operations, example)
+  for name, members in lists.items():
+    if name not in LISTS:
       raise ValueError(
         "The lists of `operations` are "
-        f"{', '.join(map(repr, LIST_NAMES))}, got {shown(name)}."
+        f"{', '.join(map(repr, LISTS))}, got {shown(name)}."
       )
     if (
       isinstance(members, str)
@@ -342,13 +315,12 @@ def _check_operations(operations: object) -> dict[str, frozenset[str]]:
         f"`operations[{name!r}]` must be a list of names, such as {example}, "
         f"got {shown(members)}."
       )
-    for other, others in checked.items():
-      if twice := others & frozenset(members):
+    for member in members:
+      if checked.setdefault(member, LISTS[name]) is not LISTS[name]:
         raise ValueError(
           "An operation of `operations` must be in one list, got "
-          f"{', '.join(sorted(map(repr, twice)))} in {other!r} and {name!r}."
+          f"{member!r} in {checked[member].value!r} and {name!r}."
         )
-    checked[name] = frozenset(members)
   return checked
 
 

@@ -497,7 +497,9 @@ def _refuse_different(
     )
 
 
-def _compare(step: object, least: int) -> tuple[ArrayLike, jax.Array]:
+def _compare(
+  step: object, least: int
+) -> tuple[jax.Array | np.bool_, jax.Array]:
   """Returns whether `step` is at least `least`, and `step` as int32[]."""
   if not isinstance(step, jax.Array):
     count = arguments.check_steps("step", step)
