@@ -179,8 +179,6 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(dtype=dtype, weak_type=False)
-    if isinstance(x, jax.Array):
-      return jnp.asarray(x, dtype)
     # Values that are too large become inf without a warning, as in JAX.
     with np.errstate(over="ignore"):
       return x.astype(dtype)
@@ -191,31 +189,23 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
 _EXAMPLE = "'params=float32,compute=float16,output=float32'"
 
 
-def _mixed(level: str, low: DTypeLike = jnp.float16) -> Policy:
-  return Policy(jnp.float32, low, jnp.float32, level=level)
-
-
-def _all_in(dtype: DTypeLike | None, level: str | None = None) -> Policy:
-  return Policy(dtype, dtype, dtype, level=level)
-
-
-_NAMES: Mapping[str, Policy] = {
+# Each name stands for a policy in jmp's form.
+_NAMES: Mapping[str, str] = {
   # MindSpore's levels, and Paddle's OD.
-  "O0": _all_in(jnp.float32, "O0"),
-  **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
+  "O0": "p=f32,level=O0",
+  **{x: f"c=f16,o=f32,level={x}" for x in ("O1", "O2", "O3", "auto", "OD")},
   # Keras's names mean the same in Ascend's precision_mode_v2.
-  "mixed_float16": _mixed("O1"),
-  "mixed_bfloat16": _mixed("O1", jnp.bfloat16),
+  "mixed_float16": "c=f16,o=f32,level=O1",
+  "mixed_bfloat16": "c=bf16,o=f32,level=O1",
   # Values of Ascend's precision_mode, each with its precision_mode_v2 twin.
-  "allow_fp32_to_fp16": _mixed("OD"),
-  **dict.fromkeys(("force_fp16", "fp16"), _mixed("O3")),
+  "allow_fp32_to_fp16": "c=f16,o=f32,level=OD",
+  **dict.fromkeys(("force_fp16", "fp16"), "c=f16,o=f32,level=O3"),
   # A policy does not control how the matrix unit rounds its inputs.
-  **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), _all_in(jnp.float32)),
-  **dict.fromkeys(("must_keep_origin_dtype", "origin"), _all_in(None)),
-  **dict.fromkeys(
-    ("allow_mix_precision", "allow_mix_precision_fp16"), _mixed("O1")
-  ),
-  "allow_mix_precision_bf16": _mixed("O1", jnp.bfloat16),
+  **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), "p=f32"),
+  **dict.fromkeys(("must_keep_origin_dtype", "origin"), "p=none"),
+  "allow_mix_precision": "c=f16,o=f32,level=O1",
+  "allow_mix_precision_fp16": "c=f16,o=f32,level=O1",
+  "allow_mix_precision_bf16": "c=bf16,o=f32,level=O1",
 }
 
 # jmp's dtype names, except for "half", which depends on the machine.
@@ -257,16 +247,12 @@ def get_policy(policy: object) -> Policy:
 
   - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
     float16 at the level of that name. "O0" is float32, with nothing lowered.
-  - "mixed_float16" and "mixed_bfloat16" mean that dtype at level O1. In Keras
-    each layer's output is float16, and users are advised to keep the last layer
-    in float32; here the output of the whole function is float32.
+  - "mixed_float16" and "mixed_bfloat16" of Keras mean that dtype at level O1,
+    but here the output of the whole function is float32.
   - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
-    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision",
-    "allow_mix_precision_fp16" or "mixed_float16" is O1, and
-    "allow_mix_precision_bf16" or "mixed_bfloat16" is O1 in bfloat16; "origin"
-    or "must_keep_origin_dtype" keeps the dtype of every value. "force_fp32" or
-    "cube_fp16in_fp32out" is float32 everywhere; how a matrix unit rounds its
-    inputs is up to `jax.default_matmul_precision`.
+    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision" and its variants are
+    O1; "origin" or "must_keep_origin_dtype" keeps the dtype of every value;
+    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere.
 
   A name that two systems share means the same in both. Names that only look
   alike differ: "float16" of jmp and Keras puts everything in float16 without a
@@ -312,9 +298,9 @@ def _read(policy: str) -> Policy:
   if "=" in policy:
     return _parse(policy)
   if policy in _NAMES:
-    return _NAMES[policy]
+    return _parse(_NAMES[policy])
   if _is_dtype(policy):
-    return _all_in(_dtype(policy))
+    return _parse(f"p={policy}")  # The other two follow the parameters.
   known = (*_NAMES, *_DTYPE_NAMES)
   raise ValueError(
     f"`policy` must be a name that is known, or dtypes such as {_EXAMPLE}, got "
@@ -346,7 +332,7 @@ def _parse(policy: str) -> Policy:
   level = values.pop("level", None)
   if level is not None and not values:
     levels.find_level(level)
-    return _NAMES[level]
+    return _parse(_NAMES[level])
   for key, value in values.items():
     if not _is_dtype(value):
       raise ValueError(

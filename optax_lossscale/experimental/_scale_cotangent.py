@@ -112,23 +112,15 @@ def _scale_tangent(
   return _scale_leaf(x, scale), wide.astype(tangent.dtype)
 
 
-def _read_scale(scale: ArrayLike) -> jax.Array | np.float64:
-  """Returns a scale as a Python number or a real scalar array."""
+def _read_scale(scale: ArrayLike) -> ArrayLike:
+  """Returns a scale as a NumPy number or a real scalar array."""
   # An array's value is not checked, since that would wait for the device.
-  if not isinstance(scale, jax.Array):
-    number = arguments.check_number("scale", scale)
-    if 0 < abs(number) < arguments.SMALLEST_SCALE:
-      raise ValueError(
-        "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
-        f"normal float32 number, got {scale!r}."
-      )
-    return np.float64(number)
-  is_real = jnp.issubdtype(scale.dtype, jnp.integer) or jnp.issubdtype(
-    scale.dtype, jnp.floating
-  )
-  if scale.ndim != 0 or not is_real:
-    raise TypeError(
-      "`scale` must be a number or a real scalar array, one for all leaves, "
-      f"got {scale.dtype}{list(scale.shape)}."
+  if isinstance(scale, jax.Array):
+    return arguments.as_real_scalar("scale", scale)
+  number = arguments.check_number("scale", scale)
+  if 0 < abs(number) < arguments.SMALLEST_SCALE:
+    raise ValueError(
+      "`scale` must be 0 or at least 2**-126 in magnitude, the smallest normal "
+      f"float32 number, got {scale!r}."
     )
-  return scale
+  return np.float64(number)
