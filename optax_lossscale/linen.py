@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Set
 import dataclasses
 from typing import Any
 from typing import Self
@@ -184,10 +185,8 @@ class TrainState(train_state.TrainState):
     )
     params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
-      collection = fp8_ops.OVERWRITE_WITH_GRADIENT
-      # The gradients of this collection are its next values.
-      overwrite = {"params": params, collection: grads[collection]}
-      params = core.copy(self.params, overwrite)
+      # The gradients of the other collection are its next values.
+      params = core.copy(self.params, {**grads, "params": params})
     attempted: Self = self.replace(
       opt_state=opt_state, attempts=optax.safe_increment(self.attempts)
     )
@@ -197,8 +196,7 @@ class TrainState(train_state.TrainState):
   def replace_if_applied(self, **kwargs: object) -> Self:
     """Returns the state with new values, or unchanged after a skipped step.
 
-    Use it for values that depend on the new parameters, such as the moving
-    average in the example of `TrainState`.
+    It is for values that depend on the new parameters, such as an average.
 
     Args:
       **kwargs: new values for fields that are pytrees of arrays.
@@ -244,11 +242,11 @@ def _check_fields(
   state: TrainState,
   method: str,
   new: Iterable[str],
-  own: frozenset[str] | set[str] = frozenset(),
+  own: Set[str] = frozenset(),
 ) -> None:
   """Raises if a new value is for a field that `method` cannot set."""
-  names = [field.name for field in dataclasses.fields(state)]
   excluded = _static_fields(state) | own
+  names = (field.name for field in dataclasses.fields(state))
   allowed = [name for name in names if name not in excluded]
   for name in new:
     if name not in allowed:

@@ -134,15 +134,12 @@ def autocast(
       (scope, operation_table.name_of(equation))
       for scope, equation, _ in scopes.operations(jaxpr)
     }
-    of_fun = recipe.of(operations_of_fun, operation_table.NAMES)
+    program = _program.MixedProgram(recipe.of(operations_of_fun))
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-    consts, inputs = recording.consts_and_arguments(
-      [
-        _value.make_given(x, variable.aval)
-        for x, variable in zip(recording.operands, variables, strict=True)
-      ]
+    given = map(
+      _value.make_given, recording.operands, (x.aval for x in variables)
     )
-    program = _program.MixedProgram(of_fun)
+    consts, inputs = recording.consts_and_arguments(list(given))
     plan = program.plan(jaxpr, "", _plan.Use())
     outputs = program.evaluate(jaxpr, plan, inputs, consts)
     for operation in sorted(program.unknown):

@@ -92,15 +92,9 @@ class Treatment(enum.Enum):
   WRITTEN = "written"
 
 
-# The lists of operations, by the names that a caller gives them.
+# The treatments that a caller may choose for an operation, by their names.
 LISTS = {
-  x.value: x
-  for x in (
-    Treatment.WHITE,
-    Treatment.BLACK,
-    Treatment.PROMOTE,
-    Treatment.GRAY,
-  )
+  name: Treatment(name) for name in ("white", "black", "promote", "gray")
 }
 
 
@@ -180,15 +174,13 @@ class Recipe:
     """True if the recipe changes nothing."""
     return not self.overrides and self.level == LEVELS["O0"]
 
-  def of(
-    self, operations: Collection[tuple[str, str]], names: frozenset[str]
-  ) -> "Recipe":
+  def of(self, operations: Collection[tuple[str, str]]) -> "Recipe":
     """Returns the recipe for a function that has these (scope, name) pairs."""
     _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
     )
-    known = names.union(
+    known = operation_table.NAMES.union(
       (name for _, name in operations),
       *(level.listed for level in LEVELS.values()),
     )
@@ -256,20 +248,13 @@ def _check_patterns(
   for pattern in patterns:
     if any(scopes.matches(scope, pattern) for scope in found_scopes):
       continue
-    known = sorted(
-      {x for scope in found_scopes for x in scopes.ancestors(scope)}
-    )
-    there_are = (
-      f"the scopes are {', '.join(map(repr, known))}"
-      if known
-      else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
-    )
-    anywhere = f"*{pattern}"
-    hint = (
-      f" It begins at the first part of a scope: {shown(anywhere)} would match."
-      if any(scopes.matches(scope, anywhere) for scope in found_scopes)
-      else ""
-    )
+    there_are = "it has none: Flax Linen writes them, else jax.named_scope does"
+    if known := {x for y in found_scopes for x in scopes.ancestors(y)}:
+      there_are = f"the scopes are {', '.join(map(repr, sorted(known)))}"
+    anywhere, hint = f"*{pattern}", ""
+    if any(scopes.matches(scope, anywhere) for scope in found_scopes):
+      hint = " It begins at the first part of a scope: "
+      hint += f"{shown(anywhere)} would match."
     raise ValueError(
       "Each pattern of `overrides` must match a scope of the function, got "
       f"{shown(pattern)}; {there_are}.{hint}"

@@ -8,7 +8,6 @@ from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -50,19 +49,14 @@ def master_weights(
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
   less than half that gap has no effect, however often. This wrapper adds
   updates to the master, a wider copy in the optimizer's state, and returns the
-  difference between the master and the parameter. That difference is rounded to
-  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master.
-  The error does not accumulate: the next step starts from the rounded value.
+  difference between the master and the parameter. That difference is rounded,
+  so the parameter may be up to 1.5 ulp from the master. The error does not
+  accumulate: the next step starts from the rounded value.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
-  chain, because the parameters would then no longer follow the master.
-
-  The wrapper works inside or outside `loss_scaling`. Masters and parameters are
-  the same either way, and a skipped step leaves both unchanged, bit for bit.
-
-  A float16 parameter with its master takes 6 bytes instead of 4. In return,
-  gathering parameters from other devices moves half as much data.
+  chain, because the parameters would then no longer follow the master. The
+  wrapper works inside or outside `loss_scaling`, with the same result.
 
   Parameters follow the master. If something else changes them, the next step
   moves them back. To change them, call `init` on the new parameters, which
@@ -124,7 +118,12 @@ def master_weights(
   def init(params: optax.Params) -> MasterWeightsState:
     is_gradient = leaves.are_gradients(params)
     wide = jax.tree.map(
-      lambda x: _convert(x, _wider(dtype, x.dtype)) if leaves.is_real(x) else x,
+      lambda x: (
+        # JAX does not promote float8.
+        _convert(x, jnp.promote_types(dtype, leaves.at_least_float32(x.dtype)))
+        if leaves.is_real(x)
+        else x
+      ),
       leaves.as_arrays(params),
     )
     kept = leaves.leave_out(is_gradient, wide)
@@ -178,12 +177,10 @@ def master_weights(
     )
     inner_updates = leaves.as_arrays(inner_updates)
     skipped = _is_skipped(inner_state)
-    new_master = _over(
-      functools.partial(_move, skipped), state.master, inner_updates
-    )
-    new_updates = _over(
-      functools.partial(_way, skipped), new_master, inner_updates, params
-    )
+    move = functools.partial(_move, skipped)
+    way = functools.partial(_way, skipped)
+    new_master = _over(move, state.master, inner_updates)
+    new_updates = _over(way, new_master, inner_updates, params)
     if not scales:
       new_updates = leaves.merge(is_gradient, new_updates, updates)
     return new_updates, MasterWeightsState(
@@ -244,11 +241,6 @@ def _over(
 ) -> Tree:
   """Maps over leaves, including the placeholders of leaves without a master."""
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
-
-
-def _wider(dtype: np.dtype, other: np.dtype) -> np.dtype:
-  """Returns the wider of two dtypes. JAX does not promote float8 dtypes."""
-  return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
 
 
 def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:

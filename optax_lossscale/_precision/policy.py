@@ -347,13 +347,10 @@ def _parse(policy: str) -> Policy:
 
 
 def _is_dtype(name: str) -> bool:
-  if name in _DTYPE_NAMES:
-    return True
-  if not name.isidentifier():
-    return False  # NumPy would parse such a string as a record dtype.
-  # Only JAX's own name counts: NumPy has aliases, and a different "half".
-  found, _ = arguments.read_dtype(name)
-  return found is not None and str(found.name) == name
+  # Only JAX's own name counts: NumPy has aliases, and a different "half". It
+  # would also parse a string that is no identifier, as a record dtype.
+  found, jax_name = arguments.read_dtype(name if name.isidentifier() else None)
+  return name in _DTYPE_NAMES or (found is not None and jax_name == name)
 
 
 def _dtype(name: str) -> DTypeLike | None:

@@ -59,11 +59,9 @@ class PrecisionSchedule:
 
   The first part of training is in low precision, which is faster on hardware
   that supports it. The rest is in full precision, so that training ends at
-  about the same loss as without the schedule. A short run may save less time
-  than it takes to compile both precisions.
-
-  The schedule is a pure state machine. `make_train_step` makes a complete train
-  step; a step of your own uses `value_and_grad`, `optimizer` and `update`.
+  about the same loss as without the schedule. `make_train_step` makes a
+  complete train step; a step of your own uses `value_and_grad`, `optimizer` and
+  `update`.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
@@ -187,31 +185,23 @@ class PrecisionSchedule:
 
     In a train step of your own, call this instead of `scaled_value_and_grad`,
     and update `optimizer(tx, state)` instead of `tx`, because gradients are
-    scaled only while the precision is low::
-
-      value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
-      loss, scaled_grads = value_and_grad(params, batch)
-      updates, opt_state = schedule.optimizer(tx, state).update(
-        scaled_grads, opt_state, params
-      )
-
-    The loss is `cast(loss_fn)` in low precision and `loss_fn` itself in full
-    precision, in one program, so the switch does not recompile.
+    scaled only while the precision is low. The loss is `cast(loss_fn)` in low
+    precision and `loss_fn` itself in full precision, in one program, so the
+    switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or
         `(loss, aux)`. If the parameters are float16 (`master_weights`), the
         function must cast them itself.
-      opt_state: the optimizer's state. If the low precision is float16, it must
-        contain the loss scale.
+      opt_state: the optimizer's state, which holds S if `dtype` is float16.
       state: the schedule's state before the step, here and in `optimizer`.
-      argnums: the positional arguments to differentiate with respect to.
+      argnums: as in `scaled_value_and_grad`, like `has_aux` and `path`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       cast: a function that returns `loss_fn` in the schedule's dtype, such as
-        `functools.partial(ols.autocast, level="O2", dtype=jnp.float16)`. None
-        is `autocast` at level "O1". A schedule in bfloat16 scales nothing, so
-        its `cast` must not lower to float16.
-      path: the loss scale to use if there are several. See `get_loss_scale`.
+        `functools.partial(ols.autocast, level="O2", dtype=jnp.float16)`; None
+        for `autocast` at level "O1". Only float16 is scaled, so for bfloat16 it
+        must not lower to float16.
+      path: which scale, if there are several.
 
     Returns:
       A function that takes the arguments of `loss_fn` and returns `(loss,
@@ -220,9 +210,8 @@ class PrecisionSchedule:
     Raises:
       TypeError: if an argument has the wrong type.
       ValueError: if `cast` lowers nothing; if `opt_state` holds no loss scale,
-        or several; when called, if `loss_fn` is already under `autocast`, or
-        computes products in low precision because of the dtype of a layer or of
-        the parameters.
+        or several; when called, if `loss_fn` is under `autocast`, or a layer or
+        the parameters make it compute products in low precision.
     """
     _check_state(state)
     low_loss_fn = self._make_low(loss_fn, cast)
@@ -332,8 +321,7 @@ class PrecisionSchedule:
   ]:
     """Returns a complete train step that works in both precisions.
 
-    It combines `value_and_grad`, `optimizer` and `update`. The structure of
-    parameters and optimizer state does not change at the switch.
+    It combines `value_and_grad`, `optimizer` and `update`.
 
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
@@ -350,8 +338,7 @@ class PrecisionSchedule:
     Returns:
       A pure function from `(params, opt_state, state, *args, **kwargs)` to
       `(params, opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`;
-      with `has_aux`, the last result is `(loss, aux)`. It also updates the
-      schedule's state, in which only applied steps count.
+      with `has_aux`, to `(..., (loss, aux))`. Only applied steps count.
 
     Raises:
       TypeError: if an argument has the wrong type.
