@@ -262,15 +262,13 @@ def _convert_input(
 
 
 def _broadcast(array: Array, output: Any) -> Array:
-  explicit = jax.sharding.AxisType.Explicit
-  if explicit not in jax.sharding.get_abstract_mesh().axis_types:
-    return jnp.broadcast_to(array, output.shape)
-  first = output.ndim - array.ndim
+  axis_types = jax.sharding.get_abstract_mesh().axis_types
+  is_explicit = jax.sharding.AxisType.Explicit in axis_types
   return lax.broadcast_in_dim(
     array,
     output.shape,
-    tuple(range(first, output.ndim)),
-    out_sharding=output.sharding,
+    tuple(range(output.ndim - array.ndim, output.ndim)),
+    out_sharding=output.sharding if is_explicit else None,
   )
 
 

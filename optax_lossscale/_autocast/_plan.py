@@ -6,7 +6,6 @@ also on what comes later: a matrix product, or uses that are not in float32.
 
 import collections
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -70,16 +69,9 @@ class Plan:
   # How the jaxpr uses its inputs.
   inputs: Sequence[Use] = ()
 
-  def unknown(self) -> Iterator[str]:
-    """Yields the operations that `autocast` cannot look into."""
-    for step in self.steps:
-      if step.decision is not None and step.decision.why == _UNKNOWN:
-        yield f"{step.name} in {step.scope}" if step.scope else step.name
-      for plan in step.bodies:
-        yield from plan.unknown()
 
-
-_UNKNOWN = "unknown operation"
+# The reason for an operation that `autocast` cannot look into.
+UNKNOWN = "unknown operation"
 # Primitives that hold a jaxpr but count as one operation, because their jaxpr
 # only combines two numbers.
 _COMBINING = operation_table.names("""
@@ -213,7 +205,7 @@ def _plan_operation(
   after = functools.reduce(operator.or_, step.outputs, Use())
   use, in_float32 = _use_inputs(equation, step, decision, after)
   if _is_unknown(equation):
-    decision = decision._replace(treatment=_Treatment.WRITTEN, why=_UNKNOWN)
+    decision = decision._replace(treatment=_Treatment.WRITTEN, why=UNKNOWN)
   elif in_float32 and not decision.is_override:
     why = "no product follows"
     if after.leads_to_product:

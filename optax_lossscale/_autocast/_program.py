@@ -34,14 +34,8 @@ class MixedProgram:
   """Evaluates jaxprs in mixed precision."""
 
   recipe: levels.Recipe
-  # The operations planned so far that `autocast` cannot look into.
+  # The operations evaluated so far that `autocast` cannot look into.
   unknown: set[str] = dataclasses.field(default_factory=set)
-
-  def plan(self, jaxpr: core.Jaxpr, scope: str, use: _plan.Use) -> _plan.Plan:
-    """Returns the plan for a jaxpr in `scope`; `use` is that of all outputs."""
-    plan = _plan.make_plan(jaxpr, self.recipe, scope, use)
-    self.unknown.update(plan.unknown())
-    return plan
 
   def evaluate(
     self,
@@ -63,6 +57,9 @@ class MixedProgram:
       if step.decision is None:
         evaluate_call = _CALLS.get(calls.form(equation), _evaluate_in_place)
         return evaluate_call(_Call(self, equation, step, inputs))
+      if step.decision.why == _plan.UNKNOWN:
+        where = f" in {step.scope}" if step.scope else ""
+        self.unknown.add(f"{step.name}{where}")
       with scopes.note(step.decision.why):
         return _operation.evaluate(
           equation, inputs, step.decision, self.recipe.dtypes
@@ -123,7 +120,8 @@ def _keep_rule(of: _Call) -> _Values:
 
   def evaluate_rule(jaxpr: core.Jaxpr, inputs: _Values) -> _Values:
     # A product follows the derivative if one follows the function.
-    plan = program.plan(jaxpr, step.scope, _plan.share_use(step.outputs))
+    use = _plan.share_use(step.outputs)
+    plan = _plan.make_plan(jaxpr, program.recipe, step.scope, use)
     return program.evaluate(jaxpr, plan, inputs)
 
   itself = _as_function(of)

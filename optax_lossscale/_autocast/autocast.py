@@ -40,16 +40,14 @@ def autocast(
   Operations that would lose range or accuracy stay in float32. All of this
   happens during tracing and costs nothing when the program runs.
 
-  The outputs of `fun` and the gradients keep their dtypes. A value is converted
-  to a dtype only once, however many operations need it, and once more in each
-  loop, branch or `remat` that uses it. Sums, including products of two vectors,
-  are accumulated in float32. A constant that `dtype` cannot hold is added or
-  multiplied in float32. The rules of `custom_jvp` and `custom_vjp` still apply,
-  loops carry the same dtypes as without `autocast`, and `remat` recomputes the
-  same values. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
+  The outputs of `fun` and the gradients keep their dtypes. Sums, including
+  products of two vectors, are accumulated in float32, and a constant that
+  `dtype` cannot hold is added or multiplied in float32. Only values that are
+  float32 or `dtype` in `fun` are affected. The rules of `custom_jvp` and
+  `custom_vjp` still apply, and loops carry the same dtypes as without
+  `autocast`. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
   `composite` is replaced by its definition, and a `custom_linear_solve` keeps
-  its precision. Only values that are float32 or `dtype` in `fun` are affected;
-  integers, keys, float64 and other dtypes are left alone.
+  its precision.
 
   The levels:
 
@@ -140,7 +138,7 @@ def autocast(
       _value.make_given, recording.operands, (x.aval for x in variables)
     )
     consts, inputs = recording.consts_and_arguments(list(given))
-    plan = program.plan(jaxpr, "", _plan.Use())
+    plan = _plan.make_plan(jaxpr, program.recipe, "", _plan.Use())
     outputs = program.evaluate(jaxpr, plan, inputs, consts)
     for operation in sorted(program.unknown):
       warnings.warn(

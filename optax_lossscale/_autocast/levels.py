@@ -11,7 +11,6 @@ differ, the majority decides, and a comment says so.
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
-from collections.abc import Set
 import dataclasses
 import enum
 import functools
@@ -40,13 +39,12 @@ PRODUCTS = operation_table.names("""
 # slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
 # squares and cubes in float32 if they are written as powers. Here squares and
 # cubes follow their input, as they do in the activations of a layer with
-# `dtype=`. Before a sum, however, squares and cubes are in float32.
+# `dtype=`. Before a sum, however, squares and cubes are in float32. The inverse
+# functions are steep at the ends of their domain, where float16 has few values.
 STEEP = operation_table.names("""
-  cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
+  acos acosh asin asinh atanh cosh erf_inv exp exp2 expm1 integer_pow log log1p
+  log2 pow reciprocal rsqrt sinh tan
 """)
-
-# Functions steep at the ends of their domain, where float16 has few values.
-INVERSES = operation_table.names("acos acosh asin asinh atanh erf_inv")
 
 # Long sums lose small terms: in float16, 2048 + 1 is 2048. So every level
 # accumulates sums in float32. The results of these sums also stay in float32,
@@ -110,7 +108,7 @@ class Level(NamedTuple):
 
 _WHITE = dict.fromkeys(PRODUCTS, Treatment.WHITE)
 _SPECIAL = {**_WHITE, **dict.fromkeys(SPECIAL, Treatment.BLACK)}
-_BLACK = {**_SPECIAL, **dict.fromkeys(STEEP | INVERSES | SUMS, Treatment.BLACK)}
+_BLACK = {**_SPECIAL, **dict.fromkeys(STEEP | SUMS, Treatment.BLACK)}
 _PROMOTE = {**_BLACK, **dict.fromkeys(PROMOTING, Treatment.PROMOTE)}
 _SCOPES = NORM_SCOPES + LOSS_SCOPES
 
@@ -156,8 +154,6 @@ class Recipe:
   dtype: np.dtype
   # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, np.dtype], ...]
-  # The operations that the caller moved to other lists.
-  edited: Set[str]
   # The scopes that contain a product. Such scopes do not count as norms or
   # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
@@ -184,7 +180,7 @@ class Recipe:
       (name for _, name in operations),
       *(level.listed for level in LEVELS.values()),
     )
-    for name in sorted(self.edited - known):
+    for name in sorted(self.level.listed.keys() - known):
       # The cutoff is high, since 'matmul' is not a misspelled 'mul'.
       remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
         "; a matrix product is 'dot_general', a softmax is made of 'exp', "
@@ -237,7 +233,6 @@ def make_recipe(
       (x, _check_dtype(f"`overrides[{shown(x)}]`", value, _DTYPES))
       for x, value in overrides.items()
     ),
-    edited=edits.keys(),
   )
 
 

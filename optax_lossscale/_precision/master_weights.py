@@ -145,11 +145,7 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    if not isinstance(state, MasterWeightsState):
-      raise TypeError(
-        "`state` must be the MasterWeightsState that init made, got "
-        f"{arguments.kind_of(state)}."
-      )
+    state = _states.check_kind(state, MasterWeightsState)
     if params is None:
       raise ValueError(
         "`params` must be passed to update: what it returns is the way from "

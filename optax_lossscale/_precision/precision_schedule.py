@@ -142,7 +142,7 @@ class PrecisionSchedule:
         scalar, or `loss` is not a real scalar.
       ValueError: unless exactly the argument that the schedule needs is given.
     """
-    _check_state(state)
+    states.check_kind(state, PrecisionScheduleState)
     fed = {"step": step, "loss": loss}
     names = [name for name, value in fed.items() if value is not None]
     needed = "step" if self.until_loss is None else "loss"
@@ -167,7 +167,7 @@ class PrecisionSchedule:
     Args:
       state: the schedule's state.
     """
-    _check_state(state)
+    states.check_kind(state, PrecisionScheduleState)
     return jnp.logical_and(state.low, self.dtype == jnp.float16)
 
   def value_and_grad(
@@ -213,7 +213,7 @@ class PrecisionSchedule:
         or several; when called, if `loss_fn` is under `autocast`, or a layer or
         the parameters make it compute products in low precision.
     """
-    _check_state(state)
+    states.check_kind(state, PrecisionScheduleState)
     low_loss_fn = self._make_low(loss_fn, cast)
     in_full = full_precision.in_full_precision(
       jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
@@ -447,15 +447,6 @@ def exact_loss(name: str, value: Any) -> fractions.Fraction:
     )
   # 7.1 is exactly 71/10, which no float is.
   return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
-
-
-def _check_state(state: object) -> None:
-  """Raises if `state` is not a schedule's state."""
-  if not isinstance(state, PrecisionScheduleState):
-    raise TypeError(
-      "`state` must be the state that the schedule's init made, got "
-      f"{arguments.kind_of(state)}."
-    )
 
 
 def _refuse_frozen(low: object) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 from typing import TypeGuard
+from typing import TypeVar
 
 from chex import ArrayTree
 import jax
@@ -19,6 +20,8 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
+
+_State = TypeVar("_State")
 
 # An `opt_state` of one of these types is S itself rather than a state.
 _SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
@@ -458,3 +461,13 @@ def replace_states(
     tree,
     is_leaf=is_state,
   )
+
+
+def check_kind(state: object, kind: type[_State]) -> _State:
+  """Returns `state`, which must be of the kind that its init makes."""
+  if not isinstance(state, kind):
+    raise TypeError(
+      f"`state` must be the {kind.__name__} that init made, got "
+      f"{arguments.kind_of(state)}."
+    )
+  return state

@@ -256,11 +256,7 @@ class SpikeGuard:
     return found
 
   def _check_state(self, state: object) -> None:
-    if not isinstance(state, SpikeGuardState):
-      raise TypeError(
-        "`state` must be the SpikeGuardState that init made, got "
-        f"{arguments.kind_of(state)}."
-      )
+    state = states.check_kind(state, SpikeGuardState)
     if state.values.shape != (self.window,):
       raise ValueError(
         f"`window` must stay what it was in the run that is continued, got "
