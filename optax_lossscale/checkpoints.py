@@ -1,7 +1,6 @@
 """Optimizer states of checkpoints: with, without, and from an older version."""
 
 from collections.abc import Hashable
-from collections.abc import Mapping
 import functools
 from typing import Any
 
@@ -265,10 +264,5 @@ def _describe(node: object) -> str:
     if (dtype := _dtype(node)) is None:
       return arguments.shown(node)
     return f"{dtype.name}[{', '.join(map(str, np.shape(node)))}]"
-  if hasattr(node, "_fields"):
-    return f"{type(node).__name__}({', '.join(node._fields)})"
-  if isinstance(node, Mapping):
-    return f"a {type(node).__name__} of {trees.listed(node)}"
-  if isinstance(node, (tuple, list)):
-    return f"a {type(node).__name__} of {len(node)}"
-  return f"a {type(node).__name__}"
+  names = [key.key for key in _open(node)[1]]
+  return f"{type(node).__name__}({trees.listed(names)})"

@@ -228,9 +228,9 @@ def make_recipe(
   found = find_level(level)
   return Recipe(
     level=found._replace(listed={**found.listed, **edits}),
-    dtype=_check_dtype("`dtype`", dtype, _LOW),
+    dtype=_check_dtype("dtype", dtype, _LOW),
     overrides=tuple(
-      (x, _check_dtype(f"`overrides[{shown(x)}]`", value, _DTYPES))
+      (x, _check_dtype(f"overrides[{shown(x)}]", value, _DTYPES))
       for x, value in overrides.items()
     ),
   )
@@ -257,20 +257,16 @@ def _check_patterns(
 
 
 def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
-  found, got = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"{name} must be a dtype, one of {', '.join(known)}, got {got}."
-    )
+  listed = ", ".join(known)
+  found = arguments.check_dtype(name, dtype, example=listed)
   if found.name not in known:
     remedy = (
       "; float8 needs a scale for each tensor, which the layers for it keep, "
       "such as Flax's Fp8 operations"
-      if jnp.finfo(found).bits == 8
-      else ""
     )
     raise ValueError(
-      f"{name} must be one of {', '.join(known)}, got {got}{remedy}."
+      f"`{name}` must be one of {listed}, got {found.name}"
+      f"{remedy if jnp.finfo(found).bits == 8 else ''}."
     )
   return found
 

@@ -131,11 +131,7 @@ def master_weights(
     if kept is not wide and _states.find_states(inner_state):
       inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
     return MasterWeightsState(
-      # Copy even float32 parameters, because the master may be donated together
-      # with them, or with whatever the inner optimizer keeps of them.
-      master=jax.tree.map(
-        lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
-      ),
+      master=jax.tree.map(_first_master, kept),
       inner_state=leaves.as_arrays(inner_state),
     )
 
@@ -246,7 +242,11 @@ def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   return jnp.asarray(x, dtype)
 
 
-def _copy(x: object) -> object:
+def _first_master(x: object) -> object:
+  if not leaves.is_real(x):
+    return optax.MaskedNode()
+  # Copy even a float32 parameter, because the master may be donated together
+  # with it, or with whatever the inner optimizer keeps of it.
   return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 
