@@ -107,7 +107,7 @@ class TrainState(train_state.TrainState):
         another besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
-    static = _static_fields(cls)
+    arrays = _array_fields(cls)
     expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     if _has_fp8(params) and set(params) != expected:
       raise ValueError(
@@ -128,7 +128,7 @@ class TrainState(train_state.TrainState):
       opt_state=opt_state,
       attempts=jnp.full((), 0, jnp.int32),
       **{
-        name: value if name in static else leaves.as_arrays(value)
+        name: leaves.as_arrays(value) if name in arrays else value
         for name, value in kwargs.items()
       },
     )
@@ -232,10 +232,10 @@ def _has_fp8(tree: object) -> bool:
   return isinstance(tree, Mapping) and fp8_ops.OVERWRITE_WITH_GRADIENT in tree
 
 
-def _static_fields(state: Any) -> set[str]:
-  """Returns the fields that Flax marks as not part of the pytree."""
+def _array_fields(state: Any) -> list[str]:
+  """Returns the fields that Flax does not mark as outside the pytree."""
   fields = dataclasses.fields(state)
-  return {x.name for x in fields if not x.metadata.get("pytree_node", True)}
+  return [x.name for x in fields if x.metadata.get("pytree_node", True)]
 
 
 def _check_fields(
@@ -245,9 +245,7 @@ def _check_fields(
   own: Set[str] = frozenset(),
 ) -> None:
   """Raises if a new value is for a field that `method` cannot set."""
-  excluded = _static_fields(state) | own
-  names = (field.name for field in dataclasses.fields(state))
-  allowed = [name for name in names if name not in excluded]
+  allowed = [name for name in _array_fields(state) if name not in own]
   for name in new:
     if name not in allowed:
       raise TypeError(

@@ -80,13 +80,12 @@ _COMBINING = operation_table.names("""
 """)
 # These operations save nothing for the backward pass, so float32 costs no extra
 # memory. The same holds for multiplication by a constant. (`reduce_max` is
-# listed for softmax, which does not differentiate its maximum.)
+# listed for softmax, which does not differentiate its maximum, and cubes and
+# squares for a sum that follows, the only user of their results.)
 _LINEAR = operation_table.names("""
-  add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
+  add add_any concatenate cube neg pad reduce_max select_n square stack
+  stop_gradient sub
 """)
-_LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Nonlinear operations. A sum that follows is the only user of their results.
-_BEFORE_SUMS = operation_table.names("cube square")
 
 
 def make_plan(
@@ -132,8 +131,8 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
     ]
     if are_constant and all(are_constant):
       constants.update(equation.outvars)
-    is_linear = name in _LINEAR | _BEFORE_SUMS or _is_guard(equation)
-    is_linear |= name in _LINEAR_WITH_CONSTANT and any(are_constant)
+    is_linear = name in _LINEAR or _is_guard(equation)
+    is_linear |= name in ("div", "mul") and any(are_constant)
     steps.append(Step(name, where, has_product, is_linear, decision, bodies))
   return Plan(steps)
 

@@ -58,9 +58,9 @@ def master_weights(
   chain, because the parameters would then no longer follow the master. The
   wrapper works inside or outside `loss_scaling`, with the same result.
 
-  Parameters follow the master. If something else changes them, the next step
-  moves them back. To change them, call `init` on the new parameters, which
-  restarts the inner optimizer, or also set the master, in its own dtypes, with
+  If something else changes the parameters, the next step moves them back. To
+  change them, call `init` on the new parameters, which restarts the inner
+  optimizer, or also set the master, in its own dtypes, with
   `optax.tree.set(opt_state, master=...)`. A parameter or an update beyond the
   largest value of the parameter's dtype becomes inf, then NaN, permanently.
 
@@ -153,10 +153,8 @@ def master_weights(
     # A `loss_scaling` inside `inner` checks gradients in their own dtype and
     # handles non-gradient leaves: a skipped step returns their old values. If
     # it is switched off, its rule's state has no leaves.
-    scales = any(
-      jax.tree.leaves(x.loss_scale_state)
-      for x in _states.find_states(state.inner_state).values()
-    )
+    found = _states.find_states(state.inner_state).values()
+    scales = bool(jax.tree.leaves([x.loss_scale_state for x in found]))
     if not scales:
       gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
       params = leaves.leave_out(leaves.are_gradients(params), params)
@@ -222,10 +220,9 @@ def _way(
 
 def _is_skipped(inner_state: optax.OptState) -> jax.Array:
   """Returns True if the loss scaling in `inner`, if any, skipped the step."""
-  states = _states.find_states(inner_state).values()
-  if not states:
-    return jnp.full((), False)
-  return functools.reduce(jnp.logical_and, [x.skipped for x in states])
+  found = _states.find_states(inner_state).values()
+  skipped = [x.skipped for x in found] or [jnp.full((), False)]
+  return functools.reduce(jnp.logical_and, skipped)
 
 
 def _over(

@@ -33,8 +33,8 @@ _R = TypeVar("_R")
 class Policy:
   """The dtypes of the parameters, the computation and the output.
 
-  A policy is a single value, which a configuration can hold as a string. It
-  replaces casts throughout a program. `get_policy` makes one from a name.
+  A policy replaces casts throughout a program. A configuration can hold it as a
+  string, of which `get_policy` makes one.
 
   It casts real floating arrays of JAX and NumPy, and real floating
   `jax.ShapeDtypeStruct`s. It returns everything else unchanged, including
@@ -110,9 +110,9 @@ class Policy:
 
     If the policy has a level, the function applies `autocast` at this level,
     with the compute dtype as the low precision. If not, it casts all arguments
-    to the compute dtype, including batch norm statistics and float32 labels,
-    but not the values that `fun` closes over, and JAX's type promotion does the
-    rest. In both cases it casts the results to the output dtype.
+    to the compute dtype, including statistics and labels, but not the values
+    that `fun` closes over. In both cases it casts the results to the output
+    dtype.
 
     Args:
       fun: a function such as a loss function or `model.apply`. If the policy

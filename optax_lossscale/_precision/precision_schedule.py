@@ -143,11 +143,10 @@ class PrecisionSchedule:
       ValueError: unless exactly the argument that the schedule needs is given.
     """
     states.check_kind(state, PrecisionScheduleState)
-    fed = {"step": step, "loss": loss}
-    names = [name for name, value in fed.items() if value is not None]
     needed = "step" if self.until_loss is None else "loss"
-    if names != [needed]:
-      got = " and ".join(f"{name}=" for name in names)
+    fed = {"step": step, "loss": loss}.items()
+    got = " and ".join(f"{name}=" for name, x in fed if x is not None)
+    if got != f"{needed}=":
       raise ValueError(
         f"a schedule with `until_{needed}` must be updated with `{needed}`, "
         f"got {got or 'neither `step` nor `loss`'}."

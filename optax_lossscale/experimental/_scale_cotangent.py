@@ -28,21 +28,17 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 
   The product is computed in float32 or wider and rounded once to the dtype of
   `x`. The gradient must fit once the factor is undone, so undo it on float32
-  parameters, before they are cast to float16. Between two float16 layers use
-  one call for both, with the lower layer's factor divided by the upper layer's.
+  parameters, before they are cast to float16. A cotangent of inf or NaN stays
+  inf or NaN. A saturated cotangent, 65504, does not stay 65504, so no check of
+  gradients sees it afterwards, but a `hardware.status_tap` in the layer does.
 
-  A cotangent of inf or NaN stays inf or NaN. A saturated cotangent, 65504, does
-  not stay 65504, so no check of gradients sees it afterwards, but a
-  `hardware.status_tap` in the layer does. A scale of -1 reverses gradients.
-
-  Forward mode multiplies the tangents in the same way. Each further derivative
-  multiplies once more, and these factors do not cancel. So do not use this with
-  a gradient inside the loss, such as a gradient penalty.
+  Each further derivative multiplies once more, and these factors do not cancel.
+  So do not use this with a gradient inside the loss.
 
   Args:
     x: an array or a pytree. Only floating and complex leaves are scaled.
-    scale: a number, or a real scalar array, which may be traced. It is not
-      differentiated, so its own gradient is 0. Powers of two are exact.
+    scale: a number, or a real scalar array, which may be traced. Its own
+      gradient is 0. Powers of two are exact; -1 reverses gradients.
 
   Returns:
     `x`, unchanged.

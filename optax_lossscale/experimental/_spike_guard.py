@@ -45,8 +45,7 @@ class SpikeGuard:
 
   The guard compares a number of the step (the loss, the gradient norm) with the
   last `window` numbers that it accepted. Pass what `is_spike` returns to
-  `tx.update` as `skip=`, which leaves S alone, and call `update` afterwards.
-  Two guards watch two numbers: `skip=[spike, other]`. Never pass a spike as
+  `tx.update` as `skip=`, and call `update` afterwards. Never pass a spike as
   `overflow=`: S would shrink in vain, and the guard would not count it.
 
   A spike is a number above mean plus `sigma` standard deviations, or above
@@ -56,15 +55,15 @@ class SpikeGuard:
 
   Attributes:
     sigma: how many (sample) standard deviations above the mean a spike begins;
-      None for no such limit. 6 is what OLMo-core, levanter and maxtext use.
+      None for no such limit.
     factor: a spike is above this many times the mean magnitude; above 1, or
       None for no such limit.
     window: how many accepted values to compare with.
     warmup: how many values to accept before any finite value is a spike; by
       default half a window, and at least 2.
     patience: after this many finite spikes in a row the guard accepts the next
-      one and begins anew from it, with another warm-up. Otherwise a lasting
-      change of level would stop the training for ever. `restarts` counts these.
+      one and begins anew from it, with another warm-up, since a lasting change
+      of level would otherwise stop the training for ever.
     on_spike: what the window does with a spike: "drop" leaves it out; "clip"
       takes the limit in its place, for steps that are clipped instead of
       skipped; "keep" takes the spike, as OLMo-core, levanter and maxtext do.
@@ -152,8 +151,7 @@ class SpikeGuard:
     Args:
       state: the state after the previous step.
       value: a number of this step, such as the true loss, or the norm of the
-        unscaled gradients before clipping. All devices must pass the same one:
-        take `jax.lax.pmean` of a loss that each device computes for itself.
+        unscaled gradients before clipping; the same on all devices.
 
     Raises:
       TypeError: if `value` is not a real number, or `state` is not a state.
