@@ -134,9 +134,8 @@ def scaled_value_and_grad(
     TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
       does not return a floating-point scalar.
     ValueError: if the optimizer holds no scale, or several and `path` is None;
-      when called, if a function that is being traced closes over the optimizer
-      and so would never see a new S; when called with `argnums` None, if the
-      first argument holds nothing that the optimizer updates.
+      when called, if a function that is being traced closes over the optimizer;
+      with `argnums` None, if the first argument holds nothing that it updates.
 
   Examples:
     >>> from flax import nnx

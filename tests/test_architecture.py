@@ -20,19 +20,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
   "__init__": 95,
   "__main__": 8,
-  "_autocast": 1832,
+  "_autocast": 1722,
   "_base": 1030,
   "_jaxpr": 1229,
-  "_precision": 1169,
+  "_precision": 1082,
   "_rules": 612,
   "_step": 3132,
-  "checkpoints": 217,
+  "checkpoints": 176,
   "cli": 385,
-  "experimental": 440,
+  "experimental": 418,
   "hardware": 1028,
   "instruments": 4073,
-  "linen": 270,
-  "nnx": 344,
+  "linen": 266,
+  "nnx": 334,
   "plot": 760,
   "presets": 2428,
   "rules": 803,
@@ -70,6 +70,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("plot", 13, _TYPES),
   ("presets", 15, _TYPES),
   ("rules", 1, _TYPES),
+  ("_step", 25, "replacing and checking states, for the packages on it"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10

@@ -136,8 +136,7 @@ class Decision(NamedTuple):
   """The treatment of one operation, and the reason for it."""
 
   treatment: Treatment
-  # The low-precision dtype.
-  dtype: np.dtype
+  dtype: np.dtype  # The low-precision dtype.
   # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
   # The reason that `precision_report` shows, if any.
@@ -148,10 +147,8 @@ class Decision(NamedTuple):
 class Recipe:
   """The caller's settings for `autocast`."""
 
-  # The level, with the caller's changes to its lists.
-  level: Level
-  # The low-precision dtype.
-  dtype: np.dtype
+  level: Level  # With the caller's changes to its lists.
+  dtype: np.dtype  # The low-precision dtype.
   # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, np.dtype], ...]
   # The scopes that contain a product. Such scopes do not count as norms or

@@ -68,9 +68,9 @@ class PrecisionSchedule:
     until_step: full precision begins after this many applied steps. Loop until
       `state.steps` reaches the number of steps that you want.
     until_loss: full precision begins when the loss is this or less. The decimal
-      number that is written is compared exactly, and so is a Fraction. A low
-      loss on a single batch causes the switch, so if batches differ much, pass
-      `update` a mean over several steps. Give either this or `until_step`.
+      number that is written is compared exactly, and so is a Fraction. If
+      batches differ much, pass `update` a mean over several steps, since one
+      low loss causes the switch. Give either this or `until_step`.
     allow_low_products: whether `loss_fn` itself may compute products in low
       precision, even at the end of training, when the loss is not scaled.
 
@@ -257,8 +257,8 @@ class PrecisionSchedule:
       A transformation for this step, with the state of `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optimizer, or `state` is not the schedule's
-        state; from `update`, if S is not a leaf of the rule's state.
+      TypeError: if `tx` is not an optimizer, or `state` is not a schedule's;
+        from `update`, if S is not a leaf of the rule's state.
       ValueError: from `update`, if `optax.MultiSteps` wraps `loss_scaling`, or
         if devices that share an S could be in different precisions.
     """
@@ -325,14 +325,13 @@ class PrecisionSchedule:
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
-        around it would see scaled gradients before the switch and unscaled ones
-        after. For no scaling, use `FixedLossScale(1.0)`.
+        around it would see scaled gradients before the switch alone. For no
+        scaling, use `FixedLossScale(1.0)`.
       cast: as in `value_and_grad`.
       has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step also
         returns its own aux: see `select_on_skip`.
-      axis_name: the mapped axis, or axes, over which `tx` detects overflows and
-        averages gradients under `shard_map`. Each device then computes its own
-        gradients. The loss is averaged, but aux is not.
+      axis_name: the mapped axes over which `tx` averages gradients under
+        `shard_map`. The loss is averaged too, but aux is not.
 
     Returns:
       A pure function from `(params, opt_state, state, *args, **kwargs)` to
