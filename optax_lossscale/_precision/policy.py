@@ -234,13 +234,11 @@ def get_policy(policy: object) -> Policy:
   """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
   Strings with dtypes are as in jmp: "params=float32,compute=float16" or
-  "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
-  are also jmp's: parameters are float32, the computation is in the dtype of the
-  parameters, and the output in that of the computation. A single dtype applies
-  to all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
-  "f32" or "full", "float64" or "f64", any other floating-point dtype of JAX by
-  its name, "half" (bfloat16 on a TPU, else float16) and "none", which keeps
-  each value's dtype. "level=O1" adds that level of `autocast` to the policy.
+  "p=f32,c=f16,o=f32". By default the output has the dtype of the computation,
+  which has that of the parameters, float32. A single dtype applies to all
+  three. Dtypes are "f16", "bf16", "f32" or "full", "f64", every floating-point
+  dtype of JAX by its name, "half" (bfloat16 on a TPU, else float16) and "none",
+  which keeps each value's dtype. "level=O1" adds that level of `autocast`.
 
   The other names are policies with float32 parameters and output, except for
   "origin" and "must_keep_origin_dtype":

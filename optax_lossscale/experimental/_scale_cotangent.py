@@ -70,7 +70,17 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     `Unsupervised Domain Adaptation by Backpropagation
     <https://arxiv.org/abs/1409.7495>`_, 2015, for reversed gradients.
   """
-  factor: Any = _read_scale(scale)
+  factor: Any
+  # An array's value is not checked, since that would wait for the device.
+  if isinstance(scale, jax.Array):
+    factor = arguments.as_real_scalar("scale", scale)
+  else:
+    factor = np.float64(arguments.check_number("scale", scale))
+    if 0 < abs(factor) < arguments.SMALLEST_SCALE:
+      raise ValueError(
+        "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
+        f"normal float32 number, got {scale!r}."
+      )
 
   def scale_leaf(leaf: object) -> object:
     if not leaves.is_gradient(leaf):
@@ -106,17 +116,3 @@ def _scale_tangent(
   else:
     wide = wide * factor
   return _scale_leaf(x, scale), wide.astype(tangent.dtype)
-
-
-def _read_scale(scale: ArrayLike) -> ArrayLike:
-  """Returns a scale as a NumPy number or a real scalar array."""
-  # An array's value is not checked, since that would wait for the device.
-  if isinstance(scale, jax.Array):
-    return arguments.as_real_scalar("scale", scale)
-  number = arguments.check_number("scale", scale)
-  if 0 < abs(number) < arguments.SMALLEST_SCALE:
-    raise ValueError(
-      "`scale` must be 0 or at least 2**-126 in magnitude, the smallest normal "
-      f"float32 number, got {scale!r}."
-    )
-  return np.float64(number)
