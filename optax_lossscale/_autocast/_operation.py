@@ -255,19 +255,10 @@ def _convert_input(
   ):
     # A bias, for example, is broadcast before it is converted, so that its
     # gradient is summed in float32.
-    x = _value.Value(_broadcast(x.array, output), x.written)
+    axes = tuple(range(output.ndim - x.array.ndim, output.ndim))
+    array = lax.broadcast_in_dim(x.array, output.shape, axes)
+    x = _value.Value(array, x.written)
   return x.in_dtype(dtype)
-
-
-def _broadcast(array: Array, output: Any) -> Array:
-  axis_types = jax.sharding.get_abstract_mesh().axis_types
-  is_explicit = jax.sharding.AxisType.Explicit in axis_types
-  return lax.broadcast_in_dim(
-    array,
-    output.shape,
-    tuple(range(output.ndim - array.ndim, output.ndim)),
-    out_sharding=output.sharding if is_explicit else None,
-  )
 
 
 def _bind(
