@@ -330,8 +330,8 @@ def undo_on_skip(
       "optimizer.update(model, scaled_grads) inside the with statement."
     )
   new = _values(nodes)
-  # Compares counts, since the block may hold several updates, of which the flag
-  # describes the last, or none if a condition leaves them out.
+  # Compares counts, since the flag describes only the last update. The block
+  # may hold several updates, or none if a condition leaves them out.
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
   selected = {}
   for place in filter(old.__contains__, new):

@@ -34,7 +34,7 @@ class Policy:
   """The dtypes of the parameters, the computation and the output.
 
   A policy replaces casts throughout a program. A configuration can hold it as a
-  string, of which `get_policy` makes one.
+  string, which `get_policy` reads.
 
   It casts real floating arrays of JAX and NumPy, and real floating
   `jax.ShapeDtypeStruct`s. It returns everything else unchanged, including
@@ -345,8 +345,8 @@ def _parse(policy: str) -> Policy:
 
 
 def _is_dtype(name: str) -> bool:
-  # Only JAX's own name counts: NumPy has aliases, and a different "half". It
-  # would also parse a string that is no identifier, as a record dtype.
+  # Only JAX's own name counts: NumPy has aliases, and a different "half". NumPy
+  # would also parse a string such as "p:f16" as a record dtype.
   found, jax_name = arguments.read_dtype(name if name.isidentifier() else None)
   return name in _DTYPE_NAMES or (found is not None and jax_name == name)
 
