@@ -1,7 +1,7 @@
 """Optimizer states of checkpoints: with, without, and from an older version."""
 
 from collections.abc import Hashable
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 from chex import ArrayTree
@@ -59,53 +59,7 @@ def from_dicts(restored: object, target: trees.Tree) -> trees.Tree:
     >>> print(opt_state.applied_steps, opt_state.amax, opt_state.range_used)
     1 1.0 0.0
   """
-  return _into(target, restored, ())
-
-
-def _into(target: object, got: object, path: tuple[Hashable, ...]) -> Any:
-  if jax.tree_util.all_leaves([target]):
-    is_like = jax.tree_util.all_leaves([got]) and np.shape(target) == np.shape(
-      got
-    )
-    if not is_like or _dtype(target) != _dtype(got):
-      raise _unlike_target(_describe(target), _describe(got), path)
-    return jnp.asarray(got) if isinstance(target, jax.Array) else got
-  structure, children = _open(target)
-  if jax.tree_util.all_leaves([got]) and jax.tree.leaves(target):
-    raise _unlike_target(_describe(target), _describe(got), path)
-  found = _by_name(got)
-  values = []
-  for key, child in children.items():
-    name = leaves.path_name((key,))
-    if name in found:
-      values.append(_into(child, found.pop(name), (*path, key)))
-    elif isinstance(target, _GROWING) or not jax.tree.leaves(child):
-      values.append(child)
-    else:
-      raise _unlike_target(_describe(child), "nothing", (*path, key))
-  if unknown := [name for name in found if jax.tree.leaves(found[name])]:
-    raise _unlike_target("nothing", trees.listed(unknown), path)
-  return jax.tree.unflatten(structure, values)
-
-
-def _by_name(got: object) -> dict[str, object]:
-  """Returns the children of a node by the names of their keys."""
-  if jax.tree_util.all_leaves([got]):
-    return {}
-  return {
-    leaves.path_name((key,)): child for key, child in _open(got)[1].items()
-  }
-
-
-def _unlike_target(
-  expected: str, got: str, path: tuple[Hashable, ...]
-) -> ValueError:
-  return ValueError(
-    "`restored` must have the structure of `target`, apart from new fields of "
-    f"loss scaling, got {got} at {_name(leaves.path_name(path))} where "
-    f"`target` has {expected}; pass a target for the same model, optimizer and "
-    "rule."
-  )
+  return _fill(target, restored, (), by_name=True)
 
 
 def without_loss_scaling(opt_state: optax.OptState) -> Any:
@@ -128,11 +82,7 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
     ValueError: if there is no `LossScalingState`.
   """
   states.require_states(opt_state)
-  return jax.tree.map(
-    lambda x: x.inner_state if states.is_state(x) else x,
-    opt_state,
-    is_leaf=states.is_state,
-  )
+  return states.replace_states(lambda _, x: x.inner_state, opt_state)
 
 
 def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
@@ -183,18 +133,25 @@ def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
       f"{_name(next(iter(present)))}; it needs nothing added, and "
       "without_loss_scaling(bare_state) takes it out."
     )
-  return _fill(opt_state, bare_state, (), is_inner=False)
+  return _fill(opt_state, bare_state, ())
 
 
 def _fill(
-  expected: object, got: object, path: tuple[Hashable, ...], is_inner: bool
+  expected: object,
+  got: object,
+  path: tuple[Hashable, ...],
+  *,
+  by_name: bool = False,
+  is_inner: bool = False,
 ) -> Any:
-  """Returns `expected` with the values of `got`, or raises."""
-  if states.is_state(expected):
+  """Returns `expected` with the values of `got`, or raises if it does not fit.
+
+  With `by_name`, containers may have other types, and `got` may lack new fields
+  of loss scaling. Otherwise `got` lacks loss scaling itself.
+  """
+  if states.is_state(expected) and not by_name:
     inner_state = _fill(expected.inner_state, got, path, is_inner=True)
     return expected._replace(inner_state=inner_state)
-  if jax.tree_util.all_leaves([expected]):
-    return _fill_leaf(expected, got, path, is_inner)
   if (
     is_inner
     and isinstance(expected, optax.MaskedNode)
@@ -202,86 +159,94 @@ def _fill(
   ):
     # This leaf now bypasses the optimizer, which keeps no state for it.
     return expected
-  if type(expected) is not type(got):
-    raise _mismatch(expected, got, path)
+  if _is_leaf(expected):
+    # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
+    is_same = _dtype(expected) == _dtype(got)
+    # The wrapper runs the optimizer in float32, so its state is widened too.
+    is_widened = (
+      is_inner
+      and leaves.is_real(got)
+      and leaves.at_least_float32(got.dtype) == _dtype(expected)
+    )
+    is_shaped = _is_leaf(got) and np.shape(expected) == np.shape(got)
+    if not (is_shaped and (is_same or is_widened)):
+      raise _mismatch(expected, got, path, by_name)
+    if isinstance(expected, (jax.Array, jax.ShapeDtypeStruct)):
+      got = leaves.as_arrays(got)
+    return got if is_same else leaves.widen(got)
+  if _is_leaf(got) or not (by_name or type(expected) is type(got)):
+    raise _mismatch(expected, got, path, by_name)
   # Static fields of a node, such as the `tx` of a TrainState, are not part of a
   # checkpoint: `expected` keeps its own.
   structure, children = _open(expected)
-  _, got_children = _open(got)
-  for key in {**children, **got_children}:
-    if key not in children or key not in got_children:
-      raise _mismatch(
-        children.get(key, _NOTHING),
-        got_children.get(key, _NOTHING),
-        (*path, key),
-      )
+  _, found = _open(got)
+  for key in {**children, **found}:
+    child, value = children.get(key, _NOTHING), found.get(key, _NOTHING)
+    may_lack = by_name and (
+      (value is _NOTHING and isinstance(expected, _GROWING))
+      or not (jax.tree.leaves(child) and jax.tree.leaves(value))
+    )
+    if (child is _NOTHING or value is _NOTHING) and not may_lack:
+      raise _mismatch(child, value, (*path, key), by_name)
+  fill = functools.partial(_fill, by_name=by_name, is_inner=is_inner)
   return jax.tree.unflatten(
     structure,
     [
-      _fill(child, got_children[key], (*path, key), is_inner)
+      fill(child, found[key], (*path, key)) if key in found else child
       for key, child in children.items()
     ],
   )
 
 
-def _fill_leaf(
-  expected: object, got: object, path: tuple[Hashable, ...], is_inner: bool
-) -> object:
-  if not jax.tree_util.all_leaves([got]):
-    raise _mismatch(expected, got, path)
-  if not _is_array(expected) and not _is_array(got):
-    return got
-  if not _is_array(got) or np.shape(expected) != np.shape(got):
-    raise _mismatch(expected, got, path)
-  # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
-  wanted, dtype = _dtype(expected), _dtype(got)
-  if wanted == dtype:
-    return leaves.as_arrays(got) if is_inner else got
-  # The wrapper runs the optimizer in float32, so its state is widened as well.
-  is_float = jnp.issubdtype(dtype, jnp.floating)
-  if not (is_inner and is_float and leaves.at_least_float32(dtype) == wanted):
-    raise _mismatch(expected, got, path)
-  return leaves.widen(leaves.as_arrays(got))
-
-
 def _open(
   node: object,
-) -> tuple[jax.tree_util.PyTreeDef, dict[Hashable, object]]:
-  """Returns the structure of one node, and its children by their keys."""
+) -> tuple[jax.tree_util.PyTreeDef, dict[jax.tree_util.DictKey, object]]:
+  """Returns the structure of one node, and its children by their names."""
   children, structure = jax.tree_util.tree_flatten_with_path(
     node, is_leaf=lambda x: x is not node
   )
-  return structure, {path[0]: child for path, child in children}
+  return structure, {
+    jax.tree_util.DictKey(leaves.path_name(path)): child
+    for path, child in children
+  }
 
 
-def _is_array(x: object) -> bool:
-  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+def _is_leaf(x: object) -> bool:
+  return jax.tree_util.all_leaves([x])
 
 
-def _dtype(x: object) -> np.dtype:
-  return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+def _dtype(x: object) -> np.dtype | None:
+  """Returns the dtype of an array or a number, and None for anything else."""
+  if isinstance(x, (bool, int, float, complex)):
+    return jnp.result_type(x)
+  return getattr(x, "dtype", None)
 
 
 def _mismatch(
-  expected: object, got: object, path: tuple[Hashable, ...]
+  expected: object, got: object, path: tuple[Hashable, ...], by_name: bool
 ) -> ValueError:
   """Returns the error for the first place where two trees differ."""
-  place = leaves.path_name(path)
-  remedy = ""
-  if isinstance(got, (dict, list)) and not isinstance(expected, type(got)):
+  rule = (
+    "`bare_state` must be the state of the optimizer that `opt_state` wraps"
+  )
+  owner, remedy = "it", ""
+  if by_name:
+    rule = (
+      "`restored` must have the structure of `target`, apart from new fields "
+      "of loss scaling"
+    )
+    owner = "`target`"
+    remedy = "; pass a target for the same model, optimizer and rule"
+  elif isinstance(got, (dict, list)) and not isinstance(expected, type(got)):
     remedy = (
       "; a checkpoint must be restored into the structure of the optimizer's "
       "state: jax.eval_shape(inner.init, params)"
     )
-  elif all(
-    _is_array(x) and jnp.issubdtype(_dtype(x), jnp.floating)
-    for x in (expected, got)
-  ) and np.shape(expected) == np.shape(got):
+  elif leaves.is_real(expected) and leaves.is_real(got):
     remedy = "; only floats are widened, to float32 inside of loss scaling"
   return ValueError(
-    "`bare_state` must be the state of the optimizer that `opt_state` wraps, "
-    f"got {_describe(got)} at {_name(place)} where it has "
-    f"{_describe(expected)}{remedy}."
+    f"{rule}, got {_describe(got)} at {_name(leaves.path_name(path))} where "
+    f"{owner} has {_describe(expected)}{remedy}."
   )
 
 
@@ -295,15 +260,9 @@ def _describe(node: object) -> str:
     return "nothing"
   if node is None:
     return "None"
-  if jax.tree_util.all_leaves([node]):
-    if not _is_array(node):
+  if _is_leaf(node):
+    if (dtype := _dtype(node)) is None:
       return arguments.shown(node)
-    shape = ", ".join(map(str, np.shape(node)))
-    return f"{_dtype(node).name}[{shape}]"
-  if hasattr(node, "_fields"):
-    return f"{type(node).__name__}({', '.join(node._fields)})"
-  if isinstance(node, Mapping):
-    return f"a {type(node).__name__} of {trees.listed(node)}"
-  if isinstance(node, (tuple, list)):
-    return f"a {type(node).__name__} of {len(node)}"
-  return f"a {type(node).__name__}"
+    return f"{dtype.name}[{', '.join(map(str, np.shape(node)))}]"
+  names = [key.key for key in _open(node)[1]]
+  return f"{type(node).__name__}({trees.listed(names)})"

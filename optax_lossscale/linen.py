@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Set
 import dataclasses
 from typing import Any
 from typing import Self
@@ -106,7 +107,7 @@ class TrainState(train_state.TrainState):
         another besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
-    static = _static_fields(cls)
+    arrays = _array_fields(cls)
     expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     if _has_fp8(params) and set(params) != expected:
       raise ValueError(
@@ -127,7 +128,7 @@ class TrainState(train_state.TrainState):
       opt_state=opt_state,
       attempts=jnp.full((), 0, jnp.int32),
       **{
-        name: value if name in static else leaves.as_arrays(value)
+        name: leaves.as_arrays(value) if name in arrays else value
         for name, value in kwargs.items()
       },
     )
@@ -184,10 +185,8 @@ class TrainState(train_state.TrainState):
     )
     params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
-      collection = fp8_ops.OVERWRITE_WITH_GRADIENT
-      # The gradients of this collection are its next values.
-      overwrite = {"params": params, collection: grads[collection]}
-      params = core.copy(self.params, overwrite)
+      # The gradients of the other collection are its next values.
+      params = core.copy(self.params, {**grads, "params": params})
     attempted: Self = self.replace(
       opt_state=opt_state, attempts=optax.safe_increment(self.attempts)
     )
@@ -197,8 +196,7 @@ class TrainState(train_state.TrainState):
   def replace_if_applied(self, **kwargs: object) -> Self:
     """Returns the state with new values, or unchanged after a skipped step.
 
-    Use it for values that depend on the new parameters, such as the moving
-    average in the example of `TrainState`.
+    It is for values that depend on the new parameters, such as an average.
 
     Args:
       **kwargs: new values for fields that are pytrees of arrays.
@@ -234,22 +232,20 @@ def _has_fp8(tree: object) -> bool:
   return isinstance(tree, Mapping) and fp8_ops.OVERWRITE_WITH_GRADIENT in tree
 
 
-def _static_fields(state: Any) -> set[str]:
-  """Returns the fields that Flax marks as not part of the pytree."""
+def _array_fields(state: Any) -> list[str]:
+  """Returns the fields that Flax does not mark as outside the pytree."""
   fields = dataclasses.fields(state)
-  return {x.name for x in fields if not x.metadata.get("pytree_node", True)}
+  return [x.name for x in fields if x.metadata.get("pytree_node", True)]
 
 
 def _check_fields(
   state: TrainState,
   method: str,
   new: Iterable[str],
-  own: frozenset[str] | set[str] = frozenset(),
+  own: Set[str] = frozenset(),
 ) -> None:
   """Raises if a new value is for a field that `method` cannot set."""
-  names = [field.name for field in dataclasses.fields(state)]
-  excluded = _static_fields(state) | own
-  allowed = [name for name in names if name not in excluded]
+  allowed = [name for name in _array_fields(state) if name not in own]
   for name in new:
     if name not in allowed:
       raise TypeError(

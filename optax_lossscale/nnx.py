@@ -112,10 +112,9 @@ def scaled_value_and_grad(
 
   It multiplies the loss by S and differentiates it as `nnx.value_and_grad`
   does, but returns the true loss. Pass the scaled gradients to
-  `optimizer.update`. The changes that `fun` makes to the model (batch
-  statistics, counts of random keys) remain even if the step is then skipped;
-  see `undo_on_skip`. Each call reads S from the optimizer, so the returned
-  function can be reused. Under `nnx.jit`, pass the optimizer as an argument.
+  `optimizer.update`. The changes that `fun` makes to the model remain even if
+  the step is then skipped; see `undo_on_skip`. Each call reads S from the
+  optimizer. Under `nnx.jit`, pass the optimizer as an argument.
 
   Args:
     fun: a function of a model and other arguments that returns a real scalar,
@@ -135,9 +134,8 @@ def scaled_value_and_grad(
     TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
       does not return a floating-point scalar.
     ValueError: if the optimizer holds no scale, or several and `path` is None;
-      when called, if a function that is being traced closes over the optimizer
-      and so would never see a new S; when called with `argnums` None, if the
-      first argument holds nothing that the optimizer updates.
+      when called, if a function that is being traced closes over the optimizer;
+      with `argnums` None, if the first argument holds nothing that it updates.
 
   Examples:
     >>> from flax import nnx
@@ -210,10 +208,9 @@ def autocast(
 
   It is `optax_lossscale.autocast` for models that a forward pass changes. The
   changes that `fun` makes to its arguments (batch statistics, counts of random
-  keys, sown values) remain, in the dtypes that they have without autocast. Pass
-  the result to `scaled_value_and_grad` or `nnx.jit`. Each model must be an
-  argument of `fun`, unless `fun` only reads it. If `fun` is a model, or a
-  method of one, that model counts as an argument.
+  keys, sown values) remain, in the dtypes that they have without autocast. Each
+  model must be an argument of `fun`, unless `fun` only reads it. If `fun` is a
+  model, or a method of one, that model counts as an argument.
 
   Args:
     fun: a function of NNX objects, such as a loss function, or a model.
@@ -283,19 +280,13 @@ def undo_on_skip(
   """Undoes the changes of a step to a model if the optimizer skips the step.
 
   A forward pass changes batch statistics and counts of random keys in place,
-  before anyone knows that the gradients will overflow. Put the whole step into
+  before anyone knows that the gradients will overflow. Put one whole step into
   one `with` block: the loss, the optimizer's update and anything that follows
   from it, such as a moving average of the parameters. On a skip, each variable
   of `nodes` gets its old value back at the end of the block, bit for bit. This
-  works under `nnx.jit` and `nnx.scan`.
-
-  Two updates in one block are two steps. If either is skipped, the model goes
-  back to its values before both, but the optimizer keeps the other update. If
-  `nnx.cond` leaves out the update, nothing is skipped.
-
-  Sown variables (`nnx.Intermediate`) keep their new values because they report
-  on the step. Variables that the step creates or removes are left alone. If the
-  block raises, nothing is selected.
+  works under `nnx.jit` and `nnx.scan`. Sown variables (`nnx.Intermediate`) keep
+  their new values because they report on the step. Variables that the step
+  creates or removes are left alone. If the block raises, nothing is selected.
 
   Args:
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
@@ -328,10 +319,9 @@ def undo_on_skip(
     >>> print(model.mean[...], ols.get_loss_scale(optimizer.opt_state))
     [0. 0.] 512.0
   """
-  _find_state(optimizer, path)  # Raises now rather than after the step.
+  skipped_steps = _find_state(optimizer, path).skipped_steps
   _check_nodes(optimizer, nodes)
   step = optimizer.step.get_value()
-  skipped_steps = _find_state(optimizer, path).skipped_steps
   old = _values(nodes)
   yield
   if optimizer.step.get_value() is step:
@@ -438,4 +428,4 @@ def _values(nodes: object) -> dict[_Place, Any]:
 
 
 def _name(place: _Place) -> str:
-  return "/".join(str(key) for key in place)
+  return "/".join(map(str, place))

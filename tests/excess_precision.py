@@ -93,8 +93,8 @@ def _apply(options, equation, inputs):
     ][:1]
   elif calls.form(equation) in _BUFFERED:
 
-    def interpret(body, inputs):
-      outputs = _evaluate(options, body.jaxpr, inputs)
+    def interpret(place, inputs):
+      outputs = _evaluate(options, bodies[place].jaxpr, inputs)
       return [_array(x) for x in outputs]
 
     return throughout.rebuild(equation, arrays, interpret)

@@ -7,8 +7,8 @@ is then evaluated in mixed precision, like the function itself.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import itertools
 from typing import Any
-from typing import TypeVar
 
 import jax
 from jax.extend import core
@@ -20,24 +20,41 @@ from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
 
-_Chosen = TypeVar("_Chosen")
-
 _Values = Sequence[_value.Value]
-EvaluateFunction = Callable[[_Values], _Values]
-EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
+_EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
+
+
+class Function:
+  """A function of arrays, for an `evaluate` that takes and returns values."""
+
+  def __init__(
+    self, inputs: _Values, evaluate: Callable[[_Values], _Values]
+  ) -> None:
+    # JAX keeps a function that has a rule, but must not keep its inputs alive.
+    self.inputs = [x.outline for x in inputs]
+    self._evaluate = evaluate
+    self._outputs: list[_value.Value] | None = None
+
+  def run(self, *arguments: Array) -> list[Array]:
+    """Runs the function, and keeps the outlines of its outputs."""
+    outputs = self._evaluate(_value.with_arrays(self.inputs, arguments))
+    self._outputs = [x.outline for x in outputs]
+    return _value.get_arrays(outputs)
+
+  @property
+  def outputs(self) -> _Values:
+    """The outlines of the outputs."""
+    if self._outputs is None:
+      # JAX calls only the rule if the inputs are already being differentiated.
+      jax.eval_shape(self.run, *_value.get_arrays(self.inputs))
+    return self._outputs or []
 
 
 def keep_jvp(
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  evaluate_function: EvaluateFunction,
-  evaluate_rule: EvaluateRule,
-) -> _Values:
-  """Evaluates a `jax.custom_jvp` and keeps its derivative rule."""
+  equation: core.JaxprEqn, itself: Function, evaluate_rule: _EvaluateRule
+) -> Callable[..., list[Array]]:
+  """Returns the function of a `jax.custom_jvp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
-  arrays = _value.get_arrays(inputs)
-  inputs = [x.outline for x in inputs]
-  itself = _Function(inputs, evaluate_function)
   function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
@@ -48,11 +65,11 @@ def keep_jvp(
     moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
     places = [i for i, x in enumerate(moving) if x]
     jaxpr = _record_tangents(equation, types, places)
-    dtypes = itself.dtypes
+    dtypes = [x.dtype for x in itself.outputs]
     outputs = evaluate_rule(
       jaxpr,
       [
-        *_value.with_arrays(inputs, primals),
+        *_value.with_arrays(itself.inputs, primals),
         *(_value.Value(tangents[i], types[i].dtype) for i in places),
       ],
     )
@@ -65,31 +82,24 @@ def keep_jvp(
       for x, dtype in zip(primals_out, dtypes, strict=True)
     ]
 
-  return itself.values(function(*arrays))
+  return function
 
 
 def keep_vjp(
-  equation: core.JaxprEqn,
-  inputs: _Values,
-  evaluate_function: EvaluateFunction,
-  evaluate_rule: EvaluateRule,
-) -> _Values:
-  """Evaluates a `jax.custom_vjp` and keeps its derivative rule."""
+  equation: core.JaxprEqn, itself: Function, evaluate_rule: _EvaluateRule
+) -> Callable[..., list[Array]]:
+  """Returns the function of a `jax.custom_vjp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
   is_input = [_is_float(x) for x in types]
   is_output = [_is_float(variable.aval) for variable in equation.outvars]
-  arrays = _value.get_arrays(inputs)
-  inputs = [x.outline for x in inputs]
-  itself = _Function(inputs, evaluate_function)
-
   recorded = functools.cache(
     lambda: _record_forward(equation, types, is_input, is_output)
   )
 
   def forward(*arguments: Array) -> tuple[list[Array], list[Array]]:
     jaxpr, _, _ = recorded()
-    dtypes = itself.dtypes
-    results = evaluate_rule(jaxpr, _value.with_arrays(inputs, arguments))
+    dtypes = [x.dtype for x in itself.outputs]
+    results = evaluate_rule(jaxpr, _value.with_arrays(itself.inputs, arguments))
     kept = _value.get_arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
@@ -97,18 +107,18 @@ def keep_vjp(
     kept: Sequence[Array], cotangents: Sequence[Array]
   ) -> tuple[Array | None, ...]:
     jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
-    arguments = [*kept, *_choose(cotangents, is_output)]
+    arguments = [*kept, *itertools.compress(cotangents, is_output)]
     results = iter(
       evaluate_rule(jaxpr, list(map(_value.Value, arguments, dtypes)))
     )
     return tuple(
       next(results).in_dtype(x.dtype) if is_float else None
-      for is_float, x in zip(is_input, inputs, strict=True)
+      for is_float, x in zip(is_input, itself.inputs, strict=True)
     )
 
   function = jax.custom_vjp(itself.run)
   function.defvjp(forward, backward)
-  return itself.values(function(*arrays))
+  return function
 
 
 def _record_tangents(
@@ -151,10 +161,10 @@ def _record_forward(
           for is_float, x in zip(is_input, arguments, strict=True)
         ],
       )
-      return _choose(outputs, is_output), list(outputs)
+      return list(itertools.compress(outputs, is_output)), list(outputs)
 
     _, vjp, outputs = jax.vjp(
-      of_floats, *_choose(arguments, is_input), has_aux=True
+      of_floats, *itertools.compress(arguments, is_input), has_aux=True
     )
     return outputs, vjp
 
@@ -169,41 +179,11 @@ def _record_backward(
 ) -> tuple[core.Jaxpr, list[np.dtype]]:
   """Records a rule's backward pass, and returns it with its input dtypes."""
   kept, structure = jax.tree.flatten(vjp)
-  of_floats = _choose(outputs, is_output)
+  of_floats = list(itertools.compress(outputs, is_output))
   jaxpr = jax.make_jaxpr(
     lambda kept, cotangents: jax.tree.unflatten(structure, kept)(cotangents)
   )(kept, of_floats)
   return jaxpr, [x.dtype for x in (*kept, *of_floats)]
-
-
-class _Function:
-  """Evaluates a function that has a derivative rule, without the rule."""
-
-  def __init__(self, inputs: _Values, evaluate: EvaluateFunction) -> None:
-    self._inputs = inputs
-    self._evaluate = evaluate
-    self._outputs: list[_value.Value] | None = None
-
-  def run(self, *arguments: Array) -> list[Array]:
-    """Runs the function, and keeps the outlines of its outputs."""
-    outputs = self._evaluate(_value.with_arrays(self._inputs, arguments))
-    self._outputs = [x.outline for x in outputs]
-    return _value.get_arrays(outputs)
-
-  @property
-  def dtypes(self) -> list[np.dtype]:
-    """The dtypes of the outputs."""
-    return [x.dtype for x in self._noted()]
-
-  def values(self, arrays: Sequence[Array]) -> _Values:
-    """Returns the output values, given the arrays that `run` returned."""
-    return _value.with_arrays(self._noted(), arrays)
-
-  def _noted(self) -> _Values:
-    if self._outputs is None:
-      # JAX calls only the rule if the inputs are already being differentiated.
-      jax.eval_shape(self.run, *_value.get_arrays(self._inputs))
-    return self._outputs or []
 
 
 def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
@@ -211,12 +191,6 @@ def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
     x.in_dtype(dtype) if x.is_float else x.array
     for x, dtype in zip(values, dtypes, strict=True)
   ]
-
-
-def _choose(
-  values: Sequence[_Chosen], is_chosen: Sequence[bool]
-) -> list[_Chosen]:
-  return [x for x, chosen in zip(values, is_chosen, strict=True) if chosen]
 
 
 def _is_float(x: object) -> bool:

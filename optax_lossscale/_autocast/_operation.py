@@ -35,7 +35,6 @@ _KEEP_SPAN = (
 )
 _FLOAT32 = levels.FLOAT32
 
-_ELEMENTWISE = operation_table.ELEMENTWISE | operation_table.JOINS
 # The results of these operations depend on the bits of the dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
 
@@ -48,6 +47,7 @@ def evaluate(
 ) -> _Values:
   """Runs an operation as `decision` says, and returns its outputs."""
   name = equation.primitive.name
+  moves = operation_table.moves(equation)
   if (
     decision.treatment is _Treatment.WRITTEN
     or name in _OF_BITS
@@ -63,12 +63,11 @@ def evaluate(
     return _run_product(equation, inputs, decision)
   if name in operation_table.COMPARISONS:
     return _run_in_dtype(equation, inputs, _find_widest(inputs), decision)
-  if operation_table.moves(equation) and not (
-    name in operation_table.JOINS or decision.treatment is _Treatment.BLACK
-  ):
+  is_join = name in operation_table.JOINS
+  if moves and not (is_join or decision.treatment is _Treatment.BLACK):
     with scopes.note(_Kind.COMPUTED.value):
       return _run_move(equation, inputs)
-  if name in _ELEMENTWISE or operation_table.moves(equation):
+  if moves or is_join or name in operation_table.ELEMENTWISE:
     dtype, kind = _choose(equation, inputs, decision)
     return _run_in_dtype(equation, inputs, dtype, decision, kind)
   return _run_as_written(equation, inputs)
@@ -130,14 +129,13 @@ def _run_product(
     # An explicit algorithm fixes the dtypes of the inputs.
     return _run_as_written(equation, inputs)
   floats = [x for x in inputs if x.is_float]
-  if decision.treatment is _Treatment.BLACK:
-    dtype = _FLOAT32
-  elif decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+  dtype = decision.dtype
+  if decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
     promotes = decision.treatment is _Treatment.PROMOTE
     dtype = _find_widest(floats, promotes=promotes)
-  else:
-    dtype = decision.dtype
-  if any(x.exceeds(dtype) for x in floats):
+  if decision.treatment is _Treatment.BLACK or any(
+    x.exceeds(dtype) for x in floats
+  ):
     dtype = _FLOAT32
   emitted = parameters["preferred_element_type"]
   if emitted is not None and all(x.written == _FLOAT32 for x in floats):
@@ -257,21 +255,10 @@ def _convert_input(
   ):
     # A bias, for example, is broadcast before it is converted, so that its
     # gradient is summed in float32.
-    x = _value.Value(_broadcast(x.array, output), x.written)
+    axes = tuple(range(output.ndim - x.array.ndim, output.ndim))
+    array = lax.broadcast_in_dim(x.array, output.shape, axes)
+    x = _value.Value(array, x.written)
   return x.in_dtype(dtype)
-
-
-def _broadcast(array: Array, output: Any) -> Array:
-  explicit = jax.sharding.AxisType.Explicit
-  if explicit not in jax.sharding.get_abstract_mesh().axis_types:
-    return jnp.broadcast_to(array, output.shape)
-  first = output.ndim - array.ndim
-  return lax.broadcast_in_dim(
-    array,
-    output.shape,
-    tuple(range(first, output.ndim)),
-    out_sharding=output.sharding,
-  )
 
 
 def _bind(

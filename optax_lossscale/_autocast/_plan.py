@@ -6,7 +6,6 @@ also on what comes later: a matrix product, or uses that are not in float32.
 
 import collections
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -70,16 +69,9 @@ class Plan:
   # How the jaxpr uses its inputs.
   inputs: Sequence[Use] = ()
 
-  def unknown(self) -> Iterator[str]:
-    """Yields the operations that `autocast` cannot look into."""
-    for step in self.steps:
-      if step.decision is not None and step.decision.why == _UNKNOWN:
-        yield f"{step.name} in {step.scope}" if step.scope else step.name
-      for plan in step.bodies:
-        yield from plan.unknown()
 
-
-_UNKNOWN = "unknown operation"
+# The reason for an operation that `autocast` cannot look into.
+UNKNOWN = "unknown operation"
 # Primitives that hold a jaxpr but count as one operation, because their jaxpr
 # only combines two numbers.
 _COMBINING = operation_table.names("""
@@ -88,13 +80,12 @@ _COMBINING = operation_table.names("""
 """)
 # These operations save nothing for the backward pass, so float32 costs no extra
 # memory. The same holds for multiplication by a constant. (`reduce_max` is
-# listed for softmax, which does not differentiate its maximum.)
+# listed for softmax, which does not differentiate its maximum, and cubes and
+# squares for a sum that follows, the only user of their results.)
 _LINEAR = operation_table.names("""
-  add add_any concatenate neg pad reduce_max select_n stack stop_gradient sub
+  add add_any concatenate cube neg pad reduce_max select_n square stack
+  stop_gradient sub
 """)
-_LINEAR_WITH_CONSTANT = operation_table.names("div mul")
-# Nonlinear operations. A sum that follows is the only user of their results.
-_BEFORE_SUMS = operation_table.names("cube square")
 
 
 def make_plan(
@@ -140,8 +131,8 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
     ]
     if are_constant and all(are_constant):
       constants.update(equation.outvars)
-    is_linear = name in _LINEAR | _BEFORE_SUMS or _is_guard(equation)
-    is_linear |= name in _LINEAR_WITH_CONSTANT and any(are_constant)
+    is_linear = name in _LINEAR or _is_guard(equation)
+    is_linear |= name in ("div", "mul") and any(are_constant)
     steps.append(Step(name, where, has_product, is_linear, decision, bodies))
   return Plan(steps)
 
@@ -213,7 +204,7 @@ def _plan_operation(
   after = functools.reduce(operator.or_, step.outputs, Use())
   use, in_float32 = _use_inputs(equation, step, decision, after)
   if _is_unknown(equation):
-    decision = decision._replace(treatment=_Treatment.WRITTEN, why=_UNKNOWN)
+    decision = decision._replace(treatment=_Treatment.WRITTEN, why=UNKNOWN)
   elif in_float32 and not decision.is_override:
     why = "no product follows"
     if after.leads_to_product:

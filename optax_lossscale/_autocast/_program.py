@@ -34,14 +34,8 @@ class MixedProgram:
   """Evaluates jaxprs in mixed precision."""
 
   recipe: levels.Recipe
-  # The operations planned so far that `autocast` cannot look into.
+  # The operations evaluated so far that `autocast` cannot look into.
   unknown: set[str] = dataclasses.field(default_factory=set)
-
-  def plan(self, jaxpr: core.Jaxpr, scope: str, use: _plan.Use) -> _plan.Plan:
-    """Returns the plan for a jaxpr in `scope`; `use` is that of all outputs."""
-    plan = _plan.make_plan(jaxpr, self.recipe, scope, use)
-    self.unknown.update(plan.unknown())
-    return plan
 
   def evaluate(
     self,
@@ -63,6 +57,9 @@ class MixedProgram:
       if step.decision is None:
         evaluate_call = _CALLS.get(calls.form(equation), _evaluate_in_place)
         return evaluate_call(_Call(self, equation, step, inputs))
+      if step.decision.why == _plan.UNKNOWN:
+        where = f" in {step.scope}" if step.scope else ""
+        self.unknown.add(f"{step.name}{where}")
       with scopes.note(step.decision.why):
         return _operation.evaluate(
           equation, inputs, step.decision, self.recipe.dtypes
@@ -100,18 +97,20 @@ def _keep_remat(of: _Call) -> _Values:
   parameters = of.equation.params
   if parameters["differentiated"]:
     return _evaluate_in_place(of)
-  outlines: list[_value.Value] = []
-
-  def run(*arrays: Array) -> list[Array]:
-    outputs = of.evaluate_body(0, _value.with_arrays(of.inputs, arrays))
-    outlines[:] = [x.outline for x in outputs]
-    return _value.get_arrays(outputs)
-
+  itself = _as_function(of)
   with interpreter.inside(of.equation):
     arrays = jax.checkpoint(
-      run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"]
+      itself.run,
+      prevent_cse=parameters["prevent_cse"],
+      policy=parameters["policy"],
     )(*_value.get_arrays(of.inputs))
-  return _value.with_arrays(outlines, arrays)
+  return _value.with_arrays(itself.outputs, arrays)
+
+
+def _as_function(of: _Call) -> _derivative_rules.Function:
+  # JAX keeps the function, which must not keep the inputs' tracers alive.
+  evaluate = functools.partial(of._replace(inputs=()).evaluate_body, 0)
+  return _derivative_rules.Function(of.inputs, evaluate)
 
 
 def _keep_rule(of: _Call) -> _Values:
@@ -121,13 +120,14 @@ def _keep_rule(of: _Call) -> _Values:
 
   def evaluate_rule(jaxpr: core.Jaxpr, inputs: _Values) -> _Values:
     # A product follows the derivative if one follows the function.
-    plan = program.plan(jaxpr, step.scope, _plan.share_use(step.outputs))
+    use = _plan.share_use(step.outputs)
+    plan = _plan.make_plan(jaxpr, program.recipe, step.scope, use)
     return program.evaluate(jaxpr, plan, inputs)
 
-  # JAX keeps the function, which must not keep the inputs' tracers alive.
-  evaluate_function = functools.partial(of._replace(inputs=()).evaluate_body, 0)
+  itself = _as_function(of)
   with interpreter.inside(equation):
-    return keep(equation, inputs, evaluate_function, evaluate_rule)
+    arrays = keep(equation, itself, evaluate_rule)(*_value.get_arrays(inputs))
+  return _value.with_arrays(itself.outputs, arrays)
 
 
 def _rebuild(of: _Call) -> _Values:

@@ -156,17 +156,15 @@ def make_given(array: Array, aval: object) -> Value:
 
 def make_constant(literal: core.Literal) -> Value:
   """Returns a number in the program as a `Value`."""
-  number, aval = literal.val, literal.aval
-  dtype = getattr(aval, "dtype", None)
-  if dtype is None or not bits.part_dtype(aval):
+  number, dtype = literal.val, getattr(literal.aval, "dtype", None)
+  if not bits.part_dtype(literal.aval):
     return Value(number, dtype, Kind.CONSTANT)
   array = np.asarray(number, dtype)
   if array.ndim or np.iscomplexobj(array):
     return Value(array, dtype, Kind.CONSTANT)
-  known = float(array)
-  magnitude = abs(known)
+  magnitude = abs(float(array))
   span = (magnitude, magnitude) if 0 < magnitude < np.inf else None
-  return Value(array, dtype, Kind.CONSTANT, known, span)
+  return Value(array, dtype, Kind.CONSTANT, float(array), span)
 
 
 def make_outputs(

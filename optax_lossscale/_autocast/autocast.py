@@ -40,16 +40,14 @@ def autocast(
   Operations that would lose range or accuracy stay in float32. All of this
   happens during tracing and costs nothing when the program runs.
 
-  The outputs of `fun` and the gradients keep their dtypes. A value is converted
-  to a dtype only once, however many operations need it, and once more in each
-  loop, branch or `remat` that uses it. Sums, including products of two vectors,
-  are accumulated in float32. A constant that `dtype` cannot hold is added or
-  multiplied in float32. The rules of `custom_jvp` and `custom_vjp` still apply,
-  loops carry the same dtypes as without `autocast`, and `remat` recomputes the
-  same values. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
+  The outputs of `fun` and the gradients keep their dtypes. Sums, including
+  products of two vectors, are accumulated in float32, and a constant that
+  `dtype` cannot hold is added or multiplied in float32. Only values that are
+  float32 or `dtype` in `fun` are affected. The rules of `custom_jvp` and
+  `custom_vjp` still apply, and loops carry the same dtypes as without
+  `autocast`. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
   `composite` is replaced by its definition, and a `custom_linear_solve` keeps
-  its precision. Only values that are float32 or `dtype` in `fun` are affected;
-  integers, keys, float64 and other dtypes are left alone.
+  its precision.
 
   The levels:
 
@@ -134,16 +132,13 @@ def autocast(
       (scope, operation_table.name_of(equation))
       for scope, equation, _ in scopes.operations(jaxpr)
     }
-    of_fun = recipe.of(operations_of_fun, operation_table.NAMES)
+    program = _program.MixedProgram(recipe.of(operations_of_fun))
     variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-    consts, inputs = recording.consts_and_arguments(
-      [
-        _value.make_given(x, variable.aval)
-        for x, variable in zip(recording.operands, variables, strict=True)
-      ]
+    given = map(
+      _value.make_given, recording.operands, (x.aval for x in variables)
     )
-    program = _program.MixedProgram(of_fun)
-    plan = program.plan(jaxpr, "", _plan.Use())
+    consts, inputs = recording.consts_and_arguments(list(given))
+    plan = _plan.make_plan(jaxpr, program.recipe, "", _plan.Use())
     outputs = program.evaluate(jaxpr, plan, inputs, consts)
     for operation in sorted(program.unknown):
       warnings.warn(

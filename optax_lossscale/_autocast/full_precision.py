@@ -1,8 +1,6 @@
 """Checks that functions are in full precision and do not call `autocast`."""
 
 from collections.abc import Callable
-from collections.abc import Iterator
-import contextlib
 import contextvars
 import functools
 from typing import ParamSpec
@@ -36,8 +34,7 @@ def in_full_precision(
 
   @functools.wraps(fun)
   def checked_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-    with _refused():
-      recording = interpreter.record(fun, args, kwargs)
+    recording = interpreter.record(without_autocast(fun), args, kwargs)
     if not keeps_products:
       _check_products(recording.jaxpr)
     return recording.result(recording.evaluate(*recording.operands))
@@ -50,8 +47,11 @@ def without_autocast(fun: Callable[_P, _R]) -> Callable[_P, _R]:
 
   @functools.wraps(fun)
   def refusing_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-    with _refused():
+    token = _is_refused.set(True)
+    try:
       return fun(*args, **kwargs)
+    finally:
+      _is_refused.reset(token)
 
   return refusing_fun
 
@@ -63,15 +63,6 @@ def refuse_autocast() -> None:
       "`loss_fn` must not be under autocast, since the precision schedule "
       "decides when to lower it; pass it in float32, without autocast."
     )
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-  token = _is_refused.set(True)
-  try:
-    yield
-  finally:
-    _is_refused.reset(token)
 
 
 def _check_products(jaxpr: core.Jaxpr) -> None:

@@ -39,13 +39,12 @@ PRODUCTS = operation_table.names("""
 # slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
 # squares and cubes in float32 if they are written as powers. Here squares and
 # cubes follow their input, as they do in the activations of a layer with
-# `dtype=`. Before a sum, however, squares and cubes are in float32.
+# `dtype=`. Before a sum, however, squares and cubes are in float32. The inverse
+# functions are steep at the ends of their domain, where float16 has few values.
 STEEP = operation_table.names("""
-  cosh exp exp2 expm1 integer_pow log log1p log2 pow reciprocal rsqrt sinh tan
+  acos acosh asin asinh atanh cosh erf_inv exp exp2 expm1 integer_pow log log1p
+  log2 pow reciprocal rsqrt sinh tan
 """)
-
-# Functions steep at the ends of their domain, where float16 has few values.
-INVERSES = operation_table.names("acos acosh asin asinh atanh erf_inv")
 
 # Long sums lose small terms: in float16, 2048 + 1 is 2048. So every level
 # accumulates sums in float32. The results of these sums also stay in float32,
@@ -91,71 +90,36 @@ class Treatment(enum.Enum):
   WRITTEN = "written"
 
 
-@dataclasses.dataclass(frozen=True)
-class Level:
-  """A level: its lists of operations, and the treatment of all others."""
+# The treatments that a caller may choose for an operation, by their names.
+LISTS = {
+  name: Treatment(name) for name in ("white", "black", "promote", "gray")
+}
 
-  white: frozenset[str] = frozenset()
-  black: frozenset[str] = frozenset()
-  promote: frozenset[str] = frozenset()
-  gray: frozenset[str] = frozenset()
+
+class Level(NamedTuple):
+  """A level: the treatments of operations, by name and in scopes."""
+
+  listed: Mapping[str, Treatment]
   # The treatment of operations that are on no list.
   rest: Treatment = Treatment.GRAY
-  # Patterns for scopes that stay in float32, apart from `white` operations.
+  # Patterns for scopes that stay in float32, apart from white operations.
   scopes: tuple[str, ...] = ()
 
-  @property
-  def named(self) -> frozenset[str]:
-    """All operations that are on one of the level's lists."""
-    return frozenset().union(*(getattr(self, name) for name in LIST_NAMES))
 
-  def treatment(self, operation: str) -> Treatment:
-    """Returns the treatment of an operation, without regard to its scope."""
-    for name in LIST_NAMES:
-      if operation in getattr(self, name):
-        return Treatment(name)
-    return self.rest
-
-  def edit(self, operations: Mapping[str, frozenset[str]]) -> "Level":
-    """Returns a copy of the level, with operations moved to other lists."""
-    named = frozenset().union(*operations.values())
-    return dataclasses.replace(
-      self,
-      **{
-        name: (getattr(self, name) - named) | operations.get(name, frozenset())
-        for name in LIST_NAMES
-      },
-    )
-
-
-LIST_NAMES = ("white", "black", "promote", "gray")
-
-_BLACK = STEEP | INVERSES | SUMS | SPECIAL
+_WHITE = dict.fromkeys(PRODUCTS, Treatment.WHITE)
+_SPECIAL = {**_WHITE, **dict.fromkeys(SPECIAL, Treatment.BLACK)}
+_BLACK = {**_SPECIAL, **dict.fromkeys(STEEP | SUMS, Treatment.BLACK)}
+_PROMOTE = {**_BLACK, **dict.fromkeys(PROMOTING, Treatment.PROMOTE)}
 _SCOPES = NORM_SCOPES + LOSS_SCOPES
 
 LEVELS: Mapping[str, Level] = {
-  "O0": Level(rest=Treatment.WRITTEN),
-  "O1": Level(white=PRODUCTS, black=_BLACK, scopes=_SCOPES),
-  "O2": Level(
-    white=PRODUCTS,
-    black=SPECIAL,
-    rest=Treatment.LOW_BUT_NORMS,
-    scopes=_SCOPES,
-  ),
-  "O3": Level(
-    white=PRODUCTS,
-    black=SPECIAL,
-    rest=Treatment.LOW,
-    scopes=LOSS_SCOPES,
-  ),
-  "auto": Level(
-    white=PRODUCTS,
-    black=_BLACK,
-    promote=PROMOTING,
-    scopes=_SCOPES,
-  ),
+  "O0": Level({}, Treatment.WRITTEN),
+  "O1": Level(_BLACK, Treatment.GRAY, _SCOPES),
+  "O2": Level(_SPECIAL, Treatment.LOW_BUT_NORMS, _SCOPES),
+  "O3": Level(_SPECIAL, Treatment.LOW, LOSS_SCOPES),
+  "auto": Level(_PROMOTE, Treatment.GRAY, _SCOPES),
   # Paddle's level of this name, which has only a white list.
-  "OD": Level(white=PRODUCTS, rest=Treatment.WRITTEN),
+  "OD": Level(_WHITE, Treatment.WRITTEN),
 }
 
 
@@ -172,8 +136,7 @@ class Decision(NamedTuple):
   """The treatment of one operation, and the reason for it."""
 
   treatment: Treatment
-  # The low-precision dtype.
-  dtype: np.dtype
+  dtype: np.dtype  # The low-precision dtype.
   # True if a pattern of `overrides` matches the operation's scope.
   is_override: bool = False
   # The reason that `precision_report` shows, if any.
@@ -184,14 +147,10 @@ class Decision(NamedTuple):
 class Recipe:
   """The caller's settings for `autocast`."""
 
-  # The level, with the caller's changes to its lists.
-  level: Level
-  # The low-precision dtype.
-  dtype: np.dtype
+  level: Level  # With the caller's changes to its lists.
+  dtype: np.dtype  # The low-precision dtype.
   # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, np.dtype], ...]
-  # The operations that the caller moved to other lists.
-  edited: frozenset[str]
   # The scopes that contain a product. Such scopes do not count as norms or
   # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
@@ -208,19 +167,17 @@ class Recipe:
     """True if the recipe changes nothing."""
     return not self.overrides and self.level == LEVELS["O0"]
 
-  def of(
-    self, operations: Collection[tuple[str, str]], names: frozenset[str]
-  ) -> "Recipe":
+  def of(self, operations: Collection[tuple[str, str]]) -> "Recipe":
     """Returns the recipe for a function that has these (scope, name) pairs."""
     _check_patterns(
       [pattern for pattern, _ in self.overrides],
       {scope for scope, _ in operations},
     )
-    known = names.union(
+    known = operation_table.NAMES.union(
       (name for _, name in operations),
-      *(level.named for level in LEVELS.values()),
+      *(level.listed for level in LEVELS.values()),
     )
-    for name in sorted(self.edited - known):
+    for name in sorted(self.level.listed.keys() - known):
       # The cutoff is high, since 'matmul' is not a misspelled 'mul'.
       remedy = arguments.did_you_mean(name, known, most=3, cutoff=0.75) or (
         "; a matrix product is 'dot_general', a softmax is made of 'exp', "
@@ -247,7 +204,7 @@ class Recipe:
       treatment = Treatment.BLACK if is_float32 else Treatment.LOW
       why = "overrides" if is_float32 else ""
       return Decision(treatment, dtype, is_override=True, why=why)
-    treatment = self.level.treatment(operation)
+    treatment = self.level.listed.get(operation, self.level.rest)
     why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
       scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
@@ -265,14 +222,14 @@ def make_recipe(
     "overrides", overrides, '{"LeNet5/conv1": jnp.float16}'
   )
   edits = _check_operations(operations)
+  found = find_level(level)
   return Recipe(
-    level=find_level(level).edit(edits),
-    dtype=_check_dtype("`dtype`", dtype, _LOW),
+    level=found._replace(listed={**found.listed, **edits}),
+    dtype=_check_dtype("dtype", dtype, _LOW),
     overrides=tuple(
-      (x, _check_dtype(f"`overrides[{shown(x)}]`", value, _DTYPES))
+      (x, _check_dtype(f"overrides[{shown(x)}]", value, _DTYPES))
       for x, value in overrides.items()
     ),
-    edited=frozenset().union(*edits.values()),
   )
 
 
@@ -283,20 +240,13 @@ def _check_patterns(
   for pattern in patterns:
     if any(scopes.matches(scope, pattern) for scope in found_scopes):
       continue
-    known = sorted(
-      {x for scope in found_scopes for x in scopes.ancestors(scope)}
-    )
-    there_are = (
-      f"the scopes are {', '.join(map(repr, known))}"
-      if known
-      else "it has none: Flax Linen writes them, elsewhere jax.named_scope does"
-    )
-    anywhere = f"*{pattern}"
-    hint = (
-      f" It begins at the first part of a scope: {shown(anywhere)} would match."
-      if any(scopes.matches(scope, anywhere) for scope in found_scopes)
-      else ""
-    )
+    there_are = "it has none: Flax Linen writes them, else jax.named_scope does"
+    if known := {x for y in found_scopes for x in scopes.ancestors(y)}:
+      there_are = f"the scopes are {', '.join(map(repr, sorted(known)))}"
+    anywhere, hint = f"*{pattern}", ""
+    if any(scopes.matches(scope, anywhere) for scope in found_scopes):
+      hint = " It begins at the first part of a scope: "
+      hint += f"{shown(anywhere)} would match."
     raise ValueError(
       "Each pattern of `overrides` must match a scope of the function, got "
       f"{shown(pattern)}; {there_are}.{hint}"
@@ -304,34 +254,30 @@ def _check_patterns(
 
 
 def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
-  found, got = arguments.read_dtype(dtype)
-  if found is None:
-    raise TypeError(
-      f"{name} must be a dtype, one of {', '.join(known)}, got {got}."
-    )
+  listed = ", ".join(known)
+  found = arguments.check_dtype(name, dtype, example=listed)
   if found.name not in known:
     remedy = (
       "; float8 needs a scale for each tensor, which the layers for it keep, "
       "such as Flax's Fp8 operations"
-      if jnp.finfo(found).bits == 8
-      else ""
     )
     raise ValueError(
-      f"{name} must be one of {', '.join(known)}, got {got}{remedy}."
+      f"`{name}` must be one of {listed}, got {found.name}"
+      f"{remedy if jnp.finfo(found).bits == 8 else ''}."
     )
   return found
 
 
-def _check_operations(operations: object) -> dict[str, frozenset[str]]:
+def _check_operations(operations: object) -> dict[str, Treatment]:
+  """Returns the treatment of each operation that the caller lists."""
   example = '{"black": ["tanh"], "gray": ["exp"]}'
-  checked: dict[str, frozenset[str]] = {}
-  for name, members in _check_mapping(
-    "operations", operations, example
-  ).items():
-    if name not in LIST_NAMES:
+  checked: dict[str, Treatment] = {}
+  lists = _check_mapping("operations", operations, example)
+  for name, members in lists.items():
+    if name not in LISTS:
       raise ValueError(
         "The lists of `operations` are "
-        f"{', '.join(map(repr, LIST_NAMES))}, got {shown(name)}."
+        f"{', '.join(map(repr, LISTS))}, got {shown(name)}."
       )
     if (
       isinstance(members, str)
@@ -342,13 +288,12 @@ def _check_operations(operations: object) -> dict[str, frozenset[str]]:
         f"`operations[{name!r}]` must be a list of names, such as {example}, "
         f"got {shown(members)}."
       )
-    for other, others in checked.items():
-      if twice := others & frozenset(members):
+    for member in members:
+      if checked.setdefault(member, LISTS[name]) is not LISTS[name]:
         raise ValueError(
           "An operation of `operations` must be in one list, got "
-          f"{', '.join(sorted(map(repr, twice)))} in {other!r} and {name!r}."
+          f"{member!r} in {checked[member].value!r} and {name!r}."
         )
-    checked[name] = frozenset(members)
   return checked
 
 

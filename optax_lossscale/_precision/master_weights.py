@@ -8,7 +8,6 @@ from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -50,23 +49,18 @@ def master_weights(
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
   less than half that gap has no effect, however often. This wrapper adds
   updates to the master, a wider copy in the optimizer's state, and returns the
-  difference between the master and the parameter. That difference is rounded to
-  the parameter's dtype, so the parameter may be up to 1.5 ulp from the master.
-  The error does not accumulate: the next step starts from the rounded value.
+  difference between the master and the parameter. That difference is rounded,
+  so the parameter may be up to 1.5 ulp from the master. The error does not
+  accumulate: the next step starts from the rounded value.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
-  chain, because the parameters would then no longer follow the master.
+  chain, because the parameters would then no longer follow the master. The
+  wrapper works inside or outside `loss_scaling`, with the same result.
 
-  The wrapper works inside or outside `loss_scaling`. Masters and parameters are
-  the same either way, and a skipped step leaves both unchanged, bit for bit.
-
-  A float16 parameter with its master takes 6 bytes instead of 4. In return,
-  gathering parameters from other devices moves half as much data.
-
-  Parameters follow the master. If something else changes them, the next step
-  moves them back. To change them, call `init` on the new parameters, which
-  restarts the inner optimizer, or also set the master, in its own dtypes, with
+  If something else changes the parameters, the next step moves them back. To
+  change them, call `init` on the new parameters, which restarts the inner
+  optimizer, or also set the master, in its own dtypes, with
   `optax.tree.set(opt_state, master=...)`. A parameter or an update beyond the
   largest value of the parameter's dtype becomes inf, then NaN, permanently.
 
@@ -124,7 +118,12 @@ def master_weights(
   def init(params: optax.Params) -> MasterWeightsState:
     is_gradient = leaves.are_gradients(params)
     wide = jax.tree.map(
-      lambda x: _convert(x, _wider(dtype, x.dtype)) if leaves.is_real(x) else x,
+      lambda x: (
+        # JAX does not promote float8.
+        _convert(x, jnp.promote_types(dtype, leaves.at_least_float32(x.dtype)))
+        if leaves.is_real(x)
+        else x
+      ),
       leaves.as_arrays(params),
     )
     kept = leaves.leave_out(is_gradient, wide)
@@ -132,11 +131,7 @@ def master_weights(
     if kept is not wide and _states.find_states(inner_state):
       inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
     return MasterWeightsState(
-      # Copy even float32 parameters, because the master may be donated together
-      # with them, or with whatever the inner optimizer keeps of them.
-      master=jax.tree.map(
-        lambda x: _copy(x) if leaves.is_real(x) else optax.MaskedNode(), kept
-      ),
+      master=jax.tree.map(_first_master, kept),
       inner_state=leaves.as_arrays(inner_state),
     )
 
@@ -146,11 +141,7 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    if not isinstance(state, MasterWeightsState):
-      raise TypeError(
-        "`state` must be the MasterWeightsState that init made, got "
-        f"{arguments.kind_of(state)}."
-      )
+    state = _states.check_kind(state, MasterWeightsState)
     if params is None:
       raise ValueError(
         "`params` must be passed to update: what it returns is the way from "
@@ -162,10 +153,8 @@ def master_weights(
     # A `loss_scaling` inside `inner` checks gradients in their own dtype and
     # handles non-gradient leaves: a skipped step returns their old values. If
     # it is switched off, its rule's state has no leaves.
-    scales = any(
-      jax.tree.leaves(x.loss_scale_state)
-      for x in _states.find_states(state.inner_state).values()
-    )
+    found = _states.find_states(state.inner_state).values()
+    scales = bool(jax.tree.leaves([x.loss_scale_state for x in found]))
     if not scales:
       gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
       params = leaves.leave_out(leaves.are_gradients(params), params)
@@ -178,12 +167,10 @@ def master_weights(
     )
     inner_updates = leaves.as_arrays(inner_updates)
     skipped = _is_skipped(inner_state)
-    new_master = _over(
-      functools.partial(_move, skipped), state.master, inner_updates
-    )
-    new_updates = _over(
-      functools.partial(_way, skipped), new_master, inner_updates, params
-    )
+    move = functools.partial(_move, skipped)
+    way = functools.partial(_way, skipped)
+    new_master = _over(move, state.master, inner_updates)
+    new_updates = _over(way, new_master, inner_updates, params)
     if not scales:
       new_updates = leaves.merge(is_gradient, new_updates, updates)
     return new_updates, MasterWeightsState(
@@ -233,10 +220,9 @@ def _way(
 
 def _is_skipped(inner_state: optax.OptState) -> jax.Array:
   """Returns True if the loss scaling in `inner`, if any, skipped the step."""
-  states = _states.find_states(inner_state).values()
-  if not states:
-    return jnp.full((), False)
-  return functools.reduce(jnp.logical_and, [x.skipped for x in states])
+  found = _states.find_states(inner_state).values()
+  skipped = [x.skipped for x in found] or [jnp.full((), False)]
+  return functools.reduce(jnp.logical_and, skipped)
 
 
 def _over(
@@ -246,11 +232,6 @@ def _over(
   return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
 
 
-def _wider(dtype: np.dtype, other: np.dtype) -> np.dtype:
-  """Returns the wider of two dtypes. JAX does not promote float8 dtypes."""
-  return other if jnp.finfo(other).bits > jnp.finfo(dtype).bits else dtype
-
-
 def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns an array or a `jax.ShapeDtypeStruct`, converted to a dtype."""
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -258,7 +239,11 @@ def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   return jnp.asarray(x, dtype)
 
 
-def _copy(x: object) -> object:
+def _first_master(x: object) -> object:
+  if not leaves.is_real(x):
+    return optax.MaskedNode()
+  # Copy even a float32 parameter, because the master may be donated together
+  # with it, or with whatever the inner optimizer keeps of it.
   return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 

@@ -33,8 +33,8 @@ _R = TypeVar("_R")
 class Policy:
   """The dtypes of the parameters, the computation and the output.
 
-  A policy is a single value, which a configuration can hold as a string. It
-  replaces casts throughout a program. `get_policy` makes one from a name.
+  A policy replaces casts throughout a program. A configuration can hold it as a
+  string, which `get_policy` reads.
 
   It casts real floating arrays of JAX and NumPy, and real floating
   `jax.ShapeDtypeStruct`s. It returns everything else unchanged, including
@@ -110,9 +110,9 @@ class Policy:
 
     If the policy has a level, the function applies `autocast` at this level,
     with the compute dtype as the low precision. If not, it casts all arguments
-    to the compute dtype, including batch norm statistics and float32 labels,
-    but not the values that `fun` closes over, and JAX's type promotion does the
-    rest. In both cases it casts the results to the output dtype.
+    to the compute dtype, including statistics and labels, but not the values
+    that `fun` closes over. In both cases it casts the results to the output
+    dtype.
 
     Args:
       fun: a function such as a loss function or `model.apply`. If the policy
@@ -179,8 +179,6 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(dtype=dtype, weak_type=False)
-    if isinstance(x, jax.Array):
-      return jnp.asarray(x, dtype)
     # Values that are too large become inf without a warning, as in JAX.
     with np.errstate(over="ignore"):
       return x.astype(dtype)
@@ -191,31 +189,23 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
 _EXAMPLE = "'params=float32,compute=float16,output=float32'"
 
 
-def _mixed(level: str, low: DTypeLike = jnp.float16) -> Policy:
-  return Policy(jnp.float32, low, jnp.float32, level=level)
-
-
-def _all_in(dtype: DTypeLike | None, level: str | None = None) -> Policy:
-  return Policy(dtype, dtype, dtype, level=level)
-
-
-_NAMES: Mapping[str, Policy] = {
+# Each name stands for a policy in jmp's form.
+_NAMES: Mapping[str, str] = {
   # MindSpore's levels, and Paddle's OD.
-  "O0": _all_in(jnp.float32, "O0"),
-  **{level: _mixed(level) for level in ("O1", "O2", "O3", "auto", "OD")},
+  "O0": "p=f32,level=O0",
+  **{x: f"c=f16,o=f32,level={x}" for x in ("O1", "O2", "O3", "auto", "OD")},
   # Keras's names mean the same in Ascend's precision_mode_v2.
-  "mixed_float16": _mixed("O1"),
-  "mixed_bfloat16": _mixed("O1", jnp.bfloat16),
+  "mixed_float16": "c=f16,o=f32,level=O1",
+  "mixed_bfloat16": "c=bf16,o=f32,level=O1",
   # Values of Ascend's precision_mode, each with its precision_mode_v2 twin.
-  "allow_fp32_to_fp16": _mixed("OD"),
-  **dict.fromkeys(("force_fp16", "fp16"), _mixed("O3")),
+  "allow_fp32_to_fp16": "c=f16,o=f32,level=OD",
+  **dict.fromkeys(("force_fp16", "fp16"), "c=f16,o=f32,level=O3"),
   # A policy does not control how the matrix unit rounds its inputs.
-  **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), _all_in(jnp.float32)),
-  **dict.fromkeys(("must_keep_origin_dtype", "origin"), _all_in(None)),
-  **dict.fromkeys(
-    ("allow_mix_precision", "allow_mix_precision_fp16"), _mixed("O1")
-  ),
-  "allow_mix_precision_bf16": _mixed("O1", jnp.bfloat16),
+  **dict.fromkeys(("force_fp32", "cube_fp16in_fp32out"), "p=f32"),
+  **dict.fromkeys(("must_keep_origin_dtype", "origin"), "p=none"),
+  "allow_mix_precision": "c=f16,o=f32,level=O1",
+  "allow_mix_precision_fp16": "c=f16,o=f32,level=O1",
+  "allow_mix_precision_bf16": "c=bf16,o=f32,level=O1",
 }
 
 # jmp's dtype names, except for "half", which depends on the machine.
@@ -244,29 +234,23 @@ def get_policy(policy: object) -> Policy:
   """Returns the policy for a name from jmp, MindSpore, Keras or Ascend.
 
   Strings with dtypes are as in jmp: "params=float32,compute=float16" or
-  "p=f32,c=f16,o=f32". The defaults for params (p), compute (c) and output (o)
-  are also jmp's: parameters are float32, the computation is in the dtype of the
-  parameters, and the output in that of the computation. A single dtype applies
-  to all three. Dtypes are "float16" or "f16", "bfloat16" or "bf16", "float32",
-  "f32" or "full", "float64" or "f64", any other floating-point dtype of JAX by
-  its name, "half" (bfloat16 on a TPU, else float16) and "none", which keeps
-  each value's dtype. "level=O1" adds that level of `autocast` to the policy.
+  "p=f32,c=f16,o=f32". By default the output has the dtype of the computation,
+  which has that of the parameters, float32. A single dtype applies to all
+  three. Dtypes are "f16", "bf16", "f32" or "full", "f64", every floating-point
+  dtype of JAX by its name, "half" (bfloat16 on a TPU, else float16) and "none",
+  which keeps each value's dtype. "level=O1" adds that level of `autocast`.
 
   The other names are policies with float32 parameters and output, except for
   "origin" and "must_keep_origin_dtype":
 
   - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
     float16 at the level of that name. "O0" is float32, with nothing lowered.
-  - "mixed_float16" and "mixed_bfloat16" mean that dtype at level O1. In Keras
-    each layer's output is float16, and users are advised to keep the last layer
-    in float32; here the output of the whole function is float32.
+  - "mixed_float16" and "mixed_bfloat16" of Keras mean that dtype at level O1,
+    but here the output of the whole function is float32.
   - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
-    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision",
-    "allow_mix_precision_fp16" or "mixed_float16" is O1, and
-    "allow_mix_precision_bf16" or "mixed_bfloat16" is O1 in bfloat16; "origin"
-    or "must_keep_origin_dtype" keeps the dtype of every value. "force_fp32" or
-    "cube_fp16in_fp32out" is float32 everywhere; how a matrix unit rounds its
-    inputs is up to `jax.default_matmul_precision`.
+    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision" and its variants are
+    O1; "origin" or "must_keep_origin_dtype" keeps the dtype of every value;
+    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere.
 
   A name that two systems share means the same in both. Names that only look
   alike differ: "float16" of jmp and Keras puts everything in float16 without a
@@ -312,9 +296,9 @@ def _read(policy: str) -> Policy:
   if "=" in policy:
     return _parse(policy)
   if policy in _NAMES:
-    return _NAMES[policy]
+    return _parse(_NAMES[policy])
   if _is_dtype(policy):
-    return _all_in(_dtype(policy))
+    return _parse(f"p={policy}")  # The other two follow the parameters.
   known = (*_NAMES, *_DTYPE_NAMES)
   raise ValueError(
     f"`policy` must be a name that is known, or dtypes such as {_EXAMPLE}, got "
@@ -346,7 +330,7 @@ def _parse(policy: str) -> Policy:
   level = values.pop("level", None)
   if level is not None and not values:
     levels.find_level(level)
-    return _NAMES[level]
+    return _parse(_NAMES[level])
   for key, value in values.items():
     if not _is_dtype(value):
       raise ValueError(
@@ -361,13 +345,10 @@ def _parse(policy: str) -> Policy:
 
 
 def _is_dtype(name: str) -> bool:
-  if name in _DTYPE_NAMES:
-    return True
-  if not name.isidentifier():
-    return False  # NumPy would parse such a string as a record dtype.
-  # Only JAX's own name counts: NumPy has aliases, and a different "half".
-  found, _ = arguments.read_dtype(name)
-  return found is not None and str(found.name) == name
+  # Only JAX's own name counts: NumPy has aliases, and a different "half". NumPy
+  # would also parse a string such as "p:f16" as a record dtype.
+  found, jax_name = arguments.read_dtype(name if name.isidentifier() else None)
+  return name in _DTYPE_NAMES or (found is not None and jax_name == name)
 
 
 def _dtype(name: str) -> DTypeLike | None:

@@ -59,20 +59,18 @@ class PrecisionSchedule:
 
   The first part of training is in low precision, which is faster on hardware
   that supports it. The rest is in full precision, so that training ends at
-  about the same loss as without the schedule. A short run may save less time
-  than it takes to compile both precisions.
-
-  The schedule is a pure state machine. `make_train_step` makes a complete train
-  step; a step of your own uses `value_and_grad`, `optimizer` and `update`.
+  about the same loss as without the schedule. `make_train_step` makes a
+  complete train step; a step of your own uses `value_and_grad`, `optimizer` and
+  `update`.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
     until_step: full precision begins after this many applied steps. Loop until
       `state.steps` reaches the number of steps that you want.
     until_loss: full precision begins when the loss is this or less. The decimal
-      number that is written is compared exactly, and so is a Fraction. A low
-      loss on a single batch causes the switch, so if batches differ much, pass
-      `update` a mean over several steps. Give either this or `until_step`.
+      number that is written is compared exactly, and so is a Fraction. If
+      batches differ much, pass `update` a mean over several steps, since one
+      low loss causes the switch. Give either this or `until_step`.
     allow_low_products: whether `loss_fn` itself may compute products in low
       precision, even at the end of training, when the loss is not scaled.
 
@@ -144,22 +142,18 @@ class PrecisionSchedule:
         scalar, or `loss` is not a real scalar.
       ValueError: unless exactly the argument that the schedule needs is given.
     """
-    _check_state(state)
-    fed = {"step": step, "loss": loss}
-    names = [name for name, value in fed.items() if value is not None]
+    states.check_kind(state, PrecisionScheduleState)
     needed = "step" if self.until_loss is None else "loss"
-    if names != [needed]:
-      got = " and ".join(f"{name}=" for name in names)
+    fed = {"step": step, "loss": loss}.items()
+    got = " and ".join(f"{name}=" for name, x in fed if x is not None)
+    if got != f"{needed}=":
       raise ValueError(
         f"a schedule with `until_{needed}` must be updated with `{needed}`, "
         f"got {got or 'neither `step` nor `loss`'}."
       )
     if self.until_step is not None:
-      step = _check_step(step)
-      return PrecisionScheduleState(
-        low=state.low & ~_is_at_least(step, self.until_step),
-        steps=_as_count(step),
-      )
+      is_over, steps = _compare(step, self.until_step)
+      return PrecisionScheduleState(low=state.low & ~is_over, steps=steps)
     assert self.until_loss is not None
     known = arguments.as_real_scalar("loss", loss)
     limit = _round_down(fractions.Fraction(self.until_loss), known.dtype)
@@ -172,7 +166,7 @@ class PrecisionSchedule:
     Args:
       state: the schedule's state.
     """
-    _check_state(state)
+    states.check_kind(state, PrecisionScheduleState)
     return jnp.logical_and(state.low, self.dtype == jnp.float16)
 
   def value_and_grad(
@@ -190,31 +184,23 @@ class PrecisionSchedule:
 
     In a train step of your own, call this instead of `scaled_value_and_grad`,
     and update `optimizer(tx, state)` instead of `tx`, because gradients are
-    scaled only while the precision is low::
-
-      value_and_grad = schedule.value_and_grad(loss_fn, opt_state, state)
-      loss, scaled_grads = value_and_grad(params, batch)
-      updates, opt_state = schedule.optimizer(tx, state).update(
-        scaled_grads, opt_state, params
-      )
-
-    The loss is `cast(loss_fn)` in low precision and `loss_fn` itself in full
-    precision, in one program, so the switch does not recompile.
+    scaled only while the precision is low. The loss is `cast(loss_fn)` in low
+    precision and `loss_fn` itself in full precision, in one program, so the
+    switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or
         `(loss, aux)`. If the parameters are float16 (`master_weights`), the
         function must cast them itself.
-      opt_state: the optimizer's state. If the low precision is float16, it must
-        contain the loss scale.
+      opt_state: the optimizer's state, which holds S if `dtype` is float16.
       state: the schedule's state before the step, here and in `optimizer`.
-      argnums: the positional arguments to differentiate with respect to.
+      argnums: as in `scaled_value_and_grad`, like `has_aux` and `path`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       cast: a function that returns `loss_fn` in the schedule's dtype, such as
-        `functools.partial(ols.autocast, level="O2", dtype=jnp.float16)`. None
-        is `autocast` at level "O1". A schedule in bfloat16 scales nothing, so
-        its `cast` must not lower to float16.
-      path: the loss scale to use if there are several. See `get_loss_scale`.
+        `functools.partial(ols.autocast, level="O2", dtype=jnp.float16)`; None
+        for `autocast` at level "O1". Only float16 is scaled, so for bfloat16 it
+        must not lower to float16.
+      path: which scale, if there are several.
 
     Returns:
       A function that takes the arguments of `loss_fn` and returns `(loss,
@@ -223,11 +209,10 @@ class PrecisionSchedule:
     Raises:
       TypeError: if an argument has the wrong type.
       ValueError: if `cast` lowers nothing; if `opt_state` holds no loss scale,
-        or several; when called, if `loss_fn` is already under `autocast`, or
-        computes products in low precision because of the dtype of a layer or of
-        the parameters.
+        or several; when called, if `loss_fn` is under `autocast`, or a layer or
+        the parameters make it compute products in low precision.
     """
-    _check_state(state)
+    states.check_kind(state, PrecisionScheduleState)
     low_loss_fn = self._make_low(loss_fn, cast)
     in_full = full_precision.in_full_precision(
       jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
@@ -272,8 +257,8 @@ class PrecisionSchedule:
       A transformation for this step, with the state of `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optimizer, or `state` is not the schedule's
-        state; from `update`, if S is not a leaf of the rule's state.
+      TypeError: if `tx` is not an optimizer, or `state` is not a schedule's;
+        from `update`, if S is not a leaf of the rule's state.
       ValueError: from `update`, if `optax.MultiSteps` wraps `loss_scaling`, or
         if devices that share an S could be in different precisions.
     """
@@ -316,9 +301,9 @@ class PrecisionSchedule:
         )
 
       updates, state = wrapped.update(
-        updates, _replace_states(swap, state), params, **extra_args
+        updates, states.replace_states(swap, state), params, **extra_args
       )
-      return updates, _replace_states(put_back, state)
+      return updates, states.replace_states(put_back, state)
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
@@ -335,26 +320,23 @@ class PrecisionSchedule:
   ]:
     """Returns a complete train step that works in both precisions.
 
-    It combines `value_and_grad`, `optimizer` and `update`. The structure of
-    parameters and optimizer state does not change at the switch.
+    It combines `value_and_grad`, `optimizer` and `update`.
 
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
-        around it would see scaled gradients before the switch and unscaled ones
-        after. For no scaling, use `FixedLossScale(1.0)`.
+        around it would see scaled gradients before the switch alone. For no
+        scaling, use `FixedLossScale(1.0)`.
       cast: as in `value_and_grad`.
       has_aux: whether `loss_fn` returns `(loss, aux)`. A skipped step also
         returns its own aux: see `select_on_skip`.
-      axis_name: the mapped axis, or axes, over which `tx` detects overflows and
-        averages gradients under `shard_map`. Each device then computes its own
-        gradients. The loss is averaged, but aux is not.
+      axis_name: the mapped axes over which `tx` averages gradients under
+        `shard_map`. The loss is averaged too, but aux is not.
 
     Returns:
       A pure function from `(params, opt_state, state, *args, **kwargs)` to
       `(params, opt_state, state, loss)`, for jit, `lax.scan` or `shard_map`;
-      with `has_aux`, the last result is `(loss, aux)`. It also updates the
-      schedule's state, in which only applied steps count.
+      with `has_aux`, to `(..., (loss, aux))`. Only applied steps count.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -465,28 +447,6 @@ def exact_loss(name: str, value: Any) -> fractions.Fraction:
   return fractions.Fraction(value if is_exact else str(np.asarray(value)[()]))
 
 
-def _replace_states(
-  replace: Callable[[str, states.LossScalingState], object], tree: Any
-) -> Any:
-  """Returns a tree with each state of loss scaling replaced, given its path."""
-  return jax.tree.map_with_path(
-    lambda path, x: (
-      replace(leaves.path_name(path), x) if states.is_state(x) else x
-    ),
-    tree,
-    is_leaf=states.is_state,
-  )
-
-
-def _check_state(state: object) -> None:
-  """Raises if `state` is not a schedule's state."""
-  if not isinstance(state, PrecisionScheduleState):
-    raise TypeError(
-      "`state` must be the state that the schedule's init made, got "
-      f"{arguments.kind_of(state)}."
-    )
-
-
 def _refuse_frozen(low: object) -> None:
   """Raises if a compiled function would treat the state as a constant."""
   # A function recorded outside of jit runs right away.
@@ -513,47 +473,32 @@ def _refuse_different(
     )
 
 
-def _check_step(step: object) -> int | jax.Array:
-  """Returns `step` as an int or an integer array."""
+def _compare(
+  step: object, least: int
+) -> tuple[jax.Array | np.bool_, jax.Array]:
+  """Returns whether `step` is at least `least`, and `step` as int32[]."""
   if not isinstance(step, jax.Array):
-    return arguments.check_steps("step", step)
+    count = arguments.check_steps("step", step)
+    limited = min(count, arguments.LARGEST_COUNT)
+    return np.bool_(count >= least), jnp.full((), limited, jnp.int32)
   if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
     raise TypeError(
       "`step` must be an integer number of steps, got "
       f"{step.dtype}{list(step.shape)}."
     )
-  return step
+  # JAX reads a Python number as an int32, so numbers get the dtype of `step`.
+  largest = int(jnp.iinfo(step.dtype).max)
+  limit = step.dtype.type(min(largest, arguments.LARGEST_COUNT))
+  is_over = (step >= step.dtype.type(min(least, largest))) & (least <= largest)
+  return is_over, jnp.minimum(step, limit).astype(jnp.int32)
 
 
-def _is_at_least(steps: int | jax.Array, least: int) -> jax.Array | np.bool_:
-  """Returns bool[], whether at least `least` steps are finished."""
-  if not isinstance(steps, jax.Array):
-    return np.bool_(steps >= least)
-  if least > jnp.iinfo(steps.dtype).max:
-    return np.bool_(False)
-  # Compare in the dtype of `steps`: JAX reads a Python number as an int32.
-  return steps >= np.asarray(least, steps.dtype)
-
-
-def _as_count(steps: int | jax.Array) -> jax.Array:
-  """Returns `steps` as int32[], limited to the largest int32."""
-  largest = arguments.LARGEST_COUNT
-  if not isinstance(steps, jax.Array):
-    return jnp.full((), min(steps, largest), jnp.int32)
-  if jnp.iinfo(steps.dtype).max > largest:
-    steps = jnp.minimum(steps, jnp.asarray(largest, steps.dtype))
-  return jnp.asarray(steps, jnp.int32)
-
-
-def _round_down(limit: fractions.Fraction, dtype: DTypeLike) -> np.floating:
+def _round_down(limit: fractions.Fraction, dtype: np.dtype) -> np.floating:
   """Returns the largest number of a dtype that is not above a positive limit.
 
   A number of that dtype is at most the limit iff it is at most this result.
   """
-  largest = jnp.finfo(dtype).max
-  if limit >= fractions.Fraction(float(largest)):
-    return largest
-  nearest = np.dtype(dtype).type(float(limit))
-  if fractions.Fraction(float(nearest)) > limit:
-    return np.nextafter(nearest, nearest.dtype.type(0))
-  return nearest
+  largest = fractions.Fraction(float(jnp.finfo(dtype).max))
+  nearest = dtype.type(float(min(limit, largest)))
+  is_above = fractions.Fraction(float(nearest)) > limit
+  return np.nextafter(nearest, dtype.type(0)) if is_above else nearest

@@ -1,9 +1,11 @@
 """The wrapper's state, and how to find it inside any optimizer's state."""
 
+from collections.abc import Callable
 import functools
 from typing import Any
 from typing import NamedTuple
 from typing import TypeGuard
+from typing import TypeVar
 
 from chex import ArrayTree
 import jax
@@ -18,6 +20,8 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
+
+_State = TypeVar("_State")
 
 # An `opt_state` of one of these types is S itself rather than a state.
 SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
@@ -402,3 +406,24 @@ def replace_scale(rule_state: trees.Tree, loss_scale: ArrayLike) -> trees.Tree:
 def is_state(x: object) -> TypeGuard[LossScalingState]:
   """Returns whether `x` is the wrapper's state, for use as `is_leaf`."""
   return isinstance(x, LossScalingState)
+
+
+def replace_states(
+  replace: Callable[[str, LossScalingState], object], tree: Any
+) -> Any:
+  """Returns a tree with each state of loss scaling replaced, given its path."""
+  return jax.tree.map_with_path(
+    lambda path, x: replace(leaves.path_name(path), x) if is_state(x) else x,
+    tree,
+    is_leaf=is_state,
+  )
+
+
+def check_kind(state: object, kind: type[_State]) -> _State:
+  """Returns `state`, which must be of the kind that its init makes."""
+  if not isinstance(state, kind):
+    raise TypeError(
+      f"`state` must be the {kind.__name__} that init made, got "
+      f"{arguments.kind_of(state)}."
+    )
+  return state

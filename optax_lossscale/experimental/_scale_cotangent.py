@@ -28,21 +28,17 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 
   The product is computed in float32 or wider and rounded once to the dtype of
   `x`. The gradient must fit once the factor is undone, so undo it on float32
-  parameters, before they are cast to float16. Between two float16 layers use
-  one call for both, with the lower layer's factor divided by the upper layer's.
+  parameters, before they are cast to float16. A cotangent of inf or NaN stays
+  inf or NaN. A saturated cotangent, 65504, does not stay 65504, so no check of
+  gradients sees it afterwards, but a `hardware.status_tap` in the layer does.
 
-  A cotangent of inf or NaN stays inf or NaN. A saturated cotangent, 65504, does
-  not stay 65504, so no check of gradients sees it afterwards, but a
-  `hardware.status_tap` in the layer does. A scale of -1 reverses gradients.
-
-  Forward mode multiplies the tangents in the same way. Each further derivative
-  multiplies once more, and these factors do not cancel. So do not use this with
-  a gradient inside the loss, such as a gradient penalty.
+  Each further derivative multiplies once more, and these factors do not cancel.
+  So do not use this with a gradient inside the loss.
 
   Args:
     x: an array or a pytree. Only floating and complex leaves are scaled.
-    scale: a number, or a real scalar array, which may be traced. It is not
-      differentiated, so its own gradient is 0. Powers of two are exact.
+    scale: a number, or a real scalar array, which may be traced. Its own
+      gradient is 0. Powers of two are exact; -1 reverses gradients.
 
   Returns:
     `x`, unchanged.
@@ -74,7 +70,17 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     `Unsupervised Domain Adaptation by Backpropagation
     <https://arxiv.org/abs/1409.7495>`_, 2015, for reversed gradients.
   """
-  factor: Any = _read_scale(scale)
+  factor: Any
+  # An array's value is not checked, since that would wait for the device.
+  if isinstance(scale, jax.Array):
+    factor = arguments.as_real_scalar("scale", scale)
+  else:
+    factor = np.float64(arguments.check_number("scale", scale))
+    if 0 < abs(factor) < arguments.SMALLEST_SCALE:
+      raise ValueError(
+        "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
+        f"normal float32 number, got {scale!r}."
+      )
 
   def scale_leaf(leaf: object) -> object:
     if not leaves.is_gradient(leaf):
@@ -110,25 +116,3 @@ def _scale_tangent(
   else:
     wide = wide * factor
   return _scale_leaf(x, scale), wide.astype(tangent.dtype)
-
-
-def _read_scale(scale: ArrayLike) -> jax.Array | np.float64:
-  """Returns a scale as a Python number or a real scalar array."""
-  # An array's value is not checked, since that would wait for the device.
-  if not isinstance(scale, jax.Array):
-    number = arguments.check_number("scale", scale)
-    if 0 < abs(number) < arguments.SMALLEST_SCALE:
-      raise ValueError(
-        "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
-        f"normal float32 number, got {scale!r}."
-      )
-    return np.float64(number)
-  is_real = jnp.issubdtype(scale.dtype, jnp.integer) or jnp.issubdtype(
-    scale.dtype, jnp.floating
-  )
-  if scale.ndim != 0 or not is_real:
-    raise TypeError(
-      "`scale` must be a number or a real scalar array, one for all leaves, "
-      f"got {scale.dtype}{list(scale.shape)}."
-    )
-  return scale

@@ -45,8 +45,7 @@ class SpikeGuard:
 
   The guard compares a number of the step (the loss, the gradient norm) with the
   last `window` numbers that it accepted. Pass what `is_spike` returns to
-  `tx.update` as `skip=`, which leaves S alone, and call `update` afterwards.
-  Two guards watch two numbers: `skip=[spike, other]`. Never pass a spike as
+  `tx.update` as `skip=`, and call `update` afterwards. Never pass a spike as
   `overflow=`: S would shrink in vain, and the guard would not count it.
 
   A spike is a number above mean plus `sigma` standard deviations, or above
@@ -56,20 +55,18 @@ class SpikeGuard:
 
   Attributes:
     sigma: how many (sample) standard deviations above the mean a spike begins;
-      None for no such limit. 6 is what OLMo-core, levanter and maxtext use.
+      None for no such limit.
     factor: a spike is above this many times the mean magnitude; above 1, or
-      None for no such limit. Megatron runs a step again if its loss reaches 10
-      times the largest of the first 100.
+      None for no such limit.
     window: how many accepted values to compare with.
     warmup: how many values to accept before any finite value is a spike; by
       default half a window, and at least 2.
     patience: after this many finite spikes in a row the guard accepts the next
-      one and begins anew from it, with another warm-up. Otherwise a lasting
-      change of level would stop the training for ever. `restarts` counts these.
+      one and begins anew from it, with another warm-up, since a lasting change
+      of level would otherwise stop the training for ever.
     on_spike: what the window does with a spike: "drop" leaves it out; "clip"
-      takes the limit in its place, as ZClip does, for steps that are clipped
-      instead of skipped; "keep" takes the spike itself, as OLMo-core, levanter
-      and maxtext do, so that it hides those that follow it.
+      takes the limit in its place, for steps that are clipped instead of
+      skipped; "keep" takes the spike, as OLMo-core, levanter and maxtext do.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -154,8 +151,7 @@ class SpikeGuard:
     Args:
       state: the state after the previous step.
       value: a number of this step, such as the true loss, or the norm of the
-        unscaled gradients before clipping. All devices must pass the same one:
-        take `jax.lax.pmean` of a loss that each device computes for itself.
+        unscaled gradients before clipping; the same on all devices.
 
     Raises:
       TypeError: if `value` is not a real number, or `state` is not a state.
@@ -201,14 +197,16 @@ class SpikeGuard:
       entering = jnp.where(is_spike, threshold, value)
     # Values from before a restart no longer count.
     accepted = jnp.where(begins_anew, 0, state.accepted)
-    place = self._places == accepted % self.window
+    places = jnp.arange(self.window, dtype=jnp.int32)
 
     def count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
       return jnp.where(condition, optax.safe_increment(count), count)
 
     new = SpikeGuardState(
       values=jnp.where(
-        place & enters, entering, jnp.where(begins_anew, 0, state.values)
+        (places == accepted % self.window) & enters,
+        entering,
+        jnp.where(begins_anew, 0, state.values),
       ),
       accepted=count_if(enters, accepted),
       spikes=count_if(is_spike, state.spikes),
@@ -218,10 +216,6 @@ class SpikeGuard:
       restarts=count_if(begins_anew, state.restarts),
     )
     return skipping.select(is_unseen, state, new)
-
-  @property
-  def _places(self) -> jax.Array:
-    return jnp.arange(self.window, dtype=jnp.int32)
 
   def _threshold(self, state: SpikeGuardState) -> jax.Array:
     """Returns what a value must exceed to be a spike; inf in the warm-up."""
@@ -235,7 +229,7 @@ class SpikeGuard:
     limits = [jnp.float32(jnp.inf)]
     if self.sigma is not None:
       mean = jnp.sum(values) * share
-      is_filled = self._places < state.accepted
+      is_filled = jnp.arange(self.window, dtype=jnp.int32) < state.accepted
       # Select instead of multiplying by a mask, since 0 * NaN is NaN.
       square = jnp.sum(jnp.where(is_filled, values - mean, 0) ** 2)
       deviation = jnp.sqrt(square / jnp.maximum(count - 1, 1))
@@ -260,11 +254,7 @@ class SpikeGuard:
     return found
 
   def _check_state(self, state: object) -> None:
-    if not isinstance(state, SpikeGuardState):
-      raise TypeError(
-        "`state` must be the SpikeGuardState that init made, got "
-        f"{arguments.kind_of(state)}."
-      )
+    state = states.check_kind(state, SpikeGuardState)
     if state.values.shape != (self.window,):
       raise ValueError(
         f"`window` must stay what it was in the run that is continued, got "

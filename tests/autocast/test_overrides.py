@@ -307,7 +307,11 @@ def test_an_operation_that_jax_does_not_have_is_an_error_with_the_nearest():
       "`level` must be one of O0, O1, O2, O3, auto",
     ),
     ({"level": 1}, ValueError, "got 1"),
-    ({"dtype": "half precision"}, TypeError, "`dtype` must be a dtype"),
+    (
+      {"dtype": "half precision"},
+      TypeError,
+      "`dtype` must be a floating-point dtype",
+    ),
     ({"dtype": jnp.int8}, TypeError, "got int8"),
     ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
     ({"dtype": jnp.float8_e4m3fn}, ValueError, "a scale for each tensor"),
@@ -315,7 +319,7 @@ def test_an_operation_that_jax_does_not_have_is_an_error_with_the_nearest():
     (
       {"overrides": {"conv1": 16}},
       TypeError,
-      "`overrides['conv1']` must be a dtype",
+      "`overrides['conv1']` must be a floating-point dtype",
     ),
     ({"operations": {"grey": ["exp"]}}, ValueError, "got 'grey'"),
     ({"operations": {"gray": "exp"}}, TypeError, "a list of names"),

@@ -494,7 +494,7 @@ def test_a_forgotten_or_swapped_state_is_named():
     (params, opt_state, X, Y),
     (params, state, opt_state, X, Y),
   ):
-    with pytest.raises(TypeError, match="`state` must be the state that the"):
+    with pytest.raises(TypeError, match="`state` must be the PrecisionSch"):
       step(*arguments)
   with pytest.raises(TypeError, match="got LossScalingState"):
     by_steps().update(opt_state, step=1)
