@@ -43,13 +43,11 @@ def flax(
     growth_interval: the clean steps before S grows, minus one.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.flax(growth_interval=1)
     >>> state = rule.init()
     >>> for _ in range(2):
     ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    65536.0
+    >>> print(state.loss_scale)
     131072.0
 
   References:
@@ -85,7 +83,6 @@ def jmp(
     min_loss_scale: the floor; 0 for no floor.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.jmp(loss_scale=2.0**15, period=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0

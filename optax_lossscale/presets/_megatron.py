@@ -96,14 +96,11 @@ def megatron(
       code, or "clean", any clean step, as documented. Not in Megatron.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.megatron(initial_scale=8.0)
     >>> state = rule.init()
     >>> for overflow in (True, False, True):
     ...   state = rule.update(state, overflow)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
+    >>> print(state.loss_scale)
     4.0
 
   References:
@@ -115,11 +112,7 @@ def megatron(
 def megatron_constant(*, initial_scale: float) -> PresetLossScale:
   """Megatron-LM's `ConstantGradScaler`: S is fixed, and overflows skip steps.
 
-  Args:
-    initial_scale: S.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.megatron_constant(initial_scale=4096.0)
     >>> ols.presets.to_state_dict(rule, rule.init())
     {}
@@ -157,19 +150,13 @@ def deepspeed(
   Args:
     min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
       shrink raises S to it.
-    consecutive_hysteresis: whether a clean step resets the count of overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
-      overflowed with S at `min_scale`.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.deepspeed(init_scale=8.0, scale_window=2)
     >>> state = rule.init()
     >>> for _ in range(3):
     ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
+    >>> print(state.loss_scale)
     16.0
 
   References:
@@ -199,15 +186,9 @@ def deepspeed_legacy(
   the factor is an argument.
 
   Args:
-    scale_factor: multiplies or divides S; above 1.
-    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
-      shrink raises S to it.
-    consecutive_hysteresis: whether a clean step resets the count of overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
-      overflowed with S at `min_scale`.
+    min_scale: the floor, as in `deepspeed`.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.deepspeed_legacy(init_scale=8.0, scale_window=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     16.0
@@ -259,7 +240,6 @@ def colossalai(
       ColossalAI treats 0 as 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0

@@ -55,10 +55,8 @@ def mindspore(
 
   Args:
     init_loss_scale: the first S, at least 1.
-    scale_factor: multiplies or divides S; above 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore(scale_factor=4, scale_window=3000)
     >>> float(rule.update(rule.init(), overflow=True).loss_scale)
     4194304.0
@@ -75,15 +73,12 @@ def mindspore(
 def mindspore_fixed(
   *, loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> PresetLossScale:
-  """MindSpore's `FixedLossScaleManager`: S is fixed.
+  """MindSpore's `FixedLossScaleManager`: S is fixed, at 1 or more.
 
-  Args:
-    loss_scale: S, at least 1.
-    drop_overflow_update: if False, every step is applied, even on overflow.
-      Gradients are still unscaled; in MindSpore the optimizer must do that.
+  Gradients are unscaled even if overflows do not skip the step; in MindSpore
+  the optimizer must do that.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> ols.presets.mindspore_fixed(drop_overflow_update=False).skip
     False
 
@@ -113,10 +108,8 @@ def mindspore_amp(
 
   Args:
     scale_value: the first S, at least 1.
-    scale_factor: multiplies or divides S; above 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore_amp(
     ...   scale_value=2**10, scale_factor=2, scale_window=1
     ... )
@@ -153,11 +146,9 @@ def mindspore_cell(
 
   Args:
     loss_scale_value: the first S; if below 1, an overflow raises it to 1.
-    scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore_cell(
     ...   loss_scale_value=2**12, scale_factor=2, scale_window=1000
     ... )

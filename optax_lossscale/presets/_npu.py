@@ -39,7 +39,6 @@ def npu_exponential(
   `check=ols.saturated(jnp.float16)` to the wrapper.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.npu_exponential(
     ...   init_loss_scale=2.0**32, incr_every_n_steps=1000, decr_ratio=0.5
     ... )
@@ -59,14 +58,9 @@ def npu_exponential(
 def npu_fixed(
   *, loss_scale: float, enable_overflow_check: bool = True
 ) -> PresetLossScale:
-  """npu_bridge's `FixedLossScaleManager`, for Ascend: S is fixed.
-
-  Args:
-    loss_scale: S, at least 1.
-    enable_overflow_check: if False, every step is applied, even on overflow.
+  """npu_bridge's `FixedLossScaleManager`, for Ascend: S is fixed, at 1 or more.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> ols.presets.npu_fixed(loss_scale=1024, enable_overflow_check=False).skip
     False
 

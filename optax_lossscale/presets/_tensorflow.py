@@ -42,7 +42,6 @@ def tf_exponential(
   is not applied, but in the code S becomes 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.tf_exponential(
     ...   init_loss_scale=8.0, incr_every_n_steps=1000, decr_ratio=0.5
     ... )
@@ -86,7 +85,6 @@ def tensorflow(
     multiplier: multiplies or divides S; above 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.tensorflow(initial_loss_scale=1.0)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)
     1.0
@@ -117,7 +115,6 @@ def keras(
   optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.keras(dynamic_growth_steps=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0
