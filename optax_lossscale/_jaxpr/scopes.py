@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
+import fnmatch
 import re
 
 import jax
@@ -103,15 +104,5 @@ def ends_in(scope: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_like(text: str, pattern: str) -> bool:
-  # fnmatch would treat the brackets of "layers[0]" as special, and a regular
-  # expression would try every way to split the text between the "*".
-  first, *parts = pattern.split("*")
-  if not parts or not text.startswith(first):
-    return text == pattern
-  place, last = len(first), parts.pop()
-  for part in parts:
-    found = text.find(part, place)
-    if found < 0:
-      return False
-    place = found + len(part)
-  return text.endswith(last, place)
+  # Only "*" is special, so that "layers[0]" is an ordinary name.
+  return fnmatch.fnmatchcase(text, re.sub(r"[?[]", r"[\g<0>]", pattern))

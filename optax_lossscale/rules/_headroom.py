@@ -169,18 +169,15 @@ class HeadroomLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
-    limit = bits.limit(self.dtype, None)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
+    fitting = _amax_and_scale.fitting_exponent(
+      amax, state.loss_scale, bits.limit(self.dtype, None)
+    )
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
-      jnp.where(
-        tells,
-        _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit),
-        _ANY,
-      ),
+      jnp.where(tells, fitting, _ANY),
       state.fitting_exponents,
     )
     found = tells & ~overflow
@@ -202,10 +199,9 @@ class HeadroomLossScale(base.LossScale):
       jnp.minimum(_amax_and_scale.leap_up(exponent), known),
     )
     wanted = jnp.where(steps_without_amax < self.window, known, leap)
+    loss_scale = _amax_and_scale.power_of_two(wanted)
     return state._replace(
-      loss_scale=_amax_and_scale.clip(
-        _amax_and_scale.power_of_two(wanted), self.min_scale, self.max_scale
-      )
+      loss_scale=jnp.clip(loss_scale, self.min_scale, self.max_scale)
     )
 
   def stalled(

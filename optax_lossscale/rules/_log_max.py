@@ -132,9 +132,7 @@ class LogMaxLossScale(base.LossScale):
       return jnp.full((), value, jnp.float32)
 
     return LogMaxLossScaleState(
-      loss_scale=_amax_and_scale.clip(
-        number(1), self.scale_min, self.scale_max
-      ),
+      loss_scale=number(min(max(1.0, self.scale_min), self.scale_max)),
       mean=number(0),
       slow_mean=number(0),
       variance=number(0),
@@ -155,15 +153,14 @@ class LogMaxLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
     # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
     state = skipping.select(is_sound, state, fresh)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
     # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
@@ -184,9 +181,7 @@ class LogMaxLossScale(base.LossScale):
     )
     used: LogMaxLossScaleState = skipping.select(tells | overflow, moved, state)
     return used._replace(
-      loss_scale=_amax_and_scale.clip(
-        used.loss_scale, self.scale_min, self.scale_max
-      )
+      loss_scale=jnp.clip(used.loss_scale, self.scale_min, self.scale_max)
     )
 
   def stalled(

@@ -146,25 +146,23 @@ class WarmStart(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
+    is_over, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
-
     limit = bits.limit(self.dtype, None)
     fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
     exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(
-      overflow,
+      is_over,
       exponent - _amax_and_scale.LEAP,
       _amax_and_scale.leap_up(exponent),
     )
-    found = tells & ~overflow
+    found = tells & ~is_over
     next_probe = _amax_and_scale.power_of_two(
       jnp.where(found, fitting - self.headroom, probed)
     )
-    begun = self._begin(_amax_and_scale.clip(next_probe, _SMALLEST, _LARGEST))
+    begun = self._begin(jnp.clip(next_probe, _SMALLEST, _LARGEST))
     return WarmStartState(
       rule_state=skipping.select(state.is_warm, moved, begun),
       is_warm=state.is_warm | found,
