@@ -44,11 +44,9 @@ def flax(
 
   Examples:
     >>> rule = ols.presets.flax(growth_interval=1)
-    >>> state = rule.init()
-    >>> for _ in range(2):
-    ...   state = rule.update(state, overflow=False)
-    >>> print(state.loss_scale)
-    131072.0
+    >>> state = rule.update(rule.init(), overflow=False)
+    >>> print(state.loss_scale, rule.update(state, overflow=False).loss_scale)
+    65536.0 131072.0
 
   References:
     Flax 0.12.12, flax/training/dynamic_scale.py.

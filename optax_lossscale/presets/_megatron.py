@@ -97,11 +97,9 @@ def megatron(
 
   Examples:
     >>> rule = ols.presets.megatron(initial_scale=8.0)
-    >>> state = rule.init()
-    >>> for overflow in (True, False, True):
-    ...   state = rule.update(state, overflow)
-    >>> print(state.loss_scale)
-    4.0
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
+    8.0 4.0
 
   References:
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
@@ -113,9 +111,8 @@ def megatron_constant(*, initial_scale: float) -> PresetLossScale:
   """Megatron-LM's `ConstantGradScaler`: S is fixed, and overflows skip steps.
 
   Examples:
-    >>> rule = ols.presets.megatron_constant(initial_scale=4096.0)
-    >>> ols.presets.to_state_dict(rule, rule.init())
-    {}
+    >>> print(ols.presets.megatron_constant(initial_scale=8.0).skip)
+    True
 
   References:
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
@@ -228,16 +225,12 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  Like `megatron`, but with a ceiling. Checkpoints do not hold the counts, so a
-  resumed run restarts them.
+  Like `megatron`, but with a ceiling. ColossalAI's optimizers pass bounds of 1
+  and 2**32. Checkpoints do not hold the counts, so a resumed run restarts them.
 
   Args:
     min_scale: the floor, at most `initial_scale`; None for no floor.
-      ColossalAI's optimizers pass 1.
     max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
-      ColossalAI's optimizers pass 2**32.
-    hysteresis: S shrinks after this many overflows since it last grew.
-      ColossalAI treats 0 as 1.
 
   Examples:
     >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)

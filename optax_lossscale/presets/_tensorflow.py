@@ -45,11 +45,9 @@ def tf_exponential(
     >>> rule = ols.presets.tf_exponential(
     ...   init_loss_scale=8.0, incr_every_n_steps=1000, decr_ratio=0.5
     ... )
-    >>> state = rule.init()
-    >>> for overflow in (True, False, True):
-    ...   state = rule.update(state, overflow)
-    >>> print(state.loss_scale)
-    4.0
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
+    8.0 4.0
 
   References:
     TensorFlow 1.15.5,
