@@ -44,9 +44,8 @@ def float_status(
   of an earlier inf, such as the -inf of an attention mask, do not count.
   Operations with no finite result in any dtype, such as division by zero, log 0
   or sqrt(-1), are counted separately. An operation counts even in a branch that
-  `jnp.where` does not take, so exp(1000) there is an overflow. Casting -1e9 to
-  float16 is an overflow too, and so is subtracting a row's maximum of 17 from
-  finfo.min; mask with -inf instead.
+  `jnp.where` does not take, so exp(1000) there is an overflow. So is a mask of
+  -1e9 that is cast to float16; mask with -inf instead.
 
   All operations are checked, including those in loops, branches, calls and
   `shard_map`, and those whose results are never used. Some operations cannot be

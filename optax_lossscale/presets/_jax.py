@@ -78,7 +78,6 @@ def jmp(
 
   Args:
     factor: multiplies or divides S; above 1.
-    min_loss_scale: the floor; 0 for no floor.
 
   Examples:
     >>> rule = ols.presets.jmp(loss_scale=2.0**15, period=1)

@@ -46,15 +46,12 @@ def mindspore(
 ) -> PresetLossScale:
   """MindSpore's `DynamicLossScaleManager`.
 
-  S shrinks on every overflow, but not below 1, and grows after every
-  `scale_window` clean steps in a row. After more than 1000 overflows in a row
-  MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
-  passes (scale_factor, scale_window) by position, which sets the wrong
+  S is at least 1, from the start. It shrinks on every overflow, and grows after
+  every `scale_window` clean steps in a row. After more than 1000 overflows in a
+  row MindSpore ends the run; here `raise_if_failed` raises. A published
+  tutorial passes (scale_factor, scale_window) by position, which sets the wrong
   arguments. `Model` and `build_train_network` use the manager's update cell
   instead: pass the same values to `mindspore_cell`.
-
-  Args:
-    init_loss_scale: the first S, at least 1.
 
   Examples:
     >>> rule = ols.presets.mindspore(scale_factor=4, scale_window=3000)
@@ -103,11 +100,8 @@ def mindspore_amp(
 ) -> PresetLossScale:
   """MindSpore's `mindspore.amp.DynamicLossScaler`.
 
-  S shrinks on every overflow, but not below 1, and grows after `scale_window`
-  clean steps in a row.
-
-  Args:
-    scale_value: the first S, at least 1.
+  S is at least 1, from the start. It shrinks on every overflow, and grows after
+  `scale_window` clean steps in a row.
 
   Examples:
     >>> rule = ols.presets.mindspore_amp(
@@ -140,13 +134,10 @@ def mindspore_cell(
 ) -> PresetLossScale:
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
-  S shrinks on every overflow, but not below 1, and grows `scale_window` clean
-  steps after the last growth or overflow. A run resumed with a smaller window
-  may grow S on its first step. `Model` at O2 uses 2**24, 2 and 2000.
-
-  Args:
-    loss_scale_value: the first S; if below 1, an overflow raises it to 1.
-    scale_window: S grows after this many clean steps.
+  An overflow shrinks S, or raises it to 1 if it would be less. S grows
+  `scale_window` clean steps after the last growth or overflow. A run resumed
+  with a smaller window may grow S on its first step. `Model` at O2 uses 2**24,
+  2 and 2000.
 
   Examples:
     >>> rule = ols.presets.mindspore_cell(

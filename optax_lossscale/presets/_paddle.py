@@ -90,9 +90,6 @@ def paddle_op(
   overflowing gradients to 0 and lets the optimizer run; here the step is
   skipped.
 
-  Args:
-    init_loss_scaling: the first S; if below 1, a shrink raises it to 1.
-
   Examples:
     >>> rule = ols.presets.paddle_op(init_loss_scaling=1.0)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)

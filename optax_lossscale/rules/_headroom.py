@@ -67,11 +67,9 @@ class HeadroomLossScale(base.LossScale):
 
   An overflow does not show by how much S was too large. S falls by one bit,
   then by two, three and so on if overflows follow in a row. If the amax of
-  clean steps then shows that S was too large, S follows amax again. Otherwise
-  the cause may be one that these gradients do not show, or that no S can fix. S
-  then stays below the value that overflowed, and rises by one bit after every
-  four windows of clean steps. Isolated overflows take S no lower than 16 bits
-  below what amax allows.
+  clean steps does not show that S was too large, S stays below the value that
+  overflowed, and rises by one bit after every four windows of clean steps.
+  Isolated overflows take S no lower than 16 bits below what amax allows.
 
   Before the first clean step with a nonzero amax, or after `window` steps
   without one, no amax is known. S then leaps 16 bits down on an overflow, and
@@ -233,15 +231,12 @@ class HeadroomLossScale(base.LossScale):
       (fits < state.overflowed_exponent)
       | (state.steps_without_amax == self.window)
     )
-    ceiling = jnp.where(
-      overflow,
-      jnp.minimum(state.ceiling_exponent, below),
-      jnp.minimum(state.ceiling_exponent + rises.astype(jnp.int32), _ANY),
+    ceiling = jnp.minimum(
+      state.ceiling_exponent + rises.astype(jnp.int32),
+      jnp.where(overflow, below, _ANY),
     )
-    overflowed = jnp.where(
-      overflow,
-      jnp.minimum(state.overflowed_exponent, here),
-      state.overflowed_exponent,
+    overflowed = jnp.minimum(
+      state.overflowed_exponent, jnp.where(overflow, here, _ANY)
     )
     return {
       "ceiling_exponent": jnp.where(is_over, _ANY, ceiling),
