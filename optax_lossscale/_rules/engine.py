@@ -72,14 +72,6 @@ class DynamicLossScaleState(NamedTuple):
     """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
-  def __repr__(self) -> str:
-    fields = ", ".join(
-      f"{name}={value!r}"
-      for name, value in self._asdict().items()
-      if value is not None
-    )
-    return f"{type(self).__name__}({fields})"
-
 
 class _Step(NamedTuple):
   """A state that has counted one more step, and the S that the rule wants."""

@@ -46,10 +46,10 @@ def emulate_saturation(
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
   backward pass clamped as well: the gradient of `emulate_saturation(fun)` is
   `emulate_saturation(jax.grad(fun))`. Forward mode is not supported; wrap the
-  function that calls `jax.jvp`. A `custom_vmap` rule applies only to a `vmap`
-  inside `fun`. Only the results are clamped if an operation contains a program
-  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
-  reduction with your own function, or `custom_root` on newer JAX.
+  function that calls `jax.jvp`. Only the results are clamped if an operation
+  contains a program of its own: a kernel (Pallas, a library call),
+  `custom_partitioning`, a reduction with your own function, or `custom_root` on
+  newer JAX. A `custom_vmap` rule applies only to a `vmap` inside `fun`.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as

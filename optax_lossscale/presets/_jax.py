@@ -76,9 +76,6 @@ def jmp(
   S shrinks on every overflow and grows after `period` clean steps in a row.
   Under jit, jmp drops `min_loss_scale` and uses 1; here the floor is kept.
 
-  Args:
-    factor: multiplies or divides S; above 1.
-
   Examples:
     >>> rule = ols.presets.jmp(loss_scale=2.0**15, period=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)

@@ -51,9 +51,6 @@ def paddle(
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row. A shrink or a
   clean step resets the count, although the documentation says "accumulated".
 
-  Args:
-    use_dynamic_loss_scaling: if False, S stays at `init_loss_scaling`.
-
   Examples:
     >>> rule = ols.presets.paddle(decr_every_n_nan_or_inf=2)
     >>> state = rule.update(rule.init(), overflow=True)

@@ -73,14 +73,10 @@ def tensorflow(
 ) -> PresetLossScale:
   """TensorFlow's `DynamicLossScale`.
 
-  S shrinks on every overflow, but not below 1, and grows after
+  An overflow shrinks S, or raises it to 1 if it would be less. S grows after
   `increment_period` clean steps in a row. Inside a `tf.function`, TensorFlow
   shrinks S with the reciprocal of the multiplier, which rounds differently.
   Here S is divided, as TensorFlow does outside of it.
-
-  Args:
-    initial_loss_scale: the first S; if below 1, an overflow raises it to 1.
-    multiplier: multiplies or divides S; above 1.
 
   Examples:
     >>> rule = ols.presets.tensorflow(initial_loss_scale=1.0)

@@ -42,12 +42,16 @@ PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
 # The description of the argument that fills a column or has this name, for
 # docstrings that have no other.
 _TEXTS = {
+  "moves": "if False, S stays at its first value.",
   "scale": "the fixed S.",
   "skip": "if False, every step is applied, even on overflow.",
   "enabled": "if False, S stays at 1 and no step is skipped.",
   "init_scale": "the first S.",
   "growth_factor": "multiplies S on growth; above 1.",
-  "scale_factor": "multiplies or divides S; above 1.",
+  **dict.fromkeys(
+    ("scale_factor", "factor", "multiplier"),
+    "multiplies or divides S; above 1.",
+  ),
   "backoff_factor": "multiplies S when S shrinks; between 0 and 1.",
   "growth_interval": "S grows after this many clean steps in a row.",
   "hysteresis": "S shrinks after this many overflows.",

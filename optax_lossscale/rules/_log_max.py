@@ -56,12 +56,11 @@ class LogMaxLossScale(base.LossScale):
   may be, and the more amax varies, the more bits stay free. With the defaults,
   an overflow has a probability of 0.1 % in this model.
 
-  In the published rule a single overflow keeps S at its floor for some 11,000
-  steps, and a single amax of 0 makes S NaN forever. Here an overflow enters the
-  means as an amax for which S was too large by a factor of two. S is halved
-  immediately, and again on every further overflow. Each doubling after that
-  takes at least 1 / (1 - beta1) clean steps. An amax of 0 is ignored. The first
-  step shows no variation and is taken to vary by one bit.
+  Unlike in the published rule, an overflow enters the means as an amax for
+  which S was too large by a factor of two. S is halved immediately, and again
+  on every further overflow. Each doubling after that takes at least
+  1 / (1 - beta1) clean steps. An amax of 0 is ignored. The first step shows no
+  variation and is taken to vary by one bit.
 
   The rule loses steps if amax grows by more bits than it varied before, or if
   log2(amax) has a heavier tail than a normal distribution. After amax becomes

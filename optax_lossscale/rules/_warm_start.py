@@ -48,13 +48,12 @@ class WarmStart(base.LossScale):
   """Gives any rule a first S that fits the first step's amax.
 
   The first S of a rule is a guess. If it is too large, a run begins with
-  skipped steps: seventeen from 2**32 to 2**15. If it is too small, small
-  gradients are 0 until S has grown. With this wrapper the first step is a probe
-  at a small S. If its amax is neither 0 nor an overflow, the next S is the
-  power of two that leaves this amax `headroom` bits. From then on the rule
-  moves S as if it had started there. Otherwise the probe continues, 16 bits
-  lower after an overflow and 16 bits higher if all gradients were 0, up to
-  2**32.
+  skipped steps. If it is too small, small gradients are 0 until S has grown.
+  With this wrapper the first step is a probe at a small S. If its amax is
+  neither 0 nor an overflow, the next S is the power of two that leaves this
+  amax `headroom` bits. From then on the rule moves S as if it had started
+  there. Otherwise the probe continues, 16 bits lower after an overflow and 16
+  bits higher if all gradients were 0, up to 2**32.
 
   A probe at 1 usually loses no step at the start. Small gradients are 0 on that
   step, as without loss scaling. A larger probe preserves them but may overflow.
