@@ -17,7 +17,6 @@ _INSIDE = r"([^()]*(?:\([^()]*\)[^()]*)*)"
 _TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
 _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
 
-
 # JAX's scope for operations that a remat recomputes in the backward pass.
 _RECOMPUTED = "rematted_computation"
 

@@ -33,17 +33,16 @@ def check_dtypes(dtypes: object) -> frozenset[np.dtype]:
   )
   if not several:
     raise TypeError("`dtypes` must hold at least one floating dtype, got none.")
-  return frozenset(_check_dtype(dtype) for dtype in several)
-
-
-def _check_dtype(dtype: object) -> np.dtype:
-  found, name = arguments.read_dtype(dtype)
-  if not _can_overflow(found):
-    raise TypeError(
-      "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
-      f"jnp.float16, got {name}."
-    )
-  return found
+  checked = set()
+  for dtype in several:
+    found, name = arguments.read_dtype(dtype)
+    if not _can_overflow(found):
+      raise TypeError(
+        "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
+        f"jnp.float16, got {name}."
+      )
+    checked.add(found)
+  return frozenset(checked)
 
 
 def check_for_operations(check: checks.Check) -> None:

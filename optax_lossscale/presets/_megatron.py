@@ -139,14 +139,11 @@ def deepspeed(
 
   S halves on the `delayed_shift`-th overflow since it last grew and on each
   further one. S first doubles after `scale_window` + 1 clean steps in a row,
-  counted from the start or an overflow, then after each `scale_window` more.
-  The config calls the arguments `initial_scale_power` (the exponent),
+  counted from the start or an overflow, then after each `scale_window` more. If
+  the first S is below `min_scale`, the first shrink raises it to that. The
+  config calls the arguments `initial_scale_power` (the exponent),
   `loss_scale_window`, `min_loss_scale`, `hysteresis` and
   `consecutive_hysteresis`.
-
-  Args:
-    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
-      shrink raises S to it.
 
   Examples:
     >>> rule = ols.presets.deepspeed(init_scale=8.0, scale_window=2)
@@ -181,9 +178,6 @@ def deepspeed_legacy(
 
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
   the factor is an argument.
-
-  Args:
-    min_scale: the floor, as in `deepspeed`.
 
   Examples:
     >>> rule = ols.presets.deepspeed_legacy(init_scale=8.0, scale_window=1)
@@ -225,12 +219,9 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  Like `megatron`, but with a ceiling. ColossalAI's optimizers pass bounds of 1
-  and 2**32. Checkpoints do not hold the counts, so a resumed run restarts them.
-
-  Args:
-    min_scale: the floor, at most `initial_scale`; None for no floor.
-    max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
+  Like `megatron`, but with a ceiling. The first S lies between the bounds.
+  ColossalAI's optimizers pass bounds of 1 and 2**32. Checkpoints do not hold
+  the counts, so a resumed run restarts them.
 
   Examples:
     >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)

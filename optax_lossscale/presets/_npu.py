@@ -108,20 +108,12 @@ def npu_loss_scale_optimizer(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
-    >>> manager = ols.presets.npu_exponential(
-    ...   init_loss_scale=8.0,
-    ...   incr_every_n_steps=1000,
-    ...   decr_every_n_nan_or_inf=1,
-    ...   decr_ratio=0.5,
-    ... )
+    >>> manager = ols.presets.npu_fixed(loss_scale=8.0)
     >>> opt = ols.presets.npu_loss_scale_optimizer(optax.sgd(0.5), manager)
     >>> state = opt.init(jnp.zeros(2))
     >>> updates, state = opt.update(jnp.array([8.0, 65504.0]), state)
     >>> print(updates, ols.get_loss_scale(state))
-    [-0. -0.] 4.0
-    >>> updates, state = opt.update(jnp.array([8.0, 16.0]), state)
-    >>> print(updates, ols.get_loss_scale(state))
-    [-1. -2.] 4.0
+    [-0. -0.] 8.0
 
   References:
     Ascend's npu_bridge for TensorFlow 1, npu_loss_scale_optimizer.py.

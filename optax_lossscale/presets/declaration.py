@@ -57,6 +57,7 @@ _TEXTS = {
   "hysteresis": "S shrinks after this many overflows.",
   "refill": "whether a clean step resets the count of overflows.",
   "min_scale": "the floor; None or 0 for no floor.",
+  "max_scale": "the ceiling; None for no ceiling.",
   "notes_failure": "whether `raise_if_failed` raises once a step has\n"
   "    overflowed with S at `min_scale`.",
   "tolerance": "the share of overflows at which S shrinks, between 0 and 1;\n"
