@@ -67,11 +67,8 @@ def _parts(name_stack: str) -> list[str]:
 
 
 def _without_repetition(name_stack: str) -> str:
-  """Returns a name stack with the scopes around a remat written only once.
-
-  When the backward pass recomputes a remat, JAX writes these scopes twice:
-  "transpose(jvp(block))/mlp/jvp(block)/mlp".
-  """
+  """Returns a name stack with the scopes around a remat written only once."""
+  # Of one that is recomputed: "transpose(jvp(block))/mlp/jvp(block)/mlp".
   for slash in re.finditer("/", name_stack):
     head, tail = name_stack[: slash.start()], name_stack[slash.end() :]
     if (

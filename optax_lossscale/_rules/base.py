@@ -57,8 +57,7 @@ class LossScale(abc.ABC):
     ...     halved = state.loss_scale / 2
     ...     return HalvingState(jnp.where(overflow, self.start, halved))
     >>> rule = Halving()
-    >>> state = rule.update(rule.init(), overflow=False)
-    >>> print(state.loss_scale)
+    >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     512.0
   """
 

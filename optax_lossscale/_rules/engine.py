@@ -189,11 +189,12 @@ class Engine:
       shrinks &= since_shrink / since_move >= jnp.float32(self.tolerance)
       since_move = jnp.where(grows | shrinks, 0, since_move)
       since_shrink = jnp.where(shrinks, 0, since_shrink)
-    if interval is not None:
+    next_interval = state.growth_interval
+    if next_interval is not None:
       shorter = jnp.floor(bits.divide(interval, self.interval_factor))
       longer = interval * jnp.float32(self.interval_factor)
-      interval = jnp.where(grows, longer, interval)
-      interval = jnp.where(shrinks, jnp.maximum(shorter, 1), interval)
+      next_interval = jnp.where(grows, longer, interval)
+      next_interval = jnp.where(shrinks, jnp.maximum(shorter, 1), next_interval)
     if self.growth_test != "multiple":
       clean_steps = jnp.where(grows, 0, clean_steps)
     if "growth" in self.refill:
@@ -207,7 +208,7 @@ class Engine:
         clean_steps=clean_steps,
         overflows=overflows,
         total_steps=None if total is None else _increment(total),
-        growth_interval=interval,
+        growth_interval=next_interval,
         steps_since_move=since_move,
         overflows_since_shrink=since_shrink,
       ),
@@ -230,12 +231,9 @@ class Engine:
     return jnp.where(is_below, larger, loss_scale)
 
   def _is_time_to_grow(
-    self, clean_steps: jax.Array, interval: jax.Array | None
+    self, clean_steps: jax.Array, interval: jax.Array
   ) -> jax.Array:
-    if interval is None:
-      interval = jnp.int32(self.growth_interval)
-    else:
-      clean_steps = clean_steps.astype(jnp.float32)
+    clean_steps = clean_steps.astype(interval.dtype)
     match self.growth_test:
       case "at_least":
         return clean_steps >= interval
@@ -252,11 +250,11 @@ class Engine:
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
 
-  def _interval(self, state: DynamicLossScaleState) -> jax.Array | None:
-    """Returns the interval of a state that has one; the rule's if damaged."""
+  def _interval(self, state: DynamicLossScaleState) -> jax.Array:
+    """Returns the state's interval, or the rule's if it lacks a sound one."""
     interval = state.growth_interval
     if interval is None:
-      return None
+      return jnp.int32(self.growth_interval)
     is_sound = (interval >= 1) & jnp.isfinite(interval)
     return jnp.where(is_sound, interval, jnp.float32(self.growth_interval))
 

@@ -146,12 +146,7 @@ class _Counting(throughout.Sum):
     """See the base class."""
     del around
     outputs = interpreter.bind(equation, inputs)
-    found = [
-      by_kind
-      for _, by_kind in operation_overflow.find(
-        self.check, equation, inputs, outputs
-      )
-    ]
+    found = operation_overflow.find(self.check, equation, inputs, outputs)
     if not found:
       return outputs, self.zero
     with interpreter.context(equation):
@@ -162,10 +157,10 @@ class _Counting(throughout.Sum):
 
 
 def _count_operation(
-  found: Sequence[Mapping[str, Array]], kind: str
+  found: Sequence[tuple[core.Var, Mapping[str, Array]]], kind: str
 ) -> jax.Array:
   """Returns int32[], 1 if any element of any output is of this kind, else 0."""
-  elements = [by_kind[kind] for by_kind in found if kind in by_kind]
+  elements = [by_kind[kind] for _, by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)
   ).astype(jnp.int32)

@@ -80,9 +80,8 @@ def status_tap(
   with respect to `status`, which JAX adds up over all taps, the steps of a scan
   and the devices. `float_status` sees every operation, and costs more.
 
-  Under `shard_map` with its defaults, the count is the sum over the devices.
-  For a count per device, make `status` vary with `make_varying`. If `x` is the
-  same on all devices, JAX sums its cotangents before they reach the tap.
+  For a count per device under `shard_map`, make `status` vary: `make_varying`.
+  If all devices share `x`, JAX sums its cotangents before they reach the tap.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not

@@ -98,11 +98,9 @@ class Count(NamedTuple):
 
 
 def _unwrap(steps: int, engine: Engine, _: int) -> int:
-  """Converts a count that wraps around into the engine's clean steps.
-
-  If the interval was shortened, a saved count may be past it. Such a count
-  wraps around on the next step, without growing S.
-  """
+  """Converts a count that wraps around into the engine's clean steps."""
+  # If the interval was shortened, a saved count may be past it. Such a count
+  # wraps around on the next step, without growing S.
   interval = engine.growth_interval
   return steps if steps < interval else (steps + 1) % interval - 1
 

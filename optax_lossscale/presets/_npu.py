@@ -147,7 +147,6 @@ def npu_loss_scale_optimizer(
         "pass those that the workers are along: npu_loss_scale_optimizer(..., "
         f"is_distributed=True, axis_name={axes[0]!r})."
       )
-    updates, state = tx.update(updates, state, params, **extra_args)
-    return updates, state
+    return tx.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)

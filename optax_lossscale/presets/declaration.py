@@ -10,8 +10,7 @@
   def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
-A new preset needs this, plus its import and its name in `presets/__init__.py`.
-Its docstring need not describe arguments that are like those of other presets
+The docstring need not describe arguments that are like those of other presets
 (`_TEXTS`), nor have the lines that all presets share: they are added here.
 """
 

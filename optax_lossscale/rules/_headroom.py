@@ -17,8 +17,7 @@ from optax_lossscale.rules import _amax_and_scale
 # far below the largest int32.
 _ANY = 2**20
 
-# The state has an entry for each step of the window, and every step reads and
-# writes all entries: 256 KiB at this size.
+# The entries of such a window take 256 KiB.
 _LARGEST_WINDOW = 2**16
 
 # A ceiling rises by one bit after this many windows of clean steps.

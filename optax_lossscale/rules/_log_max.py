@@ -192,11 +192,9 @@ class LogMaxLossScale(base.LossScale):
   def _enter(
     self, state: LogMaxLossScaleState, x: jax.Array
   ) -> LogMaxLossScaleState:
-    """Returns the state with one more x in its statistics.
-
-    The variance is a mean of squared differences. The difference of two means
-    of squares would lose most of its float32 precision if x is far from 0.
-    """
+    """Returns the state with one more x in its statistics."""
+    # The variance is a mean of squared differences, since the difference of two
+    # means of squares would lose most of its precision if x is far from 0.
     beta1, beta2 = np.float32(self.beta1), np.float32(self.beta2)
     weight = beta1 * state.weight + (1 - beta1)
     slow_weight = beta2 * state.slow_weight + (1 - beta2)

@@ -58,9 +58,8 @@ class WarmStart(base.LossScale):
   A probe at 1 usually loses no step at the start. Small gradients are 0 on that
   step, as without loss scaling. A larger probe preserves them but may overflow.
 
-  The wrapper does not help if the gradients then grow, as they do with
-  zero-initialized layers or in actor-critic training: `headroom` is soon used
-  up, and the rule then loses a step for each bit.
+  It does not help if the gradients then grow by more bits than `headroom`, as
+  they do with zero-initialized layers or in actor-critic training.
 
   Attributes:
     rule: the rule. Its first S is not used.
@@ -80,9 +79,7 @@ class WarmStart(base.LossScale):
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> rule = ols.rules.WarmStart(
-    ...   ols.presets.megatron(), probe_scale=2.0**32
-    ... )
+    >>> rule = ols.rules.WarmStart(ols.DynamicLossScale(), probe_scale=2.0**32)
     >>> state = rule.update(rule.init(), True, amax=jnp.inf)
     >>> print(state.loss_scale)
     65536.0
