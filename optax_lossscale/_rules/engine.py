@@ -127,6 +127,8 @@ class Engine:
     def count(is_needed: bool) -> jax.Array | None:
       return jnp.full((), 0, jnp.int32) if is_needed else None
 
+    # A float32, because a factor such as 1.5 gives fractions.
+    interval = jnp.full((), self.growth_interval, jnp.float32)
     return DynamicLossScaleState(
       loss_scale=jnp.full(
         (), min(self.init_scale, self.max_scale), jnp.float32
@@ -134,12 +136,7 @@ class Engine:
       clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
       total_steps=count(self.counts_steps),
-      growth_interval=(
-        None
-        if self.interval_factor == 1
-        # A float32, because a factor such as 1.5 gives fractions.
-        else jnp.full((), self.growth_interval, jnp.float32)
-      ),
+      growth_interval=None if self.interval_factor == 1 else interval,
       steps_since_move=count(self.tolerance is not None),
       overflows_since_shrink=count(self.tolerance is not None),
       failure=count(self.failure is not None),
