@@ -115,11 +115,9 @@ def _evaluate_selecting(
 def _select_if_it_fits(
   select: Select, old: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """Returns the selected value, or `new` if the two have different types.
-
-  Under `shard_map`, a type says over which devices a value may vary, and a
-  value that varies does not fit where one that does not is used.
-  """
+  """Returns the selected value, or `new` if the two have different types."""
+  # Under `shard_map`, a type says over which devices a value may vary. If the
+  # old value or the skip varies but `new` does not, select after the update.
   selected = select(old, new)
   return selected if _type(selected) == _type(new) else new
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
+import fnmatch
 import re
 
 import jax
@@ -15,7 +16,6 @@ from optax_lossscale._jaxpr import calls
 _INSIDE = r"([^()]*(?:\([^()]*\)[^()]*)*)"
 _TRANSFORM = re.compile(rf"(?:^|(?<=[/(]))(?:jvp|transpose|vmap)\({_INSIDE}\)")
 _FUNCTION = re.compile(rf"(?:^|(?<=[/(]))jit\({_INSIDE}\)")
-
 
 # JAX's scope for operations that a remat recomputes in the backward pass.
 _RECOMPUTED = "rematted_computation"
@@ -67,11 +67,8 @@ def _parts(name_stack: str) -> list[str]:
 
 
 def _without_repetition(name_stack: str) -> str:
-  """Returns a name stack with the scopes around a remat written only once.
-
-  When the backward pass recomputes a remat, JAX writes these scopes twice:
-  "transpose(jvp(block))/mlp/jvp(block)/mlp".
-  """
+  """Returns a name stack with the scopes around a remat written only once."""
+  # Of one that is recomputed: "transpose(jvp(block))/mlp/jvp(block)/mlp".
   for slash in re.finditer("/", name_stack):
     head, tail = name_stack[: slash.start()], name_stack[slash.end() :]
     if (
@@ -103,15 +100,5 @@ def ends_in(scope: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_like(text: str, pattern: str) -> bool:
-  # fnmatch would treat the brackets of "layers[0]" as special, and a regular
-  # expression would try every way to split the text between the "*".
-  first, *parts = pattern.split("*")
-  if not parts or not text.startswith(first):
-    return text == pattern
-  place, last = len(first), parts.pop()
-  for part in parts:
-    found = text.find(part, place)
-    if found < 0:
-      return False
-    place = found + len(part)
-  return text.endswith(last, place)
+  # Only "*" is special, so that "layers[0]" is an ordinary name.
+  return fnmatch.fnmatchcase(text, re.sub(r"[?[]", r"[\g<0>]", pattern))

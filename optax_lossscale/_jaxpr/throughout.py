@@ -359,12 +359,9 @@ _CALLS: Mapping[calls.Form | None, Callable[[_Rebuilt], _Counted]] = {
 
 
 def _varying(zero: Tree) -> Tree:
-  """Returns `zero` as a value that may differ between devices.
-
-  A carried value must keep its type, and all branches must return one type.
-  Under `shard_map`, a type says along which mesh axes a value may vary. Adding
-  0 times the position on an axis makes a value vary along that axis.
-  """
+  """Returns `zero` as a value that may differ between devices."""
+  # A value has one type in all rounds and branches. Under `shard_map` it says
+  # along which axes the value may vary, as one plus 0 times a position does.
   for axis in jax.sharding.get_abstract_mesh().manual_axes:
     position = lax.axis_index(axis)
     zero = jax.tree.map(lambda x, p=position: x + 0 * p, zero)

@@ -1,21 +1,17 @@
 """The base class of rules for the loss scale S, to subclass for a new rule."""
 
 import abc
-from collections.abc import Callable
 import dataclasses
 import functools
 import types
 from typing import Any
 from typing import TYPE_CHECKING
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._base import arguments
-
-_State = TypeVar("_State")
 
 # The methods of torch's GradScaler, each with its equivalent here.
 _OF_A_SCALER = {
@@ -61,8 +57,7 @@ class LossScale(abc.ABC):
     ...     halved = state.loss_scale / 2
     ...     return HalvingState(jnp.where(overflow, self.start, halved))
     >>> rule = Halving()
-    >>> state = rule.update(rule.init(), overflow=False)
-    >>> print(state.loss_scale)
+    >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     512.0
   """
 
@@ -73,8 +68,21 @@ class LossScale(abc.ABC):
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
-    if isinstance(init := vars(cls).get("init"), types.FunctionType):
-      type.__setattr__(cls, "init", _explained(init))
+    init = vars(cls).get("init")
+    if not isinstance(init, types.FunctionType):
+      return
+
+    @functools.wraps(init)
+    def explained(self: LossScale, *args: object) -> Any:
+      if args:
+        raise TypeError(
+          "a rule must be inside of loss_scaling, got a "
+          f"{type(self).__name__} in the place of an optimizer; write "
+          "loss_scaling(optax.adam(1e-3), rule)."
+        )
+      return init(self)
+
+    type.__setattr__(cls, "init", explained)
 
   if not TYPE_CHECKING:  # Type checkers would take a rule to have every name.
 
@@ -121,22 +129,3 @@ class LossScale(abc.ABC):
     """
     del state, overflow
     return jnp.full((), False)
-
-
-def _explained(init: Callable[..., _State]) -> Callable[..., _State]:
-  """Returns a rule's `init`, with an error for a call like optax's."""
-
-  @functools.wraps(init)
-  def explained(self: LossScale, *args: object, **kwargs: object) -> _State:
-    try:
-      return init(self, *args, **kwargs)
-    except TypeError as error:
-      if not args:
-        raise
-      raise TypeError(
-        "a rule must be inside of loss_scaling, got a "
-        f"{type(self).__name__} in the place of an optimizer; write "
-        "loss_scaling(optax.adam(1e-3), rule)."
-      ) from error
-
-  return explained

@@ -72,22 +72,12 @@ class DynamicLossScaleState(NamedTuple):
     """float32[], 1/S; subnormal if S > 2**126, so 0 on some backends."""
     return 1 / self.loss_scale
 
-  def __repr__(self) -> str:
-    fields = ", ".join(
-      f"{name}={value!r}"
-      for name, value in self._asdict().items()
-      if value is not None
-    )
-    return f"{type(self).__name__}({fields})"
-
 
 class _Step(NamedTuple):
-  """The outcome of a step: the new counts, and the S that the rule wants."""
+  """A state that has counted one more step, and the S that the rule wants."""
 
-  clean_steps: jax.Array
-  overflows: jax.Array
+  counted: DynamicLossScaleState
   shrinks: jax.Array
-  grows: jax.Array
   wanted: jax.Array
 
 
@@ -137,6 +127,8 @@ class Engine:
     def count(is_needed: bool) -> jax.Array | None:
       return jnp.full((), 0, jnp.int32) if is_needed else None
 
+    # A float32, because a factor such as 1.5 gives fractions.
+    interval = jnp.full((), self.growth_interval, jnp.float32)
     return DynamicLossScaleState(
       loss_scale=jnp.full(
         (), min(self.init_scale, self.max_scale), jnp.float32
@@ -144,12 +136,7 @@ class Engine:
       clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
       total_steps=count(self.counts_steps),
-      growth_interval=(
-        None
-        if self.interval_factor == 1
-        # A float32, because a factor such as 1.5 gives fractions.
-        else jnp.full((), self.growth_interval, jnp.float32)
-      ),
+      growth_interval=None if self.interval_factor == 1 else interval,
       steps_since_move=count(self.tolerance is not None),
       overflows_since_shrink=count(self.tolerance is not None),
       failure=count(self.failure is not None),
@@ -161,32 +148,10 @@ class Engine:
     """Returns the state after one more step."""
     overflow = arguments.as_flag(overflow, state.loss_scale)
     step = self._step(state, overflow)
-    clean_steps, overflows = step.clean_steps, step.overflows
-    if self.growth_test != "multiple":
-      clean_steps = jnp.where(step.grows, 0, clean_steps)
-    if "growth" in self.refill:
-      overflows = jnp.where(step.grows, 0, overflows)
-    if "backoff" in self.refill:
-      overflows = jnp.where(step.shrinks, 0, overflows)
-    state = state._replace(
+    return step.counted._replace(
       loss_scale=jnp.where(self._can_move(step), step.wanted, state.loss_scale),
-      clean_steps=clean_steps,
-      overflows=overflows,
-      failure=self._next_failure(state, step),
+      failure=self._next_failure(step),
     )
-    if self.counts_steps:
-      state = state._replace(
-        total_steps=_increment(_present(state.total_steps))
-      )
-    if self.interval_factor != 1:
-      state = state._replace(growth_interval=self._next_interval(state, step))
-    if self.tolerance is not None:
-      since_move, since_shrink = _count_share(state, overflow)
-      state = state._replace(
-        steps_since_move=jnp.where(step.grows | step.shrinks, 0, since_move),
-        overflows_since_shrink=jnp.where(step.shrinks, 0, since_shrink),
-      )
-    return state
 
   def stalled(
     self, state: DynamicLossScaleState, overflow: ArrayLike
@@ -202,37 +167,50 @@ class Engine:
     return overflow & at_floor | ~self._can_move(step)
 
   def _step(self, state: DynamicLossScaleState, overflow: jax.Array) -> _Step:
-    clean_steps = jnp.where(
-      overflow,
-      jnp.int32(self.initial_clean_steps),
-      _increment(state.clean_steps),
-    )
-    kept_overflows = (
-      jnp.zeros_like(state.overflows)
-      if "clean" in self.refill
-      else state.overflows
-    )
-    overflows = jnp.where(overflow, _increment(state.overflows), kept_overflows)
-
+    first = jnp.int32(self.initial_clean_steps)
+    clean_steps = jnp.where(overflow, first, _increment(state.clean_steps))
+    kept = 0 if "clean" in self.refill else state.overflows
+    overflows = jnp.where(overflow, _increment(state.overflows), kept)
+    interval = self._interval(state)
+    grows = ~overflow & self._is_time_to_grow(clean_steps, interval)
     shrinks = overflow & (
       overflows == self.hysteresis
       if self.shrink_test == "equal"
       else overflows >= self.hysteresis
     )
-    if self.tolerance is not None:
-      since_move, since_shrink = _count_share(state, overflow)
+    since_move = state.steps_since_move
+    since_shrink = state.overflows_since_shrink
+    if since_move is not None and since_shrink is not None:
+      since_move = _increment(since_move)
+      since_shrink = jnp.where(overflow, _increment(since_shrink), since_shrink)
       shrinks &= since_shrink / since_move >= jnp.float32(self.tolerance)
-    grows = ~overflow & self._is_time_to_grow(state, clean_steps)
+      since_move = jnp.where(grows | shrinks, 0, since_move)
+      since_shrink = jnp.where(shrinks, 0, since_shrink)
+    next_interval = state.growth_interval
+    if next_interval is not None:
+      shorter = jnp.floor(bits.divide(interval, self.interval_factor))
+      longer = interval * jnp.float32(self.interval_factor)
+      next_interval = jnp.where(grows, longer, interval)
+      next_interval = jnp.where(shrinks, jnp.maximum(shorter, 1), next_interval)
+    if self.growth_test != "multiple":
+      clean_steps = jnp.where(grows, 0, clean_steps)
+    if "growth" in self.refill:
+      overflows = jnp.where(grows, 0, overflows)
+    if "backoff" in self.refill:
+      overflows = jnp.where(shrinks, 0, overflows)
+    total = state.total_steps
+    grown = jnp.where(grows, self._grown(state.loss_scale), state.loss_scale)
     return _Step(
-      clean_steps=clean_steps,
-      overflows=overflows,
-      shrinks=shrinks,
-      grows=grows,
-      wanted=jnp.where(
-        shrinks,
-        self._shrunk(state.loss_scale),
-        jnp.where(grows, self._grown(state.loss_scale), state.loss_scale),
+      counted=state._replace(
+        clean_steps=clean_steps,
+        overflows=overflows,
+        total_steps=None if total is None else _increment(total),
+        growth_interval=next_interval,
+        steps_since_move=since_move,
+        overflows_since_shrink=since_shrink,
       ),
+      shrinks=shrinks,
+      wanted=jnp.where(shrinks, self._shrunk(state.loss_scale), grown),
     )
 
   def _shrunk(self, loss_scale: jax.Array) -> jax.Array:
@@ -250,12 +228,9 @@ class Engine:
     return jnp.where(is_below, larger, loss_scale)
 
   def _is_time_to_grow(
-    self, state: DynamicLossScaleState, clean_steps: jax.Array
+    self, clean_steps: jax.Array, interval: jax.Array
   ) -> jax.Array:
-    interval = jnp.int32(self.growth_interval)
-    if state.growth_interval is not None:
-      interval = self._own_interval(state)
-      clean_steps = clean_steps.astype(jnp.float32)
+    clean_steps = clean_steps.astype(interval.dtype)
     match self.growth_test:
       case "at_least":
         return clean_steps >= interval
@@ -272,59 +247,33 @@ class Engine:
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
 
-  def _own_interval(self, state: DynamicLossScaleState) -> jax.Array:
-    """Returns the state's interval, or the rule's if that is damaged."""
-    interval = _present(state.growth_interval)
+  def _interval(self, state: DynamicLossScaleState) -> jax.Array:
+    """Returns the state's interval, or the rule's if it lacks a sound one."""
+    interval = state.growth_interval
+    if interval is None:
+      return jnp.int32(self.growth_interval)
     is_sound = (interval >= 1) & jnp.isfinite(interval)
     return jnp.where(is_sound, interval, jnp.float32(self.growth_interval))
 
-  def _next_interval(
-    self, state: DynamicLossScaleState, step: _Step
-  ) -> jax.Array:
-    interval = self._own_interval(state)
-    shorter = jnp.floor(bits.divide(interval, self.interval_factor))
-    longer = interval * jnp.float32(self.interval_factor)
-    unless_shorter = jnp.where(step.grows, longer, interval)
-    return jnp.where(step.shrinks, jnp.maximum(shorter, 1), unless_shorter)
-
-  def _next_failure(
-    self, state: DynamicLossScaleState, step: _Step
-  ) -> jax.Array | None:
+  def _next_failure(self, step: _Step) -> jax.Array | None:
     """Returns the first failure of the run, even if later steps fail again."""
+    counted, noted = step.counted, step.counted.failure
+    if noted is None:
+      return None
+    if not self.notes_failure:
+      return jnp.zeros_like(noted)
     match self.failure:
-      case None:
-        return None
       case Failure.AT_MINIMUM:
-        at_minimum = state.loss_scale == jnp.float32(self.min_scale)
+        at_minimum = counted.loss_scale == jnp.float32(self.min_scale)
         fails = step.shrinks & at_minimum
       case Failure.BELOW_MINIMUM:
         fails = self._is_held(step)
-      case Failure.TOO_MANY_OVERFLOWS:
-        fails = step.overflows > MOST_OVERFLOWS_IN_A_ROW
-    noted = _present(state.failure)
-    if not self.notes_failure:
-      return jnp.zeros_like(noted)
+      case _:
+        fails = counted.overflows > MOST_OVERFLOWS_IN_A_ROW
     failure = jnp.where(fails, jnp.int32(self.failure), 0)
     return jnp.where(noted == 0, failure, noted)
-
-
-def _present(leaf: jax.Array | None) -> jax.Array:
-  """Returns a leaf of the state that this engine's `init` makes."""
-  assert leaf is not None
-  return leaf
 
 
 def _increment(count: jax.Array) -> jax.Array:
   # The count stops at the largest int32 instead of wrapping around.
   return jnp.asarray(optax.safe_increment(count))
-
-
-def _count_share(
-  state: DynamicLossScaleState, overflow: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the steps since S moved, and the overflows since S last shrank."""
-  since_shrink = _present(state.overflows_since_shrink)
-  return (
-    _increment(_present(state.steps_since_move)),
-    jnp.where(overflow, _increment(since_shrink), since_shrink),
-  )

@@ -82,24 +82,7 @@ def _parse_arguments(rule: str, text: str) -> dict[str, float | bool | str]:
     if name in arguments:
       raise ValueError(f"{rule} got {name!r} twice")
     arguments[name] = parsed
-  missing = [
-    name
-    for name, parameter in parameters.items()
-    if parameter.default is parameter.empty and name not in arguments
-  ]
-  if missing:
-    examples = ",".join(f"{name}={_example(name)}" for name in missing)
-    raise ValueError(
-      f"{rule} needs {' and '.join(missing)}, as in {rule}:{examples}"
-    )
   return arguments
-
-
-def _example(name: str) -> str:
-  if "factor" in name:
-    return "2"
-  # All other required arguments are numbers of steps or values of S.
-  return "1000" if "window" in name or "every" in name else "2**15"
 
 
 def _parse_value(name: str, text: str) -> float | bool:

@@ -12,7 +12,6 @@ from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
-_HARDWARE = ("ieee", "saturating")
 _DEFAULT_RULES = ("dynamic", "headroom")
 _HEADER = (
   *("lost steps", "stalled steps", "headroom: mean", "least", "most"),
@@ -58,15 +57,12 @@ def add_parser(subparsers: Any) -> None:
   parser.add_argument(
     "--dtype",
     choices=_DTYPES,
-    metavar="DTYPE",
     default="float16",
-    help=f"of the computation that was recorded: {', '.join(_DTYPES)} "
-    "(default: float16)",
+    help="of the computation that was recorded (default: float16)",
   )
   parser.add_argument(
     "--hardware",
-    choices=_HARDWARE,
-    metavar="|".join(_HARDWARE),
+    choices=("ieee", "saturating"),
     default="ieee",
     help="whether an overflow is inf, or the dtype's largest finite value "
     "(default: ieee)",

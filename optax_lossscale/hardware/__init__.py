@@ -12,13 +12,13 @@ a model. `emulate_saturation` computes a function as hardware that clips does.
 """
 
 from optax_lossscale._step.findings import FloatStatus
-from optax_lossscale.hardware._amax_tap import amax_tap
 from optax_lossscale.hardware._emulate_saturation import emulate_saturation
 from optax_lossscale.hardware._float_status import float_status
 from optax_lossscale.hardware._probe import Arithmetic
 from optax_lossscale.hardware._probe import Hardware
 from optax_lossscale.hardware._probe import probe
-from optax_lossscale.hardware._status_tap import status_tap
+from optax_lossscale.hardware._taps import amax_tap
+from optax_lossscale.hardware._taps import status_tap
 
 __all__ = [
   "Arithmetic",

@@ -46,10 +46,10 @@ def emulate_saturation(
   and `shard_map`. Derivatives are those of `fun`, with every operation of the
   backward pass clamped as well: the gradient of `emulate_saturation(fun)` is
   `emulate_saturation(jax.grad(fun))`. Forward mode is not supported; wrap the
-  function that calls `jax.jvp`. A `custom_vmap` rule applies only to a `vmap`
-  inside `fun`. Only the results are clamped if an operation contains a program
-  of its own: a kernel (Pallas, a library call), `custom_partitioning`, a
-  reduction with your own function, or `custom_root` on newer JAX.
+  function that calls `jax.jvp`. Only the results are clamped if an operation
+  contains a program of its own: a kernel (Pallas, a library call),
+  `custom_partitioning`, a reduction with your own function, or `custom_root` on
+  newer JAX. A `custom_vmap` rule applies only to a `vmap` inside `fun`.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as
@@ -213,11 +213,9 @@ class _Clamping(throughout.CountingRule):
 
 
 def _saturate(x: jax.Array) -> jax.Array:
-  """Returns `x` with inf replaced by the largest finite value, and NaN by 0.
-
-  Working on the bits, or `held`, forces a compiler that computes in a wider
-  dtype to round to this dtype first.
-  """
+  """Returns `x` with inf replaced by the largest finite value, and NaN by 0."""
+  # A compiler that computes in a wider dtype has to round to this one before it
+  # reads the bits, or what is `held`.
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
   if not bits.has_inf(x.dtype):
@@ -242,12 +240,9 @@ def _clip(x: Array, dtype: np.dtype) -> jax.Array:
 
 
 def _zero_if_symbolic(cotangent: object) -> object:
-  """Converts a symbolic zero to `ad.Zero`, the form that JAX uses internally.
-
-  JAX then leaves this path out of the backward pass, as usual. With an array of
-  zeros, the path could compute 0 times inf, which is NaN. JAX does not document
-  that the function returned by `jax.vjp` accepts `ad.Zero`.
-  """
+  """Converts a symbolic zero to `ad.Zero`, JAX's internal form."""
+  # JAX then leaves this path out of the backward pass, where 0 times inf would
+  # be NaN. It does not document that what `jax.vjp` returns accepts `ad.Zero`.
   if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
     return ad.Zero(cotangent.aval)
   return cotangent

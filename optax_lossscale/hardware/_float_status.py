@@ -44,9 +44,8 @@ def float_status(
   of an earlier inf, such as the -inf of an attention mask, do not count.
   Operations with no finite result in any dtype, such as division by zero, log 0
   or sqrt(-1), are counted separately. An operation counts even in a branch that
-  `jnp.where` does not take, so exp(1000) there is an overflow. Casting -1e9 to
-  float16 is an overflow too, and so is subtracting a row's maximum of 17 from
-  finfo.min; mask with -inf instead.
+  `jnp.where` does not take, so exp(1000) there is an overflow. So is a mask of
+  -1e9 that is cast to float16; mask with -inf instead.
 
   All operations are checked, including those in loops, branches, calls and
   `shard_map`, and those whose results are never used. Some operations cannot be
@@ -147,12 +146,7 @@ class _Counting(throughout.Sum):
     """See the base class."""
     del around
     outputs = interpreter.bind(equation, inputs)
-    found = [
-      by_kind
-      for _, by_kind in operation_overflow.find(
-        self.check, equation, inputs, outputs
-      )
-    ]
+    found = operation_overflow.find(self.check, equation, inputs, outputs)
     if not found:
       return outputs, self.zero
     with interpreter.context(equation):
@@ -163,10 +157,10 @@ class _Counting(throughout.Sum):
 
 
 def _count_operation(
-  found: Sequence[Mapping[str, Array]], kind: str
+  found: Sequence[tuple[core.Var, Mapping[str, Array]]], kind: str
 ) -> jax.Array:
   """Returns int32[], 1 if any element of any output is of this kind, else 0."""
-  elements = [by_kind[kind] for by_kind in found if kind in by_kind]
+  elements = [by_kind[kind] for _, by_kind in found if kind in by_kind]
   return functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)
   ).astype(jnp.int32)

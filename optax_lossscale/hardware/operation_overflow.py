@@ -33,17 +33,16 @@ def check_dtypes(dtypes: object) -> frozenset[np.dtype]:
   )
   if not several:
     raise TypeError("`dtypes` must hold at least one floating dtype, got none.")
-  return frozenset(_check_dtype(dtype) for dtype in several)
-
-
-def _check_dtype(dtype: object) -> np.dtype:
-  found, name = arguments.read_dtype(dtype)
-  if not _can_overflow(found):
-    raise TypeError(
-      "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
-      f"jnp.float16, got {name}."
-    )
-  return found
+  checked = set()
+  for dtype in several:
+    found, name = arguments.read_dtype(dtype)
+    if not _can_overflow(found):
+      raise TypeError(
+        "`dtypes` must hold signed floating dtypes of 8 bits at least, such as "
+        f"jnp.float16, got {name}."
+      )
+    checked.add(found)
+  return frozenset(checked)
 
 
 def check_for_operations(check: checks.Check) -> None:
@@ -137,19 +136,14 @@ def _reached_before(
   anywhere = functools.reduce(
     jnp.logical_or, [jnp.any(x) for x in reached], jnp.full((), False)
   )
-  if name in operation_table.DEVICE_SUMS:
-    return _on_any_device(anywhere, parameters)
-  return anywhere
-
-
-def _on_any_device(flag: jax.Array, parameters: Mapping[str, Any]) -> jax.Array:
-  """Returns whether a flag is set on any device that takes part in the sum."""
+  if name not in operation_table.DEVICE_SUMS:
+    return anywhere
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
-  return lax.pmax(
-    flag.astype(jnp.int32),
-    axes,
-    axis_index_groups=parameters.get("axis_index_groups"),
-  ).astype(bool)
+  groups = parameters.get("axis_index_groups")
+  on_any_device = lax.pmax(
+    anywhere.astype(jnp.int32), axes, axis_index_groups=groups
+  )
+  return on_any_device.astype(bool)
 
 
 def _reached_before_dot(

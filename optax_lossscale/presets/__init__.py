@@ -20,9 +20,6 @@ it wraps an optimizer and takes a rule as its manager. `accelerate_train_mode`,
 also Ascend's, returns a `PrecisionSchedule`.
 """
 
-import typing
-
-from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
 from optax_lossscale.presets._accelerate_train_mode import accelerate_train_mode
 from optax_lossscale.presets._fairseq import fairseq
 from optax_lossscale.presets._fairseq import metaseq
@@ -84,15 +81,6 @@ __all__ = [
   "torch",
   "torch_sharded",
 ]
-
-# Hidden from type checkers, which would otherwise accept any name.
-if not typing.TYPE_CHECKING:
-
-  def __getattr__(name: str) -> object:
-    raise AttributeError(
-      f"module {__name__!r} has no attribute {name!r}"
-      f"{_did_you_mean(name, __all__)}"
-    )
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,6 @@ import fractions
 import functools
 import math
 import re
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,27 +13,18 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._precision import precision_schedule
 
-
-class _Mode(NamedTuple):
-  """A mode: the argument it needs, its default ratio and the ratio's bounds."""
-
-  needs: str
-  default: str
-  least: str
-  most: str
-
-
 _DTYPES = {"fast": np.dtype(jnp.float16), "fast1": np.dtype(jnp.bfloat16)}
+# The argument that a mode needs, its default ratio and the ratio's bounds.
 _MODES = {
-  "step": _Mode("total_steps", "0.9", least="0.2", most="0.9"),
-  "loss": _Mode("target_loss", "1.05", least="1.01", most="1.5"),
+  "step": ("total_steps", "0.9", "0.2", "0.9"),
+  "loss": ("target_loss", "1.05", "1.01", "1.5"),
 }
 # The precision modes that Ascend allows beside `accelerate_train_mode`.
 _BESIDE = {
   "precision_mode": ("allow_fp32_to_fp16", "must_keep_origin_dtype"),
   "precision_mode_v2": ("origin",),
 }
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
+_TEXT = re.compile(r"(fast1?)\|(step|loss)(?:\|([0-9]+\.?[0-9]*|\.[0-9]+|))?")
 
 
 def accelerate_train_mode(
@@ -114,29 +104,27 @@ def _parse(text: object) -> tuple[DTypeLike, str, fractions.Fraction]:
       "`text` must be an `accelerate_train_mode` such as 'fast|step|0.9', got "
       f"{shown(text)} of type {arguments.kind_of(text)}."
     )
-  fields = text.split("|")
-  if len(fields) not in (2, 3):
-    raise ValueError(
-      "`text` must be 'type|mode|ratio' or 'type|mode', such as "
-      f"'fast|step|0.9', got {shown(text)}."
-    )
-  kind, name, ratio = (*fields, "")[:3]
-  if kind not in _DTYPES:
-    raise ValueError(
-      "the type in `text` must be 'fast' (float16) or 'fast1' "
-      f"(bfloat16), got {shown(kind)} in {shown(text)}."
-    )
-  if name not in _MODES:
-    raise ValueError(
-      "the mode in `text` must be 'step' or 'loss', got "
-      f"{shown(name)} in {shown(text)}."
-    )
-  return _DTYPES[kind], name, _parse_ratio(text, name, ratio)
+  if parts := _TEXT.fullmatch(text):
+    kind, mode, number = parts.groups()
+    # As fractions, 90 * 0.7 is exactly 63; in floating point it is less.
+    default, least, most = map(fractions.Fraction, _MODES[mode][1:])
+    ratio = fractions.Fraction(number) if number else default
+    if least <= ratio <= most:
+      return _DTYPES[kind], mode, ratio
+  bounds = " and ".join(
+    f"from {least} to {most} in mode {mode!r}"
+    for mode, (_, _, least, most) in _MODES.items()
+  )
+  raise ValueError(
+    "`text` must be 'type|mode|ratio' or 'type|mode', with the type 'fast' "
+    "(float16) or 'fast1' (bfloat16), the mode 'step' or 'loss', and as the "
+    f"ratio a number {bounds}, such as 'fast|step|0.9', got {shown(text)}."
+  )
 
 
 def _check_needed(mode: str, **given: object) -> None:
   """Raises unless only the argument that the mode needs is given."""
-  needed = _MODES[mode].needs
+  needed = _MODES[mode][0]
   if given[needed] is None:
     raise ValueError(f"`{needed}` must be given in mode {mode!r}, got none.")
   for name, value in given.items():
@@ -159,21 +147,3 @@ def _keeps_origin_dtype(**modes: object) -> bool:
         f"which sets the precision itself, got {shown(mode)}."
       )
   return not {"must_keep_origin_dtype", "origin"}.isdisjoint(modes.values())
-
-
-def _parse_ratio(text: str, name: str, ratio: str) -> fractions.Fraction:
-  mode = _MODES[name]
-  # As fractions, 90 * 0.7 is exactly 63; in floating point it is less.
-  default, least, most = map(
-    fractions.Fraction, (mode.default, mode.least, mode.most)
-  )
-  if not ratio:
-    return default
-  number = fractions.Fraction(ratio) if _NUMBER.fullmatch(ratio) else None
-  if number is None or not least <= number <= most:
-    raise ValueError(
-      "the ratio in `text` must be a number from "
-      f"{mode.least} to {mode.most} in mode {name!r}, got {shown(ratio)} in "
-      f"{shown(text)}."
-    )
-  return number

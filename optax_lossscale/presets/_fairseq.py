@@ -58,21 +58,16 @@ def fairseq(
 
   Args:
     init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
-    scale_factor: multiplies or divides S; above 1.
     scale_window: S grows after this many clean steps in a row; the trainer's
       own default is 2**14 / workers / accumulated batches.
     min_loss_scale: S stays above this.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.fairseq(init_scale=8.0, tolerance=0.5)
     >>> state = rule.init()
     >>> for overflow in (False, False, True, True):
     ...   state = rule.update(state, overflow)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
-    8.0
+    >>> print(state.loss_scale)
     4.0
 
   References:
@@ -109,15 +104,12 @@ def metaseq(
     min_loss_scale: S does not shrink below this.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.metaseq(scale_window=1)
     >>> state = rule.init()
     >>> for _ in range(3):
     ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    8.0
-    16.0
-    16.0
+    >>> print(state.loss_scale, state.growth_interval)
+    16.0 4.0
 
   References:
     metaseq 0ba5657, metaseq/optim/dynamic_loss_scaler.py.

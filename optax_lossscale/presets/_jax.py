@@ -43,14 +43,10 @@ def flax(
     growth_interval: the clean steps before S grows, minus one.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.flax(growth_interval=1)
-    >>> state = rule.init()
-    >>> for _ in range(2):
-    ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    65536.0
-    131072.0
+    >>> state = rule.update(rule.init(), overflow=False)
+    >>> print(state.loss_scale, rule.update(state, overflow=False).loss_scale)
+    65536.0 131072.0
 
   References:
     Flax 0.12.12, flax/training/dynamic_scale.py.
@@ -80,12 +76,7 @@ def jmp(
   S shrinks on every overflow and grows after `period` clean steps in a row.
   Under jit, jmp drops `min_loss_scale` and uses 1; here the floor is kept.
 
-  Args:
-    factor: multiplies or divides S; above 1.
-    min_loss_scale: the floor; 0 for no floor.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.jmp(loss_scale=2.0**15, period=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0

@@ -7,6 +7,7 @@ name.
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -97,11 +98,9 @@ class Count(NamedTuple):
 
 
 def _unwrap(steps: int, engine: Engine, _: int) -> int:
-  """Converts a count that wraps around into the engine's clean steps.
-
-  If the interval was shortened, a saved count may be past it. Such a count
-  wraps around on the next step, without growing S.
-  """
+  """Converts a count that wraps around into the engine's clean steps."""
+  # If the interval was shortened, a saved count may be past it. Such a count
+  # wraps around on the next step, without growing S.
   interval = engine.growth_interval
   return steps if steps < interval else (steps + 1) % interval - 1
 
@@ -159,14 +158,9 @@ def counters(engine: Engine, numbers: Mapping[str, Any]) -> dict[str, int]:
   }
 
 
-def one_float32(value: float) -> np.ndarray:
-  """Returns float32[1], for systems that keep S in a one-element tensor."""
-  return np.array([value], np.float32)
-
-
-def one_int32(value: int) -> np.ndarray:
-  """Returns int32[1]."""
-  return np.array([value], np.int32)
+# For systems that keep S and their counts in tensors with one element.
+one_float32 = functools.partial(np.full, 1, dtype=np.float32)
+one_int32 = functools.partial(np.full, 1, dtype=np.int32)
 
 
 def int_or_float(value: float) -> float:

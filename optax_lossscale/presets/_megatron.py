@@ -96,15 +96,10 @@ def megatron(
       code, or "clean", any clean step, as documented. Not in Megatron.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.megatron(initial_scale=8.0)
-    >>> state = rule.init()
-    >>> for overflow in (True, False, True):
-    ...   state = rule.update(state, overflow)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
-    4.0
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
+    8.0 4.0
 
   References:
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
@@ -115,14 +110,9 @@ def megatron(
 def megatron_constant(*, initial_scale: float) -> PresetLossScale:
   """Megatron-LM's `ConstantGradScaler`: S is fixed, and overflows skip steps.
 
-  Args:
-    initial_scale: S.
-
   Examples:
-    >>> import optax_lossscale as ols
-    >>> rule = ols.presets.megatron_constant(initial_scale=4096.0)
-    >>> ols.presets.to_state_dict(rule, rule.init())
-    {}
+    >>> print(ols.presets.megatron_constant(initial_scale=8.0).skip)
+    True
 
   References:
     megatron-core 0.19.2, megatron/core/optimizer/grad_scaler.py.
@@ -149,27 +139,18 @@ def deepspeed(
 
   S halves on the `delayed_shift`-th overflow since it last grew and on each
   further one. S first doubles after `scale_window` + 1 clean steps in a row,
-  counted from the start or an overflow, then after each `scale_window` more.
-  The config calls the arguments `initial_scale_power` (the exponent),
+  counted from the start or an overflow, then after each `scale_window` more. If
+  the first S is below `min_scale`, the first shrink raises it to that. The
+  config calls the arguments `initial_scale_power` (the exponent),
   `loss_scale_window`, `min_loss_scale`, `hysteresis` and
   `consecutive_hysteresis`.
 
-  Args:
-    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
-      shrink raises S to it.
-    consecutive_hysteresis: whether a clean step resets the count of overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
-      overflowed with S at `min_scale`.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.deepspeed(init_scale=8.0, scale_window=2)
     >>> state = rule.init()
     >>> for _ in range(3):
     ...   state = rule.update(state, overflow=False)
-    ...   print(state.loss_scale)
-    8.0
-    8.0
+    >>> print(state.loss_scale)
     16.0
 
   References:
@@ -198,16 +179,7 @@ def deepspeed_legacy(
   Like `deepspeed`, but every growth waits for `scale_window` clean steps, and
   the factor is an argument.
 
-  Args:
-    scale_factor: multiplies or divides S; above 1.
-    min_scale: the floor; 0 for no floor. If `init_scale` is below it, the first
-      shrink raises S to it.
-    consecutive_hysteresis: whether a clean step resets the count of overflows.
-    raise_error_at_min_scale: whether `raise_if_failed` raises once a step has
-      overflowed with S at `min_scale`.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.deepspeed_legacy(init_scale=8.0, scale_window=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     16.0
@@ -247,19 +219,11 @@ def colossalai(
 ) -> PresetLossScale:
   """ColossalAI's `DynamicGradScaler`.
 
-  Like `megatron`, but with a ceiling. Checkpoints do not hold the counts, so a
-  resumed run restarts them.
-
-  Args:
-    min_scale: the floor, at most `initial_scale`; None for no floor.
-      ColossalAI's optimizers pass 1.
-    max_scale: the ceiling, at least `initial_scale`; None for no ceiling.
-      ColossalAI's optimizers pass 2**32.
-    hysteresis: S shrinks after this many overflows since it last grew.
-      ColossalAI treats 0 as 1.
+  Like `megatron`, but with a ceiling. The first S lies between the bounds.
+  ColossalAI's optimizers pass bounds of 1 and 2**32. Checkpoints do not hold
+  the counts, so a resumed run restarts them.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0

@@ -46,19 +46,14 @@ def mindspore(
 ) -> PresetLossScale:
   """MindSpore's `DynamicLossScaleManager`.
 
-  S shrinks on every overflow, but not below 1, and grows after every
-  `scale_window` clean steps in a row. After more than 1000 overflows in a row
-  MindSpore ends the run; here `raise_if_failed` raises. A published tutorial
-  passes (scale_factor, scale_window) by position, which sets the wrong
+  S is at least 1, from the start. It shrinks on every overflow, and grows after
+  every `scale_window` clean steps in a row. After more than 1000 overflows in a
+  row MindSpore ends the run; here `raise_if_failed` raises. A published
+  tutorial passes (scale_factor, scale_window) by position, which sets the wrong
   arguments. `Model` and `build_train_network` use the manager's update cell
   instead: pass the same values to `mindspore_cell`.
 
-  Args:
-    init_loss_scale: the first S, at least 1.
-    scale_factor: multiplies or divides S; above 1.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore(scale_factor=4, scale_window=3000)
     >>> float(rule.update(rule.init(), overflow=True).loss_scale)
     4194304.0
@@ -75,15 +70,12 @@ def mindspore(
 def mindspore_fixed(
   *, loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> PresetLossScale:
-  """MindSpore's `FixedLossScaleManager`: S is fixed.
+  """MindSpore's `FixedLossScaleManager`: S is fixed, at 1 or more.
 
-  Args:
-    loss_scale: S, at least 1.
-    drop_overflow_update: if False, every step is applied, even on overflow.
-      Gradients are still unscaled; in MindSpore the optimizer must do that.
+  Gradients are unscaled even if overflows do not skip the step; in MindSpore
+  the optimizer must do that.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> ols.presets.mindspore_fixed(drop_overflow_update=False).skip
     False
 
@@ -108,15 +100,10 @@ def mindspore_amp(
 ) -> PresetLossScale:
   """MindSpore's `mindspore.amp.DynamicLossScaler`.
 
-  S shrinks on every overflow, but not below 1, and grows after `scale_window`
-  clean steps in a row.
-
-  Args:
-    scale_value: the first S, at least 1.
-    scale_factor: multiplies or divides S; above 1.
+  S is at least 1, from the start. It shrinks on every overflow, and grows after
+  `scale_window` clean steps in a row.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore_amp(
     ...   scale_value=2**10, scale_factor=2, scale_window=1
     ... )
@@ -147,17 +134,12 @@ def mindspore_cell(
 ) -> PresetLossScale:
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
-  S shrinks on every overflow, but not below 1, and grows `scale_window` clean
-  steps after the last growth or overflow. A run resumed with a smaller window
-  may grow S on its first step. `Model` at O2 uses 2**24, 2 and 2000.
-
-  Args:
-    loss_scale_value: the first S; if below 1, an overflow raises it to 1.
-    scale_factor: multiplies or divides S; above 1.
-    scale_window: S grows after this many clean steps.
+  An overflow shrinks S, or raises it to 1 if it would be less. S grows
+  `scale_window` clean steps after the last growth or overflow. A run resumed
+  with a smaller window may grow S on its first step. `Model` at O2 uses 2**24,
+  2 and 2000.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.mindspore_cell(
     ...   loss_scale_value=2**12, scale_factor=2, scale_window=1000
     ... )

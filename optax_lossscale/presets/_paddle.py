@@ -51,12 +51,7 @@ def paddle(
   S shrinks on the `decr_every_n_nan_or_inf`-th overflow in a row. A shrink or a
   clean step resets the count, although the documentation says "accumulated".
 
-  Args:
-    decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
-    use_dynamic_loss_scaling: if False, S stays at `init_loss_scaling`.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.paddle(decr_every_n_nan_or_inf=2)
     >>> state = rule.update(rule.init(), overflow=True)
     >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
@@ -92,12 +87,7 @@ def paddle_op(
   overflowing gradients to 0 and lets the optimizer run; here the step is
   skipped.
 
-  Args:
-    init_loss_scaling: the first S; if below 1, a shrink raises it to 1.
-    decr_every_n_nan_or_inf: S shrinks after this many overflows in a row.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.paddle_op(init_loss_scaling=1.0)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)
     1.0

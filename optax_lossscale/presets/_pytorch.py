@@ -61,7 +61,6 @@ def torch(
   row. S has no floor.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.torch(growth_interval=100)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)
     32768.0
@@ -86,7 +85,6 @@ def torch_sharded(
   list the two factors in the other order, so passing by position swaps them.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> print(ols.presets.torch_sharded(init_scale=8.0).init().loss_scale)
     8.0
 
@@ -133,11 +131,9 @@ def apex(
     loss_scale: "dynamic", or a fixed S.
     init_scale: the first S, unless it is above `max_loss_scale`.
     scale_factor: must be 2; Apex accepts other numbers but ignores them.
-    min_loss_scale: the floor; None or 0 for no floor.
     max_loss_scale: the ceiling.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> float(ols.presets.apex(init_scale=2.0**30).init().loss_scale)
     16777216.0
 
@@ -169,11 +165,7 @@ def apex_hysteresis(
   it, because it reads a different key; nor does this preset. NeMo's
   configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
 
-  Args:
-    hysteresis: S shrinks after this many overflows in a row.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.apex_hysteresis(init_scale=8.0, hysteresis=2)
     >>> state = rule.update(rule.init(), overflow=True)
     >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)

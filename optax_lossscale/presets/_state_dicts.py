@@ -47,15 +47,9 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
 
   Examples:
     >>> import optax_lossscale as ols
-    >>> rule = ols.presets.torch(init_scale=8.0)
-    >>> state = rule.update(rule.init(), overflow=False)
-    >>> for item in ols.presets.to_state_dict(rule, state).items():
-    ...   print(*item)
-    scale 8.0
-    growth_factor 2.0
-    backoff_factor 0.5
-    growth_interval 2000
-    _growth_tracker 1
+    >>> rule = ols.presets.apex(init_scale=8.0)
+    >>> ols.presets.to_state_dict(rule, rule.init())
+    {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 0}}
     >>> rule = ols.DynamicLossScale(8.0)
     >>> sorted(ols.presets.to_state_dict(rule, rule.init()))
     ['clean_steps', 'loss_scale', 'overflows']
@@ -106,25 +100,14 @@ def from_state_dict(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> import numpy as np
     >>> import optax
     >>> import optax_lossscale as ols
-    >>> rule, state = ols.presets.from_state_dict(
-    ...   "megatron",
-    ...   {
-    ...     "scale": np.array([65536.0], np.float32),
-    ...     "growth_tracker": 999,
-    ...     "hysteresis_tracker": 1,
-    ...   },
-    ...   growth_interval=1000,
-    ... )
-    >>> tx = ols.loss_scaling(optax.sgd(0.1), rule)
-    >>> params = jnp.ones(2)
-    >>> opt_state = tx.init(params)
+    >>> saved = {"fin_steps": 3, "scale": 65536.0}
+    >>> rule, state = ols.presets.from_state_dict("flax", saved)
+    >>> opt_state = ols.loss_scaling(optax.sgd(0.1), rule).init(jnp.ones(2))
     >>> opt_state = optax.tree.set(opt_state, loss_scale_state=state)
-    >>> _, opt_state = tx.update(params, opt_state)
-    >>> print(ols.get_loss_scale(opt_state))
-    131072.0
+    >>> print(ols.get_loss_scale(opt_state), state.clean_steps)
+    65536.0 3
   """
   if isinstance(system, base.LossScale):
     if arguments:

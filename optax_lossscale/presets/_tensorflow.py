@@ -42,15 +42,12 @@ def tf_exponential(
   is not applied, but in the code S becomes 1.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.tf_exponential(
     ...   init_loss_scale=8.0, incr_every_n_steps=1000, decr_ratio=0.5
     ... )
-    >>> state = rule.init()
-    >>> for overflow in (True, False, True):
-    ...   state = rule.update(state, overflow)
-    >>> print(state.loss_scale)
-    4.0
+    >>> state = rule.update(rule.init(), overflow=True)
+    >>> print(state.loss_scale, rule.update(state, overflow=True).loss_scale)
+    8.0 4.0
 
   References:
     TensorFlow 1.15.5,
@@ -76,17 +73,12 @@ def tensorflow(
 ) -> PresetLossScale:
   """TensorFlow's `DynamicLossScale`.
 
-  S shrinks on every overflow, but not below 1, and grows after
+  An overflow shrinks S, or raises it to 1 if it would be less. S grows after
   `increment_period` clean steps in a row. Inside a `tf.function`, TensorFlow
   shrinks S with the reciprocal of the multiplier, which rounds differently.
   Here S is divided, as TensorFlow does outside of it.
 
-  Args:
-    initial_loss_scale: the first S; if below 1, an overflow raises it to 1.
-    multiplier: multiplies or divides S; above 1.
-
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.tensorflow(initial_loss_scale=1.0)
     >>> print(rule.update(rule.init(), overflow=True).loss_scale)
     1.0
@@ -117,7 +109,6 @@ def keras(
   optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
 
   Examples:
-    >>> import optax_lossscale as ols
     >>> rule = ols.presets.keras(dynamic_growth_steps=1)
     >>> print(rule.update(rule.init(), overflow=False).loss_scale)
     65536.0

@@ -10,9 +10,8 @@
   def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
-A new preset needs this, plus its import and its name in `presets/__init__.py`.
-Its docstring need not describe arguments that are like those of other presets
-(`_TEXTS`), nor have the sections that all presets share: they are added here.
+The docstring need not describe arguments that are like those of other presets
+(`_TEXTS`), nor have the lines that all presets share: they are added here.
 """
 
 from collections.abc import Callable
@@ -39,16 +38,27 @@ _P = ParamSpec("_P")
 # The states of a preset: of its engine, or of its fixed S.
 PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
 
-# The description of the argument that fills a column, for docstrings that have
-# no other.
+# The description of the argument that fills a column or has this name, for
+# docstrings that have no other.
 _TEXTS = {
+  "moves": "if False, S stays at its first value.",
+  "scale": "the fixed S.",
+  "skip": "if False, every step is applied, even on overflow.",
   "enabled": "if False, S stays at 1 and no step is skipped.",
   "init_scale": "the first S.",
   "growth_factor": "multiplies S on growth; above 1.",
+  **dict.fromkeys(
+    ("scale_factor", "factor", "multiplier"),
+    "multiplies or divides S; above 1.",
+  ),
   "backoff_factor": "multiplies S when S shrinks; between 0 and 1.",
   "growth_interval": "S grows after this many clean steps in a row.",
   "hysteresis": "S shrinks after this many overflows.",
-  "min_scale": "the floor; None for no floor.",
+  "refill": "whether a clean step resets the count of overflows.",
+  "min_scale": "the floor; None or 0 for no floor.",
+  "max_scale": "the ceiling; None for no ceiling.",
+  "notes_failure": "whether `raise_if_failed` raises once a step has\n"
+  "    overflowed with S at `min_scale`.",
   "tolerance": "the share of overflows at which S shrinks, between 0 and 1;\n"
   "    rounded to float32.",
 }
@@ -61,6 +71,7 @@ Raises:
   ValueError: if an argument is out of range.
 
 Examples:
+  >>> import optax_lossscale as ols
 """
 
 
@@ -268,9 +279,11 @@ def _described(text: str, preset: Preset) -> str:
     return text
   summary, _, args = before.partition("\nArgs:\n")
   texts = {
-    cell.name: _TEXTS[column]
+    cell.name: _TEXTS[key]
     for column, cell in {**preset.columns, **preset.switches}.items()
-    if isinstance(cell, Argument) and column in _TEXTS
+    if isinstance(cell, Argument)
+    for key in (column, cell.name)
+    if key in _TEXTS
   }
   texts |= re.findall(r"^  (\w+): (.+(?:\n    .+)*)", args, re.MULTILINE)
   listed = "\n".join(f"  {name}: {texts[name]}" for name in preset.parameters)

@@ -45,22 +45,22 @@ def leap_up(exponent: jax.Array) -> jax.Array:
   return jnp.maximum(exponent, jnp.minimum(exponent + LEAP, _HIGHEST_LEAP))
 
 
-def require_amax(amax: ArrayLike | None) -> jax.Array:
-  """Returns amax as float32[], or raises if it was not passed."""
+def read_step(
+  loss_scale: jax.Array, overflow: ArrayLike, amax: ArrayLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the overflow, the amax, and whether amax shows where S belongs.
+
+  0, inf and NaN do not, nor do subnormals, which a backend may flush to 0.
+  """
   if amax is None:
     raise ValueError(
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
-  return jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
-
-
-def tells(amax: jax.Array) -> jax.Array:
-  """Returns bool[], True if amax shows where S belongs.
-
-  0, inf and NaN do not, nor do subnormals, which a backend may flush to 0.
-  """
-  return jnp.isfinite(amax) & (amax >= arguments.SMALLEST_SCALE)
+  amax = jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
+  is_finite = jnp.isfinite(amax)
+  tells = is_finite & (amax >= arguments.SMALLEST_SCALE)
+  return arguments.as_flag(overflow, loss_scale) | ~is_finite, amax, tells
 
 
 def fitting_exponent(
@@ -89,13 +89,6 @@ def check_bits(name: str, value: object) -> int:
     got = arguments.shown(value)
     raise ValueError(f"`{name}` must be between 0 and 126 bits, got {got}.")
   return bits
-
-
-def clip(
-  loss_scale: jax.Array, min_scale: float, max_scale: float
-) -> jax.Array:
-  """Returns S, limited to its bounds, as float32[]."""
-  return jnp.clip(loss_scale, np.float32(min_scale), np.float32(max_scale))
 
 
 def at_floor(

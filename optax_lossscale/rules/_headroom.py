@@ -17,8 +17,7 @@ from optax_lossscale.rules import _amax_and_scale
 # far below the largest int32.
 _ANY = 2**20
 
-# The state has an entry for each step of the window, and every step reads and
-# writes all entries: 256 KiB at this size.
+# The entries of such a window take 256 KiB.
 _LARGEST_WINDOW = 2**16
 
 # A ceiling rises by one bit after this many windows of clean steps.
@@ -67,11 +66,9 @@ class HeadroomLossScale(base.LossScale):
 
   An overflow does not show by how much S was too large. S falls by one bit,
   then by two, three and so on if overflows follow in a row. If the amax of
-  clean steps then shows that S was too large, S follows amax again. Otherwise
-  the cause may be one that these gradients do not show, or that no S can fix. S
-  then stays below the value that overflowed, and rises by one bit after every
-  four windows of clean steps. Isolated overflows take S no lower than 16 bits
-  below what amax allows.
+  clean steps does not show that S was too large, S stays below the value that
+  overflowed, and rises by one bit after every four windows of clean steps.
+  Isolated overflows take S no lower than 16 bits below what amax allows.
 
   Before the first clean step with a nonzero amax, or after `window` steps
   without one, no amax is known. S then leaps 16 bits down on an overflow, and
@@ -169,18 +166,15 @@ class HeadroomLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
-    limit = bits.limit(self.dtype, None)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
+    fitting = _amax_and_scale.fitting_exponent(
+      amax, state.loss_scale, bits.limit(self.dtype, None)
+    )
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,
-      jnp.where(
-        tells,
-        _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit),
-        _ANY,
-      ),
+      jnp.where(tells, fitting, _ANY),
       state.fitting_exponents,
     )
     found = tells & ~overflow
@@ -202,10 +196,9 @@ class HeadroomLossScale(base.LossScale):
       jnp.minimum(_amax_and_scale.leap_up(exponent), known),
     )
     wanted = jnp.where(steps_without_amax < self.window, known, leap)
+    loss_scale = _amax_and_scale.power_of_two(wanted)
     return state._replace(
-      loss_scale=_amax_and_scale.clip(
-        _amax_and_scale.power_of_two(wanted), self.min_scale, self.max_scale
-      )
+      loss_scale=jnp.clip(loss_scale, self.min_scale, self.max_scale)
     )
 
   def stalled(
@@ -237,15 +230,12 @@ class HeadroomLossScale(base.LossScale):
       (fits < state.overflowed_exponent)
       | (state.steps_without_amax == self.window)
     )
-    ceiling = jnp.where(
-      overflow,
-      jnp.minimum(state.ceiling_exponent, below),
-      jnp.minimum(state.ceiling_exponent + rises.astype(jnp.int32), _ANY),
+    ceiling = jnp.minimum(
+      state.ceiling_exponent + rises.astype(jnp.int32),
+      jnp.where(overflow, below, _ANY),
     )
-    overflowed = jnp.where(
-      overflow,
-      jnp.minimum(state.overflowed_exponent, here),
-      state.overflowed_exponent,
+    overflowed = jnp.minimum(
+      state.overflowed_exponent, jnp.where(overflow, here, _ANY)
     )
     return {
       "ceiling_exponent": jnp.where(is_over, _ANY, ceiling),

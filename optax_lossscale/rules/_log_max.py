@@ -56,12 +56,11 @@ class LogMaxLossScale(base.LossScale):
   may be, and the more amax varies, the more bits stay free. With the defaults,
   an overflow has a probability of 0.1 % in this model.
 
-  In the published rule a single overflow keeps S at its floor for some 11,000
-  steps, and a single amax of 0 makes S NaN forever. Here an overflow enters the
-  means as an amax for which S was too large by a factor of two. S is halved
-  immediately, and again on every further overflow. Each doubling after that
-  takes at least 1 / (1 - beta1) clean steps. An amax of 0 is ignored. The first
-  step shows no variation and is taken to vary by one bit.
+  Unlike in the published rule, an overflow enters the means as an amax for
+  which S was too large by a factor of two. S is halved immediately, and again
+  on every further overflow. Each doubling after that takes at least
+  1 / (1 - beta1) clean steps. An amax of 0 is ignored. The first step shows no
+  variation and is taken to vary by one bit.
 
   The rule loses steps if amax grows by more bits than it varied before, or if
   log2(amax) has a heavier tail than a normal distribution. After amax becomes
@@ -132,9 +131,7 @@ class LogMaxLossScale(base.LossScale):
       return jnp.full((), value, jnp.float32)
 
     return LogMaxLossScaleState(
-      loss_scale=_amax_and_scale.clip(
-        number(1), self.scale_min, self.scale_max
-      ),
+      loss_scale=number(min(max(1.0, self.scale_min), self.scale_max)),
       mean=number(0),
       slow_mean=number(0),
       variance=number(0),
@@ -155,15 +152,14 @@ class LogMaxLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
     # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])
     is_sound = jnp.all(jnp.isfinite(jnp.stack(state))) & jnp.all(least >= 0)
     state = skipping.select(is_sound, state, fresh)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
     log2_scale = bits.log2(state.loss_scale)
     # An unusable amax is replaced by 1, and the resulting x is not used.
     x = bits.log2(jnp.where(tells, amax, np.float32(1))) - log2_scale
@@ -184,9 +180,7 @@ class LogMaxLossScale(base.LossScale):
     )
     used: LogMaxLossScaleState = skipping.select(tells | overflow, moved, state)
     return used._replace(
-      loss_scale=_amax_and_scale.clip(
-        used.loss_scale, self.scale_min, self.scale_max
-      )
+      loss_scale=jnp.clip(used.loss_scale, self.scale_min, self.scale_max)
     )
 
   def stalled(
@@ -198,11 +192,9 @@ class LogMaxLossScale(base.LossScale):
   def _enter(
     self, state: LogMaxLossScaleState, x: jax.Array
   ) -> LogMaxLossScaleState:
-    """Returns the state with one more x in its statistics.
-
-    The variance is a mean of squared differences. The difference of two means
-    of squares would lose most of its float32 precision if x is far from 0.
-    """
+    """Returns the state with one more x in its statistics."""
+    # The variance is a mean of squared differences, since the difference of two
+    # means of squares would lose most of its precision if x is far from 0.
     beta1, beta2 = np.float32(self.beta1), np.float32(self.beta2)
     weight = beta1 * state.weight + (1 - beta1)
     slow_weight = beta2 * state.slow_weight + (1 - beta2)

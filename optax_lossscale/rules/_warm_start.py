@@ -48,20 +48,18 @@ class WarmStart(base.LossScale):
   """Gives any rule a first S that fits the first step's amax.
 
   The first S of a rule is a guess. If it is too large, a run begins with
-  skipped steps: seventeen from 2**32 to 2**15. If it is too small, small
-  gradients are 0 until S has grown. With this wrapper the first step is a probe
-  at a small S. If its amax is neither 0 nor an overflow, the next S is the
-  power of two that leaves this amax `headroom` bits. From then on the rule
-  moves S as if it had started there. Otherwise the probe continues, 16 bits
-  lower after an overflow and 16 bits higher if all gradients were 0, up to
-  2**32.
+  skipped steps. If it is too small, small gradients are 0 until S has grown.
+  With this wrapper the first step is a probe at a small S. If its amax is
+  neither 0 nor an overflow, the next S is the power of two that leaves this
+  amax `headroom` bits. From then on the rule moves S as if it had started
+  there. Otherwise the probe continues, 16 bits lower after an overflow and 16
+  bits higher if all gradients were 0, up to 2**32.
 
   A probe at 1 usually loses no step at the start. Small gradients are 0 on that
   step, as without loss scaling. A larger probe preserves them but may overflow.
 
-  The wrapper does not help if the gradients then grow, as they do with
-  zero-initialized layers or in actor-critic training: `headroom` is soon used
-  up, and the rule then loses a step for each bit.
+  It does not help if the gradients then grow by more bits than `headroom`, as
+  they do with zero-initialized layers or in actor-critic training.
 
   Attributes:
     rule: the rule. Its first S is not used.
@@ -81,9 +79,7 @@ class WarmStart(base.LossScale):
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> rule = ols.rules.WarmStart(
-    ...   ols.presets.megatron(), probe_scale=2.0**32
-    ... )
+    >>> rule = ols.rules.WarmStart(ols.DynamicLossScale(), probe_scale=2.0**32)
     >>> state = rule.update(rule.init(), True, amax=jnp.inf)
     >>> print(state.loss_scale)
     65536.0
@@ -146,25 +142,23 @@ class WarmStart(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    amax = _amax_and_scale.require_amax(amax)
+    is_over, amax, tells = _amax_and_scale.read_step(
+      state.loss_scale, overflow, amax
+    )
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
-    overflow |= ~jnp.isfinite(amax)
-    tells = _amax_and_scale.tells(amax)
-
     limit = bits.limit(self.dtype, None)
     fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
     exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(
-      overflow,
+      is_over,
       exponent - _amax_and_scale.LEAP,
       _amax_and_scale.leap_up(exponent),
     )
-    found = tells & ~overflow
+    found = tells & ~is_over
     next_probe = _amax_and_scale.power_of_two(
       jnp.where(found, fitting - self.headroom, probed)
     )
-    begun = self._begin(_amax_and_scale.clip(next_probe, _SMALLEST, _LARGEST))
+    begun = self._begin(jnp.clip(next_probe, _SMALLEST, _LARGEST))
     return WarmStartState(
       rule_state=skipping.select(state.is_warm, moved, begun),
       is_warm=state.is_warm | found,

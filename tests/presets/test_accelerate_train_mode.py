@@ -89,32 +89,28 @@ def refused(text, **arguments):
 
 
 @pytest.mark.parametrize(
-  "text, arguments, words",
+  "text, words",
   [
     # How many fields.
-    ("fast", {}, ("type|mode", "'fast'")),
-    ("fast|step|0.9|1", {}, ("type|mode", "'fast|step|0.9|1'")),
+    ("fast", ("type|mode",)),
+    ("fast|step|0.9|1", ("type|mode",)),
     # The type.
-    ("fast2|step", {}, ("'fast'", "'fast1'", "'fast2'")),
+    ("fast2|step", ("'fast'", "'fast1'")),
     # The mode.
-    ("fast|steps", {}, ("'step'", "'loss'", "'steps'")),
+    ("fast|steps", ("'step'", "'loss'")),
     # The ratio.
-    ("fast|step|abc", {}, ("number", "'abc'")),
-    ("fast|step|0.19", {}, ("0.2", "0.9", "'0.19'")),
-    ("fast|step|0.91", {}, ("0.2", "0.9", "'0.91'")),
-    ("fast|step|nan", {}, ("nan",)),
-    ("fast|loss|1", {}, ("1.01", "1.5", "'1'")),
-    ("fast|loss|1.51", {}, ("1.01", "1.5", "'1.51'")),
+    ("fast|step|abc", ("number",)),
+    ("fast|step|0.19", ("0.2 to 0.9 in mode 'step'",)),
+    ("fast|step|0.91", ("0.2 to 0.9 in mode 'step'",)),
+    ("fast|step|nan", ("number",)),
+    ("fast|loss|1", ("1.01 to 1.5 in mode 'loss'",)),
+    ("fast|loss|1.51", ("1.01 to 1.5 in mode 'loss'",)),
   ],
   ids=support.name,
 )
-def test_an_error_of_the_grammar_says_the_rule_and_what_came(
-  text, arguments, words
-):
-  mode = "loss" if "loss" in text else "step"
-  message = refused(text, **NEEDS[mode], **arguments)
-  assert "`text`" in message
-  for word in words:
+def test_an_error_of_the_grammar_says_the_rule_and_what_came(text, words):
+  message = refused(text, **NEEDS["loss" if "loss" in text else "step"])
+  for word in ("`text` must be", *words, f"got {text!r}."):
     assert word in message
 
 

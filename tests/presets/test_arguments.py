@@ -396,21 +396,6 @@ def test_an_unknown_argument_that_resembles_none_is_told_them_all():
 
 
 @pytest.mark.parametrize(
-  ("name", "hint"),
-  [
-    ("megatorn", "; did you mean 'megatron'?"),
-    ("pytorch", "; did you mean 'torch'?"),
-    ("from_statedict", "; did you mean 'from_state_dict'?"),
-    ("raise_if_failed", ""),
-  ],
-)
-def test_an_unknown_name_is_told_the_one_that_is_meant(name, hint):
-  message = f"module 'optax_lossscale.presets' has no attribute '{name}'{hint}"
-  with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
-    getattr(presets, name)
-
-
-@pytest.mark.parametrize(
   ("system", "end"),
   [("megatorn", "'megatorn'; did you mean 'megatron'?"), ("qqq", "'qqq'.")],
 )
