@@ -25,10 +25,9 @@ _GROWING = (states.LastStep, states.StepCounts)
 def from_dicts(restored: object, target: trees.Tree) -> trees.Tree:
   """Returns the dicts and lists of a checkpoint in the structure of a target.
 
-  In a later version of this library the state may have a new field, and a
-  checkpoint of the earlier version cannot be restored into it. Restore it
-  without a target, as dicts and lists, and pass it here: the new fields have
-  the values of `target`.
+  In a later version of this library the state may have a new field. Restore an
+  earlier checkpoint without a target, as dicts and lists, and pass it here: the
+  new fields have the values of `target`.
 
   Args:
     restored: what Orbax restores without a target, or
@@ -101,10 +100,8 @@ def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
   Returns:
     `opt_state` with all values of `bare_state`. Only the loss scale, the last
     step's flags and the wrapper's counts are those of `opt_state`. A bare state
-    that is narrower than the wrapper's float32, as with float16 parameters, is
-    widened, which is exact. State for Flax's `_overwrite_with_gradient`
-    collection is left out, since that collection bypasses the wrapped
-    optimizer.
+    that is narrower than float32, as with float16 parameters, is widened. State
+    for Flax's `_overwrite_with_gradient` collection is left out.
 
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, if `bare_state`
@@ -122,8 +119,6 @@ def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
     >>> opt_state = ols.checkpoints.with_loss_scaling(bare_state, opt_state)
     >>> print(opt_state.inner_state.trace, ols.get_loss_scale(opt_state))
     [1.] 8.0
-    >>> ols.checkpoints.without_loss_scaling(opt_state)
-    TraceState(trace=Array([1.], dtype=float32))
   """
   states.require_states(opt_state)
   present = states.find_states(bare_state)

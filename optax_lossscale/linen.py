@@ -48,33 +48,24 @@ class TrainState(train_state.TrainState):
     attempts: int32[], the number of all steps, applied and skipped.
 
   Examples:
-    >>> from typing import Any
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
     >>> class TrainState(ols.linen.TrainState):
-    ...   batch_stats: Any
-    ...   ema: Any
-    >>> params = {"w": jnp.array([1.0, 2.0])}
+    ...   batch_stats: jax.Array
     >>> state = TrainState.create(
     ...   apply_fn=None,
-    ...   params=params,
+    ...   params=jnp.array([1.0, 2.0]),
     ...   tx=ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0)),
     ...   batch_stats=jnp.zeros(()),
-    ...   ema=params,
     ... )
-    >>> for gradient in jnp.array([8.0, 16.0]), jnp.array([8.0, jnp.inf]):
-    ...   new_stats = jnp.mean(gradient)
-    ...   state = state.apply_gradients(
-    ...     grads={"w": gradient}, batch_stats=new_stats
-    ...   )
-    ...   ema = optax.incremental_update(state.params, state.ema, 0.5)
-    ...   state = state.replace_if_applied(ema=ema)
-    ...   print(state.params["w"], state.batch_stats, state.loss_scale)
+    >>> for grads in jnp.array([8.0, 16.0]), jnp.array([8.0, jnp.inf]):
+    ...   new_stats = jnp.mean(grads)
+    ...   state = state.apply_gradients(grads=grads, batch_stats=new_stats)
+    ...   print(state.params, state.batch_stats, state.loss_scale)
     [0.5 1. ] 12.0 8.0
     [0.5 1. ] 12.0 4.0
-    >>> print(state.ema["w"])
-    [0.75 1.5 ]
     >>> print(state.step, state.attempts, state.skipped)
     1 2 True
   """

@@ -127,8 +127,7 @@ def scaled_value_and_grad(
 
   Returns:
     A `ScaledValueAndGrad`, which takes the arguments of `fun` and returns
-    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`. Pass it to
-    `optax_lossscale.accumulate` to compute the gradients in micro-batches.
+    `(loss, scaled_grads)`, or `((loss, aux), scaled_grads)`.
 
   Raises:
     TypeError: if `optimizer` is not an `nnx.Optimizer`; when called, if `fun`
@@ -284,9 +283,8 @@ def undo_on_skip(
   one `with` block: the loss, the optimizer's update and anything that follows
   from it, such as a moving average of the parameters. On a skip, each variable
   of `nodes` gets its old value back at the end of the block, bit for bit. This
-  works under `nnx.jit` and `nnx.scan`. Sown variables (`nnx.Intermediate`) keep
-  their new values because they report on the step. Variables that the step
-  creates or removes are left alone. If the block raises, nothing is selected.
+  works under `nnx.jit` and `nnx.scan`. Sown variables (`nnx.Intermediate`), and
+  those that the step creates or removes, are left alone.
 
   Args:
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.

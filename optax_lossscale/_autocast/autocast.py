@@ -35,19 +35,16 @@ def autocast(
 ) -> Callable[_P, _R]:
   """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
-  `fun` is written in float32 and needs no changes. When `fun` is traced, its
+  `fun` is written in float32 and needs no changes. When it is traced, its
   matrix products and convolutions get inputs in `dtype`, forward and backward.
-  Operations that would lose range or accuracy stay in float32. All of this
-  happens during tracing and costs nothing when the program runs.
+  Operations that would lose range or accuracy stay in float32.
 
   The outputs of `fun` and the gradients keep their dtypes. Sums, including
   products of two vectors, are accumulated in float32, and a constant that
   `dtype` cannot hold is added or multiplied in float32. Only values that are
-  float32 or `dtype` in `fun` are affected. The rules of `custom_jvp` and
-  `custom_vjp` still apply, and loops carry the same dtypes as without
-  `autocast`. A `custom_vmap` rule applies only to a `vmap` inside `fun`, a
-  `composite` is replaced by its definition, and a `custom_linear_solve` keeps
-  its precision.
+  float32 or `dtype` in `fun` are affected. Custom derivative rules still apply,
+  loops carry the same dtypes, and a `custom_linear_solve` keeps its precision.
+  A `custom_vmap` rule applies only to a `vmap` inside `fun`.
 
   The levels:
 
@@ -114,8 +111,7 @@ def autocast(
     exp float32[1,2]
 
   References:
-    The levels of Apex and MindSpore; autocast in PyTorch 2.13; Micikevicius et
-    al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
+    The levels of Apex and MindSpore; autocast in PyTorch 2.13.
   """
   arguments.check_function(fun)
   recipe = levels.make_recipe(level, dtype, overrides, operations)

@@ -58,11 +58,9 @@ def master_weights(
   chain, because the parameters would then no longer follow the master. The
   wrapper works inside or outside `loss_scaling`, with the same result.
 
-  If something else changes the parameters, the next step moves them back. To
-  change them, call `init` on the new parameters, which restarts the inner
-  optimizer, or also set the master, in its own dtypes, with
-  `optax.tree.set(opt_state, master=...)`. A parameter or an update beyond the
-  largest value of the parameter's dtype becomes inf, then NaN, permanently.
+  If something else changes the parameters, the next step moves them back,
+  unless the master is set too: `optax.tree.set(opt_state, master=...)`. A
+  parameter beyond the largest value of its dtype becomes inf, then NaN.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
@@ -88,10 +86,10 @@ def master_weights(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
-    >>> def train(tx, steps=64):
+    >>> def train(tx):
     ...   params = jnp.ones(1, jnp.float16)
     ...   state = tx.init(params)
-    ...   for _ in range(steps):
+    ...   for _ in range(64):
     ...     grads = jnp.full(1, 2.0**-13, jnp.float16)
     ...     updates, state = tx.update(grads, state, params)
     ...     params = optax.apply_updates(params, updates)
@@ -103,8 +101,7 @@ def master_weights(
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1. Apex's level O2 has
-    the option `master_weights`.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1.
   """
   inner = requirements.as_optimizer("inner", inner)
   dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")

@@ -65,8 +65,6 @@ class Policy:
     params=float32,compute=float16,output=float32
     >>> policy.cast_to_compute({"step": 3, "weights": jnp.ones(2)})
     {'step': 3, 'weights': Array([1., 1.], dtype=float16)}
-    >>> policy.autocast(jnp.dot)(jnp.ones(2), jnp.full(2, 0.1))
-    Array(0.19995117, dtype=float32)
 
   References:
     jmp's policies, https://github.com/google-deepmind/jmp, which have no level.
@@ -252,9 +250,8 @@ def get_policy(policy: object) -> Policy:
     O1; "origin" or "must_keep_origin_dtype" keeps the dtype of every value;
     "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere.
 
-  A name that two systems share means the same in both. Names that only look
-  alike differ: "float16" of jmp and Keras puts everything in float16 without a
-  level, while Ascend's "fp16" is mixed precision with float32 parameters.
+  Names that look alike may differ: "float16" of jmp and Keras puts everything
+  in float16, while Ascend's "fp16" is mixed precision with float32 parameters.
 
   Args:
     policy: a string; or a `Policy`, which is returned; or an object with
@@ -273,8 +270,7 @@ def get_policy(policy: object) -> Policy:
     params=float32,compute=float16,output=float32,level=O1
 
   References:
-    jmp 0.0.4; MindSpore's amp_level; Paddle's auto_cast; Keras 3's dtype
-    policies; Ascend's precision_mode and precision_mode_v2.
+    jmp 0.0.4; MindSpore, Paddle, Keras 3 and Ascend as named above.
   """
   if isinstance(policy, Policy):
     return policy

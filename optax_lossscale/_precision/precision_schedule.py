@@ -320,8 +320,6 @@ class PrecisionSchedule:
   ]:
     """Returns a complete train step that works in both precisions.
 
-    It combines `value_and_grad`, `optimizer` and `update`.
-
     Args:
       loss_fn: as in `value_and_grad`; its first argument is the parameters.
       tx: the optimizer, for float16 with `loss_scaling` outermost: momentum
@@ -355,16 +353,13 @@ class PrecisionSchedule:
       >>> train_step = jax.jit(schedule.make_train_step(loss_fn, tx))
       >>> params, x = jnp.ones((2, 1)), jnp.eye(2)
       >>> opt_state, state = tx.init(params), schedule.init()
-      >>> for _ in range(4):
-      ...   print(state.low, end=" ")
-      ...   params, opt_state, state, loss = train_step(
-      ...     params, opt_state, state, x
-      ...   )
-      ...   print(loss)
-      True 2.0
-      True 0.5
-      False 0.125
-      False 0.03125
+      >>> carry = params, opt_state, state
+      >>> for _ in range(3):
+      ...   *carry, loss = train_step(*carry, x)
+      ...   print(loss, carry[2].low)
+      2.0 True
+      0.5 False
+      0.125 False
     """
     self._make_low(loss_fn, cast)  # Reports errors early.
     requirements.as_optimizer("tx", tx)

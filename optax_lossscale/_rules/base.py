@@ -37,8 +37,6 @@ class LossScale(abc.ABC):
       anyway, and the overflow is only passed to the rule and reported.
 
   Examples:
-    A rule that halves S on every step and starts over on an overflow:
-
     >>> import dataclasses
     >>> from typing import NamedTuple
     >>> import jax

@@ -127,10 +127,8 @@ class DynamicLossScale(base.LossScale):
   All but the first are keyword only. Factors that are powers of two make
   scaling exact.
 
-  A run can continue with the same state and different arguments, which apply
-  from the next step on. If the count of clean steps exceeds a new
-  `growth_interval`, S grows on the next clean step. The next step moves S
-  inside new bounds. A new `init_scale` has no effect.
+  A run can continue with the same state and different arguments (but
+  `init_scale`), which apply from the next step on.
 
   Raises:
     TypeError: if an argument has the wrong type.

@@ -48,8 +48,7 @@ def accumulate(
   `update` skips the step, and S shrinks. With `drop`, micro-batches that
   overflowed are left out of the mean, and the step is applied with the others,
   if there are any. Pass `overflow` to `update`, or S will not move while
-  micro-batches are dropped. (Without a rule, or with `skip=False` in it,
-  `update` applies even a void window.)
+  micro-batches are dropped.
 
   Args:
     value_and_grad: what a `scaled_value_and_grad` returned for a loss that is
@@ -80,11 +79,9 @@ def accumulate(
     - overflow: a `WindowOverflow` for `update`.
 
     Micro-batch i holds the examples i, i + microbatches, ..., so a batch that
-    is sharded over devices stays in place if `microbatches` also divides each
-    device's share. The variables of NNX objects (batch statistics, counts of
-    random keys) pass from one micro-batch to the next as well. The changes of a
-    micro-batch that overflowed are undone, and of a window without gradients
-    all changes. Any other change to an object is lost.
+    is sharded over devices stays in place. The variables of NNX objects (batch
+    statistics, counts of random keys) pass from one micro-batch to the next,
+    without the changes of one that overflowed. Other changes are lost.
 
   Raises:
     TypeError: if an argument has the wrong type.

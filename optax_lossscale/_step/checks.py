@@ -68,8 +68,7 @@ def nonfinite(dtype: Any = None) -> Check:
     >>> import optax_lossscale as ols
     >>> check = ols.nonfinite()
     >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
-    >>> state = tx.init({"w": jnp.zeros(2)})
-    >>> _, state = tx.update({"w": jnp.array([jnp.nan, 0.0])}, state)
+    >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.zeros(1)))
     >>> print(state.overflow, state.nan)
     True True
   """
@@ -83,8 +82,7 @@ def saturated(dtype: Any = None) -> Check:
   float16, instead of inf. So a step overflows if a scaled gradient reaches that
   value; NaN and inf count as well. A true value between 65488 and 65520 also
   rounds to 65504, a false alarm that costs one step. With Flax's FP8 layers,
-  pass the dtype that the gradients are computed in, not a float8 one;
-  docs/guides/fp8.md shows how to see what such a layer clips.
+  pass the dtype that the gradients are computed in (see docs/guides/fp8.md).
 
   Args:
     dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
@@ -104,8 +102,7 @@ def saturated(dtype: Any = None) -> Check:
     >>> import optax_lossscale as ols
     >>> check = ols.saturated(jnp.float16)
     >>> tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
-    >>> state = tx.init({"w": jnp.zeros(2)})
-    >>> _, state = tx.update({"w": jnp.array([65504.0, 0.0])}, state)
+    >>> _, state = tx.update(jnp.array([65504.0]), tx.init(jnp.zeros(1)))
     >>> print(state.overflow, state.nan)
     True False
   """

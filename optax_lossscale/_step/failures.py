@@ -44,8 +44,7 @@ def raise_if_failed(
   DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
   help. Their presets record such a failure permanently in the state (unless
   raise_error_at_min_scale=False), and then this function raises with or without
-  a limit. With any other rule it raises only if a limit is set. It ignores
-  `stalled`, since a single bad batch may set that flag.
+  a limit. With any other rule it raises only if a limit is set.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.

@@ -64,11 +64,9 @@ def loss_scaling(
       its own model and state (see docs/guides/devices.md).
     average_scaled: a mapped axis, or several, over which the scaled gradients
       are averaged after the check. They keep their dtype, so float16 gradients
-      travel as float16. Devices also decide together along these axes. Each of
-      n devices divides by n before the sum, so the sum does not overflow; but
-      float16 gradients below 6e-5 n lose low bits, and below 3e-8 n become 0.
-      `pmean_gradients` averages in float32. Both require that every device has
-      a copy of the parameters.
+      travel as float16, where those below 6e-5 n lose low bits on n devices.
+      Devices also decide together along these axes, and each needs a copy of
+      the parameters. `pmean_gradients` averages in float32.
 
   Returns:
     A transformation whose state is a `LossScalingState`. Its `update` takes the
@@ -91,9 +89,8 @@ def loss_scaling(
     ValueError: from `init`, if `inner` already holds loss scaling, or if the
       rule starts with an unusable S. From `update`, if an argument, or a result
       of `inner` or the rule, does not fit the others, if `axis_name` is not
-      mapped, or if leaves bypass the optimizer but `params` is missing; where
-      JAX tracks what varies by device, also if devices that share an S could
-      disagree, or if the gradients to average are already reduced.
+      mapped, or, where JAX tracks what varies by device, if devices that share
+      an S could disagree or gradients to average are already reduced.
 
   Warns:
     WiringWarning: from `init`, if float16 parameters have no master weights;

@@ -29,11 +29,8 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
   The product is computed in float32 or wider and rounded once to the dtype of
   `x`. The gradient must fit once the factor is undone, so undo it on float32
   parameters, before they are cast to float16. A cotangent of inf or NaN stays
-  inf or NaN. A saturated cotangent, 65504, does not stay 65504, so no check of
-  gradients sees it afterwards, but a `hardware.status_tap` in the layer does.
-
-  Each further derivative multiplies once more, and these factors do not cancel.
-  So do not use this with a gradient inside the loss.
+  so, but a saturated one, 65504, does not. Do not use this with a gradient
+  inside the loss, since each derivative multiplies once more.
 
   Args:
     x: an array or a pytree. Only floating and complex leaves are scaled.
@@ -66,9 +63,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 
   References:
     Zhao et al., `Adaptive Loss Scaling for Mixed Precision Training
-    <https://arxiv.org/abs/1910.12385>`_, 2019. Ganin and Lempitsky,
-    `Unsupervised Domain Adaptation by Backpropagation
-    <https://arxiv.org/abs/1409.7495>`_, 2015, for reversed gradients.
+    <https://arxiv.org/abs/1910.12385>`_, 2019.
   """
   factor: Any
   # An array's value is not checked, since that would wait for the device.

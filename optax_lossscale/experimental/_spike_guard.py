@@ -49,9 +49,8 @@ class SpikeGuard:
   `overflow=`: S would shrink in vain, and the guard would not count it.
 
   A spike is a number above mean plus `sigma` standard deviations, or above
-  `factor` times the mean, of numbers that do not include it. NaN and inf are
-  always spikes. Neither they nor steps that overflow, or are skipped for
-  another reason, change the state.
+  `factor` times the mean, of earlier numbers. NaN and inf are always spikes.
+  Steps that overflow, or are skipped for another reason, change nothing.
 
   Attributes:
     sigma: how many (sample) standard deviations above the mean a spike begins;
@@ -61,9 +60,8 @@ class SpikeGuard:
     window: how many accepted values to compare with.
     warmup: how many values to accept before any finite value is a spike; by
       default half a window, and at least 2.
-    patience: after this many finite spikes in a row the guard accepts the next
-      one and begins anew from it, with another warm-up, since a lasting change
-      of level would otherwise stop the training for ever.
+    patience: after this many finite spikes in a row, as after a lasting change
+      of level, the guard accepts the next one and begins anew from it.
     on_spike: what the window does with a spike: "drop" leaves it out; "clip"
       takes the limit in its place, for steps that are clipped instead of
       skipped; "keep" takes the spike, as OLMo-core, levanter and maxtext do.

@@ -40,20 +40,16 @@ def float_status(
   small layer scale or a mean. Wrap the function that computes the gradients,
   and pass the status to `update(..., overflow=status)`.
 
-  An operation overflows if it produces inf or NaN from finite inputs. Results
-  of an earlier inf, such as the -inf of an attention mask, do not count.
-  Operations with no finite result in any dtype, such as division by zero, log 0
-  or sqrt(-1), are counted separately. An operation counts even in a branch that
-  `jnp.where` does not take, so exp(1000) there is an overflow. So is a mask of
-  -1e9 that is cast to float16; mask with -inf instead.
+  An operation overflows if it produces inf or NaN from finite inputs, even in a
+  branch that `jnp.where` does not take. Operations with no finite result in any
+  dtype, such as division by zero, log 0 or sqrt(-1), are counted separately.
+  Mask with -inf: a mask of -1e9 that is cast to float16 is an overflow.
 
   All operations are checked, including those in loops, branches, calls and
-  `shard_map`, and those whose results are never used. Some operations cannot be
-  checked element by element (convolution, linear algebra, FFT, scatter-add,
-  sums over devices) or contain a program (a kernel, a reduction with your own
-  function). Such an operation overflows if all its inputs are finite on all
-  devices involved, and one of its results is not. A `custom_vmap` rule applies
-  only to a `vmap` inside `fun`.
+  `shard_map`. Some cannot be checked element by element (convolution, linear
+  algebra, FFT, scatter-add, sums over devices, kernels). Such an operation
+  overflows if all its inputs are finite on all devices involved, and one of its
+  results is not. A `custom_vmap` rule applies only to a `vmap` inside `fun`.
 
   Args:
     fun: any function that JAX can trace. Arguments other than arrays, such as

@@ -100,9 +100,7 @@ def probe(device: jax.Device | None = None) -> Hardware:
 
   Some hardware turns an overflow into inf and some clips it, and each needs its
   own check. This runs one small program, and so sees the compiler and the
-  device together: in another program XLA may elide other casts, unless
-  `xla_allow_excess_precision` is off. No result proves that float16 is computed
-  natively.
+  device together. No result proves that float16 is computed natively.
 
   Args:
     device: the device to observe; by default JAX's default device.

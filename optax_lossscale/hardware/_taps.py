@@ -30,11 +30,9 @@ def amax_tap(x: Tree, amax: jax.Array) -> Tree:
 
   JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
   devices of a `shard_map` share one `amax`, the result is the sum of their
-  values, so S errs on the safe side; `accumulate` returns the mean over
-  micro-batches, which may be less than the largest. For separate values, pass
-  separate zeros: a dict entry for each tap, an element of an array in `xs` for
-  each scan iteration, or `make_varying(amax, axis_name)` for each device (of
-  these, `loss_scaling(..., axis_name=)` takes the largest).
+  values (of `accumulate`, the mean over micro-batches). For separate values,
+  pass separate zeros: a dict entry for each tap, an element of `xs` for each
+  scan iteration, or `make_varying(amax, axis_name)` for each device.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
@@ -79,9 +77,6 @@ def status_tap(
   `amax_tap`, this is a tap at one point of the model: the count is the gradient
   with respect to `status`, which JAX adds up over all taps, the steps of a scan
   and the devices. `float_status` sees every operation, and costs more.
-
-  For a count per device under `shard_map`, make `status` vary: `make_varying`.
-  If all devices share `x`, JAX sums its cotangents before they reach the tap.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not

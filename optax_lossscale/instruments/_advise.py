@@ -105,9 +105,8 @@ def advise(
   the range of float32, where unused range does no harm. See `replay` for what a
   replay cannot show.
 
-  Overflows are counted, since a record does not show whether one cost a step or
-  only a micro-batch. Figures marked "in a replay" were not recorded. A count is
-  "at best" if amax was inf on more than a tenth of the steps.
+  Figures marked "in a replay" were not recorded. A count is "at best" if amax
+  was inf on more than a tenth of the steps.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
@@ -129,23 +128,17 @@ def advise(
   Examples:
     >>> import numpy as np
     >>> import optax_lossscale as ols
-    >>> steps = 100
     >>> history = ols.instruments.History(
-    ...   step=np.arange(1, steps + 1),
-    ...   loss_scale=np.full(steps, 1024, np.float32),
-    ...   amax=np.full(steps, 64, np.float32),
-    ...   overflow=np.full(steps, False),
+    ...   step=np.arange(1, 101),
+    ...   loss_scale=np.full(100, 1024, np.float32),
+    ...   amax=np.full(100, 64, np.float32),
+    ...   overflow=np.full(100, False),
     ... )
-    >>> rule = ols.presets.npu_exponential(
-    ...   init_loss_scale=2.0**22,
-    ...   incr_every_n_steps=1000,
-    ...   decr_every_n_nan_or_inf=1,
-    ...   decr_ratio=0.5,
-    ... )
-    >>> for advice in ols.instruments.advise(history, rule):
-    ...   print(advice.argument, advice.old, advice.new)
-    ...   print(advice.reason.partition("; ")[2])
-    init_loss_scale 4194304.0 524288.0
+    >>> rule = ols.presets.torch(init_scale=2.0**22)
+    >>> [advice] = ols.instruments.advise(history, rule)
+    >>> print(advice.argument, advice.old, advice.new)
+    init_scale 4194304.0 524288.0
+    >>> print(advice.reason.partition("; ")[2])
     overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
   _replay.check_history(history)

@@ -113,7 +113,6 @@ def record(
 
   Returns:
     A transformation whose state is a `RecordState` around the state of `tx`.
-    `get_loss_scale` and the like work on it as before.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -133,8 +132,6 @@ def record(
     >>> history = ols.instruments.get_history(state)
     >>> print(history.step, history.loss_scale, history.amax, history.overflow)
     [2 3] [8. 4.] [inf  2.] [ True False]
-    >>> print(history.unscaled_amax)
-    [inf 0.5]
   """
   capacity = arguments.check_count("capacity", capacity)
   tx = requirements.as_optimizer("tx", tx)

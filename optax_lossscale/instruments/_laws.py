@@ -312,17 +312,14 @@ def check_step(
 
   Call it outside of jit, once before a long run and in your own tests. The step
   may be jitted or not, and may use several devices of one process. Each run
-  gets copies of the arguments, so the step may donate them, and your arrays do
-  not change. The next values of up to seven runs are kept on the host until the
-  report is made. If the step overflows at S, the check halves S until it does
-  not. If the first step moves no parameter, as at a learning rate of 0, the
-  check runs up to 64 more steps and judges those that move one.
+  gets copies of the arguments, so the step may donate them. The next values of
+  up to seven runs are kept on the host. If the step overflows at S, the check
+  halves S until it does not. If the first step moves no parameter, as at a
+  learning rate of 0, it runs up to 64 more and judges those that move one.
 
-  It cannot detect mistakes that do not depend on S, such as a wrong loss or
-  wrong data. Nor does it notice if a step skips on NaN but not on inf, since an
-  S of inf always makes a NaN. In float16 a small mistake, such as weight decay
-  added by hand, hides in the rounding. With the model in float32, only mistakes
-  that float32 rounds away stay hidden.
+  It cannot detect mistakes that do not depend on S, such as wrong data, nor a
+  step that skips on NaN but not on inf. In float16 a small mistake, such as
+  weight decay added by hand, hides in the rounding; check in float32, too.
 
   Args:
     step: the train step, which returns the next values of its arguments, or

@@ -212,10 +212,8 @@ class LeafStats:
     check for a fault. An inf takes precedence over a NaN, because a backward
     pass turns inf into NaN in all earlier layers, but never NaN into inf.
 
-    If several leaves overflowed, it returns the first in the tree, which need
-    not be the one that overflowed first. To find that one, take the gradients
-    of a clean step, which give the leaf with the least headroom. Or halve S and
-    compute the gradients of the step again until only one leaf has an inf.
+    If several leaves overflowed, it returns the first in the tree; the
+    gradients of a clean step tell which one overflows first.
 
     Args:
       check: as for `headroom`.

@@ -77,10 +77,9 @@ class PrecisionReport(NamedTuple):
 def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
   """Counts the operations of a function below float32, and explains the rest.
 
-  The results of a model do not show whether it runs in float16. This traces
-  `fun`, without running it, and counts its floating-point operations, whether
-  `autocast`, a layer's `dtype=` or an argument's dtype lowered them. Pass a
-  loss function to see the forward pass, or the train step to see all of it.
+  This traces `fun`, without running it, and counts its floating-point
+  operations, whether `autocast`, a layer's `dtype=` or an argument's dtype
+  lowered them. Pass a loss function, or the train step to see all of it.
 
   Operations in float32 come with `autocast`'s reason, such as "black list" (see
   docs/autocast.md); those of the backward pass have the forward pass's reason.

@@ -91,7 +91,8 @@ def replay(
 
   It compares rules in a second, without training: each step has the recorded
   amax, rescaled to the S of this rule, and moves S as the wrapper would. It
-  cannot show how losing or keeping a step changes the training after it.
+  cannot show how losing or keeping a step changes the training after it, so
+  compare rules on a history with few overflows.
 
   A recorded overflow carries little information. A replay reads it as follows:
 
@@ -107,15 +108,12 @@ def replay(
     the step is NaN at every S if the last or next clean step had an S of S0 or
     more, and the 16 clean steps on each side would all have 6 bits left at S0.
 
-  Therefore compare rules on a history with few overflows.
-
   Args:
     rule: any rule.
     history: the recorded steps of a run with any rule.
     check: `nonfinite(dtype)`, or `saturated(dtype)` if overflows become the
-      dtype's largest finite value. An amax of that value then counts as an
-      overflow, and inf does not occur. `dtype` is that of the computation, in
-      the recorded run and in the replay.
+      dtype's largest finite value. `dtype` is that of the computation, in the
+      recorded run and in the replay.
     loss_scale: the first S, for a history that begins in the middle of a run;
       by default the rule's own.
 

@@ -124,10 +124,9 @@ def where_overflow(
   iteration after another. With several devices, the first overflow on any of
   them counts. Later overflows may follow from the first: fix it, then rerun.
 
-  If no operation overflowed, inf or NaN may have come in with an argument, such
-  as a batch or parameters. The result is then the first argument, of any
-  floating dtype, that holds inf or NaN. The states of loss scaling and of
-  `record` are not examined. A mask's -inf counts, even if it is intended.
+  If no operation overflowed, the result is the first argument, such as a batch,
+  that holds inf or NaN. The states of loss scaling and of `record` are not
+  examined. A mask's -inf counts, even if it is intended.
 
   Args:
     fun: any function that JAX can trace, as for `float_status`. The result of
@@ -159,8 +158,6 @@ def where_overflow(
     >>> place = ols.instruments.where_overflow(loss)(x)
     >>> print(place.operation, place.layer, place.elements)
     mul mlp/square 2
-    >>> print(ols.instruments.where_overflow(loss)(x / 100))
-    None
   """
   arguments.check_function(fun)
   operation_overflow.check_for_operations(check)

@@ -50,12 +50,10 @@ def accelerate_train_mode(
       schedule ends at.
     precision_mode: the setting of that name in the Ascend script. With
       "must_keep_origin_dtype", `loss_fn` itself may compute products in low
-      precision. With "allow_fp32_to_fp16" or no mode, training ends in float32.
-      Other values are errors, as on Ascend.
+      precision; the only other value is "allow_fp32_to_fp16".
     precision_mode_v2: the newer setting; "origin" is "must_keep_origin_dtype".
-    steps_per_call: the number of steps between two updates of the state. The
-      switch may come up to `steps_per_call - 1` steps late. Leave it out for
-      `make_train_step`, which updates the state after each step.
+    steps_per_call: the number of steps between two updates of the state, by
+      which the switch may be late; 1 for `make_train_step`.
 
   Returns:
     A `PrecisionSchedule`.

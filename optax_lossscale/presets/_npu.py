@@ -82,9 +82,8 @@ def npu_loss_scale_optimizer(
   positions, and with the check for hardware in saturation mode. The original's
   global step is the state's `applied_steps`.
 
-  The original reads overflows from a status register of the device; here they
-  are found in the scaled gradients. An overflow that does not reach the
-  gradients must be detected another way and passed to `update` as `overflow=`.
+  The original reads overflows from a status register; here they are found in
+  the scaled gradients. Pass any that does not reach these as `overflow=`.
 
   Args:
     opt: the optimizer, which `loss_scaling` calls `inner`.

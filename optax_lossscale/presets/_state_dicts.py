@@ -27,10 +27,9 @@ _MOST_PROBLEMS = 20
 def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
 
-  The keys and the types of the values are the system's own: Python and NumPy
-  values, and NumPy arrays where the system saves tensors. For a rule that no
-  preset made, the keys are the names of its state's fields. A `WarmStart` of a
-  preset's rule is saved as that rule, once its first S has been found.
+  The keys and types are the system's own, with NumPy arrays where it saves
+  tensors. For a rule that no preset made, the keys are the names of its state's
+  fields. A `WarmStart` of a preset's rule is saved as that rule.
 
   Args:
     rule: the rule, whether or not a preset made it.
@@ -76,10 +75,9 @@ def from_state_dict(
 ) -> tuple[base.LossScale, Any]:
   """Returns the rule and the state that a system's dictionary describes.
 
-  S then moves as it would have moved in the system. Some dictionaries hold the
-  system's arguments (torch, DeepSpeed, Paddle). Others do not (Megatron,
-  Keras): pass every argument that was not at its default. Arguments that you
-  pass override those in the dictionary.
+  Some dictionaries hold the system's arguments (torch, DeepSpeed, Paddle).
+  Others do not (Megatron, Keras): pass every argument that was not at its
+  default. Arguments that you pass override those in the dictionary.
 
   Args:
     system: the preset's name, or a rule, whose arguments then override those in

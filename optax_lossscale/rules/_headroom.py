@@ -65,10 +65,9 @@ class HeadroomLossScale(base.LossScale):
   largest finite value of `dtype`. No step is lost to probing for S.
 
   An overflow does not show by how much S was too large. S falls by one bit,
-  then by two, three and so on if overflows follow in a row. If the amax of
-  clean steps does not show that S was too large, S stays below the value that
-  overflowed, and rises by one bit after every four windows of clean steps.
-  Isolated overflows take S no lower than 16 bits below what amax allows.
+  then by two, three and so on if overflows follow in a row. It stays below the
+  value that overflowed, and rises by one bit after every four windows of clean
+  steps, unless their amax shows that S was too large.
 
   Before the first clean step with a nonzero amax, or after `window` steps
   without one, no amax is known. S then leaps 16 bits down on an overflow, and
@@ -91,8 +90,7 @@ class HeadroomLossScale(base.LossScale):
     skip: whether an overflow skips the step.
 
   All but the first are keyword only. An S that you set in the state lasts one
-  step. In a run that continues with the same state, new values of `headroom`
-  and the bounds apply from the next step on; a new `window` needs a new state.
+  step. A new `window` needs a new state.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -112,10 +110,8 @@ class HeadroomLossScale(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S such that
-    its product with the largest gradient stays below 65,504. The scales of
-    float8 tensors use the same kind of window: Micikevicius et al., `FP8
-    Formats for Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2; `FP8 Formats for
+    Deep Learning <https://arxiv.org/abs/2209.05433>`_, 2022, for the window.
   """
 
   init_scale: float = 1.0

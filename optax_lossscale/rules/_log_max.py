@@ -57,15 +57,11 @@ class LogMaxLossScale(base.LossScale):
   an overflow has a probability of 0.1 % in this model.
 
   Unlike in the published rule, an overflow enters the means as an amax for
-  which S was too large by a factor of two. S is halved immediately, and again
-  on every further overflow. Each doubling after that takes at least
-  1 / (1 - beta1) clean steps. An amax of 0 is ignored. The first step shows no
-  variation and is taken to vary by one bit.
+  which S was too large by a factor of two. S is halved on every overflow, and
+  each doubling after that takes at least 1 / (1 - beta1) clean steps.
 
-  The rule loses steps if amax grows by more bits than it varied before, or if
-  log2(amax) has a heavier tail than a normal distribution. After amax becomes
-  less variable, the rule takes 1 / (1 - beta2) steps to adapt. While all
-  gradients are 0, S does not move: to find a first S, use `WarmStart`. In a
+  The rule loses steps if amax grows by more bits than it varied before. While
+  all gradients are 0, S does not move: to find a first S, use `WarmStart`. In a
   float16 loss, an S of 2**16 or more becomes inf: pass `scale_max=2.0**15`.
 
   Attributes:
@@ -87,7 +83,6 @@ class LogMaxLossScale(base.LossScale):
 
   Examples:
     >>> import jax
-    >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> rule = ols.rules.LogMaxLossScale()
     >>> update, state = jax.jit(rule.update), rule.init()
@@ -95,14 +90,10 @@ class LogMaxLossScale(base.LossScale):
     ...   state = update(state, False, amax=state.loss_scale / 4)
     >>> print(state.loss_scale)
     131072.0
-    >>> print(update(state, True, amax=jnp.inf).loss_scale)
-    65536.0
 
   References:
-    `LogMaxScaler` in NVIDIA's `OpenSeq2Seq
-    <https://github.com/NVIDIA/OpenSeq2Seq>`_, whose arguments have the same
-    names; Kuchaiev et al., `Mixed-Precision Training for NLP and Speech
-    Recognition with OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018.
+    Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition
+    with OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018.
   """
 
   scale_min: float = 2.0**-14

@@ -55,11 +55,7 @@ class WarmStart(base.LossScale):
   there. Otherwise the probe continues, 16 bits lower after an overflow and 16
   bits higher if all gradients were 0, up to 2**32.
 
-  A probe at 1 usually loses no step at the start. Small gradients are 0 on that
-  step, as without loss scaling. A larger probe preserves them but may overflow.
-
-  It does not help if the gradients then grow by more bits than `headroom`, as
-  they do with zero-initialized layers or in actor-critic training.
+  It does not help if the gradients then grow by more bits than `headroom`.
 
   Attributes:
     rule: the rule. Its first S is not used.
@@ -89,8 +85,7 @@ class WarmStart(base.LossScale):
 
   References:
     Micikevicius et al., `Mixed Precision Training
-    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, choose S from the
-    largest gradient if gradient statistics are known.
+    <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2.
   """
 
   rule: base.LossScale
