@@ -586,7 +586,7 @@ def test_what_is_no_state_is_refused(state):
 def test_a_stack_of_states_is_refused():
   rule = presets.torch()
   states = jax.tree.map(lambda x: jnp.stack([x, x]), rule.init())
-  with pytest.raises(ValueError, match=r"`state` must be .*got \(2,\)"):
+  with pytest.raises(ValueError, match=r"`state` must be .*got shape \(2,\)"):
     presets.to_state_dict(rule, states)
 
 

@@ -109,7 +109,7 @@ def test_many_states_are_told_by_the_first_of_them():
       ols.get_loss_scale(states, path=path)
     assert len(str(got.value)) < 600
   bare = ols.checkpoints.without_loss_scaling(states)
-  with pytest.raises(ValueError, match="dict of .* and 180 more"):
+  with pytest.raises(ValueError, match=r"dict\(.* and 180 more"):
     ols.checkpoints.with_loss_scaling(bare, states["member_0"])
   recording = ols.instruments.record(tx, capacity=2)
   records = {name: recording.init(jnp.ones(1)) for name in states}
