@@ -100,7 +100,7 @@ def counted(request, monkeypatch):
 def test_every_16_bit_number_is_in_its_place(counted, dtype):
   x = every(dtype)
   check_row(counted(jnp.asarray(x)), x)
-  finite = x[np.isfinite(x)]
+  finite = x[np.isfinite(magnitudes(x))]
   check_row(counted(jnp.asarray(finite)), finite)
 
 
