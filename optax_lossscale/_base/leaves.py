@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
+from optax_lossscale._base import named_calls
 from optax_lossscale._base.arguments import shown
 
 # The type of a tree, for functions that change only its leaves.
@@ -115,6 +116,17 @@ def widen(tree: Tree) -> Tree:
   return jax.tree.map(widen_leaf, tree)
 
 
+def _quotients(tree: Tree, loss_scale: jax.Array) -> Tree:
+  """Returns what a proof takes `unscale` for: the plain quotients."""
+  return jax.tree.map(
+    lambda x: (
+      x / loss_scale.astype(jnp.finfo(x.dtype).dtype) if is_gradient(x) else x
+    ),
+    widen(tree),
+  )
+
+
+@named_calls.assumed(_quotients)
 def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   """Returns the gradients in `tree` divided by S, in float32 or wider."""
   # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
@@ -168,3 +180,9 @@ def overwrites(path: tuple[Hashable, ...]) -> bool:
     getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT
     for key in path
   )
+
+
+@named_calls.assumed(lambda x: x)
+def without_inf(x: jax.Array) -> jax.Array:
+  """Returns a mean of finite numbers, which rounding may have made inf."""
+  return jnp.nan_to_num(x)

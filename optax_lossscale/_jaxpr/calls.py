@@ -11,6 +11,8 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale._base import named_calls
+
 # Since jax 0.11 this is `core.Jaxpr` itself. JAX's type stubs lack the name.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
 
@@ -132,7 +134,8 @@ def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
   places = any(isinstance(x, jax.sharding.Sharding) for x in shardings) or any(
     x is not None for x in layouts
   )
-  if places or form(equation) not in (Form.CALL, Form.JIT):
+  is_named = named_calls.number_of(equation) is not None
+  if places or is_named or form(equation) not in (Form.CALL, Form.JIT):
     return None
   (body,) = bodies(equation)
   return body.jaxpr

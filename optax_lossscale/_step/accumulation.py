@@ -356,8 +356,7 @@ def _means(
   def mean_leaf(total: jax.Array) -> jax.Array:
     real = jnp.finfo(total.dtype).dtype
     grow = len(counted) / count.astype(real)
-    # The mean of finite gradients is finite, but rounding could make it inf.
-    mean = jnp.nan_to_num(total * grow.astype(total.dtype))
+    mean = leaves.without_inf(total * grow.astype(total.dtype))
     return jnp.where(overflow.is_void, fill.astype(mean.dtype), mean)
 
   return jax.tree.map(mean_leaf, sums)

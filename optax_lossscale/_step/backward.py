@@ -14,6 +14,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
@@ -383,6 +384,8 @@ def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
   return loss.astype(dtype) * loss_scale.astype(dtype)
 
 
+# A proof is about an S that the loss's dtype holds.
+@named_calls.assumed(lambda loss_scale, loss_dtype, gradients: gradients)
 def _inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: DTypeLike, gradients: ArrayTree
 ) -> ArrayTree:

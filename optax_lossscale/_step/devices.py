@@ -310,7 +310,7 @@ def average_scaled(
     # Without an overflow every gradient is finite, and so is the true mean. The
     # sum of the quotients may not be: 65504 / 3 is rounded up in float16, and
     # three times the result is inf.
-    return jnp.where(overflow, mean, jnp.nan_to_num(mean))
+    return jnp.where(overflow, mean, leaves.without_inf(mean))
 
   return _map_gradients(average_leaf, scaled_grads)
 

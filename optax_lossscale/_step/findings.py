@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 from typing import NamedTuple
 
 from chex import ArrayTree
@@ -18,6 +19,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import checks
 
@@ -154,7 +156,26 @@ def examine(
 
   Given S, it also checks that S is usable and that the largest gradient stays
   finite when it is divided by S, since division by an S below 1 may overflow.
+  A proof takes both outcomes in turn, and that amax grows as S.
   """
+
+  def found(*operands: Any) -> Finding:
+    return _examine(check, *operands, in_order=in_order)
+
+  return named_calls.named(
+    "examine", found, loss_scale, scaled_grads, overflow, amax
+  )
+
+
+def _examine(
+  check: checks.Check,
+  loss_scale: jax.Array | None,
+  scaled_grads: optax.Updates,
+  overflow: object,
+  amax: object,
+  *,
+  in_order: bool,
+) -> Finding:
   parts_of: dict[tuple[np.dtype, float], list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, scaled_grads):
     # The parts of a complex number overflow separately.
@@ -250,14 +271,22 @@ def agree_on_skip(skip: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
   return _largest([skip.astype(jnp.uint32)], names)[0] > 0
 
 
-def _largest(values: list[jax.Array], names: tuple[Hashable, ...]) -> jax.Array:
-  """Returns the largest of each integer on all devices along the axes."""
-  stacked = jnp.stack(values)
+def _over_devices(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
+  """Returns the maximum over the devices along the axes."""
   # JAX reduces over several axes at once only if the array varies along all of
   # them. An axis index does, and adding 0 times it changes nothing.
   for name in names:
-    stacked += 0 * lax.axis_index(name).astype(jnp.uint32)
-  return lax.pmax(stacked, names)
+    x += 0 * lax.axis_index(name).astype(jnp.uint32)
+  return lax.pmax(x, names)
+
+
+# A proof can follow a maximum, but not values that are stacked.
+@named_calls.assumed(lambda xs, names: [_over_devices(x, names) for x in xs])
+def _largest(
+  values: list[jax.Array], names: tuple[Hashable, ...]
+) -> list[jax.Array]:
+  """Returns the largest of each integer on all devices along the axes."""
+  return list(_over_devices(jnp.stack(values), names))
 
 
 def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
@@ -288,8 +317,13 @@ def requested(skip: object) -> jax.Array | None:
     raise TypeError(
       f"`skip` must be a flag or a list of flags, got a {type(skip).__name__}."
     )
-  flags = [_as_flag("skip", reason) for reason in _listed(skip)]
-  return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
+
+  def is_set(skip: object) -> jax.Array:
+    flags = [_as_flag("skip", reason) for reason in _listed(skip)]
+    return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
+
+  # A proof takes it that nobody asks, and that the flag does not depend on S.
+  return named_calls.named("skip", is_set, skip)
 
 
 def _listed(reasons: object) -> Sequence[object]:

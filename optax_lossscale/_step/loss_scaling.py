@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
@@ -154,6 +155,8 @@ def loss_scaling(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
+    # A proof takes it that these do not depend on S.
+    extra_args = named_calls.noted("arguments", extra_args)
     loss_scale = states.get_loss_scale(state)
 
     incoming = leaves.as_arrays(updates)
@@ -314,8 +317,25 @@ def move(
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled.
 
-  If `unseen` is True, the rule keeps its state, and nothing is stalled.
+  If `unseen` is True, the rule keeps its state, and nothing is stalled. A proof
+  takes it that the next S is another, and right.
   """
+
+  def moved(*operands: Any) -> tuple[Any, jax.Array]:
+    return _move(rule, *operands)
+
+  return named_calls.named(
+    "move", moved, state, overflow, amax, unseen, rule=rule
+  )
+
+
+def _move(
+  rule: base.LossScale,
+  state: Any,
+  overflow: jax.Array,
+  amax: jax.Array,
+  unseen: jax.Array | None,
+) -> tuple[Any, jax.Array]:
   moved = rule.update(state, overflow, amax=amax)
   trees.check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.

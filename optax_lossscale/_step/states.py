@@ -17,6 +17,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
@@ -244,6 +245,8 @@ def counts_after(
   )
 
 
+# A proof takes it that no count reaches its largest number.
+@named_calls.assumed(lambda x, count: jnp.where(x, count + 1, count))
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
 

@@ -6,17 +6,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import inspect
-import pathlib
-import re
-import sysconfig
 from typing import Any
 from typing import NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core
-from jax.extend import source_info_util
-from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +21,7 @@ from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
@@ -35,17 +31,6 @@ from optax_lossscale.instruments import _history
 
 # JAX writes this around the scope of an operation of the backward pass.
 _TRANSPOSE = "transpose("
-
-# A stack frame as JAX writes it: the line of code, column and function.
-_FRAME = re.compile(r"(?P<line>.+?:\d+)(?::\d+)? \((?P<function>.*)\)")
-_HERE = pathlib.Path(__file__).parents[1]
-_INTERPRETERS = (str(_HERE / "_autocast"), str(_HERE / "_jaxpr"))
-
-_LIBRARIES = (
-  str(_HERE),
-  sysconfig.get_path("purelib"),
-  sysconfig.get_path("platlib"),
-)
 
 # The `kind` of a `Place` that is an argument with inf or NaN.
 _NONFINITE = "nonfinite"
@@ -391,32 +376,5 @@ def _describe(result: _Result, first: _First) -> Place:
       loop["length"] - 1 - int(number) if loop.get("reverse") else int(number)
       for loop, number in zip(loops, first.iterations, strict=False)
     ),
-    source=_source(equations),
+    source=source_lines.user_line(equations),
   )
-
-
-def _source(equations: Sequence[core.JaxprEqn]) -> str | None:
-  """Returns the user's line of code, or the line nearest to it."""
-  *around, equation = equations
-  frames = _frames(equation)
-  for call in reversed(around):
-    if call.primitive is not primitives.jit_p:
-      continue
-    # JAX traces a jitted function once. A library's function that runs no code
-    # of the user's has the frames of its first caller.
-    name = call.params["name"]
-    if all(function.split(".")[-1] != name for _, function in frames):
-      frames = _frames(call)
-  if not frames or frames[0][0].startswith(_INTERPRETERS):
-    # `autocast` or the like evaluated the equation; its frames say nothing.
-    return None
-  lines = [line for line, _ in frames]
-  # The user's line is farther out than the library code that it calls.
-  own = [line for line in lines if not line.startswith(_LIBRARIES)]
-  return (own or lines)[0]
-
-
-def _frames(equation: core.JaxprEqn) -> list[tuple[str, str]]:
-  """Returns lines of code and their functions, the innermost first."""
-  text = source_info_util.summarize(equation.source_info, num_frames=1000)
-  return [(x["line"], x["function"]) for x in _FRAME.finditer(text)][::-1]

@@ -1,0 +1,123 @@
+"""What a proof of a step may assume of the library's own functions.
+
+`check_step` proves the laws of a step from its jaxpr. Where the library decides
+by comparing numbers or reading bits, no general rule could follow, so a proof
+trusts the functions that are decorated here, each with what it may assume.
+While no proof traces, they are the plain functions.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import contextvars
+import functools
+from typing import Any
+from typing import NamedTuple
+from typing import ParamSpec
+from typing import TypeVar
+
+import jax
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_PREFIX = "optax_lossscale_named_call_"
+
+
+class NamedCall(NamedTuple):
+  """A call that a proof does not look into; its kind says what it means."""
+
+  kind: str
+  # Trees like the call's operands and result, of positions among its arrays.
+  inputs: Any
+  outputs: Any
+  facts: dict[str, Any]
+
+
+# The named calls of the proof that traces in this thread, or None.
+_traced: contextvars.ContextVar[list[NamedCall] | None] = (
+  contextvars.ContextVar("_traced", default=None)
+)
+# JAX's caches depend on this value, so no trace for a proof is used without.
+_traced_for = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def proving() -> Iterator[list[NamedCall]]:
+  """Traces functions for a proof, and lists the named calls in them."""
+  calls: list[NamedCall] = []
+  token = _traced.set(calls)
+  try:
+    with _traced_for(object()):
+      yield calls
+  finally:
+    _traced.reset(token)
+
+
+def assumed(
+  stand_in: Callable[_P, _R],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+  """Returns a decorator: a proof reads `stand_in` in place of the function."""
+
+  def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+      is_traced = _traced.get() is not None
+      return (stand_in if is_traced else function)(*args, **kwargs)
+
+    return call
+
+  return decorate
+
+
+def named(
+  kind: str, function: Callable[..., _R], *operands: Any, **facts: Any
+) -> _R:
+  """Returns `function(*operands)`; in a proof, as one call with a name."""
+  calls = _traced.get()
+  if calls is None:
+    return function(*operands)
+  values, treedef = jax.tree.flatten(operands)
+  places = [i for i, x in enumerate(values) if isinstance(x, jax.Array)]
+
+  def call(*arrays: jax.Array) -> _R:
+    replaced = dict(enumerate(values)) | dict(zip(places, arrays, strict=True))
+    return function(*jax.tree.unflatten(treedef, replaced.values()))
+
+  call.__name__ = f"{_PREFIX}{len(calls)}"
+  inputs: list[int | None] = [None] * len(values)
+  for position, place in enumerate(places):
+    inputs[place] = position
+  calls.append(NamedCall(kind, None, None, facts))
+  number = len(calls) - 1
+  # A derivative of the call would have more inputs than the call.
+  result = jax.jit(call)(*(jax.lax.stop_gradient(values[i]) for i in places))
+  structure = jax.tree.structure(result)
+  calls[number] = NamedCall(
+    kind,
+    jax.tree.unflatten(treedef, inputs),
+    jax.tree.unflatten(structure, range(structure.num_leaves)),
+    facts,
+  )
+  return result
+
+
+def noted(kind: str, tree: _R) -> _R:
+  """Returns `tree`; in a proof, one that went through a call with a name."""
+  if _traced.get() is None:
+    return tree
+  # What is no array, such as a function, goes around.
+  is_array = [isinstance(x, jax.Array) for x in jax.tree.leaves(tree)]
+  arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
+  noted = iter(jax.tree.leaves(named(kind, lambda x: x, arrays)))
+  values = [
+    next(noted) if is_one else x
+    for is_one, x in zip(is_array, jax.tree.leaves(tree), strict=True)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(tree), values)
+
+
+def number_of(equation: Any) -> int | None:
+  """Returns the number of a named call, or None for another equation."""
+  name = str(equation.params.get("name", ""))
+  return int(name[len(_PREFIX) :]) if name.startswith(_PREFIX) else None

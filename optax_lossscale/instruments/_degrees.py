@@ -1,0 +1,343 @@
+"""Degrees in S: how the result of an operation grows if S does.
+
+A value has the degree d in S if it is S**d times what does not depend on S. So
+products add degrees, quotients subtract them, moves keep them, sums and choices
+need equal ones, and everything else needs and gives the degree 0. Kennedy
+("Relational Parametricity and Units of Measure", POPL 1997) proves for typed
+programs that such rules tell how a program reacts to another unit; S is the
+unit here. CamFort (arXiv 2406.02174) infers units in existing programs.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import fractions
+import math
+from typing import Any
+from typing import NamedTuple
+
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale._jaxpr import operation_table
+
+# One S, and the axes of a value along which it differs: an ensemble has an S
+# for each member. Axes of arrays are numbers, and those of a mesh are names.
+Unit = tuple[str, tuple[Hashable, ...]]
+Powers = tuple[tuple[Unit, fractions.Fraction], ...]
+
+
+class Unknown(NamedTuple):
+  """The degree of a value that is not a power of S, or may not be one.
+
+  It is sure if values of different degrees were put together, so that the
+  result does depend on S.
+  """
+
+  reason: str
+  is_sure: bool
+  # The operation with the calls around it, and that of each operand with the
+  # operand's degree in words.
+  place: tuple[core.JaxprEqn, ...] = ()
+  operands: tuple[tuple[str, tuple[core.JaxprEqn, ...]], ...] = ()
+
+
+# Zero, inf and NaN fit every degree.
+ANY = "any"
+FREE: Powers = ()
+Degree = Powers | Unknown | str
+
+_names = operation_table.names
+
+# Operations of the degree of their first input; the others are positions, or
+# are only compared with each other.
+_KEEPS = _names("""
+  abs all_gather all_gather_invariant all_to_all broadcast_in_dim conj copy
+  copy_p cummax cummin cumsum device_put dynamic_slice expand_dims fft freeze
+  gather get imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
+  ppermute psum psum2 psum_invariant pvary real reduce_and reduce_max reduce_min
+  reduce_or reduce_precision reduce_scatter reduce_sum reduce_window_max
+  reduce_window_min reduce_window_sum reshape reshard rev select_and_gather_add
+  select_and_scatter_add sharding_constraint slice sort split squeeze
+  stop_gradient tile transpose unstack
+""")
+# Operations whose inputs must have one degree, with what happens to them.
+_JOINS = {
+  **dict.fromkeys(_names("add add_any scatter-add scatter_add"), "are added"),
+  "sub": "are subtracted",
+  **dict.fromkeys(_names("max min clamp atan2"), "are compared"),
+  **dict.fromkeys(operation_table.COMPARISONS, "are compared"),
+  "select_n": "are chosen between",
+  **dict.fromkeys(
+    _names(
+      "complex concatenate dynamic_update_slice pad rem scatter scatter-max "
+      "scatter-min stack"
+    ),
+    "become one array",
+  ),
+}
+_PRODUCTS = _names("""
+  conv_general_dilated dot_general mul ragged_dot ragged_dot_general
+""")
+_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+# Results that do not depend on S, since S is positive.
+_ORDERS = _names("argmax argmin is_finite sign")
+# Operations that may undo each other, so that the result need not depend on S.
+_UNSURE = _names("bitcast_convert_type log log1p log2 nextafter")
+
+# A number that guards a division, and is lost beside almost any other.
+_EPSILON = 1e-6
+# An FP8 layer clips to these before it casts, which is part of the cast.
+_FLOAT8 = frozenset(
+  float(jnp.finfo(x).max)
+  for x in (
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.float8_e4m3fnuz,
+    jnp.float8_e5m2fnuz,
+  )
+)
+
+
+def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
+  """Returns the degree of a product, or of a quotient if `sign` is -1."""
+  if isinstance(a, Unknown) or isinstance(b, Unknown):
+    return unknown([a, b]) or ANY
+  if isinstance(a, str) or isinstance(b, str):
+    return ANY
+  powers = dict(a)
+  for unit, exponent in b:
+    powers[unit] = powers.get(unit, fractions.Fraction(0)) + sign * exponent
+  return tuple(sorted(((u, p) for u, p in powers.items() if p), key=repr))
+
+
+def power(degree: Degree, exponent: float) -> Degree:
+  """Returns the degree of a power."""
+  if isinstance(degree, (str, Unknown)):
+    return degree
+  factor = fractions.Fraction(exponent).limit_denominator(64)
+  return tuple((unit, p * factor) for unit, p in degree if factor)
+
+
+def unknown(degrees: Sequence[Degree]) -> Unknown | None:
+  """Returns an unknown degree among others, a sure one if there is one."""
+  found = [x for x in degrees if isinstance(x, Unknown)]
+  return next((x for x in found if x.is_sure), found[0] if found else None)
+
+
+def is_free(degree: Degree) -> bool:
+  """Returns whether a value does not depend on S, or is zero or inf."""
+  return degree in (FREE, ANY)
+
+
+def in_words(degree: Degree) -> str:
+  """Returns how a value grows, such as "grows as S"."""
+  if isinstance(degree, (str, Unknown)) or not degree:
+    return "does not grow with S"
+  return "grows as " + " ".join(
+    name if p == 1 else f"{name}^{p}" for (name, _), p in degree
+  )
+
+
+def renamed(
+  degree: Degree, rename: Callable[[Unit], Unit | None]
+) -> Degree | None:
+  """Returns a degree with other units, or None if a unit has no other."""
+  if isinstance(degree, (str, Unknown)):
+    return degree
+  powers: dict[Unit, fractions.Fraction] = {}
+  for unit, exponent in degree:
+    other = rename(unit)
+    if other is None:
+      return None
+    powers[other] = powers.get(other, fractions.Fraction(0)) + exponent
+  return tuple(sorted(((u, p) for u, p in powers.items() if p), key=repr))
+
+
+def without_axes(degree: Degree) -> Degree:
+  """Returns a degree that says of each unit how many axes it differs along."""
+  return renamed(degree, lambda unit: (unit[0], (len(unit[1]),))) or FREE
+
+
+def result(
+  equation: core.JaxprEqn,
+  degrees: Sequence[Degree],
+  numbers: Sequence[Any],
+  place: tuple[core.JaxprEqn, ...],
+  sources: Sequence[tuple[core.JaxprEqn, ...]],
+) -> Degree:
+  """Returns the degree of an operation's results.
+
+  `numbers` holds what is known of its inputs, and `sources` their operations.
+  """
+  name = equation.primitive.name
+  if (found := unknown(degrees)) is not None:
+    return found
+  if name in _ORDERS or all(map(is_free, degrees)):
+    return _of_free(equation, degrees, numbers)
+  mapped = [_moved(equation, i, x) for i, x in enumerate(degrees)]
+  if None in mapped:
+    reason = f"`{name}` mixes members that have an S of their own"
+    return Unknown(reason, False, place)
+  degrees = [x for x in mapped if x is not None]
+
+  def mismatch(reason: str, is_sure: bool = True) -> Unknown:
+    grows = {
+      in_words(degree): source
+      for degree, source in zip(degrees, sources, strict=True)
+      if degree != ANY
+    }
+    return Unknown(reason, is_sure, place, tuple(grows.items()))
+
+  if name in _KEEPS:
+    positions = degrees[1:] if name in ("gather", "dynamic_slice") else ()
+    if not all(map(is_free, positions)):
+      return mismatch("an index depends on S")
+    return degrees[0]
+  if name in _JOINS:
+    return _joined(name, equation, degrees, numbers, mismatch)
+  if name in _PRODUCTS:
+    return times(degrees[0], degrees[1])
+  if name == "div":
+    return times(degrees[0], degrees[1], -1)
+  if name == "triangular_solve":
+    return times(degrees[1], degrees[0], -1)
+  if name in _POWERS:
+    return power(degrees[0], _POWERS[name])
+  if name == "integer_pow":
+    return power(degrees[0], equation.params["y"])
+  if name == "pow" and numbers[1] is not None:
+    return power(degrees[0], numbers[1])
+  if name == "cholesky":
+    return power(degrees[0], 0.5)
+  if name == "reduce_prod":
+    before, after = (x[0].aval.size for x in (equation.invars, equation.outvars))
+    return power(degrees[0], before // max(after, 1))
+  grown = next(in_words(x) for x in degrees if not is_free(x))
+  is_known = (
+    name in operation_table.ELEMENTWISE | operation_table.CUMULATIVE
+  ) and name not in _UNSURE
+  return mismatch(f"`{name}` is given what {grown}", is_known)
+
+
+def _of_free(
+  equation: core.JaxprEqn, degrees: Sequence[Degree], numbers: Sequence[Any]
+) -> Degree:
+  """Returns the degree if no input depends on S: whether the result is 0."""
+  name = equation.primitive.name
+  zeros = [x == ANY for x in degrees]
+  if name in _PRODUCTS or name == "div":
+    return ANY if any(zeros) else FREE
+  if name in _POWERS or name in _KEEPS:
+    return ANY if zeros and zeros[0] else FREE
+  if name == "integer_pow":
+    return ANY if zeros[0] and equation.params["y"] else FREE
+  if name == "select_n":
+    return ANY if all(zeros[1:]) else FREE
+  if name in _JOINS and name not in operation_table.COMPARISONS:
+    return ANY if all(zeros) and name != "atan2" else FREE
+  return FREE
+
+
+def _joined(
+  name: str,
+  equation: core.JaxprEqn,
+  degrees: Sequence[Degree],
+  numbers: Sequence[Any],
+  mismatch: Callable[..., Unknown],
+) -> Degree:
+  """Returns the degree of a sum, a choice or a comparison."""
+  parts = list(degrees)
+  if name == "select_n":
+    if not is_free(parts[0]):
+      return mismatch("a choice depends on S")
+    parts = parts[1:]
+  if name == "dynamic_update_slice":
+    positions, parts = parts[2:], parts[:2]
+  elif name.startswith("scatter"):
+    positions, parts = [parts[1]], [parts[0], parts[2]]
+  else:
+    positions = []
+  if not all(map(is_free, positions)):
+    return mismatch("an index depends on S")
+  distinct = {x for x in parts if x != ANY}
+  if len(distinct) > 1:
+    sizes = [abs(x) for x in numbers if isinstance(x, float)]
+    if name in ("max", "min", "clamp") and _FLOAT8 & {*sizes}:
+      return next(x for x in distinct if x != FREE)
+    least = min((x for x in sizes if x), default=math.inf)
+    is_guard = name in ("add", "max") and least <= _EPSILON
+    return mismatch(_JOINS[name], not is_guard)
+  is_test = name in operation_table.COMPARISONS or name == "atan2"
+  return FREE if is_test else next(iter(distinct), ANY)
+
+
+def _moved(
+  equation: core.JaxprEqn, index: int, degree: Degree
+) -> Degree | None:
+  """Returns an input's degree in terms of the output's axes; None if mixed."""
+  if isinstance(degree, (str, Unknown)) or all(not x[1] for x, _ in degree):
+    return degree
+  axes = _output_axes(equation, index)
+  name, params = equation.primitive.name, equation.params
+  combined: object = params.get("axes", params.get("axis_name", ()))
+  if name not in operation_table.BETWEEN_DEVICES:
+    combined = ()
+  meshed = combined if isinstance(combined, (tuple, list)) else (combined,)
+
+  def rename(unit: Unit) -> Unit | None:
+    if any(x in meshed for x in unit[1] if isinstance(x, str)):
+      return None
+    moved = [axes.get(x) if isinstance(x, int) else x for x in unit[1]]
+    return None if None in moved else (unit[0], tuple(moved))
+
+  return renamed(degree, rename)
+
+
+def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
+  """Returns where each axis of an input is in the output, if it is kept whole."""
+  name, params = equation.primitive.name, equation.params
+  before = equation.invars[index].aval.shape
+  after = equation.outvars[0].aval.shape
+  kept = range(len(before))
+  if name == "broadcast_in_dim":
+    return dict(enumerate(params["broadcast_dimensions"]))
+  if name == "transpose":
+    return {x: i for i, x in enumerate(params["permutation"])}
+  if name in ("reshape", "squeeze", "expand_dims"):
+    # An axis is kept if as many elements come before it, and it has its size.
+    places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
+    found = {i: places.get((math.prod(before[:i]), before[i])) for i in kept}
+    return {i: j for i, j in found.items() if before[i] > 1}
+  if name == "dot_general":
+    contracted, batch = params["dimension_numbers"]
+    free = [
+      [x for x in range(v.aval.ndim) if x not in (*contracted[i], *batch[i])]
+      for i, v in enumerate(equation.invars)
+    ]
+    start = len(batch[0]) + (len(free[0]) if index else 0)
+    found = {x: i for i, x in enumerate(batch[index])}
+    return found | {x: start + i for i, x in enumerate(free[index])}
+  if "axes" in params and name.startswith(("reduce_", "arg")):
+    rest = [x for x in kept if x not in params["axes"]]
+    return {x: i for i, x in enumerate(rest)}
+  dropped = params.get("axis", params.get("dimension"))
+  if dropped is None and name in ("rev", "gather", "scatter", "scatter-add"):
+    return {}
+  if name in operation_table.DEVICE_SUMS | _names("pmax pmin pvary"):
+    return {x: x for x in kept}
+  # Along an axis that changes its length, members are left out or repeated.
+  if len(before) == len(after) and name in _SAME_AXES:
+    return {
+      x: x for x in kept if before[x] == after[x] and x != dropped
+    }
+  return {}
+
+
+_SAME_AXES = operation_table.ELEMENTWISE | _names("""
+  clamp concatenate copy cumlogsumexp cummax cummin cumprod cumsum
+  dynamic_slice dynamic_update_slice eq ge gt is_finite le lt max min name ne neg
+  optimization_barrier pad select_n sign slice sort split stop_gradient
+  conj real imag and or not sharding_constraint device_put
+""")
