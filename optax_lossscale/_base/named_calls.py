@@ -24,11 +24,15 @@ _R = TypeVar("_R")
 _PREFIX = "optax_lossscale_named_call_"
 
 
+class Position(int):
+  """A leaf of a tree that stands for one among several arrays."""
+
+
 class NamedCall(NamedTuple):
   """A call that a proof does not look into; its kind says what it means."""
 
   kind: str
-  # Trees like the call's operands and result, of positions among its arrays.
+  # Trees like the call's operands and result, with positions for its arrays.
   inputs: Any
   outputs: Any
   facts: dict[str, Any]
@@ -85,9 +89,9 @@ def named(
     return function(*jax.tree.unflatten(treedef, replaced.values()))
 
   call.__name__ = f"{_PREFIX}{len(calls)}"
-  inputs: list[int | None] = [None] * len(values)
+  inputs: list[Position | None] = [None] * len(values)
   for position, place in enumerate(places):
-    inputs[place] = position
+    inputs[place] = Position(position)
   calls.append(NamedCall(kind, None, None, facts))
   number = len(calls) - 1
   # A derivative of the call would have more inputs than the call.
@@ -96,7 +100,7 @@ def named(
   calls[number] = NamedCall(
     kind,
     jax.tree.unflatten(treedef, inputs),
-    jax.tree.unflatten(structure, range(structure.num_leaves)),
+    jax.tree.unflatten(structure, map(Position, range(structure.num_leaves))),
     facts,
   )
   return result

@@ -94,7 +94,7 @@ def record(
   # recording inside another one is evaluated when the outer one is.
   is_at_once = is_recording() or not is_staged()
   leaves, treedef = jax.tree.flatten((args, kwargs))
-  places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+  places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
   def flat_function(*arrays: jax.Array) -> object:
     inputs = list(leaves)
@@ -143,7 +143,7 @@ def _recording(is_at_once: bool) -> Iterator[None]:
     _recorded.reset(token)
 
 
-def _is_array(x: object) -> bool:
+def is_array(x: object) -> bool:
   # A NumPy bool is a flag such as `train`, just like a Python bool.
   kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
   return isinstance(x, kinds) and not isinstance(x, np.bool_)

@@ -16,6 +16,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import checks
@@ -221,6 +222,10 @@ def accumulate(
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _means(end.sums, counted, overflow)
+    if drop:
+      # A proof takes it that the means leave out overflows, which `update` must
+      # be told.
+      means = named_calls.noted("dropped", means)
     # JAX returns float0 for a leaf that has no gradient.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), like)
     others = leaves.merge(is_overwritten, end.overwritten, none)

@@ -162,8 +162,10 @@ def examine(
   def found(*operands: Any) -> Finding:
     return _examine(check, *operands, in_order=in_order)
 
+  # `accumulate` examines micro-batches, and not in order.
+  is_gate = loss_scale is not None and in_order
   return named_calls.named(
-    "examine", found, loss_scale, scaled_grads, overflow, amax
+    "examine", found, loss_scale, scaled_grads, overflow, amax, is_gate=is_gate
   )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import fractions
 import math
 from typing import Any
@@ -22,25 +23,38 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxpr import operation_table
 
+# An operation, after the calls around it, outermost first.
+Place = tuple[core.JaxprEqn, ...]
+
+
+class Symbol(NamedTuple):
+  """One S: that of a state, the next one, or that of a round of a loop."""
+
+  words: str
+  number: int
+
+
 # One S, and the axes of a value along which it differs: an ensemble has an S
 # for each member. Axes of arrays are numbers, and those of a mesh are names.
-Unit = tuple[str, tuple[Hashable, ...]]
+Unit = tuple[Symbol, tuple[Hashable, ...]]
 Powers = tuple[tuple[Unit, fractions.Fraction], ...]
 
 
-class Unknown(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Unknown:
   """The degree of a value that is not a power of S, or may not be one.
 
   It is sure if values of different degrees were put together, so that the
   result does depend on S.
   """
 
-  reason: str
+  reason: str = dataclasses.field(compare=False)
   is_sure: bool
-  # The operation with the calls around it, and that of each operand with the
-  # operand's degree in words.
-  place: tuple[core.JaxprEqn, ...] = ()
-  operands: tuple[tuple[str, tuple[core.JaxprEqn, ...]], ...] = ()
+  place: Place = dataclasses.field(default=(), compare=False)
+  # The place of each operand, with how the operand grows.
+  operands: tuple[tuple[str, Place], ...] = dataclasses.field(
+    default=(), compare=False
+  )
 
 
 # Zero, inf and NaN fit every degree.
@@ -100,6 +114,11 @@ _FLOAT8 = frozenset(
 )
 
 
+def is_float8_limit(number: float) -> bool:
+  """Returns whether a number is the largest of a float8."""
+  return abs(number) in _FLOAT8
+
+
 def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
   """Returns the degree of a product, or of a quotient if `sign` is -1."""
   if isinstance(a, Unknown) or isinstance(b, Unknown):
@@ -136,7 +155,8 @@ def in_words(degree: Degree) -> str:
   if isinstance(degree, (str, Unknown)) or not degree:
     return "does not grow with S"
   return "grows as " + " ".join(
-    name if p == 1 else f"{name}^{p}" for (name, _), p in degree
+    symbol.words if p == 1 else f"{symbol.words}^{p}"
+    for (symbol, _), p in degree
   )
 
 
@@ -264,7 +284,7 @@ def _joined(
   distinct = {x for x in parts if x != ANY}
   if len(distinct) > 1:
     sizes = [abs(x) for x in numbers if isinstance(x, float)]
-    if name in ("max", "min", "clamp") and _FLOAT8 & {*sizes}:
+    if name in ("max", "min", "clamp") and any(map(is_float8_limit, sizes)):
       return next(x for x in distinct if x != FREE)
     least = min((x for x in sizes if x), default=math.inf)
     is_guard = name in ("add", "max") and least <= _EPSILON

@@ -1,0 +1,1102 @@
+"""What is known of each value of a step, without running the step.
+
+The step's jaxpr is interpreted with abstract values: how a value grows with S,
+which argument it is, bit for bit, and whether it is a known number. That some
+state's step overflows, or does not, is a hypothesis. The library's own decisions
+are the named calls of `_base/named_calls.py`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import fractions
+import itertools
+import math
+import operator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
+from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _degrees
+from optax_lossscale.instruments._degrees import ANY
+from optax_lossscale.instruments._degrees import FREE
+from optax_lossscale.instruments._degrees import Place
+from optax_lossscale.instruments._degrees import Unknown
+
+# Arrays with more elements are not looked at.
+_MOST_ELEMENTS = 1 << 16
+_MOST_ROUNDS = 16
+
+_names = operation_table.names
+# Each output is the input at its position.
+_COPIES = _names("""
+  copy copy_p device_put mesh_cast name optimization_barrier pbroadcast pvary
+  reshard sharding_constraint stop_gradient
+""")
+# Moves that keep the order of the elements.
+_RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+  "add": operator.add,
+  "eq": operator.eq,
+  "ge": operator.ge,
+  "gt": operator.gt,
+  "le": operator.le,
+  "lt": operator.lt,
+  "max": max,
+  "min": min,
+  "mul": operator.mul,
+  "ne": operator.ne,
+  "neg": operator.neg,
+  "sub": operator.sub,
+}
+_EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
+# A value that stands in for 0 may go through these before it divides.
+_KEEPS_STAND_IN = _RESHAPES | _COPIES | _names(
+  "convert_element_type integer_pow neg sqrt square rsqrt"
+)
+
+
+class Mark(NamedTuple):
+  """A place, and whether what is said of it is certain."""
+
+  is_sure: bool
+  place: Place = ()
+  kind: str = "taken"
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Mark) and self.is_sure == other.is_sure
+
+  def __hash__(self) -> int:
+    return hash(self.is_sure)
+
+
+class Scale(NamedTuple):
+  """Says that a value is the S of a state: "old", "new" or "either"."""
+
+  path: str
+  stage: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """What is known of a value.
+
+  Attributes:
+    degree: how it grows with S.
+    identity: what it is, bit for bit; ("in", i) is the i-th argument.
+    constant: the number that all its elements are.
+    scale: the state whose S it is.
+    scales: the states whose S it was computed from.
+    is_pure: whether it was computed from S and numbers alone.
+    tested: where it was decided by which scaled values are finite.
+    taken: where inf and NaN may have been taken out of it.
+    zero_of: the key of the value that it compares with 0.
+    stands_in: the key of the value for which a number stands in where it is 0.
+    key: a number that copies of the value share.
+    place: the operation that made it.
+  """
+
+  degree: _degrees.Degree = FREE
+  identity: Hashable = None
+  constant: bool | int | float | None = None
+  scale: Scale | None = None
+  scales: frozenset[str] = frozenset()
+  is_pure: bool = False
+  tested: Mark | None = None
+  taken: Mark | None = None
+  zero_of: int | None = None
+  stands_in: int | None = None
+  key: int = dataclasses.field(default=-1, compare=False)
+  place: Place = dataclasses.field(default=(), compare=False)
+
+  def but(self, **changes: Any) -> "Value":
+    """Returns the value with changes."""
+    return dataclasses.replace(self, **changes)
+
+
+class Event(NamedTuple):
+  """A named call that was reached, with the values that it was given."""
+
+  kind: str
+  call: named_calls.NamedCall
+  values: Sequence[Value]
+  place: Place
+
+  def of(self, tree: Any) -> list[tuple[str, Value]]:
+    """Returns the names and values of a tree of positions."""
+    return [
+      (leaves.path_name(path), self.values[x])
+      for path, x in jax.tree.leaves_with_path(tree)
+      if isinstance(x, named_calls.Position)
+    ]
+
+
+class Interpreter:
+  """Interprets a jaxpr; the states in `overflowing` overflow."""
+
+  def __init__(
+    self,
+    named: Sequence[named_calls.NamedCall],
+    overflowing: frozenset[str] = frozenset(),
+  ) -> None:
+    self._named = named
+    self._overflowing = overflowing
+    self._symbols: dict[Hashable, _degrees.Symbol] = {}
+    self._keys = itertools.count()
+    self._around: Place = ()
+    # By number and place, since a loop's body is interpreted several times.
+    self.events: dict[Hashable, Event] = {}
+
+  def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """Returns what is known of a closed jaxpr's outputs."""
+    consts = [self.number(x) for x in jaxpr.consts]
+    return interpreter.evaluate(
+      jaxpr, inputs, self._equation, consts, lambda x: self.number(x.val)
+    )
+
+  def symbol(self, words: str, key: Hashable) -> _degrees.Symbol:
+    """Returns the symbol of an S; the same one for the same key."""
+    number = len(self._symbols)
+    return self._symbols.setdefault(key, _degrees.Symbol(words, number))
+
+  def argument(self, index: int, aval: Any, state: str, words: str) -> Value:
+    """Returns an argument that is the S of a state."""
+    unit = self.symbol(words, ("in", index)), tuple(range(aval.ndim))
+    return Value(
+      ((unit, fractions.Fraction(1)),),
+      identity=("in", index),
+      scale=Scale(state, "old"),
+      scales=frozenset([state]),
+      is_pure=True,
+      key=next(self._keys),
+    )
+
+  def number(self, x: Any) -> Value:
+    """Returns what is known of an array of the program."""
+    is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
+    dtype = jnp.result_type(x)
+    if not is_small or jnp.issubdtype(dtype, jax.dtypes.extended):
+      return Value(key=next(self._keys))
+    array = np.asarray(x)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    if is_float:
+      array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
+    is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
+    is_one = array.size > 0 and bool(np.all(array == array.flat[0]))
+    return Value(
+      ANY if is_any else FREE,
+      constant=array.flat[0].item() if is_one else None,
+      is_pure=True,
+      key=next(self._keys),
+    )
+
+  # ---- Equations.
+
+  def _equation(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    number = named_calls.number_of(equation)
+    if number is not None:
+      outputs = self._named_call(number, equation, inputs)
+      if outputs is not None:
+        return outputs
+    form = calls.form(equation)
+    if form is None:
+      return self._operation(equation, inputs)
+    around, self._around = self._around, (*self._around, equation)
+    try:
+      by_form: dict[calls.Form, Callable[..., Sequence[Value]]] = {
+        calls.Form.COND: self._cond,
+        calls.Form.SCAN: self._scan,
+        calls.Form.WHILE: self._while,
+        calls.Form.SHARD_MAP: self._shard_map,
+        calls.Form.SOLVE: self._solve,
+      }
+      return by_form.get(form, self._call)(equation, inputs)
+    finally:
+      self._around = around
+
+  def _operation(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    """Returns the outputs of an operation that holds no jaxpr."""
+    name = equation.primitive.name
+    if name in _COPIES:
+      return inputs
+    place = (*self._around, equation)
+    made = self._made(inputs, place)
+    if not inputs:
+      return [made for _ in equation.outvars]
+    known = self._known(equation, inputs)
+    if known is not None:
+      return [known]
+    if name == "select_n":
+      return [self._select(equation, inputs, made)]
+    if name == "convert_element_type":
+      return [self._convert(equation, inputs[0], made)]
+    if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
+      return [self._part(equation, inputs[0], made)]
+    degrees = self._result_degrees(equation, inputs, place)
+    outputs = [
+      made.but(degree=degree, key=next(self._keys))
+      for degree, _ in zip(degrees, equation.outvars, strict=True)
+    ]
+    if len(outputs) == 1:
+      outputs = [self._marked(equation, inputs, outputs[0])]
+    return outputs
+
+  def _made(self, inputs: Sequence[Value], place: Place) -> Value:
+    """Returns what the inputs alone say of a result."""
+    return Value(
+      scales=frozenset().union(*(x.scales for x in inputs)),
+      is_pure=all(x.is_pure for x in inputs),
+      tested=_worst(x.tested for x in inputs),
+      taken=_worst(x.taken for x in inputs),
+      key=next(self._keys),
+      place=place,
+    )
+
+  def _result_degrees(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
+  ) -> Sequence[_degrees.Degree]:
+    name, count = equation.primitive.name, len(equation.outvars)
+    degrees = [x.degree for x in inputs]
+    if count > 1 and _degrees.unknown(degrees) is None:
+      if name == "sort":
+        return degrees
+      if name in ("top_k", "approx_top_k", "svd", "qr"):
+        grown = 1 if name == "qr" else 0
+        return [degrees[0] if i == grown else FREE for i in range(count)]
+      if name == "eigh":
+        ranks = [x.aval.ndim for x in equation.outvars]
+        return [degrees[0] if x < max(ranks) else FREE for x in ranks]
+    numbers = [x.constant for x in inputs]
+    sources = [x.place for x in inputs]
+    found = _degrees.result(equation, degrees, numbers, place, sources)
+    return [found] * count
+
+  def _known(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Value | None:
+    """Returns a result that is an input or a number, or else None."""
+    name = equation.primitive.name
+    dtype = equation.outvars[0].aval.dtype
+    constants = [x.constant for x in inputs]
+    if name == "select_n" and constants[0] is not None:
+      return inputs[1 + int(constants[0])]
+    if name in ("and", "or") and dtype == bool:
+      for constant, other in zip(constants, inputs[::-1], strict=True):
+        if constant is not None:
+          decides = bool(constant) is (name == "or")
+          return self.number(name == "or") if decides else other
+    if name == "not" and dtype == bool and constants[0] is not None:
+      return self.number(not constants[0])
+    if name in _EXTREMES and constants[0] is not None:
+      return inputs[0].but(identity=None)
+    folded = self._folded(equation, constants)
+    if folded is not None:
+      return folded
+    if name in ("add", "add_any", "sub") and _is_zero(constants[1]):
+      return inputs[0]
+    if name in ("add", "add_any") and _is_zero(constants[0]):
+      return inputs[1]
+    if name in ("mul", "div") and _is_one(constants[1]):
+      return inputs[0]
+    if name == "mul" and _is_one(constants[0]):
+      return inputs[1]
+    if name in ("eq", "ne") and not leaves.is_gradient(equation.invars[0].aval):
+      first, second = (x.identity for x in inputs)
+      is_same = _same(first, second)
+      if is_same is not None:
+        return self.number(is_same is (name == "eq"))
+    return None
+
+  def _folded(
+    self, equation: core.JaxprEqn, constants: Sequence[Any]
+  ) -> Value | None:
+    """Returns the number that an operation on numbers gives."""
+    name, aval = equation.primitive.name, equation.outvars[0].aval
+    is_whole = all(
+      not jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.invars
+    )
+    if name == "mul" and is_whole and 0 in map(_number, constants):
+      return self.number(np.zeros((), aval.dtype))
+    if any(x is None for x in constants):
+      return None
+    if name == "reduce_sum" and is_whole:
+      before = math.prod(equation.invars[0].aval.shape)
+      count = before // max(math.prod(aval.shape), 1)
+      return self.number(np.asarray(constants[0] * count).astype(aval.dtype))
+    if name not in _FOLDED:
+      return None
+    with np.errstate(all="ignore"):
+      result = np.asarray(_FOLDED[name](*constants)).astype(aval.dtype)
+    return self.number(result)
+
+  def _marked(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
+  ) -> Value:
+    """Returns the result with its identity and its marks."""
+    name, first, place = equation.primitive.name, inputs[0], made.place
+    if name in _RESHAPES:
+      before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+      identity = None
+      if before.size == after.size:
+        identity = _reshaped(first.identity, before.shape, after.shape)
+      return first.but(degree=made.degree, identity=identity, place=place)
+    if name in ("random_wrap", "random_unwrap"):
+      return made.but(identity=_wrapped(name, first.identity))
+    if name in ("slice", "transpose"):
+      before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+      order = equation.params.get("permutation", range(before.ndim))
+      if before.shape == after.shape and [*order] == [*range(before.ndim)]:
+        return first
+    if name in ("add", "add_any", "sub"):
+      made = made.but(identity=_added(equation, inputs))
+    is_test = name == "is_finite" or name in operation_table.COMPARISONS
+    if is_test:
+      made = made.but(
+        taken=None,
+        tested=made.tested or _tested(equation, inputs, place),
+        zero_of=_zero_of(name, inputs),
+      )
+    if name in ("max", "min", "clamp"):
+      made = made.but(taken=made.taken or _bounded(name, inputs, place))
+    if name in ("mul", "div", "dot_general", "conv_general_dilated"):
+      # What is not finite stays so if it is multiplied by anything.
+      parts = inputs[:1] if name == "div" and first.scales else inputs
+      scaled = [x.taken for x in parts if x.scales]
+      kept = any(x is None for x in scaled)
+      made = made.but(taken=None if kept else made.taken)
+    stands_in = [x.stands_in for x in inputs if x.stands_in is not None]
+    if stands_in:
+      made = self._standing_in(equation, inputs, made, stands_in[0])
+    return made
+
+  def _standing_in(
+    self,
+    equation: core.JaxprEqn,
+    inputs: Sequence[Value],
+    made: Value,
+    stands_in: int,
+  ) -> Value:
+    """Returns a result of a value in which a number stands in for 0."""
+    name = equation.primitive.name
+    if name in _KEEPS_STAND_IN:
+      return made.but(stands_in=stands_in)
+    if name in ("mul", "div"):
+      # 0 / 0 and 0 * 1 / 0 are meant to be 0, whatever stands in.
+      others = [x for x in inputs if x.stands_in is None]
+      is_zero = any(not _degrees.is_free(x.degree) for x in others)
+      return made.but(stands_in=None if is_zero else stands_in)
+    if isinstance(made.degree, Unknown):
+      return made
+    reason = "a number stands in for a value that grows with S, where it is 0"
+    return made.but(degree=Unknown(reason, False, made.place))
+
+  def _select(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
+  ) -> Value:
+    condition, *choices = inputs
+    place = made.place
+    if isinstance(condition.degree, Unknown):
+      reason = f"a condition decides for which {condition.degree.reason}"
+      degree = dataclasses.replace(condition.degree, reason=reason)
+      return made.but(degree=degree)
+    joined = self._join(choices, place, "are chosen between")
+    taken = joined.taken
+    if condition.tested:
+      # The old value may have been chosen, which no run could tell from it.
+      known = [x.identity for x in choices if x.identity is not None]
+      taken = taken or condition.tested._replace(place=place)
+      joined = joined.but(
+        identity=joined.identity or (known and ("perhaps", known[0])) or None,
+        scale=joined.scale and joined.scale._replace(stage="either"),
+      )
+    degrees = self._result_degrees(equation, inputs, place)
+    joined = joined.but(
+      degree=joined.degree if joined.scale else degrees[0],
+      scales=made.scales,
+      is_pure=made.is_pure,
+      taken=taken,
+      tested=None if leaves.is_gradient(equation.outvars[0].aval)
+      else made.tested,
+      key=made.key,
+      place=place,
+    )
+    return self._guarded(condition, choices, joined)
+
+  def _guarded(
+    self, condition: Value, choices: Sequence[Value], joined: Value
+  ) -> Value:
+    """Returns a choice of another number where a value is 0."""
+    zero = condition.zero_of
+    scaled = [x for x in choices if not _degrees.is_free(x.degree)]
+    free = [x for x in choices if _degrees.is_free(x.degree)]
+    if zero is None or len(scaled) != 1 or not free:
+      stands_in = [x.stands_in for x in choices if x.stands_in is not None]
+      return joined.but(stands_in=stands_in[0]) if stands_in else joined
+    (value,) = scaled
+    if zero not in (value.key, value.stands_in):
+      return joined
+    is_any = all(x.degree == ANY for x in free)
+    return joined.but(degree=value.degree, stands_in=None if is_any else zero)
+
+  def _convert(
+    self, equation: core.JaxprEqn, value: Value, made: Value
+  ) -> Value:
+    before, after = (
+      x[0].aval.dtype for x in (equation.invars, equation.outvars)
+    )
+    if before == after:
+      return value
+    if value.constant is not None:
+      with np.errstate(all="ignore"):
+        number = np.asarray(value.constant).astype(after)
+      # A number that depends on S is one that was known only to be 0 or 1.
+      return self.number(number).but(identity=_cast(value.identity, before, after))
+    is_float = jnp.issubdtype(after, jnp.inexact)
+    degree = value.degree
+    if not is_float and after == bool:
+      degree = degree if isinstance(degree, Unknown) else FREE
+      return made.but(degree=degree, zero_of=value.key)
+    if not is_float and not (_degrees.is_free(degree)):
+      if not isinstance(degree, Unknown):
+        grows = _degrees.in_words(degree)
+        degree = Unknown(
+          f"what {grows} becomes an integer",
+          True,
+          made.place,
+          ((grows, value.place),),
+        )
+      return made.but(degree=degree)
+    return value.but(
+      degree=FREE if degree == ANY and not is_float else degree,
+      identity=_cast(value.identity, before, after),
+      scale=value.scale if is_float else None,
+      place=made.place,
+    )
+
+  def _part(
+    self, equation: core.JaxprEqn, value: Value, made: Value
+  ) -> Value:
+    """Returns a part of an S that differs between members."""
+    before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+    if before.shape == after.shape:
+      return value
+    assert value.scale is not None
+    starts = equation.params.get("start_indices")
+    if starts is None or not isinstance(value.degree, tuple):
+      reason = "a part of S is taken that depends on the data"
+      return made.but(degree=Unknown(reason, False, made.place))
+    ends = equation.params["limit_indices"]
+    key = repr((value.degree, starts, ends))
+    words = f"{value.degree[0][0][0].words}{[*starts]}".replace(" ", "")
+    axes = tuple(
+      i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a > 1
+    )
+    unit = self.symbol(words, key), axes
+    return made.but(
+      degree=((unit, fractions.Fraction(1)),), scale=value.scale
+    )
+
+  def _join(
+    self,
+    values: Sequence[Value],
+    place: Place,
+    reason: str,
+    *,
+    is_branch: bool = False,
+  ) -> Value:
+    """Returns what is known of a value that is one of several."""
+    first, *others = values
+    if all(x == first for x in others):
+      return first
+    degrees = list(dict.fromkeys(x.degree for x in values if x.degree != ANY))
+    unknown = _degrees.unknown(degrees)
+    degree: _degrees.Degree = degrees[0] if degrees else ANY
+    scale = _either([x.scale for x in values], is_branch=is_branch)
+    if unknown:
+      degree = unknown
+    elif scale and len(degrees) > 1:
+      # One S or another is an S of its own from here on.
+      assert isinstance(degree, tuple)
+      symbol = self.symbol("an S chosen by a condition", _ids(place))
+      axes = degree[0][0][1] if degree else ()
+      degree = (((symbol, axes), fractions.Fraction(1)),)
+    elif len(degrees) > 1:
+      grows = {
+        _degrees.in_words(x.degree): x.place for x in values if x.degree != ANY
+      }
+      degree = Unknown(reason, True, place, tuple(grows.items()))
+    else:
+      scale = scale if all(x.scale for x in values) else None
+
+    def common(field: str) -> Any:
+      found = {getattr(x, field) for x in values}
+      return found.pop() if len(found) == 1 else None
+
+    constant = common("constant")
+    if any(type(x.constant) is not type(constant) for x in values):
+      constant = None
+    return Value(
+      degree,
+      identity=common("identity"),
+      constant=constant,
+      scale=scale,
+      scales=frozenset().union(*(x.scales for x in values)),
+      is_pure=all(x.is_pure for x in values),
+      tested=_worst(x.tested for x in values),
+      taken=_worst(x.taken for x in values),
+      zero_of=common("zero_of"),
+      stands_in=common("stands_in"),
+      key=next(self._keys),
+      place=next((x.place for x in values if x.place), place),
+    )
+
+  # ---- Calls, branches and loops.
+
+  def _call(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    (body,) = calls.bodies(equation)
+    return self.run(body.jaxpr, [inputs[i] for i in body.inputs])
+
+  def _solve(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    """Returns the solution of equations that are linear."""
+    made = self._made(inputs, self._around)
+    split = sum(equation.params["const_lengths"])
+    degrees = [x.degree for x in inputs]
+    matrix, right = degrees[:split], degrees[split:]
+    degree = _degrees.unknown(degrees)
+    distinct = {x for x in right if x != ANY}
+    if degree is None and (not all(map(_degrees.is_free, matrix)) or len(distinct) > 1):
+      degree = Unknown("a solver's matrix depends on S", False, self._around)
+    found = degree or next(iter(distinct), ANY)
+    return [made.but(degree=found, key=next(self._keys)) for _ in equation.outvars]
+
+  def _cond(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    index = inputs[0]
+    bodies = calls.bodies(equation)
+    if index.constant is not None:
+      bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
+    updating = [x for x in bodies if _updates(x.jaxpr, self._named)]
+    if self._overflowing and updating:
+      # Where nothing is updated, nothing overflows.
+      bodies = updating
+    results = [
+      self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies
+    ]
+    place = self._around
+    outputs = [
+      self._join(x, place, "are chosen between", is_branch=not index.tested)
+      for x in zip(*results, strict=True)
+    ]
+    if isinstance(index.degree, Unknown):
+      reason = f"a condition decides for which {index.degree.reason}"
+      degree = dataclasses.replace(index.degree, reason=reason)
+      outputs = [x.but(degree=degree) for x in outputs]
+    if index.tested:
+      mark = index.tested._replace(place=place)
+      outputs = [
+        x.but(
+          taken=x.taken or mark,
+          scale=x.scale and x.scale._replace(stage="either"),
+        )
+        for x in outputs
+      ]
+    return outputs
+
+  def _loop(
+    self,
+    equation: core.JaxprEqn,
+    start: Sequence[Value],
+    others: Sequence[Value],
+    body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
+  ) -> tuple[list[Value], list[Value]]:
+    """Returns what a loop carries in the end, and what its rounds give."""
+    place = self._around
+    outside = {x[0] for v in (*start, *others) for x in _units(v)}
+    # The S of each round, by its position, if S moves in the loop.
+    rounds: dict[int, _degrees.Symbol] = {}
+    carry = list(start)
+    outputs: Sequence[Value] = ()
+    given: Sequence[Value] = ()
+    ends: dict[_degrees.Symbol, _degrees.Symbol] = {}
+    for _ in range(_MOST_ROUNDS):
+      outputs, given = body(carry)
+      moving = [
+        i
+        for i, (old, new) in enumerate(zip(carry, outputs, strict=True))
+        if old.scale and new.scale and i not in rounds
+        and old.degree != new.degree and _units(old) and _units(new)
+      ]
+      if moving:
+        begins = {}
+        for i in moving:
+          rounds[i] = self.symbol("the S of a round", (_ids(place), i))
+        for i in rounds:
+          begins[_units(start[i])[0][0]] = rounds[i]
+        carry = [_renamed(x, begins, outside, place) for x in start]
+        carry = [
+          x.but(identity=None) if i in rounds else x for i, x in enumerate(carry)
+        ]
+        continue
+      # What has the degree of the next S is right in the next round.
+      ends = {
+        units[0][0]: symbol
+        for i, symbol in rounds.items()
+        if len(units := _units(outputs[i])) == 1
+      }
+      following = [_renamed(x, ends, outside, place) for x in outputs]
+      joined = [
+        self._join([old, new], place, "are carried by a loop", is_branch=True)
+        for old, new in zip(carry, following, strict=True)
+      ]
+      if joined == carry:
+        break
+      carry = joined
+    else:
+      reason = "a loop carries values that no rule settles"
+      carry = [x.but(degree=Unknown(reason, False, place)) for x in carry]
+    after = {
+      symbol: self.symbol("the S after the loop", (_ids(place), i, "after"))
+      for i, symbol in rounds.items()
+    }
+    known = outside - {*rounds.values()}
+    finished = [
+      _renamed(x, after, known, place).but(key=next(self._keys)) for x in carry
+    ]
+    for i in rounds:
+      stage = outputs[i].scale
+      finished[i] = finished[i].but(scale=stage)
+    return finished, [_renamed(x, {}, known, place) for x in given]
+
+  def _scan(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    (body,) = calls.bodies(equation)
+    carried = calls.carried(equation)
+    place = self._around
+    consts, start = inputs[: carried.start], inputs[carried.start : carried.stop]
+    slices = [self._slice_of(x, place) for x in inputs[carried.stop :]]
+    count = len(start)
+
+    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+      outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
+      return outputs[:count], outputs[count:]
+
+    end, given = self._loop(equation, start, [*consts, *slices], run)
+    return [*end, *(self._stack_of(x, place) for x in given)]
+
+  def _slice_of(self, value: Value, place: Place) -> Value:
+    """Returns what a round of a scan sees of an array."""
+
+    def rename(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit
+      rest = tuple(x - 1 if isinstance(x, int) else x for x in axes if x != 0)
+      if 0 not in axes:
+        return symbol, rest
+      key = _ids(place), symbol, "member"
+      return self.symbol(f"the {symbol.words} of a round", key), rest
+
+    return value.but(
+      degree=_degrees.renamed(value.degree, rename) or value.degree,
+      identity=value.identity and ("slice", value.identity, _ids(place)),
+      key=next(self._keys),
+    )
+
+  def _stack_of(self, value: Value, place: Place) -> Value:
+    """Returns the array of what the rounds of a scan give."""
+    members = {
+      symbol: key[1]
+      for key, symbol in self._symbols.items()
+      if isinstance(key, tuple) and key[0] == _ids(place) and key[-1] == "member"
+    }
+
+    def rename(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit
+      rest = tuple(x + 1 if isinstance(x, int) else x for x in axes)
+      if symbol in members:
+        return members[symbol], (0, *rest)
+      return symbol, rest
+
+    identity = value.identity
+    is_slice = isinstance(identity, tuple) and identity[0] == "slice"
+    if is_slice and identity[2] == _ids(place):
+      identity = identity[1]
+    else:
+      identity = None
+    return value.but(
+      degree=_degrees.renamed(value.degree, rename) or value.degree,
+      identity=identity,
+      scale=value.scale if value.scale and value.scale.stage == "new" else None,
+      key=next(self._keys),
+    )
+
+  def _while(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    test, body = calls.bodies(equation)
+    start = calls.carried(equation).start
+    consts = inputs[:start]
+    goes_on: list[Value] = []
+
+    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+      values = [*consts, *carry]
+      goes_on[:] = self.run(test.jaxpr, [values[i] for i in test.inputs])
+      return self.run(body.jaxpr, [values[i] for i in body.inputs]), ()
+
+    end, _ = self._loop(equation, inputs[start:], consts, run)
+    (condition,) = goes_on
+    if isinstance(condition.degree, Unknown):
+      reason = f"a loop ends by that for which {condition.degree.reason}"
+      degree = dataclasses.replace(condition.degree, reason=reason)
+      return [x.but(degree=degree) for x in end]
+    if condition.tested:
+      mark = Mark(False, self._around)
+      return [x.but(taken=x.taken or mark) for x in end]
+    return end
+
+  def _shard_map(
+    self, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value]:
+    (body,) = calls.bodies(equation)
+    place = self._around
+    inside = [
+      _to_device(x, spec, var.aval, inner.aval)
+      for x, spec, var, inner in zip(
+        inputs,
+        equation.params["in_specs"],
+        equation.invars,
+        body.jaxpr.jaxpr.invars,
+        strict=True,
+      )
+    ]
+    outputs = self.run(body.jaxpr, inside)
+    return [
+      _from_devices(x, spec, place)
+      for x, spec in zip(outputs, equation.params["out_specs"], strict=True)
+    ]
+
+  # ---- The library's own calls.
+
+  def _named_call(
+    self, number: int, equation: core.JaxprEqn, inputs: Sequence[Value]
+  ) -> Sequence[Value] | None:
+    call = self._named[number]
+    positions = [x for x in jax.tree.leaves(call.inputs)]
+    if len(positions) != len(inputs):
+      return None  # A derivative of the call.
+    place = (*self._around, equation)
+    event = Event(call.kind, call, inputs, place)
+    self.events[number, _ids(place)] = event
+    if call.kind == "dropped":
+      mark = Mark(True, place, "dropped")
+      return [x.but(taken=x.taken or mark) for x in inputs]
+    if call.kind == "arguments":
+      return inputs
+    if call.kind == "skip":
+      return [self.number(False)]
+    if call.kind == "examine":
+      return self._examined(event, len(equation.outvars))
+    assert call.kind == "move"
+    return self._moved(event, equation)
+
+  def _examined(self, event: Event, count: int) -> Sequence[Value]:
+    place, (loss_scale, *_) = event.place, event.call.inputs
+    scale = None if loss_scale is None else event.values[loss_scale]
+    path = scale.scale.path if scale and scale.scale else None
+    overflows = bool(self._overflowing) and (
+      path is None or path in self._overflowing
+    )
+    made = self._made(event.values, place).but(tested=None, taken=None)
+    grows = scale.degree if scale else Unknown("amax grows with S", False, place)
+    share = Unknown("the range that is used depends on S", False, place)
+    finding = event.call.outputs
+    outputs = [made.but(degree=share, key=next(self._keys))] * count
+    outputs[finding.overflow] = self.number(overflows)
+    outputs[finding.dropped] = self.number(False)
+    outputs[finding.amax] = made.but(degree=grows)
+    return outputs
+
+  def _moved(self, event: Event, equation: core.JaxprEqn) -> Sequence[Value]:
+    place, call = event.place, event.call
+    old = call.inputs[0]
+    before = event.values[_position_of_scale(old)]
+    new_state, stalled = call.outputs
+    made = self._made(event.values, place).but(tested=None, taken=None)
+    reason = "the rule's state depends on S"
+    outputs = [
+      made.but(degree=Unknown(reason, False, place), key=next(self._keys))
+      for _ in equation.outvars
+    ]
+    outputs[stalled] = made.but(degree=FREE)
+    position = _position_of_scale(new_state)
+    meshed = tuple(
+      axis for unit in _units(before) for axis in unit[1] if isinstance(axis, str)
+    )
+    axes = (*range(equation.outvars[position].aval.ndim), *meshed)
+    symbol = self.symbol("the next S", (_ids(place), "next"))
+    is_one = before.degree == FREE and before.scale is not None
+    outputs[position] = made.but(
+      degree=FREE if is_one else (((symbol, axes), fractions.Fraction(1)),),
+      scale=before.scale and before.scale._replace(stage="new"),
+      is_pure=True,
+    )
+    return outputs
+
+
+def _position_of_scale(rule_state: Any) -> int:
+  """Returns the position of S in the state of a rule."""
+  mark = object()
+  marked = jax.tree.leaves(states.replace_scale(rule_state, mark))
+  kept = jax.tree.leaves(rule_state)
+  (place,) = [i for i, x in enumerate(marked) if x is mark]
+  return int(kept[place])
+
+
+def _updates(
+  jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]
+) -> bool:
+  """Returns whether `update` of loss_scaling runs in a jaxpr."""
+  for equation in jaxpr.eqns:
+    number = named_calls.number_of(equation)
+    if number is not None and named[number].kind == "move":
+      return True
+    if any(_updates(x.jaxpr, named) for x in calls.bodies(equation)):
+      return True
+  return False
+
+
+def _ids(place: Place) -> tuple[int, ...]:
+  return tuple(map(id, place))
+
+
+def _units(value: Value) -> list[_degrees.Unit]:
+  degree = value.degree
+  return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
+
+
+def _worst(marks: Any) -> Mark | None:
+  found = [x for x in marks if x is not None]
+  return next((x for x in found if x.is_sure), found[0] if found else None)
+
+
+def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
+  """Returns the S that is one of several: in a branch, one that may be new."""
+  if any(x is None for x in scales):
+    return None
+  found = {x for x in scales if x is not None}
+  if len({x.path for x in found}) > 1:
+    return None
+  stages = {x.stage for x in found}
+  if len(stages) == 1:
+    return found.pop()
+  stage = "new" if is_branch and "either" not in stages else "either"
+  return found.pop()._replace(stage=stage)
+
+
+def _renamed(
+  value: Value,
+  names: Mapping[_degrees.Symbol, _degrees.Symbol],
+  known: set[_degrees.Symbol],
+  place: Place,
+) -> Value:
+  """Returns a value as another round sees it; some S are no more."""
+
+  def rename(unit: _degrees.Unit) -> _degrees.Unit | None:
+    symbol = names.get(unit[0])
+    if symbol is None and unit[0] not in known:
+      return None
+    return symbol or unit[0], unit[1]
+
+  degree = _degrees.renamed(value.degree, rename)
+  if degree is None:
+    reason = "it is kept from one round of a loop to the next, where S is another"
+    source = value.place or place
+    grows = ((_degrees.in_words(value.degree), source),)
+    degree = Unknown(reason, True, source, grows)
+  return value.but(degree=degree)
+
+
+def _number(x: object) -> object:
+  return None if isinstance(x, bool) else x
+
+
+def _is_zero(x: object) -> bool:
+  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 0
+
+
+def _is_one(x: object) -> bool:
+  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 1
+
+
+def _same(first: Hashable, second: Hashable) -> bool | None:
+  """Returns whether two known values are equal, or None if that is unknown."""
+  if first is None or second is None:
+    return None
+  if first == second:
+    return True
+  pairs = ((first, second), (second, first))
+  return False if any(a == ("plus one", b) for a, b in pairs) else None
+
+
+def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Hashable:
+  """Returns the identity of a sum in which only one part matters."""
+  name = equation.primitive.name
+  first, second = inputs
+  is_whole = not leaves.is_gradient(equation.invars[0].aval)
+  if is_whole and name == "add" and first.identity and second.constant == 1:
+    return "plus one", first.identity
+  if is_whole and name == "add" and second.identity and first.constant == 1:
+    return "plus one", second.identity
+  # 0 times what is unknown is 0, or NaN.
+  if second.degree == ANY and first.identity:
+    return "perhaps", first.identity
+  if first.degree == ANY and second.identity and name != "sub":
+    return "perhaps", second.identity
+  return None
+
+
+def _reshaped(
+  identity: Hashable, before: Sequence[int], after: Sequence[int]
+) -> Hashable:
+  """Returns the identity of a reshaped array, and of one reshaped back."""
+  before, after = tuple(before), tuple(after)
+  if identity is None or before == after:
+    return identity
+  if isinstance(identity, tuple) and identity[0] == "shape":
+    return identity[1] if identity[2] == after else identity
+  return "shape", identity, before
+
+
+def _wrapped(name: str, identity: Hashable) -> Hashable:
+  """Returns the identity of a random key's data, and of a key made of it."""
+  if identity is None:
+    return None
+  if name == "random_unwrap":
+    return "data", identity
+  is_data = isinstance(identity, tuple) and identity[0] == "data"
+  return identity[1] if is_data else None
+
+
+def _cast(identity: Hashable, before: np.dtype, after: np.dtype) -> Hashable:
+  """Returns the identity of a number in a dtype that holds it, and back."""
+  if identity is None:
+    return None
+  if isinstance(identity, tuple) and identity[0] == "cast":
+    if identity[2] == str(after):
+      return identity[1]
+  is_alike = before == bool or (
+    jnp.issubdtype(before, jnp.inexact) == jnp.issubdtype(after, jnp.inexact)
+  )
+  if is_alike and jnp.promote_types(before, after) == after:
+    return "cast", identity, str(before)
+  return None
+
+
+def _tested(
+  equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
+) -> Mark | None:
+  """Returns a mark if a test tells which scaled values are finite."""
+  name, variables = equation.primitive.name, equation.invars
+  is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
+  has_inf = any(
+    isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
+  )
+  scaled = [x for x in inputs if x.scales and not x.is_pure]
+  if not scaled or not (name == "is_finite" or is_nan or has_inf):
+    return None
+  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+
+
+def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
+  """Returns the key of a value that is compared with 0."""
+  if len(inputs) != 2:
+    return None
+  for value, zero in (inputs, inputs[::-1]):
+    if not _is_zero(zero.constant):
+      continue
+    source = value.place[-1].primitive.name if value.place else ""
+    if name in ("eq", "ne") or source in ("abs", "sqrt", "square", "mul"):
+      return value.key
+  return None
+
+
+def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
+  """Returns a mark if a bound takes the place of inf."""
+  values = [inputs[1]] if name == "clamp" else inputs
+  bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
+  scaled = [x for x in values if x.scales and not x.is_pure]
+  if not bounds or not scaled:
+    return None
+  numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
+  if any(_degrees.is_float8_limit(x) for x in numbers):
+    return None
+  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+
+
+def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
+  """Returns the mesh axes along which an array's axis is split."""
+  part = spec[axis] if axis < len(spec) else None
+  if part is None:
+    return ()
+  return tuple(part) if isinstance(part, tuple) else (part,)
+
+
+def _to_device(value: Value, spec: Any, outer: Any, inner: Any) -> Value:
+  """Returns what a device sees of an array."""
+  del outer
+
+  def rename(unit: _degrees.Unit) -> _degrees.Unit:
+    axes: list[Hashable] = []
+    for axis in unit[1]:
+      meshed = _names_of(spec, axis) if isinstance(axis, int) else ()
+      is_whole = bool(meshed) and inner.shape[axis] == 1
+      axes += meshed if is_whole else (axis, *meshed)
+    return unit[0], tuple(axes)
+
+  return value.but(
+    degree=_degrees.renamed(value.degree, rename) or value.degree,
+    identity=value.identity and ("local", value.identity, str(spec)),
+  )
+
+
+def _from_devices(value: Value, spec: Any, place: Place) -> Value:
+  """Returns an array that devices give parts of."""
+  where = {
+    name: axis for axis in range(len(spec)) for name in _names_of(spec, axis)
+  }
+
+  def rename(unit: _degrees.Unit) -> _degrees.Unit | None:
+    if any(isinstance(x, str) and x not in where for x in unit[1]):
+      return None
+    axes = (where[x] if isinstance(x, str) else x for x in unit[1])
+    return unit[0], tuple(dict.fromkeys(axes))
+
+  degree = _degrees.renamed(value.degree, rename)
+  if degree is None:
+    reason = "one device's value is taken where each device has an S of its own"
+    degree = Unknown(reason, False, place)
+  identity = value.identity
+  is_local = isinstance(identity, tuple) and identity[0] == "local"
+  if is_local and identity[2] == str(spec):
+    return value.but(degree=degree, identity=identity[1])
+  return value.but(degree=degree, identity=None)

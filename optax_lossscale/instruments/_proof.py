@@ -1,0 +1,581 @@
+"""The laws of a correct step, proved from its jaxpr."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+import linecache
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale._base import leaves
+from optax_lossscale._base import named_calls
+from optax_lossscale._base.named_calls import Position
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import source_lines
+from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import findings
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _degrees
+from optax_lossscale.instruments import _interpret
+from optax_lossscale.instruments import _laws
+from optax_lossscale.instruments._interpret import Value
+
+# A proof is tried for each truth of as many flags among the arguments.
+_MOST_FLAGS = 3
+
+# JAX's caches depend on this value.
+Line = tuple[str, int, str]
+
+
+class Traced(NamedTuple):
+  """A step's jaxpr, and trees with positions among its inputs and outputs."""
+
+  jaxpr: core.Jaxpr
+  inputs: Mapping[str, Any]
+  outputs: Any
+  shapes: Any
+  named: Sequence[named_calls.NamedCall]
+
+  def named_inputs(self) -> dict[int, str]:
+    """Returns the inputs' names by position."""
+    return {
+      int(x): leaves.path_name(path)
+      for path, x in jax.tree.leaves_with_path(self.inputs)
+      if isinstance(x, Position)
+    }
+
+
+class Proved(NamedTuple):
+  """What a proof says of one law.
+
+  Attributes:
+    law: the law's name.
+    verdict: "proved", "refuted", "unknown" or "not applied".
+    text: what was found.
+    where: the lines of code that break the law.
+    path: the state that it is about, if the step has several.
+  """
+
+  law: str
+  verdict: str
+  text: str
+  where: tuple[Line, ...] = ()
+  path: str = ""
+
+
+class Proof(NamedTuple):
+  """What a proof says of each law, and the outputs that are next values."""
+
+  laws: tuple[Proved, ...]
+  next_values: Mapping[str, str]
+  follows: tuple[str, ...]
+  assumptions: tuple[str, ...]
+
+
+def trace(
+  run: Callable[[Mapping[str, object]], object], named: Mapping[str, object]
+) -> Traced:
+  """Traces a step for a proof; its arguments may be shapes."""
+  found: dict[str, Any] = {}
+
+  def arrays_of(named: Mapping[str, object]) -> list[Any]:
+    outputs, treedef = jax.tree.flatten(run(named))
+    places = [i for i, x in enumerate(outputs) if _has_value(x)]
+    found.update(outputs=outputs, treedef=treedef, places=places)
+    return [outputs[i] for i in places]
+
+  with named_calls.proving() as calls:
+    recording = interpreter.record(arrays_of, (dict(named),), {})
+  kept, tree = jax.tree.flatten(dict(named))
+  counted = itertools.count()
+  inputs = [
+    Position(next(counted)) if interpreter.is_array(x) else _Opaque(x)
+    for x in kept
+  ]
+  shapes, positions = list(found["outputs"]), list(found["outputs"])
+  positions = [_Opaque(x) for x in positions]
+  for i, place in enumerate(found["places"]):
+    aval = recording.jaxpr.out_avals[i]
+    shapes[place] = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    positions[place] = Position(i)
+  return Traced(
+    recording.jaxpr,
+    jax.tree.unflatten(tree, inputs),
+    jax.tree.unflatten(found["treedef"], positions),
+    jax.tree.unflatten(found["treedef"], shapes),
+    calls,
+  )
+
+
+class _Opaque:
+  """A leaf that is no array."""
+
+  def __init__(self, value: object) -> None:
+    self.value = value
+
+
+def _has_value(x: object) -> bool:
+  return hasattr(x, "dtype") and _laws._is_value(x)
+
+
+class _Pair(NamedTuple):
+  """A leaf of an argument, and that of its next value."""
+
+  name: str
+  before: int
+  after: int
+
+
+class _Step:
+  """A traced step, and how its outputs lead back to its arguments."""
+
+  def __init__(
+    self,
+    traced: Traced,
+    named: Mapping[str, object],
+    carry: Any,
+    may_change: Callable[[str], bool],
+    known: Mapping[str, str],
+  ) -> None:
+    self.traced = traced
+    self.states = {
+      path: state
+      for path, state in states.find_states(traced.inputs).items()
+      if jax.tree.leaves(state.loss_scale_state)
+    }
+    self.scales = {
+      _interpret._position_of_scale(x.loss_scale_state): path
+      for path, x in self.states.items()
+    }
+    shapes = dict(_laws._nodes(traced.shapes))
+    self.positions = dict(_laws._nodes(traced.outputs))
+    self.next_values = _laws._next_values(named, shapes, carry, known)
+    if carry is None:
+      self._match(named, shapes, known)
+    self.pairs = [
+      pair
+      for name, place in self.next_values.items()
+      for pair in self._pairs(name, place)
+      if not may_change(pair.name)
+    ]
+    self.names = traced.named_inputs()
+    self.flags = [
+      i
+      for i, x in enumerate(traced.jaxpr.jaxpr.invars)
+      if x.aval.dtype == bool
+      and not x.aval.shape
+      and not any(_inside(self.names.get(i, ""), x) for x in self.states)
+    ]
+    self.ones: frozenset[str] = frozenset()
+
+  def _match(
+    self,
+    named: Mapping[str, object],
+    shapes: Mapping[str, object],
+    known: Mapping[str, str],
+  ) -> None:
+    """Corrects the next values by what a skipped step returns."""
+    identities = [x.identity for x in self.run({*self.states.keys()})[1]]
+
+    def is_kept(name: str, place: str) -> bool:
+      pairs = self._pairs(name, place)
+      return bool(pairs) and all(
+        identities[x.after] == ("in", x.before) for x in pairs
+      )
+
+    for name, place in list(self.next_values.items()):
+      if name in known or is_kept(name, place):
+        continue
+      form = _laws._form(named[name])
+      for other, shape in shapes.items():
+        if other and _laws._form(shape) == form and is_kept(name, other):
+          self.next_values[name] = other
+          break
+
+  def _pairs(self, name: str, place: str) -> list[_Pair]:
+    before = _named_positions(self.traced.inputs[name], name)
+    after = _named_positions(self.positions[place], name)
+    return [
+      _Pair(x, int(a), int(b))
+      for (x, a), (_, b) in zip(before, after, strict=True)
+      if isinstance(a, Position) and isinstance(b, Position)
+    ]
+
+  def run(
+    self,
+    overflowing: Any = (),
+    flags: Mapping[int, bool] | None = None,
+  ) -> tuple[_interpret.Interpreter, list[Value]]:
+    """Interprets the step, given the states that overflow."""
+    machine = _interpret.Interpreter(
+      self.traced.named, frozenset(overflowing)
+    )
+    before = {
+      int(x)
+      for state in self.states.values()
+      for x in (state.amax, state.range_used)
+      if isinstance(x, Position)
+    }
+    inputs = []
+    for i, variable in enumerate(self.traced.jaxpr.jaxpr.invars):
+      path = self.scales.get(i)
+      value = Value(identity=("in", i), key=-2 - i, constant=(flags or {}).get(i))
+      if i in before:
+        reason = "it is of the S of the step before"
+        value = value.but(degree=_degrees.Unknown(reason, False))
+      if path is not None:
+        words = "S" if len(self.scales) == 1 else f"S of {path}"
+        value = machine.argument(i, variable.aval, path, words)
+        if path in getattr(self, "ones", ()):
+          value = value.but(degree=_degrees.FREE)
+      inputs.append(value)
+    return machine, machine.run(self.traced.jaxpr, inputs)
+
+
+def prove(
+  traced: Traced,
+  named: Mapping[str, object],
+  carry: Any = None,
+  may_change: Callable[[str], bool] = lambda name: False,
+  known: Mapping[str, str] | None = None,
+) -> Proof:
+  """Proves or refutes the laws of a step that was traced."""
+  step = _Step(traced, named, carry, may_change, known or {})
+  machine, _ = step.run()
+  # An S that is 1 for ever is a number like any other.
+  step.ones = frozenset(
+    scale.path
+    for event in machine.events.values()
+    if event.kind == "move" and _is_one(event.call.facts["rule"])
+    if (scale := event.values[
+      _interpret._position_of_scale(event.call.inputs[0])
+    ].scale)
+  )
+  laws = _laws_of(step, {})
+  flags = step.flags
+  if 0 < len(flags) <= _MOST_FLAGS and not _holds(laws):
+    cases = []
+    for truths in itertools.product((True, False), repeat=len(flags)):
+      cases += _laws_of(step, dict(zip(flags, truths, strict=True)))
+    if _holds(cases):
+      laws = [x for x in cases if x.verdict == "proved"] or cases
+      laws = list({(x.law, x.path): x for x in laws}.values())
+  return Proof(
+    tuple(laws), step.next_values, tuple(_follows(step)), _assumptions(traced)
+  )
+
+
+def _is_one(rule: object) -> bool:
+  return isinstance(rule, loss_scales.FixedLossScale) and rule.scale == 1
+
+
+def _holds(laws: Sequence[Proved]) -> bool:
+  return all(x.verdict in ("proved", "not applied") for x in laws)
+
+
+def _assumptions(traced: Traced) -> tuple[str, ...]:
+  return tuple(dict.fromkeys(x.kind for x in traced.named))
+
+
+def _laws_of(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
+  """Returns what is proved of a step, given some flags' truth."""
+  machine, outputs = step.run((), flags)
+  events = list(machine.events.values())
+  gates = [x for x in events if x.kind == "examine" and x.call.facts["is_gate"]]
+  if not gates:
+    text = "`update` of loss_scaling does not run."
+    return [Proved("scale", "unknown", text)]
+  found = [
+    _scale_law(path, [x for x in gates if _path_of(x) == path], step)
+    for path in dict.fromkeys(map(_path_of, gates))
+  ]
+  given = [x for x in events if x.kind in ("arguments", "skip")]
+  found += _arguments_law(given)
+  found += [_invariance_law(step, outputs, gates)]
+  return [*found, _skip_law(step, outputs, gates, flags)]
+
+
+def _path_of(gate: _interpret.Event) -> str | None:
+  loss_scale = gate.values[gate.call.inputs[0]]
+  return loss_scale.scale.path if loss_scale.scale else None
+
+
+def _scale_law(
+  path: str | None, gates: Sequence[_interpret.Event], step: _Step
+) -> Proved:
+  """Returns whether S times true gradients enter `update`, with every inf."""
+  count = 0
+  problems: list[tuple[bool, str, tuple[Line, ...]]] = []
+  place = "" if path is None or len(step.states) == 1 else path
+  for gate in gates:
+    loss_scale_position, gradients, overflow, _ = gate.call.inputs
+    loss_scale = gate.values[loss_scale_position]
+    windows = jax.tree.leaves(
+      overflow, is_leaf=lambda x: isinstance(x, findings.WindowOverflow)
+    )
+    is_told = any(isinstance(x, findings.WindowOverflow) for x in windows)
+    for name, value in gate.of(gradients):
+      count += 1
+      problem = _problem(value, loss_scale, gate, is_told=is_told)
+      if problem:
+        sure, text, where = problem
+        problems.append((sure, f"The gradient {name or 'of the parameter'} {text}", where))
+  if not problems:
+    text = f"All {count} gradients that enter `update` are S times true ones."
+    return Proved("scale", "proved", text, path=place)
+  return _worst("scale", problems, place)
+
+
+def _problem(
+  value: Value,
+  loss_scale: Value,
+  gate: _interpret.Event,
+  *,
+  is_told: bool,
+) -> tuple[bool, str, tuple[Line, ...]] | None:
+  """Returns what is wrong with a gradient that enters `update`."""
+  for x in (value, loss_scale):
+    if isinstance(x.degree, _degrees.Unknown):
+      text, where = _explained(x)
+      return x.degree.is_sure, f"is not S times a true one: {text}", where
+  given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
+  if value.degree != _degrees.ANY and given != used:
+    text = (
+      f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
+      f"{_degrees.in_words(loss_scale.degree)}"
+    )
+    return True, text, _lines([value.place or gate.place, gate.place])
+  if value.taken and not (value.taken.kind == "dropped" and is_told):
+    text = "may have lost its inf and NaN, which `update` has to see"
+    if value.taken.kind == "dropped":
+      text = "leaves out micro-batches, which `overflow=` must say"
+    return value.taken.is_sure, text, _lines([value.taken.place])
+  return None
+
+
+def _worst(
+  law: str,
+  problems: Sequence[tuple[bool, str, tuple[Line, ...]]],
+  path: str = "",
+) -> Proved:
+  """Returns the verdict for the first problem, a certain one if there is one."""
+  sure, text, where = next((x for x in problems if x[0]), problems[0])
+  more = len(problems) - 1
+  if more:
+    text += f" (and {more} more)"
+  return Proved(law, "refuted" if sure else "unknown", f"{text}.", where, path)
+
+
+def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
+  """Returns whether the other arguments of `update` do not depend on S."""
+  problems, count = [], 0
+  for event in events:
+    for name, value in event.of(event.call.inputs):
+      count += 1
+      if _degrees.is_free(value.degree):
+        continue
+      text, where = _explained(value)
+      sure = getattr(value.degree, "is_sure", True)
+      name = name.partition("/")[2] if event.kind == "arguments" else "skip"
+      problems.append(
+        (sure, f"`{name}=` depends on S: {text}", where or _lines([event.place]))
+      )
+  if problems:
+    return [_worst("arguments", problems)]
+  if not count:
+    return []
+  text = "What `update` is given beside the gradients does not depend on S."
+  return [Proved("arguments", "proved", text)]
+
+
+def _invariance_law(
+  step: _Step, outputs: Sequence[Value], gates: Sequence[_interpret.Event]
+) -> Proved:
+  """Returns whether no next value depends on S, and S is the rule's."""
+  problems = []
+  for name, _, after in step.pairs:
+    value = outputs[after]
+    # The statistics of FP8 layers follow S, since they see scaled gradients.
+    is_exempt = leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}
+    if _degrees.is_free(value.degree) or is_exempt:
+      continue
+    text, where = _explained(value)
+    sure = getattr(value.degree, "is_sure", True)
+    problems.append((sure, f"{name} depends on S: {text}", where))
+  problems += _still(step, outputs)
+  problems += _next_scales(step, outputs, gates)
+  if problems:
+    return _worst("invariance", problems)
+  text = f"None of {len(step.pairs)} next values depends on S."
+  return Proved("invariance", "proved", text)
+
+
+def _still(
+  step: _Step, outputs: Sequence[Value]
+) -> list[tuple[bool, str, tuple[Line, ...]]]:
+  """Returns the problem that a step that is applied changes nothing."""
+  kept = {
+    x.name for x in step.pairs if outputs[x.after].identity == ("in", x.before)
+  }
+  names = [x.name for x in step.pairs]
+  parameters = [
+    x for x in names if not any(_inside(x, y) for y in step.states)
+  ]
+  groups = [parameters]
+  groups += [
+    [x for x in names if _inside(x, f"{y}/inner_state")] for y in step.states
+  ]
+  return [
+    (True, f"A step that is applied returns the old {group[0]}", ())
+    for group in groups
+    if group and kept.issuperset(group)
+  ]
+
+
+def _next_scales(
+  step: _Step, outputs: Sequence[Value], gates: Sequence[_interpret.Event]
+) -> list[tuple[bool, str, tuple[Line, ...]]]:
+  """Returns what is wrong with the S of each state that is returned."""
+  found = []
+  used = {*map(_path_of, gates)}
+  after: dict[str, Any] = {}
+  for name, place in step.next_values.items():
+    after |= states.find_states({name: step.positions[place]})
+  for path in step.states:
+    if path not in after or path not in used or path in step.ones:
+      continue
+    value = outputs[
+      _interpret._position_of_scale(after[path].loss_scale_state)
+    ]
+    scale = value.scale
+    name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
+    if scale and scale.path == path and scale.stage == "new":
+      continue
+    if scale and scale.path != path:
+      found.append((True, f"{name} is that of {scale.path}", ()))
+    elif scale and scale.stage == "old":
+      found.append((True, f"{name} is the old one, so S never moves", ()))
+    elif scale:
+      text = f"{name} is the rule's or the old one, by a condition"
+      found.append((False, text, _lines([value.place])))
+    else:
+      sure = getattr(value.degree, "is_sure", True)
+      text = f"{name} is not what the rule makes of this one"
+      found.append((sure, text, _lines([value.place])))
+  return found
+
+
+def _skip_law(
+  step: _Step,
+  applied: Sequence[Value],
+  gates: Sequence[_interpret.Event],
+  flags: Mapping[int, bool],
+) -> Proved:
+  """Returns whether a step that overflows keeps all values, bit for bit."""
+  _, outputs = step.run(step.states.keys(), flags)
+  after = states.find_states(step.positions)
+  skipped = [
+    outputs[x.skipped].constant
+    for x in after.values()
+    if isinstance(x.skipped, Position)
+  ]
+  if skipped and all(x is False for x in skipped):
+    text = "The rule has skip=False, so that overflows are applied."
+    return Proved("skip", "not applied", text)
+  problems = [
+    problem
+    for x in step.pairs
+    if (problem := _changed(outputs[x.after], x, flags))
+  ]
+  used = [x for x in dict.fromkeys(map(_path_of, gates)) if x]
+  for path in used if len(used) > 1 else ():
+    # What only this state's gradients move must stay if this state skips.
+    _, alone = step.run({path}, flags)
+    problems += [
+      (problem[0], f"{problem[1]}, though {path} skips", problem[2])
+      for x in step.pairs
+      if applied[x.after].scales == {path}
+      if (problem := _changed(alone[x.after], x, flags))
+    ]
+  if problems:
+    return _worst("skip", problems)
+  text = f"If the step overflows, all {len(step.pairs)} next values stay."
+  return Proved("skip", "proved", text)
+
+
+def _changed(
+  value: Value, pair: _Pair, flags: Mapping[int, bool]
+) -> tuple[bool, str, tuple[Line, ...]] | None:
+  """Returns how a skipped step may change a value."""
+  identity = ("in", pair.before)
+  is_flag = pair.before in flags and value.constant is flags[pair.before]
+  if value.identity == identity or is_flag:
+    return None
+  text = f"If the step is skipped, {pair.name} may change"
+  # A product with 0 may be NaN; a condition of the user's may be right.
+  sure = value.identity != ("perhaps", identity)
+  return sure, text, _lines([value.place])
+
+
+def _follows(step: _Step) -> Iterator[str]:
+  """Yields the outputs that depend on S and are no next values."""
+  _, outputs = step.run()
+  places = step.next_values.values()
+  for path, x in jax.tree.leaves_with_path(step.traced.outputs):
+    name = leaves.path_name(path)
+    if isinstance(x, Position) and not _laws._overlaps(name, places):
+      if not _degrees.is_free(outputs[x].degree):
+        yield name
+
+
+def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
+  """Returns why a value has no fitting degree, and the lines that say so."""
+  degree = value.degree
+  if not isinstance(degree, _degrees.Unknown):
+    return f"it {_degrees.in_words(degree)}", _lines([value.place])
+  said = []
+  for grows, place in degree.operands:
+    for file, line, text in _lines([place]):
+      short = file.rpartition("/")[2]
+      said.append(f"{short}:{line} `{text}` {grows}")
+  lines = _lines([*(x for _, x in degree.operands), degree.place])
+  if len(said) > 1:
+    return f"{'; '.join(said)}; they {degree.reason}", lines
+  return degree.reason, lines
+
+
+def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
+  """Returns the user's lines of operations, each once."""
+  found = {}
+  for place in places:
+    source = source_lines.user_line(place) if place else None
+    if source:
+      file, _, line = source.rpartition(":")
+      text = linecache.getline(file, int(line)).strip()
+      found[file, int(line), text] = None
+  return tuple(found)
+
+
+def _inside(name: str, path: str) -> bool:
+  return f"{name}/".startswith(f"{path}/")
+
+
+def _named_positions(tree: object, name: str) -> list[tuple[str, object]]:
+  """Returns the leaves that neither S nor a skip may change, by name."""
+  found: list[tuple[str, object]] = []
+  for path, x in jax.tree.leaves_with_path(
+    tree, is_leaf=lambda x: type(x) in _laws._KEPT
+  ):
+    inner = "/".join(filter(None, [name, leaves.path_name(path)]))
+    if type(x) in _laws._KEPT:
+      kept = {field: getattr(x, field) for field in _laws._KEPT[type(x)]}
+      found += _named_positions(kept, inner)
+    elif path[-1:] != _laws._ATTEMPTS and x is not None:
+      found.append((inner, x))
+  return found
