@@ -156,7 +156,7 @@ def scaled_value_and_grad(
 
   Warns:
     WiringWarning: if `optax.MultiSteps` or `optax.apply_if_finite` is around
-      `loss_scaling`. `check_step` finds everything else that belongs inside.
+      `loss_scaling`. `check_step` finds what else belongs inside.
 
   Examples:
     >>> import jax.numpy as jnp
