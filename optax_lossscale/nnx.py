@@ -28,11 +28,7 @@ from optax_lossscale._step import states
 # The path of a variable.
 _Place = tuple[Any, ...]
 
-__all__ = [
-  "autocast",
-  "scaled_value_and_grad",
-  "undo_on_skip",
-]
+__all__ = ["autocast", "scaled_value_and_grad", "undo_on_skip"]
 
 
 class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
@@ -136,6 +132,9 @@ def scaled_value_and_grad(
       when called, if a function that is being traced closes over the optimizer;
       with `argnums` None, if the first argument holds nothing that it updates.
 
+  Warns:
+    WiringWarning: as `optax_lossscale.scaled_value_and_grad` does.
+
   Examples:
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -156,7 +155,7 @@ def scaled_value_and_grad(
     512.0 2
   """
   _find_state(optimizer, path)  # Raises now rather than in the first step.
-  requirements.check_surroundings(nnx.as_pure(optimizer.opt_state))
+  requirements.check_surroundings(optimizer.opt_state)
   is_default = argnums is None
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
   filters = {

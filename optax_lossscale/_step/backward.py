@@ -155,8 +155,8 @@ def scaled_value_and_grad(
       gradients, like jax.grad.
 
   Warns:
-    WiringWarning: if `opt_state` shows an optimizer around `loss_scaling` that
-      belongs inside, such as one beside it in a chain whose state holds arrays.
+    WiringWarning: if `optax.MultiSteps` or `optax.apply_if_finite` is around
+      `loss_scaling`. `check_step` finds what else belongs inside.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -200,7 +200,11 @@ def scale_loss(
 
   Raises:
     TypeError: if `loss` is not floating point.
-    ValueError: if `opt_state` holds no scale, or several without a `path`.
+    ValueError: if `opt_state` holds no scale, or several without a `path`, or
+      if a function being traced closes over it, so that S would never change.
+
+  Warns:
+    WiringWarning: as `scaled_value_and_grad` does.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -209,7 +213,9 @@ def scale_loss(
     131072.0
   """
   _check_float("`loss`", loss)
-  return _times(loss, states.scale_in_use(opt_state, path))
+  loss_scale = states.scale_in_use(opt_state, path)
+  requirements.check_surroundings(opt_state)
+  return _times(loss, loss_scale)
 
 
 def unscale(

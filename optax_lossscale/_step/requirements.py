@@ -1,6 +1,5 @@
 """Checks of a step's arguments, rule, states and trees."""
 
-import collections
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Hashable
@@ -198,111 +197,44 @@ def _fields(rule_state: object) -> dict[str, str]:
   }
 
 
-# The states that should not be around loss scaling, with their warnings.
+# The states that should not be around loss scaling, with their messages.
 _AROUND = {
   optax.MultiStepsState: "optax.MultiSteps inside of loss_scaling, got it "
   "around{}, where it adds up scaled gradients, and an inf for ever. Write "
   "loss_scaling(optax.MultiSteps(inner, k), rule).",
-  optax.MaskedState: "optax.masked inside of loss_scaling, got it around{}: "
-  "what is masked stays scaled by S. Write "
-  "loss_scaling(optax.masked(inner, mask), rule).",
   optax.ApplyIfFiniteState: "no optax.apply_if_finite around loss_scaling, got "
   "it{}, where it takes a skipped step back and S with it, which then never "
   "shrinks. Leave it out: loss_scaling itself skips such a step.",
 }
 
-# The containers that may hold several states side by side.
-_OPEN = (tuple, collections.OrderedDict, optax.MaskedState)
-
 
 def check_surroundings(opt_state: object) -> None:
-  """Warns if an outer state sees scaled gradients or changes on skipped steps.
-
-  A tuple that cannot be the state of a chain causes no warning.
-  """
-  if (message := next(_misplaced((), opt_state), None)) is not None:
+  """Warns if a state around loss scaling is one that cannot work there."""
+  # Other neighbours may be right. `check_step` sees what they do in a step.
+  if message := _misplaced(opt_state, *_AROUND):
     wiring.warn(f"`opt_state` must have {message}")
-
-
-def _misplaced(path: tuple[Hashable, ...], node: Any) -> Iterator[str]:
-  """Yields a message for each state that is misplaced around loss scaling."""
-  if states.is_state(node) or not states.find_states(node):
-    return
-  kind, shapes = type(node), _shapes(node)
-  # A mask is harmless if it leaves nothing out, which most states reveal.
-  may_mask = None in shapes or shapes <= {()}
-  if kind in _AROUND and (may_mask or kind is not optax.MaskedState):
-    yield _AROUND[kind].format(_at(path))
-  is_partition = kind is optax.PartitionState
-  node = node.inner_states if is_partition else node
-  children = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
-  links = [((*path, *key), x) for key, x in children]
-  is_chain = kind in _OPEN
-  if is_partition or (is_chain and all(isinstance(x, tuple) for _, x in links)):
-    yield from _beside(links, is_partition)
-    masks = [x for _, x in links if isinstance(x, optax.MaskedState)]
-    # One mask may cover the leaves that another leaves out.
-    if is_partition or len(masks) > 1:
-      links = [(key, getattr(x, "inner_state", x)) for key, x in links]
-  for link in links:
-    yield from _misplaced(*link)
-
-
-def _beside(
-  links: list[tuple[tuple[Hashable, ...], object]], is_partition: bool
-) -> Iterator[str]:
-  """Yields a message for each state beside loss scaling that holds arrays."""
-  why = "before it in a chain, where it sees scaled gradients"
-  after = "after it in a chain, where it moves on a skipped step"
-  remedy = "chain(...), rule); of a tuple of your own pass the optimizer's part"
-  if is_partition:
-    why = after = "in another group, whose gradients stay scaled by S"
-    remedy = "multi_transform(...), rule)"
-  wrapped = _shapes([x for _, x in links if states.find_states(x)])
-  for path, link in links:
-    if states.find_states(link):
-      why = after
-      continue
-    own = _shapes(link)
-    # A user's tuple may also hold the state of another model.
-    fits = own - {(), None} <= wrapped or wrapped - {(), None} <= own
-    fits |= isinstance(link, optax.MaskedState)
-    # An object whose class is not optax's may be the user's own data.
-    is_leaf = lambda x: type(x) not in _OPEN  # noqa: E731
-    for key, x in jax.tree.leaves_with_path(link, is_leaf=is_leaf):
-      # The state of a group without parameters may still hold a step count.
-      holds = jax.tree.leaves(x) and _shapes(x) != {None}
-      is_of_optax = type(x).__module__.startswith("optax.")
-      looks_on = isinstance(x, (optax.SnapshotState, optax.MonitorState))
-      if fits and holds and is_of_optax and not looks_on:
-        yield (
-          "what holds arrays inside of loss_scaling, got "
-          f"{type(x).__name__}{_at((*path, *key))} {why}. Write "
-          f"loss_scaling(optax.{remedy}."
-        )
-
-
-def _shapes(tree: object) -> set[trees.Shape | None]:
-  """Returns the set of floating arrays' shapes, with None for masked nodes."""
-  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  nodes = jax.tree.leaves(tree, is_leaf=is_masked)
-  found = (x for x in nodes if is_masked(x) or leaves.is_gradient(x))
-  return {getattr(x, "shape", None) for x in found}
-
-
-def _at(path: tuple[Hashable, ...]) -> str:
-  return f" at {leaves.path_name(path)}" if path else ""
 
 
 def check_accumulation(opt_state: object) -> None:
   """Raises if `optax.MultiSteps` is around loss scaling."""
+  if message := _misplaced(opt_state, optax.MultiStepsState):
+    raise ValueError(f"`tx` must have {message}")
 
-  def accumulates(x: object) -> bool:
-    return isinstance(x, optax.MultiStepsState)
 
-  for x in jax.tree.leaves(opt_state, is_leaf=accumulates):
-    if accumulates(x) and states.find_states(x):
-      raise ValueError(f"`tx` must have {_AROUND[type(x)].format('')}")
+def _misplaced(opt_state: object, *kinds: type) -> str | None:
+  """Returns a message on the first state of these around loss scaling."""
+
+  def is_around(x: object) -> bool:
+    return type(x) in kinds and bool(states.find_states(x))
+
+  for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=is_around):
+    if is_around(x):
+      return _AROUND[type(x)].format(_at(path))
+  return None
+
+
+def _at(path: tuple[Hashable, ...]) -> str:
+  return f" at {leaves.path_name(path)}" if path else ""
 
 
 # How to pass a flag to `update`, and the names that it is given by mistake.

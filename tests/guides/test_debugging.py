@@ -148,15 +148,6 @@ def test_flags_that_differ_need_the_axis(axis_name):
   assert found == ([True] * 8 if axis_name else flags.tolist())
 
 
-def test_a_tuple_of_ones_own_is_warned_of_until_the_optimizers_part_is_passed():
-  rule = ols.DynamicLossScale(8.0)
-  opt_state = ols.loss_scaling(optax.adam(0.1), rule).init(PARAMS)
-  pair = opt_state, optax.ema(0.9).init(PARAMS)
-  with pytest.warns(ols.WiringWarning, match="pass the optimizer's part"):
-    ols.scaled_value_and_grad(loss_fn, pair)(PARAMS, GOOD)
-  ols.scaled_value_and_grad(loss_fn, pair[0])(PARAMS, GOOD)
-
-
 @pytest.mark.parametrize(
   ("law", "where"),
   [("invariance", "to scaled grad"), ("skip", "after the step")],

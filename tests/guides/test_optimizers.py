@@ -170,6 +170,20 @@ def test_on_a_skip_each_place_in_a_chain_does_as_the_page_says(
   assert params_word == ("stay" if is_same(params, new_params) else "move")
 
 
+@pytest.mark.parametrize(("code", "state_word", "params_word"), PLACES)
+def test_check_step_finds_the_places_where_something_moves(
+  code, state_word, params_word
+):
+  rule = ols.DynamicLossScale(8.0)
+  tx = eval(code, {"optax": optax, "ols": ols, "rule": rule})
+  names = {"jax": jax, "loss_fn": loss_fn, "ols": ols, "optax": optax, "tx": tx}
+  step = documents.step(documents.STEP, names)
+  given = PARAMS, tx.init(PARAMS), make_batch(0)
+  report = ols.instruments.check_step(step, *given)
+  moves = state_word == "moves" or params_word == "move"
+  assert any(x.verdict == "wrong" for x in report.laws) == moves, report
+
+
 def test_the_page_shows_every_outcome_of_a_place():
   assert len(PLACES) == 9
   assert {(x, y) for _, x, y in PLACES} == {

@@ -1245,12 +1245,12 @@ def test_histories_of_fp8_layers_may_depend_on_s():
 
 
 def test_the_check_warns_as_the_step_does():
-  tx = optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE)
-  with pytest.warns(ols.WiringWarning, match="masked") as told:
+  tx = optax.MultiSteps(ols.loss_scaling(ADAM, RULE), 2)
+  with pytest.warns(ols.WiringWarning, match="MultiSteps") as told:
     report = check(tx)
   assert report.warnings == (str(told[0].message),)
   assert not report.ok
-  assert "\nWiringWarning: `opt_state` must have optax.masked" in str(report)
+  assert "\nWiringWarning: `opt_state` must have optax.Multi" in str(report)
 
 
 def test_a_warning_is_told_though_the_step_fails():
