@@ -146,7 +146,10 @@ def _recording(is_at_once: bool) -> Iterator[None]:
 def is_array(x: object) -> bool:
   # A NumPy bool is a flag such as `train`, just like a Python bool.
   kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
-  return isinstance(x, kinds) and not isinstance(x, np.bool_)
+  if not isinstance(x, kinds) or isinstance(x, np.bool_):
+    return False
+  # Text, dates and objects are no numbers.
+  return isinstance(x, jax.Array) or getattr(x.dtype, "kind", "V") not in "OSTUMm"
 
 
 def evaluate(

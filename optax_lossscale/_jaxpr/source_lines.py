@@ -34,17 +34,20 @@ def user_line(equations: Sequence[core.JaxprEqn]) -> str | None:
     # JAX traces a jitted function once. A library's function that runs no code
     # of the user's has the frames of its first caller.
     name = call.params["name"]
-    if all(function.split(".")[-1] != name for _, function in frames):
+    is_foreign = all(x.split(".")[-1] != name for _, x in frames)
+    if is_foreign and any(map(_is_own, _frames(call))):
       frames = _frames(call)
   if not frames or frames[0][0].startswith(_INTERPRETERS):
     # `autocast` or the like evaluated the equation; its frames say nothing.
     return None
-  lines = [line for line, _ in frames]
   # The user's line is farther out than the library code that it calls.
-  own = [line for line in lines if not line.startswith(_LIBRARIES)]
-  if not own and around:
-    own = [user_line(around) or lines[0]]
-  return (own or lines)[0]
+  own = [x for x in frames if _is_own(x)]
+  outer = user_line(around) if not own and around else None
+  return outer or (own or frames)[0][0]
+
+
+def _is_own(frame: tuple[str, str]) -> bool:
+  return not frame[0].startswith(_LIBRARIES)
 
 
 def _frames(equation: core.JaxprEqn) -> list[tuple[str, str]]:

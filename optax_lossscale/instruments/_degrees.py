@@ -85,12 +85,15 @@ _JOINS = {
   "select_n": "are chosen between",
   **dict.fromkeys(
     _names(
-      "complex concatenate dynamic_update_slice pad rem scatter scatter-max "
+      "complex concatenate dynamic_update_slice pad scatter scatter-max "
       "scatter-min stack"
     ),
     "become one array",
   ),
+  "rem": "are divided with a remainder",
 }
+# Values that are only packed into one array may be unpacked again.
+_PACKS = _names("complex concatenate stack")
 _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)
@@ -288,7 +291,7 @@ def _joined(
       return next(x for x in distinct if x != FREE)
     least = min((x for x in sizes if x), default=math.inf)
     is_guard = name in ("add", "max") and least <= _EPSILON
-    return mismatch(_JOINS[name], not is_guard)
+    return mismatch(_JOINS[name], not (is_guard or name in _PACKS))
   is_test = name in operation_table.COMPARISONS or name == "atan2"
   return FREE if is_test else next(iter(distinct), ANY)
 

@@ -99,6 +99,7 @@ class Value:
     constant: the number that all its elements are.
     scale: the state whose S it is.
     scales: the states whose S it was computed from.
+    reads: those of some arguments that it was computed from.
     is_pure: whether it was computed from S and numbers alone.
     tested: where it was decided by which scaled values are finite.
     taken: where inf and NaN may have been taken out of it.
@@ -113,6 +114,7 @@ class Value:
   constant: bool | int | float | None = None
   scale: Scale | None = None
   scales: frozenset[str] = frozenset()
+  reads: frozenset[str] = frozenset()
   is_pure: bool = False
   tested: Mark | None = None
   taken: Mark | None = None
@@ -261,6 +263,7 @@ class Interpreter:
     """Returns what the inputs alone say of a result."""
     return Value(
       scales=frozenset().union(*(x.scales for x in inputs)),
+      reads=frozenset().union(*(x.reads for x in inputs)),
       is_pure=all(x.is_pure for x in inputs),
       tested=_worst(x.tested for x in inputs),
       taken=_worst(x.taken for x in inputs),
@@ -412,9 +415,7 @@ class Interpreter:
     condition, *choices = inputs
     place = made.place
     if isinstance(condition.degree, Unknown):
-      reason = f"a condition decides for which {condition.degree.reason}"
-      degree = dataclasses.replace(condition.degree, reason=reason)
-      return made.but(degree=degree)
+      return made.but(degree=condition.degree)
     joined = self._join(choices, place, "are chosen between")
     taken = joined.taken
     if condition.tested:
@@ -429,6 +430,7 @@ class Interpreter:
     joined = joined.but(
       degree=joined.degree if joined.scale else degrees[0],
       scales=made.scales,
+      reads=made.reads,
       is_pure=made.is_pure,
       taken=taken,
       tested=None if leaves.is_gradient(equation.outvars[0].aval)
@@ -557,6 +559,7 @@ class Interpreter:
       constant=constant,
       scale=scale,
       scales=frozenset().union(*(x.scales for x in values)),
+      reads=frozenset().union(*(x.reads for x in values)),
       is_pure=all(x.is_pure for x in values),
       tested=_worst(x.tested for x in values),
       taken=_worst(x.taken for x in values),
@@ -609,9 +612,7 @@ class Interpreter:
       for x in zip(*results, strict=True)
     ]
     if isinstance(index.degree, Unknown):
-      reason = f"a condition decides for which {index.degree.reason}"
-      degree = dataclasses.replace(index.degree, reason=reason)
-      outputs = [x.but(degree=degree) for x in outputs]
+      outputs = [x.but(degree=index.degree) for x in outputs]
     if index.tested:
       mark = index.tested._replace(place=place)
       outputs = [
@@ -766,9 +767,7 @@ class Interpreter:
     end, _ = self._loop(equation, inputs[start:], consts, run)
     (condition,) = goes_on
     if isinstance(condition.degree, Unknown):
-      reason = f"a loop ends by that for which {condition.degree.reason}"
-      degree = dataclasses.replace(condition.degree, reason=reason)
-      return [x.but(degree=degree) for x in end]
+      return [x.but(degree=condition.degree) for x in end]
     if condition.tested:
       mark = Mark(False, self._around)
       return [x.but(taken=x.taken or mark) for x in end]

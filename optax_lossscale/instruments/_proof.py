@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import linecache
+import pathlib
 from typing import Any
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ from optax_lossscale.instruments._interpret import Value
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
 
-# JAX's caches depend on this value.
+_HERE = pathlib.Path(__file__).parent
+
 Line = tuple[str, int, str]
 
 
@@ -91,7 +93,9 @@ def trace(
     return [outputs[i] for i in places]
 
   with named_calls.proving() as calls:
-    recording = interpreter.record(arrays_of, (dict(named),), {})
+    recording = interpreter.record(
+      arrays_of, (dict(named),), {}, may_change=True
+    )
   kept, tree = jax.tree.flatten(dict(named))
   counted = itertools.count()
   inputs = [
@@ -153,9 +157,13 @@ class _Step:
       _interpret._position_of_scale(x.loss_scale_state): path
       for path, x in self.states.items()
     }
+    self.names = traced.named_inputs()
+    self.ones: frozenset[str] = frozenset()
     shapes = dict(_laws._nodes(traced.shapes))
     self.positions = dict(_laws._nodes(traced.outputs))
     self.next_values = _laws._next_values(named, shapes, carry, known)
+    # Arguments whose next value was guessed by its form alone.
+    self.guessed: frozenset[str] = frozenset()
     if carry is None:
       self._match(named, shapes, known)
     self.pairs = [
@@ -164,7 +172,6 @@ class _Step:
       for pair in self._pairs(name, place)
       if not may_change(pair.name)
     ]
-    self.names = traced.named_inputs()
     self.flags = [
       i
       for i, x in enumerate(traced.jaxpr.jaxpr.invars)
@@ -172,7 +179,6 @@ class _Step:
       and not x.aval.shape
       and not any(_inside(self.names.get(i, ""), x) for x in self.states)
     ]
-    self.ones: frozenset[str] = frozenset()
 
   def _match(
     self,
@@ -181,22 +187,43 @@ class _Step:
     known: Mapping[str, str],
   ) -> None:
     """Corrects the next values by what a skipped step returns."""
-    identities = [x.identity for x in self.run({*self.states.keys()})[1]]
+    self.guessed = frozenset(self.next_values.keys() - known.keys())
+    values = self.run(self.states.keys())[1]
 
     def is_kept(name: str, place: str) -> bool:
       pairs = self._pairs(name, place)
       return bool(pairs) and all(
-        identities[x.after] == ("in", x.before) for x in pairs
+        values[x.after].identity == ("in", x.before) for x in pairs
       )
 
-    for name, place in list(self.next_values.items()):
-      if name in known or is_kept(name, place):
+    forms = {place: _laws._form(shape) for place, shape in shapes.items()}
+    for name in self.guessed:
+      place, form = self.next_values[name], _laws._form(named[name])
+      others = [x for x, y in forms.items() if x and x != place and y == form]
+      kept = [x for x in (place, *others) if is_kept(name, x)]
+      if kept:
+        self.next_values[name] = kept[0]
+        self.guessed -= {name}
         continue
-      form = _laws._form(named[name])
-      for other, shape in shapes.items():
-        if other and _laws._form(shape) == form and is_kept(name, other):
-          self.next_values[name] = other
-          break
+      after = [values[x.after] for x in self._pairs(name, place)]
+      tree = named[name]
+      is_one = _laws._is_value(tree) and not _laws._is_key(tree)
+      # Outputs of zero may be a skip's updates, and those that grow gradients.
+      is_other = all(
+        isinstance(x.degree, tuple) and x.degree or x.degree == _degrees.ANY
+        for x in after
+      )
+      is_read = any(name in x.reads for x in after)
+      taken = self.next_values.values()
+      has_rival = any(not _laws._overlaps(x, taken) for x in others)
+      if states.find_states(tree) or (
+        is_read and not (is_one or is_other or has_rival)
+      ):
+        self.guessed -= {name}
+
+  def is_guessed(self, name: str) -> bool:
+    """Returns whether a leaf's argument may have another next value."""
+    return name.partition("/")[0] in self.guessed
 
   def _pairs(self, name: str, place: str) -> list[_Pair]:
     before = _named_positions(self.traced.inputs[name], name)
@@ -225,14 +252,20 @@ class _Step:
     inputs = []
     for i, variable in enumerate(self.traced.jaxpr.jaxpr.invars):
       path = self.scales.get(i)
-      value = Value(identity=("in", i), key=-2 - i, constant=(flags or {}).get(i))
+      name = self.names[i].partition("/")[0]
+      value = Value(
+        identity=("in", i),
+        constant=(flags or {}).get(i),
+        reads=frozenset([name]) & self.guessed,
+        key=-2 - i,
+      )
       if i in before:
         reason = "it is of the S of the step before"
         value = value.but(degree=_degrees.Unknown(reason, False))
       if path is not None:
         words = "S" if len(self.scales) == 1 else f"S of {path}"
         value = machine.argument(i, variable.aval, path, words)
-        if path in getattr(self, "ones", ()):
+        if path in self.ones:
           value = value.but(degree=_degrees.FREE)
       inputs.append(value)
     return machine, machine.run(self.traced.jaxpr, inputs)
@@ -247,6 +280,10 @@ def prove(
 ) -> Proof:
   """Proves or refutes the laws of a step that was traced."""
   step = _Step(traced, named, carry, may_change, known or {})
+  if not step.states:
+    text = "Loss scaling is switched off."
+    laws = [Proved("scale", "not applied", text)]
+    return Proof(tuple(laws), step.next_values, (), ())
   machine, _ = step.run()
   # An S that is 1 for ever is a number like any other.
   step.ones = frozenset(
@@ -406,10 +443,11 @@ def _invariance_law(
     if _degrees.is_free(value.degree) or is_exempt:
       continue
     text, where = _explained(value)
-    sure = getattr(value.degree, "is_sure", True)
+    sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
     problems.append((sure, f"{name} depends on S: {text}", where))
-  problems += _still(step, outputs)
-  problems += _next_scales(step, outputs, gates)
+  used = {*map(_path_of, gates)}
+  problems += _still(step, outputs, used)
+  problems += _next_scales(step, outputs, used)
   if problems:
     return _worst("invariance", problems)
   text = f"None of {len(step.pairs)} next values depends on S."
@@ -417,7 +455,7 @@ def _invariance_law(
 
 
 def _still(
-  step: _Step, outputs: Sequence[Value]
+  step: _Step, outputs: Sequence[Value], used: set[str | None]
 ) -> list[tuple[bool, str, tuple[Line, ...]]]:
   """Returns the problem that a step that is applied changes nothing."""
   kept = {
@@ -429,7 +467,7 @@ def _still(
   ]
   groups = [parameters]
   groups += [
-    [x for x in names if _inside(x, f"{y}/inner_state")] for y in step.states
+    [x for x in names if _inside(x, f"{y}/inner_state")] for y in used
   ]
   return [
     (True, f"A step that is applied returns the old {group[0]}", ())
@@ -439,11 +477,10 @@ def _still(
 
 
 def _next_scales(
-  step: _Step, outputs: Sequence[Value], gates: Sequence[_interpret.Event]
+  step: _Step, outputs: Sequence[Value], used: set[str | None]
 ) -> list[tuple[bool, str, tuple[Line, ...]]]:
   """Returns what is wrong with the S of each state that is returned."""
   found = []
-  used = {*map(_path_of, gates)}
   after: dict[str, Any] = {}
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
@@ -491,7 +528,7 @@ def _skip_law(
   problems = [
     problem
     for x in step.pairs
-    if (problem := _changed(outputs[x.after], x, flags))
+    if (problem := _changed(step, outputs[x.after], x, flags))
   ]
   used = [x for x in dict.fromkeys(map(_path_of, gates)) if x]
   for path in used if len(used) > 1 else ():
@@ -501,7 +538,7 @@ def _skip_law(
       (problem[0], f"{problem[1]}, though {path} skips", problem[2])
       for x in step.pairs
       if applied[x.after].scales == {path}
-      if (problem := _changed(alone[x.after], x, flags))
+      if (problem := _changed(step, alone[x.after], x, flags))
     ]
   if problems:
     return _worst("skip", problems)
@@ -510,7 +547,7 @@ def _skip_law(
 
 
 def _changed(
-  value: Value, pair: _Pair, flags: Mapping[int, bool]
+  step: _Step, value: Value, pair: _Pair, flags: Mapping[int, bool]
 ) -> tuple[bool, str, tuple[Line, ...]] | None:
   """Returns how a skipped step may change a value."""
   identity = ("in", pair.before)
@@ -520,6 +557,7 @@ def _changed(
   text = f"If the step is skipped, {pair.name} may change"
   # A product with 0 may be NaN; a condition of the user's may be right.
   sure = value.identity != ("perhaps", identity)
+  sure = sure and not step.is_guessed(pair.name)
   return sure, text, _lines([value.place])
 
 
@@ -555,7 +593,8 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
   found = {}
   for place in places:
     source = source_lines.user_line(place) if place else None
-    if source:
+    # A step that is called by the library alone has no line around it.
+    if source and not source.startswith(str(_HERE)):
       file, _, line = source.rpartition(":")
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None
