@@ -9,7 +9,6 @@ unit here. CamFort (arXiv 2406.02174) infers units in existing programs.
 """
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -35,8 +34,8 @@ class Symbol(NamedTuple):
 
 
 # One S, and the axes of a value along which it differs: an ensemble has an S
-# for each member. Axes of arrays are numbers, and those of a mesh are names.
-Unit = tuple[Symbol, tuple[Hashable, ...]]
+# for each member.
+Unit = tuple[Symbol, tuple[int, ...]]
 Powers = tuple[tuple[Unit, fractions.Fraction], ...]
 
 
@@ -303,17 +302,10 @@ def _moved(
   if isinstance(degree, (str, Unknown)) or all(not x[1] for x, _ in degree):
     return degree
   axes = _output_axes(equation, index)
-  name, params = equation.primitive.name, equation.params
-  combined: object = params.get("axes", params.get("axis_name", ()))
-  if name not in operation_table.BETWEEN_DEVICES:
-    combined = ()
-  meshed = combined if isinstance(combined, (tuple, list)) else (combined,)
 
   def rename(unit: Unit) -> Unit | None:
-    if any(x in meshed for x in unit[1] if isinstance(x, str)):
-      return None
-    moved = [axes.get(x) if isinstance(x, int) else x for x in unit[1]]
-    return None if None in moved else (unit[0], tuple(moved))
+    moved = tuple(axes[x] for x in unit[1] if x in axes)
+    return (unit[0], moved) if len(moved) == len(unit[1]) else None
 
   return renamed(degree, rename)
 

@@ -62,6 +62,8 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
   "sub": operator.sub,
 }
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
+# Operations between devices whose results differ.
+_EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
 # A value that stands in for 0 may go through these before it divides.
 _KEEPS_STAND_IN = _RESHAPES | _COPIES | _names(
   "convert_element_type integer_pow neg sqrt square rsqrt"
@@ -83,10 +85,18 @@ class Mark(NamedTuple):
 
 
 class Scale(NamedTuple):
-  """Says that a value is the S of a state: "old", "new" or "either"."""
+  """Says that a value is the S of a state.
+
+  Attributes:
+    path: the state.
+    stage: "old"; "new"; "either", by a condition; or "untold", if it is not new
+      where an overflow was found by other means.
+    moves: the calls of `update` that led to it.
+  """
 
   path: str
   stage: str
+  moves: frozenset[Hashable] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Value:
     scale: the state whose S it is.
     scales: the states whose S it was computed from.
     reads: those of some arguments that it was computed from.
+    varies: the axes of a mesh along which devices may disagree on it.
+    mixed: those over whose devices scaled values were put together in it.
     is_pure: whether it was computed from S and numbers alone.
     tested: where it was decided by which scaled values are finite.
     taken: where inf and NaN may have been taken out of it.
@@ -115,6 +127,8 @@ class Value:
   scale: Scale | None = None
   scales: frozenset[str] = frozenset()
   reads: frozenset[str] = frozenset()
+  varies: frozenset[str] = frozenset()
+  mixed: frozenset[str] = frozenset()
   is_pure: bool = False
   tested: Mark | None = None
   taken: Mark | None = None
@@ -239,11 +253,20 @@ class Interpreter:
       return inputs
     place = (*self._around, equation)
     made = self._made(inputs, place)
+    axes = _mesh_axes(equation)
+    if name == "axis_index":
+      return [made.but(is_pure=False, varies=axes)]
     if not inputs:
       return [made for _ in equation.outvars]
+    if axes:
+      # What was put together from all devices is the same on all.
+      varies = made.varies if name in _EXCHANGES else made.varies - axes
+      mixed = made.mixed | (axes if made.scales else frozenset())
+      made = made.but(varies=varies, mixed=mixed)
     known = self._known(equation, inputs)
     if known is not None:
-      return [known]
+      is_number = known.constant is not None
+      return [known.but(varies=made.varies) if is_number else known]
     if name == "select_n":
       return [self._select(equation, inputs, made)]
     if name == "convert_element_type":
@@ -264,6 +287,8 @@ class Interpreter:
     return Value(
       scales=frozenset().union(*(x.scales for x in inputs)),
       reads=frozenset().union(*(x.reads for x in inputs)),
+      varies=frozenset().union(*(x.varies for x in inputs)),
+      mixed=frozenset().union(*(x.mixed for x in inputs)),
       is_pure=all(x.is_pure for x in inputs),
       tested=_worst(x.tested for x in inputs),
       taken=_worst(x.taken for x in inputs),
@@ -418,19 +443,20 @@ class Interpreter:
       return made.but(degree=condition.degree)
     joined = self._join(choices, place, "are chosen between")
     taken = joined.taken
-    if condition.tested:
+    if condition.tested and not any(map(_is_nonfinite, choices)):
       # The old value may have been chosen, which no run could tell from it.
-      known = [x.identity for x in choices if x.identity is not None]
       taken = taken or condition.tested._replace(place=place)
       joined = joined.but(
-        identity=joined.identity or (known and ("perhaps", known[0])) or None,
-        scale=joined.scale and joined.scale._replace(stage="either"),
+        identity=joined.identity or _perhaps(choices),
+        scale=_untold(joined.scale, choices),
       )
     degrees = self._result_degrees(equation, inputs, place)
     joined = joined.but(
       degree=joined.degree if joined.scale else degrees[0],
       scales=made.scales,
       reads=made.reads,
+      varies=made.varies,
+      mixed=made.mixed,
       is_pure=made.is_pure,
       taken=taken,
       tested=None if leaves.is_gradient(equation.outvars[0].aval)
@@ -560,6 +586,8 @@ class Interpreter:
       scale=scale,
       scales=frozenset().union(*(x.scales for x in values)),
       reads=frozenset().union(*(x.reads for x in values)),
+      varies=frozenset().union(*(x.varies for x in values)),
+      mixed=frozenset().union(*(x.mixed for x in values)),
       is_pure=all(x.is_pure for x in values),
       tested=_worst(x.tested for x in values),
       taken=_worst(x.taken for x in values),
@@ -618,9 +646,10 @@ class Interpreter:
       outputs = [
         x.but(
           taken=x.taken or mark,
-          scale=x.scale and x.scale._replace(stage="either"),
+          scale=_untold(x.scale, several),
+          identity=x.identity or _perhaps(several),
         )
-        for x in outputs
+        for x, several in zip(outputs, zip(*results, strict=True), strict=True)
       ]
     return outputs
 
@@ -711,7 +740,7 @@ class Interpreter:
 
     def rename(unit: _degrees.Unit) -> _degrees.Unit:
       symbol, axes = unit
-      rest = tuple(x - 1 if isinstance(x, int) else x for x in axes if x != 0)
+      rest = tuple(x - 1 for x in axes if x != 0)
       if 0 not in axes:
         return symbol, rest
       key = _ids(place), symbol, "member"
@@ -733,7 +762,7 @@ class Interpreter:
 
     def rename(unit: _degrees.Unit) -> _degrees.Unit:
       symbol, axes = unit
-      rest = tuple(x + 1 if isinstance(x, int) else x for x in axes)
+      rest = tuple(x + 1 for x in axes)
       if symbol in members:
         return members[symbol], (0, *rest)
       return symbol, rest
@@ -777,22 +806,12 @@ class Interpreter:
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     (body,) = calls.bodies(equation)
-    place = self._around
-    inside = [
-      _to_device(x, spec, var.aval, inner.aval)
-      for x, spec, var, inner in zip(
-        inputs,
-        equation.params["in_specs"],
-        equation.invars,
-        body.jaxpr.jaxpr.invars,
-        strict=True,
-      )
-    ]
-    outputs = self.run(body.jaxpr, inside)
-    return [
-      _from_devices(x, spec, place)
-      for x, spec in zip(outputs, equation.params["out_specs"], strict=True)
-    ]
+    inner = [x.aval for x in body.jaxpr.jaxpr.invars]
+    specs = equation.params["in_specs"]
+    outputs = self.run(
+      body.jaxpr, [*map(_to_device, inputs, specs, inner)]
+    )
+    return [*map(_from_devices, outputs, equation.params["out_specs"])]
 
   # ---- The library's own calls.
 
@@ -815,6 +834,13 @@ class Interpreter:
       return [self.number(False)]
     if call.kind == "examine":
       return self._examined(event, len(equation.outvars))
+    if call.kind == "schedule":
+      # The count that it was given before leaves its state as it is.
+      steps, old, new = call.inputs
+      count = inputs[steps] if isinstance(steps, int) else Value()
+      is_same = isinstance(count.identity, tuple) and count.identity[0] == "in"
+      kept = jax.tree.leaves(old if is_same else new)
+      return [inputs[x] for x in kept]
     assert call.kind == "move"
     return self._moved(event, equation)
 
@@ -826,12 +852,13 @@ class Interpreter:
       path is None or path in self._overflowing
     )
     made = self._made(event.values, place).but(tested=None, taken=None)
+    flag = self.number(overflows).but(varies=made.varies, mixed=made.mixed)
     grows = scale.degree if scale else Unknown("amax grows with S", False, place)
     share = Unknown("the range that is used depends on S", False, place)
     finding = event.call.outputs
     outputs = [made.but(degree=share, key=next(self._keys))] * count
-    outputs[finding.overflow] = self.number(overflows)
-    outputs[finding.dropped] = self.number(False)
+    outputs[finding.overflow] = flag
+    outputs[finding.dropped] = self.number(False).but(varies=made.varies)
     outputs[finding.amax] = made.but(degree=grows)
     return outputs
 
@@ -848,15 +875,15 @@ class Interpreter:
     ]
     outputs[stalled] = made.but(degree=FREE)
     position = _position_of_scale(new_state)
-    meshed = tuple(
-      axis for unit in _units(before) for axis in unit[1] if isinstance(axis, str)
-    )
-    axes = (*range(equation.outvars[position].aval.ndim), *meshed)
+    axes = tuple(range(equation.outvars[position].aval.ndim))
     symbol = self.symbol("the next S", (_ids(place), "next"))
     is_one = before.degree == FREE and before.scale is not None
     outputs[position] = made.but(
       degree=FREE if is_one else (((symbol, axes), fractions.Fraction(1)),),
-      scale=before.scale and before.scale._replace(stage="new"),
+      scale=before.scale
+      and before.scale._replace(
+        stage="new", moves=before.scale.moves | {_ids(place)}
+      ),
       is_pure=True,
     )
     return outputs
@@ -898,6 +925,36 @@ def _worst(marks: Any) -> Mark | None:
   return next((x for x in found if x.is_sure), found[0] if found else None)
 
 
+def _is_nonfinite(value: Value) -> bool:
+  """Returns whether a value is a number that is inf or NaN."""
+  is_zero = _is_zero(value.constant)
+  return value.is_pure and value.degree == ANY and not is_zero
+
+
+def _perhaps(choices: Sequence[Value]) -> Hashable:
+  """Returns the identity of a value that may be what one choice is."""
+  known = [x.identity for x in choices if x.identity is not None]
+  return ("perhaps", known[0]) if known else None
+
+
+def _untold(scale: Scale | None, choices: Sequence[Value]) -> Scale | None:
+  """Returns the S that a test for inf chose."""
+  stages = {x.scale.stage for x in choices if x.scale}
+  if scale is None or len(stages) == 1:
+    return scale
+  return scale._replace(stage="untold")
+
+
+def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
+  """Returns the axes of a mesh over which an operation works."""
+  name, params = equation.primitive.name, equation.params
+  if name != "axis_index" and name not in operation_table.BETWEEN_DEVICES:
+    return frozenset()
+  axes = params.get("axes", params.get("axis_name", ()))
+  several = axes if isinstance(axes, (tuple, list, frozenset)) else (axes,)
+  return frozenset(x for x in several if isinstance(x, str))
+
+
 def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
   """Returns the S that is one of several: in a branch, one that may be new."""
   if any(x is None for x in scales):
@@ -906,10 +963,13 @@ def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
   if len({x.path for x in found}) > 1:
     return None
   stages = {x.stage for x in found}
-  if len(stages) == 1:
-    return found.pop()
-  stage = "new" if is_branch and "either" not in stages else "either"
-  return found.pop()._replace(stage=stage)
+  stage = "new" if is_branch and stages <= {"old", "new"} else "either"
+  stage = "untold" if "untold" in stages else stage
+  return Scale(
+    next(iter(found)).path,
+    stages.pop() if len(stages) == 1 else stage,
+    frozenset().union(*(x.moves for x in found)),
+  )
 
 
 def _renamed(
@@ -1060,42 +1120,30 @@ def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
   return tuple(part) if isinstance(part, tuple) else (part,)
 
 
-def _to_device(value: Value, spec: Any, outer: Any, inner: Any) -> Value:
-  """Returns what a device sees of an array."""
-  del outer
+def _to_device(value: Value, spec: Any, inner: Any) -> Value:
+  """Returns what a device sees of an array.
+
+  If each device has an S of its own, as under pmap, they are equal: that each
+  step keeps them equal is part of the proof.
+  """
+  meshed = [_names_of(spec, axis) for axis in range(inner.ndim)]
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit:
-    axes: list[Hashable] = []
-    for axis in unit[1]:
-      meshed = _names_of(spec, axis) if isinstance(axis, int) else ()
-      is_whole = bool(meshed) and inner.shape[axis] == 1
-      axes += meshed if is_whole else (axis, *meshed)
-    return unit[0], tuple(axes)
+    is_single = [bool(meshed[x]) and inner.shape[x] == 1 for x in unit[1]]
+    axes = zip(unit[1], is_single, strict=True)
+    return unit[0], tuple(x for x, is_one in axes if not is_one)
 
+  varies = frozenset(name for names in meshed for name in names)
   return value.but(
     degree=_degrees.renamed(value.degree, rename) or value.degree,
     identity=value.identity and ("local", value.identity, str(spec)),
+    varies=frozenset() if value.scale else varies,
   )
 
 
-def _from_devices(value: Value, spec: Any, place: Place) -> Value:
+def _from_devices(value: Value, spec: Any) -> Value:
   """Returns an array that devices give parts of."""
-  where = {
-    name: axis for axis in range(len(spec)) for name in _names_of(spec, axis)
-  }
-
-  def rename(unit: _degrees.Unit) -> _degrees.Unit | None:
-    if any(isinstance(x, str) and x not in where for x in unit[1]):
-      return None
-    axes = (where[x] if isinstance(x, str) else x for x in unit[1])
-    return unit[0], tuple(dict.fromkeys(axes))
-
-  degree = _degrees.renamed(value.degree, rename)
-  if degree is None:
-    reason = "one device's value is taken where each device has an S of its own"
-    degree = Unknown(reason, False, place)
   identity = value.identity
   is_local = isinstance(identity, tuple) and identity[0] == "local"
-  if is_local and identity[2] == str(spec):
-    return value.but(degree=degree, identity=identity[1])
-  return value.but(degree=degree, identity=None)
+  is_same = is_local and identity[2] == str(spec)
+  return value.but(identity=identity[1] if is_same else None)

@@ -189,6 +189,7 @@ class _Step:
     """Corrects the next values by what a skipped step returns."""
     self.guessed = frozenset(self.next_values.keys() - known.keys())
     values = self.run(self.states.keys())[1]
+    applied = self.run()[1]
 
     def is_kept(name: str, place: str) -> bool:
       pairs = self._pairs(name, place)
@@ -205,7 +206,8 @@ class _Step:
         self.next_values[name] = kept[0]
         self.guessed -= {name}
         continue
-      after = [values[x.after] for x in self._pairs(name, place)]
+      pairs = self._pairs(name, place)
+      after = [values[x.after] for x in pairs]
       tree = named[name]
       is_one = _laws._is_value(tree) and not _laws._is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
@@ -213,7 +215,7 @@ class _Step:
         isinstance(x.degree, tuple) and x.degree or x.degree == _degrees.ANY
         for x in after
       )
-      is_read = any(name in x.reads for x in after)
+      is_read = any(name in applied[x.after].reads for x in pairs)
       taken = self.next_values.values()
       has_rival = any(not _laws._overlaps(x, taken) for x in others)
       if states.find_states(tree) or (
@@ -334,8 +336,35 @@ def _laws_of(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   ]
   given = [x for x in events if x.kind in ("arguments", "skip")]
   found += _arguments_law(given)
-  found += [_invariance_law(step, outputs, gates)]
+  moves = [x for x in events if x.kind == "move"]
+  found += [_invariance_law(step, outputs, gates, moves)]
   return [*found, _skip_law(step, outputs, gates, flags)]
+
+
+def _split(
+  step: _Step, outputs: Sequence[Value], moves: Sequence[_interpret.Event]
+) -> list[tuple[bool, str, tuple[Line, ...]]]:
+  """Returns the values that devices share although each skips alone."""
+  alone = {
+    axis: x.place
+    for x in moves
+    for axis in x.values[x.call.inputs[1]].varies
+  }
+  found = []
+  for name, _, after in step.pairs:
+    for axis in outputs[after].mixed & alone.keys():
+      text = (
+        f"{name} is made of all devices' gradients along {axis!r}, each of "
+        "which skips for itself"
+      )
+      found.append((True, text, _lines([alone[axis]])))
+  return found
+
+
+def _moved_path(move: _interpret.Event) -> str | None:
+  position = _interpret._position_of_scale(move.call.inputs[0])
+  scale = move.values[position].scale
+  return scale and scale.path
 
 
 def _path_of(gate: _interpret.Event) -> str | None:
@@ -432,7 +461,10 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
 
 
 def _invariance_law(
-  step: _Step, outputs: Sequence[Value], gates: Sequence[_interpret.Event]
+  step: _Step,
+  outputs: Sequence[Value],
+  gates: Sequence[_interpret.Event],
+  moves: Sequence[_interpret.Event],
 ) -> Proved:
   """Returns whether no next value depends on S, and S is the rule's."""
   problems = []
@@ -447,7 +479,8 @@ def _invariance_law(
     problems.append((sure, f"{name} depends on S: {text}", where))
   used = {*map(_path_of, gates)}
   problems += _still(step, outputs, used)
-  problems += _next_scales(step, outputs, used)
+  problems += _next_scales(step, outputs, used, moves)
+  problems += _split(step, outputs, moves)
   if problems:
     return _worst("invariance", problems)
   text = f"None of {len(step.pairs)} next values depends on S."
@@ -477,7 +510,10 @@ def _still(
 
 
 def _next_scales(
-  step: _Step, outputs: Sequence[Value], used: set[str | None]
+  step: _Step,
+  outputs: Sequence[Value],
+  used: set[str | None],
+  moves: Sequence[_interpret.Event],
 ) -> list[tuple[bool, str, tuple[Line, ...]]]:
   """Returns what is wrong with the S of each state that is returned."""
   found = []
@@ -493,11 +529,22 @@ def _next_scales(
     scale = value.scale
     name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
     if scale and scale.path == path and scale.stage == "new":
+      lost = [
+        x.place
+        for x in moves
+        if _moved_path(x) == path and not scale.moves & {_interpret._ids(x.place)}
+      ]
+      if lost:
+        text = f"{name} knows nothing of an `update` whose state is not kept"
+        found.append((True, text, _lines(lost)))
       continue
     if scale and scale.path != path:
       found.append((True, f"{name} is that of {scale.path}", ()))
     elif scale and scale.stage == "old":
       found.append((True, f"{name} is the old one, so S never moves", ()))
+    elif scale and scale.stage == "untold":
+      text = f"{name} is the rule's only where the gradients are finite"
+      found.append((True, text, _lines([value.place])))
     elif scale:
       text = f"{name} is the rule's or the old one, by a condition"
       found.append((False, text, _lines([value.place])))
