@@ -2,6 +2,7 @@
 
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
+from optax_lossscale.instruments._check_step import check_step
 from optax_lossscale.instruments._gradient_error import gradient_error
 from optax_lossscale.instruments._gradient_error import GradientErrorReport
 from optax_lossscale.instruments._history import get_history
@@ -10,9 +11,6 @@ from optax_lossscale.instruments._history import record
 from optax_lossscale.instruments._history import RecordState
 from optax_lossscale.instruments._history_files import read_history
 from optax_lossscale.instruments._history_files import write_history
-from optax_lossscale.instruments._laws import check_step
-from optax_lossscale.instruments._laws import Law
-from optax_lossscale.instruments._laws import StepReport
 from optax_lossscale.instruments._leaf_stats import leaf_stats
 from optax_lossscale.instruments._leaf_stats import LeafStats
 from optax_lossscale.instruments._precision_report import precision_report
@@ -21,6 +19,8 @@ from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._replay import ReplayedRun
 from optax_lossscale.instruments._shares import swallowed_share
+from optax_lossscale.instruments._verdicts import Law
+from optax_lossscale.instruments._verdicts import StepReport
 from optax_lossscale.instruments._where_overflow import Place
 from optax_lossscale.instruments._where_overflow import where_overflow
 

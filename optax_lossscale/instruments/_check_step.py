@@ -1,0 +1,196 @@
+"""`check_step`: whether a train step treats the loss scale correctly."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import inspect
+import sys
+from typing import Any
+import warnings
+
+import jax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import wiring
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _next_values
+from optax_lossscale.instruments import _runs
+from optax_lossscale.instruments import _verdicts
+
+# JAX's caches depend on this value.
+_traced_anew = jax.make_user_context(None)
+
+
+def check_step(
+  step: Callable[..., Any],
+  *args: object,
+  carry: _next_values.Carry | None = None,
+  may_change: Sequence[str] = (),
+) -> _verdicts.StepReport:
+  """Checks whether a train step treats the loss scale correctly.
+
+  Most mistakes with loss scaling are silent: the run does not learn, or learns
+  something else, and no number looks wrong. But nearly all of them break one of
+  these laws when the step runs on one batch with S, S/2 and S/4, and once with
+  an S of inf:
+
+  - scale: the largest scaled gradient is proportional to S.
+  - invariance: no next value (parameters, the optimizer's state, counters,
+    statistics) depends on S.
+  - skip: a step that overflows changes nothing but the loss scaling's state.
+  - precision: some operation works below float32; otherwise loss scaling has no
+    use. This law is only reported and never makes a step wrong.
+
+  Call it outside of jit, once before a long run and in your own tests. The step
+  may be jitted or not, and may use several devices of one process. Each run
+  gets copies of the arguments, so the step may donate them. The next values of
+  up to seven runs are kept on the host. If the step overflows at S, the check
+  halves S until it does not. If the first step moves no parameter, as at a
+  learning rate of 0, it runs up to 64 more and judges those that move one.
+
+  It cannot detect mistakes that do not depend on S, such as wrong data, nor a
+  step that skips on NaN but not on inf. In float16 a small mistake, such as
+  weight decay added by hand, hides in the rounding; check in float32, too.
+
+  Args:
+    step: the train step, which returns the next values of its arguments, or
+      changes them in place if they are Flax NNX objects. `optimizer.step` may
+      count skipped steps, as it does in Flax.
+    *args: its arguments, including the state of `loss_scaling`, or an
+      `nnx.Optimizer` that holds it. Bind any keyword-only arguments first, as
+      in `functools.partial(train_step, train=True)`.
+    carry: which output is the next value of each argument, such as
+      `{"params": 0, "opt_state": "1/opt"}`, with arguments by name or position
+      and outputs by position, key or path. By default, the first output of the
+      same structure, shapes and dtypes; single numbers are not matched. It must
+      be None with NNX objects, since each is its own next value.
+    may_change: the names, as in the report, of values that may depend on S or
+      change on a skip. Patterns such as "*/rngs/*" also work.
+
+  Returns:
+    The report. Print it, check that it is `ok`, or call `raise_if_wrong()`.
+
+  Raises:
+    TypeError: if `step` is not callable or needs an argument by keyword, if
+      this is called under jit, or if the state of the rule does not hold S as a
+      leaf.
+    ValueError: if no argument holds the state of `loss_scaling`, if its next
+      value is not returned, or if `carry` does not name it or is not None for
+      NNX objects.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+    >>> loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
+    >>> @jax.jit
+    ... def train_step(params, opt_state, x):
+    ...   grads = jax.grad(loss_fn)(params, x)
+    ...   updates, opt_state = tx.update(grads, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state
+    >>> params = jnp.ones(2)
+    >>> report = ols.instruments.check_step(
+    ...   train_step, params, tx.init(params), jnp.eye(2)
+    ... )
+    >>> print(report.laws[0].text)
+    The largest gradient does not depend on S.
+  """
+  run, named = _bind(step, args)
+  known: dict[str, str] = {}
+  # Objects of Flax NNX exist only in a program that has imported it.
+  if "flax.nnx" in sys.modules:
+    from optax_lossscale.instruments import _nnx_step
+
+    run, named, known = _nnx_step.returning(run, named)
+  if known and carry:
+    raise ValueError(
+      "`carry` must be None with Flax NNX objects, since each is its own next "
+      f"value, got {arguments.shown(carry)}."
+    )
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(named)):
+    raise TypeError(
+      "`check_step` must be called outside of jit, got traced arguments; give "
+      "it the jitted step: check_step(train_step, params, opt_state, batch)."
+    )
+  if not states.find_states(named):
+    raise ValueError(
+      "`step` must be given the state of loss_scaling, got none among its "
+      f"arguments {', '.join(named) or '(no arguments)'}; {_runs.RETURN}."
+    )
+  caught: list[warnings.WarningMessage] = []
+  try:
+    # The check itself does things that a program may forbid in its steps.
+    with (
+      jax.debug_nans(False),
+      jax.debug_infs(False),
+      jax.transfer_guard("allow"),
+      warnings.catch_warnings(record=True) as caught,
+    ):
+      precision, is_narrow = _precision(run, named)
+      bound = _runs.bind(run, named, carry or None, known, may_change)
+      report = _runs.report(bound, precision, is_narrow=is_narrow)
+  finally:
+    for x in caught:
+      warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
+  texts = [
+    str(x.message)
+    for x in caught
+    if issubclass(x.category, wiring.WiringWarning)
+  ]
+  report = dataclasses.replace(report, warnings=tuple(dict.fromkeys(texts)))
+  return _as_written(report) if known else report
+
+
+def _as_written(report: _verdicts.StepReport) -> _verdicts.StepReport:
+  """Returns a report whose outputs are those of the user's own NNX step."""
+
+  def place_of(place: str) -> str:
+    return _verdicts.IN_PLACE if place[0] == "0" else place[2:]
+
+  places = {x: place_of(y) for x, y in report.next_values.items()}
+  follows = tuple(map(place_of, report.follows))
+  return dataclasses.replace(report, next_values=places, follows=follows)
+
+
+def _precision(
+  run: _runs.Step, named: dict[str, object]
+) -> tuple[_verdicts.Law, bool]:
+  """Traces the step; returns its precision law, and whether it may lose."""
+
+  def arrays_of(named: Mapping[str, object]) -> list[object]:
+    return list(filter(_next_values.is_value, jax.tree.leaves(run(named))))
+
+  try:
+    # A jitted step is traced anew, so that it warns as it did the first time.
+    with _traced_anew(object()):
+      recording = interpreter.record(arrays_of, (dict(named),), {})
+  except Exception as error:  # A step may run any code on the host.
+    text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
+    return _verdicts.Law("precision", "not applied", text), True
+  return _verdicts.precision_law(recording.jaxpr)
+
+
+def _bind(
+  step: Callable[..., Any], args: tuple[object, ...]
+) -> tuple[_runs.Step, dict[str, object]]:
+  """Returns `step` as a function of a dict of arguments, and that dict."""
+  if not callable(step):
+    raise TypeError(
+      "`step` must be the train step itself, got a "
+      f"{arguments.kind_of(step)}; its arguments come after it: "
+      "check_step(train_step, params, opt_state, batch)."
+    )
+  arguments.check_by_position(step, "step")
+  parameters = inspect.signature(step).parameters.values()
+  names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
+  # Arguments that the step takes as *args are named by their position.
+  names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
+
+  def call(named: Mapping[str, object]) -> object:
+    return step(*(named[name] for name in names))
+
+  return call, dict(zip(names, args, strict=True))

@@ -1,0 +1,175 @@
+"""Which output of a step is the next value of which argument.
+
+Leaves may be arrays, or the shapes and dtypes of arrays that nothing has run.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import fnmatch
+from typing import Any
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _history
+
+# For states that also count skipped steps, the fields that a skip must keep.
+_KEPT = {
+  states.LossScalingState: ("inner_state", "applied_steps"),
+  _history.RecordState: ("recorded_state",),
+  # Around loss scaling, `inject_hyperparams` also counts skipped steps.
+  optax.InjectStatefulHyperparamsState: ("inner_state",),
+}
+# linen.TrainState counts all steps here, including skipped ones.
+_ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
+
+# How many leaves a line of the report names.
+_MOST_NAMED = 4
+
+# Leads from arguments, by name or position, to the outputs of a step.
+Carry = Mapping[Any, int | str]
+
+
+def match(
+  named: Mapping[str, object],
+  outputs: Mapping[str, object],
+  carry: Carry | None,
+  known: Mapping[str, str],
+) -> dict[str, str]:
+  """Returns, by argument, the path of the output that is its next value.
+
+  The outputs are all subtrees of what the step returns, by their paths. Those
+  that are `known` are taken as they are.
+  """
+  by_position = dict(enumerate(named))
+  if not isinstance(carry, Mapping | None):
+    raise TypeError(
+      "`carry` must be a dict that leads from arguments to outputs, such as "
+      f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
+    )
+  chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
+  found = dict(known)
+  # The optimizer's state first, since it holds trees like the parameters.
+  names = sorted(
+    named.keys() - known.keys(),
+    key=lambda x: (not states.find_states(named[x]), [*named].index(x)),
+  )
+  for name in names:
+    if carry is None and _is_ambiguous(named[name]):
+      continue
+    # The report calls a step's only output 0.
+    place = chosen.get(name, "-")
+    places = [place, ""] if place == "0" else [place]
+    like = form(named[name])
+    for place in outputs if carry is None else places:
+      is_like = place in outputs and form(outputs[place]) == like
+      if is_like and not overlaps(place, found.values()):
+        found[name] = place
+        break
+  if carry is not None and found.keys() != chosen.keys():
+    raise ValueError(
+      "`carry` must lead from arguments to outputs of the same structure, "
+      f"shapes and dtypes, got {arguments.shown(carry)}; the arguments are "
+      f"{', '.join(named)}, the outputs "
+      f"{', '.join(x for x in outputs if x and '/' not in x)}."
+    )
+  return {name: found[name] for name in named if name in found}
+
+
+def _is_ambiguous(tree: object) -> bool:
+  """Returns whether an argument is nothing that could be told by its form."""
+  # Single numbers look alike, such as a learning rate and a loss.
+  is_number = is_value(tree) and not is_key(tree) and not np.shape(tree)
+  return is_number or not form(tree)[1]
+
+
+def may_change(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+  """Returns the leaves that `may_change` names; a pattern may name none."""
+  names = [*names]
+  found: set[str] = set()
+  # A string is a single pattern, not a sequence of letters.
+  for x in [patterns] if isinstance(patterns, str) else patterns or ():
+    chosen = {
+      name
+      for name in names
+      if f"{name}/".startswith(f"{x}/")  # Brackets are literal here.
+      or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
+    }
+    if not chosen and not {*str(x)} & {*"*?["}:
+      raise ValueError(
+        "`may_change` must name leaves of next values, or be a pattern, got "
+        f"{arguments.shown(x)}; they are {listed(names)}."
+      )
+    found |= chosen
+  return found
+
+
+def form(tree: object) -> tuple[object, Sequence[object]]:
+  """Returns a tree's structure, and the shapes and dtypes of its leaves."""
+  values = filter(is_value, jax.tree.leaves(tree))
+  forms = [(np.shape(x), jnp.result_type(x)) for x in values]
+  return jax.tree.structure(tree), forms
+
+
+def subtrees(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
+  """Yields the path and value of each subtree, outer ones first."""
+  yield name, tree
+  children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+  for path, child in children:
+    if child is not tree:
+      key = leaves.path_name(path)
+      yield from subtrees(child, f"{name}/{key}" if name else key)
+
+
+def named_leaves(tree: object, inside: str = "") -> dict[str, Any]:
+  """Returns a tree's arrays by name, except those of loss scaling itself."""
+  found: dict[str, Any] = {}
+  for path, x in jax.tree.leaves_with_path(
+    tree, is_leaf=lambda x: type(x) in _KEPT
+  ):
+    name = "/".join(filter(None, [inside, leaves.path_name(path)]))
+    if type(x) in _KEPT:
+      kept = {field: getattr(x, field) for field in _KEPT[type(x)]}
+      found |= named_leaves(kept, name)
+    elif is_value(x) and path[-1:] != _ATTEMPTS:
+      found[name] = x
+  return found
+
+
+def is_value(x: object) -> bool:
+  """Returns whether `x` is an array or a number, or the form of one."""
+  # Text, dates and objects have no values to compare.
+  kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
+  return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
+
+
+def is_key(x: object) -> TypeGuard[jax.Array]:
+  """Returns whether a value is a random key with a dtype of its own."""
+  return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def overlaps(name: str, places: Iterable[str]) -> bool:
+  """Returns whether a path is inside any of the others, or around one."""
+  first = f"/{name}/".replace("//", "/")
+  others = [f"/{x}/".replace("//", "/") for x in places]
+  return any(first.startswith(x) or x.startswith(first) for x in others)
+
+
+def argument_of(name: str) -> str:
+  """Returns the argument that a leaf is in."""
+  return name.partition("/")[0]
+
+
+def listed(names: Sequence[str]) -> str:
+  """Returns text that lists the first names and counts the others."""
+  more = len(names) - _MOST_NAMED
+  named = ", ".join(names[:_MOST_NAMED])
+  return f"{named} and {more} more" if more > 0 else named

@@ -1,0 +1,443 @@
+"""Runs a step with several values of S, and judges what comes out."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._step import states
+from optax_lossscale.instruments import _next_values
+from optax_lossscale.instruments import _verdicts
+from optax_lossscale.instruments._verdicts import Law
+from optax_lossscale.instruments._verdicts import law_of as _law
+
+# How many times S may be halved until the step does not overflow.
+_MOST_HALVINGS = 40
+
+# The number of steps after which parameters that have not moved are taken to be
+# frozen.
+_MORE_STEPS = 8
+
+RETURN = (
+  "it must be an argument, and its next value be returned, unless an "
+  "nnx.Optimizer holds it"
+)
+
+# A step as a function of its arguments by name.
+Step = Callable[[Mapping[str, object]], object]
+
+
+class Run(NamedTuple):
+  """The outputs of one run of the step, with a given S for each loss scale."""
+
+  after: dict[str, object]  # The next values of arguments.
+  watched: dict[str, np.ndarray]  # The leaves of `after` to compare.
+  others: dict[str, object]  # The other outputs, each subtree by its path.
+  states: dict[str, states.LossScalingState]
+  # For each state by path: "nothing" if `update` did not run, else "applied",
+  # "skipped", "several" for both, or "overflow" if an overflow was applied.
+  outcomes: dict[str, str]
+
+  @property
+  def overflows(self) -> bool:
+    """Whether some S did not let its step be applied as it is."""
+    return not {*self.outcomes.values()} <= {"nothing", "applied"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+  """A step bound to its arguments, to be run with any S."""
+
+  run: Step
+  named: dict[str, object]
+  next_values: dict[str, str]
+  # The arguments whose next value is not guessed, as those of NNX objects.
+  certain: frozenset[str]
+  # The leaves that may depend on S or change on a skip.
+  free: frozenset[str]
+
+  @functools.cached_property
+  def given(self) -> dict[str, states.LossScalingState]:
+    """The states of loss scaling among the arguments, by path."""
+    return states.find_states(self.named)
+
+  @functools.cached_property
+  def paths(self) -> list[str]:
+    """The paths of the states whose S can be set."""
+    return [
+      x for x, y in self.given.items() if jax.tree.leaves(y.loss_scale_state)
+    ]
+
+  @functools.cached_property
+  def before(self) -> dict[str, np.ndarray]:
+    """The leaves that neither S nor a skip may change."""
+    return self._watched(self.named)
+
+  @functools.cached_property
+  def parameters(self) -> set[str]:
+    """The names of floating leaves outside loss scaling's states."""
+    return {
+      name
+      for name, x in self.before.items()
+      if leaves.is_gradient(x)
+      and not any(f"{name}/".startswith(f"{y}/") for y in self.given)
+    }
+
+  def at(self, factors: Mapping[str, Any]) -> Run:
+    """Runs the step on copies of its arguments, each S times its factor."""
+    outputs = _outputs(self.run, self.named, factors)
+    places = self.next_values.values()
+    after = {name: outputs[place] for name, place in self.next_values.items()}
+    new = states.find_states(after)
+    outcomes = {x: _outcome(self.given[x], new[x]) for x in factors if x in new}
+    others = {
+      x: y for x, y in outputs.items() if not _next_values.overlaps(x, places)
+    }
+    return Run(after, self._watched(after), others, new, outcomes)
+
+  def later(self, found: Run) -> "Bound":
+    """Returns the same step with the next values of a run as its arguments."""
+    return dataclasses.replace(self, named=self.named | found.after)
+
+  def moved(self, found: Run) -> set[str]:
+    """Returns the parameters that a run changed."""
+    return self.parameters & {*_differing(self.before, found.watched)}
+
+  def _watched(self, named: Mapping[str, object]) -> dict[str, np.ndarray]:
+    return {
+      name: _on_host(x)
+      for argument in self.next_values
+      for name, x in _next_values.named_leaves(
+        named[argument], argument
+      ).items()
+      if name not in self.free
+    }
+
+
+def bind(
+  run: Step,
+  named: dict[str, object],
+  carry: _next_values.Carry | None,
+  known: Mapping[str, str],
+  may_change: Sequence[str],
+) -> Bound:
+  """Runs the step once, and returns it with what its outputs are."""
+  outputs = _outputs(run, named, {})
+  found = _next_values.match(named, outputs, carry, known)
+  new = states.find_states({x: outputs[place] for x, place in found.items()})
+  missing = [
+    path
+    for path, x in states.find_states(named).items()
+    if path not in new and jax.tree.leaves(x.loss_scale_state)
+  ]
+  # With `carry`, the step need not return a state that it only reads.
+  if missing and (carry is None or not new):
+    got = "no output of its structure, shapes and dtypes"
+    if carry:
+      got = f"`carry` without it, {arguments.shown(carry)}"
+    raise ValueError(
+      "`step` must return the next value of the argument that holds the "
+      f"state of loss_scaling, {missing[0]}, got {got}; {RETURN}."
+    )
+  names = [
+    name for x in found for name in _next_values.named_leaves(named[x], x)
+  ]
+  return Bound(
+    run,
+    named,
+    found,
+    frozenset(named if carry else known),
+    frozenset(_next_values.may_change(names, may_change)),
+  )
+
+
+def _outputs(
+  run: Step, named: dict[str, object], factors: Mapping[str, Any]
+) -> dict[str, object]:
+  """Returns every subtree that a step returns, by its path."""
+
+  def copy(path: tuple[Hashable, ...], x: Any) -> object:
+    x = jax.tree.map(
+      lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, x
+    )
+    factor = factors.get(leaves.path_name(path))
+    if factor is None:
+      return x
+    # `new` has the shape and sharding of S, so nothing recompiles.
+    new = x.loss_scale_state.loss_scale * np.float32(factor)
+    rule_state = states.replace_scale(x.loss_scale_state, new)
+    return x._replace(loss_scale_state=rule_state)
+
+  inputs = jax.tree.map_with_path(copy, named, is_leaf=states.is_state)
+  return dict(_next_values.subtrees(jax.block_until_ready(run(inputs))))
+
+
+def report(
+  step: Bound, precision: Law, *, is_narrow: bool
+) -> _verdicts.StepReport:
+  """Returns the report on the first step that moves the parameters."""
+  if not step.paths:
+    law = _law("scale", _verdicts.SWITCHED_OFF)
+    return _verdicts.StepReport((law, precision), {})
+  found, run = _judge(step, precision, is_narrow=is_narrow)
+  # A parameter that does not move, as at a learning rate of 0, hides mistakes.
+  seen: set[str] = set()
+  for count in range(_verdicts.MOST_STEPS):
+    seen |= step.moved(run)
+    # Some parameters may be frozen and never move.
+    is_late = seen and count >= _MORE_STEPS
+    if is_late or seen >= step.parameters or not found.ok:
+      return found
+    step = step.later(run)
+    run = step.at({})
+    if step.moved(run) - seen:
+      later, _ = _judge(step, precision, is_narrow=is_narrow)
+      halvings = found.halvings + later.halvings
+      found = dataclasses.replace(later, halvings=halvings)
+  if step.moved(run):
+    return found
+  laws = (_law("invariance", _verdicts.STILL), *found.laws)
+  return dataclasses.replace(found, laws=laws)
+
+
+class _Start(NamedTuple):
+  """The first run at an S that does not overflow, or why there is none."""
+
+  run: Run
+  factors: dict[str, Any]
+  halvings: int
+  is_stalled: bool
+  reason: Sequence[str] | None
+
+
+def _start(step: Bound) -> _Start:
+  """Halves S until the step does not overflow."""
+  is_stalled = False
+  for halvings in range(_MOST_HALVINGS + 1):
+    factors = dict.fromkeys(step.paths, 0.5**halvings)
+    run = step.at(factors)
+    if not halvings:
+      is_stalled = any(
+        np.any(x.stalled & x.skipped) for x in run.states.values()
+      )
+    reason = _verdicts.OVERFLOWS if run.overflows else None
+    if "requested" in run.outcomes.values():
+      reason = _verdicts.REQUESTED
+    if reason is not _verdicts.OVERFLOWS:
+      break
+  return _Start(run, factors, halvings, is_stalled, reason)
+
+
+def _judge(
+  step: Bound, precision: Law, *, is_narrow: bool
+) -> tuple[_verdicts.StepReport, Run]:
+  """Returns the report on a single step, and the step's outputs."""
+  start = _start(step)
+  first = start.run
+  if start.reason:
+    laws = [_law("scale", start.reason), precision]
+    return _verdicts.StepReport(tuple(laws), step.next_values), first
+  again = step.at(start.factors)
+  is_repeatable = not _differing(first.watched, again.watched)
+  is_rough = is_narrow or not is_repeatable
+  skips = _skips(step, start)
+  varied = {path: _vary(step, start, path) for path in first.outcomes}
+  scales = {
+    path: _scale(path, start, varied[path], skips, is_rough=is_rough)
+    for path in varied
+  }
+  invariances = {
+    path: _invariance(
+      step, [first, again, *varied[path].runs], scales[path], skips, is_narrow
+    )
+    for path in varied
+  }
+  found = [_law("scale", _verdicts.STALLED)] if start.is_stalled else []
+  is_one = len(scales) == 1
+  found += [_law("scale", x, "" if is_one else y) for y, x in scales.items()]
+  path, worst = _verdicts.worst(invariances)
+  found += [
+    _law("invariance", worst, "" if is_one else path),
+    _law("skip", _verdicts.skip_law(*skips[1:])),
+    precision,
+  ]
+  follows = [
+    name
+    for x in varied.values()
+    for name in _differing(first.others, x.runs[0].others)
+  ]
+  report = _verdicts.StepReport(
+    tuple(found),
+    step.next_values,
+    tuple(dict.fromkeys(follows)),
+    is_repeatable,
+    start.halvings,
+  )
+  return report, first
+
+
+class _Varied(NamedTuple):
+  """Two runs in which one S is halved, and halved again."""
+
+  runs: list[Run]
+  halvings: np.ndarray  # int[members], by how much each.
+
+
+def _vary(step: Bound, start: _Start, path: str) -> _Varied:
+  """Runs a step with one of its S smaller and smaller."""
+  runs = [
+    step.at(start.factors | {path: share * start.factors[path]})
+    for share in (0.5, 0.25)
+  ]
+  return _Varied(runs, np.ones(1, int))
+
+
+def _scale(
+  path: str,
+  start: _Start,
+  varied: _Varied,
+  skips: "_Skips",
+  *,
+  is_rough: bool,
+) -> Sequence[str]:
+  """Returns what is found of the scale law for one S."""
+  if any(x.overflows for x in varied.runs):
+    return _verdicts.OVERFLOWS
+  if skips.runs[-1].outcomes[path] == "applied":
+    return _verdicts.SET_ASIDE
+  if start.run.outcomes[path] == "nothing":
+    return _verdicts.NOTHING_SEEN
+  amaxes = [np.ravel(x.states[path].amax) for x in (start.run, *varied.runs)]
+  law = _verdicts.scale_law(np.array(amaxes), is_rough)
+  if law[0] == "wrong" and _next_values.argument_of(path) in skips.doubtful:
+    return "inconclusive", law[1], _verdicts.CARRY
+  return law
+
+
+def _invariance(
+  step: Bound,
+  runs: Sequence[Run],
+  scale: Sequence[str],
+  skips: "_Skips",
+  is_narrow: bool,
+) -> Sequence[str]:
+  """Returns what is found of the invariance law for one S."""
+  if any(x.overflows for x in runs):
+    return _verdicts.OVERFLOWS
+  if not step.parameters:
+    return _verdicts.NOT_COMPARED
+  values = [step.before, *(x.watched for x in runs)]
+  # The scale law reveals a solver that rounds in its own way.
+  is_rounded = is_narrow or scale[0] == "rounding"
+  law = _verdicts.invariance_law(values, skips.doubtful, is_rounded)
+  # The mistake is the same, so a second remedy would be redundant.
+  return law[:2] if scale[0] == "wrong" else law
+
+
+class _Skips(NamedTuple):
+  """What steps with an overflow did."""
+
+  runs: list[Run]
+  outcomes: set[str]
+  changed: list[str]  # The leaves that a skip did not keep.
+  doubtful: set[str]  # The arguments whose next value may be guessed wrong.
+
+
+def _skips(step: Bound, start: _Start) -> _Skips:
+  """Runs a step with an S of inf."""
+  # Tests the skip after a clean step, since a momentum of 0 may stay 0 anyway.
+  later = step.later(start.run)
+  clean = later.at(start.factors)
+  infinite = later.at(dict.fromkeys(start.factors, math.inf))
+  changed = _differing(later.before, infinite.watched)
+  outcomes = {
+    outcome
+    for path, outcome in infinite.outcomes.items()
+    if clean.outcomes[path] != "nothing"
+  }
+  doubtful = _doubtful(later, clean, infinite, changed) - step.certain
+  return _Skips([infinite], outcomes, changed, doubtful)
+
+
+def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
+  """Returns what `update` did, derived from how its counts changed."""
+  applied, skipped, requested = (
+    np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
+    for x in ("applied_steps", "skipped_steps", "requested_skips")
+  )
+  if requested and not applied:
+    return "requested"
+  if skipped:
+    return "several" if applied else "skipped"
+  if applied:
+    return "overflow" if np.any(new.overflow) else "applied"
+  return "nothing"
+
+
+def _doubtful(
+  later: Bound, clean: Run, skipped: Run, changed: Sequence[str]
+) -> set[str]:
+  """Returns the arguments whose next value may have been guessed wrong.
+
+  A skipped step returns its arguments, so unchanged ones were guessed right.
+  """
+
+  def is_doubtful(name: str) -> bool:
+    argument, after = later.named[name], {"": skipped.after[name]}
+    like = _next_values.form(argument)
+    rivals = [
+      {"": x}
+      for y, x in later.named.items()
+      if y != name and _next_values.form(x) == like
+    ]
+    # Outputs of zero may be a skip's updates; those that jump may be gradients.
+    is_zero = not any(map(np.any, _host_leaves(after).values()))
+    return (
+      (_next_values.is_value(argument) and not _next_values.is_key(argument))
+      or like in map(_next_values.form, skipped.others.values())
+      or any(not _differing(x, after) for x in rivals)
+      or is_zero
+      or (bool(rivals) and _has_jumped(argument, clean.after[name]))
+    )
+
+  return set(filter(is_doubtful, {*map(_next_values.argument_of, changed)}))
+
+
+def _has_jumped(old: object, new: object) -> bool:
+  """Returns whether a step changes a tree by more than half its size."""
+  pairs = [
+    [np.asarray(y[x], np.result_type(y[x], np.float64)) for y in (a, b)]
+    for a, b in [(_host_leaves({"": old}), _host_leaves({"": new}))]
+    for x in a
+    if leaves.is_gradient(a[x])
+  ]
+  apart = math.hypot(*(np.linalg.norm(x - y) for x, y in pairs))
+  return apart > 0.5 * math.hypot(*(np.linalg.norm(x) for x, _ in pairs))
+
+
+def _on_host(x: object) -> np.ndarray:
+  """Returns `x` as a NumPy array; for a random key, its data."""
+  return np.asarray(jax.random.key_data(x) if _next_values.is_key(x) else x)
+
+
+def _host_leaves(tree: object) -> dict[str, np.ndarray]:
+  """Returns a tree's arrays on the host, by name."""
+  return {
+    name: _on_host(x) for name, x in _next_values.named_leaves(tree).items()
+  }
+
+
+def _differing(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
+  """Returns the names of leaves that differ between two similar trees."""
+  first, second = _host_leaves(a), _host_leaves(b)
+  return [x for x in first if not _verdicts.is_same(first[x], second[x])]

@@ -1,0 +1,422 @@
+"""The laws of a correct step: their texts, and how numbers are judged."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+import textwrap
+from typing import NamedTuple
+
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import scopes
+from optax_lossscale.instruments import _next_values
+
+# The most steps to run until a parameter moves.
+MOST_STEPS = 64
+
+# How far the updates at two values of S may differ. If everything is as wide as
+# float32 or wider, the limit applies to the largest element, since powers of
+# two are exact there. In float16 it applies to the median element, since a
+# smaller S loses low bits and small gradients. In correct steps of an MLP, an
+# LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
+# at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
+_ROUNDING = 2.0**-20
+_NARROW_ROUNDING = 2.0**-6
+
+# How closely log2(amax) must follow log2(S).
+_SLOPE_ROUNDING = 2.0**-6
+
+_INSIDE = (
+  "Put anything that needs true gradients inside: loss_scaling(chain, rule)."
+)
+_WIDE = "check the step with the model in float32, where S must not show."
+CARRY = (
+  "That is a mistake only if the next values below were guessed right: name "
+  "those that are, as in carry={'params': 0, 'opt_state': 1}."
+)
+
+# The scale law by the power of S that amax follows: verdict, text and remedy.
+_SLOPES = {
+  1: ("exact", "The largest gradient is proportional to S."),
+  0: (
+    "wrong",
+    "The largest gradient does not depend on S.",
+    "Either the loss is not scaled by this S: jax.value_and_grad in the place "
+    "of ols.scaled_value_and_grad, an S that was read once or outside of the "
+    "step, the S of another optimizer (path= says which). Or `update` of "
+    "loss_scaling is not given the scaled gradients: "
+    f"ols.unscale, a clip or an optimizer before it. {_INSIDE}",
+  ),
+  2: (
+    "wrong",
+    "The largest gradient is proportional to S squared.",
+    "The loss is scaled twice, by ols.scaled_value_and_grad and by hand.",
+  ),
+}
+_NEARLY = ("rounding", "The largest gradient is nearly proportional to S.")
+_ADDED = (
+  "wrong",
+  "The largest gradient is proportional to S but for a small part.",
+  f"Something is added before `update` (weight decay, noise). {_INSIDE}",
+)
+OVERFLOWS = (
+  "inconclusive",
+  "The step overflows at this S and at smaller ones.",
+  "Take another batch, or see where this one overflows: "
+  "ols.instruments.where_overflow.",
+)
+REQUESTED = (
+  "inconclusive",
+  "`skip` skipped the step, so nothing could be compared.",
+  "Take a batch, or a state, with which the step is applied.",
+)
+STALLED = (
+  "wrong",
+  "The step overflows at this S, and the rule cannot lower it.",
+  "Every such step is skipped. Take a smaller S, or a rule that moves it.",
+)
+NOTHING_SEEN = (
+  "inconclusive",
+  "`update` of loss_scaling did not run, or all gradients are 0.",
+  "Take another batch, or a step in which it runs, and return the state that "
+  "`update` returns. optax.MultiSteps belongs inside of loss_scaling.",
+)
+NOT_COMPARED = (
+  "inconclusive",
+  "No output was found to be the next value of the parameters.",
+  "Name it, as in carry={'params': 0, 'opt_state': 1}.",
+)
+STILL = (
+  "inconclusive",
+  f"No parameter moves in {MOST_STEPS} steps.",
+  "Check a step whose rate is not 0, of fewer that are accumulated, and whose "
+  "updates the parameters' dtype can hold.",
+)
+SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
+SET_ASIDE = (
+  "not applied",
+  "The step sets this S aside, as a schedule does in full precision.",
+)
+
+_WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
+
+# Verdict and remedy of the invariance law, by the verdict on the worst leaf.
+_INVARIANCE = {
+  "wrong": (
+    "wrong",
+    "Some gradients do not pass through loss_scaling (optax.masked or one "
+    "group of a partition around it), something around it takes scaled ones "
+    "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
+    f"something was added to them by hand (weight decay, noise). {_INSIDE}",
+  ),
+  "doubtful": ("inconclusive", CARRY),
+  "inconclusive": ("inconclusive", f"That may be rounding or not: {_WIDE}"),
+  "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
+}
+
+# The skip law, by the outcome of a step with an S of inf, worst first.
+_NOT_SKIPPED = {
+  "nothing": (
+    "wrong",
+    "The step with an S of inf was not skipped.",
+    "Something around loss_scaling, such as optax.apply_if_finite, took the "
+    "step back and S with it: S can never come down. It belongs inside.",
+  ),
+  "several": (
+    "inconclusive",
+    "The step makes several updates and skipped only some of them.",
+    "Check one of them alone, such as the body of the scan.",
+  ),
+  "overflow": (
+    "not applied",
+    "The rule has skip=False, so that overflows are applied.",
+  ),
+  "applied": SET_ASIDE,
+}
+_MOVES = (
+  "A skipped step must keep the old values: new = "
+  "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
+  "ols.nnx.undo_on_skip(optimizer, model):`; in Flax Linen "
+  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
+  "anything that may change anyway in may_change=."
+)
+# Where an NNX object's next value is, for a report.
+IN_PLACE = "in place"
+_ALL_WIDE = (
+  "not applied",
+  "Nothing in the step works below float32.",
+  "If that is not meant, loss scaling has nothing to save: "
+  'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
+)
+
+
+class Law(NamedTuple):
+  """One law, and whether a step obeys it.
+
+  Attributes:
+    name: "scale", "invariance", "skip" or "precision".
+    verdict: "exact"; "rounding", if the law holds up to rounding; "wrong";
+      "inconclusive"; or "not applied", if the law does not apply to the step.
+      The test is the report's `ok`: "proved", a verdict above "exact", is
+      reserved for laws that a later version proves for all values.
+    text: what the check saw.
+    remedy: the mistakes that look like this, and how to fix them.
+    where: the lines of the program that the law points at, each as the file,
+      the line's number and its text.
+  """
+
+  name: str
+  verdict: str
+  text: str
+  remedy: str = ""
+  where: tuple[tuple[str, int, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+  """The findings of `check_step`; print it to read them.
+
+  Attributes:
+    laws: the laws, each with its verdict. With several loss scales, the first
+      two laws come once for each scale.
+    next_values: for each argument, the output that counts as its next value;
+      "in place" for an NNX object, which the step changes.
+    follows: the other outputs that depend on S, such as a norm of scaled
+      gradients. Such a norm is fine unless it is used as the true norm.
+    deterministic: whether two runs with the same S gave the same values.
+    halvings: how often S was halved until the step did not overflow.
+    warnings: the text of each `WiringWarning` that the step raised while it was
+      traced, unless a filter of yours ignores it.
+  """
+
+  laws: tuple[Law, ...]
+  next_values: Mapping[str, str]
+  follows: tuple[str, ...] = ()
+  deterministic: bool = True
+  halvings: int = 0
+  warnings: tuple[str, ...] = ()
+
+  @property
+  def _is_wrong(self) -> bool:
+    return any(law.verdict == "wrong" for law in self.laws)
+
+  @property
+  def ok(self) -> bool:
+    """True if every law that applies holds, and nothing is left to clear up.
+
+    A law that is inconclusive, or a warning, makes it False.
+    """
+    verdicts = {x.verdict for x in self.laws}
+    return not (verdicts & {"wrong", "inconclusive"} or self.warnings)
+
+  def raise_if_wrong(self) -> None:
+    """Raises a ValueError with the report as its text if a law is broken."""
+    if self._is_wrong:
+      raise ValueError(str(self))
+
+  def __str__(self) -> str:
+    found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
+    if self.ok and any(law.verdict == "rounding" for law in self.laws):
+      found = "right, as far as rounding can tell"
+    if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
+      found += ", but nothing in it works below float32"
+    pairs = [
+      f"{x} {y}" if y == IN_PLACE else f"{x} from output {y or 0}"
+      for x, y in self.next_values.items()
+    ]
+    lines = [
+      f"The step is {found}.",
+      *(f"{x.name} ({x.verdict}): {x.text} {x.remedy}" for x in self.laws),
+      *(f"WiringWarning: {x}" for x in self.warnings),
+      f"Next values: {', '.join(pairs)}.",
+    ]
+    if self.follows:
+      named = _next_values.listed([f"output {x}" for x in self.follows])
+      lines += [f"Other outputs that depend on S: {named}."]
+    if self.halvings:
+      lines += [
+        f"The step overflows at its S; it ran at S / 2**{self.halvings}."
+      ]
+    if not self.deterministic:
+      lines += ["Two runs with the same S differ."]
+    return "\n".join(
+      textwrap.fill(line, 80, subsequent_indent="  ") for line in lines
+    )
+
+
+def scale_law(amaxes: np.ndarray, is_rough: bool) -> Sequence[str]:
+  """Returns the scale law for amax, float[S, members], at S, S/2 and S/4."""
+  # With float64 gradients, the true amax may be larger than the state can hold.
+  most = np.finfo(np.float32).max
+  is_usable = np.all((amaxes > 0) & (amaxes < most), axis=0)
+  amaxes = amaxes[:, is_usable]
+  slopes = np.log2(amaxes[:-1] / amaxes[1:])
+  if not slopes.size:
+    return NOTHING_SEEN
+  for slope, law in _SLOPES.items():
+    apart = np.max(np.abs(slopes - slope))
+    if apart <= _SLOPE_ROUNDING and slope == 1 and apart:
+      return _NEARLY if is_rough else _small_part(amaxes)
+    if apart <= _SLOPE_ROUNDING:
+      return law
+  worst = slopes.ravel()[np.argmax(np.abs(slopes - 1))]
+  return (
+    "inconclusive" if is_rough or abs(worst - 1) < 0.5 else "wrong",
+    f"The largest gradient is proportional to S^{worst:.2f}.",
+    "Either this S is so small that gradients are lost, or something comes "
+    f"before `update` that depends on their size, such as a clip. {_INSIDE}",
+  )
+
+
+def _small_part(amaxes: np.ndarray) -> Sequence[str]:
+  """Returns the scale law if a small part of amax does not follow S.
+
+  A part that was added is the same at any S; a solver's errors are not.
+  """
+  apart = amaxes[:-1] - 2 * amaxes[1:]
+  # Noise in the last bit is at most this large.
+  noise = 2.0**-22 * amaxes[0]
+  is_seen = np.min(np.abs(apart), axis=0) > noise
+  is_same = np.abs(apart[0] - apart[1]) <= np.abs(apart[0]) / 16 + noise / 2
+  return _ADDED if np.any(is_seen & is_same) else _NEARLY
+
+
+def is_same(a: np.ndarray, b: np.ndarray) -> bool:
+  """Returns whether two arrays are equal; NaN equals NaN."""
+  return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
+
+
+def _difference(
+  old: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> tuple[float, float, float]:
+  """Returns three measures of the difference between two updates of a leaf.
+
+  They are the largest difference over the largest update, the median of the
+  elements' relative differences, and log2 of the ratio of the updates' sums.
+  """
+  if is_same(a, b):
+    return 0, 0, 0
+  if not leaves.is_gradient(a):
+    return math.inf, math.inf, math.nan
+  old, a, b = (
+    np.asarray(x, np.result_type(x, np.float64)) for x in (old, a, b)
+  )
+  with np.errstate(all="ignore"):
+    first, second, apart = np.abs(a - old), np.abs(b - old), np.abs(a - b)
+    size = np.maximum(first, second)
+    if not np.all(np.isfinite(apart)):
+      return math.inf, math.inf, math.nan
+    return (
+      np.max(apart) / np.max(size),
+      np.median(apart[size > 0] / size[size > 0]),
+      np.log2(np.sum(first) / np.sum(second)),
+    )
+
+
+def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
+  """Returns the verdict on a leaf, and how strongly it depends on S."""
+  old, first, again, half, quarter = values
+  largest, middle, slope = _difference(old, first, half)
+  lower, lower_middle, lower_slope = _difference(old, half, quarter)
+  noise, *_ = _difference(old, first, again)
+  # A mistake grows as a power of S, unlike the rounding errors of float16.
+  is_power = 0.5 <= abs(slope) < math.inf and np.allclose(
+    [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
+  )
+  if largest == lower == 0:
+    verdict = "exact"
+  elif max(largest, lower) <= _ROUNDING:
+    verdict = "rounding"
+  # One pair of runs says little about the largest noise in other pairs.
+  elif 0 < largest <= 64 * noise:
+    verdict = "inconclusive"
+  # Rounding errors grow as S shrinks.
+  elif is_narrow and middle <= min(
+    _NARROW_ROUNDING, 2 * lower_middle + _ROUNDING
+  ):
+    verdict = "rounding"
+  else:
+    verdict = "wrong" if is_power or not is_narrow else "inconclusive"
+  like = f" like S^{slope:.2g}" if 0.5 <= abs(slope) < math.inf else ""
+  most = max(largest, lower)
+  return verdict, f" ({100 * most:.2g} %{like})" if most < 2 else ""
+
+
+def invariance_law(
+  values: Sequence[Mapping[str, np.ndarray]],
+  doubtful: set[str],
+  is_narrow: bool,
+) -> Sequence[str]:
+  """Returns the invariance law: whether the next values depend on S."""
+  named: dict[str, list[str]] = {}
+  for name in values[0]:
+    # The statistics of FP8 layers follow S, since they see scaled gradients.
+    if leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}:
+      continue
+    found, seen = _compare([x[name] for x in values], is_narrow)
+    if found == "wrong" and _next_values.argument_of(name) in doubtful:
+      found = "doubtful"
+    named.setdefault(found, []).append(name + seen)
+  for found, (verdict, remedy) in _INVARIANCE.items():
+    if found in named:
+      listed = _next_values.listed(named[found])
+      return verdict, f"Updates differ between S and S/2: {listed}.", remedy
+  return "exact", "No next value depends on S."
+
+
+def worst(found: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]]:
+  """Returns the worst of several findings, and what it was found for."""
+  place = min(found, key=lambda x: _WORST_FIRST.index(found[x][0]))
+  return place, found[place]
+
+
+def law_of(name: str, found: Sequence[str], path: str = "") -> Law:
+  """Returns a finding as a law, with the path of its S if there are several."""
+  place = f"Of S at {path}: " if path else ""
+  return Law(name, found[0], place + found[1], "".join(found[2:]))
+
+
+def skip_law(
+  outcomes: set[str], changed: Sequence[str], doubtful: set[str]
+) -> Sequence[str]:
+  """Returns the skip law: whether a step that overflowed changed nothing."""
+  if not outcomes:
+    return NOTHING_SEEN
+  for outcome, law in _NOT_SKIPPED.items():
+    if outcome in outcomes:
+      return law
+  if not changed:
+    return "exact", "A step that overflows changes nothing."
+  certain = [
+    name for name in changed if _next_values.argument_of(name) not in doubtful
+  ]
+  text = (
+    f"A step that overflows changed {_next_values.listed(certain or changed)}."
+  )
+  return ("wrong", text, _MOVES) if certain else ("inconclusive", text, CARRY)
+
+
+def precision_law(jaxpr: core.Jaxpr) -> tuple[Law, bool]:
+  """Returns the precision law, and whether small numbers may be lost."""
+  works: set[np.dtype] = set()
+  casts: set[np.dtype] = set()
+  is_reduced = False
+  for _, equation, _ in scopes.operations(jaxpr):
+    name = equation.primitive.name
+    avals: list[object] = [
+      x.aval for x in (*equation.invars, *equation.outvars)
+    ]
+    floats = {x.dtype for x in avals if leaves.is_gradient(x)}
+    narrow = {x for x in floats if leaves.at_least_float32(x) != x}
+    (casts if name == "convert_element_type" else works).update(narrow)
+    is_reduced |= equation.params.get("exponent_bits", 8) < 8
+  least = jnp.finfo("float32").minexp
+  loses = is_reduced or any(jnp.finfo(x).minexp > least for x in works | casts)
+  if not works:
+    return Law("precision", *_ALL_WIDE), loses
+  listed = ", ".join(sorted(x.name for x in works))
+  return Law("precision", "exact", f"Operations work in {listed}."), loses
