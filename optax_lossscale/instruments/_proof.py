@@ -24,7 +24,7 @@ from optax_lossscale._step import findings
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
-from optax_lossscale.instruments import _laws
+from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments._interpret import Value
 
 # A proof is tried for each truth of as many flags among the arguments.
@@ -125,7 +125,7 @@ class _Opaque:
 
 
 def _has_value(x: object) -> bool:
-  return hasattr(x, "dtype") and _laws._is_value(x)
+  return hasattr(x, "dtype") and _next_values.is_value(x)
 
 
 class _Pair(NamedTuple):
@@ -159,9 +159,9 @@ class _Step:
     }
     self.names = traced.named_inputs()
     self.ones: frozenset[str] = frozenset()
-    shapes = dict(_laws._nodes(traced.shapes))
-    self.positions = dict(_laws._nodes(traced.outputs))
-    self.next_values = _laws._next_values(named, shapes, carry, known)
+    shapes = dict(_next_values.subtrees(traced.shapes))
+    self.positions = dict(_next_values.subtrees(traced.outputs))
+    self.next_values = _next_values.match(named, shapes, carry, known)
     # Arguments whose next value was guessed by its form alone.
     self.guessed: frozenset[str] = frozenset()
     if carry is None:
@@ -197,9 +197,9 @@ class _Step:
         values[x.after].identity == ("in", x.before) for x in pairs
       )
 
-    forms = {place: _laws._form(shape) for place, shape in shapes.items()}
+    forms = {place: _next_values.form(shape) for place, shape in shapes.items()}
     for name in self.guessed:
-      place, form = self.next_values[name], _laws._form(named[name])
+      place, form = self.next_values[name], _next_values.form(named[name])
       others = [x for x, y in forms.items() if x and x != place and y == form]
       kept = [x for x in (place, *others) if is_kept(name, x)]
       if kept:
@@ -209,7 +209,7 @@ class _Step:
       pairs = self._pairs(name, place)
       after = [values[x.after] for x in pairs]
       tree = named[name]
-      is_one = _laws._is_value(tree) and not _laws._is_key(tree)
+      is_one = _next_values.is_value(tree) and not _next_values.is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
       is_other = all(
         isinstance(x.degree, tuple) and x.degree or x.degree == _degrees.ANY
@@ -217,7 +217,7 @@ class _Step:
       )
       is_read = any(name in applied[x.after].reads for x in pairs)
       taken = self.next_values.values()
-      has_rival = any(not _laws._overlaps(x, taken) for x in others)
+      has_rival = any(not _next_values.overlaps(x, taken) for x in others)
       if states.find_states(tree) or (
         is_read and not (is_one or is_other or has_rival)
       ):
@@ -228,13 +228,9 @@ class _Step:
     return name.partition("/")[0] in self.guessed
 
   def _pairs(self, name: str, place: str) -> list[_Pair]:
-    before = _named_positions(self.traced.inputs[name], name)
-    after = _named_positions(self.positions[place], name)
-    return [
-      _Pair(x, int(a), int(b))
-      for (x, a), (_, b) in zip(before, after, strict=True)
-      if isinstance(a, Position) and isinstance(b, Position)
-    ]
+    before = _next_values.named_leaves(self.traced.inputs[name], name)
+    after = _next_values.named_leaves(self.positions[place], name)
+    return [_Pair(x, before[x], after[x]) for x in before if x in after]
 
   def run(
     self,
@@ -296,12 +292,12 @@ def prove(
       _interpret._position_of_scale(event.call.inputs[0])
     ].scale)
   )
-  laws = _laws_of(step, {})
+  laws = _judge(step, {})
   flags = step.flags
   if 0 < len(flags) <= _MOST_FLAGS and not _holds(laws):
     cases = []
     for truths in itertools.product((True, False), repeat=len(flags)):
-      cases += _laws_of(step, dict(zip(flags, truths, strict=True)))
+      cases += _judge(step, dict(zip(flags, truths, strict=True)))
     if _holds(cases):
       laws = [x for x in cases if x.verdict == "proved"] or cases
       laws = list({(x.law, x.path): x for x in laws}.values())
@@ -322,7 +318,7 @@ def _assumptions(traced: Traced) -> tuple[str, ...]:
   return tuple(dict.fromkeys(x.kind for x in traced.named))
 
 
-def _laws_of(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
+def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   """Returns what is proved of a step, given some flags' truth."""
   machine, outputs = step.run((), flags)
   events = list(machine.events.values())
@@ -614,7 +610,7 @@ def _follows(step: _Step) -> Iterator[str]:
   places = step.next_values.values()
   for path, x in jax.tree.leaves_with_path(step.traced.outputs):
     name = leaves.path_name(path)
-    if isinstance(x, Position) and not _laws._overlaps(name, places):
+    if isinstance(x, Position) and not _next_values.overlaps(name, places):
       if not _degrees.is_free(outputs[x].degree):
         yield name
 
@@ -650,18 +646,3 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
 
 def _inside(name: str, path: str) -> bool:
   return f"{name}/".startswith(f"{path}/")
-
-
-def _named_positions(tree: object, name: str) -> list[tuple[str, object]]:
-  """Returns the leaves that neither S nor a skip may change, by name."""
-  found: list[tuple[str, object]] = []
-  for path, x in jax.tree.leaves_with_path(
-    tree, is_leaf=lambda x: type(x) in _laws._KEPT
-  ):
-    inner = "/".join(filter(None, [name, leaves.path_name(path)]))
-    if type(x) in _laws._KEPT:
-      kept = {field: getattr(x, field) for field in _laws._KEPT[type(x)]}
-      found += _named_positions(kept, inner)
-    elif path[-1:] != _laws._ATTEMPTS and x is not None:
-      found.append((inner, x))
-  return found
