@@ -4,9 +4,12 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import inspect
 import sys
 from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 import warnings
 
 import jax
@@ -23,6 +26,29 @@ from optax_lossscale.instruments import _verdicts
 _traced_anew = jax.make_user_context(None)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _by_position(check: Callable[_P, _R]) -> Callable[_P, _R]:
+  """Returns `check`, which explains that the step's arguments have no names."""
+  own = {"step", "carry", "may_change"}
+
+  @functools.wraps(check)
+  def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    if others := kwargs.keys() - own:
+      name = min(others)
+      raise TypeError(
+        "`check_step` takes the arguments of `step` by position, got an "
+        f"unexpected keyword argument {name!r}; pass it by position or bind it "
+        f"first, as in functools.partial(step, {name}=...)."
+      )
+    return check(*args, **kwargs)
+
+  return checked
+
+
+@_by_position
 def check_step(
   step: Callable[..., Any],
   *args: object,

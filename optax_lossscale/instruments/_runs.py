@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
@@ -23,6 +24,15 @@ from optax_lossscale.instruments._verdicts import law_of as _law
 
 # How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
+
+# An S that is so much smaller shows what is added to scaled gradients in
+# float32, unless it makes them smaller than the least amax.
+_LOW = 2.0**-12
+_LEAST = 2.0**-100
+
+# How often S is doubled until float16 overflows, and where that ends.
+_DOUBLINGS = (3, 6, 9, 12, 16, 20, 26, 32, 40)
+_LARGEST = 2.0**100
 
 # The number of steps after which parameters that have not moved are taken to be
 # frozen.
@@ -92,6 +102,14 @@ class Bound:
       if leaves.is_gradient(x)
       and not any(f"{name}/".startswith(f"{y}/") for y in self.given)
     }
+
+  @property
+  def starts_infinite(self) -> bool:
+    """Whether a leaf is not finite before the step."""
+    return any(
+      leaves.is_gradient(x) and not np.all(np.isfinite(x))
+      for x in self.before.values()
+    )
 
   def at(self, factors: Mapping[str, Any]) -> Run:
     """Runs the step on copies of its arguments, each S times its factor."""
@@ -190,6 +208,10 @@ def report(
     law = _law("scale", _verdicts.SWITCHED_OFF)
     return _verdicts.StepReport((law, precision), {})
   found, run = _judge(step, precision, is_narrow=is_narrow)
+  if found.ok and step.starts_infinite:
+    # Next to a best value of inf, a first step shows little.
+    later, _ = _judge(step.later(run), precision, is_narrow=is_narrow)
+    found = found if later.ok else later
   # A parameter that does not move, as at a learning rate of 0, hides mistakes.
   seen: set[str] = set()
   for count in range(_verdicts.MOST_STEPS):
@@ -251,23 +273,25 @@ def _judge(
   is_repeatable = not _differing(first.watched, again.watched)
   is_rough = is_narrow or not is_repeatable
   skips = _skips(step, start)
-  varied = {path: _vary(step, start, path) for path in first.outcomes}
+  varied = {x: _vary(step, start, x, is_narrow) for x in first.outcomes}
   scales = {
-    path: _scale(path, start, varied[path], skips, is_rough=is_rough)
+    path: _scale(step, path, start, varied[path], skips, is_rough=is_rough)
     for path in varied
   }
   invariances = {
     path: _invariance(
-      step, [first, again, *varied[path].runs], scales[path], skips, is_narrow
+      step, (first, again, *varied[path].runs), scales[path], skips, is_narrow
     )
     for path in varied
   }
+  if is_narrow and skips.outcomes == {"skipped"}:
+    skips = _grow(step, start, scales, skips)
   found = [_law("scale", _verdicts.STALLED)] if start.is_stalled else []
   is_one = len(scales) == 1
   found += [_law("scale", x, "" if is_one else y) for y, x in scales.items()]
   path, worst = _verdicts.worst(invariances)
   found += [
-    _law("invariance", worst, "" if is_one else path),
+    _law("invariance", worst, "" if is_one or worst[0] == "exact" else path),
     _law("skip", _verdicts.skip_law(*skips[1:])),
     precision,
   ]
@@ -287,22 +311,38 @@ def _judge(
 
 
 class _Varied(NamedTuple):
-  """Two runs in which one S is halved, and halved again."""
+  """Runs in which one S is halved, and halved again, and far smaller."""
 
   runs: list[Run]
-  halvings: np.ndarray  # int[members], by how much each.
+  halvings: np.ndarray  # int[members], by how much each S is halved.
 
 
-def _vary(step: Bound, start: _Start, path: str) -> _Varied:
+def _vary(step: Bound, start: _Start, path: str, is_narrow: bool) -> _Varied:
   """Runs a step with one of its S smaller and smaller."""
-  runs = [
-    step.at(start.factors | {path: share * start.factors[path]})
-    for share in (0.5, 0.25)
-  ]
-  return _Varied(runs, np.ones(1, int))
+
+  def at(share: Any) -> Run:
+    return step.at(start.factors | {path: share * start.factors[path]})
+
+  shape = np.shape(start.run.states[path].amax)
+  # Each member of an ensemble has its own S, and must use no other.
+  halvings = 1 + np.arange(math.prod(shape)).reshape(shape) % 3
+  half = at(0.5**halvings)
+  amax = _on_host(half.states[path].amax)
+  # Devices that step together report one amax, and share one S.
+  if amax.size > 1 and np.all(amax == amax.flat[0]):
+    halvings = np.ones(shape, int)
+    half = at(0.5**halvings)
+  runs = [half, at(0.25**halvings)]
+  if not is_narrow:
+    low = at(_LOW)
+    # Below, float32 may lose gradients, too.
+    if np.min(_on_host(low.states[path].amax)) > _LEAST and not low.overflows:
+      runs.append(low)
+  return _Varied(runs, np.ravel(halvings))
 
 
 def _scale(
+  step: Bound,
   path: str,
   start: _Start,
   varied: _Varied,
@@ -313,13 +353,20 @@ def _scale(
   """Returns what is found of the scale law for one S."""
   if any(x.overflows for x in varied.runs):
     return _verdicts.OVERFLOWS
-  if skips.runs[-1].outcomes[path] == "applied":
+  if skips.infinite.outcomes[path] == "applied":
     return _verdicts.SET_ASIDE
   if start.run.outcomes[path] == "nothing":
     return _verdicts.NOTHING_SEEN
-  amaxes = [np.ravel(x.states[path].amax) for x in (start.run, *varied.runs)]
-  law = _verdicts.scale_law(np.array(amaxes), is_rough)
-  if law[0] == "wrong" and _next_values.argument_of(path) in skips.doubtful:
+  several = (start.run, *varied.runs[:2])
+  amaxes = np.array([np.ravel(x.states[path].amax) for x in several])
+  law = _verdicts.scale_law(amaxes, varied.halvings, is_rough)
+  rule_state = step.given[path].loss_scale_state
+  is_fixed = isinstance(rule_state, loss_scales.FixedLossScaleState)
+  if law[0] != "wrong":
+    return law
+  if is_fixed and np.all(_on_host(rule_state.loss_scale) == 1):
+    return _verdicts.CONSTANT
+  if _next_values.argument_of(path) in skips.doubtful:
     return "inconclusive", law[1], _verdicts.CARRY
   return law
 
@@ -332,8 +379,8 @@ def _invariance(
   is_narrow: bool,
 ) -> Sequence[str]:
   """Returns what is found of the invariance law for one S."""
-  if any(x.overflows for x in runs):
-    return _verdicts.OVERFLOWS
+  if scale in (_verdicts.OVERFLOWS, _verdicts.CONSTANT):
+    return scale
   if not step.parameters:
     return _verdicts.NOT_COMPARED
   values = [step.before, *(x.watched for x in runs)]
@@ -347,26 +394,91 @@ def _invariance(
 class _Skips(NamedTuple):
   """What steps with an overflow did."""
 
-  runs: list[Run]
+  infinite: Run
   outcomes: set[str]
   changed: list[str]  # The leaves that a skip did not keep.
   doubtful: set[str]  # The arguments whose next value may be guessed wrong.
 
 
 def _skips(step: Bound, start: _Start) -> _Skips:
-  """Runs a step with an S of inf."""
-  # Tests the skip after a clean step, since a momentum of 0 may stay 0 anyway.
+  """Runs a step, and the one after it, with an S of inf."""
+  # A momentum of 0 may stay 0 anyway, but not in the second step.
   later = step.later(start.run)
   clean = later.at(start.factors)
-  infinite = later.at(dict.fromkeys(start.factors, math.inf))
-  changed = _differing(later.before, infinite.watched)
+  infinite = dict.fromkeys(start.factors, math.inf)
+  runs = step.at(infinite), later.at(infinite)
   outcomes = {
     outcome
-    for path, outcome in infinite.outcomes.items()
-    if clean.outcomes[path] != "nothing"
+    for run, applied in zip(runs, (start.run, clean), strict=True)
+    for path, outcome in run.outcomes.items()
+    if applied.outcomes[path] != "nothing"
   }
-  doubtful = _doubtful(later, clean, infinite, changed) - step.certain
-  return _Skips([infinite], outcomes, changed, doubtful)
+  none = _Skips(runs[0], outcomes, [], set())
+  return _with_changed(none, step, later, clean, runs)
+
+
+def _with_changed(
+  skips: _Skips, step: Bound, later: Bound, clean: Run, runs: Sequence[Run]
+) -> _Skips:
+  """Returns `skips` with what two more steps that skip changed."""
+  changed = skips.changed
+  for before, run in zip((step, later), runs, strict=True):
+    if not {*run.outcomes.values()} & {"applied", "overflow"}:
+      changed = changed + _differing(before.before, run.watched)
+  doubtful = _doubtful(later, clean, runs[1], changed) - step.certain
+  return skips._replace(
+    changed=[x for x in step.before if x in changed],
+    doubtful=skips.doubtful | doubtful,
+  )
+
+
+def _grow(
+  step: Bound,
+  start: _Start,
+  scales: Mapping[str, Sequence[str]],
+  skips: _Skips,
+) -> _Skips:
+  """Runs a step with a growing S until its gradients overflow."""
+  follows = {x for x, y in scales.items() if y[0] in ("exact", "rounding")}
+  grown = {
+    path: np.max(_on_host(step.given[path].loss_scale_state.loss_scale))
+    for path, x in scales.items()
+    if x is not _verdicts.CONSTANT
+  }
+  hidden = skips._replace(outcomes={"hidden"})
+  # What hides an overflow at this S does not at a far smaller one.
+  if not all(np.all(start.run.states[x].amax) for x in grown):
+    small = step.at({x: _LOW * y for x, y in start.factors.items()})
+    if any(_is_lost(x, small, start.run, 0) for x in grown):
+      return hidden
+  for doublings in _DOUBLINGS:
+    if any(x * 2.0**doublings > _LARGEST for x in grown.values()):
+      break
+    factors = start.factors | {
+      path: start.factors[path] * 2.0**doublings for path in grown
+    }
+    run = step.at(factors)
+    kinds = {*run.outcomes.values()} - {"nothing"}
+    if kinds == {"skipped"}:
+      later = step.later(start.run)
+      # Here S is what halving it has left.
+      again = later.at(dict.fromkeys(grown, 2.0**doublings))
+      clean, runs = later.at(start.factors), (run, again)
+      return _with_changed(skips, step, later, clean, runs)
+    if kinds & {"overflow", "requested"}:
+      break
+    if kinds == {"applied"} and any(
+      _is_lost(path, start.run, run, 2.0**doublings if path in follows else 0)
+      for path in grown
+    ):
+      return hidden
+  return skips
+
+
+def _is_lost(path: str, old: Run, new: Run, growth: float) -> bool:
+  """Returns whether gradients became smaller or vanished as S grew."""
+  before, after = (_on_host(x.states[path].amax) for x in (old, new))
+  return _verdicts.is_lost(before, after, growth)
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:

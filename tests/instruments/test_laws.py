@@ -1149,6 +1149,13 @@ def test_a_step_with_an_argument_by_keyword_is_refused(name):
     instrument(lambda params, train: params, PARAMS, train=True)
 
 
+def test_an_argument_by_keyword_is_explained():
+  with pytest.raises(TypeError, match="by position") as raised:
+    run_check(lambda a, params: params, PARAMS, params=PARAMS)
+  text = "by position or bind it first, as in functools.partial(step, params="
+  assert text in str(raised.value)
+
+
 def test_the_second_optimizer_may_see_what_the_first_has_rounded():
   tx = ols.loss_scaling(optax.sgd(0.5), RULE)
 
@@ -1618,3 +1625,170 @@ def test_a_step_that_skip_skips_cannot_be_compared(flag):
   report = ols.instruments.check_step(step, params, tx.init(params), params)
   assert report.laws[0].verdict == "inconclusive"
   assert report.laws[0].text.startswith("`skip` skipped the step")
+
+
+def zeroed(scaled_grads, opt_state, params):
+  """Hides inf and NaN from `update`."""
+  return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), scaled_grads)
+
+
+def test_an_overflow_that_is_hidden_from_update_is_seen():
+  report = check(
+    ols.loss_scaling(ADAM, RULE), loss_fn=half_loss_fn, change=zeroed
+  )
+  assert verdicts(report)["skip"] == "wrong"
+  assert "A step whose gradients overflow was applied." in law(report, "skip")
+
+
+@pytest.mark.parametrize("log2_scale", [4, 10, 15])
+def test_a_clip_around_that_hides_an_overflow_is_seen(log2_scale):
+  # In float16 the norm overflows before the gradients do.
+  clip = optax.clip_by_global_norm(1.0)
+  rule = ols.DynamicLossScale(2.0**log2_scale)
+  tx = ols.master_weights(optax.chain(clip, ols.loss_scaling(ADAM, rule)))
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    value_and_grad = ols.scaled_value_and_grad(half_loss_fn, opt_state)
+    _, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  params = jax.tree.map(jnp.float16, PARAMS)
+  report = run_check(step, params, tx.init(params), BATCH)
+  assert "A step whose gradients overflow was applied." in law(report, "skip")
+
+
+def test_what_changes_only_if_gradients_overflow_at_a_finite_s_is_named():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, opt_state, count, batch):
+    is_finite = jnp.isfinite(ols.get_loss_scale(opt_state))
+    params, opt_state, _ = make_step(tx, loss_fn=half_loss_fn)(
+      params, opt_state, batch
+    )
+    return params, opt_state, count + is_finite
+
+  args = PARAMS, tx.init(PARAMS), jnp.zeros(1), BATCH
+  report = run_check(step, *args)
+  assert verdicts(report)["invariance"] == "exact"
+  assert "A step that overflows changed count." in law(report, "skip")
+
+
+def test_the_skip_is_tried_on_the_step_that_moves_parameters():
+  tx = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
+
+  @jax.jit
+  def step(params, opt_state, count, batch):
+    is_last = opt_state.inner_state.mini_step == 3
+    params, opt_state, _ = make_step(tx)(params, opt_state, batch)
+    return params, opt_state, count + is_last
+
+  args = PARAMS, tx.init(PARAMS), jnp.zeros(1), BATCH
+  report = run_check(step, *args)
+  assert "A step that overflows changed count." in law(report, "skip")
+
+
+class Attention(linen.Module):
+  @linen.compact
+  def __call__(self, tokens):
+    x = linen.Embed(40, 32)(tokens)
+    for _ in range(2):
+      x = linen.MultiHeadDotProductAttention(num_heads=4)(x)
+    return linen.Dense(40)(x)
+
+
+@pytest.mark.parametrize("log2_scale", support.slow_but([15], [15, 10]))
+def test_gradients_that_are_only_rounding_leave_nothing_open(log2_scale):
+  tokens, labels = jax.random.randint(jax.random.key(0), (2, 16, 16), 0, 40)
+  net = Attention()
+  params = net.init(jax.random.key(0), tokens)["params"]
+
+  def loss_fn(params, batch):
+    outputs = net.apply({"params": params}, batch)
+    return jnp.mean(
+      optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+    )
+
+  tx = ols.loss_scaling(ADAM, ols.DynamicLossScale(2.0**log2_scale))
+  step = jax.jit(make_step(tx, loss_fn=ols.autocast(loss_fn, "O1")))
+  report = run_check(step, params, tx.init(params), tokens)
+  assert report.ok and verdicts(report)["invariance"] == "rounding", report
+
+
+def test_a_fixed_scale_of_1_that_nothing_reads_is_a_constant():
+  scaling = ols.loss_scaling(optax.identity(), RULE)
+  tx = ols.loss_scaling(ADAM, ols.FixedLossScale(1.0))
+
+  @jax.jit
+  def step(params, opt_state, scales, batch):
+    total = jax.tree.map(jnp.zeros_like, params)
+    for name, scale in scales.items():
+      value_and_grad = ols.scaled_value_and_grad(half_loss_fn, scale)
+      _, scaled_grads = value_and_grad(params, batch)
+      grads, state = scaling.update(scaled_grads, scale)
+      total, scales = optax.tree.add(total, grads), scales | {name: state}
+    overflow = jnp.stack([x.overflow for x in scales.values()])
+    updates, opt_state = tx.update(total, opt_state, params, overflow=overflow)
+    return optax.apply_updates(params, updates), opt_state, scales
+
+  scales = {name: scaling.init(PARAMS) for name in "ab"}
+  report = run_check(step, PARAMS, tx.init(PARAMS), scales, BATCH)
+  assert report.ok, report
+  assert "Of S at opt_state: S is a fixed 1" in str(report)
+
+
+def test_a_member_that_uses_the_s_of_another_is_seen():
+  tx = ols.loss_scaling(ADAM, RULE)
+  several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), PARAMS)
+  opt_state = jax.vmap(tx.init)(several)
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    first = jax.tree.map(lambda x: x[0], opt_state)
+
+    def one(params, opt_state):
+      _, scaled_grads = ols.scaled_value_and_grad(
+        loss_fn, ols.get_loss_scale(first)
+      )(params, batch)
+      updates, opt_state = tx.update(scaled_grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    return jax.vmap(one)(params, opt_state)
+
+  report = run_check(step, several, opt_state, BATCH)
+  assert "wrong" in verdicts(report).values(), report
+
+
+def test_a_leak_into_a_best_value_of_inf_is_seen():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  def make(leak):
+    @jax.jit
+    def step(params, opt_state, best, batch):
+      loss_scale = ols.get_loss_scale(opt_state)
+      params, opt_state, loss = make_step(tx)(params, opt_state, batch)
+      new = jnp.minimum(best, leak(loss, loss_scale, best))
+      return params, opt_state, ols.select_on_skip(opt_state, new, best)
+
+    return step, PARAMS, tx.init(PARAMS), jnp.full(1, jnp.inf), BATCH
+
+  report = run_check(*make(lambda loss, loss_scale, best: loss_scale * loss))
+  assert verdicts(report)["invariance"] == "wrong"
+
+  # This one does not show in the first step.
+  def late(loss, loss_scale, best):
+    return jnp.where(jnp.isinf(best), 9, 8 - jnp.log2(loss_scale))
+
+  report = run_check(*make(late))
+  assert verdicts(report)["invariance"] == "wrong"
+
+
+def test_a_far_smaller_s_shows_what_is_added_to_scaled_gradients():
+  def decay(scaled_grads, opt_state, params):
+    return jax.tree.map(lambda x, p: x + 1e-5 * p, scaled_grads, params)
+
+  report = check(ols.loss_scaling(optax.sgd(0.1), RULE), change=decay)
+  assert verdicts(report)["invariance"] == "wrong"
+  assert "% at S/4096" in law(report, "invariance")
