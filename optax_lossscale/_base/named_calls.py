@@ -38,22 +38,39 @@ class NamedCall(NamedTuple):
   facts: dict[str, Any]
 
 
-# The named calls of the proof that traces in this thread, or None.
-_traced: contextvars.ContextVar[list[NamedCall] | None] = (
-  contextvars.ContextVar("_traced", default=None)
+class Trace(NamedTuple):
+  """What a proof's trace of a step came across.
+
+  Attributes:
+    calls: the named calls, by their numbers.
+    trusted: the library's functions that the proof does not look into.
+  """
+
+  calls: list[NamedCall]
+  trusted: dict[str, None]
+
+  def trust(self, function: Callable[..., Any]) -> None:
+    """Notes that something is assumed of a function, or the one around it."""
+    module = function.__module__.rpartition(".")[2]
+    self.trusted[f"{module}.{function.__qualname__.partition('.<')[0]}"] = None
+
+
+# The trace for a proof that is made in this thread, or None.
+_traced: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
+  "_traced", default=None
 )
 # JAX's caches depend on this value, so no trace for a proof is used without.
 _traced_for = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def proving() -> Iterator[list[NamedCall]]:
-  """Traces functions for a proof, and lists the named calls in them."""
-  calls: list[NamedCall] = []
-  token = _traced.set(calls)
+def proving() -> Iterator[Trace]:
+  """Traces functions for a proof, and says what it may assume of them."""
+  trace = Trace([], {})
+  token = _traced.set(trace)
   try:
     with _traced_for(object()):
-      yield calls
+      yield trace
   finally:
     _traced.reset(token)
 
@@ -66,8 +83,11 @@ def assumed(
   def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-      is_traced = _traced.get() is not None
-      return (stand_in if is_traced else function)(*args, **kwargs)
+      trace = _traced.get()
+      if trace is None:
+        return function(*args, **kwargs)
+      trace.trust(function)
+      return stand_in(*args, **kwargs)
 
     return call
 
@@ -78,9 +98,10 @@ def named(
   kind: str, function: Callable[..., _R], *operands: Any, **facts: Any
 ) -> _R:
   """Returns `function(*operands)`; in a proof, as one call with a name."""
-  calls = _traced.get()
-  if calls is None:
+  trace = _traced.get()
+  if trace is None:
     return function(*operands)
+  calls = trace.calls
   values, treedef = jax.tree.flatten(operands)
   places = [i for i, x in enumerate(values) if isinstance(x, jax.Array)]
 
@@ -94,8 +115,12 @@ def named(
     inputs[place] = Position(position)
   calls.append(NamedCall(kind, None, None, facts))
   number = len(calls) - 1
-  # A derivative of the call would have more inputs than the call.
-  result = jax.jit(call)(*(jax.lax.stop_gradient(values[i]) for i in places))
+  arrays = [values[i] for i in places]
+  if function is not _same:
+    trace.trust(function)
+    # A derivative of the call would have more inputs than the call.
+    arrays = [*map(jax.lax.stop_gradient, arrays)]
+  result = jax.jit(call)(*arrays)
   structure = jax.tree.structure(result)
   calls[number] = NamedCall(
     kind,
@@ -111,14 +136,20 @@ def noted(kind: str, tree: _R) -> _R:
   if _traced.get() is None:
     return tree
   # What is no array, such as a function, goes around.
-  is_array = [isinstance(x, jax.Array) for x in jax.tree.leaves(tree)]
-  arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
-  noted = iter(jax.tree.leaves(named(kind, lambda x: x, arrays)))
-  values = [
-    next(noted) if is_one else x
-    for is_one, x in zip(is_array, jax.tree.leaves(tree), strict=True)
-  ]
-  return jax.tree.unflatten(jax.tree.structure(tree), values)
+  leaves, treedef = jax.tree.flatten(tree)
+  places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+  arrays: list[Any] = [None] * len(leaves)
+  for i in places:
+    arrays[i] = leaves[i]
+  passed = jax.tree.leaves(named(kind, _same, jax.tree.unflatten(treedef, arrays)))
+  for i, x in zip(places, passed, strict=True):
+    leaves[i] = x
+  noted: _R = jax.tree.unflatten(treedef, leaves)
+  return noted
+
+
+def _same(tree: _R) -> _R:
+  return tree
 
 
 def number_of(equation: Any) -> int | None:

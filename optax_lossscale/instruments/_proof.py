@@ -42,7 +42,7 @@ class Traced(NamedTuple):
   inputs: Mapping[str, Any]
   outputs: Any
   shapes: Any
-  named: Sequence[named_calls.NamedCall]
+  trace: named_calls.Trace
 
   def named_inputs(self) -> dict[int, str]:
     """Returns the inputs' names by position."""
@@ -92,7 +92,7 @@ def trace(
     found.update(outputs=outputs, treedef=treedef, places=places)
     return [outputs[i] for i in places]
 
-  with named_calls.proving() as calls:
+  with named_calls.proving() as found_calls:
     recording = interpreter.record(
       arrays_of, (dict(named),), {}, may_change=True
     )
@@ -113,7 +113,7 @@ def trace(
     jax.tree.unflatten(tree, inputs),
     jax.tree.unflatten(found["treedef"], positions),
     jax.tree.unflatten(found["treedef"], shapes),
-    calls,
+    found_calls,
   )
 
 
@@ -239,7 +239,7 @@ class _Step:
   ) -> tuple[_interpret.Interpreter, list[Value]]:
     """Interprets the step, given the states that overflow."""
     machine = _interpret.Interpreter(
-      self.traced.named, frozenset(overflowing)
+      self.traced.trace.calls, frozenset(overflowing)
     )
     before = {
       int(x)
@@ -302,7 +302,7 @@ def prove(
       laws = [x for x in cases if x.verdict == "proved"] or cases
       laws = list({(x.law, x.path): x for x in laws}.values())
   return Proof(
-    tuple(laws), step.next_values, tuple(_follows(step)), _assumptions(traced)
+    tuple(laws), step.next_values, tuple(_follows(step)), tuple(traced.trace.trusted)
   )
 
 
@@ -312,10 +312,6 @@ def _is_one(rule: object) -> bool:
 
 def _holds(laws: Sequence[Proved]) -> bool:
   return all(x.verdict in ("proved", "not applied") for x in laws)
-
-
-def _assumptions(traced: Traced) -> tuple[str, ...]:
-  return tuple(dict.fromkeys(x.kind for x in traced.named))
 
 
 def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:

@@ -34,7 +34,7 @@ _ONE_WAY = 0.9
 # How closely log2(amax) must follow log2(S).
 _SLOPE_ROUNDING = 2.0**-6
 
-_INSIDE = (
+INSIDE = (
   "Put anything that needs true gradients inside: loss_scaling(chain, rule)."
 )
 _WIDE = "check the step with the model in float32, where S must not show."
@@ -53,7 +53,7 @@ _SLOPES = {
     "of ols.scaled_value_and_grad, an S that was read once or outside of the "
     "step, the S of another optimizer (path= says which). Or `update` of "
     "loss_scaling is not given the scaled gradients: "
-    f"ols.unscale, a clip or an optimizer before it. {_INSIDE}",
+    f"ols.unscale, a clip or an optimizer before it. {INSIDE}",
   ),
   2: (
     "wrong",
@@ -65,7 +65,7 @@ _NEARLY = ("rounding", "The largest gradient is nearly proportional to S.")
 _ADDED = (
   "wrong",
   "The largest gradient is proportional to S but for a small part.",
-  f"Something is added before `update` (weight decay, noise). {_INSIDE}",
+  f"Something is added before `update` (weight decay, noise). {INSIDE}",
 )
 OVERFLOWS = (
   "inconclusive",
@@ -119,7 +119,7 @@ _INVARIANCE = {
     "Some gradients do not pass through loss_scaling (optax.masked or one "
     "group of a partition around it), something around it takes scaled ones "
     "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
-    f"something was added to them by hand (weight decay, noise). {_INSIDE}",
+    f"something was added to them by hand (weight decay, noise). {INSIDE}",
   ),
   "doubtful": ("inconclusive", CARRY),
   "inconclusive": ("inconclusive", f"That may be rounding or not: {_WIDE}"),
@@ -133,7 +133,7 @@ _NOT_SKIPPED = {
     "A step whose gradients overflow was applied.",
     "Something before `update` hides inf and NaN from it, such as "
     "jnp.where(jnp.isfinite(g), g, 0), jnp.nan_to_num or a clip. Take it out: "
-    f"`update` skips the step. {_INSIDE}",
+    f"`update` skips the step. {INSIDE}",
   ),
   "nothing": (
     "wrong",
@@ -152,7 +152,7 @@ _NOT_SKIPPED = {
   ),
   "applied": SET_ASIDE,
 }
-_MOVES = (
+MOVES = (
   "A skipped step must keep the old values: new = "
   "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
   "ols.nnx.undo_on_skip(optimizer, model):`; in Flax Linen "
@@ -288,7 +288,7 @@ def scale_law(
     "inconclusive" if is_rough or abs(worst - 1) < 0.5 else "wrong",
     f"The largest gradient is proportional to S^{worst:.2f}.",
     "Either this S is so small that gradients are lost, or something comes "
-    f"before `update` that depends on their size, such as a clip. {_INSIDE}",
+    f"before `update` that depends on their size, such as a clip. {INSIDE}",
   )
 
 
@@ -452,7 +452,7 @@ def skip_law(
   text = (
     f"A step that overflows changed {_next_values.listed(certain or changed)}."
   )
-  return ("wrong", text, _MOVES) if certain else ("inconclusive", text, CARRY)
+  return ("wrong", text, MOVES) if certain else ("inconclusive", text, CARRY)
 
 
 def precision_law(jaxpr: core.Jaxpr) -> tuple[Law, bool]:
