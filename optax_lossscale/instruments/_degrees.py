@@ -195,7 +195,9 @@ def result(
   """
   name = equation.primitive.name
   if (found := unknown(degrees)) is not None:
-    return found
+    # The order of numbers of several degrees need not depend on S.
+    is_order = name in ("argmax", "argmin")
+    return dataclasses.replace(found, is_sure=False) if is_order else found
   if name in _ORDERS or all(map(is_free, degrees)):
     return _of_free(equation, degrees, numbers)
   mapped = [_moved(equation, i, x) for i, x in enumerate(degrees)]

@@ -64,6 +64,8 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
+# Operations whose results are seldom negative.
+_POSITIVE = _names("abs reduce_max sqrt square")
 # A value that stands in for 0 may go through these before it divides.
 _KEEPS_STAND_IN = _RESHAPES | _COPIES | _names(
   "convert_element_type integer_pow neg sqrt square rsqrt"
@@ -251,6 +253,8 @@ class Interpreter:
     name = equation.primitive.name
     if name in _COPIES:
       return inputs
+    if not equation.outvars:
+      return []
     place = (*self._around, equation)
     made = self._made(inputs, place)
     axes = _mesh_axes(equation)
@@ -344,11 +348,12 @@ class Interpreter:
       return inputs[0]
     if name == "mul" and _is_one(constants[0]):
       return inputs[1]
-    if name in ("eq", "ne") and not leaves.is_gradient(equation.invars[0].aval):
-      first, second = (x.identity for x in inputs)
-      is_same = _same(first, second)
-      if is_same is not None:
-        return self.number(is_same is (name == "eq"))
+    if name in operation_table.COMPARISONS and name in _FOLDED:
+      if not leaves.is_gradient(equation.invars[0].aval):
+        first, second = (x.identity for x in inputs)
+        apart = _apart(first, second)
+        if apart is not None:
+          return self.number(_FOLDED[name](apart, 0))
     return None
 
   def _folded(
@@ -401,7 +406,12 @@ class Interpreter:
         zero_of=_zero_of(name, inputs),
       )
     if name in ("max", "min", "clamp"):
-      made = made.but(taken=made.taken or _bounded(name, inputs, place))
+      made = made.but(
+        identity=_projected(inputs),
+        taken=made.taken or _bounded(name, inputs, place),
+      )
+    if name == "mul" and all(x.identity for x in inputs):
+      made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
     if name in ("mul", "div", "dot_general", "conv_general_dilated"):
       # What is not finite stays so if it is multiplied by anything.
       parts = inputs[:1] if name == "div" and first.scales else inputs
@@ -659,6 +669,8 @@ class Interpreter:
     start: Sequence[Value],
     others: Sequence[Value],
     body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
+    *,
+    runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
     place = self._around
@@ -669,6 +681,8 @@ class Interpreter:
     outputs: Sequence[Value] = ()
     given: Sequence[Value] = ()
     ends: dict[_degrees.Symbol, _degrees.Symbol] = {}
+    following: list[Value] = []
+    settled = True
     for _ in range(_MOST_ROUNDS):
       outputs, given = body(carry)
       moving = [
@@ -705,13 +719,16 @@ class Interpreter:
     else:
       reason = "a loop carries values that no rule settles"
       carry = [x.but(degree=Unknown(reason, False, place)) for x in carry]
+      settled = False
     after = {
       symbol: self.symbol("the S after the loop", (_ids(place), i, "after"))
       for i, symbol in rounds.items()
     }
     known = outside - {*rounds.values()}
+    # A loop that runs ends with what its body gives.
+    last = following if runs and settled else carry
     finished = [
-      _renamed(x, after, known, place).but(key=next(self._keys)) for x in carry
+      _renamed(x, after, known, place).but(key=next(self._keys)) for x in last
     ]
     for i in rounds:
       stage = outputs[i].scale
@@ -732,7 +749,13 @@ class Interpreter:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
       return outputs[:count], outputs[count:]
 
-    end, given = self._loop(equation, start, [*consts, *slices], run)
+    end, given = self._loop(
+      equation,
+      start,
+      [*consts, *slices],
+      run,
+      runs=equation.params["length"] > 0,
+    )
     return [*end, *(self._stack_of(x, place) for x in given)]
 
   def _slice_of(self, value: Value, place: Place) -> Value:
@@ -934,7 +957,18 @@ def _is_nonfinite(value: Value) -> bool:
 def _perhaps(choices: Sequence[Value]) -> Hashable:
   """Returns the identity of a value that may be what one choice is."""
   known = [x.identity for x in choices if x.identity is not None]
-  return ("perhaps", known[0]) if known else None
+  if not known:
+    return None
+  first = known[0]
+  is_one = isinstance(first, tuple) and first[0] == "perhaps"
+  return first if is_one else ("perhaps", first)
+
+
+def _projected(inputs: Sequence[Value]) -> Hashable:
+  """Returns the identity of an argument within bounds, where it may have been."""
+  known = [x for x in inputs if x.identity is not None]
+  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in inputs if x not in known)
+  return _perhaps(known) if len(known) == 1 and is_bounded else None
 
 
 def _untold(scale: Scale | None, choices: Sequence[Value]) -> Scale | None:
@@ -1007,14 +1041,15 @@ def _is_one(x: object) -> bool:
   return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 1
 
 
-def _same(first: Hashable, second: Hashable) -> bool | None:
-  """Returns whether two known values are equal, or None if that is unknown."""
+def _apart(first: Hashable, second: Hashable) -> int | None:
+  """Returns by how much a known value is larger than another, or None."""
   if first is None or second is None:
     return None
   if first == second:
-    return True
-  pairs = ((first, second), (second, first))
-  return False if any(a == ("plus one", b) for a, b in pairs) else None
+    return 0
+  if first == ("plus one", second):
+    return 1
+  return -1 if second == ("plus one", first) else None
 
 
 def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Hashable:
@@ -1109,7 +1144,12 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
   numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
   if any(_degrees.is_float8_limit(x) for x in numbers):
     return None
-  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+  # A lower bound takes nothing from an absolute value.
+  sources = [x.place[-1].primitive.name for x in scaled if x.place]
+  if name == "max" and all(x in _POSITIVE for x in sources):
+    return None
+  is_sure = any(not _degrees.is_free(x.degree) for x in scaled)
+  return Mark(is_sure and name != "max", place)
 
 
 def _names_of(spec: Any, axis: int) -> tuple[str, ...]:

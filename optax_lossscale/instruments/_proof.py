@@ -1,6 +1,7 @@
 """The laws of a correct step, proved from its jaxpr."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -329,8 +330,13 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   given = [x for x in events if x.kind in ("arguments", "skip")]
   found += _arguments_law(given)
   moves = [x for x in events if x.kind == "move"]
-  found += [_invariance_law(step, outputs, gates, moves)]
-  return [*found, _skip_law(step, outputs, gates, flags)]
+  skipped = {
+    path: step.run({path}, flags)[1]
+    for path in dict.fromkeys(map(_path_of, gates))
+    if path
+  }
+  found += [_invariance_law(step, outputs, skipped, moves)]
+  return [*found, _skip_law(step, outputs, skipped, flags)]
 
 
 def _split(
@@ -455,7 +461,7 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
 def _invariance_law(
   step: _Step,
   outputs: Sequence[Value],
-  gates: Sequence[_interpret.Event],
+  skipped: Mapping[str, Sequence[Value]],
   moves: Sequence[_interpret.Event],
 ) -> Proved:
   """Returns whether no next value depends on S, and S is the rule's."""
@@ -469,9 +475,8 @@ def _invariance_law(
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
     problems.append((sure, f"{name} depends on S: {text}", where))
-  used = {*map(_path_of, gates)}
-  problems += _still(step, outputs, used)
-  problems += _next_scales(step, outputs, used, moves)
+  problems += _still(step, outputs, skipped.keys())
+  problems += _next_scales(step, outputs, skipped, moves)
   problems += _split(step, outputs, moves)
   if problems:
     return _worst("invariance", problems)
@@ -480,7 +485,7 @@ def _invariance_law(
 
 
 def _still(
-  step: _Step, outputs: Sequence[Value], used: set[str | None]
+  step: _Step, outputs: Sequence[Value], used: Iterable[str]
 ) -> list[tuple[bool, str, tuple[Line, ...]]]:
   """Returns the problem that a step that is applied changes nothing."""
   kept = {
@@ -504,7 +509,7 @@ def _still(
 def _next_scales(
   step: _Step,
   outputs: Sequence[Value],
-  used: set[str | None],
+  skipped: Mapping[str, Sequence[Value]],
   moves: Sequence[_interpret.Event],
 ) -> list[tuple[bool, str, tuple[Line, ...]]]:
   """Returns what is wrong with the S of each state that is returned."""
@@ -513,11 +518,10 @@ def _next_scales(
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
   for path in step.states:
-    if path not in after or path not in used or path in step.ones:
+    if path not in after or path not in skipped or path in step.ones:
       continue
-    value = outputs[
-      _interpret._position_of_scale(after[path].loss_scale_state)
-    ]
+    position = _interpret._position_of_scale(after[path].loss_scale_state)
+    value, kept = outputs[position], skipped[path][position].scale
     scale = value.scale
     name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
     if scale and scale.path == path and scale.stage == "new":
@@ -529,6 +533,9 @@ def _next_scales(
       if lost:
         text = f"{name} knows nothing of an `update` whose state is not kept"
         found.append((True, text, _lines(lost)))
+      elif kept and kept.stage == "old":
+        text = f"{name} is the old one if the step is skipped, so S cannot fall"
+        found.append((True, text, _lines([skipped[path][position].place])))
       continue
     if scale and scale.path != path:
       found.append((True, f"{name} is that of {scale.path}", ()))
@@ -550,18 +557,18 @@ def _next_scales(
 def _skip_law(
   step: _Step,
   applied: Sequence[Value],
-  gates: Sequence[_interpret.Event],
+  skipped: Mapping[str, Sequence[Value]],
   flags: Mapping[int, bool],
 ) -> Proved:
   """Returns whether a step that overflows keeps all values, bit for bit."""
   _, outputs = step.run(step.states.keys(), flags)
   after = states.find_states(step.positions)
-  skipped = [
+  are_skipped = [
     outputs[x.skipped].constant
     for x in after.values()
     if isinstance(x.skipped, Position)
   ]
-  if skipped and all(x is False for x in skipped):
+  if are_skipped and all(x is False for x in are_skipped):
     text = "The rule has skip=False, so that overflows are applied."
     return Proved("skip", "not applied", text)
   problems = [
@@ -569,14 +576,14 @@ def _skip_law(
     for x in step.pairs
     if (problem := _changed(step, outputs[x.after], x, flags))
   ]
-  used = [x for x in dict.fromkeys(map(_path_of, gates)) if x]
-  for path in used if len(used) > 1 else ():
+  for path, alone in skipped.items() if len(skipped) > 1 else ():
     # What only this state's gradients move must stay if this state skips.
-    _, alone = step.run({path}, flags)
     problems += [
       (problem[0], f"{problem[1]}, though {path} skips", problem[2])
       for x in step.pairs
+      # Else this is what other states move, perhaps by values of this one.
       if applied[x.after].scales == {path}
+      or (path in applied[x.after].scales and not alone[x.after].scales)
       if (problem := _changed(step, alone[x.after], x, flags))
     ]
   if problems:
