@@ -141,7 +141,9 @@ def noted(kind: str, tree: _R) -> _R:
   arrays: list[Any] = [None] * len(leaves)
   for i in places:
     arrays[i] = leaves[i]
-  passed = jax.tree.leaves(named(kind, _same, jax.tree.unflatten(treedef, arrays)))
+  passed = jax.tree.leaves(
+    named(kind, _same, jax.tree.unflatten(treedef, arrays))
+  )
   for i, x in zip(places, passed, strict=True):
     leaves[i] = x
   noted: _R = jax.tree.unflatten(treedef, leaves)

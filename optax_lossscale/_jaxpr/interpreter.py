@@ -149,7 +149,9 @@ def is_array(x: object) -> bool:
   if not isinstance(x, kinds) or isinstance(x, np.bool_):
     return False
   # Text, dates and objects are no numbers.
-  return isinstance(x, jax.Array) or getattr(x.dtype, "kind", "V") not in "OSTUMm"
+  return (
+    isinstance(x, jax.Array) or getattr(x.dtype, "kind", "V") not in "OSTUMm"
+  )
 
 
 def evaluate(

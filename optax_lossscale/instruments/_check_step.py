@@ -16,15 +16,11 @@ import jax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import wiring
-from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
+from optax_lossscale.instruments import _proof
 from optax_lossscale.instruments import _runs
 from optax_lossscale.instruments import _verdicts
-
-# JAX's caches depend on this value.
-_traced_anew = jax.make_user_context(None)
-
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -145,7 +141,8 @@ def check_step(
   if not states.find_states(named):
     raise ValueError(
       "`step` must be given the state of loss_scaling, got none among its "
-      f"arguments {', '.join(named) or '(no arguments)'}; {_runs.RETURN}."
+      f"arguments {', '.join(named) or '(no arguments)'}; "
+      f"{_next_values.RETURN}."
     )
   caught: list[warnings.WarningMessage] = []
   try:
@@ -156,9 +153,7 @@ def check_step(
       jax.transfer_guard("allow"),
       warnings.catch_warnings(record=True) as caught,
     ):
-      precision, is_narrow = _precision(run, named)
-      bound = _runs.bind(run, named, carry or None, known, may_change)
-      report = _runs.report(bound, precision, is_narrow=is_narrow)
+      report = _report(run, named, carry or None, known, may_change)
   finally:
     for x in caught:
       warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
@@ -182,22 +177,70 @@ def _as_written(report: _verdicts.StepReport) -> _verdicts.StepReport:
   return dataclasses.replace(report, next_values=places, follows=follows)
 
 
-def _precision(
-  run: _runs.Step, named: dict[str, object]
-) -> tuple[_verdicts.Law, bool]:
-  """Traces the step; returns its precision law, and whether it may lose."""
-
-  def arrays_of(named: Mapping[str, object]) -> list[object]:
-    return list(filter(_next_values.is_value, jax.tree.leaves(run(named))))
-
+def _report(
+  run: _runs.Step,
+  named: dict[str, object],
+  carry: _next_values.Carry | None,
+  known: Mapping[str, str],
+  may_change: Sequence[str],
+) -> _verdicts.StepReport:
+  """Returns what a proof and runs find, or a proof alone if it gets shapes."""
+  are_shapes = any(
+    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(named)
+  )
   try:
     # A jitted step is traced anew, so that it warns as it did the first time.
-    with _traced_anew(object()):
-      recording = interpreter.record(arrays_of, (dict(named),), {})
+    traced = _proof.trace(run, named)
   except Exception as error:  # A step may run any code on the host.
+    if are_shapes:
+      raise
+    traced = None
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
-    return _verdicts.Law("precision", "not applied", text), True
-  return _verdicts.precision_law(recording.jaxpr)
+    precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
+    outputs = _runs.outputs_of(run, named)
+  else:
+    precision, is_narrow = _verdicts.precision_law(traced.jaxpr)
+    outputs = dict(_next_values.subtrees(traced.shapes))
+  found = _next_values.match(named, outputs, carry, known)
+  certain = frozenset(found if carry else known)
+  names = [y for x in named for y in _next_values.named_leaves(named[x], x)]
+  free = frozenset(_next_values.may_change(names, may_change))
+  proof = _proof.Proof((), found, certain, (), ())
+  if traced:
+    proof = _proved(traced, named, found, certain, free)
+  if are_shapes:
+    report = _verdicts.StepReport(
+      (precision,), proof.next_values, proof.follows
+    )
+  else:
+    bound = _runs.Bound(run, named, proof.next_values, proof.certain, free)
+    report = _runs.report(bound, precision, is_narrow=is_narrow)
+  laws = _verdicts.combined(proof.laws, report.laws)
+  is_proved = any(x.verdict == "proved" for x in laws)
+  assumptions = proof.assumptions if is_proved else ()
+  return dataclasses.replace(report, laws=laws, assumptions=assumptions)
+
+
+def _proved(
+  traced: _proof.Traced,
+  named: dict[str, object],
+  found: dict[str, str],
+  certain: frozenset[str],
+  free: frozenset[str],
+) -> _proof.Proof:
+  """Returns the proof of a step; a mistake in the proof proves nothing."""
+  try:
+    return _proof.prove(traced, named, found, certain, free)
+  except Exception as error:
+    text = (
+      f"The proof failed ({type(error).__name__}: {error}); please report this "
+      "step."
+    )
+    laws = [
+      _verdicts.Proved(x, "unknown", text)
+      for x in ("scale", "invariance", "skip")
+    ]
+    return _proof.Proof(tuple(laws), found, certain, (), ())
 
 
 def _bind(

@@ -236,7 +236,9 @@ def result(
   if name == "cholesky":
     return power(degrees[0], 0.5)
   if name == "reduce_prod":
-    before, after = (x[0].aval.size for x in (equation.invars, equation.outvars))
+    before, after = (
+      x[0].aval.size for x in (equation.invars, equation.outvars)
+    )
     return power(degrees[0], before // max(after, 1))
   grown = next(in_words(x) for x in degrees if not is_free(x))
   is_known = (
@@ -346,9 +348,7 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
     return {x: x for x in kept}
   # Along an axis that changes its length, members are left out or repeated.
   if len(before) == len(after) and name in _SAME_AXES:
-    return {
-      x: x for x in kept if before[x] == after[x] and x != dropped
-    }
+    return {x: x for x in kept if before[x] == after[x] and x != dropped}
   return {}
 
 

@@ -67,8 +67,10 @@ _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 # A value that stands in for 0 may go through these before it divides.
-_KEEPS_STAND_IN = _RESHAPES | _COPIES | _names(
-  "convert_element_type integer_pow neg sqrt square rsqrt"
+_KEEPS_STAND_IN = (
+  _RESHAPES
+  | _COPIES
+  | _names("convert_element_type integer_pow neg sqrt square rsqrt")
 )
 
 
@@ -469,7 +471,8 @@ class Interpreter:
       mixed=made.mixed,
       is_pure=made.is_pure,
       taken=taken,
-      tested=None if leaves.is_gradient(equation.outvars[0].aval)
+      tested=None
+      if leaves.is_gradient(equation.outvars[0].aval)
       else made.tested,
       key=made.key,
       place=place,
@@ -504,7 +507,9 @@ class Interpreter:
       with np.errstate(all="ignore"):
         number = np.asarray(value.constant).astype(after)
       # A number that depends on S is one that was known only to be 0 or 1.
-      return self.number(number).but(identity=_cast(value.identity, before, after))
+      return self.number(number).but(
+        identity=_cast(value.identity, before, after)
+      )
     is_float = jnp.issubdtype(after, jnp.inexact)
     degree = value.degree
     if not is_float and after == bool:
@@ -527,9 +532,7 @@ class Interpreter:
       place=made.place,
     )
 
-  def _part(
-    self, equation: core.JaxprEqn, value: Value, made: Value
-  ) -> Value:
+  def _part(self, equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     """Returns a part of an S that differs between members."""
     before, after = (x[0].aval for x in (equation.invars, equation.outvars))
     if before.shape == after.shape:
@@ -546,9 +549,7 @@ class Interpreter:
       i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a > 1
     )
     unit = self.symbol(words, key), axes
-    return made.but(
-      degree=((unit, fractions.Fraction(1)),), scale=value.scale
-    )
+    return made.but(degree=((unit, fractions.Fraction(1)),), scale=value.scale)
 
   def _join(
     self,
@@ -571,7 +572,7 @@ class Interpreter:
     elif scale and len(degrees) > 1:
       # One S or another is an S of its own from here on.
       assert isinstance(degree, tuple)
-      symbol = self.symbol("an S chosen by a condition", _ids(place))
+      symbol = self.symbol("an S chosen by a condition", ids(place))
       axes = degree[0][0][1] if degree else ()
       degree = (((symbol, axes), fractions.Fraction(1)),)
     elif len(degrees) > 1:
@@ -625,10 +626,14 @@ class Interpreter:
     matrix, right = degrees[:split], degrees[split:]
     degree = _degrees.unknown(degrees)
     distinct = {x for x in right if x != ANY}
-    if degree is None and (not all(map(_degrees.is_free, matrix)) or len(distinct) > 1):
+    if degree is None and (
+      not all(map(_degrees.is_free, matrix)) or len(distinct) > 1
+    ):
       degree = Unknown("a solver's matrix depends on S", False, self._around)
     found = degree or next(iter(distinct), ANY)
-    return [made.but(degree=found, key=next(self._keys)) for _ in equation.outvars]
+    return [
+      made.but(degree=found, key=next(self._keys)) for _ in equation.outvars
+    ]
 
   def _cond(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
@@ -641,9 +646,7 @@ class Interpreter:
     if self._overflowing and updating:
       # Where nothing is updated, nothing overflows.
       bodies = updating
-    results = [
-      self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies
-    ]
+    results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
     place = self._around
     outputs = [
       self._join(x, place, "are chosen between", is_branch=not index.tested)
@@ -688,18 +691,23 @@ class Interpreter:
       moving = [
         i
         for i, (old, new) in enumerate(zip(carry, outputs, strict=True))
-        if old.scale and new.scale and i not in rounds
-        and old.degree != new.degree and _units(old) and _units(new)
+        if old.scale
+        and new.scale
+        and i not in rounds
+        and old.degree != new.degree
+        and _units(old)
+        and _units(new)
       ]
       if moving:
         begins = {}
         for i in moving:
-          rounds[i] = self.symbol("the S of a round", (_ids(place), i))
+          rounds[i] = self.symbol("the S of a round", (ids(place), i))
         for i in rounds:
           begins[_units(start[i])[0][0]] = rounds[i]
         carry = [_renamed(x, begins, outside, place) for x in start]
         carry = [
-          x.but(identity=None) if i in rounds else x for i, x in enumerate(carry)
+          x.but(identity=None) if i in rounds else x
+          for i, x in enumerate(carry)
         ]
         continue
       # What has the degree of the next S is right in the next round.
@@ -721,7 +729,7 @@ class Interpreter:
       carry = [x.but(degree=Unknown(reason, False, place)) for x in carry]
       settled = False
     after = {
-      symbol: self.symbol("the S after the loop", (_ids(place), i, "after"))
+      symbol: self.symbol("the S after the loop", (ids(place), i, "after"))
       for i, symbol in rounds.items()
     }
     known = outside - {*rounds.values()}
@@ -741,7 +749,10 @@ class Interpreter:
     (body,) = calls.bodies(equation)
     carried = calls.carried(equation)
     place = self._around
-    consts, start = inputs[: carried.start], inputs[carried.start : carried.stop]
+    consts, start = (
+      inputs[: carried.start],
+      inputs[carried.start : carried.stop],
+    )
     slices = [self._slice_of(x, place) for x in inputs[carried.stop :]]
     count = len(start)
 
@@ -766,12 +777,12 @@ class Interpreter:
       rest = tuple(x - 1 for x in axes if x != 0)
       if 0 not in axes:
         return symbol, rest
-      key = _ids(place), symbol, "member"
+      key = ids(place), symbol, "member"
       return self.symbol(f"the {symbol.words} of a round", key), rest
 
     return value.but(
       degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=value.identity and ("slice", value.identity, _ids(place)),
+      identity=value.identity and ("slice", value.identity, ids(place)),
       key=next(self._keys),
     )
 
@@ -780,7 +791,7 @@ class Interpreter:
     members = {
       symbol: key[1]
       for key, symbol in self._symbols.items()
-      if isinstance(key, tuple) and key[0] == _ids(place) and key[-1] == "member"
+      if isinstance(key, tuple) and key[0] == ids(place) and key[-1] == "member"
     }
 
     def rename(unit: _degrees.Unit) -> _degrees.Unit:
@@ -792,10 +803,7 @@ class Interpreter:
 
     identity = value.identity
     is_slice = isinstance(identity, tuple) and identity[0] == "slice"
-    if is_slice and identity[2] == _ids(place):
-      identity = identity[1]
-    else:
-      identity = None
+    identity = identity[1] if is_slice and identity[2] == ids(place) else None
     return value.but(
       degree=_degrees.renamed(value.degree, rename) or value.degree,
       identity=identity,
@@ -831,9 +839,7 @@ class Interpreter:
     (body,) = calls.bodies(equation)
     inner = [x.aval for x in body.jaxpr.jaxpr.invars]
     specs = equation.params["in_specs"]
-    outputs = self.run(
-      body.jaxpr, [*map(_to_device, inputs, specs, inner)]
-    )
+    outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
     return [*map(_from_devices, outputs, equation.params["out_specs"])]
 
   # ---- The library's own calls.
@@ -842,12 +848,12 @@ class Interpreter:
     self, number: int, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value] | None:
     call = self._named[number]
-    positions = [x for x in jax.tree.leaves(call.inputs)]
+    positions = list(jax.tree.leaves(call.inputs))
     if len(positions) != len(inputs):
       return None  # A derivative of the call.
     place = (*self._around, equation)
     event = Event(call.kind, call, inputs, place)
-    self.events[number, _ids(place)] = event
+    self.events[number, ids(place)] = event
     if call.kind == "dropped":
       mark = Mark(True, place, "dropped")
       return [x.but(taken=x.taken or mark) for x in inputs]
@@ -876,7 +882,9 @@ class Interpreter:
     )
     made = self._made(event.values, place).but(tested=None, taken=None)
     flag = self.number(overflows).but(varies=made.varies, mixed=made.mixed)
-    grows = scale.degree if scale else Unknown("amax grows with S", False, place)
+    grows = (
+      scale.degree if scale else Unknown("amax grows with S", False, place)
+    )
     share = Unknown("the range that is used depends on S", False, place)
     finding = event.call.outputs
     outputs = [made.but(degree=share, key=next(self._keys))] * count
@@ -888,7 +896,7 @@ class Interpreter:
   def _moved(self, event: Event, equation: core.JaxprEqn) -> Sequence[Value]:
     place, call = event.place, event.call
     old = call.inputs[0]
-    before = event.values[_position_of_scale(old)]
+    before = event.values[position_of_scale(old)]
     new_state, stalled = call.outputs
     made = self._made(event.values, place).but(tested=None, taken=None)
     reason = "the rule's state depends on S"
@@ -897,22 +905,22 @@ class Interpreter:
       for _ in equation.outvars
     ]
     outputs[stalled] = made.but(degree=FREE)
-    position = _position_of_scale(new_state)
+    position = position_of_scale(new_state)
     axes = tuple(range(equation.outvars[position].aval.ndim))
-    symbol = self.symbol("the next S", (_ids(place), "next"))
+    symbol = self.symbol("the next S", (ids(place), "next"))
     is_one = before.degree == FREE and before.scale is not None
     outputs[position] = made.but(
       degree=FREE if is_one else (((symbol, axes), fractions.Fraction(1)),),
       scale=before.scale
       and before.scale._replace(
-        stage="new", moves=before.scale.moves | {_ids(place)}
+        stage="new", moves=before.scale.moves | {ids(place)}
       ),
       is_pure=True,
     )
     return outputs
 
 
-def _position_of_scale(rule_state: Any) -> int:
+def position_of_scale(rule_state: Any) -> int:
   """Returns the position of S in the state of a rule."""
   mark = object()
   marked = jax.tree.leaves(states.replace_scale(rule_state, mark))
@@ -921,9 +929,7 @@ def _position_of_scale(rule_state: Any) -> int:
   return int(kept[place])
 
 
-def _updates(
-  jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]
-) -> bool:
+def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
   for equation in jaxpr.eqns:
     number = named_calls.number_of(equation)
@@ -934,7 +940,7 @@ def _updates(
   return False
 
 
-def _ids(place: Place) -> tuple[int, ...]:
+def ids(place: Place) -> tuple[int, ...]:
   return tuple(map(id, place))
 
 
@@ -967,7 +973,9 @@ def _perhaps(choices: Sequence[Value]) -> Hashable:
 def _projected(inputs: Sequence[Value]) -> Hashable:
   """Returns the identity of an argument within bounds, where it may have been."""
   known = [x for x in inputs if x.identity is not None]
-  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in inputs if x not in known)
+  is_bounded = all(
+    x.is_pure and _degrees.is_free(x.degree) for x in inputs if x not in known
+  )
   return _perhaps(known) if len(known) == 1 and is_bounded else None
 
 
@@ -1022,7 +1030,9 @@ def _renamed(
 
   degree = _degrees.renamed(value.degree, rename)
   if degree is None:
-    reason = "it is kept from one round of a loop to the next, where S is another"
+    reason = (
+      "it is kept from one round of a loop to the next, where S is another"
+    )
     source = value.place or place
     grows = ((_degrees.in_words(value.degree), source),)
     degree = Unknown(reason, True, source, grows)

@@ -34,6 +34,11 @@ _ATTEMPTS = (jax.tree_util.GetAttrKey("attempts"),)
 # How many leaves a line of the report names.
 _MOST_NAMED = 4
 
+RETURN = (
+  "it must be an argument, and its next value be returned, unless an "
+  "nnx.Optimizer holds it"
+)
+
 # Leads from arguments, by name or position, to the outputs of a step.
 Carry = Mapping[Any, int | str]
 
@@ -81,7 +86,29 @@ def match(
       f"{', '.join(named)}, the outputs "
       f"{', '.join(x for x in outputs if x and '/' not in x)}."
     )
+  _check_states(named, {x: outputs[y] for x, y in found.items()}, carry)
   return {name: found[name] for name in named if name in found}
+
+
+def _check_states(
+  named: Mapping[str, object], after: Mapping[str, object], carry: Carry | None
+) -> None:
+  """Raises a ValueError if the next state of loss scaling is not returned."""
+  new = states.find_states(after)
+  missing = [
+    path
+    for path, x in states.find_states(named).items()
+    if path not in new and jax.tree.leaves(x.loss_scale_state)
+  ]
+  # With `carry`, the step need not return a state that it only reads.
+  if missing and (carry is None or not new):
+    got = "no output of its structure, shapes and dtypes"
+    if carry:
+      got = f"`carry` without it, {arguments.shown(carry)}"
+    raise ValueError(
+      "`step` must return the next value of the argument that holds the "
+      f"state of loss_scaling, {missing[0]}, got {got}; {RETURN}."
+    )
 
 
 def _is_ambiguous(tree: object) -> bool:

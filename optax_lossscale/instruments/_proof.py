@@ -1,6 +1,7 @@
 """The laws of a correct step, proved from its jaxpr."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 from jax.extend import core
-import jax.numpy as jnp
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
@@ -26,7 +26,9 @@ from optax_lossscale._step import states
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _next_values
+from optax_lossscale.instruments import _verdicts
 from optax_lossscale.instruments._interpret import Value
+from optax_lossscale.instruments._verdicts import Proved
 
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
@@ -54,29 +56,20 @@ class Traced(NamedTuple):
     }
 
 
-class Proved(NamedTuple):
-  """What a proof says of one law.
+class Proof(NamedTuple):
+  """What a proof says of each law, and the outputs that are next values.
 
   Attributes:
-    law: the law's name.
-    verdict: "proved", "refuted", "unknown" or "not applied".
-    text: what was found.
-    where: the lines of code that break the law.
-    path: the state that it is about, if the step has several.
+    laws: the laws.
+    next_values: for each argument, the output that is its next value.
+    certain: the arguments whose next value is not only guessed.
+    follows: the other outputs that depend on S.
+    assumptions: the library's functions that the proof does not look into.
   """
-
-  law: str
-  verdict: str
-  text: str
-  where: tuple[Line, ...] = ()
-  path: str = ""
-
-
-class Proof(NamedTuple):
-  """What a proof says of each law, and the outputs that are next values."""
 
   laws: tuple[Proved, ...]
   next_values: Mapping[str, str]
+  certain: frozenset[str]
   follows: tuple[str, ...]
   assumptions: tuple[str, ...]
 
@@ -129,6 +122,14 @@ def _has_value(x: object) -> bool:
   return hasattr(x, "dtype") and _next_values.is_value(x)
 
 
+class _Problem(NamedTuple):
+  """What is wrong with a step, or may be."""
+
+  is_sure: bool
+  text: str
+  where: tuple[Line, ...] = ()
+
+
 class _Pair(NamedTuple):
   """A leaf of an argument, and that of its next value."""
 
@@ -144,9 +145,9 @@ class _Step:
     self,
     traced: Traced,
     named: Mapping[str, object],
-    carry: Any,
-    may_change: Callable[[str], bool],
-    known: Mapping[str, str],
+    next_values: Mapping[str, str],
+    certain: Collection[str],
+    free: Collection[str],
   ) -> None:
     self.traced = traced
     self.states = {
@@ -155,23 +156,28 @@ class _Step:
       if jax.tree.leaves(state.loss_scale_state)
     }
     self.scales = {
-      _interpret._position_of_scale(x.loss_scale_state): path
+      _interpret.position_of_scale(x.loss_scale_state): path
       for path, x in self.states.items()
     }
     self.names = traced.named_inputs()
     self.ones: frozenset[str] = frozenset()
-    shapes = dict(_next_values.subtrees(traced.shapes))
     self.positions = dict(_next_values.subtrees(traced.outputs))
-    self.next_values = _next_values.match(named, shapes, carry, known)
+    self.next_values = dict(next_values)
     # Arguments whose next value was guessed by its form alone.
-    self.guessed: frozenset[str] = frozenset()
-    if carry is None:
-      self._match(named, shapes, known)
+    self.guessed = frozenset(next_values.keys() - certain)
+    if self.guessed:
+      self._match(named)
     self.pairs = [
       pair
       for name, place in self.next_values.items()
       for pair in self._pairs(name, place)
-      if not may_change(pair.name)
+      if pair.name not in free
+    ]
+    self.parameters = [
+      x.name
+      for x in self.pairs
+      if leaves.is_gradient(traced.jaxpr.in_avals[x.before])
+      and not any(_inside(x.name, y) for y in self.states)
     ]
     self.flags = [
       i
@@ -181,16 +187,11 @@ class _Step:
       and not any(_inside(self.names.get(i, ""), x) for x in self.states)
     ]
 
-  def _match(
-    self,
-    named: Mapping[str, object],
-    shapes: Mapping[str, object],
-    known: Mapping[str, str],
-  ) -> None:
+  def _match(self, named: Mapping[str, object]) -> None:
     """Corrects the next values by what a skipped step returns."""
-    self.guessed = frozenset(self.next_values.keys() - known.keys())
     values = self.run(self.states.keys())[1]
     applied = self.run()[1]
+    shapes = dict(_next_values.subtrees(self.traced.shapes))
 
     def is_kept(name: str, place: str) -> bool:
       pairs = self._pairs(name, place)
@@ -213,7 +214,7 @@ class _Step:
       is_one = _next_values.is_value(tree) and not _next_values.is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
       is_other = all(
-        isinstance(x.degree, tuple) and x.degree or x.degree == _degrees.ANY
+        (isinstance(x.degree, tuple) and x.degree) or x.degree == _degrees.ANY
         for x in after
       )
       is_read = any(name in applied[x.after].reads for x in pairs)
@@ -223,6 +224,19 @@ class _Step:
         is_read and not (is_one or is_other or has_rival)
       ):
         self.guessed -= {name}
+    # A number that only a skip returns is one, too.
+    for name in named.keys() - self.next_values.keys():
+      form = _next_values.form(named[name])
+      for place, other in forms.items():
+        pairs = self._pairs(name, place) if place and other == form else []
+        if (
+          pairs
+          and not _next_values.overlaps(place, self.next_values.values())
+          and is_kept(name, place)
+          and any(applied[x.after].identity != ("in", x.before) for x in pairs)
+        ):
+          self.next_values[name] = place
+          break
 
   def is_guessed(self, name: str) -> bool:
     """Returns whether a leaf's argument may have another next value."""
@@ -273,25 +287,30 @@ class _Step:
 def prove(
   traced: Traced,
   named: Mapping[str, object],
-  carry: Any = None,
-  may_change: Callable[[str], bool] = lambda name: False,
-  known: Mapping[str, str] | None = None,
+  next_values: Mapping[str, str],
+  certain: Collection[str],
+  free: Collection[str],
 ) -> Proof:
-  """Proves or refutes the laws of a step that was traced."""
-  step = _Step(traced, named, carry, may_change, known or {})
+  """Proves or refutes the laws of a step that was traced.
+
+  The next values of arguments that are not `certain` were guessed, and the
+  leaves that are `free` may depend on S or change on a skip.
+  """
+  step = _Step(traced, named, next_values, certain, free)
   if not step.states:
-    text = "Loss scaling is switched off."
-    laws = [Proved("scale", "not applied", text)]
-    return Proof(tuple(laws), step.next_values, (), ())
+    law = Proved("scale", *_verdicts.SWITCHED_OFF)
+    return Proof((law,), {}, frozenset(), (), ())
   machine, _ = step.run()
   # An S that is 1 for ever is a number like any other.
   step.ones = frozenset(
     scale.path
     for event in machine.events.values()
     if event.kind == "move" and _is_one(event.call.facts["rule"])
-    if (scale := event.values[
-      _interpret._position_of_scale(event.call.inputs[0])
-    ].scale)
+    if (
+      scale := event.values[
+        _interpret.position_of_scale(event.call.inputs[0])
+      ].scale
+    )
   )
   laws = _judge(step, {})
   flags = step.flags
@@ -303,7 +322,11 @@ def prove(
       laws = [x for x in cases if x.verdict == "proved"] or cases
       laws = list({(x.law, x.path): x for x in laws}.values())
   return Proof(
-    tuple(laws), step.next_values, tuple(_follows(step)), tuple(traced.trace.trusted)
+    tuple(laws),
+    step.next_values,
+    frozenset(step.next_values.keys() - step.guessed),
+    tuple(_follows(step)),
+    tuple(traced.trace.trusted),
   )
 
 
@@ -341,12 +364,10 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
 
 def _split(
   step: _Step, outputs: Sequence[Value], moves: Sequence[_interpret.Event]
-) -> list[tuple[bool, str, tuple[Line, ...]]]:
+) -> list[_Problem]:
   """Returns the values that devices share although each skips alone."""
   alone = {
-    axis: x.place
-    for x in moves
-    for axis in x.values[x.call.inputs[1]].varies
+    axis: x.place for x in moves for axis in x.values[x.call.inputs[1]].varies
   }
   found = []
   for name, _, after in step.pairs:
@@ -355,12 +376,12 @@ def _split(
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
       )
-      found.append((True, text, _lines([alone[axis]])))
+      found.append(_Problem(True, text, _lines([alone[axis]])))
   return found
 
 
 def _moved_path(move: _interpret.Event) -> str | None:
-  position = _interpret._position_of_scale(move.call.inputs[0])
+  position = _interpret.position_of_scale(move.call.inputs[0])
   scale = move.values[position].scale
   return scale and scale.path
 
@@ -375,7 +396,7 @@ def _scale_law(
 ) -> Proved:
   """Returns whether S times true gradients enter `update`, with every inf."""
   count = 0
-  problems: list[tuple[bool, str, tuple[Line, ...]]] = []
+  problems: list[_Problem] = []
   place = "" if path is None or len(step.states) == 1 else path
   for gate in gates:
     loss_scale_position, gradients, overflow, _ = gate.call.inputs
@@ -388,8 +409,8 @@ def _scale_law(
       count += 1
       problem = _problem(value, loss_scale, gate, is_told=is_told)
       if problem:
-        sure, text, where = problem
-        problems.append((sure, f"The gradient {name or 'of the parameter'} {text}", where))
+        of = f"The gradient {name or 'of the parameter'} "
+        problems.append(problem._replace(text=of + problem.text))
   if not problems:
     text = f"All {count} gradients that enter `update` are S times true ones."
     return Proved("scale", "proved", text, path=place)
@@ -402,36 +423,36 @@ def _problem(
   gate: _interpret.Event,
   *,
   is_told: bool,
-) -> tuple[bool, str, tuple[Line, ...]] | None:
+) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
     if isinstance(x.degree, _degrees.Unknown):
       text, where = _explained(x)
-      return x.degree.is_sure, f"is not S times a true one: {text}", where
+      text = f"is not S times a true one: {text}"
+      return _Problem(x.degree.is_sure, text, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
     text = (
       f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
       f"{_degrees.in_words(loss_scale.degree)}"
     )
-    return True, text, _lines([value.place or gate.place, gate.place])
+    return _Problem(True, text, _lines([value.place or gate.place, gate.place]))
   if value.taken and not (value.taken.kind == "dropped" and is_told):
     text = "may have lost its inf and NaN, which `update` has to see"
     if value.taken.kind == "dropped":
       text = "leaves out micro-batches, which `overflow=` must say"
-    return value.taken.is_sure, text, _lines([value.taken.place])
+    return _Problem(value.taken.is_sure, text, _lines([value.taken.place]))
   return None
 
 
 def _worst(
   law: str,
-  problems: Sequence[tuple[bool, str, tuple[Line, ...]]],
+  problems: Sequence[_Problem],
   path: str = "",
 ) -> Proved:
   """Returns the verdict for the first problem, a certain one if there is one."""
-  sure, text, where = next((x for x in problems if x[0]), problems[0])
-  more = len(problems) - 1
-  if more:
+  sure, text, where = next((x for x in problems if x.is_sure), problems[0])
+  if more := len(problems) - 1:
     text += f" (and {more} more)"
   return Proved(law, "refuted" if sure else "unknown", f"{text}.", where, path)
 
@@ -447,9 +468,8 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
       text, where = _explained(value)
       sure = getattr(value.degree, "is_sure", True)
       name = name.partition("/")[2] if event.kind == "arguments" else "skip"
-      problems.append(
-        (sure, f"`{name}=` depends on S: {text}", where or _lines([event.place]))
-      )
+      text = f"`{name}=` depends on S: {text}"
+      problems.append(_Problem(sure, text, where or _lines([event.place])))
   if problems:
     return [_worst("arguments", problems)]
   if not count:
@@ -465,7 +485,9 @@ def _invariance_law(
   moves: Sequence[_interpret.Event],
 ) -> Proved:
   """Returns whether no next value depends on S, and S is the rule's."""
-  problems = []
+  problems: list[_Problem] = []
+  if not step.parameters:
+    return Proved("invariance", "unknown", _verdicts.NOT_COMPARED[1])
   for name, _, after in step.pairs:
     value = outputs[after]
     # The statistics of FP8 layers follow S, since they see scaled gradients.
@@ -474,7 +496,7 @@ def _invariance_law(
       continue
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
-    problems.append((sure, f"{name} depends on S: {text}", where))
+    problems.append(_Problem(sure, f"{name} depends on S: {text}", where))
   problems += _still(step, outputs, skipped.keys())
   problems += _next_scales(step, outputs, skipped, moves)
   problems += _split(step, outputs, moves)
@@ -486,21 +508,18 @@ def _invariance_law(
 
 def _still(
   step: _Step, outputs: Sequence[Value], used: Iterable[str]
-) -> list[tuple[bool, str, tuple[Line, ...]]]:
+) -> list[_Problem]:
   """Returns the problem that a step that is applied changes nothing."""
   kept = {
     x.name for x in step.pairs if outputs[x.after].identity == ("in", x.before)
   }
-  names = [x.name for x in step.pairs]
-  parameters = [
-    x for x in names if not any(_inside(x, y) for y in step.states)
-  ]
-  groups = [parameters]
+  groups = [step.parameters]
   groups += [
-    [x for x in names if _inside(x, f"{y}/inner_state")] for y in used
+    [x.name for x in step.pairs if _inside(x.name, f"{y}/inner_state")]
+    for y in used
   ]
   return [
-    (True, f"A step that is applied returns the old {group[0]}", ())
+    _Problem(True, f"A step that is applied returns the old {group[0]}")
     for group in groups
     if group and kept.issuperset(group)
   ]
@@ -511,7 +530,7 @@ def _next_scales(
   outputs: Sequence[Value],
   skipped: Mapping[str, Sequence[Value]],
   moves: Sequence[_interpret.Event],
-) -> list[tuple[bool, str, tuple[Line, ...]]]:
+) -> list[_Problem]:
   """Returns what is wrong with the S of each state that is returned."""
   found = []
   after: dict[str, Any] = {}
@@ -520,7 +539,7 @@ def _next_scales(
   for path in step.states:
     if path not in after or path not in skipped or path in step.ones:
       continue
-    position = _interpret._position_of_scale(after[path].loss_scale_state)
+    position = _interpret.position_of_scale(after[path].loss_scale_state)
     value, kept = outputs[position], skipped[path][position].scale
     scale = value.scale
     name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
@@ -528,29 +547,33 @@ def _next_scales(
       lost = [
         x.place
         for x in moves
-        if _moved_path(x) == path and not scale.moves & {_interpret._ids(x.place)}
+        if _moved_path(x) == path
+        and not scale.moves & {_interpret.ids(x.place)}
       ]
       if lost:
         text = f"{name} knows nothing of an `update` whose state is not kept"
-        found.append((True, text, _lines(lost)))
+        found.append(_Problem(True, text, _lines(lost)))
       elif kept and kept.stage == "old":
         text = f"{name} is the old one if the step is skipped, so S cannot fall"
-        found.append((True, text, _lines([skipped[path][position].place])))
+        found.append(
+          _Problem(True, text, _lines([skipped[path][position].place]))
+        )
       continue
     if scale and scale.path != path:
-      found.append((True, f"{name} is that of {scale.path}", ()))
+      found.append(_Problem(True, f"{name} is that of {scale.path}"))
     elif scale and scale.stage == "old":
-      found.append((True, f"{name} is the old one, so S never moves", ()))
+      text = f"{name} is the old one, so S never moves"
+      found.append(_Problem(True, text))
     elif scale and scale.stage == "untold":
       text = f"{name} is the rule's only where the gradients are finite"
-      found.append((True, text, _lines([value.place])))
+      found.append(_Problem(True, text, _lines([value.place])))
     elif scale:
       text = f"{name} is the rule's or the old one, by a condition"
-      found.append((False, text, _lines([value.place])))
+      found.append(_Problem(False, text, _lines([value.place])))
     else:
       sure = getattr(value.degree, "is_sure", True)
       text = f"{name} is not what the rule makes of this one"
-      found.append((sure, text, _lines([value.place])))
+      found.append(_Problem(sure, text, _lines([value.place])))
   return found
 
 
@@ -579,7 +602,7 @@ def _skip_law(
   for path, alone in skipped.items() if len(skipped) > 1 else ():
     # What only this state's gradients move must stay if this state skips.
     problems += [
-      (problem[0], f"{problem[1]}, though {path} skips", problem[2])
+      problem._replace(text=f"{problem.text}, though {path} skips")
       for x in step.pairs
       # Else this is what other states move, perhaps by values of this one.
       if applied[x.after].scales == {path}
@@ -594,7 +617,7 @@ def _skip_law(
 
 def _changed(
   step: _Step, value: Value, pair: _Pair, flags: Mapping[int, bool]
-) -> tuple[bool, str, tuple[Line, ...]] | None:
+) -> _Problem | None:
   """Returns how a skipped step may change a value."""
   identity = ("in", pair.before)
   is_flag = pair.before in flags and value.constant is flags[pair.before]
@@ -604,7 +627,7 @@ def _changed(
   # A product with 0 may be NaN; a condition of the user's may be right.
   sure = value.identity != ("perhaps", identity)
   sure = sure and not step.is_guessed(pair.name)
-  return sure, text, _lines([value.place])
+  return _Problem(sure, text, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:

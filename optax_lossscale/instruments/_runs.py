@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
@@ -37,11 +36,6 @@ _LARGEST = 2.0**100
 # The number of steps after which parameters that have not moved are taken to be
 # frozen.
 _MORE_STEPS = 8
-
-RETURN = (
-  "it must be an argument, and its next value be returned, unless an "
-  "nnx.Optimizer holds it"
-)
 
 # A step as a function of its arguments by name.
 Step = Callable[[Mapping[str, object]], object]
@@ -113,7 +107,7 @@ class Bound:
 
   def at(self, factors: Mapping[str, Any]) -> Run:
     """Runs the step on copies of its arguments, each S times its factor."""
-    outputs = _outputs(self.run, self.named, factors)
+    outputs = outputs_of(self.run, self.named, factors)
     places = self.next_values.values()
     after = {name: outputs[place] for name, place in self.next_values.items()}
     new = states.find_states(after)
@@ -142,45 +136,8 @@ class Bound:
     }
 
 
-def bind(
-  run: Step,
-  named: dict[str, object],
-  carry: _next_values.Carry | None,
-  known: Mapping[str, str],
-  may_change: Sequence[str],
-) -> Bound:
-  """Runs the step once, and returns it with what its outputs are."""
-  outputs = _outputs(run, named, {})
-  found = _next_values.match(named, outputs, carry, known)
-  new = states.find_states({x: outputs[place] for x, place in found.items()})
-  missing = [
-    path
-    for path, x in states.find_states(named).items()
-    if path not in new and jax.tree.leaves(x.loss_scale_state)
-  ]
-  # With `carry`, the step need not return a state that it only reads.
-  if missing and (carry is None or not new):
-    got = "no output of its structure, shapes and dtypes"
-    if carry:
-      got = f"`carry` without it, {arguments.shown(carry)}"
-    raise ValueError(
-      "`step` must return the next value of the argument that holds the "
-      f"state of loss_scaling, {missing[0]}, got {got}; {RETURN}."
-    )
-  names = [
-    name for x in found for name in _next_values.named_leaves(named[x], x)
-  ]
-  return Bound(
-    run,
-    named,
-    found,
-    frozenset(named if carry else known),
-    frozenset(_next_values.may_change(names, may_change)),
-  )
-
-
-def _outputs(
-  run: Step, named: dict[str, object], factors: Mapping[str, Any]
+def outputs_of(
+  run: Step, named: dict[str, object], factors: Mapping[str, Any] = {}
 ) -> dict[str, object]:
   """Returns every subtree that a step returns, by its path."""
 

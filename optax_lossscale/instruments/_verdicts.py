@@ -169,16 +169,40 @@ _ALL_WIDE = (
 )
 
 
+_REMEDIES = {
+  "scale": INSIDE,
+  "arguments": (
+    "Give `update` the true loss, true gradients (ols.unscale) or flags that "
+    "do not depend on S."
+  ),
+  "invariance": INSIDE,
+  "skip": MOVES,
+}
+_REPORT = (
+  "But the law was proved: please report this step as a bug of check_step, "
+  "unless it reads random numbers or files of the host."
+)
+_HIDDEN = "This batch hides it."
+# The verdict on a law by its proof alone.
+_ALONE = {
+  "proved": "proved",
+  "not applied": "not applied",
+  "unknown": "inconclusive",
+  "refuted": "wrong",
+}
+# In the order of a report.
+_LAWS = ("scale", "arguments", "invariance", "skip", "precision")
+
+
 class Law(NamedTuple):
   """One law, and whether a step obeys it.
 
   Attributes:
-    name: "scale", "invariance", "skip" or "precision".
-    verdict: "exact"; "rounding", if the law holds up to rounding; "wrong";
-      "inconclusive"; or "not applied", if the law does not apply to the step.
-      The test is the report's `ok`: "proved", a verdict above "exact", is
-      reserved for laws that a later version proves for all values.
-    text: what the check saw.
+    name: "scale", "arguments", "invariance", "skip" or "precision".
+    verdict: "proved", for all values; "exact" or, up to rounding, "rounding" in
+      runs; "wrong"; "inconclusive"; or "not applied", if the law does not apply
+      to the step.
+    text: what the check found.
     remedy: the mistakes that look like this, and how to fix them.
     where: the lines of the program that the law points at, each as the file,
       the line's number and its text.
@@ -191,13 +215,31 @@ class Law(NamedTuple):
   where: tuple[tuple[str, int, str], ...] = ()
 
 
+class Proved(NamedTuple):
+  """What a proof says of one law.
+
+  Attributes:
+    law: the law's name.
+    verdict: "proved", "refuted", "unknown" or "not applied".
+    text: what was found.
+    where: the lines of the program that show it.
+    path: the state that it is about, if the step has several.
+  """
+
+  law: str
+  verdict: str
+  text: str
+  where: tuple[tuple[str, int, str], ...] = ()
+  path: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepReport:
   """The findings of `check_step`; print it to read them.
 
   Attributes:
-    laws: the laws, each with its verdict. With several loss scales, the first
-      two laws come once for each scale.
+    laws: the laws, each with its verdict. With several loss scales, the scale
+      law comes once for each.
     next_values: for each argument, the output that counts as its next value;
       "in place" for an NNX object, which the step changes.
     follows: the other outputs that depend on S, such as a norm of scaled
@@ -206,6 +248,8 @@ class StepReport:
     halvings: how often S was halved until the step did not overflow.
     warnings: the text of each `WiringWarning` that the step raised while it was
       traced, unless a filter of yours ignores it.
+    assumptions: the library's functions that a proof does not look into. It
+      relies on what they promise.
   """
 
   laws: tuple[Law, ...]
@@ -214,6 +258,7 @@ class StepReport:
   deterministic: bool = True
   halvings: int = 0
   warnings: tuple[str, ...] = ()
+  assumptions: tuple[str, ...] = ()
 
   @property
   def _is_wrong(self) -> bool:
@@ -235,7 +280,10 @@ class StepReport:
 
   def __str__(self) -> str:
     found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
-    if self.ok and any(law.verdict == "rounding" for law in self.laws):
+    verdicts = {law.verdict for law in self.laws if law.name != "precision"}
+    if self.ok and "proved" in verdicts <= {"proved", "not applied"}:
+      found = "right, for all values"
+    if self.ok and "rounding" in verdicts:
       found = "right, as far as rounding can tell"
     if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
       found += ", but nothing in it works below float32"
@@ -245,7 +293,7 @@ class StepReport:
     ]
     lines = [
       f"The step is {found}.",
-      *(f"{x.name} ({x.verdict}): {x.text} {x.remedy}" for x in self.laws),
+      *map(_in_words, self.laws),
       *(f"WiringWarning: {x}" for x in self.warnings),
       f"Next values: {', '.join(pairs)}.",
     ]
@@ -258,9 +306,24 @@ class StepReport:
       ]
     if not self.deterministic:
       lines += ["Two runs with the same S differ."]
+    if self.assumptions:
+      count, named = len(self.assumptions), ", ".join(self.assumptions)
+      lines += [
+        f"What is proved assumes that {count} functions of the library do what "
+        f"they promise: {named}."
+      ]
     return "\n".join(
       textwrap.fill(line, 80, subsequent_indent="  ") for line in lines
     )
+
+
+def _in_words(law: Law) -> str:
+  """Returns a law as a paragraph, with the lines that it points at."""
+  text = law.text
+  for file, line, code in law.where:
+    source = f"{file.rpartition('/')[2]}:{line} `{code}`"
+    text += "" if source in text else f" See {source}."
+  return f"{law.name} ({law.verdict}): {text} {law.remedy}"
 
 
 def scale_law(
@@ -431,8 +494,55 @@ def worst(found: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]]:
 
 def law_of(name: str, found: Sequence[str], path: str = "") -> Law:
   """Returns a finding as a law, with the path of its S if there are several."""
-  place = f"Of S at {path}: " if path else ""
-  return Law(name, found[0], place + found[1], "".join(found[2:]))
+  return Law(name, found[0], _of(path) + found[1], "".join(found[2:]))
+
+
+def _of(path: str) -> str:
+  return f"Of S at {path}: " if path else ""
+
+
+def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
+  """Returns each law by the stronger of its proof and its runs."""
+  left = list(laws)
+  found: list[Law] = []
+  for proof in proofs:
+    # That a rule is stuck is a mistake of its own.
+    of_law = [x for x in left if x.name == proof.law and x.text != STALLED[1]]
+    alike = [x for x in of_law if x.text.startswith(_of(proof.path))]
+    run = next(iter(alike or of_law), None)
+    if run:
+      left.remove(run)
+    found.append(_stronger(proof, run))
+  return tuple(sorted(found + left, key=lambda x: _LAWS.index(x.name)))
+
+
+def _stronger(proof: Proved, run: Law | None) -> Law:
+  """Returns the verdict on a law by its proof, and by runs if there were any."""
+  name, place = proof.law, _of(proof.path)
+  remedy = run.remedy if run and run.remedy else _REMEDIES[name]
+  holds = proof.verdict in ("proved", "not applied")
+  rest = ("", ()) if holds else (remedy, proof.where)
+  alone = Law(name, _ALONE[proof.verdict], place + proof.text, *rest)
+  if run is None:
+    return alone
+  if proof.verdict == "not applied":
+    return run
+  if proof.verdict == "unknown":
+    text = f"{run.text} Not proved: {proof.text}"
+    return run._replace(text=text, where=proof.where)
+  seen = f"{alone.text} In runs: {run.text.removeprefix(place)}"
+  if proof.verdict == "proved":
+    if run.verdict == "wrong":
+      return run._replace(text=f"{run.text} {_REPORT}")
+    is_alike = run.verdict in ("exact", "not applied")
+    return alone if is_alike else alone._replace(text=seen)
+  if run.verdict == "wrong":
+    return alone._replace(text=seen)
+  if name == "skip":
+    # Equal values may be written in ways that no proof knows.
+    text = f"That is not shown to hold, but was not seen to fail. {alone.text}"
+    return alone._replace(verdict="inconclusive", text=text)
+  return alone._replace(text=f"{alone.text} {_HIDDEN}")
 
 
 def skip_law(
