@@ -76,7 +76,7 @@ def proving() -> Iterator[Trace]:
 
 
 def assumed(
-  stand_in: Callable[_P, _R],
+  stand_in: Callable[..., _R],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
   """Returns a decorator: a proof reads `stand_in` in place of the function."""
 
@@ -121,11 +121,11 @@ def named(
     # A derivative of the call would have more inputs than the call.
     arrays = [*map(jax.lax.stop_gradient, arrays)]
   result = jax.jit(call)(*arrays)
-  structure = jax.tree.structure(result)
+  results, structure = jax.tree.flatten(result)
   calls[number] = NamedCall(
     kind,
     jax.tree.unflatten(treedef, inputs),
-    jax.tree.unflatten(structure, map(Position, range(structure.num_leaves))),
+    jax.tree.unflatten(structure, map(Position, range(len(results)))),
     facts,
   )
   return result

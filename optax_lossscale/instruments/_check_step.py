@@ -15,6 +15,7 @@ import warnings
 import jax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
@@ -188,31 +189,28 @@ def _report(
   are_shapes = any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(named)
   )
+  traced: _proof.Traced | None = None
   try:
     # A jitted step is traced anew, so that it warns as it did the first time.
     traced = _proof.trace(run, named)
   except Exception as error:  # A step may run any code on the host.
     if are_shapes:
       raise
-    traced = None
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
     outputs = _runs.outputs_of(run, named)
-  else:
+  if traced:
     precision, is_narrow = _verdicts.precision_law(traced.jaxpr)
     outputs = dict(_next_values.subtrees(traced.shapes))
   found = _next_values.match(named, outputs, carry, known)
   certain = frozenset(found if carry else known)
-  names = [y for x in named for y in _next_values.named_leaves(named[x], x)]
+  names = [leaves.path_name(x) for x, _ in jax.tree.leaves_with_path(named)]
   free = frozenset(_next_values.may_change(names, may_change))
   proof = _proof.Proof((), found, certain, (), ())
   if traced:
     proof = _proved(traced, named, found, certain, free)
-  if are_shapes:
-    report = _verdicts.StepReport(
-      (precision,), proof.next_values, proof.follows
-    )
-  else:
+  report = _verdicts.StepReport((precision,), proof.next_values, proof.follows)
+  if not are_shapes:
     bound = _runs.Bound(run, named, proof.next_values, proof.certain, free)
     report = _runs.report(bound, precision, is_narrow=is_narrow)
   laws = _verdicts.combined(proof.laws, report.laws)

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
+import typing
 from typing import Any
 from typing import NamedTuple
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 
@@ -114,6 +116,11 @@ _FLOAT8 = frozenset(
     jnp.float8_e5m2fnuz,
   )
 )
+
+
+def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
+  """Returns the shape and dtype of an array in a jaxpr."""
+  return typing.cast(jax.core.ShapedArray, x.aval)
 
 
 def is_float8_limit(number: float) -> bool:
@@ -236,10 +243,8 @@ def result(
   if name == "cholesky":
     return power(degrees[0], 0.5)
   if name == "reduce_prod":
-    before, after = (
-      x[0].aval.size for x in (equation.invars, equation.outvars)
-    )
-    return power(degrees[0], before // max(after, 1))
+    before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+    return power(degrees[0], before.size // max(after.size, 1))
   grown = next(in_words(x) for x in degrees if not is_free(x))
   is_known = (
     name in operation_table.ELEMENTWISE | operation_table.CUMULATIVE
@@ -315,10 +320,10 @@ def _moved(
 
 
 def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
-  """Returns where each axis of an input is in the output, if it is kept whole."""
+  """Returns where each axis of an input is in the output, if it is whole."""
   name, params = equation.primitive.name, equation.params
-  before = equation.invars[index].aval.shape
-  after = equation.outvars[0].aval.shape
+  before = aval(equation.invars[index]).shape
+  after = aval(equation.outvars[0]).shape
   kept = range(len(before))
   if name == "broadcast_in_dim":
     return dict(enumerate(params["broadcast_dimensions"]))
@@ -332,7 +337,7 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
   if name == "dot_general":
     contracted, batch = params["dimension_numbers"]
     free = [
-      [x for x in range(v.aval.ndim) if x not in (*contracted[i], *batch[i])]
+      [x for x in range(aval(v).ndim) if x not in (*contracted[i], *batch[i])]
       for i, v in enumerate(equation.invars)
     ]
     start = len(batch[0]) + (len(free[0]) if index else 0)
@@ -354,7 +359,7 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
 
 _SAME_AXES = operation_table.ELEMENTWISE | _names("""
   clamp concatenate copy cumlogsumexp cummax cummin cumprod cumsum
-  dynamic_slice dynamic_update_slice eq ge gt is_finite le lt max min name ne neg
-  optimization_barrier pad select_n sign slice sort split stop_gradient
+  dynamic_slice dynamic_update_slice eq ge gt is_finite le lt max min name ne
+  neg optimization_barrier pad select_n sign slice sort split stop_gradient
   conj real imag and or not sharding_constraint device_put
 """)

@@ -1,9 +1,9 @@
 """What is known of each value of a step, without running the step.
 
 The step's jaxpr is interpreted with abstract values: how a value grows with S,
-which argument it is, bit for bit, and whether it is a known number. That some
-state's step overflows, or does not, is a hypothesis. The library's own decisions
-are the named calls of `_base/named_calls.py`.
+which argument it is, bit for bit, and whether it is a known number. That the
+step of some state overflows, or does not, is a hypothesis. The library's own
+decisions are the named calls of `_base/named_calls.py`.
 """
 
 from collections.abc import Callable
@@ -88,6 +88,21 @@ class Mark(NamedTuple):
     return hash(self.is_sure)
 
 
+class Identity(NamedTuple):
+  """An argument that a value is, bit for bit.
+
+  Attributes:
+    argument: its position.
+    forms: what was done to it, such as a cast that can be undone, each with
+      what undoes it.
+    is_sure: False if the value may only be the argument.
+  """
+
+  argument: int
+  forms: tuple[tuple[str, Hashable], ...] = ()
+  is_sure: bool = True
+
+
 class Scale(NamedTuple):
   """Says that a value is the S of a state.
 
@@ -109,7 +124,7 @@ class Value:
 
   Attributes:
     degree: how it grows with S.
-    identity: what it is, bit for bit; ("in", i) is the i-th argument.
+    identity: the argument that it is, bit for bit.
     constant: the number that all its elements are.
     scale: the state whose S it is.
     scales: the states whose S it was computed from.
@@ -126,7 +141,7 @@ class Value:
   """
 
   degree: _degrees.Degree = FREE
-  identity: Hashable = None
+  identity: Identity | None = None
   constant: bool | int | float | None = None
   scale: Scale | None = None
   scales: frozenset[str] = frozenset()
@@ -196,7 +211,7 @@ class Interpreter:
     unit = self.symbol(words, ("in", index)), tuple(range(aval.ndim))
     return Value(
       ((unit, fractions.Fraction(1)),),
-      identity=("in", index),
+      identity=Identity(index),
       scale=Scale(state, "old"),
       scales=frozenset([state]),
       is_pure=True,
@@ -255,14 +270,17 @@ class Interpreter:
     name = equation.primitive.name
     if name in _COPIES:
       return inputs
-    if not equation.outvars:
-      return []
     place = (*self._around, equation)
     made = self._made(inputs, place)
+    variables = (*equation.invars, *equation.outvars)
+    if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
+      # A reference may hold anything by now.
+      degree = Unknown("it is read from a reference", False, place)
+      return [made.but(degree=degree) for _ in equation.outvars]
     axes = _mesh_axes(equation)
     if name == "axis_index":
       return [made.but(is_pure=False, varies=axes)]
-    if not inputs:
+    if not (inputs and equation.outvars):
       return [made for _ in equation.outvars]
     if axes:
       # What was put together from all devices is the same on all.
@@ -314,7 +332,7 @@ class Interpreter:
         grown = 1 if name == "qr" else 0
         return [degrees[0] if i == grown else FREE for i in range(count)]
       if name == "eigh":
-        ranks = [x.aval.ndim for x in equation.outvars]
+        ranks = [_degrees.aval(x).ndim for x in equation.outvars]
         return [degrees[0] if x < max(ranks) else FREE for x in ranks]
     numbers = [x.constant for x in inputs]
     sources = [x.place for x in inputs]
@@ -326,16 +344,16 @@ class Interpreter:
   ) -> Value | None:
     """Returns a result that is an input or a number, or else None."""
     name = equation.primitive.name
-    dtype = equation.outvars[0].aval.dtype
+    dtype = _degrees.aval(equation.outvars[0]).dtype
     constants = [x.constant for x in inputs]
     if name == "select_n" and constants[0] is not None:
       return inputs[1 + int(constants[0])]
-    if name in ("and", "or") and dtype == bool:
+    if name in ("and", "or") and dtype.kind == "b":
       for constant, other in zip(constants, inputs[::-1], strict=True):
         if constant is not None:
           decides = bool(constant) is (name == "or")
           return self.number(name == "or") if decides else other
-    if name == "not" and dtype == bool and constants[0] is not None:
+    if name == "not" and dtype.kind == "b" and constants[0] is not None:
       return self.number(not constants[0])
     if name in _EXTREMES and constants[0] is not None:
       return inputs[0].but(identity=None)
@@ -350,28 +368,24 @@ class Interpreter:
       return inputs[0]
     if name == "mul" and _is_one(constants[0]):
       return inputs[1]
-    if name in operation_table.COMPARISONS and name in _FOLDED:
-      if not leaves.is_gradient(equation.invars[0].aval):
-        first, second = (x.identity for x in inputs)
-        apart = _apart(first, second)
-        if apart is not None:
-          return self.number(_FOLDED[name](apart, 0))
+    is_float = leaves.is_gradient(equation.invars[0].aval)
+    if name in operation_table.COMPARISONS & _FOLDED.keys() and not is_float:
+      apart = _apart(*inputs)
+      return None if apart is None else self.number(_FOLDED[name](apart, 0))
     return None
 
   def _folded(
     self, equation: core.JaxprEqn, constants: Sequence[Any]
   ) -> Value | None:
     """Returns the number that an operation on numbers gives."""
-    name, aval = equation.primitive.name, equation.outvars[0].aval
-    is_whole = all(
-      not jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.invars
-    )
+    name, aval = equation.primitive.name, _degrees.aval(equation.outvars[0])
+    is_whole = all(not leaves.is_gradient(x.aval) for x in equation.invars)
     if name == "mul" and is_whole and 0 in map(_number, constants):
       return self.number(np.zeros((), aval.dtype))
     if any(x is None for x in constants):
       return None
     if name == "reduce_sum" and is_whole:
-      before = math.prod(equation.invars[0].aval.shape)
+      before = _degrees.aval(equation.invars[0]).size
       count = before // max(math.prod(aval.shape), 1)
       return self.number(np.asarray(constants[0] * count).astype(aval.dtype))
     if name not in _FOLDED:
@@ -386,15 +400,21 @@ class Interpreter:
     """Returns the result with its identity and its marks."""
     name, first, place = equation.primitive.name, inputs[0], made.place
     if name in _RESHAPES:
-      before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+      before, after = map(
+        _degrees.aval, (equation.invars[0], equation.outvars[0])
+      )
       identity = None
       if before.size == after.size:
         identity = _reshaped(first.identity, before.shape, after.shape)
       return first.but(degree=made.degree, identity=identity, place=place)
     if name in ("random_wrap", "random_unwrap"):
-      return made.but(identity=_wrapped(name, first.identity))
+      is_key = name == "random_wrap"
+      change = _undone if is_key else _formed
+      return made.but(identity=change(first.identity, "data"))
     if name in ("slice", "transpose"):
-      before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+      before, after = map(
+        _degrees.aval, (equation.invars[0], equation.outvars[0])
+      )
       order = equation.params.get("permutation", range(before.ndim))
       if before.shape == after.shape and [*order] == [*range(before.ndim)]:
         return first
@@ -499,7 +519,7 @@ class Interpreter:
     self, equation: core.JaxprEqn, value: Value, made: Value
   ) -> Value:
     before, after = (
-      x[0].aval.dtype for x in (equation.invars, equation.outvars)
+      _degrees.aval(x[0]).dtype for x in (equation.invars, equation.outvars)
     )
     if before == after:
       return value
@@ -512,7 +532,7 @@ class Interpreter:
       )
     is_float = jnp.issubdtype(after, jnp.inexact)
     degree = value.degree
-    if not is_float and after == bool:
+    if not is_float and after.kind == "b":
       degree = degree if isinstance(degree, Unknown) else FREE
       return made.but(degree=degree, zero_of=value.key)
     if not is_float and not (_degrees.is_free(degree)):
@@ -534,7 +554,9 @@ class Interpreter:
 
   def _part(self, equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     """Returns a part of an S that differs between members."""
-    before, after = (x[0].aval for x in (equation.invars, equation.outvars))
+    before, after = map(
+      _degrees.aval, (equation.invars[0], equation.outvars[0])
+    )
     if before.shape == after.shape:
       return value
     assert value.scale is not None
@@ -782,7 +804,7 @@ class Interpreter:
 
     return value.but(
       degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=value.identity and ("slice", value.identity, ids(place)),
+      identity=_formed(value.identity, "slice", ids(place)),
       key=next(self._keys),
     )
 
@@ -801,12 +823,9 @@ class Interpreter:
         return members[symbol], (0, *rest)
       return symbol, rest
 
-    identity = value.identity
-    is_slice = isinstance(identity, tuple) and identity[0] == "slice"
-    identity = identity[1] if is_slice and identity[2] == ids(place) else None
     return value.but(
       degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=identity,
+      identity=_undone(value.identity, "slice", ids(place)),
       scale=value.scale if value.scale and value.scale.stage == "new" else None,
       key=next(self._keys),
     )
@@ -867,7 +886,8 @@ class Interpreter:
       # The count that it was given before leaves its state as it is.
       steps, old, new = call.inputs
       count = inputs[steps] if isinstance(steps, int) else Value()
-      is_same = isinstance(count.identity, tuple) and count.identity[0] == "in"
+      given = count.identity
+      is_same = given is not None and given == Identity(given.argument)
       kept = jax.tree.leaves(old if is_same else new)
       return [inputs[x] for x in kept]
     assert call.kind == "move"
@@ -906,7 +926,7 @@ class Interpreter:
     ]
     outputs[stalled] = made.but(degree=FREE)
     position = position_of_scale(new_state)
-    axes = tuple(range(equation.outvars[position].aval.ndim))
+    axes = tuple(range(_degrees.aval(equation.outvars[position]).ndim))
     symbol = self.symbol("the next S", (ids(place), "next"))
     is_one = before.degree == FREE and before.scale is not None
     outputs[position] = made.but(
@@ -922,11 +942,9 @@ class Interpreter:
 
 def position_of_scale(rule_state: Any) -> int:
   """Returns the position of S in the state of a rule."""
-  mark = object()
-  marked = jax.tree.leaves(states.replace_scale(rule_state, mark))
-  kept = jax.tree.leaves(rule_state)
-  (place,) = [i for i, x in enumerate(marked) if x is mark]
-  return int(kept[place])
+  # No position is negative.
+  marked = jax.tree.leaves(states.replace_scale(rule_state, -1))
+  return int(jax.tree.leaves(rule_state)[marked.index(-1)])
 
 
 def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
@@ -960,22 +978,35 @@ def _is_nonfinite(value: Value) -> bool:
   return value.is_pure and value.degree == ANY and not is_zero
 
 
-def _perhaps(choices: Sequence[Value]) -> Hashable:
-  """Returns the identity of a value that may be what one choice is."""
-  known = [x.identity for x in choices if x.identity is not None]
-  if not known:
+def _formed(
+  identity: Identity | None, kind: str, detail: Hashable = None
+) -> Identity | None:
+  """Returns the identity of a form of a value."""
+  if identity is None:
     return None
-  first = known[0]
-  is_one = isinstance(first, tuple) and first[0] == "perhaps"
-  return first if is_one else ("perhaps", first)
+  return identity._replace(forms=(*identity.forms, (kind, detail)))
 
 
-def _projected(inputs: Sequence[Value]) -> Hashable:
-  """Returns the identity of an argument within bounds, where it may have been."""
+def _undone(
+  identity: Identity | None, kind: str, detail: Hashable = None
+) -> Identity | None:
+  """Returns the identity of a value that is no more in a form."""
+  if identity is None or identity.forms[-1:] != ((kind, detail),):
+    return None
+  return identity._replace(forms=identity.forms[:-1])
+
+
+def _perhaps(choices: Sequence[Value]) -> Identity | None:
+  """Returns the identity of a value that may be what one choice is."""
+  first = next((x.identity for x in choices if x.identity), None)
+  return first and first._replace(is_sure=False)
+
+
+def _projected(inputs: Sequence[Value]) -> Identity | None:
+  """Returns the identity of an argument that may be within bounds anyway."""
   known = [x for x in inputs if x.identity is not None]
-  is_bounded = all(
-    x.is_pure and _degrees.is_free(x.degree) for x in inputs if x not in known
-  )
+  bounds = [x for x in inputs if x.identity is None]
+  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
   return _perhaps(known) if len(known) == 1 and is_bounded else None
 
 
@@ -1051,69 +1082,54 @@ def _is_one(x: object) -> bool:
   return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 1
 
 
-def _apart(first: Hashable, second: Hashable) -> int | None:
+def _apart(first: Value, second: Value) -> int | None:
   """Returns by how much a known value is larger than another, or None."""
-  if first is None or second is None:
+  a, b = first.identity, second.identity
+  if a is None or b is None or not (a.is_sure and b.is_sure):
     return None
-  if first == second:
+  if a == b:
     return 0
-  if first == ("plus one", second):
+  if _undone(a, "plus one") == b:
     return 1
-  return -1 if second == ("plus one", first) else None
+  return -1 if _undone(b, "plus one") == a else None
 
 
-def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Hashable:
+def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Identity | None:
   """Returns the identity of a sum in which only one part matters."""
-  name = equation.primitive.name
-  first, second = inputs
   is_whole = not leaves.is_gradient(equation.invars[0].aval)
-  if is_whole and name == "add" and first.identity and second.constant == 1:
-    return "plus one", first.identity
-  if is_whole and name == "add" and second.identity and first.constant == 1:
-    return "plus one", second.identity
-  # 0 times what is unknown is 0, or NaN.
-  if second.degree == ANY and first.identity:
-    return "perhaps", first.identity
-  if first.degree == ANY and second.identity and name != "sub":
-    return "perhaps", second.identity
+  is_sum = equation.primitive.name != "sub"
+  for value, other in (inputs, inputs[::-1])[: 1 + is_sum]:
+    if is_whole and is_sum and value.identity and other.constant == 1:
+      return _formed(value.identity, "plus one")
+    # 0 times what is unknown is 0, or NaN.
+    if other.degree == ANY and value.identity:
+      return _perhaps([value])
   return None
 
 
 def _reshaped(
-  identity: Hashable, before: Sequence[int], after: Sequence[int]
-) -> Hashable:
+  identity: Identity | None, before: Sequence[int], after: Sequence[int]
+) -> Identity | None:
   """Returns the identity of a reshaped array, and of one reshaped back."""
   before, after = tuple(before), tuple(after)
   if identity is None or before == after:
     return identity
-  if isinstance(identity, tuple) and identity[0] == "shape":
-    return identity[1] if identity[2] == after else identity
-  return "shape", identity, before
+  is_reshaped = identity.forms[-1:] and identity.forms[-1][0] == "shape"
+  kept = identity if is_reshaped else _formed(identity, "shape", before)
+  return _undone(identity, "shape", after) or kept
 
 
-def _wrapped(name: str, identity: Hashable) -> Hashable:
-  """Returns the identity of a random key's data, and of a key made of it."""
-  if identity is None:
-    return None
-  if name == "random_unwrap":
-    return "data", identity
-  is_data = isinstance(identity, tuple) and identity[0] == "data"
-  return identity[1] if is_data else None
-
-
-def _cast(identity: Hashable, before: np.dtype, after: np.dtype) -> Hashable:
+def _cast(
+  identity: Identity | None, before: np.dtype, after: np.dtype
+) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
-  if identity is None:
-    return None
-  if isinstance(identity, tuple) and identity[0] == "cast":
-    if identity[2] == str(after):
-      return identity[1]
-  is_alike = before == bool or (
+  is_alike = before.kind == "b" or (
     jnp.issubdtype(before, jnp.inexact) == jnp.issubdtype(after, jnp.inexact)
   )
-  if is_alike and jnp.promote_types(before, after) == after:
-    return "cast", identity, str(before)
-  return None
+  is_wider = is_alike and jnp.promote_types(before, after) == after
+  return _undone(identity, "cast", after) or (
+    _formed(identity, "cast", before) if is_wider else None
+  )
 
 
 def _tested(
@@ -1186,14 +1202,11 @@ def _to_device(value: Value, spec: Any, inner: Any) -> Value:
   varies = frozenset(name for names in meshed for name in names)
   return value.but(
     degree=_degrees.renamed(value.degree, rename) or value.degree,
-    identity=value.identity and ("local", value.identity, str(spec)),
+    identity=_formed(value.identity, "local", str(spec)),
     varies=frozenset() if value.scale else varies,
   )
 
 
 def _from_devices(value: Value, spec: Any) -> Value:
   """Returns an array that devices give parts of."""
-  identity = value.identity
-  is_local = isinstance(identity, tuple) and identity[0] == "local"
-  is_same = is_local and identity[2] == str(spec)
-  return value.but(identity=identity[1] if is_same else None)
+  return value.but(identity=_undone(value.identity, "local", str(spec)))

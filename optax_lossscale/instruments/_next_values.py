@@ -132,7 +132,7 @@ def may_change(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     }
     if not chosen and not {*str(x)} & {*"*?["}:
       raise ValueError(
-        "`may_change` must name leaves of next values, or be a pattern, got "
+        "`may_change` must name leaves of the arguments, or be a pattern, got "
         f"{arguments.shown(x)}; they are {listed(names)}."
       )
     found |= chosen

@@ -27,15 +27,15 @@ from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
+from optax_lossscale.instruments._interpret import Identity
 from optax_lossscale.instruments._interpret import Value
+from optax_lossscale.instruments._verdicts import Line
 from optax_lossscale.instruments._verdicts import Proved
 
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
 
 _HERE = pathlib.Path(__file__).parent
-
-Line = tuple[str, int, str]
 
 
 class Traced(NamedTuple):
@@ -182,8 +182,8 @@ class _Step:
     self.flags = [
       i
       for i, x in enumerate(traced.jaxpr.jaxpr.invars)
-      if x.aval.dtype == bool
-      and not x.aval.shape
+      if _degrees.aval(x).dtype == bool
+      and not _degrees.aval(x).shape
       and not any(_inside(self.names.get(i, ""), x) for x in self.states)
     ]
 
@@ -196,7 +196,7 @@ class _Step:
     def is_kept(name: str, place: str) -> bool:
       pairs = self._pairs(name, place)
       return bool(pairs) and all(
-        values[x.after].identity == ("in", x.before) for x in pairs
+        values[x.after].identity == Identity(x.before) for x in pairs
       )
 
     forms = {place: _next_values.form(shape) for place, shape in shapes.items()}
@@ -233,7 +233,9 @@ class _Step:
           pairs
           and not _next_values.overlaps(place, self.next_values.values())
           and is_kept(name, place)
-          and any(applied[x.after].identity != ("in", x.before) for x in pairs)
+          and any(
+            applied[x.after].identity != Identity(x.before) for x in pairs
+          )
         ):
           self.next_values[name] = place
           break
@@ -267,7 +269,7 @@ class _Step:
       path = self.scales.get(i)
       name = self.names[i].partition("/")[0]
       value = Value(
-        identity=("in", i),
+        identity=Identity(i),
         constant=(flags or {}).get(i),
         reads=frozenset([name]) & self.guessed,
         key=-2 - i,
@@ -428,7 +430,8 @@ def _problem(
   for x in (value, loss_scale):
     if isinstance(x.degree, _degrees.Unknown):
       text, where = _explained(x)
-      text = f"is not S times a true one: {text}"
+      verb = "is not" if x.degree.is_sure else "may not be"
+      text = f"{verb} S times a true one: {text}"
       return _Problem(x.degree.is_sure, text, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
@@ -450,7 +453,7 @@ def _worst(
   problems: Sequence[_Problem],
   path: str = "",
 ) -> Proved:
-  """Returns the verdict for the first problem, a certain one if there is one."""
+  """Returns the verdict for the first problem, if possible a certain one."""
   sure, text, where = next((x for x in problems if x.is_sure), problems[0])
   if more := len(problems) - 1:
     text += f" (and {more} more)"
@@ -468,7 +471,7 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
       text, where = _explained(value)
       sure = getattr(value.degree, "is_sure", True)
       name = name.partition("/")[2] if event.kind == "arguments" else "skip"
-      text = f"`{name}=` depends on S: {text}"
+      text = f"`{name}=` {_depends(sure)} on S: {text}"
       problems.append(_Problem(sure, text, where or _lines([event.place])))
   if problems:
     return [_worst("arguments", problems)]
@@ -476,6 +479,10 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
     return []
   text = "What `update` is given beside the gradients does not depend on S."
   return [Proved("arguments", "proved", text)]
+
+
+def _depends(is_sure: bool) -> str:
+  return "depends" if is_sure else "may depend"
 
 
 def _invariance_law(
@@ -496,7 +503,9 @@ def _invariance_law(
       continue
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
-    problems.append(_Problem(sure, f"{name} depends on S: {text}", where))
+    problems.append(
+      _Problem(sure, f"{name} {_depends(sure)} on S: {text}", where)
+    )
   problems += _still(step, outputs, skipped.keys())
   problems += _next_scales(step, outputs, skipped, moves)
   problems += _split(step, outputs, moves)
@@ -511,7 +520,9 @@ def _still(
 ) -> list[_Problem]:
   """Returns the problem that a step that is applied changes nothing."""
   kept = {
-    x.name for x in step.pairs if outputs[x.after].identity == ("in", x.before)
+    x.name
+    for x in step.pairs
+    if outputs[x.after].identity == Identity(x.before)
   }
   groups = [step.parameters]
   groups += [
@@ -619,13 +630,13 @@ def _changed(
   step: _Step, value: Value, pair: _Pair, flags: Mapping[int, bool]
 ) -> _Problem | None:
   """Returns how a skipped step may change a value."""
-  identity = ("in", pair.before)
+  identity = Identity(pair.before)
   is_flag = pair.before in flags and value.constant is flags[pair.before]
   if value.identity == identity or is_flag:
     return None
   text = f"If the step is skipped, {pair.name} may change"
   # A product with 0 may be NaN; a condition of the user's may be right.
-  sure = value.identity != ("perhaps", identity)
+  sure = value.identity != identity._replace(is_sure=False)
   sure = sure and not step.is_guessed(pair.name)
   return _Problem(sure, text, _lines([value.place]))
 
@@ -636,9 +647,10 @@ def _follows(step: _Step) -> Iterator[str]:
   places = step.next_values.values()
   for path, x in jax.tree.leaves_with_path(step.traced.outputs):
     name = leaves.path_name(path)
-    if isinstance(x, Position) and not _next_values.overlaps(name, places):
-      if not _degrees.is_free(outputs[x].degree):
-        yield name
+    if isinstance(x, Position) and not (
+      _next_values.overlaps(name, places) or _degrees.is_free(outputs[x].degree)
+    ):
+      yield name
 
 
 def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
@@ -646,20 +658,23 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   degree = value.degree
   if not isinstance(degree, _degrees.Unknown):
     return f"it {_degrees.in_words(degree)}", _lines([value.place])
-  said = []
-  for grows, place in degree.operands:
-    for file, line, text in _lines([place]):
-      short = file.rpartition("/")[2]
-      said.append(f"{short}:{line} `{text}` {grows}")
   lines = _lines([*(x for _, x in degree.operands), degree.place])
-  if len(said) > 1:
-    return f"{'; '.join(said)}; they {degree.reason}", lines
-  return degree.reason, lines
+  if len(degree.operands) < 2:
+    return degree.reason, lines
+  said = [
+    f"{_verdicts.source(line)} {grows}"
+    for grows, place in degree.operands
+    for line in _lines([place])
+  ]
+  if len(said) < len(degree.operands):
+    both = " and ".join(f"what {grows}" for grows, _ in degree.operands)
+    return f"{both} {degree.reason}", lines
+  return f"{'; '.join(said)}; they {degree.reason}", lines
 
 
 def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
   """Returns the user's lines of operations, each once."""
-  found = {}
+  found: dict[Line, None] = {}
   for place in places:
     source = source_lines.user_line(place) if place else None
     # A step that is called by the library alone has no line around it.

@@ -64,7 +64,7 @@ class Bound:
 
   run: Step
   named: dict[str, object]
-  next_values: dict[str, str]
+  next_values: Mapping[str, str]
   # The arguments whose next value is not guessed, as those of NNX objects.
   certain: frozenset[str]
   # The leaves that may depend on S or change on a skip.

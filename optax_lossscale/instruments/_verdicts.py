@@ -194,6 +194,10 @@ _ALONE = {
 _LAWS = ("scale", "arguments", "invariance", "skip", "precision")
 
 
+# A file, the number of a line in it, and the line's text.
+Line = tuple[str, int, str]
+
+
 class Law(NamedTuple):
   """One law, and whether a step obeys it.
 
@@ -212,7 +216,7 @@ class Law(NamedTuple):
   verdict: str
   text: str
   remedy: str = ""
-  where: tuple[tuple[str, int, str], ...] = ()
+  where: tuple[Line, ...] = ()
 
 
 class Proved(NamedTuple):
@@ -229,7 +233,7 @@ class Proved(NamedTuple):
   law: str
   verdict: str
   text: str
-  where: tuple[tuple[str, int, str], ...] = ()
+  where: tuple[Line, ...] = ()
   path: str = ""
 
 
@@ -317,12 +321,17 @@ class StepReport:
     )
 
 
+def source(line: Line) -> str:
+  """Returns a line of a program as its file's name, its number and its text."""
+  file, number, code = line
+  return f"{file.rpartition('/')[2]}:{number} `{code}`"
+
+
 def _in_words(law: Law) -> str:
   """Returns a law as a paragraph, with the lines that it points at."""
   text = law.text
-  for file, line, code in law.where:
-    source = f"{file.rpartition('/')[2]}:{line} `{code}`"
-    text += "" if source in text else f" See {source}."
+  for line in map(source, law.where):
+    text += "" if line in text else f" See {line}."
   return f"{law.name} ({law.verdict}): {text} {law.remedy}"
 
 
@@ -517,14 +526,16 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
 
 
 def _stronger(proof: Proved, run: Law | None) -> Law:
-  """Returns the verdict on a law by its proof, and by runs if there were any."""
+  """Returns the verdict on a law by its proof and, if there were any, runs."""
   name, place = proof.law, _of(proof.path)
   remedy = run.remedy if run and run.remedy else _REMEDIES[name]
   holds = proof.verdict in ("proved", "not applied")
   rest = ("", ()) if holds else (remedy, proof.where)
   alone = Law(name, _ALONE[proof.verdict], place + proof.text, *rest)
   if run is None:
-    return alone
+    is_known = proof.verdict != "unknown"
+    text = proof.text if is_known else f"Not proved: {proof.text}"
+    return alone._replace(text=place + text)
   if proof.verdict == "not applied":
     return run
   if proof.verdict == "unknown":
