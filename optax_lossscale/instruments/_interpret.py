@@ -222,7 +222,9 @@ class Interpreter:
     """Returns what is known of an array of the program."""
     is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
     dtype = jnp.result_type(x)
-    if not is_small or jnp.issubdtype(dtype, jax.dtypes.extended):
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    if not is_small or is_shape or is_key:
       return Value(key=next(self._keys))
     array = np.asarray(x)
     is_float = jnp.issubdtype(dtype, jnp.inexact)

@@ -369,6 +369,8 @@ def _skips(step: Bound, start: _Start) -> _Skips:
     for run, applied in zip(runs, (start.run, clean), strict=True)
     for path, outcome in run.outcomes.items()
     if applied.outcomes[path] != "nothing"
+    # One state that skips may leave the update of another out.
+    and not (outcome == "nothing" and "skipped" in run.outcomes.values())
   }
   none = _Skips(runs[0], outcomes, [], set())
   return _with_changed(none, step, later, clean, runs)
