@@ -414,7 +414,8 @@ def _scale_law(
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
   if not problems:
-    text = f"All {count} gradients that enter `update` are S times true ones."
+    each = "The gradient" if count == 1 else f"Each of the {count} gradients"
+    text = f"{each} that `update` is given is S times the true one."
     return Proved("scale", "proved", text, path=place)
   return _worst("scale", problems, place)
 

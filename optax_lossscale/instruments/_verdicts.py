@@ -183,13 +183,7 @@ _REPORT = (
   "unless it reads random numbers or files of the host."
 )
 _HIDDEN = "This batch hides it."
-# The verdict on a law by its proof alone.
-_ALONE = {
-  "proved": "proved",
-  "not applied": "not applied",
-  "unknown": "inconclusive",
-  "refuted": "wrong",
-}
+_RUN = "Give the step arrays, so that the check also runs it."
 # In the order of a report.
 _LAWS = ("scale", "arguments", "invariance", "skip", "precision")
 
@@ -528,19 +522,19 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
 def _stronger(proof: Proved, run: Law | None) -> Law:
   """Returns the verdict on a law by its proof and, if there were any, runs."""
   name, place = proof.law, _of(proof.path)
-  remedy = run.remedy if run and run.remedy else _REMEDIES[name]
-  holds = proof.verdict in ("proved", "not applied")
-  rest = ("", ()) if holds else (remedy, proof.where)
-  alone = Law(name, _ALONE[proof.verdict], place + proof.text, *rest)
-  if run is None:
-    is_known = proof.verdict != "unknown"
-    text = proof.text if is_known else f"Not proved: {proof.text}"
-    return alone._replace(text=place + text)
-  if proof.verdict == "not applied":
+  if run and proof.verdict == "not applied":
     return run
   if proof.verdict == "unknown":
-    text = f"{run.text} Not proved: {proof.text}"
-    return run._replace(text=text, where=proof.where)
+    text = f"Not proved: {proof.text}"
+    if run is None:
+      return Law(name, "inconclusive", place + text, _RUN, proof.where)
+    return run._replace(text=f"{run.text} {text}", where=proof.where)
+  alone = Law(name, proof.verdict, place + proof.text)
+  if proof.verdict == "refuted":
+    remedy = run.remedy if run and run.remedy else _REMEDIES[name]
+    alone = Law(name, "wrong", alone.text, remedy, proof.where)
+  if run is None:
+    return alone
   seen = f"{alone.text} In runs: {run.text.removeprefix(place)}"
   if proof.verdict == "proved":
     if run.verdict == "wrong":
