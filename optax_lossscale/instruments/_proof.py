@@ -442,7 +442,8 @@ def _problem(
     )
     return _Problem(True, text, _lines([value.place or gate.place, gate.place]))
   if value.taken and not (value.taken.kind == "dropped" and is_told):
-    text = "may have lost its inf and NaN, which `update` has to see"
+    verb = "has lost" if value.taken.is_sure else "may have lost"
+    text = f"{verb} its inf and NaN, which `update` has to see"
     if value.taken.kind == "dropped":
       text = "leaves out micro-batches, which `overflow=` must say"
     return _Problem(value.taken.is_sure, text, _lines([value.taken.place]))

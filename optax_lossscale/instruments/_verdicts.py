@@ -508,6 +508,7 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
   """Returns each law by the stronger of its proof and its runs."""
   left = list(laws)
   found: list[Law] = []
+  holds = all(x.verdict in ("proved", "not applied") for x in proofs)
   for proof in proofs:
     # That a rule is stuck is a mistake of its own.
     of_law = [x for x in left if x.name == proof.law and x.text != STALLED[1]]
@@ -515,7 +516,10 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
     run = next(iter(alike or of_law), None)
     if run:
       left.remove(run)
-    found.append(_stronger(proof, run))
+    law = _stronger(proof, run)
+    if proof.verdict == "proved" and law.verdict == "wrong" and holds:
+      law = law._replace(text=f"{law.text} {_REPORT}")
+    found.append(law)
   return tuple(sorted(found + left, key=lambda x: _LAWS.index(x.name)))
 
 
@@ -538,7 +542,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   seen = f"{alone.text} In runs: {run.text.removeprefix(place)}"
   if proof.verdict == "proved":
     if run.verdict == "wrong":
-      return run._replace(text=f"{run.text} {_REPORT}")
+      return run
     is_alike = run.verdict in ("exact", "not applied")
     return alone if is_alike else alone._replace(text=seen)
   if run.verdict == "wrong":
