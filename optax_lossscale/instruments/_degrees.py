@@ -15,7 +15,6 @@ import dataclasses
 import fractions
 import math
 import typing
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -58,6 +57,7 @@ class Unknown:
   )
 
 
+Number = bool | int | float
 # Zero, inf and NaN fit every degree.
 ANY = "any"
 FREE: Powers = ()
@@ -192,7 +192,7 @@ def without_axes(degree: Degree) -> Degree:
 def result(
   equation: core.JaxprEqn,
   degrees: Sequence[Degree],
-  numbers: Sequence[Any],
+  numbers: Sequence[Number | None],
   place: tuple[core.JaxprEqn, ...],
   sources: Sequence[tuple[core.JaxprEqn, ...]],
 ) -> Degree:
@@ -253,7 +253,9 @@ def result(
 
 
 def _of_free(
-  equation: core.JaxprEqn, degrees: Sequence[Degree], numbers: Sequence[Any]
+  equation: core.JaxprEqn,
+  degrees: Sequence[Degree],
+  numbers: Sequence[Number | None],
 ) -> Degree:
   """Returns the degree if no input depends on S: whether the result is 0."""
   name = equation.primitive.name
@@ -275,7 +277,7 @@ def _joined(
   name: str,
   equation: core.JaxprEqn,
   degrees: Sequence[Degree],
-  numbers: Sequence[Any],
+  numbers: Sequence[Number | None],
   mismatch: Callable[..., Unknown],
 ) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
@@ -319,7 +321,7 @@ def _moved(
   return renamed(degree, rename)
 
 
-def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
+def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   """Returns where each axis of an input is in the output, if it is whole."""
   name, params = equation.primitive.name, equation.params
   before = aval(equation.invars[index]).shape
@@ -332,8 +334,8 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
   if name in ("reshape", "squeeze", "expand_dims"):
     # An axis is kept if as many elements come before it, and it has its size.
     places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
-    found = {i: places.get((math.prod(before[:i]), before[i])) for i in kept}
-    return {i: j for i, j in found.items() if before[i] > 1}
+    found = {i: (math.prod(before[:i]), before[i]) for i in kept}
+    return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
   if name == "dot_general":
     contracted, batch = params["dimension_numbers"]
     free = [
@@ -341,8 +343,8 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
       for i, v in enumerate(equation.invars)
     ]
     start = len(batch[0]) + (len(free[0]) if index else 0)
-    found = {x: i for i, x in enumerate(batch[index])}
-    return found | {x: start + i for i, x in enumerate(free[index])}
+    batched = {x: i for i, x in enumerate(batch[index])}
+    return batched | {x: start + i for i, x in enumerate(free[index])}
   if "axes" in params and name.startswith(("reduce_", "arg")):
     rest = [x for x in kept if x not in params["axes"]]
     return {x: i for i, x in enumerate(rest)}

@@ -8,6 +8,7 @@ decisions are the named calls of `_base/named_calls.py`.
 
 from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -47,7 +48,7 @@ _COPIES = _names("""
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
-_FOLDED: Mapping[str, Callable[..., Any]] = {
+_FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
   "add": operator.add,
   "eq": operator.eq,
   "ge": operator.ge,
@@ -142,7 +143,7 @@ class Value:
 
   degree: _degrees.Degree = FREE
   identity: Identity | None = None
-  constant: bool | int | float | None = None
+  constant: _degrees.Number | None = None
   scale: Scale | None = None
   scales: frozenset[str] = frozenset()
   reads: frozenset[str] = frozenset()
@@ -169,7 +170,7 @@ class Event(NamedTuple):
   values: Sequence[Value]
   place: Place
 
-  def of(self, tree: Any) -> list[tuple[str, Value]]:
+  def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
     return [
       (leaves.path_name(path), self.values[x])
@@ -206,9 +207,9 @@ class Interpreter:
     number = len(self._symbols)
     return self._symbols.setdefault(key, _degrees.Symbol(words, number))
 
-  def argument(self, index: int, aval: Any, state: str, words: str) -> Value:
+  def argument(self, index: int, rank: int, state: str, words: str) -> Value:
     """Returns an argument that is the S of a state."""
-    unit = self.symbol(words, ("in", index)), tuple(range(aval.ndim))
+    unit = self.symbol(words, ("in", index)), tuple(range(rank))
     return Value(
       ((unit, fractions.Fraction(1)),),
       identity=Identity(index),
@@ -218,7 +219,7 @@ class Interpreter:
       key=next(self._keys),
     )
 
-  def number(self, x: Any) -> Value:
+  def number(self, x: jax.typing.ArrayLike) -> Value:
     """Returns what is known of an array of the program."""
     is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
     dtype = jnp.result_type(x)
@@ -231,7 +232,8 @@ class Interpreter:
     if is_float:
       array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
     is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
-    is_one = array.size > 0 and bool(np.all(array == array.flat[0]))
+    is_real = array.size > 0 and array.dtype.kind != "c"
+    is_one = is_real and bool(np.all(array == array.flat[0]))
     return Value(
       ANY if is_any else FREE,
       constant=array.flat[0].item() if is_one else None,
@@ -377,7 +379,7 @@ class Interpreter:
     return None
 
   def _folded(
-    self, equation: core.JaxprEqn, constants: Sequence[Any]
+    self, equation: core.JaxprEqn, constants: Sequence[_degrees.Number | None]
   ) -> Value | None:
     """Returns the number that an operation on numbers gives."""
     name, aval = equation.primitive.name, _degrees.aval(equation.outvars[0])
@@ -858,7 +860,7 @@ class Interpreter:
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     (body,) = calls.bodies(equation)
-    inner = [x.aval for x in body.jaxpr.jaxpr.invars]
+    inner = map(_degrees.aval, body.jaxpr.jaxpr.invars)
     specs = equation.params["in_specs"]
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
     return [*map(_from_devices, outputs, equation.params["out_specs"])]
@@ -942,7 +944,7 @@ class Interpreter:
     return outputs
 
 
-def position_of_scale(rule_state: Any) -> int:
+def position_of_scale(rule_state: object) -> int:
   """Returns the position of S in the state of a rule."""
   # No position is negative.
   marked = jax.tree.leaves(states.replace_scale(rule_state, -1))
@@ -969,7 +971,7 @@ def _units(value: Value) -> list[_degrees.Unit]:
   return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
 
 
-def _worst(marks: Any) -> Mark | None:
+def _worst(marks: Iterable[Mark | None]) -> Mark | None:
   found = [x for x in marks if x is not None]
   return next((x for x in found if x.is_sure), found[0] if found else None)
 
@@ -1180,7 +1182,7 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
   return Mark(is_sure and name != "max", place)
 
 
-def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
+def _names_of(spec: jax.P, axis: int) -> tuple[str, ...]:
   """Returns the mesh axes along which an array's axis is split."""
   part = spec[axis] if axis < len(spec) else None
   if part is None:
@@ -1188,7 +1190,7 @@ def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
   return tuple(part) if isinstance(part, tuple) else (part,)
 
 
-def _to_device(value: Value, spec: Any, inner: Any) -> Value:
+def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   """Returns what a device sees of an array.
 
   If each device has an S of its own, as under pmap, they are equal: that each
@@ -1209,6 +1211,6 @@ def _to_device(value: Value, spec: Any, inner: Any) -> Value:
   )
 
 
-def _from_devices(value: Value, spec: Any) -> Value:
+def _from_devices(value: Value, spec: jax.P) -> Value:
   """Returns an array that devices give parts of."""
   return value.but(identity=_undone(value.identity, "local", str(spec)))

@@ -42,9 +42,9 @@ class Traced(NamedTuple):
   """A step's jaxpr, and trees with positions among its inputs and outputs."""
 
   jaxpr: core.Jaxpr
-  inputs: Mapping[str, Any]
-  outputs: Any
-  shapes: Any
+  inputs: Mapping[str, object]
+  outputs: object
+  shapes: object
   trace: named_calls.Trace
 
   def named_inputs(self) -> dict[int, str]:
@@ -80,7 +80,7 @@ def trace(
   """Traces a step for a proof; its arguments may be shapes."""
   found: dict[str, Any] = {}
 
-  def arrays_of(named: Mapping[str, object]) -> list[Any]:
+  def arrays_of(named: Mapping[str, object]) -> list[object]:
     outputs, treedef = jax.tree.flatten(run(named))
     places = [i for i, x in enumerate(outputs) if _has_value(x)]
     found.update(outputs=outputs, treedef=treedef, places=places)
@@ -251,7 +251,7 @@ class _Step:
 
   def run(
     self,
-    overflowing: Any = (),
+    overflowing: Collection[str] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[_interpret.Interpreter, list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -279,7 +279,7 @@ class _Step:
         value = value.but(degree=_degrees.Unknown(reason, False))
       if path is not None:
         words = "S" if len(self.scales) == 1 else f"S of {path}"
-        value = machine.argument(i, variable.aval, path, words)
+        value = machine.argument(i, _degrees.aval(variable).ndim, path, words)
         if path in self.ones:
           value = value.but(degree=_degrees.FREE)
       inputs.append(value)
@@ -546,7 +546,7 @@ def _next_scales(
 ) -> list[_Problem]:
   """Returns what is wrong with the S of each state that is returned."""
   found = []
-  after: dict[str, Any] = {}
+  after: dict[str, states.LossScalingState] = {}
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
   for path in step.states:
@@ -624,7 +624,9 @@ def _skip_law(
     ]
   if problems:
     return _worst("skip", problems)
-  text = f"If the step overflows, all {len(step.pairs)} next values stay."
+  text = (
+    f"If `update` sees an overflow, all {len(step.pairs)} next values stay."
+  )
   return Proved("skip", "proved", text)
 
 
