@@ -477,7 +477,7 @@ class Interpreter:
     place = made.place
     if isinstance(condition.degree, Unknown):
       return made.but(degree=condition.degree)
-    joined = self._join(choices, place, "are chosen between")
+    joined = self._join(choices, place, "are chosen between", made=made)
     taken = joined.taken
     if condition.tested and not any(map(_is_nonfinite, choices)):
       # The old value may have been chosen, which no run could tell from it.
@@ -489,16 +489,10 @@ class Interpreter:
     degrees = self._result_degrees(equation, inputs, place)
     joined = joined.but(
       degree=joined.degree if joined.scale else degrees[0],
-      scales=made.scales,
-      reads=made.reads,
-      varies=made.varies,
-      mixed=made.mixed,
-      is_pure=made.is_pure,
       taken=taken,
       tested=None
       if leaves.is_gradient(equation.outvars[0].aval)
       else made.tested,
-      key=made.key,
       place=place,
     )
     return self._guarded(condition, choices, joined)
@@ -584,11 +578,10 @@ class Interpreter:
     reason: str,
     *,
     is_branch: bool = False,
+    made: Value | None = None,
   ) -> Value:
     """Returns what is known of a value that is one of several."""
-    first, *others = values
-    if all(x == first for x in others):
-      return first
+    made = made or self._made(values, place)
     degrees = list(dict.fromkeys(x.degree for x in values if x.degree != ANY))
     unknown = _degrees.unknown(degrees)
     degree: _degrees.Degree = degrees[0] if degrees else ANY
@@ -616,21 +609,13 @@ class Interpreter:
     constant = common("constant")
     if any(type(x.constant) is not type(constant) for x in values):
       constant = None
-    return Value(
-      degree,
+    return made.but(
+      degree=degree,
       identity=common("identity"),
       constant=constant,
       scale=scale,
-      scales=frozenset().union(*(x.scales for x in values)),
-      reads=frozenset().union(*(x.reads for x in values)),
-      varies=frozenset().union(*(x.varies for x in values)),
-      mixed=frozenset().union(*(x.mixed for x in values)),
-      is_pure=all(x.is_pure for x in values),
-      tested=_worst(x.tested for x in values),
-      taken=_worst(x.taken for x in values),
       zero_of=common("zero_of"),
       stands_in=common("stands_in"),
-      key=next(self._keys),
       place=next((x.place for x in values if x.place), place),
     )
 
