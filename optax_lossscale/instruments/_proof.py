@@ -127,6 +127,7 @@ class _Problem(NamedTuple):
 
   is_sure: bool
   text: str
+  remedy: str
   where: tuple[Line, ...] = ()
 
 
@@ -378,7 +379,8 @@ def _split(
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
       )
-      found.append(_Problem(True, text, _lines([alone[axis]])))
+      where = _lines([alone[axis]])
+      found.append(_Problem(True, text, _verdicts.ALONE, where))
   return found
 
 
@@ -433,20 +435,27 @@ def _problem(
       text, where = _explained(x)
       verb = "is not" if x.degree.is_sure else "may not be"
       text = f"{verb} S times a true one: {text}"
-      return _Problem(x.degree.is_sure, text, where)
+      return _Problem(x.degree.is_sure, text, _verdicts.INSIDE, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
     text = (
       f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
       f"{_degrees.in_words(loss_scale.degree)}"
     )
-    return _Problem(True, text, _lines([value.place or gate.place, gate.place]))
+    remedy = _verdicts.NOT_SCALED
+    if given == _degrees.power(used, 2):
+      remedy = _verdicts.TWICE
+    where = _lines([value.place or gate.place, gate.place])
+    return _Problem(True, text, remedy, where)
   if value.taken and not (value.taken.kind == "dropped" and is_told):
     verb = "has lost" if value.taken.is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
+    remedy = _verdicts.HIDDEN
     if value.taken.kind == "dropped":
       text = "leaves out micro-batches, which `overflow=` must say"
-    return _Problem(value.taken.is_sure, text, _lines([value.taken.place]))
+      remedy = _verdicts.DROPPED
+    where = _lines([value.taken.place])
+    return _Problem(value.taken.is_sure, text, remedy, where)
   return None
 
 
@@ -456,10 +465,10 @@ def _worst(
   path: str = "",
 ) -> Proved:
   """Returns the verdict for the first problem, if possible a certain one."""
-  sure, text, where = next((x for x in problems if x.is_sure), problems[0])
-  if more := len(problems) - 1:
-    text += f" (and {more} more)"
-  return Proved(law, "refuted" if sure else "unknown", f"{text}.", where, path)
+  worst = next((x for x in problems if x.is_sure), problems[0])
+  verdict = "refuted" if worst.is_sure else "unknown"
+  more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+  return Proved(law, verdict, f"{worst.text}{more}.", *worst[2:], path)
 
 
 def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
@@ -474,7 +483,8 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
       sure = getattr(value.degree, "is_sure", True)
       name = name.partition("/")[2] if event.kind == "arguments" else "skip"
       text = f"`{name}=` {_depends(sure)} on S: {text}"
-      problems.append(_Problem(sure, text, where or _lines([event.place])))
+      where = where or _lines([event.place])
+      problems.append(_Problem(sure, text, _verdicts.GIVEN, where))
   if problems:
     return [_worst("arguments", problems)]
   if not count:
@@ -505,11 +515,10 @@ def _invariance_law(
       continue
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
-    problems.append(
-      _Problem(sure, f"{name} {_depends(sure)} on S: {text}", where)
-    )
-  problems += _still(step, outputs, skipped.keys())
+    text = f"{name} {_depends(sure)} on S: {text}"
+    problems.append(_Problem(sure, text, _verdicts.PASSED_BY, where))
   problems += _next_scales(step, outputs, skipped, moves)
+  problems += _still(step, outputs, skipped.keys())
   problems += _split(step, outputs, moves)
   if problems:
     return _worst("invariance", problems)
@@ -532,7 +541,11 @@ def _still(
     for y in used
   ]
   return [
-    _Problem(True, f"A step that is applied returns the old {group[0]}")
+    _Problem(
+      True,
+      f"A step that is applied returns the old {group[0]}",
+      _verdicts.RETURNED,
+    )
     for group in groups
     if group and kept.issuperset(group)
   ]
@@ -553,40 +566,36 @@ def _next_scales(
     if path not in after or path not in skipped or path in step.ones:
       continue
     position = _interpret.position_of_scale(after[path].loss_scale_state)
-    value, kept = outputs[position], skipped[path][position].scale
-    scale = value.scale
-    name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
-    if scale and scale.path == path and scale.stage == "new":
-      lost = [
-        x.place
-        for x in moves
-        if _moved_path(x) == path
-        and not scale.moves & {_interpret.ids(x.place)}
-      ]
-      if lost:
-        text = f"{name} knows nothing of an `update` whose state is not kept"
-        found.append(_Problem(True, text, _lines(lost)))
-      elif kept and kept.stage == "old":
-        text = f"{name} is the old one if the step is skipped, so S cannot fall"
-        found.append(
-          _Problem(True, text, _lines([skipped[path][position].place]))
-        )
-      continue
-    if scale and scale.path != path:
-      found.append(_Problem(True, f"{name} is that of {scale.path}"))
-    elif scale and scale.stage == "old":
-      text = f"{name} is the old one, so S never moves"
-      found.append(_Problem(True, text))
-    elif scale and scale.stage == "untold":
-      text = f"{name} is the rule's only where the gradients are finite"
-      found.append(_Problem(True, text, _lines([value.place])))
-    elif scale:
-      text = f"{name} is the rule's or the old one, by a condition"
-      found.append(_Problem(False, text, _lines([value.place])))
+    value, if_skipped = outputs[position], skipped[path][position]
+    lost = [
+      x.place
+      for x in moves
+      if _moved_path(x) == path
+      and value.scale
+      and not value.scale.moves & {_interpret.ids(x.place)}
+    ]
+    places, is_sure = [value.place], True
+    if value.scale is None:
+      text = "is not what the rule makes of this one"
+      is_sure = getattr(value.degree, "is_sure", True)
+    elif value.scale.path != path:
+      text = f"is that of {value.scale.path}"
+    elif value.scale.stage == "old":
+      text = "is the old one, so S never moves"
+    elif value.scale.stage == "untold":
+      text = "is the rule's only where the gradients are finite"
+    elif value.scale.stage != "new":
+      text, is_sure = "is the rule's or the old one, by a condition", False
+    elif lost:
+      text, places = "knows nothing of an `update` whose state is lost", lost
+    elif if_skipped.scale and if_skipped.scale.stage == "old":
+      text = "is the old one if the step is skipped, so S cannot fall"
+      places = [if_skipped.place]
     else:
-      sure = getattr(value.degree, "is_sure", True)
-      text = f"{name} is not what the rule makes of this one"
-      found.append(_Problem(sure, text, _lines([value.place])))
+      continue
+    of = f" of {path}" if len(step.states) > 1 else ""
+    text, where = f"The next S{of} {text}", _lines(places)
+    found.append(_Problem(is_sure, text, _verdicts.RETURNED, where))
   return found
 
 
@@ -642,7 +651,7 @@ def _changed(
   # A product with 0 may be NaN; a condition of the user's may be right.
   sure = value.identity != identity._replace(is_sure=False)
   sure = sure and not step.is_guessed(pair.name)
-  return _Problem(sure, text, _lines([value.place]))
+  return _Problem(sure, text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:

@@ -187,7 +187,8 @@ def report(
       found = dataclasses.replace(later, halvings=halvings)
   if step.moved(run):
     return found
-  laws = (_law("invariance", _verdicts.STILL), *found.laws)
+  others = (x for x in found.laws if x.name != "invariance")
+  laws = (_law("invariance", _verdicts.STILL), *others)
   return dataclasses.replace(found, laws=laws)
 
 
