@@ -563,7 +563,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
     is_alike = run.verdict in ("exact", "not applied")
     return alone if is_alike else alone._replace(text=seen)
   if run.verdict == "wrong":
-    return alone._replace(text=seen)
+    return alone._replace(text=seen, remedy=run.remedy or alone.remedy)
   if name == "skip":
     # Equal values may be written in ways that no proof knows.
     text = f"That is not shown to hold, but was not seen to fail. {alone.text}"

@@ -121,7 +121,7 @@ def runs_alone(monkeypatch):
 def test_the_first_line_says_that_nothing_is_below_float32():
   report = check(ols.loss_scaling(ADAM, RULE))
   assert str(report).startswith(
-    "The step is right, but nothing in it works below float32.\n"
+    "The step is right, for all values, but nothing in it works below float32.\n"
   )
   report = check(ols.loss_scaling(ADAM, RULE), loss_fn=half_loss_fn)
   assert "nothing in it" not in str(report)
@@ -335,7 +335,8 @@ def test_two_scales_are_varied_one_at_a_time():
   assert_proved(ols.instruments.check_step(*two_losses(tx)))
   report = ols.instruments.check_step(*two_losses(tx, "a", "a"))
   assert verdicts(report)["scale"] == "wrong"
-  assert "Of S at opt_states/b: The largest gradient does not" in str(report)
+  text = "Of S at opt_states/b: The gradient v grows as S of opt_states/a, but"
+  assert text in " ".join(str(report).split())
 
 
 @pytest.mark.slow
@@ -864,7 +865,9 @@ def test_in_float16_a_large_mistake_breaks_its_law(mistake):
   assert "wrong" in verdicts(report).values(), report
 
 
-def test_in_float16_a_small_mistake_is_not_certain_and_float32_is_advised():
+def test_in_float16_a_small_mistake_is_not_certain_and_float32_is_advised(
+  runs_alone,
+):
   tx = ols.loss_scaling(optax.sgd(0.1), RULE)
   report = check(tx, loss_fn=half_loss_fn, change=decayed)
   assert verdicts(report)["invariance"] != "exact"
@@ -1054,7 +1057,7 @@ def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law():
       tx, lambda p, s, scaled_grads, loss, x: (scaled_grads, p, s)
     )
   )
-  assert not report.ok and "wrong" not in verdicts(report).values(), report
+  assert_proved(report)
   # A flag is no next value of another one.
   report = run_check(
     *make_step_with(tx, lambda p, s, scaled_grads, loss, x: (p, s, s.skipped))
@@ -1108,8 +1111,8 @@ def test_arguments_in_another_order_than_the_outputs_break_no_law():
 
   for ema in (PARAMS, jax.tree.map(lambda x: x / 2, PARAMS)):
     report = run_check(step, ema, PARAMS, opt_state, BATCH)
-    assert not report.ok and "wrong" not in verdicts(report).values(), report
-    assert "carry=" in law(report, "skip")
+    assert_proved(report)
+    assert report.next_values == {"ema": "1", "params": "0", "opt_state": "2"}
   carry = {"ema": 1, "params": 0, "opt_state": 2}
   assert_proved(run_check(step, ema, PARAMS, opt_state, BATCH, carry=carry))
 
@@ -1329,7 +1332,7 @@ def test_a_step_that_is_right_but_for_a_warning_is_not_called_right():
     step(*args)  # Compiled by now, it would not warn again.
   with pytest.warns(ols.WiringWarning, match="over 'i'"):
     report = ols.instruments.check_step(step, *args)
-  assert verdicts(report)["skip"] == "exact"
+  assert verdicts(report)["skip"] == "proved"
   assert not report.ok
   assert str(report).startswith("The step is not certain.")
 
@@ -1444,10 +1447,11 @@ def test_in_float32_a_small_part_that_is_added_by_hand_is_seen():
 
 
 @pytest.mark.slow
-def test_parameters_that_never_move_leave_the_step_uncertain():
+def test_parameters_that_never_move_are_told():
   tx = ols.loss_scaling(optax.sgd(0.0), RULE)
   report = check(tx)
-  assert report.ok and "No parameter moves in 64 steps." in str(report)
+  seen = "In runs: No parameter moves in 64 steps."
+  assert report.ok and seen in law(report, "invariance")
   # Frozen ones do not.
   groups = {True: ADAM, False: optax.set_to_zero()}
   assert_proved(check(ols.loss_scaling(optax.partition(groups, W_ALONE), RULE)))
@@ -1702,7 +1706,7 @@ def test_what_changes_only_if_gradients_overflow_at_a_finite_s_is_named():
 
   args = PARAMS, tx.init(PARAMS), jnp.zeros(1), BATCH
   report = run_check(step, *args)
-  assert verdicts(report)["invariance"] == "exact"
+  assert verdicts(report)["invariance"] == "proved"
   assert "A step that overflows changed count." in law(report, "skip")
 
 
