@@ -37,6 +37,7 @@ TRACED = "while the step is traced"
 SECOND = "on the second step"
 ERROR = "an error"
 CHECKED = "`check_step`"
+PROVED = "proved"
 STATE = "`stalled` in the state"
 FAILED = "`raise_if_failed`"
 
@@ -81,16 +82,26 @@ def told(tx, value_and_grad=scaled, update=update, params=PARAMS, batch=BATCH):
     return found
   if np.any([x.stalled for x in states.find_states(out[1]).values()]):
     found[STATE] = "stalled"
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    report = ols.instruments.check_step(jax.jit(step), params, opt_state, batch)
-  return found | broken(report)
+  return found | checked(jax.jit(step), params, opt_state, batch)
 
 
-def broken(report):
-  """Returns what is said of the first law that is broken, if one is."""
-  wrong = [x.text for x in report.laws if x.verdict == "wrong"]
-  return {CHECKED: wrong[0]} if wrong else {}
+def checked(step, *args, **options):
+  """Returns what is said of the first broken law, and the line of its proof."""
+  found = {}
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args
+  )
+  for when, given in ((CHECKED, args), (PROVED, shapes)):
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      report = ols.instruments.check_step(step, *given, **options)
+    wrong = [x for x in report.laws if x.verdict == "wrong"]
+    if wrong and when == CHECKED:
+      found[when] = wrong[0].text
+    if wrong and when == PROVED:
+      lines = [line for law in wrong for _, _, line in law.where]
+      found[when] = f"`{lines[0]}`" if lines else "yes, without a line"
+  return found
 
 
 # The mistakes, one function each.
@@ -260,8 +271,7 @@ def statistics_that_a_skip_changes():
     )
     optimizer.update(model, value_and_grad(model, batch)[1])
 
-  report = ols.instruments.check_step(step, model, optimizer, BATCH)
-  return broken(report)
+  return checked(step, model, optimizer, BATCH)
 
 
 def dropped_and_not_passed_on():
@@ -293,7 +303,7 @@ def a_running_mean_of_the_loss():
     mean = 0.9 * mean + 0.1 * loss
     return optax.apply_updates(params, updates), opt_state, mean
 
-  report = ols.instruments.check_step(
+  return checked(
     step,
     PARAMS,
     tx.init(PARAMS),
@@ -301,7 +311,6 @@ def a_running_mean_of_the_loss():
     BATCH,
     carry={"params": 0, "opt_state": 1, "mean": 2},
   )
-  return broken(report)
 
 
 def no_gradients():
@@ -326,10 +335,7 @@ def a_norm_that_is_still_scaled():
     guard_state = GUARD.update(guard_state, norm, opt_state)
     return optax.apply_updates(params, updates), opt_state, guard_state
 
-  report = ols.instruments.check_step(
-    step, PARAMS, tx.init(PARAMS), GUARD.init(), BATCH
-  )
-  return broken(report)
+  return checked(step, PARAMS, tx.init(PARAMS), GUARD.init(), BATCH)
 
 
 def a_loss_of_each_device():

@@ -139,6 +139,7 @@ class Value:
     stands_in: the key of the value for which a number stands in where it is 0.
     key: a number that copies of the value share.
     place: the operation that made it.
+    grown: the operation that gave it its degree, if its inputs had others.
   """
 
   degree: _degrees.Degree = FREE
@@ -156,6 +157,7 @@ class Value:
   stands_in: int | None = None
   key: int = dataclasses.field(default=-1, compare=False)
   place: Place = dataclasses.field(default=(), compare=False)
+  grown: Place = dataclasses.field(default=(), compare=False)
 
   def but(self, **changes: Any) -> "Value":
     """Returns the value with changes."""
@@ -303,7 +305,11 @@ class Interpreter:
       return [self._part(equation, inputs[0], made)]
     degrees = self._result_degrees(equation, inputs, place)
     outputs = [
-      made.but(degree=degree, key=next(self._keys))
+      made.but(
+        degree=degree,
+        key=next(self._keys),
+        grown=_grown(degree, inputs, place),
+      )
       for degree, _ in zip(degrees, equation.outvars, strict=True)
     ]
     if len(outputs) == 1:
@@ -617,6 +623,7 @@ class Interpreter:
       zero_of=common("zero_of"),
       stands_in=common("stands_in"),
       place=next((x.place for x in values if x.place), place),
+      grown=next((x.grown for x in values if x.grown), ()),
     )
 
   # ---- Calls, branches and loops.
@@ -949,6 +956,19 @@ def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
 
 def ids(place: Place) -> tuple[int, ...]:
   return tuple(map(id, place))
+
+
+def _grown(
+  degree: _degrees.Degree, inputs: Sequence[Value], place: Place
+) -> Place:
+  """Returns the operation that gave a result its degree."""
+  if all(_degrees.is_free(x.degree) for x in (*inputs, Value(degree))):
+    same = inputs
+  else:
+    same = [x for x in inputs if x.degree == degree != FREE]
+    if not same:
+      return place
+  return next((x.grown for x in same if x.grown), ())
 
 
 def _units(value: Value) -> list[_degrees.Unit]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import linecache
-import pathlib
 from typing import Any
 from typing import NamedTuple
 
@@ -34,8 +33,6 @@ from optax_lossscale.instruments._verdicts import Proved
 
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
-
-_HERE = pathlib.Path(__file__).parent
 
 
 class Traced(NamedTuple):
@@ -445,7 +442,7 @@ def _problem(
     remedy = _verdicts.NOT_SCALED
     if given == _degrees.power(used, 2):
       remedy = _verdicts.TWICE
-    where = _lines([value.place or gate.place, gate.place])
+    where = _lines([value.grown or value.place or gate.place, gate.place])
     return _Problem(True, text, remedy, where)
   if value.taken and not (value.taken.kind == "dropped" and is_told):
     verb = "has lost" if value.taken.is_sure else "may have lost"
@@ -674,15 +671,15 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   lines = _lines([*(x for _, x in degree.operands), degree.place])
   if len(degree.operands) < 2:
     return degree.reason, lines
-  said = [
-    f"{_verdicts.source(line)} {grows}"
+  said = {
+    line: f"{_verdicts.source(line)} {grows}"
     for grows, place in degree.operands
     for line in _lines([place])
-  ]
+  }
   if len(said) < len(degree.operands):
     both = " and ".join(f"what {grows}" for grows, _ in degree.operands)
     return f"{both} {degree.reason}", lines
-  return f"{'; '.join(said)}; they {degree.reason}", lines
+  return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
 def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
@@ -690,8 +687,7 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
   found: dict[Line, None] = {}
   for place in places:
     source = source_lines.user_line(place) if place else None
-    # A step that is called by the library alone has no line around it.
-    if source and not source.startswith(str(_HERE)):
+    if source and source_lines.is_own(source):
       file, _, line = source.rpartition(":")
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None

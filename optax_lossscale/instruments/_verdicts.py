@@ -293,7 +293,8 @@ class StepReport:
   def __str__(self) -> str:
     found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
     verdicts = {law.verdict for law in self.laws if law.name != "precision"}
-    if self.ok and "proved" in verdicts <= {"proved", "not applied"}:
+    is_proved = "proved" in verdicts <= {"proved", "not applied"}
+    if self.ok and is_proved and self.deterministic:
       found = "right, for all values"
     if self.ok and "rounding" in verdicts:
       found = "right, as far as rounding can tell"
@@ -550,7 +551,8 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
     text = f"Not proved: {proof.text}"
     if run is None:
       return Law(name, "inconclusive", place + text, _RUN, proof.where)
-    return run._replace(text=f"{run.text} {text}", where=proof.where)
+    text = "" if proof.text in run.text else f" {text}"
+    return run._replace(text=run.text + text, where=proof.where)
   alone = Law(name, proof.verdict, place + proof.text)
   if proof.verdict == "refuted":
     alone = Law(name, "wrong", alone.text, proof.remedy, proof.where)
@@ -568,7 +570,9 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
     # Equal values may be written in ways that no proof knows.
     text = f"That is not shown to hold, but was not seen to fail. {alone.text}"
     return alone._replace(verdict="inconclusive", text=text)
-  return alone._replace(text=f"{alone.text} {_UNSEEN}")
+  # What becomes of S is no matter of a batch.
+  hides = "" if proof.remedy == RETURNED else f" {_UNSEEN}"
+  return alone._replace(text=alone.text + hides)
 
 
 def skip_law(
