@@ -1857,3 +1857,33 @@ def test_a_far_smaller_s_shows_what_is_added_to_scaled_gradients():
   report = check(ols.loss_scaling(optax.sgd(0.1), RULE), change=decay)
   assert verdicts(report)["invariance"] == "wrong"
   assert "% at S/4096" in law(report, "invariance")
+
+
+@pytest.mark.parametrize(
+  "take",
+  [
+    lambda a, b: jnp.minimum(a, b),
+    lambda a, b: jnp.where(a < b, a, b),
+    lambda a, b: jnp.sort(jnp.stack([a, b]), axis=0)[0],
+    lambda a, b: 1 / (1 / a + 1 / b),
+  ],
+  ids=["minimum", "where", "sort", "harmonic mean"],
+)
+def test_what_leaves_out_an_inf_is_not_proved_to_keep_it(take):
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(2.0**15))
+
+  def loss_fn(w, x):
+    y = w.astype(jnp.float16) * x[0].astype(jnp.float16)
+    return (y * x[1].astype(jnp.float16)).astype(jnp.float32)
+
+  @jax.jit
+  def step(w, opt_state, a, b):
+    gradient = ols.scaled_value_and_grad(loss_fn, opt_state)
+    scaled_grad = take(gradient(w, a)[1], gradient(w, b)[1])
+    updates, opt_state = tx.update(scaled_grad, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+  # The first gradient is the smaller one, but overflows on its way at this S.
+  args = jnp.zeros(()), tx.init(jnp.zeros(())), *jnp.array([[0.1, 4], [1, 1]])
+  assert step(*args)[0] == -1
+  assert verdicts(run_check(step, *args))["scale"] != "proved"
