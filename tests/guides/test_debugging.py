@@ -219,4 +219,4 @@ def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
   law, *_ = report.laws
   assert "In runs: The largest gradient does not depend on S." in law.text
   # The line is in the other function.
-  assert [line for *_, line in law.where][0].startswith("return ols.unscale(")
+  assert law.where[0][2].startswith("return ols.unscale(")
