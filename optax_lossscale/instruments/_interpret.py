@@ -65,6 +65,9 @@ _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
+# Operations that choose by size, and those that choose the largest.
+_LARGEST = _names("cummax max reduce_max")
+_ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 # A value that stands in for 0 may go through these before it divides.
@@ -278,6 +281,8 @@ class Interpreter:
       return inputs
     place = (*self._around, equation)
     made = self._made(inputs, place)
+    if made.taken is None and _loses(equation, inputs):
+      made = made.but(taken=Mark(False, place))
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
@@ -446,8 +451,8 @@ class Interpreter:
       made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
     if name in ("mul", "div", "dot_general", "conv_general_dilated"):
       # What is not finite stays so if it is multiplied by anything.
-      parts = inputs[:1] if name == "div" and first.scales else inputs
-      scaled = [x.taken for x in parts if x.scales]
+      parts = inputs[:1] if name == "div" else inputs
+      scaled = [x.taken for x in parts if x.scales and not x.is_pure]
       kept = any(x is None for x in scaled)
       made = made.but(taken=None if kept else made.taken)
     stands_in = [x.stands_in for x in inputs if x.stands_in is not None]
@@ -1144,16 +1149,19 @@ def _cast(
 def _tested(
   equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
 ) -> Mark | None:
-  """Returns a mark if a test tells which scaled values are finite."""
+  """Returns a mark if a test may tell which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
     isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
   )
   scaled = [x for x in inputs if x.scales and not x.is_pure]
-  if not scaled or not (name == "is_finite" or is_nan or has_inf):
-    return None
-  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+  grows = any(not _degrees.is_free(x.degree) for x in scaled)
+  if scaled and (name == "is_finite" or is_nan or has_inf):
+    return Mark(grows, place)
+  # What is inf is also larger than others.
+  is_order = name in ("gt", "ge", "lt", "le")
+  return Mark(False, place) if is_order and grows else None
 
 
 def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
@@ -1167,6 +1175,28 @@ def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
     if name in ("eq", "ne") or source in ("abs", "sqrt", "square", "mul"):
       return value.key
   return None
+
+
+def _loses(equation: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
+  """Returns whether an operation may leave an inf out."""
+  name, first = equation.primitive.name, inputs[:1]
+  scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
+  if name in _ORDERED:
+    # The largest of absolute values is inf if one of them is.
+    is_positive = (
+      first
+      and first[0].place
+      and (first[0].place[-1].primitive.name in _POSITIVE)
+    )
+    return any(scaled) and not (name in _LARGEST and is_positive)
+  # 1 / inf is 0.
+  if name == "div":
+    return bool(scaled[1] and not scaled[0])
+  if name == "integer_pow":
+    return bool(scaled[0] and equation.params["y"] < 0)
+  if name in ("gather", "dynamic_slice"):
+    return any(scaled[1:])
+  return name == "rsqrt" and any(scaled)
 
 
 def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
