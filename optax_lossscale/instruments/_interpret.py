@@ -65,6 +65,7 @@ _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
+_LOGIC = _names("and not or reduce_and reduce_or")
 # Operations that choose by size, and those that choose the largest.
 _LARGEST = _names("cummax max reduce_max")
 _ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
@@ -79,11 +80,22 @@ _KEEPS_STAND_IN = (
 
 
 class Mark(NamedTuple):
-  """A place, and whether what is said of it is certain."""
+  """A place where inf may be told from other values, or left out.
+
+  Attributes:
+    is_sure: whether that is certain.
+    place: the operation.
+    kind: "taken", "dropped" by `accumulate`, or "order" for a comparison of
+      sizes.
+    finite: the truth of a test that says that values are finite, if one does.
+    of: the key of the value that is tested.
+  """
 
   is_sure: bool
   place: Place = ()
   kind: str = "taken"
+  finite: bool | None = None
+  of: int | None = None
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Mark) and self.is_sure == other.is_sure
@@ -435,6 +447,8 @@ class Interpreter:
         return first
     if name in ("add", "add_any", "sub"):
       made = made.but(identity=_added(equation, inputs))
+    if name in _LOGIC:
+      made = made.but(tested=_logic(name, made.tested, inputs))
     is_test = name == "is_finite" or name in operation_table.COMPARISONS
     if is_test:
       made = made.but(
@@ -490,9 +504,11 @@ class Interpreter:
       return made.but(degree=condition.degree)
     joined = self._join(choices, place, "are chosen between", made=made)
     taken = joined.taken
-    if condition.tested and not any(map(_is_nonfinite, choices)):
+    mark = _lost(condition.tested, choices)
+    if mark:
+      taken = _worst([mark._replace(place=place), taken])
+    if mark and mark.kind != "order":
       # The old value may have been chosen, which no run could tell from it.
-      taken = taken or condition.tested._replace(place=place)
       joined = joined.but(
         identity=joined.identity or _perhaps(choices),
         scale=_untold(joined.scale, choices),
@@ -678,10 +694,11 @@ class Interpreter:
     if isinstance(index.degree, Unknown):
       outputs = [x.but(degree=index.degree) for x in outputs]
     if index.tested:
-      mark = index.tested._replace(place=place)
+      is_sure = index.tested.is_sure and index.tested.finite is not None
+      mark = index.tested._replace(is_sure=is_sure, place=place)
       outputs = [
         x.but(
-          taken=x.taken or mark,
+          taken=_worst([mark, x.taken]),
           scale=_untold(x.scale, several),
           identity=x.identity or _perhaps(several),
         )
@@ -1158,10 +1175,41 @@ def _tested(
   scaled = [x for x in inputs if x.scales and not x.is_pure]
   grows = any(not _degrees.is_free(x.degree) for x in scaled)
   if scaled and (name == "is_finite" or is_nan or has_inf):
-    return Mark(grows, place)
+    finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
+    is_first = inputs[0] is scaled[0]
+    known = finite if is_first or name in ("eq", "ne") else None
+    return Mark(grows, place, finite=known, of=scaled[0].key)
   # What is inf is also larger than others.
   is_order = name in ("gt", "ge", "lt", "le")
-  return Mark(False, place) if is_order and grows else None
+  return Mark(False, place, "order") if is_order and grows else None
+
+
+def _logic(
+  name: str, tested: Mark | None, inputs: Sequence[Value]
+) -> Mark | None:
+  """Returns a mark for the logic of tests: what their truth still says."""
+  if tested is None or name == "not":
+    if tested is None or tested.finite is None:
+      return tested
+    return tested._replace(finite=not tested.finite)
+  told = name in ("and", "reduce_and")
+  # "And" says that all is finite, and "or" that something is not.
+  marks = [x.tested for x in inputs if x.tested]
+  known = [x for x in marks if x.finite is told]
+  return known[0] if known else tested._replace(finite=None)
+
+
+def _lost(tested: Mark | None, choices: Sequence[Value]) -> Mark | None:
+  """Returns a mark if a choice by a test leaves an inf out."""
+  if tested is None or any(map(_is_nonfinite, choices)):
+    return None
+  if tested.finite is None or len(choices) != 2:
+    return tested._replace(is_sure=False)
+  chosen = choices[0 if tested.finite else 1]
+  if chosen.key == tested.of:
+    return None
+  is_other = chosen.scales and not chosen.is_pure and chosen.taken is None
+  return tested._replace(is_sure=tested.is_sure and not is_other)
 
 
 def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
@@ -1196,7 +1244,7 @@ def _loses(equation: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
     return bool(scaled[0] and equation.params["y"] < 0)
   if name in ("gather", "dynamic_slice"):
     return any(scaled[1:])
-  return name == "rsqrt" and any(scaled)
+  return name in ("rsqrt", "sign") and any(scaled)
 
 
 def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:

@@ -120,9 +120,17 @@ def _has_value(x: object) -> bool:
 
 
 class _Problem(NamedTuple):
-  """What is wrong with a step, or may be."""
+  """What is wrong with a step, or may be.
 
-  is_sure: bool
+  Attributes:
+    verdict: "refuted" if it is certain, "open" if no run could tell, or else
+      "unknown".
+    text: what it is.
+    remedy: how to fix it.
+    where: the lines of the program.
+  """
+
+  verdict: str
   text: str
   remedy: str
   where: tuple[Line, ...] = ()
@@ -377,7 +385,7 @@ def _split(
         "which skips for itself"
       )
       where = _lines([alone[axis]])
-      found.append(_Problem(True, text, _verdicts.ALONE, where))
+      found.append(_Problem("refuted", text, _verdicts.ALONE, where))
   return found
 
 
@@ -406,6 +414,7 @@ def _scale_law(
       overflow, is_leaf=lambda x: isinstance(x, findings.WindowOverflow)
     )
     is_told = any(isinstance(x, findings.WindowOverflow) for x in windows)
+    is_told |= any(x.tested for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
       count += 1
       problem = _problem(value, loss_scale, gate, is_told=is_told)
@@ -432,7 +441,7 @@ def _problem(
       text, where = _explained(x)
       verb = "is not" if x.degree.is_sure else "may not be"
       text = f"{verb} S times a true one: {text}"
-      return _Problem(x.degree.is_sure, text, _verdicts.INSIDE, where)
+      return _Problem(_sure(x.degree.is_sure), text, _verdicts.INSIDE, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
     text = (
@@ -443,16 +452,20 @@ def _problem(
     if given == _degrees.power(used, 2):
       remedy = _verdicts.TWICE
     where = _lines([value.grown or value.place or gate.place, gate.place])
-    return _Problem(True, text, remedy, where)
-  if value.taken and not (value.taken.kind == "dropped" and is_told):
-    verb = "has lost" if value.taken.is_sure else "may have lost"
-    text = f"{verb} its inf and NaN, which `update` has to see"
-    remedy = _verdicts.HIDDEN
-    if value.taken.kind == "dropped":
-      text = "leaves out micro-batches, which `overflow=` must say"
-      remedy = _verdicts.DROPPED
+    return _Problem("refuted", text, remedy, where)
+  if value.taken and value.taken.kind == "dropped":
+    text = "leaves out micro-batches, which `overflow=` must say"
     where = _lines([value.taken.place])
-    return _Problem(value.taken.is_sure, text, remedy, where)
+    found = _Problem("refuted", text, _verdicts.DROPPED, where)
+    return None if is_told else found
+  if value.taken:
+    is_sure = value.taken.is_sure and not is_told
+    verb = "has lost" if is_sure else "may have lost"
+    text = f"{verb} its inf and NaN, which `update` has to see"
+    remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
+    is_open = is_told is value.taken.is_sure
+    verdict = "refuted" if is_sure else "open" if is_open else "unknown"
+    return _Problem(verdict, text, remedy, _lines([value.taken.place]))
   return None
 
 
@@ -462,10 +475,15 @@ def _worst(
   path: str = "",
 ) -> Proved:
   """Returns the verdict for the first problem, if possible a certain one."""
-  worst = next((x for x in problems if x.is_sure), problems[0])
-  verdict = "refuted" if worst.is_sure else "unknown"
+  worst = min(
+    problems, key=lambda x: ("refuted", "open", "unknown").index(x[0])
+  )
   more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-  return Proved(law, verdict, f"{worst.text}{more}.", *worst[2:], path)
+  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
+
+
+def _sure(is_sure: bool) -> str:
+  return "refuted" if is_sure else "unknown"
 
 
 def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
@@ -481,7 +499,7 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
       name = name.partition("/")[2] if event.kind == "arguments" else "skip"
       text = f"`{name}=` {_depends(sure)} on S: {text}"
       where = where or _lines([event.place])
-      problems.append(_Problem(sure, text, _verdicts.GIVEN, where))
+      problems.append(_Problem(_sure(sure), text, _verdicts.GIVEN, where))
   if problems:
     return [_worst("arguments", problems)]
   if not count:
@@ -513,7 +531,7 @@ def _invariance_law(
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
     text = f"{name} {_depends(sure)} on S: {text}"
-    problems.append(_Problem(sure, text, _verdicts.PASSED_BY, where))
+    problems.append(_Problem(_sure(sure), text, _verdicts.PASSED_BY, where))
   problems += _next_scales(step, outputs, skipped, moves)
   problems += _still(step, outputs, skipped.keys())
   problems += _split(step, outputs, moves)
@@ -539,7 +557,7 @@ def _still(
   ]
   return [
     _Problem(
-      True,
+      "refuted",
       f"A step that is applied returns the old {group[0]}",
       _verdicts.RETURNED,
     )
@@ -571,10 +589,10 @@ def _next_scales(
       and value.scale
       and not value.scale.moves & {_interpret.ids(x.place)}
     ]
-    places, is_sure = [value.place], True
+    places, verdict = [value.place], "refuted"
     if value.scale is None:
       text = "is not what the rule makes of this one"
-      is_sure = getattr(value.degree, "is_sure", True)
+      verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
     elif value.scale.path != path:
       text = f"is that of {value.scale.path}"
     elif value.scale.stage == "old":
@@ -582,7 +600,7 @@ def _next_scales(
     elif value.scale.stage == "untold":
       text = "is the rule's only where the gradients are finite"
     elif value.scale.stage != "new":
-      text, is_sure = "is the rule's or the old one, by a condition", False
+      text, verdict = "is the rule's or the old one, by a condition", "open"
     elif lost:
       text, places = "knows nothing of an `update` whose state is lost", lost
     elif if_skipped.scale and if_skipped.scale.stage == "old":
@@ -592,7 +610,7 @@ def _next_scales(
       continue
     of = f" of {path}" if len(step.states) > 1 else ""
     text, where = f"The next S{of} {text}", _lines(places)
-    found.append(_Problem(is_sure, text, _verdicts.RETURNED, where))
+    found.append(_Problem(verdict, text, _verdicts.RETURNED, where))
   return found
 
 
@@ -648,7 +666,7 @@ def _changed(
   # A product with 0 may be NaN; a condition of the user's may be right.
   sure = value.identity != identity._replace(is_sure=False)
   sure = sure and not step.is_guessed(pair.name)
-  return _Problem(sure, text, _verdicts.MOVES, _lines([value.place]))
+  return _Problem(_sure(sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:
