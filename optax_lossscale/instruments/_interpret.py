@@ -7,6 +7,7 @@ decisions are the named calls of `_base/named_calls.py`.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ _names = operation_table.names
 # Each output is the input at its position.
 _COPIES = _names("""
   copy copy_p device_put mesh_cast name optimization_barrier pbroadcast pvary
-  reshard sharding_constraint stop_gradient
+  random_clone reshard sharding_constraint stop_gradient
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
@@ -301,6 +302,10 @@ class Interpreter:
       degree = Unknown("it is read from a reference", False, place)
       return [made.but(degree=degree) for _ in equation.outvars]
     axes = _mesh_axes(equation)
+    if axes and any(unit[1] for x in inputs for unit in _units(x)):
+      reason = "devices mix members that have an S of their own"
+      made = made.but(degree=Unknown(reason, False, place))
+      return [made for _ in equation.outvars]
     if name == "axis_index":
       return [made.but(is_pure=False, varies=axes)]
     if not (inputs and equation.outvars):
@@ -352,6 +357,12 @@ class Interpreter:
   ) -> Sequence[_degrees.Degree]:
     name, count = equation.primitive.name, len(equation.outvars)
     degrees = [x.degree for x in inputs]
+    is_mixed = count > 1 and any(
+      _degrees.moved(equation, i, x) is None for i, x in enumerate(degrees)
+    )
+    if is_mixed:
+      reason = f"`{name}` mixes members that have an S of their own"
+      return [Unknown(reason, False, place)] * count
     if count > 1 and _degrees.unknown(degrees) is None:
       if name == "sort":
         return degrees
@@ -382,7 +393,8 @@ class Interpreter:
           return self.number(name == "or") if decides else other
     if name == "not" and dtype.kind == "b" and constants[0] is not None:
       return self.number(not constants[0])
-    if name in _EXTREMES and constants[0] is not None:
+    is_empty = 0 in _degrees.aval(equation.invars[0]).shape
+    if name in _EXTREMES and constants[0] is not None and not is_empty:
       return inputs[0].but(identity=None)
     folded = self._folded(equation, constants)
     if folded is not None:
@@ -551,6 +563,9 @@ class Interpreter:
     if value.constant is not None:
       with np.errstate(all="ignore"):
         number = np.asarray(value.constant).astype(after)
+        is_kept = after.kind in "fb" or np.all(number == value.constant)
+      if not is_kept and not jnp.issubdtype(after, jnp.inexact):
+        return made.but(identity=_cast(value.identity, before, after))
       # A number that depends on S is one that was known only to be 0 or 1.
       return self.number(number).but(
         identity=_cast(value.identity, before, after)
@@ -582,21 +597,28 @@ class Interpreter:
     before, after = map(
       _degrees.aval, (equation.invars[0], equation.outvars[0])
     )
-    if before.shape == after.shape:
-      return value
-    assert value.scale is not None
-    starts = equation.params.get("start_indices")
-    if starts is None or not isinstance(value.degree, tuple):
+    name, params = equation.primitive.name, equation.params
+    axes = _units(value)[0][1] if _units(value) else ()
+    starts = params.get("start_indices") or (0,) * before.ndim
+    ends = params.get("limit_indices") or before.shape
+    steps = params.get("strides") or (1,) * before.ndim
+    counts = [
+      -(-(b - a) // c) for a, b, c in zip(starts, ends, steps, strict=True)
+    ]
+    if not axes or (
+      name != "gather" and all(before.shape[x] == after.shape[x] for x in axes)
+    ):
+      is_whole = name != "gather" and before.shape == after.shape
+      return value if is_whole else value.but(identity=None)
+    if name != "slice" or len(_units(value)) != 1:
       reason = "a part of S is taken that depends on the data"
       return made.but(degree=Unknown(reason, False, made.place))
-    ends = equation.params["limit_indices"]
-    key = repr((value.degree, starts, ends))
-    words = f"{value.degree[0][0][0].words}{[*starts]}".replace(" ", "")
-    axes = tuple(
-      i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a > 1
-    )
-    unit = self.symbol(words, key), axes
-    return made.but(degree=((unit, fractions.Fraction(1)),), scale=value.scale)
+    ((symbol, _),) = _units(value)
+    key = repr((value.degree, starts, ends, steps))
+    words = f"{symbol.words}{[*starts]}".replace(" ", "")
+    unit = self.symbol(words, key), tuple(x for x in axes if counts[x] > 1)
+    degree = _degrees.renamed(value.degree, lambda _: unit)
+    return made.but(degree=degree or value.degree, scale=value.scale)
 
   def _join(
     self,
@@ -665,6 +687,8 @@ class Interpreter:
     matrix, right = degrees[:split], degrees[split:]
     degree = _degrees.unknown(degrees)
     distinct = {x for x in right if x != ANY}
+    if degree is None and any(axes for x in inputs for _, axes in _units(x)):
+      degree = Unknown("a solver mixes members", False, self._around)
     if degree is None and (
       not all(map(_degrees.is_free, matrix)) or len(distinct) > 1
     ):
@@ -713,6 +737,7 @@ class Interpreter:
     others: Sequence[Value],
     body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
     *,
+    members: Collection[_degrees.Symbol] = (),
     runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
@@ -781,6 +806,8 @@ class Interpreter:
     for i in rounds:
       stage = outputs[i].scale
       finished[i] = finished[i].but(scale=stage)
+    # What a round gives may be of the members that it is given.
+    known = known.union(members)
     return finished, [_renamed(x, {}, known, place) for x in given]
 
   def _scan(
@@ -803,8 +830,9 @@ class Interpreter:
     end, given = self._loop(
       equation,
       start,
-      [*consts, *slices],
+      [*consts, *inputs[carried.stop :]],
       run,
+      members={x[0] for v in slices for x in _units(v)},
       runs=equation.params["length"] > 0,
     )
     return [*end, *(self._stack_of(x, place) for x in given)]
@@ -1154,13 +1182,24 @@ def _cast(
   identity: Identity | None, before: np.dtype, after: np.dtype
 ) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
-  is_alike = before.kind == "b" or (
-    jnp.issubdtype(before, jnp.inexact) == jnp.issubdtype(after, jnp.inexact)
-  )
-  is_wider = is_alike and jnp.promote_types(before, after) == after
   return _undone(identity, "cast", after) or (
-    _formed(identity, "cast", before) if is_wider else None
+    _formed(identity, "cast", before) if _holds(after, before) else None
   )
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+  """Returns whether a dtype has all numbers of another one of its kind."""
+  if narrow.kind == "b":
+    return True
+  if jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(
+    narrow, jnp.floating
+  ):
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+  if jnp.issubdtype(wide, jnp.integer) and jnp.issubdtype(narrow, jnp.integer):
+    c, d = jnp.iinfo(wide), jnp.iinfo(narrow)
+    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
+  return False
 
 
 def _tested(
@@ -1219,8 +1258,8 @@ def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
   for value, zero in (inputs, inputs[::-1]):
     if not _is_zero(zero.constant):
       continue
-    source = value.place[-1].primitive.name if value.place else ""
-    if name in ("eq", "ne") or source in ("abs", "sqrt", "square", "mul"):
+    source = operation_table.name_of(value.place[-1]) if value.place else ""
+    if name in ("eq", "ne") or source in ("abs", "sqrt", "square"):
       return value.key
   return None
 
@@ -1254,8 +1293,7 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
   scaled = [x for x in values if x.scales and not x.is_pure]
   if not bounds or not scaled:
     return None
-  numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
-  if any(_degrees.is_float8_limit(x) for x in numbers):
+  if _degrees.is_cast(name, [x.constant for x in inputs]):
     return None
   # A lower bound takes nothing from an absolute value.
   sources = [x.place[-1].primitive.name for x in scaled if x.place]

@@ -570,7 +570,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   if proof.verdict == "proved":
     if run.verdict == "wrong":
       return run
-    is_alike = run.verdict in ("exact", "not applied")
+    is_alike = run.verdict == "exact" or CONSTANT[1] in run.text
     return alone if is_alike else alone._replace(text=seen)
   if run.verdict == "wrong":
     return alone._replace(text=seen, remedy=run.remedy or alone.remedy)
