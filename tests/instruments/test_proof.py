@@ -98,7 +98,7 @@ OPERATIONS = {
   "s cubed": lambda x: x**3,
   "s reciprocal": lambda x: x**-1,
   "s to the 0": lambda x: x**0,
-  "f exp": lambda x: jnp.exp(jnp.clip(x, -9, 9)),
+  "s exp": lambda x: jnp.exp(-jnp.abs(x) / 8),
   "s tanh": jnp.tanh,
   "s log": lambda x: jnp.log(jnp.abs(x)),
   "s floor": jnp.floor,
@@ -131,6 +131,7 @@ OPERATIONS = {
   "ss max": jnp.maximum,
   "ss min": jnp.minimum,
   "ss atan2": jnp.arctan2,
+  "sf atan2": jnp.arctan2,
   "ss rem": lax.rem,
   "ss hypot": lambda x, y: jnp.sqrt(x * x + y * y),
   # Comparisons and choices.
@@ -145,6 +146,9 @@ OPERATIONS = {
   "s where": lambda x: jnp.where(jnp.isfinite(x), x, 0),
   "bb and": lambda a, b: a & ~b,
   "sss clamp": lambda x, y, z: jnp.clip(x, -abs(y), abs(z)),
+  "sf clamp": lambda x, y: lax.clamp(
+    full(y).astype(x.dtype) - 1, full(x), full(y).astype(x.dtype) + 1
+  ),
   # Moves.
   "s transpose": lambda x: full(x).T,
   "s reshape": lambda x: full(x).reshape(2, -1),
@@ -159,6 +163,7 @@ OPERATIONS = {
   "sf pad": lambda x, y: jnp.pad(full(x)[1:3], 1, constant_values=2)[:, :4],
   "s slice": lambda x: full(x)[:, 1:3].sum(1, keepdims=True),
   "ss concatenate": lambda x, y: jnp.concatenate([full(x)[:3], full(y)[:1]]),
+  "sf concatenate": lambda x, y: jnp.concatenate([full(x)[:3], full(y)[:1]]),
   "ss stack": lambda x, y: jnp.stack([full(x), full(y)])[0],
   "s split": lambda x: jnp.concatenate(jnp.split(full(x), 2, 1)[::-1], 1),
   "s gather": lambda x: full(x)[PERMUTATION],
@@ -501,7 +506,7 @@ def factor_of(degree, ratio, ndim):
       grown = ratio[int(part[2])] if ratio.ndim and not axes else ratio
     elif symbol.words not in SCALES:
       return None
-    if grown.ndim != len(axes):
+    if grown.ndim != len(axes) or any(x not in range(ndim) for x in axes):
       return np.float64(np.nan)  # Which member's?
     shape = np.ones(ndim, int)
     for axis in axes:
@@ -593,7 +598,7 @@ class Tally(NamedTuple):
   unchanged: int
 
 
-def judge(program, *, without=()):
+def judge(program):
   """Returns the errors in what is said of a program, and counts."""
   errors, counts = [], dict.fromkeys(Tally._fields[1:], 0)
   tainted: set[int] = set()
@@ -601,7 +606,7 @@ def judge(program, *, without=()):
     made = program.made[i]
     if tainted & {*made.sources} or any(
       is_extreme(x[i]) for x in program.values
-    ) or made.name in without:
+    ) or made.name in (*UNSOUND, *LIMITS):
       tainted.add(i)
       continue
     counts["powers"] += isinstance(said.degree, tuple)
@@ -634,7 +639,7 @@ def is_power(program, i):
 
 # ---- What is said is true, and a wrong rule would be seen.
 
-COUNT = 80
+COUNT = 150
 LIMITS = {
   # What stands in for 0 is taken to divide what is 0 there, too.
   "ss over what is 0",
@@ -667,9 +672,9 @@ UNSOUND: dict[str, str] = {
 }
 
 
-def errors_of(found, count, *, without=()):
+def errors_of(found):
   """Returns what is false, with the jaxprs of the programs, and the counts."""
-  tallies = [judge(x, without=without) for x in found]
+  tallies = [judge(x) for x in found]
   errors = [
     f"{error}\nin {program.jaxpr}"
     for program, tally in zip(found, tallies, strict=True)
@@ -680,8 +685,7 @@ def errors_of(found, count, *, without=()):
 
 
 def test_what_is_said_of_random_programs_is_true():
-  without = {*UNSOUND, *LIMITS}
-  errors, said = errors_of(programs(COUNT), COUNT, without=without)
+  errors, said = errors_of(programs(COUNT))
   assert not errors, "\n\n".join(errors[:3])
   assert said.powers > 10 * COUNT and said.identities > 7 * COUNT
   assert said.any > 4 and said.constants > 10
@@ -692,8 +696,7 @@ def test_what_is_said_of_random_programs_is_true():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_what_is_said_of_more_programs_is_true(seed):
-  without = {*UNSOUND, *LIMITS}
-  errors, _ = errors_of(programs(5 * COUNT, seed), COUNT, without=without)
+  errors, _ = errors_of(programs(5 * COUNT, seed))
   programs.cache_clear()
   assert not errors, "\n\n".join(errors[:3])
 
@@ -769,7 +772,7 @@ def forgets_members(moved):
   def wrong(equation, index, degree):
     axes = _degrees._output_axes(equation, index)
     return _degrees.renamed(
-      degree, lambda x: (x[0], tuple(axes.get(i, i) for i in x[1]))
+      degree, lambda x: (x[0], tuple(axes[i] for i in x[1] if i in axes))
     )
 
   return wrong
@@ -842,6 +845,4 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_rule_is_seen(mistake, monkeypatch):
   MISTAKES[mistake](monkeypatch)
-  without = {*UNSOUND, *LIMITS}
-  found = programs(COUNT)
-  assert any(judge(x, without=without).errors for x in found)
+  assert any(judge(x).errors for x in programs(COUNT))
