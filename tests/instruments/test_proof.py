@@ -6,6 +6,7 @@ that the fourth root of it scales a result exactly.
 
 import fractions
 import functools
+import pathlib
 import re
 import threading
 from typing import Any
@@ -20,11 +21,19 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import hardware
+from optax_lossscale import rules
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._precision import precision_schedule
+from optax_lossscale._step import backward
+from optax_lossscale._step import checks
+from optax_lossscale._step import findings
+from optax_lossscale._step import loss_scaling
+from optax_lossscale._step import states
+from optax_lossscale.hardware import _emulate_saturation
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
-from optax_lossscale.instruments import _proof
 
 SIZE = 4
 # One S, and one for each member along the first axis.
@@ -324,14 +333,16 @@ OPERATIONS = {
   "bi where": lambda b, i: jnp.where(b | True, i, i + 1),
   "bf choice": lambda b, x: jnp.where(b & False, x + 1, x),
   "fb kept": lambda x, b: lax.cond(b.any(), lambda: x, lambda: x + 0),
-  "f scanned": lambda x: scanned(
-    lambda c, r: (c, (r, c)), full(x)[0], full(x)
-  )[1][0],
+  "f scanned": lambda x: scanned(lambda c, r: (c, (r, c)), full(x)[0], full(x))[
+    1
+  ][0],
   "f looped": lambda x: lax.fori_loop(0, 3, lambda i, c: c.T.T, full(x)),
   "f barrier": lambda x: lax.optimization_barrier((x, x * 2))[0],
   "f zeros": lambda x: jnp.zeros_like(x) * x,
   "f inf": lambda x: jnp.full_like(x, np.inf),
-  "f ones": lambda x: jnp.full((SIZE, SIZE), 1.5, x.dtype).max(0, keepdims=True),
+  "f ones": lambda x: jnp.full((SIZE, SIZE), 1.5, x.dtype).max(
+    0, keepdims=True
+  ),
   "f numbers": lambda x: jnp.maximum(jnp.float32(1), jnp.float32(np.nan)),
   "i numbers": lambda i: jnp.int32(2**31 - 1) + jnp.int32(1),
   "f number to int": lambda x: (
@@ -404,7 +415,12 @@ def compose(rng, names, made):
 
     def keep(name, sources, results):
       for x in jax.tree.leaves(results):
-        if jnp.result_type(x) not in (jnp.float32, jnp.float16, jnp.int32, bool):
+        if jnp.result_type(x) not in (
+          jnp.float32,
+          jnp.float16,
+          jnp.int32,
+          bool,
+        ):
           continue
         if x.ndim and x.shape not in ((SIZE, SIZE), (SIZE, 1), (1, SIZE)):
           # All of these can be broadcast to one shape.
@@ -537,7 +553,7 @@ def expected(identity, inputs):
 
 
 def is_extreme(x):
-  """Returns whether a number is so small or large that a product is not exact."""
+  """Returns whether products of an array's numbers may not be exact."""
   if x.dtype.kind != "f":
     return False
   bound = 2.0**11 if x.dtype == np.float16 else 2.0**40
@@ -604,9 +620,11 @@ def judge(program):
   tainted: set[int] = set()
   for i, said in enumerate(claims(program)):
     made = program.made[i]
-    if tainted & {*made.sources} or any(
-      is_extreme(x[i]) for x in program.values
-    ) or made.name in (*UNSOUND, *LIMITS):
+    if (
+      tainted & {*made.sources}
+      or any(is_extreme(x[i]) for x in program.values)
+      or made.name in (*UNSOUND, *LIMITS)
+    ):
       tainted.add(i)
       continue
     counts["powers"] += isinstance(said.degree, tuple)
@@ -630,9 +648,7 @@ def is_power(program, i):
   for quarters in range(-16, 17):
     ratios = [x[0] / program.inputs[0][0] for x in program.inputs[1:]]
     factors = [column(x) ** (quarters / 4) for x in ratios]
-    if all(
-      same(x, first * y) for x, y in zip(others, factors, strict=True)
-    ):
+    if all(same(x, first * y) for x, y in zip(others, factors, strict=True)):
       return True
   return False
 
@@ -846,3 +862,437 @@ MISTAKES = {
 def test_a_wrong_rule_is_seen(mistake, monkeypatch):
   MISTAKES[mistake](monkeypatch)
   assert any(judge(x).errors for x in programs(COUNT))
+
+
+# ---- A proof leaves other traces alone.
+
+RULE = ols.DynamicLossScale()
+TX = ols.loss_scaling(optax.adam(1e-2), RULE)
+PARAMS = {"w": jnp.asarray([[0.5, -1], [2, 0.25], [-0.75, 1]])}
+BATCH = jnp.asarray([[1, -1, 0.5], [0.25, 2, 1], [-1, 0.5, 1], [1, 1, -0.5]])
+
+
+def loss_fn(params, batch):
+  return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+
+def make_step(tx=TX, loss_fn=loss_fn, change=lambda new, old, opt_state: new):
+  """Returns a right step, but for a change to the next parameters."""
+
+  def step(params, opt_state, batch):
+    loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
+    new = optax.apply_updates(params, updates)
+    return change(new, params, opt_state), opt_state, loss
+
+  return step
+
+
+def update(scaled_grads, opt_state, params):
+  return TX.update(scaled_grads, opt_state, params)
+
+
+def text(function, args):
+  return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
+
+
+def in_thread(function):
+  results = []
+  thread = threading.Thread(target=lambda: results.append(function()))
+  thread.start()
+  thread.join()
+  (result,) = results
+  return result
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("compile", [jax.jit, lambda function: function])
+@pytest.mark.parametrize("make", [make_step, lambda: update])
+def test_a_trace_is_the_same_before_during_and_after_a_proof(
+  make, compile, is_warm
+):
+  args = (PARAMS, TX.init(PARAMS), BATCH if make is make_step else PARAMS)
+  plain = text(compile(make()), args)
+  function = compile(make())
+  if is_warm:
+    jax.block_until_ready(function(*args))
+  with named_calls.proving():
+    assert "named_call" in text(function, args)
+    assert in_thread(lambda: text(function, args)) == plain
+    assert "named_call" in text(function, args)
+  assert "named_call" not in plain
+  assert text(function, args) == plain
+
+
+def test_a_step_runs_after_a_proof_as_before_it():
+  args = (PARAMS, TX.init(PARAMS), BATCH)
+  step, other = jax.jit(make_step()), jax.jit(make_step())
+  before = step(*args)
+  count = step._cache_size()
+  for function in (step, other):
+    assert ols.instruments.check_step(function, *args).ok
+    after = function(*args)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert "named_call" not in text(function, args)
+  assert step._cache_size() == count
+
+
+# ---- What a proof assumes of the library is true.
+
+GRADIENTS = {
+  "a": jnp.asarray([0, 1.5, -3, 2.0**20]),
+  "b": jnp.asarray([0.5, -7, 2.0**-9], jnp.float16),
+  "c": jnp.asarray([1 + 2j, -3j, 0.25]),
+  "d": jnp.arange(3),
+}
+FLOATS = {x: y for x, y in GRADIENTS.items() if x in "ab"}
+
+
+def over_devices(x):
+  return jax.vmap(
+    lambda x: findings._largest([x, 9 - x], ("i",)), axis_name="i"
+  )(x)
+
+
+# The functions in whose place a proof reads another, with arguments for both.
+ASSUMED = {
+  "leaves.unscale": [
+    (leaves.unscale, GRADIENTS, jnp.float32(2.0**x)) for x in (-9, 0, 15, 126)
+  ],
+  "leaves.without_inf": [(leaves.without_inf, x) for x in FLOATS.values()],
+  "states._count_if": [
+    (states._count_if, jnp.asarray(x), jnp.int32(7)) for x in (True, False)
+  ],
+  "findings._largest": [(over_devices, jnp.arange(5, dtype=jnp.uint32))],
+  "backward._inf_where_unusable": [
+    (
+      lambda *args: backward._inf_where_unusable(args[0], jnp.float16, args[1]),
+      jnp.float32(2.0**x),
+      GRADIENTS,
+    )
+    for x in (-9, 0, 15)
+  ],
+  "_emulate_saturation._saturate": [
+    (_emulate_saturation._saturate, GRADIENTS[x]) for x in "abc"
+  ],
+  "_emulate_saturation._clip": [
+    (lambda x: _emulate_saturation._clip(x, jnp.float16), x)
+    for x in (GRADIENTS["a"][:3], GRADIENTS["b"])
+  ],
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_what_a_proof_reads_in_place_of_a_function_does_the_same(name):
+  for function, *args in ASSUMED[name]:
+    real = function(*args)
+    with named_calls.proving() as trace:
+      assumed = function(*args)
+    assert name in trace.trusted
+    jax.tree.map(np.testing.assert_array_equal, real, assumed)
+
+
+def test_all_that_a_proof_assumes_is_tested_here():
+  folder = pathlib.Path(ols.__file__).parent
+  found = []
+  for path in folder.rglob("*.py"):
+    source = path.read_text()
+    functions = r"@named_calls\.assumed\([^\n]*\)\ndef (\w+)"
+    found += [f"{path.stem}.{x}" for x in re.findall(functions, source)]
+    found += re.findall(r'named_calls\.\w+\(\s*"(\w+)"', source)
+  named = ["arguments", "dropped", "examine", "move", "schedule", "skip"]
+  assert sorted(found) == sorted([*ASSUMED, *named])
+
+
+def test_an_overflow_is_found_exactly_where_a_gradient_is_not_finite():
+  rng = np.random.default_rng(0)
+  for number in [0, 1, 2.0**15, np.inf, -np.inf, np.nan] * 3:
+    dtype = rng.choice([np.float32, np.float16])
+    grads = {x: rng.normal(size=9).astype(dtype) for x in "abc"}
+    grads[rng.choice([*grads])][rng.integers(9)] = number
+    scaled = {x: jnp.asarray(y) for x, y in grads.items()}
+    finding = findings.examine(
+      checks.nonfinite(), scaled, loss_scale=jnp.float32(8)
+    )
+    every = np.concatenate([*grads.values()])
+    assert finding.overflow == (not np.isfinite(every).all())
+    assert not finding.dropped
+    np.testing.assert_array_equal(finding.amax, np.max(np.abs(every)))
+
+
+def test_a_skip_that_nobody_asks_for_is_none():
+  for flags in ([False], [jnp.asarray(False), jnp.zeros(3)]):
+    assert not findings.requested(flags)
+    assert findings.requested([*flags, jnp.asarray(True)])
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [
+    RULE,
+    ols.DynamicLossScale(2.0**4, growth_interval=1),
+    rules.HeadroomLossScale(),
+  ],
+)
+def test_the_next_scale_depends_on_what_is_found_alone(rule):
+  tx = ols.loss_scaling(optax.adam(1e-2), rule)
+  state = tx.init(PARAMS)
+  grads = PARAMS["w"] * 2
+  # The largest gradient is 4 in both.
+  after = [
+    tx.update({"w": x}, state, PARAMS)[1].loss_scale_state
+    for x in (grads, jnp.minimum(grads, 0.5).at[0].set(-4))
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *after)
+  assert after[0].loss_scale > 0 and np.isfinite(after[0].loss_scale)
+
+
+def test_a_schedule_that_is_told_the_same_count_stays():
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=4)
+  for steps in range(7):
+    state = schedule.update(schedule.init(), step=jnp.int32(steps))
+    again = schedule.update(state, step=jnp.int32(steps))
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+@pytest.mark.parametrize("bad", [None, 1, (0, 3)])
+def test_what_leaves_out_micro_batches_tells(bad):
+  batch = BATCH if bad is None else BATCH.at[np.asarray(bad)].set(np.inf)
+  value_and_grad = ols.accumulate(
+    ols.scaled_value_and_grad(
+      lambda w, x: jnp.mean(x @ w) * 1.0, TX.init(PARAMS)
+    ),
+    microbatches=4,
+    drop=True,
+  )
+  _, scaled_grads, overflow = value_and_grad(PARAMS["w"], batch)
+  expected = ~np.isfinite(batch).all(1)
+  np.testing.assert_array_equal(overflow.flags, expected)
+  assert np.isfinite(scaled_grads).all()
+
+
+# ---- What is assumed, but not true, is seen by runs.
+
+
+def stands_in(real, wrong):
+  """Returns a function that a proof takes for the real one."""
+  return named_calls.assumed(lambda *args: real(*args))(wrong)
+
+
+def break_examine(real, **changes):
+  def wrong(*args, **options):
+    finding = real(*args, **options)
+    return finding._replace(
+      **{x: jnp.full_like(getattr(finding, x), y) for x, y in changes.items()}
+    )
+
+  return wrong
+
+
+def break_move(move):
+  return lambda rule, state, *args: (state, move(rule, state, *args)[1])
+
+
+def accumulated(params, opt_state, batch):
+  _, scaled_grads, overflow = ols.accumulate(
+    ols.scaled_value_and_grad(loss_fn, opt_state), microbatches=2
+  )(params, batch)
+  updates, opt_state = TX.update(
+    scaled_grads, opt_state, params, overflow=overflow
+  )
+  return optax.apply_updates(params, updates), opt_state
+
+
+def half_loss_fn(params, batch):
+  product = batch.astype(jnp.float16) @ params["w"].astype(jnp.float16)
+  return jnp.mean(jnp.tanh(product).astype(jnp.float32) ** 2)
+
+
+SCHEDULE = ols.PrecisionSchedule(jnp.float16, until_step=4)
+
+
+def scheduled():
+  step = SCHEDULE.make_train_step(loss_fn, TX)
+  return step, PARAMS, TX.init(PARAMS), SCHEDULE.init(), BATCH
+
+
+ARGS = PARAMS, TX.init(PARAMS), BATCH
+# The module, its function, what breaks it, a step, and the law that is broken.
+BROKEN = {
+  "unscale": (
+    leaves,
+    "unscale",
+    lambda real: stands_in(real, lambda x, k: real(x, jnp.sqrt(k))),
+    lambda: (make_step(), *ARGS),
+    "invariance",
+  ),
+  "unusable": (
+    backward,
+    "_inf_where_unusable",
+    lambda real: stands_in(
+      real, lambda k, dtype, x: jax.tree.map(lambda x: x + 1, x)
+    ),
+    lambda: (make_step(), *ARGS),
+    "scale",
+  ),
+  "mean": (
+    leaves,
+    "without_inf",
+    lambda real: stands_in(real, lambda x: jnp.full_like(x, 9)),
+    lambda: (accumulated, *ARGS),
+    "scale",
+  ),
+  "saturation": (
+    _emulate_saturation,
+    "_saturate",
+    lambda real: stands_in(real, lambda x: jnp.clip(x, -1, 1)),
+    lambda: (
+      make_step(loss_fn=hardware.emulate_saturation(half_loss_fn)),
+      *ARGS,
+    ),
+    "scale",
+  ),
+  "schedule": (
+    precision_schedule,
+    "_compare",
+    lambda real: lambda *args: (real(*args)[0], real(*args)[1] + 1),
+    scheduled,
+    "skip",
+  ),
+  "amax": (
+    findings,
+    "_examine",
+    functools.partial(break_examine, amax=1),
+    lambda: (make_step(), *ARGS),
+    "scale",
+  ),
+}
+# No run asks whether a step at an S of inf was skipped and S then fell.
+UNSEEN = {
+  "overflow": (
+    findings,
+    "_examine",
+    functools.partial(break_examine, overflow=False),
+    lambda: (make_step(), *ARGS),
+    "skip",
+  ),
+  "move": (
+    loss_scaling,
+    "_move",
+    break_move,
+    lambda: (make_step(), *ARGS),
+    "invariance",
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    *BROKEN,
+    *(pytest.param(x, marks=pytest.mark.xfail(strict=True)) for x in UNSEEN),
+  ],
+)
+def test_what_is_assumed_but_not_true_is_seen_by_runs(name, monkeypatch):
+  owner, attribute, breaks, make, law = (BROKEN | UNSEEN)[name]
+  monkeypatch.setattr(owner, attribute, breaks(getattr(owner, attribute)))
+  step, *args = make()
+  shapes = jax.eval_shape(lambda: args)
+  alone = ols.instruments.check_step(step, *shapes)
+  assert {x.verdict for x in alone.laws[:-1]} == {"proved"}, alone
+  report = ols.instruments.check_step(step, *args)
+  found = {x.name: x for x in report.laws}[law]
+  assert found.verdict == "wrong", report
+  assert "please report" in found.text
+
+
+# ---- What no proof can know.
+
+
+def scale_of(change, loss_fn=loss_fn):
+  """Returns the scale law of a proof in which gradients are changed."""
+
+  def step(params, opt_state, batch):
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+    scaled_grads = jax.tree.map(change, scaled_grads)
+    updates, opt_state = TX.update(scaled_grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  report = ols.instruments.check_step(step, *jax.eval_shape(lambda: ARGS))
+  return report.laws[0].verdict, report.laws[0].text
+
+
+def on_host(x):
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return jax.pure_callback(np.asarray, shape, x, vmap_method="sequential")
+
+
+def test_a_factor_is_not_seen():
+  assert scale_of(lambda x: 3 * x)[0] == "proved"
+
+
+def test_what_a_kernel_does_with_scaled_values_is_not_known():
+  verdict, said = scale_of(on_host)
+  assert verdict == "inconclusive" and "pure_callback" in said
+
+
+@pytest.mark.parametrize(
+  ("limit", "verdict"), [(448, "proved"), (57344, "proved"), (440, "wrong")]
+)
+def test_a_clip_at_the_largest_number_of_a_float8_is_a_cast(limit, verdict):
+  limit = float(limit)
+  assert scale_of(lambda x: jnp.clip(x, -limit, limit))[0] == verdict
+
+
+def test_what_stands_in_for_0_divides_0():
+  # Where x is 0 and 1 is not, the quotient grows with S.
+  assert scale_of(lambda x: x * x / jnp.where(x == 0, 1, x))[0] == "proved"
+
+
+@pytest.mark.parametrize(
+  "keep",
+  [
+    lambda new, old, skipped: jnp.where(skipped, old * 1, new),
+    lambda new, old, skipped: jnp.where(skipped, old + 0 * new, new),
+    lambda new, old, skipped: jnp.where(skipped, old * 1.5 / 1.5, new),
+    lambda new, old, skipped: jnp.where(skipped, 0 - (0 - old), new),
+    lambda new, old, skipped: jnp.where(skipped, old.T.T, new),
+    lambda new, old, skipped: jnp.where(skipped, old + (new - new), new),
+    lambda new, old, skipped: old + jnp.where(skipped, 0, new - old),
+    lambda new, old, skipped: (
+      jnp.where(skipped, 1, 0) * old + jnp.where(skipped, 0, new)
+    ),
+  ],
+)
+def test_equal_values_that_are_written_otherwise_are_not_called_wrong(keep):
+  def step(params, opt_state, batch, average):
+    params, opt_state, loss = make_step()(params, opt_state, batch)
+    skipped = opt_state.skipped
+    new = 0.5 * average + 0.5 * params["w"]
+    return params, opt_state, loss, keep(new, average, skipped)
+
+  args = *ARGS, jnp.zeros_like(PARAMS["w"]) + 3
+  report = ols.instruments.check_step(step, *args)
+  assert "wrong" not in {x.verdict for x in report.laws}, report
+
+
+def test_what_the_host_draws_is_seen_by_runs_alone():
+  rng = np.random.default_rng(0)
+
+  def drawn(params, batch):
+    noise = jax.pure_callback(
+      lambda: rng.normal(size=BATCH.shape).astype(np.float32),
+      jax.ShapeDtypeStruct(BATCH.shape, jnp.float32),
+    )
+    return loss_fn(params, batch + noise)
+
+  report = ols.instruments.check_step(make_step(loss_fn=drawn), *ARGS)
+  assert not report.deterministic
+  invariance = {x.name: x for x in report.laws}["invariance"]
+  assert "reads random numbers" in invariance.text or (
+    invariance.verdict != "wrong"
+  ), report
