@@ -337,6 +337,7 @@ OPERATIONS = {
   "f plus 0": lambda x: x - 0.0,
   "f times 0": lambda x: x + 0 * x,
   "f times 1": lambda x: x * 1 / 1,
+  "f times 3": lambda x: x * 3,
   "f up and down": lambda x: x.astype(jnp.float32).astype(x.dtype),
   "i widened": lambda i: i.astype(jnp.int8).astype(jnp.int32),
   "b to int": lambda b: b.astype(jnp.int32),
