@@ -195,10 +195,11 @@ OPERATIONS = {
   "s sort": lambda x: jnp.sort(full(x), 0),
   "s sort columns": lambda x: jnp.sort(full(x), 1),
   "sf sort by": lambda x, y: [*lax.sort((full(x), full(y)), dimension=0)],
-  "s argsort": lambda x: jnp.argsort(full(x), 1),
+  "s argsort": lambda x: jnp.argsort(full(x), 0),
   "s argmax": lambda x: jnp.argmax(full(x), 0, keepdims=True),
   "s argmin of all": lambda x: jnp.argmin(full(x)),
   "s top_k": lambda x: lax.top_k(full(x), SIZE),
+  "s top_k of members": lambda x: lax.top_k(full(x).T, SIZE)[0].T,
   # Sums and products.
   "s sum": lambda x: full(x).sum(),
   "s mean": lambda x: full(x).mean(1, keepdims=True),
@@ -382,7 +383,7 @@ LAST = {
   "s cholesky": lambda x: jnp.linalg.cholesky(
     (lower(x) @ lower(x).T).astype(jnp.float32)
   ),
-  "ss solve": lambda x, y: jnp.linalg.solve(lower(x), full(y)),
+  "fs solve": lambda x, y: jnp.linalg.solve(lower(x), full(y)),
   "s svd": lambda x: jnp.linalg.svd(full(x).astype(jnp.float32))[1],
   "s eigh": lambda x: jnp.linalg.eigvalsh(lower(x).astype(jnp.float32)),
 }
@@ -437,12 +438,7 @@ def compose(rng, names, made):
 
     def keep(name, sources, results):
       for x in jax.tree.leaves(results):
-        if jnp.result_type(x) not in (
-          jnp.float32,
-          jnp.float16,
-          jnp.int32,
-          bool,
-        ):
+        if x.dtype not in (np.float32, np.float16, np.int32, bool):
           continue
         if x.ndim and x.shape not in ((SIZE, SIZE), (SIZE, 1), (1, SIZE)):
           # All of these can be broadcast to one shape.

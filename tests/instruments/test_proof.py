@@ -54,12 +54,10 @@ UNSOUND: dict[str, str] = {
   "s pmax": "members of several devices",
   "s pad": "`pad` shifts members",
   "s svd": "several outputs",
-  "s eigh": "several outputs",
-  "s top_k": "several outputs",
+  "s top_k of members": "several outputs",
   "sf sort by": "several outputs",
   "s argsort": "several outputs",
-  "s take along": "several outputs",
-  "ss solve": "`custom_linear_solve`",
+  "fs solve": "`custom_linear_solve`",
   "s argmax": "members are compared",
   "s argmin of all": "members are compared",
   "sf take by rank": "members are compared",
@@ -88,6 +86,16 @@ def test_what_is_said_of_random_programs_is_true():
   assert said.any > 4 and said.constants > 10
   # What is sure to depend on S otherwise does so in most of these programs.
   assert said.unchanged < 0.4 * said.unknown
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_is_said_of_an_operation_is_true(name):
+  found = programs(COUNT)
+  if name in BETWEEN_DEVICES:
+    found = [program_of(x, [name]) for x in range(2)]
+  without = {*UNSOUND, *LIMITS} - {name}
+  assert not any(judge(x, without).errors for x in found)
 
 
 def test_what_is_said_of_values_on_devices_is_true():
