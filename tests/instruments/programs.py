@@ -227,7 +227,10 @@ OPERATIONS = {
   )[0, 0],
   "s max pool": lambda x: window(full(x)),
   "s mean pool": lambda x: window(full(x), lax.add, 0.0),
-  "s fft": lambda x: jnp.fft.fft(full(x).astype(jnp.float32)).real,
+  # XLA's transform takes no array whose axes it has laid out otherwise.
+  "s fft": lambda x: jnp.abs(
+    jnp.fft.fft(full(x).astype(jnp.float32).ravel())
+  ).reshape(SIZE, SIZE),
   "ss triangular": lambda x, y: lax.linalg.triangular_solve(
     lower(x).astype(jnp.float32),
     full(y).astype(jnp.float32),
@@ -327,10 +330,10 @@ OPERATIONS = {
     else y
   ),
   "ks fori of S": lambda k, x: lax.fori_loop(
-    0, 3, lambda i, c: (c[0] * 2, x / column(c[0])), (k, x)
+    0, 3, lambda i, c: (c[0] * 2, full(x) / column(c[0])), (k, full(x))
   )[1],
   "ks fori of products": lambda k, x: lax.fori_loop(
-    0, 3, lambda i, c: (c[0], c[1] * column(c[0])), (k, x)
+    0, 3, lambda i, c: (c[0], c[1] * column(c[0])), (k, full(x))
   )[1],
   # What may be an argument, or a number.
   "i plus 0": lambda i: i + 0,
