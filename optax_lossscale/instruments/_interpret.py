@@ -1334,4 +1334,8 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
 
 def _from_devices(value: Value, spec: jax.P) -> Value:
   """Returns an array that devices give parts of."""
-  return value.but(identity=_undone(value.identity, "local", str(spec)))
+  split = {x for axis in range(len(spec)) for x in _names_of(spec, axis)}
+  return value.but(
+    identity=_undone(value.identity, "local", str(spec)),
+    varies=value.varies - split,
+  )

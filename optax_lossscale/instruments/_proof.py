@@ -386,6 +386,10 @@ def _split(
       )
       where = _lines([alone[axis]])
       found.append(_Problem("refuted", text, _verdicts.ALONE, where))
+    for axis in outputs[after].varies:
+      text = f"{name} is returned as one, but may differ along {axis!r}"
+      where = _lines([outputs[after].place])
+      found.append(_Problem("open", text, _verdicts.ALONE, where))
   return found
 
 
@@ -531,6 +535,7 @@ def _invariance_law(
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
     text = f"{name} {_depends(sure)} on S: {text}"
+    where = where or _lines([x.place for x in moves])
     problems.append(_Problem(_sure(sure), text, _verdicts.PASSED_BY, where))
   problems += _next_scales(step, outputs, skipped, moves)
   problems += _still(step, outputs, skipped.keys())

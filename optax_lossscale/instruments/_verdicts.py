@@ -338,7 +338,8 @@ class StepReport:
 def source(line: Line) -> str:
   """Returns a line of a program as its file's name, its number and its text."""
   file, number, code = line
-  return f"{file.rpartition('/')[2]}:{number} `{code}`"
+  place = f"{file.rpartition('/')[2]}:{number}"
+  return f"{place} `{code}`" if code else place
 
 
 def _in_words(law: Law) -> str:
