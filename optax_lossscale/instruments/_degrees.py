@@ -226,10 +226,7 @@ def result(
     return Unknown(reason, False, place)
   if name in _ORDERS:
     return FREE
-  if name in ("gather", "scatter") and not (
-    operation_table.moves(equation)
-    and equation.params.get("fill_value") in (None, 0)
-  ):
+  if _fills(equation):
     return Unknown(f"`{name}` puts other values in", False, place)
   degrees = [x for x in mapped if x is not None]
 
@@ -272,6 +269,14 @@ def result(
   return mismatch(f"`{name}` is given what {grown}", is_known)
 
 
+def _fills(equation: core.JaxprEqn) -> bool:
+  """Returns whether a gather or scatter puts in numbers of its own."""
+  if equation.primitive.name == "gather":
+    return equation.params["fill_value"] not in (None, 0)
+  is_scatter = equation.primitive.name == "scatter"
+  return is_scatter and not operation_table.moves(equation)
+
+
 def _of_free(
   equation: core.JaxprEqn,
   degrees: Sequence[Degree],
@@ -279,7 +284,7 @@ def _of_free(
 ) -> Degree:
   """Returns the degree if no input depends on S: whether the result is 0."""
   name = equation.primitive.name
-  zeros = [x == ANY for x in degrees]
+  zeros = [x == ANY and not _fills(equation) for x in degrees]
   if name in _PRODUCTS or name == "div":
     return ANY if any(zeros) else FREE
   if name in _POWERS or name in _KEEPS:

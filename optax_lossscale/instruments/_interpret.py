@@ -1268,6 +1268,8 @@ def _loses(equation: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
   """Returns whether an operation may leave an inf out."""
   name, first = equation.primitive.name, inputs[:1]
   scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
+  if _degrees.is_cast(name, [x.constant for x in inputs]):
+    return False
   if name in _ORDERED:
     # The largest of absolute values is inf if one of them is.
     is_positive = (

@@ -524,8 +524,10 @@ def claims(program):
   """Returns what the interpreter says of each value of a program."""
   machine = _interpret.Interpreter([])
   avals = program.jaxpr.in_avals
-  inputs = [_interpret.Value(identity=("in", i)) for i in range(len(avals))]
-  inputs[0] = machine.argument(0, avals[0], "state", program.kind)
+  inputs = [
+    _interpret.Value(identity=_interpret.Identity(i)) for i in range(len(avals))
+  ]
+  inputs[0] = machine.argument(0, avals[0].ndim, "state", program.kind)
   axes = tuple(range(avals[0].ndim))
   ((symbol, _), _) = inputs[0].degree[0]
   unit = ((symbol, axes), fractions.Fraction(1))
@@ -562,15 +564,11 @@ def same(a, b, *, is_exact=True):
 
 def expected(identity, inputs):
   """Returns the array that an identity stands for, or None."""
-  if not isinstance(identity, tuple):
+  kinds = {x for x, _ in identity.forms} if identity else {None}
+  if not kinds <= {"shape", "cast", "plus one"} or not identity.is_sure:
     return None
-  kind, of = identity[:2]
-  if kind == "in":
-    return inputs[of]
-  array = expected(of, inputs)
-  if array is None or kind not in ("shape", "cast", "plus one"):
-    return None
-  return array + 1 if kind == "plus one" else array
+  more = sum(x == "plus one" for x, _ in identity.forms)
+  return inputs[identity.argument] + more
 
 
 def is_extreme(x):
