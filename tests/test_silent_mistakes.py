@@ -18,6 +18,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._step import states
 from tests import documents
+from tests import proofs
 from tests import support
 
 PAGE = documents.read("docs/guides/debugging.md")
@@ -39,6 +40,10 @@ ERROR = "an error"
 CHECKED = "`check_step`"
 STATE = "`stalled` in the state"
 FAILED = "`raise_if_failed`"
+# The law that `check_step` refutes by shapes alone, and the line that it names.
+PROVED = "proved"
+UPDATE = "`tx.update(scaled_grads, opt_state, params)`"
+APPLY = "`optax.apply_updates(params, updates)`"
 
 
 def loss_fn(params, batch):
@@ -83,14 +88,24 @@ def told(tx, value_and_grad=scaled, update=update, params=PARAMS, batch=BATCH):
     found[STATE] = "stalled"
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    report = ols.instruments.check_step(jax.jit(step), params, opt_state, batch)
-  return found | broken(report)
+    return found | checked(jax.jit(step), params, opt_state, batch)
 
 
-def broken(report):
-  """Returns what is said of the first law that is broken, if one is."""
-  wrong = [x.text for x in report.laws if x.verdict == "wrong"]
-  return {CHECKED: wrong[0]} if wrong else {}
+def checked(step, *args, **kwargs):
+  """Returns the law that `check_step` calls wrong, by arrays and by shapes."""
+  found = proved_wrong(step, *args, **kwargs)
+  report = ols.instruments.check_step(step, *args, **kwargs)
+  wrong = [f"{x.name}: {x.text}" for x in report.laws if x.verdict == "wrong"]
+  return {CHECKED: wrong[0], **found} if wrong else found
+
+
+def proved_wrong(step, *args, **kwargs):
+  """Returns the law that a proof refutes, with the last line that it names."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    report = ols.instruments.check_step(step, *proofs.shapes(args), **kwargs)
+  wrong = [x for x in report.laws if x.verdict == "wrong" and x.where]
+  return {PROVED: f"{x.name} `{x.where[-1][2]}`" for x in wrong[:1]}
 
 
 # The mistakes, one function each.
@@ -125,17 +140,100 @@ def scaled_by_hand_as_well():
   return told(ols.loss_scaling(ADAM, RULE), twice)
 
 
+def of_each(optimizers, **given):
+  """Returns what all of these optimizers are told, which must be the same."""
+  first, *others = (told(tx, **given) for tx in optimizers)
+  for x in others:
+    assert x.keys() == first.keys()
+    assert x[PROVED] == first[PROVED]
+  return first
+
+
 def masked_around():
-  return told(optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE))
+  masked = optax.masked(ols.loss_scaling(ADAM, RULE), W_ALONE)
+  return of_each([masked, optax.chain(masked, optax.identity())])
 
 
 def one_group():
   groups = {True: ols.loss_scaling(ADAM, RULE), False: ADAM}
-  return told(optax.partition(groups, W_ALONE))
+  combine = optax.partition, optax.multi_transform
+  return of_each([x(groups, W_ALONE) for x in combine])
 
 
 def an_optimizer_before():
-  return told(optax.chain(ADAM, ols.loss_scaling(optax.identity(), RULE)))
+  before = ADAM, optax.trace(0.9), optax.add_decayed_weights(0.1)
+  inner = ols.loss_scaling(optax.sgd(0.1), RULE)
+  return of_each([optax.chain(x, inner) for x in before])
+
+
+def moves_on_a_skip_after():
+  wrapped = ols.loss_scaling(ADAM, RULE)
+  after = ADAM, optax.trace(0.9), optax.add_noise(0.1, 0.5, 0), optax.ema(0.9)
+  return of_each([optax.chain(wrapped, x) for x in after])
+
+
+def counts_after():
+  schedule = optax.scale_by_schedule(lambda count: 1 / (1 + count))
+  return told(optax.chain(ols.loss_scaling(ADAM, RULE), schedule))
+
+
+def a_plateau_after():
+  def with_value(tx, scaled_grads, opt_state, params):
+    return tx.update(scaled_grads, opt_state, params, value=1.0)
+
+  plateau = optax.contrib.reduce_on_plateau()
+  tx = optax.chain(ols.loss_scaling(ADAM, RULE), plateau)
+  return told(tx, update=with_value)
+
+
+def by_hand(change):
+  """Returns what is told if the scaled gradients are changed before."""
+
+  def changed(tx, scaled_grads, opt_state, params):
+    scaled_grads = change(scaled_grads, params)
+    return tx.update(scaled_grads, opt_state, params)
+
+  return told(ols.loss_scaling(ADAM, RULE), update=changed)
+
+
+def decay_by_hand():
+  def decay(scaled_grads, params):
+    return jax.tree.map(lambda g, w: g + 1e-5 * w, scaled_grads, params)
+
+  return by_hand(decay)
+
+
+def not_finite_replaced():
+  def replace(scaled_grads, params):
+    return jax.tree.map(
+      lambda g: jnp.where(jnp.isfinite(g), g, 0), scaled_grads
+    )
+
+  return by_hand(replace)
+
+
+def a_scaled_value():
+  def given(tx, scaled_grads, opt_state, params):
+    norm = optax.tree.norm(scaled_grads)
+    return tx.update(scaled_grads, opt_state, params, value=norm)
+
+  inner = optax.chain(ADAM, optax.contrib.reduce_on_plateau())
+  return told(ols.loss_scaling(inner, RULE), update=given)
+
+
+def a_moving_average():
+  tx = ols.loss_scaling(ADAM, RULE)
+
+  @jax.jit
+  def step(params, ema, opt_state, batch):
+    _, scaled_grads = scaled(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    ema = optax.incremental_update(params, ema, 0.1)
+    return params, ema, opt_state
+
+  old = jax.tree.map(jnp.zeros_like, PARAMS)
+  return checked(step, PARAMS, old, tx.init(PARAMS), BATCH)
 
 
 def a_number_read_once():
@@ -158,7 +256,13 @@ def built_once():
     params = optax.apply_updates(params, updates)
     if caught:
       found[when] = str(caught[0].message)
-  return found
+
+  def step(params, opt_state, batch):
+    _, scaled_grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return found | proved_wrong(step, PARAMS, tx.init(PARAMS), BATCH)
 
 
 def apply_if_finite_around():
@@ -260,8 +364,7 @@ def statistics_that_a_skip_changes():
     )
     optimizer.update(model, value_and_grad(model, batch)[1])
 
-  report = ols.instruments.check_step(step, model, optimizer, BATCH)
-  return broken(report)
+  return checked(step, model, optimizer, BATCH)
 
 
 def dropped_and_not_passed_on():
@@ -293,15 +396,9 @@ def a_running_mean_of_the_loss():
     mean = 0.9 * mean + 0.1 * loss
     return optax.apply_updates(params, updates), opt_state, mean
 
-  report = ols.instruments.check_step(
-    step,
-    PARAMS,
-    tx.init(PARAMS),
-    jnp.float32(0),
-    BATCH,
-    carry={"params": 0, "opt_state": 1, "mean": 2},
-  )
-  return broken(report)
+  given = PARAMS, tx.init(PARAMS), jnp.float32(0), BATCH
+  carry = {"params": 0, "opt_state": 1, "mean": 2}
+  return checked(step, *given, carry=carry)
 
 
 def no_gradients():
@@ -326,10 +423,7 @@ def a_norm_that_is_still_scaled():
     guard_state = GUARD.update(guard_state, norm, opt_state)
     return optax.apply_updates(params, updates), opt_state, guard_state
 
-  report = ols.instruments.check_step(
-    step, PARAMS, tx.init(PARAMS), GUARD.init(), BATCH
-  )
-  return broken(report)
+  return checked(step, PARAMS, tx.init(PARAMS), GUARD.init(), BATCH)
 
 
 def a_loss_of_each_device():
@@ -347,7 +441,7 @@ def a_loss_of_each_device():
   return {}
 
 
-NOT_SCALED = "The largest gradient does not depend on S."
+NOT_SCALED = "scale: The gradient v does not grow with S"
 MISTAKES = {
   "S1": (
     unscaled_before_update,
@@ -355,50 +449,108 @@ MISTAKES = {
       TRACED: "`update` takes the gradients scaled, got some that `unscale` "
       "has divided by S already",
       CHECKED: NOT_SCALED,
+      PROVED: "scale `tx.update(ols.unscale(scaled_grads, opt_state), "
+      "opt_state, params)`",
     },
   ),
-  "S2": (plain_gradients, {CHECKED: NOT_SCALED}),
-  "S3": (a_clip_before, {CHECKED: NOT_SCALED}),
+  "S2": (plain_gradients, {CHECKED: NOT_SCALED, PROVED: f"scale {UPDATE}"}),
+  "S3": (
+    a_clip_before,
+    {CHECKED: "scale: The gradient v is not", PROVED: f"scale {UPDATE}"},
+  ),
   "S4": (
     scaled_by_hand_as_well,
-    {CHECKED: "The largest gradient is proportional to S squared."},
+    {
+      CHECKED: "scale: The gradient v grows as S^2",
+      PROVED: f"scale {UPDATE}",
+    },
+  ),
+  "decay by hand": (
+    decay_by_hand,
+    {CHECKED: "scale: The gradient v is not", PROVED: "scale `g + 1e-5 * w`"},
+  ),
+  "replaced": (
+    not_finite_replaced,
+    {
+      CHECKED: "scale: The gradient v may have lost its inf and NaN",
+      PROVED: "scale `jnp.where(jnp.isfinite(g), g, 0)`",
+    },
   ),
   "S5": (
     masked_around,
-    {CHECKED: "Updates differ between S and S/2: params/v (50 % like S^1)"},
+    {
+      CHECKED: "invariance: params/v depends on S",
+      PROVED: f"invariance {APPLY}",
+    },
   ),
   "S5, a group": (
     one_group,
-    {CHECKED: "Updates differ between S and S/2: opt_state/inner_states"},
+    {
+      CHECKED: "invariance: params/v depends on S",
+      PROVED: f"invariance {UPDATE}",
+    },
   ),
-  "S6": (an_optimizer_before, {CHECKED: NOT_SCALED}),
+  "S6": (
+    an_optimizer_before,
+    {CHECKED: "scale: The gradient v is not", PROVED: f"scale {UPDATE}"},
+  ),
+  "after": (
+    moves_on_a_skip_after,
+    {CHECKED: "skip: If the step is skipped, params/v", PROVED: f"skip {APPLY}"},
+  ),
+  "a schedule after": (
+    counts_after,
+    {
+      CHECKED: "skip: If the step is skipped, opt_state/1/count may",
+      PROVED: f"skip {UPDATE}",
+    },
+  ),
+  "a plateau after": (
+    a_plateau_after,
+    {
+      CHECKED: "skip: If the step is skipped, opt_state/1/scale may",
+      PROVED: "skip `tx.update(scaled_grads, opt_state, params, value=`",
+    },
+  ),
+  "a scaled value": (
+    a_scaled_value,
+    {
+      CHECKED: "arguments: `value=` depends on S",
+      PROVED: "arguments `norm = optax.tree.norm(scaled_grads)`",
+    },
+  ),
   "S7": (
     a_number_read_once,
     {
       TRACED: "`update` takes the opt_state that the gradients were scaled "
       "with, got gradients scaled by the number 32768.0.",
       CHECKED: NOT_SCALED,
+      PROVED: f"scale {UPDATE}",
     },
   ),
   "S8": (
     built_once,
     {
       SECOND: "`update` takes the opt_state that the gradients were scaled "
-      "with, got gradients scaled by another S."
+      "with, got gradients scaled by another S.",
+      PROVED: f"scale {UPDATE}",
     },
   ),
   "apply_if_finite around": (
     apply_if_finite_around,
     {
       TRACED: "`opt_state` must have no optax.apply_if_finite around",
-      CHECKED: "The step with an S of inf was not skipped.",
+      CHECKED: "invariance: The next S is the rule's only where the gradients "
+      "are finite.",
+      PROVED: f"invariance {UPDATE}",
     },
   ),
   "S9": (
     multi_steps_around,
     {
       TRACED: "`opt_state` must have optax.MultiSteps inside of loss_scaling",
-      CHECKED: "Updates differ between S and S/2: opt_state/acc_grads/v",
+      CHECKED: "scale: The gradient v is not",
+      PROVED: f"scale {UPDATE}",
     },
   ),
   "S10": (
@@ -438,7 +590,7 @@ MISTAKES = {
     a_fixed_scale_that_overflows,
     {
       STATE: "stalled",
-      CHECKED: "The step overflows at this S, and the rule cannot lower it.",
+      CHECKED: "scale: The step overflows at this S, and the rule cannot lower it.",
     },
   ),
   "S14": (
@@ -450,13 +602,18 @@ MISTAKES = {
   ),
   "S15": (
     statistics_that_a_skip_changes,
-    {CHECKED: "A step that overflows changed model/mean, model/var."},
+    {
+      CHECKED: "skip: If the step is skipped, model/mean may change",
+      PROVED: "skip `model(batch)`",
+    },
   ),
   "S16": (
     dropped_and_not_passed_on,
     {
       TRACED: "`overflow` must be passed to `update` unchanged after "
-      "accumulate(..., drop=True), got none"
+      "accumulate(..., drop=True), got none",
+      CHECKED: "scale: The gradient v leaves out micro-batches",
+      PROVED: "scale `value_and_grad(params, batch)`",
     },
   ),
   "S17": (
@@ -465,7 +622,17 @@ MISTAKES = {
   ),
   "S18": (
     a_running_mean_of_the_loss,
-    {CHECKED: "A step that overflows changed mean."},
+    {
+      CHECKED: "skip: If the step is skipped, mean may change",
+      PROVED: "skip `mean = 0.9 * mean + 0.1 * loss`",
+    },
+  ),
+  "a moving average": (
+    a_moving_average,
+    {
+      CHECKED: "skip: If the step is skipped, ema/v may change",
+      PROVED: "skip `optax.incremental_update(params, ema, 0.1)`",
+    },
   ),
   "S19": (
     no_gradients,
@@ -473,7 +640,10 @@ MISTAKES = {
   ),
   "a guard": (
     a_norm_that_is_still_scaled,
-    {CHECKED: "Updates differ between S and S/2: guard_state/values"},
+    {
+      CHECKED: "arguments: `skip=` depends on S",
+      PROVED: "arguments `GUARD.is_spike(guard_state, norm)`",
+    },
   ),
   "a guard on many devices": (
     a_loss_of_each_device,
@@ -488,14 +658,22 @@ def test_a_mistake_is_told(mistake):
   found = make()
   assert found.keys() == expected.keys(), found
   for when, text in expected.items():
-    assert found[when].startswith(text)
+    if when == PROVED:
+      law, _, line = text.partition(" ")
+      assert found[when].startswith(f"{law} `") and line.strip("`") in found[when]
+    else:
+      assert found[when].startswith(text)
 
 
 def test_the_page_says_when_each_mistake_is_told():
   table = documents.section(PAGE, "Mistakes that are reported, and when")
-  rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE)[1:]
-  told = [", ".join(expected) for _, expected in MISTAKES.values()]
-  assert rows == told
+  row = r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$"
+  rows = re.findall(row, table, re.MULTILINE)[1:]
+  told = [
+    (", ".join(x for x in expected if x != PROVED), expected.get(PROVED, "no"))
+    for _, expected in MISTAKES.values()
+  ]
+  assert [(x, "no" if y == "–" else y) for x, y in rows] == told
 
 
 def test_a_right_step_is_told_nothing():
