@@ -36,10 +36,11 @@ def shapes(tree):
 
 
 def _shape(x):
-  if isinstance(x, jax.Array):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  is_array = isinstance(x, np.ndarray)
-  return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
+  if not isinstance(x, (jax.Array, np.ndarray)):
+    return x
+  is_traced = isinstance(x, (jax.core.Tracer, np.ndarray))
+  sharding = None if is_traced else x.sharding
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def not_proved(step, *args, **kwargs):
@@ -62,12 +63,18 @@ def proving(*modules):
     *modules: those whose `exec` runs blocks of pages.
   """
   found = {}
+  running = []
 
   def prove(name, *args, **kwargs):
+    if running:
+      return
+    running.append(name)
     try:
       problems = not_proved(*args, **kwargs)
     except Exception as error:
       problems = {"error": f"{type(error).__name__}: {error}"}
+    finally:
+      running.clear()
     if not any(map(_NO_STEP.search, problems.values())):
       found.setdefault(name, {}).update(problems)
 
@@ -75,6 +82,8 @@ def proving(*modules):
     for owner, name in _COMPILERS:
       compiler = functools.partial(_compile, getattr(owner, name), prove)
       patches.enter_context(mock.patch.object(owner, name, compiler))
+    scan = functools.partial(_scan, jax.lax.scan, prove)
+    patches.enter_context(mock.patch.object(jax.lax, "scan", scan))
     for module in modules:
       run = functools.partial(_exec, prove)
       patches.enter_context(mock.patch.object(module, "exec", run, create=True))
@@ -88,10 +97,23 @@ def _compile(compiler, prove, *args, **kwargs):
   compiled, function = compiler(*args, **kwargs), args[0]
   while isinstance(function, functools.partial):
     function = function.func
+  name = _name_in_page(function)
+  return _Compiled(compiled, name, prove) if name else compiled
+
+
+def _name_in_page(function):
+  """Returns the name of a function if it is of a page, or None."""
   code = getattr(inspect.unwrap(function), "__code__", None)
-  if function is jax.lax.scan or (code and _PAGE.match(code.co_filename)):
-    return _Compiled(compiled, function.__name__, prove)
-  return compiled
+  return code.co_name if code and _PAGE.match(code.co_filename) else None
+
+
+def _scan(scan, prove, step, init, xs=None, *args, **kwargs):
+  """Runs `lax.scan` after its body is proved, if that is a step of a page."""
+  name = _name_in_page(step)
+  if name and states.find_states(init):
+    given = jax.tree.map(lambda x: x[0], xs)
+    prove(name, step, *shapes((init, given)))
+  return scan(step, init, xs, *args, **kwargs)
 
 
 class _Compiled:
