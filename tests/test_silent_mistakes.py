@@ -496,7 +496,10 @@ MISTAKES = {
   ),
   "after": (
     moves_on_a_skip_after,
-    {CHECKED: "skip: If the step is skipped, params/v", PROVED: f"skip {APPLY}"},
+    {
+      CHECKED: "skip: If the step is skipped, params/v",
+      PROVED: f"skip {APPLY}",
+    },
   ),
   "a schedule after": (
     counts_after,
@@ -660,7 +663,9 @@ def test_a_mistake_is_told(mistake):
   for when, text in expected.items():
     if when == PROVED:
       law, _, line = text.partition(" ")
-      assert found[when].startswith(f"{law} `") and line.strip("`") in found[when]
+      assert (
+        found[when].startswith(f"{law} `") and line.strip("`") in found[when]
+      )
     else:
       assert found[when].startswith(text)
 
