@@ -1,4 +1,4 @@
-"""Checks the train steps of a transformer of 86 billion parameters, on a laptop.
+"""Checks train steps of a transformer of 86 billion parameters, on a laptop.
 
 `check_step` is given shapes in place of arrays, so it proves the laws from the
 program alone: nothing is compiled, and no array is made. The second step has a

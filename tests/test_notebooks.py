@@ -22,6 +22,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import proofs
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATHS = sorted(ROOT.glob("notebooks/*.ipynb"))
