@@ -21,8 +21,8 @@ import optax_lossscale as ols
 from optax_lossscale._step import states
 
 # What tests compile from a page has no file, and cells have those of IPython.
-# A step that the library makes for a page counts, too.
-_PAGE = re.compile(r"<|docs/|.*/(ipykernel_|optax_lossscale/)")
+# A step that a precision schedule makes for a page counts, too.
+_PAGE = re.compile(r"<|docs/|.*/ipykernel_|.*/precision_schedule\.py")
 _COMPILERS = [(jax, "jit"), (jax, "pmap"), (nnx, "jit"), (eqx, "filter_jit")]
 _PROVED = ("proved", "not applied")
 # Tests that run other steps than right ones, and why.

@@ -17,6 +17,7 @@ from typing import ParamSpec
 from typing import TypeVar
 
 import jax
+from jax.extend import core
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +50,7 @@ class Trace(NamedTuple):
   calls: list[NamedCall]
   trusted: dict[str, None]
 
-  def trust(self, function: Callable[..., Any]) -> None:
+  def trust(self, function: Callable[..., object]) -> None:
     """Notes that something is assumed of a function, or the one around it."""
     module = function.__module__.rpartition(".")[2]
     self.trusted[f"{module}.{function.__qualname__.partition('.<')[0]}"] = None
@@ -95,7 +96,7 @@ def assumed(
 
 
 def named(
-  kind: str, function: Callable[..., _R], *operands: Any, **facts: Any
+  kind: str, function: Callable[..., _R], *operands: object, **facts: object
 ) -> _R:
   """Returns `function(*operands)`; in a proof, as one call with a name."""
   trace = _traced.get()
@@ -138,7 +139,7 @@ def noted(kind: str, tree: _R) -> _R:
   # What is no array, such as a function, goes around.
   leaves, treedef = jax.tree.flatten(tree)
   places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-  arrays: list[Any] = [None] * len(leaves)
+  arrays: list[object] = [None] * len(leaves)
   for i in places:
     arrays[i] = leaves[i]
   passed = jax.tree.leaves(
@@ -154,7 +155,7 @@ def _same(tree: _R) -> _R:
   return tree
 
 
-def number_of(equation: Any) -> int | None:
+def number_of(equation: core.JaxprEqn) -> int | None:
   """Returns the number of a named call, or None for another equation."""
   name = str(equation.params.get("name", ""))
   return int(name[len(_PREFIX) :]) if name.startswith(_PREFIX) else None

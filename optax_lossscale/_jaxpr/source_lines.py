@@ -35,19 +35,20 @@ def user_line(equations: Sequence[core.JaxprEqn]) -> str | None:
     # of the user's has the frames of its first caller.
     name = call.params["name"]
     is_foreign = all(x.split(".")[-1] != name for _, x in frames)
-    if is_foreign and any(map(_is_own, _frames(call))):
+    if is_foreign and any(is_own(x) for x, _ in _frames(call)):
       frames = _frames(call)
   if not frames or frames[0][0].startswith(_INTERPRETERS):
     # `autocast` or the like evaluated the equation; its frames say nothing.
     return None
   # The user's line is farther out than the library code that it calls.
-  own = [x for x in frames if _is_own(x)]
+  own = [x for x in frames if is_own(x[0])]
   outer = user_line(around) if not own and around else None
   return outer or (own or frames)[0][0]
 
 
-def _is_own(frame: tuple[str, str]) -> bool:
-  return not frame[0].startswith(_LIBRARIES)
+def is_own(line: str) -> bool:
+  """Returns whether a line is the user's, not one of an installed library."""
+  return not line.startswith(_LIBRARIES)
 
 
 def _frames(equation: core.JaxprEqn) -> list[tuple[str, str]]:

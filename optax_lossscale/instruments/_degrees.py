@@ -15,7 +15,6 @@ import dataclasses
 import fractions
 import math
 import typing
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -58,6 +57,7 @@ class Unknown:
   )
 
 
+Number = bool | int | float
 # Zero, inf and NaN fit every degree.
 ANY = "any"
 FREE: Powers = ()
@@ -70,7 +70,7 @@ _names = operation_table.names
 _KEEPS = _names("""
   abs all_gather all_gather_invariant all_to_all broadcast_in_dim conj copy
   copy_p cummax cummin cumsum device_put dynamic_slice expand_dims fft freeze
-  gather get imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
+  gather imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
   ppermute psum psum2 psum_invariant pvary real reduce_and reduce_max reduce_min
   reduce_or reduce_precision reduce_scatter reduce_sum reduce_window_max
   reduce_window_min reduce_window_sum reshape reshard rev select_and_gather_add
@@ -123,9 +123,18 @@ def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
   return typing.cast(jax.core.ShapedArray, x.aval)
 
 
-def is_float8_limit(number: float) -> bool:
-  """Returns whether a number is the largest of a float8."""
-  return abs(number) in _FLOAT8
+def is_cast(name: str, numbers: Sequence[Number | None]) -> bool:
+  """Returns whether bounds are the limits of a float8, as before a cast."""
+  bounds = {"max": (-1, None), "min": (1, None), "clamp": (-1, 1)}.get(name)
+  given = numbers[::2] if name == "clamp" else numbers
+  if bounds is None:
+    return False
+  if name == "clamp":
+    return all(
+      x is not None and x * sign in _FLOAT8
+      for x, sign in zip(given, (-1, 1), strict=True)
+    )
+  return any(x is not None and x * bounds[0] in _FLOAT8 for x in given)
 
 
 def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
@@ -144,7 +153,11 @@ def power(degree: Degree, exponent: float) -> Degree:
   """Returns the degree of a power."""
   if isinstance(degree, (str, Unknown)):
     return degree
-  factor = fractions.Fraction(exponent).limit_denominator(64)
+  factor = fractions.Fraction(1)
+  if math.isfinite(exponent):
+    factor = fractions.Fraction(exponent).limit_denominator(64)
+  if not math.isclose(factor, exponent, rel_tol=1e-7):
+    return Unknown("a power of S has an odd exponent", False)
   return tuple((unit, p * factor) for unit, p in degree if factor)
 
 
@@ -192,7 +205,7 @@ def without_axes(degree: Degree) -> Degree:
 def result(
   equation: core.JaxprEqn,
   degrees: Sequence[Degree],
-  numbers: Sequence[Any],
+  numbers: Sequence[Number | None],
   place: tuple[core.JaxprEqn, ...],
   sources: Sequence[tuple[core.JaxprEqn, ...]],
 ) -> Degree:
@@ -205,12 +218,19 @@ def result(
     # The order of numbers of several degrees need not depend on S.
     is_order = name in ("argmax", "argmin")
     return dataclasses.replace(found, is_sure=False) if is_order else found
-  if name in _ORDERS or all(map(is_free, degrees)):
+  if all(map(is_free, degrees)):
     return _of_free(equation, degrees, numbers)
-  mapped = [_moved(equation, i, x) for i, x in enumerate(degrees)]
+  mapped = [moved(equation, i, x) for i, x in enumerate(degrees)]
   if None in mapped:
     reason = f"`{name}` mixes members that have an S of their own"
     return Unknown(reason, False, place)
+  if name in _ORDERS:
+    return FREE
+  if name in ("gather", "scatter") and not (
+    operation_table.moves(equation)
+    and equation.params.get("fill_value") in (None, 0)
+  ):
+    return Unknown(f"`{name}` puts other values in", False, place)
   degrees = [x for x in mapped if x is not None]
 
   def mismatch(reason: str, is_sure: bool = True) -> Unknown:
@@ -232,7 +252,7 @@ def result(
     return times(degrees[0], degrees[1])
   if name == "div":
     return times(degrees[0], degrees[1], -1)
-  if name == "triangular_solve":
+  if name == "triangular_solve" and not equation.params["unit_diagonal"]:
     return times(degrees[1], degrees[0], -1)
   if name in _POWERS:
     return power(degrees[0], _POWERS[name])
@@ -253,7 +273,9 @@ def result(
 
 
 def _of_free(
-  equation: core.JaxprEqn, degrees: Sequence[Degree], numbers: Sequence[Any]
+  equation: core.JaxprEqn,
+  degrees: Sequence[Degree],
+  numbers: Sequence[Number | None],
 ) -> Degree:
   """Returns the degree if no input depends on S: whether the result is 0."""
   name = equation.primitive.name
@@ -275,7 +297,7 @@ def _joined(
   name: str,
   equation: core.JaxprEqn,
   degrees: Sequence[Degree],
-  numbers: Sequence[Any],
+  numbers: Sequence[Number | None],
   mismatch: Callable[..., Unknown],
 ) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
@@ -295,7 +317,7 @@ def _joined(
   distinct = {x for x in parts if x != ANY}
   if len(distinct) > 1:
     sizes = [abs(x) for x in numbers if isinstance(x, float)]
-    if name in ("max", "min", "clamp") and any(map(is_float8_limit, sizes)):
+    if is_cast(name, numbers):
       return next(x for x in distinct if x != FREE)
     least = min((x for x in sizes if x), default=math.inf)
     is_guard = name in ("add", "max") and least <= _EPSILON
@@ -304,9 +326,7 @@ def _joined(
   return FREE if is_test else next(iter(distinct), ANY)
 
 
-def _moved(
-  equation: core.JaxprEqn, index: int, degree: Degree
-) -> Degree | None:
+def moved(equation: core.JaxprEqn, index: int, degree: Degree) -> Degree | None:
   """Returns an input's degree in terms of the output's axes; None if mixed."""
   if isinstance(degree, (str, Unknown)) or all(not x[1] for x, _ in degree):
     return degree
@@ -319,7 +339,7 @@ def _moved(
   return renamed(degree, rename)
 
 
-def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
+def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   """Returns where each axis of an input is in the output, if it is whole."""
   name, params = equation.primitive.name, equation.params
   before = aval(equation.invars[index]).shape
@@ -332,8 +352,8 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
   if name in ("reshape", "squeeze", "expand_dims"):
     # An axis is kept if as many elements come before it, and it has its size.
     places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
-    found = {i: places.get((math.prod(before[:i]), before[i])) for i in kept}
-    return {i: j for i, j in found.items() if before[i] > 1}
+    found = {i: (math.prod(before[:i]), before[i]) for i in kept}
+    return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
   if name == "dot_general":
     contracted, batch = params["dimension_numbers"]
     free = [
@@ -341,20 +361,52 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[Any, Any]:
       for i, v in enumerate(equation.invars)
     ]
     start = len(batch[0]) + (len(free[0]) if index else 0)
-    found = {x: i for i, x in enumerate(batch[index])}
-    return found | {x: start + i for i, x in enumerate(free[index])}
+    batched = {x: i for i, x in enumerate(batch[index])}
+    return batched | {x: start + i for i, x in enumerate(free[index])}
   if "axes" in params and name.startswith(("reduce_", "arg")):
     rest = [x for x in kept if x not in params["axes"]]
     return {x: i for i, x in enumerate(rest)}
   dropped = params.get("axis", params.get("dimension"))
-  if dropped is None and name in ("rev", "gather", "scatter", "scatter-add"):
-    return {}
   if name in operation_table.DEVICE_SUMS | _names("pmax pmin pvary"):
     return {x: x for x in kept}
+  if name == "pad":
+    padding = params["padding_config"]
+    return {x: x for x in kept if not index and not any(padding[x])}
+  if name in ("gather", "scatter", "scatter-add"):
+    return _indexed_axes(equation, index)
   # Along an axis that changes its length, members are left out or repeated.
   if len(before) == len(after) and name in _SAME_AXES:
     return {x: x for x in kept if before[x] == after[x] and x != dropped}
   return {}
+
+
+def _indexed_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  """Returns where each whole axis of a gather's or scatter's input is."""
+  numbers = equation.params["dimension_numbers"]
+  operand = aval(equation.invars[0]).shape
+  if equation.primitive.name == "gather":
+    array, sizes = aval(equation.outvars[0]), equation.params["slice_sizes"]
+    windows, left_out = numbers.offset_dims, numbers.collapsed_slice_dims
+    batches = numbers.start_indices_batching_dims
+  elif index == 0:
+    return {x: x for x in range(len(operand))}
+  else:
+    array = aval(equation.invars[2])
+    windows, left_out = numbers.update_window_dims, numbers.inserted_window_dims
+    batches = numbers.scatter_indices_batching_dims
+    sizes = None
+  others = [x for x in range(array.ndim) if x not in windows]
+  batched = numbers.operand_batching_dims
+  inside = [x for x in range(len(operand)) if x not in (*left_out, *batched)]
+  pairs = [*zip(batched, (others[x] for x in batches), strict=True)]
+  pairs += [
+    (x, axis)
+    for x, axis in zip(inside, windows, strict=True)
+    if (sizes[x] if sizes else array.shape[axis]) == operand[x]
+  ]
+  if index == 0:
+    return dict(pairs)
+  return {axis: x for x, axis in pairs} if index == 2 else {}
 
 
 _SAME_AXES = operation_table.ELEMENTWISE | _names("""

@@ -7,7 +7,9 @@ decisions are the named calls of `_base/named_calls.py`.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -43,11 +45,11 @@ _names = operation_table.names
 # Each output is the input at its position.
 _COPIES = _names("""
   copy copy_p device_put mesh_cast name optimization_barrier pbroadcast pvary
-  reshard sharding_constraint stop_gradient
+  random_clone reshard sharding_constraint stop_gradient
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
-_FOLDED: Mapping[str, Callable[..., Any]] = {
+_FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
   "add": operator.add,
   "eq": operator.eq,
   "ge": operator.ge,
@@ -64,6 +66,10 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
+_LOGIC = _names("and not or reduce_and reduce_or")
+# Operations that choose by size, and those that choose the largest.
+_LARGEST = _names("cummax max reduce_max")
+_ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 # A value that stands in for 0 may go through these before it divides.
@@ -75,11 +81,22 @@ _KEEPS_STAND_IN = (
 
 
 class Mark(NamedTuple):
-  """A place, and whether what is said of it is certain."""
+  """A place where inf may be told from other values, or left out.
+
+  Attributes:
+    is_sure: whether that is certain.
+    place: the operation.
+    kind: "taken", "dropped" by `accumulate`, or "order" for a comparison of
+      sizes.
+    finite: the truth of a test that says that values are finite, if one does.
+    of: the key of the value that is tested.
+  """
 
   is_sure: bool
   place: Place = ()
   kind: str = "taken"
+  finite: bool | None = None
+  of: int | None = None
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Mark) and self.is_sure == other.is_sure
@@ -138,11 +155,12 @@ class Value:
     stands_in: the key of the value for which a number stands in where it is 0.
     key: a number that copies of the value share.
     place: the operation that made it.
+    grown: the operation that gave it its degree, if its inputs had others.
   """
 
   degree: _degrees.Degree = FREE
   identity: Identity | None = None
-  constant: bool | int | float | None = None
+  constant: _degrees.Number | None = None
   scale: Scale | None = None
   scales: frozenset[str] = frozenset()
   reads: frozenset[str] = frozenset()
@@ -155,6 +173,7 @@ class Value:
   stands_in: int | None = None
   key: int = dataclasses.field(default=-1, compare=False)
   place: Place = dataclasses.field(default=(), compare=False)
+  grown: Place = dataclasses.field(default=(), compare=False)
 
   def but(self, **changes: Any) -> "Value":
     """Returns the value with changes."""
@@ -169,7 +188,7 @@ class Event(NamedTuple):
   values: Sequence[Value]
   place: Place
 
-  def of(self, tree: Any) -> list[tuple[str, Value]]:
+  def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
     return [
       (leaves.path_name(path), self.values[x])
@@ -206,9 +225,9 @@ class Interpreter:
     number = len(self._symbols)
     return self._symbols.setdefault(key, _degrees.Symbol(words, number))
 
-  def argument(self, index: int, aval: Any, state: str, words: str) -> Value:
+  def argument(self, index: int, rank: int, state: str, words: str) -> Value:
     """Returns an argument that is the S of a state."""
-    unit = self.symbol(words, ("in", index)), tuple(range(aval.ndim))
+    unit = self.symbol(words, ("in", index)), tuple(range(rank))
     return Value(
       ((unit, fractions.Fraction(1)),),
       identity=Identity(index),
@@ -218,7 +237,7 @@ class Interpreter:
       key=next(self._keys),
     )
 
-  def number(self, x: Any) -> Value:
+  def number(self, x: jax.typing.ArrayLike) -> Value:
     """Returns what is known of an array of the program."""
     is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
     dtype = jnp.result_type(x)
@@ -231,7 +250,8 @@ class Interpreter:
     if is_float:
       array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
     is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
-    is_one = array.size > 0 and bool(np.all(array == array.flat[0]))
+    is_real = array.size > 0 and array.dtype.kind != "c"
+    is_one = is_real and bool(np.all(array == array.flat[0]))
     return Value(
       ANY if is_any else FREE,
       constant=array.flat[0].item() if is_one else None,
@@ -274,12 +294,18 @@ class Interpreter:
       return inputs
     place = (*self._around, equation)
     made = self._made(inputs, place)
+    if made.taken is None and _loses(equation, inputs):
+      made = made.but(taken=Mark(False, place))
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
       degree = Unknown("it is read from a reference", False, place)
       return [made.but(degree=degree) for _ in equation.outvars]
     axes = _mesh_axes(equation)
+    if axes and any(unit[1] for x in inputs for unit in _units(x)):
+      reason = "devices mix members that have an S of their own"
+      made = made.but(degree=Unknown(reason, False, place))
+      return [made for _ in equation.outvars]
     if name == "axis_index":
       return [made.but(is_pure=False, varies=axes)]
     if not (inputs and equation.outvars):
@@ -301,7 +327,11 @@ class Interpreter:
       return [self._part(equation, inputs[0], made)]
     degrees = self._result_degrees(equation, inputs, place)
     outputs = [
-      made.but(degree=degree, key=next(self._keys))
+      made.but(
+        degree=degree,
+        key=next(self._keys),
+        grown=_grown(degree, inputs, place),
+      )
       for degree, _ in zip(degrees, equation.outvars, strict=True)
     ]
     if len(outputs) == 1:
@@ -327,6 +357,12 @@ class Interpreter:
   ) -> Sequence[_degrees.Degree]:
     name, count = equation.primitive.name, len(equation.outvars)
     degrees = [x.degree for x in inputs]
+    is_mixed = count > 1 and any(
+      _degrees.moved(equation, i, x) is None for i, x in enumerate(degrees)
+    )
+    if is_mixed:
+      reason = f"`{name}` mixes members that have an S of their own"
+      return [Unknown(reason, False, place)] * count
     if count > 1 and _degrees.unknown(degrees) is None:
       if name == "sort":
         return degrees
@@ -357,7 +393,8 @@ class Interpreter:
           return self.number(name == "or") if decides else other
     if name == "not" and dtype.kind == "b" and constants[0] is not None:
       return self.number(not constants[0])
-    if name in _EXTREMES and constants[0] is not None:
+    is_empty = 0 in _degrees.aval(equation.invars[0]).shape
+    if name in _EXTREMES and constants[0] is not None and not is_empty:
       return inputs[0].but(identity=None)
     folded = self._folded(equation, constants)
     if folded is not None:
@@ -377,7 +414,7 @@ class Interpreter:
     return None
 
   def _folded(
-    self, equation: core.JaxprEqn, constants: Sequence[Any]
+    self, equation: core.JaxprEqn, constants: Sequence[_degrees.Number | None]
   ) -> Value | None:
     """Returns the number that an operation on numbers gives."""
     name, aval = equation.primitive.name, _degrees.aval(equation.outvars[0])
@@ -422,6 +459,8 @@ class Interpreter:
         return first
     if name in ("add", "add_any", "sub"):
       made = made.but(identity=_added(equation, inputs))
+    if name in _LOGIC:
+      made = made.but(tested=_logic(name, made.tested, inputs))
     is_test = name == "is_finite" or name in operation_table.COMPARISONS
     if is_test:
       made = made.but(
@@ -438,8 +477,8 @@ class Interpreter:
       made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
     if name in ("mul", "div", "dot_general", "conv_general_dilated"):
       # What is not finite stays so if it is multiplied by anything.
-      parts = inputs[:1] if name == "div" and first.scales else inputs
-      scaled = [x.taken for x in parts if x.scales]
+      parts = inputs[:1] if name == "div" else inputs
+      scaled = [x.taken for x in parts if x.scales and not x.is_pure]
       kept = any(x is None for x in scaled)
       made = made.but(taken=None if kept else made.taken)
     stands_in = [x.stands_in for x in inputs if x.stands_in is not None]
@@ -475,11 +514,13 @@ class Interpreter:
     place = made.place
     if isinstance(condition.degree, Unknown):
       return made.but(degree=condition.degree)
-    joined = self._join(choices, place, "are chosen between")
+    joined = self._join(choices, place, "are chosen between", made=made)
     taken = joined.taken
-    if condition.tested and not any(map(_is_nonfinite, choices)):
+    mark = _lost(condition.tested, choices)
+    if mark:
+      taken = _worst([mark._replace(place=place), taken])
+    if mark and mark.kind != "order":
       # The old value may have been chosen, which no run could tell from it.
-      taken = taken or condition.tested._replace(place=place)
       joined = joined.but(
         identity=joined.identity or _perhaps(choices),
         scale=_untold(joined.scale, choices),
@@ -487,16 +528,10 @@ class Interpreter:
     degrees = self._result_degrees(equation, inputs, place)
     joined = joined.but(
       degree=joined.degree if joined.scale else degrees[0],
-      scales=made.scales,
-      reads=made.reads,
-      varies=made.varies,
-      mixed=made.mixed,
-      is_pure=made.is_pure,
       taken=taken,
       tested=None
       if leaves.is_gradient(equation.outvars[0].aval)
       else made.tested,
-      key=made.key,
       place=place,
     )
     return self._guarded(condition, choices, joined)
@@ -528,6 +563,9 @@ class Interpreter:
     if value.constant is not None:
       with np.errstate(all="ignore"):
         number = np.asarray(value.constant).astype(after)
+        is_kept = after.kind in "fb" or np.all(number == value.constant)
+      if not is_kept and not jnp.issubdtype(after, jnp.inexact):
+        return made.but(identity=_cast(value.identity, before, after))
       # A number that depends on S is one that was known only to be 0 or 1.
       return self.number(number).but(
         identity=_cast(value.identity, before, after)
@@ -559,21 +597,28 @@ class Interpreter:
     before, after = map(
       _degrees.aval, (equation.invars[0], equation.outvars[0])
     )
-    if before.shape == after.shape:
-      return value
-    assert value.scale is not None
-    starts = equation.params.get("start_indices")
-    if starts is None or not isinstance(value.degree, tuple):
+    name, params = equation.primitive.name, equation.params
+    axes = _units(value)[0][1] if _units(value) else ()
+    starts = params.get("start_indices") or (0,) * before.ndim
+    ends = params.get("limit_indices") or before.shape
+    steps = params.get("strides") or (1,) * before.ndim
+    counts = [
+      -(-(b - a) // c) for a, b, c in zip(starts, ends, steps, strict=True)
+    ]
+    if not axes or (
+      name != "gather" and all(before.shape[x] == after.shape[x] for x in axes)
+    ):
+      is_whole = name != "gather" and before.shape == after.shape
+      return value if is_whole else value.but(identity=None)
+    if name != "slice" or len(_units(value)) != 1:
       reason = "a part of S is taken that depends on the data"
       return made.but(degree=Unknown(reason, False, made.place))
-    ends = equation.params["limit_indices"]
-    key = repr((value.degree, starts, ends))
-    words = f"{value.degree[0][0][0].words}{[*starts]}".replace(" ", "")
-    axes = tuple(
-      i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a > 1
-    )
-    unit = self.symbol(words, key), axes
-    return made.but(degree=((unit, fractions.Fraction(1)),), scale=value.scale)
+    ((symbol, _),) = _units(value)
+    key = repr((value.degree, starts, ends, steps))
+    words = f"{symbol.words}{[*starts]}".replace(" ", "")
+    unit = self.symbol(words, key), tuple(x for x in axes if counts[x] > 1)
+    degree = _degrees.renamed(value.degree, lambda _: unit)
+    return made.but(degree=degree or value.degree, scale=value.scale)
 
   def _join(
     self,
@@ -582,11 +627,10 @@ class Interpreter:
     reason: str,
     *,
     is_branch: bool = False,
+    made: Value | None = None,
   ) -> Value:
     """Returns what is known of a value that is one of several."""
-    first, *others = values
-    if all(x == first for x in others):
-      return first
+    made = made or self._made(values, place)
     degrees = list(dict.fromkeys(x.degree for x in values if x.degree != ANY))
     unknown = _degrees.unknown(degrees)
     degree: _degrees.Degree = degrees[0] if degrees else ANY
@@ -614,22 +658,15 @@ class Interpreter:
     constant = common("constant")
     if any(type(x.constant) is not type(constant) for x in values):
       constant = None
-    return Value(
-      degree,
+    return made.but(
+      degree=degree,
       identity=common("identity"),
       constant=constant,
       scale=scale,
-      scales=frozenset().union(*(x.scales for x in values)),
-      reads=frozenset().union(*(x.reads for x in values)),
-      varies=frozenset().union(*(x.varies for x in values)),
-      mixed=frozenset().union(*(x.mixed for x in values)),
-      is_pure=all(x.is_pure for x in values),
-      tested=_worst(x.tested for x in values),
-      taken=_worst(x.taken for x in values),
       zero_of=common("zero_of"),
       stands_in=common("stands_in"),
-      key=next(self._keys),
       place=next((x.place for x in values if x.place), place),
+      grown=next((x.grown for x in values if x.grown), ()),
     )
 
   # ---- Calls, branches and loops.
@@ -650,6 +687,8 @@ class Interpreter:
     matrix, right = degrees[:split], degrees[split:]
     degree = _degrees.unknown(degrees)
     distinct = {x for x in right if x != ANY}
+    if degree is None and any(axes for x in inputs for _, axes in _units(x)):
+      degree = Unknown("a solver mixes members", False, self._around)
     if degree is None and (
       not all(map(_degrees.is_free, matrix)) or len(distinct) > 1
     ):
@@ -679,10 +718,11 @@ class Interpreter:
     if isinstance(index.degree, Unknown):
       outputs = [x.but(degree=index.degree) for x in outputs]
     if index.tested:
-      mark = index.tested._replace(place=place)
+      is_sure = index.tested.is_sure and index.tested.finite is not None
+      mark = index.tested._replace(is_sure=is_sure, place=place)
       outputs = [
         x.but(
-          taken=x.taken or mark,
+          taken=_worst([mark, x.taken]),
           scale=_untold(x.scale, several),
           identity=x.identity or _perhaps(several),
         )
@@ -697,6 +737,7 @@ class Interpreter:
     others: Sequence[Value],
     body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
     *,
+    members: Collection[_degrees.Symbol] = (),
     runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
@@ -765,6 +806,8 @@ class Interpreter:
     for i in rounds:
       stage = outputs[i].scale
       finished[i] = finished[i].but(scale=stage)
+    # What a round gives may be of the members that it is given.
+    known = known.union(members)
     return finished, [_renamed(x, {}, known, place) for x in given]
 
   def _scan(
@@ -787,8 +830,9 @@ class Interpreter:
     end, given = self._loop(
       equation,
       start,
-      [*consts, *slices],
+      [*consts, *inputs[carried.stop :]],
       run,
+      members={x[0] for v in slices for x in _units(v)},
       runs=equation.params["length"] > 0,
     )
     return [*end, *(self._stack_of(x, place) for x in given)]
@@ -858,7 +902,7 @@ class Interpreter:
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     (body,) = calls.bodies(equation)
-    inner = [x.aval for x in body.jaxpr.jaxpr.invars]
+    inner = map(_degrees.aval, body.jaxpr.jaxpr.invars)
     specs = equation.params["in_specs"]
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
     return [*map(_from_devices, outputs, equation.params["out_specs"])]
@@ -942,7 +986,7 @@ class Interpreter:
     return outputs
 
 
-def position_of_scale(rule_state: Any) -> int:
+def position_of_scale(rule_state: object) -> int:
   """Returns the position of S in the state of a rule."""
   # No position is negative.
   marked = jax.tree.leaves(states.replace_scale(rule_state, -1))
@@ -964,12 +1008,25 @@ def ids(place: Place) -> tuple[int, ...]:
   return tuple(map(id, place))
 
 
+def _grown(
+  degree: _degrees.Degree, inputs: Sequence[Value], place: Place
+) -> Place:
+  """Returns the operation that gave a result its degree."""
+  if all(_degrees.is_free(x.degree) for x in (*inputs, Value(degree))):
+    same = inputs
+  else:
+    same = [x for x in inputs if x.degree == degree != FREE]
+    if not same:
+      return place
+  return next((x.grown for x in same if x.grown), ())
+
+
 def _units(value: Value) -> list[_degrees.Unit]:
   degree = value.degree
   return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
 
 
-def _worst(marks: Any) -> Mark | None:
+def _worst(marks: Iterable[Mark | None]) -> Mark | None:
   found = [x for x in marks if x is not None]
   return next((x for x in found if x.is_sure), found[0] if found else None)
 
@@ -1125,28 +1182,73 @@ def _cast(
   identity: Identity | None, before: np.dtype, after: np.dtype
 ) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
-  is_alike = before.kind == "b" or (
-    jnp.issubdtype(before, jnp.inexact) == jnp.issubdtype(after, jnp.inexact)
-  )
-  is_wider = is_alike and jnp.promote_types(before, after) == after
   return _undone(identity, "cast", after) or (
-    _formed(identity, "cast", before) if is_wider else None
+    _formed(identity, "cast", before) if _holds(after, before) else None
   )
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+  """Returns whether a dtype has all numbers of another one of its kind."""
+  if narrow.kind == "b":
+    return True
+  if jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(
+    narrow, jnp.floating
+  ):
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+  if jnp.issubdtype(wide, jnp.integer) and jnp.issubdtype(narrow, jnp.integer):
+    c, d = jnp.iinfo(wide), jnp.iinfo(narrow)
+    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
+  return False
 
 
 def _tested(
   equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
 ) -> Mark | None:
-  """Returns a mark if a test tells which scaled values are finite."""
+  """Returns a mark if a test may tell which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
     isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
   )
   scaled = [x for x in inputs if x.scales and not x.is_pure]
-  if not scaled or not (name == "is_finite" or is_nan or has_inf):
+  grows = any(not _degrees.is_free(x.degree) for x in scaled)
+  if scaled and (name == "is_finite" or is_nan or has_inf):
+    finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
+    is_first = inputs[0] is scaled[0]
+    known = finite if is_first or name in ("eq", "ne") else None
+    return Mark(grows, place, finite=known, of=scaled[0].key)
+  # What is inf is also larger than others.
+  is_order = name in ("gt", "ge", "lt", "le")
+  return Mark(False, place, "order") if is_order and grows else None
+
+
+def _logic(
+  name: str, tested: Mark | None, inputs: Sequence[Value]
+) -> Mark | None:
+  """Returns a mark for the logic of tests: what their truth still says."""
+  if tested is None or name == "not":
+    if tested is None or tested.finite is None:
+      return tested
+    return tested._replace(finite=not tested.finite)
+  told = name in ("and", "reduce_and")
+  # "And" says that all is finite, and "or" that something is not.
+  marks = [x.tested for x in inputs if x.tested]
+  known = [x for x in marks if x.finite is told]
+  return known[0] if known else tested._replace(finite=None)
+
+
+def _lost(tested: Mark | None, choices: Sequence[Value]) -> Mark | None:
+  """Returns a mark if a choice by a test leaves an inf out."""
+  if tested is None or any(map(_is_nonfinite, choices)):
     return None
-  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+  if tested.finite is None or len(choices) != 2:
+    return tested._replace(is_sure=False)
+  chosen = choices[0 if tested.finite else 1]
+  if chosen.key == tested.of:
+    return None
+  is_other = chosen.scales and not chosen.is_pure and chosen.taken is None
+  return tested._replace(is_sure=tested.is_sure and not is_other)
 
 
 def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
@@ -1156,10 +1258,32 @@ def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
   for value, zero in (inputs, inputs[::-1]):
     if not _is_zero(zero.constant):
       continue
-    source = value.place[-1].primitive.name if value.place else ""
-    if name in ("eq", "ne") or source in ("abs", "sqrt", "square", "mul"):
+    source = operation_table.name_of(value.place[-1]) if value.place else ""
+    if name in ("eq", "ne") or source in ("abs", "sqrt", "square"):
       return value.key
   return None
+
+
+def _loses(equation: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
+  """Returns whether an operation may leave an inf out."""
+  name, first = equation.primitive.name, inputs[:1]
+  scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
+  if name in _ORDERED:
+    # The largest of absolute values is inf if one of them is.
+    is_positive = (
+      first
+      and first[0].place
+      and (first[0].place[-1].primitive.name in _POSITIVE)
+    )
+    return any(scaled) and not (name in _LARGEST and is_positive)
+  # 1 / inf is 0.
+  if name == "div":
+    return bool(scaled[1] and not scaled[0])
+  if name == "integer_pow":
+    return bool(scaled[0] and equation.params["y"] < 0)
+  if name in ("gather", "dynamic_slice"):
+    return any(scaled[1:])
+  return name in ("rsqrt", "sign") and any(scaled)
 
 
 def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
@@ -1169,8 +1293,7 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
   scaled = [x for x in values if x.scales and not x.is_pure]
   if not bounds or not scaled:
     return None
-  numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
-  if any(_degrees.is_float8_limit(x) for x in numbers):
+  if _degrees.is_cast(name, [x.constant for x in inputs]):
     return None
   # A lower bound takes nothing from an absolute value.
   sources = [x.place[-1].primitive.name for x in scaled if x.place]
@@ -1180,7 +1303,7 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
   return Mark(is_sure and name != "max", place)
 
 
-def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
+def _names_of(spec: jax.P, axis: int) -> tuple[str, ...]:
   """Returns the mesh axes along which an array's axis is split."""
   part = spec[axis] if axis < len(spec) else None
   if part is None:
@@ -1188,7 +1311,7 @@ def _names_of(spec: Any, axis: int) -> tuple[str, ...]:
   return tuple(part) if isinstance(part, tuple) else (part,)
 
 
-def _to_device(value: Value, spec: Any, inner: Any) -> Value:
+def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   """Returns what a device sees of an array.
 
   If each device has an S of its own, as under pmap, they are equal: that each
@@ -1209,6 +1332,10 @@ def _to_device(value: Value, spec: Any, inner: Any) -> Value:
   )
 
 
-def _from_devices(value: Value, spec: Any) -> Value:
+def _from_devices(value: Value, spec: jax.P) -> Value:
   """Returns an array that devices give parts of."""
-  return value.but(identity=_undone(value.identity, "local", str(spec)))
+  split = {x for axis in range(len(spec)) for x in _names_of(spec, axis)}
+  return value.but(
+    identity=_undone(value.identity, "local", str(spec)),
+    varies=value.varies - split,
+  )

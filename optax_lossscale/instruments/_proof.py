@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import linecache
-import pathlib
 from typing import Any
 from typing import NamedTuple
 
@@ -35,16 +34,14 @@ from optax_lossscale.instruments._verdicts import Proved
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
 
-_HERE = pathlib.Path(__file__).parent
-
 
 class Traced(NamedTuple):
   """A step's jaxpr, and trees with positions among its inputs and outputs."""
 
   jaxpr: core.Jaxpr
-  inputs: Mapping[str, Any]
-  outputs: Any
-  shapes: Any
+  inputs: Mapping[str, object]
+  outputs: object
+  shapes: object
   trace: named_calls.Trace
 
   def named_inputs(self) -> dict[int, str]:
@@ -80,7 +77,7 @@ def trace(
   """Traces a step for a proof; its arguments may be shapes."""
   found: dict[str, Any] = {}
 
-  def arrays_of(named: Mapping[str, object]) -> list[Any]:
+  def arrays_of(named: Mapping[str, object]) -> list[object]:
     outputs, treedef = jax.tree.flatten(run(named))
     places = [i for i, x in enumerate(outputs) if _has_value(x)]
     found.update(outputs=outputs, treedef=treedef, places=places)
@@ -123,10 +120,19 @@ def _has_value(x: object) -> bool:
 
 
 class _Problem(NamedTuple):
-  """What is wrong with a step, or may be."""
+  """What is wrong with a step, or may be.
 
-  is_sure: bool
+  Attributes:
+    verdict: "refuted" if it is certain, "open" if no run could tell, or else
+      "unknown".
+    text: what it is.
+    remedy: how to fix it.
+    where: the lines of the program.
+  """
+
+  verdict: str
   text: str
+  remedy: str
   where: tuple[Line, ...] = ()
 
 
@@ -251,7 +257,7 @@ class _Step:
 
   def run(
     self,
-    overflowing: Any = (),
+    overflowing: Collection[str] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[_interpret.Interpreter, list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -279,7 +285,7 @@ class _Step:
         value = value.but(degree=_degrees.Unknown(reason, False))
       if path is not None:
         words = "S" if len(self.scales) == 1 else f"S of {path}"
-        value = machine.argument(i, variable.aval, path, words)
+        value = machine.argument(i, _degrees.aval(variable).ndim, path, words)
         if path in self.ones:
           value = value.but(degree=_degrees.FREE)
       inputs.append(value)
@@ -378,7 +384,12 @@ def _split(
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
       )
-      found.append(_Problem(True, text, _lines([alone[axis]])))
+      where = _lines([alone[axis]])
+      found.append(_Problem("refuted", text, _verdicts.ALONE, where))
+    for axis in outputs[after].varies:
+      text = f"{name} is returned as one, but may differ along {axis!r}"
+      where = _lines([outputs[after].place])
+      found.append(_Problem("open", text, _verdicts.ALONE, where))
   return found
 
 
@@ -407,6 +418,7 @@ def _scale_law(
       overflow, is_leaf=lambda x: isinstance(x, findings.WindowOverflow)
     )
     is_told = any(isinstance(x, findings.WindowOverflow) for x in windows)
+    is_told |= any(x.tested for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
       count += 1
       problem = _problem(value, loss_scale, gate, is_told=is_told)
@@ -433,19 +445,31 @@ def _problem(
       text, where = _explained(x)
       verb = "is not" if x.degree.is_sure else "may not be"
       text = f"{verb} S times a true one: {text}"
-      return _Problem(x.degree.is_sure, text, where)
+      return _Problem(_sure(x.degree.is_sure), text, _verdicts.INSIDE, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
     text = (
       f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
       f"{_degrees.in_words(loss_scale.degree)}"
     )
-    return _Problem(True, text, _lines([value.place or gate.place, gate.place]))
-  if value.taken and not (value.taken.kind == "dropped" and is_told):
-    text = "may have lost its inf and NaN, which `update` has to see"
-    if value.taken.kind == "dropped":
-      text = "leaves out micro-batches, which `overflow=` must say"
-    return _Problem(value.taken.is_sure, text, _lines([value.taken.place]))
+    remedy = _verdicts.NOT_SCALED
+    if given == _degrees.power(used, 2):
+      remedy = _verdicts.TWICE
+    where = _lines([value.grown or value.place or gate.place, gate.place])
+    return _Problem("refuted", text, remedy, where)
+  if value.taken and value.taken.kind == "dropped":
+    text = "leaves out micro-batches, which `overflow=` must say"
+    where = _lines([value.taken.place])
+    found = _Problem("refuted", text, _verdicts.DROPPED, where)
+    return None if is_told else found
+  if value.taken:
+    is_sure = value.taken.is_sure and not is_told
+    verb = "has lost" if is_sure else "may have lost"
+    text = f"{verb} its inf and NaN, which `update` has to see"
+    remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
+    is_open = is_told is value.taken.is_sure
+    verdict = "refuted" if is_sure else "open" if is_open else "unknown"
+    return _Problem(verdict, text, remedy, _lines([value.taken.place]))
   return None
 
 
@@ -455,10 +479,15 @@ def _worst(
   path: str = "",
 ) -> Proved:
   """Returns the verdict for the first problem, if possible a certain one."""
-  sure, text, where = next((x for x in problems if x.is_sure), problems[0])
-  if more := len(problems) - 1:
-    text += f" (and {more} more)"
-  return Proved(law, "refuted" if sure else "unknown", f"{text}.", where, path)
+  worst = min(
+    problems, key=lambda x: ("refuted", "open", "unknown").index(x[0])
+  )
+  more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
+
+
+def _sure(is_sure: bool) -> str:
+  return "refuted" if is_sure else "unknown"
 
 
 def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
@@ -473,7 +502,8 @@ def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
       sure = getattr(value.degree, "is_sure", True)
       name = name.partition("/")[2] if event.kind == "arguments" else "skip"
       text = f"`{name}=` {_depends(sure)} on S: {text}"
-      problems.append(_Problem(sure, text, where or _lines([event.place])))
+      where = where or _lines([event.place])
+      problems.append(_Problem(_sure(sure), text, _verdicts.GIVEN, where))
   if problems:
     return [_worst("arguments", problems)]
   if not count:
@@ -504,11 +534,11 @@ def _invariance_law(
       continue
     text, where = _explained(value)
     sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
-    problems.append(
-      _Problem(sure, f"{name} {_depends(sure)} on S: {text}", where)
-    )
-  problems += _still(step, outputs, skipped.keys())
+    text = f"{name} {_depends(sure)} on S: {text}"
+    where = where or _lines([x.place for x in moves])
+    problems.append(_Problem(_sure(sure), text, _verdicts.PASSED_BY, where))
   problems += _next_scales(step, outputs, skipped, moves)
+  problems += _still(step, outputs, skipped.keys())
   problems += _split(step, outputs, moves)
   if problems:
     return _worst("invariance", problems)
@@ -531,7 +561,11 @@ def _still(
     for y in used
   ]
   return [
-    _Problem(True, f"A step that is applied returns the old {group[0]}")
+    _Problem(
+      "refuted",
+      f"A step that is applied returns the old {group[0]}",
+      _verdicts.RETURNED,
+    )
     for group in groups
     if group and kept.issuperset(group)
   ]
@@ -545,47 +579,43 @@ def _next_scales(
 ) -> list[_Problem]:
   """Returns what is wrong with the S of each state that is returned."""
   found = []
-  after: dict[str, Any] = {}
+  after: dict[str, states.LossScalingState] = {}
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
   for path in step.states:
     if path not in after or path not in skipped or path in step.ones:
       continue
     position = _interpret.position_of_scale(after[path].loss_scale_state)
-    value, kept = outputs[position], skipped[path][position].scale
-    scale = value.scale
-    name = f"The next S of {path}" if len(step.states) > 1 else "The next S"
-    if scale and scale.path == path and scale.stage == "new":
-      lost = [
-        x.place
-        for x in moves
-        if _moved_path(x) == path
-        and not scale.moves & {_interpret.ids(x.place)}
-      ]
-      if lost:
-        text = f"{name} knows nothing of an `update` whose state is not kept"
-        found.append(_Problem(True, text, _lines(lost)))
-      elif kept and kept.stage == "old":
-        text = f"{name} is the old one if the step is skipped, so S cannot fall"
-        found.append(
-          _Problem(True, text, _lines([skipped[path][position].place]))
-        )
-      continue
-    if scale and scale.path != path:
-      found.append(_Problem(True, f"{name} is that of {scale.path}"))
-    elif scale and scale.stage == "old":
-      text = f"{name} is the old one, so S never moves"
-      found.append(_Problem(True, text))
-    elif scale and scale.stage == "untold":
-      text = f"{name} is the rule's only where the gradients are finite"
-      found.append(_Problem(True, text, _lines([value.place])))
-    elif scale:
-      text = f"{name} is the rule's or the old one, by a condition"
-      found.append(_Problem(False, text, _lines([value.place])))
+    value, if_skipped = outputs[position], skipped[path][position]
+    lost = [
+      x.place
+      for x in moves
+      if _moved_path(x) == path
+      and value.scale
+      and not value.scale.moves & {_interpret.ids(x.place)}
+    ]
+    places, verdict = [value.place], "refuted"
+    if value.scale is None:
+      text = "is not what the rule makes of this one"
+      verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
+    elif value.scale.path != path:
+      text = f"is that of {value.scale.path}"
+    elif value.scale.stage == "old":
+      text = "is the old one, so S never moves"
+    elif value.scale.stage == "untold":
+      text = "is the rule's only where the gradients are finite"
+    elif value.scale.stage != "new":
+      text, verdict = "is the rule's or the old one, by a condition", "open"
+    elif lost:
+      text, places = "knows nothing of an `update` whose state is lost", lost
+    elif if_skipped.scale and if_skipped.scale.stage == "old":
+      text = "is the old one if the step is skipped, so S cannot fall"
+      places = [if_skipped.place]
     else:
-      sure = getattr(value.degree, "is_sure", True)
-      text = f"{name} is not what the rule makes of this one"
-      found.append(_Problem(sure, text, _lines([value.place])))
+      continue
+    of = f" of {path}" if len(step.states) > 1 else ""
+    text, where = f"The next S{of} {text}", _lines(places)
+    found.append(_Problem(verdict, text, _verdicts.RETURNED, where))
   return found
 
 
@@ -623,7 +653,9 @@ def _skip_law(
     ]
   if problems:
     return _worst("skip", problems)
-  text = f"If the step overflows, all {len(step.pairs)} next values stay."
+  text = (
+    f"If `update` sees an overflow, all {len(step.pairs)} next values stay."
+  )
   return Proved("skip", "proved", text)
 
 
@@ -639,7 +671,7 @@ def _changed(
   # A product with 0 may be NaN; a condition of the user's may be right.
   sure = value.identity != identity._replace(is_sure=False)
   sure = sure and not step.is_guessed(pair.name)
-  return _Problem(sure, text, _lines([value.place]))
+  return _Problem(_sure(sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:
@@ -662,15 +694,15 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   lines = _lines([*(x for _, x in degree.operands), degree.place])
   if len(degree.operands) < 2:
     return degree.reason, lines
-  said = [
-    f"{_verdicts.source(line)} {grows}"
+  said = {
+    line: f"{_verdicts.source(line)} {grows}"
     for grows, place in degree.operands
     for line in _lines([place])
-  ]
+  }
   if len(said) < len(degree.operands):
     both = " and ".join(f"what {grows}" for grows, _ in degree.operands)
     return f"{both} {degree.reason}", lines
-  return f"{'; '.join(said)}; they {degree.reason}", lines
+  return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
 def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
@@ -678,8 +710,7 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
   found: dict[Line, None] = {}
   for place in places:
     source = source_lines.user_line(place) if place else None
-    # A step that is called by the library alone has no line around it.
-    if source and not source.startswith(str(_HERE)):
+    if source and source_lines.is_own(source):
       file, _, line = source.rpartition(":")
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None

@@ -105,7 +105,7 @@ class Bound:
       for x in self.before.values()
     )
 
-  def at(self, factors: Mapping[str, Any]) -> Run:
+  def at(self, factors: Mapping[str, jax.typing.ArrayLike]) -> Run:
     """Runs the step on copies of its arguments, each S times its factor."""
     outputs = outputs_of(self.run, self.named, factors)
     places = self.next_values.values()
@@ -137,7 +137,9 @@ class Bound:
 
 
 def outputs_of(
-  run: Step, named: dict[str, object], factors: Mapping[str, Any] = {}
+  run: Step,
+  named: dict[str, object],
+  factors: Mapping[str, jax.typing.ArrayLike] = {},
 ) -> dict[str, object]:
   """Returns every subtree that a step returns, by its path."""
 
@@ -149,7 +151,7 @@ def outputs_of(
     if factor is None:
       return x
     # `new` has the shape and sharding of S, so nothing recompiles.
-    new = x.loss_scale_state.loss_scale * np.float32(factor)
+    new = x.loss_scale_state.loss_scale * np.asarray(factor, np.float32)
     rule_state = states.replace_scale(x.loss_scale_state, new)
     return x._replace(loss_scale_state=rule_state)
 
@@ -185,7 +187,8 @@ def report(
       found = dataclasses.replace(later, halvings=halvings)
   if step.moved(run):
     return found
-  laws = (_law("invariance", _verdicts.STILL), *found.laws)
+  others = (x for x in found.laws if x.name != "invariance")
+  laws = (_law("invariance", _verdicts.STILL), *others)
   return dataclasses.replace(found, laws=laws)
 
 
@@ -193,7 +196,7 @@ class _Start(NamedTuple):
   """The first run at an S that does not overflow, or why there is none."""
 
   run: Run
-  factors: dict[str, Any]
+  factors: dict[str, float]
   halvings: int
   is_stalled: bool
   reason: Sequence[str] | None
@@ -277,7 +280,7 @@ class _Varied(NamedTuple):
 def _vary(step: Bound, start: _Start, path: str, is_narrow: bool) -> _Varied:
   """Runs a step with one of its S smaller and smaller."""
 
-  def at(share: Any) -> Run:
+  def at(share: jax.typing.ArrayLike) -> Run:
     return step.at(start.factors | {path: share * start.factors[path]})
 
   shape = np.shape(start.run.states[path].amax)

@@ -43,22 +43,62 @@ CARRY = (
   "those that are, as in carry={'params': 0, 'opt_state': 1}."
 )
 
+NOT_SCALED = (
+  "Either the loss is not scaled by this S: jax.value_and_grad in the place of "
+  "ols.scaled_value_and_grad, an S that was read once or outside of the step, "
+  "the S of another optimizer (path= says which). Or `update` of loss_scaling "
+  "is not given the scaled gradients: ols.unscale, a clip or an optimizer "
+  f"before it. {INSIDE}"
+)
+TWICE = "The loss is scaled twice, by ols.scaled_value_and_grad and by hand."
+HIDDEN = (
+  "Something before `update` hides inf and NaN from it, such as "
+  "jnp.where(jnp.isfinite(g), g, 0), jnp.nan_to_num or a clip. Take it out: "
+  f"`update` skips the step. {INSIDE}"
+)
+PASSED_BY = (
+  "Some gradients do not pass through loss_scaling (optax.masked or one group "
+  "of a partition around it), something around it takes scaled ones "
+  "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
+  f"something was added to them by hand (weight decay, noise). {INSIDE}"
+)
+MOVES = (
+  "A skipped step must keep the old values: new = "
+  "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
+  "ols.nnx.undo_on_skip(optimizer, model):`; in Flax Linen "
+  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
+  "anything that may change anyway in may_change=."
+)
+TOLD = (
+  "Find an overflow before that, and tell `update` of it: update(..., "
+  "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads)))."
+)
+DROPPED = (
+  "`accumulate(..., drop=True)` returns what it left out: "
+  "update(..., overflow=overflow)."
+)
+GIVEN = (
+  "Give `update` the true loss, true gradients (ols.unscale) or flags that do "
+  "not depend on S."
+)
+RETURNED = (
+  "Return the parameters and the whole state that the last `update` made, and "
+  "leave S to the rule."
+)
+ALONE = "Devices must skip together: loss_scaling(..., axis_name=...)."
+
 # The scale law by the power of S that amax follows: verdict, text and remedy.
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
   0: (
     "wrong",
     "The largest gradient does not depend on S.",
-    "Either the loss is not scaled by this S: jax.value_and_grad in the place "
-    "of ols.scaled_value_and_grad, an S that was read once or outside of the "
-    "step, the S of another optimizer (path= says which). Or `update` of "
-    "loss_scaling is not given the scaled gradients: "
-    f"ols.unscale, a clip or an optimizer before it. {INSIDE}",
+    NOT_SCALED,
   ),
   2: (
     "wrong",
     "The largest gradient is proportional to S squared.",
-    "The loss is scaled twice, by ols.scaled_value_and_grad and by hand.",
+    TWICE,
   ),
 }
 _NEARLY = ("rounding", "The largest gradient is nearly proportional to S.")
@@ -114,13 +154,7 @@ _WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 # Verdict and remedy of the invariance law, by the verdict on the worst leaf.
 _INVARIANCE = {
-  "wrong": (
-    "wrong",
-    "Some gradients do not pass through loss_scaling (optax.masked or one "
-    "group of a partition around it), something around it takes scaled ones "
-    "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
-    f"something was added to them by hand (weight decay, noise). {INSIDE}",
-  ),
+  "wrong": ("wrong", PASSED_BY),
   "doubtful": ("inconclusive", CARRY),
   "inconclusive": ("inconclusive", f"That may be rounding or not: {_WIDE}"),
   "rounding": ("rounding", f"A smaller mistake would hide in that: {_WIDE}"),
@@ -131,9 +165,7 @@ _NOT_SKIPPED = {
   "hidden": (
     "wrong",
     "A step whose gradients overflow was applied.",
-    "Something before `update` hides inf and NaN from it, such as "
-    "jnp.where(jnp.isfinite(g), g, 0), jnp.nan_to_num or a clip. Take it out: "
-    f"`update` skips the step. {INSIDE}",
+    HIDDEN,
   ),
   "nothing": (
     "wrong",
@@ -152,13 +184,6 @@ _NOT_SKIPPED = {
   ),
   "applied": SET_ASIDE,
 }
-MOVES = (
-  "A skipped step must keep the old values: new = "
-  "ols.select_on_skip(opt_state, new, old); in Flax NNX `with "
-  "ols.nnx.undo_on_skip(optimizer, model):`; in Flax Linen "
-  "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
-  "anything that may change anyway in may_change=."
-)
 # Where an NNX object's next value is, for a report.
 IN_PLACE = "in place"
 _ALL_WIDE = (
@@ -169,20 +194,11 @@ _ALL_WIDE = (
 )
 
 
-_REMEDIES = {
-  "scale": INSIDE,
-  "arguments": (
-    "Give `update` the true loss, true gradients (ols.unscale) or flags that "
-    "do not depend on S."
-  ),
-  "invariance": INSIDE,
-  "skip": MOVES,
-}
 _REPORT = (
   "But the law was proved: please report this step as a bug of check_step, "
   "unless it reads random numbers or files of the host."
 )
-_HIDDEN = "This batch hides it."
+_UNSEEN = "This batch hides it."
 _RUN = "Give the step arrays, so that the check also runs it."
 # In the order of a report.
 _LAWS = ("scale", "arguments", "invariance", "skip", "precision")
@@ -210,7 +226,7 @@ class Law(NamedTuple):
   verdict: str
   text: str
   remedy: str = ""
-  where: tuple[Line, ...] = ()
+  where: tuple[tuple[str, int, str], ...] = ()
 
 
 class Proved(NamedTuple):
@@ -218,8 +234,10 @@ class Proved(NamedTuple):
 
   Attributes:
     law: the law's name.
-    verdict: "proved", "refuted", "unknown" or "not applied".
+    verdict: "proved"; "refuted"; "unknown", if the runs decide; "open", if no
+      run could tell either; or "not applied".
     text: what was found.
+    remedy: how to fix it.
     where: the lines of the program that show it.
     path: the state that it is about, if the step has several.
   """
@@ -227,6 +245,7 @@ class Proved(NamedTuple):
   law: str
   verdict: str
   text: str
+  remedy: str = ""
   where: tuple[Line, ...] = ()
   path: str = ""
 
@@ -279,7 +298,8 @@ class StepReport:
   def __str__(self) -> str:
     found = "wrong" if self._is_wrong else "right" if self.ok else "not certain"
     verdicts = {law.verdict for law in self.laws if law.name != "precision"}
-    if self.ok and "proved" in verdicts <= {"proved", "not applied"}:
+    is_proved = "proved" in verdicts <= {"proved", "not applied"}
+    if self.ok and is_proved and self.deterministic:
       found = "right, for all values"
     if self.ok and "rounding" in verdicts:
       found = "right, as far as rounding can tell"
@@ -318,7 +338,8 @@ class StepReport:
 def source(line: Line) -> str:
   """Returns a line of a program as its file's name, its number and its text."""
   file, number, code = line
-  return f"{file.rpartition('/')[2]}:{number} `{code}`"
+  place = f"{file.rpartition('/')[2]}:{number}"
+  return f"{place} `{code}`" if code else place
 
 
 def _in_words(law: Law) -> str:
@@ -508,15 +529,23 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
   """Returns each law by the stronger of its proof and its runs."""
   left = list(laws)
   found: list[Law] = []
+  holds = all(x.verdict in ("proved", "not applied") for x in proofs)
   for proof in proofs:
-    # That a rule is stuck is a mistake of its own.
-    of_law = [x for x in left if x.name == proof.law and x.text != STALLED[1]]
+    # Of a rule that is stuck, or a `skip` that is set, a proof knows nothing.
+    apart = STALLED[1], REQUESTED[1]
+    of_law = [x for x in left if x.name == proof.law and x.text not in apart]
     alike = [x for x in of_law if x.text.startswith(_of(proof.path))]
     run = next(iter(alike or of_law), None)
     if run:
       left.remove(run)
-    found.append(_stronger(proof, run))
-  return tuple(sorted(found + left, key=lambda x: _LAWS.index(x.name)))
+    law = _stronger(proof, run)
+    if proof.verdict == "proved" and law.verdict == "wrong" and holds:
+      law = law._replace(text=f"{law.text} {_REPORT}")
+    # The mistake is the same, so a second remedy would be redundant.
+    if law.name == "invariance" and any(x.verdict == "wrong" for x in found):
+      law = law._replace(remedy="")
+    found.append(law)
+  return tuple(sorted(left + found, key=lambda x: _LAWS.index(x.name)))
 
 
 def _stronger(proof: Proved, run: Law | None) -> Law:
@@ -524,30 +553,35 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   name, place = proof.law, _of(proof.path)
   if run and proof.verdict == "not applied":
     return run
-  if proof.verdict == "unknown":
+  if proof.verdict == "open" and not (run and run.verdict == "wrong"):
+    text = f"{place}Not proved, and no run could tell: {proof.text}"
+    return Law(name, "inconclusive", text, proof.remedy, proof.where)
+  if proof.verdict in ("open", "unknown"):
     text = f"Not proved: {proof.text}"
     if run is None:
       return Law(name, "inconclusive", place + text, _RUN, proof.where)
-    return run._replace(text=f"{run.text} {text}", where=proof.where)
+    text = "" if proof.text in run.text else f" {text}"
+    return run._replace(text=run.text + text, where=proof.where)
   alone = Law(name, proof.verdict, place + proof.text)
   if proof.verdict == "refuted":
-    remedy = run.remedy if run and run.remedy else _REMEDIES[name]
-    alone = Law(name, "wrong", alone.text, remedy, proof.where)
+    alone = Law(name, "wrong", alone.text, proof.remedy, proof.where)
   if run is None:
     return alone
   seen = f"{alone.text} In runs: {run.text.removeprefix(place)}"
   if proof.verdict == "proved":
     if run.verdict == "wrong":
-      return run._replace(text=f"{run.text} {_REPORT}")
-    is_alike = run.verdict in ("exact", "not applied")
+      return run
+    is_alike = run.verdict == "exact" or CONSTANT[1] in run.text
     return alone if is_alike else alone._replace(text=seen)
   if run.verdict == "wrong":
-    return alone._replace(text=seen)
+    return alone._replace(text=seen, remedy=run.remedy or alone.remedy)
   if name == "skip":
     # Equal values may be written in ways that no proof knows.
     text = f"That is not shown to hold, but was not seen to fail. {alone.text}"
     return alone._replace(verdict="inconclusive", text=text)
-  return alone._replace(text=f"{alone.text} {_HIDDEN}")
+  # What becomes of S is no matter of a batch.
+  hides = "" if proof.remedy == RETURNED else f" {_UNSEEN}"
+  return alone._replace(text=alone.text + hides)
 
 
 def skip_law(

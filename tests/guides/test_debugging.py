@@ -235,4 +235,7 @@ def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
   given = PARAMS, tx.init(PARAMS), GOOD
   step(*given)  # A warning would be an error here.
   report = ols.instruments.check_step(step, *given)
-  assert "does not grow with S" in report.laws[0].text
+  law, *_ = report.laws
+  assert "In runs: The largest gradient does not depend on S." in law.text
+  # The line is in the other function.
+  assert law.where[0][2].startswith("return ols.unscale(")
