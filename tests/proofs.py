@@ -26,15 +26,12 @@ _PAGE = re.compile(r"<|docs/|.*/ipykernel_|.*/precision_schedule\.py")
 _COMPILERS = [(jax, "jit"), (jax, "pmap"), (nnx, "jit"), (eqx, "filter_jit")]
 _PROVED = ("proved", "not applied")
 # Tests that run other steps than right ones, and why.
-_FP8 = "the history of an NNX layer follows S"
 _HISTORIES = "scales of FP8 layers come from histories that follow S"
 _MISTAKES = "the mistakes that the page names are made on purpose"
 EXPECTED = {
   "test_an_fp8_history_is_looked_at_in_each_micro_batch": _HISTORIES,
   "test_check_step_finds_the_places_where_something_moves": _MISTAKES,
   "test_gradients_that_are_not_scaled_are_named": _MISTAKES,
-  "test_nnx_sees_an_overflow_that_the_layer_clips_in_its_history": _FP8,
-  "test_nnx_values_are_those_of_a_linen_train_state_and_stay_on_a_skip": _FP8,
   "test_save_and_resume_with_orbax": "its step counts skipped steps, too",
   "test_the_step_is_checked_and_statistics_set_after_it_are_named": _MISTAKES,
   "test_the_step_is_checked_and_what_is_forgotten_is_named": _MISTAKES,

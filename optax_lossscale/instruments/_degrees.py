@@ -94,7 +94,7 @@ _JOINS = {
   "rem": "are divided with a remainder",
 }
 # Values that are only packed into one array may be unpacked again.
-_PACKS = _names("complex concatenate stack")
+_PACKS = _names("complex concatenate dynamic_update_slice scatter stack")
 _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)
