@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import fractions
 import itertools
 import math
 import operator
@@ -32,8 +31,10 @@ from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments._degrees import ANY
+from optax_lossscale.instruments._degrees import aval
 from optax_lossscale.instruments._degrees import FREE
 from optax_lossscale.instruments._degrees import Place
+from optax_lossscale.instruments._degrees import Symbol
 from optax_lossscale.instruments._degrees import Unknown
 
 # Arrays with more elements are not looked at.
@@ -62,7 +63,19 @@ _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
   "neg": operator.neg,
   "sub": operator.sub,
 }
+# What changes nothing as the second input, or as one of the two.
+_NEUTRAL = {
+  "add": 0,
+  "add_any": 0,
+  "sub": 0,
+  "mul": 1,
+  "div": 1,
+  "and": True,
+  "or": False,
+}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
+# Operations of several results, with the one that grows as their input does.
+_GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
 # Operations whose results are seldom negative.
@@ -75,18 +88,24 @@ _KEEPS_STAND_IN = (
 )
 
 
-class Mark(NamedTuple):
-  """A place, and whether what is said of it is certain."""
+@dataclasses.dataclass(frozen=True)
+class Fact:
+  """What is true of a value, and of all that is computed from it.
 
-  is_sure: bool
-  place: Place = ()
-  kind: str = "taken"
+  The kinds, each with its detail:
+    scale: it was computed from the S of this state.
+    reads: it was computed from this argument, or from the data.
+    varies: devices may disagree on it along this axis of a mesh.
+    mixed: scaled values were put together in it over this axis.
+    tested: it was decided by which scaled values are finite.
+    taken: inf and NaN may have been taken out of it.
+    dropped: micro-batches with inf and NaN were taken out of it.
+  The detail of the last three says whether that is certain.
+  """
 
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Mark) and self.is_sure == other.is_sure
-
-  def __hash__(self) -> int:
-    return hash(self.is_sure)
+  kind: str
+  detail: Hashable = True
+  place: Place = dataclasses.field(default=(), compare=False)
 
 
 class Identity(NamedTuple):
@@ -116,52 +135,67 @@ class Scale(NamedTuple):
 
   path: str
   stage: str
-  moves: frozenset[Hashable] = frozenset()
+  moves: frozenset[Place] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-  """What is known of a value.
+class Value(_degrees.Operand):
+  """What is known of a value, beside its degree.
 
   Attributes:
-    degree: how it grows with S.
     identity: the argument that it is, bit for bit.
-    constant: the number that all its elements are.
     scale: the state whose S it is.
-    scales: the states whose S it was computed from.
-    reads: those of some arguments that it was computed from.
-    varies: the axes of a mesh along which devices may disagree on it.
-    mixed: those over whose devices scaled values were put together in it.
-    is_pure: whether it was computed from S and numbers alone.
-    tested: where it was decided by which scaled values are finite.
-    taken: where inf and NaN may have been taken out of it.
+    facts: what its results inherit.
     zero_of: the key of the value that it compares with 0.
     stands_in: the key of the value for which a number stands in where it is 0.
     key: a number that copies of the value share.
-    place: the operation that made it.
     grown: the operation that gave it its degree, if its inputs had others.
   """
 
-  degree: _degrees.Degree = FREE
   identity: Identity | None = None
-  constant: _degrees.Number | None = None
   scale: Scale | None = None
-  scales: frozenset[str] = frozenset()
-  reads: frozenset[str] = frozenset()
-  varies: frozenset[str] = frozenset()
-  mixed: frozenset[str] = frozenset()
-  is_pure: bool = False
-  tested: Mark | None = None
-  taken: Mark | None = None
+  facts: frozenset[Fact] = frozenset()
   zero_of: int | None = None
   stands_in: int | None = None
   key: int = dataclasses.field(default=-1, compare=False)
-  place: Place = dataclasses.field(default=(), compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
 
   def but(self, **changes: Any) -> "Value":
     """Returns the value with changes."""
     return dataclasses.replace(self, **changes)
+
+  def all_of(self, kind: str) -> set[Hashable]:
+    """Returns the details of the facts of a kind."""
+    return {x.detail for x in self.facts if x.kind == kind}
+
+  def mark(self, *kinds: str) -> Fact | None:
+    """Returns the fact of a kind, a certain one if there is one."""
+    found = [x for x in self.facts if x.kind in kinds]
+    return max(found, key=lambda x: bool(x.detail), default=None)
+
+  def marked(self, *facts: Fact | None) -> "Value":
+    """Returns the value with more facts."""
+    return self.but(facts=self.facts | {x for x in facts if x})
+
+  def without(self, *kinds: str) -> "Value":
+    """Returns the value without the facts of some kinds."""
+    return self.but(
+      facts=frozenset(x for x in self.facts if x.kind not in kinds)
+    )
+
+  @property
+  def is_scaled(self) -> bool:
+    """Whether it was computed from S."""
+    return bool(self.all_of("scale"))
+
+  @property
+  def is_pure(self) -> bool:
+    """Whether it was computed from S and numbers alone."""
+    return not self.all_of("reads")
+
+
+# What an argument that is no S says of results.
+DATA = Fact("reads", "data")
 
 
 class Event(NamedTuple):
@@ -191,34 +225,16 @@ class Interpreter:
   ) -> None:
     self._named = named
     self._overflowing = overflowing
-    self._symbols: dict[Hashable, _degrees.Symbol] = {}
     self._keys = itertools.count()
     self._around: Place = ()
     # By number and place, since a loop's body is interpreted several times.
-    self.events: dict[Hashable, Event] = {}
+    self.events: dict[tuple[int, Place], Event] = {}
 
   def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
     consts = [self.number(x) for x in jaxpr.consts]
     return interpreter.evaluate(
       jaxpr, inputs, self._equation, consts, lambda x: self.number(x.val)
-    )
-
-  def symbol(self, words: str, key: Hashable) -> _degrees.Symbol:
-    """Returns the symbol of an S; the same one for the same key."""
-    number = len(self._symbols)
-    return self._symbols.setdefault(key, _degrees.Symbol(words, number))
-
-  def argument(self, index: int, rank: int, state: str, words: str) -> Value:
-    """Returns an argument that is the S of a state."""
-    unit = self.symbol(words, ("in", index)), tuple(range(rank))
-    return Value(
-      ((unit, fractions.Fraction(1)),),
-      identity=Identity(index),
-      scale=Scale(state, "old"),
-      scales=frozenset([state]),
-      is_pure=True,
-      key=next(self._keys),
     )
 
   def number(self, x: jax.typing.ArrayLike) -> Value:
@@ -228,7 +244,7 @@ class Interpreter:
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     if not is_small or is_shape or is_key:
-      return Value(key=next(self._keys))
+      return Value(facts=frozenset([DATA]), key=next(self._keys))
     array = np.asarray(x)
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     if is_float:
@@ -236,12 +252,8 @@ class Interpreter:
     is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
     is_real = array.size > 0 and array.dtype.kind != "c"
     is_one = is_real and bool(np.all(array == array.flat[0]))
-    return Value(
-      ANY if is_any else FREE,
-      constant=array.flat[0].item() if is_one else None,
-      is_pure=True,
-      key=next(self._keys),
-    )
+    constant = array.flat[0].item() if is_one else None
+    return Value(ANY if is_any else FREE, constant, key=next(self._keys))
 
   # ---- Equations.
 
@@ -256,24 +268,23 @@ class Interpreter:
     form = calls.form(equation)
     if form is None:
       return self._operation(equation, inputs)
+    by_form: dict[calls.Form, Callable[..., Sequence[Value]]] = {
+      calls.Form.COND: self._cond,
+      calls.Form.SCAN: self._scan,
+      calls.Form.WHILE: self._while,
+      calls.Form.SHARD_MAP: self._shard_map,
+      calls.Form.SOLVE: self._solve,
+    }
     around, self._around = self._around, (*self._around, equation)
-    try:
-      by_form: dict[calls.Form, Callable[..., Sequence[Value]]] = {
-        calls.Form.COND: self._cond,
-        calls.Form.SCAN: self._scan,
-        calls.Form.WHILE: self._while,
-        calls.Form.SHARD_MAP: self._shard_map,
-        calls.Form.SOLVE: self._solve,
-      }
-      return by_form.get(form, self._call)(equation, inputs)
-    finally:
-      self._around = around
+    outputs = by_form.get(form, self._call)(equation, inputs)
+    self._around = around
+    return outputs
 
   def _operation(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     """Returns the outputs of an operation that holds no jaxpr."""
-    name = equation.primitive.name
+    name, count = equation.primitive.name, len(equation.outvars)
     if name in _COPIES:
       return inputs
     place = (*self._around, equation)
@@ -282,127 +293,102 @@ class Interpreter:
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
       degree = Unknown("it is read from a reference", False, place)
-      return [made.but(degree=degree) for _ in equation.outvars]
+      return [made.but(degree=degree)] * count
     axes = _mesh_axes(equation)
     if name == "axis_index":
-      return [made.but(is_pure=False, varies=axes)]
-    if not (inputs and equation.outvars):
-      return [made for _ in equation.outvars]
-    if axes:
+      return [made.marked(DATA, *(Fact("varies", x) for x in axes))]
+    if not (inputs and count):
+      return [made] * count
+    if axes and name not in _EXCHANGES:
       # What was put together from all devices is the same on all.
-      varies = made.varies if name in _EXCHANGES else made.varies - axes
-      mixed = made.mixed | (axes if made.scales else frozenset())
-      made = made.but(varies=varies, mixed=mixed)
+      same = {Fact("varies", x) for x in axes}
+      made = made.but(facts=made.facts - same)
+    if made.is_scaled:
+      made = made.marked(*(Fact("mixed", x) for x in axes))
     known = self._known(equation, inputs)
     if known is not None:
-      is_number = known.constant is not None
-      return [known.but(varies=made.varies) if is_number else known]
+      if known.constant is None:
+        return [known]
+      varies = (Fact("varies", x) for x in made.all_of("varies"))
+      return [known.without("varies").marked(*varies)]
     if name == "select_n":
-      return [self._select(equation, inputs, made)]
+      return [self._select(equation, inputs, place)]
     if name == "convert_element_type":
       return [self._convert(equation, inputs[0], made)]
     if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
       return [self._part(equation, inputs[0], made)]
-    degrees = self._result_degrees(equation, inputs, place)
     outputs = [
       made.but(
         degree=degree,
         key=next(self._keys),
         grown=_grown(degree, inputs, place),
       )
-      for degree, _ in zip(degrees, equation.outvars, strict=True)
+      for degree in self._result_degrees(equation, inputs, place)
     ]
-    if len(outputs) == 1:
-      outputs = [self._marked(equation, inputs, outputs[0])]
-    return outputs
+    return outputs if count > 1 else [self._marked(equation, inputs, *outputs)]
 
-  def _made(self, inputs: Sequence[Value], place: Place) -> Value:
+  def _made(self, inputs: Iterable[Value], place: Place) -> Value:
     """Returns what the inputs alone say of a result."""
-    return Value(
-      scales=frozenset().union(*(x.scales for x in inputs)),
-      reads=frozenset().union(*(x.reads for x in inputs)),
-      varies=frozenset().union(*(x.varies for x in inputs)),
-      mixed=frozenset().union(*(x.mixed for x in inputs)),
-      is_pure=all(x.is_pure for x in inputs),
-      tested=_worst(x.tested for x in inputs),
-      taken=_worst(x.taken for x in inputs),
-      key=next(self._keys),
-      place=place,
-    )
+    facts = frozenset[Fact]().union(*(x.facts for x in inputs))
+    return Value(facts=facts, key=next(self._keys), place=place)
 
   def _result_degrees(
     self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
   ) -> Sequence[_degrees.Degree]:
+    """Returns the degree of each result."""
     name, count = equation.primitive.name, len(equation.outvars)
     degrees = [x.degree for x in inputs]
     if count > 1 and _degrees.unknown(degrees) is None:
-      if name == "sort":
+      if name == "sort" or name in operation_table.BETWEEN_DEVICES:
         return degrees
-      if name in ("top_k", "approx_top_k", "svd", "qr"):
-        grown = 1 if name == "qr" else 0
+      if name in _GROWING:
+        grown = _GROWING[name]
         return [degrees[0] if i == grown else FREE for i in range(count)]
-      if name == "eigh":
-        ranks = [_degrees.aval(x).ndim for x in equation.outvars]
-        return [degrees[0] if x < max(ranks) else FREE for x in ranks]
-    numbers = [x.constant for x in inputs]
-    sources = [x.place for x in inputs]
-    found = _degrees.result(equation, degrees, numbers, place, sources)
-    return [found] * count
+    return [_degrees.result(equation, inputs, place)] * count
 
   def _known(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Value | None:
     """Returns a result that is an input or a number, or else None."""
-    name = equation.primitive.name
-    dtype = _degrees.aval(equation.outvars[0]).dtype
+    name, params = equation.primitive.name, equation.params
+    after = aval(equation.outvars[0])
+    first, *others = inputs
     constants = [x.constant for x in inputs]
-    if name == "select_n" and constants[0] is not None:
-      return inputs[1 + int(constants[0])]
-    if name in ("and", "or") and dtype.kind == "b":
-      for constant, other in zip(constants, inputs[::-1], strict=True):
-        if constant is not None:
-          decides = bool(constant) is (name == "or")
-          return self.number(name == "or") if decides else other
-    if name == "not" and dtype.kind == "b" and constants[0] is not None:
-      return self.number(not constants[0])
-    if name in _EXTREMES and constants[0] is not None:
-      return inputs[0].but(identity=None)
-    folded = self._folded(equation, constants)
-    if folded is not None:
-      return folded
-    if name in ("add", "add_any", "sub") and _is_zero(constants[1]):
-      return inputs[0]
-    if name in ("add", "add_any") and _is_zero(constants[0]):
-      return inputs[1]
-    if name in ("mul", "div") and _is_one(constants[1]):
-      return inputs[0]
-    if name == "mul" and _is_one(constants[0]):
-      return inputs[1]
-    is_float = leaves.is_gradient(equation.invars[0].aval)
-    if name in operation_table.COMPARISONS & _FOLDED.keys() and not is_float:
+    if name == "select_n" and first.constant is not None:
+      return others[int(first.constant)]
+    if name in ("slice", "transpose"):
+      order = params.get("permutation", range(after.ndim))
+      is_whole = aval(equation.invars[0]).shape == after.shape
+      return first if is_whole and [*order] == [*range(after.ndim)] else None
+    if name in _EXTREMES and first.constant is not None:
+      return first.but(identity=None)
+    if name == "not" and isinstance(first.constant, bool):
+      return self.number(not first.constant)
+    is_logical = name in ("and", "or") and after.dtype.kind == "b"
+    if is_logical and (name == "or") in constants:
+      return self.number(name == "or")
+    are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
+    if name == "mul" and not are_floats and any(map(_is, constants, (0, 0))):
+      return self.number(np.zeros((), after.dtype))
+    if None not in constants:
+      result = None
+      if name == "reduce_sum" and not are_floats:
+        count = aval(equation.invars[0]).size // max(after.size, 1)
+        result = constants[0] * count
+      with np.errstate(all="ignore"):
+        if name in _FOLDED:
+          result = _FOLDED[name](*constants)
+        if result is not None:
+          return self.number(np.asarray(result).astype(after.dtype))
+    if name in _NEUTRAL:
+      if _is(constants[1], _NEUTRAL[name]):
+        return first
+      if _is(constants[0], _NEUTRAL[name]) and name not in ("sub", "div"):
+        return others[0]
+    if name in operation_table.COMPARISONS & _FOLDED.keys() and not are_floats:
       apart = _apart(*inputs)
       return None if apart is None else self.number(_FOLDED[name](apart, 0))
     return None
-
-  def _folded(
-    self, equation: core.JaxprEqn, constants: Sequence[_degrees.Number | None]
-  ) -> Value | None:
-    """Returns the number that an operation on numbers gives."""
-    name, aval = equation.primitive.name, _degrees.aval(equation.outvars[0])
-    is_whole = all(not leaves.is_gradient(x.aval) for x in equation.invars)
-    if name == "mul" and is_whole and 0 in map(_number, constants):
-      return self.number(np.zeros((), aval.dtype))
-    if any(x is None for x in constants):
-      return None
-    if name == "reduce_sum" and is_whole:
-      before = _degrees.aval(equation.invars[0]).size
-      count = before // max(math.prod(aval.shape), 1)
-      return self.number(np.asarray(constants[0] * count).astype(aval.dtype))
-    if name not in _FOLDED:
-      return None
-    with np.errstate(all="ignore"):
-      result = np.asarray(_FOLDED[name](*constants)).astype(aval.dtype)
-    return self.number(result)
 
   def _marked(
     self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
@@ -410,215 +396,162 @@ class Interpreter:
     """Returns the result with its identity and its marks."""
     name, first, place = equation.primitive.name, inputs[0], made.place
     if name in _RESHAPES:
-      before, after = map(
-        _degrees.aval, (equation.invars[0], equation.outvars[0])
-      )
-      identity = None
-      if before.size == after.size:
-        identity = _reshaped(first.identity, before.shape, after.shape)
+      identity = _reshaped(equation, first.identity)
       return first.but(degree=made.degree, identity=identity, place=place)
-    if name in ("random_wrap", "random_unwrap"):
-      is_key = name == "random_wrap"
-      change = _undone if is_key else _formed
-      return made.but(identity=change(first.identity, "data"))
-    if name in ("slice", "transpose"):
-      before, after = map(
-        _degrees.aval, (equation.invars[0], equation.outvars[0])
-      )
-      order = equation.params.get("permutation", range(before.ndim))
-      if before.shape == after.shape and [*order] == [*range(before.ndim)]:
-        return first
+    if name == "random_wrap":
+      made = made.but(identity=_undone(first.identity, "data"))
+    if name == "random_unwrap":
+      made = made.but(identity=_formed(first.identity, "data"))
     if name in ("add", "add_any", "sub"):
       made = made.but(identity=_added(equation, inputs))
-    is_test = name == "is_finite" or name in operation_table.COMPARISONS
-    if is_test:
-      made = made.but(
-        taken=None,
-        tested=made.tested or _tested(equation, inputs, place),
-        zero_of=_zero_of(name, inputs),
-      )
+    if name == "is_finite" or name in operation_table.COMPARISONS:
+      made = made.without("taken", "dropped")
+      made = made.marked(_tested(equation, inputs, place))
+      made = made.but(zero_of=_zero_of(name, inputs))
     if name in ("max", "min", "clamp"):
-      made = made.but(
-        identity=_projected(inputs),
-        taken=made.taken or _bounded(name, inputs, place),
-      )
+      made = made.marked(_bounded(name, inputs, place))
+      made = made.but(identity=_projected(inputs))
     if name == "mul" and all(x.identity for x in inputs):
       made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
     if name in ("mul", "div", "dot_general", "conv_general_dilated"):
       # What is not finite stays so if it is multiplied by anything.
-      parts = inputs[:1] if name == "div" and first.scales else inputs
-      scaled = [x.taken for x in parts if x.scales]
-      kept = any(x is None for x in scaled)
-      made = made.but(taken=None if kept else made.taken)
-    stands_in = [x.stands_in for x in inputs if x.stands_in is not None]
-    if stands_in:
-      made = self._standing_in(equation, inputs, made, stands_in[0])
-    return made
+      parts = inputs[:1] if name == "div" and first.is_scaled else inputs
+      if any(x.is_scaled and not x.mark("taken", "dropped") for x in parts):
+        made = made.without("taken", "dropped")
+    return self._standing_in(equation, inputs, made)
 
   def _standing_in(
-    self,
-    equation: core.JaxprEqn,
-    inputs: Sequence[Value],
-    made: Value,
-    stands_in: int,
+    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
   ) -> Value:
-    """Returns a result of a value in which a number stands in for 0."""
+    """Returns a result of values in which a number may stand in for 0."""
     name = equation.primitive.name
+    others = [x for x in inputs if x.stands_in is None]
+    if len(others) == len(inputs) or isinstance(made.degree, Unknown):
+      return made
+    stands_in = next(x.stands_in for x in inputs if x.stands_in is not None)
     if name in _KEEPS_STAND_IN:
       return made.but(stands_in=stands_in)
     if name in ("mul", "div"):
       # 0 / 0 and 0 * 1 / 0 are meant to be 0, whatever stands in.
-      others = [x for x in inputs if x.stands_in is None]
       is_zero = any(not _degrees.is_free(x.degree) for x in others)
       return made.but(stands_in=None if is_zero else stands_in)
-    if isinstance(made.degree, Unknown):
-      return made
     reason = "a number stands in for a value that grows with S, where it is 0"
     return made.but(degree=Unknown(reason, False, made.place))
 
   def _select(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
+    self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
   ) -> Value:
-    condition, *choices = inputs
-    place = made.place
+    """Returns a choice, perhaps of another number where a value is 0."""
+    (condition, *choices), (output,) = inputs, equation.outvars
+    chosen = self._chosen(condition, choices, output, place, is_branch=False)
+    chosen = chosen.but(place=place)
     if isinstance(condition.degree, Unknown):
-      return made.but(degree=condition.degree)
-    joined = self._join(choices, place, "are chosen between", made=made)
-    taken = joined.taken
-    if condition.tested and not any(map(_is_nonfinite, choices)):
-      # The old value may have been chosen, which no run could tell from it.
-      taken = taken or condition.tested._replace(place=place)
-      joined = joined.but(
-        identity=joined.identity or _perhaps(choices),
-        scale=_untold(joined.scale, choices),
-      )
-    degrees = self._result_degrees(equation, inputs, place)
-    joined = joined.but(
-      degree=joined.degree if joined.scale else degrees[0],
-      taken=taken,
-      tested=None
-      if leaves.is_gradient(equation.outvars[0].aval)
-      else made.tested,
-      place=place,
-    )
-    return self._guarded(condition, choices, joined)
-
-  def _guarded(
-    self, condition: Value, choices: Sequence[Value], joined: Value
-  ) -> Value:
-    """Returns a choice of another number where a value is 0."""
-    zero = condition.zero_of
+      return chosen
     scaled = [x for x in choices if not _degrees.is_free(x.degree)]
-    free = [x for x in choices if _degrees.is_free(x.degree)]
-    if zero is None or len(scaled) != 1 or not free:
-      stands_in = [x.stands_in for x in choices if x.stands_in is not None]
-      return joined.but(stands_in=stands_in[0]) if stands_in else joined
+    zero = condition.zero_of
+    if zero is None or len(scaled) != 1 or len(choices) == 1:
+      stands_in = (x.stands_in for x in choices if x.stands_in is not None)
+      return chosen.but(stands_in=next(stands_in, None))
     (value,) = scaled
     if zero not in (value.key, value.stands_in):
-      return joined
-    is_any = all(x.degree == ANY for x in free)
-    return joined.but(degree=value.degree, stands_in=None if is_any else zero)
+      return chosen
+    is_any = all(x.degree == ANY for x in choices if x is not value)
+    return chosen.but(degree=value.degree, stands_in=None if is_any else zero)
+
+  def _chosen(
+    self,
+    condition: Value,
+    choices: Sequence[Value],
+    output: core.Var,
+    place: Place,
+    *,
+    is_branch: bool,
+  ) -> Value:
+    """Returns a value that a condition chooses."""
+    tested = condition.mark("tested")
+    chosen = self._join(
+      choices, place, is_branch=is_branch and not tested
+    ).marked(*condition.facts)
+    if leaves.is_gradient(output.aval):
+      chosen = chosen.without("tested")
+    if isinstance(condition.degree, Unknown):
+      chosen = chosen.but(degree=condition.degree, scale=None)
+    if not tested or (not is_branch and any(map(_is_nonfinite, choices))):
+      return chosen
+    scale = chosen.scale
+    if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
+      scale = scale._replace(stage="untold")
+    # The old value may have been chosen, which no run could tell from it.
+    identity = chosen.identity or _perhaps(choices)
+    taken = Fact("taken", tested.detail, place)
+    return chosen.marked(taken).but(identity=identity, scale=scale)
 
   def _convert(
     self, equation: core.JaxprEqn, value: Value, made: Value
   ) -> Value:
     before, after = (
-      _degrees.aval(x[0]).dtype for x in (equation.invars, equation.outvars)
+      aval(x[0]).dtype for x in (equation.invars, equation.outvars)
     )
     if before == after:
       return value
+    identity = _cast(value.identity, before, after)
     if value.constant is not None:
       with np.errstate(all="ignore"):
         number = np.asarray(value.constant).astype(after)
       # A number that depends on S is one that was known only to be 0 or 1.
-      return self.number(number).but(
-        identity=_cast(value.identity, before, after)
+      return self.number(number).but(identity=identity)
+    if jnp.issubdtype(after, jnp.inexact):
+      return value.but(identity=identity, place=made.place)
+    unknown = _degrees.unknown([value.degree])
+    if after.kind == "b":
+      return made.but(degree=unknown or FREE, zero_of=value.key)
+    if _degrees.is_free(value.degree):
+      return value.but(
+        degree=FREE, identity=identity, scale=None, place=made.place
       )
-    is_float = jnp.issubdtype(after, jnp.inexact)
-    degree = value.degree
-    if not is_float and after.kind == "b":
-      degree = degree if isinstance(degree, Unknown) else FREE
-      return made.but(degree=degree, zero_of=value.key)
-    if not is_float and not (_degrees.is_free(degree)):
-      if not isinstance(degree, Unknown):
-        grows = _degrees.in_words(degree)
-        degree = Unknown(
-          f"what {grows} becomes an integer",
-          True,
-          made.place,
-          ((grows, value.place),),
-        )
-      return made.but(degree=degree)
-    return value.but(
-      degree=FREE if degree == ANY and not is_float else degree,
-      identity=_cast(value.identity, before, after),
-      scale=value.scale if is_float else None,
-      place=made.place,
-    )
+    reason = f"what {_degrees.in_words(value.degree)} becomes an integer"
+    unknown = unknown or _degrees.mismatch([value], reason, made.place)
+    return made.but(degree=unknown)
 
   def _part(self, equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     """Returns a part of an S that differs between members."""
-    before, after = map(
-      _degrees.aval, (equation.invars[0], equation.outvars[0])
-    )
-    if before.shape == after.shape:
+    if aval(equation.invars[0]).shape == aval(equation.outvars[0]).shape:
       return value
-    assert value.scale is not None
     starts = equation.params.get("start_indices")
-    if starts is None or not isinstance(value.degree, tuple):
+    if starts is None or not _units(value):
       reason = "a part of S is taken that depends on the data"
       return made.but(degree=Unknown(reason, False, made.place))
-    ends = equation.params["limit_indices"]
-    key = repr((value.degree, starts, ends))
-    words = f"{value.degree[0][0][0].words}{[*starts]}".replace(" ", "")
-    axes = tuple(
-      i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a > 1
-    )
-    unit = self.symbol(words, key), axes
-    return made.but(degree=((unit, fractions.Fraction(1)),), scale=value.scale)
+    ends, strides = (equation.params[x] for x in ("limit_indices", "strides"))
+    axes = [i for i, x in enumerate(starts) if ends[i] - x > 1]
+    words = f"{_units(value)[0][0].words}{[*starts]}".replace(" ", "")
+    part = Symbol(words, (value.degree, starts, ends, strides))
+    return made.but(degree=_degrees.of((part, tuple(axes))), scale=value.scale)
 
   def _join(
     self,
     values: Sequence[Value],
     place: Place,
-    reason: str,
+    reason: str = "are chosen between",
     *,
-    is_branch: bool = False,
-    made: Value | None = None,
+    is_branch: bool = True,
   ) -> Value:
     """Returns what is known of a value that is one of several."""
-    made = made or self._made(values, place)
-    degrees = list(dict.fromkeys(x.degree for x in values if x.degree != ANY))
-    unknown = _degrees.unknown(degrees)
-    degree: _degrees.Degree = degrees[0] if degrees else ANY
     scale = _either([x.scale for x in values], is_branch=is_branch)
-    if unknown:
-      degree = unknown
-    elif scale and len(degrees) > 1:
+    degree = _degrees.joined(values, reason, place)
+    is_unknown = _degrees.unknown(x.degree for x in values)
+    if scale and isinstance(degree, Unknown) and not is_unknown:
       # One S or another is an S of its own from here on.
-      assert isinstance(degree, tuple)
-      symbol = self.symbol("an S chosen by a condition", ids(place))
-      axes = degree[0][0][1] if degree else ()
-      degree = (((symbol, axes), fractions.Fraction(1)),)
-    elif len(degrees) > 1:
-      grows = {
-        _degrees.in_words(x.degree): x.place for x in values if x.degree != ANY
-      }
-      degree = Unknown(reason, True, place, tuple(grows.items()))
-    else:
-      scale = scale if all(x.scale for x in values) else None
+      axes = next(axes for x in values for _, axes in _units(x))
+      degree = _degrees.of((Symbol("an S chosen by a condition", place), axes))
 
     def common(field: str) -> Any:
-      found = {getattr(x, field) for x in values}
-      return found.pop() if len(found) == 1 else None
+      found = {(type(y), y) for x in values for y in [getattr(x, field)]}
+      return found.pop()[1] if len(found) == 1 else None
 
-    constant = common("constant")
-    if any(type(x.constant) is not type(constant) for x in values):
-      constant = None
-    return made.but(
+    return self._made(values, place).but(
       degree=degree,
       identity=common("identity"),
-      constant=constant,
+      constant=common("constant"),
       scale=scale,
       zero_of=common("zero_of"),
       stands_in=common("stands_in"),
@@ -638,25 +571,22 @@ class Interpreter:
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     """Returns the solution of equations that are linear."""
-    made = self._made(inputs, self._around)
-    split = sum(equation.params["const_lengths"])
-    degrees = [x.degree for x in inputs]
-    matrix, right = degrees[:split], degrees[split:]
-    degree = _degrees.unknown(degrees)
-    distinct = {x for x in right if x != ANY}
-    if degree is None and (
-      not all(map(_degrees.is_free, matrix)) or len(distinct) > 1
-    ):
-      degree = Unknown("a solver's matrix depends on S", False, self._around)
-    found = degree or next(iter(distinct), ANY)
+    split, place = sum(equation.params["const_lengths"]), self._around
+    reason = "a solver's matrix depends on S"
+    degree = _degrees.unknown(x.degree for x in inputs) or _degrees.joined(
+      inputs[split:], reason, place, is_sure=False
+    )
+    are_free = all(_degrees.is_free(x.degree) for x in inputs[:split])
+    if not are_free and not isinstance(degree, Unknown):
+      degree = Unknown(reason, False, place)
     return [
-      made.but(degree=found, key=next(self._keys)) for _ in equation.outvars
+      self._made(inputs, place).but(degree=degree) for _ in equation.outvars
     ]
 
   def _cond(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
-    index = inputs[0]
+    index, place = inputs[0], self._around
     bodies = calls.bodies(equation)
     if index.constant is not None:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
@@ -665,28 +595,17 @@ class Interpreter:
       # Where nothing is updated, nothing overflows.
       bodies = updating
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
-    place = self._around
-    outputs = [
-      self._join(x, place, "are chosen between", is_branch=not index.tested)
-      for x in zip(*results, strict=True)
+    if index.constant is not None:
+      return results[0]
+    return [
+      self._chosen(index, choices, output, place, is_branch=True)
+      for choices, output in zip(
+        zip(*results, strict=True), equation.outvars, strict=True
+      )
     ]
-    if isinstance(index.degree, Unknown):
-      outputs = [x.but(degree=index.degree) for x in outputs]
-    if index.tested:
-      mark = index.tested._replace(place=place)
-      outputs = [
-        x.but(
-          taken=x.taken or mark,
-          scale=_untold(x.scale, several),
-          identity=x.identity or _perhaps(several),
-        )
-        for x, several in zip(outputs, zip(*results, strict=True), strict=True)
-      ]
-    return outputs
 
   def _loop(
     self,
-    equation: core.JaxprEqn,
     start: Sequence[Value],
     others: Sequence[Value],
     body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
@@ -697,36 +616,22 @@ class Interpreter:
     place = self._around
     outside = {x[0] for v in (*start, *others) for x in _units(v)}
     # The S of each round, by its position, if S moves in the loop.
-    rounds: dict[int, _degrees.Symbol] = {}
-    carry = list(start)
-    outputs: Sequence[Value] = ()
-    given: Sequence[Value] = ()
-    ends: dict[_degrees.Symbol, _degrees.Symbol] = {}
-    following: list[Value] = []
-    settled = True
+    rounds: dict[int, Symbol] = {}
+    carry = following = [*start]
     for _ in range(_MOST_ROUNDS):
       outputs, given = body(carry)
-      moving = [
-        i
+      moving = {
+        i: Symbol("the S of a round", (place, i))
         for i, (old, new) in enumerate(zip(carry, outputs, strict=True))
-        if old.scale
-        and new.scale
-        and i not in rounds
-        and old.degree != new.degree
-        and _units(old)
-        and _units(new)
-      ]
+        if old.scale and new.scale and i not in rounds
+        if old.degree != new.degree and _units(old) and _units(new)
+      }
       if moving:
-        begins = {}
-        for i in moving:
-          rounds[i] = self.symbol("the S of a round", (ids(place), i))
-        for i in rounds:
-          begins[_units(start[i])[0][0]] = rounds[i]
+        rounds |= moving
+        begins = {_units(start[i])[0][0]: x for i, x in rounds.items()}
         carry = [_renamed(x, begins, outside, place) for x in start]
-        carry = [
-          x.but(identity=None) if i in rounds else x
-          for i, x in enumerate(carry)
-        ]
+        for i in rounds:
+          carry[i] = carry[i].but(identity=None)
         continue
       # What has the degree of the next S is right in the next round.
       ends = {
@@ -736,55 +641,45 @@ class Interpreter:
       }
       following = [_renamed(x, ends, outside, place) for x in outputs]
       joined = [
-        self._join([old, new], place, "are carried by a loop", is_branch=True)
-        for old, new in zip(carry, following, strict=True)
+        self._join(x, place, "are carried by a loop")
+        for x in zip(carry, following, strict=True)
       ]
       if joined == carry:
         break
       carry = joined
     else:
       reason = "a loop carries values that no rule settles"
-      carry = [x.but(degree=Unknown(reason, False, place)) for x in carry]
-      settled = False
+      degree = Unknown(reason, False, place)
+      carry = following = [x.but(degree=degree) for x in carry]
     after = {
-      symbol: self.symbol("the S after the loop", (ids(place), i, "after"))
+      symbol: Symbol("the S after the loop", (place, i, "after"))
       for i, symbol in rounds.items()
     }
     known = outside - {*rounds.values()}
     # A loop that runs ends with what its body gives.
-    last = following if runs and settled else carry
     finished = [
-      _renamed(x, after, known, place).but(key=next(self._keys)) for x in last
+      _renamed(x, after, known, place).but(key=next(self._keys))
+      for x in (following if runs else carry)
     ]
     for i in rounds:
-      stage = outputs[i].scale
-      finished[i] = finished[i].but(scale=stage)
+      finished[i] = finished[i].but(scale=outputs[i].scale)
     return finished, [_renamed(x, {}, known, place) for x in given]
 
   def _scan(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     (body,) = calls.bodies(equation)
-    carried = calls.carried(equation)
-    place = self._around
-    consts, start = (
-      inputs[: carried.start],
-      inputs[carried.start : carried.stop],
-    )
+    carried, place = calls.carried(equation), self._around
+    consts, count = inputs[: carried.start], len(carried)
     slices = [self._slice_of(x, place) for x in inputs[carried.stop :]]
-    count = len(start)
 
     def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
       return outputs[:count], outputs[count:]
 
-    end, given = self._loop(
-      equation,
-      start,
-      [*consts, *slices],
-      run,
-      runs=equation.params["length"] > 0,
-    )
+    start = [inputs[i] for i in carried]
+    runs = equation.params["length"] > 0
+    end, given = self._loop(start, [*consts, *slices], run, runs=runs)
     return [*end, *(self._stack_of(x, place) for x in given)]
 
   def _slice_of(self, value: Value, place: Place) -> Value:
@@ -792,37 +687,33 @@ class Interpreter:
 
     def rename(unit: _degrees.Unit) -> _degrees.Unit:
       symbol, axes = unit
-      rest = tuple(x - 1 for x in axes if x != 0)
-      if 0 not in axes:
-        return symbol, rest
-      key = ids(place), symbol, "member"
-      return self.symbol(f"the {symbol.words} of a round", key), rest
+      if 0 in axes:
+        words = f"the {symbol.words} of a round"
+        symbol = Symbol(words, (place, symbol, "member"))
+      return symbol, tuple(x - 1 for x in axes if x != 0)
 
     return value.but(
-      degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=_formed(value.identity, "slice", ids(place)),
+      degree=_degrees.renamed(value.degree, rename) or FREE,
+      identity=_formed(value.identity, "slice", place),
       key=next(self._keys),
     )
 
   def _stack_of(self, value: Value, place: Place) -> Value:
     """Returns the array of what the rounds of a scan give."""
-    members = {
-      symbol: key[1]
-      for key, symbol in self._symbols.items()
-      if isinstance(key, tuple) and key[0] == ids(place) and key[-1] == "member"
-    }
 
     def rename(unit: _degrees.Unit) -> _degrees.Unit:
       symbol, axes = unit
-      rest = tuple(x + 1 for x in axes)
-      if symbol in members:
-        return members[symbol], (0, *rest)
-      return symbol, rest
+      axes = tuple(x + 1 for x in axes)
+      match symbol.key:
+        case (around, Symbol() as array, "member") if around == place:
+          return array, (0, *axes)
+      return symbol, axes
 
+    scale = value.scale
     return value.but(
-      degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=_undone(value.identity, "slice", ids(place)),
-      scale=value.scale if value.scale and value.scale.stage == "new" else None,
+      degree=_degrees.renamed(value.degree, rename) or FREE,
+      identity=_undone(value.identity, "slice", place),
+      scale=scale if scale and scale.stage == "new" else None,
       key=next(self._keys),
     )
 
@@ -839,23 +730,25 @@ class Interpreter:
       goes_on[:] = self.run(test.jaxpr, [values[i] for i in test.inputs])
       return self.run(body.jaxpr, [values[i] for i in body.inputs]), ()
 
-    end, _ = self._loop(equation, inputs[start:], consts, run)
+    end, _ = self._loop(inputs[start:], consts, run)
     (condition,) = goes_on
     if isinstance(condition.degree, Unknown):
       return [x.but(degree=condition.degree) for x in end]
-    if condition.tested:
-      mark = Mark(False, self._around)
-      return [x.but(taken=x.taken or mark) for x in end]
+    if condition.mark("tested"):
+      return [x.marked(Fact("taken", False, self._around)) for x in end]
     return end
 
   def _shard_map(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value]:
     (body,) = calls.bodies(equation)
-    inner = map(_degrees.aval, body.jaxpr.jaxpr.invars)
+    inner = map(aval, body.jaxpr.jaxpr.invars)
     specs = equation.params["in_specs"]
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
-    return [*map(_from_devices, outputs, equation.params["out_specs"])]
+    return [
+      x.but(identity=_undone(x.identity, "local", str(spec)))
+      for x, spec in zip(outputs, equation.params["out_specs"], strict=True)
+    ]
 
   # ---- The library's own calls.
 
@@ -863,75 +756,67 @@ class Interpreter:
     self, number: int, equation: core.JaxprEqn, inputs: Sequence[Value]
   ) -> Sequence[Value] | None:
     call = self._named[number]
-    positions = list(jax.tree.leaves(call.inputs))
-    if len(positions) != len(inputs):
+    if len(jax.tree.leaves(call.inputs)) != len(inputs):
       return None  # A derivative of the call.
     place = (*self._around, equation)
     event = Event(call.kind, call, inputs, place)
-    self.events[number, ids(place)] = event
+    self.events[number, place] = event
     if call.kind == "dropped":
-      mark = Mark(True, place, "dropped")
-      return [x.but(taken=x.taken or mark) for x in inputs]
+      return [x.marked(Fact("dropped", True, place)) for x in inputs]
     if call.kind == "arguments":
       return inputs
     if call.kind == "skip":
       return [self.number(False)]
-    if call.kind == "examine":
-      return self._examined(event, len(equation.outvars))
     if call.kind == "schedule":
       # The count that it was given before leaves its state as it is.
       steps, old, new = call.inputs
-      count = inputs[steps] if isinstance(steps, int) else Value()
-      given = count.identity
+      given = inputs[steps].identity if isinstance(steps, int) else None
       is_same = given is not None and given == Identity(given.argument)
-      kept = jax.tree.leaves(old if is_same else new)
-      return [inputs[x] for x in kept]
+      return [inputs[x] for x in jax.tree.leaves(old if is_same else new)]
+    made = self._made(inputs, place).without("tested", "taken", "dropped")
+    if call.kind == "examine":
+      return self._examined(event, made, len(equation.outvars))
     assert call.kind == "move"
-    return self._moved(event, equation)
+    return self._moved(event, made, equation)
 
-  def _examined(self, event: Event, count: int) -> Sequence[Value]:
+  def _examined(self, event: Event, made: Value, count: int) -> list[Value]:
     place, (loss_scale, *_) = event.place, event.call.inputs
+    finding = event.call.outputs
     scale = None if loss_scale is None else event.values[loss_scale]
     path = scale.scale.path if scale and scale.scale else None
     overflows = bool(self._overflowing) and (
       path is None or path in self._overflowing
     )
-    made = self._made(event.values, place).but(tested=None, taken=None)
-    flag = self.number(overflows).but(varies=made.varies, mixed=made.mixed)
     grows = (
       scale.degree if scale else Unknown("amax grows with S", False, place)
     )
     share = Unknown("the range that is used depends on S", False, place)
-    finding = event.call.outputs
-    outputs = [made.but(degree=share, key=next(self._keys))] * count
-    outputs[finding.overflow] = flag
-    outputs[finding.dropped] = self.number(False).but(varies=made.varies)
+    flag = made.without("scale", "reads")
+    outputs = [made.but(degree=share)] * count
+    outputs[finding.overflow] = self.number(overflows).marked(*flag.facts)
+    outputs[finding.dropped] = self.number(False).marked(
+      *flag.without("mixed").facts
+    )
     outputs[finding.amax] = made.but(degree=grows)
     return outputs
 
-  def _moved(self, event: Event, equation: core.JaxprEqn) -> Sequence[Value]:
-    place, call = event.place, event.call
-    old = call.inputs[0]
-    before = event.values[position_of_scale(old)]
-    new_state, stalled = call.outputs
-    made = self._made(event.values, place).but(tested=None, taken=None)
-    reason = "the rule's state depends on S"
-    outputs = [
-      made.but(degree=Unknown(reason, False, place), key=next(self._keys))
-      for _ in equation.outvars
-    ]
-    outputs[stalled] = made.but(degree=FREE)
-    position = position_of_scale(new_state)
-    axes = tuple(range(_degrees.aval(equation.outvars[position]).ndim))
-    symbol = self.symbol("the next S", (ids(place), "next"))
-    is_one = before.degree == FREE and before.scale is not None
-    outputs[position] = made.but(
-      degree=FREE if is_one else (((symbol, axes), fractions.Fraction(1)),),
-      scale=before.scale
-      and before.scale._replace(
-        stage="new", moves=before.scale.moves | {ids(place)}
-      ),
-      is_pure=True,
+  def _moved(
+    self, event: Event, made: Value, equation: core.JaxprEqn
+  ) -> list[Value]:
+    place, (new, stalled) = event.place, event.call.outputs
+    before = event.values[position_of_scale(event.call.inputs[0])]
+    hidden = Unknown("the rule's state depends on S", False, place)
+    outputs = [made.but(degree=hidden)] * len(equation.outvars)
+    outputs[stalled] = made
+    position = position_of_scale(new)
+    axes = tuple(range(aval(equation.outvars[position]).ndim))
+    degree = _degrees.of((Symbol("the next S", (place, "next")), axes))
+    scale = before.scale
+    if scale:
+      scale = scale._replace(stage="new", moves=scale.moves | {place})
+    is_one = before.degree == FREE and scale
+    outputs[position] = made.without("reads").but(
+      degree=FREE if is_one else degree, scale=scale
     )
     return outputs
 
@@ -945,17 +830,10 @@ def position_of_scale(rule_state: object) -> int:
 
 def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
-  for equation in jaxpr.eqns:
-    number = named_calls.number_of(equation)
-    if number is not None and named[number].kind == "move":
-      return True
-    if any(_updates(x.jaxpr, named) for x in calls.bodies(equation)):
-      return True
-  return False
-
-
-def ids(place: Place) -> tuple[int, ...]:
-  return tuple(map(id, place))
+  numbers = map(named_calls.number_of, jaxpr.eqns)
+  return any(x is not None and named[x].kind == "move" for x in numbers) or any(
+    _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
+  )
 
 
 def _grown(
@@ -976,15 +854,15 @@ def _units(value: Value) -> list[_degrees.Unit]:
   return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
 
 
-def _worst(marks: Iterable[Mark | None]) -> Mark | None:
-  found = [x for x in marks if x is not None]
-  return next((x for x in found if x.is_sure), found[0] if found else None)
+def _is(constant: _degrees.Number | None, number: _degrees.Number) -> bool:
+  """Returns whether a known number is another; no flag is a number."""
+  is_alike = isinstance(constant, bool) == isinstance(number, bool)
+  return is_alike and constant == number
 
 
 def _is_nonfinite(value: Value) -> bool:
   """Returns whether a value is a number that is inf or NaN."""
-  is_zero = _is_zero(value.constant)
-  return value.is_pure and value.degree == ANY and not is_zero
+  return value.is_pure and value.degree == ANY and not _is(value.constant, 0)
 
 
 def _formed(
@@ -1005,7 +883,7 @@ def _undone(
   return identity._replace(forms=identity.forms[:-1])
 
 
-def _perhaps(choices: Sequence[Value]) -> Identity | None:
+def _perhaps(choices: Iterable[Value]) -> Identity | None:
   """Returns the identity of a value that may be what one choice is."""
   first = next((x.identity for x in choices if x.identity), None)
   return first and first._replace(is_sure=False)
@@ -1013,18 +891,10 @@ def _perhaps(choices: Sequence[Value]) -> Identity | None:
 
 def _projected(inputs: Sequence[Value]) -> Identity | None:
   """Returns the identity of an argument that may be within bounds anyway."""
-  known = [x for x in inputs if x.identity is not None]
   bounds = [x for x in inputs if x.identity is None]
   is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
-  return _perhaps(known) if len(known) == 1 and is_bounded else None
-
-
-def _untold(scale: Scale | None, choices: Sequence[Value]) -> Scale | None:
-  """Returns the S that a test for inf chose."""
-  stages = {x.scale.stage for x in choices if x.scale}
-  if scale is None or len(stages) == 1:
-    return scale
-  return scale._replace(stage="untold")
+  is_one = len(bounds) == len(inputs) - 1
+  return _perhaps(inputs) if is_one and is_bounded else None
 
 
 def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
@@ -1039,10 +909,8 @@ def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
 
 def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
   """Returns the S that is one of several: in a branch, one that may be new."""
-  if any(x is None for x in scales):
-    return None
   found = {x for x in scales if x is not None}
-  if len({x.path for x in found}) > 1:
+  if None in scales or len({x.path for x in found}) > 1:
     return None
   stages = {x.stage for x in found}
   stage = "new" if is_branch and stages <= {"old", "new"} else "either"
@@ -1056,17 +924,17 @@ def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
 
 def _renamed(
   value: Value,
-  names: Mapping[_degrees.Symbol, _degrees.Symbol],
-  known: set[_degrees.Symbol],
+  names: Mapping[Symbol, Symbol],
+  known: set[Symbol],
   place: Place,
 ) -> Value:
   """Returns a value as another round sees it; some S are no more."""
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit | None:
-    symbol = names.get(unit[0])
-    if symbol is None and unit[0] not in known:
+    symbol, axes = unit
+    if symbol not in known | names.keys():
       return None
-    return symbol or unit[0], unit[1]
+    return names.get(symbol, symbol), axes
 
   degree = _degrees.renamed(value.degree, rename)
   if degree is None:
@@ -1074,21 +942,8 @@ def _renamed(
       "it is kept from one round of a loop to the next, where S is another"
     )
     source = value.place or place
-    grows = ((_degrees.in_words(value.degree), source),)
-    degree = Unknown(reason, True, source, grows)
+    degree = _degrees.mismatch([value.but(place=source)], reason, source)
   return value.but(degree=degree)
-
-
-def _number(x: object) -> object:
-  return None if isinstance(x, bool) else x
-
-
-def _is_zero(x: object) -> bool:
-  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 0
-
-
-def _is_one(x: object) -> bool:
-  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 1
 
 
 def _apart(first: Value, second: Value) -> int | None:
@@ -1117,15 +972,17 @@ def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Identity | None:
 
 
 def _reshaped(
-  identity: Identity | None, before: Sequence[int], after: Sequence[int]
+  equation: core.JaxprEqn, identity: Identity | None
 ) -> Identity | None:
   """Returns the identity of a reshaped array, and of one reshaped back."""
-  before, after = tuple(before), tuple(after)
-  if identity is None or before == after:
+  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+  if identity is None or before.size != after.size:
+    return None
+  if before.shape == after.shape:
     return identity
-  is_reshaped = identity.forms[-1:] and identity.forms[-1][0] == "shape"
-  kept = identity if is_reshaped else _formed(identity, "shape", before)
-  return _undone(identity, "shape", after) or kept
+  is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
+  kept = identity if is_reshaped else _formed(identity, "shape", before.shape)
+  return _undone(identity, "shape", after.shape) or kept
 
 
 def _cast(
@@ -1141,50 +998,48 @@ def _cast(
   )
 
 
+def _data_of(inputs: Sequence[Value]) -> tuple[list[Value], bool]:
+  """Returns the values of S and data, and whether one does depend on S."""
+  scaled = [x for x in inputs if x.is_scaled and not x.is_pure]
+  return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
+
+
 def _tested(
   equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
-) -> Mark | None:
+) -> Fact | None:
   """Returns a mark if a test tells which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
     isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
   )
-  scaled = [x for x in inputs if x.scales and not x.is_pure]
-  if not scaled or not (name == "is_finite" or is_nan or has_inf):
-    return None
-  return Mark(any(not _degrees.is_free(x.degree) for x in scaled), place)
+  scaled, is_sure = _data_of(inputs)
+  is_test = name == "is_finite" or is_nan or has_inf
+  return Fact("tested", is_sure, place) if scaled and is_test else None
 
 
 def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
   """Returns the key of a value that is compared with 0."""
-  if len(inputs) != 2:
-    return None
-  for value, zero in (inputs, inputs[::-1]):
-    if not _is_zero(zero.constant):
-      continue
+  for value, zero in (inputs, inputs[::-1]) if len(inputs) == 2 else ():
     source = value.place[-1].primitive.name if value.place else ""
-    if name in ("eq", "ne") or source in ("abs", "sqrt", "square", "mul"):
+    is_positive = source in ("abs", "sqrt", "square", "mul")
+    if _is(zero.constant, 0) and (name in ("eq", "ne") or is_positive):
       return value.key
   return None
 
 
-def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
+def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Fact | None:
   """Returns a mark if a bound takes the place of inf."""
-  values = [inputs[1]] if name == "clamp" else inputs
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
-  scaled = [x for x in values if x.scales and not x.is_pure]
-  if not bounds or not scaled:
-    return None
+  scaled, is_sure = _data_of(inputs[1:2] if name == "clamp" else inputs)
   numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
-  if any(_degrees.is_float8_limit(x) for x in numbers):
-    return None
   # A lower bound takes nothing from an absolute value.
-  sources = [x.place[-1].primitive.name for x in scaled if x.place]
-  if name == "max" and all(x in _POSITIVE for x in sources):
+  sources = {x.place[-1].primitive.name for x in scaled if x.place}
+  is_lower = name == "max" and sources <= _POSITIVE
+  is_float8 = any(map(_degrees.is_float8_limit, numbers))
+  if not bounds or not scaled or is_float8 or is_lower:
     return None
-  is_sure = any(not _degrees.is_free(x.degree) for x in scaled)
-  return Mark(is_sure and name != "max", place)
+  return Fact("taken", is_sure and name != "max", place)
 
 
 def _names_of(spec: jax.P, axis: int) -> tuple[str, ...]:
@@ -1204,18 +1059,15 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   meshed = [_names_of(spec, axis) for axis in range(inner.ndim)]
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit:
-    is_single = [bool(meshed[x]) and inner.shape[x] == 1 for x in unit[1]]
-    axes = zip(unit[1], is_single, strict=True)
-    return unit[0], tuple(x for x, is_one in axes if not is_one)
+    symbol, axes = unit
+    return symbol, tuple(x for x in axes if not meshed[x] or inner.shape[x] > 1)
 
-  varies = frozenset(name for names in meshed for name in names)
-  return value.but(
-    degree=_degrees.renamed(value.degree, rename) or value.degree,
-    identity=_formed(value.identity, "local", str(spec)),
-    varies=frozenset() if value.scale else varies,
+  facts = {Fact("varies", name) for names in meshed for name in names}
+  return (
+    value.without("varies")
+    .but(
+      degree=_degrees.renamed(value.degree, rename) or FREE,
+      identity=_formed(value.identity, "local", str(spec)),
+    )
+    .marked(*(() if value.scale else facts))
   )
-
-
-def _from_devices(value: Value, spec: jax.P) -> Value:
-  """Returns an array that devices give parts of."""
-  return value.but(identity=_undone(value.identity, "local", str(spec)))

@@ -215,7 +215,7 @@ class _Step:
         (isinstance(x.degree, tuple) and x.degree) or x.degree == _degrees.ANY
         for x in after
       )
-      is_read = any(name in applied[x.after].reads for x in pairs)
+      is_read = any(name in applied[x.after].all_of("reads") for x in pairs)
       taken = self.next_values.values()
       has_rival = any(not _next_values.overlaps(x, taken) for x in others)
       if states.find_states(tree) or (
@@ -269,7 +269,7 @@ class _Step:
       value = Value(
         identity=Identity(i),
         constant=(flags or {}).get(i),
-        reads=frozenset([name]) & self.guessed,
+        facts=frozenset([_interpret.Fact("reads", name)]),
         key=-2 - i,
       )
       if i in before:
@@ -277,9 +277,13 @@ class _Step:
         value = value.but(degree=_degrees.Unknown(reason, False))
       if path is not None:
         words = "S" if len(self.scales) == 1 else f"S of {path}"
-        value = machine.argument(i, _degrees.aval(variable).ndim, path, words)
-        if path in self.ones:
-          value = value.but(degree=_degrees.FREE)
+        axes = tuple(range(_degrees.aval(variable).ndim))
+        degree = _degrees.of((_degrees.Symbol(words, i), axes))
+        value = value.but(
+          degree=_degrees.FREE if path in self.ones else degree,
+          scale=_interpret.Scale(path, "old"),
+          facts=frozenset([_interpret.Fact("scale", path)]),
+        )
       inputs.append(value)
     return machine, machine.run(self.traced.jaxpr, inputs)
 
@@ -367,11 +371,13 @@ def _split(
 ) -> list[_Problem]:
   """Returns the values that devices share although each skips alone."""
   alone = {
-    axis: x.place for x in moves for axis in x.values[x.call.inputs[1]].varies
+    axis: x.place
+    for x in moves
+    for axis in x.values[x.call.inputs[1]].all_of("varies")
   }
   found = []
   for name, _, after in step.pairs:
-    for axis in outputs[after].mixed & alone.keys():
+    for axis in outputs[after].all_of("mixed") & alone.keys():
       text = (
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
@@ -444,15 +450,16 @@ def _problem(
       remedy = _verdicts.TWICE
     where = _lines([value.grown or value.place or gate.place, gate.place])
     return _Problem(True, text, remedy, where)
-  if value.taken and not (value.taken.kind == "dropped" and is_told):
-    verb = "has lost" if value.taken.is_sure else "may have lost"
+  taken, dropped = value.mark("taken"), value.mark("dropped")
+  if taken:
+    verb = "has lost" if taken.detail else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
-    remedy = _verdicts.HIDDEN
-    if value.taken.kind == "dropped":
-      text = "leaves out micro-batches, which `overflow=` must say"
-      remedy = _verdicts.DROPPED
-    where = _lines([value.taken.place])
-    return _Problem(value.taken.is_sure, text, remedy, where)
+    where = _lines([taken.place])
+    return _Problem(bool(taken.detail), text, _verdicts.HIDDEN, where)
+  if dropped and not is_told:
+    text = "leaves out micro-batches, which `overflow=` must say"
+    where = _lines([dropped.place])
+    return _Problem(True, text, _verdicts.DROPPED, where)
   return None
 
 
@@ -569,7 +576,7 @@ def _next_scales(
       for x in moves
       if _moved_path(x) == path
       and value.scale
-      and not value.scale.moves & {_interpret.ids(x.place)}
+      and x.place not in value.scale.moves
     ]
     places, is_sure = [value.place], True
     if value.scale is None:
@@ -624,8 +631,11 @@ def _skip_law(
       problem._replace(text=f"{problem.text}, though {path} skips")
       for x in step.pairs
       # Else this is what other states move, perhaps by values of this one.
-      if applied[x.after].scales == {path}
-      or (path in applied[x.after].scales and not alone[x.after].scales)
+      if applied[x.after].all_of("scale") == {path}
+      or (
+        path in applied[x.after].all_of("scale")
+        and not alone[x.after].is_scaled
+      )
       if (problem := _changed(step, alone[x.after], x, flags))
     ]
   if problems:
