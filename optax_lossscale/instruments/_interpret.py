@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import math
 import operator
 from typing import Any
@@ -80,12 +79,6 @@ _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
-# A value that stands in for 0 may go through these before it divides.
-_KEEPS_STAND_IN = (
-  _RESHAPES
-  | _COPIES
-  | _names("convert_element_type integer_pow neg sqrt square rsqrt")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +139,14 @@ class Value(_degrees.Operand):
     identity: the argument that it is, bit for bit.
     scale: the state whose S it is.
     facts: what its results inherit.
-    zero_of: the key of the value that it compares with 0.
-    stands_in: the key of the value for which a number stands in where it is 0.
-    key: a number that copies of the value share.
+    zero_of: the operation that made the value that it compares with 0.
     grown: the operation that gave it its degree, if its inputs had others.
   """
 
   identity: Identity | None = None
   scale: Scale | None = None
   facts: frozenset[Fact] = frozenset()
-  zero_of: int | None = None
-  stands_in: int | None = None
-  key: int = dataclasses.field(default=-1, compare=False)
+  zero_of: Place = dataclasses.field(default=(), compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
 
   def but(self, **changes: Any) -> "Value":
@@ -225,7 +214,6 @@ class Interpreter:
   ) -> None:
     self._named = named
     self._overflowing = overflowing
-    self._keys = itertools.count()
     self._around: Place = ()
     # By number and place, since a loop's body is interpreted several times.
     self.events: dict[tuple[int, Place], Event] = {}
@@ -244,7 +232,7 @@ class Interpreter:
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     if not is_small or is_shape or is_key:
-      return Value(facts=frozenset([DATA]), key=next(self._keys))
+      return Value(facts=frozenset([DATA]))
     array = np.asarray(x)
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     if is_float:
@@ -253,7 +241,7 @@ class Interpreter:
     is_real = array.size > 0 and array.dtype.kind != "c"
     is_one = is_real and bool(np.all(array == array.flat[0]))
     constant = array.flat[0].item() if is_one else None
-    return Value(ANY if is_any else FREE, constant, key=next(self._keys))
+    return Value(ANY if is_any else FREE, constant)
 
   # ---- Equations.
 
@@ -318,11 +306,7 @@ class Interpreter:
     if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
       return [self._part(equation, inputs[0], made)]
     outputs = [
-      made.but(
-        degree=degree,
-        key=next(self._keys),
-        grown=_grown(degree, inputs, place),
-      )
+      made.but(degree=degree, grown=_grown(degree, inputs, place))
       for degree in self._result_degrees(equation, inputs, place)
     ]
     return outputs if count > 1 else [self._marked(equation, inputs, *outputs)]
@@ -330,7 +314,7 @@ class Interpreter:
   def _made(self, inputs: Iterable[Value], place: Place) -> Value:
     """Returns what the inputs alone say of a result."""
     facts = frozenset[Fact]().union(*(x.facts for x in inputs))
-    return Value(facts=facts, key=next(self._keys), place=place)
+    return Value(facts=facts, place=place)
 
   def _result_degrees(
     self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
@@ -407,7 +391,12 @@ class Interpreter:
     if name == "is_finite" or name in operation_table.COMPARISONS:
       made = made.without("taken", "dropped")
       made = made.marked(_tested(equation, inputs, place))
-      made = made.but(zero_of=_zero_of(name, inputs))
+      zero_of = (
+        x.place
+        for x, y in zip(inputs, inputs[::-1], strict=True)
+        if _is(y.constant, 0)
+      )
+      made = made.but(zero_of=next(zero_of, ()))
     if name in ("max", "min", "clamp"):
       made = made.marked(_bounded(name, inputs, place))
       made = made.but(identity=_projected(inputs))
@@ -418,45 +407,19 @@ class Interpreter:
       parts = inputs[:1] if name == "div" and first.is_scaled else inputs
       if any(x.is_scaled and not x.mark("taken", "dropped") for x in parts):
         made = made.without("taken", "dropped")
-    return self._standing_in(equation, inputs, made)
-
-  def _standing_in(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
-  ) -> Value:
-    """Returns a result of values in which a number may stand in for 0."""
-    name = equation.primitive.name
-    others = [x for x in inputs if x.stands_in is None]
-    if len(others) == len(inputs) or isinstance(made.degree, Unknown):
-      return made
-    stands_in = next(x.stands_in for x in inputs if x.stands_in is not None)
-    if name in _KEEPS_STAND_IN:
-      return made.but(stands_in=stands_in)
-    if name in ("mul", "div"):
-      # 0 / 0 and 0 * 1 / 0 are meant to be 0, whatever stands in.
-      is_zero = any(not _degrees.is_free(x.degree) for x in others)
-      return made.but(stands_in=None if is_zero else stands_in)
-    reason = "a number stands in for a value that grows with S, where it is 0"
-    return made.but(degree=Unknown(reason, False, made.place))
+    return made
 
   def _select(
     self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
   ) -> Value:
-    """Returns a choice, perhaps of another number where a value is 0."""
     (condition, *choices), (output,) = inputs, equation.outvars
     chosen = self._chosen(condition, choices, output, place, is_branch=False)
-    chosen = chosen.but(place=place)
-    if isinstance(condition.degree, Unknown):
-      return chosen
-    scaled = [x for x in choices if not _degrees.is_free(x.degree)]
-    zero = condition.zero_of
-    if zero is None or len(scaled) != 1 or len(choices) == 1:
-      stands_in = (x.stands_in for x in choices if x.stands_in is not None)
-      return chosen.but(stands_in=next(stands_in, None))
-    (value,) = scaled
-    if zero not in (value.key, value.stands_in):
-      return chosen
-    is_any = all(x.degree == ANY for x in choices if x is not value)
-    return chosen.but(degree=value.degree, stands_in=None if is_any else zero)
+    degree, zero = chosen.degree, condition.zero_of
+    # A number may stand in for 0 where nothing will come of it.
+    is_guard = bool(zero) and zero in [x.place for x in choices]
+    if isinstance(degree, Unknown) and is_guard:
+      degree = dataclasses.replace(degree, is_sure=False)
+    return chosen.but(degree=degree, place=place)
 
   def _chosen(
     self,
@@ -504,7 +467,7 @@ class Interpreter:
       return value.but(identity=identity, place=made.place)
     unknown = _degrees.unknown([value.degree])
     if after.kind == "b":
-      return made.but(degree=unknown or FREE, zero_of=value.key)
+      return made.but(degree=unknown or FREE, zero_of=value.place)
     if _degrees.is_free(value.degree):
       return value.but(
         degree=FREE, identity=identity, scale=None, place=made.place
@@ -553,8 +516,6 @@ class Interpreter:
       identity=common("identity"),
       constant=common("constant"),
       scale=scale,
-      zero_of=common("zero_of"),
-      stands_in=common("stands_in"),
       place=next((x.place for x in values if x.place), place),
       grown=next((x.grown for x in values if x.grown), ()),
     )
@@ -658,8 +619,7 @@ class Interpreter:
     known = outside - {*rounds.values()}
     # A loop that runs ends with what its body gives.
     finished = [
-      _renamed(x, after, known, place).but(key=next(self._keys))
-      for x in (following if runs else carry)
+      _renamed(x, after, known, place) for x in (following if runs else carry)
     ]
     for i in rounds:
       finished[i] = finished[i].but(scale=outputs[i].scale)
@@ -695,7 +655,6 @@ class Interpreter:
     return value.but(
       degree=_degrees.renamed(value.degree, rename) or FREE,
       identity=_formed(value.identity, "slice", place),
-      key=next(self._keys),
     )
 
   def _stack_of(self, value: Value, place: Place) -> Value:
@@ -714,7 +673,6 @@ class Interpreter:
       degree=_degrees.renamed(value.degree, rename) or FREE,
       identity=_undone(value.identity, "slice", place),
       scale=scale if scale and scale.stage == "new" else None,
-      key=next(self._keys),
     )
 
   def _while(
@@ -1016,16 +974,6 @@ def _tested(
   scaled, is_sure = _data_of(inputs)
   is_test = name == "is_finite" or is_nan or has_inf
   return Fact("tested", is_sure, place) if scaled and is_test else None
-
-
-def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
-  """Returns the key of a value that is compared with 0."""
-  for value, zero in (inputs, inputs[::-1]) if len(inputs) == 2 else ():
-    source = value.place[-1].primitive.name if value.place else ""
-    is_positive = source in ("abs", "sqrt", "square", "mul")
-    if _is(zero.constant, 0) and (name in ("eq", "ne") or is_positive):
-      return value.key
-  return None
 
 
 def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Fact | None:

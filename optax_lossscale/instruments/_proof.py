@@ -270,7 +270,6 @@ class _Step:
         identity=Identity(i),
         constant=(flags or {}).get(i),
         facts=frozenset([_interpret.Fact("reads", name)]),
-        key=-2 - i,
       )
       if i in before:
         reason = "it is of the S of the step before"
