@@ -49,29 +49,12 @@ _COPIES = _names("""
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
 _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
-  "add": operator.add,
-  "eq": operator.eq,
-  "ge": operator.ge,
-  "gt": operator.gt,
-  "le": operator.le,
-  "lt": operator.lt,
-  "max": max,
-  "min": min,
-  "mul": operator.mul,
-  "ne": operator.ne,
-  "neg": operator.neg,
-  "sub": operator.sub,
+  **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
+  **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
 }
 # What changes nothing as the second input, or as one of the two.
-_NEUTRAL = {
-  "add": 0,
-  "add_any": 0,
-  "sub": 0,
-  "mul": 1,
-  "div": 1,
-  "and": True,
-  "or": False,
-}
+_NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
+_NEUTRAL |= {"and": True, "or": False}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
@@ -256,17 +239,11 @@ class Interpreter:
     form = calls.form(equation)
     if form is None:
       return self._operation(equation, inputs)
-    by_form: dict[calls.Form, Callable[..., Sequence[Value]]] = {
-      calls.Form.COND: self._cond,
-      calls.Form.SCAN: self._scan,
-      calls.Form.WHILE: self._while,
-      calls.Form.SHARD_MAP: self._shard_map,
-      calls.Form.SOLVE: self._solve,
-    }
     around, self._around = self._around, (*self._around, equation)
-    outputs = by_form.get(form, self._call)(equation, inputs)
+    rule = getattr(self, f"_{form.name.lower()}", self._call)
+    results: Sequence[Value] = rule(equation, inputs)
     self._around = around
-    return outputs
+    return results
 
   def _operation(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
@@ -306,10 +283,17 @@ class Interpreter:
     if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
       return [self._part(equation, inputs[0], made)]
     outputs = [
-      made.but(degree=degree, grown=_grown(degree, inputs, place))
+      made.but(degree=degree, grown=self._grown(degree, inputs, place))
       for degree in self._result_degrees(equation, inputs, place)
     ]
     return outputs if count > 1 else [self._marked(equation, inputs, *outputs)]
+
+  def _grown(
+    self, degree: _degrees.Degree, inputs: Sequence[Value], place: Place
+  ) -> Place:
+    """Returns the operation that gave a result its degree."""
+    same = [x for x in inputs if x.degree == degree]
+    return next((x.grown for x in same if x.grown), () if same else place)
 
   def _made(self, inputs: Iterable[Value], place: Place) -> Value:
     """Returns what the inputs alone say of a result."""
@@ -631,7 +615,21 @@ class Interpreter:
     (body,) = calls.bodies(equation)
     carried, place = calls.carried(equation), self._around
     consts, count = inputs[: carried.start], len(carried)
-    slices = [self._slice_of(x, place) for x in inputs[carried.stop :]]
+
+    def slice_of(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit
+      if 0 in axes:
+        words = f"the {symbol.words} of a round"
+        symbol = Symbol(words, (place, symbol, "member"))
+      return symbol, tuple(x - 1 for x in axes if x != 0)
+
+    slices = [
+      x.but(
+        degree=_degrees.renamed(x.degree, slice_of),
+        identity=_formed(x.identity, "slice", place),
+      )
+      for x in inputs[carried.stop :]
+    ]
 
     def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
@@ -640,40 +638,22 @@ class Interpreter:
     start = [inputs[i] for i in carried]
     runs = equation.params["length"] > 0
     end, given = self._loop(start, [*consts, *slices], run, runs=runs)
-    return [*end, *(self._stack_of(x, place) for x in given)]
 
-  def _slice_of(self, value: Value, place: Place) -> Value:
-    """Returns what a round of a scan sees of an array."""
-
-    def rename(unit: _degrees.Unit) -> _degrees.Unit:
-      symbol, axes = unit
-      if 0 in axes:
-        words = f"the {symbol.words} of a round"
-        symbol = Symbol(words, (place, symbol, "member"))
-      return symbol, tuple(x - 1 for x in axes if x != 0)
-
-    return value.but(
-      degree=_degrees.renamed(value.degree, rename) or FREE,
-      identity=_formed(value.identity, "slice", place),
-    )
-
-  def _stack_of(self, value: Value, place: Place) -> Value:
-    """Returns the array of what the rounds of a scan give."""
-
-    def rename(unit: _degrees.Unit) -> _degrees.Unit:
-      symbol, axes = unit
-      axes = tuple(x + 1 for x in axes)
+    def stack_of(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit[0], tuple(x + 1 for x in unit[1])
       match symbol.key:
         case (around, Symbol() as array, "member") if around == place:
           return array, (0, *axes)
       return symbol, axes
 
-    scale = value.scale
-    return value.but(
-      degree=_degrees.renamed(value.degree, rename) or FREE,
-      identity=_undone(value.identity, "slice", place),
-      scale=scale if scale and scale.stage == "new" else None,
-    )
+    return end + [
+      x.but(
+        degree=_degrees.renamed(x.degree, stack_of),
+        identity=_undone(x.identity, "slice", place),
+        scale=x.scale if x.scale and x.scale.stage == "new" else None,
+      )
+      for x in given
+    ]
 
   def _while(
     self, equation: core.JaxprEqn, inputs: Sequence[Value]
@@ -792,19 +772,6 @@ def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
   return any(x is not None and named[x].kind == "move" for x in numbers) or any(
     _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
   )
-
-
-def _grown(
-  degree: _degrees.Degree, inputs: Sequence[Value], place: Place
-) -> Place:
-  """Returns the operation that gave a result its degree."""
-  if all(_degrees.is_free(x.degree) for x in (*inputs, Value(degree))):
-    same = inputs
-  else:
-    same = [x for x in inputs if x.degree == degree != FREE]
-    if not same:
-      return place
-  return next((x.grown for x in same if x.grown), ())
 
 
 def _units(value: Value) -> list[_degrees.Unit]:
@@ -990,21 +957,14 @@ def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Fact | None:
   return Fact("taken", is_sure and name != "max", place)
 
 
-def _names_of(spec: jax.P, axis: int) -> tuple[str, ...]:
-  """Returns the mesh axes along which an array's axis is split."""
-  part = spec[axis] if axis < len(spec) else None
-  if part is None:
-    return ()
-  return tuple(part) if isinstance(part, tuple) else (part,)
-
-
 def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   """Returns what a device sees of an array.
 
   If each device has an S of its own, as under pmap, they are equal: that each
   step keeps them equal is part of the proof.
   """
-  meshed = [_names_of(spec, axis) for axis in range(inner.ndim)]
+  # None has no leaves.
+  meshed = [jax.tree.leaves(x) for x in (*spec, *[None] * inner.ndim)]
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit:
     symbol, axes = unit
@@ -1014,7 +974,7 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   return (
     value.without("varies")
     .but(
-      degree=_degrees.renamed(value.degree, rename) or FREE,
+      degree=_degrees.renamed(value.degree, rename),
       identity=_formed(value.identity, "local", str(spec)),
     )
     .marked(*(() if value.scale else facts))
