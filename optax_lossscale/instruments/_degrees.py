@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fractions
+import functools
 import math
 import typing
 from typing import NamedTuple
@@ -143,15 +144,10 @@ _UNSURE = _names("bitcast_convert_type log log1p log2 nextafter")
 # A number that guards a division, and is lost beside almost any other.
 _EPSILON = 1e-6
 # An FP8 layer clips to these before it casts, which is part of the cast.
-_FLOAT8 = frozenset(
+_FLOAT8 = [
   float(jnp.finfo(x).max)
-  for x in (
-    jnp.float8_e4m3fn,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fnuz,
-    jnp.float8_e5m2fnuz,
-  )
-)
+  for x in _names("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz")
+]
 
 
 def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
@@ -263,7 +259,7 @@ def result(
     return FREE
   parts: list[Operand] = []
   for i, x in enumerate(operands):
-    degree = _moved(equation, i, x.degree)
+    degree = renamed(x.degree, functools.partial(_moved, equation, i))
     if degree is None:
       reason = f"`{name}` mixes members that have an S of their own"
       return Unknown(reason, False, place)
@@ -311,19 +307,12 @@ def _joined(name: str, parts: Sequence[Operand], place: Place) -> Degree:
   return FREE if is_test and not isinstance(degree, Unknown) else degree
 
 
-def _moved(
-  equation: core.JaxprEqn, index: int, degree: Degree
-) -> Degree | None:
-  """Returns an input's degree in terms of the output's axes; None if mixed."""
-  if not isinstance(degree, tuple) or not any(axes for (_, axes), _ in degree):
-    return degree
-  places = _output_axes(equation, index)
-
-  def rename(unit: Unit) -> Unit | None:
-    moved = tuple(places[x] for x in unit[1] if x in places)
-    return (unit[0], moved) if len(moved) == len(unit[1]) else None
-
-  return renamed(degree, rename)
+def _moved(equation: core.JaxprEqn, index: int, unit: Unit) -> Unit | None:
+  """Returns an S along an input's axes, along the output's; None if mixed."""
+  symbol, axes = unit
+  places = _output_axes(equation, index) if axes else {}
+  is_whole = places.keys() >= {*axes}
+  return (symbol, tuple(places[x] for x in axes)) if is_whole else None
 
 
 def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
@@ -342,14 +331,11 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
     found = {i: (math.prod(before[:i]), before[i]) for i in kept}
     return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
   if name == "dot_general":
-    contracted, batch = params["dimension_numbers"]
-    free = [
-      [x for x in range(aval(v).ndim) if x not in (*contracted[i], *batch[i])]
-      for i, v in enumerate(equation.invars)
-    ]
-    start = len(batch[0]) + (len(free[0]) if index else 0)
-    batched = {x: i for i, x in enumerate(batch[index])}
-    return batched | {x: start + i for i, x in enumerate(free[index])}
+    contracted, batch = (x[index] for x in params["dimension_numbers"])
+    free = [x for x in kept if x not in (*contracted, *batch)]
+    start = len(after) - len(free) if index else len(batch)
+    batched = {x: i for i, x in enumerate(batch)}
+    return batched | {x: start + i for i, x in enumerate(free)}
   if "axes" in params and name.startswith(("reduce_", "arg")):
     rest = [x for x in kept if x not in params["axes"]]
     return {x: i for i, x in enumerate(rest)}

@@ -166,6 +166,7 @@ class Value(_degrees.Operand):
     return not self.all_of("reads")
 
 
+Values = Sequence[Value]
 # What an argument that is no S says of results.
 DATA = Fact("reads", "data")
 
@@ -175,7 +176,7 @@ class Event(NamedTuple):
 
   kind: str
   call: named_calls.NamedCall
-  values: Sequence[Value]
+  values: Values
   place: Place
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
@@ -201,7 +202,7 @@ class Interpreter:
     # By number and place, since a loop's body is interpreted several times.
     self.events: dict[tuple[int, Place], Event] = {}
 
-  def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+  def run(self, jaxpr: core.Jaxpr, inputs: Values) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
     consts = [self.number(x) for x in jaxpr.consts]
     return interpreter.evaluate(
@@ -228,9 +229,7 @@ class Interpreter:
 
   # ---- Equations.
 
-  def _equation(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     number = named_calls.number_of(equation)
     if number is not None:
       outputs = self._named_call(number, equation, inputs)
@@ -241,24 +240,22 @@ class Interpreter:
       return self._operation(equation, inputs)
     around, self._around = self._around, (*self._around, equation)
     rule = getattr(self, f"_{form.name.lower()}", self._call)
-    results: Sequence[Value] = rule(equation, inputs)
+    results: Values = rule(equation, inputs)
     self._around = around
     return results
 
-  def _operation(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _operation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     """Returns the outputs of an operation that holds no jaxpr."""
     name, count = equation.primitive.name, len(equation.outvars)
     if name in _COPIES:
       return inputs
     place = (*self._around, equation)
-    made = self._made(inputs, place)
+    made = _made(inputs, place)
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
-      degree = Unknown("it is read from a reference", False, place)
-      return [made.but(degree=degree)] * count
+      unknown = Unknown("it is read from a reference", False, place)
+      return [made.but(degree=unknown)] * count
     axes = _mesh_axes(equation)
     if name == "axis_index":
       return [made.marked(DATA, *(Fact("varies", x) for x in axes))]
@@ -266,8 +263,8 @@ class Interpreter:
       return [made] * count
     if axes and name not in _EXCHANGES:
       # What was put together from all devices is the same on all.
-      same = {Fact("varies", x) for x in axes}
-      made = made.but(facts=made.facts - same)
+      agreed = {Fact("varies", x) for x in axes}
+      made = made.but(facts=made.facts - agreed)
     if made.is_scaled:
       made = made.marked(*(Fact("mixed", x) for x in axes))
     known = self._known(equation, inputs)
@@ -282,41 +279,15 @@ class Interpreter:
       return [self._convert(equation, inputs[0], made)]
     if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
       return [self._part(equation, inputs[0], made)]
-    outputs = [
-      made.but(degree=degree, grown=self._grown(degree, inputs, place))
-      for degree in self._result_degrees(equation, inputs, place)
-    ]
+    outputs: list[Value] = []
+    for degree in _result_degrees(equation, inputs, place):
+      same = [x for x in inputs if x.degree == degree]
+      grown = (x.grown for x in same if x.grown)
+      last = next(grown, () if same else place)
+      outputs.append(made.but(degree=degree, grown=last))
     return outputs if count > 1 else [self._marked(equation, inputs, *outputs)]
 
-  def _grown(
-    self, degree: _degrees.Degree, inputs: Sequence[Value], place: Place
-  ) -> Place:
-    """Returns the operation that gave a result its degree."""
-    same = [x for x in inputs if x.degree == degree]
-    return next((x.grown for x in same if x.grown), () if same else place)
-
-  def _made(self, inputs: Iterable[Value], place: Place) -> Value:
-    """Returns what the inputs alone say of a result."""
-    facts = frozenset[Fact]().union(*(x.facts for x in inputs))
-    return Value(facts=facts, place=place)
-
-  def _result_degrees(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
-  ) -> Sequence[_degrees.Degree]:
-    """Returns the degree of each result."""
-    name, count = equation.primitive.name, len(equation.outvars)
-    degrees = [x.degree for x in inputs]
-    if count > 1 and _degrees.unknown(degrees) is None:
-      if name == "sort" or name in operation_table.BETWEEN_DEVICES:
-        return degrees
-      if name in _GROWING:
-        grown = _GROWING[name]
-        return [degrees[0] if i == grown else FREE for i in range(count)]
-    return [_degrees.result(equation, inputs, place)] * count
-
-  def _known(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Value | None:
+  def _known(self, equation: core.JaxprEqn, inputs: Values) -> Value | None:
     """Returns a result that is an input or a number, or else None."""
     name, params = equation.primitive.name, equation.params
     after = aval(equation.outvars[0])
@@ -359,7 +330,7 @@ class Interpreter:
     return None
 
   def _marked(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
+    self, equation: core.JaxprEqn, inputs: Values, made: Value
   ) -> Value:
     """Returns the result with its identity and its marks."""
     name, first, place = equation.primitive.name, inputs[0], made.place
@@ -394,7 +365,7 @@ class Interpreter:
     return made
 
   def _select(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
+    self, equation: core.JaxprEqn, inputs: Values, place: Place
   ) -> Value:
     (condition, *choices), (output,) = inputs, equation.outvars
     chosen = self._chosen(condition, choices, output, place, is_branch=False)
@@ -408,7 +379,7 @@ class Interpreter:
   def _chosen(
     self,
     condition: Value,
-    choices: Sequence[Value],
+    choices: Values,
     output: core.Var,
     place: Place,
     *,
@@ -476,7 +447,7 @@ class Interpreter:
 
   def _join(
     self,
-    values: Sequence[Value],
+    values: Values,
     place: Place,
     reason: str = "are chosen between",
     *,
@@ -495,7 +466,7 @@ class Interpreter:
       found = {(type(y), y) for x in values for y in [getattr(x, field)]}
       return found.pop()[1] if len(found) == 1 else None
 
-    return self._made(values, place).but(
+    return _made(values, place).but(
       degree=degree,
       identity=common("identity"),
       constant=common("constant"),
@@ -506,15 +477,11 @@ class Interpreter:
 
   # ---- Calls, branches and loops.
 
-  def _call(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _call(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
     return self.run(body.jaxpr, [inputs[i] for i in body.inputs])
 
-  def _solve(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _solve(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     """Returns the solution of equations that are linear."""
     split, place = sum(equation.params["const_lengths"]), self._around
     reason = "a solver's matrix depends on S"
@@ -524,13 +491,9 @@ class Interpreter:
     are_free = all(_degrees.is_free(x.degree) for x in inputs[:split])
     if not are_free and not isinstance(degree, Unknown):
       degree = Unknown(reason, False, place)
-    return [
-      self._made(inputs, place).but(degree=degree) for _ in equation.outvars
-    ]
+    return [_made(inputs, place).but(degree=degree) for _ in equation.outvars]
 
-  def _cond(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _cond(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     index, place = inputs[0], self._around
     bodies = calls.bodies(equation)
     if index.constant is not None:
@@ -551,9 +514,9 @@ class Interpreter:
 
   def _loop(
     self,
-    start: Sequence[Value],
-    others: Sequence[Value],
-    body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
+    start: Values,
+    others: Values,
+    body: Callable[[Values], tuple[Values, Values]],
     *,
     runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
@@ -609,9 +572,7 @@ class Interpreter:
       finished[i] = finished[i].but(scale=outputs[i].scale)
     return finished, [_renamed(x, {}, known, place) for x in given]
 
-  def _scan(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _scan(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
     carried, place = calls.carried(equation), self._around
     consts, count = inputs[: carried.start], len(carried)
@@ -631,7 +592,7 @@ class Interpreter:
       for x in inputs[carried.stop :]
     ]
 
-    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    def run(carry: Values) -> tuple[Values, Values]:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
       return outputs[:count], outputs[count:]
 
@@ -655,15 +616,13 @@ class Interpreter:
       for x in given
     ]
 
-  def _while(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _while(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     test, body = calls.bodies(equation)
     start = calls.carried(equation).start
     consts = inputs[:start]
     goes_on: list[Value] = []
 
-    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    def run(carry: Values) -> tuple[Values, Values]:
       values = [*consts, *carry]
       goes_on[:] = self.run(test.jaxpr, [values[i] for i in test.inputs])
       return self.run(body.jaxpr, [values[i] for i in body.inputs]), ()
@@ -676,9 +635,7 @@ class Interpreter:
       return [x.marked(Fact("taken", False, self._around)) for x in end]
     return end
 
-  def _shard_map(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _shard_map(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
     inner = map(aval, body.jaxpr.jaxpr.invars)
     specs = equation.params["in_specs"]
@@ -691,8 +648,8 @@ class Interpreter:
   # ---- The library's own calls.
 
   def _named_call(
-    self, number: int, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value] | None:
+    self, number: int, equation: core.JaxprEqn, inputs: Values
+  ) -> Values | None:
     call = self._named[number]
     if len(jax.tree.leaves(call.inputs)) != len(inputs):
       return None  # A derivative of the call.
@@ -711,7 +668,7 @@ class Interpreter:
       given = inputs[steps].identity if isinstance(steps, int) else None
       is_same = given is not None and given == Identity(given.argument)
       return [inputs[x] for x in jax.tree.leaves(old if is_same else new)]
-    made = self._made(inputs, place).without("tested", "taken", "dropped")
+    made = _made(inputs, place).without("tested", "taken", "dropped")
     if call.kind == "examine":
       return self._examined(event, made, len(equation.outvars))
     assert call.kind == "move"
@@ -757,6 +714,27 @@ class Interpreter:
       degree=FREE if is_one else degree, scale=scale
     )
     return outputs
+
+
+def _made(inputs: Iterable[Value], place: Place) -> Value:
+  """Returns what the inputs alone say of a result."""
+  facts = frozenset[Fact]().union(*(x.facts for x in inputs))
+  return Value(facts=facts, place=place)
+
+
+def _result_degrees(
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Sequence[_degrees.Degree]:
+  """Returns the degree of each result."""
+  name, count = equation.primitive.name, len(equation.outvars)
+  degrees = [x.degree for x in inputs]
+  if count > 1 and _degrees.unknown(degrees) is None:
+    if name == "sort" or name in operation_table.BETWEEN_DEVICES:
+      return degrees
+    if name in _GROWING:
+      grown = _GROWING[name]
+      return [degrees[0] if i == grown else FREE for i in range(count)]
+  return [_degrees.result(equation, inputs, place)] * count
 
 
 def position_of_scale(rule_state: object) -> int:
@@ -814,7 +792,7 @@ def _perhaps(choices: Iterable[Value]) -> Identity | None:
   return first and first._replace(is_sure=False)
 
 
-def _projected(inputs: Sequence[Value]) -> Identity | None:
+def _projected(inputs: Values) -> Identity | None:
   """Returns the identity of an argument that may be within bounds anyway."""
   bounds = [x for x in inputs if x.identity is None]
   is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
@@ -883,7 +861,7 @@ def _apart(first: Value, second: Value) -> int | None:
   return -1 if _undone(b, "plus one") == a else None
 
 
-def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Identity | None:
+def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   """Returns the identity of a sum in which only one part matters."""
   is_whole = not leaves.is_gradient(equation.invars[0].aval)
   is_sum = equation.primitive.name != "sub"
@@ -923,14 +901,14 @@ def _cast(
   )
 
 
-def _data_of(inputs: Sequence[Value]) -> tuple[list[Value], bool]:
+def _data_of(inputs: Values) -> tuple[list[Value], bool]:
   """Returns the values of S and data, and whether one does depend on S."""
   scaled = [x for x in inputs if x.is_scaled and not x.is_pure]
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
 
 
 def _tested(
-  equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
+  equation: core.JaxprEqn, inputs: Values, place: Place
 ) -> Fact | None:
   """Returns a mark if a test tells which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
@@ -943,7 +921,7 @@ def _tested(
   return Fact("tested", is_sure, place) if scaled and is_test else None
 
 
-def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Fact | None:
+def _bounded(name: str, inputs: Values, place: Place) -> Fact | None:
   """Returns a mark if a bound takes the place of inf."""
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
   scaled, is_sure = _data_of(inputs[1:2] if name == "clamp" else inputs)
