@@ -204,28 +204,10 @@ class Interpreter:
 
   def run(self, jaxpr: core.Jaxpr, inputs: Values) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
-    consts = [self.number(x) for x in jaxpr.consts]
+    consts = [_number(x) for x in jaxpr.consts]
     return interpreter.evaluate(
-      jaxpr, inputs, self._equation, consts, lambda x: self.number(x.val)
+      jaxpr, inputs, self._equation, consts, lambda x: _number(x.val)
     )
-
-  def number(self, x: jax.typing.ArrayLike) -> Value:
-    """Returns what is known of an array of the program."""
-    is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
-    dtype = jnp.result_type(x)
-    is_shape = isinstance(x, jax.ShapeDtypeStruct)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-    if not is_small or is_shape or is_key:
-      return Value(facts=frozenset([DATA]))
-    array = np.asarray(x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    if is_float:
-      array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
-    is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
-    is_real = array.size > 0 and array.dtype.kind != "c"
-    is_one = is_real and bool(np.all(array == array.flat[0]))
-    constant = array.flat[0].item() if is_one else None
-    return Value(ANY if is_any else FREE, constant)
 
   # ---- Equations.
 
@@ -267,213 +249,25 @@ class Interpreter:
       made = made.but(facts=made.facts - agreed)
     if made.is_scaled:
       made = made.marked(*(Fact("mixed", x) for x in axes))
-    known = self._known(equation, inputs)
+    known = _known(equation, inputs)
     if known is not None:
       if known.constant is None:
         return [known]
       varies = (Fact("varies", x) for x in made.all_of("varies"))
       return [known.without("varies").marked(*varies)]
     if name == "select_n":
-      return [self._select(equation, inputs, place)]
+      return [_select(equation, inputs, place)]
     if name == "convert_element_type":
-      return [self._convert(equation, inputs[0], made)]
+      return [_convert(equation, inputs[0], made)]
     if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
-      return [self._part(equation, inputs[0], made)]
+      return [_part(equation, inputs[0], made)]
     outputs: list[Value] = []
     for degree in _result_degrees(equation, inputs, place):
       same = [x for x in inputs if x.degree == degree]
       grown = (x.grown for x in same if x.grown)
       last = next(grown, () if same else place)
       outputs.append(made.but(degree=degree, grown=last))
-    return outputs if count > 1 else [self._marked(equation, inputs, *outputs)]
-
-  def _known(self, equation: core.JaxprEqn, inputs: Values) -> Value | None:
-    """Returns a result that is an input or a number, or else None."""
-    name, params = equation.primitive.name, equation.params
-    after = aval(equation.outvars[0])
-    first, *others = inputs
-    constants = [x.constant for x in inputs]
-    if name == "select_n" and first.constant is not None:
-      return others[int(first.constant)]
-    if name in ("slice", "transpose"):
-      order = params.get("permutation", range(after.ndim))
-      is_whole = aval(equation.invars[0]).shape == after.shape
-      return first if is_whole and [*order] == [*range(after.ndim)] else None
-    if name in _EXTREMES and first.constant is not None:
-      return first.but(identity=None)
-    if name == "not" and isinstance(first.constant, bool):
-      return self.number(not first.constant)
-    is_logical = name in ("and", "or") and after.dtype.kind == "b"
-    if is_logical and (name == "or") in constants:
-      return self.number(name == "or")
-    are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
-    if name == "mul" and not are_floats and any(map(_is, constants, (0, 0))):
-      return self.number(np.zeros((), after.dtype))
-    if None not in constants:
-      result = None
-      if name == "reduce_sum" and not are_floats:
-        count = aval(equation.invars[0]).size // max(after.size, 1)
-        result = constants[0] * count
-      with np.errstate(all="ignore"):
-        if name in _FOLDED:
-          result = _FOLDED[name](*constants)
-        if result is not None:
-          return self.number(np.asarray(result).astype(after.dtype))
-    if name in _NEUTRAL:
-      if _is(constants[1], _NEUTRAL[name]):
-        return first
-      if _is(constants[0], _NEUTRAL[name]) and name not in ("sub", "div"):
-        return others[0]
-    if name in operation_table.COMPARISONS & _FOLDED.keys() and not are_floats:
-      apart = _apart(*inputs)
-      return None if apart is None else self.number(_FOLDED[name](apart, 0))
-    return None
-
-  def _marked(
-    self, equation: core.JaxprEqn, inputs: Values, made: Value
-  ) -> Value:
-    """Returns the result with its identity and its marks."""
-    name, first, place = equation.primitive.name, inputs[0], made.place
-    if name in _RESHAPES:
-      identity = _reshaped(equation, first.identity)
-      return first.but(degree=made.degree, identity=identity, place=place)
-    if name == "random_wrap":
-      made = made.but(identity=_undone(first.identity, "data"))
-    if name == "random_unwrap":
-      made = made.but(identity=_formed(first.identity, "data"))
-    if name in ("add", "add_any", "sub"):
-      made = made.but(identity=_added(equation, inputs))
-    if name == "is_finite" or name in operation_table.COMPARISONS:
-      made = made.without("taken", "dropped")
-      made = made.marked(_tested(equation, inputs, place))
-      zero_of = (
-        x.place
-        for x, y in zip(inputs, inputs[::-1], strict=True)
-        if _is(y.constant, 0)
-      )
-      made = made.but(zero_of=next(zero_of, ()))
-    if name in ("max", "min", "clamp"):
-      made = made.marked(_bounded(name, inputs, place))
-      made = made.but(identity=_projected(inputs))
-    if name == "mul" and all(x.identity for x in inputs):
-      made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
-    if name in ("mul", "div", "dot_general", "conv_general_dilated"):
-      # What is not finite stays so if it is multiplied by anything.
-      parts = inputs[:1] if name == "div" and first.is_scaled else inputs
-      if any(x.is_scaled and not x.mark("taken", "dropped") for x in parts):
-        made = made.without("taken", "dropped")
-    return made
-
-  def _select(
-    self, equation: core.JaxprEqn, inputs: Values, place: Place
-  ) -> Value:
-    (condition, *choices), (output,) = inputs, equation.outvars
-    chosen = self._chosen(condition, choices, output, place, is_branch=False)
-    degree, zero = chosen.degree, condition.zero_of
-    # A number may stand in for 0 where nothing will come of it.
-    is_guard = bool(zero) and zero in [x.place for x in choices]
-    if isinstance(degree, Unknown) and is_guard:
-      degree = dataclasses.replace(degree, is_sure=False)
-    return chosen.but(degree=degree, place=place)
-
-  def _chosen(
-    self,
-    condition: Value,
-    choices: Values,
-    output: core.Var,
-    place: Place,
-    *,
-    is_branch: bool,
-  ) -> Value:
-    """Returns a value that a condition chooses."""
-    tested = condition.mark("tested")
-    chosen = self._join(
-      choices, place, is_branch=is_branch and not tested
-    ).marked(*condition.facts)
-    if leaves.is_gradient(output.aval):
-      chosen = chosen.without("tested")
-    if isinstance(condition.degree, Unknown):
-      chosen = chosen.but(degree=condition.degree, scale=None)
-    if not tested or (not is_branch and any(map(_is_nonfinite, choices))):
-      return chosen
-    scale = chosen.scale
-    if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
-      scale = scale._replace(stage="untold")
-    # The old value may have been chosen, which no run could tell from it.
-    identity = chosen.identity or _perhaps(choices)
-    taken = Fact("taken", tested.detail, place)
-    return chosen.marked(taken).but(identity=identity, scale=scale)
-
-  def _convert(
-    self, equation: core.JaxprEqn, value: Value, made: Value
-  ) -> Value:
-    before, after = (
-      aval(x[0]).dtype for x in (equation.invars, equation.outvars)
-    )
-    if before == after:
-      return value
-    identity = _cast(value.identity, before, after)
-    if value.constant is not None:
-      with np.errstate(all="ignore"):
-        number = np.asarray(value.constant).astype(after)
-      # A number that depends on S is one that was known only to be 0 or 1.
-      return self.number(number).but(identity=identity)
-    if jnp.issubdtype(after, jnp.inexact):
-      return value.but(identity=identity, place=made.place)
-    unknown = _degrees.unknown([value.degree])
-    if after.kind == "b":
-      return made.but(degree=unknown or FREE, zero_of=value.place)
-    if _degrees.is_free(value.degree):
-      return value.but(
-        degree=FREE, identity=identity, scale=None, place=made.place
-      )
-    reason = f"what {_degrees.in_words(value.degree)} becomes an integer"
-    unknown = unknown or _degrees.mismatch([value], reason, made.place)
-    return made.but(degree=unknown)
-
-  def _part(self, equation: core.JaxprEqn, value: Value, made: Value) -> Value:
-    """Returns a part of an S that differs between members."""
-    if aval(equation.invars[0]).shape == aval(equation.outvars[0]).shape:
-      return value
-    starts = equation.params.get("start_indices")
-    if starts is None or not _units(value):
-      reason = "a part of S is taken that depends on the data"
-      return made.but(degree=Unknown(reason, False, made.place))
-    ends, strides = (equation.params[x] for x in ("limit_indices", "strides"))
-    axes = [i for i, x in enumerate(starts) if ends[i] - x > 1]
-    words = f"{_units(value)[0][0].words}{[*starts]}".replace(" ", "")
-    part = Symbol(words, (value.degree, starts, ends, strides))
-    return made.but(degree=_degrees.of((part, tuple(axes))), scale=value.scale)
-
-  def _join(
-    self,
-    values: Values,
-    place: Place,
-    reason: str = "are chosen between",
-    *,
-    is_branch: bool = True,
-  ) -> Value:
-    """Returns what is known of a value that is one of several."""
-    scale = _either([x.scale for x in values], is_branch=is_branch)
-    degree = _degrees.joined(values, reason, place)
-    is_unknown = _degrees.unknown(x.degree for x in values)
-    if scale and isinstance(degree, Unknown) and not is_unknown:
-      # One S or another is an S of its own from here on.
-      axes = next(axes for x in values for _, axes in _units(x))
-      degree = _degrees.of((Symbol("an S chosen by a condition", place), axes))
-
-    def common(field: str) -> Any:
-      found = {(type(y), y) for x in values for y in [getattr(x, field)]}
-      return found.pop()[1] if len(found) == 1 else None
-
-    return _made(values, place).but(
-      degree=degree,
-      identity=common("identity"),
-      constant=common("constant"),
-      scale=scale,
-      place=next((x.place for x in values if x.place), place),
-      grown=next((x.grown for x in values if x.grown), ()),
-    )
+    return outputs if count > 1 else [_marked(equation, inputs, *outputs)]
 
   # ---- Calls, branches and loops.
 
@@ -506,7 +300,7 @@ class Interpreter:
     if index.constant is not None:
       return results[0]
     return [
-      self._chosen(index, choices, output, place, is_branch=True)
+      _chosen(index, choices, output, place, is_branch=True)
       for choices, output in zip(
         zip(*results, strict=True), equation.outvars, strict=True
       )
@@ -549,7 +343,7 @@ class Interpreter:
       }
       following = [_renamed(x, ends, outside, place) for x in outputs]
       joined = [
-        self._join(x, place, "are carried by a loop")
+        _join(x, place, "are carried by a loop")
         for x in zip(carry, following, strict=True)
       ]
       if joined == carry:
@@ -661,7 +455,7 @@ class Interpreter:
     if call.kind == "arguments":
       return inputs
     if call.kind == "skip":
-      return [self.number(False)]
+      return [_number(False)]
     if call.kind == "schedule":
       # The count that it was given before leaves its state as it is.
       steps, old, new = call.inputs
@@ -670,50 +464,9 @@ class Interpreter:
       return [inputs[x] for x in jax.tree.leaves(old if is_same else new)]
     made = _made(inputs, place).without("tested", "taken", "dropped")
     if call.kind == "examine":
-      return self._examined(event, made, len(equation.outvars))
+      return _examined(event, made, equation, self._overflowing)
     assert call.kind == "move"
-    return self._moved(event, made, equation)
-
-  def _examined(self, event: Event, made: Value, count: int) -> list[Value]:
-    place, (loss_scale, *_) = event.place, event.call.inputs
-    finding = event.call.outputs
-    scale = None if loss_scale is None else event.values[loss_scale]
-    path = scale.scale.path if scale and scale.scale else None
-    overflows = bool(self._overflowing) and (
-      path is None or path in self._overflowing
-    )
-    grows = (
-      scale.degree if scale else Unknown("amax grows with S", False, place)
-    )
-    share = Unknown("the range that is used depends on S", False, place)
-    flag = made.without("scale", "reads")
-    outputs = [made.but(degree=share)] * count
-    outputs[finding.overflow] = self.number(overflows).marked(*flag.facts)
-    outputs[finding.dropped] = self.number(False).marked(
-      *flag.without("mixed").facts
-    )
-    outputs[finding.amax] = made.but(degree=grows)
-    return outputs
-
-  def _moved(
-    self, event: Event, made: Value, equation: core.JaxprEqn
-  ) -> list[Value]:
-    place, (new, stalled) = event.place, event.call.outputs
-    before = event.values[position_of_scale(event.call.inputs[0])]
-    hidden = Unknown("the rule's state depends on S", False, place)
-    outputs = [made.but(degree=hidden)] * len(equation.outvars)
-    outputs[stalled] = made
-    position = position_of_scale(new)
-    axes = tuple(range(aval(equation.outvars[position]).ndim))
-    degree = _degrees.of((Symbol("the next S", (place, "next")), axes))
-    scale = before.scale
-    if scale:
-      scale = scale._replace(stage="new", moves=scale.moves | {place})
-    is_one = before.degree == FREE and scale
-    outputs[position] = made.without("reads").but(
-      degree=FREE if is_one else degree, scale=scale
-    )
-    return outputs
+    return _moved(event, made, equation)
 
 
 def _made(inputs: Iterable[Value], place: Place) -> Value:
@@ -735,6 +488,253 @@ def _result_degrees(
       grown = _GROWING[name]
       return [degrees[0] if i == grown else FREE for i in range(count)]
   return [_degrees.result(equation, inputs, place)] * count
+
+
+def _number(x: jax.typing.ArrayLike) -> Value:
+  """Returns what is known of an array of the program."""
+  is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
+  dtype = jnp.result_type(x)
+  is_shape = isinstance(x, jax.ShapeDtypeStruct)
+  is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+  if not is_small or is_shape or is_key:
+    return Value(facts=frozenset([DATA]))
+  array = np.asarray(x)
+  is_float = jnp.issubdtype(dtype, jnp.inexact)
+  if is_float:
+    array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
+  is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
+  is_real = array.size > 0 and array.dtype.kind != "c"
+  is_one = is_real and bool(np.all(array == array.flat[0]))
+  constant = array.flat[0].item() if is_one else None
+  return Value(ANY if is_any else FREE, constant)
+
+
+def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+  """Returns a result that is an input or a number, or else None."""
+  name, params = equation.primitive.name, equation.params
+  after = aval(equation.outvars[0])
+  first, *others = inputs
+  constants = [x.constant for x in inputs]
+  if name == "select_n" and first.constant is not None:
+    return others[int(first.constant)]
+  if name in ("slice", "transpose"):
+    order = params.get("permutation", range(after.ndim))
+    is_whole = aval(equation.invars[0]).shape == after.shape
+    return first if is_whole and [*order] == [*range(after.ndim)] else None
+  if name in _EXTREMES and first.constant is not None:
+    return first.but(identity=None)
+  if name == "not" and isinstance(first.constant, bool):
+    return _number(not first.constant)
+  is_logical = name in ("and", "or") and after.dtype.kind == "b"
+  if is_logical and (name == "or") in constants:
+    return _number(name == "or")
+  are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
+  if name == "mul" and not are_floats and any(map(_is, constants, (0, 0))):
+    return _number(np.zeros((), after.dtype))
+  if None not in constants:
+    result = None
+    if name == "reduce_sum" and not are_floats:
+      count = aval(equation.invars[0]).size // max(after.size, 1)
+      result = constants[0] * count
+    with np.errstate(all="ignore"):
+      if name in _FOLDED:
+        result = _FOLDED[name](*constants)
+      if result is not None:
+        return _number(np.asarray(result).astype(after.dtype))
+  if name in _NEUTRAL:
+    if _is(constants[1], _NEUTRAL[name]):
+      return first
+    if _is(constants[0], _NEUTRAL[name]) and name not in ("sub", "div"):
+      return others[0]
+  if name in operation_table.COMPARISONS & _FOLDED.keys() and not are_floats:
+    apart = _apart(*inputs)
+    return None if apart is None else _number(_FOLDED[name](apart, 0))
+  return None
+
+
+def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+  """Returns the result with its identity and its marks."""
+  name, first, place = equation.primitive.name, inputs[0], made.place
+  if name in _RESHAPES:
+    identity = _reshaped(equation, first.identity)
+    return first.but(degree=made.degree, identity=identity, place=place)
+  if name == "random_wrap":
+    made = made.but(identity=_undone(first.identity, "data"))
+  if name == "random_unwrap":
+    made = made.but(identity=_formed(first.identity, "data"))
+  if name in ("add", "add_any", "sub"):
+    made = made.but(identity=_added(equation, inputs))
+  if name == "is_finite" or name in operation_table.COMPARISONS:
+    made = made.without("taken", "dropped")
+    made = made.marked(_tested(equation, inputs, place))
+    zero_of = (
+      x.place
+      for x, y in zip(inputs, inputs[::-1], strict=True)
+      if _is(y.constant, 0)
+    )
+    made = made.but(zero_of=next(zero_of, ()))
+  if name in ("max", "min", "clamp"):
+    made = made.marked(_bounded(name, inputs, place))
+    made = made.but(identity=_projected(inputs))
+  if name == "mul" and all(x.identity for x in inputs):
+    made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
+  if name in ("mul", "div", "dot_general", "conv_general_dilated"):
+    # What is not finite stays so if it is multiplied by anything.
+    parts = inputs[:1] if name == "div" and first.is_scaled else inputs
+    if any(x.is_scaled and not x.mark("taken", "dropped") for x in parts):
+      made = made.without("taken", "dropped")
+  return made
+
+
+def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
+  (condition, *choices), (output,) = inputs, equation.outvars
+  chosen = _chosen(condition, choices, output, place, is_branch=False)
+  degree, zero = chosen.degree, condition.zero_of
+  # A number may stand in for 0 where nothing will come of it.
+  is_guard = bool(zero) and zero in [x.place for x in choices]
+  if isinstance(degree, Unknown) and is_guard:
+    degree = dataclasses.replace(degree, is_sure=False)
+  return chosen.but(degree=degree, place=place)
+
+
+def _chosen(
+  condition: Value,
+  choices: Values,
+  output: core.Var,
+  place: Place,
+  *,
+  is_branch: bool,
+) -> Value:
+  """Returns a value that a condition chooses."""
+  tested = condition.mark("tested")
+  chosen = _join(choices, place, is_branch=is_branch and not tested).marked(
+    *condition.facts
+  )
+  if leaves.is_gradient(output.aval):
+    chosen = chosen.without("tested")
+  if isinstance(condition.degree, Unknown):
+    chosen = chosen.but(degree=condition.degree, scale=None)
+  if not tested or (not is_branch and any(map(_is_nonfinite, choices))):
+    return chosen
+  scale = chosen.scale
+  if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
+    scale = scale._replace(stage="untold")
+  # The old value may have been chosen, which no run could tell from it.
+  identity = chosen.identity or _perhaps(choices)
+  taken = Fact("taken", tested.detail, place)
+  return chosen.marked(taken).but(identity=identity, scale=scale)
+
+
+def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
+  before, after = (
+    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
+  )
+  if before == after:
+    return value
+  identity = _cast(value.identity, before, after)
+  if value.constant is not None:
+    with np.errstate(all="ignore"):
+      number = np.asarray(value.constant).astype(after)
+    # A number that depends on S is one that was known only to be 0 or 1.
+    return _number(number).but(identity=identity)
+  if jnp.issubdtype(after, jnp.inexact):
+    return value.but(identity=identity, place=made.place)
+  unknown = _degrees.unknown([value.degree])
+  if after.kind == "b":
+    return made.but(degree=unknown or FREE, zero_of=value.place)
+  if _degrees.is_free(value.degree):
+    return value.but(
+      degree=FREE, identity=identity, scale=None, place=made.place
+    )
+  reason = f"what {_degrees.in_words(value.degree)} becomes an integer"
+  unknown = unknown or _degrees.mismatch([value], reason, made.place)
+  return made.but(degree=unknown)
+
+
+def _part(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
+  """Returns a part of an S that differs between members."""
+  if aval(equation.invars[0]).shape == aval(equation.outvars[0]).shape:
+    return value
+  starts = equation.params.get("start_indices")
+  if starts is None or not _units(value):
+    reason = "a part of S is taken that depends on the data"
+    return made.but(degree=Unknown(reason, False, made.place))
+  ends, strides = (equation.params[x] for x in ("limit_indices", "strides"))
+  axes = [i for i, x in enumerate(starts) if ends[i] - x > 1]
+  words = f"{_units(value)[0][0].words}{[*starts]}".replace(" ", "")
+  part = Symbol(words, (value.degree, starts, ends, strides))
+  return made.but(degree=_degrees.of((part, tuple(axes))), scale=value.scale)
+
+
+def _join(
+  values: Values,
+  place: Place,
+  reason: str = "are chosen between",
+  *,
+  is_branch: bool = True,
+) -> Value:
+  """Returns what is known of a value that is one of several."""
+  scale = _either([x.scale for x in values], is_branch=is_branch)
+  degree = _degrees.joined(values, reason, place)
+  is_unknown = _degrees.unknown(x.degree for x in values)
+  if scale and isinstance(degree, Unknown) and not is_unknown:
+    # One S or another is an S of its own from here on.
+    key = (place, scale.path)
+    axes = next(axes for x in values for _, axes in _units(x))
+    degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
+
+  def common(field: str) -> Any:
+    found = {(type(y), y) for x in values for y in [getattr(x, field)]}
+    return found.pop()[1] if len(found) == 1 else None
+
+  return _made(values, place).but(
+    degree=degree,
+    identity=common("identity"),
+    constant=common("constant"),
+    scale=scale,
+    place=next((x.place for x in values if x.place), place),
+    grown=next((x.grown for x in values if x.grown), ()),
+  )
+
+
+def _examined(
+  event: Event,
+  made: Value,
+  equation: core.JaxprEqn,
+  overflowing: frozenset[str],
+) -> list[Value]:
+  place, (loss_scale, *_) = event.place, event.call.inputs
+  finding = event.call.outputs
+  scale = None if loss_scale is None else event.values[loss_scale]
+  path = scale.scale.path if scale and scale.scale else None
+  overflows = bool(overflowing) and (path is None or path in overflowing)
+  grows = scale.degree if scale else Unknown("amax grows with S", False, place)
+  share = Unknown("the range that is used depends on S", False, place)
+  flag = made.without("scale", "reads")
+  outputs = [made.but(degree=share)] * len(equation.outvars)
+  outputs[finding.overflow] = _number(overflows).marked(*flag.facts)
+  outputs[finding.dropped] = _number(False).marked(*flag.without("mixed").facts)
+  outputs[finding.amax] = made.but(degree=grows)
+  return outputs
+
+
+def _moved(event: Event, made: Value, equation: core.JaxprEqn) -> list[Value]:
+  place, (new, stalled) = event.place, event.call.outputs
+  before = event.values[position_of_scale(event.call.inputs[0])]
+  hidden = Unknown("the rule's state depends on S", False, place)
+  outputs = [made.but(degree=hidden)] * len(equation.outvars)
+  outputs[stalled] = made
+  position = position_of_scale(new)
+  axes = tuple(range(aval(equation.outvars[position]).ndim))
+  degree = _degrees.of((Symbol("the next S", (place, "next")), axes))
+  scale = before.scale
+  if scale:
+    scale = scale._replace(stage="new", moves=scale.moves | {place})
+  is_one = before.degree == FREE and scale
+  outputs[position] = made.without("reads").but(
+    degree=FREE if is_one else degree, scale=scale
+  )
+  return outputs
 
 
 def position_of_scale(rule_state: object) -> int:
@@ -826,10 +826,7 @@ def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
 
 
 def _renamed(
-  value: Value,
-  names: Mapping[Symbol, Symbol],
-  known: set[Symbol],
-  place: Place,
+  value: Value, names: Mapping[Symbol, Symbol], known: set[Symbol], place: Place
 ) -> Value:
   """Returns a value as another round sees it; some S are no more."""
 
