@@ -129,7 +129,7 @@ class Value(_degrees.Operand):
   identity: Identity | None = None
   scale: Scale | None = None
   facts: frozenset[Fact] = frozenset()
-  zero_of: Place = dataclasses.field(default=(), compare=False)
+  zero_of: Place | None = dataclasses.field(default=None, compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
 
   def but(self, **changes: Any) -> "Value":
@@ -572,7 +572,7 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
       for x, y in zip(inputs, inputs[::-1], strict=True)
       if _is(y.constant, 0)
     )
-    made = made.but(zero_of=next(zero_of, ()))
+    made = made.but(zero_of=next(zero_of, None))
   if name in ("max", "min", "clamp"):
     made = made.marked(_bounded(name, inputs, place))
     made = made.but(identity=_projected(inputs))
@@ -591,7 +591,7 @@ def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
   chosen = _chosen(condition, choices, output, place, is_branch=False)
   degree, zero = chosen.degree, condition.zero_of
   # A number may stand in for 0 where nothing will come of it.
-  is_guard = bool(zero) and zero in [x.place for x in choices]
+  is_guard = zero in [x.place for x in choices]
   if isinstance(degree, Unknown) and is_guard:
     degree = dataclasses.replace(degree, is_sure=False)
   return chosen.but(degree=degree, place=place)
