@@ -55,6 +55,8 @@ _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
 # What changes nothing as the second input, or as one of the two.
 _NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
 _NEUTRAL |= {"and": True, "or": False}
+# What decides the result as either input, unless the other may be NaN.
+_ABSORBING = {"mul": 0, "and": False, "or": True}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
@@ -492,11 +494,10 @@ def _result_degrees(
 
 def _number(x: jax.typing.ArrayLike) -> Value:
   """Returns what is known of an array of the program."""
-  is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
   dtype = jnp.result_type(x)
-  is_shape = isinstance(x, jax.ShapeDtypeStruct)
   is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-  if not is_small or is_shape or is_key:
+  is_large = math.prod(np.shape(x)) > _MOST_ELEMENTS
+  if is_large or is_key or isinstance(x, jax.ShapeDtypeStruct):
     return Value(facts=frozenset([DATA]))
   array = np.asarray(x)
   is_float = jnp.issubdtype(dtype, jnp.inexact)
@@ -525,22 +526,16 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
     return first.but(identity=None)
   if name == "not" and isinstance(first.constant, bool):
     return _number(not first.constant)
-  is_logical = name in ("and", "or") and after.dtype.kind == "b"
-  if is_logical and (name == "or") in constants:
-    return _number(name == "or")
   are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
-  if name == "mul" and not are_floats and any(map(_is, constants, (0, 0))):
-    return _number(np.zeros((), after.dtype))
-  if None not in constants:
-    result = None
-    if name == "reduce_sum" and not are_floats:
-      count = aval(equation.invars[0]).size // max(after.size, 1)
-      result = constants[0] * count
+  absorbing = None if are_floats else _ABSORBING.get(name)
+  if absorbing is not None and any(_is(x, absorbing) for x in constants):
+    return _number(np.full((), absorbing, after.dtype))
+  if name in _FOLDED and None not in constants:
     with np.errstate(all="ignore"):
-      if name in _FOLDED:
-        result = _FOLDED[name](*constants)
-      if result is not None:
-        return _number(np.asarray(result).astype(after.dtype))
+      return _number(np.asarray(_FOLDED[name](*constants)).astype(after.dtype))
+  if name == "reduce_sum" and first.constant is not None and not are_floats:
+    count = aval(equation.invars[0]).size // max(after.size, 1)
+    return _number(np.asarray(first.constant * count).astype(after.dtype))
   if name in _NEUTRAL:
     if _is(constants[1], _NEUTRAL[name]):
       return first
@@ -849,13 +844,10 @@ def _renamed(
 def _apart(first: Value, second: Value) -> int | None:
   """Returns by how much a known value is larger than another, or None."""
   a, b = first.identity, second.identity
-  if a is None or b is None or not (a.is_sure and b.is_sure):
+  if not (a and b and a.is_sure and b.is_sure):
     return None
-  if a == b:
-    return 0
-  if _undone(a, "plus one") == b:
-    return 1
-  return -1 if _undone(b, "plus one") == a else None
+  more, less = _formed(b, "plus one"), _undone(b, "plus one")
+  return {b: 0, more: 1, less: -1}.get(a)
 
 
 def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
