@@ -122,13 +122,8 @@ _PACKS = _names("complex concatenate stack")
 _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)
-_POWERS = {
-  "square": 2,
-  "sqrt": 0.5,
-  "cholesky": 0.5,
-  "rsqrt": -0.5,
-  "cbrt": 1 / 3,
-}
+_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+_POWERS["cholesky"] = 0.5
 # Results that do not depend on S, since S is positive.
 _ORDERS = _names("argmax argmin is_finite sign")
 # Operations that may give 0, inf or NaN only because they are given them.
