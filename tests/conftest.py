@@ -56,6 +56,23 @@ def no_traces_of_other_tests():
   chex.clear_trace_counter()
 
 
+@pytest.fixture(autouse=True)
+def steps_of_pages_are_proved(request):
+  """Proves the train steps that the tests of a page run, as a reader could."""
+  if not request.node.nodeid.startswith(PAGES[1:]):
+    yield
+    return
+  from tests import documents  # They import all of Flax, which few tests need.
+  from tests import proofs
+
+  if request.node.originalname in proofs.EXPECTED:
+    yield
+    return
+  with proofs.proving(request.module, documents) as found:
+    yield
+  assert not any(found.values()), found
+
+
 def pytest_itemcollected(item):
   """Lets other tests use float16 parameters, and an S of any value."""
   if not item.nodeid.startswith(PAGES):

@@ -22,6 +22,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import proofs
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATHS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -226,15 +227,33 @@ def test_a_repeated_dataset_has_as_many_passes_in_an_epoch():
   assert all((y.argmax(-1) == x).all() for x, y in repeated)
 
 
+def run_and_prove(notebook, folder):
+  """Runs the cells, and returns what is not proved of their train steps."""
+  before = f"""import sys
+sys.path.append({str(ROOT)!r})
+from tests import proofs
+proving = proofs.proving()
+not_proved = proving.__enter__()"""
+  after = "proving.__exit__(None, None, None); print(repr(not_proved))"
+  new_cell = nbformat.v4.new_code_cell
+  notebook.cells = [new_cell(before), *notebook.cells, new_cell(after)]
+  run(notebook, folder)
+  _, *notebook.cells, last = notebook.cells
+  return ast.literal_eval(last.outputs[0].text)
+
+
 @pytest.mark.slow
 @each_notebook
-def test_a_run_shows_what_is_stored(path, tmp_path):
+def test_a_run_shows_what_is_stored_and_its_steps_are_proved(path, tmp_path):
   notebook = nbformat.read(path, as_version=4)
   stored = [
     [without_numbers(output) for output in cell.outputs]
     for cell in code_cells(notebook)
   ]
-  run(notebook, tmp_path)
+  found = run_and_prove(notebook, tmp_path)
+  assert found
+  wrong = {name for name, problems in found.items() if problems}
+  assert wrong <= proofs.IN_NOTEBOOKS.keys(), found
   for cell, outputs in zip(code_cells(notebook), stored, strict=True):
     fresh = [without_numbers(output) for output in cell.outputs]
     assert fresh == outputs, (

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fractions
-import functools
 import math
 import typing
 from typing import NamedTuple
@@ -89,7 +88,7 @@ _names = operation_table.names
 _KEEPS = _names("""
   abs all_gather all_gather_invariant all_to_all broadcast_in_dim conj copy
   copy_p cummax cummin cumsum device_put dynamic_slice expand_dims fft freeze
-  gather get imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
+  gather imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
   ppermute psum psum2 psum_invariant pvary real reduce_and reduce_max reduce_min
   reduce_or reduce_precision reduce_scatter reduce_sum reduce_window_max
   reduce_window_min reduce_window_sum reshape reshard rev select_and_gather_add
@@ -143,6 +142,8 @@ _FLOAT8 = [
   float(jnp.finfo(x).max)
   for x in _names("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz")
 ]
+# The signs of an operation's operands that may be such limits.
+_LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
 
 
 def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
@@ -150,9 +151,14 @@ def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
   return typing.cast(jax.core.ShapedArray, x.aval)
 
 
-def is_float8_limit(number: float) -> bool:
-  """Returns whether a number is the largest of a float8."""
-  return abs(number) in _FLOAT8
+def is_cast(name: str, operands: Sequence[Operand]) -> bool:
+  """Returns whether bounds are the limits of a float8, as before a cast."""
+  found = [
+    x.constant is not None and x.constant * sign in _FLOAT8
+    for x, sign in zip(operands, _LIMITS.get(name, ()), strict=False)
+    if sign
+  ]
+  return all(found) if name == "clamp" else any(found)
 
 
 def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
@@ -172,8 +178,11 @@ def power(degree: Degree, exponent: float) -> Degree:
     return FREE
   if not isinstance(degree, tuple):
     return degree
-  factor = fractions.Fraction(exponent).limit_denominator(64)
-  return tuple((unit, p * factor) for unit, p in degree if factor)
+  if math.isfinite(exponent):
+    factor = fractions.Fraction(exponent).limit_denominator(64)
+    if math.isclose(factor, exponent, rel_tol=1e-7):
+      return tuple((unit, p * factor) for unit, p in degree)
+  return Unknown("a power of S has an odd exponent", False)
 
 
 def of(unit: Unit) -> Powers:
@@ -250,15 +259,19 @@ def result(
     is_order = name in ("argmax", "argmin")
     return dataclasses.replace(found, is_sure=False) if is_order else found
   are_free = all(is_free(x.degree) for x in operands)
-  if name in _ORDERS or (are_free and name not in _PASS_ANY):
+  if are_free and (name not in _PASS_ANY or fills(equation)):
     return FREE
   parts: list[Operand] = []
   for i, x in enumerate(operands):
-    degree = renamed(x.degree, functools.partial(_moved, equation, i))
+    degree = moved(equation, i, x.degree)
     if degree is None:
       reason = f"`{name}` mixes members that have an S of their own"
       return Unknown(reason, False, place)
     parts.append(dataclasses.replace(x, degree=degree))
+  if name in _ORDERS:
+    return FREE
+  if fills(equation):
+    return Unknown(f"`{name}` puts other values in", False, place)
   first, *others = (x.degree for x in parts)
   indices = _POSITIONS.get(name, slice(0))
   if not all(is_free(x.degree) for x in parts[indices]):
@@ -272,7 +285,7 @@ def result(
     return times(first, others[0])
   if name == "div":
     return times(first, others[0], -1)
-  if name == "triangular_solve":
+  if name == "triangular_solve" and not equation.params["unit_diagonal"]:
     return times(others[0], first, -1)
   if name == "reduce_prod":
     before, after = map(aval, (equation.invars[0], equation.outvars[0]))
@@ -289,10 +302,18 @@ def result(
   return mismatch(parts, reason, place, is_sure=is_known)
 
 
+def fills(equation: core.JaxprEqn) -> bool:
+  """Returns whether a gather or scatter puts in numbers of its own."""
+  if equation.primitive.name == "gather":
+    return equation.params["fill_value"] not in (None, 0)
+  is_scatter = equation.primitive.name == "scatter"
+  return is_scatter and not operation_table.moves(equation)
+
+
 def _joined(name: str, parts: Sequence[Operand], place: Place) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
   numbers = [abs(x.constant) for x in parts if isinstance(x.constant, float)]
-  if name in ("max", "min", "clamp") and any(map(is_float8_limit, numbers)):
+  if is_cast(name, parts):
     parts = [x for x in parts if not is_free(x.degree)] or parts
   least = min((x for x in numbers if x), default=math.inf)
   is_guard = name in ("add", "max") and least <= _EPSILON
@@ -302,12 +323,16 @@ def _joined(name: str, parts: Sequence[Operand], place: Place) -> Degree:
   return FREE if is_test and not isinstance(degree, Unknown) else degree
 
 
-def _moved(equation: core.JaxprEqn, index: int, unit: Unit) -> Unit | None:
-  """Returns an S along an input's axes, along the output's; None if mixed."""
-  symbol, axes = unit
-  places = _output_axes(equation, index) if axes else {}
-  is_whole = places.keys() >= {*axes}
-  return (symbol, tuple(places[x] for x in axes)) if is_whole else None
+def moved(equation: core.JaxprEqn, index: int, degree: Degree) -> Degree | None:
+  """Returns an input's degree in terms of the output's axes; None if mixed."""
+
+  def rename(unit: Unit) -> Unit | None:
+    symbol, axes = unit
+    places = _output_axes(equation, index) if axes else {}
+    is_whole = places.keys() >= {*axes}
+    return (symbol, tuple(places[x] for x in axes)) if is_whole else None
+
+  return renamed(degree, rename)
 
 
 def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
@@ -334,11 +359,45 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   if "axes" in params and name.startswith(("reduce_", "arg")):
     rest = [x for x in kept if x not in params["axes"]]
     return {x: i for i, x in enumerate(rest)}
+  if name == "pad":
+    padding = params["padding_config"]
+    return {x: x for x in kept if not index and not any(padding[x])}
+  if name in ("gather", "scatter", "scatter-add"):
+    return _indexed_axes(equation, index)
   dropped = params.get("axis", params.get("dimension"))
   # Along an axis that changes its length, members are left out or repeated.
   if len(before) == len(after) and name in _SAME_AXES:
     return {x: x for x in kept if before[x] == after[x] and x != dropped}
   return {}
+
+
+def _indexed_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  """Returns where each whole axis of a gather's or scatter's input is."""
+  numbers = equation.params["dimension_numbers"]
+  operand = aval(equation.invars[0]).shape
+  if equation.primitive.name == "gather":
+    array, sizes = aval(equation.outvars[0]), equation.params["slice_sizes"]
+    windows, left_out = numbers.offset_dims, numbers.collapsed_slice_dims
+    batches = numbers.start_indices_batching_dims
+  elif index == 0:
+    return {x: x for x in range(len(operand))}
+  else:
+    array = aval(equation.invars[2])
+    windows, left_out = numbers.update_window_dims, numbers.inserted_window_dims
+    batches = numbers.scatter_indices_batching_dims
+    sizes = None
+  others = [x for x in range(array.ndim) if x not in windows]
+  batched = numbers.operand_batching_dims
+  inside = [x for x in range(len(operand)) if x not in (*left_out, *batched)]
+  pairs = [*zip(batched, (others[x] for x in batches), strict=True)]
+  pairs += [
+    (x, axis)
+    for x, axis in zip(inside, windows, strict=True)
+    if (sizes[x] if sizes else array.shape[axis]) == operand[x]
+  ]
+  if index == 0:
+    return dict(pairs)
+  return {axis: x for x, axis in pairs} if index == 2 else {}
 
 
 _SAME_AXES = (
@@ -348,7 +407,7 @@ _SAME_AXES = (
   | operation_table.DEVICE_SUMS
   | _names("""
     and clamp concatenate conj cummax cummin dynamic_slice dynamic_update_slice
-    imag is_finite max min neg not or pad pmax pmin real select_n sign slice
-    sort split
+    imag is_finite max min neg not or pmax pmin real select_n sign slice sort
+    split
   """)
 )

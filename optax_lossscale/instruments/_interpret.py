@@ -7,6 +7,7 @@ decisions are the named calls of `_base/named_calls.py`.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ _names = operation_table.names
 # Each output is the input at its position.
 _COPIES = _names("""
   copy copy_p device_put mesh_cast name optimization_barrier pbroadcast pvary
-  reshard sharding_constraint stop_gradient
+  random_clone reshard sharding_constraint stop_gradient
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
@@ -62,6 +63,10 @@ _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
+_LOGIC = _names("and not or reduce_and reduce_or")
+# Operations that choose by size, and those that choose the largest.
+_LARGEST = _names("cummax max reduce_max")
+_ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 
@@ -78,12 +83,16 @@ class Fact:
     tested: it was decided by which scaled values are finite.
     taken: inf and NaN may have been taken out of it.
     dropped: micro-batches with inf and NaN were taken out of it.
-  The detail of the last three says whether that is certain.
+  The detail of the last three says whether that is certain. What was tested has
+  `of`, the key of the value, unless only sizes were compared, and `finite`, the
+  truth that says that it is finite, if one does.
   """
 
   kind: str
   detail: Hashable = True
   place: Place = dataclasses.field(default=(), compare=False)
+  finite: bool | None = dataclasses.field(default=None, compare=False)
+  of: object = dataclasses.field(default=None, compare=False)
 
 
 class Identity(NamedTuple):
@@ -126,6 +135,7 @@ class Value(_degrees.Operand):
     facts: what its results inherit.
     zero_of: the operation that made the value that it compares with 0.
     grown: the operation that gave it its degree, if its inputs had others.
+    key: an object that only copies of the value share.
   """
 
   identity: Identity | None = None
@@ -133,6 +143,7 @@ class Value(_degrees.Operand):
   facts: frozenset[Fact] = frozenset()
   zero_of: Place | None = dataclasses.field(default=None, compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
+  key: object = dataclasses.field(default_factory=object, compare=False)
 
   def but(self, **changes: Any) -> "Value":
     """Returns the value with changes."""
@@ -149,13 +160,18 @@ class Value(_degrees.Operand):
 
   def marked(self, *facts: Fact | None) -> "Value":
     """Returns the value with more facts."""
-    return self.but(facts=self.facts | {x for x in facts if x})
+    return self.but(facts=frozenset(filter(None, facts)) | self.facts)
 
   def without(self, *kinds: str) -> "Value":
     """Returns the value without the facts of some kinds."""
     return self.but(
       facts=frozenset(x for x in self.facts if x.kind not in kinds)
     )
+
+  @property
+  def lost(self) -> Fact | None:
+    """What it may have lost of inf and NaN, for certain if there is such."""
+    return self.mark("taken", "dropped")
 
   @property
   def is_scaled(self) -> bool:
@@ -235,12 +251,17 @@ class Interpreter:
       return inputs
     place = (*self._around, equation)
     made = _made(inputs, place)
+    if _loses(equation, inputs) and not made.lost:
+      made = made.marked(Fact("taken", False, place))
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
       unknown = Unknown("it is read from a reference", False, place)
       return [made.but(degree=unknown)] * count
     axes = _mesh_axes(equation)
+    if axes and any(unit[1] for x in inputs for unit in _units(x)):
+      reason = "devices mix members that have an S of their own"
+      return [made.but(degree=Unknown(reason, False, place))] * count
     if name == "axis_index":
       return [made.marked(DATA, *(Fact("varies", x) for x in axes))]
     if not (inputs and count):
@@ -261,14 +282,15 @@ class Interpreter:
       return [_select(equation, inputs, place)]
     if name == "convert_element_type":
       return [_convert(equation, inputs[0], made)]
-    if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
+    is_part = name in ("slice", "gather", "dynamic_slice")
+    if is_part and inputs[0].scale and not _degrees.fills(equation):
       return [_part(equation, inputs[0], made)]
     outputs: list[Value] = []
     for degree in _result_degrees(equation, inputs, place):
       same = [x for x in inputs if x.degree == degree]
       grown = (x.grown for x in same if x.grown)
       last = next(grown, () if same else place)
-      outputs.append(made.but(degree=degree, grown=last))
+      outputs.append(made.but(degree=degree, grown=last, key=object()))
     return outputs if count > 1 else [_marked(equation, inputs, *outputs)]
 
   # ---- Calls, branches and loops.
@@ -285,6 +307,8 @@ class Interpreter:
       inputs[split:], reason, place, is_sure=False
     )
     are_free = all(_degrees.is_free(x.degree) for x in inputs[:split])
+    if any(axes for x in inputs for _, axes in _units(x)):
+      reason, are_free = "a solver mixes members", False
     if not are_free and not isinstance(degree, Unknown):
       degree = Unknown(reason, False, place)
     return [_made(inputs, place).but(degree=degree) for _ in equation.outvars]
@@ -314,6 +338,7 @@ class Interpreter:
     others: Values,
     body: Callable[[Values], tuple[Values, Values]],
     *,
+    members: Collection[Symbol] = (),
     runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
@@ -362,10 +387,13 @@ class Interpreter:
     known = outside - {*rounds.values()}
     # A loop that runs ends with what its body gives.
     finished = [
-      _renamed(x, after, known, place) for x in (following if runs else carry)
+      _renamed(x, after, known, place).but(key=object())
+      for x in (following if runs else carry)
     ]
     for i in rounds:
       finished[i] = finished[i].but(scale=outputs[i].scale)
+    # What a round gives may be of the members that it is given.
+    known |= {*members}
     return finished, [_renamed(x, {}, known, place) for x in given]
 
   def _scan(self, equation: core.JaxprEqn, inputs: Values) -> Values:
@@ -384,6 +412,7 @@ class Interpreter:
       x.but(
         degree=_degrees.renamed(x.degree, slice_of),
         identity=_formed(x.identity, "slice", place),
+        key=object(),
       )
       for x in inputs[carried.stop :]
     ]
@@ -393,8 +422,13 @@ class Interpreter:
       return outputs[:count], outputs[count:]
 
     start = [inputs[i] for i in carried]
-    runs = equation.params["length"] > 0
-    end, given = self._loop(start, [*consts, *slices], run, runs=runs)
+    end, given = self._loop(
+      start,
+      [*consts, *inputs[carried.stop :]],
+      run,
+      members={x[0] for v in slices for x in _units(v)},
+      runs=equation.params["length"] > 0,
+    )
 
     def stack_of(unit: _degrees.Unit) -> _degrees.Unit:
       symbol, axes = unit[0], tuple(x + 1 for x in unit[1])
@@ -408,6 +442,7 @@ class Interpreter:
         degree=_degrees.renamed(x.degree, stack_of),
         identity=_undone(x.identity, "slice", place),
         scale=x.scale if x.scale and x.scale.stage == "new" else None,
+        key=object(),
       )
       for x in given
     ]
@@ -428,7 +463,8 @@ class Interpreter:
     if isinstance(condition.degree, Unknown):
       return [x.but(degree=condition.degree) for x in end]
     if condition.mark("tested"):
-      return [x.marked(Fact("taken", False, self._around)) for x in end]
+      taken = Fact("taken", False, self._around)
+      return [x if x.lost else x.marked(taken) for x in end]
     return end
 
   def _shard_map(self, equation: core.JaxprEqn, inputs: Values) -> Values:
@@ -437,7 +473,12 @@ class Interpreter:
     specs = equation.params["in_specs"]
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
     return [
-      x.but(identity=_undone(x.identity, "local", str(spec)))
+      x.but(
+        identity=_undone(x.identity, "local", str(spec)),
+        # An array has the parts of all devices.
+        facts=x.facts
+        - {Fact("varies", name) for name in jax.tree.leaves((*spec,))},
+      )
       for x, spec in zip(outputs, equation.params["out_specs"], strict=True)
     ]
 
@@ -484,6 +525,11 @@ def _result_degrees(
   name, count = equation.primitive.name, len(equation.outvars)
   degrees = [x.degree for x in inputs]
   if count > 1 and _degrees.unknown(degrees) is None:
+    if any(
+      _degrees.moved(equation, i, x) is None for i, x in enumerate(degrees)
+    ):
+      reason = f"`{name}` mixes members that have an S of their own"
+      return [Unknown(reason, False, place)] * count
     if name == "sort" or name in operation_table.BETWEEN_DEVICES:
       return degrees
     if name in _GROWING:
@@ -522,7 +568,8 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
     order = params.get("permutation", range(after.ndim))
     is_whole = aval(equation.invars[0]).shape == after.shape
     return first if is_whole and [*order] == [*range(after.ndim)] else None
-  if name in _EXTREMES and first.constant is not None:
+  is_empty = 0 in aval(equation.invars[0]).shape
+  if name in _EXTREMES and first.constant is not None and not is_empty:
     return first.but(identity=None)
   if name == "not" and isinstance(first.constant, bool):
     return _number(not first.constant)
@@ -559,9 +606,12 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
     made = made.but(identity=_formed(first.identity, "data"))
   if name in ("add", "add_any", "sub"):
     made = made.but(identity=_added(equation, inputs))
+  tested = made.mark("tested")
+  if tested and name in _LOGIC:
+    made = made.without("tested").marked(_logic(name, tested, inputs))
   if name == "is_finite" or name in operation_table.COMPARISONS:
     made = made.without("taken", "dropped")
-    made = made.marked(_tested(equation, inputs, place))
+    made = made.marked(None if tested else _tested(equation, inputs, place))
     zero_of = (
       x.place
       for x, y in zip(inputs, inputs[::-1], strict=True)
@@ -569,14 +619,14 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
     )
     made = made.but(zero_of=next(zero_of, None))
   if name in ("max", "min", "clamp"):
-    made = made.marked(_bounded(name, inputs, place))
+    made = made.marked(None if made.lost else _bounded(name, inputs, place))
     made = made.but(identity=_projected(inputs))
   if name == "mul" and all(x.identity for x in inputs):
     made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
   if name in ("mul", "div", "dot_general", "conv_general_dilated"):
     # What is not finite stays so if it is multiplied by anything.
-    parts = inputs[:1] if name == "div" and first.is_scaled else inputs
-    if any(x.is_scaled and not x.mark("taken", "dropped") for x in parts):
+    parts, _ = _data_of(inputs[:1] if name == "div" else inputs)
+    if not all(x.lost for x in parts):
       made = made.without("taken", "dropped")
   return made
 
@@ -609,15 +659,22 @@ def _chosen(
     chosen = chosen.without("tested")
   if isinstance(condition.degree, Unknown):
     chosen = chosen.but(degree=condition.degree, scale=None)
-  if not tested or (not is_branch and any(map(_is_nonfinite, choices))):
+  lost = tested
+  if tested and not is_branch:
+    lost = _lost(tested, choices)
+  elif tested and tested.finite is None:
+    lost = dataclasses.replace(tested, detail=False)
+  if lost is None:
+    return chosen
+  chosen = chosen.marked(Fact("taken", lost.detail, place))
+  if not is_branch and lost.of is None:
     return chosen
   scale = chosen.scale
   if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
     scale = scale._replace(stage="untold")
   # The old value may have been chosen, which no run could tell from it.
   identity = chosen.identity or _perhaps(choices)
-  taken = Fact("taken", tested.detail, place)
-  return chosen.marked(taken).but(identity=identity, scale=scale)
+  return chosen.but(identity=identity, scale=scale)
 
 
 def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
@@ -630,6 +687,9 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
   if value.constant is not None:
     with np.errstate(all="ignore"):
       number = np.asarray(value.constant).astype(after)
+    is_float = jnp.issubdtype(after, jnp.inexact)
+    if not is_float and after.kind != "b" and number != value.constant:
+      return made.but(identity=identity)  # Each device has its own.
     # A number that depends on S is one that was known only to be 0 or 1.
     return _number(number).but(identity=identity)
   if jnp.issubdtype(after, jnp.inexact):
@@ -648,17 +708,24 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
 
 def _part(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
   """Returns a part of an S that differs between members."""
-  if aval(equation.invars[0]).shape == aval(equation.outvars[0]).shape:
-    return value
-  starts = equation.params.get("start_indices")
-  if starts is None or not _units(value):
+  name, params, units = equation.primitive.name, equation.params, _units(value)
+  before, after = (
+    aval(x[0]).shape for x in (equation.invars, equation.outvars)
+  )
+  axes = units[0][1] if units else ()
+  is_moved = name != "gather"
+  if not axes or (is_moved and all(before[x] == after[x] for x in axes)):
+    is_whole = is_moved and before == after
+    return value if is_whole else value.but(identity=None)
+  if name != "slice" or len(units) != 1:
     reason = "a part of S is taken that depends on the data"
     return made.but(degree=Unknown(reason, False, made.place))
-  ends, strides = (equation.params[x] for x in ("limit_indices", "strides"))
-  axes = [i for i, x in enumerate(starts) if ends[i] - x > 1]
-  words = f"{_units(value)[0][0].words}{[*starts]}".replace(" ", "")
-  part = Symbol(words, (value.degree, starts, ends, strides))
-  return made.but(degree=_degrees.of((part, tuple(axes))), scale=value.scale)
+  where = [params[x] for x in ("start_indices", "limit_indices", "strides")]
+  words = f"{units[0][0].words}{[*where[0]]}".replace(" ", "")
+  symbol = Symbol(words, (value.degree, *where))
+  part = symbol, tuple(x for x in axes if after[x] > 1)
+  degree = _degrees.renamed(value.degree, lambda _: part)
+  return made.but(degree=degree, scale=value.scale)
 
 
 def _join(
@@ -881,13 +948,23 @@ def _cast(
   identity: Identity | None, before: np.dtype, after: np.dtype
 ) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
-  is_alike = before.kind == "b" or (
-    jnp.issubdtype(before, jnp.inexact) == jnp.issubdtype(after, jnp.inexact)
-  )
-  is_wider = is_alike and jnp.promote_types(before, after) == after
   return _undone(identity, "cast", after) or (
-    _formed(identity, "cast", before) if is_wider else None
+    _formed(identity, "cast", before) if _holds(after, before) else None
   )
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+  """Returns whether a dtype has all numbers of another one of its kind."""
+  if narrow.kind == "b":
+    return True
+  both = wide, narrow
+  if all(jnp.issubdtype(x, jnp.floating) for x in both):
+    a, b = map(jnp.finfo, both)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+  if all(jnp.issubdtype(x, jnp.integer) for x in both):
+    c, d = map(jnp.iinfo, both)
+    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
+  return False
 
 
 def _data_of(inputs: Values) -> tuple[list[Value], bool]:
@@ -899,27 +976,77 @@ def _data_of(inputs: Values) -> tuple[list[Value], bool]:
 def _tested(
   equation: core.JaxprEqn, inputs: Values, place: Place
 ) -> Fact | None:
-  """Returns a mark if a test tells which scaled values are finite."""
+  """Returns a mark if a test may tell which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
     isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
   )
   scaled, is_sure = _data_of(inputs)
-  is_test = name == "is_finite" or is_nan or has_inf
-  return Fact("tested", is_sure, place) if scaled and is_test else None
+  if scaled and (name == "is_finite" or is_nan or has_inf):
+    finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
+    is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
+    known = finite if is_known else None
+    return Fact("tested", is_sure, place, known, scaled[0].key)
+  # What is inf is also larger than others.
+  is_order = name in ("gt", "ge", "lt", "le")
+  return Fact("tested", False, place) if is_order and is_sure else None
+
+
+def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
+  """Returns a mark for the logic of tests: what their truth still says."""
+  if name == "not":
+    finite = None if tested.finite is None else not tested.finite
+    return dataclasses.replace(tested, finite=finite)
+  # "And" says that all is finite, and "or" that something is not.
+  told = name in ("and", "reduce_and")
+  marks = (x.mark("tested") for x in inputs)
+  known = (x for x in marks if x and x.finite is told)
+  return next(known, dataclasses.replace(tested, finite=None))
+
+
+def _lost(tested: Fact, choices: Values) -> Fact | None:
+  """Returns a mark if a choice by a test leaves an inf out."""
+  if any(map(_is_nonfinite, choices)):
+    return None
+  if tested.finite is None or len(choices) != 2:
+    return dataclasses.replace(tested, detail=False)
+  chosen = choices[0 if tested.finite else 1]
+  if chosen.key is tested.of:
+    return None
+  is_other = _data_of([chosen])[0] and not chosen.lost
+  return dataclasses.replace(tested, detail=tested.detail and not is_other)
+
+
+def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:
+  """Returns whether an operation may leave an inf out."""
+  name = equation.primitive.name
+  scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
+  if not any(scaled) or _degrees.is_cast(name, inputs):
+    return False
+  if name in _ORDERED:
+    # The largest of absolute values is inf if one of them is.
+    around = inputs[0].place[-1:]
+    is_positive = bool(around) and around[0].primitive.name in _POSITIVE
+    return not (name in _LARGEST and is_positive)
+  # 1 / inf is 0.
+  if name == "div":
+    return not scaled[0]
+  if name == "integer_pow":
+    return bool(equation.params["y"] < 0)
+  if name in ("gather", "dynamic_slice"):
+    return any(scaled[1:])
+  return name in ("rsqrt", "sign")
 
 
 def _bounded(name: str, inputs: Values, place: Place) -> Fact | None:
   """Returns a mark if a bound takes the place of inf."""
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
   scaled, is_sure = _data_of(inputs[1:2] if name == "clamp" else inputs)
-  numbers = [abs(x.constant) for x in bounds if isinstance(x.constant, float)]
   # A lower bound takes nothing from an absolute value.
   sources = {x.place[-1].primitive.name for x in scaled if x.place}
   is_lower = name == "max" and sources <= _POSITIVE
-  is_float8 = any(map(_degrees.is_float8_limit, numbers))
-  if not bounds or not scaled or is_float8 or is_lower:
+  if not bounds or not scaled or is_lower or _degrees.is_cast(name, inputs):
     return None
   return Fact("taken", is_sure and name != "max", place)
 

@@ -159,16 +159,19 @@ def subtrees(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
 def named_leaves(tree: object, inside: str = "") -> dict[str, Any]:
   """Returns a tree's arrays by name, except those of loss scaling itself."""
   found: dict[str, Any] = {}
-  for path, x in jax.tree.leaves_with_path(
-    tree, is_leaf=lambda x: type(x) in _KEPT
-  ):
+  for path, x in jax.tree.leaves_with_path(tree, is_leaf=_counts_skips):
     name = "/".join(filter(None, [inside, leaves.path_name(path)]))
-    if type(x) in _KEPT:
+    if _counts_skips(x):
       kept = {field: getattr(x, field) for field in _KEPT[type(x)]}
       found |= named_leaves(kept, name)
     elif is_value(x) and path[-1:] != _ATTEMPTS:
       found[name] = x
   return found
+
+
+def _counts_skips(x: object) -> bool:
+  """Returns whether a state has fields that a skipped step may move."""
+  return type(x) in _KEPT and bool(states.find_states(x))
 
 
 def is_value(x: object) -> bool:

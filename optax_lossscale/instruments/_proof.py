@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -111,9 +112,17 @@ def _has_value(x: object) -> bool:
 
 
 class _Problem(NamedTuple):
-  """What is wrong with a step, or may be."""
+  """What is wrong with a step, or may be.
 
-  is_sure: bool
+  Attributes:
+    verdict: "refuted" if it is certain, "open" if no run could tell, or else
+      "unknown".
+    text: what it is.
+    remedy: how to fix it.
+    where: the lines of the program.
+  """
+
+  verdict: str
   text: str
   remedy: str
   where: tuple[Line, ...] = ()
@@ -360,7 +369,7 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
 
 
 def _split(case: _Case) -> Iterator[_Problem]:
-  """Yields the values that devices share although each skips alone."""
+  """Yields the values that devices share although they may disagree."""
   alone = {
     axis: x.place
     for x in case.of_kind("move")
@@ -372,7 +381,11 @@ def _split(case: _Case) -> Iterator[_Problem]:
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
       )
-      yield _Problem(True, text, _verdicts.ALONE, _lines([alone[axis]]))
+      yield _Problem("refuted", text, _verdicts.ALONE, _lines([alone[axis]]))
+    for axis in case.applied[after].all_of("varies"):
+      text = f"{name} is returned as one, but may differ along {axis!r}"
+      where = _lines([case.applied[after].place])
+      yield _Problem("open", text, _verdicts.ALONE, where)
 
 
 def _moved_path(move: _interpret.Event) -> str | None:
@@ -393,12 +406,11 @@ def _scale_law(
   problems: list[_Problem] = []
   for gate in gates:
     loss_scale, gradients, overflow, _ = gate.call.inputs
-    flags = jax.tree.leaves(overflow, is_leaf=_tells)
+    is_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
+    is_told |= any(x.mark("tested") for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
       names.append(name)
-      problem = _problem(
-        value, gate.values[loss_scale], gate.place, any(map(_tells, flags))
-      )
+      problem = _problem(value, gate.values[loss_scale], gate.place, is_told)
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
@@ -423,7 +435,7 @@ def _problem(
       text, where = _explained(x)
       verb = "is not" if x.degree.is_sure else "may not be"
       text = f"{verb} S times a true one: {text}"
-      return _Problem(x.degree.is_sure, text, _verdicts.INSIDE, where)
+      return _Problem(_sure(x.degree.is_sure), text, _verdicts.INSIDE, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree != _degrees.ANY and given != used:
     text = (
@@ -433,18 +445,25 @@ def _problem(
     is_twice = given == _degrees.power(used, 2)
     remedy = _verdicts.TWICE if is_twice else _verdicts.NOT_SCALED
     where = _lines([value.grown or value.place or gate, gate])
-    return _Problem(True, text, remedy, where)
+    return _Problem("refuted", text, remedy, where)
   taken, dropped = value.mark("taken"), value.mark("dropped")
   if taken:
-    verb = "has lost" if taken.detail else "may have lost"
+    is_sure = bool(taken.detail) and not is_told
+    verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
-    where = _lines([taken.place])
-    return _Problem(bool(taken.detail), text, _verdicts.HIDDEN, where)
+    remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
+    is_open = is_told is taken.detail
+    verdict = "refuted" if is_sure else "open" if is_open else "unknown"
+    return _Problem(verdict, text, remedy, _lines([taken.place]))
   if dropped and not is_told:
     text = "leaves out micro-batches, which `overflow=` must say"
     where = _lines([dropped.place])
-    return _Problem(True, text, _verdicts.DROPPED, where)
+    return _Problem("refuted", text, _verdicts.DROPPED, where)
   return None
+
+
+def _sure(is_sure: bool) -> str:
+  return "refuted" if is_sure else "unknown"
 
 
 def _law(
@@ -453,14 +472,19 @@ def _law(
   """Returns the verdict for the first problem, if possible a certain one."""
   if not problems:
     return Proved(law, "proved", proved, path=path)
-  worst = next((x for x in problems if x.is_sure), problems[0])
-  verdict = "refuted" if worst.is_sure else "unknown"
+  order = ("refuted", "open", "unknown")
+  worst = min(problems, key=lambda x: order.index(x.verdict))
   more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-  return Proved(law, verdict, f"{worst.text}{more}.", *worst[2:], path)
+  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
 
 
 def _dependence(
-  name: str, value: Value, remedy: str, *, is_sure: bool = True
+  name: str,
+  value: Value,
+  remedy: str,
+  events: Iterable[_interpret.Event],
+  *,
+  is_sure: bool = True,
 ) -> _Problem | None:
   """Returns how a value depends on S that must not, if it does."""
   if _degrees.is_free(value.degree):
@@ -468,7 +492,9 @@ def _dependence(
   text, where = _explained(value)
   is_sure = is_sure and getattr(value.degree, "is_sure", True)
   verb = "depends" if is_sure else "may depend"
-  return _Problem(is_sure, f"{name} {verb} on S: {text}", remedy, where)
+  text = f"{name} {verb} on S: {text}"
+  where = where or _lines([x.place for x in events])
+  return _Problem(_sure(is_sure), text, remedy, where)
 
 
 def _arguments_law(case: _Case) -> list[Proved]:
@@ -479,12 +505,12 @@ def _arguments_law(case: _Case) -> list[Proved]:
     for name, x in event.of(event.call.inputs)
   ]
   problems = [
-    problem._replace(where=problem.where or _lines([event.place]))
+    _dependence(f"`{name}=`", x, _verdicts.GIVEN, [event])
     for name, x, event in given
-    if (problem := _dependence(f"`{name}=`", x, _verdicts.GIVEN))
   ]
   text = "What `update` is given beside the gradients does not depend on S."
-  return [_law("arguments", problems, text)] if given else []
+  found = [x for x in problems if x]
+  return [_law("arguments", found, text)] if given else []
 
 
 def _invariance_law(case: _Case) -> Proved:
@@ -497,6 +523,7 @@ def _invariance_law(case: _Case) -> Proved:
       name,
       case.applied[after],
       _verdicts.PASSED_BY,
+      case.of_kind("move"),
       is_sure=not step.is_guessed(name),
     )
     for name, _, after in step.pairs
@@ -523,7 +550,7 @@ def _still(case: _Case) -> Iterator[_Problem]:
   for group in (case.step.parameters, *inner):
     if group and kept.issuperset(group):
       text = f"A step that is applied returns the old {group[0]}"
-      yield _Problem(True, text, _verdicts.RETURNED)
+      yield _Problem("refuted", text, _verdicts.RETURNED)
 
 
 def _next_scales(case: _Case) -> Iterator[_Problem]:
@@ -537,7 +564,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
       continue
     position = _interpret.position_of_scale(after[path].loss_scale_state)
     value, skipped = case.applied[position], case.skipped[path][position]
-    scale, places, is_sure = value.scale, [value.place], True
+    scale, places, verdict = value.scale, [value.place], "refuted"
     lost = [
       x.place
       for x in case.of_kind("move")
@@ -545,7 +572,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
     ]
     if scale is None:
       text = "is not what the rule makes of this one"
-      is_sure = getattr(value.degree, "is_sure", True)
+      verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
     elif scale.path != path:
       text = f"is that of {scale.path}"
     elif scale.stage == "old":
@@ -553,7 +580,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
     elif scale.stage == "untold":
       text = "is the rule's only where the gradients are finite"
     elif scale.stage == "either":
-      text, is_sure = "is the rule's or the old one, by a condition", False
+      text, verdict = "is the rule's or the old one, by a condition", "open"
     elif lost:
       text, places = "knows nothing of an `update` whose state is lost", lost
     elif skipped.scale and skipped.scale.stage == "old":
@@ -563,7 +590,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
       continue
     of = f" of {path}" if len(step.states) > 1 else ""
     text = f"The next S{of} {text}"
-    yield _Problem(is_sure, text, _verdicts.RETURNED, _lines(places))
+    yield _Problem(verdict, text, _verdicts.RETURNED, _lines(places))
 
 
 def _skip_law(case: _Case) -> Proved:
@@ -606,7 +633,7 @@ def _changed(
   # A product with 0 may be NaN; a condition of the user's may be right.
   is_sure = value.identity != identity._replace(is_sure=False)
   is_sure = is_sure and not case.step.is_guessed(pair.name)
-  return _Problem(is_sure, text, _verdicts.MOVES, _lines([value.place]))
+  return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:

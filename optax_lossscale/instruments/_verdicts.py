@@ -69,6 +69,10 @@ MOVES = (
   "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
   "anything that may change anyway in may_change=."
 )
+TOLD = (
+  "Find an overflow before that, and tell `update` of it: update(..., "
+  "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads)))."
+)
 DROPPED = (
   "`accumulate(..., drop=True)` returns what it left out: "
   "update(..., overflow=overflow)."
@@ -230,7 +234,8 @@ class Proved(NamedTuple):
 
   Attributes:
     law: the law's name.
-    verdict: "proved", "refuted", "unknown" or "not applied".
+    verdict: "proved"; "refuted"; "unknown", if the runs decide; "open", if no
+      run could tell either; or "not applied".
     text: what was found.
     remedy: how to fix it.
     where: the lines of the program that show it.
@@ -333,7 +338,8 @@ class StepReport:
 def source(line: Line) -> str:
   """Returns a line of a program as its file's name, its number and its text."""
   file, number, code = line
-  return f"{file.rpartition('/')[2]}:{number} `{code}`"
+  place = f"{file.rpartition('/')[2]}:{number}"
+  return f"{place} `{code}`" if code else place
 
 
 def _in_words(law: Law) -> str:
@@ -547,7 +553,10 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   name, place = proof.law, _of(proof.path)
   if run and proof.verdict == "not applied":
     return run
-  if proof.verdict == "unknown":
+  if proof.verdict == "open" and not (run and run.verdict == "wrong"):
+    text = f"{place}Not proved, and no run could tell: {proof.text}"
+    return Law(name, "inconclusive", text, proof.remedy, proof.where)
+  if proof.verdict in ("open", "unknown"):
     text = f"Not proved: {proof.text}"
     if run is None:
       return Law(name, "inconclusive", place + text, _RUN, proof.where)
@@ -562,7 +571,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   if proof.verdict == "proved":
     if run.verdict == "wrong":
       return run
-    is_alike = run.verdict in ("exact", "not applied")
+    is_alike = run.verdict == "exact" or CONSTANT[1] in run.text
     return alone if is_alike else alone._replace(text=seen)
   if run.verdict == "wrong":
     return alone._replace(text=seen, remedy=run.remedy or alone.remedy)

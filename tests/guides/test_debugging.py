@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,23 @@ def test_a_right_step_is_shown_as_the_page_shows_it(capsys):
   names = documents.run(text, names)
   assert f"```\n{capsys.readouterr().out}```" in text
   names["test_train_step"]()
+
+
+def test_shapes_are_enough_for_a_large_model_and_name_a_wrong_line(capsys):
+  path = documents.ROOT / "examples" / "check_by_shapes.py"
+  text = documents.section(PAGE, "Shapes are enough")
+  runpy.run_path(str(path), run_name="__main__")
+  right, wrong = re.findall(
+    r"^The step .*?^(?=$)", capsys.readouterr().out, re.DOTALL | re.MULTILINE
+  )
+  assert right.startswith("The step is right, for all values.")
+  assert documents.blocks(text, "text") == [wrong]
+
+  tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  names = {"jax": jax, "ols": ols, "tx": tx, "train_step": step_of(loss_fn, tx)}
+  names |= jax.eval_shape(lambda: {"params": PARAMS, "batch": GOOD})
+  report = documents.run(text, names)["report"]
+  assert report.ok and all(x.verdict != "exact" for x in report.laws)
 
 
 def test_a_step_that_was_not_lowered_is_found(caplog):
@@ -150,7 +169,7 @@ def test_flags_that_differ_need_the_axis(axis_name):
 
 @pytest.mark.parametrize(
   ("law", "where"),
-  [("invariance", "to scaled grad"), ("skip", "after the step")],
+  [("scale", "added to them"), ("skip", "after the step")],
 )
 def test_weight_decay_by_hand_breaks_the_law_that_the_page_names(law, where):
   (row,) = [x for x in PAGE.splitlines() if x.startswith(f"| {law} |")]
@@ -166,7 +185,7 @@ def test_weight_decay_by_hand_breaks_the_law_that_the_page_names(law, where):
     _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
       params, batch
     )
-    if law == "invariance":
+    if law == "scale":
       scaled_grads = decayed(scaled_grads, 1.0)
     updates, opt_state = tx.update(scaled_grads, opt_state, params)
     params = optax.apply_updates(params, updates)
@@ -219,4 +238,4 @@ def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
   law, *_ = report.laws
   assert "In runs: The largest gradient does not depend on S." in law.text
   # The line is in the other function.
-  assert [line for *_, line in law.where][0].startswith("return ols.unscale(")
+  assert law.where[0][2].startswith("return ols.unscale(")

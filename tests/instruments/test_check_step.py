@@ -69,6 +69,7 @@ def combine(name, proof, run=None):
 
 
 SKIP_TEXT = "That is not shown to hold, but was not seen to fail. It is shown."
+OPEN = "Not proved, and no run could tell: It is shown."
 BOTH = "It is shown. In runs: It is seen."
 HIDDEN = "It is shown. This batch hides it."
 SEEN = "It is seen. Not proved: It is shown."
@@ -78,7 +79,7 @@ SEEN = "It is seen. Not proved: It is shown."
   ("name", "proof", "run", "verdict", "text", "remedy"),
   [
     ("scale", "proved", "exact", "proved", "It is shown.", ""),
-    ("scale", "proved", "not applied", "proved", "It is shown.", ""),
+    ("scale", "proved", "not applied", "proved", BOTH, ""),
     ("scale", "proved", "rounding", "proved", BOTH, ""),
     ("scale", "proved", "inconclusive", "proved", BOTH, ""),
     ("scale", "refuted", "wrong", "wrong", BOTH, "Do."),
@@ -96,6 +97,10 @@ SEEN = "It is seen. Not proved: It is shown."
       for run in ("exact", "rounding", "inconclusive", "wrong")
     ),
     ("skip", "not applied", "exact", "exact", "It is seen.", "Do."),
+    # No run could tell, but one that fails does.
+    ("scale", "open", "exact", "inconclusive", OPEN, "Mend."),
+    ("scale", "open", "wrong", "wrong", SEEN, "Do."),
+    ("scale", "open", None, "inconclusive", OPEN, "Mend."),
     # Of shapes there are no runs.
     ("scale", "proved", None, "proved", "It is shown.", ""),
     ("arguments", "refuted", None, "wrong", "It is shown.", "Mend."),
