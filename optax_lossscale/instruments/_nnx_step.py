@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from flax import nnx
 import jax
 
+from optax_lossscale._base import leaves
+
 _Step = Callable[[Mapping[str, object]], object]
 
 
@@ -58,5 +60,8 @@ def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
     ):
       continue
     name, *path = map(str, place)
+    # The gradients of FP8 statistics take their place, and so follow S.
+    kind = type(node).__name__
+    path = [kind, *path] if kind in leaves.OVERWRITE_WITH_GRADIENT else path
     found.setdefault(name, {})["/".join(path)] = node
   return found
