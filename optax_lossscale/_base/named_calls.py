@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import contextlib
 import contextvars
 import functools
+import itertools
 from typing import Any
 from typing import NamedTuple
 from typing import ParamSpec
@@ -102,33 +103,27 @@ def named(
   trace = _traced.get()
   if trace is None:
     return function(*operands)
-  calls = trace.calls
   values, treedef = jax.tree.flatten(operands)
   places = [i for i, x in enumerate(values) if isinstance(x, jax.Array)]
+  positions = {place: Position(i) for i, place in enumerate(places)}
 
   def call(*arrays: jax.Array) -> _R:
     replaced = dict(enumerate(values)) | dict(zip(places, arrays, strict=True))
     return function(*jax.tree.unflatten(treedef, replaced.values()))
 
-  call.__name__ = f"{_PREFIX}{len(calls)}"
-  inputs: list[Position | None] = [None] * len(values)
-  for position, place in enumerate(places):
-    inputs[place] = Position(position)
-  calls.append(NamedCall(kind, None, None, facts))
-  number = len(calls) - 1
+  number = len(trace.calls)
+  call.__name__ = f"{_PREFIX}{number}"
+  inputs = jax.tree.unflatten(treedef, map(positions.get, range(len(values))))
+  trace.calls.append(NamedCall(kind, inputs, None, facts))
   arrays = [values[i] for i in places]
   if function is not _same:
     trace.trust(function)
     # A derivative of the call would have more inputs than the call.
     arrays = [*map(jax.lax.stop_gradient, arrays)]
   result = jax.jit(call)(*arrays)
-  results, structure = jax.tree.flatten(result)
-  calls[number] = NamedCall(
-    kind,
-    jax.tree.unflatten(treedef, inputs),
-    jax.tree.unflatten(structure, map(Position, range(len(results)))),
-    facts,
-  )
+  count = itertools.count()
+  outputs = jax.tree.map(lambda _: Position(next(count)), result)
+  trace.calls[number] = NamedCall(kind, inputs, outputs, facts)
   return result
 
 
@@ -138,16 +133,14 @@ def noted(kind: str, tree: _R) -> _R:
     return tree
   # What is no array, such as a function, goes around.
   leaves, treedef = jax.tree.flatten(tree)
-  places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-  arrays: list[object] = [None] * len(leaves)
-  for i in places:
-    arrays[i] = leaves[i]
-  passed = jax.tree.leaves(
-    named(kind, _same, jax.tree.unflatten(treedef, arrays))
-  )
-  for i, x in zip(places, passed, strict=True):
-    leaves[i] = x
-  noted: _R = jax.tree.unflatten(treedef, leaves)
+  arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
+  given = jax.tree.unflatten(treedef, arrays)
+  passed = iter(jax.tree.leaves(named(kind, _same, given)))
+  merged = [
+    x if y is None else next(passed)
+    for x, y in zip(leaves, arrays, strict=True)
+  ]
+  noted: _R = jax.tree.unflatten(treedef, merged)
   return noted
 
 

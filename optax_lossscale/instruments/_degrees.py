@@ -9,6 +9,8 @@ unit here. CamFort (arXiv 2406.02174) infers units in existing programs.
 """
 
 from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -31,7 +33,7 @@ class Symbol(NamedTuple):
   """One S: that of a state, the next one, or that of a round of a loop."""
 
   words: str
-  number: int
+  key: Hashable
 
 
 # One S, and the axes of a value along which it differs: an ensemble has an S
@@ -63,6 +65,22 @@ ANY = "any"
 FREE: Powers = ()
 Degree = Powers | Unknown | str
 
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """What the degree of a result follows from.
+
+  Attributes:
+    degree: how a value grows with S.
+    constant: the number that all its elements are.
+    place: the operation that made it.
+  """
+
+  degree: Degree = FREE
+  constant: Number | None = None
+  place: Place = dataclasses.field(default=(), compare=False)
+
+
 _names = operation_table.names
 
 # Operations of the degree of their first input; the others are positions, or
@@ -79,19 +97,24 @@ _KEEPS = _names("""
 """)
 # Operations whose inputs must have one degree, with what happens to them.
 _JOINS = {
-  **dict.fromkeys(_names("add add_any scatter-add scatter_add"), "are added"),
-  "sub": "are subtracted",
-  **dict.fromkeys(_names("max min clamp atan2"), "are compared"),
-  **dict.fromkeys(operation_table.COMPARISONS, "are compared"),
-  "select_n": "are chosen between",
-  **dict.fromkeys(
-    _names(
-      "complex concatenate dynamic_update_slice pad scatter scatter-max "
-      "scatter-min stack"
-    ),
-    "become one array",
-  ),
-  "rem": "are divided with a remainder",
+  name: reason
+  for reason, text in {
+    "are added": "add add_any scatter-add scatter_add",
+    "are subtracted": "sub",
+    "are compared": "max min clamp atan2 eq eq_to ge gt le le_to lt lt_to ne",
+    "become one array": """
+      complex concatenate dynamic_update_slice pad scatter scatter-max
+      scatter-min stack
+    """,
+    "are divided with a remainder": "rem",
+  }.items()
+  for name in text.split()
+}
+# Which inputs are positions.
+_POSITIONS = {
+  **dict.fromkeys(_names("dynamic_slice gather"), slice(1, None)),
+  **dict.fromkeys((x for x in _JOINS if x.startswith("scatter")), slice(1, 2)),
+  "dynamic_update_slice": slice(2, None),
 }
 # Values that are only packed into one array may be unpacked again.
 _PACKS = _names("complex concatenate dynamic_update_slice scatter stack")
@@ -99,23 +122,28 @@ _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)
 _POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+_POWERS["cholesky"] = 0.5
 # Results that do not depend on S, since S is positive.
 _ORDERS = _names("argmax argmin is_finite sign")
+# Operations that may give 0, inf or NaN only because they are given them.
+_PASS_ANY = (
+  _KEEPS
+  | _PRODUCTS
+  | {"div", "integer_pow", *_POWERS}
+  | (_JOINS.keys() - _POSITIONS.keys())
+)
 # Operations that may undo each other, so that the result need not depend on S.
 _UNSURE = _names("bitcast_convert_type log log1p log2 nextafter")
 
 # A number that guards a division, and is lost beside almost any other.
 _EPSILON = 1e-6
 # An FP8 layer clips to these before it casts, which is part of the cast.
-_FLOAT8 = frozenset(
+_FLOAT8 = [
   float(jnp.finfo(x).max)
-  for x in (
-    jnp.float8_e4m3fn,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fnuz,
-    jnp.float8_e5m2fnuz,
-  )
-)
+  for x in _names("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz")
+]
+# The signs of an operation's operands that may be such limits.
+_LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
 
 
 def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
@@ -123,48 +151,67 @@ def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
   return typing.cast(jax.core.ShapedArray, x.aval)
 
 
-def is_cast(name: str, numbers: Sequence[Number | None]) -> bool:
+def is_cast(name: str, operands: Sequence[Operand]) -> bool:
   """Returns whether bounds are the limits of a float8, as before a cast."""
-  bounds = {"max": (-1, None), "min": (1, None), "clamp": (-1, 1)}.get(name)
-  given = numbers[::2] if name == "clamp" else numbers
-  if bounds is None:
-    return False
-  if name == "clamp":
-    return all(
-      x is not None and x * sign in _FLOAT8
-      for x, sign in zip(given, (-1, 1), strict=True)
-    )
-  return any(x is not None and x * bounds[0] in _FLOAT8 for x in given)
+  found = [
+    x.constant is not None and x.constant * sign in _FLOAT8
+    for x, sign in zip(operands, _LIMITS.get(name, ()), strict=False)
+    if sign
+  ]
+  return all(found) if name == "clamp" else any(found)
 
 
 def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
   """Returns the degree of a product, or of a quotient if `sign` is -1."""
-  if isinstance(a, Unknown) or isinstance(b, Unknown):
+  if not (isinstance(a, tuple) and isinstance(b, tuple)):
     return unknown([a, b]) or ANY
-  if isinstance(a, str) or isinstance(b, str):
-    return ANY
   powers = dict(a)
   for unit, exponent in b:
     powers[unit] = powers.get(unit, fractions.Fraction(0)) + sign * exponent
-  return tuple(sorted(((u, p) for u, p in powers.items() if p), key=repr))
+  kept = ((unit, p) for unit, p in powers.items() if p)
+  return tuple(sorted(kept, key=lambda x: (x[0][0].words, hash(x))))
 
 
 def power(degree: Degree, exponent: float) -> Degree:
   """Returns the degree of a power."""
-  if isinstance(degree, (str, Unknown)):
+  if not (degree and exponent):
+    return FREE
+  if not isinstance(degree, tuple):
     return degree
-  factor = fractions.Fraction(1)
   if math.isfinite(exponent):
     factor = fractions.Fraction(exponent).limit_denominator(64)
-  if not math.isclose(factor, exponent, rel_tol=1e-7):
-    return Unknown("a power of S has an odd exponent", False)
-  return tuple((unit, p * factor) for unit, p in degree if factor)
+    if math.isclose(factor, exponent, rel_tol=1e-7):
+      return tuple((unit, p * factor) for unit, p in degree)
+  return Unknown("a power of S has an odd exponent", False)
 
 
-def unknown(degrees: Sequence[Degree]) -> Unknown | None:
+def of(unit: Unit) -> Powers:
+  """Returns the degree of an S itself."""
+  return ((unit, fractions.Fraction(1)),)
+
+
+def unknown(degrees: Iterable[Degree]) -> Unknown | None:
   """Returns an unknown degree among others, a sure one if there is one."""
   found = [x for x in degrees if isinstance(x, Unknown)]
   return next((x for x in found if x.is_sure), found[0] if found else None)
+
+
+def joined(
+  values: Sequence[Operand], reason: str, place: Place, *, is_sure: bool = True
+) -> Degree:
+  """Returns the degree that all values have, if it is one."""
+  degrees = {x.degree: None for x in values if x.degree != ANY}
+  if len(degrees) > 1:
+    return unknown(degrees) or mismatch(values, reason, place, is_sure=is_sure)
+  return next(iter(degrees), ANY)
+
+
+def mismatch(
+  values: Sequence[Operand], reason: str, place: Place, *, is_sure: bool = True
+) -> Unknown:
+  """Returns the degree of what is made of values that grow in other ways."""
+  grows = {in_words(x.degree): x.place for x in values if x.degree != ANY}
+  return Unknown(reason, is_sure, place, tuple(grows.items()))
 
 
 def is_free(degree: Degree) -> bool:
@@ -186,15 +233,15 @@ def renamed(
   degree: Degree, rename: Callable[[Unit], Unit | None]
 ) -> Degree | None:
   """Returns a degree with other units, or None if a unit has no other."""
-  if isinstance(degree, (str, Unknown)):
+  if not isinstance(degree, tuple):
     return degree
-  powers: dict[Unit, fractions.Fraction] = {}
+  found: Degree = FREE
   for unit, exponent in degree:
     other = rename(unit)
     if other is None:
       return None
-    powers[other] = powers.get(other, fractions.Fraction(0)) + exponent
-  return tuple(sorted(((u, p) for u, p in powers.items() if p), key=repr))
+    found = times(found, ((other, exponent),))
+  return found
 
 
 def without_axes(degree: Degree) -> Degree:
@@ -203,73 +250,59 @@ def without_axes(degree: Degree) -> Degree:
 
 
 def result(
-  equation: core.JaxprEqn,
-  degrees: Sequence[Degree],
-  numbers: Sequence[Number | None],
-  place: tuple[core.JaxprEqn, ...],
-  sources: Sequence[tuple[core.JaxprEqn, ...]],
+  equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
 ) -> Degree:
-  """Returns the degree of an operation's results.
-
-  `numbers` holds what is known of its inputs, and `sources` their operations.
-  """
+  """Returns the degree of an operation's results."""
   name = equation.primitive.name
-  if (found := unknown(degrees)) is not None:
+  if (found := unknown(x.degree for x in operands)) is not None:
     # The order of numbers of several degrees need not depend on S.
     is_order = name in ("argmax", "argmin")
     return dataclasses.replace(found, is_sure=False) if is_order else found
-  if all(map(is_free, degrees)):
-    return _of_free(equation, degrees, numbers)
-  mapped = [moved(equation, i, x) for i, x in enumerate(degrees)]
-  if None in mapped:
-    reason = f"`{name}` mixes members that have an S of their own"
-    return Unknown(reason, False, place)
+  are_free = all(is_free(x.degree) for x in operands)
+  if are_free and (name not in _PASS_ANY or fills(equation)):
+    return FREE
+  parts: list[Operand] = []
+  for i, x in enumerate(operands):
+    degree = moved(equation, i, x.degree)
+    if degree is None:
+      reason = f"`{name}` mixes members that have an S of their own"
+      return Unknown(reason, False, place)
+    parts.append(dataclasses.replace(x, degree=degree))
   if name in _ORDERS:
     return FREE
-  if _fills(equation):
+  if fills(equation):
     return Unknown(f"`{name}` puts other values in", False, place)
-  degrees = [x for x in mapped if x is not None]
-
-  def mismatch(reason: str, is_sure: bool = True) -> Unknown:
-    grows = {
-      in_words(degree): source
-      for degree, source in zip(degrees, sources, strict=True)
-      if degree != ANY
-    }
-    return Unknown(reason, is_sure, place, tuple(grows.items()))
-
+  first, *others = (x.degree for x in parts)
+  indices = _POSITIONS.get(name, slice(0))
+  if not all(is_free(x.degree) for x in parts[indices]):
+    return mismatch(parts, "an index depends on S", place)
+  del parts[indices]
   if name in _KEEPS:
-    positions = degrees[1:] if name in ("gather", "dynamic_slice") else ()
-    if not all(map(is_free, positions)):
-      return mismatch("an index depends on S")
-    return degrees[0]
+    return first
   if name in _JOINS:
-    return _joined(name, equation, degrees, numbers, mismatch)
+    return _joined(name, parts, place)
   if name in _PRODUCTS:
-    return times(degrees[0], degrees[1])
+    return times(first, others[0])
   if name == "div":
-    return times(degrees[0], degrees[1], -1)
+    return times(first, others[0], -1)
   if name == "triangular_solve" and not equation.params["unit_diagonal"]:
-    return times(degrees[1], degrees[0], -1)
-  if name in _POWERS:
-    return power(degrees[0], _POWERS[name])
-  if name == "integer_pow":
-    return power(degrees[0], equation.params["y"])
-  if name == "pow" and numbers[1] is not None:
-    return power(degrees[0], numbers[1])
-  if name == "cholesky":
-    return power(degrees[0], 0.5)
+    return times(others[0], first, -1)
   if name == "reduce_prod":
     before, after = map(aval, (equation.invars[0], equation.outvars[0]))
-    return power(degrees[0], before.size // max(after.size, 1))
-  grown = next(in_words(x) for x in degrees if not is_free(x))
+    return power(first, before.size // max(after.size, 1))
+  exponent = parts[1].constant if name == "pow" else equation.params.get("y")
+  exponent = _POWERS.get(name, exponent)
+  if exponent is not None and name in ("pow", "integer_pow", *_POWERS):
+    return power(first, exponent)
+  grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
   is_known = (
     name in operation_table.ELEMENTWISE | operation_table.CUMULATIVE
   ) and name not in _UNSURE
-  return mismatch(f"`{name}` is given what {grown}", is_known)
+  reason = f"`{name}` is given what {grown}"
+  return mismatch(parts, reason, place, is_sure=is_known)
 
 
-def _fills(equation: core.JaxprEqn) -> bool:
+def fills(equation: core.JaxprEqn) -> bool:
   """Returns whether a gather or scatter puts in numbers of its own."""
   if equation.primitive.name == "gather":
     return equation.params["fill_value"] not in (None, 0)
@@ -277,69 +310,27 @@ def _fills(equation: core.JaxprEqn) -> bool:
   return is_scatter and not operation_table.moves(equation)
 
 
-def _of_free(
-  equation: core.JaxprEqn,
-  degrees: Sequence[Degree],
-  numbers: Sequence[Number | None],
-) -> Degree:
-  """Returns the degree if no input depends on S: whether the result is 0."""
-  name = equation.primitive.name
-  zeros = [x == ANY and not _fills(equation) for x in degrees]
-  if name in _PRODUCTS or name == "div":
-    return ANY if any(zeros) else FREE
-  if name in _POWERS or name in _KEEPS:
-    return ANY if zeros and zeros[0] else FREE
-  if name == "integer_pow":
-    return ANY if zeros[0] and equation.params["y"] else FREE
-  if name == "select_n":
-    return ANY if all(zeros[1:]) else FREE
-  if name in _JOINS and name not in operation_table.COMPARISONS:
-    return ANY if all(zeros) and name != "atan2" else FREE
-  return FREE
-
-
-def _joined(
-  name: str,
-  equation: core.JaxprEqn,
-  degrees: Sequence[Degree],
-  numbers: Sequence[Number | None],
-  mismatch: Callable[..., Unknown],
-) -> Degree:
+def _joined(name: str, parts: Sequence[Operand], place: Place) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
-  parts = list(degrees)
-  if name == "select_n":
-    if not is_free(parts[0]):
-      return mismatch("a choice depends on S")
-    parts = parts[1:]
-  if name == "dynamic_update_slice":
-    positions, parts = parts[2:], parts[:2]
-  elif name.startswith("scatter"):
-    positions, parts = [parts[1]], [parts[0], parts[2]]
-  else:
-    positions = []
-  if not all(map(is_free, positions)):
-    return mismatch("an index depends on S")
-  distinct = {x for x in parts if x != ANY}
-  if len(distinct) > 1:
-    sizes = [abs(x) for x in numbers if isinstance(x, float)]
-    if is_cast(name, numbers):
-      return next(x for x in distinct if x != FREE)
-    least = min((x for x in sizes if x), default=math.inf)
-    is_guard = name in ("add", "max") and least <= _EPSILON
-    return mismatch(_JOINS[name], not (is_guard or name in _PACKS))
+  numbers = [abs(x.constant) for x in parts if isinstance(x.constant, float)]
+  if is_cast(name, parts):
+    parts = [x for x in parts if not is_free(x.degree)] or parts
+  least = min((x for x in numbers if x), default=math.inf)
+  is_guard = name in ("add", "max") and least <= _EPSILON
+  is_sure = not (is_guard or name in _PACKS)
+  degree = joined(parts, _JOINS[name], place, is_sure=is_sure)
   is_test = name in operation_table.COMPARISONS or name == "atan2"
-  return FREE if is_test else next(iter(distinct), ANY)
+  return FREE if is_test and not isinstance(degree, Unknown) else degree
 
 
 def moved(equation: core.JaxprEqn, index: int, degree: Degree) -> Degree | None:
   """Returns an input's degree in terms of the output's axes; None if mixed."""
-  if isinstance(degree, (str, Unknown)) or all(not x[1] for x, _ in degree):
-    return degree
-  axes = _output_axes(equation, index)
 
   def rename(unit: Unit) -> Unit | None:
-    moved = tuple(axes[x] for x in unit[1] if x in axes)
-    return (unit[0], moved) if len(moved) == len(unit[1]) else None
+    symbol, axes = unit
+    places = _output_axes(equation, index) if axes else {}
+    is_whole = places.keys() >= {*axes}
+    return (symbol, tuple(places[x] for x in axes)) if is_whole else None
 
   return renamed(degree, rename)
 
@@ -360,25 +351,20 @@ def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
     found = {i: (math.prod(before[:i]), before[i]) for i in kept}
     return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
   if name == "dot_general":
-    contracted, batch = params["dimension_numbers"]
-    free = [
-      [x for x in range(aval(v).ndim) if x not in (*contracted[i], *batch[i])]
-      for i, v in enumerate(equation.invars)
-    ]
-    start = len(batch[0]) + (len(free[0]) if index else 0)
-    batched = {x: i for i, x in enumerate(batch[index])}
-    return batched | {x: start + i for i, x in enumerate(free[index])}
+    contracted, batch = (x[index] for x in params["dimension_numbers"])
+    free = [x for x in kept if x not in (*contracted, *batch)]
+    start = len(after) - len(free) if index else len(batch)
+    batched = {x: i for i, x in enumerate(batch)}
+    return batched | {x: start + i for i, x in enumerate(free)}
   if "axes" in params and name.startswith(("reduce_", "arg")):
     rest = [x for x in kept if x not in params["axes"]]
     return {x: i for i, x in enumerate(rest)}
-  dropped = params.get("axis", params.get("dimension"))
-  if name in operation_table.DEVICE_SUMS | _names("pmax pmin pvary"):
-    return {x: x for x in kept}
   if name == "pad":
     padding = params["padding_config"]
     return {x: x for x in kept if not index and not any(padding[x])}
   if name in ("gather", "scatter", "scatter-add"):
     return _indexed_axes(equation, index)
+  dropped = params.get("axis", params.get("dimension"))
   # Along an axis that changes its length, members are left out or repeated.
   if len(before) == len(after) and name in _SAME_AXES:
     return {x: x for x in kept if before[x] == after[x] and x != dropped}
@@ -414,9 +400,14 @@ def _indexed_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   return {axis: x for x, axis in pairs} if index == 2 else {}
 
 
-_SAME_AXES = operation_table.ELEMENTWISE | _names("""
-  clamp concatenate copy cumlogsumexp cummax cummin cumprod cumsum
-  dynamic_slice dynamic_update_slice eq ge gt is_finite le lt max min name ne
-  neg optimization_barrier pad select_n sign slice sort split stop_gradient
-  conj real imag and or not sharding_constraint device_put
-""")
+_SAME_AXES = (
+  operation_table.ELEMENTWISE
+  | operation_table.COMPARISONS
+  | operation_table.CUMULATIVE
+  | operation_table.DEVICE_SUMS
+  | _names("""
+    and clamp concatenate conj cummax cummin dynamic_slice dynamic_update_slice
+    imag is_finite max min neg not or pmax pmin real select_n sign slice sort
+    split
+  """)
+)

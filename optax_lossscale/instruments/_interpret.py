@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import fractions
-import itertools
 import math
 import operator
 from typing import Any
@@ -33,8 +31,10 @@ from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments._degrees import ANY
+from optax_lossscale.instruments._degrees import aval
 from optax_lossscale.instruments._degrees import FREE
 from optax_lossscale.instruments._degrees import Place
+from optax_lossscale.instruments._degrees import Symbol
 from optax_lossscale.instruments._degrees import Unknown
 
 # Arrays with more elements are not looked at.
@@ -50,20 +50,17 @@ _COPIES = _names("""
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
 _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
-  "add": operator.add,
-  "eq": operator.eq,
-  "ge": operator.ge,
-  "gt": operator.gt,
-  "le": operator.le,
-  "lt": operator.lt,
-  "max": max,
-  "min": min,
-  "mul": operator.mul,
-  "ne": operator.ne,
-  "neg": operator.neg,
-  "sub": operator.sub,
+  **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
+  **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
 }
+# What changes nothing as the second input, or as one of the two.
+_NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
+_NEUTRAL |= {"and": True, "or": False}
+# What decides the result as either input, unless the other may be NaN.
+_ABSORBING = {"mul": 0, "and": False, "or": True}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
+# Operations of several results, with the one that grows as their input does.
+_GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
 _LOGIC = _names("and not or reduce_and reduce_or")
@@ -72,37 +69,30 @@ _LARGEST = _names("cummax max reduce_max")
 _ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
-# A value that stands in for 0 may go through these before it divides.
-_KEEPS_STAND_IN = (
-  _RESHAPES
-  | _COPIES
-  | _names("convert_element_type integer_pow neg sqrt square rsqrt")
-)
 
 
-class Mark(NamedTuple):
-  """A place where inf may be told from other values, or left out.
+@dataclasses.dataclass(frozen=True)
+class Fact:
+  """What is true of a value, and of all that is computed from it.
 
-  Attributes:
-    is_sure: whether that is certain.
-    place: the operation.
-    kind: "taken", "dropped" by `accumulate`, or "order" for a comparison of
-      sizes.
-    finite: the truth of a test that says that values are finite, if one does.
-    of: the key of the value that is tested.
+  The kinds, each with its detail:
+    scale: it was computed from the S of this state.
+    reads: it was computed from this argument, or from the data.
+    varies: devices may disagree on it along this axis of a mesh.
+    mixed: scaled values were put together in it over this axis.
+    tested: it was decided by which scaled values are finite.
+    taken: inf and NaN may have been taken out of it.
+    dropped: micro-batches with inf and NaN were taken out of it.
+  The detail of the last three says whether that is certain. What was tested has
+  `of`, the key of the value, unless only sizes were compared, and `finite`, the
+  truth that says that it is finite, if one does.
   """
 
-  is_sure: bool
-  place: Place = ()
-  kind: str = "taken"
-  finite: bool | None = None
-  of: int | None = None
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Mark) and self.is_sure == other.is_sure
-
-  def __hash__(self) -> int:
-    return hash(self.is_sure)
+  kind: str
+  detail: Hashable = True
+  place: Place = dataclasses.field(default=(), compare=False)
+  finite: bool | None = dataclasses.field(default=None, compare=False)
+  of: object = dataclasses.field(default=None, compare=False)
 
 
 class Identity(NamedTuple):
@@ -132,52 +122,71 @@ class Scale(NamedTuple):
 
   path: str
   stage: str
-  moves: frozenset[Hashable] = frozenset()
+  moves: frozenset[Place] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-  """What is known of a value.
+class Value(_degrees.Operand):
+  """What is known of a value, beside its degree.
 
   Attributes:
-    degree: how it grows with S.
     identity: the argument that it is, bit for bit.
-    constant: the number that all its elements are.
     scale: the state whose S it is.
-    scales: the states whose S it was computed from.
-    reads: those of some arguments that it was computed from.
-    varies: the axes of a mesh along which devices may disagree on it.
-    mixed: those over whose devices scaled values were put together in it.
-    is_pure: whether it was computed from S and numbers alone.
-    tested: where it was decided by which scaled values are finite.
-    taken: where inf and NaN may have been taken out of it.
-    zero_of: the key of the value that it compares with 0.
-    stands_in: the key of the value for which a number stands in where it is 0.
-    key: a number that copies of the value share.
-    place: the operation that made it.
+    facts: what its results inherit.
+    zero_of: the operation that made the value that it compares with 0.
     grown: the operation that gave it its degree, if its inputs had others.
+    key: an object that only copies of the value share.
   """
 
-  degree: _degrees.Degree = FREE
   identity: Identity | None = None
-  constant: _degrees.Number | None = None
   scale: Scale | None = None
-  scales: frozenset[str] = frozenset()
-  reads: frozenset[str] = frozenset()
-  varies: frozenset[str] = frozenset()
-  mixed: frozenset[str] = frozenset()
-  is_pure: bool = False
-  tested: Mark | None = None
-  taken: Mark | None = None
-  zero_of: int | None = None
-  stands_in: int | None = None
-  key: int = dataclasses.field(default=-1, compare=False)
-  place: Place = dataclasses.field(default=(), compare=False)
+  facts: frozenset[Fact] = frozenset()
+  zero_of: Place | None = dataclasses.field(default=None, compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
+  key: object = dataclasses.field(default_factory=object, compare=False)
 
   def but(self, **changes: Any) -> "Value":
     """Returns the value with changes."""
     return dataclasses.replace(self, **changes)
+
+  def all_of(self, kind: str) -> set[Hashable]:
+    """Returns the details of the facts of a kind."""
+    return {x.detail for x in self.facts if x.kind == kind}
+
+  def mark(self, *kinds: str) -> Fact | None:
+    """Returns the fact of a kind, a certain one if there is one."""
+    found = [x for x in self.facts if x.kind in kinds]
+    return max(found, key=lambda x: bool(x.detail), default=None)
+
+  def marked(self, *facts: Fact | None) -> "Value":
+    """Returns the value with more facts."""
+    return self.but(facts=frozenset(filter(None, facts)) | self.facts)
+
+  def without(self, *kinds: str) -> "Value":
+    """Returns the value without the facts of some kinds."""
+    return self.but(
+      facts=frozenset(x for x in self.facts if x.kind not in kinds)
+    )
+
+  @property
+  def lost(self) -> Fact | None:
+    """What it may have lost of inf and NaN, for certain if there is such."""
+    return self.mark("taken", "dropped")
+
+  @property
+  def is_scaled(self) -> bool:
+    """Whether it was computed from S."""
+    return bool(self.all_of("scale"))
+
+  @property
+  def is_pure(self) -> bool:
+    """Whether it was computed from S and numbers alone."""
+    return not self.all_of("reads")
+
+
+Values = Sequence[Value]
+# What an argument that is no S says of results.
+DATA = Fact("reads", "data")
 
 
 class Event(NamedTuple):
@@ -185,7 +194,7 @@ class Event(NamedTuple):
 
   kind: str
   call: named_calls.NamedCall
-  values: Sequence[Value]
+  values: Values
   place: Place
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
@@ -207,63 +216,20 @@ class Interpreter:
   ) -> None:
     self._named = named
     self._overflowing = overflowing
-    self._symbols: dict[Hashable, _degrees.Symbol] = {}
-    self._keys = itertools.count()
     self._around: Place = ()
     # By number and place, since a loop's body is interpreted several times.
-    self.events: dict[Hashable, Event] = {}
+    self.events: dict[tuple[int, Place], Event] = {}
 
-  def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+  def run(self, jaxpr: core.Jaxpr, inputs: Values) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
-    consts = [self.number(x) for x in jaxpr.consts]
+    consts = [_number(x) for x in jaxpr.consts]
     return interpreter.evaluate(
-      jaxpr, inputs, self._equation, consts, lambda x: self.number(x.val)
-    )
-
-  def symbol(self, words: str, key: Hashable) -> _degrees.Symbol:
-    """Returns the symbol of an S; the same one for the same key."""
-    number = len(self._symbols)
-    return self._symbols.setdefault(key, _degrees.Symbol(words, number))
-
-  def argument(self, index: int, rank: int, state: str, words: str) -> Value:
-    """Returns an argument that is the S of a state."""
-    unit = self.symbol(words, ("in", index)), tuple(range(rank))
-    return Value(
-      ((unit, fractions.Fraction(1)),),
-      identity=Identity(index),
-      scale=Scale(state, "old"),
-      scales=frozenset([state]),
-      is_pure=True,
-      key=next(self._keys),
-    )
-
-  def number(self, x: jax.typing.ArrayLike) -> Value:
-    """Returns what is known of an array of the program."""
-    is_small = math.prod(np.shape(x)) <= _MOST_ELEMENTS
-    dtype = jnp.result_type(x)
-    is_shape = isinstance(x, jax.ShapeDtypeStruct)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-    if not is_small or is_shape or is_key:
-      return Value(key=next(self._keys))
-    array = np.asarray(x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    if is_float:
-      array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
-    is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
-    is_real = array.size > 0 and array.dtype.kind != "c"
-    is_one = is_real and bool(np.all(array == array.flat[0]))
-    return Value(
-      ANY if is_any else FREE,
-      constant=array.flat[0].item() if is_one else None,
-      is_pure=True,
-      key=next(self._keys),
+      jaxpr, inputs, self._equation, consts, lambda x: _number(x.val)
     )
 
   # ---- Equations.
 
-  def _equation(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     number = named_calls.number_of(equation)
     if number is not None:
       outputs = self._named_call(number, equation, inputs)
@@ -273,435 +239,82 @@ class Interpreter:
     if form is None:
       return self._operation(equation, inputs)
     around, self._around = self._around, (*self._around, equation)
-    try:
-      by_form: dict[calls.Form, Callable[..., Sequence[Value]]] = {
-        calls.Form.COND: self._cond,
-        calls.Form.SCAN: self._scan,
-        calls.Form.WHILE: self._while,
-        calls.Form.SHARD_MAP: self._shard_map,
-        calls.Form.SOLVE: self._solve,
-      }
-      return by_form.get(form, self._call)(equation, inputs)
-    finally:
-      self._around = around
+    rule = getattr(self, f"_{form.name.lower()}", self._call)
+    results: Values = rule(equation, inputs)
+    self._around = around
+    return results
 
-  def _operation(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _operation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     """Returns the outputs of an operation that holds no jaxpr."""
-    name = equation.primitive.name
+    name, count = equation.primitive.name, len(equation.outvars)
     if name in _COPIES:
       return inputs
     place = (*self._around, equation)
-    made = self._made(inputs, place)
-    if made.taken is None and _loses(equation, inputs):
-      made = made.but(taken=Mark(False, place))
+    made = _made(inputs, place)
+    if _loses(equation, inputs) and not made.lost:
+      made = made.marked(Fact("taken", False, place))
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
       # A reference may hold anything by now.
-      degree = Unknown("it is read from a reference", False, place)
-      return [made.but(degree=degree) for _ in equation.outvars]
+      unknown = Unknown("it is read from a reference", False, place)
+      return [made.but(degree=unknown)] * count
     axes = _mesh_axes(equation)
     if axes and any(unit[1] for x in inputs for unit in _units(x)):
       reason = "devices mix members that have an S of their own"
-      made = made.but(degree=Unknown(reason, False, place))
-      return [made for _ in equation.outvars]
+      return [made.but(degree=Unknown(reason, False, place))] * count
     if name == "axis_index":
-      return [made.but(is_pure=False, varies=axes)]
-    if not (inputs and equation.outvars):
-      return [made for _ in equation.outvars]
-    if axes:
+      return [made.marked(DATA, *(Fact("varies", x) for x in axes))]
+    if not (inputs and count):
+      return [made] * count
+    if axes and name not in _EXCHANGES:
       # What was put together from all devices is the same on all.
-      varies = made.varies if name in _EXCHANGES else made.varies - axes
-      mixed = made.mixed | (axes if made.scales else frozenset())
-      made = made.but(varies=varies, mixed=mixed)
-    known = self._known(equation, inputs)
+      agreed = {Fact("varies", x) for x in axes}
+      made = made.but(facts=made.facts - agreed)
+    if made.is_scaled:
+      made = made.marked(*(Fact("mixed", x) for x in axes))
+    known = _known(equation, inputs)
     if known is not None:
-      is_number = known.constant is not None
-      return [known.but(varies=made.varies) if is_number else known]
+      if known.constant is None:
+        return [known]
+      varies = (Fact("varies", x) for x in made.all_of("varies"))
+      return [known.without("varies").marked(*varies)]
     if name == "select_n":
-      return [self._select(equation, inputs, made)]
+      return [_select(equation, inputs, place)]
     if name == "convert_element_type":
-      return [self._convert(equation, inputs[0], made)]
-    if name in ("slice", "gather", "dynamic_slice") and inputs[0].scale:
-      return [self._part(equation, inputs[0], made)]
-    degrees = self._result_degrees(equation, inputs, place)
-    outputs = [
-      made.but(
-        degree=degree,
-        key=next(self._keys),
-        grown=_grown(degree, inputs, place),
-      )
-      for degree, _ in zip(degrees, equation.outvars, strict=True)
-    ]
-    if len(outputs) == 1:
-      outputs = [self._marked(equation, inputs, outputs[0])]
-    return outputs
-
-  def _made(self, inputs: Sequence[Value], place: Place) -> Value:
-    """Returns what the inputs alone say of a result."""
-    return Value(
-      scales=frozenset().union(*(x.scales for x in inputs)),
-      reads=frozenset().union(*(x.reads for x in inputs)),
-      varies=frozenset().union(*(x.varies for x in inputs)),
-      mixed=frozenset().union(*(x.mixed for x in inputs)),
-      is_pure=all(x.is_pure for x in inputs),
-      tested=_worst(x.tested for x in inputs),
-      taken=_worst(x.taken for x in inputs),
-      key=next(self._keys),
-      place=place,
-    )
-
-  def _result_degrees(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
-  ) -> Sequence[_degrees.Degree]:
-    name, count = equation.primitive.name, len(equation.outvars)
-    degrees = [x.degree for x in inputs]
-    is_mixed = count > 1 and any(
-      _degrees.moved(equation, i, x) is None for i, x in enumerate(degrees)
-    )
-    if is_mixed:
-      reason = f"`{name}` mixes members that have an S of their own"
-      return [Unknown(reason, False, place)] * count
-    if count > 1 and _degrees.unknown(degrees) is None:
-      if name == "sort":
-        return degrees
-      if name in ("top_k", "approx_top_k", "svd", "qr"):
-        grown = 1 if name == "qr" else 0
-        return [degrees[0] if i == grown else FREE for i in range(count)]
-      if name == "eigh":
-        ranks = [_degrees.aval(x).ndim for x in equation.outvars]
-        return [degrees[0] if x < max(ranks) else FREE for x in ranks]
-    numbers = [x.constant for x in inputs]
-    sources = [x.place for x in inputs]
-    found = _degrees.result(equation, degrees, numbers, place, sources)
-    return [found] * count
-
-  def _known(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Value | None:
-    """Returns a result that is an input or a number, or else None."""
-    name = equation.primitive.name
-    dtype = _degrees.aval(equation.outvars[0]).dtype
-    constants = [x.constant for x in inputs]
-    if name == "select_n" and constants[0] is not None:
-      return inputs[1 + int(constants[0])]
-    if name in ("and", "or") and dtype.kind == "b":
-      for constant, other in zip(constants, inputs[::-1], strict=True):
-        if constant is not None:
-          decides = bool(constant) is (name == "or")
-          return self.number(name == "or") if decides else other
-    if name == "not" and dtype.kind == "b" and constants[0] is not None:
-      return self.number(not constants[0])
-    is_empty = 0 in _degrees.aval(equation.invars[0]).shape
-    if name in _EXTREMES and constants[0] is not None and not is_empty:
-      return inputs[0].but(identity=None)
-    folded = self._folded(equation, constants)
-    if folded is not None:
-      return folded
-    if name in ("add", "add_any", "sub") and _is_zero(constants[1]):
-      return inputs[0]
-    if name in ("add", "add_any") and _is_zero(constants[0]):
-      return inputs[1]
-    if name in ("mul", "div") and _is_one(constants[1]):
-      return inputs[0]
-    if name == "mul" and _is_one(constants[0]):
-      return inputs[1]
-    is_float = leaves.is_gradient(equation.invars[0].aval)
-    if name in operation_table.COMPARISONS & _FOLDED.keys() and not is_float:
-      apart = _apart(*inputs)
-      return None if apart is None else self.number(_FOLDED[name](apart, 0))
-    return None
-
-  def _folded(
-    self, equation: core.JaxprEqn, constants: Sequence[_degrees.Number | None]
-  ) -> Value | None:
-    """Returns the number that an operation on numbers gives."""
-    name, aval = equation.primitive.name, _degrees.aval(equation.outvars[0])
-    is_whole = all(not leaves.is_gradient(x.aval) for x in equation.invars)
-    if name == "mul" and is_whole and 0 in map(_number, constants):
-      return self.number(np.zeros((), aval.dtype))
-    if any(x is None for x in constants):
-      return None
-    if name == "reduce_sum" and is_whole:
-      before = _degrees.aval(equation.invars[0]).size
-      count = before // max(math.prod(aval.shape), 1)
-      return self.number(np.asarray(constants[0] * count).astype(aval.dtype))
-    if name not in _FOLDED:
-      return None
-    with np.errstate(all="ignore"):
-      result = np.asarray(_FOLDED[name](*constants)).astype(aval.dtype)
-    return self.number(result)
-
-  def _marked(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
-  ) -> Value:
-    """Returns the result with its identity and its marks."""
-    name, first, place = equation.primitive.name, inputs[0], made.place
-    if name in _RESHAPES:
-      before, after = map(
-        _degrees.aval, (equation.invars[0], equation.outvars[0])
-      )
-      identity = None
-      if before.size == after.size:
-        identity = _reshaped(first.identity, before.shape, after.shape)
-      return first.but(degree=made.degree, identity=identity, place=place)
-    if name in ("random_wrap", "random_unwrap"):
-      is_key = name == "random_wrap"
-      change = _undone if is_key else _formed
-      return made.but(identity=change(first.identity, "data"))
-    if name in ("slice", "transpose"):
-      before, after = map(
-        _degrees.aval, (equation.invars[0], equation.outvars[0])
-      )
-      order = equation.params.get("permutation", range(before.ndim))
-      if before.shape == after.shape and [*order] == [*range(before.ndim)]:
-        return first
-    if name in ("add", "add_any", "sub"):
-      made = made.but(identity=_added(equation, inputs))
-    if name in _LOGIC:
-      made = made.but(tested=_logic(name, made.tested, inputs))
-    is_test = name == "is_finite" or name in operation_table.COMPARISONS
-    if is_test:
-      made = made.but(
-        taken=None,
-        tested=made.tested or _tested(equation, inputs, place),
-        zero_of=_zero_of(name, inputs),
-      )
-    if name in ("max", "min", "clamp"):
-      made = made.but(
-        identity=_projected(inputs),
-        taken=made.taken or _bounded(name, inputs, place),
-      )
-    if name == "mul" and all(x.identity for x in inputs):
-      made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
-    if name in ("mul", "div", "dot_general", "conv_general_dilated"):
-      # What is not finite stays so if it is multiplied by anything.
-      parts = inputs[:1] if name == "div" else inputs
-      scaled = [x.taken for x in parts if x.scales and not x.is_pure]
-      kept = any(x is None for x in scaled)
-      made = made.but(taken=None if kept else made.taken)
-    stands_in = [x.stands_in for x in inputs if x.stands_in is not None]
-    if stands_in:
-      made = self._standing_in(equation, inputs, made, stands_in[0])
-    return made
-
-  def _standing_in(
-    self,
-    equation: core.JaxprEqn,
-    inputs: Sequence[Value],
-    made: Value,
-    stands_in: int,
-  ) -> Value:
-    """Returns a result of a value in which a number stands in for 0."""
-    name = equation.primitive.name
-    if name in _KEEPS_STAND_IN:
-      return made.but(stands_in=stands_in)
-    if name in ("mul", "div"):
-      # 0 / 0 and 0 * 1 / 0 are meant to be 0, whatever stands in.
-      others = [x for x in inputs if x.stands_in is None]
-      is_zero = any(not _degrees.is_free(x.degree) for x in others)
-      return made.but(stands_in=None if is_zero else stands_in)
-    if isinstance(made.degree, Unknown):
-      return made
-    reason = "a number stands in for a value that grows with S, where it is 0"
-    return made.but(degree=Unknown(reason, False, made.place))
-
-  def _select(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value], made: Value
-  ) -> Value:
-    condition, *choices = inputs
-    place = made.place
-    if isinstance(condition.degree, Unknown):
-      return made.but(degree=condition.degree)
-    joined = self._join(choices, place, "are chosen between", made=made)
-    taken = joined.taken
-    mark = _lost(condition.tested, choices)
-    if mark:
-      taken = _worst([mark._replace(place=place), taken])
-    if mark and mark.kind != "order":
-      # The old value may have been chosen, which no run could tell from it.
-      joined = joined.but(
-        identity=joined.identity or _perhaps(choices),
-        scale=_untold(joined.scale, choices),
-      )
-    degrees = self._result_degrees(equation, inputs, place)
-    joined = joined.but(
-      degree=joined.degree if joined.scale else degrees[0],
-      taken=taken,
-      tested=None
-      if leaves.is_gradient(equation.outvars[0].aval)
-      else made.tested,
-      place=place,
-    )
-    return self._guarded(condition, choices, joined)
-
-  def _guarded(
-    self, condition: Value, choices: Sequence[Value], joined: Value
-  ) -> Value:
-    """Returns a choice of another number where a value is 0."""
-    zero = condition.zero_of
-    scaled = [x for x in choices if not _degrees.is_free(x.degree)]
-    free = [x for x in choices if _degrees.is_free(x.degree)]
-    if zero is None or len(scaled) != 1 or not free:
-      stands_in = [x.stands_in for x in choices if x.stands_in is not None]
-      return joined.but(stands_in=stands_in[0]) if stands_in else joined
-    (value,) = scaled
-    if zero not in (value.key, value.stands_in):
-      return joined
-    is_any = all(x.degree == ANY for x in free)
-    return joined.but(degree=value.degree, stands_in=None if is_any else zero)
-
-  def _convert(
-    self, equation: core.JaxprEqn, value: Value, made: Value
-  ) -> Value:
-    before, after = (
-      _degrees.aval(x[0]).dtype for x in (equation.invars, equation.outvars)
-    )
-    if before == after:
-      return value
-    if value.constant is not None:
-      with np.errstate(all="ignore"):
-        number = np.asarray(value.constant).astype(after)
-        is_kept = after.kind in "fb" or np.all(number == value.constant)
-      if not is_kept and not jnp.issubdtype(after, jnp.inexact):
-        return made.but(identity=_cast(value.identity, before, after))
-      # A number that depends on S is one that was known only to be 0 or 1.
-      return self.number(number).but(
-        identity=_cast(value.identity, before, after)
-      )
-    is_float = jnp.issubdtype(after, jnp.inexact)
-    degree = value.degree
-    if not is_float and after.kind == "b":
-      degree = degree if isinstance(degree, Unknown) else FREE
-      return made.but(degree=degree, zero_of=value.key)
-    if not is_float and not (_degrees.is_free(degree)):
-      if not isinstance(degree, Unknown):
-        grows = _degrees.in_words(degree)
-        degree = Unknown(
-          f"what {grows} becomes an integer",
-          True,
-          made.place,
-          ((grows, value.place),),
-        )
-      return made.but(degree=degree)
-    return value.but(
-      degree=FREE if degree == ANY and not is_float else degree,
-      identity=_cast(value.identity, before, after),
-      scale=value.scale if is_float else None,
-      place=made.place,
-    )
-
-  def _part(self, equation: core.JaxprEqn, value: Value, made: Value) -> Value:
-    """Returns a part of an S that differs between members."""
-    before, after = map(
-      _degrees.aval, (equation.invars[0], equation.outvars[0])
-    )
-    name, params = equation.primitive.name, equation.params
-    axes = _units(value)[0][1] if _units(value) else ()
-    starts = params.get("start_indices") or (0,) * before.ndim
-    ends = params.get("limit_indices") or before.shape
-    steps = params.get("strides") or (1,) * before.ndim
-    counts = [
-      -(-(b - a) // c) for a, b, c in zip(starts, ends, steps, strict=True)
-    ]
-    if not axes or (
-      name != "gather" and all(before.shape[x] == after.shape[x] for x in axes)
-    ):
-      is_whole = name != "gather" and before.shape == after.shape
-      return value if is_whole else value.but(identity=None)
-    if name != "slice" or len(_units(value)) != 1:
-      reason = "a part of S is taken that depends on the data"
-      return made.but(degree=Unknown(reason, False, made.place))
-    ((symbol, _),) = _units(value)
-    key = repr((value.degree, starts, ends, steps))
-    words = f"{symbol.words}{[*starts]}".replace(" ", "")
-    unit = self.symbol(words, key), tuple(x for x in axes if counts[x] > 1)
-    degree = _degrees.renamed(value.degree, lambda _: unit)
-    return made.but(degree=degree or value.degree, scale=value.scale)
-
-  def _join(
-    self,
-    values: Sequence[Value],
-    place: Place,
-    reason: str,
-    *,
-    is_branch: bool = False,
-    made: Value | None = None,
-  ) -> Value:
-    """Returns what is known of a value that is one of several."""
-    made = made or self._made(values, place)
-    degrees = list(dict.fromkeys(x.degree for x in values if x.degree != ANY))
-    unknown = _degrees.unknown(degrees)
-    degree: _degrees.Degree = degrees[0] if degrees else ANY
-    scale = _either([x.scale for x in values], is_branch=is_branch)
-    if unknown:
-      degree = unknown
-    elif scale and len(degrees) > 1:
-      # One S or another is an S of its own from here on.
-      assert isinstance(degree, tuple)
-      symbol = self.symbol("an S chosen by a condition", ids(place))
-      axes = degree[0][0][1] if degree else ()
-      degree = (((symbol, axes), fractions.Fraction(1)),)
-    elif len(degrees) > 1:
-      grows = {
-        _degrees.in_words(x.degree): x.place for x in values if x.degree != ANY
-      }
-      degree = Unknown(reason, True, place, tuple(grows.items()))
-    else:
-      scale = scale if all(x.scale for x in values) else None
-
-    def common(field: str) -> Any:
-      found = {getattr(x, field) for x in values}
-      return found.pop() if len(found) == 1 else None
-
-    constant = common("constant")
-    if any(type(x.constant) is not type(constant) for x in values):
-      constant = None
-    return made.but(
-      degree=degree,
-      identity=common("identity"),
-      constant=constant,
-      scale=scale,
-      zero_of=common("zero_of"),
-      stands_in=common("stands_in"),
-      place=next((x.place for x in values if x.place), place),
-      grown=next((x.grown for x in values if x.grown), ()),
-    )
+      return [_convert(equation, inputs[0], made)]
+    is_part = name in ("slice", "gather", "dynamic_slice")
+    if is_part and inputs[0].scale and not _degrees.fills(equation):
+      return [_part(equation, inputs[0], made)]
+    outputs: list[Value] = []
+    for degree in _result_degrees(equation, inputs, place):
+      same = [x for x in inputs if x.degree == degree]
+      grown = (x.grown for x in same if x.grown)
+      last = next(grown, () if same else place)
+      outputs.append(made.but(degree=degree, grown=last, key=object()))
+    return outputs if count > 1 else [_marked(equation, inputs, *outputs)]
 
   # ---- Calls, branches and loops.
 
-  def _call(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _call(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
     return self.run(body.jaxpr, [inputs[i] for i in body.inputs])
 
-  def _solve(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _solve(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     """Returns the solution of equations that are linear."""
-    made = self._made(inputs, self._around)
-    split = sum(equation.params["const_lengths"])
-    degrees = [x.degree for x in inputs]
-    matrix, right = degrees[:split], degrees[split:]
-    degree = _degrees.unknown(degrees)
-    distinct = {x for x in right if x != ANY}
-    if degree is None and any(axes for x in inputs for _, axes in _units(x)):
-      degree = Unknown("a solver mixes members", False, self._around)
-    if degree is None and (
-      not all(map(_degrees.is_free, matrix)) or len(distinct) > 1
-    ):
-      degree = Unknown("a solver's matrix depends on S", False, self._around)
-    found = degree or next(iter(distinct), ANY)
-    return [
-      made.but(degree=found, key=next(self._keys)) for _ in equation.outvars
-    ]
+    split, place = sum(equation.params["const_lengths"]), self._around
+    reason = "a solver's matrix depends on S"
+    degree = _degrees.unknown(x.degree for x in inputs) or _degrees.joined(
+      inputs[split:], reason, place, is_sure=False
+    )
+    are_free = all(_degrees.is_free(x.degree) for x in inputs[:split])
+    if any(axes for x in inputs for _, axes in _units(x)):
+      reason, are_free = "a solver mixes members", False
+    if not are_free and not isinstance(degree, Unknown):
+      degree = Unknown(reason, False, place)
+    return [_made(inputs, place).but(degree=degree) for _ in equation.outvars]
 
-  def _cond(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
-    index = inputs[0]
+  def _cond(self, equation: core.JaxprEqn, inputs: Values) -> Values:
+    index, place = inputs[0], self._around
     bodies = calls.bodies(equation)
     if index.constant is not None:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
@@ -710,70 +323,44 @@ class Interpreter:
       # Where nothing is updated, nothing overflows.
       bodies = updating
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
-    place = self._around
-    outputs = [
-      self._join(x, place, "are chosen between", is_branch=not index.tested)
-      for x in zip(*results, strict=True)
+    if index.constant is not None:
+      return results[0]
+    return [
+      _chosen(index, choices, output, place, is_branch=True)
+      for choices, output in zip(
+        zip(*results, strict=True), equation.outvars, strict=True
+      )
     ]
-    if isinstance(index.degree, Unknown):
-      outputs = [x.but(degree=index.degree) for x in outputs]
-    if index.tested:
-      is_sure = index.tested.is_sure and index.tested.finite is not None
-      mark = index.tested._replace(is_sure=is_sure, place=place)
-      outputs = [
-        x.but(
-          taken=_worst([mark, x.taken]),
-          scale=_untold(x.scale, several),
-          identity=x.identity or _perhaps(several),
-        )
-        for x, several in zip(outputs, zip(*results, strict=True), strict=True)
-      ]
-    return outputs
 
   def _loop(
     self,
-    equation: core.JaxprEqn,
-    start: Sequence[Value],
-    others: Sequence[Value],
-    body: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]],
+    start: Values,
+    others: Values,
+    body: Callable[[Values], tuple[Values, Values]],
     *,
-    members: Collection[_degrees.Symbol] = (),
+    members: Collection[Symbol] = (),
     runs: bool = False,
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
     place = self._around
     outside = {x[0] for v in (*start, *others) for x in _units(v)}
     # The S of each round, by its position, if S moves in the loop.
-    rounds: dict[int, _degrees.Symbol] = {}
-    carry = list(start)
-    outputs: Sequence[Value] = ()
-    given: Sequence[Value] = ()
-    ends: dict[_degrees.Symbol, _degrees.Symbol] = {}
-    following: list[Value] = []
-    settled = True
+    rounds: dict[int, Symbol] = {}
+    carry = following = [*start]
     for _ in range(_MOST_ROUNDS):
       outputs, given = body(carry)
-      moving = [
-        i
+      moving = {
+        i: Symbol("the S of a round", (place, i))
         for i, (old, new) in enumerate(zip(carry, outputs, strict=True))
-        if old.scale
-        and new.scale
-        and i not in rounds
-        and old.degree != new.degree
-        and _units(old)
-        and _units(new)
-      ]
+        if old.scale and new.scale and i not in rounds
+        if old.degree != new.degree and _units(old) and _units(new)
+      }
       if moving:
-        begins = {}
-        for i in moving:
-          rounds[i] = self.symbol("the S of a round", (ids(place), i))
-        for i in rounds:
-          begins[_units(start[i])[0][0]] = rounds[i]
+        rounds |= moving
+        begins = {_units(start[i])[0][0]: x for i, x in rounds.items()}
         carry = [_renamed(x, begins, outside, place) for x in start]
-        carry = [
-          x.but(identity=None) if i in rounds else x
-          for i, x in enumerate(carry)
-        ]
+        for i in rounds:
+          carry[i] = carry[i].but(identity=None)
         continue
       # What has the degree of the next S is right in the next round.
       ends = {
@@ -783,207 +370,433 @@ class Interpreter:
       }
       following = [_renamed(x, ends, outside, place) for x in outputs]
       joined = [
-        self._join([old, new], place, "are carried by a loop", is_branch=True)
-        for old, new in zip(carry, following, strict=True)
+        _join(x, place, "are carried by a loop")
+        for x in zip(carry, following, strict=True)
       ]
       if joined == carry:
         break
       carry = joined
     else:
       reason = "a loop carries values that no rule settles"
-      carry = [x.but(degree=Unknown(reason, False, place)) for x in carry]
-      settled = False
+      degree = Unknown(reason, False, place)
+      carry = following = [x.but(degree=degree) for x in carry]
     after = {
-      symbol: self.symbol("the S after the loop", (ids(place), i, "after"))
+      symbol: Symbol("the S after the loop", (place, i, "after"))
       for i, symbol in rounds.items()
     }
     known = outside - {*rounds.values()}
     # A loop that runs ends with what its body gives.
-    last = following if runs and settled else carry
     finished = [
-      _renamed(x, after, known, place).but(key=next(self._keys)) for x in last
+      _renamed(x, after, known, place).but(key=object())
+      for x in (following if runs else carry)
     ]
     for i in rounds:
-      stage = outputs[i].scale
-      finished[i] = finished[i].but(scale=stage)
+      finished[i] = finished[i].but(scale=outputs[i].scale)
     # What a round gives may be of the members that it is given.
-    known = known.union(members)
+    known |= {*members}
     return finished, [_renamed(x, {}, known, place) for x in given]
 
-  def _scan(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _scan(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
-    carried = calls.carried(equation)
-    place = self._around
-    consts, start = (
-      inputs[: carried.start],
-      inputs[carried.start : carried.stop],
-    )
-    slices = [self._slice_of(x, place) for x in inputs[carried.stop :]]
-    count = len(start)
+    carried, place = calls.carried(equation), self._around
+    consts, count = inputs[: carried.start], len(carried)
 
-    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    def slice_of(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit
+      if 0 in axes:
+        words = f"the {symbol.words} of a round"
+        symbol = Symbol(words, (place, symbol, "member"))
+      return symbol, tuple(x - 1 for x in axes if x != 0)
+
+    slices = [
+      x.but(
+        degree=_degrees.renamed(x.degree, slice_of),
+        identity=_formed(x.identity, "slice", place),
+        key=object(),
+      )
+      for x in inputs[carried.stop :]
+    ]
+
+    def run(carry: Values) -> tuple[Values, Values]:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
       return outputs[:count], outputs[count:]
 
+    start = [inputs[i] for i in carried]
     end, given = self._loop(
-      equation,
       start,
       [*consts, *inputs[carried.stop :]],
       run,
       members={x[0] for v in slices for x in _units(v)},
       runs=equation.params["length"] > 0,
     )
-    return [*end, *(self._stack_of(x, place) for x in given)]
 
-  def _slice_of(self, value: Value, place: Place) -> Value:
-    """Returns what a round of a scan sees of an array."""
+    def stack_of(unit: _degrees.Unit) -> _degrees.Unit:
+      symbol, axes = unit[0], tuple(x + 1 for x in unit[1])
+      match symbol.key:
+        case (around, Symbol() as array, "member") if around == place:
+          return array, (0, *axes)
+      return symbol, axes
 
-    def rename(unit: _degrees.Unit) -> _degrees.Unit:
-      symbol, axes = unit
-      rest = tuple(x - 1 for x in axes if x != 0)
-      if 0 not in axes:
-        return symbol, rest
-      key = ids(place), symbol, "member"
-      return self.symbol(f"the {symbol.words} of a round", key), rest
+    return end + [
+      x.but(
+        degree=_degrees.renamed(x.degree, stack_of),
+        identity=_undone(x.identity, "slice", place),
+        scale=x.scale if x.scale and x.scale.stage == "new" else None,
+        key=object(),
+      )
+      for x in given
+    ]
 
-    return value.but(
-      degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=_formed(value.identity, "slice", ids(place)),
-      key=next(self._keys),
-    )
-
-  def _stack_of(self, value: Value, place: Place) -> Value:
-    """Returns the array of what the rounds of a scan give."""
-    members = {
-      symbol: key[1]
-      for key, symbol in self._symbols.items()
-      if isinstance(key, tuple) and key[0] == ids(place) and key[-1] == "member"
-    }
-
-    def rename(unit: _degrees.Unit) -> _degrees.Unit:
-      symbol, axes = unit
-      rest = tuple(x + 1 for x in axes)
-      if symbol in members:
-        return members[symbol], (0, *rest)
-      return symbol, rest
-
-    return value.but(
-      degree=_degrees.renamed(value.degree, rename) or value.degree,
-      identity=_undone(value.identity, "slice", ids(place)),
-      scale=value.scale if value.scale and value.scale.stage == "new" else None,
-      key=next(self._keys),
-    )
-
-  def _while(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _while(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     test, body = calls.bodies(equation)
     start = calls.carried(equation).start
     consts = inputs[:start]
     goes_on: list[Value] = []
 
-    def run(carry: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    def run(carry: Values) -> tuple[Values, Values]:
       values = [*consts, *carry]
       goes_on[:] = self.run(test.jaxpr, [values[i] for i in test.inputs])
       return self.run(body.jaxpr, [values[i] for i in body.inputs]), ()
 
-    end, _ = self._loop(equation, inputs[start:], consts, run)
+    end, _ = self._loop(inputs[start:], consts, run)
     (condition,) = goes_on
     if isinstance(condition.degree, Unknown):
       return [x.but(degree=condition.degree) for x in end]
-    if condition.tested:
-      mark = Mark(False, self._around)
-      return [x.but(taken=x.taken or mark) for x in end]
+    if condition.mark("tested"):
+      taken = Fact("taken", False, self._around)
+      return [x if x.lost else x.marked(taken) for x in end]
     return end
 
-  def _shard_map(
-    self, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value]:
+  def _shard_map(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     (body,) = calls.bodies(equation)
-    inner = map(_degrees.aval, body.jaxpr.jaxpr.invars)
+    inner = map(aval, body.jaxpr.jaxpr.invars)
     specs = equation.params["in_specs"]
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
-    return [*map(_from_devices, outputs, equation.params["out_specs"])]
+    return [
+      x.but(
+        identity=_undone(x.identity, "local", str(spec)),
+        # An array has the parts of all devices.
+        facts=x.facts
+        - {Fact("varies", name) for name in jax.tree.leaves((*spec,))},
+      )
+      for x, spec in zip(outputs, equation.params["out_specs"], strict=True)
+    ]
 
   # ---- The library's own calls.
 
   def _named_call(
-    self, number: int, equation: core.JaxprEqn, inputs: Sequence[Value]
-  ) -> Sequence[Value] | None:
+    self, number: int, equation: core.JaxprEqn, inputs: Values
+  ) -> Values | None:
     call = self._named[number]
-    positions = list(jax.tree.leaves(call.inputs))
-    if len(positions) != len(inputs):
+    if len(jax.tree.leaves(call.inputs)) != len(inputs):
       return None  # A derivative of the call.
     place = (*self._around, equation)
     event = Event(call.kind, call, inputs, place)
-    self.events[number, ids(place)] = event
+    self.events[number, place] = event
     if call.kind == "dropped":
-      mark = Mark(True, place, "dropped")
-      return [x.but(taken=x.taken or mark) for x in inputs]
+      return [x.marked(Fact("dropped", True, place)) for x in inputs]
     if call.kind == "arguments":
       return inputs
     if call.kind == "skip":
-      return [self.number(False)]
-    if call.kind == "examine":
-      return self._examined(event, len(equation.outvars))
+      return [_number(False)]
     if call.kind == "schedule":
       # The count that it was given before leaves its state as it is.
       steps, old, new = call.inputs
-      count = inputs[steps] if isinstance(steps, int) else Value()
-      given = count.identity
+      given = inputs[steps].identity if isinstance(steps, int) else None
       is_same = given is not None and given == Identity(given.argument)
-      kept = jax.tree.leaves(old if is_same else new)
-      return [inputs[x] for x in kept]
+      return [inputs[x] for x in jax.tree.leaves(old if is_same else new)]
+    made = _made(inputs, place).without("tested", "taken", "dropped")
+    if call.kind == "examine":
+      return _examined(event, made, equation, self._overflowing)
     assert call.kind == "move"
-    return self._moved(event, equation)
+    return _moved(event, made, equation)
 
-  def _examined(self, event: Event, count: int) -> Sequence[Value]:
-    place, (loss_scale, *_) = event.place, event.call.inputs
-    scale = None if loss_scale is None else event.values[loss_scale]
-    path = scale.scale.path if scale and scale.scale else None
-    overflows = bool(self._overflowing) and (
-      path is None or path in self._overflowing
-    )
-    made = self._made(event.values, place).but(tested=None, taken=None)
-    flag = self.number(overflows).but(varies=made.varies, mixed=made.mixed)
-    grows = (
-      scale.degree if scale else Unknown("amax grows with S", False, place)
-    )
-    share = Unknown("the range that is used depends on S", False, place)
-    finding = event.call.outputs
-    outputs = [made.but(degree=share, key=next(self._keys))] * count
-    outputs[finding.overflow] = flag
-    outputs[finding.dropped] = self.number(False).but(varies=made.varies)
-    outputs[finding.amax] = made.but(degree=grows)
-    return outputs
 
-  def _moved(self, event: Event, equation: core.JaxprEqn) -> Sequence[Value]:
-    place, call = event.place, event.call
-    old = call.inputs[0]
-    before = event.values[position_of_scale(old)]
-    new_state, stalled = call.outputs
-    made = self._made(event.values, place).but(tested=None, taken=None)
-    reason = "the rule's state depends on S"
-    outputs = [
-      made.but(degree=Unknown(reason, False, place), key=next(self._keys))
-      for _ in equation.outvars
-    ]
-    outputs[stalled] = made.but(degree=FREE)
-    position = position_of_scale(new_state)
-    axes = tuple(range(_degrees.aval(equation.outvars[position]).ndim))
-    symbol = self.symbol("the next S", (ids(place), "next"))
-    is_one = before.degree == FREE and before.scale is not None
-    outputs[position] = made.but(
-      degree=FREE if is_one else (((symbol, axes), fractions.Fraction(1)),),
-      scale=before.scale
-      and before.scale._replace(
-        stage="new", moves=before.scale.moves | {ids(place)}
-      ),
-      is_pure=True,
+def _made(inputs: Iterable[Value], place: Place) -> Value:
+  """Returns what the inputs alone say of a result."""
+  facts = frozenset[Fact]().union(*(x.facts for x in inputs))
+  return Value(facts=facts, place=place)
+
+
+def _result_degrees(
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Sequence[_degrees.Degree]:
+  """Returns the degree of each result."""
+  name, count = equation.primitive.name, len(equation.outvars)
+  degrees = [x.degree for x in inputs]
+  if count > 1 and _degrees.unknown(degrees) is None:
+    if any(
+      _degrees.moved(equation, i, x) is None for i, x in enumerate(degrees)
+    ):
+      reason = f"`{name}` mixes members that have an S of their own"
+      return [Unknown(reason, False, place)] * count
+    if name == "sort" or name in operation_table.BETWEEN_DEVICES:
+      return degrees
+    if name in _GROWING:
+      grown = _GROWING[name]
+      return [degrees[0] if i == grown else FREE for i in range(count)]
+  return [_degrees.result(equation, inputs, place)] * count
+
+
+def _number(x: jax.typing.ArrayLike) -> Value:
+  """Returns what is known of an array of the program."""
+  dtype = jnp.result_type(x)
+  is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+  is_large = math.prod(np.shape(x)) > _MOST_ELEMENTS
+  if is_large or is_key or isinstance(x, jax.ShapeDtypeStruct):
+    return Value(facts=frozenset([DATA]))
+  array = np.asarray(x)
+  is_float = jnp.issubdtype(dtype, jnp.inexact)
+  if is_float:
+    array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
+  is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
+  is_real = array.size > 0 and array.dtype.kind != "c"
+  is_one = is_real and bool(np.all(array == array.flat[0]))
+  constant = array.flat[0].item() if is_one else None
+  return Value(ANY if is_any else FREE, constant)
+
+
+def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+  """Returns a result that is an input or a number, or else None."""
+  name, params = equation.primitive.name, equation.params
+  after = aval(equation.outvars[0])
+  first, *others = inputs
+  constants = [x.constant for x in inputs]
+  if name == "select_n" and first.constant is not None:
+    return others[int(first.constant)]
+  if name in ("slice", "transpose"):
+    order = params.get("permutation", range(after.ndim))
+    is_whole = aval(equation.invars[0]).shape == after.shape
+    return first if is_whole and [*order] == [*range(after.ndim)] else None
+  is_empty = 0 in aval(equation.invars[0]).shape
+  if name in _EXTREMES and first.constant is not None and not is_empty:
+    return first.but(identity=None)
+  if name == "not" and isinstance(first.constant, bool):
+    return _number(not first.constant)
+  are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
+  absorbing = None if are_floats else _ABSORBING.get(name)
+  if absorbing is not None and any(_is(x, absorbing) for x in constants):
+    return _number(np.full((), absorbing, after.dtype))
+  if name in _FOLDED and None not in constants:
+    with np.errstate(all="ignore"):
+      return _number(np.asarray(_FOLDED[name](*constants)).astype(after.dtype))
+  if name == "reduce_sum" and first.constant is not None and not are_floats:
+    count = aval(equation.invars[0]).size // max(after.size, 1)
+    return _number(np.asarray(first.constant * count).astype(after.dtype))
+  if name in _NEUTRAL:
+    if _is(constants[1], _NEUTRAL[name]):
+      return first
+    if _is(constants[0], _NEUTRAL[name]) and name not in ("sub", "div"):
+      return others[0]
+  if name in operation_table.COMPARISONS & _FOLDED.keys() and not are_floats:
+    apart = _apart(*inputs)
+    return None if apart is None else _number(_FOLDED[name](apart, 0))
+  return None
+
+
+def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+  """Returns the result with its identity and its marks."""
+  name, first, place = equation.primitive.name, inputs[0], made.place
+  if name in _RESHAPES:
+    identity = _reshaped(equation, first.identity)
+    return first.but(degree=made.degree, identity=identity, place=place)
+  if name == "random_wrap":
+    made = made.but(identity=_undone(first.identity, "data"))
+  if name == "random_unwrap":
+    made = made.but(identity=_formed(first.identity, "data"))
+  if name in ("add", "add_any", "sub"):
+    made = made.but(identity=_added(equation, inputs))
+  tested = made.mark("tested")
+  if tested and name in _LOGIC:
+    made = made.without("tested").marked(_logic(name, tested, inputs))
+  if name == "is_finite" or name in operation_table.COMPARISONS:
+    made = made.without("taken", "dropped")
+    made = made.marked(None if tested else _tested(equation, inputs, place))
+    zero_of = (
+      x.place
+      for x, y in zip(inputs, inputs[::-1], strict=True)
+      if _is(y.constant, 0)
     )
-    return outputs
+    made = made.but(zero_of=next(zero_of, None))
+  if name in ("max", "min", "clamp"):
+    made = made.marked(None if made.lost else _bounded(name, inputs, place))
+    made = made.but(identity=_projected(inputs))
+  if name == "mul" and all(x.identity for x in inputs):
+    made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
+  if name in ("mul", "div", "dot_general", "conv_general_dilated"):
+    # What is not finite stays so if it is multiplied by anything.
+    parts, _ = _data_of(inputs[:1] if name == "div" else inputs)
+    if not all(x.lost for x in parts):
+      made = made.without("taken", "dropped")
+  return made
+
+
+def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
+  (condition, *choices), (output,) = inputs, equation.outvars
+  chosen = _chosen(condition, choices, output, place, is_branch=False)
+  degree, zero = chosen.degree, condition.zero_of
+  # A number may stand in for 0 where nothing will come of it.
+  is_guard = zero in [x.place for x in choices]
+  if isinstance(degree, Unknown) and is_guard:
+    degree = dataclasses.replace(degree, is_sure=False)
+  return chosen.but(degree=degree, place=place)
+
+
+def _chosen(
+  condition: Value,
+  choices: Values,
+  output: core.Var,
+  place: Place,
+  *,
+  is_branch: bool,
+) -> Value:
+  """Returns a value that a condition chooses."""
+  tested = condition.mark("tested")
+  chosen = _join(choices, place, is_branch=is_branch and not tested).marked(
+    *condition.facts
+  )
+  if leaves.is_gradient(output.aval):
+    chosen = chosen.without("tested")
+  if isinstance(condition.degree, Unknown):
+    chosen = chosen.but(degree=condition.degree, scale=None)
+  lost = tested
+  if tested and not is_branch:
+    lost = _lost(tested, choices)
+  elif tested and tested.finite is None:
+    lost = dataclasses.replace(tested, detail=False)
+  if lost is None:
+    return chosen
+  chosen = chosen.marked(Fact("taken", lost.detail, place))
+  if not is_branch and lost.of is None:
+    return chosen
+  scale = chosen.scale
+  if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
+    scale = scale._replace(stage="untold")
+  # The old value may have been chosen, which no run could tell from it.
+  identity = chosen.identity or _perhaps(choices)
+  return chosen.but(identity=identity, scale=scale)
+
+
+def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
+  before, after = (
+    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
+  )
+  if before == after:
+    return value
+  identity = _cast(value.identity, before, after)
+  if value.constant is not None:
+    with np.errstate(all="ignore"):
+      number = np.asarray(value.constant).astype(after)
+    is_float = jnp.issubdtype(after, jnp.inexact)
+    if not is_float and after.kind != "b" and number != value.constant:
+      return made.but(identity=identity)  # Each device has its own.
+    # A number that depends on S is one that was known only to be 0 or 1.
+    return _number(number).but(identity=identity)
+  if jnp.issubdtype(after, jnp.inexact):
+    return value.but(identity=identity, place=made.place)
+  unknown = _degrees.unknown([value.degree])
+  if after.kind == "b":
+    return made.but(degree=unknown or FREE, zero_of=value.place)
+  if _degrees.is_free(value.degree):
+    return value.but(
+      degree=FREE, identity=identity, scale=None, place=made.place
+    )
+  reason = f"what {_degrees.in_words(value.degree)} becomes an integer"
+  unknown = unknown or _degrees.mismatch([value], reason, made.place)
+  return made.but(degree=unknown)
+
+
+def _part(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
+  """Returns a part of an S that differs between members."""
+  name, params, units = equation.primitive.name, equation.params, _units(value)
+  before, after = (
+    aval(x[0]).shape for x in (equation.invars, equation.outvars)
+  )
+  axes = units[0][1] if units else ()
+  is_moved = name != "gather"
+  if not axes or (is_moved and all(before[x] == after[x] for x in axes)):
+    is_whole = is_moved and before == after
+    return value if is_whole else value.but(identity=None)
+  if name != "slice" or len(units) != 1:
+    reason = "a part of S is taken that depends on the data"
+    return made.but(degree=Unknown(reason, False, made.place))
+  where = [params[x] for x in ("start_indices", "limit_indices", "strides")]
+  words = f"{units[0][0].words}{[*where[0]]}".replace(" ", "")
+  symbol = Symbol(words, (value.degree, *where))
+  part = symbol, tuple(x for x in axes if after[x] > 1)
+  degree = _degrees.renamed(value.degree, lambda _: part)
+  return made.but(degree=degree, scale=value.scale)
+
+
+def _join(
+  values: Values,
+  place: Place,
+  reason: str = "are chosen between",
+  *,
+  is_branch: bool = True,
+) -> Value:
+  """Returns what is known of a value that is one of several."""
+  scale = _either([x.scale for x in values], is_branch=is_branch)
+  degree = _degrees.joined(values, reason, place)
+  is_unknown = _degrees.unknown(x.degree for x in values)
+  if scale and isinstance(degree, Unknown) and not is_unknown:
+    # One S or another is an S of its own from here on.
+    key = (place, scale.path)
+    axes = next(axes for x in values for _, axes in _units(x))
+    degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
+
+  def common(field: str) -> Any:
+    found = {(type(y), y) for x in values for y in [getattr(x, field)]}
+    return found.pop()[1] if len(found) == 1 else None
+
+  return _made(values, place).but(
+    degree=degree,
+    identity=common("identity"),
+    constant=common("constant"),
+    scale=scale,
+    place=next((x.place for x in values if x.place), place),
+    grown=next((x.grown for x in values if x.grown), ()),
+  )
+
+
+def _examined(
+  event: Event,
+  made: Value,
+  equation: core.JaxprEqn,
+  overflowing: frozenset[str],
+) -> list[Value]:
+  place, (loss_scale, *_) = event.place, event.call.inputs
+  finding = event.call.outputs
+  scale = None if loss_scale is None else event.values[loss_scale]
+  path = scale.scale.path if scale and scale.scale else None
+  overflows = bool(overflowing) and (path is None or path in overflowing)
+  grows = scale.degree if scale else Unknown("amax grows with S", False, place)
+  share = Unknown("the range that is used depends on S", False, place)
+  flag = made.without("scale", "reads")
+  outputs = [made.but(degree=share)] * len(equation.outvars)
+  outputs[finding.overflow] = _number(overflows).marked(*flag.facts)
+  outputs[finding.dropped] = _number(False).marked(*flag.without("mixed").facts)
+  outputs[finding.amax] = made.but(degree=grows)
+  return outputs
+
+
+def _moved(event: Event, made: Value, equation: core.JaxprEqn) -> list[Value]:
+  place, (new, stalled) = event.place, event.call.outputs
+  before = event.values[position_of_scale(event.call.inputs[0])]
+  hidden = Unknown("the rule's state depends on S", False, place)
+  outputs = [made.but(degree=hidden)] * len(equation.outvars)
+  outputs[stalled] = made
+  position = position_of_scale(new)
+  axes = tuple(range(aval(equation.outvars[position]).ndim))
+  degree = _degrees.of((Symbol("the next S", (place, "next")), axes))
+  scale = before.scale
+  if scale:
+    scale = scale._replace(stage="new", moves=scale.moves | {place})
+  is_one = before.degree == FREE and scale
+  outputs[position] = made.without("reads").but(
+    degree=FREE if is_one else degree, scale=scale
+  )
+  return outputs
 
 
 def position_of_scale(rule_state: object) -> int:
@@ -995,30 +808,10 @@ def position_of_scale(rule_state: object) -> int:
 
 def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
-  for equation in jaxpr.eqns:
-    number = named_calls.number_of(equation)
-    if number is not None and named[number].kind == "move":
-      return True
-    if any(_updates(x.jaxpr, named) for x in calls.bodies(equation)):
-      return True
-  return False
-
-
-def ids(place: Place) -> tuple[int, ...]:
-  return tuple(map(id, place))
-
-
-def _grown(
-  degree: _degrees.Degree, inputs: Sequence[Value], place: Place
-) -> Place:
-  """Returns the operation that gave a result its degree."""
-  if all(_degrees.is_free(x.degree) for x in (*inputs, Value(degree))):
-    same = inputs
-  else:
-    same = [x for x in inputs if x.degree == degree != FREE]
-    if not same:
-      return place
-  return next((x.grown for x in same if x.grown), ())
+  numbers = map(named_calls.number_of, jaxpr.eqns)
+  return any(x is not None and named[x].kind == "move" for x in numbers) or any(
+    _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
+  )
 
 
 def _units(value: Value) -> list[_degrees.Unit]:
@@ -1026,15 +819,15 @@ def _units(value: Value) -> list[_degrees.Unit]:
   return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
 
 
-def _worst(marks: Iterable[Mark | None]) -> Mark | None:
-  found = [x for x in marks if x is not None]
-  return next((x for x in found if x.is_sure), found[0] if found else None)
+def _is(constant: _degrees.Number | None, number: _degrees.Number) -> bool:
+  """Returns whether a known number is another; no flag is a number."""
+  is_alike = isinstance(constant, bool) == isinstance(number, bool)
+  return is_alike and constant == number
 
 
 def _is_nonfinite(value: Value) -> bool:
   """Returns whether a value is a number that is inf or NaN."""
-  is_zero = _is_zero(value.constant)
-  return value.is_pure and value.degree == ANY and not is_zero
+  return value.is_pure and value.degree == ANY and not _is(value.constant, 0)
 
 
 def _formed(
@@ -1055,26 +848,18 @@ def _undone(
   return identity._replace(forms=identity.forms[:-1])
 
 
-def _perhaps(choices: Sequence[Value]) -> Identity | None:
+def _perhaps(choices: Iterable[Value]) -> Identity | None:
   """Returns the identity of a value that may be what one choice is."""
   first = next((x.identity for x in choices if x.identity), None)
   return first and first._replace(is_sure=False)
 
 
-def _projected(inputs: Sequence[Value]) -> Identity | None:
+def _projected(inputs: Values) -> Identity | None:
   """Returns the identity of an argument that may be within bounds anyway."""
-  known = [x for x in inputs if x.identity is not None]
   bounds = [x for x in inputs if x.identity is None]
   is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
-  return _perhaps(known) if len(known) == 1 and is_bounded else None
-
-
-def _untold(scale: Scale | None, choices: Sequence[Value]) -> Scale | None:
-  """Returns the S that a test for inf chose."""
-  stages = {x.scale.stage for x in choices if x.scale}
-  if scale is None or len(stages) == 1:
-    return scale
-  return scale._replace(stage="untold")
+  is_one = len(bounds) == len(inputs) - 1
+  return _perhaps(inputs) if is_one and is_bounded else None
 
 
 def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
@@ -1089,10 +874,8 @@ def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
 
 def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
   """Returns the S that is one of several: in a branch, one that may be new."""
-  if any(x is None for x in scales):
-    return None
   found = {x for x in scales if x is not None}
-  if len({x.path for x in found}) > 1:
+  if None in scales or len({x.path for x in found}) > 1:
     return None
   stages = {x.stage for x in found}
   stage = "new" if is_branch and stages <= {"old", "new"} else "either"
@@ -1105,18 +888,15 @@ def _either(scales: Sequence[Scale | None], *, is_branch: bool) -> Scale | None:
 
 
 def _renamed(
-  value: Value,
-  names: Mapping[_degrees.Symbol, _degrees.Symbol],
-  known: set[_degrees.Symbol],
-  place: Place,
+  value: Value, names: Mapping[Symbol, Symbol], known: set[Symbol], place: Place
 ) -> Value:
   """Returns a value as another round sees it; some S are no more."""
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit | None:
-    symbol = names.get(unit[0])
-    if symbol is None and unit[0] not in known:
+    symbol, axes = unit
+    if symbol not in known | names.keys():
       return None
-    return symbol or unit[0], unit[1]
+    return names.get(symbol, symbol), axes
 
   degree = _degrees.renamed(value.degree, rename)
   if degree is None:
@@ -1124,36 +904,20 @@ def _renamed(
       "it is kept from one round of a loop to the next, where S is another"
     )
     source = value.place or place
-    grows = ((_degrees.in_words(value.degree), source),)
-    degree = Unknown(reason, True, source, grows)
+    degree = _degrees.mismatch([value.but(place=source)], reason, source)
   return value.but(degree=degree)
-
-
-def _number(x: object) -> object:
-  return None if isinstance(x, bool) else x
-
-
-def _is_zero(x: object) -> bool:
-  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 0
-
-
-def _is_one(x: object) -> bool:
-  return not isinstance(x, bool) and isinstance(x, (int, float)) and x == 1
 
 
 def _apart(first: Value, second: Value) -> int | None:
   """Returns by how much a known value is larger than another, or None."""
   a, b = first.identity, second.identity
-  if a is None or b is None or not (a.is_sure and b.is_sure):
+  if not (a and b and a.is_sure and b.is_sure):
     return None
-  if a == b:
-    return 0
-  if _undone(a, "plus one") == b:
-    return 1
-  return -1 if _undone(b, "plus one") == a else None
+  more, less = _formed(b, "plus one"), _undone(b, "plus one")
+  return {b: 0, more: 1, less: -1}.get(a)
 
 
-def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Identity | None:
+def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   """Returns the identity of a sum in which only one part matters."""
   is_whole = not leaves.is_gradient(equation.invars[0].aval)
   is_sum = equation.primitive.name != "sub"
@@ -1167,15 +931,17 @@ def _added(equation: core.JaxprEqn, inputs: Sequence[Value]) -> Identity | None:
 
 
 def _reshaped(
-  identity: Identity | None, before: Sequence[int], after: Sequence[int]
+  equation: core.JaxprEqn, identity: Identity | None
 ) -> Identity | None:
   """Returns the identity of a reshaped array, and of one reshaped back."""
-  before, after = tuple(before), tuple(after)
-  if identity is None or before == after:
+  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+  if identity is None or before.size != after.size:
+    return None
+  if before.shape == after.shape:
     return identity
-  is_reshaped = identity.forms[-1:] and identity.forms[-1][0] == "shape"
-  kept = identity if is_reshaped else _formed(identity, "shape", before)
-  return _undone(identity, "shape", after) or kept
+  is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
+  kept = identity if is_reshaped else _formed(identity, "shape", before.shape)
+  return _undone(identity, "shape", after.shape) or kept
 
 
 def _cast(
@@ -1191,126 +957,98 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
   """Returns whether a dtype has all numbers of another one of its kind."""
   if narrow.kind == "b":
     return True
-  if jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(
-    narrow, jnp.floating
-  ):
-    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+  both = wide, narrow
+  if all(jnp.issubdtype(x, jnp.floating) for x in both):
+    a, b = map(jnp.finfo, both)
     return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
-  if jnp.issubdtype(wide, jnp.integer) and jnp.issubdtype(narrow, jnp.integer):
-    c, d = jnp.iinfo(wide), jnp.iinfo(narrow)
+  if all(jnp.issubdtype(x, jnp.integer) for x in both):
+    c, d = map(jnp.iinfo, both)
     return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
   return False
 
 
+def _data_of(inputs: Values) -> tuple[list[Value], bool]:
+  """Returns the values of S and data, and whether one does depend on S."""
+  scaled = [x for x in inputs if x.is_scaled and not x.is_pure]
+  return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
+
+
 def _tested(
-  equation: core.JaxprEqn, inputs: Sequence[Value], place: Place
-) -> Mark | None:
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Fact | None:
   """Returns a mark if a test may tell which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
     isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
   )
-  scaled = [x for x in inputs if x.scales and not x.is_pure]
-  grows = any(not _degrees.is_free(x.degree) for x in scaled)
+  scaled, is_sure = _data_of(inputs)
   if scaled and (name == "is_finite" or is_nan or has_inf):
     finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
-    is_first = inputs[0] is scaled[0]
-    known = finite if is_first or name in ("eq", "ne") else None
-    return Mark(grows, place, finite=known, of=scaled[0].key)
+    is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
+    known = finite if is_known else None
+    return Fact("tested", is_sure, place, known, scaled[0].key)
   # What is inf is also larger than others.
   is_order = name in ("gt", "ge", "lt", "le")
-  return Mark(False, place, "order") if is_order and grows else None
+  return Fact("tested", False, place) if is_order and is_sure else None
 
 
-def _logic(
-  name: str, tested: Mark | None, inputs: Sequence[Value]
-) -> Mark | None:
+def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
   """Returns a mark for the logic of tests: what their truth still says."""
-  if tested is None or name == "not":
-    if tested is None or tested.finite is None:
-      return tested
-    return tested._replace(finite=not tested.finite)
-  told = name in ("and", "reduce_and")
+  if name == "not":
+    finite = None if tested.finite is None else not tested.finite
+    return dataclasses.replace(tested, finite=finite)
   # "And" says that all is finite, and "or" that something is not.
-  marks = [x.tested for x in inputs if x.tested]
-  known = [x for x in marks if x.finite is told]
-  return known[0] if known else tested._replace(finite=None)
+  told = name in ("and", "reduce_and")
+  marks = (x.mark("tested") for x in inputs)
+  known = (x for x in marks if x and x.finite is told)
+  return next(known, dataclasses.replace(tested, finite=None))
 
 
-def _lost(tested: Mark | None, choices: Sequence[Value]) -> Mark | None:
+def _lost(tested: Fact, choices: Values) -> Fact | None:
   """Returns a mark if a choice by a test leaves an inf out."""
-  if tested is None or any(map(_is_nonfinite, choices)):
+  if any(map(_is_nonfinite, choices)):
     return None
   if tested.finite is None or len(choices) != 2:
-    return tested._replace(is_sure=False)
+    return dataclasses.replace(tested, detail=False)
   chosen = choices[0 if tested.finite else 1]
-  if chosen.key == tested.of:
+  if chosen.key is tested.of:
     return None
-  is_other = chosen.scales and not chosen.is_pure and chosen.taken is None
-  return tested._replace(is_sure=tested.is_sure and not is_other)
+  is_other = _data_of([chosen])[0] and not chosen.lost
+  return dataclasses.replace(tested, detail=tested.detail and not is_other)
 
 
-def _zero_of(name: str, inputs: Sequence[Value]) -> int | None:
-  """Returns the key of a value that is compared with 0."""
-  if len(inputs) != 2:
-    return None
-  for value, zero in (inputs, inputs[::-1]):
-    if not _is_zero(zero.constant):
-      continue
-    source = operation_table.name_of(value.place[-1]) if value.place else ""
-    if name in ("eq", "ne") or source in ("abs", "sqrt", "square"):
-      return value.key
-  return None
-
-
-def _loses(equation: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
+def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:
   """Returns whether an operation may leave an inf out."""
-  name, first = equation.primitive.name, inputs[:1]
+  name = equation.primitive.name
   scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
-  if _degrees.is_cast(name, [x.constant for x in inputs]):
+  if not any(scaled) or _degrees.is_cast(name, inputs):
     return False
   if name in _ORDERED:
     # The largest of absolute values is inf if one of them is.
-    is_positive = (
-      first
-      and first[0].place
-      and (first[0].place[-1].primitive.name in _POSITIVE)
-    )
-    return any(scaled) and not (name in _LARGEST and is_positive)
+    around = inputs[0].place[-1:]
+    is_positive = bool(around) and around[0].primitive.name in _POSITIVE
+    return not (name in _LARGEST and is_positive)
   # 1 / inf is 0.
   if name == "div":
-    return bool(scaled[1] and not scaled[0])
+    return not scaled[0]
   if name == "integer_pow":
-    return bool(scaled[0] and equation.params["y"] < 0)
+    return bool(equation.params["y"] < 0)
   if name in ("gather", "dynamic_slice"):
     return any(scaled[1:])
-  return name in ("rsqrt", "sign") and any(scaled)
+  return name in ("rsqrt", "sign")
 
 
-def _bounded(name: str, inputs: Sequence[Value], place: Place) -> Mark | None:
+def _bounded(name: str, inputs: Values, place: Place) -> Fact | None:
   """Returns a mark if a bound takes the place of inf."""
-  values = [inputs[1]] if name == "clamp" else inputs
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
-  scaled = [x for x in values if x.scales and not x.is_pure]
-  if not bounds or not scaled:
-    return None
-  if _degrees.is_cast(name, [x.constant for x in inputs]):
-    return None
+  scaled, is_sure = _data_of(inputs[1:2] if name == "clamp" else inputs)
   # A lower bound takes nothing from an absolute value.
-  sources = [x.place[-1].primitive.name for x in scaled if x.place]
-  if name == "max" and all(x in _POSITIVE for x in sources):
+  sources = {x.place[-1].primitive.name for x in scaled if x.place}
+  is_lower = name == "max" and sources <= _POSITIVE
+  if not bounds or not scaled or is_lower or _degrees.is_cast(name, inputs):
     return None
-  is_sure = any(not _degrees.is_free(x.degree) for x in scaled)
-  return Mark(is_sure and name != "max", place)
-
-
-def _names_of(spec: jax.P, axis: int) -> tuple[str, ...]:
-  """Returns the mesh axes along which an array's axis is split."""
-  part = spec[axis] if axis < len(spec) else None
-  if part is None:
-    return ()
-  return tuple(part) if isinstance(part, tuple) else (part,)
+  return Fact("taken", is_sure and name != "max", place)
 
 
 def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
@@ -1319,25 +1057,19 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   If each device has an S of its own, as under pmap, they are equal: that each
   step keeps them equal is part of the proof.
   """
-  meshed = [_names_of(spec, axis) for axis in range(inner.ndim)]
+  # None has no leaves.
+  meshed = [jax.tree.leaves(x) for x in (*spec, *[None] * inner.ndim)]
 
   def rename(unit: _degrees.Unit) -> _degrees.Unit:
-    is_single = [bool(meshed[x]) and inner.shape[x] == 1 for x in unit[1]]
-    axes = zip(unit[1], is_single, strict=True)
-    return unit[0], tuple(x for x, is_one in axes if not is_one)
+    symbol, axes = unit
+    return symbol, tuple(x for x in axes if not meshed[x] or inner.shape[x] > 1)
 
-  varies = frozenset(name for names in meshed for name in names)
-  return value.but(
-    degree=_degrees.renamed(value.degree, rename) or value.degree,
-    identity=_formed(value.identity, "local", str(spec)),
-    varies=frozenset() if value.scale else varies,
-  )
-
-
-def _from_devices(value: Value, spec: jax.P) -> Value:
-  """Returns an array that devices give parts of."""
-  split = {x for axis in range(len(spec)) for x in _names_of(spec, axis)}
-  return value.but(
-    identity=_undone(value.identity, "local", str(spec)),
-    varies=value.varies - split,
+  facts = {Fact("varies", name) for names in meshed for name in names}
+  return (
+    value.without("varies")
+    .but(
+      degree=_degrees.renamed(value.degree, rename),
+      identity=_formed(value.identity, "local", str(spec)),
+    )
+    .marked(*(() if value.scale else facts))
   )

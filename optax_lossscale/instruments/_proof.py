@@ -26,6 +26,7 @@ from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
+from optax_lossscale.instruments._interpret import Fact
 from optax_lossscale.instruments._interpret import Identity
 from optax_lossscale.instruments._interpret import Value
 from optax_lossscale.instruments._verdicts import Line
@@ -43,14 +44,6 @@ class Traced(NamedTuple):
   outputs: object
   shapes: object
   trace: named_calls.Trace
-
-  def named_inputs(self) -> dict[int, str]:
-    """Returns the inputs' names by position."""
-    return {
-      int(x): leaves.path_name(path)
-      for path, x in jax.tree.leaves_with_path(self.inputs)
-      if isinstance(x, Position)
-    }
 
 
 class Proof(NamedTuple):
@@ -75,37 +68,28 @@ def trace(
   run: Callable[[Mapping[str, object]], object], named: Mapping[str, object]
 ) -> Traced:
   """Traces a step for a proof; its arguments may be shapes."""
-  found: dict[str, Any] = {}
+  returned: list[object] = []
 
   def arrays_of(named: Mapping[str, object]) -> list[object]:
-    outputs, treedef = jax.tree.flatten(run(named))
-    places = [i for i, x in enumerate(outputs) if _has_value(x)]
-    found.update(outputs=outputs, treedef=treedef, places=places)
-    return [outputs[i] for i in places]
+    returned[:] = [run(named)]
+    return [x for x in jax.tree.leaves(returned) if _has_value(x)]
 
-  with named_calls.proving() as found_calls:
-    recording = interpreter.record(
+  with named_calls.proving() as found:
+    jaxpr = interpreter.record(
       arrays_of, (dict(named),), {}, may_change=True
-    )
-  kept, tree = jax.tree.flatten(dict(named))
-  counted = itertools.count()
-  inputs = [
-    Position(next(counted)) if interpreter.is_array(x) else _Opaque(x)
-    for x in kept
-  ]
-  shapes, positions = list(found["outputs"]), list(found["outputs"])
-  positions = [_Opaque(x) for x in positions]
-  for i, place in enumerate(found["places"]):
-    aval = recording.jaxpr.out_avals[i]
-    shapes[place] = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    positions[place] = Position(i)
-  return Traced(
-    recording.jaxpr,
-    jax.tree.unflatten(tree, inputs),
-    jax.tree.unflatten(found["treedef"], positions),
-    jax.tree.unflatten(found["treedef"], shapes),
-    found_calls,
+    ).jaxpr
+  (outputs,) = _positions(returned, _has_value)
+  avals = jaxpr.out_avals
+  shapes = jax.tree.map(
+    lambda x: (
+      x.value
+      if isinstance(x, _Opaque)
+      else jax.ShapeDtypeStruct(avals[x].shape, avals[x].dtype)
+    ),
+    outputs,
   )
+  inputs = _positions(dict(named), interpreter.is_array)
+  return Traced(jaxpr, inputs, outputs, shapes, found)
 
 
 class _Opaque:
@@ -113,6 +97,14 @@ class _Opaque:
 
   def __init__(self, value: object) -> None:
     self.value = value
+
+
+def _positions(tree: Any, is_array: Callable[[object], bool]) -> Any:
+  """Returns a tree with positions in the place of its arrays."""
+  count = itertools.count()
+  return jax.tree.map(
+    lambda x: Position(next(count)) if is_array(x) else _Opaque(x), tree
+  )
 
 
 def _has_value(x: object) -> bool:
@@ -161,16 +153,12 @@ class _Step:
       for path, state in states.find_states(traced.inputs).items()
       if jax.tree.leaves(state.loss_scale_state)
     }
-    self.scales = {
-      _interpret.position_of_scale(x.loss_scale_state): path
-      for path, x in self.states.items()
-    }
-    self.names = traced.named_inputs()
+    # The states whose S is 1 for ever, a number like any other.
     self.ones: frozenset[str] = frozenset()
     self.positions = dict(_next_values.subtrees(traced.outputs))
     self.next_values = dict(next_values)
     # Arguments whose next value was guessed by its form alone.
-    self.guessed = frozenset(next_values.keys() - certain)
+    self.guessed = next_values.keys() - certain
     if self.guessed:
       self._match(named)
     self.pairs = [
@@ -183,72 +171,71 @@ class _Step:
       x.name
       for x in self.pairs
       if leaves.is_gradient(traced.jaxpr.in_avals[x.before])
-      and not any(_inside(x.name, y) for y in self.states)
+      and not self._is_state(x.name)
     ]
+    avals = traced.jaxpr.in_avals
     self.flags = [
-      i
-      for i, x in enumerate(traced.jaxpr.jaxpr.invars)
-      if _degrees.aval(x).dtype == bool
-      and not _degrees.aval(x).shape
-      and not any(_inside(self.names.get(i, ""), x) for x in self.states)
+      int(x)
+      for name, x in _named(traced.inputs)
+      if avals[x].dtype == bool and not avals[x].shape
+      if not self._is_state(name)
     ]
+
+  def _is_state(self, name: str) -> bool:
+    return any(_inside(name, x) for x in self.states)
 
   def _match(self, named: Mapping[str, object]) -> None:
     """Corrects the next values by what a skipped step returns."""
-    values = self.run(self.states.keys())[1]
-    applied = self.run()[1]
-    shapes = dict(_next_values.subtrees(self.traced.shapes))
+    (_, skipped), (_, applied) = self.run(self.states.keys()), self.run()
+    forms = {
+      place: _next_values.form(shape)
+      for place, shape in _next_values.subtrees(self.traced.shapes)
+    }
 
-    def is_kept(name: str, place: str) -> bool:
-      pairs = self._pairs(name, place)
+    def are_kept(pairs: Sequence[_Pair], outputs: Sequence[Value]) -> bool:
       return bool(pairs) and all(
-        values[x.after].identity == Identity(x.before) for x in pairs
+        outputs[x.after].identity == Identity(x.before) for x in pairs
       )
 
-    forms = {place: _next_values.form(shape) for place, shape in shapes.items()}
-    for name in self.guessed:
-      place, form = self.next_values[name], _next_values.form(named[name])
+    for name in [*self.guessed]:
+      place, tree = self.next_values[name], named[name]
+      form = _next_values.form(tree)
       others = [x for x, y in forms.items() if x and x != place and y == form]
-      kept = [x for x in (place, *others) if is_kept(name, x)]
-      if kept:
-        self.next_values[name] = kept[0]
-        self.guessed -= {name}
+      kept = (
+        x for x in (place, *others) if are_kept(self._pairs(name, x), skipped)
+      )
+      if (found := next(kept, None)) is not None:
+        self.next_values[name] = found
+        self.guessed.remove(name)
         continue
-      pairs = self._pairs(name, place)
-      after = [values[x.after] for x in pairs]
-      tree = named[name]
+      after = [x.after for x in self._pairs(name, place)]
       is_one = _next_values.is_value(tree) and not _next_values.is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
+      degrees = [skipped[x].degree for x in after]
       is_other = all(
-        (isinstance(x.degree, tuple) and x.degree) or x.degree == _degrees.ANY
-        for x in after
+        x != _degrees.FREE and not isinstance(x, _degrees.Unknown)
+        for x in degrees
       )
-      is_read = any(name in applied[x.after].reads for x in pairs)
+      is_read = any(name in applied[x].all_of("reads") for x in after)
       taken = self.next_values.values()
       has_rival = any(not _next_values.overlaps(x, taken) for x in others)
-      if states.find_states(tree) or (
-        is_read and not (is_one or is_other or has_rival)
-      ):
-        self.guessed -= {name}
+      is_likely = is_read and not (is_one or is_other or has_rival)
+      if states.find_states(tree) or is_likely:
+        self.guessed.remove(name)
     # A number that only a skip returns is one, too.
     for name in named.keys() - self.next_values.keys():
       form = _next_values.form(named[name])
-      for place, other in forms.items():
-        pairs = self._pairs(name, place) if place and other == form else []
-        if (
-          pairs
-          and not _next_values.overlaps(place, self.next_values.values())
-          and is_kept(name, place)
-          and any(
-            applied[x.after].identity != Identity(x.before) for x in pairs
-          )
-        ):
+      for place in [x for x, y in forms.items() if x and y == form]:
+        pairs = self._pairs(name, place)
+        is_free = not _next_values.overlaps(place, self.next_values.values())
+        is_kept = are_kept(pairs, skipped) and not are_kept(pairs, applied)
+        if is_free and is_kept:
           self.next_values[name] = place
           break
 
   def is_guessed(self, name: str) -> bool:
     """Returns whether a leaf's argument may have another next value."""
-    return name.partition("/")[0] in self.guessed
+    return _next_values.argument_of(name) in self.guessed
 
   def _pairs(self, name: str, place: str) -> list[_Pair]:
     before = _next_values.named_leaves(self.traced.inputs[name], name)
@@ -259,37 +246,58 @@ class _Step:
     self,
     overflowing: Collection[str] = (),
     flags: Mapping[int, bool] | None = None,
-  ) -> tuple[_interpret.Interpreter, list[Value]]:
+  ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
+    values = {
+      int(x): Value(
+        constant=(flags or {}).get(x),
+        identity=Identity(int(x)),
+        facts=frozenset([Fact("reads", _next_values.argument_of(name))]),
+      )
+      for name, x in _named(self.traced.inputs)
+    }
+    for path, state in self.states.items():
+      for x in (state.amax, state.range_used):
+        if isinstance(x, Position):
+          reason = "it is of the S of the step before"
+          values[x] = values[x].but(degree=_degrees.Unknown(reason, False))
+      position = _interpret.position_of_scale(state.loss_scale_state)
+      words = "S" if len(self.states) == 1 else f"S of {path}"
+      axes = tuple(range(self.traced.jaxpr.in_avals[position].ndim))
+      degree = _degrees.of((_degrees.Symbol(words, position), axes))
+      values[position] = values[position].but(
+        degree=_degrees.FREE if path in self.ones else degree,
+        scale=_interpret.Scale(path, "old"),
+        facts=frozenset([Fact("scale", path)]),
+      )
     machine = _interpret.Interpreter(
       self.traced.trace.calls, frozenset(overflowing)
     )
-    before = {
-      int(x)
-      for state in self.states.values()
-      for x in (state.amax, state.range_used)
-      if isinstance(x, Position)
-    }
-    inputs = []
-    for i, variable in enumerate(self.traced.jaxpr.jaxpr.invars):
-      path = self.scales.get(i)
-      name = self.names[i].partition("/")[0]
-      value = Value(
-        identity=Identity(i),
-        constant=(flags or {}).get(i),
-        reads=frozenset([name]) & self.guessed,
-        key=-2 - i,
-      )
-      if i in before:
-        reason = "it is of the S of the step before"
-        value = value.but(degree=_degrees.Unknown(reason, False))
-      if path is not None:
-        words = "S" if len(self.scales) == 1 else f"S of {path}"
-        value = machine.argument(i, _degrees.aval(variable).ndim, path, words)
-        if path in self.ones:
-          value = value.but(degree=_degrees.FREE)
-      inputs.append(value)
-    return machine, machine.run(self.traced.jaxpr, inputs)
+    inputs = [values[i] for i in range(len(values))]
+    outputs = machine.run(self.traced.jaxpr, inputs)
+    return [*machine.events.values()], outputs
+
+
+class _Case(NamedTuple):
+  """A step, given some flags' truth.
+
+  Attributes:
+    step: the step.
+    flags: the flags' truth by position.
+    events: the named calls of a step that is applied.
+    applied: the outputs of such a step.
+    skipped: those if a state overflows, by its path.
+  """
+
+  step: _Step
+  flags: Mapping[int, bool]
+  events: Sequence[_interpret.Event]
+  applied: Sequence[Value]
+  skipped: Mapping[str, Sequence[Value]]
+
+  def of_kind(self, *kinds: str) -> list[_interpret.Event]:
+    """Returns the named calls of some kinds."""
+    return [x for x in self.events if x.kind in kinds]
 
 
 def prove(
@@ -308,17 +316,11 @@ def prove(
   if not step.states:
     law = Proved("scale", *_verdicts.SWITCHED_OFF)
     return Proof((law,), {}, frozenset(), (), ())
-  machine, _ = step.run()
-  # An S that is 1 for ever is a number like any other.
   step.ones = frozenset(
-    scale.path
-    for event in machine.events.values()
-    if event.kind == "move" and _is_one(event.call.facts["rule"])
-    if (
-      scale := event.values[
-        _interpret.position_of_scale(event.call.inputs[0])
-      ].scale
-    )
+    path
+    for x in step.run()[0]
+    if x.kind == "move" and _is_one(x.call.facts["rule"])
+    if (path := _moved_path(x))
   )
   laws = _judge(step, {})
   flags = step.flags
@@ -348,96 +350,84 @@ def _holds(laws: Sequence[Proved]) -> bool:
 
 def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   """Returns what is proved of a step, given some flags' truth."""
-  machine, outputs = step.run((), flags)
-  events = list(machine.events.values())
-  gates = [x for x in events if x.kind == "examine" and x.call.facts["is_gate"]]
+  events, applied = step.run((), flags)
+  gates: dict[str | None, list[_interpret.Event]] = {}
+  for x in events:
+    if x.kind == "examine" and x.call.facts["is_gate"]:
+      gates.setdefault(_path_of(x.values[x.call.inputs[0]]), []).append(x)
   if not gates:
     text = "`update` of loss_scaling does not run."
     return [Proved("scale", "unknown", text)]
-  found = [
-    _scale_law(path, [x for x in gates if _path_of(x) == path], step)
-    for path in dict.fromkeys(map(_path_of, gates))
+  skipped = {path: step.run({path}, flags)[1] for path in gates if path}
+  case = _Case(step, flags, events, applied, skipped)
+  return [
+    *(_scale_law(path, found, step) for path, found in gates.items()),
+    *_arguments_law(case),
+    _invariance_law(case),
+    _skip_law(case),
   ]
-  given = [x for x in events if x.kind in ("arguments", "skip")]
-  found += _arguments_law(given)
-  moves = [x for x in events if x.kind == "move"]
-  skipped = {
-    path: step.run({path}, flags)[1]
-    for path in dict.fromkeys(map(_path_of, gates))
-    if path
-  }
-  found += [_invariance_law(step, outputs, skipped, moves)]
-  return [*found, _skip_law(step, outputs, skipped, flags)]
 
 
-def _split(
-  step: _Step, outputs: Sequence[Value], moves: Sequence[_interpret.Event]
-) -> list[_Problem]:
-  """Returns the values that devices share although each skips alone."""
+def _split(case: _Case) -> Iterator[_Problem]:
+  """Yields the values that devices share although they may disagree."""
   alone = {
-    axis: x.place for x in moves for axis in x.values[x.call.inputs[1]].varies
+    axis: x.place
+    for x in case.of_kind("move")
+    for axis in x.values[x.call.inputs[1]].all_of("varies")
   }
-  found = []
-  for name, _, after in step.pairs:
-    for axis in outputs[after].mixed & alone.keys():
+  for name, _, after in case.step.pairs:
+    for axis in case.applied[after].all_of("mixed") & alone.keys():
       text = (
         f"{name} is made of all devices' gradients along {axis!r}, each of "
         "which skips for itself"
       )
-      where = _lines([alone[axis]])
-      found.append(_Problem("refuted", text, _verdicts.ALONE, where))
-    for axis in outputs[after].varies:
+      yield _Problem("refuted", text, _verdicts.ALONE, _lines([alone[axis]]))
+    for axis in case.applied[after].all_of("varies"):
       text = f"{name} is returned as one, but may differ along {axis!r}"
-      where = _lines([outputs[after].place])
-      found.append(_Problem("open", text, _verdicts.ALONE, where))
-  return found
+      where = _lines([case.applied[after].place])
+      yield _Problem("open", text, _verdicts.ALONE, where)
 
 
 def _moved_path(move: _interpret.Event) -> str | None:
+  """Returns the state that a call of a rule moves."""
   position = _interpret.position_of_scale(move.call.inputs[0])
-  scale = move.values[position].scale
-  return scale and scale.path
+  return _path_of(move.values[position])
 
 
-def _path_of(gate: _interpret.Event) -> str | None:
-  loss_scale = gate.values[gate.call.inputs[0]]
-  return loss_scale.scale.path if loss_scale.scale else None
+def _path_of(loss_scale: Value) -> str | None:
+  return loss_scale.scale and loss_scale.scale.path
 
 
 def _scale_law(
   path: str | None, gates: Sequence[_interpret.Event], step: _Step
 ) -> Proved:
   """Returns whether S times true gradients enter `update`, with every inf."""
-  count = 0
+  names: list[str] = []
   problems: list[_Problem] = []
-  place = "" if path is None or len(step.states) == 1 else path
   for gate in gates:
-    loss_scale_position, gradients, overflow, _ = gate.call.inputs
-    loss_scale = gate.values[loss_scale_position]
-    windows = jax.tree.leaves(
-      overflow, is_leaf=lambda x: isinstance(x, findings.WindowOverflow)
-    )
-    is_told = any(isinstance(x, findings.WindowOverflow) for x in windows)
-    is_told |= any(x.tested for _, x in gate.of(overflow))
+    loss_scale, gradients, overflow, _ = gate.call.inputs
+    is_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
+    is_told |= any(x.mark("tested") for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
-      count += 1
-      problem = _problem(value, loss_scale, gate, is_told=is_told)
+      names.append(name)
+      problem = _problem(value, gate.values[loss_scale], gate.place, is_told)
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
-  if not problems:
-    each = "The gradient" if count == 1 else f"Each of the {count} gradients"
-    text = f"{each} that `update` is given is S times the true one."
-    return Proved("scale", "proved", text, path=place)
-  return _worst("scale", problems, place)
+  one = len(names) == 1
+  each = "The gradient" if one else f"Each of the {len(names)} gradients"
+  text = f"{each} that `update` is given is S times the true one."
+  place = "" if path is None or len(step.states) == 1 else path
+  return _law("scale", problems, text, place)
+
+
+def _tells(overflow: object) -> bool:
+  """Returns whether a flag tells which micro-batches overflow."""
+  return isinstance(overflow, findings.WindowOverflow)
 
 
 def _problem(
-  value: Value,
-  loss_scale: Value,
-  gate: _interpret.Event,
-  *,
-  is_told: bool,
+  value: Value, loss_scale: Value, gate: _degrees.Place, is_told: bool
 ) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
@@ -452,238 +442,215 @@ def _problem(
       f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
       f"{_degrees.in_words(loss_scale.degree)}"
     )
-    remedy = _verdicts.NOT_SCALED
-    if given == _degrees.power(used, 2):
-      remedy = _verdicts.TWICE
-    where = _lines([value.grown or value.place or gate.place, gate.place])
+    is_twice = given == _degrees.power(used, 2)
+    remedy = _verdicts.TWICE if is_twice else _verdicts.NOT_SCALED
+    where = _lines([value.grown or value.place or gate, gate])
     return _Problem("refuted", text, remedy, where)
-  if value.taken and value.taken.kind == "dropped":
-    text = "leaves out micro-batches, which `overflow=` must say"
-    where = _lines([value.taken.place])
-    found = _Problem("refuted", text, _verdicts.DROPPED, where)
-    return None if is_told else found
-  if value.taken:
-    is_sure = value.taken.is_sure and not is_told
+  taken, dropped = value.mark("taken"), value.mark("dropped")
+  if taken:
+    is_sure = bool(taken.detail) and not is_told
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
     remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
-    is_open = is_told is value.taken.is_sure
+    is_open = is_told is taken.detail
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
-    return _Problem(verdict, text, remedy, _lines([value.taken.place]))
+    return _Problem(verdict, text, remedy, _lines([taken.place]))
+  if dropped and not is_told:
+    text = "leaves out micro-batches, which `overflow=` must say"
+    where = _lines([dropped.place])
+    return _Problem("refuted", text, _verdicts.DROPPED, where)
   return None
-
-
-def _worst(
-  law: str,
-  problems: Sequence[_Problem],
-  path: str = "",
-) -> Proved:
-  """Returns the verdict for the first problem, if possible a certain one."""
-  worst = min(
-    problems, key=lambda x: ("refuted", "open", "unknown").index(x[0])
-  )
-  more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
 
 
 def _sure(is_sure: bool) -> str:
   return "refuted" if is_sure else "unknown"
 
 
-def _arguments_law(events: Sequence[_interpret.Event]) -> list[Proved]:
-  """Returns whether the other arguments of `update` do not depend on S."""
-  problems, count = [], 0
-  for event in events:
-    for name, value in event.of(event.call.inputs):
-      count += 1
-      if _degrees.is_free(value.degree):
-        continue
-      text, where = _explained(value)
-      sure = getattr(value.degree, "is_sure", True)
-      name = name.partition("/")[2] if event.kind == "arguments" else "skip"
-      text = f"`{name}=` {_depends(sure)} on S: {text}"
-      where = where or _lines([event.place])
-      problems.append(_Problem(_sure(sure), text, _verdicts.GIVEN, where))
-  if problems:
-    return [_worst("arguments", problems)]
-  if not count:
-    return []
-  text = "What `update` is given beside the gradients does not depend on S."
-  return [Proved("arguments", "proved", text)]
-
-
-def _depends(is_sure: bool) -> str:
-  return "depends" if is_sure else "may depend"
-
-
-def _invariance_law(
-  step: _Step,
-  outputs: Sequence[Value],
-  skipped: Mapping[str, Sequence[Value]],
-  moves: Sequence[_interpret.Event],
+def _law(
+  law: str, problems: Sequence[_Problem], proved: str, path: str = ""
 ) -> Proved:
+  """Returns the verdict for the first problem, if possible a certain one."""
+  if not problems:
+    return Proved(law, "proved", proved, path=path)
+  order = ("refuted", "open", "unknown")
+  worst = min(problems, key=lambda x: order.index(x.verdict))
+  more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
+
+
+def _dependence(
+  name: str,
+  value: Value,
+  remedy: str,
+  events: Iterable[_interpret.Event],
+  *,
+  is_sure: bool = True,
+) -> _Problem | None:
+  """Returns how a value depends on S that must not, if it does."""
+  if _degrees.is_free(value.degree):
+    return None
+  text, where = _explained(value)
+  is_sure = is_sure and getattr(value.degree, "is_sure", True)
+  verb = "depends" if is_sure else "may depend"
+  text = f"{name} {verb} on S: {text}"
+  where = where or _lines([x.place for x in events])
+  return _Problem(_sure(is_sure), text, remedy, where)
+
+
+def _arguments_law(case: _Case) -> list[Proved]:
+  """Returns whether the other arguments of `update` do not depend on S."""
+  given = [
+    (name.partition("/")[2] if event.kind == "arguments" else "skip", x, event)
+    for event in case.of_kind("arguments", "skip")
+    for name, x in event.of(event.call.inputs)
+  ]
+  problems = [
+    _dependence(f"`{name}=`", x, _verdicts.GIVEN, [event])
+    for name, x, event in given
+  ]
+  text = "What `update` is given beside the gradients does not depend on S."
+  found = [x for x in problems if x]
+  return [_law("arguments", found, text)] if given else []
+
+
+def _invariance_law(case: _Case) -> Proved:
   """Returns whether no next value depends on S, and S is the rule's."""
-  problems: list[_Problem] = []
+  step = case.step
   if not step.parameters:
     return Proved("invariance", "unknown", _verdicts.NOT_COMPARED[1])
-  for name, _, after in step.pairs:
-    value = outputs[after]
+  problems = [
+    _dependence(
+      name,
+      case.applied[after],
+      _verdicts.PASSED_BY,
+      case.of_kind("move"),
+      is_sure=not step.is_guessed(name),
+    )
+    for name, _, after in step.pairs
     # The statistics of FP8 layers follow S, since they see scaled gradients.
-    is_exempt = leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}
-    if _degrees.is_free(value.degree) or is_exempt:
-      continue
-    text, where = _explained(value)
-    sure = getattr(value.degree, "is_sure", True) and not step.is_guessed(name)
-    text = f"{name} {_depends(sure)} on S: {text}"
-    where = where or _lines([x.place for x in moves])
-    problems.append(_Problem(_sure(sure), text, _verdicts.PASSED_BY, where))
-  problems += _next_scales(step, outputs, skipped, moves)
-  problems += _still(step, outputs, skipped.keys())
-  problems += _split(step, outputs, moves)
-  if problems:
-    return _worst("invariance", problems)
+    if not leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}
+  ]
+  problems += [*_next_scales(case), *_still(case), *_split(case)]
   text = f"None of {len(step.pairs)} next values depends on S."
-  return Proved("invariance", "proved", text)
+  return _law("invariance", [x for x in problems if x], text)
 
 
-def _still(
-  step: _Step, outputs: Sequence[Value], used: Iterable[str]
-) -> list[_Problem]:
-  """Returns the problem that a step that is applied changes nothing."""
+def _still(case: _Case) -> Iterator[_Problem]:
+  """Yields the problem that a step that is applied changes nothing."""
+  pairs = case.step.pairs
   kept = {
     x.name
-    for x in step.pairs
-    if outputs[x.after].identity == Identity(x.before)
+    for x in pairs
+    if case.applied[x.after].identity == Identity(x.before)
   }
-  groups = [step.parameters]
-  groups += [
-    [x.name for x in step.pairs if _inside(x.name, f"{y}/inner_state")]
-    for y in used
+  inner = [
+    [x.name for x in pairs if _inside(x.name, f"{y}/inner_state")]
+    for y in case.skipped
   ]
-  return [
-    _Problem(
-      "refuted",
-      f"A step that is applied returns the old {group[0]}",
-      _verdicts.RETURNED,
-    )
-    for group in groups
-    if group and kept.issuperset(group)
-  ]
+  for group in (case.step.parameters, *inner):
+    if group and kept.issuperset(group):
+      text = f"A step that is applied returns the old {group[0]}"
+      yield _Problem("refuted", text, _verdicts.RETURNED)
 
 
-def _next_scales(
-  step: _Step,
-  outputs: Sequence[Value],
-  skipped: Mapping[str, Sequence[Value]],
-  moves: Sequence[_interpret.Event],
-) -> list[_Problem]:
-  """Returns what is wrong with the S of each state that is returned."""
-  found = []
+def _next_scales(case: _Case) -> Iterator[_Problem]:
+  """Yields what is wrong with the S of each state that is returned."""
+  step = case.step
   after: dict[str, states.LossScalingState] = {}
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
   for path in step.states:
-    if path not in after or path not in skipped or path in step.ones:
+    if path not in after or path not in case.skipped or path in step.ones:
       continue
     position = _interpret.position_of_scale(after[path].loss_scale_state)
-    value, if_skipped = outputs[position], skipped[path][position]
+    value, skipped = case.applied[position], case.skipped[path][position]
+    scale, places, verdict = value.scale, [value.place], "refuted"
     lost = [
       x.place
-      for x in moves
-      if _moved_path(x) == path
-      and value.scale
-      and not value.scale.moves & {_interpret.ids(x.place)}
+      for x in case.of_kind("move")
+      if _moved_path(x) == path and scale and x.place not in scale.moves
     ]
-    places, verdict = [value.place], "refuted"
-    if value.scale is None:
+    if scale is None:
       text = "is not what the rule makes of this one"
       verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
-    elif value.scale.path != path:
-      text = f"is that of {value.scale.path}"
-    elif value.scale.stage == "old":
+    elif scale.path != path:
+      text = f"is that of {scale.path}"
+    elif scale.stage == "old":
       text = "is the old one, so S never moves"
-    elif value.scale.stage == "untold":
+    elif scale.stage == "untold":
       text = "is the rule's only where the gradients are finite"
-    elif value.scale.stage != "new":
+    elif scale.stage == "either":
       text, verdict = "is the rule's or the old one, by a condition", "open"
     elif lost:
       text, places = "knows nothing of an `update` whose state is lost", lost
-    elif if_skipped.scale and if_skipped.scale.stage == "old":
+    elif skipped.scale and skipped.scale.stage == "old":
       text = "is the old one if the step is skipped, so S cannot fall"
-      places = [if_skipped.place]
+      places = [skipped.place]
     else:
       continue
     of = f" of {path}" if len(step.states) > 1 else ""
-    text, where = f"The next S{of} {text}", _lines(places)
-    found.append(_Problem(verdict, text, _verdicts.RETURNED, where))
-  return found
+    text = f"The next S{of} {text}"
+    yield _Problem(verdict, text, _verdicts.RETURNED, _lines(places))
 
 
-def _skip_law(
-  step: _Step,
-  applied: Sequence[Value],
-  skipped: Mapping[str, Sequence[Value]],
-  flags: Mapping[int, bool],
-) -> Proved:
+def _skip_law(case: _Case) -> Proved:
   """Returns whether a step that overflows keeps all values, bit for bit."""
-  _, outputs = step.run(step.states.keys(), flags)
-  after = states.find_states(step.positions)
+  step, applied, skipped = case.step, case.applied, case.skipped
+  _, outputs = step.run(step.states.keys(), case.flags)
   are_skipped = [
     outputs[x.skipped].constant
-    for x in after.values()
+    for x in states.find_states(step.positions).values()
     if isinstance(x.skipped, Position)
   ]
   if are_skipped and all(x is False for x in are_skipped):
     text = "The rule has skip=False, so that overflows are applied."
     return Proved("skip", "not applied", text)
-  problems = [
-    problem
-    for x in step.pairs
-    if (problem := _changed(step, outputs[x.after], x, flags))
-  ]
+  problems = [_changed(case, outputs[x.after], x) for x in step.pairs]
   for path, alone in skipped.items() if len(skipped) > 1 else ():
-    # What only this state's gradients move must stay if this state skips.
+    # What only this state's gradients move must stay if this state skips. Else
+    # this is what other states move, perhaps by values of this one.
     problems += [
-      problem._replace(text=f"{problem.text}, though {path} skips")
+      _changed(case, alone[x.after], x, f", though {path} skips")
       for x in step.pairs
-      # Else this is what other states move, perhaps by values of this one.
-      if applied[x.after].scales == {path}
-      or (path in applied[x.after].scales and not alone[x.after].scales)
-      if (problem := _changed(step, alone[x.after], x, flags))
+      if (scales := applied[x.after].all_of("scale")) == {path}
+      or (path in scales and not alone[x.after].is_scaled)
     ]
-  if problems:
-    return _worst("skip", problems)
-  text = (
-    f"If `update` sees an overflow, all {len(step.pairs)} next values stay."
-  )
-  return Proved("skip", "proved", text)
+  count = len(step.pairs)
+  text = f"If `update` sees an overflow, all {count} next values stay."
+  return _law("skip", [x for x in problems if x], text)
 
 
 def _changed(
-  step: _Step, value: Value, pair: _Pair, flags: Mapping[int, bool]
+  case: _Case, value: Value, pair: _Pair, more: str = ""
 ) -> _Problem | None:
   """Returns how a skipped step may change a value."""
-  identity = Identity(pair.before)
-  is_flag = pair.before in flags and value.constant is flags[pair.before]
-  if value.identity == identity or is_flag:
+  identity, flag = Identity(pair.before), case.flags.get(pair.before)
+  if value.identity == identity or (
+    flag is not None and value.constant is flag
+  ):
     return None
-  text = f"If the step is skipped, {pair.name} may change"
+  text = f"If the step is skipped, {pair.name} may change{more}"
   # A product with 0 may be NaN; a condition of the user's may be right.
-  sure = value.identity != identity._replace(is_sure=False)
-  sure = sure and not step.is_guessed(pair.name)
-  return _Problem(_sure(sure), text, _verdicts.MOVES, _lines([value.place]))
+  is_sure = value.identity != identity._replace(is_sure=False)
+  is_sure = is_sure and not case.step.is_guessed(pair.name)
+  return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:
   """Yields the outputs that depend on S and are no next values."""
   _, outputs = step.run()
   places = step.next_values.values()
-  for path, x in jax.tree.leaves_with_path(step.traced.outputs):
-    name = leaves.path_name(path)
-    if isinstance(x, Position) and not (
-      _next_values.overlaps(name, places) or _degrees.is_free(outputs[x].degree)
-    ):
+  for name, x in _named(step.traced.outputs):
+    is_free = _degrees.is_free(outputs[x].degree)
+    if not is_free and not _next_values.overlaps(name, places):
       yield name
+
+
+def _named(tree: object) -> Iterator[tuple[str, Position]]:
+  """Yields the names and positions of a tree of positions."""
+  for path, x in jax.tree.leaves_with_path(tree):
+    if isinstance(x, Position):
+      yield leaves.path_name(path), x
 
 
 def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
