@@ -63,7 +63,8 @@ _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
-_LOGIC = _names("and not or reduce_and reduce_or")
+# Whether results that are true or false say that all inputs are.
+_LOGIC = {"and": True, "reduce_and": True, "or": False, "reduce_or": False}
 # Operations that choose by size, and those that choose the largest.
 _LARGEST = _names("cummax max reduce_max")
 _ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
@@ -607,7 +608,7 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
   if name in ("add", "add_any", "sub"):
     made = made.but(identity=_added(equation, inputs))
   tested = made.mark("tested")
-  if tested and name in _LOGIC:
+  if tested and name not in operation_table.REARRANGES:
     made = made.without("tested").marked(_logic(name, tested, inputs))
   if name == "is_finite" or name in operation_table.COMPARISONS:
     made = made.without("taken", "dropped")
@@ -655,19 +656,18 @@ def _chosen(
   chosen = _join(choices, place, is_branch=is_branch and not tested).marked(
     *condition.facts
   )
-  if leaves.is_gradient(output.aval):
-    chosen = chosen.without("tested")
+  told = chosen.mark("tested")
+  chosen = chosen.without("tested")
+  if told and not leaves.is_gradient(output.aval):
+    # Either truth may be chosen.
+    chosen = chosen.marked(dataclasses.replace(told, finite=None))
   if isinstance(condition.degree, Unknown):
     chosen = chosen.but(degree=condition.degree, scale=None)
-  lost = tested
-  if tested and not is_branch:
-    lost = _lost(tested, choices)
-  elif tested and tested.finite is None:
-    lost = dataclasses.replace(tested, detail=False)
-  if lost is None:
+  lost = _lost(tested, choices) if tested else None
+  if not tested or lost is None:
     return chosen
-  chosen = chosen.marked(Fact("taken", lost.detail, place))
-  if not is_branch and lost.of is None:
+  chosen = chosen.marked(Fact("taken", lost, place))
+  if not is_branch and tested.of is None:
     return chosen
   scale = chosen.scale
   if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
@@ -994,28 +994,25 @@ def _tested(
 
 
 def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
-  """Returns a mark for the logic of tests: what their truth still says."""
-  if name == "not":
-    finite = None if tested.finite is None else not tested.finite
-    return dataclasses.replace(tested, finite=finite)
-  # "And" says that all is finite, and "or" that something is not.
-  told = name in ("and", "reduce_and")
+  """Returns a mark for what is made of tests: what its truth still says."""
+  if name == "not" and tested.finite is not None:
+    return dataclasses.replace(tested, finite=not tested.finite)
   marks = (x.mark("tested") for x in inputs)
-  known = (x for x in marks if x and x.finite is told)
+  known = (x for x in marks if x and x.finite is _LOGIC.get(name))
   return next(known, dataclasses.replace(tested, finite=None))
 
 
-def _lost(tested: Fact, choices: Values) -> Fact | None:
-  """Returns a mark if a choice by a test leaves an inf out."""
+def _lost(tested: Fact, choices: Values) -> bool | None:
+  """Returns whether a choice surely leaves an inf out; None if it does not."""
   if any(map(_is_nonfinite, choices)):
     return None
   if tested.finite is None or len(choices) != 2:
-    return dataclasses.replace(tested, detail=False)
+    return False
   chosen = choices[0 if tested.finite else 1]
   if chosen.key is tested.of:
     return None
   is_other = _data_of([chosen])[0] and not chosen.lost
-  return dataclasses.replace(tested, detail=tested.detail and not is_other)
+  return bool(tested.detail) and not is_other
 
 
 def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:

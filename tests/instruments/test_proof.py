@@ -671,6 +671,19 @@ def test_where_a_number_stands_in_for_0_is_left_to_runs():
   assert change[0] == "inconclusive"
 
 
+# Each of these flags is true where a gradient is not finite.
+@pytest.mark.parametrize(
+  "is_inf",
+  [
+    lambda x: jnp.isfinite(x) == False,  # noqa: E712
+    lambda x: jnp.isfinite(x) ^ True,
+    lambda x: 1 - jnp.isfinite(x).astype(int) > 0,
+  ],
+)
+def test_a_test_for_inf_that_is_turned_around_loses_inf(is_inf):
+  assert scale_of(lambda x: jnp.where(is_inf(x), 0, x))[0] != "proved"
+
+
 @pytest.mark.parametrize(
   "keep",
   [
