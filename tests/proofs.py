@@ -15,6 +15,7 @@ import warnings
 import equinox as eqx
 from flax import nnx
 import jax
+from jax.extend import source_info_util
 import numpy as np
 
 import optax_lossscale as ols
@@ -25,6 +26,8 @@ from optax_lossscale._step import states
 _PAGE = re.compile(r"<|docs/|.*/ipykernel_|.*/precision_schedule\.py")
 _COMPILERS = [(jax, "jit"), (jax, "pmap"), (nnx, "jit"), (eqx, "filter_jit")]
 _PROVED = ("proved", "not applied")
+# A report must name the lines that it names without the functions below.
+source_info_util.register_exclusion(__file__)
 # Tests that run other steps than right ones, and why.
 _HISTORIES = "scales of FP8 layers come from histories that follow S"
 _MISTAKES = "the mistakes that the page names are made on purpose"
