@@ -68,7 +68,7 @@ def check_step(
   The laws are proved first, for all values: the check traces the step and finds
   for each of its values the power of S that it grows with, and which argument
   it is if the step overflows. Then the step runs on the arguments with S, S/2,
-  S/4 and an S of inf. Where there is no proof, the runs show what they can.
+  S/4 and an S of inf. The runs decide what the proof leaves open.
   Given shapes in the place of arrays, as `jax.eval_shape(tx.init, params)`
   returns them, the check only proves: it compiles and allocates nothing, and
   takes a second for any number of parameters.

@@ -68,7 +68,7 @@ Degree = Powers | Unknown | str
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-  """What the degree of a result follows from.
+  """A value as the rules for degrees see it.
 
   Attributes:
     degree: how a value grows with S.

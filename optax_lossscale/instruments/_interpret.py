@@ -1,4 +1,4 @@
-"""What is known of each value of a step, without running the step.
+"""Finds facts about each value of a step, without running the step.
 
 The step's jaxpr is interpreted with abstract values: how a value grows with S,
 which argument it is, bit for bit, and whether it is a known number. That the
@@ -53,17 +53,17 @@ _FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
   **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
   **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
 }
-# What changes nothing as the second input, or as one of the two.
+# Numbers that change nothing as the second input, or as one of the two.
 _NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
 _NEUTRAL |= {"and": True, "or": False}
-# What decides the result as either input, unless the other may be NaN.
+# Numbers that decide the result as either input, unless the other may be NaN.
 _ABSORBING = {"mul": 0, "and": False, "or": True}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
-# Whether results that are true or false say that all inputs are.
+# The result of each operation from which all of its inputs follow.
 _LOGIC = {"and": True, "reduce_and": True, "or": False, "reduce_or": False}
 # Operations that choose by size, and those that choose the largest.
 _LARGEST = _names("cummax max reduce_max")
@@ -74,7 +74,7 @@ _POSITIVE = _names("abs reduce_max sqrt square")
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """What is true of a value, and of all that is computed from it.
+  """A fact about a value and about everything that is computed from it.
 
   The kinds, each with its detail:
     scale: it was computed from the S of this state.
@@ -84,9 +84,9 @@ class Fact:
     tested: it was decided by which scaled values are finite.
     taken: inf and NaN may have been taken out of it.
     dropped: micro-batches with inf and NaN were taken out of it.
-  The detail of the last three says whether that is certain. What was tested has
-  `of`, the key of the value, unless only sizes were compared, and `finite`, the
-  truth that says that it is finite, if one does.
+  The detail of the last three says whether that is certain. A test also has
+  `of`, the key of the tested value, unless it only compared sizes. Its `finite`
+  is the result that means "finite", if there is one.
   """
 
   kind: str
@@ -128,7 +128,7 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value(_degrees.Operand):
-  """What is known of a value, beside its degree.
+  """A value: its degree, and the other facts known of it.
 
   Attributes:
     identity: the argument that it is, bit for bit.
@@ -171,22 +171,22 @@ class Value(_degrees.Operand):
 
   @property
   def lost(self) -> Fact | None:
-    """What it may have lost of inf and NaN, for certain if there is such."""
+    """A fact that inf and NaN are missing in it, a certain one if there is."""
     return self.mark("taken", "dropped")
 
   @property
   def is_scaled(self) -> bool:
-    """Whether it was computed from S."""
+    """True if it was computed from S."""
     return bool(self.all_of("scale"))
 
   @property
   def is_pure(self) -> bool:
-    """Whether it was computed from S and numbers alone."""
+    """True if it was computed from S and numbers alone."""
     return not self.all_of("reads")
 
 
 Values = Sequence[Value]
-# What an argument that is no S says of results.
+# Results inherit this fact from arguments other than S.
 DATA = Fact("reads", "data")
 
 
@@ -268,7 +268,7 @@ class Interpreter:
     if not (inputs and count):
       return [made] * count
     if axes and name not in _EXCHANGES:
-      # What was put together from all devices is the same on all.
+      # A value that is put together from all devices is the same on all.
       agreed = {Fact("varies", x) for x in axes}
       made = made.but(facts=made.facts - agreed)
     if made.is_scaled:
@@ -321,7 +321,7 @@ class Interpreter:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
     updating = [x for x in bodies if _updates(x.jaxpr, self._named)]
     if self._overflowing and updating:
-      # Where nothing is updated, nothing overflows.
+      # An overflow can only be in a branch that updates.
       bodies = updating
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
     if index.constant is not None:
@@ -363,7 +363,7 @@ class Interpreter:
         for i in rounds:
           carry[i] = carry[i].but(identity=None)
         continue
-      # What has the degree of the next S is right in the next round.
+      # A value with the degree of the next S is right in the next round.
       ends = {
         units[0][0]: symbol
         for i, symbol in rounds.items()
@@ -976,7 +976,7 @@ def _data_of(inputs: Values) -> tuple[list[Value], bool]:
 def _tested(
   equation: core.JaxprEqn, inputs: Values, place: Place
 ) -> Fact | None:
-  """Returns a mark if a test may tell which scaled values are finite."""
+  """Returns a mark if a test may find out which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   has_inf = any(
@@ -988,7 +988,7 @@ def _tested(
     is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
     known = finite if is_known else None
     return Fact("tested", is_sure, place, known, scaled[0].key)
-  # What is inf is also larger than others.
+  # An inf is also larger than other numbers.
   is_order = name in ("gt", "ge", "lt", "le")
   return Fact("tested", False, place) if is_order and is_sure else None
 

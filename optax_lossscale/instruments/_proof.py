@@ -47,7 +47,7 @@ class Traced(NamedTuple):
 
 
 class Proof(NamedTuple):
-  """What a proof says of each law, and the outputs that are next values.
+  """The verdict on each law, and the outputs that are next values.
 
   Attributes:
     laws: the laws.
@@ -93,7 +93,7 @@ def trace(
 
 
 class _Opaque:
-  """A leaf that is no array."""
+  """A leaf that is not an array."""
 
   def __init__(self, value: object) -> None:
     self.value = value
@@ -112,7 +112,7 @@ def _has_value(x: object) -> bool:
 
 
 class _Problem(NamedTuple):
-  """What is wrong with a step, or may be.
+  """A mistake in a step, or one that cannot be ruled out.
 
   Attributes:
     verdict: "refuted" if it is certain, "open" if no run could tell, or else
@@ -422,7 +422,7 @@ def _scale_law(
 
 
 def _tells(overflow: object) -> bool:
-  """Returns whether a flag tells which micro-batches overflow."""
+  """Returns whether a flag holds the micro-batches that overflow."""
   return isinstance(overflow, findings.WindowOverflow)
 
 
@@ -607,7 +607,7 @@ def _skip_law(case: _Case) -> Proved:
     return Proved("skip", "not applied", text)
   problems = [_changed(case, outputs[x.after], x) for x in step.pairs]
   for path, alone in skipped.items() if len(skipped) > 1 else ():
-    # What only this state's gradients move must stay if this state skips. Else
+    # Values that only this state's gradients move must stay if it skips. Else
     # this is what other states move, perhaps by values of this one.
     problems += [
       _changed(case, alone[x.after], x, f", though {path} skips")
@@ -637,7 +637,7 @@ def _changed(
 
 
 def _follows(step: _Step) -> Iterator[str]:
-  """Yields the outputs that depend on S and are no next values."""
+  """Yields the outputs other than next values that depend on S."""
   _, outputs = step.run()
   places = step.next_values.values()
   for name, x in _named(step.traced.outputs):

@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
   @property
   def overflows(self) -> bool:
-    """Whether some S did not let its step be applied as it is."""
+    """True unless each S let its step be applied."""
     return not {*self.outcomes.values()} <= {"nothing", "applied"}
 
 
@@ -69,7 +69,7 @@ class Bound:
   certain: frozenset[str]
   # The leaves that may depend on S or change on a skip.
   free: frozenset[str]
-  is_narrow: bool  # Whether its dtypes may lose small numbers.
+  is_narrow: bool  # True if its dtypes may lose small numbers.
 
   @functools.cached_property
   def given(self) -> dict[str, states.LossScalingState]:
@@ -100,7 +100,7 @@ class Bound:
 
   @property
   def starts_infinite(self) -> bool:
-    """Whether a leaf is not finite before the step."""
+    """True if a leaf is not finite before the step."""
     return any(
       leaves.is_gradient(x) and not np.all(np.isfinite(x))
       for x in self.before.values()
@@ -192,7 +192,7 @@ def report(step: Bound) -> _verdicts.StepReport:
 
 
 class _Start(NamedTuple):
-  """The first run at an S that does not overflow, or why there is none."""
+  """The first run at an S that does not overflow, or the reason without one."""
 
   run: Run
   factors: dict[str, float]
@@ -340,7 +340,7 @@ def _invariance(
 
 
 class _Skips(NamedTuple):
-  """What steps with an overflow did."""
+  """The outcomes of steps with an overflow."""
 
   infinite: Run
   outcomes: set[str]
@@ -411,7 +411,7 @@ def _grow(
     if x is not _verdicts.CONSTANT
   }
   hidden = skips._replace(outcomes={"hidden"})
-  # What hides an overflow at this S does not at a far smaller one.
+  # A function that hides an overflow at this S does not at a far smaller one.
   if not all(np.all(start.run.states[x].amax) for x in grown):
     small = step.at({x: _LOW * y for x, y in start.factors.items()})
     if any(_is_lost(x, small, start.run, 0) for x in grown):

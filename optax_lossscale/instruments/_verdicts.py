@@ -167,7 +167,7 @@ _NOT_SKIPPED = {
   ),
   "applied": SET_ASIDE,
 }
-# Where an NNX object's next value is, for a report.
+# The place of an NNX object's next value, for a report.
 IN_PLACE = "in place"
 _ALL_WIDE = (
   "not applied",
@@ -209,7 +209,7 @@ class Law(NamedTuple):
 
 
 class Proved(NamedTuple):
-  """What a proof says of one law."""
+  """The verdict of a proof on one law."""
 
   law: str
   # "proved"; "refuted"; "unknown", if the runs decide; "open", if no run could
@@ -418,7 +418,7 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   noise, *_ = _difference(old, first, again)
   most = max(largest, lower)
   if low and most <= _ROUNDING:
-    # What is added to scaled gradients grows as S falls.
+    # An addend of scaled gradients matters more as S falls.
     added, *_ = _difference(old, first, *low)
     if added > 4 * _ROUNDING and added > 64 * noise:
       return "wrong", f" ({100 * added:.2g} % at S/4096)"
@@ -483,7 +483,7 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
   left = list(laws)
   found: list[Law] = []
   holds = all(x.verdict in ("proved", "not applied") for x in proofs)
-  # Of a rule that is stuck, or a `skip` that is set, a proof knows nothing.
+  # A proof knows nothing of a rule that is stuck, or a `skip` that is set.
   apart = STALLED[1], REQUESTED[1]
   for proof in proofs:
     of_law = [x for x in left if x.name == proof.law and x.text not in apart]
@@ -533,7 +533,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
     # Equal values may be written in ways that no proof knows.
     text = f"That is not shown to hold, but was not seen to fail. {alone.text}"
     return alone._replace(verdict="inconclusive", text=text)
-  # What becomes of S is no matter of a batch.
+  # The fate of S does not depend on a batch.
   hides = "" if proof.remedy == RETURNED else " This batch hides it."
   return alone._replace(text=alone.text + hides)
 

@@ -86,8 +86,8 @@ def guarded(x):
 
 
 PERMUTATION = np.array([2, 0, 3, 1])
-# What an operation takes: f a float, s a float that is seldom free of S, i an
-# integer, b a flag; k, S itself.
+# The operands of an operation: f a float, s a float that is seldom free of S,
+# i an integer, b a flag; k, S itself.
 OPERATIONS = {
   # Elementwise.
   "s neg": lambda x: -x,
@@ -334,7 +334,7 @@ OPERATIONS = {
   "ks fori of products": lambda k, x: lax.fori_loop(
     0, 3, lambda i, c: (c[0], c[1] * column(c[0])), (k, full(x))
   )[1],
-  # What may be an argument, or a number.
+  # Results that may be an argument, or a number.
   "i plus 0": lambda i: i + 0,
   "i plus 1": lambda i: i + 1,
   "f plus 0": lambda x: x - 0.0,
@@ -516,7 +516,7 @@ def programs(count, seed=0):
   return found
 
 
-# ---- What is said of the values of a program, and what is true.
+# ---- The facts found about the values of a program, and the truth.
 
 
 def claims(program):
@@ -622,7 +622,7 @@ def error(program, i, said):
 
 
 class Tally(NamedTuple):
-  """What became of the values of programs."""
+  """Counts of the facts about the values of programs."""
 
   errors: list[str]
   powers: int
@@ -653,7 +653,7 @@ def judge(program):
       counts["unchanged"] += is_power(program, i)
     wrong = error(program, i, said)
     if wrong:
-      # What is made of it is wrong as well.
+      # Values that are made of it are wrong as well.
       tainted.add(i)
       errors.append(f"[{made.name}] value {i} {wrong}: {said}")
   return Tally(errors, **counts)

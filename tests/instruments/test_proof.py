@@ -32,7 +32,7 @@ from tests.instruments.programs import program_of
 from tests.instruments.programs import programs
 from tests.instruments.programs import Tally
 
-# ---- What is said is true, and a wrong rule would be seen.
+# ---- The facts found are true, and a wrong rule would be seen.
 
 COUNT = 150
 
@@ -54,7 +54,7 @@ def test_what_is_said_of_random_programs_is_true():
   assert not errors, "\n\n".join(errors[:3])
   assert said.powers > 10 * COUNT and said.identities > 7 * COUNT
   assert said.any > 4 and said.constants > 10
-  # What is sure to depend on S otherwise does so in most of these programs.
+  # Values that surely depend on S as no power does do so in most programs.
   assert said.unchanged < 0.4 * said.unknown
 
 
@@ -152,7 +152,7 @@ def forgets_members(moved):
   return wrong
 
 
-# What a random key may be, and may not.
+# The identities of a random key.
 @pytest.mark.parametrize(
   ("change", "is_same"),
   [
@@ -330,7 +330,7 @@ def test_a_step_runs_after_a_proof_as_before_it():
   assert step._cache_size() == count
 
 
-# ---- What a proof assumes of the library is true.
+# ---- A proof's assumptions about the library are true.
 
 GRADIENTS = {
   "a": jnp.asarray([0, 1.5, -3, 2.0**20]),
@@ -464,7 +464,7 @@ def test_what_leaves_out_micro_batches_tells(bad):
   assert np.isfinite(scaled_grads).all()
 
 
-# ---- What is assumed, but not true, is seen by runs.
+# ---- Runs see an assumption that is not true.
 
 
 def stands_in(real, wrong):
@@ -590,7 +590,7 @@ def test_what_is_assumed_but_not_true_is_seen_by_runs(name, monkeypatch):
   assert "please report" in found.text
 
 
-# ---- What no proof can know.
+# ---- The limits of a proof.
 
 
 def scale_of(change, loss_fn=loss_fn):
