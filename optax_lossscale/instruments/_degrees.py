@@ -305,7 +305,9 @@ def result(
 def fills(equation: core.JaxprEqn) -> bool:
   """Returns whether a gather or scatter puts in numbers of its own."""
   if equation.primitive.name == "gather":
-    return equation.params["fill_value"] not in (None, 0)
+    # NaN has any degree, and is what fills by default.
+    value = equation.params["fill_value"]
+    return not (value in (None, 0) or value != value)
   is_scatter = equation.primitive.name == "scatter"
   return is_scatter and not operation_table.moves(equation)
 
