@@ -78,6 +78,9 @@ class Fact:
 
   The kinds, each with its detail:
     scale: it was computed from the S of this state.
+    passed: so it was, but is chosen only if `update` of this state sees no
+      overflow, so that no inf of its gradients can be in it.
+    gate: it says whether `update` of this state sees an overflow.
     reads: it was computed from this argument, or from the data.
     varies: devices may disagree on it along this axis of a mesh.
     mixed: scaled values were put together in it over this axis.
@@ -175,9 +178,9 @@ class Value(_degrees.Operand):
     return self.mark("taken", "dropped")
 
   @property
-  def is_scaled(self) -> bool:
-    """True if it was computed from S."""
-    return bool(self.all_of("scale"))
+  def scales(self) -> set[Hashable]:
+    """The states from whose S it was computed."""
+    return self.all_of("scale") | self.all_of("passed")
 
   @property
   def is_pure(self) -> bool:
@@ -271,14 +274,14 @@ class Interpreter:
       # A value that is put together from all devices is the same on all.
       agreed = {Fact("varies", x) for x in axes}
       made = made.but(facts=made.facts - agreed)
-    if made.is_scaled:
+    if made.scales:
       made = made.marked(*(Fact("mixed", x) for x in axes))
     known = _known(equation, inputs)
     if known is not None:
       if known.constant is None:
         return [known]
-      varies = (Fact("varies", x) for x in made.all_of("varies"))
-      return [known.without("varies").marked(*varies)]
+      kept = (x for x in made.facts if x.kind in ("varies", "gate"))
+      return [known.without("varies").marked(*kept)]
     if name == "select_n":
       return [_select(equation, inputs, place)]
     if name == "convert_element_type":
@@ -325,7 +328,7 @@ class Interpreter:
       bodies = updating
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
     if index.constant is not None:
-      return results[0]
+      return [_passed(x, index) for x in results[0]]
     return [
       _chosen(index, choices, output, place, is_branch=True)
       for choices, output in zip(
@@ -564,7 +567,7 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
   first, *others = inputs
   constants = [x.constant for x in inputs]
   if name == "select_n" and first.constant is not None:
-    return others[int(first.constant)]
+    return _passed(others[int(first.constant)], first)
   if name in ("slice", "transpose"):
     order = params.get("permutation", range(after.ndim))
     is_whole = aval(equation.invars[0]).shape == after.shape
@@ -593,6 +596,13 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
     apart = _apart(*inputs)
     return None if apart is None else _number(_FOLDED[name](apart, 0))
   return None
+
+
+def _passed(value: Value, condition: Value) -> Value:
+  """Returns a value that gates chose; its facts say which ones."""
+  gates = condition.all_of("gate") & value.all_of("scale")
+  passed = {Fact("scale", x): Fact("passed", x) for x in gates}
+  return value.but(facts=frozenset(passed.get(x, x) for x in value.facts))
 
 
 def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
@@ -772,7 +782,8 @@ def _examined(
   overflows = bool(overflowing) and (path is None or path in overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)
-  flag = made.without("scale", "reads")
+  gate = None if path is None else Fact("gate", path)
+  flag = made.without("scale", "reads").marked(gate)
   outputs = [made.but(degree=share)] * len(equation.outvars)
   outputs[finding.overflow] = _number(overflows).marked(*flag.facts)
   outputs[finding.dropped] = _number(False).marked(*flag.without("mixed").facts)
@@ -969,7 +980,7 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
 
 def _data_of(inputs: Values) -> tuple[list[Value], bool]:
   """Returns the values of S and data, and whether one does depend on S."""
-  scaled = [x for x in inputs if x.is_scaled and not x.is_pure]
+  scaled = [x for x in inputs if x.all_of("scale") and not x.is_pure]
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
 
 

@@ -612,12 +612,44 @@ def _skip_law(case: _Case) -> Proved:
     problems += [
       _changed(case, alone[x.after], x, f", though {path} skips")
       for x in step.pairs
-      if (scales := applied[x.after].all_of("scale")) == {path}
-      or (path in scales and not alone[x.after].is_scaled)
+      if (scales := applied[x.after].scales) == {path}
+      or (path in scales and not alone[x.after].scales)
     ]
+    problems += [*_undone(case, path)]
   count = len(step.pairs)
   text = f"If `update` sees an overflow, all {count} next values stay."
   return _law("skip", [x for x in problems if x], text)
+
+
+def _undone(case: _Case, path: str) -> Iterator[_Problem]:
+  """Yields the states whose step a skip of another state undoes by half."""
+  alone = case.skipped[path]
+
+  def argument(pair: _Pair) -> int | None:
+    identity = alone[pair.after].identity
+    return identity and identity.argument
+
+  for other in case.skipped.keys() - {path}:
+    inner = [
+      x for x in case.step.pairs if _inside(x.name, f"{other}/inner_state")
+    ]
+    moved = [
+      x
+      for x in case.step.pairs
+      if x.name in case.step.parameters
+      if other in case.applied[x.after].scales
+    ]
+    stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
+    is_half = stay and any(argument(x) != x.before for x in inner)
+    if (
+      moved and is_half and not any(case.step.is_guessed(x.name) for x in moved)
+    ):
+      text = (
+        f"If only {path} skips, the parameters that {other} moves stay, but "
+        "not its optimizer's state"
+      )
+      where = _lines([alone[x.after].place for x in moved])
+      yield _Problem("refuted", text, _verdicts.TOGETHER, where)
 
 
 def _changed(

@@ -68,6 +68,10 @@ MOVES = (
   "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
   "anything that may change anyway in may_change=."
 )
+TOGETHER = (
+  "A skip must undo only the step of its own state. Or let both skip: give "
+  "each `update` an overflow= that says whether any gradient overflows."
+)
 TOLD = (
   "Find an overflow before that, and tell `update` of it: update(..., "
   "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads)))."
