@@ -68,6 +68,19 @@ _LOGIC = {"and": True, "reduce_and": True, "or": False, "reduce_or": False}
 # Operations that choose by size, and those that choose the largest.
 _LARGEST = _names("cummax max reduce_max")
 _ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
+# Operations whose result is not finite if an input is not.
+_SHOWING = (
+  operation_table.MOVES
+  | operation_table.REARRANGES
+  | operation_table.REDUCTIONS
+  | operation_table.BETWEEN_DEVICES
+) - _names("clamp sign") | _names("""
+  add add_any and cbrt cholesky complex convert_element_type
+  conv_general_dilated cos cosh cumprod cumsum dot_general eig eigh fft log
+  log1p log2 lu mul not or qr reduce_and reduce_or reduce_precision
+  reduce_window_sum scatter-add scatter-mul sin sinh sqrt square sub svd tan
+  triangular_solve tridiagonal_solve
+""")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 
@@ -80,6 +93,8 @@ class Fact:
     scale: it was computed from the S of this state.
     passed: so it was, but is chosen only if `update` of this state sees no
       overflow, so that no inf of its gradients can be in it.
+    undefined: so it was, but is NaN if it is not finite, which few operations
+      hide.
     gate: it says whether `update` of this state sees an overflow.
     reads: it was computed from this argument, or from the data.
     varies: devices may disagree on it along this axis of a mesh.
@@ -180,7 +195,14 @@ class Value(_degrees.Operand):
   @property
   def scales(self) -> set[Hashable]:
     """The states from whose S it was computed."""
-    return self.all_of("scale") | self.all_of("passed")
+    return {
+      x.detail for x in self.facts if x.kind in ("scale", "passed", "undefined")
+    }
+
+  @property
+  def may_be_inf(self) -> bool:
+    """True for data of S that no gate has found to be finite."""
+    return bool(self.all_of("scale")) and not self.is_pure
 
   @property
   def is_pure(self) -> bool:
@@ -599,10 +621,18 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
 
 
 def _passed(value: Value, condition: Value) -> Value:
-  """Returns a value that gates chose; its facts say which ones."""
-  gates = condition.all_of("gate") & value.all_of("scale")
-  passed = {Fact("scale", x): Fact("passed", x) for x in gates}
-  return value.but(facts=frozenset(passed.get(x, x) for x in value.facts))
+  """Returns a value that is chosen where gates found gradients to be finite."""
+  gates = condition.all_of("gate")
+  passed = {
+    Fact(x, path): Fact("passed", path)
+    for path in gates
+    for x in ("scale", "undefined")
+  }
+  facts = frozenset(passed.get(x, x) for x in value.facts)
+  found = value.but(facts=facts)
+  # Without an overflow nothing was lost.
+  is_passed = gates and not found.may_be_inf
+  return found.without("tested", "taken", "dropped") if is_passed else found
 
 
 def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
@@ -634,6 +664,18 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
     made = made.but(identity=_projected(inputs))
   if name == "mul" and all(x.identity for x in inputs):
     made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
+  if name in ("add", "add_any", "sub") and made.mark("taken"):
+    # The other part may show the same inf.
+    is_shown = any(x.may_be_inf and not x.lost for x in inputs)
+    taken = Fact("taken", False, place)
+    made = made.without("taken").marked(taken) if is_shown else made
+  if name == "div" and _degrees.is_free(made.degree):
+    # inf / inf is NaN.
+    paths = first.all_of("scale") & inputs[1].all_of("scale")
+    if all(x.may_be_inf for x in inputs):
+      undefined = {Fact("scale", x): Fact("undefined", x) for x in paths}
+      facts = frozenset(undefined.get(x, x) for x in made.facts)
+      made = made.but(facts=facts)
   if name in ("mul", "div", "dot_general", "conv_general_dilated"):
     # What is not finite stays so if it is multiplied by anything.
     parts, _ = _data_of(inputs[:1] if name == "div" else inputs)
@@ -980,7 +1022,7 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
 
 def _data_of(inputs: Values) -> tuple[list[Value], bool]:
   """Returns the values of S and data, and whether one does depend on S."""
-  scaled = [x for x in inputs if x.all_of("scale") and not x.is_pure]
+  scaled = [x for x in inputs if x.may_be_inf]
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
 
 
@@ -999,9 +1041,8 @@ def _tested(
     is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
     known = finite if is_known else None
     return Fact("tested", is_sure, place, known, scaled[0].key)
-  # An inf is also larger than other numbers.
-  is_order = name in ("gt", "ge", "lt", "le")
-  return Fact("tested", False, place) if is_order and is_sure else None
+  # An inf is also larger than other numbers, and differs from them.
+  return Fact("tested", False, place) if scaled else None
 
 
 def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
@@ -1029,7 +1070,7 @@ def _lost(tested: Fact, choices: Values) -> bool | None:
 def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:
   """Returns whether an operation may leave an inf out."""
   name = equation.primitive.name
-  scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
+  scaled = [x.may_be_inf for x in inputs]
   if not any(scaled) or _degrees.is_cast(name, inputs):
     return False
   if name in _ORDERED:
@@ -1038,13 +1079,18 @@ def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:
     is_positive = bool(around) and around[0].primitive.name in _POSITIVE
     return not (name in _LARGEST and is_positive)
   # 1 / inf is 0.
-  if name == "div":
+  if name in ("div", "rem"):
     return not scaled[0]
   if name == "integer_pow":
     return bool(equation.params["y"] < 0)
+  if name == "pow":
+    exponent = inputs[1].constant
+    return exponent is None or exponent <= 0
   if name in ("gather", "dynamic_slice"):
     return any(scaled[1:])
-  return name in ("rsqrt", "sign")
+  is_float = leaves.is_gradient(equation.outvars[0].aval)
+  is_test = name == "is_finite" or name in operation_table.COMPARISONS
+  return not is_test and (name not in _SHOWING or not is_float)
 
 
 def _bounded(name: str, inputs: Values, place: Place) -> Fact | None:
