@@ -117,7 +117,9 @@ _POSITIONS = {
   "dynamic_update_slice": slice(2, None),
 }
 # Values that are only packed into one array may be unpacked again.
-_PACKS = _names("complex concatenate dynamic_update_slice scatter stack")
+_PACKS = _names("""
+  complex concatenate dynamic_update_slice pad scatter scatter-add stack
+""")
 _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)

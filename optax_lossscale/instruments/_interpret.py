@@ -49,7 +49,8 @@ _COPIES = _names("""
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
-_FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+  **{x: getattr(np, x) for x in _names("abs sqrt square")},
   **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
   **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
 }
@@ -81,6 +82,9 @@ _SHOWING = (
   reduce_window_sum scatter-add scatter-mul sin sinh sqrt square sub svd tan
   triangular_solve tridiagonal_solve
 """)
+_ARITHMETIC = _names("add div mul sub")
+# Operations whose result is 0 where the input is.
+_ZERO_WITH = _names("abs reduce_max reduce_sum sqrt square")
 # Operations whose results are seldom negative.
 _POSITIVE = _names("abs reduce_max sqrt square")
 
@@ -152,7 +156,8 @@ class Value(_degrees.Operand):
     identity: the argument that it is, bit for bit.
     scale: the state whose S it is.
     facts: what its results inherit.
-    zero_of: the operation that made the value that it compares with 0.
+    zeros: the operations whose results are 0 where it is.
+    zero_of: those of the value that it compares with 0.
     grown: the operation that gave it its degree, if its inputs had others.
     key: an object that only copies of the value share.
   """
@@ -160,7 +165,8 @@ class Value(_degrees.Operand):
   identity: Identity | None = None
   scale: Scale | None = None
   facts: frozenset[Fact] = frozenset()
-  zero_of: Place | None = dataclasses.field(default=None, compare=False)
+  zeros: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
+  zero_of: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
   key: object = dataclasses.field(default_factory=object, compare=False)
 
@@ -351,8 +357,10 @@ class Interpreter:
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
     if index.constant is not None:
       return [_passed(x, index) for x in results[0]]
+    # Where no branch updates, the old S is chosen by a condition alone.
+    is_branch = bool(updating)
     return [
-      _chosen(index, choices, output, place, is_branch=True)
+      _chosen(index, choices, output, place, is_branch=is_branch)
       for choices, output in zip(
         zip(*results, strict=True), equation.outvars, strict=True
       )
@@ -606,7 +614,8 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
   if name in _FOLDED and None not in constants:
     with np.errstate(all="ignore"):
       return _number(np.asarray(_FOLDED[name](*constants)).astype(after.dtype))
-  if name == "reduce_sum" and first.constant is not None and not are_floats:
+  is_sum = name == "reduce_sum" and first.constant is not None
+  if is_sum and (not are_floats or first.constant == 0):
     count = aval(equation.invars[0]).size // max(after.size, 1)
     return _number(np.asarray(first.constant * count).astype(after.dtype))
   if name in _NEUTRAL:
@@ -654,16 +663,21 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
     made = made.without("taken", "dropped")
     made = made.marked(None if tested else _tested(equation, inputs, place))
     zero_of = (
-      x.place
+      (x.place, *x.zeros)
       for x, y in zip(inputs, inputs[::-1], strict=True)
       if _is(y.constant, 0)
     )
-    made = made.but(zero_of=next(zero_of, None))
+    made = made.but(zero_of=next(zero_of, ()))
   if name in ("max", "min", "clamp"):
     made = made.marked(None if made.lost else _bounded(name, inputs, place))
     made = made.but(identity=_projected(inputs))
+  if operation_table.name_of(equation) in _ZERO_WITH:
+    made = made.but(zeros=(first.place, *first.zeros))
   if name == "mul" and all(x.identity for x in inputs):
     made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
+  if name in _LOGIC or name == "not":
+    zeros = (x.zero_of for x in inputs if x.zero_of)
+    made = made.but(zero_of=next(zeros, ()))
   if name in ("add", "add_any", "sub") and made.mark("taken"):
     # The other part may show the same inf.
     is_shown = any(x.may_be_inf and not x.lost for x in inputs)
@@ -676,6 +690,8 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
       undefined = {Fact("scale", x): Fact("undefined", x) for x in paths}
       facts = frozenset(undefined.get(x, x) for x in made.facts)
       made = made.but(facts=facts)
+  if made.identity is None:
+    made = made.but(identity=_rewritten(equation, inputs))
   if name in ("mul", "div", "dot_general", "conv_general_dilated"):
     # What is not finite stays so if it is multiplied by anything.
     parts, _ = _data_of(inputs[:1] if name == "div" else inputs)
@@ -689,7 +705,7 @@ def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
   chosen = _chosen(condition, choices, output, place, is_branch=False)
   degree, zero = chosen.degree, condition.zero_of
   # A number may stand in for 0 where nothing will come of it.
-  is_guard = zero in [x.place for x in choices]
+  is_guard = any(x.place in zero for x in choices)
   if isinstance(degree, Unknown) and is_guard:
     degree = dataclasses.replace(degree, is_sure=False)
   return chosen.but(degree=degree, place=place)
@@ -705,9 +721,9 @@ def _chosen(
 ) -> Value:
   """Returns a value that a condition chooses."""
   tested = condition.mark("tested")
-  chosen = _join(choices, place, is_branch=is_branch and not tested).marked(
-    *condition.facts
-  )
+  chosen = _join(
+    choices, place, key=output, is_branch=is_branch and not tested
+  ).marked(*condition.facts)
   told = chosen.mark("tested")
   chosen = chosen.without("tested")
   if told and not leaves.is_gradient(output.aval):
@@ -745,10 +761,12 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     # A number that depends on S is one that was known only to be 0 or 1.
     return _number(number).but(identity=identity)
   if jnp.issubdtype(after, jnp.inexact):
-    return value.but(identity=identity, place=made.place)
+    scale = value.scale if _holds(after, before) else None
+    return value.but(identity=identity, scale=scale, place=made.place)
   unknown = _degrees.unknown([value.degree])
   if after.kind == "b":
-    return made.but(degree=unknown or FREE, zero_of=value.place)
+    zero_of = (value.place, *value.zeros)
+    return made.but(degree=unknown or FREE, zero_of=zero_of)
   if _degrees.is_free(value.degree):
     return value.but(
       degree=FREE, identity=identity, scale=None, place=made.place
@@ -785,6 +803,7 @@ def _join(
   place: Place,
   reason: str = "are chosen between",
   *,
+  key: Hashable = None,
   is_branch: bool = True,
 ) -> Value:
   """Returns what is known of a value that is one of several."""
@@ -793,7 +812,7 @@ def _join(
   is_unknown = _degrees.unknown(x.degree for x in values)
   if scale and isinstance(degree, Unknown) and not is_unknown:
     # One S or another is an S of its own from here on.
-    key = (place, scale.path)
+    key = (place, scale.path, key)
     axes = next(axes for x in values for _, axes in _units(x))
     degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
 
@@ -905,6 +924,23 @@ def _perhaps(choices: Iterable[Value]) -> Identity | None:
   """Returns the identity of a value that may be what one choice is."""
   first = next((x.identity for x in choices if x.identity), None)
   return first and first._replace(is_sure=False)
+
+
+def _rewritten(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of what may be an argument, written otherwise."""
+  name = equation.primitive.name
+  parts = [x for x in inputs if x.identity]
+  others = [x for x in inputs if not x.identity]
+  identity = _perhaps(parts)
+  is_own = len({x.identity and x.identity.argument for x in parts}) == 1
+  is_own = is_own and not any(x.all_of("reads") or x.scales for x in others)
+  if identity is None or not is_own:
+    return None
+  if name in _ARITHMETIC:
+    first = parts[0].identity
+    is_changed = first and first.is_sure and not first.forms and others
+    return _formed(first, name) if is_changed else identity._replace(forms=())
+  return identity._replace(forms=()) if name in operation_table.MOVES else None
 
 
 def _projected(inputs: Values) -> Identity | None:
@@ -1049,9 +1085,12 @@ def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
   """Returns a mark for what is made of tests: what its truth still says."""
   if name == "not" and tested.finite is not None:
     return dataclasses.replace(tested, finite=not tested.finite)
-  marks = (x.mark("tested") for x in inputs)
-  known = (x for x in marks if x and x.finite is _LOGIC.get(name))
-  return next(known, dataclasses.replace(tested, finite=None))
+  marks = [mark for x in inputs if (mark := x.mark("tested"))]
+  known = [x for x in marks if x.finite is _LOGIC.get(name)]
+  if len({id(x.of) for x in known}) > 1:
+    # Which of several values is not finite, no truth says.
+    return dataclasses.replace(known[0], of=object())
+  return next(iter(known), dataclasses.replace(tested, finite=None))
 
 
 def _lost(tested: Fact, choices: Values) -> bool | None:

@@ -201,10 +201,15 @@ class _Step:
       place, tree = self.next_values[name], named[name]
       form = _next_values.form(tree)
       others = [x for x, y in forms.items() if x and x != place and y == form]
-      kept = (
+      kept = [
         x for x in (place, *others) if are_kept(self._pairs(name, x), skipped)
+      ]
+      # Any step may return an old value, too.
+      found = next(
+        (x for x in kept if not are_kept(self._pairs(name, x), applied)),
+        place if place in kept else None,
       )
-      if (found := next(kept, None)) is not None:
+      if found is not None:
         self.next_values[name] = found
         self.guessed.remove(name)
         continue
@@ -406,11 +411,13 @@ def _scale_law(
   problems: list[_Problem] = []
   for gate in gates:
     loss_scale, gradients, overflow, _ = gate.call.inputs
-    is_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
-    is_told |= any(x.mark("tested") for _, x in gate.of(overflow))
+    all_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
+    is_told = any(x.mark("tested") for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
       names.append(name)
-      problem = _problem(value, gate.values[loss_scale], gate.place, is_told)
+      problem = _problem(
+        value, gate.values[loss_scale], gate.place, is_told, all_told
+      )
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
@@ -427,7 +434,11 @@ def _tells(overflow: object) -> bool:
 
 
 def _problem(
-  value: Value, loss_scale: Value, gate: _degrees.Place, is_told: bool
+  value: Value,
+  loss_scale: Value,
+  gate: _degrees.Place,
+  is_told: bool,
+  all_told: bool,
 ) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
@@ -448,6 +459,7 @@ def _problem(
     return _Problem("refuted", text, remedy, where)
   taken, dropped = value.mark("taken"), value.mark("dropped")
   if taken:
+    is_told |= all_told
     is_sure = bool(taken.detail) and not is_told
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
@@ -455,10 +467,11 @@ def _problem(
     is_open = is_told is taken.detail
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
     return _Problem(verdict, text, remedy, _lines([taken.place]))
-  if dropped and not is_told:
+  if dropped and not all_told:
     text = "leaves out micro-batches, which `overflow=` must say"
     where = _lines([dropped.place])
-    return _Problem("refuted", text, _verdicts.DROPPED, where)
+    verdict = "open" if is_told else "refuted"
+    return _Problem(verdict, text, _verdicts.DROPPED, where)
   return None
 
 
@@ -662,7 +675,8 @@ def _changed(
   ):
     return None
   text = f"If the step is skipped, {pair.name} may change{more}"
-  # A product with 0 may be NaN; a condition of the user's may be right.
+  # A product with 0 may be NaN; a condition of the user's may be right; it may
+  # be written otherwise.
   is_sure = value.identity != identity._replace(is_sure=False)
   is_sure = is_sure and not case.step.is_guessed(pair.name)
   return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
