@@ -26,9 +26,10 @@ from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
-from optax_lossscale.instruments._interpret import Fact
-from optax_lossscale.instruments._interpret import Identity
-from optax_lossscale.instruments._interpret import Value
+from optax_lossscale.instruments._values import Fact
+from optax_lossscale.instruments._values import Identity
+from optax_lossscale.instruments._values import Scale
+from optax_lossscale.instruments._values import Value
 from optax_lossscale.instruments._verdicts import Line
 from optax_lossscale.instruments._verdicts import Proved
 
@@ -272,7 +273,7 @@ class _Step:
       degree = _degrees.of((_degrees.Symbol(words, position), axes))
       values[position] = values[position].but(
         degree=_degrees.FREE if path in self.ones else degree,
-        scale=_interpret.Scale(path, "old"),
+        scale=Scale(path, "old"),
         facts=frozenset([Fact("scale", path)]),
       )
     machine = _interpret.Interpreter(
@@ -673,7 +674,11 @@ def _changed(
   if value.identity == identity or (
     flag is not None and value.constant is flag
   ):
-    return None
+    unseen = value.mark("unseen")
+    text = f"{pair.name} may take inf from gradients that no `update` sees"
+    where = _lines([unseen.place] if unseen else [])
+    problem = _Problem("open", text, _verdicts.PASSED_BY, where)
+    return problem if unseen else None
   text = f"If the step is skipped, {pair.name} may change{more}"
   # A product with 0 may be NaN; a condition of the user's may be right; it may
   # be written otherwise.

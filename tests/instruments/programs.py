@@ -17,6 +17,7 @@ import numpy as np
 
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
+from optax_lossscale.instruments import _values
 
 SIZE = 4
 # One S, and one for each member along the first axis.
@@ -452,7 +453,8 @@ def compose(rng, names, made):
 
     for i in (2, 3):
       keep("k times", [0, i], column(inputs[0]) * inputs[i])
-    first = [1, len(values) - 2, len(values) - 1]
+    keep("k under", [0, 1], inputs[1] / column(inputs[0]))
+    first = [1, *range(len(values) - 3, len(values))]
 
     def choose(kind):
       if kind == "k":
@@ -523,14 +525,12 @@ def claims(program):
   """Returns what the interpreter says of each value of a program."""
   axes = tuple(range(program.jaxpr.in_avals[0].ndim))
   degree = _degrees.of((_degrees.Symbol(program.kind, 0), axes))
-  of_scale = frozenset([_interpret.Fact("scale", "state")])
+  of_scale = frozenset([_values.Fact("scale", "state")])
   inputs = [
-    _interpret.Value(
-      identity=_interpret.Identity(i), facts=frozenset([_interpret.DATA])
-    )
+    _values.Value(identity=_values.Identity(i), facts=frozenset([_values.DATA]))
     for i in range(len(program.jaxpr.in_avals))
   ]
-  scale = _interpret.Scale("state", "old")
+  scale = _values.Scale("state", "old")
   inputs[0] = inputs[0].but(degree=degree, scale=scale, facts=of_scale)
   inputs[1] = inputs[1].but(degree=degree).marked(*of_scale)
   return _interpret.Interpreter([]).run(program.jaxpr, inputs)
@@ -657,6 +657,30 @@ def judge(program):
       tainted.add(i)
       errors.append(f"[{made.name}] value {i} {wrong}: {said}")
   return Tally(errors, **counts)
+
+
+def hidden(program):
+  """Returns what is said to be inf or NaN as S and its data are, but is not."""
+  if any("while" in x.name for x in program.made):
+    return []  # With an inf it may run for ever.
+  inputs = [*program.inputs[0]]
+  with np.errstate(all="ignore"):
+    inputs[:2] = inputs[0] * np.inf, np.copysign(np.inf, inputs[1])
+  values = jax.jit(core.jaxpr_as_fun(program.jaxpr))(*inputs)
+  errors, tainted = [], set()
+  for i, (said, x) in enumerate(zip(claims(program), values, strict=True)):
+    made = program.made[i]
+    is_known = not isinstance(said.degree, _degrees.Unknown)
+    is_data = bool(said.scales) and not said.is_pure
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    shows = not np.isfinite(x).all() if is_float else True
+    # A mask of the data may leave out what it likes.
+    if tainted & {*made.sources} or "b" in made.name.partition(" ")[0]:
+      tainted.add(i)
+    elif is_known and is_data and not said.lost and not shows:
+      tainted.add(i)
+      errors.append(f"[{made.name}] value {i} is finite: {said}")
+  return errors
 
 
 def is_power(program, i):

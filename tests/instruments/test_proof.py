@@ -25,8 +25,11 @@ from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
 from optax_lossscale.instruments import _degrees
+from optax_lossscale.instruments import _finiteness
 from optax_lossscale.instruments import _interpret
+from optax_lossscale.instruments import _values
 from tests.instruments.programs import BETWEEN_DEVICES
+from tests.instruments.programs import hidden
 from tests.instruments.programs import judge
 from tests.instruments.programs import program_of
 from tests.instruments.programs import programs
@@ -175,9 +178,9 @@ def forgets_members(moved):
 )
 def test_a_random_key_is_the_same_if_it_is_said_to_be(change, is_same):
   key = jax.random.key(3)
-  value = _interpret.Value(identity=_interpret.Identity(0))
+  value = _values.Value(identity=_values.Identity(0))
   (said,) = _interpret.Interpreter([]).run(jax.make_jaxpr(change)(key), [value])
-  assert (said.identity == _interpret.Identity(0)) is is_same
+  assert (said.identity == _values.Identity(0)) is is_same
   data = map(jax.random.key_data, (change(key), key))
   assert np.array_equal(*data) is is_same
 
@@ -223,18 +226,18 @@ MISTAKES = {
     _interpret, "_RESHAPES", _interpret._RESHAPES | {"transpose"}
   ),
   "a cast and back is nothing": replaced(
-    _interpret,
-    "_cast",
+    _values,
+    "cast",
     lambda _: lambda identity, before, after: identity,
   ),
   "3 is 1": replaced(
-    _interpret,
-    "_is",
+    _values,
+    "is_number",
     lambda is_: lambda x, number: is_(x, number) or (number == 1 and is_(x, 3)),
   ),
   "n + 1 is n": replaced(
-    _interpret,
-    "_apart",
+    _values,
+    "apart",
     lambda apart: lambda *ids: None if apart(*ids) is None else 0,
   ),
   "a sum is a difference": lambda patch: patch.setitem(
@@ -253,6 +256,47 @@ def test_a_wrong_rule_is_seen(mistake, monkeypatch):
   MISTAKES[mistake](monkeypatch)
   found = programs(COUNT)
   assert any(judge(x).errors for x in found)
+
+
+def test_inf_and_nan_of_random_programs_show_where_it_is_said():
+  errors = [y for x in programs(COUNT) for y in hidden(x)]
+  assert not errors, "\n\n".join(errors[:3])
+
+
+def shows(*names):
+  """Returns the mistake that operations are said to show an inf."""
+  return lambda patch: patch.setattr(
+    _finiteness, "_SHOWING", _finiteness._SHOWING | {*names}
+  )
+
+
+HIDERS = {
+  "tanh shows inf": shows("tanh", "logistic"),
+  "sign shows inf": shows("sign"),
+  "exp shows inf": shows("exp"),
+  "a bound shows inf": replaced(
+    _finiteness, "bounded", lambda _: lambda *args: None
+  ),
+  "1 / inf shows": replaced(
+    _finiteness,
+    "may_lose",
+    lambda may_lose: (
+      lambda equation, inputs: (
+        equation.primitive.name not in ("div", "rsqrt", "integer_pow")
+        and may_lose(equation, inputs)
+      )
+    ),
+  ),
+  "a choice by size shows inf": replaced(
+    _finiteness, "loss_by", lambda _: lambda *args: None
+  ),
+}
+
+
+@pytest.mark.parametrize("mistake", HIDERS)
+def test_a_rule_that_forgets_a_hidden_inf_is_seen(mistake, monkeypatch):
+  HIDERS[mistake](monkeypatch)
+  assert any(map(hidden, programs(COUNT)))
 
 
 # ---- A proof leaves other traces alone.
