@@ -88,8 +88,7 @@ def loss_by(tested: Fact, choices: Values) -> bool | None:
   if any(map(_is_nonfinite, choices)):
     return None
   # A multiple of what is not finite is not finite.
-  first, *others = (x.factors | {x.key} for x in choices)
-  if first.intersection(*others):
+  if any(all(x.key in {y.key, *y.factors} for y in choices) for x in choices):
     return None
   if tested.finite is None or len(choices) != 2:
     return False
@@ -121,7 +120,7 @@ def may_lose(equation: core.JaxprEqn, inputs: Values) -> bool:
     return exponent is None or exponent <= 0
   if name in ("gather", "dynamic_slice"):
     return any(scaled[1:])
-  is_float = leaves.is_gradient(equation.outvars[0].aval)
+  is_float = all(leaves.is_gradient(x.aval) for x in equation.outvars)
   is_test = name == "is_finite" or name in operation_table.COMPARISONS
   return not is_test and (name not in _SHOWING or not is_float)
 

@@ -58,7 +58,7 @@ _COPIES = _names("""
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
-_FOLDED: Mapping[str, Callable[..., Any]] = {
+_FOLDED: Mapping[str, Callable[..., jax.typing.ArrayLike]] = {
   **{x: getattr(np, x) for x in _names("abs sqrt square")},
   **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
   **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
@@ -574,7 +574,7 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
       made = made.but(facts=facts)
   if name in ("mul", "div", "neg"):
     parts = inputs[:1] if name == "div" else inputs
-    factors = (x.factors | {x.key} for x in parts if x.scales)
+    factors = (x.factors | {x.key} for x in parts if x.scales and not x.is_pure)
     made = made.but(factors=frozenset[object]().union(*factors))
   if made.identity is None:
     made = made.but(identity=_values.rewritten(equation, inputs))

@@ -205,16 +205,16 @@ class _Step:
       kept = [
         x for x in (place, *others) if are_kept(self._pairs(name, x), skipped)
       ]
+      after = [x.after for x in self._pairs(name, place)]
+      is_read = any(name in applied[x].all_of("reads") for x in after)
       # Any step may return an old value, too.
-      found = next(
-        (x for x in kept if not are_kept(self._pairs(name, x), applied)),
-        place if place in kept else None,
-      )
+      moved = (x for x in kept if not are_kept(self._pairs(name, x), applied))
+      old = place if place in kept or is_read else next(iter(kept), None)
+      found = next(moved, old if old in kept else None)
       if found is not None:
         self.next_values[name] = found
         self.guessed.remove(name)
         continue
-      after = [x.after for x in self._pairs(name, place)]
       is_one = _next_values.is_value(tree) and not _next_values.is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
       degrees = [skipped[x].degree for x in after]
@@ -222,7 +222,6 @@ class _Step:
         x != _degrees.FREE and not isinstance(x, _degrees.Unknown)
         for x in degrees
       )
-      is_read = any(name in applied[x].all_of("reads") for x in after)
       taken = self.next_values.values()
       has_rival = any(not _next_values.overlaps(x, taken) for x in others)
       is_likely = is_read and not (is_one or is_other or has_rival)
