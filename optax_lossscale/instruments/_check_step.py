@@ -214,7 +214,8 @@ def _report(
     traced = _proof.trace(run, named)
   except Exception as error:  # A step may run any code on the host.
     if are_shapes:
-      error.add_note("A step that JAX cannot trace must be given arrays.")
+      if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        error.add_note("A step that JAX cannot trace must be given arrays.")
       raise
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     precision, is_narrow = _verdicts.Law("precision", "not applied", text), True

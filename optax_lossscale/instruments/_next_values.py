@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Set
+import difflib
 import fnmatch
 from typing import Any
 from typing import TypeGuard
@@ -113,6 +115,11 @@ def may_change(
   """Returns the leaves that `may_change` names; a pattern may name none."""
   names = [leaves.path_name(x) for x, _ in jax.tree.leaves_with_path(named)]
   found: set[str] = set()
+  if not isinstance(patterns, (str, Sequence, Set, type(None))):
+    raise TypeError(
+      '`may_change` must be a list of names and patterns, such as ["*/rngs/*"],'
+      f" got {arguments.shown(patterns)}."
+    )
   # A string is a single pattern, not a sequence of letters.
   for x in [patterns] if isinstance(patterns, str) else patterns or ():
     chosen = {
@@ -122,9 +129,10 @@ def may_change(
       or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
     }
     if not chosen and not {*str(x)} & {*"*?["}:
+      alike = difflib.get_close_matches(str(x), names, len(names), 0)
       raise ValueError(
         "`may_change` must name leaves of the arguments, or be a pattern, got "
-        f"{arguments.shown(x)}; they are {listed(names)}."
+        f"{arguments.shown(x)}; they are {listed(alike)}."
       )
     found |= chosen
   return found

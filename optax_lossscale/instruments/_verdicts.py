@@ -209,7 +209,7 @@ class Law(NamedTuple):
   verdict: str
   text: str
   remedy: str = ""
-  where: tuple[Line, ...] = ()
+  where: tuple[tuple[str, int, str], ...] = ()
 
 
 class Proved(NamedTuple):

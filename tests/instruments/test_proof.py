@@ -831,3 +831,123 @@ def test_a_function_that_shows_an_inf_is_proved(change):
   assert report.laws[0].verdict == "proved", report
   x = jnp.ones(PARAMS["w"].shape).at[1, 0].set(jnp.inf)
   assert not np.isfinite(KEEPING[change](x, SCALE)).all()
+
+
+# ---- Several states, old values and branches.
+
+
+def two(change):
+  """Returns a report on a step of two states, whose results are changed."""
+
+  def step(params, opt_states, batch):
+    found, new = {}, {}
+    for name in ("a", "b"):
+      _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_states[name])(
+        params[name] | found.get("a", {}), batch
+      )
+      updates, new[name] = TX.update(
+        scaled_grads, opt_states[name], params[name]
+      )
+      found[name] = optax.apply_updates(params[name], updates)
+    return change(new, found, params), new
+
+  both = {"a": PARAMS, "b": PARAMS}
+  args = both, {x: TX.init(PARAMS) for x in both}, BATCH
+  return ols.instruments.check_step(step, *jax.eval_shape(lambda: args))
+
+
+def test_a_skip_that_undoes_half_of_another_step_is_named():
+  def undone(new, found, old):
+    return ols.select_on_skip(new["b"], found, old)
+
+  assert two(lambda new, found, old: found).ok
+  report = two(undone)
+  assert "opt_states/a moves stay" in report.laws[3].text, report
+
+
+def test_a_bound_on_what_a_gate_has_passed_hides_nothing():
+  def step(params, opt_states, batch):
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_states["a"])(
+      params, batch
+    )
+    updates, a = TX.update(scaled_grads, opt_states["a"], params)
+    params = optax.apply_updates(params, updates)
+
+    def bounded_loss_fn(params, batch):
+      return loss_fn(params, jnp.clip(batch * params["w"].sum(), -1, 1))
+
+    value_and_grad = ols.scaled_value_and_grad(bounded_loss_fn, opt_states["b"])
+    _, scaled_grads = value_and_grad(params, batch)
+    updates, b = TX.update(scaled_grads, opt_states["b"], params)
+    return optax.apply_updates(params, updates), {"a": a, "b": b}
+
+  args = PARAMS, {x: TX.init(PARAMS) for x in "ab"}, BATCH
+  report = ols.instruments.check_step(step, *jax.eval_shape(lambda: args))
+  assert {x.verdict for x in report.laws[:-1]} == {"proved"}, report
+
+
+def ending(end):
+  """Returns a report on a step that ends in another way."""
+  step = make_step()
+
+  def ended(params, opt_state, batch):
+    new = step(params, opt_state, batch)
+    return end((params, opt_state), new, batch)
+
+  return ols.instruments.check_step(ended, *jax.eval_shape(lambda: ARGS))
+
+
+def test_an_old_value_may_be_returned_beside_the_next_one():
+  report = ending(lambda old, new, batch: (old[0], *new))
+  assert report.ok and report.next_values["params"] == "1", report
+
+  def decayed(old, new, batch):
+    params = jax.tree.map(lambda x: 0.9 * x, new[0])
+    return params, new[1], old[0]
+
+  report = ending(decayed)
+  assert not report.ok and report.next_values["params"] == "0", report
+
+
+def scale_by_branch(old, new, batch):
+  scale = jax.lax.cond(
+    batch.sum() > 0,
+    lambda: new[1].loss_scale_state,
+    lambda: old[1].loss_scale_state,
+  )
+  return new[0], new[1]._replace(loss_scale_state=scale)
+
+
+def scale_by_cast(old, new, batch):
+  scale = new[1].loss_scale_state
+  narrow = scale.loss_scale.astype(jnp.float16).astype(jnp.float32)
+  scale = scale._replace(loss_scale=narrow)
+  return new[0], new[1]._replace(loss_scale_state=scale)
+
+
+@pytest.mark.parametrize("end", [scale_by_branch, scale_by_cast])
+def test_an_s_that_the_rule_has_not_made_is_not_proved(end):
+  report = ending(end)
+  assert not report.ok
+  assert "The next S" in report.laws[1].text
+
+
+def test_a_branch_that_uses_gradients_without_update_is_not_proved():
+  def step(params, opt_state, batch):
+    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
+      params, batch
+    )
+
+    def update():
+      updates, new = TX.update(scaled_grads, opt_state, params)
+      return optax.apply_updates(params, updates), new
+
+    def by_hand():
+      grads = ols.unscale(scaled_grads, opt_state)
+      return jax.tree.map(lambda x, y: x - 0.1 * y, params, grads), opt_state
+
+    return jax.lax.cond(batch.sum() > 0, update, by_hand)
+
+  report = ols.instruments.check_step(step, *jax.eval_shape(lambda: ARGS))
+  assert not report.ok
+  assert "gradients that no `update` sees" in report.laws[2].text, report
