@@ -1,8 +1,8 @@
 """Proves the train steps of a page while its tests run them.
 
-What a reader would copy must be provable from shapes. So each function that a
-page compiles, and each block of a page that makes a step by itself, is also
-given to `check_step` when it runs for the first time in a test.
+A reader copies the steps of a page, so they must be provable from shapes.
+`check_step` also gets each function that a page compiles, and each block that
+makes a step by itself, when it runs for the first time in a test.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import numpy as np
 import optax_lossscale as ols
 from optax_lossscale._step import states
 
-# What tests compile from a page has no file, and cells have those of IPython.
+# Code of a page has no file, and code of a cell has a file of IPython.
 # A step that a precision schedule makes for a page counts, too.
 _PAGE = re.compile(r"<|docs/|.*/ipykernel_|.*/precision_schedule\.py")
 _COMPILERS = [(jax, "jit"), (jax, "pmap"), (nnx, "jit"), (eqx, "filter_jit")]
@@ -39,14 +39,13 @@ EXPECTED = {
   "test_the_step_is_checked_and_statistics_set_after_it_are_named": _MISTAKES,
   "test_the_step_is_checked_and_what_is_forgotten_is_named": _MISTAKES,
 }
-# What is proved goes to the last of these: a page that several tests share is
-# compiled in one of them and called in others.
+# The last of these proves: one test compiles a page, and others call it.
 _provers = []
 # Steps of notebooks.
 IN_NOTEBOOKS = {"clipping_step": _MISTAKES}
-# What is said of functions and blocks that take a state and are no steps.
+# The report on functions and blocks that take a state but are not steps.
 _NO_STEP = re.compile("must return the next value|`update` .* does not run")
-# What is said of a block that leaves the parameters to the lines after it.
+# The report on a block that leaves the parameters to the lines after it.
 _NO_PARAMETERS = "No output was found to be the next value of the parameters."
 
 

@@ -1,9 +1,9 @@
-"""What a proof of a step may assume of the library's own functions.
+"""The assumptions that a proof of a step makes about the library.
 
-`check_step` proves the laws of a step from its jaxpr. Where the library decides
-by comparing numbers or reading bits, no general rule could follow, so a proof
-trusts the functions that are decorated here, each with what it may assume.
-While no proof traces, they are the plain functions.
+`check_step` proves the laws of a step from its jaxpr. No general rule could
+follow the library's decisions that compare numbers or read bits. So a proof
+trusts the functions that are decorated here, and each decorator says what the
+proof may assume. While no proof traces, they are the plain functions.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class NamedCall(NamedTuple):
 
 
 class Trace(NamedTuple):
-  """What a proof's trace of a step came across.
+  """The named calls and trusted functions in a proof's trace of a step.
 
   Attributes:
     calls: the named calls, by their numbers.
@@ -131,7 +131,7 @@ def noted(kind: str, tree: _R) -> _R:
   """Returns `tree`; in a proof, one that went through a call with a name."""
   if _traced.get() is None:
     return tree
-  # What is no array, such as a function, goes around.
+  # Leaves other than arrays, such as functions, go around the call.
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
   given = jax.tree.unflatten(treedef, arrays)

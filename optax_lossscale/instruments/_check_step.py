@@ -15,7 +15,6 @@ import warnings
 import jax
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
@@ -29,11 +28,10 @@ _R = TypeVar("_R")
 
 def _by_position(check: Callable[_P, _R]) -> Callable[_P, _R]:
   """Returns `check`, which explains that the step's arguments have no names."""
-  own = {"step", "carry", "may_change"}
 
   @functools.wraps(check)
   def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-    if others := kwargs.keys() - own:
+    if others := kwargs.keys() - {"step", "carry", "may_change"}:
       name = min(others)
       raise TypeError(
         "`check_step` takes the arguments of `step` by position, got an "
@@ -70,18 +68,17 @@ def check_step(
   The laws are proved first, for all values: the check traces the step and finds
   for each of its values the power of S that it grows with, and which argument
   it is if the step overflows. Then the step runs on the arguments with S, S/2,
-  S/4 and an S of inf. The stronger evidence counts: a proof holds for all
-  batches, and where there is none, the runs show what they can. Given shapes in
-  the place of arrays, as `jax.eval_shape(tx.init, params)` returns them, the
-  check only proves. So it compiles and allocates nothing, and takes a second
-  for any number of parameters.
+  S/4 and an S of inf. The runs decide what the proof leaves open.
+  Given shapes in the place of arrays, as `jax.eval_shape(tx.init, params)`
+  returns them, the check only proves: it compiles and allocates nothing, and
+  takes a second for any number of parameters.
 
   Call it outside of jit, once before a long run and in your own tests. The step
-  may be jitted or not, and may use several devices of one process. Each run
-  gets copies of the arguments, so the step may donate them. The next values of
-  up to seven runs are kept on the host. If the step overflows at S, the check
-  halves S until it does not. If the first step moves no parameter, as at a
-  learning rate of 0, it runs up to 64 more and judges those that move one.
+  may be jitted or not, use several devices of one process, and donate its
+  arguments, which are copies. The next values of up to seven runs are kept on
+  the host. If the step overflows at S, the check halves S until it does not. If
+  the first step moves no parameter, as at a learning rate of 0, it runs up to
+  64 more and judges those that move one.
 
   "Proved" is about real numbers, and assumes what the report lists. Unseen
   remain: constant factors; rounding, and an overflow at this S; random numbers
@@ -180,11 +177,11 @@ def check_step(
   finally:
     for x in caught:
       warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
-  texts = [
+  texts = (
     str(x.message)
     for x in caught
     if issubclass(x.category, wiring.WiringWarning)
-  ]
+  )
   report = dataclasses.replace(report, warnings=tuple(dict.fromkeys(texts)))
   return _as_written(report) if known else report
 
@@ -217,7 +214,8 @@ def _report(
     traced = _proof.trace(run, named)
   except Exception as error:  # A step may run any code on the host.
     if are_shapes:
-      error.add_note("A step that JAX cannot trace must be given arrays.")
+      if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        error.add_note("A step that JAX cannot trace must be given arrays.")
       raise
     text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
     precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
@@ -227,16 +225,18 @@ def _report(
     outputs = dict(_next_values.subtrees(traced.shapes))
   found = _next_values.match(named, outputs, carry, known)
   certain = frozenset(found if carry else known)
-  names = [leaves.path_name(x) for x, _ in jax.tree.leaves_with_path(named)]
-  free = frozenset(_next_values.may_change(names, may_change))
-  proof = _proof.Proof((), found, certain, (), ())
+  free = frozenset(_next_values.may_change(named, may_change))
   if traced:
     proof = _proved(traced, named, found, certain, free)
-  report = _verdicts.StepReport((precision,), proof.next_values, proof.follows)
+  else:
+    proof = _proof.Proof((), found, certain, (), ())
+  report = _verdicts.StepReport((), proof.next_values, proof.follows)
   if not are_shapes:
-    bound = _runs.Bound(run, named, proof.next_values, proof.certain, free)
-    report = _runs.report(bound, precision, is_narrow=is_narrow)
-  laws = _verdicts.combined(proof.laws, report.laws)
+    bound = _runs.Bound(
+      run, named, proof.next_values, proof.certain, free, is_narrow
+    )
+    report = _runs.report(bound)
+  laws = _verdicts.combined(proof.laws, [*report.laws, precision])
   is_proved = any(x.verdict == "proved" for x in laws)
   assumptions = proof.assumptions if is_proved else ()
   return dataclasses.replace(report, laws=laws, assumptions=assumptions)
@@ -253,15 +253,12 @@ def _proved(
   try:
     return _proof.prove(traced, named, found, certain, free)
   except Exception as error:
-    text = (
-      f"The proof failed ({type(error).__name__}: {error}); please report this "
-      "step."
-    )
-    laws = [
-      _verdicts.Proved(x, "unknown", text)
+    failed = f"The proof failed ({type(error).__name__}: {error})"
+    laws = tuple(
+      _verdicts.Proved(x, "unknown", f"{failed}; please report this step.")
       for x in ("scale", "invariance", "skip")
-    ]
-    return _proof.Proof(tuple(laws), found, certain, (), ())
+    )
+    return _proof.Proof(laws, found, certain, (), ())
 
 
 def _bind(

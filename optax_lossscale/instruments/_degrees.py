@@ -68,7 +68,7 @@ Degree = Powers | Unknown | str
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-  """What the degree of a result follows from.
+  """A value as the rules for degrees see it.
 
   Attributes:
     degree: how a value grows with S.
@@ -117,7 +117,9 @@ _POSITIONS = {
   "dynamic_update_slice": slice(2, None),
 }
 # Values that are only packed into one array may be unpacked again.
-_PACKS = _names("complex concatenate dynamic_update_slice scatter stack")
+_PACKS = _names("""
+  complex concatenate dynamic_update_slice pad scatter scatter-add stack
+""")
 _PRODUCTS = _names("""
   conv_general_dilated dot_general mul ragged_dot ragged_dot_general
 """)
@@ -305,7 +307,9 @@ def result(
 def fills(equation: core.JaxprEqn) -> bool:
   """Returns whether a gather or scatter puts in numbers of its own."""
   if equation.primitive.name == "gather":
-    return equation.params["fill_value"] not in (None, 0)
+    # NaN has any degree, and is what fills by default.
+    value = equation.params["fill_value"]
+    return not (value in (None, 0) or value != value)
   is_scatter = equation.primitive.name == "scatter"
   return is_scatter and not operation_table.moves(equation)
 

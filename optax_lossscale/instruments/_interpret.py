@@ -1,4 +1,4 @@
-"""What is known of each value of a step, without running the step.
+"""Finds facts about each value of a step, without running the step.
 
 The step's jaxpr is interpreted with abstract values: how a value grows with S,
 which argument it is, bit for bit, and whether it is a known number. That the
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 import operator
 from typing import Any
@@ -30,12 +31,20 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _degrees
+from optax_lossscale.instruments import _finiteness
+from optax_lossscale.instruments import _values
 from optax_lossscale.instruments._degrees import ANY
 from optax_lossscale.instruments._degrees import aval
 from optax_lossscale.instruments._degrees import FREE
 from optax_lossscale.instruments._degrees import Place
 from optax_lossscale.instruments._degrees import Symbol
 from optax_lossscale.instruments._degrees import Unknown
+from optax_lossscale.instruments._values import DATA
+from optax_lossscale.instruments._values import Fact
+from optax_lossscale.instruments._values import Identity
+from optax_lossscale.instruments._values import Scale
+from optax_lossscale.instruments._values import Value
+from optax_lossscale.instruments._values import Values
 
 # Arrays with more elements are not looked at.
 _MOST_ELEMENTS = 1 << 16
@@ -49,145 +58,23 @@ _COPIES = _names("""
 """)
 # Moves that keep the order of the elements.
 _RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")
-_FOLDED: Mapping[str, Callable[..., _degrees.Number]] = {
+_FOLDED: Mapping[str, Callable[..., jax.typing.ArrayLike]] = {
+  **{x: getattr(np, x) for x in _names("abs sqrt square")},
   **{x: getattr(operator, x) for x in _names("add eq ge gt le lt mul ne")},
   **{"max": max, "min": min, "neg": operator.neg, "sub": operator.sub},
 }
-# What changes nothing as the second input, or as one of the two.
+# Numbers that change nothing as the second input, or as one of the two.
 _NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
 _NEUTRAL |= {"and": True, "or": False}
-# What decides the result as either input, unless the other may be NaN.
+# Numbers that decide the result as either input, unless the other may be NaN.
 _ABSORBING = {"mul": 0, "and": False, "or": True}
 _EXTREMES = _names("pmax pmin reduce_and reduce_max reduce_min reduce_or")
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {"top_k": 0, "approx_top_k": 0, "svd": 0, "eigh": 1, "qr": 1}
 # Operations between devices whose results differ.
 _EXCHANGES = _names("all_to_all ppermute ragged_all_to_all reduce_scatter")
-# Whether results that are true or false say that all inputs are.
-_LOGIC = {"and": True, "reduce_and": True, "or": False, "reduce_or": False}
-# Operations that choose by size, and those that choose the largest.
-_LARGEST = _names("cummax max reduce_max")
-_ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
-# Operations whose results are seldom negative.
-_POSITIVE = _names("abs reduce_max sqrt square")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fact:
-  """What is true of a value, and of all that is computed from it.
-
-  The kinds, each with its detail:
-    scale: it was computed from the S of this state.
-    reads: it was computed from this argument, or from the data.
-    varies: devices may disagree on it along this axis of a mesh.
-    mixed: scaled values were put together in it over this axis.
-    tested: it was decided by which scaled values are finite.
-    taken: inf and NaN may have been taken out of it.
-    dropped: micro-batches with inf and NaN were taken out of it.
-  The detail of the last three says whether that is certain. What was tested has
-  `of`, the key of the value, unless only sizes were compared, and `finite`, the
-  truth that says that it is finite, if one does.
-  """
-
-  kind: str
-  detail: Hashable = True
-  place: Place = dataclasses.field(default=(), compare=False)
-  finite: bool | None = dataclasses.field(default=None, compare=False)
-  of: object = dataclasses.field(default=None, compare=False)
-
-
-class Identity(NamedTuple):
-  """An argument that a value is, bit for bit.
-
-  Attributes:
-    argument: its position.
-    forms: what was done to it, such as a cast that can be undone, each with
-      what undoes it.
-    is_sure: False if the value may only be the argument.
-  """
-
-  argument: int
-  forms: tuple[tuple[str, Hashable], ...] = ()
-  is_sure: bool = True
-
-
-class Scale(NamedTuple):
-  """Says that a value is the S of a state.
-
-  Attributes:
-    path: the state.
-    stage: "old"; "new"; "either", by a condition; or "untold", if it is not new
-      where an overflow was found by other means.
-    moves: the calls of `update` that led to it.
-  """
-
-  path: str
-  stage: str
-  moves: frozenset[Place] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True)
-class Value(_degrees.Operand):
-  """What is known of a value, beside its degree.
-
-  Attributes:
-    identity: the argument that it is, bit for bit.
-    scale: the state whose S it is.
-    facts: what its results inherit.
-    zero_of: the operation that made the value that it compares with 0.
-    grown: the operation that gave it its degree, if its inputs had others.
-    key: an object that only copies of the value share.
-  """
-
-  identity: Identity | None = None
-  scale: Scale | None = None
-  facts: frozenset[Fact] = frozenset()
-  zero_of: Place | None = dataclasses.field(default=None, compare=False)
-  grown: Place = dataclasses.field(default=(), compare=False)
-  key: object = dataclasses.field(default_factory=object, compare=False)
-
-  def but(self, **changes: Any) -> "Value":
-    """Returns the value with changes."""
-    return dataclasses.replace(self, **changes)
-
-  def all_of(self, kind: str) -> set[Hashable]:
-    """Returns the details of the facts of a kind."""
-    return {x.detail for x in self.facts if x.kind == kind}
-
-  def mark(self, *kinds: str) -> Fact | None:
-    """Returns the fact of a kind, a certain one if there is one."""
-    found = [x for x in self.facts if x.kind in kinds]
-    return max(found, key=lambda x: bool(x.detail), default=None)
-
-  def marked(self, *facts: Fact | None) -> "Value":
-    """Returns the value with more facts."""
-    return self.but(facts=frozenset(filter(None, facts)) | self.facts)
-
-  def without(self, *kinds: str) -> "Value":
-    """Returns the value without the facts of some kinds."""
-    return self.but(
-      facts=frozenset(x for x in self.facts if x.kind not in kinds)
-    )
-
-  @property
-  def lost(self) -> Fact | None:
-    """What it may have lost of inf and NaN, for certain if there is such."""
-    return self.mark("taken", "dropped")
-
-  @property
-  def is_scaled(self) -> bool:
-    """Whether it was computed from S."""
-    return bool(self.all_of("scale"))
-
-  @property
-  def is_pure(self) -> bool:
-    """Whether it was computed from S and numbers alone."""
-    return not self.all_of("reads")
-
-
-Values = Sequence[Value]
-# What an argument that is no S says of results.
-DATA = Fact("reads", "data")
+# Operations whose result is 0 where the input is.
+_ZERO_WITH = _names("abs reduce_max reduce_sum sqrt square")
 
 
 class Event(NamedTuple):
@@ -252,7 +139,7 @@ class Interpreter:
       return inputs
     place = (*self._around, equation)
     made = _made(inputs, place)
-    if _loses(equation, inputs) and not made.lost:
+    if _finiteness.may_lose(equation, inputs) and not made.lost:
       made = made.marked(Fact("taken", False, place))
     variables = (*equation.invars, *equation.outvars)
     if not all(isinstance(x.aval, jax.core.ShapedArray) for x in variables):
@@ -260,7 +147,7 @@ class Interpreter:
       unknown = Unknown("it is read from a reference", False, place)
       return [made.but(degree=unknown)] * count
     axes = _mesh_axes(equation)
-    if axes and any(unit[1] for x in inputs for unit in _units(x)):
+    if axes and any(unit[1] for x in inputs for unit in _values.units_of(x)):
       reason = "devices mix members that have an S of their own"
       return [made.but(degree=Unknown(reason, False, place))] * count
     if name == "axis_index":
@@ -268,17 +155,17 @@ class Interpreter:
     if not (inputs and count):
       return [made] * count
     if axes and name not in _EXCHANGES:
-      # What was put together from all devices is the same on all.
+      # A value that is put together from all devices is the same on all.
       agreed = {Fact("varies", x) for x in axes}
       made = made.but(facts=made.facts - agreed)
-    if made.is_scaled:
+    if made.scales:
       made = made.marked(*(Fact("mixed", x) for x in axes))
     known = _known(equation, inputs)
     if known is not None:
       if known.constant is None:
         return [known]
-      varies = (Fact("varies", x) for x in made.all_of("varies"))
-      return [known.without("varies").marked(*varies)]
+      kept = (x for x in made.facts if x.kind in ("varies", "gate"))
+      return [known.without("varies").marked(*kept)]
     if name == "select_n":
       return [_select(equation, inputs, place)]
     if name == "convert_element_type":
@@ -308,7 +195,7 @@ class Interpreter:
       inputs[split:], reason, place, is_sure=False
     )
     are_free = all(_degrees.is_free(x.degree) for x in inputs[:split])
-    if any(axes for x in inputs for _, axes in _units(x)):
+    if any(axes for x in inputs for _, axes in _values.units_of(x)):
       reason, are_free = "a solver mixes members", False
     if not are_free and not isinstance(degree, Unknown):
       degree = Unknown(reason, False, place)
@@ -320,14 +207,27 @@ class Interpreter:
     if index.constant is not None:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
     updating = [x for x in bodies if _updates(x.jaxpr, self._named)]
-    if self._overflowing and updating:
-      # Where nothing is updated, nothing overflows.
-      bodies = updating
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
+    if self._overflowing and updating:
+      # `update` only sees an overflow in a branch that updates. Another branch
+      # may use gradients by itself.
+      are_seen = [x in updating for x in bodies]
+      unseen = {
+        i: Fact("unseen", True, place)
+        for result in itertools.compress(results, map(operator.not_, are_seen))
+        for i, x in enumerate(result)
+        if x.may_be_inf and _degrees.is_free(x.degree)
+      }
+      results = [
+        [x.marked(unseen.get(i)) for i, x in enumerate(result)]
+        for result in itertools.compress(results, are_seen)
+      ]
     if index.constant is not None:
-      return results[0]
+      return [_passed(x, index) for x in results[0]]
+    # Where no branch updates, the old S is chosen by a condition alone.
+    is_branch = bool(updating)
     return [
-      _chosen(index, choices, output, place, is_branch=True)
+      _chosen(index, choices, output, place, is_branch=is_branch)
       for choices, output in zip(
         zip(*results, strict=True), equation.outvars, strict=True
       )
@@ -344,7 +244,7 @@ class Interpreter:
   ) -> tuple[list[Value], list[Value]]:
     """Returns what a loop carries in the end, and what its rounds give."""
     place = self._around
-    outside = {x[0] for v in (*start, *others) for x in _units(v)}
+    outside = {x[0] for v in (*start, *others) for x in _values.units_of(v)}
     # The S of each round, by its position, if S moves in the loop.
     rounds: dict[int, Symbol] = {}
     carry = following = [*start]
@@ -354,20 +254,24 @@ class Interpreter:
         i: Symbol("the S of a round", (place, i))
         for i, (old, new) in enumerate(zip(carry, outputs, strict=True))
         if old.scale and new.scale and i not in rounds
-        if old.degree != new.degree and _units(old) and _units(new)
+        if old.degree != new.degree
+        and _values.units_of(old)
+        and _values.units_of(new)
       }
       if moving:
         rounds |= moving
-        begins = {_units(start[i])[0][0]: x for i, x in rounds.items()}
+        begins = {
+          _values.units_of(start[i])[0][0]: x for i, x in rounds.items()
+        }
         carry = [_renamed(x, begins, outside, place) for x in start]
         for i in rounds:
           carry[i] = carry[i].but(identity=None)
         continue
-      # What has the degree of the next S is right in the next round.
+      # A value with the degree of the next S is right in the next round.
       ends = {
         units[0][0]: symbol
         for i, symbol in rounds.items()
-        if len(units := _units(outputs[i])) == 1
+        if len(units := _values.units_of(outputs[i])) == 1
       }
       following = [_renamed(x, ends, outside, place) for x in outputs]
       joined = [
@@ -412,7 +316,7 @@ class Interpreter:
     slices = [
       x.but(
         degree=_degrees.renamed(x.degree, slice_of),
-        identity=_formed(x.identity, "slice", place),
+        identity=_values.formed(x.identity, "slice", place),
         key=object(),
       )
       for x in inputs[carried.stop :]
@@ -427,7 +331,7 @@ class Interpreter:
       start,
       [*consts, *inputs[carried.stop :]],
       run,
-      members={x[0] for v in slices for x in _units(v)},
+      members={x[0] for v in slices for x in _values.units_of(v)},
       runs=equation.params["length"] > 0,
     )
 
@@ -441,7 +345,7 @@ class Interpreter:
     return end + [
       x.but(
         degree=_degrees.renamed(x.degree, stack_of),
-        identity=_undone(x.identity, "slice", place),
+        identity=_values.undone(x.identity, "slice", place),
         scale=x.scale if x.scale and x.scale.stage == "new" else None,
         key=object(),
       )
@@ -475,7 +379,7 @@ class Interpreter:
     outputs = self.run(body.jaxpr, [*map(_to_device, inputs, specs, inner)])
     return [
       x.but(
-        identity=_undone(x.identity, "local", str(spec)),
+        identity=_values.undone(x.identity, "local", str(spec)),
         # An array has the parts of all devices.
         facts=x.facts
         - {Fact("varies", name) for name in jax.tree.leaves((*spec,))},
@@ -564,7 +468,7 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
   first, *others = inputs
   constants = [x.constant for x in inputs]
   if name == "select_n" and first.constant is not None:
-    return others[int(first.constant)]
+    return _passed(others[int(first.constant)], first)
   if name in ("slice", "transpose"):
     order = params.get("permutation", range(after.ndim))
     is_whole = aval(equation.invars[0]).shape == after.shape
@@ -576,57 +480,107 @@ def _known(equation: core.JaxprEqn, inputs: Values) -> Value | None:
     return _number(not first.constant)
   are_floats = any(leaves.is_gradient(x.aval) for x in equation.invars)
   absorbing = None if are_floats else _ABSORBING.get(name)
-  if absorbing is not None and any(_is(x, absorbing) for x in constants):
+  if absorbing is not None and any(
+    _values.is_number(x, absorbing) for x in constants
+  ):
     return _number(np.full((), absorbing, after.dtype))
   if name in _FOLDED and None not in constants:
     with np.errstate(all="ignore"):
       return _number(np.asarray(_FOLDED[name](*constants)).astype(after.dtype))
-  if name == "reduce_sum" and first.constant is not None and not are_floats:
+  is_sum = name == "reduce_sum" and first.constant is not None
+  if is_sum and (not are_floats or first.constant == 0):
     count = aval(equation.invars[0]).size // max(after.size, 1)
     return _number(np.asarray(first.constant * count).astype(after.dtype))
   if name in _NEUTRAL:
-    if _is(constants[1], _NEUTRAL[name]):
+    if _values.is_number(constants[1], _NEUTRAL[name]):
       return first
-    if _is(constants[0], _NEUTRAL[name]) and name not in ("sub", "div"):
+    if _values.is_number(constants[0], _NEUTRAL[name]) and name not in (
+      "sub",
+      "div",
+    ):
       return others[0]
   if name in operation_table.COMPARISONS & _FOLDED.keys() and not are_floats:
-    apart = _apart(*inputs)
+    apart = _values.apart(*inputs)
     return None if apart is None else _number(_FOLDED[name](apart, 0))
   return None
+
+
+def _passed(value: Value, condition: Value) -> Value:
+  """Returns a value that is chosen where gates found gradients to be finite."""
+  gates = condition.all_of("gate")
+  passed = {
+    Fact(x, path): Fact("passed", path)
+    for path in gates
+    for x in ("scale", "undefined")
+  }
+  facts = frozenset(passed.get(x, x) for x in value.facts)
+  found = value.but(facts=facts)
+  # Without an overflow nothing was lost.
+  is_passed = gates and not found.may_be_inf
+  return found.without("tested", "taken", "dropped") if is_passed else found
 
 
 def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
   """Returns the result with its identity and its marks."""
   name, first, place = equation.primitive.name, inputs[0], made.place
   if name in _RESHAPES:
-    identity = _reshaped(equation, first.identity)
+    identity = _values.reshaped(equation, first.identity)
     return first.but(degree=made.degree, identity=identity, place=place)
   if name == "random_wrap":
-    made = made.but(identity=_undone(first.identity, "data"))
+    made = made.but(identity=_values.undone(first.identity, "data"))
   if name == "random_unwrap":
-    made = made.but(identity=_formed(first.identity, "data"))
+    made = made.but(identity=_values.formed(first.identity, "data"))
   if name in ("add", "add_any", "sub"):
-    made = made.but(identity=_added(equation, inputs))
+    made = made.but(identity=_values.added(equation, inputs))
   tested = made.mark("tested")
   if tested and name not in operation_table.REARRANGES:
-    made = made.without("tested").marked(_logic(name, tested, inputs))
+    made = made.without("tested").marked(
+      _finiteness.combined(name, tested, inputs)
+    )
   if name == "is_finite" or name in operation_table.COMPARISONS:
     made = made.without("taken", "dropped")
-    made = made.marked(None if tested else _tested(equation, inputs, place))
-    zero_of = (
-      x.place
-      for x, y in zip(inputs, inputs[::-1], strict=True)
-      if _is(y.constant, 0)
+    made = made.marked(
+      None if tested else _finiteness.tested_by(equation, inputs, place)
     )
-    made = made.but(zero_of=next(zero_of, None))
+    zero_of = (
+      (x.place, *x.zeros)
+      for x, y in zip(inputs, inputs[::-1], strict=True)
+      if _values.is_number(y.constant, 0)
+    )
+    made = made.but(zero_of=next(zero_of, ()))
   if name in ("max", "min", "clamp"):
-    made = made.marked(None if made.lost else _bounded(name, inputs, place))
-    made = made.but(identity=_projected(inputs))
+    made = made.marked(
+      None if made.lost else _finiteness.bounded(name, inputs, place)
+    )
+    made = made.but(identity=_values.projected(inputs))
+  if operation_table.name_of(equation) in _ZERO_WITH:
+    made = made.but(zeros=(first.place, *first.zeros))
   if name == "mul" and all(x.identity for x in inputs):
-    made = made.but(identity=_perhaps(inputs))  # Such as with a mask.
+    made = made.but(identity=_values.perhaps(inputs))  # Such as with a mask.
+  if name in _finiteness.LOGIC or name == "not":
+    zeros = (x.zero_of for x in inputs if x.zero_of)
+    made = made.but(zero_of=next(zeros, ()))
+  if name in ("add", "add_any", "sub") and made.mark("taken"):
+    # The other part may show the same inf.
+    is_shown = any(x.may_be_inf and not x.lost for x in inputs)
+    taken = Fact("taken", False, place)
+    made = made.without("taken").marked(taken) if is_shown else made
+  if name == "div" and _degrees.is_free(made.degree):
+    # inf / inf is NaN.
+    paths = first.all_of("scale") & inputs[1].all_of("scale")
+    if all(x.may_be_inf for x in inputs):
+      undefined = {Fact("scale", x): Fact("undefined", x) for x in paths}
+      facts = frozenset(undefined.get(x, x) for x in made.facts)
+      made = made.but(facts=facts)
+  if name in ("mul", "div", "neg"):
+    parts = inputs[:1] if name == "div" else inputs
+    factors = (x.factors | {x.key} for x in parts if x.scales and not x.is_pure)
+    made = made.but(factors=frozenset[object]().union(*factors))
+  if made.identity is None:
+    made = made.but(identity=_values.rewritten(equation, inputs))
   if name in ("mul", "div", "dot_general", "conv_general_dilated"):
     # What is not finite stays so if it is multiplied by anything.
-    parts, _ = _data_of(inputs[:1] if name == "div" else inputs)
+    parts, _ = _finiteness.data_of(inputs[:1] if name == "div" else inputs)
     if not all(x.lost for x in parts):
       made = made.without("taken", "dropped")
   return made
@@ -637,7 +591,9 @@ def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
   chosen = _chosen(condition, choices, output, place, is_branch=False)
   degree, zero = chosen.degree, condition.zero_of
   # A number may stand in for 0 where nothing will come of it.
-  is_guard = zero in [x.place for x in choices]
+  is_guard = any(x.place in zero for x in choices)
+  # A mask of positions packs values into one array.
+  is_guard |= condition.is_pure and not condition.scales
   if isinstance(degree, Unknown) and is_guard:
     degree = dataclasses.replace(degree, is_sure=False)
   return chosen.but(degree=degree, place=place)
@@ -653,9 +609,9 @@ def _chosen(
 ) -> Value:
   """Returns a value that a condition chooses."""
   tested = condition.mark("tested")
-  chosen = _join(choices, place, is_branch=is_branch and not tested).marked(
-    *condition.facts
-  )
+  chosen = _join(
+    choices, place, key=output, is_branch=is_branch and not tested
+  ).marked(*condition.facts)
   told = chosen.mark("tested")
   chosen = chosen.without("tested")
   if told and not leaves.is_gradient(output.aval):
@@ -663,7 +619,7 @@ def _chosen(
     chosen = chosen.marked(dataclasses.replace(told, finite=None))
   if isinstance(condition.degree, Unknown):
     chosen = chosen.but(degree=condition.degree, scale=None)
-  lost = _lost(tested, choices) if tested else None
+  lost = _finiteness.loss_by(tested, choices) if tested else None
   if not tested or lost is None:
     return chosen
   chosen = chosen.marked(Fact("taken", lost, place))
@@ -673,7 +629,7 @@ def _chosen(
   if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
     scale = scale._replace(stage="untold")
   # The old value may have been chosen, which no run could tell from it.
-  identity = chosen.identity or _perhaps(choices)
+  identity = chosen.identity or _values.perhaps(choices)
   return chosen.but(identity=identity, scale=scale)
 
 
@@ -683,7 +639,7 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
   )
   if before == after:
     return value
-  identity = _cast(value.identity, before, after)
+  identity = _values.cast(value.identity, before, after)
   if value.constant is not None:
     with np.errstate(all="ignore"):
       number = np.asarray(value.constant).astype(after)
@@ -693,10 +649,12 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     # A number that depends on S is one that was known only to be 0 or 1.
     return _number(number).but(identity=identity)
   if jnp.issubdtype(after, jnp.inexact):
-    return value.but(identity=identity, place=made.place)
+    scale = value.scale if _values.holds(after, before) else None
+    return value.but(identity=identity, scale=scale, place=made.place)
   unknown = _degrees.unknown([value.degree])
   if after.kind == "b":
-    return made.but(degree=unknown or FREE, zero_of=value.place)
+    zero_of = (value.place, *value.zeros)
+    return made.but(degree=unknown or FREE, zero_of=zero_of)
   if _degrees.is_free(value.degree):
     return value.but(
       degree=FREE, identity=identity, scale=None, place=made.place
@@ -708,7 +666,11 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
 
 def _part(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
   """Returns a part of an S that differs between members."""
-  name, params, units = equation.primitive.name, equation.params, _units(value)
+  name, params, units = (
+    equation.primitive.name,
+    equation.params,
+    _values.units_of(value),
+  )
   before, after = (
     aval(x[0]).shape for x in (equation.invars, equation.outvars)
   )
@@ -733,6 +695,7 @@ def _join(
   place: Place,
   reason: str = "are chosen between",
   *,
+  key: Hashable = None,
   is_branch: bool = True,
 ) -> Value:
   """Returns what is known of a value that is one of several."""
@@ -741,8 +704,8 @@ def _join(
   is_unknown = _degrees.unknown(x.degree for x in values)
   if scale and isinstance(degree, Unknown) and not is_unknown:
     # One S or another is an S of its own from here on.
-    key = (place, scale.path)
-    axes = next(axes for x in values for _, axes in _units(x))
+    key = (place, scale.path, key)
+    axes = next(axes for x in values for _, axes in _values.units_of(x))
     degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
 
   def common(field: str) -> Any:
@@ -772,7 +735,8 @@ def _examined(
   overflows = bool(overflowing) and (path is None or path in overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)
-  flag = made.without("scale", "reads")
+  gate = None if path is None else Fact("gate", path)
+  flag = made.without("scale", "reads").marked(gate)
   outputs = [made.but(degree=share)] * len(equation.outvars)
   outputs[finding.overflow] = _number(overflows).marked(*flag.facts)
   outputs[finding.dropped] = _number(False).marked(*flag.without("mixed").facts)
@@ -812,54 +776,6 @@ def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
   return any(x is not None and named[x].kind == "move" for x in numbers) or any(
     _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
   )
-
-
-def _units(value: Value) -> list[_degrees.Unit]:
-  degree = value.degree
-  return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
-
-
-def _is(constant: _degrees.Number | None, number: _degrees.Number) -> bool:
-  """Returns whether a known number is another; no flag is a number."""
-  is_alike = isinstance(constant, bool) == isinstance(number, bool)
-  return is_alike and constant == number
-
-
-def _is_nonfinite(value: Value) -> bool:
-  """Returns whether a value is a number that is inf or NaN."""
-  return value.is_pure and value.degree == ANY and not _is(value.constant, 0)
-
-
-def _formed(
-  identity: Identity | None, kind: str, detail: Hashable = None
-) -> Identity | None:
-  """Returns the identity of a form of a value."""
-  if identity is None:
-    return None
-  return identity._replace(forms=(*identity.forms, (kind, detail)))
-
-
-def _undone(
-  identity: Identity | None, kind: str, detail: Hashable = None
-) -> Identity | None:
-  """Returns the identity of a value that is no more in a form."""
-  if identity is None or identity.forms[-1:] != ((kind, detail),):
-    return None
-  return identity._replace(forms=identity.forms[:-1])
-
-
-def _perhaps(choices: Iterable[Value]) -> Identity | None:
-  """Returns the identity of a value that may be what one choice is."""
-  first = next((x.identity for x in choices if x.identity), None)
-  return first and first._replace(is_sure=False)
-
-
-def _projected(inputs: Values) -> Identity | None:
-  """Returns the identity of an argument that may be within bounds anyway."""
-  bounds = [x for x in inputs if x.identity is None]
-  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
-  is_one = len(bounds) == len(inputs) - 1
-  return _perhaps(inputs) if is_one and is_bounded else None
 
 
 def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
@@ -908,146 +824,6 @@ def _renamed(
   return value.but(degree=degree)
 
 
-def _apart(first: Value, second: Value) -> int | None:
-  """Returns by how much a known value is larger than another, or None."""
-  a, b = first.identity, second.identity
-  if not (a and b and a.is_sure and b.is_sure):
-    return None
-  more, less = _formed(b, "plus one"), _undone(b, "plus one")
-  return {b: 0, more: 1, less: -1}.get(a)
-
-
-def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
-  """Returns the identity of a sum in which only one part matters."""
-  is_whole = not leaves.is_gradient(equation.invars[0].aval)
-  is_sum = equation.primitive.name != "sub"
-  for value, other in (inputs, inputs[::-1])[: 1 + is_sum]:
-    if is_whole and is_sum and value.identity and other.constant == 1:
-      return _formed(value.identity, "plus one")
-    # 0 times what is unknown is 0, or NaN.
-    if other.degree == ANY and value.identity:
-      return _perhaps([value])
-  return None
-
-
-def _reshaped(
-  equation: core.JaxprEqn, identity: Identity | None
-) -> Identity | None:
-  """Returns the identity of a reshaped array, and of one reshaped back."""
-  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
-  if identity is None or before.size != after.size:
-    return None
-  if before.shape == after.shape:
-    return identity
-  is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
-  kept = identity if is_reshaped else _formed(identity, "shape", before.shape)
-  return _undone(identity, "shape", after.shape) or kept
-
-
-def _cast(
-  identity: Identity | None, before: np.dtype, after: np.dtype
-) -> Identity | None:
-  """Returns the identity of a number in a dtype that holds it, and back."""
-  return _undone(identity, "cast", after) or (
-    _formed(identity, "cast", before) if _holds(after, before) else None
-  )
-
-
-def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
-  """Returns whether a dtype has all numbers of another one of its kind."""
-  if narrow.kind == "b":
-    return True
-  both = wide, narrow
-  if all(jnp.issubdtype(x, jnp.floating) for x in both):
-    a, b = map(jnp.finfo, both)
-    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
-  if all(jnp.issubdtype(x, jnp.integer) for x in both):
-    c, d = map(jnp.iinfo, both)
-    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
-  return False
-
-
-def _data_of(inputs: Values) -> tuple[list[Value], bool]:
-  """Returns the values of S and data, and whether one does depend on S."""
-  scaled = [x for x in inputs if x.is_scaled and not x.is_pure]
-  return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
-
-
-def _tested(
-  equation: core.JaxprEqn, inputs: Values, place: Place
-) -> Fact | None:
-  """Returns a mark if a test may tell which scaled values are finite."""
-  name, variables = equation.primitive.name, equation.invars
-  is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
-  has_inf = any(
-    isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
-  )
-  scaled, is_sure = _data_of(inputs)
-  if scaled and (name == "is_finite" or is_nan or has_inf):
-    finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
-    is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
-    known = finite if is_known else None
-    return Fact("tested", is_sure, place, known, scaled[0].key)
-  # What is inf is also larger than others.
-  is_order = name in ("gt", "ge", "lt", "le")
-  return Fact("tested", False, place) if is_order and is_sure else None
-
-
-def _logic(name: str, tested: Fact, inputs: Values) -> Fact:
-  """Returns a mark for what is made of tests: what its truth still says."""
-  if name == "not" and tested.finite is not None:
-    return dataclasses.replace(tested, finite=not tested.finite)
-  marks = (x.mark("tested") for x in inputs)
-  known = (x for x in marks if x and x.finite is _LOGIC.get(name))
-  return next(known, dataclasses.replace(tested, finite=None))
-
-
-def _lost(tested: Fact, choices: Values) -> bool | None:
-  """Returns whether a choice surely leaves an inf out; None if it does not."""
-  if any(map(_is_nonfinite, choices)):
-    return None
-  if tested.finite is None or len(choices) != 2:
-    return False
-  chosen = choices[0 if tested.finite else 1]
-  if chosen.key is tested.of:
-    return None
-  is_other = _data_of([chosen])[0] and not chosen.lost
-  return bool(tested.detail) and not is_other
-
-
-def _loses(equation: core.JaxprEqn, inputs: Values) -> bool:
-  """Returns whether an operation may leave an inf out."""
-  name = equation.primitive.name
-  scaled = [not (x.is_pure or _degrees.is_free(x.degree)) for x in inputs]
-  if not any(scaled) or _degrees.is_cast(name, inputs):
-    return False
-  if name in _ORDERED:
-    # The largest of absolute values is inf if one of them is.
-    around = inputs[0].place[-1:]
-    is_positive = bool(around) and around[0].primitive.name in _POSITIVE
-    return not (name in _LARGEST and is_positive)
-  # 1 / inf is 0.
-  if name == "div":
-    return not scaled[0]
-  if name == "integer_pow":
-    return bool(equation.params["y"] < 0)
-  if name in ("gather", "dynamic_slice"):
-    return any(scaled[1:])
-  return name in ("rsqrt", "sign")
-
-
-def _bounded(name: str, inputs: Values, place: Place) -> Fact | None:
-  """Returns a mark if a bound takes the place of inf."""
-  bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
-  scaled, is_sure = _data_of(inputs[1:2] if name == "clamp" else inputs)
-  # A lower bound takes nothing from an absolute value.
-  sources = {x.place[-1].primitive.name for x in scaled if x.place}
-  is_lower = name == "max" and sources <= _POSITIVE
-  if not bounds or not scaled or is_lower or _degrees.is_cast(name, inputs):
-    return None
-  return Fact("taken", is_sure and name != "max", place)
-
-
 def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   """Returns what a device sees of an array.
 
@@ -1066,7 +842,7 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
     value.without("varies")
     .but(
       degree=_degrees.renamed(value.degree, rename),
-      identity=_formed(value.identity, "local", str(spec)),
+      identity=_values.formed(value.identity, "local", str(spec)),
     )
     .marked(*(() if value.scale else facts))
   )

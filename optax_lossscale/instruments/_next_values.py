@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Set
+import difflib
 import fnmatch
 from typing import Any
 from typing import TypeGuard
@@ -54,31 +56,29 @@ def match(
   The outputs are all subtrees of what the step returns, by their paths. Those
   that are `known` are taken as they are.
   """
-  by_position = dict(enumerate(named))
   if not isinstance(carry, Mapping | None):
     raise TypeError(
       "`carry` must be a dict that leads from arguments to outputs, such as "
       f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
     )
+  by_position = dict(enumerate(named))
   chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
   found = dict(known)
+  forms = {place: form(x) for place, x in outputs.items()}
   # The optimizer's state first, since it holds trees like the parameters.
-  names = sorted(
-    named.keys() - known.keys(),
-    key=lambda x: (not states.find_states(named[x]), [*named].index(x)),
-  )
-  for name in names:
-    if carry is None and _is_ambiguous(named[name]):
-      continue
-    # The report calls a step's only output 0.
-    place = chosen.get(name, "-")
-    places = [place, ""] if place == "0" else [place]
+  for name in sorted(named, key=lambda x: not states.find_states(named[x])):
     like = form(named[name])
-    for place in outputs if carry is None else places:
-      is_like = place in outputs and form(outputs[place]) == like
+    places = [chosen.get(name, "-")]
+    if carry is None:
+      # Single numbers look alike, such as a learning rate and a loss.
+      is_number = _is_plain(named[name]) and not np.shape(named[name])
+      places = [] if is_number or not like[1] else [*outputs]
+    elif places == ["0"]:
+      places = ["0", ""]  # The report calls a step's only output 0.
+    for place in places:
+      is_like = forms.get(place) == like and name not in found
       if is_like and not overlaps(place, found.values()):
         found[name] = place
-        break
   if carry is not None and found.keys() != chosen.keys():
     raise ValueError(
       "`carry` must lead from arguments to outputs of the same structure, "
@@ -86,15 +86,7 @@ def match(
       f"{', '.join(named)}, the outputs "
       f"{', '.join(x for x in outputs if x and '/' not in x)}."
     )
-  _check_states(named, {x: outputs[y] for x, y in found.items()}, carry)
-  return {name: found[name] for name in named if name in found}
-
-
-def _check_states(
-  named: Mapping[str, object], after: Mapping[str, object], carry: Carry | None
-) -> None:
-  """Raises a ValueError if the next state of loss scaling is not returned."""
-  new = states.find_states(after)
+  new = states.find_states({x: outputs[y] for x, y in found.items()})
   missing = [
     path
     for path, x in states.find_states(named).items()
@@ -109,19 +101,25 @@ def _check_states(
       "`step` must return the next value of the argument that holds the "
       f"state of loss_scaling, {missing[0]}, got {got}; {RETURN}."
     )
+  return {name: found[name] for name in named if name in found}
 
 
-def _is_ambiguous(tree: object) -> bool:
-  """Returns whether an argument is nothing that could be told by its form."""
-  # Single numbers look alike, such as a learning rate and a loss.
-  is_number = is_value(tree) and not is_key(tree) and not np.shape(tree)
-  return is_number or not form(tree)[1]
+def _is_plain(tree: object) -> bool:
+  """Returns whether an argument is a single array or number, but no key."""
+  return is_value(tree) and not is_key(tree)
 
 
-def may_change(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+def may_change(
+  named: Mapping[str, object], patterns: Sequence[str]
+) -> set[str]:
   """Returns the leaves that `may_change` names; a pattern may name none."""
-  names = [*names]
+  names = [leaves.path_name(x) for x, _ in jax.tree.leaves_with_path(named)]
   found: set[str] = set()
+  if not isinstance(patterns, (str, Sequence, Set, type(None))):
+    raise TypeError(
+      '`may_change` must be a list of names and patterns, such as ["*/rngs/*"],'
+      f" got {arguments.shown(patterns)}."
+    )
   # A string is a single pattern, not a sequence of letters.
   for x in [patterns] if isinstance(patterns, str) else patterns or ():
     chosen = {
@@ -131,9 +129,10 @@ def may_change(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
       or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
     }
     if not chosen and not {*str(x)} & {*"*?["}:
+      alike = difflib.get_close_matches(str(x), names, len(names), 0)
       raise ValueError(
         "`may_change` must name leaves of the arguments, or be a pattern, got "
-        f"{arguments.shown(x)}; they are {listed(names)}."
+        f"{arguments.shown(x)}; they are {listed(alike)}."
       )
     found |= chosen
   return found

@@ -1,19 +1,17 @@
 """A step that changes Flax NNX objects in place, as one that returns them."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 
 from flax import nnx
 import jax
 
 from optax_lossscale._base import leaves
-
-_Step = Callable[[Mapping[str, object]], object]
+from optax_lossscale.instruments._runs import Step
 
 
 def returning(
-  step: _Step, named: dict[str, object]
-) -> tuple[_Step, dict[str, object], dict[str, str]]:
+  step: Step, named: dict[str, object]
+) -> tuple[Step, dict[str, object], dict[str, str]]:
   """Returns a step on plain values, the values, and the outputs of objects."""
   objects = {name: x for name, x in named.items() if _holds_objects(x)}
   changing = _changing(objects)
@@ -22,11 +20,10 @@ def returning(
 
   def run(values: Mapping[str, object]) -> object:
     copies: dict[str, object] = nnx.clone(objects, graph=True)
-    variables = _changing(copies)
     jax.tree.map(
       lambda variable, value: variable.set_value(value),
-      variables,
-      {name: values[name] for name in variables},
+      _changing(copies),
+      {name: values[name] for name in changing},
       is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
     output = step({**values, **copies})

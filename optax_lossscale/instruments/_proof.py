@@ -26,9 +26,10 @@ from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
-from optax_lossscale.instruments._interpret import Fact
-from optax_lossscale.instruments._interpret import Identity
-from optax_lossscale.instruments._interpret import Value
+from optax_lossscale.instruments._values import Fact
+from optax_lossscale.instruments._values import Identity
+from optax_lossscale.instruments._values import Scale
+from optax_lossscale.instruments._values import Value
 from optax_lossscale.instruments._verdicts import Line
 from optax_lossscale.instruments._verdicts import Proved
 
@@ -47,7 +48,7 @@ class Traced(NamedTuple):
 
 
 class Proof(NamedTuple):
-  """What a proof says of each law, and the outputs that are next values.
+  """The verdict on each law, and the outputs that are next values.
 
   Attributes:
     laws: the laws.
@@ -93,7 +94,7 @@ def trace(
 
 
 class _Opaque:
-  """A leaf that is no array."""
+  """A leaf that is not an array."""
 
   def __init__(self, value: object) -> None:
     self.value = value
@@ -112,7 +113,7 @@ def _has_value(x: object) -> bool:
 
 
 class _Problem(NamedTuple):
-  """What is wrong with a step, or may be.
+  """A mistake in a step, or one that cannot be ruled out.
 
   Attributes:
     verdict: "refuted" if it is certain, "open" if no run could tell, or else
@@ -201,14 +202,19 @@ class _Step:
       place, tree = self.next_values[name], named[name]
       form = _next_values.form(tree)
       others = [x for x, y in forms.items() if x and x != place and y == form]
-      kept = (
+      kept = [
         x for x in (place, *others) if are_kept(self._pairs(name, x), skipped)
-      )
-      if (found := next(kept, None)) is not None:
+      ]
+      after = [x.after for x in self._pairs(name, place)]
+      is_read = any(name in applied[x].all_of("reads") for x in after)
+      # Any step may return an old value, too.
+      moved = (x for x in kept if not are_kept(self._pairs(name, x), applied))
+      old = place if place in kept or is_read else next(iter(kept), None)
+      found = next(moved, old if old in kept else None)
+      if found is not None:
         self.next_values[name] = found
         self.guessed.remove(name)
         continue
-      after = [x.after for x in self._pairs(name, place)]
       is_one = _next_values.is_value(tree) and not _next_values.is_key(tree)
       # Outputs of zero may be a skip's updates, and those that grow gradients.
       degrees = [skipped[x].degree for x in after]
@@ -216,7 +222,6 @@ class _Step:
         x != _degrees.FREE and not isinstance(x, _degrees.Unknown)
         for x in degrees
       )
-      is_read = any(name in applied[x].all_of("reads") for x in after)
       taken = self.next_values.values()
       has_rival = any(not _next_values.overlaps(x, taken) for x in others)
       is_likely = is_read and not (is_one or is_other or has_rival)
@@ -267,7 +272,7 @@ class _Step:
       degree = _degrees.of((_degrees.Symbol(words, position), axes))
       values[position] = values[position].but(
         degree=_degrees.FREE if path in self.ones else degree,
-        scale=_interpret.Scale(path, "old"),
+        scale=Scale(path, "old"),
         facts=frozenset([Fact("scale", path)]),
       )
     machine = _interpret.Interpreter(
@@ -406,11 +411,13 @@ def _scale_law(
   problems: list[_Problem] = []
   for gate in gates:
     loss_scale, gradients, overflow, _ = gate.call.inputs
-    is_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
-    is_told |= any(x.mark("tested") for _, x in gate.of(overflow))
+    all_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
+    is_told = any(x.mark("tested") for _, x in gate.of(overflow))
     for name, value in gate.of(gradients):
       names.append(name)
-      problem = _problem(value, gate.values[loss_scale], gate.place, is_told)
+      problem = _problem(
+        value, gate.values[loss_scale], gate.place, is_told, all_told
+      )
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
@@ -422,12 +429,16 @@ def _scale_law(
 
 
 def _tells(overflow: object) -> bool:
-  """Returns whether a flag tells which micro-batches overflow."""
+  """Returns whether a flag holds the micro-batches that overflow."""
   return isinstance(overflow, findings.WindowOverflow)
 
 
 def _problem(
-  value: Value, loss_scale: Value, gate: _degrees.Place, is_told: bool
+  value: Value,
+  loss_scale: Value,
+  gate: _degrees.Place,
+  is_told: bool,
+  all_told: bool,
 ) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
@@ -448,6 +459,7 @@ def _problem(
     return _Problem("refuted", text, remedy, where)
   taken, dropped = value.mark("taken"), value.mark("dropped")
   if taken:
+    is_told |= all_told
     is_sure = bool(taken.detail) and not is_told
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
@@ -455,10 +467,11 @@ def _problem(
     is_open = is_told is taken.detail
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
     return _Problem(verdict, text, remedy, _lines([taken.place]))
-  if dropped and not is_told:
+  if dropped and not all_told:
     text = "leaves out micro-batches, which `overflow=` must say"
     where = _lines([dropped.place])
-    return _Problem("refuted", text, _verdicts.DROPPED, where)
+    verdict = "open" if is_told else "refuted"
+    return _Problem(verdict, text, _verdicts.DROPPED, where)
   return None
 
 
@@ -607,17 +620,49 @@ def _skip_law(case: _Case) -> Proved:
     return Proved("skip", "not applied", text)
   problems = [_changed(case, outputs[x.after], x) for x in step.pairs]
   for path, alone in skipped.items() if len(skipped) > 1 else ():
-    # What only this state's gradients move must stay if this state skips. Else
+    # Values that only this state's gradients move must stay if it skips. Else
     # this is what other states move, perhaps by values of this one.
     problems += [
       _changed(case, alone[x.after], x, f", though {path} skips")
       for x in step.pairs
-      if (scales := applied[x.after].all_of("scale")) == {path}
-      or (path in scales and not alone[x.after].is_scaled)
+      if (scales := applied[x.after].scales) == {path}
+      or (path in scales and not alone[x.after].scales)
     ]
+    problems += [*_undone(case, path)]
   count = len(step.pairs)
   text = f"If `update` sees an overflow, all {count} next values stay."
   return _law("skip", [x for x in problems if x], text)
+
+
+def _undone(case: _Case, path: str) -> Iterator[_Problem]:
+  """Yields the states whose step a skip of another state undoes by half."""
+  alone = case.skipped[path]
+
+  def argument(pair: _Pair) -> int | None:
+    identity = alone[pair.after].identity
+    return identity and identity.argument
+
+  for other in case.skipped.keys() - {path}:
+    inner = [
+      x for x in case.step.pairs if _inside(x.name, f"{other}/inner_state")
+    ]
+    moved = [
+      x
+      for x in case.step.pairs
+      if x.name in case.step.parameters
+      if other in case.applied[x.after].scales
+    ]
+    stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
+    is_half = stay and any(argument(x) != x.before for x in inner)
+    if (
+      moved and is_half and not any(case.step.is_guessed(x.name) for x in moved)
+    ):
+      text = (
+        f"If only {path} skips, the parameters that {other} moves stay, but "
+        "not its optimizer's state"
+      )
+      where = _lines([alone[x.after].place for x in moved])
+      yield _Problem("refuted", text, _verdicts.TOGETHER, where)
 
 
 def _changed(
@@ -628,16 +673,21 @@ def _changed(
   if value.identity == identity or (
     flag is not None and value.constant is flag
   ):
-    return None
+    unseen = value.mark("unseen")
+    text = f"{pair.name} may take inf from gradients that no `update` sees"
+    where = _lines([unseen.place] if unseen else [])
+    problem = _Problem("open", text, _verdicts.PASSED_BY, where)
+    return problem if unseen else None
   text = f"If the step is skipped, {pair.name} may change{more}"
-  # A product with 0 may be NaN; a condition of the user's may be right.
+  # A product with 0 may be NaN; a condition of the user's may be right; it may
+  # be written otherwise.
   is_sure = value.identity != identity._replace(is_sure=False)
   is_sure = is_sure and not case.step.is_guessed(pair.name)
   return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
 def _follows(step: _Step) -> Iterator[str]:
-  """Yields the outputs that depend on S and are no next values."""
+  """Yields the outputs other than next values that depend on S."""
   _, outputs = step.run()
   places = step.next_values.values()
   for name, x in _named(step.traced.outputs):

@@ -18,8 +18,6 @@ from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _verdicts
-from optax_lossscale.instruments._verdicts import Law
-from optax_lossscale.instruments._verdicts import law_of as _law
 
 # How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
@@ -36,6 +34,8 @@ _LARGEST = 2.0**100
 # The number of steps after which parameters that have not moved are taken to be
 # frozen.
 _MORE_STEPS = 8
+
+_WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 # A step as a function of its arguments by name.
 Step = Callable[[Mapping[str, object]], object]
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
   @property
   def overflows(self) -> bool:
-    """Whether some S did not let its step be applied as it is."""
+    """True unless each S let its step be applied."""
     return not {*self.outcomes.values()} <= {"nothing", "applied"}
 
 
@@ -69,6 +69,7 @@ class Bound:
   certain: frozenset[str]
   # The leaves that may depend on S or change on a skip.
   free: frozenset[str]
+  is_narrow: bool  # True if its dtypes may lose small numbers.
 
   @functools.cached_property
   def given(self) -> dict[str, states.LossScalingState]:
@@ -99,7 +100,7 @@ class Bound:
 
   @property
   def starts_infinite(self) -> bool:
-    """Whether a leaf is not finite before the step."""
+    """True if a leaf is not finite before the step."""
     return any(
       leaves.is_gradient(x) and not np.all(np.isfinite(x))
       for x in self.before.values()
@@ -159,17 +160,15 @@ def outputs_of(
   return dict(_next_values.subtrees(jax.block_until_ready(run(inputs))))
 
 
-def report(
-  step: Bound, precision: Law, *, is_narrow: bool
-) -> _verdicts.StepReport:
+def report(step: Bound) -> _verdicts.StepReport:
   """Returns the report on the first step that moves the parameters."""
   if not step.paths:
-    law = _law("scale", _verdicts.SWITCHED_OFF)
-    return _verdicts.StepReport((law, precision), {})
-  found, run = _judge(step, precision, is_narrow=is_narrow)
+    law = _verdicts.law_of("scale", _verdicts.SWITCHED_OFF)
+    return _verdicts.StepReport((law,), {})
+  found, run = _judge(step)
   if found.ok and step.starts_infinite:
     # Next to a best value of inf, a first step shows little.
-    later, _ = _judge(step.later(run), precision, is_narrow=is_narrow)
+    later, _ = _judge(step.later(run))
     found = found if later.ok else later
   # A parameter that does not move, as at a learning rate of 0, hides mistakes.
   seen: set[str] = set()
@@ -182,18 +181,18 @@ def report(
     step = step.later(run)
     run = step.at({})
     if step.moved(run) - seen:
-      later, _ = _judge(step, precision, is_narrow=is_narrow)
+      later, _ = _judge(step)
       halvings = found.halvings + later.halvings
       found = dataclasses.replace(later, halvings=halvings)
   if step.moved(run):
     return found
+  still = _verdicts.law_of("invariance", _verdicts.STILL)
   others = (x for x in found.laws if x.name != "invariance")
-  laws = (_law("invariance", _verdicts.STILL), *others)
-  return dataclasses.replace(found, laws=laws)
+  return dataclasses.replace(found, laws=(still, *others))
 
 
 class _Start(NamedTuple):
-  """The first run at an S that does not overflow, or why there is none."""
+  """The first run at an S that does not overflow, or the reason without one."""
 
   run: Run
   factors: dict[str, float]
@@ -220,48 +219,39 @@ def _start(step: Bound) -> _Start:
   return _Start(run, factors, halvings, is_stalled, reason)
 
 
-def _judge(
-  step: Bound, precision: Law, *, is_narrow: bool
-) -> tuple[_verdicts.StepReport, Run]:
+def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
   """Returns the report on a single step, and the step's outputs."""
   start = _start(step)
   first = start.run
   if start.reason:
-    laws = [_law("scale", start.reason), precision]
-    return _verdicts.StepReport(tuple(laws), step.next_values), first
+    law = _verdicts.law_of("scale", start.reason)
+    return _verdicts.StepReport((law,), step.next_values), first
   again = step.at(start.factors)
   is_repeatable = not _differing(first.watched, again.watched)
-  is_rough = is_narrow or not is_repeatable
   skips = _skips(step, start)
-  varied = {x: _vary(step, start, x, is_narrow) for x in first.outcomes}
-  scales = {
-    path: _scale(step, path, start, varied[path], skips, is_rough=is_rough)
-    for path in varied
-  }
-  invariances = {
-    path: _invariance(
-      step, (first, again, *varied[path].runs), scales[path], skips, is_narrow
+  found, scales, invariances = [], {}, []
+  if start.is_stalled:
+    found.append(_verdicts.law_of("scale", _verdicts.STALLED))
+  follows: list[str] = []
+  for path in first.outcomes:
+    varied = _vary(step, start, path)
+    scales[path] = _scale(
+      step, path, start, varied, skips, step.is_narrow or not is_repeatable
     )
-    for path in varied
-  }
-  if is_narrow and skips.outcomes == {"skipped"}:
+    invariance = _invariance(
+      step, (first, again, *varied.runs), scales[path], skips
+    )
+    of = path if len(first.outcomes) > 1 else ""
+    found.append(_verdicts.law_of("scale", scales[path], of))
+    of = "" if invariance[0] == "exact" else of
+    invariances.append(_verdicts.law_of("invariance", invariance, of))
+    follows += _differing(first.others, varied.runs[0].others)
+  if step.is_narrow and skips.outcomes == {"skipped"}:
     skips = _grow(step, start, scales, skips)
-  found = [_law("scale", _verdicts.STALLED)] if start.is_stalled else []
-  is_one = len(scales) == 1
-  found += [_law("scale", x, "" if is_one else y) for y, x in scales.items()]
-  path, worst = _verdicts.worst(invariances)
-  found += [
-    _law("invariance", worst, "" if is_one or worst[0] == "exact" else path),
-    _law("skip", _verdicts.skip_law(*skips[1:])),
-    precision,
-  ]
-  follows = [
-    name
-    for x in varied.values()
-    for name in _differing(first.others, x.runs[0].others)
-  ]
+  worst = min(invariances, key=lambda x: _WORST_FIRST.index(x.verdict))
+  skip = _verdicts.law_of("skip", _verdicts.skip_law(*skips[1:]))
   report = _verdicts.StepReport(
-    tuple(found),
+    (*found, worst, skip),
     step.next_values,
     tuple(dict.fromkeys(follows)),
     is_repeatable,
@@ -277,7 +267,7 @@ class _Varied(NamedTuple):
   halvings: np.ndarray  # int[members], by how much each S is halved.
 
 
-def _vary(step: Bound, start: _Start, path: str, is_narrow: bool) -> _Varied:
+def _vary(step: Bound, start: _Start, path: str) -> _Varied:
   """Runs a step with one of its S smaller and smaller."""
 
   def at(share: jax.typing.ArrayLike) -> Run:
@@ -293,7 +283,7 @@ def _vary(step: Bound, start: _Start, path: str, is_narrow: bool) -> _Varied:
     halvings = np.ones(shape, int)
     half = at(0.5**halvings)
   runs = [half, at(0.25**halvings)]
-  if not is_narrow:
+  if not step.is_narrow:
     low = at(_LOW)
     # Below, float32 may lose gradients, too.
     if np.min(_on_host(low.states[path].amax)) > _LEAST and not low.overflows:
@@ -307,7 +297,6 @@ def _scale(
   start: _Start,
   varied: _Varied,
   skips: "_Skips",
-  *,
   is_rough: bool,
 ) -> Sequence[str]:
   """Returns what is found of the scale law for one S."""
@@ -336,7 +325,6 @@ def _invariance(
   runs: Sequence[Run],
   scale: Sequence[str],
   skips: "_Skips",
-  is_narrow: bool,
 ) -> Sequence[str]:
   """Returns what is found of the invariance law for one S."""
   if scale in (_verdicts.OVERFLOWS, _verdicts.CONSTANT):
@@ -345,14 +333,14 @@ def _invariance(
     return _verdicts.NOT_COMPARED
   values = [step.before, *(x.watched for x in runs)]
   # The scale law reveals a solver that rounds in its own way.
-  is_rounded = is_narrow or scale[0] == "rounding"
+  is_rounded = step.is_narrow or scale[0] == "rounding"
   law = _verdicts.invariance_law(values, skips.doubtful, is_rounded)
   # The mistake is the same, so a second remedy would be redundant.
   return law[:2] if scale[0] == "wrong" else law
 
 
 class _Skips(NamedTuple):
-  """What steps with an overflow did."""
+  """The outcomes of steps with an overflow."""
 
   infinite: Run
   outcomes: set[str]
@@ -365,8 +353,7 @@ def _skips(step: Bound, start: _Start) -> _Skips:
   # A momentum of 0 may stay 0 anyway, but not in the second step.
   later = step.later(start.run)
   clean = later.at(start.factors)
-  infinite = dict.fromkeys(start.factors, math.inf)
-  runs = step.at(infinite), later.at(infinite)
+  runs = _at_infinity(step), _at_infinity(later)
   outcomes = {
     outcome
     for run, applied in zip(runs, (start.run, clean), strict=True)
@@ -377,6 +364,22 @@ def _skips(step: Bound, start: _Start) -> _Skips:
   }
   none = _Skips(runs[0], outcomes, [], set())
   return _with_changed(none, step, later, clean, runs)
+
+
+def _at_infinity(step: Bound) -> Run:
+  """Runs a step with each S of inf, and sees what became of inf."""
+  run = step.at(dict.fromkeys(step.paths, math.inf))
+
+  def outcome(path: str) -> str:
+    new = run.states[path]
+    found = run.outcomes[path]
+    if found == "applied" and not np.all(np.isfinite(_on_host(new.amax))):
+      return "hidden"
+    # A rule leaves an S of inf, as of a damaged checkpoint.
+    is_kept = np.any(np.isinf(_on_host(new.loss_scale_state.loss_scale)))
+    return "kept" if found == "skipped" and is_kept else found
+
+  return run._replace(outcomes={x: outcome(x) for x in run.outcomes})
 
 
 def _with_changed(
@@ -408,7 +411,7 @@ def _grow(
     if x is not _verdicts.CONSTANT
   }
   hidden = skips._replace(outcomes={"hidden"})
-  # What hides an overflow at this S does not at a far smaller one.
+  # A function that hides an overflow at this S does not at a far smaller one.
   if not all(np.all(start.run.states[x].amax) for x in grown):
     small = step.at({x: _LOW * y for x, y in start.factors.items()})
     if any(_is_lost(x, small, start.run, 0) for x in grown):
@@ -438,9 +441,13 @@ def _grow(
 
 
 def _is_lost(path: str, old: Run, new: Run, growth: float) -> bool:
-  """Returns whether gradients became smaller or vanished as S grew."""
+  """Returns whether a larger S, by which amax should grow, made it smaller.
+
+  A growth of 0 says that it need not grow, but may not vanish.
+  """
   before, after = (_on_host(x.states[path].amax) for x in (old, new))
-  return _verdicts.is_lost(before, after, growth)
+  is_less = (after == 0) | (after < before * growth / 2)
+  return bool(np.any((before > 0) & is_less))
 
 
 def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:

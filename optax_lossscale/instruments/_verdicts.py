@@ -18,12 +18,11 @@ from optax_lossscale.instruments import _next_values
 # The most steps to run until a parameter moves.
 MOST_STEPS = 64
 
-# How far the updates at two values of S may differ. If everything is as wide as
-# float32 or wider, the limit applies to the largest element, since powers of
-# two are exact there. In float16 it applies to the median element, since a
-# smaller S loses low bits and small gradients. In correct steps of an MLP, an
-# LSTM and a transformer at O1, O2 and O3, with SGD and Adam, the difference was
-# at most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
+# How far the updates at two values of S may differ: in float32 and above, where
+# powers of two are exact, the largest element; in float16, where a smaller S
+# loses low bits and small gradients, the median one. In correct steps of an
+# MLP, an LSTM and a transformer at O1, O2 and O3, with SGD and Adam, it was at
+# most 1e-4 for S of 2**15 or more, and 7e-3 for S of 2**6 or more.
 _ROUNDING = 2.0**-20
 _NARROW_ROUNDING = 2.0**-6
 
@@ -69,6 +68,10 @@ MOVES = (
   "ols.linen.TrainState. Optimizers belong inside of loss_scaling. Name "
   "anything that may change anyway in may_change=."
 )
+TOGETHER = (
+  "A skip must undo only the step of its own state. Or let both skip: give "
+  "each `update` an overflow= that says whether any gradient overflows."
+)
 TOLD = (
   "Find an overflow before that, and tell `update` of it: update(..., "
   "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads)))."
@@ -90,16 +93,8 @@ ALONE = "Devices must skip together: loss_scaling(..., axis_name=...)."
 # The scale law by the power of S that amax follows: verdict, text and remedy.
 _SLOPES = {
   1: ("exact", "The largest gradient is proportional to S."),
-  0: (
-    "wrong",
-    "The largest gradient does not depend on S.",
-    NOT_SCALED,
-  ),
-  2: (
-    "wrong",
-    "The largest gradient is proportional to S squared.",
-    TWICE,
-  ),
+  0: ("wrong", "The largest gradient does not depend on S.", NOT_SCALED),
+  2: ("wrong", "The largest gradient is proportional to S squared.", TWICE),
 }
 _NEARLY = ("rounding", "The largest gradient is nearly proportional to S.")
 _ADDED = (
@@ -141,16 +136,11 @@ STILL = (
   "updates the parameters' dtype can hold.",
 )
 SWITCHED_OFF = ("not applied", "Loss scaling is switched off.")
-CONSTANT = (
-  "not applied",
-  "S is a fixed 1, and the loss is not scaled by it.",
-)
+CONSTANT = ("not applied", "S is a fixed 1, and the loss is not scaled by it.")
 SET_ASIDE = (
   "not applied",
   "The step sets this S aside, as a schedule does in full precision.",
 )
-
-_WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 # Verdict and remedy of the invariance law, by the verdict on the worst leaf.
 _INVARIANCE = {
@@ -162,17 +152,14 @@ _INVARIANCE = {
 
 # The skip law, by the outcome of a step that overflows, worst first.
 _NOT_SKIPPED = {
-  "hidden": (
-    "wrong",
-    "A step whose gradients overflow was applied.",
-    HIDDEN,
-  ),
+  "hidden": ("wrong", "A step whose gradients overflow was applied.", HIDDEN),
   "nothing": (
     "wrong",
     "The step with an S of inf was not skipped.",
     "Something around loss_scaling, such as optax.apply_if_finite, took the "
     "step back and S with it: S can never come down. It belongs inside.",
   ),
+  "kept": ("wrong", "A skipped step leaves an S of inf as it is.", RETURNED),
   "several": (
     "inconclusive",
     "The step makes several updates and skipped only some of them.",
@@ -184,7 +171,7 @@ _NOT_SKIPPED = {
   ),
   "applied": SET_ASIDE,
 }
-# Where an NNX object's next value is, for a report.
+# The place of an NNX object's next value, for a report.
 IN_PLACE = "in place"
 _ALL_WIDE = (
   "not applied",
@@ -193,16 +180,12 @@ _ALL_WIDE = (
   'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
 )
 
-
 _REPORT = (
   "But the law was proved: please report this step as a bug of check_step, "
   "unless it reads random numbers or files of the host."
 )
-_UNSEEN = "This batch hides it."
-_RUN = "Give the step arrays, so that the check also runs it."
 # In the order of a report.
 _LAWS = ("scale", "arguments", "invariance", "skip", "precision")
-
 
 # A file, the number of a line in it, and the line's text.
 Line = tuple[str, int, str]
@@ -230,24 +213,16 @@ class Law(NamedTuple):
 
 
 class Proved(NamedTuple):
-  """What a proof says of one law.
-
-  Attributes:
-    law: the law's name.
-    verdict: "proved"; "refuted"; "unknown", if the runs decide; "open", if no
-      run could tell either; or "not applied".
-    text: what was found.
-    remedy: how to fix it.
-    where: the lines of the program that show it.
-    path: the state that it is about, if the step has several.
-  """
+  """The verdict of a proof on one law."""
 
   law: str
+  # "proved"; "refuted"; "unknown", if the runs decide; "open", if no run could
+  # tell either; or "not applied".
   verdict: str
   text: str
   remedy: str = ""
   where: tuple[Line, ...] = ()
-  path: str = ""
+  path: str = ""  # The state that it is about, if the step has several.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,19 +292,17 @@ class StepReport:
     ]
     if self.follows:
       named = _next_values.listed([f"output {x}" for x in self.follows])
-      lines += [f"Other outputs that depend on S: {named}."]
+      lines.append(f"Other outputs that depend on S: {named}.")
     if self.halvings:
-      lines += [
-        f"The step overflows at its S; it ran at S / 2**{self.halvings}."
-      ]
+      at = f"S / 2**{self.halvings}"
+      lines.append(f"The step overflows at its S; it ran at {at}.")
     if not self.deterministic:
-      lines += ["Two runs with the same S differ."]
+      lines.append("Two runs with the same S differ.")
     if self.assumptions:
-      count, named = len(self.assumptions), ", ".join(self.assumptions)
-      lines += [
-        f"What is proved assumes that {count} functions of the library do what "
-        f"they promise: {named}."
-      ]
+      lines.append(
+        f"What is proved assumes that {len(self.assumptions)} functions of the "
+        f"library do what they promise: {', '.join(self.assumptions)}."
+      )
     return "\n".join(
       textwrap.fill(line, 80, subsequent_indent="  ") for line in lines
     )
@@ -379,15 +352,6 @@ def scale_law(
   )
 
 
-def is_lost(old: np.ndarray, new: np.ndarray, growth: float) -> bool:
-  """Returns whether a larger S, by which amax should grow, made it smaller.
-
-  A growth of 0 says that it need not grow, but may not vanish.
-  """
-  is_less = (new == 0) | (new < old * growth / 2)
-  return bool(np.any((old > 0) & is_less))
-
-
 def _small_part(amaxes: np.ndarray, halvings: np.ndarray) -> Sequence[str]:
   """Returns the scale law if a small part of amax does not follow S.
 
@@ -418,39 +382,38 @@ def _difference(
     return 0, 0, 0
   if not leaves.is_gradient(a):
     return math.inf, math.inf, math.nan
-  old, a, b = (
-    np.asarray(x, np.result_type(x, np.float64)) for x in (old, a, b)
-  )
+  old, a, b = map(_wide, (old, a, b))
   # Next to a best value of inf, any difference would be small.
   old = np.where(np.isfinite(old), old, 0)
-  with np.errstate(all="ignore"):
-    first, second, apart = np.abs(a - old), np.abs(b - old), np.abs(a - b)
-    size = np.maximum(first, second)
-    if not np.all(np.isfinite(apart)):
-      return math.inf, math.inf, math.nan
-    return (
-      np.max(apart) / np.max(size),
-      np.median(apart[size > 0] / size[size > 0]),
-      np.log2(np.sum(first) / np.sum(second)),
-    )
+  first, second, apart = np.abs(a - old), np.abs(b - old), np.abs(a - b)
+  size = np.maximum(first, second)
+  if not np.all(np.isfinite(apart)):
+    return math.inf, math.inf, math.nan
+  return (
+    np.max(apart) / np.max(size),
+    np.median(apart[size > 0] / size[size > 0]),
+    np.log2(np.sum(first) / np.sum(second)),
+  )
 
 
-def _is_one_way(values: Sequence[np.ndarray]) -> bool:
+def _wide(x: object) -> np.ndarray:
+  """Returns an array in float64, or as wide a complex dtype."""
+  return np.asarray(x, np.result_type(x, np.float64))
+
+
+def _is_one_way(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> bool:
   """Returns whether a leaf moves the same way each time that S is halved.
 
   A mistake makes it do so. Rounding errors at three S are independent, so the
   difference of the first two and that of the last two point apart.
   """
-  with np.errstate(all="ignore"):
-    a, b, c = (
-      np.asarray(x, np.result_type(x, np.float64)).ravel() for x in values
-    )
-    cosine = np.vdot(a - b, b - c).real / (
-      np.linalg.norm(a - b) * np.linalg.norm(b - c)
-    )
-  return not cosine < _ONE_WAY  # It is not known if a value is not finite.
+  first, second = np.ravel(a - b), np.ravel(b - c)
+  sizes = np.linalg.norm(first) * np.linalg.norm(second)
+  # It is not known if a value is not finite.
+  return not np.vdot(first, second).real < _ONE_WAY * sizes
 
 
+@np.errstate(all="ignore")  # Values may be inf or NaN.
 def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   """Returns the verdict on a leaf, and how strongly it depends on S."""
   old, first, again, half, quarter, *low = values
@@ -459,7 +422,7 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   noise, *_ = _difference(old, first, again)
   most = max(largest, lower)
   if low and most <= _ROUNDING:
-    # What is added to scaled gradients grows as S falls.
+    # An addend of scaled gradients matters more as S falls.
     added, *_ = _difference(old, first, *low)
     if added > 4 * _ROUNDING and added > 64 * noise:
       return "wrong", f" ({100 * added:.2g} % at S/4096)"
@@ -472,20 +435,20 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
   # One pair of runs says little about the largest noise in other pairs.
   if 0 < largest <= 64 * noise:
     return "inconclusive", seen
-  # Rounding errors grow as S shrinks.
-  if is_narrow and middle <= min(
-    _NARROW_ROUNDING, 2 * lower_middle + _ROUNDING
-  ):
-    return "rounding", seen
   if not is_narrow:
     return "wrong", seen
-  if not leaves.is_gradient(values[1]) or _is_one_way([first, half, quarter]):
-    # A mistake grows as a power of S, unlike the rounding errors of float16.
-    is_power = 0.5 <= abs(slope) < math.inf and np.allclose(
-      [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
-    )
-    return "wrong" if is_power else "inconclusive", seen
-  return "rounding", seen
+  # Rounding errors grow as S shrinks.
+  limit = min(_NARROW_ROUNDING, 2 * lower_middle + _ROUNDING)
+  is_random = leaves.is_gradient(first) and not _is_one_way(
+    _wide(first), _wide(half), _wide(quarter)
+  )
+  if middle <= limit or is_random:
+    return "rounding", seen
+  # A mistake grows as a power of S, unlike the rounding errors of float16.
+  is_power = like and np.allclose(
+    [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
+  )
+  return "wrong" if is_power else "inconclusive", seen
 
 
 def invariance_law(
@@ -510,12 +473,6 @@ def invariance_law(
   return "exact", "No next value depends on S."
 
 
-def worst(found: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]]:
-  """Returns the worst of several findings, and what it was found for."""
-  place = min(found, key=lambda x: _WORST_FIRST.index(found[x][0]))
-  return place, found[place]
-
-
 def law_of(name: str, found: Sequence[str], path: str = "") -> Law:
   """Returns a finding as a law, with the path of its S if there are several."""
   return Law(name, found[0], _of(path) + found[1], "".join(found[2:]))
@@ -530,9 +487,9 @@ def combined(proofs: Sequence[Proved], laws: Sequence[Law]) -> tuple[Law, ...]:
   left = list(laws)
   found: list[Law] = []
   holds = all(x.verdict in ("proved", "not applied") for x in proofs)
+  # A proof knows nothing of a rule that is stuck, or a `skip` that is set.
+  apart = STALLED[1], REQUESTED[1]
   for proof in proofs:
-    # Of a rule that is stuck, or a `skip` that is set, a proof knows nothing.
-    apart = STALLED[1], REQUESTED[1]
     of_law = [x for x in left if x.name == proof.law and x.text not in apart]
     alike = [x for x in of_law if x.text.startswith(_of(proof.path))]
     run = next(iter(alike or of_law), None)
@@ -559,7 +516,8 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
   if proof.verdict in ("open", "unknown"):
     text = f"Not proved: {proof.text}"
     if run is None:
-      return Law(name, "inconclusive", place + text, _RUN, proof.where)
+      remedy = "Give the step arrays, so that the check also runs it."
+      return Law(name, "inconclusive", place + text, remedy, proof.where)
     text = "" if proof.text in run.text else f" {text}"
     return run._replace(text=run.text + text, where=proof.where)
   alone = Law(name, proof.verdict, place + proof.text)
@@ -579,8 +537,8 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
     # Equal values may be written in ways that no proof knows.
     text = f"That is not shown to hold, but was not seen to fail. {alone.text}"
     return alone._replace(verdict="inconclusive", text=text)
-  # What becomes of S is no matter of a batch.
-  hides = "" if proof.remedy == RETURNED else f" {_UNSEEN}"
+  # The fate of S does not depend on a batch.
+  hides = "" if proof.remedy == RETURNED else " This batch hides it."
   return alone._replace(text=alone.text + hides)
 
 
@@ -607,19 +565,18 @@ def skip_law(
 def precision_law(jaxpr: core.Jaxpr) -> tuple[Law, bool]:
   """Returns the precision law, and whether small numbers may be lost."""
   works: set[np.dtype] = set()
-  casts: set[np.dtype] = set()
-  is_reduced = False
+  least = jnp.finfo("float32").minexp
+  loses = False
   for _, equation, _ in scopes.operations(jaxpr):
-    name = equation.primitive.name
     avals: list[object] = [
       x.aval for x in (*equation.invars, *equation.outvars)
     ]
     floats = {x.dtype for x in avals if leaves.is_gradient(x)}
     narrow = {x for x in floats if leaves.at_least_float32(x) != x}
-    (casts if name == "convert_element_type" else works).update(narrow)
-    is_reduced |= equation.params.get("exponent_bits", 8) < 8
-  least = jnp.finfo("float32").minexp
-  loses = is_reduced or any(jnp.finfo(x).minexp > least for x in works | casts)
+    if equation.primitive.name != "convert_element_type":
+      works |= narrow
+    loses |= equation.params.get("exponent_bits", 8) < 8
+    loses |= any(jnp.finfo(x).minexp > least for x in narrow)
   if not works:
     return Law("precision", *_ALL_WIDE), loses
   listed = ", ".join(sorted(x.name for x in works))

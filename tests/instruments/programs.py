@@ -17,6 +17,7 @@ import numpy as np
 
 from optax_lossscale.instruments import _degrees
 from optax_lossscale.instruments import _interpret
+from optax_lossscale.instruments import _values
 
 SIZE = 4
 # One S, and one for each member along the first axis.
@@ -86,8 +87,8 @@ def guarded(x):
 
 
 PERMUTATION = np.array([2, 0, 3, 1])
-# What an operation takes: f a float, s a float that is seldom free of S, i an
-# integer, b a flag; k, S itself.
+# The operands of an operation: f a float, s a float that is seldom free of S,
+# i an integer, b a flag; k, S itself.
 OPERATIONS = {
   # Elementwise.
   "s neg": lambda x: -x,
@@ -334,7 +335,7 @@ OPERATIONS = {
   "ks fori of products": lambda k, x: lax.fori_loop(
     0, 3, lambda i, c: (c[0], c[1] * column(c[0])), (k, full(x))
   )[1],
-  # What may be an argument, or a number.
+  # Results that may be an argument, or a number.
   "i plus 0": lambda i: i + 0,
   "i plus 1": lambda i: i + 1,
   "f plus 0": lambda x: x - 0.0,
@@ -452,7 +453,8 @@ def compose(rng, names, made):
 
     for i in (2, 3):
       keep("k times", [0, i], column(inputs[0]) * inputs[i])
-    first = [1, len(values) - 2, len(values) - 1]
+    keep("k under", [0, 1], inputs[1] / column(inputs[0]))
+    first = [1, *range(len(values) - 3, len(values))]
 
     def choose(kind):
       if kind == "k":
@@ -516,23 +518,22 @@ def programs(count, seed=0):
   return found
 
 
-# ---- What is said of the values of a program, and what is true.
+# ---- The facts found about the values of a program, and the truth.
 
 
 def claims(program):
   """Returns what the interpreter says of each value of a program."""
   axes = tuple(range(program.jaxpr.in_avals[0].ndim))
   degree = _degrees.of((_degrees.Symbol(program.kind, 0), axes))
-  of_scale = frozenset([_interpret.Fact("scale", "state")])
+  of_scale = frozenset([_values.Fact("scale", "state")])
   inputs = [
-    _interpret.Value(
-      identity=_interpret.Identity(i), facts=frozenset([_interpret.DATA])
-    )
+    _values.Value(identity=_values.Identity(i), facts=frozenset([_values.DATA]))
     for i in range(len(program.jaxpr.in_avals))
   ]
-  scale = _interpret.Scale("state", "old")
+  scale = _values.Scale("state", "old")
   inputs[0] = inputs[0].but(degree=degree, scale=scale, facts=of_scale)
-  inputs[1] = inputs[1].but(degree=degree).marked(*of_scale)
+  of_data = _values.Fact("scale", "data")
+  inputs[1] = inputs[1].but(degree=degree).marked(*of_scale, of_data)
   return _interpret.Interpreter([]).run(program.jaxpr, inputs)
 
 
@@ -622,7 +623,7 @@ def error(program, i, said):
 
 
 class Tally(NamedTuple):
-  """What became of the values of programs."""
+  """Counts of the facts about the values of programs."""
 
   errors: list[str]
   powers: int
@@ -653,10 +654,40 @@ def judge(program):
       counts["unchanged"] += is_power(program, i)
     wrong = error(program, i, said)
     if wrong:
-      # What is made of it is wrong as well.
+      # Values that are made of it are wrong as well.
       tainted.add(i)
       errors.append(f"[{made.name}] value {i} {wrong}: {said}")
   return Tally(errors, **counts)
+
+
+def hidden(program):
+  """Returns what is said to be inf or NaN if scaled data are, but is not."""
+  if "while[" in str(program.jaxpr):
+    return []  # With an inf it may run for ever.
+  inputs = [*program.inputs[0]]
+  inputs[1] = np.copysign(np.inf, inputs[1])
+  # LAPACK, which may be last, takes no inf.
+  count = len(program.made) - (program.made[-1].name in LAST)
+  run = core.jaxpr_as_fun(program.jaxpr)
+  values = jax.jit(lambda *inputs: run(*inputs)[:count])(*inputs)
+  errors, tainted = [], set()
+  said_of = claims(program)[:count]
+  for i, (said, x) in enumerate(zip(said_of, values, strict=True)):
+    made = program.made[i]
+    is_known = not isinstance(said.degree, _degrees.Unknown)
+    is_data = "data" in said.scales
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    shows = not np.isfinite(x).all() if is_float else True
+    # A mask of the data may leave anything out, and a quotient is taken for
+    # that of a value and its norm.
+    kinds, _, name = made.name.partition(" ")
+    is_exempt = "b" in kinds or name in ("div", "rem")
+    if is_exempt or tainted & {*made.sources}:
+      tainted.add(i)
+    elif is_known and is_data and not said.lost and not shows:
+      tainted.add(i)
+      errors.append(f"[{made.name}] value {i} is finite: {said}")
+  return errors
 
 
 def is_power(program, i):

@@ -209,6 +209,11 @@ def test_of_shapes_the_arguments_are_looked_at_as_well():
     check_step(lambda params, opt_state: params, *shapes[:2])
   with pytest.raises(ValueError, match=r"must name leaves .* 'z'; they"):
     check_step(step, *shapes, may_change="z")
+  # The name that was meant comes first.
+  with pytest.raises(ValueError, match="'parms'; they are params"):
+    check_step(step, *shapes, may_change=["parms"])
+  with pytest.raises(TypeError, match="must be a list of names .* got 3"):
+    check_step(step, *shapes, may_change=3)
 
 
 # A check whose proof fails.

@@ -524,7 +524,7 @@ def test_nnx_gradients_that_are_not_scaled_are_seen():
   assert f"In runs: {NOT_SCALED}" in law(report, "scale")
 
 
-# What a report says beside the laws.
+# The rest of a report.
 
 
 def test_other_outputs_that_follow_s_are_told_and_no_mistake():
@@ -1026,7 +1026,7 @@ def test_an_optimizer_that_takes_turns_is_not_shown_to_skip():
   params = {"a": PARAMS, "b": PARAMS}
   opt_states = {name: tx.init(PARAMS) for name in params}
   report = run_check(step, (params, opt_states, jnp.int32(0)), BATCH)
-  # What it returns as its count is the same number, written in another way.
+  # The count that it returns is the same number, written in another way.
   assert "wrong" not in verdicts(report).values(), report
   assert verdicts(report)["skip"] == "inconclusive"
   assert "not shown to hold" in law(report, "skip")
