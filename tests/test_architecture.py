@@ -30,7 +30,7 @@ LINES = {
   "cli": 395,
   "experimental": 415,
   "hardware": 1040,
-  "instruments": 7006,
+  "instruments": 7017,
   "linen": 263,
   "nnx": 428,
   "plot": 726,

@@ -36,8 +36,9 @@ _SHOWING = (
 ) - _names("clamp sign") | _names("""
   add add_any and cbrt cholesky complex convert_element_type
   conv_general_dilated cos cosh cumprod cumsum dot_general eig eigh fft log
-  log1p log2 lu mul not or qr reduce_and reduce_or reduce_precision
-  reduce_window_sum scatter-add scatter-mul sin sinh sqrt square sub svd tan
+  log1p log2 lu mul not or qr ragged_dot_general reduce_and reduce_or
+  reduce_precision reduce_window_sum scatter-add scatter-mul scatter_add
+  scatter_mul select_and_scatter_add sin sinh sqrt square sub svd tan
   triangular_solve tridiagonal_solve
 """)
 # Operations whose results are seldom negative.
@@ -67,7 +68,8 @@ def tested_by(
       return None
     finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
     is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
-    known = finite if is_known else None
+    # It says nothing of an inf that was lost before.
+    known = finite if is_known and not scaled[0].lost else None
     return Fact("tested", is_sure, place, known, scaled[0].key)
   # An inf is also larger than other numbers, and differs from them.
   return Fact("tested", False, place) if scaled else None

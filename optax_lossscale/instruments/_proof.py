@@ -411,13 +411,10 @@ def _scale_law(
   problems: list[_Problem] = []
   for gate in gates:
     loss_scale, gradients, overflow, _ = gate.call.inputs
-    all_told = any(map(_tells, jax.tree.leaves(overflow, is_leaf=_tells)))
-    is_told = any(x.mark("tested") for _, x in gate.of(overflow))
+    told = _told(overflow, [x for _, x in gate.of(overflow)])
     for name, value in gate.of(gradients):
       names.append(name)
-      problem = _problem(
-        value, gate.values[loss_scale], gate.place, is_told, all_told
-      )
+      problem = _problem(value, gate.values[loss_scale], gate.place, told)
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
         problems.append(problem._replace(text=of + problem.text))
@@ -428,17 +425,29 @@ def _scale_law(
   return _law("scale", problems, text, place)
 
 
-def _tells(overflow: object) -> bool:
-  """Returns whether a flag holds the micro-batches that overflow."""
-  return isinstance(overflow, findings.WindowOverflow)
+def _told(overflow: object, flags: Sequence[Value]) -> str:
+  """Returns what the caller says of an overflow, if anything.
+
+  It is "dropped" with the micro-batches that overflow, "finite" if a test of
+  finiteness decides, or "tested" if another test may.
+  """
+
+  def tells(x: object) -> bool:
+    return isinstance(x, findings.WindowOverflow)
+
+  if any(map(tells, jax.tree.leaves(overflow, is_leaf=tells))):
+    return "dropped"
+  tests = [test for x in flags if (test := x.mark("tested"))]
+  if any(x.finite is not None for x in tests):
+    return "finite"
+  return "tested" if tests else ""
 
 
 def _problem(
   value: Value,
   loss_scale: Value,
   gate: _degrees.Place,
-  is_told: bool,
-  all_told: bool,
+  told: str,
 ) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
@@ -458,19 +467,19 @@ def _problem(
     where = _lines([value.grown or value.place or gate, gate])
     return _Problem("refuted", text, remedy, where)
   taken, dropped = value.mark("taken"), value.mark("dropped")
-  if taken:
-    is_told |= all_told
-    is_sure = bool(taken.detail) and not is_told
+  # The caller may have seen an inf before.
+  if taken and (taken.detail or told in ("", "tested")):
+    is_sure = bool(taken.detail) and not told
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
     remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
-    is_open = is_told is taken.detail
+    is_open = bool(told) is taken.detail
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
     return _Problem(verdict, text, remedy, _lines([taken.place]))
-  if dropped and not all_told:
+  if dropped and told != "dropped":
     text = "leaves out micro-batches, which `overflow=` must say"
     where = _lines([dropped.place])
-    verdict = "open" if is_told else "refuted"
+    verdict = "open" if told else "refuted"
     return _Problem(verdict, text, _verdicts.DROPPED, where)
   return None
 

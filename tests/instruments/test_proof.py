@@ -795,6 +795,12 @@ KEEPING = {
     x * jnp.minimum(1, k / jnp.linalg.norm(x))
   ),
   "its direction": lambda x, k: k * (x / jnp.linalg.norm(x)),
+  "the derivative of a pool": lambda x, k: jax.vjp(
+    lambda y: jax.lax.reduce_window(
+      y, -jnp.inf, jax.lax.max, (1, 1), (1, 1), "VALID"
+    ),
+    jnp.ones_like(x),
+  )[1](x)[0],
   "a mask": lambda x, k: x * (jnp.arange(x.shape[0]) > 0)[:, None],
 }
 
