@@ -1,10 +1,12 @@
 """What tests of several packages share: bits, meshes, rules, what XLA made."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
 import re
+from typing import NamedTuple
 
 import chex
 import jax
@@ -12,11 +14,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_lossscale as ols
+
 SMALLEST = 2.0**-126  # The smallest normal float32.
 LARGEST = 2.0**126  # The largest power of two with a normal reciprocal.
 
 AXIS_TYPES = ("Auto", "Explicit")  # What `make_mesh` takes.
 SPREAD = jax.P("data")  # The first axis of an array, over the devices.
+
+
+class StubState(NamedTuple):
+  loss_scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stub(ols.LossScale):
+  """Moves S at every step: an overflow halves it, a clean step doubles it.
+
+  It is for tests of everything but rules. A stale S shows at once, and a defect
+  of the rules that the library has does not.
+  """
+
+  start: float = 8.0
+
+  def init(self):
+    return StubState(jnp.float32(self.start))
+
+  def update(self, state, overflow, *, amax=None):
+    return StubState(state.loss_scale * jnp.where(overflow, 0.5, 2.0))
 
 
 def pairs(first, second):
