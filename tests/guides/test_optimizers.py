@@ -1,8 +1,7 @@
 """The recipes for optimizers, against the bare optimizer on true gradients.
 
 On an applied step and on one that overflows. All optimizers are in
-tests/step/test_contract.py and test_exported_optimizers.py beside it; what goes
-wrong where the wrapper is not outermost is in tests/step/test_chaining.py.
+tests/step/test_contract.py and test_exported_optimizers.py beside it.
 """
 
 import functools
@@ -485,7 +484,7 @@ def test_monitor_changes_its_state_and_is_refused():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-# What goes wrong outside, where tests/step/test_chaining.py does not say it.
+# What goes wrong outside.
 
 
 def outside(before=None, after=None, inner=None):

@@ -198,3 +198,15 @@ def test_the_headroom_of_what_is_not_a_positive_number_is_unknown():
   history = instruments.History(np.arange(5), np.ones(5), amax, amax > 65504)
   unknown = [np.nan] * 3
   np.testing.assert_array_equal(history.headroom(), [*unknown, 3.0, -1.0])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_requested_skip_leaves_the_record_bit_for_bit(steps):
+  tx = make(3)
+  state = run(tx, [np.inf] * steps)
+  _, after = tx.update(jnp.ones(1), state, jnp.zeros(1), skip=True)
+  history, same = map(instruments.get_history, (after, state))
+  chex.assert_trees_all_equal(history, same)
+  # An overflow is recorded all the same.
+  _, after = tx.update(jnp.full(1, np.inf), state, jnp.zeros(1), skip=True)
+  assert instruments.get_history(after).step[-1] == steps + 1

@@ -93,3 +93,11 @@ def test_under_vmap_only_runs_that_are_due_print(capfd):
 def test_every_must_be_positive(every):
   with pytest.raises(ValueError, match="`every`"):
     instruments.print_loss_scale(TX.init(jnp.zeros(1)), every)
+
+
+def test_a_requested_skip_is_printed_as_one(capfd):
+  _, state = TX.update(jnp.ones(1), TX.init(jnp.zeros(1)), skip=True)
+  instruments.print_loss_scale(state, every=1)
+  (line,) = lines(capfd)
+  assert line.startswith("step 1: skipped by `skip`, loss scale now 32768,")
+  assert line.endswith(" 0 applied, 1 skipped (100.0 %)")

@@ -1,14 +1,12 @@
-"""NaN, inf and saturation are seen in every leaf, at every place."""
+"""Checks of gradients: each kind of overflow, amax, and the range in use."""
 
 import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
-import flax.linen as nn
-from flax.linen import fp8_ops
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import ml_dtypes
 import numpy as np
 import optax
@@ -17,443 +15,249 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._step import findings
 from tests import support
+from tests.support import SMALLEST
 
-# Of what vectorized kernels do with NaN and inf.
-pytestmark = pytest.mark.usefixtures("full_compilation")
-
-WITH_INF = [
-  "float16",
-  "bfloat16",
-  "float32",
-  "float64",
-  "complex64",
-  "complex128",
-  "float8_e5m2",
-]
-WITH_NAN = [*WITH_INF, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"]
-SIZES = (3, 5_000, 200_000)
+F16_MAX, BF16_MAX, F32_MAX = (
+  float(jnp.finfo(x).max) for x in ("float16", "bfloat16", "float32")
+)
+BF16 = jnp.bfloat16
+nonfinite, saturated = ols.nonfinite, ols.saturated
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+WITH_INF = (*FLOATS, "complex64", "complex128", "float8_e5m2")
+WITHOUT_INF = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
-FLOAT8_WITH_INF = {"float8_e3m4", "float8_e4m3", "float8_e5m2"}
-
-
-@functools.cache
-def compiled_examine(dtype, size, check):
-  """Returns a jitted examination of ones with one other element."""
+@pytest.mark.usefixtures("full_compilation")  # Vectorized kernels treat NaN.
+@pytest.mark.parametrize("dtype", [*WITH_INF, *WITHOUT_INF])
+def test_guarantee_5_nan_inf_and_saturation_are_seen_at_every_place(dtype):
+  size = 5_000
 
   @jax.jit
-  def examine(index, value):
-    leaf = jnp.where(jnp.arange(size) == index, value, jnp.ones((), dtype))
-    # The examination is to read the leaf from memory, as it reads a gradient.
-    leaf = jax.lax.optimization_barrier(leaf)
-    return findings.examine(check, {"clean": jnp.ones(7), "leaf": leaf})
+  def find(place, value):
+    leaf = jnp.where(jnp.arange(size) == place, value, jnp.ones((), dtype))
+    # The examination must read the leaf from memory, as it reads a gradient.
+    tree = {"clean": jnp.ones(7), "leaf": jax.lax.optimization_barrier(leaf)}
+    return [
+      findings.examine(check, tree) for check in (nonfinite(), saturated())
+    ]
 
-  return examine
+  with jax.enable_x64(True):
+    largest = float(jnp.finfo(dtype).max)
+    values = [np.nan, largest, -largest]
+    values += [np.inf, -np.inf] if dtype in WITH_INF else []
+    if dtype.startswith("complex"):
+      values = [y for x in values for y in (complex(x, 1), complex(1, x))]
+    for value in values:
+      magnitude = np.max(np.abs([np.real(value), np.imag(value)]))
+      for place in (0, size // 2, size - 1):
+        found, judged = find(place, jnp.asarray(value).astype(dtype))
+        assert found.overflow == (not np.isfinite(magnitude))
+        assert judged.overflow, (value, place)
+        # amax is float32, and a number stays a number.
+        is_large = F32_MAX < magnitude < np.inf
+        np.testing.assert_equal(
+          float(found.amax), F32_MAX if is_large else magnitude
+        )
 
 
-def findings_at_every_place(dtype, size, value, check):
-  """Returns what the check finds with `value` first, middle and last."""
-  examine = compiled_examine(dtype, size, check)
-  value = jnp.asarray(value).astype(dtype)
-  return [examine(index, value) for index in (0, size // 2, size - 1)]
+NO_GRADIENTS = {
+  "none": None,
+  "integers": jnp.full(2, 70_000),
+  "float0": np.zeros(2, jax.dtypes.float0),
+  "key": jax.random.key(0),
+  "masked": optax.MaskedNode(),
+}
+F32, ONE = np.float32, np.ones(1, np.float32)
+MANY = (np.float16([6e4]), F32([7e4]), np.int32([2**30]))
+# A check and a tree of gradients; then whether they overflow, and amax.
+EXAMINED = {
+  "both signs of inf": (nonfinite(), F32([np.inf, 1, -np.inf]), True, np.inf),
+  "the largest float32": (nonfinite(), F32([1, F32_MAX]), False, F32_MAX),
+  "complex": (nonfinite(), np.complex64([3 + 4j, -1 - 4.5j]), False, 4.5),
+  "a subnormal": (nonfinite(), np.float16(2.0**-24), False, 2.0**-24),
+  "several dtypes": (nonfinite(), MANY, False, 7e4),
+  "nothing": (saturated(), {}, False, 0.0),
+  "None": (saturated(), {"a": None}, False, 0.0),
+  "no elements": (saturated(), np.zeros((0, 3), F32), False, 0.0),
+  "no gradients": (saturated("float16"), [NO_GRADIENTS, ONE], False, 1.0),
+  "at float16's limit": (nonfinite("float16"), F32([65504]), False, 65504.0),
+  "beyond it": (nonfinite(jnp.float16), F32([65505]), True, 65505.0),
+  "below it": (saturated("float16"), F32([65503]), False, 65503.0),
+  "saturated": (saturated(np.float16), F32([1, -65504]), True, 65504.0),
+  "NaN": (saturated("float16"), F32([1, np.nan]), True, np.nan),
+  "inf, a wide check": (nonfinite("float64"), F32([np.inf]), True, np.inf),
+  "float8's limit": (saturated("float8_e4m3fn"), F32([448]), True, 448.0),
+  # 65536 is the bfloat16 next to 65504, and above it.
+  "a bfloat16 below": (nonfinite("float16"), BF16(65280.0), False, 65280.0),
+  "a bfloat16 above": (nonfinite("float16"), BF16(65536.0), True, 65536.0),
+}
 
 
-def every_value(dtype):
-  """Returns all values of a dtype of 16 bits or fewer, as NumPy's."""
-  dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-  unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
-  return np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(dtype)
+@pytest.mark.parametrize(
+  ("check", "tree", "overflow", "amax"), EXAMINED.values(), ids=EXAMINED
+)
+def test_an_examination_finds_overflow_and_amax(check, tree, overflow, amax):
+  found = findings.examine(check, tree)
+  assert found.overflow == overflow
+  np.testing.assert_equal(np.asarray(found.amax), np.float32(amax))
 
 
-def expected_overflow(values, *, saturating):
-  """Returns for each of all values of a dtype if it is one, by NumPy."""
+def test_float64_beyond_float32_is_not_reported_as_inf():
+  values = (1e300, np.float64(-1e300), np.array([1e300, 1.0]))
+  for amax in values:
+    found = findings.examine(nonfinite(), jnp.ones(1), amax=amax)
+    assert found.amax == F32_MAX
+    assert not found.overflow
+  with jax.enable_x64(True):
+    wide = jnp.asarray([-1e300])
+    for found in (
+      findings.examine(nonfinite(), wide),
+      findings.examine(nonfinite(), jnp.ones(1), amax=wide),
+      # No float32 can reach the limit of float64.
+      findings.examine(saturated(), wide / 1e200, amax=F32_MAX),
+    ):
+      assert not found.overflow
+      assert found.amax == F32_MAX
+      assert found.amax.dtype == jnp.float32
+    assert findings.examine(saturated("float64"), wide).range_used == SMALLEST
+
+
+@pytest.mark.parametrize(
+  "dtype",
+  support.slow_but(
+    ["float16", "float8_e5m2", "float8_e4m3fn"],
+    ["float16", "bfloat16", *support.FLOAT8],
+  ),
+)
+def test_guarantee_5_every_value_is_judged_as_numpy_judges_it(dtype):
+  kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  unsigned = np.dtype(f"uint{8 * kind.itemsize}")
+  values = np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(kind)
   with np.errstate(invalid="ignore"):
-    magnitudes = np.abs(values.astype(np.float64))
-  finite = np.isfinite(magnitudes)
-  if not saturating:
-    return ~finite
-  return ~finite | (magnitudes == magnitudes[finite].max())
+    magnitudes = np.abs(values.astype(np.float32))
+  is_finite = np.isfinite(magnitudes)
+  is_largest = magnitudes == magnitudes[is_finite].max()
+  narrow, wide = jnp.asarray(values), jnp.asarray(values.astype(np.float32))
+
+  def find(check, values):
+    return jax.vmap(functools.partial(findings.examine, check))(values)
+
+  @jax.jit
+  def find_all():
+    return [
+      (find(make(), narrow), find(make(dtype), wide))
+      for make in (nonfinite, saturated)
+    ]
+
+  expected = (~is_finite, ~is_finite | is_largest)
+  for (own, named), overflow in zip(find_all(), expected, strict=True):
+    np.testing.assert_array_equal(own.overflow, overflow)
+    np.testing.assert_array_equal(named.overflow, overflow)
+    np.testing.assert_array_equal(own.amax, magnitudes)
 
 
-def find_each(check, values):
-  """Returns what the check finds in each of the values alone."""
-  examine = jax.jit(jax.vmap(functools.partial(findings.examine, check)))
-  return examine(jnp.asarray(values))
+@pytest.mark.parametrize(
+  ("largest", "scale", "fits"),
+  [
+    (np.float32(F32_MAX / 8), 0.125, True),
+    (np.nextafter(np.float32(F32_MAX / 8), np.float32(np.inf)), 0.125, False),
+    (np.float32(F32_MAX), 1.0, True),
+    (np.float16(65504), 2.0**-112, True),
+    (np.float16(65504), 2.0**-113, False),
+    (np.complex64(complex(1, -F32_MAX / 8)), 0.125, True),
+    (np.complex64(complex(1, -F32_MAX / 4)), 0.125, False),
+    (np.float64(1e300), 0.125, True),
+    (np.float64(1e308), 0.125, False),
+    (np.complex128(complex(1e300, 1)), 0.125, True),
+  ],
+  ids=str,
+)
+def test_guarantee_5_a_quotient_beyond_the_range_of_its_dtype_is_an_overflow(
+  largest, scale, fits
+):
+  with jax.enable_x64(largest.dtype in ("float64", "complex128")):
+    gradient = jnp.ones(3, largest.dtype).at[1].set(largest)
+    loss_scale = jnp.float32(scale)
+    found = findings.examine(nonfinite(), gradient, loss_scale=loss_scale)
+    assert found.overflow == (not fits)
+    assert not findings.examine(nonfinite(), gradient).overflow
+    quotient = ols.unscale(gradient, loss_scale)
+    assert jnp.all(jnp.isfinite(quotient)) == fits
 
 
-@functools.cache
-def jitted_examine(way):
-  """Returns the jitted examination with these dtypes per leaf."""
-  return jax.jit(
-    functools.partial(findings.examine, ols.saturated(PER_LEAF[way]))
-  )
-
-
-@functools.cache
-def examine_on_each_device():
-  """Returns the jitted examination of an array over eight devices."""
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-  check = ols.saturated(jnp.float16)
-  return jax.jit(
-    jax.shard_map(
-      lambda leaf: findings.agree(findings.examine(check, leaf), ("data",)),
-      mesh=mesh,
-      in_specs=jax.P("data"),
-      out_specs=jax.P(),
-    )
-  )
+# A dtype for each leaf.
 
 
 class Layer(NamedTuple):
-  """What a layer's gradients or their dtypes are kept in."""
+  """Holds a layer's gradients, or their dtypes."""
 
   kernel: Any
   bias: Any
 
 
 class CallableLayer(Layer):
-  """A tree that can be called, as the layers of some libraries."""
+  """A tree that can be called, like the layers of some libraries."""
 
   def __call__(self, x):
     return x
 
 
-# Computed in float16, in float32, and in bfloat16, all kept in float32.
+# Computed in float16, in float32, and in bfloat16, all stored in float32.
 LAYERS = {
   "half": Layer(jnp.ones((2, 3)), jnp.ones(3)),
-  "rest": {
-    "single": [jnp.ones(2), jnp.ones(2)],
-    "brain": jnp.ones(5),
-  },
+  "rest": {"single": [jnp.ones(2), jnp.ones(2)], "brain": jnp.ones(5)},
 }
-HALF_PATHS = {"half/kernel", "half/bias"}
-
-# The same dtypes, said in several ways.
+LIMITS = {
+  "half/kernel": F16_MAX,
+  "half/bias": F16_MAX,
+  "rest/single/0": F32_MAX,
+  "rest/single/1": F32_MAX,
+  "rest/brain": BF16_MAX,
+}
+# The same dtypes, given in several ways.
 PER_LEAF = {
   "tree": {
     "half": Layer(jnp.float16, "float16"),
     "rest": {"single": [None, jnp.float32], "brain": jnp.bfloat16},
   },
-  "prefix": {
-    "half": jnp.float16,
-    "rest": {"single": None, "brain": "bfloat16"},
-  },
+  "prefix": {"half": np.float16, "rest": {"single": None, "brain": "bfloat16"}},
   "function": lambda path: {
     "half/kernel": np.float16,
     "half/bias": jnp.dtype("float16"),
     "rest/brain": ml_dtypes.bfloat16,
   }.get(path),
   "partial": jax.tree_util.Partial(
-    lambda half, path: half if path.startswith("half/") else None, "float16"
+    lambda dtypes, path: dtypes.get(path.rpartition("/")[0], dtypes.get(path)),
+    {"half": "float16", "rest/brain": "bfloat16"},
   ),
 }
 
 
-def paths_of(tree):
-  """Returns the path of each leaf, as a function of the path gets it."""
-  return [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in jax.tree.leaves_with_path(tree)
-  ]
-
-
-def with_one_bad_leaf(tree, bad_path, value):
-  """Returns the tree with the last element of one leaf replaced."""
+def with_one_bad_leaf(bad_path, value):
+  """Returns `LAYERS` with the last element of one leaf replaced."""
 
   def replace(path, leaf):
     path = jax.tree_util.keystr(path, simple=True, separator="/")
     return leaf.at[..., -1].set(value) if path == bad_path else leaf
 
-  return jax.tree.map_with_path(replace, tree)
+  return jax.tree.map_with_path(replace, LAYERS)
 
 
-def make_shard_mapped(tx, state, check_vma):
-  """Returns the jitted update's overflow, on eight devices."""
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-  def overflow(stacked):
-    return tx.update(jax.tree.map(lambda x: x[0], stacked), state)[1].overflow
-
-  return jax.jit(
-    jax.shard_map(
-      overflow,
-      mesh=mesh,
-      in_specs=jax.P("data"),
-      out_specs=jax.P(),
-      check_vma=check_vma,
-    )
-  )
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", WITH_NAN)
-def test_guarantee_5_every_nan_is_seen(dtype, size):
-  with jax.enable_x64(True):
-    values = [np.nan]
-    if dtype.startswith("complex"):
-      values = [complex(np.nan, 1.0), complex(1.0, np.nan)]
-    for value in values:
-      for found in findings_at_every_place(dtype, size, value, ols.nonfinite()):
-        assert found.overflow
-        assert jnp.isnan(found.amax)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", WITH_INF)
-def test_guarantee_5_every_inf_is_seen(dtype, size):
-  with jax.enable_x64(True):
-    values = [np.inf, -np.inf]
-    if dtype.startswith("complex"):
-      values = [complex(np.inf, 1.0), complex(1.0, -np.inf)]
-    for value in values:
-      for found in findings_at_every_place(dtype, size, value, ols.nonfinite()):
-        assert found.overflow
-        assert found.amax == jnp.inf
-
-
-@pytest.mark.parametrize("dtype", WITH_NAN)
-def test_guarantee_5_every_saturated_value_is_seen(dtype):
-  size = 5_000  # Of the others NaN and inf tell.
-  with jax.enable_x64(True):
-    largest = float(jnp.finfo(dtype).max)
-    for value in (largest, -largest):
-      for found in findings_at_every_place(dtype, size, value, ols.saturated()):
-        assert found.overflow
-        assert not jnp.isnan(found.amax)
-      for found in findings_at_every_place(dtype, size, value, ols.nonfinite()):
-        assert not found.overflow
-
-
-def test_inf_and_minus_inf_together_are_not_taken_for_nan():
-  leaf = jnp.array([jnp.inf, 1.0, -jnp.inf])
-  found = findings.examine(ols.nonfinite(), leaf)
-  assert found.overflow
-  assert found.amax == jnp.inf
-
-
-def test_large_finite_values_are_no_overflow():
-  leaf = jnp.full(5_000, jnp.finfo(jnp.float32).max)
-  found = findings.examine(ols.nonfinite(), leaf)
-  assert not found.overflow
-  assert found.amax == jnp.finfo(jnp.float32).max
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", WITH_NAN)
-def test_amax_is_the_largest_magnitude(dtype):
-  values = np.array([0.25, -3.5, 1.0])
-  with jax.enable_x64(True):
-    leaf = jnp.asarray(values).astype(dtype)
-    assert findings.examine(ols.nonfinite(), leaf).amax == 3.5
-
-
-def test_amax_of_a_complex_leaf_is_the_largest_part():
-  leaf = jnp.array([3.0 + 4.0j, -1.0 - 4.5j])
-  assert findings.examine(ols.nonfinite(), leaf).amax == 4.5
-
-
-def test_amax_keeps_a_subnormal():
-  leaf = jnp.asarray(2.0**-24, jnp.float16)
-  assert findings.examine(ols.nonfinite(), leaf).amax == 2.0**-24
-
-
-def test_amax_of_a_float64_leaf_is_inf_only_if_it_was():
-  with jax.enable_x64(True):
-    found = findings.examine(ols.nonfinite(), jnp.asarray([1e300]))
-    assert not found.overflow
-    assert found.amax == jnp.finfo(jnp.float32).max
-    assert found.amax.dtype == jnp.float32
-
-
-def test_amax_is_taken_over_leaves_of_several_dtypes():
-  tree = {
-    "half": jnp.asarray([60_000.0], jnp.float16),
-    "single": jnp.asarray([70_000.0], jnp.float32),
-    "integer": jnp.asarray([2**30]),
-  }
-  found = findings.examine(ols.nonfinite(), tree)
-  assert not found.overflow
-  assert found.amax == 70_000.0
-
-
-@pytest.mark.parametrize(
-  ("check", "value", "expected"),
-  [
-    (ols.nonfinite(jnp.float16), 65504.0, False),
-    (ols.nonfinite(jnp.float16), 65505.0, True),
-    (ols.saturated(jnp.float16), 65503.0, False),
-    (ols.saturated(jnp.float16), 65504.0, True),
-    (ols.saturated(jnp.float16), -65504.0, True),
-    (ols.saturated("float16"), jnp.nan, True),
-    (ols.nonfinite(jnp.float64), jnp.inf, True),
-    (ols.saturated(jnp.float8_e4m3fn), 448.0, True),
-  ],
-)
-def test_the_dtype_is_that_of_the_computation(check, value, expected):
-  found = findings.examine(check, jnp.array([1.0, value], jnp.float32))
-  assert found.overflow == expected
-
-
-def test_empty_trees_and_leaves_have_no_overflow():
-  for tree in ({}, None, jnp.zeros((0, 3)), {"a": None}):
-    found = findings.examine(ols.saturated(), tree)
-    assert not found.overflow
-    assert found.amax == 0
-
-
-@pytest.mark.usefixtures("strict_promotion")
-def test_checks_promote_nothing_implicitly():
-  tree = [jnp.ones(3, d) for d in ("float16", "bfloat16", "float32", "int8")]
-  assert not jax.jit(findings.examine, static_argnums=0)(
-    ols.saturated("float16"), tree
-  ).overflow
-
-
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 65504.0])
-@pytest.mark.parametrize("device", [0, 3, 7])
-def test_devices_agree_on_what_one_of_them_found(value, device):
-  mapped = examine_on_each_device()
-  leaf = jnp.ones((8, 5_000), jnp.float16)
-  assert not mapped(leaf).overflow
-  found = mapped(leaf.at[device, 17].set(value))
-  assert found.overflow
-  assert np.array_equal(found.amax, jnp.float32(value), equal_nan=True)
-
-
-@pytest.mark.parametrize(
-  ("dtype", "said"),
-  [(jnp.int32, "int32"), ("half precision", "half"), ("f16", "float128")],
-)
-@pytest.mark.parametrize("check", [ols.nonfinite, ols.saturated])
-def test_a_check_refuses_what_is_no_floating_dtype(check, dtype, said):
-  with pytest.raises(TypeError, match=f"`dtype` must be a floating.*{said}"):
-    check(dtype)
-
-
-def test_checks_are_frozen_equal_and_hashable():
-  assert ols.saturated(jnp.float16) == ols.saturated("float16")
-  assert hash(ols.saturated(jnp.float16)) == hash(ols.saturated("float16"))
-  assert ols.saturated(jnp.float16) != ols.nonfinite(jnp.float16)
-  with pytest.raises(AttributeError):
-    ols.nonfinite().dtype = jnp.float16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *support.FLOAT8])
-def test_every_value_there_is_is_judged_as_numpy_judges_it(dtype, make_check):
-  values = every_value(dtype)
-  found = find_each(make_check(), values)
-  np.testing.assert_array_equal(
-    found.overflow,
-    expected_overflow(values, saturating=make_check is ols.saturated),
-  )
-  np.testing.assert_array_equal(
-    found.amax, np.abs(values.astype(np.float32)), strict=True
-  )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_check", [ols.nonfinite, ols.saturated])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *support.FLOAT8])
-def test_every_value_is_judged_alike_when_it_is_stored_wider(dtype, make_check):
-  values = every_value(dtype)
-  found = find_each(make_check(dtype), values.astype(np.float32))
-  np.testing.assert_array_equal(
-    found.overflow,
-    expected_overflow(values, saturating=make_check is ols.saturated),
-  )
-
-
-@pytest.mark.parametrize("dtype", support.FLOAT8)
-def test_float8_types_with_inf_are_those_known_to_have_it(dtype):
-  has_inf = np.isinf(every_value(dtype).astype(np.float32)).any()
-  assert has_inf == (dtype in FLOAT8_WITH_INF)
-
-
-def test_gradients_of_float8_parameters_are_float8():
-  params = jnp.ones(3, jnp.float8_e4m3fn)
-
-  @jax.jit
-  def examine(cotangent):
-    _, pullback = jax.vjp(lambda w: w.astype(jnp.float16), params)
-    (scaled_grads,) = pullback(cotangent)
-    assert scaled_grads.dtype == params.dtype
-    return findings.examine(ols.saturated(jnp.float16), scaled_grads).overflow
-
-  assert not examine(jnp.full(3, 416.0, jnp.float16))
-  assert examine(jnp.full(3, 448.0, jnp.float16))
-  assert examine(jnp.full(3, 30_000.0, jnp.float16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [jnp.inf, float(jnp.finfo("bfloat16").max)])
-def test_an_fp8_layer_shows_an_overflow_in_its_amax_history_alone(value):
-  layer = nn.Dense(
-    3,
-    use_bias=False,
-    dtype=jnp.bfloat16,
-    dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp,
-  )
-  x = jnp.ones((4, 8), jnp.bfloat16)
-  variables = layer.init(jax.random.key(0), x)
-
-  @jax.jit
-  def gradients_of(variables, cotangent):
-    return jax.vjp(lambda v: layer.apply(v, x), variables)[1](cotangent)[0]
-
-  cotangent = jnp.ones((4, 3), jnp.bfloat16)
-  overwritten = "_overwrite_with_gradient"
-  for _ in range(2):  # The scale comes from the amax of the step before.
-    clean = gradients_of(variables, cotangent)
-    variables = {**variables, overwritten: clean[overwritten]}
-  clean = gradients_of(variables, cotangent)
-  bad = gradients_of(variables, cotangent.at[0, 0].set(value))
-
-  np.testing.assert_array_equal(
-    bad["params"]["kernel"], clean["params"]["kernel"]
-  )
-  (scalings,) = bad[overwritten].values()
-  history = scalings["output_grad_amax_history"]
-  assert findings.examine(ols.saturated("bfloat16"), history[0]).overflow
-
-
-@pytest.mark.parametrize("bad_path", paths_of(LAYERS))
 @pytest.mark.parametrize("way", PER_LEAF)
-def test_each_leaf_is_judged_by_the_dtype_that_computed_it(way, bad_path):
-  examine = jitted_examine(way)
-  assert not examine(LAYERS).overflow
-  found = examine(with_one_bad_leaf(LAYERS, bad_path, -65504.0))
-  assert found.overflow == (bad_path in HALF_PATHS)
-  assert found.amax == 65504.0
-  assert examine(with_one_bad_leaf(LAYERS, bad_path, jnp.nan)).overflow
-
-
-@pytest.mark.parametrize("way", ["tree", "prefix", "function"])
-def test_leaves_computed_in_bfloat16_have_its_limit(way):
-  largest = float(jnp.finfo(jnp.bfloat16).max)
-  check = ols.saturated(PER_LEAF[way])
-  scaled_grads = with_one_bad_leaf(LAYERS, "rest/brain", largest)
-  assert findings.examine(check, scaled_grads).overflow
-  scaled_grads = with_one_bad_leaf(LAYERS, "rest/single/0", largest)
-  assert not findings.examine(check, scaled_grads).overflow
-
-
-def test_the_other_check_takes_dtypes_per_leaf_as_well():
-  check = ols.nonfinite({"half": "float16", "rest": None})
-  for value, expected in ((65504.0, False), (65505.0, True)):
-    scaled_grads = with_one_bad_leaf(LAYERS, "half/bias", value)
-    assert findings.examine(check, scaled_grads).overflow == expected
-  scaled_grads = with_one_bad_leaf(LAYERS, "rest/brain", 65505.0)
-  assert not findings.examine(check, scaled_grads).overflow
+def test_each_leaf_is_judged_by_the_dtype_that_computed_it(way):
+  check = saturated(PER_LEAF[way])
+  assert not findings.examine(check, LAYERS).overflow
+  for path, limit in LIMITS.items():
+    for value in (-F16_MAX, BF16_MAX, jnp.nan):
+      found = findings.examine(check, with_one_bad_leaf(path, value))
+      assert found.overflow == (not abs(value) < limit), (path, value)
 
 
 def test_a_tree_that_can_be_called_is_a_tree():
-  check = ols.saturated(CallableLayer("float16", None))
-  scaled_grads = CallableLayer(jnp.ones(2), jnp.full(2, 65504.0))
-  assert not findings.examine(check, scaled_grads).overflow
-  scaled_grads = CallableLayer(jnp.full(2, 65504.0), jnp.ones(2))
-  assert findings.examine(check, scaled_grads).overflow
+  check = saturated(CallableLayer("float16", None))
+  largest, one = jnp.full(2, 65504.0), jnp.ones(2)
+  assert not findings.examine(check, CallableLayer(one, largest)).overflow
+  assert findings.examine(check, CallableLayer(largest, one)).overflow
 
 
 def test_a_function_is_asked_for_the_paths_of_gradients_only():
@@ -461,114 +265,252 @@ def test_a_function_is_asked_for_the_paths_of_gradients_only():
   scaled_grads = {
     "params": {"Dense_0": {"kernel": jnp.ones(2), "bias": None}},
     "complex": [jnp.ones(1, complex), jnp.arange(3)],
-    "integer": np.zeros(2, jax.dtypes.float0),
-    "key": jax.random.key(0),
-    "masked": optax.MaskedNode(),
+    **NO_GRADIENTS,
   }
-  findings.examine(ols.saturated(paths.append), scaled_grads)
+  findings.examine(saturated(paths.append), scaled_grads)
   assert sorted(paths) == ["complex/0", "params/Dense_0/kernel"]
 
 
-def test_leaves_that_are_no_gradients_need_no_dtype_and_may_have_one():
-  scaled_grads = {
-    "none": None,
-    "integers": jnp.full(2, 70_000),
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "key": jax.random.key(0),
-    "masked": optax.MaskedNode(),
-    "numbers": jnp.ones(2),
-  }
-  for dtype in (None, jnp.float16):
-    check = ols.saturated(dict.fromkeys(scaled_grads, dtype))
-    found = findings.examine(check, scaled_grads)
-    assert not found.overflow
-    assert found.amax == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("way", PER_LEAF)
-def test_devices_agree_on_what_one_leaf_of_one_of_them_shows(way, check_vma):
-  check = ols.saturated(PER_LEAF[way])
-  tx = ols.loss_scaling(
-    optax.sgd(1.0), ols.FixedLossScale(), check=check, axis_name="data"
-  )
-  overflow = make_shard_mapped(tx, tx.init(LAYERS), check_vma)
-  clean = jax.tree.map(lambda x: jnp.stack([x] * 8), LAYERS)
-  for bad_path in paths_of(LAYERS):
-    for device in (0, 5, 7):
-      bad = with_one_bad_leaf(LAYERS, bad_path, 65504.0)
-      scaled_grads = jax.tree.map(
-        lambda all_, one, device=device: all_.at[device].set(one), clean, bad
-      )
-      assert overflow(scaled_grads) == (bad_path in HALF_PATHS)
-
-
-def test_leaves_of_one_limit_are_read_together_however_it_is_said():
+def test_leaves_of_one_limit_are_read_together_however_it_is_given():
   scaled_grads = [jnp.ones(5000), jnp.ones(7), jnp.ones(5000)]
 
   def lowered(dtype):
-    check = ols.saturated(dtype)
-    # Through one function, so that the texts name it alike.
-    return jax.jit(lambda x: findings.examine(check, x)).lower(scaled_grads)
+    check = saturated(dtype)
+    return (
+      jax.jit(lambda x: findings.examine(check, x))
+      .lower(scaled_grads)
+      .as_text()
+    )
 
-  uniform = lowered("float16").as_text()
-  assert lowered(["float16"] * 3).as_text() == uniform
-  assert lowered(lambda path: "float16").as_text() == uniform
-  assert lowered(["float16", None, "float16"]).as_text() != uniform
+  uniform = lowered("float16")
+  assert lowered(["float16"] * 3) == uniform
+  assert lowered(lambda path: "float16") == uniform
+  assert lowered(["float16", None, "float16"]) != uniform
+
+
+def test_checks_are_frozen_equal_and_hashable():
+  def half(path):
+    return jnp.float16
+
+  for one, same in (
+    (saturated(jnp.float16), saturated("float16")),
+    (saturated((jnp.float16, None)), saturated(("float16", None))),
+    (saturated(half), saturated(half)),
+  ):
+    assert one == same and hash(one) == hash(same)
+  assert saturated(jnp.float16) != nonfinite(jnp.float16)
+  with pytest.raises(AttributeError):
+    nonfinite().dtype = jnp.float16
+
+
+@pytest.mark.parametrize(
+  ("dtype", "got"),
+  [
+    (jnp.int32, "int32"),
+    ("half precision", "half"),
+    ("f16", "float128"),
+    (jnp.ones(2), ""),
+    ({"a": [None, Layer(jnp.int32, "float16")]}, ".*'a/1/kernel'"),
+    ({"a": [None, Layer(2.0, "float16")]}, ".*'a/1/kernel'"),
+    ({"a": [None, Layer(len, "float16")]}, ".*'a/1/kernel'"),
+  ],
+  ids=support.name,
+)
+def test_a_check_refuses_anything_but_floating_dtypes(dtype, got):
+  for make in (nonfinite, saturated):
+    with pytest.raises(TypeError, match=rf"`dtype` must be a floating.*{got}"):
+      make(dtype)
+
+
+@pytest.mark.parametrize("wrong", [jnp.int32, "float61", 16, {}], ids=str)
+def test_what_a_function_returns_is_checked_while_tracing(wrong):
+  check = saturated(lambda path: wrong if path == "half/bias" else None)
+  with pytest.raises(TypeError, match=r"`dtype` must be .*got .*'half/bias'"):
+    jax.eval_shape(functools.partial(findings.examine, check), LAYERS)
 
 
 @pytest.mark.parametrize(
   "dtype",
   [
     {"half": jnp.float16},
-    {"half": [jnp.float16, None], "rest": None},
     {"half": Layer({"w": None}, None), "rest": None},
     [jnp.float16, None],
   ],
+  ids=["missing", "deeper", "list"],
 )
 def test_dtypes_that_do_not_fit_the_gradients_are_shown_beside_them(dtype):
-  check = ols.saturated(dtype)
   with pytest.raises(ValueError, match="`dtype` must be a tree of") as caught:
-    findings.examine(check, LAYERS)
-  assert str(jax.tree.structure(LAYERS)) in str(caught.value)
-  said = jax.tree.structure(dtype, is_leaf=lambda x: x is None)
-  assert f"got {said} for" in str(caught.value)
+    findings.examine(saturated(dtype), LAYERS)
+  given = jax.tree.structure(dtype, is_leaf=lambda x: x is None)
+  assert f"got {given} for gradients {jax.tree.structure(LAYERS)}" in str(
+    caught.value
+  )
 
 
-@pytest.mark.parametrize("wrong", [jnp.int32, "float61", 2.0, len])
-@pytest.mark.parametrize("check", [ols.nonfinite, ols.saturated])
-def test_a_check_names_the_leaf_that_has_no_floating_dtype(check, wrong):
-  with pytest.raises(TypeError, match=r"`dtype` must be .*got .*'a/1/kernel'"):
-    check({"a": [None, Layer(wrong, jnp.float16)]})
+# Flags and numbers from the caller.
 
 
-def test_a_check_refuses_arrays_in_place_of_their_dtypes():
-  for wrong in (jnp.ones(2), LAYERS, np.ones(2, np.float16)):
-    with pytest.raises(TypeError, match="`dtype` must be a floating-point"):
-      ols.saturated(wrong)
+@pytest.mark.parametrize(
+  ("amax", "largest"),
+  [
+    (7.0, 7.0),
+    (1.0, 4.0),
+    (-7.0, 7.0),
+    (np.float32(7), 7.0),
+    ({"a": jnp.float32(5), "b": [jnp.array([6.0, 1.0])]}, 6.0),
+    (jnp.zeros(0), 4.0),
+    ({}, 4.0),
+    (math.inf, math.inf),
+    ({"a": jnp.float32(-math.inf), "b": jnp.ones(40)}, math.inf),
+    ([math.nan, 1.0], math.nan),
+  ],
+  ids=support.name,
+)
+def test_amax_from_elsewhere_counts_with_the_gradients(amax, largest):
+  gradients = jnp.array([4.0, -1.0], jnp.float16)
+  found = findings.examine(nonfinite(), gradients, amax=amax)
+  np.testing.assert_equal(float(found.amax), largest)
+  assert found.overflow == (not math.isfinite(largest))
 
 
-@pytest.mark.parametrize("wrong", [jnp.int32, "float61", 16, {}])
-def test_what_a_function_returns_is_checked_while_tracing(wrong):
-  check = ols.saturated(lambda path: wrong if path == "half/bias" else None)
-  with pytest.raises(TypeError, match=r"`dtype` must be .*got .*'half/bias'"):
-    jax.jit(functools.partial(findings.examine, check))(LAYERS)
+@pytest.mark.parametrize(
+  ("check", "amax", "overflow"),
+  [
+    (saturated("float16"), 65504.0, True),
+    (saturated("float16"), 65472.0, False),
+    (nonfinite("float16"), 65504.0, False),
+    (nonfinite("float16"), 65505.0, True),
+    (nonfinite("float16"), [1.0, np.float64(1e300)], True),
+    (nonfinite(), 1e30, False),
+    (saturated(lambda path: "float16" if path == "0" else None), 7e4, True),
+  ],
+)
+def test_amax_from_elsewhere_is_held_against_the_smallest_limit(
+  check, amax, overflow
+):
+  found = findings.examine(check, [jnp.ones(1), jnp.ones(1)], amax=amax)
+  assert found.overflow == overflow
+  narrow = [jnp.ones(1, jnp.float16), jnp.ones(1)]
+  assert findings.examine(nonfinite(), narrow, amax=1e5).overflow
 
 
-def test_checks_of_a_function_or_a_tuple_of_dtypes_are_hashable():
-  def half(path):
-    return jnp.float16
+NOT_NUMBERS = {
+  "text": "8",
+  "bytes": b"8",
+  "memoryview": memoryview(b"8"),
+  "datetime": np.datetime64("2020"),
+  "objects": np.array([None]),
+  "function": jnp.isnan,
+}
+REFUSED = {
+  "overflow": {**NOT_NUMBERS, "None": None, "dict": {"a": 1}, "list": [None]},
+  "skip": {**NOT_NUMBERS, "None": None, "dict": {"a": 1}, "list": [True, None]},
+  "amax": {
+    **NOT_NUMBERS,
+    "bool": True,
+    "bools": np.array([True]),
+    "flag": jnp.array(True),
+    "tree of None": {"a": None},
+    "object": object(),
+  },
+}
 
-  assert hash(ols.saturated(half)) == hash(ols.saturated(half))
-  assert ols.saturated((jnp.float16, None)) == ols.saturated(("float16", None))
-  assert len({ols.saturated((jnp.float16,)), ols.saturated(("float16",))}) == 1
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    pytest.param(name, value, id=f"{name}={kind}")
+    for name, values in REFUSED.items()
+    for kind, value in values.items()
+  ],
+)
+def test_anything_but_numbers_is_refused_from_elsewhere(name, value):
+  with pytest.raises(TypeError, match=f"`{name}` must be a (bool, a )?number"):
+    if name == "skip":
+      findings.requested(value)
+    else:
+      findings.examine(nonfinite(), jnp.ones(2), **{name: value})
 
 
-def test_bfloat16_does_not_round_the_limit_of_float16():
-  # 65536 is the bfloat16 next to 65504, and above it.
-  check = ols.nonfinite(jnp.float16)
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(), check=check)
-  for value, overflow in ((65280.0, False), (65536.0, True)):
-    gradient = jnp.full(3, value, jnp.bfloat16)
-    assert tx.update(gradient, tx.init(gradient))[1].overflow == overflow
+def test_reasons_of_loss_scaling_are_no_reasons_to_skip():
+  flags, amax = jnp.array([True, False]), jnp.ones(2)
+  window = ols.WindowOverflow(flags, amax, drop=True)
+  for reason in (window, ols.hardware.FloatStatus(1, 0), [window]):
+    with pytest.raises(TypeError, match="`skip` .*pass it as overflow="):
+      findings.requested(reason)
+  # A NamedTuple would pass for a list of flags.
+  with pytest.raises(TypeError, match="list of flags, got a StubState"):
+    findings.requested(support.Stub().init())
+
+
+@pytest.mark.parametrize(
+  "amax", [10**400, -(10**400), 2**128], ids=int.bit_length
+)
+def test_an_integer_amax_beyond_float32_is_refused(amax):
+  with pytest.raises(ValueError, match="`amax` must be finite in float32"):
+    findings.examine(nonfinite(), jnp.ones(2), amax=amax)
+
+
+# The share of the range that a step used.
+
+SEVERAL = nonfinite({"a": "float16", "b": "bfloat16", "c": None})
+LEAVES = {"a": 8 * ONE, "b": ONE * F32(2.0**100), "c": ONE}
+BOTH = nonfinite(["bfloat16", "float16"])
+# A check, gradients, the amax from elsewhere, and the share.
+USED = {
+  "named dtype": (saturated("float16"), F32([0, -4096]), None, 4096 / F16_MAX),
+  "own dtype": (nonfinite(), [BF16(1024)], None, 1024 / BF16_MAX),
+  # An unknown dtype is reported as float16, and nothing is enforced.
+  "unknown dtype": (nonfinite(), F32([1e5]), None, 1e5 / F16_MAX),
+  "tightest leaf": (SEVERAL, LEAVES, None, 8 / F16_MAX),
+  "float32 beside": (nonfinite(), [np.float16(1), F32(1e9)], None, 1 / F16_MAX),
+  "amax": (nonfinite(), ONE, 8 * F16_MAX, 8.0),
+  "amax, smallest limit": (BOTH, [ONE, ONE], 512.0, 512 / F16_MAX),
+  # The reciprocal of this limit is subnormal.
+  "near the limit": (nonfinite("bfloat16"), F32([1e38]), None, 1e38 / BF16_MAX),
+  "subnormal": (nonfinite("float16"), F32([2.0**-149]), None, SMALLEST),
+  "0": (nonfinite(), 0 * ONE, None, SMALLEST),
+  "inf": (saturated("float16"), np.inf * ONE, None, np.inf),
+  "NaN": (saturated("float16"), np.nan * ONE, None, np.nan),
+}
+
+
+@pytest.mark.parametrize(
+  ("check", "tree", "amax", "expected"), USED.values(), ids=USED
+)
+def test_the_share_of_the_range_that_is_used(check, tree, amax, expected):
+  found = jax.jit(functools.partial(findings.examine, check))(tree, amax=amax)
+  np.testing.assert_allclose(found.range_used, expected, rtol=1e-6)
+
+
+def test_devices_agree_on_the_worst_of_what_they_found():
+  """The values vary along one axis of the two that are named."""
+
+  @jax.jit
+  def agree(*found):
+    def on_device(*found):
+      return findings.agree(
+        findings.Finding(*(x[0] for x in found)), ("data", "model")
+      )
+
+    return jax.shard_map(
+      on_device,
+      mesh=support.make_mesh(data=4, model=2),
+      in_specs=support.SPREAD,
+      out_specs=jax.P(),
+    )(*found)
+
+  no, third = np.zeros(4, bool), np.arange(4) == 2
+  numbers = np.float32([1.0, 8.0, 2.0, 0.5])
+  with_nan = np.where(third, np.float32(np.nan), numbers)
+  with_inf = np.where(third, np.float32(np.inf), numbers)
+  for found, expected in (
+    # overflow, amax, dropped, range_used, skip
+    ((no, numbers, no, numbers / 16, no), (0, 8, 0, 0.5, 0)),
+    ((third, with_nan, no, with_nan, no), (1, np.nan, 1, np.nan, 0)),
+    ((third, with_inf, no, with_inf, no), (1, np.inf, 1, np.inf, 0)),
+    ((no, numbers, third, numbers, no), (0, 8, 1, 8, 0)),
+    ((third, numbers, ~third, numbers, no), (1, 8, 1, 8, 0)),
+    ((no, numbers, no, numbers, third), (0, 8, 0, 8, 1)),
+  ):
+    np.testing.assert_array_equal(np.float32(agree(*found)), expected)

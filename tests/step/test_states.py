@@ -1,6 +1,6 @@
-"""The scale is found anywhere, whatever the parameters are called."""
+"""The state of a step: its place in a tree, its metrics, select_on_skip."""
 
-import pickle
+import math
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests.support import assert_same_bits
+from optax_lossscale._step import states
+from tests.support import SMALLEST
+from tests.support import Stub
 
 
 class Params(NamedTuple):
@@ -19,28 +21,23 @@ class Params(NamedTuple):
   inner_state: jax.Array
 
 
-def scaling(scale=1024.0):
-  return ols.loss_scaling(optax.adam(0.1), ols.FixedLossScale(scale))
+def scaling(scale=1024.0, inner=None):
+  return ols.loss_scaling(inner or optax.adam(0.1), Stub(scale))
 
 
 NESTS = {
   "alone": scaling,
-  "chain": lambda: optax.chain(optax.identity(), scaling()),
   "chain in a chain": lambda: optax.chain(
     optax.chain(scaling(), optax.identity()), optax.identity()
   ),
   "inject_hyperparams": lambda: optax.inject_hyperparams(
-    lambda rate: ols.loss_scaling(optax.sgd(rate), ols.FixedLossScale())
+    lambda rate: scaling(inner=optax.sgd(rate))
   )(rate=0.1),
   "named_chain": lambda: optax.named_chain(
     ("first", optax.identity()), ("scaling", scaling())
   ),
-  "around MultiSteps": lambda: ols.loss_scaling(
-    optax.MultiSteps(optax.adam(0.1), 2), ols.FixedLossScale()
-  ),
-  "masked inside": lambda: ols.loss_scaling(
-    optax.masked(optax.adam(0.1), lambda tree: jax.tree.map(lambda _: 1, tree)),
-    ols.FixedLossScale(),
+  "around MultiSteps": lambda: scaling(
+    inner=optax.MultiSteps(optax.adam(0.1), 2)
   ),
 }
 
@@ -55,182 +52,234 @@ def test_guarantee_14_the_scale_is_found_in_any_nest(nest):
   assert ols.get_loss_scale(state).dtype == jnp.float32
 
 
-def test_guarantee_14_a_parameter_of_that_name_is_no_scale():
-  params = Params(*jnp.ones((3, 2)))
-  state = optax.adam(0.1).init({"loss_scale": params})
-  with pytest.raises(ValueError, match="got a tuple without one; wrap the opt"):
-    ols.get_loss_scale(state)
-  with pytest.raises(ValueError, match="got a Params without one"):
-    ols.get_loss_scale(params)
-
-
 def test_guarantee_14_two_scales_without_a_path_list_the_paths():
   params = jnp.ones(2)
-  states = {
+  both = {
     "generator": optax.chain(optax.identity(), scaling(8.0)).init(params),
     "critic": scaling(16.0).init(params),
   }
   with pytest.raises(ValueError, match=r"got 2; .*'critic', 'generator/1'"):
-    ols.get_loss_scale(states)
-  assert ols.get_loss_scale(states, path="critic") == 16.0
-  assert ols.get_loss_scale(states, path="generator/1") == 8.0
-  assert ols.get_loss_scale(states, path="generator") == 8.0
+    ols.get_loss_scale(both)
+  assert ols.get_loss_scale(both, path="critic") == 16.0
+  assert ols.get_loss_scale(both, path="generator/1") == 8.0
+  assert ols.get_loss_scale(both, path="generator") == 8.0
   with pytest.raises(ValueError, match=r"at `path`, got 'gen'; .*'critic'"):
-    ols.get_loss_scale(states, path="gen")
+    ols.get_loss_scale(both, path="gen")
 
 
 def test_guarantee_14_every_reader_takes_the_path():
   params = jnp.ones(2)
-  states = (scaling(8.0).init(params), scaling(16.0).init(params))
-
-  def loss_fn(params):
-    return jnp.sum(params)
-
-  loss, scaled_grads = ols.scaled_value_and_grad(loss_fn, states, path="1")(
-    params
-  )
+  both = (scaling(8.0).init(params), scaling(16.0).init(params))
+  value_and_grad = ols.scaled_value_and_grad(jnp.sum, both, path="1")
+  loss, scaled_grads = value_and_grad(params)
   np.testing.assert_array_equal(scaled_grads, [16.0, 16.0])
-  assert ols.scale_loss(loss, states, path="1") == 32.0
-  np.testing.assert_array_equal(
-    ols.unscale(scaled_grads, states, path="1"), [1, 1]
-  )
-  assert ols.loss_scale_metrics(states, path="0")["loss_scale"] == 8.0
-  assert ols.select_on_skip(states, 2, 1, path="0") == 2
+  assert ols.scale_loss(loss, both, path="1") == 32.0
+  np.testing.assert_array_equal(ols.unscale(scaled_grads, both, path="1"), 1)
+  assert ols.loss_scale_metrics(both, path="0")["loss_scale"] == 8.0
+  assert ols.select_on_skip(both, 2, 1, path="0") == 2
   for reader in (ols.loss_scale_metrics, ols.get_loss_scale):
     with pytest.raises(ValueError, match="choose one by its path"):
-      reader(states)
+      reader(both)
 
 
-def test_many_states_are_told_by_the_first_of_them():
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale())
-  states = {f"member_{i}": tx.init(jnp.ones(1)) for i in range(200)}
+def test_an_error_names_the_first_of_many_states():
+  many = {f"member_{i}": scaling().init(jnp.ones(1)) for i in range(30)}
   for path in (None, "x"):
-    with pytest.raises(ValueError, match="'member_0', .* and 180 more") as got:
-      ols.get_loss_scale(states, path=path)
+    with pytest.raises(ValueError, match="'member_0', .* and 10 more") as got:
+      ols.get_loss_scale(many, path=path)
     assert len(str(got.value)) < 600
-  bare = ols.checkpoints.without_loss_scaling(states)
-  with pytest.raises(ValueError, match=r"dict\(.* and 180 more"):
-    ols.checkpoints.with_loss_scaling(bare, states["member_0"])
-  recording = ols.instruments.record(tx, capacity=2)
-  records = {name: recording.init(jnp.ones(1)) for name in states}
-  with pytest.raises(ValueError, match="records at .* and 180 more"):
-    ols.instruments.get_history(records)
 
 
-def test_the_state_of_a_rule_alone_is_told_apart():
-  with pytest.raises(ValueError, match="LossScaleState without one; for the S"):
-    ols.get_loss_scale(ols.FixedLossScale().init())
+BARE = optax.adam(0.1).init({"loss_scale": Params(*jnp.ones((3, 2)))})
+WITHOUT = {
+  "a rule's state": (Stub().init(), "a StubState without one; for the S of a"),
+  "an optimizer": (scaling(), r"opt_state = tx\.init\(params"),
+  "restored without a target": (
+    {"opt_state": scaling().init(jnp.ones(1))._asdict()},
+    "restored into the structure",
+  ),
+  "a bare state": (
+    BARE,
+    "got a tuple without one; wrap the optimizer: .*with_",
+  ),
+  "parameters": (Params(*jnp.ones((3, 2))), "got a Params without one; wrap"),
+}
 
 
-@pytest.mark.parametrize(
-  "rule",
-  [
-    ols.DynamicLossScale(),
-    ols.presets.megatron(),
-    ols.rules.HeadroomLossScale(),
-    ols.rules.WarmStart(ols.FixedLossScale()),
-  ],
-  ids=lambda rule: type(rule).__name__,
-)
-def test_the_state_of_any_rule_alone_is_told_apart(rule):
-  with pytest.raises(
-    ValueError, match="; for the S of a rule's own state pass"
+@pytest.mark.parametrize(("tree", "message"), WITHOUT.values(), ids=WITHOUT)
+def test_guarantee_14_what_holds_no_scale_is_refused_with_a_remedy(
+  tree, message
+):
+  with pytest.raises(ValueError, match=f"`opt_state` must hold .*{message}"):
+    ols.get_loss_scale(tree)
+
+
+def test_a_scale_may_take_the_place_of_the_state():
+  for scale in (8, 8.0, np.float32(8), np.array(8.0), jnp.float16(8)):
+    got = ols.get_loss_scale(scale)
+    assert got == 8 and got.dtype == jnp.float32 and not got.weak_type
+  eight = jnp.float32(8)
+  with jax.transfer_guard("disallow"):
+    assert ols.get_loss_scale(eight) is not None
+  assert jax.jit(ols.get_loss_scale)(eight) == 8
+  for wrong, message in (
+    (np.ones(1), r"must be a scalar, got an array of shape \(1,\)"),
+    (0.0, "`loss scale` must be positive"),
+    (jnp.float32(np.nan), "`loss scale` must be"),
   ):
-    ols.get_loss_scale(rule.init())
+    with pytest.raises(ValueError, match=message):
+      ols.get_loss_scale(wrong)
 
 
-def test_the_state_of_a_rule_of_another_shape_gets_a_remedy():
-  def wrapped(window):
-    rule = ols.rules.HeadroomLossScale(window=window)
-    return ols.loss_scaling(optax.sgd(0.1), rule)
+def test_a_state_that_a_compiled_function_would_freeze_is_refused():
+  state, one = scaling().init(jnp.ones(2)), jnp.float32(1)
 
-  params = jnp.ones(2)
-  state = wrapped(50).init(params)
-  sizes = (
-    r"State\(fitting_exponents int32\[50\]\) where the rule has "
-    r"HeadroomLossScaleState\(fitting_exponents int32\[20\]\)"
-  )
-  remedy = r"optax\.tree\.set\(opt_state, loss_scale_state=rule\.init\(\)\), or"
-  with pytest.raises(ValueError, match=rf"{sizes}; .*{remedy}"):
-    wrapped(20).update(params, state)
+  def scale(loss, state):
+    return ols.scale_loss(loss, state)
+
+  with pytest.raises(ValueError, match="must be an argument .* scale 1024.0"):
+    jax.jit(lambda loss: scale(loss, state))(one)
+  assert scale(one, state) == jax.jit(scale)(one, state) == 1024
+  constant = ols.get_loss_scale(state)
+  assert jax.jit(lambda loss: scale(loss, constant))(one) == 1024
 
 
 def test_optax_reads_and_sets_the_fields_by_name():
   state = optax.chain(scaling()).init({"w": jnp.ones(2)})
   assert optax.tree.get(state, "loss_scale") == 1024.0
   assert optax.tree.get(state, "applied_steps") == 0
-  other = ols.FixedLossScale(8.0).init()
-  state = optax.tree.set(state, loss_scale_state=other)
+  state = optax.tree.set(state, loss_scale_state=Stub(8.0).init())
   assert ols.get_loss_scale(state) == 8.0
+
+
+class Outer(NamedTuple):
+  inner: NamedTuple
+
+  @property
+  def loss_scale(self):
+    return self.inner.loss_scale
+
+
+class Computed(NamedTuple):
+  exponent: jax.Array
+
+  @property
+  def loss_scale(self):
+    return 2.0**self.exponent
+
+
+def test_s_is_replaced_in_whichever_leaf_holds_it():
+  replaced = states.replace_scale(Outer(Stub().init()), jnp.float32(2))
+  assert replaced.loss_scale == 2 and isinstance(replaced, Outer)
+  off = ols.loss_scaling(optax.sgd(0.1), None).init(0.0).loss_scale_state
+  assert states.replace_scale(off, 2) == off
+  with pytest.raises(TypeError, match="a Computed whose `loss_scale` is not a"):
+    states.replace_scale(Computed(jnp.float32(3)), 2)
+
+
+# Metrics.
 
 
 def test_metrics_are_scalar_arrays_inside_jit():
   tx = scaling()
-  state = tx.init(jnp.ones(2))
-  _, state = tx.update(jnp.array([jnp.nan, 1.0]), state)
+  _, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(jnp.ones(2)))
   metrics = jax.jit(ols.loss_scale_metrics)(state)
-  assert {name: str(value.dtype) for name, value in metrics.items()} == {
-    "loss_scale": "float32",
-    "log2_scale": "float32",
-    "inv_scale": "float32",
-    "overflow": "bool",
-    "nan": "bool",
-    "inf": "bool",
-    "skipped": "bool",
-    "stalled": "bool",
-    "amax": "float32",
-    "headroom": "float32",
-    "applied_steps": "int32",
-    "skipped_steps": "int32",
-    "requested_skips": "int32",
-    "consecutive_skips": "int32",
-    "skip_rate": "float32",
+  dtypes = {
+    "float32": "loss_scale log2_scale inv_scale amax headroom skip_rate",
+    "bool": "overflow nan inf skipped stalled",
+    "int32": "applied_steps skipped_steps requested_skips consecutive_skips",
+  }
+  assert {name: str(x.dtype) for name, x in metrics.items()} == {
+    name: dtype for dtype, names in dtypes.items() for name in names.split()
   }
   assert all(value.shape == () for value in metrics.values())
-  assert metrics["inv_scale"] == 2.0**-10
-  assert metrics["nan"] and metrics["skipped"]
+  assert (metrics["loss_scale"], metrics["log2_scale"]) == (512, 9)
+  assert metrics["inv_scale"] == 2.0**-9
+  assert metrics["nan"] and metrics["skipped"] and metrics["overflow"]
+  counts = [metrics[name] for name in dtypes["int32"].split()]
+  assert counts == [0, 1, 0, 1] and metrics["skip_rate"] == 1
 
 
-def test_the_state_pickles_bit_for_bit():
+def test_the_logarithm_of_a_power_of_two_is_exact():
+  scales = jnp.asarray(2.0 ** np.arange(-126.0, 128), jnp.float32)
+  state = scaling().init(jnp.ones(1))
+
+  @jax.jit
+  @jax.vmap
+  def log2(scale):
+    rule_state = state.loss_scale_state._replace(loss_scale=scale)
+    return ols.loss_scale_metrics(state._replace(loss_scale_state=rule_state))
+
+  np.testing.assert_array_equal(log2(scales)["log2_scale"], range(-126, 128))
+
+
+# amax and the share of the range, and then what the metrics say of it.
+HEADROOM = {
+  "before the first step": (0.0, 0.0, np.nan, False),
+  "no gradient": (0.0, SMALLEST, np.nan, False),
+  "a share": (48.0, 3 / 64, -math.log2(3 / 64), False),
+  "the limit": (65504.0, 1.0, 0.0, False),
+  "beyond an unknown limit": (8 * 65504.0, 8.0, -3.0, False),
+  "a subnormal amax": (2.0**-149, SMALLEST, 126.0, False),
+  "inf": (np.inf, np.inf, -np.inf, True),
+  "NaN": (np.nan, np.nan, np.nan, False),
+}
+
+
+@pytest.mark.parametrize(
+  ("amax", "used", "headroom", "is_inf"), HEADROOM.values(), ids=HEADROOM
+)
+def test_headroom_is_how_often_s_could_still_have_doubled(
+  amax, used, headroom, is_inf
+):
+  state = scaling().init(jnp.ones(1))
+  last_step = state.last_step._replace(
+    amax=jnp.float32(amax), range_used=jnp.float32(used)
+  )
+  metrics = ols.loss_scale_metrics(state._replace(last_step=last_step))
+  np.testing.assert_allclose(metrics["headroom"], headroom, rtol=1e-6)
+  assert not np.signbit(metrics["headroom"]) or headroom < 0
+  assert metrics["inf"] == is_inf
+
+
+def test_the_state_of_a_clean_step_holds_no_nan():
   tx = scaling()
-  state = tx.init({"w": jnp.ones(2)})
-  _, state = tx.update({"w": jnp.array([jnp.nan, 1.0])}, state)
-  loaded = pickle.loads(pickle.dumps(state))
-  assert_same_bits(loaded, state)
+  _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)))
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+# Values that a step changes outside the optimizer.
 
 
 def test_select_on_skip_moves_everything_or_nothing():
   tx = scaling()
-  params = jnp.ones(2)
-  new = {
-    "mean": jnp.full(2, jnp.nan),
-    "key": jax.random.key(1),
-    "step": jnp.array(5),
-    "rate": 0.5,
-    "none": None,
-  }
-  old = {
-    "mean": jnp.ones(2, jnp.float16),
-    "key": jax.random.key(0),
-    "step": jnp.array(4),
-    "rate": 0.25,
-    "none": None,
-  }
+  new, old = (
+    {
+      "mean": mean,
+      "key": jax.random.key(step),
+      "step": jnp.array(step),
+      "rate": 1 / step,
+      "none": None,
+    }
+    for step, mean in (
+      (4, jnp.full(2, jnp.nan)),
+      (2, jnp.ones(2, jnp.float16)),
+    )
+  )
 
   @jax.jit
   def step(scaled_grads, opt_state):
     _, opt_state = tx.update(scaled_grads, opt_state)
     return ols.select_on_skip(opt_state, new, old)
 
-  kept = step(params * jnp.inf, tx.init(params))
+  kept = step(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
   np.testing.assert_array_equal(kept["mean"], [1.0, 1.0])
   assert kept["mean"].dtype == jnp.float16
-  assert (kept["step"], kept["rate"]) == (4, 0.25)
-  assert kept["key"] == old["key"]
-  moved = step(params, tx.init(params))
+  assert (kept["step"], kept["rate"], kept["key"]) == (2, 0.5, old["key"])
+  moved = step(jnp.ones(2), tx.init(jnp.ones(2)))
   assert np.all(np.isnan(moved["mean"]))
-  assert (moved["step"], moved["rate"]) == (5, 0.5)
-  assert moved["key"] == new["key"]
+  assert moved["mean"].dtype == jnp.float16
+  assert (moved["step"], moved["rate"], moved["key"]) == (4, 0.25, new["key"])
 
 
 def test_select_on_skip_refuses_trees_that_differ():
