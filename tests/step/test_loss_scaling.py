@@ -63,7 +63,7 @@ def recording(calls):
 # Unscaling.
 
 
-@pytest.mark.parametrize("scale", [1024.0, 3.0, 1e-3, 2.0**100])
+@pytest.mark.parametrize("scale", [2.0**25, 3.0, 1e-3, 2.0**100])
 def test_guarantee_2_gradients_are_unscaled_in_float32(scale):
   calls = []
   tx = wrapped(recording(calls), ols.FixedLossScale(scale))
@@ -77,14 +77,8 @@ def test_guarantee_2_gradients_are_unscaled_in_float32(scale):
     assert calls[-1].updates[name].dtype == jnp.float32
     expected = np.asarray(gradient, np.float32) * inverse
     np.testing.assert_array_equal(updates[name], expected)
+    assert np.all(updates[name] != 0)
   assert state.inv_scale == inverse
-
-
-def test_guarantee_2_float16_gradients_at_a_large_scale_do_not_become_zero():
-  tx = wrapped(optax.sgd(1.0), ols.FixedLossScale(2.0**25))
-  scaled_grads = jnp.array([2.0**-14, 1.0], jnp.float16)
-  updates, _ = tx.update(scaled_grads, tx.init(scaled_grads))
-  np.testing.assert_array_equal(updates, [-(2.0**-39), -(2.0**-25)])
 
 
 def test_guarantee_2_float64_and_complex_keep_their_dtype():
@@ -469,6 +463,8 @@ def test_the_findings_decide_the_step_and_the_next_s(
     np.testing.assert_array_equal(after.inner_state[0].trace, gradient / 8)
   counts = (after.applied_steps, after.skipped_steps, after.consecutive_skips)
   assert counts == ((0, 1, 1) if after.skipped else (1, 0, 0))
+  if options.keys() <= {"skip"}:
+    np.testing.assert_equal(float(after.amax), np.maximum(value, 8.0))
 
 
 @pytest.mark.parametrize(
@@ -519,14 +515,6 @@ def test_counts_and_metrics_follow_a_run():
   ]
   assert metrics["applied_steps"] == 1 and metrics["skipped_steps"] == 4
   assert metrics["skip_rate"] == np.float32(0.8)
-
-
-def test_a_skipped_step_shows_the_amax_and_headroom_of_its_gradients():
-  tx = wrapped()
-  gradient = jnp.full(3, 2.0**10, jnp.float16)
-  _, state = tx.update(gradient, tx.init(gradient), skip=True)
-  assert state.amax == 2.0**10
-  assert state.range_used == np.float32(2.0**10 / 65504)
 
 
 def test_without_a_flag_the_count_of_requested_skips_passes_through():

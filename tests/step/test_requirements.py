@@ -143,19 +143,6 @@ def test_arguments_of_update_that_would_be_ignored_are_refused():
       tx.update(PARAMS, tx.init(PARAMS))
 
 
-def test_an_optimizer_may_take_a_flag_of_such_a_name():
-  def update(updates, state, params=None, *, should_skip):
-    return updates, (should_skip,)
-
-  inner = optax.GradientTransformationExtraArgs(
-    lambda params: (jnp.array(False),), update
-  )
-  tx = scaling(inner)
-  _, state = tx.update(PARAMS, tx.init(PARAMS), should_skip=jnp.array(True))
-  assert state.inner_state[0]
-  assert not state.skipped
-
-
 class Counting(NamedTuple):
   loss_scale: jax.Array
   counts: jax.Array
@@ -364,8 +351,9 @@ def returning(updates=None, state=None):
       returning(updates=PARAMS | {"a": jnp.zeros(1)}),
       r"updates of `inner` must have .* shape \(1,\) at 'a' and not \(3,\)",
     ),
+    (returning(updates={"a": jnp.zeros(3)}), "tree structure error"),
   ],
-  ids=["shape", "structure", "updates"],
+  ids=["shape", "structure", "updates", "structure of updates"],
 )
 def test_an_optimizer_that_returns_something_else_is_refused(inner, message):
   tx = scaling(inner)
