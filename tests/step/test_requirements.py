@@ -11,6 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._rules import engine
+from optax_lossscale._step import requirements
 from tests import support
 from tests.support import Stub
 
@@ -109,6 +110,16 @@ def test_a_wrapper_inside_a_wrapper_is_refused():
     for rule in (RULE, None):
       with pytest.raises(ValueError, match=message.format(place)):
         scaling(inner, rule).init(PARAMS)
+
+
+def test_accumulation_belongs_inside_the_wrapper():
+  inside = scaling(optax.MultiSteps(SGD, 2)).init(PARAMS)
+  around = optax.MultiSteps(scaling(), 2).init(PARAMS)
+  requirements.check_accumulation(inside)
+  with pytest.raises(
+    ValueError, match="`tx` must have optax.MultiSteps inside"
+  ):
+    requirements.check_accumulation(around)
 
 
 # Arguments of `update`.

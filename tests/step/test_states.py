@@ -177,6 +177,13 @@ def test_s_is_replaced_in_whichever_leaf_holds_it():
     states.replace_scale(Computed(jnp.float32(3)), 2)
 
 
+def test_a_state_of_another_kind_is_refused():
+  state = Stub().init()
+  assert states.check_kind(state, type(state)) is state
+  with pytest.raises(TypeError, match="must be the StubState .* got tuple"):
+    states.check_kind((), type(state))
+
+
 # Metrics.
 
 
