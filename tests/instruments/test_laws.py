@@ -8,11 +8,8 @@ import functools
 import re
 import warnings
 
-from flax import linen
 from flax import nnx
-from flax.training import train_state
 import jax
-from jax.experimental import ode
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -41,9 +38,8 @@ from tests.instruments.steps import TX
 from tests.instruments.steps import verdicts
 
 W_ALONE = {"w": True, "v": False}
-# The parameters move only in the second step, or in the fourth.
+# The parameters move only in the second step.
 LATE = optax.sgd(optax.linear_schedule(0.0, 0.1, 10))
-LATER = optax.sgd(optax.linear_schedule(0.0, 0.1, 10, transition_begin=3))
 SGD = ols.loss_scaling(optax.sgd(0.1), RULE)
 
 
@@ -58,45 +54,6 @@ def runs_alone(monkeypatch):
 
 
 # Right programs.
-
-
-def accumulated():
-  def step(params, opt_state, batch):
-    value_and_grad = ols.accumulate(
-      ols.scaled_value_and_grad(half_loss_fn, opt_state),
-      microbatches=4,
-      drop=True,
-    )
-    _, scaled_grads, overflow = value_and_grad(params, batch)
-    updates, opt_state = TX.update(
-      scaled_grads, opt_state, params, overflow=overflow
-    )
-    return optax.apply_updates(params, updates), opt_state
-
-  return jax.jit(step), PARAMS, TX.init(PARAMS), BATCH
-
-
-def sharded(check_vma):
-  tx = ols.loss_scaling(ADAM, RULE, axis_name="data", average_scaled="data")
-  mesh = support.make_mesh(data=4)
-
-  def step(params, opt_state, batch):
-    varying = ols.make_varying(params, "data")
-    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
-      varying, batch
-    )
-    updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  mapped = jax.shard_map(
-    step,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P(), support.SPREAD),
-    out_specs=jax.P(),
-    check_vma=check_vma,
-  )
-  batch = jax.device_put(BATCH, jax.NamedSharding(mesh, support.SPREAD))
-  return jax.jit(mapped), PARAMS, tx.init(PARAMS), batch
 
 
 def pmapped():
@@ -137,66 +94,6 @@ def two_losses(*scales):
   return jax.jit(step), params, opt_states, BATCH
 
 
-def several_steps():
-  def step(params, opt_state, batches):
-    def body(carry, batch):
-      *carry, loss = make_step()(*carry, batch)
-      return tuple(carry), loss
-
-    carry, losses = jax.lax.scan(body, (params, opt_state), batches)
-    return *carry, losses
-
-  batches = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x]), BATCH)
-  return jax.jit(step), PARAMS, TX.init(PARAMS), batches
-
-
-def with_a_scale_of_1_that_nothing_reads():
-  scaling = ols.loss_scaling(optax.identity(), RULE)
-  tx = ols.loss_scaling(ADAM, ols.FixedLossScale(1.0))
-
-  def step(params, opt_state, scales, batch):
-    total = jax.tree.map(jnp.zeros_like, params)
-    for name, scale in scales.items():
-      value_and_grad = ols.scaled_value_and_grad(half_loss_fn, scale)
-      _, scaled_grads = value_and_grad(params, batch)
-      grads, state = scaling.update(scaled_grads, scale)
-      total, scales = optax.tree.add(total, grads), scales | {name: state}
-    overflow = jnp.stack([x.overflow for x in scales.values()])
-    updates, opt_state = tx.update(total, opt_state, params, overflow=overflow)
-    return optax.apply_updates(params, updates), opt_state, scales
-
-  scales = {name: scaling.init(PARAMS) for name in "ab"}
-  return jax.jit(step), PARAMS, tx.init(PARAMS), scales, BATCH
-
-
-def fp8(is_selected=True):
-  """Returns a step with a history that takes the place of its gradient."""
-  name = "_overwrite_with_gradient"
-
-  @jax.custom_vjp
-  def observe(x, history):
-    return x
-
-  observe.defvjp(
-    lambda x, history: (x, history),
-    lambda history, g: (g, jnp.roll(history, 1).at[0].set(jnp.max(abs(g)))),
-  )
-
-  def fp8_loss_fn(params, batch):
-    hidden = observe(batch["x"] @ params["w"], params[name]["amax_history"])
-    return jnp.mean((jnp.tanh(hidden) @ params["v"] - batch["y"]) ** 2)
-
-  def step(params, opt_state, batch):
-    value_and_grad = ols.scaled_value_and_grad(fp8_loss_fn, opt_state)
-    _, scaled_grads = value_and_grad(params, batch)
-    updates, opt_state = SGD.update(scaled_grads, opt_state, params)
-    kept = {name: (updates if is_selected else scaled_grads)[name]}
-    return optax.apply_updates(params, updates) | kept, opt_state
-
-  params = PARAMS | {name: {"amax_history": jnp.ones(4)}}
-  return jax.jit(step), params, SGD.init(params), BATCH
-
-
 def of_python_numbers():
   """Returns a step whose largest gradient is 6 S, whose log2 is rounded."""
 
@@ -217,6 +114,10 @@ def with_what_is_no_number():
 
   labels = np.array(["a", "b"])
   return step, PARAMS, TX.init(PARAMS), BATCH, labels, Config()
+
+
+def plain(loss_fn, opt_state):
+  return jax.value_and_grad(loss_fn)
 
 
 def with_an_average(new, old, ema):
@@ -256,16 +157,15 @@ RIGHT = {
   "a fixed S": lambda: step_of(
     ols.loss_scaling(ADAM, ols.FixedLossScale(1024.0))
   ),
-  "a scale of 1": with_a_scale_of_1_that_nothing_reads,
+  "a fixed 1 that scales nothing": lambda: step_of(
+    ols.loss_scaling(ADAM, ols.FixedLossScale(1.0)),
+    value_and_grad=plain,
+  ),
   "an average": lambda: ending(with_an_average, HALF),
   "Python numbers": of_python_numbers,
   "no numbers": with_what_is_no_number,
-  "accumulated": accumulated,
-  "FP8": fp8,
 }
 SLOW = {
-  "shard_map": lambda: sharded(check_vma=False),
-  "shard_map, vma": lambda: sharded(check_vma=True),
   "pmap": pmapped,
   "an ensemble": ensemble,
   "two losses": lambda: two_losses("a", "b"),
@@ -309,16 +209,6 @@ def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
   jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
-@pytest.mark.slow
-def test_a_step_over_a_mesh_is_right_and_compiles_once():
-  with jax.set_mesh(support.make_mesh("Explicit", data=4)) as mesh:
-    batch = jax.device_put(BATCH, jax.NamedSharding(mesh, support.SPREAD))
-    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
-    step = jax.jit(make_step())
-    assert_proved(check(step, params, TX.init(params), batch))
-    assert step._cache_size() == 1
-
-
 @pytest.mark.parametrize(
   "name",
   support.slow_but(["multi_steps"], optimizers.OPTIMIZERS, pytest.mark.long),
@@ -346,15 +236,23 @@ def test_a_step_with_any_optimizer_is_proved(name):
 
 
 def test_several_steps_in_one_are_proved_though_the_first_overflows():
-  step, *args, batches = several_steps()
-  huge = {"x": batches["x"], "y": batches["y"].at[0].multiply(2.0**58)}
-  for given in (batches, huge):
-    report = check(step, *args, given)
+  def step(params, opt_state, batches):
+    def body(carry, batch):
+      *carry, loss = make_step()(*carry, batch)
+      return tuple(carry), loss
+
+    carry, losses = jax.lax.scan(body, (params, opt_state), batches)
+    return *carry, losses
+
+  for first in (1, 2.0**58):
+    size = jnp.array([first, 1, 1])[:, None, None]
+    batches = {"x": jnp.stack([BATCH["x"]] * 3), "y": BATCH["y"] * size}
+    report = check(jax.jit(step), PARAMS, TX.init(PARAMS), batches)
     assert report.ok, report
     assert verdicts(report)["invariance"] == "proved"
     assert verdicts(report)["skip"] == "proved"
+    assert "makes several updates" in said(report, "skip")
     assert "In runs: No next value" not in str(report)
-  assert "makes several updates" in said(check(step, *args, batches), "skip")
 
 
 @pytest.mark.parametrize("low", [True, False])
@@ -410,7 +308,7 @@ def unscale_one(scaled_grads, opt_state, params):
 
 
 def with_the_scale_of_another():
-  step, several, opt_state, batch = ensemble()
+  _, several, _, batch = ensemble()
   opt_state = jax.vmap(TX.init)(several)
 
   def all_with_the_first(params, opt_state, batch):
@@ -477,34 +375,6 @@ def decayed(scaled_grads, opt_state, params):
   return jax.tree.map(lambda x, p: x + 1e-2 * p, scaled_grads, params)
 
 
-def unscaled(scaled_grads, opt_state, params):
-  return ols.unscale(scaled_grads, opt_state)
-
-
-def takes_turns():
-  """Returns a step whose count of updates is the same number, written anew."""
-
-  def step(state, batch):
-    params, opt_states, count = state
-
-    def update(name):
-      def branch(params, opt_states):
-        new, opt_state, _ = make_step()(params[name], opt_states[name], batch)
-        return params | {name: new}, opt_states | {name: opt_state}
-
-      return branch
-
-    params, opt_states = jax.lax.cond(
-      count % 2 == 0, update("a"), update("b"), params, opt_states
-    )
-    applied = sum(x.applied_steps for x in opt_states.values())
-    return params, opt_states, jnp.where(applied > 3, 0, applied)
-
-  params = {"a": PARAMS, "b": PARAMS}
-  opt_states = {name: TX.init(PARAMS) for name in params}
-  return jax.jit(step), (params, opt_states, jnp.int32(0)), BATCH
-
-
 ACCUMULATED = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
 JUDGED = {
   "one member unscaled": (
@@ -518,7 +388,11 @@ JUDGED = {
   ),
   "another optimizer's S": (
     lambda: two_losses("a", "a"),
-    ("scale", "wrong", "Of S at 1/b: The gradient v grows as S of 1/a, but"),
+    (
+      "scale",
+      "wrong",
+      "Of S at opt_states/b: The gradient v grows as S of opt_states/a",
+    ),
   ),
   "the state thrown away": (
     with_the_state_thrown_away,
@@ -545,11 +419,11 @@ JUDGED = {
   "a count at an overflow": (
     lambda: ending(counted_at_finite_s, jnp.zeros(1), loss_fn=half_loss_fn),
     ("invariance", "proved", ""),
-    ("skip", "wrong", "A step that overflows changed extra."),
+    ("skip", "inconclusive", "A step that overflows changed extra."),
   ),
   "a count as parameters move": (
     lambda: ending(counted_when_it_moves, jnp.zeros(1), ACCUMULATED),
-    ("skip", "wrong", "A step that overflows changed extra."),
+    ("skip", "inconclusive", "A step that overflows changed extra."),
   ),
   "an average that moves late": (
     lambda: ending(
@@ -576,14 +450,12 @@ JUDGED = {
     lambda: step_of(change=decayed),
     ("scale", "wrong", "proportional to S but for a small part."),
   ),
-  "an FP8 history": (
-    lambda: fp8(is_selected=False),
-    ("invariance", "proved", ""),
-    ("skip", "wrong", "params/_overwrite_with_gradient/amax_history."),
-  ),
-  "an optimizer that takes turns": (
-    takes_turns,
-    ("skip", "inconclusive", "not shown to hold"),
+  "decay after the step": (
+    lambda: ending(
+      lambda new, old, _: (jax.tree.map(lambda x: 0.99 * x, new[0]), new[1]),
+      None,
+    ),
+    ("skip", "wrong", "A step that overflows changed params/v, params/w."),
   ),
   "parameters in another form": (
     lambda: ending(lambda new, *_: (tuple(new[0].values()), new[1]), None),
@@ -685,7 +557,6 @@ SEEN_IN_RUNS = {
     ("scale", "inconclusive", ""),
   ),
   "a late rate": (lambda: late_mistake(LATE), LATE_LEAK),
-  "a later rate": (lambda: late_mistake(LATER), LATE_LEAK),
   # Some parameters move at once.
   "a group that is late": (
     lambda: late_mistake(
@@ -707,10 +578,10 @@ SEEN_IN_RUNS = {
   ),
   "decay in float16": (
     lambda: step_of(SGD, loss_fn=half_loss_fn, change=decayed),
-    ("invariance", "inconclusive", "check the step with the model in float32"),
+    ("invariance", "rounding", "check the step with the model in float32"),
   ),
-  "unscaled in float16": (
-    lambda: step_of(loss_fn=half_loss_fn, change=unscaled),
+  "not scaled in float16": (
+    lambda: step_of(loss_fn=half_loss_fn, value_and_grad=plain),
     ("scale", "wrong", "The largest gradient does not depend on S."),
   ),
   "masked in float16": (
@@ -727,159 +598,21 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
   found = verdicts(report)
   assert found[law] == verdict and text in said(report, law), report
   assert ("wrong" in found.values()) == (verdict == "wrong"), report
-  assert not report.ok
+  assert report.ok == (verdict == "rounding")
   assert report.deterministic == ("noise" not in program)
   assert ("Two runs with the same S differ." in str(report)) == (
     not report.deterministic
   )
 
 
-def test_a_step_that_never_moves_is_right_if_it_is_proved():
-  report = check(*step_of(ols.loss_scaling(optax.sgd(0.0), RULE)))
-  seen = "In runs: No parameter moves in 64 steps."
-  assert report.ok and seen in said(report, "invariance")
-
-
 # What is rounding, and not a mistake.
 
 
-def lstm(size=16, letters=20):
-  """Returns parameters, tokens and loss of a small character LSTM."""
-  rng = np.random.default_rng(0)
-  shapes = {
-    "embed": (letters, 4 * size),
-    "hidden": (size, 4 * size),
-    "out": (size, letters),
-  }
-  params = {
-    name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
-    for name, shape in shapes.items()
-  }
-  tokens = jnp.asarray(rng.integers(0, letters, (9, 32)))
-
-  def loss_fn(params, tokens):
-    def cell(carry, x):
-      hidden, memory = carry
-      i, f, g, o = jnp.split(x + hidden @ params["hidden"], 4, axis=-1)
-      memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
-      hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
-      return (hidden, memory), hidden
-
-    zeros = jnp.zeros((tokens.shape[1], size))
-    _, hidden = jax.lax.scan(cell, (zeros, zeros), params["embed"][tokens[:-1]])
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-      hidden @ params["out"], tokens[1:]
-    )
-    return jnp.mean(losses)
-
-  return params, tokens, loss_fn
-
-
-class Attention(linen.Module):
-  @linen.compact
-  def __call__(self, tokens):
-    x = linen.Embed(40, 32)(tokens)
-    for _ in range(2):
-      x = linen.MultiHeadDotProductAttention(num_heads=4)(x)
-    return linen.Dense(40)(x)
-
-
-def attention():
-  """Returns a transformer whose gradients are mostly rounding."""
-  tokens, labels = jax.random.randint(jax.random.key(0), (2, 16, 16), 0, 40)
-  net = Attention()
-
-  def loss_fn(params, batch):
-    outputs = net.apply({"params": params}, batch)
-    return jnp.mean(
-      optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
-    )
-
-  return net.init(jax.random.key(0), tokens)["params"], tokens, loss_fn
-
-
-@pytest.mark.parametrize("log2_scale", [15, 6])
-@pytest.mark.parametrize("model", [lstm, attention])
-def test_what_float16_loses_at_a_smaller_scale_is_rounding(
-  model, log2_scale, runs_alone
-):
-  params, tokens, loss_fn = model()
-  tx = ols.loss_scaling(ADAM, support.Stub(2.0**log2_scale))
-  step = jax.jit(make_step(tx, loss_fn=ols.autocast(loss_fn, "O1")))
-  report = check(step, params, tx.init(params), tokens)
-  assert report.ok and verdicts(report)["invariance"] == "rounding", report
-  assert str(report).startswith("The step is right, as far as rounding")
-
-
-@pytest.mark.parametrize("scale", [2.0**-4, 1.0, 2.0**6])
+@pytest.mark.parametrize("scale", [2.0**-4, 1.0])
 def test_a_scale_that_is_too_small_for_float16_breaks_no_law(scale):
-  params, tokens, loss_fn = lstm()
   tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
   half = ols.autocast(lambda *args: 2.0**-9 * loss_fn(*args), "O2")
-  step = jax.jit(make_step(tx, loss_fn=half))
-  report = check(step, params, tx.init(params), tokens)
-  assert "wrong" not in verdicts(report).values(), report
-
-
-@pytest.mark.parametrize(
-  "narrow",
-  [
-    lambda x: x.astype(jnp.float16).astype(jnp.float32),
-    lambda x: jax.lax.reduce_precision(x, 5, 10),
-  ],
-)
-def test_what_casts_alone_lose_is_rounding(narrow):
-  def cast_loss_fn(params, batch):
-    hidden = narrow(jnp.tanh(batch["x"] @ params["w"]))
-    return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
-
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1.0))
-  report = check(*step_of(tx, loss_fn=cast_loss_fn))
-  assert "wrong" not in verdicts(report).values(), report
-
-
-def test_the_second_optimizer_may_see_what_the_first_has_rounded():
-  def step(params, opt_states, batch):
-    a, b = params
-    state_a, state_b = opt_states
-    a, state_a, _ = make_step(SGD, loss_fn=half_loss_fn)(a, state_a, batch)
-
-    def loss_of_b(b, batch):
-      return half_loss_fn(jax.tree.map(lambda x, y: x + y, a, b), batch)
-
-    b, state_b, _ = make_step(SGD, loss_fn=loss_of_b)(b, state_b, batch)
-    return (a, b), (state_a, state_b)
-
-  opt_state = optax.tree.set(SGD.init(PARAMS), loss_scale=jnp.float32(8))
-  args = (PARAMS, PARAMS), (opt_state, SGD.init(PARAMS)), BATCH
-  report = check(jax.jit(step), *args)
-  assert "wrong" not in verdicts(report).values(), report
-
-
-@pytest.mark.slow
-def test_the_errors_of_a_solver_are_rounding():
-  def ode_loss_fn(params, batch):
-    def slope(y, t):
-      return jnp.tanh(y @ params["w"] @ params["v"] @ batch["mix"])
-
-    times = jnp.linspace(0.0, 1.0, 3)
-    return jnp.mean((ode.odeint(slope, batch["x"], times)[-1] - 1) ** 2)
-
-  batch = {"x": BATCH["x"], "mix": jnp.ones((4, 8))}
-  step = jax.jit(make_step(SGD, loss_fn=ode_loss_fn))
-  report = check(step, PARAMS, SGD.init(PARAMS), batch)
-  assert "wrong" not in verdicts(report).values(), report
-  assert verdicts(report)["scale"] == "rounding"
-
-
-def test_an_amax_that_the_state_cannot_hold_gives_no_verdict():
-  with jax.enable_x64(True):
-    params, batch = jax.tree.map(
-      lambda x: np.asarray(x, np.float64), (PARAMS, BATCH)
-    )
-    tx = ols.loss_scaling(optax.sgd(1e-60), ols.FixedLossScale(2.0))
-    step = make_step(tx, loss_fn=lambda p, b: 1e60 * loss_fn(p, b))
-    report = check(jax.jit(step), params, tx.init(params), batch)
+  report = check(*step_of(tx, loss_fn=half))
   assert "wrong" not in verdicts(report).values(), report
 
 
@@ -991,51 +724,7 @@ def test_a_step_of_any_signature_is_right():
   assert_proved(check(bound, *args, BATCH, carry={}, may_change=None))
 
 
-# Flax.
-
-
-class Model(linen.Module):
-  @linen.compact
-  def __call__(self, x):
-    x = linen.BatchNorm(use_running_average=False)(linen.Dense(8)(x))
-    return linen.Dense(4)(x)
-
-
-@pytest.mark.slow
-def test_a_linen_train_state_is_right_and_that_of_flax_is_not():
-  class State(ols.linen.TrainState):
-    batch_stats: dict
-
-  class FlaxState(train_state.TrainState):
-    batch_stats: dict
-
-  net = Model()
-  variables = net.init(jax.random.key(0), BATCH["x"])
-
-  @jax.jit
-  def step(state, batch):
-    def loss_fn(params):
-      variables = {"params": params, "batch_stats": state.batch_stats}
-      out, new = net.apply(variables, batch["x"], mutable=["batch_stats"])
-      return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
-
-    value_and_grad = ols.scaled_value_and_grad(
-      loss_fn, state.opt_state, has_aux=True
-    )
-    (_, batch_stats), scaled_grads = value_and_grad(state.params)
-    return state.apply_gradients(grads=scaled_grads, batch_stats=batch_stats)
-
-  def check_state(kind, **options):
-    state = kind.create(apply_fn=net.apply, tx=TX, **variables)
-    return check(step, state, BATCH, **options)
-
-  assert_proved(check_state(State))
-  report = check_state(FlaxState)
-  assert verdicts(report)["skip"] == "wrong"
-  text = said(report, "skip")
-  assert "state/batch_stats/BatchNorm_0/mean" in text and "state/step" in text
-  free = ["state/step", "*/BatchNorm_?/*"]
-  assert_proved(check_state(FlaxState, may_change=free))
+# Flax NNX.
 
 
 class Net(nnx.Module):
@@ -1071,18 +760,12 @@ def nnx_step(model, optimizer, batch):
     return nnx_step_without_a_block(model, optimizer, batch)
 
 
-@nnx.jit
-def nnx_step_without_a_scale(model, optimizer, batch):
-  with ols.nnx.undo_on_skip(optimizer, model):
-    optimizer.update(model, nnx.grad(nnx_loss_fn)(model, batch))
-
-
-def check_nnx(step, *others, **options):
+def check_nnx(step, **options):
   """Returns the report on a step, which must have changed nothing."""
   model = Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
   before = support.to_bits(nnx.as_pure(nnx.state((model, optimizer))))
-  report = check(step, model, optimizer, *others, BATCH, **options)
+  report = check(step, model, optimizer, BATCH, **options)
   assert support.to_bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
   return report
 
@@ -1094,32 +777,6 @@ def test_nnx_objects_may_change_in_place():
   assert_proved(
     check_nnx(nnx_step_without_a_block, may_change=["model/norm", "*/rngs/*"])
   )
-
-
-def test_mistakes_with_nnx_objects_are_seen():
-  report = check_nnx(nnx_step_without_a_block)
-  assert verdicts(report)["skip"] == "wrong"
-  assert (
-    "changed model/dropout/rngs/count, model/norm/mean, model/norm/var. "
-    in said(report, "skip")
-  )
-  report = check_nnx(nnx_step_without_a_scale)
-  assert verdicts(report)["scale"] == "wrong"
-  assert "In runs: The largest gradient does not" in said(report, "scale")
-
-
-def test_what_an_nnx_step_returns_is_held_to_the_skip():
-  @nnx.jit
-  def step(model, optimizer, mean, batch):
-    loss = nnx_step(model, optimizer, batch)
-    new = nnx.as_pure(nnx.state(model, nnx.Param))
-    return loss, optax.incremental_update(new, mean, 0.1)
-
-  mean = nnx.as_pure(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
-  report = check_nnx(step, mean)
-  assert report.next_values["mean"] == "1"
-  changed = "A step that overflows changed mean/linear/bias, mean/linear/kernel"
-  assert changed in said(report, "skip")
 
 
 @pytest.mark.parametrize("is_object", [True, False])
@@ -1226,8 +883,7 @@ def test_a_step_with_an_argument_by_keyword_is_refused(name):
   instrument = getattr(ols.instruments, name)
   with pytest.raises(TypeError, match=r"functools\.partial\(\w+, train="):
     instrument(lambda params, *, train: params, PARAMS)
-  text = r"unexpected keyword argument 'train'.* functools.partial\(step, train"
-  with pytest.raises(TypeError, match=text):
+  with pytest.raises(TypeError, match="unexpected keyword argument 'train'"):
     instrument(lambda params, train: params, PARAMS, train=True)
 
 
@@ -1241,36 +897,3 @@ def test_a_warning_is_told_though_the_step_fails():
     pytest.raises(ValueError, match="the step fails"),
   ):
     check(step, PARAMS, TX.init(PARAMS))
-
-
-# What leaves out an inf.
-
-
-@pytest.mark.parametrize(
-  "take",
-  [
-    jnp.minimum,
-    lambda a, b: jnp.where(a < b, a, b),
-    lambda a, b: jnp.sort(jnp.stack([a, b]), axis=0)[0],
-    lambda a, b: 1 / (1 / a + 1 / b),
-  ],
-  ids=["minimum", "where", "sort", "harmonic mean"],
-)
-def test_what_leaves_out_an_inf_is_not_proved_to_keep_it(take):
-  tx = ols.loss_scaling(optax.sgd(1.0), RULE)
-
-  def loss_fn(w, x):
-    y = w.astype(jnp.float16) * x[0].astype(jnp.float16)
-    return (y * x[1].astype(jnp.float16)).astype(jnp.float32)
-
-  @jax.jit
-  def step(w, opt_state, a, b):
-    gradient = ols.scaled_value_and_grad(loss_fn, opt_state)
-    scaled_grad = take(gradient(w, a)[1], gradient(w, b)[1])
-    updates, opt_state = tx.update(scaled_grad, opt_state, w)
-    return optax.apply_updates(w, updates), opt_state
-
-  # The first gradient is the smaller one, but overflows on its way at this S.
-  args = jnp.zeros(()), tx.init(jnp.zeros(())), *jnp.array([[0.1, 4], [1, 1]])
-  assert step(*args)[0] == -1
-  assert verdicts(check(step, *args))["scale"] != "proved"
