@@ -1,4 +1,4 @@
-"""The mistakes that no error tells by itself: what tells them, and when.
+"""Mistakes that raise no error by themselves: what reveals each, and when.
 
 Each row of `MISTAKES` is one wrong program, made as a user would make it, in a
 step that is right but for it. `docs/guides/debugging.md` has the same table.

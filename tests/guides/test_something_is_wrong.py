@@ -208,7 +208,7 @@ def metrics_in_bfloat16():
 AT_ONCE = ols.DynamicLossScale(growth_interval=1)
 CEILING = ols.DynamicLossScale(max_scale=2.0**15, growth_interval=1)
 FLOOR = ols.DynamicLossScale(min_scale=2.0**14)
-# What makes the metrics, and those that show the cause.
+# A run, and the metrics that show the cause.
 CAUSES = {
   "the run is shorter": (
     lambda: metrics_after(ols.DynamicLossScale()),
@@ -287,32 +287,3 @@ def test_a_recorded_run_prints_what_is_shown(
   opt_state, _ = jax.lax.scan(step, tx.init(jnp.float32(0)), amax)
   run(title, opt_state=opt_state, rule=rule)
   assert capsys.readouterr().out in documents.blocks(PAGE, "text")
-
-
-def lost_by(rule, bad=()):
-  """Returns the steps that overflow, from 1, and those that stall."""
-  step = np.arange(1, 601)
-  is_bad = np.isin(step, bad)
-  history = ols.instruments.History(
-    step=step,
-    loss_scale=np.ones(step.size, np.float32),
-    amax=np.where(is_bad, np.float32(np.nan), np.float32(0.25)),
-    overflow=is_bad,
-  )
-  found = ols.instruments.replay(rule, history)
-  return step[found.history.overflow].tolist(), found.stalled_steps
-
-
-def test_the_causes_of_other_distances_are_those_of_the_table():
-  # The first S was too large.
-  assert lost_by(ols.DynamicLossScale(2.0**21)) == ([1, 2, 3, 4], 0)
-  # S tries the next power of two.
-  rule = ols.DynamicLossScale(growth_interval=100)
-  assert np.diff(lost_by(rule)[0]).tolist() == [101, 101]
-  # A bad batch, far below the largest S.
-  assert lost_by(rule, [41, 61])[0][:2] == [41, 61]
-  # Every step is NaN: S falls and falls, and stalls at its floor.
-  lost, stalled = lost_by(rule, range(151, 601))
-  assert lost == list(range(151, 601)) and stalled > 400
-  # A fixed S cannot react.
-  assert lost_by(ols.FixedLossScale(2.0**20))[1] == 600

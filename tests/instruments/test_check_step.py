@@ -1,4 +1,4 @@
-"""What is made of a proof and of runs, of each alone, and of plain numbers."""
+"""How proofs, runs and plain numbers become a verdict."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ SEEN = "It is seen. Not proved: It is shown."
     # No run could tell, but one that fails does.
     ("scale", "open", "exact", "inconclusive", OPEN, "Mend."),
     ("scale", "open", "wrong", "wrong", SEEN, "Do."),
-    # Of shapes there are no runs.
+    # Shapes do not run.
     ("scale", "open", None, "inconclusive", OPEN, "Mend."),
     ("scale", "proved", None, "proved", "It is shown.", ""),
     ("skip", "refuted", None, "wrong", "It is shown.", "Mend."),
@@ -97,7 +97,7 @@ def test_each_s_is_combined_with_its_own_runs():
     _verdicts.Law("scale", "not applied", "Of S at c: It is seen."),
   ]
   found = {x.text for x in _verdicts.combined(proofs, runs)}
-  # Of a proof's own S, "Of S at" is said once.
+  # Proof and runs name their S once.
   assert found == {
     f"Of S at a: {BOTH}",
     "Of S at b: It is shown.",
@@ -105,8 +105,8 @@ def test_each_s_is_combined_with_its_own_runs():
   }
 
 
-# What numbers say: amax at S, S/2 and S/4; and a next value before the step,
-# after it, in a second run, at S/2, at S/4, and at a far smaller S.
+# The scale law sees amax at S, S/2 and S/4. The invariance law sees a value
+# before the step, after it, in a second run, at S/2, at S/4 and at S/4096.
 
 MOST = float(np.finfo(np.float32).max)
 
@@ -195,7 +195,7 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
 
 
 @pytest.mark.parametrize("compile", [jax.jit, lambda step: step])
-def test_of_shapes_a_step_is_only_proved(compile):
+def test_a_step_with_shapes_is_only_proved(compile):
   report = proved(*step_of(compile=compile))
   assert laws_of(report) == ["proved"] * 3 and report.ok, report
   assert report.next_values == {"params": "0", "opt_state": "1"}

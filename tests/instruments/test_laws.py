@@ -137,20 +137,14 @@ RIGHT = {
   "apply_if_finite inside": lambda: step_of(
     ols.loss_scaling(optax.apply_if_finite(ADAM, 3), RULE)
   ),
-  "MultiSteps inside": lambda: step_of(
-    ols.loss_scaling(optax.MultiSteps(ADAM, 2), RULE)
-  ),
   "masters": lambda: step_of(ols.master_weights(TX)),
-  "hyperparameters": lambda: step_of(
-    INJECTED(optax.linear_schedule(0.1, 0.2, 9))
-  ),
+  "hyperparameters": lambda: step_of(INJECTED(0.1)),
   "a chain": lambda: step_of(optax.chain(TX, optax.add_decayed_weights(0.0))),
   "a late rate": lambda: step_of(ols.loss_scaling(LATE, RULE)),
   "later than most": lambda: step_of(
     ols.loss_scaling(optax.MultiSteps(ADAM, 65), RULE)
   ),
   "a frozen group": lambda: step_of(ols.loss_scaling(FROZEN, RULE)),
-  "LogMax": lambda: step_of(ols.loss_scaling(ADAM, rules.LogMaxLossScale())),
   "WarmStart": lambda: step_of(
     ols.loss_scaling(ADAM, rules.WarmStart(ols.presets.megatron()))
   ),
@@ -295,7 +289,7 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   assert "Other outputs that depend on S: output 2/scaled." in str(report)
 
 
-# Mistakes, and steps of which no more is known.
+# Mistakes, and steps whose verdict is open.
 
 
 def unscale_one(scaled_grads, opt_state, params):
@@ -341,7 +335,7 @@ def counted_when_it_moves(new, old, count):
 
 
 def averaged_late(new, old, extra):
-  # The average stands still until the parameters move.
+  # The average moves only after the parameters have moved.
   mean = optax.incremental_update(new[0], extra["mean"], 0.1)
   seen = ols.select_on_skip(new[1], extra["seen"] + new[2], extra["seen"])
   return *new[:2], {"mean": mean, "seen": seen}
@@ -491,7 +485,7 @@ def test_a_law_gets_its_verdict(program):
   assert report.ok == (not kinds & {"wrong", "inconclusive"})
 
 
-# What runs alone see.
+# Runs without a proof.
 
 
 def drawing(change):
@@ -504,8 +498,8 @@ def drawing(change):
   return step, PARAMS, SGD.init(PARAMS), BATCH
 
 
-def at_scale(scale):
-  opt_state = optax.tree.set(SGD.init(PARAMS), loss_scale=jnp.float32(scale))
+def at_the_smallest_scale():
+  opt_state = optax.tree.set(SGD.init(PARAMS), loss_scale=jnp.float32(2**-126))
   return jax.jit(make_step(SGD)), PARAMS, opt_state, BATCH
 
 
@@ -552,10 +546,7 @@ SEEN_IN_RUNS = {
     lambda: step_of(loss_fn=lambda params, batch: 0 * loss_fn(params, batch)),
     ("scale", "inconclusive", "or all gradients are 0"),
   ),
-  "the smallest S": (
-    lambda: at_scale(2.0**-126),
-    ("scale", "inconclusive", ""),
-  ),
+  "the smallest S": (at_the_smallest_scale, ("scale", "inconclusive", "")),
   "a late rate": (lambda: late_mistake(LATE), LATE_LEAK),
   # Some parameters move at once.
   "a group that is late": (
@@ -567,10 +558,6 @@ SEEN_IN_RUNS = {
   "no rate": (
     lambda: step_of(ols.loss_scaling(optax.sgd(0.0), RULE)),
     ("invariance", "inconclusive", "No parameter moves in 64 steps."),
-  ),
-  "a skip": (
-    lambda: skipping(flag=True),
-    ("scale", "inconclusive", "`skip` skipped the step"),
   ),
   "some skips": (
     lambda: skipping(flag=[jnp.array([0, 1])]),
@@ -600,12 +587,10 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
   assert ("wrong" in found.values()) == (verdict == "wrong"), report
   assert report.ok == (verdict == "rounding")
   assert report.deterministic == ("noise" not in program)
-  assert ("Two runs with the same S differ." in str(report)) == (
-    not report.deterministic
-  )
+  assert ("Two runs with the same S" in str(report)) != report.deterministic
 
 
-# What is rounding, and not a mistake.
+# Rounding looks like no mistake.
 
 
 @pytest.mark.parametrize("scale", [2.0**-4, 1.0])
@@ -616,7 +601,7 @@ def test_a_scale_that_is_too_small_for_float16_breaks_no_law(scale):
   assert "wrong" not in verdicts(report).values(), report
 
 
-# Which output is the next value of which argument.
+# The next value of each argument.
 
 
 def test_numbers_alone_are_no_next_values():
@@ -679,7 +664,6 @@ def all_outputs(outputs):
     (lambda p, s, g, u, x: (p, s, jnp.tanh(x)), False),
     (lambda p, s, g, u, x: (p, s, g), False),
     (lambda p, s, g, u, x: (u, s), False),
-    # A flag is no next value of another one.
     (lambda p, s, g, u, x: (p, s, s.skipped), True),
   ],
   ids=["predictions", "gradients", "updates", "a flag"],
@@ -813,7 +797,7 @@ def test_nnx_objects_need_no_carry_and_an_optimizer_with_loss_scaling():
     check(nnx_step, model, optimizer, BATCH)
 
 
-# What is refused.
+# Refused arguments.
 
 
 NOT_FOUND = {

@@ -19,8 +19,6 @@ from optax_lossscale._step import findings
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
-from optax_lossscale.instruments import _degrees
-from optax_lossscale.instruments import _finiteness
 from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _values
 from tests.instruments.programs import BETWEEN_DEVICES
@@ -40,7 +38,7 @@ from tests.instruments.steps import step_of
 from tests.instruments.steps import TX
 from tests.instruments.steps import verdicts
 
-# ---- The facts found are true, and a wrong rule would be seen.
+# ---- The facts found are true.
 
 COUNT = 150
 
@@ -88,36 +86,6 @@ def test_inf_and_nan_of_random_programs_show_where_it_is_said():
   assert not errors, "\n\n".join(errors[:3])
 
 
-# What is planted, and where.
-WRONG = {
-  "a square keeps the degree": (_degrees, "_POWERS", {"square": 1}),
-  "rsqrt is sqrt": (_degrees, "_POWERS", {"rsqrt": 0.5}),
-  "exp is a move": (_degrees, "_KEEPS", {"exp"}),
-  "rounding is a move": (_degrees, "_KEEPS", {"floor"}),
-  "scatter takes the array": (_degrees, "_KEEPS", {"scatter"}),
-  "angles are free": (_degrees, "_ORDERS", {"atan2"}),
-  "a transpose keeps the order": (_interpret, "_RESHAPES", {"transpose"}),
-  "a sum is a product": (
-    _interpret,
-    "_FOLDED",
-    {"add": lambda a, b: a * b},
-  ),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_rule_is_seen(mistake, monkeypatch):
-  owner, name, more = WRONG[mistake]
-  monkeypatch.setattr(owner, name, getattr(owner, name) | more)
-  assert any(judge(x)[0] for x in programs(COUNT))
-
-
-@pytest.mark.parametrize("name", ["tanh", "sign", "exp"])
-def test_a_rule_that_forgets_a_hidden_inf_is_seen(name, monkeypatch):
-  monkeypatch.setattr(_finiteness, "_SHOWING", _finiteness._SHOWING | {name})
-  assert any(map(hidden, programs(COUNT)))
-
-
 # The identities of a random key.
 @pytest.mark.parametrize(
   ("change", "is_same"),
@@ -150,12 +118,9 @@ def test_a_random_key_is_the_same_if_it_is_said_to_be(change, is_same):
     ("float32", "float16", True),
     ("float16", "bfloat16", False),
     ("bfloat16", "float16", False),
-    ("float32", "bfloat16", True),
     ("int32", "uint8", True),
     ("uint32", "int8", False),
-    ("uint8", "int16", False),
     ("int32", "bool", True),
-    ("float32", "int8", False),
   ],
 )
 def test_a_dtype_holds_another_if_every_number_comes_back(
@@ -273,7 +238,6 @@ def test_all_that_a_proof_assumes_is_tested_here():
     functions = r"@named_calls\.assumed\([^\n]*\)\ndef (\w+)"
     found += [f"{path.stem}.{x}" for x in re.findall(functions, source)]
     found += re.findall(r'named_calls\.\w+\(\s*"(\w+)"', source)
-  # What is found and skipped has its own tests: of checks and accumulation.
   named = ["arguments", "dropped", "examine", "move", "schedule", "skip"]
   assert sorted(found) == sorted([*ASSUMED, *named])
 
@@ -378,7 +342,7 @@ LIMITS = {
   "a clip": (lambda x: jnp.clip(x, -440.0, 440.0), "wrong"),
   "the other side": (lambda x: jnp.maximum(x, 448.0), "wrong"),
   "one side": (lambda x: jax.lax.clamp(1.0, x, 448.0), "wrong"),
-  # Where x is 0 and 1 is not, the quotient may grow with S.
+  # The quotient may grow with S at an x of 0.
   "for 0": (lambda x: x * x / jnp.where(x == 0, 1, x), "inconclusive"),
   # Each of these is true where a gradient is not finite.
   "not finite": (lambda x: jnp.where(~jnp.isfinite(x), 0, x), "wrong"),
