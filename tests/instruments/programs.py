@@ -507,21 +507,29 @@ def programs(count, seed=0):
 # ---- The facts found about the values of a program, and the truth.
 
 
-def claims(program):
+def claims(number, jaxpr):
   """Returns what the interpreter says of each value of a program."""
-  axes = tuple(range(program.jaxpr.in_avals[0].ndim))
-  kind = "SV"[program.number % 2]
+  axes = tuple(range(jaxpr.in_avals[0].ndim))
+  kind = "SV"[number % 2]
   degree = _degrees.of((_degrees.Symbol(kind, 0), axes))
   of_scale = frozenset([_values.Fact("scale", "state")])
   inputs = [
     _values.Value(identity=_values.Identity(i), facts=frozenset([_values.DATA]))
-    for i in range(len(program.jaxpr.in_avals))
+    for i in range(len(jaxpr.in_avals))
   ]
   scale = _values.Scale("state", "old")
   inputs[0] = inputs[0].but(degree=degree, scale=scale, facts=of_scale)
   of_data = _values.Fact("scale", "data")
   inputs[1] = inputs[1].but(degree=degree).marked(*of_scale, of_data)
-  return _interpret.Interpreter([]).run(program.jaxpr, inputs)
+  return _interpret.Interpreter([]).run(jaxpr, inputs)
+
+
+def is_power_known(number, name):
+  """Returns whether the result of one operation is said to be a power of S."""
+  jaxpr, made, _ = traced(number, [name])
+  results = zip(made, claims(number, jaxpr), strict=True)
+  degrees = [x.degree for operation, x in results if operation.name == name]
+  return any(isinstance(x, tuple) and x for x in degrees)
 
 
 def factor_of(degree, ratio, ndim):
@@ -613,7 +621,7 @@ def judge(program):
   """Returns the errors in what is said of a program, and counts of facts."""
   errors, counts = [], collections.Counter()
   tainted: set[int] = set()
-  for i, said in enumerate(claims(program)):
+  for i, said in enumerate(claims(program.number, program.jaxpr)):
     made = program.made[i]
     is_lost = any(is_extreme(x[i]) for x in program.values)
     if is_lost or tainted & {*made.sources}:
@@ -643,7 +651,7 @@ def hidden(program):
   # LAPACK, which may be last, takes no inf.
   values = values_at_inf(program.number, program.names[:-1])
   errors, tainted = [], set()
-  saids = claims(program)
+  saids = claims(program.number, program.jaxpr)
   for i, (said, x) in enumerate(zip(saids, values, strict=False)):
     made = program.made[i]
     is_known = not isinstance(said.degree, _degrees.Unknown)

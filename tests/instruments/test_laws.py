@@ -158,17 +158,15 @@ RIGHT = {
   "an average": lambda: ending(with_an_average, HALF),
   "Python numbers": of_python_numbers,
   "no numbers": with_what_is_no_number,
-}
-SLOW = {
   "pmap": pmapped,
   "an ensemble": ensemble,
   "two losses": lambda: two_losses("a", "b"),
 }
 
 
-@pytest.mark.parametrize("program", support.slow_but(RIGHT, RIGHT | SLOW))
+@pytest.mark.parametrize("program", RIGHT)
 def test_a_right_step_is_proved(program):
-  step, *args = (RIGHT | SLOW)[program]()
+  step, *args = RIGHT[program]()
   before = support.to_bits(args[1])
   report = check(step, *args)
   assert_proved(report)

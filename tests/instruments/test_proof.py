@@ -23,7 +23,10 @@ from optax_lossscale.instruments import _interpret
 from optax_lossscale.instruments import _values
 from tests.instruments.programs import BETWEEN_DEVICES
 from tests.instruments.programs import hidden
+from tests.instruments.programs import is_power_known
 from tests.instruments.programs import judge
+from tests.instruments.programs import LAST
+from tests.instruments.programs import OPERATIONS
 from tests.instruments.programs import program_of
 from tests.instruments.programs import programs
 from tests.instruments.steps import check
@@ -84,6 +87,45 @@ def test_what_is_said_of_more_programs_is_true(seed):
 def test_inf_and_nan_of_random_programs_show_where_it_is_said():
   errors = [y for x in programs(COUNT) for y in hidden(x)]
   assert not errors, "\n\n".join(errors[:3])
+
+
+# Operations whose results are never known to grow as a power of S: always, or
+# if each member has an S of its own.
+NO_POWER = """
+  s sign; s to the 0; s exp; s tanh; s log; s floor; s plus 1; s to int at
+  once; s to bool; s clip; s bits; ss atan2; sf atan2; ss gt; s gt 0; ss eq;
+  s finite; ss where; sf clamp; s reshape; s with ones; s gather filled; s
+  set to a number; s argmax; s cumprod; s normalized; ss unit triangular; s
+  vmap of a sum; ss cond by S; is switch; s scan of 0; s scan of products; s
+  fori of powers; s while by S; s over what is 0; s over what is positive;
+  ss over a product; ks over; ks scan; ks fori of S; ks fori of products; s
+  pow 0.005
+"""
+NO_POWER_OF_MEMBERS = """
+  s back; s turned; s roll; s pad; ss concatenate; ss stack; s gather; si
+  take; sf take by rank; si dynamic_slice; ss update_slice; ss set; ss
+  added; ss largest; s sort; sf sort by; s top_k; s sum; s sum of rows; s
+  cumsum down; fs dot; sf conv; s max pool; s mean pool; s fft; ss
+  triangular; sf gradient of choices; ss scan; ss scan of the last; k
+  strides; k permuted; ks scan of parts; kf scan of S; s psum; s pmax; s
+  all_gather; s ppermute; s cholesky; fs solve; s svd; s eigh
+"""
+
+
+@pytest.mark.parametrize(
+  ("kind", "names"),
+  [("S", NO_POWER), ("V", f"{NO_POWER};{NO_POWER_OF_MEMBERS}")],
+)
+def test_the_power_of_s_is_known_after_all_other_operations(kind, names):
+  found = {
+    name
+    for name in [*OPERATIONS, *BETWEEN_DEVICES, *LAST]
+    if {*"sk"} & {*name.partition(" ")[0]}
+    and not any(
+      is_power_known(number, name) for number in range("SV".index(kind), 8, 2)
+    )
+  }
+  assert found == {" ".join(x.split()) for x in names.split(";")}
 
 
 # The identities of a random key.
@@ -344,6 +386,10 @@ LIMITS = {
   "one side": (lambda x: jax.lax.clamp(1.0, x, 448.0), "wrong"),
   # The quotient may grow with S at an x of 0.
   "for 0": (lambda x: x * x / jnp.where(x == 0, 1, x), "inconclusive"),
+  "filled": (
+    lambda x: x.at[1 + np.arange(len(x))].get(mode="fill", fill_value=1),
+    "inconclusive",
+  ),
   # Each of these is true where a gradient is not finite.
   "not finite": (lambda x: jnp.where(~jnp.isfinite(x), 0, x), "wrong"),
   "finite ^ True": (
@@ -445,6 +491,9 @@ KEEPING = {
   ),
   "a factor of at most 1": lambda x, k: (
     x * jnp.minimum(1, k / jnp.linalg.norm(x))
+  ),
+  "a factor by the largest": lambda x, k: (
+    x * jnp.minimum(1, k / jnp.max(jnp.abs(x)))
   ),
   "its direction": lambda x, k: k * (x / jnp.linalg.norm(x)),
   "the derivative of a pool": lambda x, k: jax.vjp(
