@@ -56,9 +56,16 @@ def runs_alone(monkeypatch):
 # Right programs.
 
 
-def pmapped():
-  tx = ols.loss_scaling(ADAM, RULE, axis_name="data", average_scaled="data")
-  step = jax.pmap(make_step(tx), axis_name="data", donate_argnums=(0, 1))
+def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
+  """Returns a step on two devices, with what they do after it."""
+  tx = ols.loss_scaling(
+    ADAM, RULE, axis_name=axis_name, average_scaled=average_scaled
+  )
+  step = jax.pmap(
+    lambda *args: after(make_step(tx)(*args)),
+    axis_name="data",
+    donate_argnums=(0, 1),
+  )
   given = jax.tree.map(lambda x: jnp.stack([x] * 2), (PARAMS, tx.init(PARAMS)))
   return step, *given, jax.tree.map(lambda x: x.reshape(2, 16, -1), BATCH)
 
@@ -367,6 +374,21 @@ def decayed(scaled_grads, opt_state, params):
   return jax.tree.map(lambda x, p: x + 1e-2 * p, scaled_grads, params)
 
 
+def average_parameters(new):
+  return jax.lax.pmean(new[0], "data"), new[1]
+
+
+def returned_as_one():
+  step = jax.shard_map(
+    make_step(ols.loss_scaling(ADAM, RULE, axis_name=())),
+    mesh=support.make_mesh(data=2),
+    in_specs=(jax.P(), jax.P(), support.SPREAD),
+    out_specs=jax.P(),
+    check_vma=False,
+  )
+  return jax.jit(step), PARAMS, TX.init(PARAMS), BATCH
+
+
 ACCUMULATED = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
 JUDGED = {
   "one member unscaled": (
@@ -385,6 +407,14 @@ JUDGED = {
       "wrong",
       "Of S at opt_states/b: The gradient v grows as S of opt_states/a",
     ),
+  ),
+  "an average of what devices skip alone": (
+    lambda: pmapped(average_parameters, (), ()),
+    ("invariance", "wrong", "each of which skips for itself"),
+  ),
+  "one of several devices' parameters": (
+    returned_as_one,
+    ("invariance", "inconclusive", "but may differ along 'data'"),
   ),
   "the state thrown away": (
     with_the_state_thrown_away,

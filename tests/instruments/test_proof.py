@@ -377,27 +377,27 @@ def test_what_a_kernel_does_with_scaled_values_is_not_known(kernel, name):
 
 
 LIMITS = {
-  "a factor": (lambda x: 3 * x, "proved"),
+  "a factor": (lambda x, k: 3 * x, "proved"),
   # A clip at the largest number of a float8 is a part of a cast.
-  "a cast": (lambda x: jnp.clip(x, -448.0, 448.0), "proved"),
-  "another cast": (lambda x: jnp.clip(x, -57344.0, 57344.0), "proved"),
-  "a clip": (lambda x: jnp.clip(x, -440.0, 440.0), "wrong"),
-  "the other side": (lambda x: jnp.maximum(x, 448.0), "wrong"),
-  "one side": (lambda x: jax.lax.clamp(1.0, x, 448.0), "wrong"),
+  "a cast": (lambda x, k: jnp.clip(x, -448.0, 448.0), "proved"),
+  "another cast": (lambda x, k: jnp.clip(x, -57344.0, 57344.0), "proved"),
+  "a clip": (lambda x, k: jnp.clip(x, -440.0, 440.0), "wrong"),
+  "the other side": (lambda x, k: jnp.maximum(x, 448.0), "wrong"),
+  "one side": (lambda x, k: jax.lax.clamp(1.0, x, 448.0), "wrong"),
   # The quotient may grow with S at an x of 0.
-  "for 0": (lambda x: x * x / jnp.where(x == 0, 1, x), "inconclusive"),
+  "for 0": (lambda x, k: x * x / jnp.where(x == 0, 1, x), "inconclusive"),
   "filled": (
-    lambda x: x.at[1 + np.arange(len(x))].get(mode="fill", fill_value=1),
+    lambda x, k: x.at[1 + np.arange(len(x))].get(mode="fill", fill_value=1),
     "inconclusive",
   ),
   # Each of these is true where a gradient is not finite.
-  "not finite": (lambda x: jnp.where(~jnp.isfinite(x), 0, x), "wrong"),
+  "not finite": (lambda x, k: jnp.where(~jnp.isfinite(x), 0, x), "wrong"),
   "finite ^ True": (
-    lambda x: jnp.where(jnp.isfinite(x) ^ True, 0, x),
+    lambda x, k: jnp.where(jnp.isfinite(x) ^ True, 0, x),
     "inconclusive",
   ),
   "1 - finite": (
-    lambda x: jnp.where(1 - jnp.isfinite(x).astype(int) > 0, 0, x),
+    lambda x, k: jnp.where(1 - jnp.isfinite(x).astype(int) > 0, 0, x),
     "inconclusive",
   ),
 }
@@ -406,7 +406,7 @@ LIMITS = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_change_of_scaled_gradients_gets_its_verdict(name):
   change, verdict = LIMITS[name]
-  report = proved(*by(lambda x, k: change(x)))
+  report = proved(*by(change))
   assert verdicts(report)["scale"] == verdict, report
 
 
