@@ -116,20 +116,6 @@ def test_without_a_name_the_axis_is_asked_for_averaged_or_not(average):
   assert scales == ([4.0] * 8 if average else [8.0] * 3 + [4.0] + [8.0] * 4)
 
 
-@pytest.mark.parametrize("axis_name", [(), "data"])
-def test_flags_that_differ_need_the_axis(axis_name):
-  rule = ols.DynamicLossScale(8.0)
-  tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name=axis_name)
-  state = tx.init(jnp.ones(()))
-
-  def update(flag):
-    return tx.update(jnp.ones(()), state, overflow=flag)[1].skipped
-
-  flags = jnp.arange(8) == 3
-  found = jax.pmap(update, axis_name="data")(flags).tolist()
-  assert found == ([True] * 8 if axis_name else flags.tolist())
-
-
 def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():
   tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
 

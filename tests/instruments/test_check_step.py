@@ -51,7 +51,6 @@ SEEN = "It is seen. Not proved: It is shown."
   ("name", "proof", "run", "verdict", "text", "remedy"),
   [
     ("scale", "proved", "exact", "proved", "It is shown.", ""),
-    ("scale", "proved", "not applied", "proved", BOTH, ""),
     ("scale", "proved", "inconclusive", "proved", BOTH, ""),
     ("scale", "refuted", "wrong", "wrong", BOTH, "Do."),
     ("invariance", "refuted", "exact", "wrong", HIDDEN, "Mend."),
@@ -67,7 +66,6 @@ SEEN = "It is seen. Not proved: It is shown."
     # Shapes do not run.
     ("scale", "open", None, "inconclusive", OPEN, "Mend."),
     ("scale", "proved", None, "proved", "It is shown.", ""),
-    ("skip", "refuted", None, "wrong", "It is shown.", "Mend."),
     ("skip", "not applied", None, "not applied", "It is shown.", ""),
   ],
 )
