@@ -386,6 +386,16 @@ LIMITS = {
   "one side": (lambda x, k: jax.lax.clamp(1.0, x, 448.0), "wrong"),
   # The quotient may grow with S at an x of 0.
   "for 0": (lambda x, k: x * x / jnp.where(x == 0, 1, x), "inconclusive"),
+  # A mask of positions packs two values into one array.
+  "packed": (
+    lambda x, k: jnp.where(np.arange(len(x))[:, None] > 0, x, x / k),
+    "inconclusive",
+  ),
+  "chosen": (lambda x, k: jnp.where(x > k, x, x / k), "wrong"),
+  "shown beside": (
+    lambda x, k: x + jnp.where(jnp.isfinite(x), x, 0),
+    "inconclusive",
+  ),
   "filled": (
     lambda x, k: x.at[1 + np.arange(len(x))].get(mode="fill", fill_value=1),
     "inconclusive",
@@ -492,8 +502,8 @@ KEEPING = {
   "a factor of at most 1": lambda x, k: (
     x * jnp.minimum(1, k / jnp.linalg.norm(x))
   ),
-  "a factor by the largest": lambda x, k: (
-    x * jnp.minimum(1, k / jnp.max(jnp.abs(x)))
+  "the largest size": lambda x, k: jnp.broadcast_to(
+    jnp.max(jnp.abs(x)), x.shape
   ),
   "its direction": lambda x, k: k * (x / jnp.linalg.norm(x)),
   "the derivative of a pool": lambda x, k: jax.vjp(
