@@ -451,7 +451,7 @@ MISTAKES = {
     lambda: by_hand(lambda g, _: jnp.where(jnp.isfinite(g), g, 0)),
     {CHECKED: "scale: The gradient v has lost its inf and NaN"},
     "scale `jnp.where(jnp.isfinite(g), g, 0)`",
-    "This batch hides it. Something before `update` hides inf and NaN",
+    "(and 1 more). This batch hides it. Something before `update` hides",
   ),
   "masked": Mistake(
     masked_around, LEAKS, f"invariance {APPLY}", "S/2: params/v (50 % like S^1)"

@@ -555,6 +555,16 @@ def test_a_skip_that_undoes_half_of_another_step_is_named():
   assert "opt_states/a moves stay" in said(report, "skip"), report
 
 
+def test_a_value_that_only_the_skip_of_another_state_keeps_is_named():
+  def decayed(new, found, old):
+    skipped = new["b"].skipped
+    decay = lambda x, y: jnp.where(skipped, y, 0.5 * x)  # noqa: E731
+    return found | {"a": jax.tree.map(decay, found["a"], old["a"])}
+
+  text = "params/a/v may change, though opt_states/a skips"
+  assert text in said(two(decayed), "skip")
+
+
 def test_a_bound_on_what_a_gate_has_passed_hides_nothing():
   def bounded_loss_fn(params, batch):
     x = jnp.clip(batch["x"] * params["w"].sum(), -1, 1)
