@@ -424,6 +424,7 @@ def test_a_change_of_scaled_gradients_gets_its_verdict(name):
   "keep",
   [
     lambda new, old, skipped: jnp.where(skipped, old + 0 * new, new),
+    lambda new, old, skipped: jnp.where(skipped, old * 1.5 / 1.5, new),
     lambda new, old, skipped: jnp.where(skipped, 0 - (0 - old), new),
     lambda new, old, skipped: jnp.where(skipped, old + (new - new), new),
     lambda new, old, skipped: old + jnp.where(skipped, 0, new - old),
