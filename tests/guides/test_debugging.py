@@ -12,7 +12,6 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests import support
 from tests.guides.test_something_is_wrong import GOOD
 from tests.guides.test_something_is_wrong import loss_fn
 from tests.guides.test_something_is_wrong import PARAMS
@@ -115,106 +114,6 @@ def test_without_a_name_the_axis_is_asked_for_averaged_or_not(average):
   ):
     scales, _ = averaged_by_hand(None, average)
   assert scales == ([4.0] * 8 if average else [8.0] * 3 + [4.0] + [8.0] * 4)
-
-
-@pytest.mark.slow
-def test_no_axis_is_seen_where_the_page_says_so():
-  text = documents.one_line(documents.section(PAGE, BY_HAND))
-  alone = [8.0] * 3 + [4.0] + [8.0] * 4
-  assert "under a `pmap` whose axis has no name" in text
-  assert averaged_by_hand(None, False, None)[0] == alone
-
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
-  state, gradients = tx.init(jnp.ones(())), jnp.ones(8).at[3].set(jnp.nan)
-
-  def update(gradient):
-    return ols.get_loss_scale(tx.update(gradient, state)[1])
-
-  assert "under `vmap`" in text
-  assert jax.vmap(update, axis_name="data")(gradients).tolist() == alone
-
-  mesh = support.make_mesh(data=8)
-  shard_map = functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=jax.P("data")
-  )
-  average = shard_map(
-    lambda x: jax.lax.pmean(x[0], "data"), out_specs=jax.P(), check_vma=False
-  )
-  assert "outside the mapped function" in text
-  assert jax.jit(lambda x: update(average(x)))(gradients) == 4.0
-
-  assert "averaged gradients pass without a warning" in text
-  averaged = shard_map(
-    lambda x: update(jax.lax.pmean(x[0], "data")), out_specs=jax.P()
-  )
-  assert jax.jit(averaged)(gradients) == 4.0
-  assert "gradients that differ are an error" in text
-  with pytest.raises(ValueError, match="flag that varies along 'data'"):
-    jax.jit(shard_map(lambda x: update(x[0]), out_specs=jax.P()))(gradients)
-
-
-@pytest.mark.parametrize("axis_name", [(), "data"])
-def test_flags_that_differ_need_the_axis(axis_name):
-  rule = ols.DynamicLossScale(8.0)
-  tx = ols.loss_scaling(optax.sgd(1.0), rule, axis_name=axis_name)
-  state = tx.init(jnp.ones(()))
-
-  def update(flag):
-    return tx.update(jnp.ones(()), state, overflow=flag)[1].skipped
-
-  flags = jnp.arange(8) == 3
-  found = jax.pmap(update, axis_name="data")(flags).tolist()
-  assert found == ([True] * 8 if axis_name else flags.tolist())
-
-
-@pytest.mark.parametrize(
-  ("law", "where"),
-  [("scale", "added to them"), ("skip", "after the step")],
-)
-def test_weight_decay_by_hand_breaks_the_law_that_the_page_names(law, where):
-  (row,) = [x for x in PAGE.splitlines() if x.startswith(f"| {law} |")]
-  assert "weight decay" in row
-  assert where in row
-  tx = ols.loss_scaling(optax.adam(0.1), ols.DynamicLossScale())
-
-  def decayed(tree, amount):
-    return jax.tree.map(lambda x, p: x + amount * p, tree, PARAMS)
-
-  @jax.jit
-  def step(params, opt_state, batch):
-    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
-      params, batch
-    )
-    if law == "scale":
-      scaled_grads = decayed(scaled_grads, 1.0)
-    updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    if law == "skip":
-      params = jax.tree.map(lambda x: 0.99 * x, params)
-    return params, opt_state
-
-  report = ols.instruments.check_step(step, PARAMS, tx.init(PARAMS), GOOD)
-  assert law in [x.name for x in report.laws if x.verdict == "wrong"], report
-
-
-def test_carry_names_every_next_value():
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
-
-  @jax.jit
-  def step(params, opt_state, batch):
-    _, scaled_grads = ols.scaled_value_and_grad(loss_fn, opt_state)(
-      params, batch
-    )
-    updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  check = functools.partial(
-    ols.instruments.check_step, step, PARAMS, tx.init(PARAMS), GOOD
-  )
-  assert check(carry={"params": 0, "opt_state": 1}).ok
-  assert not check(carry={"opt_state": 1}).ok
-  with pytest.raises(ValueError, match="next value"):
-    check(carry={"params": 0})
 
 
 def test_check_step_finds_what_update_cannot_know_of_another_jitted_function():

@@ -92,12 +92,8 @@ def test_debug_nans_names_the_line_of_the_models_nan():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("batch", "loss_scale", "overflow", "undefined"),
-  [
-    (GOOD, 1024.0, False, False),
-    (ZERO, 1024.0, False, True),
-    (GOOD, 2.0**40, True, False),
-  ],
-  ids=["clean", "undefined", "overflow"],
+  [(ZERO, 1024.0, False, True), (GOOD, 2.0**40, True, False)],
+  ids=["undefined", "overflow"],
 )
 def test_overflow_and_undefined_are_told_apart(
   batch, loss_scale, overflow, undefined, capsys
@@ -189,82 +185,63 @@ def test_bfloat16_has_all_guards_and_a_dead_run_is_ended(size, skips):
 # My S never changes.
 
 
-def metrics_after(
-  rule, scaled_grads=1.0, steps=3, keep=True, inside=True, **arguments
-):
-  """Returns the metrics of steps on the same gradients."""
+def metrics_after(rule, scaled_grads=1.0, keep=True, **arguments):
+  """Returns the metrics of the last of three steps on the same gradients."""
   tx = ols.loss_scaling(optax.sgd(0.1), rule)
   opt_state = tx.init(jnp.ones(()))
-  metrics = []
-  for _ in range(steps):
+  for _ in range(3):
     _, new = tx.update(jnp.float32(scaled_grads), opt_state, **arguments)
     opt_state = new if keep else opt_state
-    metrics.append(ols.loss_scale_metrics(new if inside else opt_state))
-  return metrics
+  return ols.loss_scale_metrics(new)
 
 
-def too_short():
-  *_, last = metrics_after(ols.DynamicLossScale())
-  assert last["loss_scale"] == 2.0**15
-  assert last["applied_steps"] == 3 and last["skipped_steps"] == 0
-
-
-def switched_off():
-  *_, last = metrics_after(None, jnp.nan)
-  assert last["loss_scale"] == 1 and jnp.isnan(last["headroom"])
-
-
-def fixed():
-  *_, last = metrics_after(ols.FixedLossScale(512.0), jnp.inf)
-  assert last["loss_scale"] == 512 and last["stalled"]
-
-
-def thrown_away():
-  rule = ols.DynamicLossScale()
-  for inside in (True, False):
-    for last in metrics_after(rule, keep=False, inside=inside):
-      assert last["applied_steps"] == inside
-
-
-def at_the_ceiling():
-  rule = ols.DynamicLossScale(max_scale=2.0**15, growth_interval=1)
-  *_, last = metrics_after(rule)
-  assert last["loss_scale"] == 2.0**15 and last["headroom"] > 10
-
-
-def at_the_floor():
-  rule = ols.DynamicLossScale(min_scale=2.0**14)
-  first, *_, last = metrics_after(rule, jnp.nan)
-  assert last["loss_scale"] == 2.0**14 and last["stalled"]
-  assert (first["consecutive_skips"], last["consecutive_skips"]) == (1, 3)
-
-
-def skipped_on_request():
-  rule = ols.DynamicLossScale(growth_interval=1)
-  *_, last = metrics_after(rule, skip=True)
-  assert last["loss_scale"] == 2.0**15 and last["requested_skips"] == 3
-
-
-def in_bfloat16():
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(growth_interval=1))
+def metrics_in_bfloat16():
+  tx = ols.loss_scaling(optax.sgd(0.1), AT_ONCE)
   schedule = ols.PrecisionSchedule(jnp.bfloat16, until_step=9)
   step = schedule.make_train_step(lambda params: jnp.sum(params**2), tx)
   carry = jnp.ones(2), tx.init(jnp.ones(2)), schedule.init()
-  for _ in range(2):
+  for _ in range(3):
     *carry, _ = step(*carry)
-  last = ols.loss_scale_metrics(carry[1])
-  assert last["applied_steps"] == 2 and last["loss_scale"] == 2.0**15
+  return ols.loss_scale_metrics(carry[1])
 
 
+AT_ONCE = ols.DynamicLossScale(growth_interval=1)
+CEILING = ols.DynamicLossScale(max_scale=2.0**15, growth_interval=1)
+FLOOR = ols.DynamicLossScale(min_scale=2.0**14)
+# A run, and the metrics that show the cause.
 CAUSES = {
-  "the run is shorter": too_short,
-  "the rule is `None`": switched_off,
-  "`FixedLossScale`": fixed,
-  "the loop throws the state away": thrown_away,
-  "S may not grow": at_the_ceiling,
-  "every step overflows": at_the_floor,
-  "`skip=` skips every step": skipped_on_request,
-  "it trains in bfloat16": in_bfloat16,
+  "the run is shorter": (
+    lambda: metrics_after(ols.DynamicLossScale()),
+    {"loss_scale": 2.0**15, "applied_steps": 3, "skipped_steps": 0},
+  ),
+  "the rule is `None`": (
+    lambda: metrics_after(None, jnp.nan),
+    {"loss_scale": 1, "headroom": jnp.nan},
+  ),
+  "`FixedLossScale`": (
+    lambda: metrics_after(ols.FixedLossScale(512.0), jnp.inf),
+    {"loss_scale": 512, "stalled": True},
+  ),
+  "the loop throws the state away": (
+    lambda: metrics_after(ols.DynamicLossScale(), keep=False),
+    {"applied_steps": 1},
+  ),
+  "S may not grow": (
+    lambda: metrics_after(CEILING),
+    {"loss_scale": 2.0**15, "headroom": np.log2(65504)},
+  ),
+  "every step overflows": (
+    lambda: metrics_after(FLOOR, jnp.nan),
+    {"loss_scale": 2.0**14, "stalled": True, "consecutive_skips": 3},
+  ),
+  "`skip=` skips every step": (
+    lambda: metrics_after(AT_ONCE, skip=True),
+    {"loss_scale": 2.0**15, "requested_skips": 3},
+  ),
+  "it trains in bfloat16": (
+    metrics_in_bfloat16,
+    {"loss_scale": 2.0**15, "applied_steps": 3},
+  ),
 }
 
 
@@ -277,7 +254,10 @@ def test_the_table_has_these_causes():
 
 @pytest.mark.parametrize("begins", CAUSES)
 def test_the_cause_shows_in_the_metrics(begins):
-  CAUSES[begins]()
+  make, expected = CAUSES[begins]
+  metrics = make()
+  found = {name: metrics[name] for name in expected}
+  jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
 # Recorded runs.
@@ -307,41 +287,3 @@ def test_a_recorded_run_prints_what_is_shown(
   opt_state, _ = jax.lax.scan(step, tx.init(jnp.float32(0)), amax)
   run(title, opt_state=opt_state, rule=rule)
   assert capsys.readouterr().out in documents.blocks(PAGE, "text")
-
-
-def replayed(log2_amax, bad, rule):
-  """Returns the steps on which a rule overflows, from 1."""
-  step = np.arange(1, len(log2_amax) + 1)
-  history = ols.instruments.History(
-    step=step,
-    loss_scale=np.ones(step.size, np.float32),
-    amax=np.float32(np.where(bad, np.nan, 2.0**log2_amax)),
-    overflow=bad,
-  )
-  found = ols.instruments.replay(rule, history)
-  return step[found.history.overflow], found
-
-
-def test_the_causes_of_other_distances_are_those_of_the_table():
-  clean, none = np.full(600, -2.0), np.zeros(600, bool)
-  interval = {"growth_interval": 100}
-  # The first S was too large.
-  lost, _ = replayed(clean, none, ols.DynamicLossScale(2.0**21))
-  assert lost.tolist() == [1, 2, 3, 4]
-  # S tries the next power of two.
-  lost, found = replayed(clean, none, ols.DynamicLossScale(**interval))
-  assert np.diff(lost).tolist() == [101, 101]
-  # A bad batch, far below the largest S.
-  bad = none.copy()
-  bad[[40, 60]] = True
-  lost, found = replayed(clean, bad, ols.DynamicLossScale(**interval))
-  assert lost[:2].tolist() == [41, 61]
-  assert found.history.loss_scale[60] == 2.0**14
-  # Every step is NaN: S falls and falls, and stalls at its floor.
-  bad = np.arange(600) >= 150
-  lost, found = replayed(clean, bad, ols.DynamicLossScale(**interval))
-  assert lost.tolist() == list(range(151, 601))
-  assert found.stalled_steps > 400
-  # A fixed S cannot react.
-  _, found = replayed(clean, none, ols.FixedLossScale(2.0**20))
-  assert found.stalled_steps == found.lost_steps == 600

@@ -4,6 +4,7 @@ They are run at several S, to see whether it is true. S is a power of 16, so
 that its fourth root scales a result exactly.
 """
 
+import collections
 import functools
 import re
 from typing import Any
@@ -104,26 +105,17 @@ OPERATIONS = {
   "s tanh": jnp.tanh,
   "s log": lambda x: jnp.log(jnp.abs(x)),
   "s floor": jnp.floor,
-  "s round": lax.round,
-  "s softplus": jax.nn.softplus,
   "s relu": jax.nn.relu,
-  "s leaky": jax.nn.leaky_relu,
   "s plus 1": lambda x: x + 1,
-  "s times": lambda x: x * 3,
-  "s over": lambda x: 2 / x,
   "s to float16": lambda x: x.astype(jnp.float16),
   "s through float16": lambda x: x.astype(jnp.float16).astype(jnp.float32),
-  "s to int": lambda x: jnp.clip(x, -99, 99).astype(jnp.int32),
   "s to int at once": lambda x: x.astype(jnp.int32),
   "s to bool": lambda x: x.astype(bool),
-  "s nan_to_num": jnp.nan_to_num,
   "s clip": lambda x: jnp.clip(x, -1, 1),
   "s from 0": lambda x: jnp.maximum(x, 0),
-  "s above tiny": lambda x: jnp.maximum(jnp.abs(x), 1e-8),
   "s bits": lambda x: lax.bitcast_convert_type(
     lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), jnp.float32
   ),
-  "s frexp": lambda x: jnp.frexp(x.astype(jnp.float32))[0],
   "ss add": lambda x, y: x + y,
   "ss sub": lambda x, y: x - y,
   "ss mul": lambda x, y: x * y,
@@ -135,10 +127,8 @@ OPERATIONS = {
   "ss atan2": jnp.arctan2,
   "sf atan2": jnp.arctan2,
   "ss rem": lax.rem,
-  "ss hypot": lambda x, y: jnp.sqrt(x * x + y * y),
   # Comparisons and choices.
   "ss gt": lambda x, y: x > y,
-  "s ge a number": lambda x: x >= 1,
   "s gt 0": lambda x: x > 0,
   "ss eq": lambda x, y: x == y,
   "s finite": jnp.isfinite,
@@ -156,29 +146,22 @@ OPERATIONS = {
   "s reshape": lambda x: full(x).reshape(2, -1),
   "s back": lambda x: full(x).reshape(2, 8).reshape(SIZE, SIZE),
   "s turned": lambda x: full(x).reshape(2, 8).T.reshape(SIZE, SIZE),
-  "s rev": lambda x: lax.rev(full(x), (0,)),
   "s roll": lambda x: jnp.roll(full(x), 1, 0),
-  "s tile": lambda x: jnp.tile(full(x), (2, 1))[1:5],
   "s pad": lambda x: lax.pad(
     full(x), jnp.zeros((), x.dtype), ((1, -1, 0), (0, 0, 0))
   ),
-  "sf pad": lambda x, y: jnp.pad(full(x)[1:3], 1, constant_values=2)[:, :4],
   "s slice": lambda x: full(x)[:, 1:3].sum(1, keepdims=True),
   "ss concatenate": lambda x, y: jnp.concatenate([full(x)[:3], full(y)[:1]]),
   "s with ones": lambda x: jnp.concatenate(
     [full(x)[:3], jnp.ones((1, SIZE), x.dtype)]
   ),
   "ss stack": lambda x, y: jnp.stack([full(x), full(y)])[0],
-  "s split": lambda x: jnp.concatenate(jnp.split(full(x), 2, 1)[::-1], 1),
   "s gather": lambda x: full(x)[PERMUTATION],
   "s gather columns": lambda x: full(x)[:, PERMUTATION],
   "s gather filled": lambda x: (
     full(x).at[np.array([0, 9, 1, 2])].get(mode="fill", fill_value=1)
   ),
   "si take": lambda x, i: full(x).take(i % SIZE).reshape(i.shape),
-  "s take along": lambda x: jnp.take_along_axis(
-    full(x), jnp.argsort(full(x), 1), 1
-  ),
   "sf take by rank": lambda x, y: full(y)[jnp.argmax(full(x).sum(1))][None],
   "si dynamic_slice": lambda x, i: lax.dynamic_slice_in_dim(
     full(x), i.ravel()[0], 1
@@ -186,35 +169,27 @@ OPERATIONS = {
   "ss update_slice": lambda x, y: lax.dynamic_update_slice(
     full(x), full(y)[:1, :2].astype(x.dtype), (1, 1)
   ),
-  "ss set": lambda x, y: full(x).at[2].set(full(y)[1]),
+  "ss set": lambda x, y: full(x).at[2].set(full(y)[1].astype(x.dtype)),
   "s set to a number": lambda x: full(x).at[:, 2].set(1),
-  "ss added": lambda x, y: full(x).at[PERMUTATION[:2]].add(full(y)[:2]),
-  "s multiplied": lambda x: full(x).at[1].multiply(full(x)[0]),
-  "ss largest": lambda x, y: full(x).at[1].max(full(y)[0]),
-  "s applied": lambda x: full(x).at[1].apply(lambda y: y * y),
+  "ss added": (
+    lambda x, y: full(x).at[PERMUTATION[:2]].add(full(y)[:2].astype(x.dtype))
+  ),
+  "ss largest": lambda x, y: full(x).at[1].max(full(y)[0].astype(x.dtype)),
   "s sort": lambda x: jnp.sort(full(x), 0),
   "s sort columns": lambda x: jnp.sort(full(x), 1),
   "sf sort by": lambda x, y: [*lax.sort((full(x), full(y)), dimension=0)],
-  "s argsort": lambda x: jnp.argsort(full(x), 0),
   "s argmax": lambda x: jnp.argmax(full(x), 0, keepdims=True),
-  "s argmin of all": lambda x: jnp.argmin(full(x)),
   "s top_k": lambda x: lax.top_k(full(x), SIZE),
-  "s top_k of members": lambda x: lax.top_k(full(x).T, SIZE)[0].T,
   # Sums and products.
   "s sum": lambda x: full(x).sum(),
-  "s mean": lambda x: full(x).mean(1, keepdims=True),
   "s sum of rows": lambda x: full(x).sum(0, keepdims=True),
   "s largest": lambda x: full(x).max(1, keepdims=True),
   "s prod": lambda x: full(x).prod(1, keepdims=True),
-  "s norm": lambda x: jnp.sqrt(jnp.sum(full(x) ** 2)),
   "s cumsum": lambda x: jnp.cumsum(full(x), 1),
   "s cumsum down": lambda x: jnp.cumsum(full(x), 0),
   "s cumprod": lambda x: jnp.cumprod(full(x), 1),
   "s cummax": lambda x: lax.cummax(full(x), 1),
-  "s logsumexp": lambda x: jax.nn.logsumexp(full(x), 1, keepdims=True),
   "s normalized": lambda x: full(x) / jnp.abs(full(x)).sum(),
-  "s softmax": lambda x: jax.nn.softmax(full(x)),
-  "s layer norm": lambda x: jax.nn.standardize(full(x)),
   "ss dot": lambda x, y: full(x) @ full(y),
   "sf dot": lambda x, y: full(x) @ full(y).T,
   "fs dot": lambda x, y: full(x) @ full(y),
@@ -251,15 +226,9 @@ OPERATIONS = {
   "sf gradient": lambda x, y: jax.grad(
     lambda y: jnp.sum(full(x) * jnp.tanh(full(y)))
   )(y),
-  "s gradient of a loss": lambda x: jax.grad(
-    lambda x: jnp.sum(identity(x) ** 2 * jax.nn.relu(x))
-  )(full(x)),
   "sf gradient of choices": lambda x, y: jax.grad(
     lambda y: jnp.sum(full(x) * jnp.sort(full(y)) + doubled(full(x) * y).max())
   )(full(y)),
-  "ss vmap": lambda x, y: jax.vmap(lambda a, b: a @ jnp.outer(b, b))(
-    full(x), full(y)
-  ),
   "s vmap of a sum": lambda x: jax.vmap(lambda a: a / a.sum())(full(x)),
   "bss cond": lambda b, x, y: lax.cond(
     b.any(), lambda: full(x).astype(jnp.float32), lambda: 2.0 * full(y)
@@ -355,20 +324,15 @@ OPERATIONS = {
   "f scanned": lambda x: scanned(lambda c, r: (c, (r, c)), full(x)[0], full(x))[
     1
   ][0],
-  "f looped": lambda x: lax.fori_loop(0, 3, lambda i, c: c.T.T, full(x)),
   "f barrier": lambda x: lax.optimization_barrier((x, x * 2))[0],
   "f zeros": lambda x: jnp.zeros_like(x) * x,
   "f inf": lambda x: jnp.full_like(x, np.inf),
-  "f ones": lambda x: jnp.full((SIZE, SIZE), 1.5, x.dtype).max(
-    0, keepdims=True
-  ),
   "f numbers": lambda x: jnp.maximum(jnp.float32(1), jnp.float32(np.nan)),
   "i numbers": lambda i: jnp.int32(2**31 - 1) + jnp.int32(1),
   "f number to int": lambda x: (
     jnp.full_like(x, 300).astype(jnp.uint8).astype(jnp.int32)
   ),
   "f inf to int": lambda x: jnp.full_like(x, np.inf).astype(jnp.int32),
-  "i counted": lambda i: jnp.sum(jnp.full((SIZE, SIZE), 3)),
 }
 # These compile to programs for several devices, which takes longer.
 BETWEEN_DEVICES = {
@@ -407,7 +371,8 @@ class Made(NamedTuple):
 
 
 class Program(NamedTuple):
-  kind: str
+  number: int
+  names: tuple[str, ...]
   jaxpr: Any
   made: list[Made]
   # The inputs and the values at each S.
@@ -429,7 +394,7 @@ def draw(rng, kind):
     np.bool_(rng.random() < 0.5),
   ]
   scales = SCALES[kind]
-  return [[k, grown * (k[:, None] if k.ndim else k), *rest] for k in scales]
+  return [[k, grown * column(k), *rest] for k in scales]
 
 
 def compose(rng, names, made):
@@ -492,16 +457,37 @@ def compose(rng, names, made):
   return program
 
 
-def program_of(number, names):
+def traced(number, names):
+  """Returns a program's jaxpr, what it makes, and its inputs at each S."""
   rng = np.random.default_rng(number)
-  kind = "SV"[number % 2]
-  inputs = draw(rng, kind)
+  inputs = draw(rng, "SV"[number % 2])
   made: list[Made] = []
   with np.errstate(all="ignore"):
     jaxpr = jax.make_jaxpr(compose(rng, names, made))(*inputs[0])
-    run = jax.jit(core.jaxpr_as_fun(jaxpr))
-    values = [[*map(np.asarray, run(*x))] for x in inputs]
-  return Program(kind, jaxpr, made, inputs, values)
+  return jaxpr, made, inputs
+
+
+def evaluate(jaxpr, inputs):
+  """Returns a jaxpr's results; JAX compiles its operations one by one, once."""
+  with np.errstate(all="ignore"):
+    return [*map(np.asarray, core.jaxpr_as_fun(jaxpr)(*inputs))]
+
+
+def program_of(number, names):
+  jaxpr, made, inputs = traced(number, names)
+  values = [evaluate(jaxpr, x) for x in inputs]
+  return Program(number, tuple(names), jaxpr, made, inputs, values)
+
+
+@functools.cache
+def values_at_inf(number, names):
+  """Returns the values of a program whose scaled data are all inf."""
+  jaxpr, _, (inputs, *_) = traced(number, names)
+  if "while[" in str(jaxpr):
+    return []  # With an inf it may run for ever.
+  return evaluate(
+    jaxpr, [inputs[0], np.copysign(np.inf, inputs[1]), *inputs[2:]]
+  )
 
 
 @functools.cache
@@ -521,20 +507,29 @@ def programs(count, seed=0):
 # ---- The facts found about the values of a program, and the truth.
 
 
-def claims(program):
+def claims(number, jaxpr):
   """Returns what the interpreter says of each value of a program."""
-  axes = tuple(range(program.jaxpr.in_avals[0].ndim))
-  degree = _degrees.of((_degrees.Symbol(program.kind, 0), axes))
+  axes = tuple(range(jaxpr.in_avals[0].ndim))
+  kind = "SV"[number % 2]
+  degree = _degrees.of((_degrees.Symbol(kind, 0), axes))
   of_scale = frozenset([_values.Fact("scale", "state")])
   inputs = [
     _values.Value(identity=_values.Identity(i), facts=frozenset([_values.DATA]))
-    for i in range(len(program.jaxpr.in_avals))
+    for i in range(len(jaxpr.in_avals))
   ]
   scale = _values.Scale("state", "old")
   inputs[0] = inputs[0].but(degree=degree, scale=scale, facts=of_scale)
   of_data = _values.Fact("scale", "data")
   inputs[1] = inputs[1].but(degree=degree).marked(*of_scale, of_data)
-  return _interpret.Interpreter([]).run(program.jaxpr, inputs)
+  return _interpret.Interpreter([]).run(jaxpr, inputs)
+
+
+def is_power_known(number, name):
+  """Returns whether the result of one operation is said to be a power of S."""
+  jaxpr, made, _ = traced(number, [name])
+  results = zip(made, claims(number, jaxpr), strict=True)
+  degrees = [x.degree for operation, x in results if operation.name == name]
+  return any(isinstance(x, tuple) and x for x in degrees)
 
 
 def factor_of(degree, ratio, ndim):
@@ -622,24 +617,11 @@ def error(program, i, said):
   return None
 
 
-class Tally(NamedTuple):
-  """Counts of the facts about the values of programs."""
-
-  errors: list[str]
-  powers: int
-  any: int
-  identities: int
-  constants: int
-  # Of degrees that are surely unknown: all, and those that are powers of S.
-  unknown: int
-  unchanged: int
-
-
 def judge(program):
-  """Returns the errors in what is said of a program, and counts."""
-  errors, counts = [], dict.fromkeys(Tally._fields[1:], 0)
+  """Returns the errors in what is said of a program, and counts of facts."""
+  errors, counts = [], collections.Counter()
   tainted: set[int] = set()
-  for i, said in enumerate(claims(program)):
+  for i, said in enumerate(claims(program.number, program.jaxpr)):
     made = program.made[i]
     is_lost = any(is_extreme(x[i]) for x in program.values)
     if is_lost or tainted & {*made.sources}:
@@ -657,31 +639,30 @@ def judge(program):
       # Values that are made of it are wrong as well.
       tainted.add(i)
       errors.append(f"[{made.name}] value {i} {wrong}: {said}")
-  return Tally(errors, **counts)
+  return errors, counts
+
+
+_PASSES_INF = ("div", "rem", "over what is 0", "fori of turns")
+_PRODUCTS = ("mul", "times", "dot", "einsum", "conv")
 
 
 def hidden(program):
   """Returns what is said to be inf or NaN if scaled data are, but is not."""
-  if "while[" in str(program.jaxpr):
-    return []  # With an inf it may run for ever.
-  inputs = [*program.inputs[0]]
-  inputs[1] = np.copysign(np.inf, inputs[1])
   # LAPACK, which may be last, takes no inf.
-  count = len(program.made) - (program.made[-1].name in LAST)
-  run = core.jaxpr_as_fun(program.jaxpr)
-  values = jax.jit(lambda *inputs: run(*inputs)[:count])(*inputs)
+  values = values_at_inf(program.number, program.names[:-1])
   errors, tainted = [], set()
-  said_of = claims(program)[:count]
-  for i, (said, x) in enumerate(zip(said_of, values, strict=True)):
+  saids = claims(program.number, program.jaxpr)
+  for i, (said, x) in enumerate(zip(saids, values, strict=False)):
     made = program.made[i]
     is_known = not isinstance(said.degree, _degrees.Unknown)
     is_data = "data" in said.scales
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     shows = not np.isfinite(x).all() if is_float else True
-    # A mask of the data may leave anything out, and a quotient is taken for
-    # that of a value and its norm.
+    # A mask of the data may leave anything out. A quotient is taken for that of
+    # a value and its norm, a product for one that shows what a factor shows.
     kinds, _, name = made.name.partition(" ")
-    is_exempt = "b" in kinds or name in ("div", "rem")
+    is_exempt = "b" in kinds or name in _PASSES_INF
+    is_exempt |= name in _PRODUCTS and any(saids[x].lost for x in made.sources)
     if is_exempt or tainted & {*made.sources}:
       tainted.add(i)
     elif is_known and is_data and not said.lost and not shows:
