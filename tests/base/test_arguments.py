@@ -117,7 +117,7 @@ def test_an_integer_beyond_int32_in_a_tree_is_refused(take):
       take(number)
 
 
-# What an error shows ----------------------------------------------------------
+# Texts of errors ----------------------------------------------------------
 
 LONG = {
   "a text": "x" * 10**6,
@@ -196,22 +196,11 @@ def test_a_traced_value_is_shown_by_its_shape_and_dtype(trace):
   trace(check)
 
 
-def test_a_traced_value_on_an_explicit_mesh_is_shown():
-  # JAX cannot print some of these.
-  def check(x):
-    assert "float32" in arguments.shown(x) or "f32" in arguments.shown(x)
-    return x
-
-  with jax.set_mesh(support.make_mesh("Explicit", data=1)):
-    x = jax.device_put(jnp.ones(3), support.SPREAD)
-    jax.grad(lambda x: jnp.sum(check(x)))(x)
-
-
 LOSS = lambda params, batch=1.0: jnp.sum(params["w"]) * batch  # noqa: E731
 PARAMS = {"w": jnp.ones(3)}
 TX = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
 OPT_STATE = TX.init(PARAMS)
-# What is right for an argument that is not the one in question.
+# Good values for the other arguments.
 RIGHT = {
   "inner": optax.sgd(0.1),
   "rule": ols.DynamicLossScale(),

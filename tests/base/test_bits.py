@@ -219,18 +219,6 @@ def test_one_array_of_a_mesh_is_enough_to_reshape_none(sharded):
   assert reductions(arrays, "cpu") == ["64x200", "64x200", "2"]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_an_accelerator_groups_where_no_sharding_can_hide(monkeypatch, devices):
-  monkeypatch.setattr(jax, "device_count", lambda: devices)
-  mesh = support.make_mesh(data=1)
-  alone = jax.NamedSharding(mesh, jax.P())
-  seen = [jax.device_put(jnp.ones((64, 200)), alone)] * 2
-  assert reductions(seen, "cuda") == ["64x200", "1"]
-  one_unseen = [seen[0], jnp.ones((64, 200))]
-  groups = ["64x200", "1"] if devices == 1 else ["64x200", "64x200", "2"]
-  assert reductions(one_unseen, "cuda") == groups
-
-
 def test_nothing_to_group_needs_no_second_program():
   for arrays in ([jnp.ones(())] * 3, [jnp.ones(()), jnp.zeros(())]):
     assert "cond" not in str(jax.make_jaxpr(_bits.amax)(arrays))

@@ -51,20 +51,6 @@ def test_an_operation_is_clamped_where_it_overflows_or_is_undefined(name):
       np.testing.assert_array_equal(np.abs(got), LARGEST)
 
 
-@pytest.mark.parametrize("name", operations.OF_ARRAYS)
-def test_an_operation_of_several_elements_is_clamped(name):
-  operation, columns = operations.OF_ARRAYS[name], operations.draw(name)
-  got = jax.jit(jax.vmap(emulate_saturation(operation.call)))(*columns)
-  for result, *example in zip(got, *columns, strict=True):
-    with np.errstate(invalid="ignore"):
-      truth = operation.truth(*[x.astype(float) for x in example])
-    truth = np.where(np.isnan(truth), 0, np.clip(truth, -LARGEST, LARGEST))
-    if name != "cumsum":  # Of which x * 200 is clamped as well.
-      np.testing.assert_allclose(result, truth, rtol=2e-3)
-    where = operations.overflows(name, example)
-    np.testing.assert_array_equal(np.abs(result)[where], LARGEST)
-
-
 # Control flow and devices -----------------------------------------------------
 
 
@@ -239,7 +225,7 @@ def test_forward_mode_is_an_error_and_its_remedy_works():
   assert_same_bits(tangent, clamp(x * clamp(jnp.exp(x))))
 
 
-# What a function may do -------------------------------------------------------
+# Unusual functions ------------------------------------------------------------
 
 
 def test_closed_over_arrays_are_differentiated():

@@ -181,19 +181,6 @@ def test_other_properties_are_read_off_the_outputs(name, faked):
     assert faked(name, difference=difference)[0].widened is (share == 1)
 
 
-@pytest.mark.parametrize("dropped", [0, 1, 2])
-def test_a_nan_that_any_maximum_drops_is_reported(
-  dropped, monkeypatch, outputs
-):
-  maxima = [np.float32(np.nan)] * 3
-  for is_kept in (True, False):
-    changed = {**outputs, "maxima": tuple(maxima)}
-    device = jax.devices()[0]
-    monkeypatch.setattr(_probe, "_run", lambda *_, x=changed, d=device: (d, x))
-    assert ols.hardware.probe().max_keeps_nan is is_kept
-    maxima[dropped] = np.float32(1)
-
-
 def test_only_a_float8_may_be_rejected(emulated, seen):
   original = _probe._compute
 

@@ -1,6 +1,6 @@
-"""Which check sees which overflow, in every leaf and on every device.
+"""The table of overflows and the checks that see them.
 
-docs/checks.md shows this table, to answer "which check do I need?".
+docs/checks.md shows this table.
 """
 
 import functools

@@ -35,8 +35,8 @@ class Operation(NamedTuple):
   """One elementwise operation."""
 
   call: Callable[..., jax.Array]
-  # Its value for Python floats. It raises ValueError or ZeroDivisionError where
-  # there is none, and OverflowError beyond float64.
+  # Returns the value for Python floats. It raises ValueError or
+  # ZeroDivisionError if there is no value, and OverflowError beyond float64.
   truth: Callable[..., float]
   arity: int = 1
   # For which inputs JAX is accurate.
@@ -208,7 +208,7 @@ def situations(name, saturating=False):
   limit = LARGEST if saturating else math.inf
   rows = columns.T.astype(float).tolist()
   found = np.array([_situation(operation.truth, x, limit) for x in rows])
-  # Where there is no value, some operations have a convention, such as 1.
+  # Some operations return 1, say, by convention, although there is no value.
   is_finite = np.isfinite(operation.call(*columns))
   found[(found == UNDEFINED) & is_finite] = None
   draw = np.random.default_rng(0).choice
@@ -266,7 +266,7 @@ OF_ARRAYS = {
 
 
 def draw(name, count=40):
-  """Returns examples for `OF_ARRAYS`: powers of two, of which some are inf."""
+  """Returns examples for `OF_ARRAYS`: powers of two, and some -inf."""
   rng = np.random.default_rng(0)
   numbers = np.float16([0.5, 1.0, 128.0, 256.0, -np.inf])
   return [

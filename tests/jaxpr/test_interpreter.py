@@ -86,11 +86,6 @@ def outputs_of_every_kind(x):
   )
 
 
-def dropped_outputs(x):
-  jnp.linalg.qr(SQUARE)
-  return lax.top_k(x, 2)[1]
-
-
 def random_numbers(x):
   key, other = jax.random.split(jax.random.key(3))
   with jax.threefry_partitionable(False):
@@ -112,11 +107,9 @@ def wide_inside(x):
 
 
 FUNCTIONS = {
-  "complex numbers": lambda x: lax.complex(x, -x) * (1 + 2j),
   "derivatives": jax.grad(lambda x: jnp.sum(eleven(x) + seven(x) * x)),
-  "dropped outputs": dropped_outputs,
   "integers": lambda x: (jnp.argsort(x), x.astype(jnp.int8) + 1, x > 0),
-  "linear solve": lambda x: jnp.linalg.solve(SQUARE, x),
+  "dropped outputs": lambda x: (jnp.linalg.qr(SQUARE), lax.top_k(x, 2))[1][1],
   "loops and branches": loops_and_branches,
   "nested jit": nested_jit,
   "no elements": lambda x: (x[:0], jnp.sum(x[:0]), jnp.zeros((0, 3)) @ x),
@@ -139,15 +132,6 @@ def test_an_evaluated_function_has_the_same_values_and_types(name):
   assert support.describe(shapes) == support.describe(expected_shapes)
 
 
-def test_float64_and_float0_stay_as_they_are():
-  with jax.enable_x64(True):
-    x, zero = jnp.arange(3.0) / 3, np.zeros(3, jax.dtypes.float0)
-    got = evaluated(lambda x, zero: (x + 1 / 3, 2, zero))(x, zero)
-    assert [str(y.dtype) for y in got[:2]] == ["float64", "int64"]
-    assert got[0].tolist() == (x + 1 / 3).tolist()
-    assert got[2].dtype == jax.dtypes.float0
-
-
 @pytest.mark.parametrize("rule", [interpreter.bind, inline])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_custom_derivative_rules_are_still_used(wrap, rule):
@@ -155,12 +139,6 @@ def test_custom_derivative_rules_are_still_used(wrap, rule):
     inner = evaluated(lambda x, f=function: jnp.sum(wrap(f)(x)), rule)
     assert jax.grad(inner)(X).tolist() == [slope] * 3
     assert jax.jit(jax.grad(inner))(X).tolist() == [slope] * 3
-
-
-def test_custom_vmap_rules_are_still_used():
-  function = support.with_vmap(jnp.sin, lambda x: x * 5)
-  batched = jax.vmap(evaluated(function))(jnp.stack([X, X]))
-  assert batched.tolist() == jnp.stack([X * 5] * 2).tolist()
 
 
 def test_a_rule_is_asked_once_per_equation_in_order_and_its_results_are_read():
@@ -177,7 +155,7 @@ def test_a_rule_is_asked_once_per_equation_in_order_and_its_results_are_read():
   assert got.tolist() == (X * -19).tolist()
 
 
-# What surrounds an operation --------------------------------------------------
+# Contexts of operations -------------------------------------------------------
 
 
 def op_names(function):
@@ -263,22 +241,6 @@ def test_a_shard_map_is_evaluated_from_outside_and_from_inside(check_vma):
   inside = support.on_each_device(evaluated(function), out_specs, check_vma)
   assert_same_bits(inside(x), expected)
   assert_same_bits(jax.jit(inside)(x), expected)
-
-
-def test_explicit_shardings_and_automatic_axes_are_kept():
-  with jax.set_mesh(support.make_mesh("Explicit")):
-    x = jax.device_put(jnp.ones((8, 3)), jax.P("data", None))
-
-    def function(x):
-      automatic = jax.sharding.auto_axes(
-        jnp.negative, out_sharding=jax.P("data", None)
-      )
-      return automatic(x), jax.reshard(x, jax.P(None, None)) * 2
-
-    got = jax.jit(evaluated(function))(x)
-    expected = jax.jit(function)(x)
-  assert [y.sharding for y in got] == [y.sharding for y in expected]
-  assert_same_bits(got, expected)
 
 
 # Recordings -------------------------------------------------------------------
