@@ -89,6 +89,12 @@ def test_a_flag_that_is_not_a_bool_is_refused(value):
     ols.DynamicLossScale(skip=value)
 
 
+def test_a_warning_names_the_nearest_power_of_two_at_the_users_line():
+  with pytest.warns(ols.WiringWarning, match=r"take 1024\.0") as caught:
+    ols.FixedLossScale(1000.0)
+  assert caught[0].filename == __file__
+
+
 STATE = ols.rules.HeadroomLossScale().init()
 SCHEDULE = ols.PrecisionSchedule("float16", until_loss=1.0)
 
@@ -117,7 +123,7 @@ def test_an_integer_beyond_int32_in_a_tree_is_refused(take):
       take(number)
 
 
-# Texts of errors ----------------------------------------------------------
+# Texts of errors --------------------------------------------------------------
 
 LONG = {
   "a text": "x" * 10**6,

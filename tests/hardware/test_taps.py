@@ -39,7 +39,7 @@ def measure(loss, x=X, zero=ZERO):
   return jax.jit(jax.grad(loss, 1))(x, zero)
 
 
-# Identity --------------------------------------------------------------------
+# Identity ---------------------------------------------------------------------
 
 
 @each_tap
@@ -54,7 +54,7 @@ def test_values_and_their_gradients_pass_unchanged(name):
   np.testing.assert_array_equal(jax.jit(jax.grad(loss))(X, ZERO), BAD)
 
 
-# Measurements ----------------------------------------------------------------
+# Measurements -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

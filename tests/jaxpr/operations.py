@@ -245,7 +245,7 @@ def _total(axes):
 
 
 OF_ARRAYS = {
-  "dot_general": _product("ij,jk->ik", (3, 6), (6, 4)),
+  "dot_general": _product("ij,jkl->ikl", (3, 6), (6, 2, 2)),
   "dot_general, batched": _product("ibj,jbk->bik", (3, 2, 6), (6, 2, 4)),
   "dot_general, two axes": _product("ijc,kjc->ik", (3, 6, 2), (4, 6, 2)),
   "dot_general, to a scalar": _product("jc,jc->", (6, 2), (6, 2)),

@@ -139,7 +139,7 @@ def test_a_selected_update_is_update_and_then_where(name, wrap):
   assert support.describe(shapes) == support.describe(plain_shapes)
 
 
-# Positions of the selects ----------------------------------------------------
+# Positions of the selects -----------------------------------------------------
 
 
 def count(jaxpr, name):
