@@ -1,227 +1,131 @@
-"""The arguments of the rules: what is refused, and how the error says it."""
+"""Checks of arguments: what is refused, and how the error shows it."""
 
 import fractions
+import inspect
 import math
 import re
+import traceback
+import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import checkpoints
+from optax_lossscale import experimental
+from optax_lossscale import hardware
+from optax_lossscale import instruments
+from optax_lossscale import nnx
+from optax_lossscale import plot
+from optax_lossscale import presets
+from optax_lossscale import rules
+from optax_lossscale._base import arguments
 from tests import support
 
 
 def _refused(error, name, value):
-  """Expects an error that names the argument and tells what it got."""
+  """Expects an error that names the argument and shows what it got."""
   match = rf"(?s)(?=.*`{name}`)(?=.*got .*{re.escape(repr(value))})"
   return pytest.raises(error, match=match)
 
 
-_FLOATS = [
-  "init_scale",
-  "growth_factor",
-  "backoff_factor",
-  "min_scale",
-  "max_scale",
-]
-_INTEGERS = ["growth_interval", "hysteresis"]
-_NOT_FINITE = [math.nan, math.inf, -math.inf]
-_NOT_FLOATS = ["2.0", None, True, np.True_, 1j, np.complex64(2), [2.0]]
-_NOT_FLOATS += [np.timedelta64(5, "s"), np.array(b"8"), bytearray(b"8")]
-_NOT_INTEGERS = ["2", None, True, np.True_, 1.5, 2.0, [2]]
+# Numbers ----------------------------------------------------------------------
 
-
-_INNER, _RULE = optax.identity(), ols.FixedLossScale()
-_STATE = ols.rules.HeadroomLossScale().init()
-_SCHEDULE = ols.PrecisionSchedule("float16", until_loss=1.0)
-_FRACTION = fractions.Fraction(10**400)
-
-
-@pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -2.0])
-def test_a_growth_factor_of_one_or_less_is_refused(value):
-  with _refused(ValueError, "growth_factor", value):
-    ols.DynamicLossScale(growth_factor=value)
-
-
-@pytest.mark.parametrize("value", [1.0, 2.0, 0.0, -0.5])
-def test_a_backoff_factor_outside_zero_and_one_is_refused(value):
-  with _refused(ValueError, "backoff_factor", value):
-    ols.DynamicLossScale(backoff_factor=value)
-
-
-def test_a_growth_factor_that_float32_rounds_to_one_is_refused():
-  with _refused(ValueError, "growth_factor", 1.00000001):
-    ols.DynamicLossScale(growth_factor=1.00000001)
-
-
-def test_a_backoff_factor_that_float32_rounds_to_one_is_refused():
-  with _refused(ValueError, "backoff_factor", 0.99999999):
-    ols.DynamicLossScale(backoff_factor=0.99999999)
-
-
-def test_a_growth_factor_beyond_float32_is_refused():
-  with _refused(ValueError, "growth_factor", 1e39):
-    ols.DynamicLossScale(growth_factor=1e39)
-
-
-def test_a_backoff_factor_that_float32_rounds_to_zero_is_refused():
-  with _refused(ValueError, "backoff_factor", 1e-50):
-    ols.DynamicLossScale(backoff_factor=1e-50)
-
-
-@pytest.mark.parametrize("name, value", support.pairs(_INTEGERS, [0, -1]))
-def test_a_count_below_one_is_refused(name, value):
-  with _refused(ValueError, name, value):
-    ols.DynamicLossScale(**{name: value})
-
-
-@pytest.mark.parametrize("name", _INTEGERS)
-def test_a_count_beyond_int32_is_refused(name):
-  with _refused(ValueError, name, 2**31):
-    ols.DynamicLossScale(**{name: 2**31})
+# Values of the right type that are refused, for each argument of a rule. Some
+# are out of bounds only in float32.
+OUT_OF_BOUNDS = {
+  "growth_factor": [1.0, 0.5, 0.0, -2.0, 1.00000001, 1e39, math.nan],
+  "backoff_factor": [1.0, 2.0, 0.0, -0.5, 0.99999999, 1e-50, math.nan],
+  "growth_interval": [0, -1, 2**31],
+  "hysteresis": [0, -1, 2**31],
+  "min_scale": [0.0, -0.0, -1.0, 2.0**-127, 2.0**-149, 4.0, -math.inf],
+  "max_scale": [0.5, 2.0**128, math.inf, math.nan],
+  "init_scale": [0.0, -2.0, 0.25, 8.0, math.inf],
+}
+WRONG_TYPES = ["2.0", None, True, np.True_, 1j, np.complex64(2), [2.0]]
+WRONG_TYPES += [np.timedelta64(5, "s"), np.array(b"8"), bytearray(b"8")]
 
 
 @pytest.mark.parametrize(
-  "name, value", support.pairs(_INTEGERS, _NOT_INTEGERS), ids=support.name
+  ("name", "value"),
+  [(name, x) for name, values in OUT_OF_BOUNDS.items() for x in values],
 )
-def test_a_count_that_is_not_an_integer_is_refused(name, value):
-  with _refused(TypeError, name, value):
-    ols.DynamicLossScale(**{name: value})
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0])
-def test_a_floor_of_zero_or_less_is_refused(value):
-  with _refused(ValueError, "min_scale", value):
-    ols.DynamicLossScale(min_scale=value)
-
-
-@pytest.mark.parametrize("value", [2.0**-127, 2.0**-149, 2.0**-200])
-def test_a_floor_that_float32_holds_as_a_subnormal_is_refused(value):
-  with _refused(ValueError, "min_scale", value):
-    ols.DynamicLossScale(min_scale=value)
-
-
-@pytest.mark.parametrize("value", [2.0**128, 2.0**200])
-def test_a_cap_beyond_float32_is_refused(value):
-  with _refused(ValueError, "max_scale", value):
-    ols.DynamicLossScale(max_scale=value)
-
-
-@pytest.mark.parametrize("value", [0.5, 8.0, 0.0, -2.0])
-def test_an_initial_scale_outside_the_bounds_is_refused(value):
-  with _refused(ValueError, "init_scale", value):
-    ols.DynamicLossScale(value, min_scale=1.0, max_scale=4.0)
-
-
-@pytest.mark.parametrize("value", [2.0**-15, 2.0**127])
-def test_an_initial_scale_outside_the_default_bounds_is_refused(value):
-  with _refused(ValueError, "init_scale", value):
-    ols.DynamicLossScale(value)
-
-
-def test_a_floor_above_the_cap_is_refused():
-  with _refused(ValueError, "min_scale", 4.0):
-    ols.DynamicLossScale(2.0, min_scale=4.0, max_scale=1.0)
-
-
-@pytest.mark.parametrize("name, value", support.pairs(_FLOATS, _NOT_FINITE))
-def test_a_number_that_is_not_finite_is_refused(name, value):
+def test_a_number_out_of_bounds_is_refused(name, value):
+  bounds = {"init_scale": 1.0, "min_scale": 0.5, "max_scale": 2.0}
   with _refused(ValueError, name, value):
-    ols.DynamicLossScale(**{name: value})
+    ols.DynamicLossScale(**bounds | {name: value})
 
 
-@pytest.mark.parametrize("name", _FLOATS)
-def test_an_integer_beyond_every_float_is_refused(name):
+@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
+def test_a_value_of_the_wrong_type_is_refused(name):
+  more = [1.5, 2.0] if name in ("growth_interval", "hysteresis") else []
+  for value in [*WRONG_TYPES, *more]:
+    with _refused(TypeError, name, value):
+      ols.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
+def test_an_integer_of_any_length_is_refused(name):
   with pytest.raises(ValueError, match=f"`{name}`"):
     ols.DynamicLossScale(**{name: 10**400})
-
-
-def test_a_traced_argument_is_refused():
-  with pytest.raises(TypeError, match="`init_scale`"):
-    jax.jit(lambda scale: ols.DynamicLossScale(scale).init())(8.0)
-
-
-@pytest.mark.parametrize(
-  "name, value", support.pairs(_FLOATS, _NOT_FLOATS), ids=support.name
-)
-def test_a_value_that_is_not_a_number_is_refused(name, value):
-  with _refused(TypeError, name, value):
-    ols.DynamicLossScale(**{name: value})
-
-
-@pytest.mark.parametrize(
-  "rule, value",
-  support.pairs(
-    [ols.DynamicLossScale, ols.FixedLossScale], [0, 1, "yes", None]
-  ),
-)
-def test_a_skip_that_is_not_a_bool_is_refused(rule, value):
-  with _refused(TypeError, "skip", value):
-    rule(skip=value)
-
-
-@pytest.mark.parametrize(
-  "value", [0.0, -1.0, *_NOT_FINITE, 2.0**-127, 2.0**128]
-)
-def test_a_fixed_scale_that_is_no_normal_float32_is_refused(value):
-  with _refused(ValueError, "scale", value):
-    ols.FixedLossScale(value)
-
-
-@pytest.mark.parametrize("value", _NOT_FLOATS, ids=support.name)
-def test_a_fixed_scale_that_is_not_a_number_is_refused(value):
-  with _refused(TypeError, "scale", value):
-    ols.FixedLossScale(value)
-
-
-@pytest.mark.parametrize("scale", [support.SMALLEST, support.LARGEST])
-def test_a_fixed_scale_at_the_ends_of_the_range_is_allowed(scale):
-  assert ols.FixedLossScale(scale).init().loss_scale == scale
-
-
-@pytest.mark.parametrize("name", [*_FLOATS, *_INTEGERS])
-def test_an_integer_that_python_does_not_write_is_refused(name):
   with pytest.raises(ValueError, match=f"`{name}` .*of more than 4300 digits"):
     ols.DynamicLossScale(**{name: 10**30000})
 
 
-@pytest.mark.parametrize(
-  "number", [10**400, -(10**30000), _FRACTION], ids=["int", "huge", "fraction"]
-)
+def test_a_fixed_scale_must_be_a_normal_float32():
+  for value in (0.0, -1.0, 2.0**-127, 2.0**128, math.nan, math.inf):
+    with _refused(ValueError, "scale", value):
+      ols.FixedLossScale(value)
+  for scale in (support.SMALLEST, support.LARGEST):
+    assert ols.FixedLossScale(scale).init().loss_scale == scale
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", None])
+def test_a_flag_that_is_not_a_bool_is_refused(value):
+  with _refused(TypeError, "skip", value):
+    ols.DynamicLossScale(skip=value)
+
+
+def test_a_warning_names_the_nearest_power_of_two_at_the_users_line():
+  with pytest.warns(ols.WiringWarning, match=r"take 1024\.0") as caught:
+    ols.FixedLossScale(1000.0)
+  assert caught[0].filename == __file__
+
+
+STATE = ols.rules.HeadroomLossScale().init()
+SCHEDULE = ols.PrecisionSchedule("float16", until_loss=1.0)
+
+
 @pytest.mark.parametrize(
   "take",
   [
-    lambda x: ols.DynamicLossScale(growth_factor=-x),
-    lambda x: ols.rules.HeadroomLossScale().update(_STATE, False, amax=x),
-    lambda x: _SCHEDULE.update(_SCHEDULE.init(), loss=x),
-    lambda x: ols.presets.accelerate_train_mode("fast|loss", target_loss=x),
+    lambda x: ols.rules.HeadroomLossScale().update(STATE, False, amax=x),
+    lambda x: SCHEDULE.update(SCHEDULE.init(), loss=x),
     lambda x: ols.experimental.scale_cotangent(1.0, x),
   ],
 )
-def test_a_number_beyond_every_float_is_refused(take, number):
-  with pytest.raises(ValueError, match="finite in float32, got"):
-    take(number)
+def test_a_number_beyond_every_float_is_refused(take):
+  for number in (10**400, -(10**30000), fractions.Fraction(10**400)):
+    with pytest.raises(ValueError, match="finite in float32, got"):
+      take(number)
 
 
-@pytest.mark.parametrize(
-  "number", [2**31, -(2**63), 10**400, 10**30000], ids=int.bit_length
-)
 @pytest.mark.parametrize(
   "take",
-  [
-    lambda x: ols.unscale({"w": x}, 8.0),
-    ols.instruments.leaf_stats,
-    lambda x: ols.instruments.swallowed_share(1.0, x),
-  ],
+  [lambda x: ols.unscale({"w": x}, 8.0), ols.instruments.leaf_stats],
 )
-def test_an_integer_beyond_int32_in_a_tree_is_refused(take, number):
-  with pytest.raises(ValueError, match="in a tree must fit into .*, got"):
-    take(number)
+def test_an_integer_beyond_int32_in_a_tree_is_refused(take):
+  for number in (2**31, -(2**63), 10**400, 10**30000):
+    with pytest.raises(ValueError, match="in a tree must fit into .*, got"):
+      take(number)
 
 
-_LONG = {
+# Texts of errors --------------------------------------------------------------
+
+LONG = {
   "a text": "x" * 10**6,
   "an integer": 10**4000,
   "a list": [0.5] * 10**5,
@@ -230,38 +134,168 @@ _LONG = {
 }
 
 
-@pytest.mark.parametrize("value", _LONG.values(), ids=_LONG.keys())
-@pytest.mark.parametrize(
-  "refuse",
-  [
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
+def test_an_error_shows_the_beginning_of_what_is_long(value):
+  inner, rule = optax.identity(), ols.FixedLossScale()
+  for refuse in (
     lambda x: ols.DynamicLossScale(growth_interval=x),
     lambda x: ols.DynamicLossScale(x, skip=x),
-    lambda x: ols.DynamicLossScale(skip=x),
-    lambda x: ols.loss_scaling(x, _RULE),
-    lambda x: ols.loss_scaling(_INNER, x),
-    lambda x: ols.loss_scaling(_INNER, _RULE, check=x),
-    lambda x: ols.loss_scaling(_INNER, _RULE, axis_name=[x, None]),
-    lambda x: ols.get_policy(x),
-    lambda x: ols.PrecisionSchedule(x, until_step=1),
-    lambda x: ols.presets.accelerate_train_mode(x),
-    lambda x: ols.autocast(abs, level=x),
+    lambda x: ols.loss_scaling(x, rule),
+    lambda x: ols.loss_scaling(inner, x),
+    lambda x: ols.loss_scaling(inner, rule, axis_name=[x, None]),
+    ols.get_policy,
+    ols.presets.accelerate_train_mode,
     lambda x: ols.autocast(abs, overrides=x),
     lambda x: ols.autocast(abs, dtype=x),
-    lambda x: ols.saturated(x),
-    lambda x: ols.presets.from_state_dict(x, {}),
+    ols.saturated,
     lambda x: ols.presets.from_state_dict("flax", {"scale": x}),
-    lambda x: ols.presets.megatron(refill=x),
-    lambda x: ols.rules.HeadroomLossScale(headroom=x),
-  ],
-)
-def test_an_error_repeats_the_beginning_of_what_is_long(refuse, value):
-  with pytest.raises((TypeError, ValueError)) as error:
-    refuse(value)
-  assert len(str(error.value)) < 600
+  ):
+    with pytest.raises((TypeError, ValueError)) as error:
+      refuse(value)
+    assert len(str(error.value)) < 600
 
 
 def test_a_long_array_is_shown_with_its_shape():
   with pytest.raises(
     TypeError, match=r"(?s)got Array.*\.\.\. \(shape \(900,\)\)"
   ):
-    ols.FixedLossScale(jax.numpy.zeros(900))
+    ols.FixedLossScale(jnp.zeros(900))
+
+
+# Traced values ----------------------------------------------------------------
+
+TRANSFORMATIONS = {
+  "jit": lambda fun, x: jax.jit(fun)(x),
+  "grad": lambda fun, x: jax.grad(fun)(x),
+  "vmap": lambda fun, x: jax.vmap(fun)(jnp.stack([x, x])),
+}
+
+
+@pytest.fixture(params=TRANSFORMATIONS)
+def trace(request):
+  """Calls a function with a traced float32[]."""
+
+  def call(function):
+    def as_loss(x):
+      function(x)
+      return x
+
+    TRANSFORMATIONS[request.param](as_loss, jnp.float32(1.5))
+
+  return call
+
+
+def test_a_traced_value_is_shown_by_its_shape_and_dtype(trace):
+  def check(x):
+    assert arguments.shown(x) == "a traced float32[]"
+    assert arguments.shown(jnp.stack([x, x])) == "a traced float32[2]"
+    assert arguments.kind_of(x) == "jax.Array"
+    text = arguments.shown({"a": (x, 1), "b": [x]}, 1000)
+    assert text.count("Traced(") >= 2 and "Tracer" not in text
+    with pytest.raises(TypeError) as error:
+      ols.DynamicLossScale(growth_interval=x)
+    assert str(error.value) == (
+      "`growth_interval` must be an integer number of steps, got a traced "
+      "float32[] of type jax.Array."
+    )
+
+  trace(check)
+
+
+LOSS = lambda params, batch=1.0: jnp.sum(params["w"]) * batch  # noqa: E731
+PARAMS = {"w": jnp.ones(3)}
+TX = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+OPT_STATE = TX.init(PARAMS)
+# Good values for the other arguments.
+RIGHT = {
+  "inner": optax.sgd(0.1),
+  "rule": ols.DynamicLossScale(),
+  "fun": LOSS,
+  "step": LOSS,
+  "opt_state": OPT_STATE,
+  "bare_state": OPT_STATE,
+  "tx": TX,
+  "text": "fast|step|0.5",
+  **dict.fromkeys(
+    ["params", "updates", "tree", "new", "old", "scaled_grads"], PARAMS
+  ),
+}
+MODULES = (
+  ols,
+  checkpoints,
+  experimental,
+  hardware,
+  instruments,
+  nnx,
+  plot,
+  presets,
+  rules,
+)
+FUNCTIONS = {
+  f"{module.__name__}.{name}": getattr(module, name)
+  for module in MODULES
+  for name in getattr(module, "__all__", vars(module))
+  if getattr(getattr(module, name), "__module__", "").startswith("optax_loss")
+  if name[0] != "_" and callable(getattr(module, name))
+  if name != "WiringWarning"
+}
+
+
+def error_of(function, *args, **kwargs):
+  """Returns what a function returns, and the text of our error if it raises."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      return function(*args, **kwargs), ""
+  except Exception as error:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return None, str(error) if "optax_lossscale" in last.filename else ""
+
+
+def errors_with(x):
+  """Yields what public functions say to a traced value, by their names."""
+  for name, function in FUNCTIONS.items():
+    parameters = [
+      each
+      for each in inspect.signature(function).parameters.values()
+      if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    for wrong in parameters:
+      for value in (x, {"w": x}, (x, x)):
+        kwargs = {
+          each.name: RIGHT.get(each.name, 1)
+          for each in parameters
+          if each.default is each.empty
+        } | {wrong.name: value}
+        args = [
+          kwargs.pop(each.name)
+          for each in parameters
+          if each.kind is each.POSITIONAL_ONLY
+        ]
+        made, text = error_of(function, *args, **kwargs)
+        yield f"{name}({wrong.name}=)", text
+        if inspect.isfunction(made):
+          for args in ((x,), (PARAMS,), (PARAMS, x)):
+            yield f"{name}({wrong.name}=)()", error_of(made, *args)[1]
+  for i in range(3):
+    args = [PARAMS, OPT_STATE, PARAMS]
+    args[i] = x
+    yield f"update, {i}", error_of(TX.update, *args)[1]
+  for value in ((x, x), {"w": x}, [x], jnp.stack([x, x]), x.astype(int)):
+    for has_aux in (False, True):
+      function = ols.scaled_value_and_grad(
+        lambda _, value=value: value, OPT_STATE, has_aux=has_aux
+      )
+      yield "loss", error_of(function, PARAMS)[1]
+
+
+def test_no_error_has_a_name_from_inside_jax(trace):
+  found = []
+
+  def check(x):
+    found.extend(errors_with(x))
+
+  trace(check)
+  assert sum(text != "" for _, text in found) > 100
+  wrong = [x for x in found if re.search(r"Tracer|ArrayImpl", x[1])]
+  assert wrong == []

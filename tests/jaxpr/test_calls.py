@@ -1,4 +1,4 @@
-"""Every primitive of the table, looked into by all who look into programs."""
+"""Every reader of programs looks into every primitive that holds a jaxpr."""
 
 import functools
 
@@ -31,7 +31,7 @@ def called(primitive):
   return lambda f: functools.partial(call, f)
 
 
-# A program around a function, once for each primitive: it does what that does.
+# For each primitive, a program around a function that does the same.
 PROGRAMS = {
   primitives.call_p.name: called(primitives.call_p),
   primitives.closed_call_p.name: called(primitives.closed_call_p),
@@ -58,7 +58,7 @@ PROGRAMS = {
   ),
 }
 
-# They are nothing but the function.
+# These do nothing but call the function.
 TRANSPARENT = ("jit", primitives.call_p.name, primitives.closed_call_p.name)
 
 each_primitive = pytest.mark.parametrize("name", PROGRAMS)
@@ -66,8 +66,14 @@ each_primitive = pytest.mark.parametrize("name", PROGRAMS)
 
 @jax.named_scope("hidden")
 def hidden(x):
-  """Overflows where nobody sees it who looks at the result alone."""
+  """Overflows, although its result is finite."""
   return 1 / (x * x + 1)
+
+
+def equation_of(function, *args):
+  """Returns the one equation that a function is recorded as."""
+  (equation,) = jax.make_jaxpr(function)(*args).eqns
+  return equation
 
 
 def test_every_primitive_of_the_table_has_a_program():
@@ -75,47 +81,62 @@ def test_every_primitive_of_the_table_has_a_program():
 
 
 @each_primitive
-def test_the_program_of_a_primitive_has_it(name):
-  names = [
-    x.primitive.name for x in jax.make_jaxpr(PROGRAMS[name](hidden))(X).eqns
+def test_only_plain_calls_are_transparent(name):
+  (call,) = [
+    equation
+    for equation in jax.make_jaxpr(PROGRAMS[name](jnp.sin))(X).eqns
+    if equation.primitive.name in PROGRAMS
   ]
-  assert [x for x in names if x in PROGRAMS] == [name]
+  assert call.primitive.name == name
+  body = calls.transparent_body(call)
+  assert (body is not None) == (name in TRANSPARENT)
+  if body is not None:
+    assert [equation.primitive.name for equation in body.eqns] == ["sin"]
+
+
+@pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
+def test_a_jitted_function_that_places_any_of_its_values_stays_a_call(side):
+  sharding = jax.NamedSharding(MESH, jax.P())
+  function = jax.jit(lambda *xs: xs, **{side: (None, sharding)})
+  assert calls.transparent_body(equation_of(function, X, X)) is None
+
+
+def test_the_values_that_loops_carry_are_found():
+  def scan(x, y, xs):
+    return lax.scan(lambda c, z: ((c[0] + x, c[1] * y), z + x), (x, y), xs)
+
+  def loop(x, y, z):
+    return lax.while_loop(
+      lambda c: c[0] < x, lambda c: (c[0] + y, c[1] * y), (z, z)
+    )
+
+  assert calls.carried(equation_of(scan, 1.0, 2.0, X)) == range(2, 4)
+  assert calls.carried(equation_of(loop, 1.0, 2.0, 3.0)) == range(2, 4)
 
 
 @each_primitive
-def test_autocast_lowers_the_product_inside(name):
-  low = ols.autocast(PROGRAMS[name](lambda x: x @ jnp.eye(4)))
-  x = np.asarray(X, np.float32)
-  # The precision of a solver is a part of it.
-  dtype = "float32" if name == "custom_linear_solve" else "float16"
-  assert mixed.dtypes_of(low, "dot_general", x) == {dtype}
-  np.testing.assert_array_equal(low(x), x)
-
-
-@each_primitive
-def test_float_status_sees_the_overflow_inside(name):
-  status = jax.jit(ols.hardware.float_status(PROGRAMS[name](hidden)))
-  result, counts = status(X)
+def test_every_reader_of_programs_sees_the_operation_inside(name):
+  function = PROGRAMS[name](hidden)
+  result, counts = jax.jit(ols.hardware.float_status(function))(X)
   assert np.all(np.isfinite(result))
   devices = np.sum(np.max(X, axis=1) > 255)  # Each has a row.
   assert counts.overflow == (devices if name == "shard_map" else 1)
-  assert status(X / 2)[1] == (0, 0)
-
-
-@each_primitive
-def test_emulated_saturation_clamps_inside(name):
-  result = jax.jit(ols.hardware.emulate_saturation(PROGRAMS[name](hidden)))(X)
+  place = ols.instruments.where_overflow(function)(X)
+  assert (place.operation, place.layer) == ("mul", "hidden")
+  assert place.elements == np.sum(X > 255)
+  assert place.iterations == ((0,) if name in ("scan", "while") else ())
+  result = jax.jit(ols.hardware.emulate_saturation(function))(X)
   square = np.minimum(X.astype(np.float32) ** 2, 65504).astype(np.float16)
   np.testing.assert_array_equal(result, 1 / (square + np.float16(1)))
   assert np.all(result > 0)
 
 
 @each_primitive
-def test_where_overflow_names_the_operation_inside(name):
-  place = ols.instruments.where_overflow(PROGRAMS[name](hidden))(X)
-  assert (place.operation, place.layer) == ("mul", "hidden")
-  assert place.elements == np.sum(X > 255)
-  assert place.iterations == ((0,) if name in ("scan", "while") else ())
+def test_autocast_lowers_the_product_inside(name):
+  low = ols.autocast(PROGRAMS[name](lambda x: x @ jnp.eye(4)))
+  # The precision of a solver is a part of it.
+  dtype = "float32" if name == "custom_linear_solve" else "float16"
+  assert mixed.dtypes_of(low, "dot_general", np.float32(X)) == {dtype}
 
 
 @each_primitive
@@ -138,6 +159,6 @@ def test_select_at_definition_is_update_and_then_where(name):
     assert to_bits(got[1]) == to_bits(want[1])
     if not bad:
       assert to_bits(got) == to_bits(want)
-  # Where nothing is lost with the equation, it is evaluated in place.
+  # Only a plain call is evaluated in place.
   names = [x.primitive.name for x in jax.make_jaxpr(at_once)(True, X).eqns]
   assert ("sin" in names) == (name in TRANSPARENT)
