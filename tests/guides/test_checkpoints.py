@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest

@@ -1,4 +1,4 @@
-"""docs/guides/reinforcement_learning.md: a program that prints what it shows."""
+"""docs/guides/reinforcement_learning.md: it prints what it shows."""
 
 import functools
 import re
