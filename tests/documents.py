@@ -192,7 +192,7 @@ class Page:
 
 @contextlib.contextmanager
 def reading(path, without=None, **names):
-  """Yields a page, all blocks of which must have run at the end.
+  """Yields a page, and then asserts that all its blocks have run.
 
   A page that imports nothing itself gets the usual modules, and a small
   training: what such pages leave to their reader.
@@ -268,7 +268,7 @@ def _python_blocks(text):
 
 
 def _no_code(text):
-  """Returns text of the same length with code blanked: `#` is no heading."""
+  """Returns text of the same length with code blanked, since `#` also begins comments."""
   return re.sub(
     r"```.*?```", lambda match: " " * len(match[0]), text, flags=re.DOTALL
   )

@@ -91,7 +91,7 @@ def store_outputs(path):
   notebook = nbformat.read(path, as_version=4)
   with tempfile.TemporaryDirectory() as folder:
     run(notebook, pathlib.Path(folder))
-  # What is left out depends on the environment.
+  # The other entries depend on the environment.
   notebook.metadata = {
     "kernelspec": {
       "display_name": "Python 3",

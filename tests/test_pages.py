@@ -28,7 +28,7 @@ def test_the_lines_on_the_front_page_are_a_step():
 
 def test_gradient_error_is_measured_as_the_page_shows():
   with documents.reading("docs/does_it_matter.md") as page:
-    # What the page shows is of a large model.
+    # The page shows the output for a large model.
     printed = page.run(compare=False)
     assert printed.startswith("Gradient in float16, compared with float32\n")
 

@@ -1,4 +1,4 @@
-"""docs/guides/clipping.md: where the clip stands decides what it sees."""
+"""docs/guides/clipping.md: a clip inside the wrapper sees true gradients."""
 
 import re
 

@@ -61,7 +61,7 @@ def test_a_step_stores_the_amax_of_the_batch_in_linen_and_in_nnx():
 
 def test_an_overflow_that_the_layer_clips_is_seen_in_its_history():
   page = begin()
-  # A bias is no part of the FP8 product, so its gradient would show the inf.
+  # The FP8 product leaves a bias out, so its gradient would show the inf.
   layer = page["model"].clone(use_bias=False)
   state = ols.linen.TrainState.create(
     # Together with S, the factor makes the layer's gradients inf.
