@@ -30,7 +30,7 @@ ALL = "\n".join(PAGES.values())
 # Arguments of the old lines without a counterpart in a preset.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
-# The old lines need other systems. The tests of presets run their sections.
+# The old lines need other systems, and tests of presets run their sections.
 NOT_RUN = (
   r'<tr valign="top"><td>.*?</td><td>|\n## (?:'
   + "|".join(PRESETS)

@@ -1,4 +1,4 @@
-"""docs/guides/clipping.md: a clip inside the wrapper sees true gradients."""
+"""docs/guides/clipping.md: a clip inside sees true gradients."""
 
 import re
 
