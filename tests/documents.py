@@ -268,7 +268,7 @@ def _python_blocks(text):
 
 
 def _no_code(text):
-  """Returns text of the same length with code blanked, since `#` also begins comments."""
+  """Returns text of the same length, without the `#` that code has."""
   return re.sub(
     r"```.*?```", lambda match: " " * len(match[0]), text, flags=re.DOTALL
   )
