@@ -91,7 +91,7 @@ def store_outputs(path):
   notebook = nbformat.read(path, as_version=4)
   with tempfile.TemporaryDirectory() as folder:
     run(notebook, pathlib.Path(folder))
-  # What is left out depends on the environment.
+  # The other entries depend on the environment.
   notebook.metadata = {
     "kernelspec": {
       "display_name": "Python 3",
@@ -104,34 +104,24 @@ def store_outputs(path):
 
 
 @each_notebook
-def test_a_notebook_is_valid_and_short_and_begins_with_prose(path):
+def test_a_notebook_is_short_begins_with_prose_and_ends_with_an_assertion(path):
   notebook = nbformat.read(path, as_version=4)
   nbformat.validate(notebook)
   assert len(notebook.cells) <= 25
   assert notebook.cells[0].cell_type == "markdown"
-
-
-@each_notebook
-def test_the_last_cell_asserts(path):
-  last = nbformat.read(path, as_version=4).cells[-1]
+  last = notebook.cells[-1]
   assert last.cell_type == "code"
   assert re.search(r"^assert\b", last.source, flags=re.MULTILINE)
 
 
 @each_notebook
-def test_what_is_stored_was_run_in_order(path):
+def test_what_is_stored_was_run_in_order_without_errors_and_warnings(path):
   cells = code_cells(nbformat.read(path, as_version=4))
-  assert [cell.execution_count for cell in cells] == [
-    1 + i for i in range(len(cells))
-  ]
-
-
-@each_notebook
-def test_neither_errors_nor_warnings_are_stored(path):
-  for cell in code_cells(nbformat.read(path, as_version=4)):
-    for output in cell.outputs:
-      assert output.output_type != "error"
-      assert output.get("name") != "stderr"
+  counts = [cell.execution_count for cell in cells]
+  assert counts == list(range(1, len(cells) + 1))
+  for output in (x for cell in cells for x in cell.outputs):
+    assert output.output_type != "error"
+    assert output.get("name") != "stderr"
 
 
 # MindSpore's classes, to be copied from the notebook.
@@ -160,17 +150,6 @@ def line_model(x=1.0, **arguments):
     **arguments,
   )
   return model, (jnp.full((2, 3), x), jnp.zeros((2, 3)))
-
-
-def test_train_takes_its_arguments_in_mindspores_order():
-  model, batch = line_model()
-  seen = []
-  history = model.train(2, [batch] * 3, [lambda *args: seen.append(args)])
-  assert history["loss"].shape == (6,)
-  assert [args[:2] for args in seen] == [
-    (epoch, step) for epoch in (1, 2) for step in (1, 2, 3)
-  ]
-  assert [args[2]["loss"] for args in seen] == history["loss"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -203,28 +182,6 @@ def test_the_loss_monitor_ends_a_run_unless_the_step_was_skipped(capsys):
   with pytest.raises(ValueError, match="In epoch 1, step 1 the loss is inf"):
     model.train(1, [batch], [monitor])
   assert not capsys.readouterr().out
-
-
-def test_a_train_step_of_ones_own_trains_in_the_model():
-  model = of_mindspores_notebook("Model")["Model"](
-    lambda params, count, x: (params - x, count + 1, {"loss": jnp.sum(x)}),
-    params=jnp.ones(2),
-    opt_state=jnp.int32(0),
-  )
-  history = model.train(2, [(jnp.ones(2),), (jnp.zeros(2),)])
-  assert history["loss"].tolist() == [2, 0, 2, 0]
-  assert (model.params.tolist(), model.opt_state) == ([-1, -1], 4)
-
-
-def test_a_repeated_dataset_has_as_many_passes_in_an_epoch():
-  dataset = of_mindspores_notebook("Dataset")["Dataset"]
-  images, labels = np.arange(70), np.eye(70)
-  repeated = list(dataset(images, labels, repeat=3))
-  once = dataset(images, labels)
-  single = [batch for _ in range(3) for batch in once]
-  assert [x.tolist() for x, _ in repeated] == [x.tolist() for x, _ in single]
-  assert len(repeated) == 3 * (70 // 32)
-  assert all((y.argmax(-1) == x).all() for x, y in repeated)
 
 
 def run_and_prove(notebook, folder):

@@ -1,13 +1,10 @@
-"""What docs/porting shows works as it stands there, and its numbers hold."""
+"""The code on the pages of docs/porting runs, and their tables hold."""
 
 import ast
-import contextlib
 import dataclasses
 import inspect
-import io
 import itertools
 import json
-import pathlib
 import re
 import time
 from types import SimpleNamespace
@@ -21,23 +18,27 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.presets.declaration import PRESETS
 from tests import documents
-from tests import reference
 from tests.autocast.programs import products
 from tests.presets import traces
+from tests.support import assert_same_bits
 
 PAGES = {
   path.stem: path.read_text()
   for path in sorted((documents.ROOT / "docs" / "porting").glob("*.md"))
 }
 ALL = "\n".join(PAGES.values())
-# What the old lines also set, and no preset does.
+# Arguments of the old lines without a counterpart in a preset.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
+# The old lines need other systems, and tests of presets run their sections.
+NOT_RUN = (
+  r'<tr valign="top"><td>.*?</td><td>|\n## (?:'
+  + "|".join(PRESETS)
+  + r"): .*?(?=\n## |\Z)"
+)
+
 # Sections that several tests read.
-EXAMPLE = "A Megatron run, continued"
-SATURATION = "Saturation mode: an overflow gives 65504"
 NPU = "NPULossScaleOptimizer in a train step"
-WATCHING = "Watching and tuning S"
 ACCELERATE = "accelerate_train_mode, TellMeStepOrLossHook: low precision first"
 MODEL = "amp_level in MindSpore's Model"
 KERAS = "A Keras 3 model in a JAX loop"
@@ -58,7 +59,7 @@ def block(title, words):
   return documents.block(page_with(title), title, words)
 
 
-# What follows the preset's name in its heading, and the page that has it.
+# The rest of each preset's heading, and the page that has it.
 HEADINGS = {
   name: (heading, stem)
   for stem, page in PAGES.items()
@@ -215,6 +216,9 @@ def linked():
   return {name: (text, stem, anchor) for text, name, stem, anchor in found}
 
 
+# The sections of presets ------------------------------------------------------
+
+
 @pytest.mark.parametrize("system", PRESETS)
 def test_a_preset_is_found_by_the_name_of_the_old_class(system):
   original = traces.load(system)["original"].split(".")[-1].rstrip("_")
@@ -236,47 +240,51 @@ def test_the_pages_have_each_preset_once_in_the_order_of_the_table():
     assert of_page == [name for name in linked() if name in of_page]
 
 
-@pytest.mark.parametrize("stem", [x for x in PAGES if x != "README"])
-def test_a_page_leads_to_the_train_step_at_once(stem):
-  title, introduction, *_ = PAGES[stem].split("\n\n")
-  assert re.fullmatch("# .*", title)
-  assert "(README.md#the-train-step)" in introduction
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_old_lines_have_the_arguments_and_find_the_dictionary(system):
+  new = keywords(statements(system, NEW)[0].value)
+  given = list(old_arguments(system))
+  assert given and given == [new] * len(given)
+
+  expected = raw = traces.saved_dict(system, recorded(system))
+  if system == "keras":  # Numbered there: the page gives them their names.
+    raw = traces.state_dict(recorded(system)["state_dict"])
+  names = checkpoint(system, raw)
+  # All but the constructors, which need the originals.
+  old = statements(system, OLD)
+  run([x for x in old if not getattr(x.value, "keywords", None)], names)
+  saved = dict(names["saved"])
+  assert (saved.pop("dtype", None) is not None) == ("deepspeed" in system)
+  assert saved == expected
+  run(statements(system, NEW)[1:], {"ols": ols, "saved": names["saved"]})
+  in_table = "".join([OLD[system], NEW[system]])
+  assert preset_section(system).count("```") == in_table.count("```")
 
 
-def test_every_block_is_run_or_parsed_by_a_test():
-  in_tables = "".join([*OLD.values(), *NEW.values()])
-  # tests/precision/test_policy.py runs this one.
-  covered = documents.blocks(section("Mixed precision: policies by name"))
-  covered += documents.blocks(section(EXAMPLE), "text")
-  covered += [
-    block(*(eval(ast.unparse(x)) for x in node.args))
-    for node in ast.walk(ast.parse(pathlib.Path(__file__).read_text()))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "block"
-    if node.args and not isinstance(node.args[0], ast.Starred)
-  ]
-  found = [
-    code
-    for language in ("python", "sh", "json", "text")
-    for code in documents.blocks(ALL, language)
-  ]
-  assert len(found) == ALL.count("```") / 2
-  for code in found:
-    assert code in in_tables or code in covered, code
-
-
-def parameters(system):
-  """Returns the defaults of a preset's arguments by their names."""
-  signature = inspect.signature(getattr(ols.presets, system))
-  return {name: x.default for name, x in signature.parameters.items()}
-
-
-@pytest.mark.parametrize("system", PRESETS)
-def test_a_preset_saves_the_keys_of_the_original(system):
-  names = {"ols": ols}
-  run(statements(system, NEW)[:1], names)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_new_lines_make_the_rule_and_read_what_the_original_saved(system):
+  recording = recorded(system)
+  names = {"ols": ols, "saved": traces.saved_dict(system, recording)}
+  fresh, resumed = statements(system, NEW)
+  run([fresh], names)
   rule = names["rule"]
-  saved = ols.presets.to_state_dict(rule, rule.init())
-  assert saved.keys() == traces.saved_dict(system, recorded(system)).keys()
+  assert rule.system == system and "state" not in names
+  run([resumed], names)
+  steps = len(recording["overflows"])
+  scale = traces.scales(recording["scales"], steps)[steps // 2 - 1]
+  if names["saved"]:
+    assert names["state"].loss_scale == np.float32(scale)
+
+  # A checkpoint of its own gives the rule of a fresh start.
+  names["saved"] = ols.presets.to_state_dict(rule, rule.init())
+  run([resumed], names)
+  assert (names["rule"].system, names["rule"].skip) == (system, rule.skip)
+  assert_same_bits(names["state"], rule.init())
+  # The first S is in the state by now, whatever the rule would start with.
+  machines = [names["rule"]._machine, rule._machine]
+  if hasattr(rule._machine, "init_scale"):
+    machines = [dataclasses.replace(x, init_scale=1e4) for x in machines]
+  assert machines[0] == machines[1]
 
 
 def notes(system):
@@ -284,46 +292,27 @@ def notes(system):
   return re.findall(r"`([^`]+)`", preset_section(system).split("</table>")[1])
 
 
-def test_megatrons_documented_hysteresis_is_an_argument_of_both_calls():
+def test_the_notes_on_megatron_are_code_for_both_calls():
   (added,) = [note for note in notes("megatron") if note.startswith("refill")]
-  overflows = [True, False, True, True, *[False] * 3, True, False, True, True]
-  scales = {}
-  for argument in ("", added):
-    fresh, resumed = [
-      ast.unparse(node).replace("hysteresis=2", f"hysteresis=2, {argument}")
-      for node in statements("megatron", NEW)
-    ]
-    model = reference.MODELS["megatron"](
-      initial_scale=65536.0, **eval(f"dict({argument})")
-    )
-    names = {"ols": ols}
-    exec(fresh, names)
-    state = names["rule"].init()
-    scales[argument] = []
-    for step, overflow in enumerate(overflows):
-      state = names["rule"].update(state, overflow)
-      model.update(overflow)
-      assert state.loss_scale == model.scale
-      scales[argument].append(float(model.scale))
-      if step == 2:  # From a checkpoint it goes on in the same way.
-        names["saved"] = ols.presets.to_state_dict(names["rule"], state)
-        exec(resumed, names)
-        state = names["state"]
-  assert scales[""] != scales[added]
-
-
-def test_megatrons_found_inf_moves_the_rule_in_its_own_shape():
   (line,) = [x for x in notes("megatron") if x.startswith("state = ")]
+  fresh, resumed = [
+    ast.unparse(node).replace("hysteresis=2", f"hysteresis=2, {added}")
+    for node in statements("megatron", NEW)
+  ]
   names = {"ols": ols}
-  run(statements("megatron", NEW)[:1], names)
+  exec(fresh, names)
   names["state"] = start = names["rule"].init()
   for found_inf in ([0.0], [1.0], [1.0]):
     names["found_inf"] = np.array(found_inf, np.float32)
     exec(line, names)
   assert names["state"].loss_scale == start.loss_scale / 2
-  assert jax.tree.map(jnp.shape, names["state"]) == jax.tree.map(
-    jnp.shape, start
-  )
+  names["saved"] = ols.presets.to_state_dict(names["rule"], names["state"])
+  exec(resumed, names)
+  assert added.replace('"', "'") in repr(names["rule"])
+  assert names["state"].loss_scale == start.loss_scale / 2
+
+
+# The tables that all systems share --------------------------------------------
 
 
 def test_the_names_in_configuration_files_are_of_arguments():
@@ -332,164 +321,23 @@ def test_the_names_in_configuration_files_are_of_arguments():
       assert re.match(r"`(\w+)`", argument)[1] in parameters(system)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_new_lines_make_the_preset_and_read_what_the_original_saved(system):
-  recording = recorded(system)
-  saved = traces.saved_dict(system, recording)
-  names = {"ols": ols, "saved": saved}
-  fresh, resumed = statements(system, NEW)
-  run([fresh], names)
-  assert names["rule"].system == system
-  assert "state" not in names
-  run([resumed], names)
-  assert names["rule"].system == system
-  steps = len(recording["overflows"])
-  scale = traces.scales(recording["scales"], steps)[steps // 2 - 1]
-  if saved:
-    assert names["state"].loss_scale == np.float32(scale)
+def parameters(system):
+  """Returns the defaults of a preset's arguments by their names."""
+  signature = inspect.signature(getattr(ols.presets, system))
+  return {name: x.default for name, x in signature.parameters.items()}
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_new_lines_have_the_arguments_of_the_old_ones(system):
-  new = keywords(statements(system, NEW)[0].value)
-  given = list(old_arguments(system))
-  assert given
-  assert given == [new] * len(given)
+def test_the_comparison_lists_each_trace_once():
+  table = cells(section("How this was compared"))
+  assert [row[0] for row in table] == [f"`{x}`" for x in traces.SYSTEMS]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_checkpoint_gives_the_rule_of_a_fresh_start(system):
-  names = {"ols": ols}
-  fresh, resumed = statements(system, NEW)
-  run([fresh], names)
-  rule = names["rule"]
-  names["saved"] = ols.presets.to_state_dict(rule, rule.init())
-  run([resumed], names)
-  assert names["rule"].skip == rule.skip
-  assert jax.tree.all(
-    jax.tree.map(jnp.array_equal, names["state"], rule.init())
-  )
-  # The first S is in the state by now, whatever the rule would start with.
-  machines = [names["rule"]._machine, rule._machine]
-  if hasattr(rule._machine, "init_scale"):
-    machines = [dataclasses.replace(x, init_scale=1e4) for x in machines]
-  assert machines[0] == machines[1]
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_old_lines_find_the_dictionary_in_the_checkpoint(system):
-  recording = recorded(system)
-  expected = traces.saved_dict(system, recording)
-  raw = expected
-  if system == "keras":  # Numbered there: the page gives them their names.
-    raw = traces.state_dict(recording["state_dict"])
-  names = checkpoint(system, raw)
-  # All but the constructors, which need the originals.
-  run(
-    (
-      node
-      for node in statements(system, OLD)
-      if not getattr(node.value, "keywords", None)
-    ),
-    names,
-  )
-  saved = dict(names["saved"])
-  assert (saved.pop("dtype", None) is not None) == ("deepspeed" in system)
-  assert saved == expected
-  _, resumed = statements(system, NEW)
-  run([resumed], {"ols": ols, "saved": names["saved"]})
-
-
-# Where the wrapper may be, as its state is then further inside.
-WRAPS = {
-  "alone": lambda tx: tx,
-  "recorded": lambda tx: ols.instruments.record(tx, capacity=100),
-  "chained": lambda tx: optax.chain(tx, optax.identity()),
-  "injected": lambda tx: optax.inject_hyperparams(lambda unused: tx)(unused=1),
-  "partitioned": lambda tx: optax.partition(
-    {"all": tx}, lambda params: jax.tree.map(lambda _: "all", params)
-  ),
-}
-wherever = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-
-
-def right_of(title, left):
-  """Returns the code on the right of a row that has some words on its left."""
-  (row,) = [x for x in cells_of_all(section(title)) if left in x[0]]
-  return re.findall(r"`([^`]+)`", row[1])
-
-
-def cells_of_all(text):
-  """Returns the rows of all Markdown tables in a text, heads included."""
-  lines = [line for line in text.splitlines() if line.startswith("| ")]
-  return [
-    [x.strip().replace("\\|", "|") for x in re.split(r"(?<!\\)\|", line)[1:-1]]
-    for line in lines
+def test_systems_for_reinforcement_learning_have_presets():
+  text = section("Systems for reinforcement learning")
+  rules = [
+    eval(x) for x in re.findall(r"`(ols\.presets[^`]*)` \|$", text, re.M)
   ]
-
-
-def run_train_step(wrap):
-  """Runs the page's train step once, and returns the names."""
-  text = block("The train step", "loss_scaling")
-  readme = documents.read("README.md")
-  text += re.search("^@jax.jit\ndef train_step.*?\n\n", readme, re.M | re.S)[0]
-  first = "tx = ols.loss_scaling(inner, rule)\n"
-  assert text.startswith(first)
-  rule = ols.presets.torch(init_scale=8.0)
-  names = {
-    "jax": jax,
-    "jnp": jnp,
-    "ols": ols,
-    "optax": optax,
-    "tx": wrap(ols.loss_scaling(optax.sgd(0.5), rule)),
-    "rule": rule,
-    "state": rule.init()._replace(loss_scale=jnp.float32(4.0)),
-    "params": jnp.ones(2),
-    "mixed_loss_fn": lambda params, batch: jnp.sum(params * batch),
-  }
-  exec(text.removeprefix(first), names)
-  result = names["train_step"](names["params"], names["opt_state"], jnp.ones(2))
-  return names | dict(zip(("params", "opt_state", "loss"), result, strict=True))
-
-
-@wherever
-def test_the_train_step_runs(wrap):
-  names = run_train_step(wrap)
-  opt_state = names["opt_state"]
-  assert names["loss"] == 2.0
-  assert jnp.all(names["params"] == 0.5)
-  assert ols.get_loss_scale(opt_state) == 4.0
-  opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(1024.0))
-  assert ols.get_loss_scale(opt_state) == 1024.0
-
-
-@wherever
-def test_s_is_set_and_read_in_the_loop_wherever_loss_scaling_is(wrap):
-  names = run_train_step(wrap)
-  structure = jax.tree.structure(names["opt_state"])
-  for line in right_of("The train step", "scaler.update(new_scale)"):
-    exec(line, names)
-  assert jax.tree.structure(names["opt_state"]) == structure
-  (read,) = right_of("The train step", "get_scale()")
-  assert eval(read, names) == 1024.0
-  saved = right_of("The train step", "scaler.state_dict()")[-1]
-  assert eval(saved, names)["scale"] == 1024.0
-
-
-@wherever
-def test_skipped_steps_are_seen_in_the_loop_wherever_loss_scaling_is(wrap):
-  names = run_train_step(wrap)
-  *_, names["opt_state"], _ = names["train_step"](
-    names["params"], names["opt_state"], jnp.array([1.0, jnp.inf])
-  )
-  overflow, *keys = right_of("The train step", "found_inf`, skipped")
-  assert eval(overflow, names)
-  metrics = overflow.removesuffix('["overflow"]')
-  assert [int(eval(metrics + key, names)) for key in keys] == [1, 1]
-  (applied, *_) = right_of(NPU, "`global_step`")
-  assert eval(applied, names) == 1
-  names["metrics"] = eval(metrics, names)
-  assert eval(right_of(NPU, "all steps")[0], names) == 2
+  assert [x.system for x in rules] == ["torch_sharded", "megatron", "deepspeed"]
 
 
 def test_what_the_pages_name_of_the_library_exists():
@@ -499,176 +347,6 @@ def test_what_the_pages_name_of_the_library_exists():
       value = getattr(value, name)
   for field in set(re.findall(r"\bopt_state\.(\w+)", ALL)):
     assert field in (*ols.LossScalingState._fields, "_replace")
-
-
-def test_the_worked_example_prints_what_the_page_shows():
-  example = block(EXAMPLE, "from_state_dict")
-  (shown,) = documents.blocks(section(EXAMPLE), "text")
-  printed = io.StringIO()
-  with contextlib.redirect_stdout(printed):
-    exec(example, {})
-  assert printed.getvalue() == shown
-
-
-OLD_LINES = "NPULossScaleOptimizer("
-NEW_LINES = "opt = ols.presets.npu_loss_scale_optimizer("
-
-
-def run_npu_lines(batches):
-  """Runs the lines for Ascend as one script, and returns its names."""
-
-  def loss_fn(params, batch):
-    return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
-
-  names = {
-    "jax": jax,
-    "jnp": jnp,
-    "ols": ols,
-    "optax": optax,
-    "opt": optax.sgd(0.5),
-    "params": jnp.zeros(()),
-    "loss_fn": loss_fn,
-    "batches": batches,
-  }
-  printed = io.StringIO()
-  with contextlib.redirect_stdout(printed):
-    exec(block(NPU, NEW_LINES), names)
-    exec(block(NPU, "def train_step"), names)
-    exec(block(WATCHING, "loss_scale_metrics"), names)
-  return names | {"printed": printed.getvalue()}
-
-
-def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
-  old = ast.parse(block(NPU, OLD_LINES)).body
-  new = ast.parse(block(NPU, NEW_LINES)).body
-  assert keywords(old[0].value) == keywords(new[0].value)
-  old_wrap, new_wrap = old[2].value, new[2].value
-  assert ast.unparse(old_wrap).removeprefix("NPULossScaleOptimizer(") in (
-    ast.unparse(new_wrap).replace(", axis_name='data'", "")
-  )
-
-
-@pytest.mark.slow
-def test_the_lines_for_ascend_train_and_count_how_often_s_drops():
-  names = run_npu_lines([jnp.ones(16)] * 100)
-  state = names["opt_state"]
-  # The gradient of each worker is S, finite in float16 up to 2**15, and each
-  # halving takes two skipped steps.
-  assert ols.get_loss_scale(state) == 2.0**15
-  assert (state.skipped_steps, state.applied_steps) == (34, 66)
-  assert names["params"] == -0.5 * 66
-  assert names["printed"].splitlines() == [
-    "S 32768, dropped 17 times",
-    "last step finite: True",
-    "applied 66",
-    "skipped 34",
-  ]
-
-
-@pytest.mark.slow
-def test_the_lines_for_ascend_skip_on_all_workers_if_one_saturates():
-  # Of two rows of a worker: with S = 2**15 their gradient is 65504, and that of
-  # the other workers and the mean of all are far below.
-  clean = jnp.ones(16)
-  saturated = clean.at[5].set(65504.0 / 2**14 - 1)
-  names = run_npu_lines([clean] * 35 + [saturated])
-  assert names["opt_state"].skipped
-  assert names["opt_state"].amax == 65504.0
-  assert names["opt_state"].applied_steps == 1
-
-
-def create_optimizer(*args, **kwargs):
-  """Calls the page's function of that name."""
-  names = {"ols": ols}
-  exec(block("The loss-scale flag of a BERT script", "create_optimizer"), names)
-  return names["create_optimizer"](*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-  ("flag", "use_fp16"),
-  [(1024.0, False), (0.5, False), (None, True), (-1, True)],
-)
-def test_the_flag_for_no_loss_scaling_gives_the_bare_optimizer(flag, use_fp16):
-  opt = optax.sgd(1.0)
-  assert create_optimizer(opt, flag, use_fp16) is opt
-  loss_fn = jnp.square
-  loss, grad = ols.scaled_value_and_grad(loss_fn, 1.0)(jnp.float32(3.0))
-  assert (loss, grad) == (9.0, 6.0)
-
-
-def test_the_flag_0_gives_a_dynamic_loss_scale():
-  tx = create_optimizer(optax.sgd(1.0), 0)
-  rule = ols.presets.npu_exponential(
-    init_loss_scale=2.0**32,
-    incr_every_n_steps=1000,
-    decr_every_n_nan_or_inf=2,
-    incr_ratio=2,
-    decr_ratio=0.5,
-  )
-  params = jnp.float32(0.0)
-  state, expected = tx.init(params), rule.init()
-  update, move = jax.jit(tx.update), jax.jit(rule.update)
-  for bad in [True, False, True, *[False] * 1001, True, True]:
-    # 65504: the check is that for hardware in saturation mode.
-    _, state = update(jnp.where(bad, 65504.0, 1.0), state, params)
-    expected = move(expected, bad)
-    assert ols.get_loss_scale(state) == expected.loss_scale
-  assert expected.loss_scale == 2.0**31
-
-
-@pytest.mark.parametrize("flag", [1, 1024.0])
-def test_the_flag_of_1_and_above_gives_a_fixed_loss_scale(flag):
-  tx = create_optimizer(optax.sgd(1.0), flag)
-  params = jnp.float32(0.0)
-  state = tx.init(params)
-  for gradient, skipped in ((8.0, False), (65504.0, True)):
-    updates, state = tx.update(jnp.float32(gradient), state, params)
-    assert ols.get_loss_scale(state) == flag
-    assert state.skipped == skipped
-    assert updates == (0.0 if skipped else -8.0 / flag)
-
-
-@pytest.mark.parametrize("flag", [0.5, -2, float("nan")])
-def test_any_other_flag_is_an_error(flag):
-  with pytest.raises(ValueError, match=f"^Invalid loss scale: {flag}$"):
-    create_optimizer(optax.sgd(1.0), flag)
-
-
-def test_the_flag_goes_together_with_is_distributed():
-  tx = create_optimizer(
-    optax.sgd(1.0), 8.0, is_distributed=True, axis_name="data"
-  )
-  state = tx.init(jnp.float32(0.0))
-  update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
-  assert jax.jit(update)(jnp.array([8.0, 65504.0])).tolist() == [0.0, 0.0]
-
-
-def test_the_comparison_lists_each_trace_once():
-  table = cells(section("How this was compared"))
-  assert [row[0] for row in table] == [f"`{x}`" for x in traces.SYSTEMS]
-
-
-def test_systems_for_reinforcement_learning_have_the_rules_of_their_scalers():
-  title = "Systems for reinforcement learning"
-  # With the arguments in their sources, and the scalers' own defaults.
-  for system, name, arguments in (
-    ("verl with FSDP", "torch_sharded", {"growth_interval": 400}),
-    (
-      "verl with Megatron",
-      "megatron",
-      {"initial_scale": 32768, "min_scale": 1},
-    ),
-    ("OpenRLHF with ZeRO", "deepspeed", {}),
-  ):
-    (line,) = re.findall(
-      rf"^\| {system} \|.*`(ols[^`]*)` \|$", section(title), re.MULTILINE
-    )
-    rule, model = eval(line), reference.MODELS[name](**arguments)
-    move, state = jax.jit(rule.update), rule.init()
-    for overflow in (*[True] * 5, *[False] * 1001, True, *[False] * 401):
-      state = move(state, overflow)
-      model.update(overflow)
-      assert state.loss_scale == model.scale, system
 
 
 def test_the_right_side_of_each_row_of_mixed_precision_runs():
@@ -694,6 +372,201 @@ def test_the_right_side_of_each_row_of_mixed_precision_runs():
     for line in lines:
       mixed = eval(line, {"ols": ols, "jnp": jnp, "loss_fn": loss_fn})
       assert dtype in products(mixed, x), line
+
+
+def cells_of_all(text):
+  """Returns the rows of all Markdown tables in a text, heads included."""
+  lines = [line for line in text.splitlines() if line.startswith("| ")]
+  return [
+    [x.strip().replace("\\|", "|") for x in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in lines
+  ]
+
+
+def right_of(title, left):
+  """Returns the code on the right of a row that has some words on its left."""
+  (row,) = [x for x in cells_of_all(section(title)) if left in x[0]]
+  return re.findall(r"`([^`]+)`", row[1])
+
+
+# The blocks of each page ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "stem", ["apex_fairseq", "flax_jmp", "megatron_deepspeed", "paddle", "torch"]
+)
+def test_a_page_of_presets_prints_what_it_shows(stem):
+  with documents.reading(f"docs/porting/{stem}.md", NOT_RUN) as page:
+    if stem == "megatron_deepspeed":
+      page.run()
+
+
+# Transformations around the wrapper, which put its state further inside.
+WRAPS = {
+  "alone": lambda tx: tx,
+  "recorded": lambda tx: ols.instruments.record(tx, capacity=100),
+  "chained": lambda tx: optax.chain(tx, optax.identity()),
+  "injected": lambda tx: optax.inject_hyperparams(lambda unused: tx)(unused=1),
+  "partitioned": lambda tx: optax.partition(
+    {"all": tx}, lambda params: jax.tree.map(lambda _: "all", params)
+  ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_the_train_step_and_its_loop_work_wherever_loss_scaling_is(wrap):
+  rule = ols.presets.torch(init_scale=8.0)
+  state = rule.init()._replace(loss_scale=jnp.float32(4.0))
+  tx = wrap(ols.loss_scaling(optax.sgd(0.5), rule))
+  with documents.reading("docs/porting/README.md", NOT_RUN) as page:
+    swap = {"tx = ols.loss_scaling(inner, rule)\n": ""}
+    page.run("The train step", swap=swap, tx=tx, rule=rule, state=state)
+    page.run("Mixed precision: policies by name")
+  names = page.names
+  step = documents.step(documents.STEP, names)
+  given = names["params"], names["opt_state"]
+  *_, names["opt_state"], loss = step(*given, names["batch"])
+  assert jnp.isfinite(loss)
+  (read,) = right_of("The train step", "get_scale()")
+  assert eval(read, names) == 4.0
+  *_, names["opt_state"], _ = step(*given, names["batch"] * np.inf)
+  overflow, *keys = right_of("The train step", "found_inf`, skipped")
+  assert eval(overflow, names)
+  metrics = overflow.removesuffix('["overflow"]')
+  assert [int(eval(metrics + key, names)) for key in keys] == [1, 1]
+
+  structure = jax.tree.structure(names["opt_state"])
+  for line in right_of("The train step", "scaler.update(new_scale)"):
+    exec(line, names)
+  assert jax.tree.structure(names["opt_state"]) == structure
+  assert eval(read, names) == 1024.0
+  saved = right_of("The train step", "scaler.state_dict()")[-1]
+  assert eval(saved, names)["scale"] == 1024.0
+
+
+@pytest.mark.slow
+def test_the_lines_for_ascend_train_and_say_how_often_s_drops():
+  def loss_fn(params, batch):
+    return jnp.mean(jnp.float32(jnp.float16(params) * jnp.float16(batch)))
+
+  given = {"params": jnp.zeros(()), "opt": optax.sgd(0.5), "loss_fn": loss_fn}
+  with documents.reading("docs/porting/ascend.md", NOT_RUN, **given) as page:
+    page.run("Saturation mode: an overflow gives 65504")
+    state = page["tx"].init(jnp.zeros(2))
+    for gradient, overflows in ((65504.0, True), (65472.0, False)):
+      _, after = page["tx"].update(jnp.array([1.0, gradient]), state)
+      assert after.overflow == overflows
+
+    page.run(NPU)
+    batches = [jnp.ones(16)] * 100
+    printed = page.run("Watching and tuning S", batches=batches)
+    # The gradient of each worker is S, finite in float16 up to 2**15, and each
+    # halving takes two skipped steps.
+    assert printed.splitlines() == [
+      "S 32768, dropped 17 times",
+      "last step finite: True",
+      "applied 66",
+      "skipped 34",
+    ]
+    (applied, *_) = right_of(NPU, "`global_step`")
+    assert eval(applied, page.names) == 66
+    assert eval(right_of(NPU, "all steps")[0], page.names) == 100
+    page.run(
+      ACCELERATE,
+      swap={"10_000": "50"},
+      loss_fn=lambda params, x: 8 * jnp.mean(x @ params),
+      params=jnp.ones((2, 2)),
+      opt_state=page["tx"].init(jnp.ones((2, 2))),
+      batches=iter(lambda: jnp.eye(2), None),
+    )
+    assert page["schedule_state"].steps == 50
+    assert not page["schedule_state"].low
+    page.run("The loss-scale flag of a BERT script")
+    assert_flags_choose_the_manager(page["create_optimizer"])
+
+
+def assert_flags_choose_the_manager(create_optimizer):
+  """Asserts which optimizer each flag gives."""
+  opt = optax.sgd(1.0)
+  for flag, use_fp16 in ((1024.0, False), (None, True), (-1, True)):
+    assert create_optimizer(opt, flag, use_fp16) is opt
+  for flag, first, then in ((0, 2.0**32, 2.0**31), (1024.0, 1024.0, 1024.0)):
+    tx = create_optimizer(opt, flag)
+    state = tx.init(jnp.zeros(1))
+    assert ols.get_loss_scale(state) == first
+    for _ in range(2):
+      _, state = tx.update(jnp.full(1, 65504.0), state)
+      assert state.skipped
+    assert ols.get_loss_scale(state) == then
+  for flag in (0.5, float("nan")):
+    with pytest.raises(ValueError, match=f"^Invalid loss scale: {flag}$"):
+      create_optimizer(opt, flag)
+
+
+def calls(text):
+  """Returns the keywords of each call in some code by the function's name."""
+  found = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Call)]
+  return {
+    ast.unparse(call.func): {x.arg: x.value for x in call.keywords}
+    for call in found
+  }
+
+
+def test_the_lines_for_ascend_have_the_arguments_of_the_old_ones():
+  old = ast.parse(block(NPU, "= NPULossScaleOptimizer(")).body
+  new = ast.parse(block(NPU, "presets.npu_loss_scale_optimizer(")).body
+  assert keywords(old[0].value) == keywords(new[0].value)
+  old_wrap, new_wrap = ast.unparse(old[2].value), ast.unparse(new[2].value)
+  assert old_wrap.removeprefix("NPULossScaleOptimizer(") in (
+    new_wrap.replace(", axis_name='data'", "")
+  )
+
+  old = calls(block(ACCELERATE, "TellMeStepOrLossHook"))
+  schedule = ast.parse(block(ACCELERATE, "make_train_step")).body[0].value
+  text = old["ExperimentalConfig"]["accelerate_train_mode"]
+  assert ast.unparse(text) == ast.unparse(schedule.args[0])
+  total = old["TellMeStepOrLossHook"]["total_step"].value
+  assert total == old["estimator.train"]["max_steps"].value
+  assert keywords(schedule) == {
+    "total_steps": total,
+    "precision_mode": old["NPURunConfig"]["precision_mode"].value,
+  }
+
+
+def test_the_rows_for_ascend_run():
+  text = section(ACCELERATE)
+  lines = re.findall(r"`(ols\.presets\.accelerate_train_mode\([^`]*\))`", text)
+  assert len(lines) == 3
+  for line in lines:
+    assert eval(line.replace("\\|", "|")).init().low
+  arguments = inspect.signature(ols.presets.accelerate_train_mode).parameters
+  for name in ("total_step", "final_loss"):
+    assert re.search(f"`{name}` is `(\\w+)`", text)[1] in arguments
+
+  names = {"jax": jax, "time": time, "train_step": lambda x: 2 * x}
+  title = "Without a counterpart"
+  exec(*right_of(title, "graph mode"), names)
+  names["loss"] = names["train_step"](jnp.float32(1.0))
+  assert eval(*right_of(title, "device target"), names) == jax.default_backend()
+  clock, wait = right_of(title, "timing in the log")
+  assert eval(wait, names) == 2.0 and eval(clock, names) > 0
+
+
+# MindSpore --------------------------------------------------------------------
+
+
+def test_what_mindspores_model_becomes_runs():
+  names = {
+    "network": SimpleNamespace(apply=lambda params, x: jnp.tanh(x @ params)),
+    "loss": lambda outputs, labels: jnp.mean((outputs - labels) ** 2),
+  }
+  path = "docs/porting/mindspore.md"
+  with documents.reading(path, NOT_RUN, **names) as page:
+    page.run()
+  params, images = jnp.eye(2), jnp.ones((3, 2))
+  assert set(products(page["forward"], params, images)) == {"float16"}
+  assert jnp.isfinite(page["loss_fn"](params, images, images))
+  assert page["rule"].init().loss_scale == 2.0**24
 
 
 def mindspore_level(amp_level, version, device):
@@ -729,21 +602,10 @@ def test_the_levels_of_mindspores_model_are_those_of_its_sources():
       for version, device in itertools.product(versions, devices):
         expected, is_dynamic = mindspore_level(amp_level, version, device)
         assert level in (f'`"{expected}"`', "the same")
-        assert (after, rule.skip) == (
-          (2.0**23, True) if is_dynamic else (1, False)
-        )
+        scale = 2.0**23 if is_dynamic else 1
+        assert (after, rule.skip) == (scale, is_dynamic)
         cases += 1
   assert cases == 2 + 4 + 4 * 4
-
-
-def tutorial(words, **names):
-  """Runs what a row of MindSpore's tutorial names of this library."""
-  _, rows = mindspore_tables()
-  (right,) = [right for left, right in rows if words in left]
-  codes = [x for x in re.findall(r"`([^`]+)`", right) if "(" in x or " " in x]
-  names = {"ols": ols, "optax": optax} | names
-  values = [eval(code, names) for code in codes]
-  return values if len(values) > 1 else values[0]
 
 
 def mlp(params, x):
@@ -753,268 +615,59 @@ def mlp(params, x):
   return x @ params
 
 
-def test_mindspores_managers_have_their_defaults():
-  cell = dict(tutorial("DynamicLossScaleManager()").arguments)
-  manager = parameters("mindspore")
-  assert list(cell.values()) == list(manager.values())
-  given = [x for x in notes("mindspore_cell") if "=" in x]
-  assert eval(f"dict({','.join(given)})") == cell
-  fixed = tutorial("FixedLossScaleManager()")
-  assert fixed.init().loss_scale == 128.0
-  assert fixed.skip
-  model = reference.MODELS["mindspore_fixed"]()
-  assert fixed.init().loss_scale == model.scale
+# The check of each row of MindSpore's tutorial, by words of the row.
+TUTORIAL = {
+  "DynamicLossScaleManager()": lambda rule: rule.init().loss_scale == 2.0**24,
+  "FixedLossScaleManager()": lambda rule: rule.init().loss_scale == 128.0,
+  "one-hot": lambda loss: np.isclose(loss, np.log(4)),
+  "repeat": lambda batches: batches == [0, 1, 0, 1],
+  "conv1": lambda o2: products(o2, *[jnp.eye(2)] * 2) == ["float16"] * 4,
+  "manual": lambda o2: o2(jnp.ones((1, 1)), jnp.ones((1, 70000))) == 70000,
+  "automatic differentiation": lambda mixed: (
+    jax.grad(lambda x: mixed(x).sum())(jnp.ones(2)).tolist() == [3, 3]
+  ),
+  "CustomTrain": lambda step, grads: (
+    step(jnp.ones(2))[0] == 2.0 and grads.tolist() == [2.0, 2.0]
+  ),
+  "half the memory": lambda o2: kept(o2) == kept(mlp) / 2,
+  "communication": lambda tx: tx.init(jnp.ones(3, jnp.float16)),
+  "speed": lambda o2: set(products(o2, *[jnp.eye(2)] * 2)) == {"float16"},
+}
 
 
-def test_one_hot_labels_give_the_mean_cross_entropy():
-  logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-  chosen = np.array([0, 1, 2, 3, 1, 1])
-  loss = tutorial("one-hot", logits=logits, labels=np.eye(4)[chosen])
-  probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-  expected = -np.log(probabilities[np.arange(6), chosen]).mean()
-  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+def kept(apply):
+  """Returns the bytes that are kept for the backward pass."""
+  _, backward = jax.vjp(apply, jnp.eye(32), jnp.ones((64, 32)))
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(backward))
 
 
-def test_a_repeated_dataset_is_passed_over_anew():
-  class Shuffled:
-    passes = 0
-
-    def __iter__(self):
-      self.passes += 1
-      return iter([f"{self.passes}a", f"{self.passes}b"])
-
-  batches = tutorial("repeat", dataset=Shuffled())
-  assert batches == ["1a", "1b", "2a", "2b"]
-
-
-def test_mindspores_o2_has_conv1_in_float16_already():
-  network = SimpleNamespace(apply=mlp)
-  o2 = tutorial("conv1", network=network)
-  alone = ols.autocast(mlp, "O2", overrides={"LeNet5/conv1": jnp.float16})
-  x = jnp.eye(2)
-  assert str(jax.make_jaxpr(o2)(x, x)) == str(jax.make_jaxpr(alone)(x, x))
-  assert products(o2, x, x) == ["float16"] * 4
-
-
-def test_a_level_keeps_the_sum_that_a_cast_by_hand_loses():
-  def apply(params, x):
-    return jnp.sum(params @ x)
-
-  params, x = jnp.ones((1, 1)), jnp.ones((1, 70000))
-  assert apply(params.astype(jnp.float16), x.astype(jnp.float16)) == jnp.inf
-  level = tutorial("manual", network=SimpleNamespace(apply=apply))
-  assert level(params, x) == 70000.0
-  assert set(products(level, params, x)) == {"float16"}
-
-
-def test_a_custom_vjp_is_used_under_autocast():
+@pytest.mark.parametrize("words", TUTORIAL)
+def test_a_row_of_mindspores_tutorial_does_what_it_says(words):
   @jax.custom_vjp
   def function(x):
-    return x @ x
+    return x * x
 
   # Not the derivative, so that it shows which one is taken.
-  function.defvjp(lambda x: (x @ x, x), lambda x, g: (3 * (g @ x),))
-  mixed = tutorial("automatic differentiation", function=function)
-  x = jnp.array([[1.0, 2.0], [0.0, 1.0]])
-  gradient = jax.grad(lambda x: jnp.sum(mixed(x)))
-  assert jnp.array_equal(gradient(x), 3 * jnp.ones((2, 2)) @ x)
-  assert set(products(gradient, x)) == {"float16"}
-
-
-def test_a_step_of_ones_own_unscales_for_an_optimizer_that_does_not():
-  def loss_fn(x):
-    return jnp.sum(jnp.square(x))
-
-  x = jnp.array([1.0, -3.0])
-  value_and_grad = ols.scaled_value_and_grad(loss_fn, 1024.0)
-  loss, scaled_grads = value_and_grad(x)
-  of_page, unscaled = tutorial(
-    "CustomTrain", loss_fn=loss_fn, scaled_grads=scaled_grads
-  )
-  assert jax.tree.all(
-    jax.tree.map(jnp.array_equal, of_page(x), (loss, scaled_grads))
-  )
-  assert loss == 10.0
-  assert jnp.array_equal(unscaled, 2 * x)
-
-
-def test_float16_halves_what_is_kept_for_the_backward_pass():
-  params, x = jnp.eye(32), jnp.ones((64, 32))
-
-  def kept(apply):
-    _, backward = jax.vjp(apply, params, x)
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(backward))
-
-  o2 = tutorial("half the memory", network=SimpleNamespace(apply=mlp))
-  assert kept(o2) == kept(mlp) / 2
-  gradient = jax.grad(lambda params: jnp.sum(o2(params, x)))(params)
-  assert (gradient.dtype, params.dtype) == (jnp.float32, jnp.float32)
-
-
-def test_gradients_of_float16_parameters_travel_as_float16():
-  tx = tutorial(
-    "communication", opt=optax.sgd(1.0), rule=ols.FixedLossScale(8.0)
-  )
-  params = jnp.ones(3, jnp.float16)
-  state = tx.init(params)
-  update = jax.make_jaxpr(tx.update, axis_env=[("data", 2)])
-  traffic = re.findall(
-    r":(f\w+)\[3\]\S* = psum", str(update(params, state, params))
-  )
-  assert traffic == ["f16"]
-
-
-def test_o2_has_every_product_in_float16():
-  o2 = tutorial("speed", network=SimpleNamespace(apply=mlp))
-  assert set(products(o2, jnp.eye(2), jnp.eye(2))) == {"float16"}
-
-
-def test_what_mindspores_model_becomes_runs():
-  names = {
-    "ols": ols,
-    "optax": optax,
-    "network": SimpleNamespace(apply=lambda params, x: jnp.tanh(x @ params)),
-    "loss": lambda outputs, labels: jnp.mean((outputs - labels) ** 2),
+  function.defvjp(lambda x: (x * x, x), lambda x, g: (3 * x * g,))
+  _, rows = mindspore_tables()
+  assert len(rows) == len(TUTORIAL)
+  (right,) = [right for left, right in rows if words in left]
+  names = {"ols": ols, "optax": optax, "rule": ols.FixedLossScale(8.0)}
+  names |= {"network": SimpleNamespace(apply=mlp), "function": function}
+  names |= {
+    "logits": jnp.zeros((6, 4)),
+    "labels": np.eye(4)[[0, 1, 2, 3, 1, 1]],
   }
-  exec(block(MODEL, "mindspore_cell"), names)
-  params, images = jnp.eye(2), jnp.ones((3, 2))
-  assert set(products(names["forward"], params, images)) == {"float16"}
-  opt_state = names["tx"].init(params)
-  value_and_grad = ols.scaled_value_and_grad(names["loss_fn"], opt_state)
-  _, scaled_grads = value_and_grad(params, images, images)
-  _, opt_state = names["tx"].update(scaled_grads, opt_state, params)
-  assert opt_state.skipped  # S starts at 2**24, which is too large here.
-  assert ols.get_loss_scale(opt_state) == 2.0**23
+  if words == "manual":
+    names["network"] = SimpleNamespace(apply=lambda w, x: jnp.sum(w @ x))
+  names |= {"dataset": range(2), "opt": optax.sgd(1.0)}
+  names |= {"loss_fn": lambda x: jnp.sum(x**2)}
+  names["scaled_grads"] = jnp.full(2, 2048.0)
+  codes = [x for x in re.findall(r"`([^`]+)`", right) if "(" in x or " " in x]
+  assert TUTORIAL[words](*[eval(code, names) for code in codes])
 
 
-def calls(text):
-  """Returns the keywords of each call in some code by the function's name."""
-  found = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Call)]
-  return {
-    ast.unparse(call.func): {x.arg: x.value for x in call.keywords}
-    for call in found
-  }
-
-
-def test_the_lines_for_accelerate_train_mode_say_what_the_old_ones_do():
-  old = calls(block(ACCELERATE, "TellMeStepOrLossHook"))
-  new = ast.parse(block(ACCELERATE, "make_train_step")).body
-  schedule = new[0].value
-  text = old["ExperimentalConfig"]["accelerate_train_mode"]
-  assert ast.unparse(text) == ast.unparse(schedule.args[0])
-  total = old["TellMeStepOrLossHook"]["total_step"].value
-  assert total == old["estimator.train"]["max_steps"].value
-  assert keywords(schedule) == {
-    "total_steps": total,
-    "precision_mode": old["NPURunConfig"]["precision_mode"].value,
-  }
-
-
-@pytest.mark.parametrize("name", ["alone", "recorded", "chained"])
-def test_the_loop_for_accelerate_train_mode_goes_by_applied_steps(name):
-  # S comes down from 2**32 to 2**14, and each halving takes two steps.
-  manager = ols.presets.npu_exponential(
-    init_loss_scale=2.0**32, incr_every_n_steps=1000, decr_ratio=0.5
-  )
-  tx = ols.presets.npu_loss_scale_optimizer(optax.sgd(0.0), manager)
-  tx = WRAPS[name](tx)
-  params = jnp.ones((2, 2))
-  x = 1.5 * jnp.eye(2)
-  names = {"ols": ols, "jax": jax, "tx": tx, "params": params}
-  names |= {"opt_state": tx.init(params), "batches": iter(lambda: x, None)}
-  names["loss_fn"] = lambda params, x: 8 * jnp.mean(x @ params)
-  lines = block(ACCELERATE, "make_train_step")
-  exec(lines.replace("10_000", "50"), names)
-  metrics = ols.loss_scale_metrics(names["opt_state"])
-  assert (metrics["applied_steps"], metrics["skipped_steps"]) == (50, 36)
-  assert not names["schedule_state"].low
-  (loop,) = right_of(ACCELERATE, "in mode *loss*, where")
-  condition = loop.removeprefix("while ").removesuffix(":")
-  assert not eval(condition.replace("10_000", "50"), names)
-  assert eval(condition.replace("10_000", "51"), names)
-  # The loop that the page warns of, in the numbers of the page.
-  state = names["schedule"].init()
-  opt_state = tx.init(params)
-  for _ in range(50):
-    params, opt_state, state, _ = names["train_step"](
-      params, opt_state, state, x
-    )
-  assert (state.steps, state.low) == (14, True)
-
-
-def test_the_rows_for_accelerate_train_mode_run():
-  text = section(ACCELERATE)
-  lines = re.findall(r"`(ols\.presets\.accelerate_train_mode\([^`]*\))`", text)
-  assert len(lines) == 3
-  for line in lines:
-    assert eval(line.replace("\\|", "|")).init().low
-
-
-@pytest.mark.parametrize(
-  ("name", "mode", "value", "before", "at"),
-  [("total_step", "step", 100, 89, 90), ("final_loss", "loss", 2.0, 2.2, 2.0)],
-)
-def test_the_names_of_the_hook_are_told_by_the_page(
-  name, mode, value, before, at
-):
-  renamed = re.search(f"`{name}` is `(\\w+)`", section(ACCELERATE))[1]
-  schedule = ols.presets.accelerate_train_mode(
-    f"fast|{mode}", **{renamed: value}
-  )
-  state = schedule.init()
-  assert schedule.update(state, **{mode: before}).low
-  assert not schedule.update(state, **{mode: at}).low
-
-
-@pytest.mark.slow
-def test_clipping_sees_what_compute_gradients_returned_on_ascend():
-  clipped, *_, unscaled = right_of(NPU, "`compute_gradients`")
-  names = {"optax": optax, "ols": ols, "opt": optax.sgd(1.0)}
-  exec(clipped, names)
-  # As the block above the row has it.
-  opt = optax.chain(ols.pmean_gradients("data"), names["opt"])
-  manager = ols.presets.npu_fixed(loss_scale=8.0)
-  tx = ols.presets.npu_loss_scale_optimizer(
-    opt, manager, is_distributed=True, axis_name="data"
-  )
-  state = tx.init(jnp.zeros(2))
-  # The true gradients of two workers: each is too large, their mean is not.
-  grads = jnp.array([[8.0, 0.0], [-7.0, 0.5]])
-  update = jax.vmap(lambda g: tx.update(g * 8, state)[0], axis_name="data")
-  np.testing.assert_array_equal(update(grads), [[-0.5, -0.25]] * 2)
-  # And one whose mean is too large: its norm becomes 1.
-  np.testing.assert_allclose(
-    jnp.linalg.norm(update(jnp.full((2, 2), 5.0)), axis=1), 1.0, rtol=1e-6
-  )
-  names |= {"opt_state": state, "scaled_grads": grads * 8}
-  assert jnp.array_equal(eval(unscaled, names), grads)
-
-
-def test_the_lines_beside_what_has_no_counterpart_run():
-  title = "Without a counterpart"
-  names = {"jax": jax, "time": time, "train_step": lambda x: 2 * x}
-  (compiled,) = right_of(title, "graph mode")
-  exec(compiled, names)
-  names["loss"] = names["train_step"](jnp.float32(1.0))
-  (backend,) = right_of(title, "device target")
-  assert eval(backend, names) == jax.default_backend()
-  clock, wait = right_of(title, "timing in the log")
-  assert eval(wait, names) == 2.0 and eval(clock, names) > 0
-  for words in ("session's configuration", "porting tool"):
-    assert right_of(title, words) == []
-
-
-def test_the_check_for_saturation_mode_skips_what_was_clipped():
-  names = {"ols": ols, "jnp": jnp, "inner": optax.sgd(1.0)}
-  names["rule"] = ols.FixedLossScale(8.0)
-  exec(block(SATURATION, "ols.saturated"), names)
-  state = names["tx"].init(jnp.zeros(2))
-  update = jax.jit(
-    lambda scaled_grads: names["tx"].update(scaled_grads, state)[1].skipped
-  )
-  for gradient in (65504.0, -65504.0, jnp.inf, jnp.nan):
-    assert update(jnp.array([1.0, gradient]))
-  assert not update(jnp.array([1.0, 65472.0]))
+# Keras ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1029,55 +682,49 @@ def keras(monkeypatch, tmp_path):
   keras.config.set_dtype_policy("float32")
 
 
-def run_keras_loop(lines):
-  """Runs the page's loop on one batch, and returns its names."""
-  inputs = np.random.default_rng(0).normal(size=(32, 20)).astype(np.float32)
-  batch = {"x": inputs, "y": np.arange(32) % 10}
-  names = {"batches": [batch] * 20, "jnp": jnp}
-  exec(lines, names)
-  return names
-
-
-def is_right_in_float16(names):
+def is_right_in_float16(page):
   """Returns whether the step is right and has all products in float16."""
-  args = names["params"], names["others"]
+  args = page["params"], page["others"]
   report = ols.instruments.check_step(
-    names["train_step"], *args, names["opt_state"], names["batch"]
+    page["train_step"], *args, page["opt_state"], page["batch"]
   )
-  found = products(names["loss_fn"], *args, names["batch"])
+  found = products(page["loss_fn"], *args, page["batch"])
   return report.ok and set(found) == {"float16"}
 
 
-def test_a_keras_model_trains_in_a_jax_loop(keras):
-  names = run_keras_loop(block(KERAS, "import keras"))
-  assert names["loss"] < 1.0  # At first it is log(10), or more.
-  assert names["opt_state"].applied_steps == 20
-  assert is_right_in_float16(names)
-  model, batch = names["model"], names["batch"]
-  for variables, values in (
-    (model.trainable_variables, names["params"]),
-    (model.non_trainable_variables, names["others"]),
-  ):
-    for variable, value in zip(variables, values, strict=True):
-      np.testing.assert_array_equal(variable.value, value)
-  chosen = np.argmax(model(batch["x"], training=False), axis=1)
-  assert np.mean(chosen == batch["y"]) > 0.9
-  # And the table of what Keras's optimizer becomes.
-  (made,) = right_of(KERAS, "LossScaleOptimizer")
-  assert jax.tree.structure(
-    eval(made, names).init(names["params"])
-  ) == jax.tree.structure(names["opt_state"])
-  (read,) = right_of(KERAS, "optimizer.dynamic_scale")
-  assert eval(read, names) == 2.0**15
-  exec(block(KERAS, "jnp.float32(logits)"), names)
-  args = names["params"], names["others"], batch
-  assert set(products(names["loss_fn"], *args)) == {"float32"}
-  mixed = eval(right_of(KERAS, "set_dtype_policy")[1], names)
-  assert set(products(mixed, *args)) == {"float16"}
+@pytest.fixture
+def batches():
+  """The same batch again and again, so that a model learns it by heart."""
+  inputs = np.random.default_rng(0).normal(size=(32, 20)).astype(np.float32)
+  return [{"x": inputs, "y": np.arange(32) % 10}] * 20
+
+
+def test_a_keras_model_trains_in_a_jax_loop(keras, batches):
+  path = "docs/porting/tensorflow_keras.md"
+  with documents.reading(path, NOT_RUN, batches=batches, jnp=jnp) as page:
+    page.run(KERAS, 1)
+    assert page["loss"] < 1.0  # At first it is log(10), or more.
+    assert page["opt_state"].applied_steps == 20
+    assert is_right_in_float16(page)
+    model, batch = page["model"], page["batch"]
+    chosen = np.argmax(model(batch["x"], training=False), axis=1)
+    assert np.mean(chosen == batch["y"]) > 0.9
+    # And the table of what Keras's optimizer becomes.
+    (made,) = right_of(KERAS, "LossScaleOptimizer")
+    assert jax.tree.structure(
+      eval(made, page.names).init(page["params"])
+    ) == jax.tree.structure(page["opt_state"])
+    (read,) = right_of(KERAS, "optimizer.dynamic_scale")
+    assert eval(read, page.names) == 2.0**15
+    page.run(KERAS)
+    args = page["params"], page["others"], batch
+    assert set(products(page["loss_fn"], *args)) == {"float32"}
+    mixed = eval(right_of(KERAS, "set_dtype_policy")[1], page.names)
+    assert set(products(mixed, *args)) == {"float16"}
 
 
 @pytest.mark.slow
-def test_a_keras_model_with_its_own_policy_trains_in_a_jax_loop(keras):
+def test_a_keras_model_with_its_own_policy_trains_in_a_jax_loop(keras, batches):
   keras.config.set_dtype_policy("mixed_float16")
   lines, found = re.subn(
     r"@ols.autocast\ndef loss_fn.*?\n\n\n",
@@ -1086,34 +733,7 @@ def test_a_keras_model_with_its_own_policy_trains_in_a_jax_loop(keras):
     flags=re.DOTALL,
   )
   assert found == 1
-  names = run_keras_loop(lines)
+  names = {"batches": batches, "jnp": jnp}
+  exec(lines, names)
   assert names["loss"] < 1.0
   assert is_right_in_float16(names)
-
-
-@pytest.mark.slow
-def test_keras_does_what_the_page_says_of_its_optimizer(keras):
-  optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-  weight = keras.Variable([0.0])
-  optimizer.build([weight])
-  # It divides by S, whether the loss was multiplied by it or not.
-  (after,), _ = optimizer.stateless_apply(
-    [x.value for x in optimizer.variables], [jnp.ones(1)], [weight.value]
-  )
-  assert after == -(2.0**-15)
-  # Under jit the S of the first call stays.
-  scale_loss = jax.jit(optimizer.scale_loss)
-  assert scale_loss(1.0) == 2.0**15
-  optimizer.dynamic_scale.assign(4.0)
-  assert (scale_loss(1.0), optimizer.scale_loss(1.0)) == (2.0**15, 4.0)
-  # A step that is skipped leaves its mark on the batch statistics.
-  norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
-  model = keras.Sequential([keras.Input((4,)), norm, dense])
-  model.compile(
-    keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss="mse"
-  )
-  before = np.asarray(dense.kernel.value)
-  model.fit(np.full((4, 4), np.inf), np.zeros((4, 1)), verbose=0)
-  assert model.optimizer.dynamic_scale.value == 2.0**14
-  np.testing.assert_array_equal(dense.kernel.value, before)
-  assert np.isnan(norm.moving_variance.value).all()
