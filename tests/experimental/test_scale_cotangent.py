@@ -213,7 +213,7 @@ def test_a_replicated_value_is_multiplied_after_the_sum_of_cotangents():
   assert found == 4 * 28
 
 
-def test_where_the_scale_varies_each_device_multiplies_before_the_sum():
+def test_a_varying_scale_multiplies_before_the_sum():
   def own(x, scales, factors):
     return jax.grad(scaled_loss)(x, scales[0], factors)
 
