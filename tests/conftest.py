@@ -11,9 +11,9 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# The same examples on every run, and no database of those that failed. What is
-# slow is JAX's first compilation, which no example is to blame for. What
-# Hypothesis caches goes where pytest's own cache is.
+# Every run has the same examples, and there is no database of failures. No
+# example has a deadline, since the first one waits for JAX to compile.
+# Hypothesis caches its data beside pytest's own cache.
 os.environ.setdefault(
   "HYPOTHESIS_STORAGE_DIRECTORY",
   str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"),
@@ -120,8 +120,8 @@ def quick_compilation():
   """Compiles without LLVM's optimizations, where no test is about them.
 
   The program is the same operation for operation; it takes a quarter less time
-  to compile. What XLA's vectorized kernels do with NaN, say, is not tested so:
-  see `full_compilation`.
+  to compile. Tests of XLA's vectorized kernels, such as those for NaN,
+  need `full_compilation`.
   """
   with_optimizations(False)
 

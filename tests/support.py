@@ -1,4 +1,4 @@
-"""What tests of several packages share: bits, meshes, rules, what XLA made."""
+"""Helpers for tests of several packages: bits, meshes, rules, programs."""
 
 import contextlib
 import dataclasses

@@ -222,5 +222,5 @@ def test_the_page_has_every_file_of_the_steps_package_and_none_but_the_steps():
   reached = {
     "/".join(path.relative_to(PACKAGE).parts) for path in files_of_one_step()
   }
-  # Of the packages below it has those that answer a question of their own.
+  # The page also names some files of other packages.
   assert {x for x in reached if x.startswith("_step/")} <= named <= reached

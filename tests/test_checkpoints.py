@@ -1,12 +1,10 @@
-"""What a checkpoint keeps, and checkpoints from before loss scaling."""
+"""Checkpoints: what they keep, and those from before loss scaling."""
 
 import functools
 import pickle
-import signal
 
 from flax import nnx
 from flax import serialization
-from flax.core import FrozenDict
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
@@ -18,10 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_lossscale as ols
-from tests import checkpoint_worker
 from tests import optimizers
 from tests import support
-from tests.step import test_processes
 from tests.support import assert_same_bits
 from tests.support import describe
 from tests.support import to_bits
@@ -79,9 +75,9 @@ WAYS = (
   through_state_dict,
   through_pickle,
 )
-each_way = pytest.mark.parametrize(
-  "through", WAYS, ids=[way.__name__ for way in WAYS]
-)
+# Every way with one rule, and every rule by one way.
+ROWS = [("dynamic", way) for way in WAYS]
+ROWS += [(rule, through_bytes) for rule in RULES if rule != "dynamic"]
 
 
 def abstract(tree):
@@ -120,23 +116,26 @@ def assert_equal(got, expected):
   assert describe(got) == describe(expected)
 
 
-@each_way
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+  ("rule", "through"), ROWS, ids=[f"{x}-{way.__name__}" for x, way in ROWS]
+)
 def test_guarantee_15_the_state_survives_bit_for_bit(rule, through, tmp_path):
   state = trained(rule)
   assert_equal(through(state, tmp_path), state)
 
 
-@each_way
+@pytest.mark.parametrize(
+  "through", [through_orbax, through_bytes], ids=["orbax", "bytes"]
+)
 def test_guarantee_15_no_step_is_compiled_again(through, tmp_path):
   @jax.jit
   def step(opt_state):
     return WRAPPED.update(jnp.ones(2), opt_state)[1]
 
   opt_state = WRAPPED.init(jnp.ones(2))
-  if through in (through_orbax, through_manager):
-    # What Orbax returns is bound to its devices. If the state was not before,
-    # the next step is compiled again, though not traced again.
+  if through is through_orbax:
+    # Orbax binds arrays to devices. If they were not bound before, the next
+    # step is compiled again, though not traced again.
     opt_state = jax.device_put(opt_state, jax.devices()[0])
   opt_state = step(opt_state)
   restored = through(opt_state, tmp_path)
@@ -184,70 +183,6 @@ def test_guarantee_15_orbax_restores_onto_another_mesh(tmp_path):
   assert other[1].applied_steps == 3
 
 
-# The whole of it: killed in the middle of a save, and resumed.
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-  """Returns what the killed runs left behind, and how the resumed ones went."""
-  folder = tmp_path_factory.mktemp("checkpoints")
-  printed = tmp_path_factory.mktemp("printed")
-
-  def command(name):
-    worker = "tests.checkpoint_worker"
-    return (*test_processes.PYTHON, "-m", worker, name, folder)
-
-  both = [command("train-file"), command("train-orbax")]
-  with test_processes.running(both, printed) as killed:
-    codes = [process.wait(timeout=240) for process in killed]
-  errors = [path.read_text() for path in printed.glob("*.err")]
-  assert codes == [-signal.SIGKILL] * 2, "\n".join(errors)
-  left = {
-    str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-    for path in folder.rglob("*")
-  }
-  with test_processes.running([command("resume")], printed) as processes:
-    test_processes.wait(processes, printed, timeout=240)
-  return left, {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
-
-
-@pytest.mark.slow
-def test_each_killed_run_dies_within_its_own_save(resumed):
-  left, _ = resumed
-  kept, killed, _ = checkpoint_worker.SAVED
-  # The file that was being saved is whole, but not where it is looked for.
-  for name, step in (("msgpack", kept), ("unfinished", killed)):
-    state = serialization.msgpack_restore(left[f"state.{name}"])
-    assert state["step"] == step
-  assert f"orbax/{kept}" in left
-  unfinished = (
-    f"orbax/{killed}.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"
-  )
-  assert f"{unfinished}/ocdbt.process_0/manifest.ocdbt" in left
-  assert f"{unfinished}/_METADATA" not in left
-  assert f"orbax/{killed}" not in left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", checkpoint_worker.SAVED)
-@pytest.mark.parametrize("name", ["file", "orbax"])
-def test_guarantee_15_a_killed_run_resumes_to_the_same_bits(
-  resumed, name, step
-):
-  _, runs = resumed
-  expected, got = runs["uninterrupted"], runs[f"{name}-{step}"]
-  skipped = np.flatnonzero(expected["skipped"])
-  assert skipped.tolist() == sorted(checkpoint_worker.BAD)
-  assert len(set(expected["loss_scale"].tolist())) > 2
-  assert got.keys() == expected.keys()
-  for what, values in expected.items():
-    if what in ("loss_scale", "skipped"):  # One value a step.
-      values = values[step:]
-    # Of no steps NumPy makes an array of its own dtype.
-    assert got[what].dtype == values.dtype or values.size == 0
-    assert got[what].tobytes() == values.tobytes(), what
-
-
 # Checkpoints from before loss scaling, and after it.
 
 
@@ -280,16 +215,6 @@ def test_guarantee_15_a_bare_state_goes_in_and_out_bit_for_bit(name):
   assert to_bits(taken_out) == to_bits(bare_state)
 
 
-CONTINUED = (
-  "adamw",
-  "clipped",
-  "inject_hyperparams",
-  "lion",
-  "multi_transform",
-  "schedule_free",
-)
-
-
 def train(tx, params, opt_state, steps):
   """Trains with or without loss scaling, whichever the state has.
 
@@ -307,7 +232,7 @@ def train(tx, params, opt_state, steps):
   return params, opt_state
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", ["adamw", "schedule_free"])
 def test_guarantee_15_a_wrapped_run_continues_like_the_bare_one(name):
   bare, params = as_bare(name), optimizers.make_params()
   tx = ols.loss_scaling(
@@ -360,18 +285,7 @@ def test_the_wrapper_is_found_in_any_nest(nest):
   assert_equal(ols.checkpoints.without_loss_scaling(wrapped), bare_state)
 
 
-def test_several_wrappers_each_get_their_own_state():
-  opt_states = dict.fromkeys(("generator", "critic"), WRAPPED.init(jnp.ones(2)))
-  bare_states = {
-    "generator": optax.adam(0.5).init(jnp.ones(2)),
-    "critic": scrambled(optax.adam(0.5).init(jnp.ones(2))),
-  }
-  wrapped = ols.checkpoints.with_loss_scaling(bare_states, opt_states)
-  for name, bare_state in bare_states.items():
-    assert_equal(wrapped[name].inner_state, bare_state)
-
-
-def test_a_whole_train_state_goes_through():
+def test_a_whole_train_state_is_wrapped_and_unwrapped():
   params = {"w": jnp.ones(2)}
 
   def create(tx):
@@ -384,7 +298,7 @@ def test_a_whole_train_state_goes_through():
     params=scrambled(params), opt_state=scrambled(bare.opt_state)
   )
   wrapped = ols.checkpoints.with_loss_scaling(bare, create(WRAPPED))
-  # What is static is not in a checkpoint.
+  # A checkpoint has no static fields.
   assert wrapped.tx is WRAPPED
   assert wrapped.step == 7
   assert_equal(wrapped.params, bare.params)
@@ -393,7 +307,7 @@ def test_a_whole_train_state_goes_through():
   assert_equal(taken_out.opt_state, bare.opt_state)
 
 
-def test_an_nnx_optimizer_goes_on_with_loss_scaling():
+def test_an_nnx_optimizer_continues_with_loss_scaling():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
   bare = nnx.Optimizer(model, optax.adam(0.5), wrt=nnx.Param)
   bare.opt_state = scrambled(bare.opt_state)
@@ -422,7 +336,7 @@ def test_float16_moments_become_float32():
     np.testing.assert_array_equal(leaf, np.float32(bare_leaf))
 
 
-def test_guarantee_12_moments_of_what_is_no_gradient_are_left_out():
+def test_guarantee_12_moments_of_leaves_that_bypass_the_wrapper_are_left_out():
   params = {
     "params": {"w": jnp.ones(2)},
     "_overwrite_with_gradient": {"amax": jnp.ones(3)},
@@ -484,14 +398,6 @@ MISFITS = {
     adam_state(mu={}),
     r"got nothing at '0/mu/w' where it has float32\[3\]",
   ),
-  "one leaf more": (
-    adam_state(mu={"v": jnp.ones(1), "w": jnp.ones(3)}),
-    r"got float32\[1\] at '0/mu/v' where it has nothing",
-  ),
-  "integers": (
-    adam_state(mu={"w": jnp.ones(3, jnp.int32)}),
-    r"got int32\[3\] at '0/mu/w' where it has float32\[3\]\.$",
-  ),
   "float64": (
     adam_state(mu={"w": np.ones(3)}),
     r"got float64\[3\] at '0/mu/w' where it has float32\[3\]; only floats",
@@ -505,17 +411,9 @@ MISFITS = {
     adam_state(mu={"w": {"a": 1}}),
     r"got dict\('a'\) at '0/mu/w' where it has float32\[3\]",
   ),
-  "another dictionary": (
-    adam_state(mu=FrozenDict({"w": jnp.ones(3)})),
-    r"got FrozenDict\('w'\) at '0/mu' where it has dict\('w'\)",
-  ),
   "another optimizer": (
     optax.sgd(0.5, momentum=0.5).init({"w": jnp.ones(3)}),
     r"got TraceState\('trace'\) at '0' where it has ScaleByAdamState\('count'",
-  ),
-  "another nest": (
-    adam_state()[:1],
-    r"got nothing at '1' where it has EmptyState\(\)",
   ),
   "no target": (
     [{"count": 0, "mu": {}, "nu": {}}, None],
@@ -544,7 +442,7 @@ def test_a_bare_state_that_does_not_fit_is_refused(bare_state, message):
   ],
   ids=["widened", "left out"],
 )
-def test_outside_of_loss_scaling_a_leaf_must_be_the_same(expected, message):
+def test_a_leaf_outside_of_loss_scaling_must_fit_exactly(expected, message):
   bare = {"ema": jnp.ones(2, jnp.float16), "opt_state": adam_state()}
   opt_state = WRAPPED.init({"w": jnp.ones(3)})
   with pytest.raises(ValueError, match=message):
@@ -566,25 +464,21 @@ def test_a_state_without_loss_scaling_is_refused(function):
     function(adam_state())
 
 
-def test_update_tells_what_a_bare_state_needs():
+def test_update_refuses_a_bare_state_with_the_remedy():
   remedy = r"got tuple; .*checkpoints.with_loss_scaling\(state, tx.init\(param"
   with pytest.raises(TypeError, match=remedy):
     WRAPPED.update({"w": jnp.ones(3)}, adam_state())
 
 
-@pytest.mark.parametrize("nest", [lambda tx: tx, optax.chain])
-def test_update_tells_what_a_state_restored_without_a_target_needs(
-  nest, tmp_path
-):
-  tx = nest(WRAPPED)
-  opt_state = tx.init(jnp.ones(3))
+def test_update_refuses_a_state_restored_without_a_target(tmp_path):
+  opt_state = WRAPPED.init(jnp.ones(3))
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", opt_state)
     checkpointer.wait_until_finished()
     restored = checkpointer.restore(tmp_path / "state")
   remedy = r"got dict; .*restored into the structure .*tx.init\(params\) as its"
   with pytest.raises(TypeError, match=remedy):
-    tx.update(jnp.ones(3), restored)
+    WRAPPED.update(jnp.ones(3), restored)
 
 
 def without_a_target(state, folder, way):
@@ -600,10 +494,17 @@ def without_a_target(state, folder, way):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("way", ["state dict", "msgpack", "orbax"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+  ("rule", "way"),
+  [
+    ("dynamic", "state dict"),
+    ("dynamic", "msgpack"),
+    ("dynamic", "orbax"),
+    ("metaseq", "msgpack"),
+  ],
+)
 def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, way, tmp_path):
-  """What a later version adds is missing in what an earlier one saved."""
+  """An earlier version of the library saved none of these fields."""
   inner = optax.chain(optax.clip(1.0), optax.adam(0.5))
   tx = optax.chain(ols.loss_scaling(inner, RULES[rule]), optax.identity())
   params = {"a": jnp.ones(2), "b": [jnp.ones(1), jnp.ones(3)]}
@@ -648,20 +549,8 @@ def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, way, tmp_path):
     ),
   ],
 )
-def test_a_checkpoint_of_something_else_is_refused(change, got):
+def test_a_checkpoint_that_does_not_fit_is_refused(change, got):
   saved = serialization.to_state_dict(WRAPPED.init(jnp.ones(3)))
   change(saved)
   with pytest.raises(ValueError, match=f"`restored` must have .* got {got}"):
     ols.checkpoints.from_dicts(saved, WRAPPED.init(jnp.ones(3)))
-
-
-def test_update_tells_what_a_rule_restored_without_a_target_needs():
-  opt_state = WRAPPED.init(jnp.ones(3))
-  restored = opt_state._replace(
-    loss_scale_state=opt_state.loss_scale_state._asdict()
-  )
-  remedy = (
-    r"got dict\(loss_scale\) where .*with tx.init\(params\) as its target"
-  )
-  with pytest.raises(ValueError, match=remedy):
-    WRAPPED.update(jnp.ones(3), restored)

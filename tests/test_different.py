@@ -34,7 +34,7 @@ ONE = jnp.float32(1.0)
 
 
 class Trained(NamedTuple):
-  """What a peer has after its steps."""
+  """The results of a peer's steps."""
 
   loss: Any
   params: Any

@@ -11,16 +11,17 @@ import pytest
 
 import optax_lossscale as ols
 from tests.support import assert_same_bits
+from tests.support import Stub
 from tests.support import to_bits
 from tests.support import to_numpy
 
-RULE = ols.DynamicLossScale(1024.0, growth_interval=3)
+RULE = Stub(1024.0)
 # Made once: NNX compiles anew for each transformation.
 BARE = optax.adam(2.0**-6)
 TX = ols.loss_scaling(BARE, RULE)
 CLEAN = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)
 BAD = np.where(np.arange(12).reshape(4, 3) == 7, np.float32(np.inf), CLEAN)
-# The second and the last step are skipped, and S grows once between them.
+# The second and the last step are skipped.
 BATCHES = np.stack([CLEAN, BAD, 2 * CLEAN, CLEAN, 0.5 * CLEAN, CLEAN, BAD])
 
 
@@ -138,16 +139,6 @@ def test_training_is_that_of_pure_functions_bit_for_bit():
     assert_same_bits(optimizer, state | {"step": optimizer["step"]})
 
 
-@pytest.mark.slow
-def test_the_steps_applied_are_those_of_the_bare_optimizer_bit_for_bit():
-  model, optimizer = make(tx=BARE)
-  bare_train_step = nnx.jit(bare_step)
-  for x, (loss, ours, _) in zip(BATCHES, trained()[1:], strict=True):
-    if np.isfinite(x).all():
-      np.testing.assert_array_equal(bare_train_step(model, optimizer, x), loss)
-    assert_same_bits(ours, values(model))
-
-
 def test_a_skipped_step_leaves_everything_but_the_scale():
   record = trained()
   for i, x in enumerate(BATCHES):
@@ -162,21 +153,6 @@ def test_a_skipped_step_leaves_everything_but_the_scale():
       assert_same_bits(optimizer[name], new_optimizer[name])
 
 
-def test_the_model_has_all_that_a_forward_pass_changes():
-  (_, before, _), (_, after, _) = trained()[:2]
-  changed = {
-    name for name in before if to_bits(before[name]) != to_bits(after[name])
-  }
-  assert {
-    "norm/mean",
-    "norm/var",
-    "dropout/rngs/count",
-    "cache",
-    "calls",
-    "head/kernel",
-  } <= changed
-
-
 def norm(rngs):
   return nnx.BatchNorm(3, rngs=rngs)
 
@@ -186,35 +162,6 @@ def test_without_the_block_an_overflow_stays_in_the_statistics():
   nnx.jit(unprotected_step)(model, optimizer, BAD)
   assert optimizer.opt_state.skipped[...]
   assert not np.isfinite(model.var[...]).all()
-
-
-def test_the_step_counts_attempts_and_the_state_counts_both():
-  model, optimizer = make()
-  for x in BATCHES[:3]:
-    train_step(model, optimizer, x)
-  assert optimizer.step[...] == 3
-  metrics = ols.loss_scale_metrics(optimizer.opt_state)
-  assert metrics["applied_steps"] == 2
-  assert metrics["skipped_steps"] == 1
-
-
-def test_the_scale_moves_by_the_rule_alone():
-  model, optimizer = make()
-  scales = []
-  for x in BATCHES:
-    train_step(model, optimizer, x)
-    scales.append(float(ols.get_loss_scale(optimizer.opt_state)))
-  state, expected = RULE.init(), []
-  for x in BATCHES:
-    state = RULE.update(state, not np.isfinite(x).all())
-    expected.append(float(state.loss_scale))
-  assert scales == expected
-  assert len(set(scales)) > 1
-
-
-def test_a_step_is_compiled_once():
-  assert len(trained()) > 1
-  assert len(TRACES) == 1
 
 
 def scan_of_nnx(model, optimizer, batches):
@@ -276,18 +223,6 @@ def test_the_scale_is_that_of_the_call_and_not_of_the_factory():
   )
 
 
-def test_gradients_are_s_times_those_of_nnx():
-  model, optimizer = make(linear)
-  loss, scaled = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)(model, CLEAN)
-  expected, gradients = nnx.value_and_grad(loss_fn)(model, CLEAN)
-  assert loss == expected
-  assert jax.tree.structure(scaled) == jax.tree.structure(gradients)
-  for name in ("kernel", "bias"):
-    np.testing.assert_array_equal(
-      scaled[name][...], 1024.0 * gradients[name][...]
-    )
-
-
 def test_keywords_and_auxiliary_data_are_as_in_nnx():
   model, optimizer = make(linear)
 
@@ -336,7 +271,7 @@ def test_a_first_argument_that_the_optimizer_does_not_update_is_refused():
 
 
 @pytest.mark.slow
-def test_only_what_the_optimizer_updates_is_differentiated():
+def test_gradients_are_of_the_optimizers_wrt_alone():
   model, optimizer = make(
     lambda rngs: nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs),
     wrt=nnx.LoRAParam,
@@ -377,16 +312,6 @@ def half_loss(model, x):
   return (jnp.float16(3000.0) + small).astype(jnp.float16)
 
 
-def test_a_float16_loss_keeps_its_true_value():
-  model, optimizer = make(linear)
-  loss, grads = ols.nnx.scaled_value_and_grad(half_loss, optimizer)(
-    model, jnp.ones((1, 3))
-  )
-  assert loss.dtype == jnp.float16
-  assert loss == 3000.0
-  np.testing.assert_array_equal(grads["bias"][...], [1.0, 1.0])
-
-
 # Without a look at the loss's dtype the first would come from inf, and the
 # second from 0, which no check could tell from gradients of 0.
 @pytest.mark.parametrize("scale", [2.0**17, 2.0**-30])
@@ -418,41 +343,6 @@ def test_readers_of_the_state_return_plain_arrays():
   assert plain[0] == 1024.0
   # optax finds the variable around it.
   assert optax.tree.get(state, "loss_scale")[...] == 1024.0
-
-
-def test_readers_of_the_state_work_under_jit():
-  model, optimizer = make(linear)
-
-  @nnx.jit
-  def by_hand(model, optimizer, x):
-    state = optimizer.opt_state
-    _, scaled = nnx.value_and_grad(
-      lambda model: ols.scale_loss(loss_fn(model, x), state)
-    )(model)
-    norm = optax.tree.norm(nnx.as_pure(ols.unscale(scaled, state)))
-    optimizer.update(model, scaled)
-    kept = ols.select_on_skip(optimizer.opt_state, new=1.0, old=2.0)
-    return norm, kept, ols.loss_scale_metrics(optimizer.opt_state)
-
-  gradients = nnx.grad(loss_fn)(model, CLEAN)
-  norm, kept, metrics = by_hand(model, optimizer, CLEAN)
-  np.testing.assert_allclose(
-    norm, optax.tree.norm(nnx.as_pure(gradients)), rtol=1e-6
-  )
-  assert kept == 1.0
-  assert metrics["applied_steps"] == 1
-  _, kept, metrics = by_hand(model, optimizer, BAD)
-  assert kept == 2.0
-  assert metrics["loss_scale"] == 512.0
-
-
-def test_a_rule_that_would_have_raised_is_heard_through_the_optimizer():
-  rule = ols.presets.deepspeed(init_scale=1.0, delayed_shift=1)
-  model, optimizer = make(linear, ols.loss_scaling(BARE, rule))
-  ols.raise_if_failed(optimizer.opt_state)
-  unprotected_step(model, optimizer, BAD)
-  with pytest.raises(FloatingPointError, match="DeepSpeed ends the run"):
-    ols.raise_if_failed(optimizer.opt_state)
 
 
 def reader_of(optimizer, name):
@@ -498,7 +388,7 @@ def step_with_company(model, optimizer, ema, rngs, metric, x):
     metric.update(values=loss)
 
 
-def test_what_else_is_named_moves_with_the_model_or_not_at_all():
+def test_other_nodes_move_with_the_model_or_not_at_all():
   model, optimizer = make(linear)
   ema, rngs = nnx.clone(model), nnx.Rngs(noise=3)
   metric = nnx.metrics.Average()
@@ -512,7 +402,7 @@ def test_what_else_is_named_moves_with_the_model_or_not_at_all():
     assert to_bits(values(node)) != to_bits(old)
 
 
-def test_an_optimizer_that_is_named_is_skipped_with_the_other():
+def test_another_optimizer_among_the_nodes_is_skipped_as_well():
   first, first_optimizer = make(linear)
   second, second_optimizer = make(linear)
   old = values(second), values(second_optimizer)
@@ -547,7 +437,7 @@ def test_a_skip_of_either_of_two_updates_undoes_the_block(batches):
 
 
 @pytest.mark.slow
-def test_an_update_that_a_condition_does_not_reach_undoes_nothing():
+def test_a_block_whose_condition_leaves_the_update_out_undoes_nothing():
   model, optimizer = make(norm)
   step(model, optimizer, BAD)
   before = values(optimizer)
@@ -571,7 +461,7 @@ def test_an_update_that_a_condition_does_not_reach_undoes_nothing():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_optimizer_that_holds_its_model_is_taken_with_it():
+def test_an_optimizer_may_hold_its_model():
   model = norm(nnx.Rngs(0))
   optimizer = nnx.ModelAndOptimizer(model, TX, wrt=nnx.Param)
   before = values(model)
@@ -601,18 +491,18 @@ class Sowing(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_is_sown_or_created_in_a_step_is_left():
+def test_sown_and_new_variables_are_left_alone():
   model, optimizer = make(Sowing)
   step(model, optimizer, BAD)
   assert model.calls[...] == 0
   np.testing.assert_array_equal(model.cache[...], BAD)
-  # What was sown is a tuple, which grows with the second step.
+  # The sown values are a tuple, which grows with the second step.
   step(model, optimizer, BAD)
   assert model.calls[...] == 0
   assert len(model.inputs.get_value()) == 2
 
 
-def test_what_a_step_removes_stays_removed():
+def test_a_variable_that_the_step_removes_stays_removed():
   model, optimizer = make(linear)
   model.extra = nnx.Cache(jnp.zeros(2))
   with ols.nnx.undo_on_skip(optimizer, model):
@@ -655,14 +545,6 @@ def test_one_of_two_scales_is_chosen_by_its_path():
   assert_same_bits(values(model), old)
 
 
-def test_a_rule_that_applies_every_step_selects_nothing():
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(8.0, skip=False))
-  model, optimizer = make(norm, tx)
-  nnx.jit(step)(model, optimizer, BAD)
-  assert not np.isfinite(model.var[...]).all()
-  assert not np.isfinite(model.scale[...]).all()
-
-
 def bad_optimizers():
   model, optimizer = make(linear)
   yield optimizer.opt_state, TypeError, "must be an nnx.Optimizer, got LossSc"
@@ -672,7 +554,7 @@ def bad_optimizers():
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_what_is_no_optimizer_with_loss_scaling_is_refused(case):
+def test_an_optimizer_without_loss_scaling_is_refused(case):
   optimizer, error, match = list(bad_optimizers())[case]
   with pytest.raises(error, match=match):
     ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
@@ -681,12 +563,6 @@ def test_what_is_no_optimizer_with_loss_scaling_is_refused(case):
     ols.nnx.undo_on_skip(optimizer, linear(nnx.Rngs(0))),
   ):
     pass
-
-
-def test_a_bound_method_is_refused_as_nnx_does():
-  model, optimizer = make(linear)
-  with pytest.raises(ValueError, match="does not support bound methods"):
-    ols.nnx.scaled_value_and_grad(model.__call__, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -715,21 +591,21 @@ def test_a_block_without_an_update_is_refused():
       run(model, optimizer)
 
 
-@pytest.mark.parametrize("node", [None, 3, jnp.zeros(2), {"model": 1}])
-def test_what_cannot_be_changed_in_place_is_refused(node):
-  model, optimizer = make(linear)
-  with (
-    pytest.raises(TypeError, match="must be NNX objects.* got"),
-    ols.nnx.undo_on_skip(optimizer, model, node),
-  ):
-    pass
-
-
-def test_no_nodes_are_refused():
+@pytest.mark.parametrize(
+  ("nodes", "got"),
+  [
+    ([], "none; pass the model"),
+    ([None], "None"),
+    ([jnp.zeros(2)], "jax.Array"),
+    ([{"model": 1}], "dict"),
+  ],
+  ids=["none", "None", "array", "dict"],
+)
+def test_nodes_that_no_step_changes_in_place_are_refused(nodes, got):
   _, optimizer = make(linear)
   with (
-    pytest.raises(TypeError, match="got none; pass the model"),
-    ols.nnx.undo_on_skip(optimizer),
+    pytest.raises(TypeError, match=f"must be NNX objects.* got {got}"),
+    ols.nnx.undo_on_skip(optimizer, *nodes),
   ):
     pass
 
@@ -761,7 +637,7 @@ def test_a_variable_that_grows_is_refused_by_name():
 @pytest.mark.parametrize(
   "rule", [RULE, ols.rules.WarmStart(RULE)], ids=["own", "around"]
 )
-def test_the_state_as_the_optimizer_has_it_is_refused_with_the_remedy(rule):
+def test_update_refuses_the_state_of_an_nnx_optimizer_with_the_remedy(rule):
   model, optimizer = make(tx=ols.loss_scaling(BARE, rule))
   params = nnx.as_pure(nnx.state(model, nnx.Param))
   remedy = r"; of an nnx.Optimizer pass nnx.as_pure\(optimizer.opt_state\)\.$"
@@ -818,11 +694,10 @@ def test_micro_batches_change_every_object_but_those_that_overflow(wrap):
   assert not jax.tree.leaves(nnx.state(model, nnx.Intermediate))
 
 
-@pytest.mark.parametrize("row", [0, 3])
-def test_a_void_window_changes_no_object(row):
+def test_a_void_window_changes_no_object():
   model, optimizer = make()
   before = jax.tree.map(to_numpy, nnx.as_pure(nnx.state(model)))
-  x = np.where(np.arange(4)[:, None] == row, np.float32(np.inf), CLEAN)
+  x = np.where(np.arange(4)[:, None] == 0, np.float32(np.inf), CLEAN)
   value_and_grad = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
   _, _, overflow = ols.accumulate(value_and_grad, microbatches=4)(model, x)
   assert overflow.valid == 3

@@ -171,7 +171,7 @@ def classes_in(hint):
       yield x
 
 
-def test_what_public_functions_return_has_a_public_name():
+def test_public_functions_return_types_with_public_names():
   public = {id(value) for _, value in public_callables()}
   unnamed = {
     f"{name} returns {x.__name__}"
@@ -184,8 +184,8 @@ def test_what_public_functions_return_has_a_public_name():
 
 
 def test_few_annotations_are_any():
-  # What a user's function takes and returns is Any, and so is a rule's state.
-  # For a value that is only looked at, `object` lets mypy check its use.
+  # The arguments and results of users' functions are Any, and so is a rule's
+  # state. `object` is better for a value that the library does not use.
   names = [
     name
     for file in PACKAGE.rglob("*.py")

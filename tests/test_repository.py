@@ -1,4 +1,4 @@
-"""What contributors and maintainers rely on: workflows, metadata, templates.
+"""Workflows, metadata and templates, for contributors and maintainers.
 
 The workflows cannot run here. Each of their commands is a part of .ci/run.
 """

@@ -293,7 +293,7 @@ class Job:
           resource.RLIMIT_CPU, (seconds, seconds)
         ),
       )
-      # What waits for a process of its own uses no processor.
+      # Tests that wait for another process do not use up their seconds.
       timer = threading.Timer(
         4 * seconds, os.killpg, (process.pid, signal.SIGKILL)
       )

@@ -1,11 +1,8 @@
 """`SpikeGuard`, against a float64 model and the defects of released guards."""
 
 import functools
-import pickle
 import statistics
 
-from flax import nnx
-from flax import serialization
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -18,7 +15,7 @@ from optax_lossscale import experimental
 from tests import support
 from tests.support import assert_same_bits
 
-TX = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
+TX = ols.loss_scaling(optax.sgd(0.5), support.Stub())
 PARAMS = jnp.array([1.0, -0.0])
 
 
@@ -53,8 +50,8 @@ def positions(found):
 
 
 def model(guard, values):
-  """Returns which values are spikes, by the definition, in plain Python."""
-  window, row, found = [], 0, []
+  """Returns which values are spikes, and restarts, by the definition."""
+  window, row, found, restarts = [], 0, [], 0
   warmup = guard.warmup or max(2, guard.window // 2)
   for value in map(float, values):
     if not np.isfinite(value):
@@ -71,12 +68,13 @@ def model(guard, values):
     above = value > min(limits)
     if above and row >= guard.patience:
       window, row, above = [], 0, False
+      restarts += 1
     row = row + 1 if above else 0
     if not above or guard.on_spike != "drop":
       clips = above and guard.on_spike == "clip"
       window.append(min(limits) if clips else value)
     found.append(above)
-  return found
+  return found, restarts
 
 
 def series(seed=0, steps=400):
@@ -99,19 +97,22 @@ def series(seed=0, steps=400):
     experimental.SpikeGuard(sigma=2.0, window=12, on_spike="clip", patience=3),
     experimental.SpikeGuard(sigma=None, factor=1.5, window=7, patience=3),
     experimental.SpikeGuard(sigma=4.0, factor=1.3, window=20, warmup=2),
+    experimental.SpikeGuard(window=2),
   ],
+  ids=["default", "patience", "keep", "clip", "factor", "both", "smallest"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_finds_the_spikes_of_the_definition(guard, seed):
   values = series(seed)
   found, state = watch(guard, values)
-  expected = model(guard, values)
+  expected, restarts = model(guard, values)
   assert found == expected
   assert 6 < sum(expected) < 200
   assert state.spikes == sum(expected) - 6
+  assert state.restarts == restarts
 
 
-def test_its_limit_is_where_spikes_begin():
+def test_spikes_begin_above_the_limit():
   guard = experimental.SpikeGuard(sigma=6.0, window=64)
   values = np.random.default_rng(0).normal(5.0, 0.1, 100).astype(np.float32)
   _, state = watch(guard, values)
@@ -128,13 +129,6 @@ def test_its_limit_is_where_spikes_begin():
 def test_squares_that_leave_the_range_of_float32_do_no_harm(level):
   guard = experimental.SpikeGuard(window=8, warmup=4)
   found, _ = watch(guard, [level * x for x in (1, 1.1, 0.9, 1, 1, 1.1, 3, 1)])
-  assert positions(found) == [6]
-
-
-@pytest.mark.parametrize("level", [-1e-20, -1e20])
-def test_nor_do_the_squares_of_negative_values(level):
-  guard = experimental.SpikeGuard(window=8, warmup=4)
-  found, _ = watch(guard, [level * x for x in (3, 3.1, 2.9, 3, 3, 3.1, 1, 3)])
   assert positions(found) == [6]
 
 
@@ -158,13 +152,6 @@ def test_values_may_be_negative():
   # The mean of magnitudes is 5.
   guard = experimental.SpikeGuard(sigma=None, factor=3.0, window=8, warmup=4)
   assert positions(watch(guard, values)[0]) == [8]
-
-
-@pytest.mark.parametrize(("factor", "expected"), [(2.0, 1.327), (1.2, 1.2)])
-def test_with_both_limits_the_lower_one_counts(factor, expected):
-  guard = experimental.SpikeGuard(sigma=4.0, factor=factor, window=8, warmup=4)
-  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0])
-  np.testing.assert_allclose(guard.limit(state), expected, rtol=1e-3)
 
 
 # The step around it.
@@ -195,125 +182,18 @@ def test_a_step_that_another_reason_skips_is_not_seen(before):
   assert guard.update(state, 1.0, applied).accepted == state.accepted + 1
 
 
-def test_it_works_with_an_optimizer_of_nnx():
-  guard = experimental.SpikeGuard(window=8, warmup=2)
-  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-  @nnx.jit
-  def step(model, optimizer, state, value):
-    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model)
-    spike = guard.is_spike(state, value)
-    optimizer.update(model, grads, skip=spike)
-    return guard.update(state, value, optimizer.opt_state)
-
-  state = guard.init()
-  for value in (1.0, 1.1, 9.0):
-    state = step(model, optimizer, state, value)
-  assert (state.accepted, state.spikes) == (2, 1)
-  metrics = ols.loss_scale_metrics(optimizer.opt_state)
-  assert metrics["requested_skips"] == 1
-
-
-@pytest.mark.parametrize(
-  "rule",
-  [ols.FixedLossScale(1.0), None],
-  ids=["all guards, no scaling", "no rule"],
-)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
-def test_a_skipped_step_does_not_multiply_by_zero(rule, bad):
-  # levanter and OLMo-core multiply the update by 0, and 0 * NaN is NaN.
-  guard = experimental.SpikeGuard(window=8, warmup=4)
-  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5))
-  tx = ols.loss_scaling(inner, rule)
-
-  @jax.jit
-  def step(params, opt_state, state, factor):
-    grads = factor * (params + 1)
-    norm = optax.tree.norm(grads)
-    spike = guard.is_spike(state, norm)
-    updates, opt_state = tx.update(grads, opt_state, params, skip=spike)
-    state = guard.update(state, norm, opt_state)
-    return optax.apply_updates(params, updates), opt_state, state
-
-  carry = PARAMS, tx.init(PARAMS), guard.init()
-  for _ in range(5):
-    carry = step(*carry, 1.0)
-  params, opt_state, state = step(*carry, bad)
-  assert opt_state.skipped
-  assert_same_bits((params, opt_state.inner_state), (carry[0], carry[1][1]))
-  assert np.isfinite(state.values).all()
-  _, opt_state, _ = step(params, opt_state, state, 1.0)
-  assert opt_state.applied_steps == 6
-
-
-def test_a_path_says_whose_overflow_counts():
+def test_the_path_chooses_whose_overflow_counts():
   guard = experimental.SpikeGuard(window=8)
   clean = TX.init(PARAMS)
   _, overflowed = TX.update(PARAMS, clean, overflow=True)
   both = {"first": clean, "second": overflowed}
   assert guard.update(guard.init(), 1.0, both, path="first").accepted == 1
   assert guard.update(guard.init(), 1.0, both, path="second").accepted == 0
-
-
-def test_nan_and_inf_never_enter_the_window():
-  # In maxtext, levanter and OLMo-core one NaN skips the next 128 steps.
-  guard = experimental.SpikeGuard(window=8, warmup=4, on_spike="keep")
-  clean = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 1.1]
-  bad = [np.nan, np.inf, -np.inf]
-  for place in (2, 6):
-    found, state = watch(guard, [*clean[:place], *bad, *clean[place:]])
-    assert positions(found) == [place, place + 1, place + 2]
-    assert_same_bits(state, watch(guard, clean)[1])
-
-
-def test_nan_does_not_use_up_the_patience():
-  guard = experimental.SpikeGuard(window=8, warmup=4, patience=2)
-  values = [1.0, 1.1, 0.9, 1.0, *[np.nan] * 5, 50.0, 1.0]
-  found, state = watch(guard, values)
-  assert positions(found) == [4, 5, 6, 7, 8, 9]
-  assert state.restarts == 0
-
-
-@pytest.mark.parametrize(
-  ("on_spike", "hidden"), [("drop", []), ("clip", []), ("keep", [9, 10])]
-)
-def test_a_spike_enters_the_window_by_option_alone(on_spike, hidden):
-  # As it does in maxtext, levanter and OLMo-core, where it hides the next.
-  guard = experimental.SpikeGuard(window=64, warmup=4, on_spike=on_spike)
-  values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.0, 100.0, 30.0, 50.0, 1.0]
-  found, _ = watch(guard, values)
-  assert positions(found) == [x for x in (8, 9, 10) if x not in hidden]
-
-
-def test_mean_and_deviation_are_of_the_same_values_without_this_one():
-  # OLMo-core#43 first compared the loss with the deviations alone.
-  guard = experimental.SpikeGuard(window=4, warmup=4)
-  found, _ = watch(guard, [3.0, 3.1, 2.9, 3.0, 3.2, 3.0, 4.0])
-  assert positions(found) == [6]
   # With 4.0 in its own window, it would be 1.5 deviations above the mean.
 
 
-def test_nothing_is_skipped_during_the_warm_up():
-  guard = experimental.SpikeGuard(window=8)
-  values = [1.0, 100.0, 1e-3, 1e6]
-  found, state = watch(guard, values)
-  assert not any(found)
-  assert state.accepted == 4
-  assert np.isfinite(guard.limit(state))
-  # An average that starts at 1 would drop these for ever, as axlearn's does.
-  guard = experimental.SpikeGuard(sigma=None, factor=20.0, window=8)
-  assert not any(watch(guard, [25.0] * 30)[0])
-
-
-@pytest.mark.parametrize("window", [2, 3])
-def test_the_smallest_windows_warm_up_with_two_values(window):
-  found, _ = watch(experimental.SpikeGuard(window=window), [1.0, 2.0, 100.0])
-  assert positions(found) == [2]
-
-
 def test_a_change_of_level_is_accepted_after_patience_and_reported():
-  # axlearn's and ZClip's guards would skip or clip it for ever.
+  # The guards of axlearn and ZClip would skip or clip it for ever.
   guard = experimental.SpikeGuard(window=16, warmup=4, patience=3)
   low, high = [1.0, 1.1, 0.9, 1.0] * 3, [25.0, 26.0, 24.0, 25.0] * 3
   found, state = watch(guard, [*low, *high])
@@ -323,35 +203,6 @@ def test_a_change_of_level_is_accepted_after_patience_and_reported():
   # Nothing of the old level is left, and the new one is guarded.
   assert guard.limit(state) < 40
   assert positions(watch(guard, [60.0, 25.0, 1.0], state=state)[0]) == [0]
-
-
-def test_nothing_of_the_old_level_is_left_where_it_begins_anew():
-  guard = experimental.SpikeGuard(window=8, warmup=4, patience=1)
-  high = [25.0, 26.0, 24.0]
-  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 30.0, *high])
-  assert state.restarts == 1
-  _, expected = watch(guard, high)
-  assert_same_bits(
-    (state.values, state.accepted), (expected.values, expected.accepted)
-  )
-
-
-def test_a_limit_follows_a_falling_loss():
-  # Megatron's largest value of the first hundred is frozen for ever.
-  guard = experimental.SpikeGuard(sigma=None, factor=10.0, window=8)
-  found, _ = watch(guard, [*[8.0] * 20, *[1.0] * 20, 11.0, 1.0])
-  assert positions(found) == [40]
-
-
-def test_a_restored_state_goes_on_where_it_was():
-  # OLMo-core's window is in no checkpoint, so each restart is unguarded.
-  guard = experimental.SpikeGuard(window=8, warmup=4)
-  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 9.0])
-  stored = serialization.to_bytes(state)
-  restored = serialization.from_bytes(guard.init(), stored)
-  assert_same_bits(restored, state)
-  assert guard.is_spike(jax.tree.map(jnp.asarray, restored), 9.0)
-  assert pickle.loads(pickle.dumps(guard)) == guard
 
 
 def test_a_scan_over_it_compiles_once_and_stays_on_the_device():
@@ -376,24 +227,6 @@ def test_a_scan_over_it_compiles_once_and_stays_on_the_device():
   assert positions(spikes) == [4]
   assert len(traces) == 1
   assert opt_state.requested_skips == 1
-
-
-def test_seeds_under_vmap_have_guards_of_their_own():
-  guard = experimental.SpikeGuard(window=8, warmup=4, patience=1)
-  rows = np.float32(
-    [[1.0, 1.1, 0.9, 1.0, 9.0, 9.0], [1.0, 1.1, 0.9, 1.0, 1.0, 1.1]]
-  )
-
-  def run(values):
-    def step(state, value):
-      spike, state = compiled(guard)(state, value, False)
-      return state, spike
-
-    return lax.scan(step, guard.init(), values)
-
-  states, spikes = jax.vmap(run)(rows)
-  assert [positions(x) for x in spikes] == [[4], []]
-  assert states.restarts.tolist() == [1, 0]
 
 
 def test_all_devices_give_the_same_answer():
@@ -433,15 +266,7 @@ def test_any_real_number_is_a_value(value):
   assert support.describe(state) == support.describe(guard.init())
 
 
-def test_a_step_with_64_bit_types_has_the_same_state():
-  guard = experimental.SpikeGuard(window=8, factor=3.0)
-  opt_state = TX.init(PARAMS)
-  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-    state = guard.update(guard.init(), jnp.float64(2.0), opt_state)
-    assert support.describe(state) == support.describe(guard.init())
-
-
-# What people do wrong.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -464,7 +289,7 @@ def test_a_wrong_option_is_refused(options, error, message):
 
 
 @pytest.mark.parametrize("value", [None, "3", True, jnp.ones(2), 1j])
-def test_what_is_no_number_is_refused(value):
+def test_a_value_that_is_no_number_is_refused(value):
   guard = experimental.SpikeGuard()
   with pytest.raises(TypeError, match="`value` must be a real scalar"):
     guard.is_spike(guard.init(), value)

@@ -1,0 +1,524 @@
+"""`python -m benchmarks`: what each command runs, and what it writes."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import accelerate
+from benchmarks import accelerate_steps
+from benchmarks import autocast
+from benchmarks import autocast_counts as counts
+from benchmarks import autocast_models as models
+from benchmarks import compilation
+from benchmarks import contest
+from benchmarks import gpt2
+from benchmarks import gpu
+from benchmarks import guarantees
+from benchmarks import jax_training
+from benchmarks import machine
+from benchmarks import nonfinite
+from benchmarks import parts
+from benchmarks import phase
+from benchmarks import summary
+from benchmarks import traffic
+from benchmarks.truth import workload as workload_lib
+import optax_lossscale as ols
+
+TINY = gpt2.SIZES["tiny"]
+
+
+def test_commands_are_listed(capsys):
+  assert command.main(["--help"]) == 0
+  listed = capsys.readouterr().out
+  assert all(f"\n{name} " in listed for name in command._COMMANDS)
+  assert command.main(["nonsense"]) == 2
+  assert "There is no benchmark 'nonsense'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["update", "--peers", "nobody"], "--peers"),
+    (["update", "--rounds", "0"], "--rounds"),
+    (["update", "--cases", "7"], "--cases"),
+    (["update", "--out", __file__], "--out: must be a folder"),
+    (["truth", "--only", "lstm", "--steps", "1"], "--steps needs --rows"),
+    (["truth", "--only", "lstm/dynamics"], "lstm/dynamic"),
+  ],
+  ids=" ".join,
+)
+def test_a_bad_option_is_refused(words, message, capsys):
+  with pytest.raises(SystemExit):
+    command.main(words)
+  assert message in capsys.readouterr().err
+
+
+# update
+
+
+# These need nothing beyond the library and its tests.
+PEERS = (
+  *("bare", "one more read", "optax_lossscale", "lax.cond"),
+  *("flax", "apply_if_finite"),
+)
+
+
+@pytest.mark.long
+def test_update_writes_every_figure_of_every_contender(tmp_path):
+  options = ["--tiny", "--cases", "10", "--rounds", "3"]
+  words = ["update", *options, "--out", str(tmp_path / "new")]
+  assert command.main([*words, "--peers", *PEERS]) == 0
+  content = json.loads((tmp_path / "new" / "update.json").read_text())
+  rows = {(x["name"], x["gradients"]): x for x in content["cases"]}
+  assert [*rows] == [("10", "float16"), ("10", "float32")]
+  assert summary.all_checks_passed(content["cases"])
+  for case in rows.values():
+    assert case["parameters"] == 2 * 16 * 8
+    assert [x["name"] for x in case["contenders"]] == list(PEERS)
+    for row in case["contenders"]:
+      assert row["problem"] == ""
+      is_bare = row["name"] in ("bare", "one more read")
+      assert row["check"] is None if is_bare else row["check"]["passed"]
+      assert row["median_seconds"] == sorted(row["seconds"])[1]
+      share = row["temporary_bytes"] / (4 * case["parameters"])
+      assert row["temporaries_percent"] == pytest.approx(100 * share)
+  about = content["machine"]
+  assert content["command"].startswith("python -m benchmarks update --tiny")
+  headline = machine.headline({**about, "versions": {"a": "1", "b": None}})
+  for part in (about["cpu"], "a 1", "not installed: b", "20"):
+    assert part in headline
+  assert about["versions"]["optax-lossscale"]
+
+
+# accelerate
+
+
+LINEAR = workload_lib.Workload(
+  description="A linear model",
+  elements=64,
+  init=lambda key: jnp.zeros((8, 1)),
+  draw=lambda key, params: jax.random.normal(key, (64, 8)),
+  loss=lambda params, x: jnp.mean((x @ params - 1) ** 2),
+  score=lambda params: params,
+  score_name="",
+  matters=1.0,
+  rate=0.1,
+  steps=4,
+)
+
+
+@pytest.mark.long
+def test_accelerate_times_each_part_of_each_schedule(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(accelerate, "make_workload", lambda *, tiny: LINEAR)
+  words = ["accelerate", "--tiny", "--rounds=2", f"--out={tmp_path}"]
+  assert command.main(words) == 0
+  content = json.loads((tmp_path / "accelerate.json").read_text())
+  rows = content["contenders"]
+  assert {name: x["low"] for name, x in rows.items()} == {
+    "float32": None,
+    "float16, O1": None,
+    "fast, low part": True,
+    "fast, full part": False,
+    "bfloat16, O1": None,
+    "fast1, low part": True,
+    "fast1, full part": False,
+  }
+  for figures in rows.values():
+    assert len(figures["seconds"]) == 2 and len(figures["compilations"]) == 1
+  losses = [x["last_loss"] for x in rows.values()]
+  assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
+  printed = capsys.readouterr().out
+  for kind in content["schedules"]:
+    assert f"{kind}|step|0.9: a step takes" in printed
+
+
+@pytest.mark.long
+def test_the_contenders_of_accelerate_have_the_products_of_their_names():
+  batch = LINEAR.draw(jax.random.key(0), None)
+  contenders = accelerate_steps.make_contenders(LINEAR)
+  for name, dtype in (("float16, O1", jnp.float16), ("float32", jnp.float32)):
+    contender = contenders[name]
+    jaxpr = jax.make_jaxpr(contender.step)(contender.state, batch)
+    products = counts.products(jaxpr, dtype)
+    assert products.lowered == products.all > 0
+
+
+# autocast
+
+
+def make_loss_fn(dtype):
+  """A model with a `dtype=`."""
+
+  def loss_fn(params, batch):
+    x = batch.astype(dtype)
+    for weights in params:
+      x = jnp.tanh(x @ weights.astype(dtype))
+    return jnp.mean(x.astype(jnp.float32))
+
+  return loss_fn
+
+
+@pytest.mark.slow
+def test_autocast_compares_every_level_with_float32_and_by_hand(
+  tmp_path, monkeypatch
+):
+  weights = np.ones((4, 4), np.float32)
+  two_layers = models.Model(make_loss_fn, [weights, weights], weights)
+  monkeypatch.setattr(
+    models, "makers", lambda **_: {"two layers": lambda: two_layers}
+  )
+  monkeypatch.setattr(autocast, "LEVELS", ("O0", "O1"))
+  assert command.main(["autocast", "--out", str(tmp_path)]) == 0
+  content = json.loads((tmp_path / "autocast.json").read_text())
+  rows = content["models"]["two layers"]
+  assert list(rows) == [autocast.FLOAT32, autocast.BY_HAND, "O0", "O1"]
+  by_hand = rows[autocast.BY_HAND]["over_by_hand"]
+  assert by_hand["kept"] == by_hand["compiled"]["flops"] == 1
+  for name, row in rows.items():
+    # Two products, and the gradients of two weights and of one activation.
+    assert row["all_products"] == 5
+    is_low = name not in (autocast.FLOAT32, "O0")
+    assert row["products"] == 5 * is_low
+    assert (row["conversions"] > 0) == is_low
+    assert abs(row["loss_difference"]) < 1e-2
+  assert rows["O0"]["loss_difference"] == 0
+
+
+@pytest.mark.slow
+def test_every_model_by_hand_has_float16_products_and_a_float32_loss():
+  def loss_of(make):
+    model = make()
+    return model.make_loss_fn(jnp.float16)(model.params, model.batch)
+
+  for make in models.makers(tiny=True).values():
+    # The initialization is traced as well, so that none of it is compiled.
+    jaxpr = jax.make_jaxpr(lambda make=make: loss_of(make))()
+    assert counts.products(jaxpr, jnp.float16).lowered > 0
+    (loss,) = jaxpr.out_avals
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+@pytest.mark.slow
+def test_autocast_gives_the_timed_model_only_float16_products():
+  model = gpt2.Autocast(gpt2.GPT2(TINY, "float32"), "O1")
+  gradient = jax.value_and_grad(gpt2.make_loss_fn(model))
+  batch = gpt2.make_batches(TINY, batch=1, length=8, count=1, seed=0)[0]
+  params = jax.eval_shape(lambda: gpt2.init(TINY, 0))
+  jaxpr = jax.make_jaxpr(gradient)(params, batch)
+  products = counts.products(jaxpr, jnp.float16)
+  assert products.lowered == products.all > 0
+
+
+# parts
+
+
+PARAMS = [np.float32([[0.5, -0.25], [1, 2]])]
+X = np.arange(16, dtype=np.float32).reshape(8, 2) / 16
+BATCH = X, -X
+
+
+def loss_fn(params, batch):
+  x, y = batch
+  return jnp.mean((x @ params[0] - y) ** 2)
+
+
+def gradient(params, batch):
+  x, y = batch
+  return x.T @ (x @ params[0] - y) * (2 / x.size)
+
+
+@pytest.mark.slow
+def test_the_train_steps_of_parts_differ_only_in_what_they_record():
+  # AdamW's first step: the rate times the gradient's sign, and the decay.
+  (params,) = PARAMS
+  grads = gradient(PARAMS, BATCH)
+  moved = params - 1e-4 * (np.sign(grads) + 1e-4 * params)
+  contenders = parts.training(loss_fn, PARAMS, BATCH)
+  for contender in contenders.values():
+    contender.run()
+    np.testing.assert_allclose(contender.state[0][0], moved, rtol=1e-6)
+  amax = np.max(np.abs(grads)) * 2.0**10
+  _, metrics = contenders["loss_scale_metrics"].result
+  np.testing.assert_allclose(metrics["amax"], amax, rtol=1e-6)
+  history = ols.instruments.get_history(contenders["record"].state[1])
+  np.testing.assert_allclose(history.amax, [amax], rtol=1e-6)
+  ols.get_loss_scale(contenders["loss_scaling"].state[1])
+  with pytest.raises(ValueError, match="must hold"):
+    ols.get_loss_scale(contenders["bare"].state[1])
+
+
+@pytest.mark.slow
+def test_the_accumulating_steps_of_parts_have_the_whole_batchs_gradient():
+  contenders = parts.accumulation(loss_fn, PARAMS, BATCH)
+  for contender in contenders.values():
+    contender.run()
+    loss, (scaled,) = contender.result[:2]
+    np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCH), rtol=1e-6)
+    np.testing.assert_allclose(
+      scaled, gradient(PARAMS, BATCH) * 2.0**10, rtol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_only_select_on_skip_keeps_batch_statistics_after_an_overflow():
+  images = np.full((4, 4, 4, 3), np.inf, np.float32)
+  model = models.ResNet(jnp.float32, 2)
+  kept = {}
+  contenders = parts.batch_norm(model, (images, np.arange(4)))
+  for name, contender in contenders.items():
+    contender.run()
+    assert contender.state[1].skipped
+    kept[name] = all(
+      map(jnp.all, map(jnp.isfinite, jax.tree.leaves(contender.state[2])))
+    )
+  assert kept == {"loss_scaling": False, "select_on_skip": True}
+
+
+@pytest.mark.slow
+def test_leaves_on_a_mesh_are_on_all_devices(monkeypatch):
+  seen = []
+
+  def compile_ahead(step, state, grads):
+    seen.extend(jax.tree.leaves(grads))
+    return None, compilation.Compilation(1.0, 2.0, None)
+
+  monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
+  for layout in ("plain", "mesh"):
+    for contender in parts.compilations(1, layout, (2,)).values():
+      contender.run()
+  devices = [len(leaf.sharding.device_set) for leaf in seen]
+  assert devices == [1] * 3 + [jax.device_count()] * 3
+
+
+# It compiles every program of the benchmark.
+@pytest.mark.long
+def test_parts_writes_a_ratio_for_every_contender(tmp_path, capsys):
+  words = ["parts", "--tiny", "--rounds", "2", "--out", str(tmp_path)]
+  assert command.main(words) == 0
+  content = json.loads((tmp_path / "parts.json").read_text())
+  names = {name.partition(",")[0] for name in content["parts"]}
+  assert names == {*parts._PARTS}
+  for rows in content["parts"].values():
+    for name, row in rows.items():
+      assert row["over"] in rows
+      assert (row["ratio"] == [1, 1, 1]) == (row["over"] == name)
+      assert len(row["seconds"]) == 3
+  assert "compile, 2 leaves, mesh\n" in capsys.readouterr().out
+
+
+# gpu
+
+
+@pytest.mark.slow
+def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
+  """The train step is left out; another test covers it."""
+  monkeypatch.delitem(gpu._PARTS, "Train step")
+  # One leaf is so small that it cannot be folded.
+  small = jax.ShapeDtypeStruct((3,), jnp.float32)
+  monkeypatch.setattr(
+    gpu, "_params", lambda plan: [gpu._SMALL_LEAF] * 2 + [small]
+  )
+  assert command.main(["gpu", "--tiny", "--out", str(tmp_path)]) == 0
+  figures = json.loads((tmp_path / "gpu.json").read_text())
+  page = (tmp_path / "gpu.md").read_text()
+  assert figures["problems"] == {}
+  assert figures["machine"]["device"] in page
+  assert figures["hardware"] == repr(ols.hardware.probe())
+  assert figures["parts"].keys() == gpu._PARTS.keys()
+  for name in figures["parts"]:
+    assert f"## {name}" in page
+  rows = figures["parts"]["Guarantees"]
+  assert len(rows) == 1 + len(guarantees.CHECKS)
+  assert all(row.keys() == {"seen"} for row in rows.values())
+  cases = int(rows["every NaN and inf is seen"]["seen"].split()[0])
+  assert cases >= 3 * len(nonfinite.values("float16"))
+  count = 2 * gpu._SMALL_LEAF.size + 3
+  rows = figures["parts"]["Update phase"]
+  without = ", no command buffers"
+  assert {name: row["traffic"] / count for name, row in rows.items()} == {
+    "copy of one array": 8,
+    "sum of one array": 4,
+    "adamw, float16": 26,
+    "loss_scaling(adamw), float16": 28,
+    "the check, float16": 2,
+    "adamw, float32": 28,
+    "loss_scaling(adamw), float32": 32,
+    "the check, float32": 4,
+    "adamw under lax.cond, float16": 28,
+    f"adamw, float16{without}": 26,
+    f"loss_scaling(adamw), float16{without}": 28,
+    f"adamw under lax.cond, float16{without}": 28,
+  }
+
+
+def part(*rows, reason=None):
+  """A part of `gpu` that measures some rows, and may fail then."""
+
+  def measure(plan, until):
+    yield from rows
+    if reason:
+      raise RuntimeError(reason)
+
+  return measure, 1.0
+
+
+@pytest.mark.parametrize(
+  ("reason", "code"),
+  [
+    ("TimeoutError: no time was left", 0),
+    ("ModuleNotFoundError: torch is not installed", 0),
+    ("IndexError: index 0 is out of bounds", 1),
+  ],
+)
+def test_only_a_defect_of_a_row_fails_the_command_gpu(
+  reason, code, monkeypatch, tmp_path
+):
+  parts = {"One": part({"a": {"left_out": reason}})}
+  monkeypatch.setattr(gpu, "_PARTS", parts)
+  assert gpu.main(["--tiny", "--out", str(tmp_path)]) == code
+
+
+def test_the_parts_of_gpu_outlive_one_that_fails(monkeypatch, tmp_path):
+  one = part(
+    {"measured before": {"kernels": 7}}, reason="out of memory\nand so on"
+  )
+  two = part({"another": {"kernels": 1234}})
+  monkeypatch.setattr(gpu, "_PARTS", {"One": one, "Two": two})
+  assert gpu.main(["--tiny", "--out", str(tmp_path)]) == 1
+  figures = json.loads((tmp_path / "gpu.json").read_text())
+  assert figures["parts"] == {
+    "One": {"measured before": {"kernels": 7}},
+    "Two": {"another": {"kernels": 1234}},
+  }
+  assert figures["problems"] == {
+    "One": {"left_out": "RuntimeError: out of memory"}
+  }
+  assert "| another |   1,234 |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_broken_guarantee_fails_the_command_gpu(monkeypatch, tmp_path):
+  def check():
+    """It holds."""
+    raise AssertionError("3 of 8 differ")
+
+  monkeypatch.setattr(guarantees, "CHECKS", (check,))
+  monkeypatch.setattr(
+    nonfinite, "run", lambda **_: (8, ["NaN at 0 of float16[1]: missed"])
+  )
+  monkeypatch.setattr(gpu, "_PARTS", {"Guarantees": (gpu._guarantees, 1.0)})
+  assert gpu.main(["--tiny", "--out", str(tmp_path)]) == 1
+  page = (tmp_path / "gpu.md").read_text()
+  assert "AssertionError: 3 of 8 differ" in page
+  assert "1 wrong, such as NaN at 0 of float16[1]: missed" in page
+
+
+def test_a_contender_that_fails_or_has_no_time_is_left_out(monkeypatch):
+  def fail(*_, **__):
+    raise RuntimeError("out of memory\nand so on")
+
+  find_spec = contest.importlib.util.find_spec
+  monkeypatch.setattr(jax_training, "Training", fail)
+  monkeypatch.setattr(gpt2, "init", lambda *_: {})
+  monkeypatch.setattr(
+    contest.importlib.util,
+    "find_spec",
+    lambda name: None if name == "torch" else find_spec(name),
+  )
+  made = contest.Contest(TINY, batch=1, length=8)
+  made.add(["jax float16", "torch float16"], math.inf)
+  made.time(rounds=1, steps=1, until=math.inf)
+  reasons = [x["left_out"] for x in made.rows.values()]
+  assert reasons == [
+    "RuntimeError: out of memory",
+    "ModuleNotFoundError: torch is not installed",
+  ]
+  made.add(["jax bfloat16"], until=0.0)
+  (reason,) = made.rows["jax bfloat16"].values()
+  assert reason == "TimeoutError: no time was left"
+
+
+@pytest.mark.slow
+def test_leaves_are_grouped_as_each_row_says(monkeypatch):
+  monkeypatch.setattr(traffic, "GROUPS", ((1, 4096), (4, 4096), (4, 10_000)))
+  before = traffic.bits._TOGETHER, traffic.bits._SMALL
+  makers = traffic.groups(
+    {"leaves": [jax.ShapeDtypeStruct((5_000,), "f4")] * 4}
+  )
+  rows = traffic.measure(makers, rounds=1, calls=1, until=math.inf)
+  apart, together, joined = (
+    rows[f"leaves, {n} together, joined below {size}"]
+    for n, size in ((1, "4,096"), (4, "4,096"), (4, "10,000"))
+  )
+  assert together["kernels"] < apart["kernels"]
+  assert joined["kernels"] < apart["kernels"]
+  assert before == (traffic.bits._TOGETHER, traffic.bits._SMALL)
+
+
+@pytest.mark.slow
+def test_an_update_under_cond_is_the_same_update():
+  params = {"w": jnp.linspace(-1, 1, 7), "b": jnp.ones(2)}
+  adamw, rule = optax.adamw(3e-4), ols.DynamicLossScale()
+  scaled = ols.loss_scaling(adamw, rule)
+  ours = params, scaled.init(params)
+  theirs = params, (phase.CHECK.init(params), adamw.init(params))
+  conditional = jax.jit(phase.make_conditional(phase.CHECK, adamw))
+  for value in (3.0, jnp.inf, 5.0):
+    gradients = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), params)
+    ours = jax.jit(phase.make(scaled))(ours, gradients)
+    theirs = conditional(theirs, gradients)
+  for x, y in zip(
+    jax.tree.leaves((theirs[0], theirs[1][1])),
+    jax.tree.leaves((ours[0], ours[1].inner_state)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+  assert theirs[1][0].skipped_steps == ours[1].skipped_steps == 1
+
+
+@pytest.mark.long
+def test_each_precision_of_the_contest_trains_the_same_model():
+  made = contest.Contest(TINY, batch=2, length=16)
+  made.add(list(contest.VARIANTS), math.inf)
+  made.time(rounds=2, steps=1, until=math.inf)
+  assert made.rows.keys() == contest.VARIANTS.keys()
+  for name, row in made.rows.items():
+    low, median, high = row["seconds"]
+    assert 0 < low <= median <= high
+    # A model that has learned nothing finds all tokens equally likely.
+    first = math.log(TINY.vocabulary)
+    assert row["losses"][0] == pytest.approx(first, rel=0.02)
+    if "," in name:
+      bare = "jax float32" if "float32" in name else contest.FLOAT16
+      expected = made.rows[bare]["losses"]
+      assert row["losses"] == pytest.approx(expected, rel=1e-3)
+      assert row.get("skipped_steps", 0) == 0
+
+
+@pytest.mark.long
+def test_all_implementations_of_attention_have_the_same_loss():
+  params = gpt2.init(TINY, 0)
+  batch = gpt2.make_batches(TINY, batch=2, length=16, count=1, seed=0)[0]
+  plain, xla = (
+    jax.jit(gpt2.make_loss_fn(gpt2.GPT2(TINY, "float32", attention)))(
+      params, batch
+    )
+    for attention in ("plain", "xla")
+  )
+  assert float(plain) == pytest.approx(float(xla), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_small_has_the_parameters_of_gpt2_small_and_padding():
+  small = gpt2.SIZES["small"]
+  params = jax.eval_shape(lambda: gpt2.init(small, 0))
+  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  padding = (small.vocabulary - small.tokens) * small.width
+  assert count - padding == 124_439_808

@@ -1,0 +1,497 @@
+"""How the benchmarks measure: rounds, ratios, counts, checks and verdicts."""
+
+import json
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import accelerate
+from benchmarks import autocast_counts as counts
+from benchmarks import cases
+from benchmarks import checks
+from benchmarks import guarantees
+from benchmarks import kernels
+from benchmarks import measurement
+from benchmarks import nonfinite
+from benchmarks import parts
+from benchmarks import patience
+from benchmarks import peers
+from benchmarks import report
+from benchmarks import rounds
+from benchmarks import summary
+from benchmarks.peers import bare
+from benchmarks.peers import this_library
+from benchmarks.truth import verdict
+import optax_lossscale as ols
+from optax_lossscale._base import leaves
+from tests import excess_precision
+
+WEIGHTS = np.ones((4, 4), np.float32)
+
+# Rounds and ratios.
+
+
+def test_every_contender_has_one_turn_in_each_round():
+  calls = []
+  turns = {
+    name: rounds.Turn(
+      run=lambda name=name: calls.append(name),
+      prepare=lambda: calls.append("prepare"),
+    )
+    for name in "abc"
+  }
+  seconds = rounds.interleave(turns, 20)
+  assert {name: len(times) for name, times in seconds.items()} == {
+    "a": 20,
+    "b": 20,
+    "c": 20,
+  }
+  assert set(calls[::2]) == {"prepare"}
+  orders = [tuple(calls[start : start + 6 : 2]) for start in range(1, 126, 6)]
+  assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+  assert len(set(orders)) == 6
+
+
+def test_no_round_begins_after_the_end_of_the_time():
+  turns = {"a": rounds.Turn(lambda: None)}
+  assert len(rounds.interleave(turns, 9, until=0.0)["a"]) == 1
+
+
+def test_a_ratio_compares_times_of_the_same_round():
+  assert rounds.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+  with pytest.raises(ValueError):
+    rounds.ratios([2.0], [1.0, 3.0])
+
+
+def test_quartiles_of_the_times():
+  assert rounds.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+  assert rounds.quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_each_part_is_compared_with_the_contender_that_it_names(monkeypatch):
+  times = {"a": [1.0, 1.0], "b": [2.0, 4.0], "c": [6.0, 4.0]}
+  monkeypatch.setattr(rounds, "interleave", lambda turns, count: times)
+  over = {"a": "a", "b": "a", "c": "b"}
+  contenders = {x: parts.Contender(lambda: None, y) for x, y in over.items()}
+  rows = parts._measure(contenders, 2)
+  assert rows["b"]["ratio"].median == 3
+  assert rows["c"]["ratio"].median == 2
+
+
+# Counts on programs.
+
+
+# A loop whose body has one fusion and one copy, and operations that launch
+# nothing.
+PROGRAM = """\
+HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[]}
+
+%fused (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  ROOT %exp = f32[8]{0} exponential(%p.1)
+}
+
+%body (p.2: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p.2 = (s32[], /*index=1*/f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p.2), index=0
+  %x = f32[8]{0} get-tuple-element(%p.2), index=1
+  %i.2 = s32[] copy(%i)
+  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %pair = (s32[], f32[8]{0}) tuple(%i.2, %y)
+}
+
+%condition (p.3: (s32[], f32[8])) -> pred[] {
+  %p.3 = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%p.3), index=0
+  ROOT %more = pred[] fusion(%j), kind=kLoop, calls=%fused
+}
+
+ENTRY %main (x.1: f32[8]) -> f32[] {
+  %x.1 = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (f32[8]{0}, u32[]) copy-start(%x.1)
+  %done = f32[8]{0} copy-done(%start)
+  %first = (s32[], f32[8]{0}) tuple(%zero, %done)
+  %loop = (s32[], f32[8]{0}) while(%first), condition=%condition, body=%body
+  %last = f32[8]{0} get-tuple-element(%loop), index=1
+  %b = f32[8] conditional(%zero, %x, %x), branch_computations={%fused, %fused}
+  %product = (f32[8]{0}, s8[64]{0}) custom-call(%b), custom_call_target="gemm"
+  %bits = f32[8]{0} bitcast(%last)
+  ROOT %sum = f32[] reduce(%bits, %zero), dimensions={0}, to_apply=%fused
+}
+"""
+
+
+def test_the_kernels_of_a_program_are_its_launches():
+  # Two of the loop's body, one of its condition, one in each branch, and in the
+  # entry computation an asynchronous copy, a call of a library and a sum.
+  assert kernels.count(PROGRAM) == 2 + 1 + 2 + 3
+
+
+def test_the_kernels_of_this_backend_are_counted():
+  compiled = (
+    jax.jit(lambda x: lax.sort(x) + lax.sort(-x)[::-1])
+    .lower(jax.ShapeDtypeStruct((100,), jnp.float32))
+    .compile()
+  )
+  assert kernels.figures(compiled)["kernels"] >= 3
+
+
+def scan_of_products(x):
+  def mixed(x):
+    y = x.astype(jnp.float16) @ x.astype(jnp.float16)
+    return jnp.tanh(y).astype(jnp.float32) @ x
+
+  return lax.scan(lambda x, _: (jax.jit(mixed)(x), None), x, length=5)
+
+
+def product_of_float16_and_float32(x):
+  half = x.astype(jnp.float16)
+  return lax.dot(half, x, preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize(
+  ("function", "products"),
+  [
+    (scan_of_products, (1, 2)),  # A loop's body counts once.
+    (product_of_float16_and_float32, (0, 1)),
+    (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), (0, 0)),
+  ],
+  ids=["loop", "mixed", "integers"],
+)
+def test_products_in_float16_are_counted(function, products):
+  jaxpr = jax.make_jaxpr(function)(WEIGHTS)
+  assert counts.products(jaxpr, jnp.float16) == products
+
+
+def test_only_conversions_between_floats_are_counted():
+  def function(x):
+    return x.astype(jnp.int32), x.astype(jnp.float16), x * jnp.float16(2)
+
+  jaxpr = jax.make_jaxpr(function)(WEIGHTS)
+  assert counts.float_conversions(jaxpr) == 1
+
+
+def test_values_kept_for_the_backward_pass_are_counted_without_arguments():
+  def function(weights, x):
+    y = x.astype(jnp.float16) @ weights.astype(jnp.float16)
+    return jnp.sin(y) * y
+
+  # Both factors of the product in float16, y, its sine and its cosine.
+  assert counts.bytes_kept(function, WEIGHTS, WEIGHTS) == 5 * 16 * 2
+  assert counts.bytes_kept(jnp.matmul, WEIGHTS, WEIGHTS) == 0
+
+
+def test_a_product_costs_its_multiplications_and_additions():
+  lowered = jax.jit(jnp.matmul).lower(WEIGHTS, WEIGHTS)
+  assert counts.costs(lowered).flops == 2 * 4**3
+  assert counts.costs(lowered).bytes_accessed == 3 * 16 * 4
+  assert counts.costs(lowered.compile()).temporaries is not None
+
+
+# The check of each contender.
+
+
+def check(contender):
+  """Checks a contender against the bare optimizer."""
+  case = cases.make_case("10", "float16", tiny=True)
+  params, scaled_grads = case.make_params(), case.make_scaled_grads()
+  contender.start(params)
+  contender.compile(scaled_grads)
+  return checks.check(
+    contender,
+    params=params,
+    scaled_grads=scaled_grads,
+    overflowing=cases.overflowing(scaled_grads),
+    expected=bare.bare().reference(params, cases.unscaled(scaled_grads)),
+  )
+
+
+@pytest.mark.long
+def test_the_check_sees_a_contender_that_neither_unscales_nor_skips():
+  found = check(bare.bare())
+  assert found.difference > 1e-4
+  assert not found.skips
+  assert not found.passed
+
+
+@pytest.mark.long
+def test_the_check_sees_a_contender_that_takes_no_step():
+  contender = this_library.loss_scaling()
+  contender.update = lambda state, scaled_grads: state
+  found = check(contender)
+  assert found.skips
+  assert not found.passed
+
+
+@pytest.mark.long
+def test_a_contender_that_fails_is_named_and_the_others_are_measured(
+  monkeypatch,
+):
+  def fail():
+    raise RuntimeError("no such thing")
+
+  absent = peers.Peer(fail, ("no_such_module",))
+  monkeypatch.setitem(peers.PEERS, "broken", peers.Peer(fail))
+  monkeypatch.setitem(peers.PEERS, "absent", absent)
+  case = cases.make_case("10", "float32", tiny=True)
+  results = measurement.measure(case, ["bare", "broken", "absent"], 2)
+  assert results["broken"].problem == "RuntimeError: no such thing"
+  assert results["absent"].problem == "not installed"
+  assert len(results["bare"].seconds) == 2
+  rows = summary.summarize(case, results)["contenders"]
+  assert [row["ratio"] is None for row in rows] == [False, True, True]
+  monkeypatch.setattr(patience, "_MANY_LEAVES", 1)
+  monkeypatch.setattr(patience, "SECONDS", 0.01)
+  results = measurement.measure(case, ["bare"], 1)
+  assert "to compile it takes more than 0.01 s" in results["bare"].problem
+
+
+def test_a_check_that_found_nan_is_a_failure_that_json_can_hold():
+  case = cases.make_case("10", "float32", tiny=True)
+  found = checks.Check(difference=float("nan"), skips=True)
+  result = measurement.Result("bare", check=found, seconds=[1.0])
+  (row,) = summary.summarize(case, {"bare": result})["contenders"]
+  assert json.loads(json.dumps(row["check"], allow_nan=False)) == {
+    "difference": None,
+    "skips": True,
+    "passed": False,
+  }
+  assert summary.cells(row)[0] == "bare (its check failed)"
+  assert not summary.all_checks_passed([{"contenders": [row]}])
+
+
+# The checks of guarantees on this device.
+
+
+def without_rule(make):
+  return lambda inner, rule: make(inner, None)
+
+
+def growing_late(make):
+  return lambda *args, growth_interval: make(
+    *args, growth_interval=growth_interval + 1
+  )
+
+
+def flushing(histogram):
+  return lambda x: histogram(jnp.where(jnp.abs(x) < 2.0**-14, 0, x))
+
+
+@pytest.mark.parametrize(
+  ("check", "module", "name", "break_it"),
+  [
+    (guarantees._skip, ols, "loss_scaling", without_rule),
+    (guarantees._growth, ols, "DynamicLossScale", growing_late),
+    (
+      guarantees._float16_loss,
+      ols,
+      "scaled_value_and_grad",
+      lambda make: lambda loss_fn, state: jax.value_and_grad(loss_fn),
+    ),
+    (
+      guarantees._saturated,
+      ols,
+      "saturated",
+      lambda make: lambda dtype: ols.nonfinite(),
+    ),
+    # The next two are programs whose casts a compiler has removed.
+    (guarantees._narrowed, guarantees, "_HALF", lambda half: np.float32),
+    (
+      guarantees._saturating,
+      ols.hardware,
+      "emulate_saturation",
+      lambda make: excess_precision.unrounded,
+    ),
+    (
+      guarantees._status,
+      ols.hardware,
+      "float_status",
+      lambda make: lambda function: make(lambda x: function(x * 0.5)),
+    ),
+    (
+      guarantees._swallowed,
+      ols.instruments,
+      "swallowed_share",
+      lambda make: lambda x, y: make(x.astype(jnp.float32), y),
+    ),
+    (guarantees._leaf_stats, ols.instruments, "leaf_stats", flushing),
+    (
+      guarantees._master_weights,
+      ols,
+      "master_weights",
+      lambda make: lambda inner: make(optax.sgd(0.26)),
+    ),
+  ],
+)
+def test_a_broken_guarantee_is_found(
+  check, module, name, break_it, monkeypatch
+):
+  monkeypatch.setattr(module, name, break_it(getattr(module, name)))
+  with pytest.raises(AssertionError):
+    check()
+
+
+def test_a_wrapper_that_overlooks_a_leaf_is_found(monkeypatch):
+  monkeypatch.setattr(
+    leaves, "overwrites", lambda path: leaves.path_name(path) == "leaf"
+  )
+  _, failures = nonfinite.run(sizes=(1,), dtypes=("bfloat16",))
+  expected = nonfinite.values("bfloat16").keys() - {"largest finite"}
+  assert {line.split(" at ")[0] for line in failures} == expected
+  assert "overflow is False, nan is False" in failures[-1]
+
+
+@pytest.mark.parametrize("dtype", nonfinite.DTYPES)
+def test_the_bits_of_values_are_those_of_their_names(dtype):
+  unsigned = f"uint{jnp.finfo(dtype).bits}"
+  largest = float(jnp.finfo(dtype).max)
+  numbers = {"largest finite": largest, "inf": math.inf, "-inf": -math.inf}
+  for name, bits in nonfinite.values(dtype).items():
+    value = float(np.array(bits, unsigned).view(jnp.dtype(dtype)))
+    if "NaN" in name:
+      assert math.isnan(value)
+      is_quiet = bool(bits >> (jnp.finfo(dtype).nmant - 1) & 1)
+      assert is_quiet == ("signalling" not in name)
+    else:
+      assert value == numbers[name]
+
+
+# Verdicts.
+
+
+REFERENCE = [1.0, 1.2, 0.8, 1.1, 0.9]
+
+
+def compare(scores, reference=REFERENCE, more_is_better=False):
+  return verdict.compare(
+    scores, reference=reference, matters=0.1, more_is_better=more_is_better
+  ).verdict
+
+
+@pytest.mark.parametrize(
+  ("by", "more_is_better", "expected"),
+  [
+    (0.0, False, "no difference"),
+    (1.0, False, "worse"),
+    (-1.0, False, "better"),
+    (1.0, True, "better"),
+    (-1.0, True, "worse"),
+    (math.nan, False, "worse"),
+    (math.inf, True, "worse"),
+    (-math.inf, False, "worse"),
+  ],
+)
+def test_the_verdict_has_the_sign_of_the_score(by, more_is_better, expected):
+  scores = [x + by for x in REFERENCE]
+  assert compare(scores, more_is_better=more_is_better) == expected
+
+
+def test_the_verdict_needs_a_gap_that_is_clear_consistent_and_matters():
+  """NumPy decides the same on random scores."""
+  rng = np.random.default_rng(0)
+  seen = set()
+  for _ in range(500):
+    theirs = rng.normal(size=5)
+    ours = theirs + rng.normal(size=5) * rng.choice([0.1, 1]) + rng.normal() * 3
+    matters = rng.choice([0.01, 1.0, 4.0])
+    gap = np.mean(ours - theirs)
+    differs = (
+      abs(gap) > 2 * np.std(theirs, ddof=1)
+      and abs(np.sum(np.sign(ours - theirs))) == 5
+      and abs(gap) >= matters
+    )
+    expected = "no difference"
+    if differs:
+      expected = "worse" if gap > 0 else "better"
+    seen.add(expected)
+    found = verdict.compare(ours, theirs, matters=matters, more_is_better=False)
+    assert found.verdict == expected
+    assert found.mean == pytest.approx(gap)
+    assert found.deviation == pytest.approx(np.std(ours - theirs, ddof=1))
+    assert found.visible == max(matters, 2 * np.std(theirs, ddof=1))
+  assert len(seen) == 3
+
+
+def test_a_reference_that_is_not_finite_is_refused():
+  with pytest.raises(ValueError, match="float32's scores must be finite"):
+    compare(REFERENCE, reference=[math.nan, *REFERENCE[1:]])
+
+
+@pytest.mark.parametrize(
+  ("alone", "scaled", "reading"),
+  [
+    ("no difference", "no difference", "no need seen"),
+    ("better", "no difference", "no need seen"),
+    ("worse", "no difference", "needs loss scaling"),
+    ("worse", "better", "needs loss scaling"),
+    ("worse", "worse", "not cured by loss scaling"),
+    ("no difference", "worse", "worse with loss scaling"),
+  ],
+)
+def test_a_workload_needs_loss_scaling_if_that_cures_it(alone, scaled, reading):
+  found = {"float16": alone, "dynamic": scaled, "headroom": "worse"}
+  assert verdict.reading(found) == reading
+
+
+def row(*seconds, compilation=(1.0, 2.0)):
+  """The figures of `accelerate` that its verdict reads."""
+  trace, compile_ = compilation
+  cost = {"trace_seconds": trace, "compile_seconds": compile_}
+  return {"seconds": list(seconds), "compilations": [cost] * 3}
+
+
+def test_faster_steps_earn_the_second_compilation_back():
+  figures = accelerate.earned_back(
+    row(4.0, 4.0, 4.0),
+    row(1.0, 2.0, 3.0, compilation=(2.0, 3.7)),
+    row(4.0, 4.0, 4.0),
+  )
+  # Nine steps of ten are two seconds faster in the median.
+  assert figures["saved"]["median"] == pytest.approx(1.8)
+  assert figures["compilation"] == pytest.approx(2.7)
+  assert figures["steps"] == pytest.approx(1.5)
+  assert figures["hours"] == pytest.approx(1.5 * 4 / 3600)
+  slower_full_part = accelerate.earned_back(row(4.0), row(3.0), row(14.0))
+  assert slower_full_part["saved"]["median"] == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(
+  ("seconds", "ending"),
+  [
+    ((5.0, 5.0, 5.0), "never: low precision is not faster here"),
+    ((6.0, 3.0, 1.0), "if at all"),
+    ((3.5, 3.0, 1.0), "hours"),
+  ],
+  ids=["slower", "unclear", "faster"],
+)
+def test_the_verdict_on_speed_says_how_clear_it_is(seconds, ending):
+  full = row(4.0, 4.0, 4.0)
+  figures = accelerate.earned_back(full, row(*seconds), full)
+  text = accelerate._verdict(figures)
+  assert ending in text
+  assert ("if at all" in text) == (ending == "if at all")
+
+
+# Files.
+
+
+def test_a_table_is_markdown():
+  table = report.markdown(["", "ms"], [["bare", "1.00"], ["a", "10.25"]])
+  assert table.splitlines() == [
+    "|      |    ms |",
+    "| ---- | ----: |",
+    "| bare |  1.00 |",
+    "| a    | 10.25 |",
+  ]
+
+
+def test_figures_that_are_not_finite_are_not_written(tmp_path):
+  with pytest.raises(ValueError):
+    report.write(tmp_path / "results.json", {"ratio": float("nan")})
+  assert list(tmp_path.iterdir()) == []

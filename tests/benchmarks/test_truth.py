@@ -1,0 +1,373 @@
+"""`python -m benchmarks truth`: its training, its tables and its pages."""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks.truth import command
+from benchmarks.truth import figure
+from benchmarks.truth import results
+from benchmarks.truth import settings
+from benchmarks.truth import table
+from benchmarks.truth import training
+from benchmarks.truth import workload as workload_lib
+from benchmarks.truth import workloads
+import optax_lossscale as ols
+from tests import documents
+
+STEPS = 6
+
+
+def loss(params, batch):
+  x, y = batch
+  return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def draw(key, params):
+  for_x, for_y = jax.random.split(key)
+  return jax.random.normal(for_x, (8, 3)), jax.random.normal(for_y, (8, 1))
+
+
+def init(key):
+  for_a, for_b = jax.random.split(key)
+  shapes = {"a": (3, 4), "b": (4, 1)}
+  keys = {"a": for_a, "b": for_b}
+  return {x: jax.random.normal(keys[x], shapes[x]) for x in shapes}
+
+
+HELD_OUT = draw(jax.random.key(9), None)
+
+
+def make_tiny(*, full=True, size=1.0):
+  return workload_lib.Workload(
+    description="A tiny network",
+    elements=8,
+    init=init,
+    draw=draw,
+    loss=lambda params, batch: size * loss(params, batch),
+    score=lambda params: loss(params, HELD_OUT),
+    score_name="held-out error",
+    matters=1e-3,
+    rate=0.1,
+    steps=STEPS,
+    full=full,
+  )
+
+
+# Training.
+
+
+def plainly(workload, setting, seed):
+  """Trains in a Python loop, without the library where that is possible."""
+  key = jax.random.key(seed)
+  params = workload.init(key)
+  opt_state = workload.optimizer.init(params)
+  low = ols.autocast(workload.loss, "O1", dtype=setting.dtype)
+  tx = ols.loss_scaling(workload.optimizer, setting.rule)
+  scale, skipped = float(ols.get_loss_scale(tx.init(params))), 0
+
+  @jax.jit
+  def gradient(scale, params, batch):
+    scaled = jax.grad(lambda params: low(params, batch) * scale)(params)
+    return jax.tree.map(lambda x: x / scale, scaled)
+
+  @jax.jit
+  def step(params, opt_state, grads):
+    updates, opt_state = workload.optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  for number in range(workload.steps):
+    batch = workload.draw(jax.random.fold_in(key, number), params)
+    grads = gradient(scale, params, batch)
+    if all(np.isfinite(x).all() for x in jax.tree.leaves(grads)):
+      params, opt_state = step(params, opt_state, grads)
+    else:
+      scale, skipped = scale / 2, skipped + 1
+  return float(workload.score(params)), skipped, scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "size"), [("dynamic", 16.0), ("float16", 0.01)]
+)
+def test_training_is_that_of_a_plain_loop(name, size):
+  """With a large loss, the dynamic default skips its first steps."""
+  workload, setting = make_tiny(size=size), settings.SETTINGS[name]
+  trained = training.train(workload, setting)
+  assert {x.step for x in trained.points} == set(range(STEPS + 1))
+  for point in trained.points[-settings.SEEDS :]:
+    score, skipped, scale = plainly(workload, setting, point.seed)
+    assert point.score == pytest.approx(score, rel=1e-4)
+    found = point.step, point.skipped, point.loss_scale
+    assert found == (STEPS, skipped, scale)
+  assert any(x.skipped for x in trained.points) == (name == "dynamic")
+
+
+@pytest.mark.slow
+def test_the_first_score_is_that_of_the_initial_parameters():
+  trained = training.train(make_tiny(), settings.SETTINGS["null-seeds"])
+  assert {x.seed for x in trained.points} == {5, 6, 7, 8, 9}
+  first = next(x for x in trained.points if x.step == 0)
+  at_start = jax.jit(init)(jax.random.key(5))
+  assert first.score == pytest.approx(float(loss(at_start, HELD_OUT)), rel=1e-6)
+  np.testing.assert_array_equal(trained.first["a"], at_start["a"])
+  last = next(x for x in trained.points if x.step == STEPS)
+  final = float(loss(trained.last, HELD_OUT))
+  assert final == pytest.approx(last.score, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_changes_no_bit_of_a_training_in_float32():
+  made = {
+    name: training.train(make_tiny(), settings.SETTINGS[name])
+    for name in ("float32", "null-scaled", "null-seeds", "fixed")
+  }
+  assert made["float32"].digest == made["null-scaled"].digest
+  assert len({x.digest for x in made.values()}) == 3
+
+
+@pytest.mark.slow
+def test_seeds_in_one_program_train_as_seeds_one_by_one(monkeypatch):
+  one_by_one = training.train(make_tiny(), settings.SETTINGS["dynamic"])
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, "default_backend", lambda: "gpu")
+    together = training.train(make_tiny(), settings.SETTINGS["dynamic"])
+  for a, b in zip(one_by_one.points, together.points, strict=True):
+    assert a._replace(score=0.0) == b._replace(score=0.0)
+    assert a.score == pytest.approx(b.score, rel=1e-4)
+
+
+def test_each_setting_has_the_dtype_and_the_rule_of_its_name():
+  low = {"float16", "fixed", "dynamic", "headroom", "saturating"}
+  for name, setting in settings.SETTINGS.items():
+    dtype = jnp.dtype(setting.dtype).name
+    assert (dtype == "float16") == (name in low)
+    low_fn = training.lowered(make_tiny(), setting)
+    report = ols.instruments.precision_report(
+      jax.grad(low_fn), init(jax.random.key(0)), HELD_OUT
+    )
+    assert [*report.products] == [dtype]
+  assert settings.SETTINGS["dynamic"].rule == ols.DynamicLossScale()
+
+
+@pytest.mark.slow
+def test_the_saturating_setting_skips_gradients_that_are_clipped():
+  setting = settings.SETTINGS["saturating"]
+  trained = training.train(make_tiny(size=16.0), setting)
+  assert any(x.skipped for x in trained.points)
+  overflow = training.lowered(make_tiny(size=1e9), setting)
+  grads = jax.grad(overflow)(init(jax.random.key(0)), HELD_OUT)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+# These take as long to compile as all others together.
+LONG = dict.fromkeys(
+  ("neural_ode", "policy_gradient", "segmentation", "transformer"),
+  pytest.mark.long,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=LONG.get(x, ())) for x in workloads.WORKLOADS],
+)
+def test_a_workload_trains(name, monkeypatch):
+  monkeypatch.setattr(settings, "SEEDS", 1)
+  workload = workloads.WORKLOADS[name]()
+  trained = training.train(workload, settings.SETTINGS["dynamic"], steps=2)
+  scores = [x.score for x in trained.points]
+  assert np.isfinite(scores).all()
+  # A skipped step does not change the score.
+  for before, after in itertools.pairwise(trained.points):
+    was_skipped = after.skipped > before.skipped
+    assert (after.score == before.score) == was_skipped
+  assert scores[-1] != scores[0]
+  assert workload.matters < abs(np.mean(scores))
+
+
+# The command.
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+  """Two tiny workloads, and a function that runs the command on a folder."""
+  made = {"tiny": make_tiny, "dull": functools.partial(make_tiny, full=False)}
+  monkeypatch.setattr(command, "WORKLOADS", made)
+  monkeypatch.setattr(results, "FOLDER", tmp_path / "rows")
+
+  def run(*options):
+    argv = ["truth", "--rows", str(tmp_path / "rows"), *options]
+    assert benchmarks.main(argv) == 0
+    return {
+      str(x.relative_to(tmp_path / "rows").with_suffix("")): x
+      for x in sorted((tmp_path / "rows").rglob("*.csv"))
+    }
+
+  return run
+
+
+@pytest.mark.slow
+def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
+  repository, capsys, tmp_path
+):
+  page = tmp_path / "README.md"
+  page.write_text("nothing")
+  options = "--only", "tiny/float32", "--appendix", str(tmp_path)
+  with pytest.raises(ValueError, match="must have the lines"):
+    repository(*options)
+  one = repository("--only", "tiny/float32")
+  assert [*one] == ["tiny/float32", "tiny/histogram", "tiny/screen"]
+  before = {name: x.read_bytes() for name, x in one.items()}
+
+  begin, end = "<!-- python -m benchmarks truth -->", "<!-- end -->"
+  page.write_text(f"Before\n{begin}\n{end}\nafter")
+  capsys.readouterr()
+  every = repository("--appendix", str(tmp_path))
+  assert len(every) == len(settings.SETTINGS) + 5 + 4
+  assert {name: every[name].read_bytes() for name in one} == before
+  printed = capsys.readouterr().out
+  assert "tiny/float32" not in printed  # It was not trained again.
+  assert "bit-equal" in printed and "no difference" in printed
+  pictures = sorted(x.name for x in (tmp_path / "images").iterdir())
+  assert pictures == ["dull.png", "tiny.png"]
+  text = page.read_text()
+  start = f"Before\n{begin}\n\n- `tiny`: A tiny network; rate 0.1, 6 steps."
+  assert text.startswith(start)
+  assert text.endswith(f"|\n\n{end}\nafter")
+  repository("--appendix", str(tmp_path))
+  assert page.read_text() == text
+
+
+@pytest.mark.slow
+def test_a_row_says_how_it_was_made_and_repeats(repository):
+  options = "--only", "tiny/dynamic"
+  file = repository(*options)["tiny/dynamic"]
+  about, points = results.read(file, training.Point)
+  assert about["command"] == "python -m benchmarks truth --only tiny/dynamic"
+  assert f"jax {jax.__version__}" in about["versions"]
+  assert len(points) == settings.SEEDS * (STEPS + 1)
+  file.unlink()
+  again = repository(*options)["tiny/dynamic"]
+  assert results.read(again, training.Point)[1] == points
+
+
+@pytest.mark.slow
+def test_the_screen_has_the_errors_that_gradient_error_finds(repository):
+  file = repository("--only", "dull/float32")["dull/screen"]
+  _, screened = results.read(file, results.Screened)
+  kinds = itertools.product(("first", "last"), ("float16", "bfloat16"))
+  assert [*dict.fromkeys(x[:2] for x in screened)] == [*kinds]
+  key = jax.random.key(2**31 - 1)
+  params = init(jax.random.key(0))
+  found = ols.instruments.gradient_error(loss, loss_scales=(1, 2**10))(
+    params, draw(key, params)
+  )
+  errors = {x.loss_scale: x.error for x in screened[:4]}
+  assert errors.keys() == {1.0, 2.0**5, 2.0**10, 2.0**15}
+  for scale, error in found.errors.items():
+    assert errors[scale] == pytest.approx(error, rel=1e-3)
+
+
+# Tables, pictures and pages.
+
+REFERENCE = [1.0, 1.2, 0.8, 1.1, 0.9]
+
+
+def row(scores, skipped=0, digest="a"):
+  points = [
+    training.Point(seed, STEPS, score, skipped, 1.0)
+    for seed, score in enumerate(scores)
+  ]
+  return results.Row({"parameters": digest}, points)
+
+
+def test_the_table_has_numpys_statistics_and_marks_differences(tmp_path):
+  rows = {
+    "float32": row(REFERENCE),
+    "float16": row([x + 1.0 for x in REFERENCE]),
+    "dynamic": row([x + 0.01 for x in REFERENCE], skipped=3),
+    "fixed": row([math.nan, 1.0, 1.0, 1.0, 1.0]),
+    "null-scaled": row(REFERENCE),
+    "null-seeds": row([x + 0.1 for x in REFERENCE], digest="b"),
+  }
+  text = table.text({"tiny": make_tiny()}, {"tiny": rows}, tmp_path)
+  deviation = np.std(REFERENCE, ddof=1)
+  cells = [cell.strip() for cell in text.split("|")]
+  assert {*cells} >= {
+    f"1.0000 ± {deviation:.4f}",
+    f"2.0000 ± {deviation:.4f}",
+    f"1.0100 ± {deviation:.4f} (3 skipped)",
+    "not finite for 1 of 5",
+    "needs loss scaling",
+    "+1.00000 ± 0.00000, worse",
+    "+0.01000 ± 0.00000",
+    "+nan ± nan, worse",
+    f"{2 * deviation:.4f}",
+  }
+  share = f"{0.1 / (2 * deviation):.0%}"
+  assert cells[-5:-1] == ["tiny", "bit-equal", "no difference", share]
+  rows["null-scaled"] = rows["null-seeds"]
+  text = table.text({"tiny": make_tiny()}, {"tiny": rows}, tmp_path)
+  assert text.split("|")[-4].strip() == "not bit-equal"
+
+
+def test_the_picture_shows_mean_deviation_and_gradients():
+  counted = [
+    results.Counted("first", -3, 100),
+    results.Counted("last", -5, 7),
+    results.Counted("last", results.ZERO, 2),
+  ]
+  rows = {"float32": row(REFERENCE)}
+  left, right = figure.draw(make_tiny(), rows, counted).axes[:2]
+  assert left.lines[0].get_ydata() == [pytest.approx(np.mean(REFERENCE))]
+  band = left.collections[0].get_paths()[0].vertices[:, 1]
+  deviation = np.std(REFERENCE, ddof=1)
+  assert band.min() == pytest.approx(np.mean(REFERENCE) - deviation)
+  assert band.max() == pytest.approx(np.mean(REFERENCE) + deviation)
+  # Seven of nine elements, unscaled and times 2^15; the others are 0.
+  unscaled, _, scaled = right.patches
+  for bars, exponent in (unscaled, -5), (scaled, 10):
+    shares, edges, _ = bars.get_data()
+    assert edges[shares.argmax()] == exponent
+    assert shares.max() == pytest.approx(7 / 9)
+
+
+def cells_of(text):
+  """Returns the cells of the rows of tables, by the first cell."""
+  rows = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+  cells = [re.split(r" *\| *", row.strip()) for row in rows]
+  return {first: others for first, *others in cells}
+
+
+@pytest.mark.slow
+def test_the_pages_show_the_recorded_rows():
+  made = {name: make() for name, make in workloads.WORKLOADS.items()}
+  rows = {name: results.load(results.FOLDER, name) for name in made}
+  tables = table.text(made, rows, results.FOLDER)
+  page = documents.read("docs/does_it_matter.md")
+  appendix = documents.read("benchmarks/truth/README.md")
+  assert tables in appendix
+  found, shown = cells_of(tables), cells_of(page)
+  for name, workload in made.items():
+    assert f"(images/{name}.png)" in appendix
+    score = f"{name}: {workload.score_name}"
+    cells, error = found[score], found[f"{name}, last step"]
+    means = [cells[i].split()[0] for i in (0, 2, 4)]
+    assert shown[score] == [error[0], error[2], *means, cells[-1]]
+  # The report that the page explains is one of the rows, too.
+  file = results.path(results.FOLDER, "transformer", results.SCREEN)
+  _, screened = results.read(file, results.Screened)
+  last = [x for x in screened if x[:2] == ("last", "float16")]
+  columns = ({x.loss_scale: x[i] for x in last} for i in (3, 4))
+  report = ols.instruments.GradientErrorReport("float16", *columns, {})
+  assert f"```text\n{report}\n```" in page
+  assert "loss_scales=(1, 2**5, 2**10, 2**15)\n" in page
