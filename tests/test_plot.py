@@ -342,6 +342,7 @@ def test_a_heat_map_has_a_row_for_each_leaf():
   assert right[..., 0].min() > 16 and right.max() <= axes.get_xlim()[1]
   assert texts(axes.get_xticklabels())[-1] == "inf,\nNaN"
   axes = plot.heat_map(stats_of(1.0), ax=new_axes())
+  assert axes.collections[0].get_array().max() == 1
   assert "inf" not in texts(axes.get_xticklabels())[-1]
 
 
