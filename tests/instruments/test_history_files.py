@@ -1,4 +1,4 @@
-"""Histories in files: the library's, a user's; and other files."""
+"""Histories in CSV files of the library and of users, and other files."""
 
 import math
 import os
@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-import optax_lossscale as ols
 from optax_lossscale import instruments
 from tests.instruments.histories import make_history
 from tests.support import assert_same_bits
@@ -32,19 +31,14 @@ def write(tmp_path):
   return write_text
 
 
-@pytest.mark.parametrize("name", ["history.csv", "history"])
-def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
-  path = tmp_path / name
+def test_a_written_history_is_read_bit_for_bit(tmp_path):
+  path = tmp_path / "history"
   instruments.write_history(path, HISTORY)
   assert path.read_bytes().startswith(
     b"step,loss_scale,amax,overflow\n3,32768.0,0.1,0\n"
   )
   assert_same_bits(instruments.read_history(str(path)), HISTORY)
-
-
-def test_a_history_that_cannot_be_written_leaves_the_file(tmp_path):
-  path = tmp_path / "history.csv"
-  instruments.write_history(path, HISTORY)
+  # A history that cannot be written leaves the file alone.
   with pytest.raises(ValueError, match="shorter"):
     instruments.write_history(path, HISTORY._replace(amax=HISTORY.amax[:2]))
   assert_same_bits(instruments.read_history(path), HISTORY)
@@ -57,19 +51,17 @@ def test_a_history_that_cannot_be_written_leaves_the_file(tmp_path):
     "\ufeffamax , note\r\n1,x\r\n\r\nInfinity,\r\n 2.5,z;1\r\n",
   ],
 )
-def test_amax_alone_is_of_an_unscaled_run(text, write):
+def test_a_file_with_amax_alone_is_an_unscaled_run(text, write):
   history = instruments.read_history(write(text))
   assert_same_bits(history, make_history([1.0, INF, 2.5]))
 
 
-def test_steps_may_begin_at_0(write):
+def test_steps_may_begin_at_0_and_leave_gaps(write):
   history = instruments.read_history(write("step,amax\n0,1\n1,inf\n5.0,2.5\n"))
   assert history.step.tolist() == [0, 1, 5]
-  replay = instruments.replay(ols.FixedLossScale(4.0), history)
-  assert replay.history.step.tolist() == [0, 1, 5] and replay.lost_steps == 1
 
 
-def test_overflow_is_what_the_file_says_and_what_is_not_finite(write):
+def test_a_step_overflowed_if_the_file_says_so_or_amax_is_not_finite(write):
   text = "amax,overflow\n1,0\n1,1\n1,True\ninf,0\nnan,0\n1,false\n1e39,0\n"
   history = instruments.read_history(write(text))
   assert history.overflow.tolist() == [0, 1, 1, 1, 1, 0, 1]
@@ -79,25 +71,17 @@ def test_overflow_is_what_the_file_says_and_what_is_not_finite(write):
   ("text", "words"),
   [
     ("", "line 1: .*amax, got ''"),
-    ("max\n1\n", "line 1: .*amax, got 'max'"),
-    ("step;amax\n1;2\n", "line 1: .*between commas.*got 'step;amax'"),
     ('{"amax": [1, 2]}', "line 1: .*between commas.*got '{"),
     ("amax\n", "must have a line for each step, got no steps"),
     ("amax\n1\nx\n", "line 3, column amax: .*number.*, got 'x'"),
-    ("amax,step\n,1\n", "line 2, column amax: .*number.*got ''"),
-    ('amax\n"1,5"\n', "line 2, column amax: .*number.*got '1,5'"),
-    ("amax\nTrue\n", "line 2, column amax: .*number.*got 'True'"),
     ("step,amax\n1,1\n2,-1\n", "line 3, column amax: .*from 0.*'-1'"),
     ("amax,loss_scale\n1,0\n", "line 2, column loss_scale: .*'0'"),
-    ("amax,loss_scale\n1,nan\n", "line 2, column loss_scale: .*nan"),
     ("amax,loss_scale\n1,1e-39\n", "normal float32, got '1e-39'"),
-    ("amax,loss_scale\n1,\n", "line 2, column loss_scale: .*got ''"),
     ("amax,overflow\n1,2\n", "line 2, column overflow: .*0 or 1, got '2'"),
     ("amax,step\n1,1.5\n", "line 2, column step: .*'1.5'"),
     ("amax,step\n1,inf\n", "line 2, column step: .*'inf'"),
     ("amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
     ("amax,step\n1,2\n1,2\n", "line 3, column step: .*2 after 2; .*one run"),
-    ("amax,step\n1,2\n1\n", "line 3: must have as many.*2, got 1"),
     ("amax\n1,5\n", "line 2: must have as many.*1, got 2"),
     ('amax\n"1\n', "unexpected end"),
     ("amax, amax\n1,2\n", "line 1: column amax .*once, got it twice"),
@@ -105,7 +89,7 @@ def test_overflow_is_what_the_file_says_and_what_is_not_finite(write):
     ("amax\n" + "x" * 10**5, "got 'xxx"),
   ],
 )
-def test_what_is_no_history_is_told_with_its_place(text, words, write):
+def test_another_file_is_refused_with_the_place(text, words, write):
   path = write(text)
   with pytest.raises(ValueError, match=words) as error:
     instruments.read_history(path)
@@ -113,20 +97,14 @@ def test_what_is_no_history_is_told_with_its_place(text, words, write):
   assert len(str(error.value)) < len(str(path)) + 200
 
 
-def test_what_is_no_text_is_told(tmp_path):
-  path = tmp_path / "a.csv"
+def test_only_a_text_file_is_read(write, tmp_path):
+  path = tmp_path / "b.csv"
+  with pytest.raises(FileNotFoundError):
+    instruments.read_history(path)
   path.write_bytes(b"amax\n\xff\n")
   with pytest.raises(ValueError, match="text in UTF-8, got"):
     instruments.read_history(path)
-
-
-def test_file_that_is_not_there_is_the_systems_error(tmp_path):
-  with pytest.raises(FileNotFoundError):
-    instruments.read_history(tmp_path / "a.csv")
-
-
-def test_what_never_ends_is_not_read(tmp_path):
-  path = tmp_path / "a.csv"
+  path.unlink()
   path.symlink_to("/dev/zero")
   with pytest.raises(ValueError, match="must be a file, got a folder, device"):
     instruments.read_history(path)
@@ -134,9 +112,6 @@ def test_what_never_ends_is_not_read(tmp_path):
   os.mkfifo(path)  # Reading would wait for a writer.
   with pytest.raises(ValueError, match="must be a file"):
     instruments.read_history(path)
-
-
-def test_a_link_to_a_file_is_read(write, tmp_path):
-  link = tmp_path / "link.csv"
-  link.symlink_to(write("amax\n1\n"))
-  assert instruments.read_history(link).amax.tolist() == [1]
+  path.unlink()
+  path.symlink_to(write("amax\n1\n"))
+  assert instruments.read_history(path).amax.tolist() == [1]

@@ -1,89 +1,80 @@
-"""Updates that change nothing, one by one against sums of NumPy."""
+"""The share of updates that change nothing, compared with sums in NumPy."""
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import ml_dtypes
 import numpy as np
 import pytest
 
-from optax_lossscale import instruments
+from optax_lossscale.instruments import swallowed_share
 from tests import support
 
 
-def share(where, x):
-  with np.errstate(invalid="ignore"):  # Some NaN are signalling ones.
-    of = np.sum(x != 0)
-  return np.float32(np.sum(where)) / np.float32(max(of, 1))
-
-
-@pytest.mark.parametrize("tree", [{}, None, jnp.arange(3), jnp.zeros(3)])
-def test_where_nothing_is_there_nothing_is_swallowed(tree):
-  assert instruments.swallowed_share(tree, tree) == 0.0
-
-
-def kept(params, updates):
-  """Returns where a sum of NumPy leaves a parameter as it was."""
-  with np.errstate(all="ignore"):
-    new = (params + updates).astype(params.dtype)
-  is_same = (new == params) | (np.isnan(new) & np.isnan(params))
-  return (updates != 0) & is_same
+def expected_share(params, updates):
+  """Returns the share of non-zero updates that change nothing in NumPy."""
+  new = (params + updates).astype(params.dtype)
+  is_nonzero = updates != 0
+  return np.float32(np.sum(is_nonzero & (new == params)) / np.sum(is_nonzero))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_updates_are_swallowed_where_a_sum_changes_nothing(dtype):
-  shape = (60, 50)
+def test_an_update_that_a_sum_rounds_away_is_swallowed(dtype):
   rng = np.random.default_rng(2)
-  params = rng.normal(size=shape).astype(dtype)
-  updates = np.exp2(rng.integers(-28, 2, size=shape)).astype(dtype)
+  params = rng.normal(size=(60, 50)).astype(dtype)
+  updates = np.exp2(rng.integers(-28, 2, size=(60, 50))).astype(dtype)
   updates.flat[:2] = [0, -0.0]
-  found = instruments.swallowed_share(jnp.asarray(params), jnp.asarray(updates))
-  assert found == share(kept(params, updates), updates)
+  found = swallowed_share(jnp.asarray(params), jnp.asarray(updates))
+  assert found == expected_share(params, updates)
   assert 0 < found < 1
 
 
-def test_an_update_of_half_a_step_is_swallowed_where_a_tie_goes_back():
-  params = jnp.bfloat16([1.0, 1.0 + 2.0**-7])
-  updates = jnp.full(2, 2.0**-8, jnp.bfloat16)
-  assert instruments.swallowed_share(params, updates) == 0.5
+CASES = {
+  # A tie goes to the even neighbor.
+  "half a step": (
+    jnp.bfloat16([1.0, 1.0 + 2.0**-7]),
+    jnp.full(2, 2.0**-8, jnp.bfloat16),
+    0.5,
+  ),
+  "another sign": (jnp.array([1.0, -2.0]), jnp.array([-2.0, 4.0]), 0.0),
+  "zero that loses its sign": (jnp.array([-0.0]), jnp.array([1e-45]), 0.0),
+  "NaN": (jnp.array([jnp.nan, 1.0]), jnp.array([1.0, 1.0]), 0.5),
+  # `apply_updates` rounds a float32 update to the dtype of the parameter.
+  "float32": (jnp.bfloat16([1.0, 1.0]), jnp.array([2.0**-20, 1.0]), 0.5),
+  # Both parts of a complex update must be lost.
+  "complex": (
+    jnp.complex64([1 + 1j, 1 + 1j, 1 + 1j]),
+    jnp.complex64([1e-12j, 1e-12 + 1j, 0]),
+    0.5,
+  ),
+  "integers": (jnp.arange(2), jnp.ones(2, int), 0.0),
+  "no updates": (jnp.zeros(3), jnp.zeros(3), 0.0),
+}
 
 
-def test_a_parameter_that_changes_its_sign_has_changed():
-  params = jnp.array([1.0, -2.0])
-  assert instruments.swallowed_share(params, -2 * params) == 0.0
-
-
-def test_float32_updates_are_rounded_as_apply_updates_does():
-  params = {"w": jnp.bfloat16([1.0, 1.0]), "none": None, "n": jnp.arange(2)}
-  updates = {"w": jnp.array([2.0**-20, 1.0]), "none": None, "n": jnp.ones(2)}
-  updates["n"] = updates["n"].astype(int)
-  found = jax.jit(instruments.swallowed_share)(params, updates)
-  assert found == 0.5
-
-
-def test_a_complex_update_is_swallowed_if_both_its_parts_are():
-  params = jnp.complex64([1 + 1j, 1 + 1j, 1 + 1j])
-  updates = jnp.complex64([1e-12j, 1e-12 + 1j, 0])
-  assert instruments.swallowed_share(params, updates) == 0.5
+@pytest.mark.parametrize("name", CASES)
+def test_a_tree_has_this_share(name):
+  params, updates, share = CASES[name]
+  found = jax.jit(swallowed_share)(
+    {"w": params, "none": None}, {"w": updates, "none": None}
+  )
+  assert found == share and found.dtype == jnp.float32
 
 
 def test_updates_for_other_parameters_are_refused():
   with pytest.raises(ValueError, match=r"for the parameters, got one for 'b'"):
-    instruments.swallowed_share({"a": jnp.ones(1)}, {"b": jnp.ones(1)})
+    swallowed_share({"a": jnp.ones(1)}, {"b": jnp.ones(1)})
   with pytest.raises(ValueError, match=r"the shapes .* got \(2,\) for"):
-    instruments.swallowed_share({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
+    swallowed_share({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_shares_of_sharded_arrays_are_made_where_they_are(axis_type):
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
+def test_sharded_arrays_are_counted_where_they_are(axis_type):
+  mesh = support.make_mesh(axis_type, data=4, model=2)
   sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
   x = np.exp2(np.random.default_rng(3).integers(-50, 1, size=(8, 30)))
-  x = x.astype(np.float32)
-  params = np.ones_like(x)
-  sharded = [jax.device_put(array, sharding) for array in (params, x)]
-
-  function = jax.jit(instruments.swallowed_share).lower(*sharded).compile()
-  assert function(*sharded) == share(kept(params, x), x)
+  params, updates = np.ones((8, 30), np.float32), x.astype(np.float32)
+  sharded = [jax.device_put(array, sharding) for array in (params, updates)]
+  function = jax.jit(swallowed_share).lower(*sharded).compile()
+  assert function(*sharded) == expected_share(params, updates)
   moved = support.between_devices(function)
   assert moved and all(" all-reduce" in line for line in moved)
