@@ -1,8 +1,8 @@
 """The recipes for optimizers, against the bare optimizer on true gradients.
 
 On an applied step and on one that overflows. All optimizers are in
-tests/step/test_contract.py and test_exported_optimizers.py beside it; what goes
-wrong where the wrapper is not outermost is in tests/step/test_chaining.py.
+tests/step/test_contract.py; what goes wrong where the wrapper is not outermost
+is in tests/step/test_chaining.py.
 """
 
 import functools
