@@ -77,11 +77,6 @@ def test_a_wrong_argument_is_refused_under_its_own_name(arguments, match):
     presets.npu_loss_scale_optimizer(*arguments)
 
 
-def test_an_unusable_axis_name_is_refused_even_if_it_is_not_used():
-  with pytest.raises(TypeError, match="`axis_name` must name a mapped axis"):
-    optimizer(is_distributed=False, axis_name=[["data"]])
-
-
 @pytest.mark.parametrize("bad", [LARGEST, -np.inf, np.nan, 1e5])
 def test_the_check_is_for_float16_in_saturation_mode(bad):
   # Also for float32 gradients, which a float32 parameter has.

@@ -1,9 +1,8 @@
 """The traces recorded from the original loss scalers, and their replay.
 
-`outcomes` runs a preset over a trace and counts the steps on which S differs
-from the original's. It leaves out the steps after the original's S has left the
-normal float32 numbers, where the preset holds S (guarantee 4), and those after
-the original has ended the run.
+`follow` runs a preset over the runs of a trace and compares S. It leaves out
+the steps after the original's S has left the normal float32 numbers, where the
+preset holds S (guarantee 4), and those after the original has ended the run.
 """
 
 import functools
@@ -11,7 +10,6 @@ import gzip
 import json
 import math
 import pathlib
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -80,22 +78,8 @@ def comparable(expected, raised):
   return steps if is_normal.all() else int(np.argmin(is_normal))
 
 
-class Outcome(NamedTuple):
-  """The result of a comparison.
-
-  Attributes:
-    compared: the number of compared steps.
-    mismatches: steps on which S is further off than it may be.
-    problems: other defects, in words.
-  """
-
-  compared: int
-  mismatches: int
-  problems: list[str]
-
-
-def compare(system, arguments, expected, raised, replayed):
-  """Returns the outcome of one replayed sequence.
+def assert_follows(system, arguments, expected, raised, replayed):
+  """Asserts that a replayed sequence is the original's; returns its length.
 
   Args:
     system: the preset's name.
@@ -108,25 +92,20 @@ def compare(system, arguments, expected, raised, replayed):
   steps = comparable(expected, raised)
   ours, theirs = loss_scale[:steps].astype(float), expected[:steps]
   if is_exact(system, arguments):
-    mismatches = np.count_nonzero(ours != theirs)
+    np.testing.assert_array_equal(ours, theirs)
   else:
     # float32 rounds the factor, each product, and the first S.
     changes = np.cumsum(np.diff(theirs, prepend=theirs[:1]) != 0)
-    mismatches = np.count_nonzero(
-      np.abs(ours - theirs) > (changes + 1) * 2.0**-23 * theirs
-    )
-  problems = []
+    assert np.all(np.abs(ours - theirs) <= (changes + 1) * 2.0**-23 * theirs)
+  assert np.all((loss_scale >= SMALLEST) & (loss_scale <= LARGEST))
   ended = None if raised is None else raised["step"]
   failed = int(np.argmax(failure != 0)) if failure.any() else None
-  if failed != ended and (steps == len(expected) or ended is not None):
-    problems.append(f"failure at {failed}, the original's at {ended}")
-  if ended is None and steps < len(expected):
-    held = loss_scale[steps] == loss_scale[steps - 1] if steps else True
-    if not (held and stalled[steps]):
-      problems.append(f"S not held at step {steps}")
-  if not ((loss_scale >= SMALLEST) & (loss_scale <= LARGEST)).all():
-    problems.append("S is no normal float32")
-  return Outcome(steps, int(mismatches), problems)
+  if steps == len(expected) or ended is not None:
+    assert failed == ended
+  elif steps:  # The original's S has left the normal numbers.
+    assert loss_scale[steps] == loss_scale[steps - 1]
+    assert stalled[steps]
+  return steps
 
 
 def groups(system):
@@ -190,8 +169,8 @@ def replay(rule):
   return jax.jit(jax.vmap(replay))
 
 
-def _compare_all(system, arguments, states, overflows, records, shape):
-  """Returns the outcomes of recorded sequences, and all states of the preset.
+def _follow_all(system, arguments, states, overflows, records, shape):
+  """Replays recorded sequences; returns their lengths, and all states.
 
   Args:
     system: the preset's name.
@@ -200,7 +179,7 @@ def _compare_all(system, arguments, states, overflows, records, shape):
     overflows: for each sequence, bool[steps].
     records: for each sequence, a dictionary with `scales` and `raised`.
     shape: a number of sequences and of steps. Shorter input is padded, so that
-      one program compares from the first step and from the middle.
+      one program replays from the first step and from the middle.
   """
   padded = np.zeros(shape, bool)
   for row, sequence in zip(padded, overflows, strict=False):
@@ -211,44 +190,50 @@ def _compare_all(system, arguments, states, overflows, records, shape):
   states, stalled = jax.device_get(replay(rule)(states, padded))
   failure = getattr(states, "failure", None)
   failure = np.zeros(shape) if failure is None else failure
-  outcomes = [
-    compare(
-      system,
-      arguments,
-      scales(record["scales"], len(sequence)),
-      record["raised"],
-      [x[i, : len(sequence)] for x in (states.loss_scale, stalled, failure)],
+  compared = []
+  for i, record in enumerate(records):
+    steps = len(overflows[i])
+    expected = scales(record["scales"], steps)
+    found = [x[i, :steps] for x in (states.loss_scale, stalled, failure)]
+    compared.append(
+      assert_follows(system, arguments, expected, record["raised"], found)
     )
-    for i, (sequence, record) in enumerate(zip(overflows, records, strict=True))
-  ]
-  return outcomes, states
+  return compared, states
 
 
 @functools.cache
-def outcomes(system, group):
-  """Returns the outcomes of a group of runs, from their start and resumed."""
+def follow(system, group):
+  """Replays a group of runs, from their start and resumed.
+
+  Asserts that S and the dictionaries are the original's, and returns how many
+  steps of each sequence were compared.
+  """
   runs = groups(system)[group]
   arguments = runs[0]["arguments"]
   rule = getattr(presets, system)(**arguments)
   overflows = [overflows_of(run) for run in runs]
   shape = len(runs), len(overflows[0])
   first, middle = [rule.init()] * len(runs), shape[1] // 2
-  found, states = _compare_all(system, arguments, first, overflows, runs, shape)
+  compared, states = _follow_all(
+    system, arguments, first, overflows, runs, shape
+  )
   rows = [i for i, run in enumerate(runs) if is_importable(system, run)]
   imported = []
   for i in rows:
     saved = saved_dict(system, runs[i])
     if is_exact(system, arguments):
       state = jax.tree.map(lambda x, i=i: x[i, middle - 1], states)
-      found[i].problems.extend(unlike_the_original(system, rule, state, saved))
+      assert unlike_the_original(system, rule, state, saved) == []
     same, state = presets.from_state_dict(system, saved, **arguments)
     assert same == rule
     imported.append(state)
   if imported:
     rest = [overflows[i][middle:] for i in rows]
     resumed = [runs[i]["resumed"] for i in rows]
-    found += _compare_all(system, arguments, imported, rest, resumed, shape)[0]
-  return found
+    compared += _follow_all(system, arguments, imported, rest, resumed, shape)[
+      0
+    ]
+  return compared
 
 
 # Dictionaries.

@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -15,11 +14,6 @@ from tests.rules import runs
 
 Headroom = ols.rules.HeadroomLossScale
 INF = (True, math.inf)
-
-
-def lost_steps(rule, true_amax):
-  """Returns the indices of the steps that overflow."""
-  return np.flatnonzero(runs.closed_loop(rule, true_amax)[0]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -86,16 +80,6 @@ def test_the_largest_window_takes_a_quarter_of_a_mebibyte():
   assert support.size(state) < 2**18 + 100
 
 
-def test_a_first_scale_of_two_to_the_32_costs_two_steps():
-  for true_amax in (2.0**-4, 1.0, 100.0):
-    assert len(lost_steps(Headroom(2.0**32), np.full(50, true_amax))) <= 2
-
-
-def test_gradients_that_grow_slower_than_the_headroom_lose_no_step():
-  true_amax = np.exp2(np.linspace(-20, 20, 60))
-  assert lost_steps(Headroom(headroom=1), true_amax) == []
-
-
 # log2(S) after each step, from S = 1, or 2**14 after an amax of 1.
 PROMISES = {
   "one overflow costs a bit and each further one a bit more": (
@@ -128,6 +112,11 @@ PROMISES = {
     [(False, runs.SUBNORMAL)],
     [16],
   ),
+  "a spike counts for the window and no longer": (
+    Headroom(window=2),
+    [(False, 1.0), (False, 2.0**15), (False, 2.0**13), (False, 2.0**13)],
+    [14, 13, 13, 14],
+  ),
   "zeros for a window let S leap again": (
     Headroom(window=2),
     [(False, 1.0)] + [(False, 0.0)] * 3,
@@ -153,12 +142,6 @@ def test_the_rule_keeps_its_promise(rule, steps, expected):
   assert runs.scales_of(rule, steps).tolist() == expected
 
 
-def test_one_spike_counts_for_the_window_and_no_longer():
-  rule = Headroom(window=3, headroom=1)
-  _, _, scales = runs.closed_loop(rule, [1, 1, 2, 1, 1, 1, 1])
-  assert np.log2(scales).tolist() == [14, 14, 13, 13, 13, 14, 14]
-
-
 def test_a_limit_that_amax_does_not_show_is_tried_again_slowly():
   rule, true_amax = Headroom(window=10), 2.0**-10
   update = jax.jit(rule.update)
@@ -171,51 +154,3 @@ def test_a_limit_that_amax_does_not_show_is_tried_again_slowly():
     state = update(state, overflow, amax=amax)
   # Five to come down to 2**9, then one in every 41 steps.
   assert lost == [1, 2, 3, 4, 5, 166, 207, 248, 289]
-
-
-def test_overflows_one_by_one_take_the_scale_down_by_16_bits_at_most():
-  rule = Headroom(window=10)
-  update, state = jax.jit(rule.update), rule.init()
-  for i in range(200):
-    is_bad = i % 8 == 5
-    amax = jnp.where(is_bad, jnp.nan, 2.0**-10 * state.loss_scale)
-    state = update(state, is_bad, amax=amax)
-  assert state.loss_scale == 2.0 ** (24 - 16)
-
-
-def test_another_headroom_holds_from_the_next_step_on():
-  state = Headroom(headroom=1).init()
-  state = Headroom(headroom=1).update(state, False, amax=1.0)
-  state = Headroom(headroom=5).update(state, False, amax=state.loss_scale)
-  assert state.loss_scale == 2.0**10
-
-
-def test_a_tap_shows_an_overflow_that_the_parameters_hide():
-  half = jnp.float16
-
-  def loss_fn(params, found):
-    # The activation's gradient is 2**12 times the parameter's, as behind a
-    # layer scale in a deep model.
-    hidden = (params * half(2.0**-12)).astype(half)
-    hidden = ols.hardware.amax_tap(hidden, found)
-    return jnp.sum(hidden.astype(jnp.float32))
-
-  params = jnp.ones(2, half)
-  rule = Headroom(headroom=1, window=4)
-  tx = ols.loss_scaling(optax.sgd(1.0), rule, check=ols.nonfinite(half))
-
-  @jax.jit
-  def step(state, is_tapped):
-    loss = ols.scaled_value_and_grad(loss_fn, state, argnums=(0, 1))
-    _, (scaled_grads, seen) = loss(params, jnp.float32(0))
-    amax = jnp.where(is_tapped, seen, 0)
-    return tx.update(scaled_grads, state, params, amax=amax)[1]
-
-  tapped, untapped = tx.init(params), tx.init(params)
-  for _ in range(4):
-    tapped, untapped = step(tapped, True), step(untapped, False)
-    assert not tapped.overflow
-  assert ols.get_loss_scale(tapped) == 2.0**14
-  # Without the tap, S follows the parameters' small gradients up to a value at
-  # which the activation's are inf.
-  assert ols.get_loss_scale(untapped) > 2.0**16

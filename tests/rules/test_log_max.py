@@ -75,39 +75,12 @@ def test_the_first_scale_is_one_or_the_nearest_bound(bounds, first):
   assert rule.update(rule.init(), False, amax=0.0).loss_scale == first
 
 
-def test_the_share_of_lost_steps_is_at_most_that_of_the_model():
-  overflows, _, _ = runs.closed_loop(LogMax(), normal_log_amax(20_000))
-  # 0.1 % of a normal distribution are above 3.09 deviations.
-  assert np.sum(overflows[1000:]) <= 0.001 * 19_000
-
-
-def test_one_overflow_costs_one_bit_for_a_hundred_steps():
-  true_amax = normal_log_amax(3000)
-  true_amax[1500] = np.inf
-  spared = true_amax.copy()
-  spared[1500] = 0
-  _, _, scales = runs.closed_loop(LogMax(), true_amax)
-  _, _, without = runs.closed_loop(LogMax(), spared)
-  bits = np.log2(without) - np.log2(scales)
-  assert bits[1500] >= 1
-  assert max(bits[1500:]) <= 2
-  assert max(bits[1700:]) <= 1
-
-
 def test_gradients_that_grow_for_good_cost_one_step_a_bit():
   for jump in (4, 16):
     true_amax = normal_log_amax(3000)
     true_amax[1000:] *= 2.0**jump
     overflows, _, _ = runs.closed_loop(LogMax(), true_amax)
     assert sum(overflows[1000:]) <= jump + 4
-
-
-def test_overflows_in_a_row_take_the_scale_to_the_floor():
-  true_amax = normal_log_amax(300)
-  true_amax[200:] = np.inf
-  _, _, scales = runs.closed_loop(LogMax(), true_amax)
-  assert max(scales[201:] / scales[200:-1]) <= 1
-  assert scales[-1] == 2.0**-14
 
 
 def test_an_amax_beyond_the_limit_says_by_how_much():

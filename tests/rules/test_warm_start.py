@@ -120,19 +120,9 @@ def test_an_overflow_stalls_the_smallest_probe_and_then_the_rule_decides():
 # The arguments.
 
 
-@pytest.mark.parametrize(
-  ("arguments", "error"),
-  [
-    ({"probe_scale": 0}, ValueError),
-    ({"headroom": 127}, ValueError),
-    ({"dtype": "f16"}, TypeError),
-    ({"skip": False}, TypeError),
-  ],
-  ids=support.name,
-)
-def test_the_arguments_of_a_warm_start_are_checked(arguments, error):
-  with pytest.raises(error, match=next(iter(arguments))):
-    WarmStart(ols.FixedLossScale(), **arguments)
+def test_skip_is_not_an_argument():
+  with pytest.raises(TypeError, match="skip"):
+    WarmStart(ols.FixedLossScale(), skip=False)
 
 
 def test_the_rule_decides_whether_an_overflow_is_skipped():
@@ -169,53 +159,3 @@ def test_a_rule_whose_scale_cannot_be_set_is_refused():
 
   with pytest.raises(TypeError, match="must hold S as a leaf"):
     WarmStart(Odd())
-
-
-# A critic whose gradients grow.
-
-
-def lost_steps(rule, growth, first):
-  """Returns which of 48 steps a critic in float16 loses.
-
-  Args:
-    rule: the rule.
-    growth: the bits that the returns grow by in a step.
-    first: how large the returns are at first.
-  """
-  keys = jax.random.split(jax.random.key(0), 3)
-  params = {
-    "hidden": jax.random.normal(keys[0], (4, 32)) / 2,
-    "value": jax.random.normal(keys[1], (32, 1)) / 8,
-  }
-  x = jax.random.normal(keys[2], (256, 4))
-  tx = ols.loss_scaling(optax.adam(3e-4), rule)
-
-  def loss_fn(params, returns):
-    values = jax.nn.swish(x @ params["hidden"]) @ params["value"]
-    return jnp.mean((values[:, 0] - returns) ** 2)
-
-  def step(carry, count):
-    params, state = carry
-    returns = first * jnp.exp2(growth * count) * (1 + x[:, 0])
-    value_and_grad = ols.scaled_value_and_grad(
-      ols.autocast(loss_fn, "O1"), state
-    )
-    _, scaled_grads = value_and_grad(params, returns)
-    updates, state = tx.update(scaled_grads, state, params)
-    return (optax.apply_updates(params, updates), state), state.skipped
-
-  train = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(48)))
-  return np.flatnonzero(train((params, tx.init(params)))[1])
-
-
-@pytest.mark.slow
-def test_it_spares_the_steps_that_a_large_first_s_costs_and_no_later_ones():
-  plain = ols.DynamicLossScale()
-  assert lost_steps(plain, growth=0, first=400.0).tolist() == [*range(9)]
-  assert lost_steps(WarmStart(plain), growth=0, first=400.0).size == 0
-  # Gradients that grow by a bit in four steps then cost one step in four.
-  lost = lost_steps(WarmStart(plain), growth=1 / 4, first=4.0)
-  assert lost[0] >= 4 * WarmStart(plain).headroom
-  assert set(np.diff(lost)) == {4}
-  by_amax = ols.rules.HeadroomLossScale()
-  assert lost_steps(by_amax, growth=1 / 4, first=4.0).size == 0
