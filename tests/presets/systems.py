@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
   Attributes:
     drawn: a strategy for values whose effect short sequences show.
-    other: a value that is no preset's default, except for a flag.
+    other: a value that differs from the defaults, except for a flag.
     allowed: the ends of the range, and numbers of other types.
     out_of_range: a ValueError refuses them.
     wrong: a TypeError refuses them.

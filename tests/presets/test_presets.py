@@ -344,11 +344,6 @@ def test_each_argument_refuses_values_that_it_cannot_take(system):
         systems.make(system, **{name: value})
 
 
-def test_a_word_that_apex_does_not_know_is_answered_with_the_one_it_knows():
-  with pytest.raises(TypeError, match=r"`loss_scale` must .*'dynamic'"):
-    presets.apex(loss_scale="static")
-
-
 @pytest.mark.parametrize(
   ("system", "bounds"),
   [

@@ -125,46 +125,31 @@ def test_arguments_come_from_the_dictionary_unless_they_are_passed(system):
   ("system", "arguments"),
   [
     ("tf_exponential", {"incr_every_n_steps": 7}),
-    ("mindspore_amp", {"scale_factor": 2, "scale_window": 7}),
     ("mindspore_cell", {"scale_factor": 2, "scale_window": 7}),
-    ("jmp", {}),
   ],
 )
-def test_the_first_scale_need_not_be_passed_beside_a_dictionary(
-  system, arguments
-):
+def test_the_first_scale_is_read_from_a_dictionary(system, arguments):
   saved = saved_by(system, **arguments)
   rule, state = presets.from_state_dict(system, saved, **arguments)
   assert rule.init().loss_scale == state.loss_scale == 8.0
 
 
-@pytest.mark.parametrize(
-  ("system", "saved", "arguments", "match"),
-  [
-    (
-      "mindspore_amp",
-      saved_by("mindspore_amp"),
-      {"scale_factor": 2},
-      "missing 'scale_window'; pass",
-    ),
-    (
-      presets.torch(),
-      saved_by("torch"),
-      {"growth_interval": 3},
-      r"growth_interval with the rule presets\.torch",
-    ),
-  ],
-  ids=["missing", "beside a rule"],
-)
-def test_a_wrong_argument_beside_a_dictionary_is_named(
-  system, saved, arguments, match
-):
+def test_an_argument_without_default_must_be_passed_beside_a_dictionary():
+  saved = saved_by("mindspore_amp")
+  with pytest.raises(TypeError, match="missing 'scale_window'; pass"):
+    presets.from_state_dict("mindspore_amp", saved, scale_factor=2)
+
+
+def test_arguments_beside_a_rule_are_refused():
+  match = r"growth_interval with the rule presets\.torch"
   with pytest.raises(TypeError, match=match):
-    presets.from_state_dict(system, saved, **arguments)
+    presets.from_state_dict(
+      presets.torch(), saved_by("torch"), growth_interval=3
+    )
 
 
-# What a shorter window or a smaller hysteresis makes of a saved counter depends
-# on the system's own test of it. `x` overflows; S is 8 at first.
+# A saved counter may be past a shorter window or a smaller hysteresis. Its effect
+# then depends on the system's own test of it. `x` overflows; S is 8 at first.
 OTHER_ARGUMENTS = [
   # These compare with ==: past the window S never grows.
   ("torch", {"_growth_tracker": 9}, {"growth_interval": 5}, "...", [8] * 3),
@@ -190,7 +175,7 @@ OTHER_ARGUMENTS = [
     "xxx.xx",
     [8] * 5 + [4],
   ),
-  # The attributes of DeepSpeed's scaler, of which one is not needed.
+  # An attribute of DeepSpeed's scaler that is not needed.
   ("deepspeed", {"dtype": object()}, {"delayed_shift": 1}, "x", [4]),
 ]
 
@@ -272,19 +257,6 @@ def test_missing_unknown_and_wrong_keys_are_one_list(system):
   with pytest.raises(ValueError, match=f"`state_dict` of {system} ") as error:
     arguments = dict(systems.make(system).arguments)
     presets.from_state_dict(system, nested(values), **arguments)
-  assert_lists(error, problems)
-
-
-def test_the_keys_of_a_nested_dictionary_are_listed_by_their_paths():
-  wrong = {"loss_scaler0": {"unskipped": 1.5, "other": 1}, "loss_scaler1": {}}
-  with pytest.raises(ValueError, match="apex") as error:
-    presets.from_state_dict("apex", wrong)
-  problems = {
-    "loss_scaler0/loss_scale": "is missing",
-    "loss_scaler0/unskipped": "must be an integer, got 1.5",
-    "loss_scaler0/other": "is unknown",
-    "loss_scaler1": "is unknown",
-  }
   assert_lists(error, problems)
 
 

@@ -87,15 +87,6 @@ def test_hysteresis_and_interval_count_steps_in_a_row(steps, expected):
   assert scales_of(rule, [x == "x" for x in steps]).tolist() == expected
 
 
-def test_a_scale_outside_the_bounds_moves_inside_and_is_stalled_below():
-  rule = ols.DynamicLossScale(4.0, min_scale=1.0, max_scale=8.0)
-  assert scales_of(rule, [False], first=64.0) == [8.0]
-  assert scales_of(rule, [True], first=0.25) == [1.0]
-  below = rule.init()._replace(loss_scale=jnp.float32(0.25))
-  assert rule.stalled(below, True)
-  assert not rule.stalled(below, False)
-
-
 def test_a_fixed_loss_scale_never_moves_and_stalls_on_overflow():
   rule = ols.FixedLossScale(3.0, skip=False)
   assert rule.skip is False

@@ -1,4 +1,4 @@
-"""What all rules have in common."""
+"""Tests that all rules share."""
 
 import dataclasses
 import inspect
