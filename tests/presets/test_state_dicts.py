@@ -148,8 +148,8 @@ def test_arguments_beside_a_rule_are_refused():
     )
 
 
-# A saved counter may be past a shorter window or a smaller hysteresis. Its effect
-# then depends on the system's own test of it. `x` overflows; S is 8 at first.
+# A saved counter may be past a shorter window or a smaller hysteresis. What it
+# does then depends on how the system tests it. `x` overflows; S is 8 at first.
 OTHER_ARGUMENTS = [
   # These compare with ==: past the window S never grows.
   ("torch", {"_growth_tracker": 9}, {"growth_interval": 5}, "...", [8] * 3),
