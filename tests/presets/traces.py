@@ -1,9 +1,8 @@
-"""The traces that were recorded from the original loss scalers, and replayed.
+"""The traces recorded from the original loss scalers, and their replay.
 
-`replay` runs a preset over a trace and counts where S is another than the
-original's. Two kinds of steps are not compared: those after the original's S
-has left the normal float32 numbers, where S is held here (guarantee 4), and
-those after the original has ended the run.
+`follow` runs a preset over the runs of a trace and compares S. It leaves out
+the steps after the original's S has left the normal float32 numbers, where the
+preset holds S (guarantee 4), and those after the original has ended the run.
 """
 
 import functools
@@ -11,17 +10,17 @@ import gzip
 import json
 import math
 import pathlib
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from optax_lossscale import presets
+from optax_lossscale.presets import declaration
 
 FOLDER = pathlib.Path(__file__).parents[1] / "traces"
 SYSTEMS = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.json.gz"))
 
-# These compute in float32: S is the same bit for bit, whatever the factors.
+# These compute in float32, so S is the same bit for bit with any factors.
 FLOAT32 = {
   "torch_sharded",
   "megatron",
@@ -39,8 +38,8 @@ FLOAT32 = {
   "flax",
   "jmp",
 }
-# These round a product in double to float32: the same, if float32 holds the
-# factors. All others hold S in double.
+# These round a double product to float32, so S is the same if float32 holds the
+# factors. All other systems keep S in double.
 DOUBLE_PRODUCT = {"torch", "apex_hysteresis"}
 
 SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
@@ -73,84 +72,49 @@ def scales(changes, steps):
 
 
 def comparable(expected, raised):
-  """Returns how many steps there are before the original leaves float32."""
+  """Returns the number of steps before the original leaves float32 or ends."""
   steps = len(expected) if raised is None else raised["step"]
   is_normal = (expected[:steps] >= SMALLEST) & (expected[:steps] <= LARGEST)
   return steps if is_normal.all() else int(np.argmin(is_normal))
 
 
-@functools.cache
-def trajectories(rule):
-  """Returns a function from states and overflows to S, stalled, failure."""
-
-  def step(state, overflow):
-    stalled = rule.stalled(state, overflow)
-    state = rule.update(state, overflow)
-    failure = getattr(state, "failure", None)
-    return state, (state.loss_scale, stalled, 0 if failure is None else failure)
-
-  def trajectory(state, overflows):
-    return jax.lax.scan(step, state, overflows)
-
-  return jax.jit(jax.vmap(trajectory))
-
-
-class Outcome(NamedTuple):
-  """What a comparison saw.
-
-  Attributes:
-    compared: steps.
-    mismatches: steps on which S is further off than it may be.
-    problems: what else is wrong, in words.
-  """
-
-  compared: int
-  mismatches: int
-  problems: list[str]
-
-
-def compare(system, run, expected, raised, outcome):
-  """Returns the outcome of one replayed sequence.
+def assert_follows(system, arguments, expected, raised, replayed):
+  """Asserts that a replayed sequence is the original's; returns its length.
 
   Args:
     system: the preset's name.
-    run: the run of the trace.
+    arguments: the preset's arguments.
     expected: the original's S after each step.
-    raised: what the original raised, or None.
-    outcome: S, stalled, failure after each step, here.
+    raised: the error that the original raised, or None.
+    replayed: S, stalled and failure after each step of the preset.
   """
-  loss_scale, stalled, failure = (np.asarray(x) for x in outcome)
+  loss_scale, stalled, failure = replayed
   steps = comparable(expected, raised)
   ours, theirs = loss_scale[:steps].astype(float), expected[:steps]
-  if is_exact(system, run["arguments"]):
-    mismatches = np.count_nonzero(ours != theirs)
+  if is_exact(system, arguments):
+    np.testing.assert_array_equal(ours, theirs)
   else:
-    # The factor is rounded to float32, and so is the product; and the first S.
+    # float32 rounds the factor, each product, and the first S.
     changes = np.cumsum(np.diff(theirs, prepend=theirs[:1]) != 0)
-    mismatches = np.count_nonzero(
-      np.abs(ours - theirs) > (changes + 1) * 2.0**-23 * theirs
-    )
-  problems = []
+    assert np.all(np.abs(ours - theirs) <= (changes + 1) * 2.0**-23 * theirs)
+  assert np.all((loss_scale >= SMALLEST) & (loss_scale <= LARGEST))
   ended = None if raised is None else raised["step"]
   failed = int(np.argmax(failure != 0)) if failure.any() else None
-  if failed != ended and (steps == len(expected) or ended is not None):
-    problems.append(f"failure at {failed}, the original's at {ended}")
-  if ended is None and steps < len(expected):
-    held = loss_scale[steps] == loss_scale[steps - 1] if steps else True
-    if not (held and stalled[steps]):
-      problems.append(f"S not held at step {steps}")
-  if not ((loss_scale >= SMALLEST) & (loss_scale <= LARGEST)).all():
-    problems.append("S is no normal float32")
-  return Outcome(steps, int(mismatches), problems)
+  if steps == len(expected) or ended is not None:
+    assert failed == ended
+  elif steps:  # The original's S has left the normal numbers.
+    assert loss_scale[steps] == loss_scale[steps - 1]
+    assert stalled[steps]
+  return steps
 
 
-def groups(trace):
-  """Yields the runs of a trace that have the same arguments and length."""
+def groups(system):
+  """Returns lists of the runs that have the same arguments and length."""
   groups = {}
-  for run in trace["runs"]:
+  for run in load(system)["runs"]:
     key = json.dumps([run["arguments"], len(run["overflows"])])
     groups.setdefault(key, []).append(run)
-  yield from groups.values()
+  return list(groups.values())
 
 
 def overflows_of(run):
@@ -172,64 +136,13 @@ def state_dict(description):
 
 
 def saved_dict(system, run):
-  """Returns what the preset reads of the original's dictionary."""
+  """Returns the part of the original's dictionary that the preset reads."""
   saved = state_dict(run["state_dict"])
   if system == "keras":
     # Keras numbers its variables; these are their names.
     return {"step_counter": saved["2"], "dynamic_scale": saved["3"]}
   # The constant scaler's dictionary holds nothing but its arguments.
   return {} if system == "mindspore_fixed" else saved
-
-
-def replay(system):
-  """Returns the outcomes of all runs of a trace, from their first steps."""
-  outcomes = []
-  for runs in groups(load(system)):
-    rule = getattr(presets, system)(**runs[0]["arguments"])
-    overflows = np.stack([overflows_of(run) for run in runs])
-    results = run_together(rule, [rule.init()] * len(runs), overflows)
-    for i, run in enumerate(runs):
-      expected = scales(run["scales"], len(run["overflows"]))
-      outcome = jax.tree.map(lambda x, i=i: x[i], results)
-      outcomes.append(compare(system, run, expected, run["raised"], outcome))
-  return outcomes
-
-
-def replay_resumed(system):
-  """Returns the outcomes of all runs of a trace, from the saved dictionary."""
-  outcomes = []
-  for runs in groups(load(system)):
-    shape = len(runs), len(runs[0]["overflows"])
-    runs = [run for run in runs if is_importable(system, run)]
-    if not runs:
-      continue
-    imported = [
-      presets.from_state_dict(
-        system, saved_dict(system, run), **run["arguments"]
-      )
-      for run in runs
-    ]
-    (rule,) = {rule for rule, _ in imported}
-    overflows = np.stack([overflows_of(run) for run in runs])
-    overflows = overflows[:, overflows.shape[1] // 2 :]
-    # As many runs and steps as from the first step, so that one program does
-    # for both. What is added comes after all that is compared.
-    padded = np.zeros(shape, bool)
-    padded[: overflows.shape[0], : overflows.shape[1]] = overflows
-    states = [state for _, state in imported]
-    states += states[:1] * (shape[0] - len(states))
-    results = jax.tree.map(
-      lambda x, steps=overflows.shape[1]: x[:, :steps],
-      run_together(rule, states, padded),
-    )
-    for i, run in enumerate(runs):
-      resumed = run["resumed"]
-      expected = scales(resumed["scales"], overflows.shape[1])
-      outcome = jax.tree.map(lambda x, i=i: x[i], results)
-      outcomes.append(
-        compare(system, run, expected, resumed["raised"], outcome)
-      )
-  return outcomes
 
 
 def is_importable(system, run):
@@ -241,14 +154,127 @@ def is_importable(system, run):
   return comparable(before, None) == steps
 
 
-def run_together(rule, states, overflows):
-  """Returns S, stalled and failure: [runs, steps], from one state for each."""
+@functools.cache
+def replay(rule):
+  """Returns a function from states and overflows to all states, and stalled."""
+
+  def step(state, overflow):
+    stalled = rule.stalled(state, overflow)
+    state = rule.update(state, overflow)
+    return state, (state, stalled)
+
+  def replay(state, overflows):
+    return jax.lax.scan(step, state, overflows)[1]
+
+  return jax.jit(jax.vmap(replay))
+
+
+def _follow_all(system, arguments, states, overflows, records, shape):
+  """Replays recorded sequences; returns their lengths, and all states.
+
+  Args:
+    system: the preset's name.
+    arguments: those of the recorded runs.
+    states: the first state of each sequence.
+    overflows: for each sequence, bool[steps].
+    records: for each sequence, a dictionary with `scales` and `raised`.
+    shape: a number of sequences and of steps. Shorter input is padded, so that
+      one program replays from the first step and from the middle.
+  """
+  padded = np.zeros(shape, bool)
+  for row, sequence in zip(padded, overflows, strict=False):
+    row[: len(sequence)] = sequence
+  rule = getattr(presets, system)(**arguments)
+  states = states + states[:1] * (shape[0] - len(states))
   states = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-  _, results = trajectories(rule)(states, overflows)
-  return jax.tree.map(np.asarray, results)
+  states, stalled = jax.device_get(replay(rule)(states, padded))
+  failure = getattr(states, "failure", None)
+  failure = np.zeros(shape) if failure is None else failure
+  compared = []
+  for i, record in enumerate(records):
+    steps = len(overflows[i])
+    expected = scales(record["scales"], steps)
+    found = [x[i, :steps] for x in (states.loss_scale, stalled, failure)]
+    compared.append(
+      assert_follows(system, arguments, expected, record["raised"], found)
+    )
+  return compared, states
 
 
 @functools.cache
-def outcomes(system):
-  """Returns the outcomes of a trace, from its first steps and resumed."""
-  return replay(system) + replay_resumed(system)
+def follow(system, group):
+  """Replays a group of runs, from their start and resumed.
+
+  Asserts that S and the dictionaries are the original's, and returns how many
+  steps of each sequence were compared.
+  """
+  runs = groups(system)[group]
+  arguments = runs[0]["arguments"]
+  rule = getattr(presets, system)(**arguments)
+  overflows = [overflows_of(run) for run in runs]
+  shape = len(runs), len(overflows[0])
+  first, middle = [rule.init()] * len(runs), shape[1] // 2
+  compared, states = _follow_all(
+    system, arguments, first, overflows, runs, shape
+  )
+  rows = [i for i, run in enumerate(runs) if is_importable(system, run)]
+  imported = []
+  for i in rows:
+    saved = saved_dict(system, runs[i])
+    if is_exact(system, arguments):
+      state = jax.tree.map(lambda x, i=i: x[i, middle - 1], states)
+      assert unlike_the_original(system, rule, state, saved) == []
+    same, state = presets.from_state_dict(system, saved, **arguments)
+    assert same == rule
+    imported.append(state)
+  if imported:
+    rest = [overflows[i][middle:] for i in rows]
+    resumed = [runs[i]["resumed"] for i in rows]
+    compared += _follow_all(system, arguments, imported, rest, resumed, shape)[
+      0
+    ]
+  return compared
+
+
+# Dictionaries.
+
+
+def flat(dictionary, prefix=""):
+  """Returns a dictionary's values by their paths."""
+  values = {}
+  for key, value in dictionary.items():
+    if isinstance(value, dict):
+      values |= flat(value, f"{prefix}{key}/")
+    else:
+      values[prefix + key] = value
+  return values
+
+
+def described(value):
+  """Returns a value with its type, dtype and shape, so that == compares all."""
+  if isinstance(value, (np.ndarray, np.generic)):
+    return type(value), value.dtype, value.shape, value.tolist()
+  return type(value), value
+
+
+def unlike_the_original(system, rule, state, saved):
+  """Returns the values that a preset writes and its original does not."""
+  expected, arguments = flat(saved), dict(rule.arguments)
+  for path, key in declaration.PRESETS[system].saves.items():
+    if getattr(key, "holds", "") == "S" and isinstance(
+      expected.get(path), (int, float)
+    ):
+      # The original's S is a double, here it is a float32. At its floor of 1
+      # MindSpore's S becomes an int.
+      expected[path] = float(np.float32(expected[path]))
+  if system == "apex" and arguments["loss_scale"] != "dynamic":
+    # With a fixed S Apex counts on, and the preset does not.
+    expected["loss_scaler0/unskipped"] = 0
+  written = flat(presets.to_state_dict(rule, state))
+  return [
+    f"{path} is {written.get(path)!r}, the original's {expected.get(path)!r}"
+    for path in written.keys() | expected.keys()
+    if path not in written
+    or path not in expected
+    or described(written[path]) != described(expected[path])
+  ]

@@ -1,8 +1,8 @@
 """The rules that read amax, in plain Python.
 
-`update(overflow, amax)` takes scaled amax, as the wrapper hands it to a rule;
-`scale` is S and `stalled` whether the step overflowed with S at the floor. What
-is a power of two is searched for with fractions, not read from bits.
+`update(overflow, amax)` takes the scaled amax, as a rule gets it; `scale` is S,
+and `stalled` is True if the step overflowed with S at the floor. The models
+search for powers of two with fractions instead of reading bits.
 """
 
 import fractions
@@ -16,13 +16,13 @@ FLOAT16_MAX = 65504.0
 
 
 def _power(exponent):
-  """2**exponent where float32 has it as a normal number, else the nearest."""
+  """Returns the normal float32 nearest to 2**exponent."""
   return 2.0 ** min(max(exponent, -126), 127)
 
 
 @functools.lru_cache(maxsize=100_000)
 def _floor_log2(x):
-  """The largest e with 2**e <= x."""
+  """Returns the largest e with 2**e <= x."""
   e = round(math.log2(x))
   while fractions.Fraction(2) ** e > x:
     e -= 1
@@ -33,9 +33,9 @@ def _floor_log2(x):
 
 @functools.lru_cache(maxsize=100_000)
 def largest_fitting(amax, scale, limit, headroom):
-  """The largest e: the step, at S = 2**e, has `headroom` bits left.
+  """Returns the largest e at which the step has `headroom` bits left.
 
-  Of a scale that is no power of two, the next smaller one counts.
+  `scale` is rounded down to a power of two.
   """
   power = fractions.Fraction(2) ** _floor_log2(scale)
   true_amax = fractions.Fraction(amax) / power
@@ -47,7 +47,7 @@ def _tells(amax):
 
 
 class _AmaxModel:
-  """Bounds, and the overflow that amax itself is."""
+  """The bounds. An infinite or NaN amax is an overflow by itself."""
 
   def __init__(self, init_scale, min_scale, max_scale):
     self.scale = float32(init_scale)
@@ -63,13 +63,13 @@ class _AmaxModel:
 
 
 class Headroom(_AmaxModel):
-  """The largest S that leaves its bits free in each of the last steps.
+  """The largest S that leaves the bits free in each of the last steps.
 
-  What amax allows is kept with the bits already subtracted; `None` for a step
-  that allows anything. While none of the last `window` steps was clean with an
-  amax to read, S goes 16 bits down on an overflow and up on zeros, to 2**32.
-  Otherwise an overflow leaves a ceiling behind, 1, 2, 3 bits lower the more
-  come in a row, unless amax turns out to have been the reason.
+  `steps` holds the largest exponent that each step allows, headroom subtracted.
+  Until a clean step within the window shows an amax, S goes 16 bits down on an
+  overflow and 16 bits up on zeros, to 2**32. After that, an overflow sets a
+  ceiling, 1, 2, 3 bits lower the more overflows come in a row, until an amax
+  explains the overflow.
   """
 
   def __init__(
@@ -120,10 +120,10 @@ class Headroom(_AmaxModel):
 
 
 class LogMax(_AmaxModel):
-  """The corrected LogMax, by sums of weights as it was published.
+  """The corrected LogMax, computed from sums of weights as in the paper.
 
-  `exponents`: what log2(S) may be after the step, of which there are two where
-  rounding decides; `follow(scale)` goes on from one of them.
+  `exponents` holds the values that log2(S) may have after the step. There are
+  two if rounding decides; `follow(scale)` goes on from one of them.
   """
 
   def __init__(
@@ -163,13 +163,13 @@ class LogMax(_AmaxModel):
     mean = self.first / (1 - self.beta1**self.seen)
     weight = 1 - self.beta2**self.seen
     variance = max(self.square / weight - (self.second / weight) ** 2, 0)
-    # The first step as one that lies a bit off the mean of its kind.
+    # The first step counts as one bit away from the mean.
     first_weight = (1 - self.beta2) * self.beta2 ** (self.seen - 1) / weight
     free = self.deviations * math.sqrt(variance + first_weight)
     wanted = self.log_max - mean - free
     low, high = math.log2(self.min_scale), math.log2(self.max_scale)
-    # A power of two below 2**wanted, at most the ceiling; where rounding may
-    # decide, either.
+    # A power of two below 2**wanted and not above the ceiling, or one of two if
+    # rounding decides.
     self.exponents = {
       min(max(min(math.ceil(wanted + e) - 1, ceiling), low), high)
       for e in (-1e-3, 0.0, 1e-3)
@@ -183,59 +183,8 @@ class LogMax(_AmaxModel):
     self.scale = scale
 
 
-class LogMaxOriginal:
-  """LogMaxScaler of OpenSeq2Seq, which takes amax already unscaled.
-
-  The logarithm base 2 is a quotient of natural ones, and a step that is not
-  finite enters as 2**log_max in the place of a logarithm. 0 has the logarithm
-  -inf, and its square makes NaN of the deviation and of the scale.
-  """
-
-  def __init__(
-    self,
-    scale_min=1.0,
-    scale_max=2.0**14,
-    log_max=16.0,
-    beta1=0.99,
-    beta2=0.999,
-    overflow_std_dev=3.09,
-  ):
-    self.scale_min, self.scale_max = scale_min, scale_max
-    self.log_max, self.overflow_std_dev = log_max, overflow_std_dev
-    self.beta1, self.beta2 = beta1, beta2
-    self.scale, self.stalled = 1.0, False
-    self.x_hat = self.slow_x_hat = self.xsquared_hat = 0.0
-    self.b1_correction = self.b2_correction = 1.0
-
-  def update(self, overflow, amax):
-    self.stalled = overflow and self.scale <= self.scale_min
-    amax = amax / self.scale
-    if not math.isfinite(amax):
-      x = 2.0**self.log_max
-    elif amax == 0:
-      x = -math.inf
-    else:
-      x = math.log(amax) / math.log(2.0)
-    self.x_hat = self.beta1 * self.x_hat + (1 - self.beta1) * x
-    self.b1_correction *= self.beta1
-    self.slow_x_hat = self.beta2 * self.slow_x_hat + (1 - self.beta2) * x
-    self.xsquared_hat = (
-      self.beta2 * self.xsquared_hat + (1 - self.beta2) * x * x
-    )
-    self.b2_correction *= self.beta2
-    mu = self.x_hat / (1 - self.b1_correction)
-    slow_mu = self.slow_x_hat / (1 - self.b2_correction)
-    sigma2 = self.xsquared_hat / (1 - self.b2_correction) - slow_mu * slow_mu
-    if math.isnan(sigma2):
-      self.scale = math.nan
-      return
-    cutoff = math.sqrt(max(sigma2, 0.0)) * self.overflow_std_dev + mu
-    proposed = 2.0 ** min(16 - cutoff, 1000.0)
-    self.scale = min(max(proposed, self.scale_min), self.scale_max)
-
-
 class WarmStart:
-  """A probe that ends at the first clean amax to read, then another model.
+  """A probe until the first clean step that shows an amax, then another model.
 
   Args:
     begin: makes the model of the rule from its first S.

@@ -57,22 +57,6 @@ class DeepSpeed(Model):
     stable_interval = self.cur_iter - self.last_overflow_iter - 1
     return stable_interval > 0 and stable_interval % self.scale_window == 0
 
-  def state_dict(self):
-    """The attributes of the pickled object that are numbers."""
-    return {
-      "cur_scale": self.scale,
-      "cur_iter": self.cur_iter,
-      "last_overflow_iter": self.last_overflow_iter,
-      "scale_factor": self.scale_factor,
-      "scale_window": self.scale_window,
-      "min_scale": self.min_scale,
-      "delayed_shift": self.delayed_shift,
-      "cur_hysteresis": self.cur_hysteresis,
-      "consecutive_hysteresis": self.consecutive_hysteresis,
-      "raise_error_at_min_scale": self.raise_error_at_min_scale,
-      "dynamic": True,
-    }
-
 
 class DeepSpeedLegacy(DeepSpeed):
   """DynamicLossScaler of DeepSpeed (ZeRO) before 0.17.1.

@@ -14,7 +14,7 @@ class Fairseq(Model):
 
   An overflow that leaves the scale at or below `min_loss_scale` raises there,
   and training ends. Here `failed` is set, and the step counts as an overflow
-  that leaves the scale as it was.
+  that leaves the scale unchanged.
   """
 
   def __init__(
@@ -55,11 +55,8 @@ class Fairseq(Model):
       self.scale = previous
       self.failed = True
 
-  def state_dict(self):
-    return {"loss_scale": self.scale}
-
   def resume(self):
-    """Restarts from `state_dict`, which holds the scale alone."""
+    """A checkpoint holds only the scale."""
     self.iter = 0
     self.last_overflow_iter = self.last_rescale_iter = -1
     self.overflows_since_rescale = 0
@@ -70,8 +67,8 @@ class Metaseq(Model):
 
   fairseq's, with a window that the scale takes along: a growth multiplies it, a
   backoff divides it, rounded down to an integer and at least 1. The steps since
-  the last overflow are compared with the window as it is now. A scale that
-  would fall below `min_loss_scale` is held, and nothing is raised; the window
+  the last overflow are compared with the current window. A scale that would
+  fall below `min_loss_scale` is held, and nothing is raised; the window
   shrinks all the same.
   """
 
@@ -114,11 +111,8 @@ class Metaseq(Model):
       self.scale = previous
     self.last_overflow_iter = self.iter
 
-  def state_dict(self):
-    return {"loss_scale": self.scale}
-
   def resume(self):
-    """Restarts from `state_dict`: the window is again what it was at first."""
+    """A checkpoint holds only the scale, so the window is the first again."""
     self.scale_window = self.initial_window
     self.iter = 0
     self.last_overflow_iter = self.last_rescale_iter = -1

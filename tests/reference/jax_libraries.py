@@ -46,9 +46,6 @@ class Flax(Model):
     else:
       self.fin_steps += 1
 
-  def state_dict(self):
-    return {"fin_steps": self.fin_steps, "scale": self.scale}
-
 
 class Jmp(Model):
   """jmp.DynamicLossScale of a float32 scale, outside jit.
@@ -75,13 +72,3 @@ class Jmp(Model):
       larger = float32(self.scale * factor)
       self.scale = larger if math.isfinite(larger) else self.scale
     self.counter = (self.counter + 1) % self.period
-
-  def state_dict(self):
-    """The fields of the dataclass."""
-    return {
-      "loss_scale": self.scale,
-      "counter": self.counter,
-      "period": self.period,
-      "factor": self.factor,
-      "min_loss_scale": self.min_loss_scale,
-    }

@@ -49,13 +49,6 @@ class Megatron(Model):
         self.hysteresis_tracker = self.hysteresis
         self.scale = float32(self.scale * self.growth_factor)
 
-  def state_dict(self):
-    return {
-      "scale": self.scale,
-      "growth_tracker": self.growth_tracker,
-      "hysteresis_tracker": self.hysteresis_tracker,
-    }
-
 
 class MegatronConstant(Model):
   """ConstantGradScaler of Megatron-LM core, which saves nothing."""
@@ -66,16 +59,13 @@ class MegatronConstant(Model):
   def update(self, overflow):
     del overflow
 
-  def state_dict(self):
-    return {}
-
 
 class ColossalAI(Model):
   """DynamicGradScaler of colossalai.amp.naive_amp.
 
   Counts up to its hysteresis where Megatron-LM counts down from it; only a
-  growth clears the count. A floor and a cap of 0 or None are none. The factors
-  are rounded to float32 before the product.
+  growth clears the count. A floor or a cap of 0 or None has no effect. The
+  factors are rounded to float32 before the product.
   """
 
   def __init__(
@@ -111,14 +101,6 @@ class ColossalAI(Model):
         if self.max_scale is not None:
           self.scale = min(self.scale, self.max_scale)
 
-  def state_dict(self):
-    return {
-      "scale": self.scale,
-      "growth_factor": self.growth_factor,
-      "backoff_factor": self.backoff_factor,
-      "hysteresis": self.hysteresis,
-    }
-
   def resume(self):
-    """Restarts from `state_dict`, which holds neither count."""
+    """A checkpoint holds neither count."""
     self.growth_step = self.hysteresis_step = 0

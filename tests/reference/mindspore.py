@@ -10,8 +10,8 @@ class MindSpore(Model):
   """mindspore.train.DynamicLossScaleManager, which lives on the host.
 
   A Python double; a backoff multiplies by 1 / `scale_factor`, itself a double.
-  The floor is 1, there is no cap. A growth does not restart the count: it comes
-  at each multiple of `scale_window` steps since the last overflow.
+  The floor is 1; the scale has no cap. A growth does not restart the count: it
+  comes at each multiple of `scale_window` steps since the last overflow.
 
   From the 1001st overflow in a row on it raises; here `failed` is set, and the
   step counts like any other.
@@ -40,20 +40,6 @@ class MindSpore(Model):
       self.bad_step = 0
     self.cur_iter += 1
 
-  def state_dict(self):
-    """The attributes of the object."""
-    return {
-      "loss_scale": self.scale,
-      "scale_window": self.scale_window,
-      "scale_factor": self.scale_factor,
-      "increase_ratio": self.scale_factor,
-      "decrease_ratio": self.decrease_ratio,
-      "cur_iter": self.cur_iter,
-      "last_overflow_iter": self.last_overflow_iter,
-      "bad_step_max": self.bad_step_max,
-      "bad_step": self.bad_step,
-    }
-
 
 class MindSporeFixed(Model):
   """mindspore.train.FixedLossScaleManager: a constant.
@@ -67,13 +53,6 @@ class MindSporeFixed(Model):
 
   def update(self, overflow):
     del overflow
-
-  def state_dict(self):
-    """The attributes of the object."""
-    return {
-      "_loss_scale": self.scale,
-      "_drop_overflow_update": self.drop_overflow_update,
-    }
 
 
 class MindSporeAmp(Model):
@@ -97,9 +76,6 @@ class MindSporeAmp(Model):
       larger = float32(self.scale * self.scale_factor)
       self.scale = larger if math.isfinite(larger) else self.scale
     self.counter = (self.counter + 1) % self.scale_window
-
-  def state_dict(self):
-    return {"scale_value": self.scale, "counter": self.counter}
 
 
 class MindSporeCell(Model):
@@ -125,10 +101,3 @@ class MindSporeCell(Model):
       self.scale = float32(self.scale * self.scale_factor)
       self.last_overflow_iter = self.cur_iter
     self.cur_iter += 1
-
-  def state_dict(self):
-    return {
-      "scale_sense": self.scale,
-      "current_iterator_step": self.cur_iter,
-      "last_overflow_iterator_step": self.last_overflow_iter,
-    }

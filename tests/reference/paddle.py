@@ -46,18 +46,6 @@ class Paddle(Model):
         self.scale = float32(self.scale * float32(self.incr_ratio))
         self.incr_count = 0
 
-  def state_dict(self):
-    return {
-      "scale": self.scale,
-      "incr_ratio": self.incr_ratio,
-      "decr_ratio": self.decr_ratio,
-      "incr_every_n_steps": self.incr_every_n_steps,
-      "decr_every_n_nan_or_inf": self.decr_every_n_nan_or_inf,
-      "incr_count": self.incr_count,
-      "decr_count": self.decr_count,
-      "use_dynamic_loss_scaling": self.use_dynamic_loss_scaling,
-    }
-
 
 class PaddleOp(Model):
   """The update_loss_scaling operation of Paddle's static graphs.
@@ -96,10 +84,3 @@ class PaddleOp(Model):
         if math.isfinite(larger):
           self.scale = larger
         self.num_good_steps = 0
-
-  def state_dict(self):
-    return {
-      "loss_scaling_0": self.scale,
-      "num_good_steps_0": self.num_good_steps,
-      "num_bad_steps_0": self.num_bad_steps,
-    }

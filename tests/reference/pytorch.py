@@ -39,22 +39,13 @@ class Torch(Model):
         self.scale = larger
       self.growth_tracker = 0
 
-  def state_dict(self):
-    return {
-      "scale": self.scale,
-      "growth_factor": self.growth_factor,
-      "backoff_factor": self.backoff_factor,
-      "growth_interval": self.growth_interval,
-      "_growth_tracker": self.growth_tracker,
-    }
-
 
 class TorchSharded(Torch):
   """torch.distributed.fsdp.ShardedGradScaler with its scale on the CPU.
 
-  There it has a rule of its own: the tensor is multiplied in place by a Python
-  number, which is a float32 product, and a growth to inf is not refused. With
-  its scale on an accelerator it is `Torch`.
+  There it has its own rule: it multiplies the tensor in place by a Python
+  number, which is a float32 product, and the scale may grow to inf. With its
+  scale on an accelerator it follows `Torch`.
   """
 
   def __init__(
@@ -82,9 +73,9 @@ class Apex(Model):
   """apex.amp.scaler.LossScaler.
 
   A Python double; the factors are 2 and 1/2. `max_loss_scale` also bounds the
-  initial scale, `min_loss_scale` does not, and a minimum of 0 is none. A
-  number for `loss_scale` holds the scale there: then an overflow is a step
-  like any other, and no bound applies.
+  initial scale, `min_loss_scale` does not, and a minimum of 0 has no effect. A
+  number as `loss_scale` holds the scale there: then an overflow is a step like
+  any other, and the bounds do not apply.
   """
 
   def __init__(
@@ -115,11 +106,6 @@ class Apex(Model):
     if self.unskipped == self.scale_window and self.dynamic:
       self.scale = float(min(self.max_loss_scale, self.scale * 2.0))
       self.unskipped = 0
-
-  def state_dict(self):
-    """What amp.state_dict() saves of a single loss."""
-    scaler = {"loss_scale": self.scale, "unskipped": self.unskipped}
-    return {"loss_scaler0": scaler}
 
 
 class ApexHysteresis(Model):
@@ -157,19 +143,6 @@ class ApexHysteresis(Model):
       larger = float32(self.scale * self.growth_factor)
       self.scale = larger if math.isfinite(larger) else self.scale
 
-  def state_dict(self):
-    return {
-      "scale": self.scale,
-      "growth_factor": self.growth_factor,
-      "backoff_factor": self.backoff_factor,
-      "growth_interval": self.growth_interval,
-      "_growth_tracker": self.growth_tracker,
-      "_hysteresis_tracker": self.hysteresis_tracker,
-    }
-
   def resume(self):
-    """Restarts from `state_dict`, of which NeMo misspells one key.
-
-    It looks for `_hysterisis_tracker`, never finds it, and starts afresh.
-    """
+    """NeMo looks for this count under the misspelt `_hysterisis_tracker`."""
     self.hysteresis_tracker = self.hysteresis

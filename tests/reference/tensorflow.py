@@ -43,19 +43,12 @@ class TensorFlowContrib(Model):
         self.scale = larger if math.isfinite(larger) else self.scale
         self.good_steps = self.bad_steps = 0
 
-  def state_dict(self):
-    return {
-      "loss_scale": self.scale,
-      "good_steps": self.good_steps,
-      "bad_steps": self.bad_steps,
-    }
-
 
 class NpuExponential(Model):
   """ExponentialUpdateLossScaleManager of npu_bridge.
 
-  As tf.contrib's, except that a growth is refused from 3.4e38 / `incr_ratio`
-  on, a quotient of doubles rounded to float32, and not when it is inf.
+  As tf.contrib's, except that the scale stops growing at 3.4e38 / `incr_ratio`,
+  a quotient of doubles rounded to float32, and may grow to inf.
   """
 
   def __init__(
@@ -88,13 +81,6 @@ class NpuExponential(Model):
       self.scale = max(1.0, float32(self.scale * self.decr_ratio))
       self.good_steps = self.bad_steps = 0
 
-  def state_dict(self):
-    return {
-      "loss_scale": self.scale,
-      "good_steps": self.good_steps,
-      "bad_steps": self.bad_steps,
-    }
-
 
 class NpuFixed(Model):
   """FixedLossScaleManager of npu_bridge: a constant, so nothing is saved.
@@ -108,9 +94,6 @@ class NpuFixed(Model):
 
   def update(self, overflow):
     del overflow
-
-  def state_dict(self):
-    return {}
 
 
 class TensorFlow(Model):
@@ -144,9 +127,6 @@ class TensorFlow(Model):
     else:
       self.good_steps += 1
 
-  def state_dict(self):
-    return {"current_loss_scale": self.scale, "good_steps": self.good_steps}
-
 
 class Keras(Model):
   """LossScaleOptimizer of Keras 3.
@@ -170,6 +150,3 @@ class Keras(Model):
       self.scale = float32(self.scale * 2.0)
     else:
       self.step_counter += 1
-
-  def state_dict(self):
-    return {"step_counter": self.step_counter, "dynamic_scale": self.scale}

@@ -1,4 +1,4 @@
-"""Steps for rules that read amax, and what rules and models make of them."""
+"""Sequences of steps, and the S of rules and models on them."""
 
 import functools
 import itertools
@@ -11,10 +11,10 @@ import numpy as np
 FLOAT16_MAX = 65504.0
 SUBNORMAL = 2.0**-130
 
-# (overflow, scaled amax) of everything that a step can be: zeros, ordinary,
-# just below and just above a power of two's share of the limit, what a backend
-# may flush to 0; an infinity, a NaN, a saturated value, and what only the
-# caller knows.
+# The kinds of steps, as (overflow, scaled amax): a zero; ordinary; just below
+# and just above the limit divided by a power of two; a number that a backend
+# may flush to 0. Then an infinity, a NaN, a saturated value, and an overflow
+# that amax does not show.
 STEPS = (
   (False, 0.0),
   (False, 24.0),
@@ -30,38 +30,24 @@ STEPS = (
 
 def every_short_run(length):
   """Returns all runs of so many steps: overflow and amax, [runs, length]."""
-  runs = list(itertools.product(STEPS, repeat=length))
-  overflows = np.asarray([[step[0] for step in run] for run in runs])
-  amaxes = np.asarray([[step[1] for step in run] for run in runs], np.float32)
-  return overflows, amaxes
+  steps = np.asarray(list(itertools.product(STEPS, repeat=length)))
+  return steps[:, :, 0].astype(bool), steps[:, :, 1].astype(np.float32)
 
 
 def random_true_amax(seed, length):
-  """Returns unscaled amax that drifts, float32[length], with all that happens.
+  """Returns an unscaled amax that drifts, float32[length].
 
-  Zeros, NaN, infinities and spikes of 12 bits are in it, some in rows.
+  It has zeros, NaN and infinities, some of them in a row, and spikes of 12
+  bits.
   """
   rng = np.random.default_rng(seed)
   drift = np.cumsum(rng.normal(0, 0.1, length))
   true_amax = np.exp2(-6 + drift + rng.normal(0, 1, length))
   for value, count in ((0, 20), (np.nan, 10), (np.inf, 10)):
-    starts = rng.integers(0, length, count)
-    for start in starts:
+    for start in rng.integers(0, length, count):
       true_amax[start : start + rng.integers(1, 5)] = value
   true_amax[rng.integers(0, length, 20)] *= 2.0**12
   return true_amax.astype(np.float32)
-
-
-def trajectories(rule, overflows, amaxes):
-  """Returns S after each step and whether it was stalled, for every run.
-
-  Args:
-    rule: the rule; one rule is one compilation.
-    overflows: bool[runs, steps].
-    amaxes: float32[runs, steps], scaled, whatever S is.
-  """
-  found = _trajectories(rule, overflows, amaxes)
-  return jax.tree.map(np.asarray, found)
 
 
 def trajectory(rule, state, overflows, amaxes=None):
@@ -76,6 +62,17 @@ def trajectory(rule, state, overflows, amaxes=None):
   return jax.lax.scan(step, state, (overflows, amaxes))[1]
 
 
+def trajectories(rule, overflows, amaxes=None):
+  """Returns S after each step and whether it was stalled, for every run.
+
+  Args:
+    rule: the rule.
+    overflows: bool[runs, steps].
+    amaxes: float32[runs, steps], scaled, whatever S is.
+  """
+  return jax.device_get(_trajectories(rule, overflows, amaxes))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _trajectories(rule, overflows, amaxes):
   run = functools.partial(trajectory, rule, rule.init())
@@ -85,16 +82,17 @@ def _trajectories(rule, overflows, amaxes):
 def closed_loop(rule, true_amax, others=None):
   """Returns whether each step overflowed, its amax, and S after it.
 
-  The steps overflow as S has it: beyond the largest float16, amax is inf.
+  A step overflows if S times the true amax is beyond the largest float16.
 
   Args:
     rule: the rule.
     true_amax: float32[steps], unscaled.
-    others: bool[steps], overflows that only the caller knows, or None.
+    others: bool[steps], overflows that amax does not show, or None.
   """
+  true_amax = np.asarray(true_amax, np.float32)
   if others is None:
     others = np.zeros(len(true_amax), bool)
-  return jax.tree.map(np.asarray, _closed_loop(rule, true_amax, others))
+  return jax.device_get(_closed_loop(rule, true_amax, others))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -110,22 +108,20 @@ def _closed_loop(rule, true_amax, others):
   return jax.lax.scan(step, rule.init(), (true_amax, others))[1]
 
 
-def expected(make_model, overflows, amaxes):
-  """Returns what `trajectories` returns, from a model in plain Python."""
-  shape = overflows.shape
-  scales, stalled = np.empty(shape, np.float32), np.empty(shape, bool)
-  for i in range(shape[0]):
+def scales_of(rule, steps):
+  """Returns log2(S) after each of some steps (overflow, scaled amax)."""
+  overflows, amaxes = zip(*steps, strict=True)
+  amaxes = np.asarray([amaxes], np.float32)
+  return np.log2(trajectories(rule, np.asarray([overflows]), amaxes)[0][0])
+
+
+def assert_follows(rule, make_model, overflows, amaxes):
+  """Asserts that a rule moves S bit for bit like its model on every run."""
+  scales, stalled = trajectories(rule, overflows, amaxes)
+  for i in range(len(overflows)):
     model = make_model()
     steps = zip(overflows[i].tolist(), amaxes[i].tolist(), strict=True)
     for j, (overflow, amax) in enumerate(steps):
       model.update(overflow, amax)
-      scales[i, j], stalled[i, j] = model.scale, model.stalled
-  return scales, stalled
-
-
-def assert_as_the_model(rule, make_model, overflows, amaxes):
-  """Asserts that a rule moves S bit for bit as its model does."""
-  found_scales, found_stalled = trajectories(rule, overflows, amaxes)
-  scales, stalled = expected(make_model, overflows, amaxes)
-  np.testing.assert_array_equal(found_scales, scales)
-  np.testing.assert_array_equal(found_stalled, stalled)
+      found = scales[i, j], stalled[i, j]
+      assert found == (model.scale, model.stalled), (overflows[i], amaxes[i], j)

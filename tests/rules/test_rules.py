@@ -1,139 +1,103 @@
-"""What every rule that reads amax has in common with all rules."""
+"""Tests that all rules share."""
 
+import dataclasses
 import inspect
 import itertools
 import math
 import pickle
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import rules
 from tests import support
 from tests.rules import runs
-from tests.support import describe
 
-RULES = {
-  "headroom": ols.rules.HeadroomLossScale(window=3),
-  "log_max": ols.rules.LogMaxLossScale(),
-  "warm_start": ols.rules.WarmStart(ols.DynamicLossScale(growth_interval=2)),
-  "warm_headroom": ols.rules.WarmStart(ols.rules.HeadroomLossScale(window=2)),
+AMAX_RULES = {
+  "headroom": rules.HeadroomLossScale(window=3),
+  "log_max": rules.LogMaxLossScale(),
+  "warm_start": rules.WarmStart(ols.DynamicLossScale(growth_interval=2)),
+  "warm_headroom": rules.WarmStart(rules.HeadroomLossScale(window=2)),
 }
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-
-
-def values(tree):
-  return [np.asarray(x).tolist() for x in jax.tree.leaves(tree)]
+RULES = {
+  "dynamic": ols.DynamicLossScale(
+    growth_interval=2, hysteresis=2, growth_factor=1.1, backoff_factor=0.8
+  ),
+  "fixed": ols.FixedLossScale(),
+  **AMAX_RULES,
+}
+CLASSES = [ols.DynamicLossScale, ols.FixedLossScale]
+CLASSES += [rules.HeadroomLossScale, rules.LogMaxLossScale, rules.WarmStart]
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+each_amax_rule = pytest.mark.parametrize(
+  "rule", AMAX_RULES.values(), ids=AMAX_RULES
+)
+each_class = pytest.mark.parametrize("rule_class", CLASSES)
 
 
 # The state.
 
 
 @each_rule
-def test_update_keeps_structure_and_strong_types(rule):
-  before = describe(rule.init())
+def test_a_step_keeps_structure_and_strong_types_even_with_64_bits(rule):
+  before = support.describe(rule.init())
   assert not any(weak for _, _, weak in before[1])
+  assert rule.init().loss_scale.dtype == jnp.float32
   for overflow, amax in [(False, 1.0), (True, np.float32(np.inf))]:
-    assert describe(rule.update(rule.init(), overflow, amax=amax)) == before
-  traced = jax.eval_shape(
-    lambda state, amax: rule.update(state, True, amax=amax), rule.init(), 1.0
-  )
-  assert describe(traced) == before
-
-
-@each_rule
-def test_the_state_is_the_same_with_64_bit_types_enabled(rule):
-  narrow = describe(rule.init())
+    after = rule.update(rule.init(), overflow, amax=amax)
+    assert support.describe(after) == before
   with jax.enable_x64(True):
     state = rule.init()
-    assert describe(state) == narrow
-    update = jax.jit(rule.update)
-    assert describe(update(state, True, amax=jnp.float64(2.0))) == narrow
+    assert support.describe(state) == before
+    after = jax.eval_shape(rule.update, state, True, amax=jnp.float64(2.0))
+    assert support.describe(after) == before
+    assert state.inv_scale.dtype == jnp.float32
 
 
 @each_rule
 @pytest.mark.usefixtures("strict_promotion")
 def test_no_step_promotes_a_dtype_implicitly(rule):
-  state = jax.jit(rule.update)(rule.init(), False, amax=jnp.float32(1))
-  assert rule.stalled(state, True) | (state.inv_scale > 0)
+  state = jax.eval_shape(rule.init)
+  amax = jax.ShapeDtypeStruct((), jnp.float32)
+  state = jax.eval_shape(rule.update, state, True, amax=amax)
+  stalled = jax.eval_shape(rule.stalled, state, True)
+  assert (stalled.shape, stalled.dtype) == ((), jnp.bool_)
 
 
 @each_rule
-def test_the_state_survives_serialization_and_the_rule_pickling(rule):
-  state = rule.update(rule.init(), False, amax=1.0)
-  stored = flax.serialization.to_bytes(state)
-  restored = flax.serialization.from_bytes(rule.init(), stored)
-  assert values(restored) == values(state)
-  assert pickle.loads(pickle.dumps(rule)) == rule
-  assert hash(pickle.loads(pickle.dumps(rule))) == hash(rule)
+def test_inv_scale_is_the_float32_reciprocal(rule):
+  state = rule.init()
+  for scale in (3.0, 2.0**-126, 1.1 * 2.0**100):
+    if isinstance(rule, rules.WarmStart):
+      inner = state.rule_state._replace(loss_scale=jnp.float32(scale))
+      state = state._replace(rule_state=inner)
+    else:
+      state = state._replace(loss_scale=jnp.float32(scale))
+    expected = np.float32(1) / np.float32(scale)
+    support.assert_same_bits(state.inv_scale, expected)
 
 
-@pytest.mark.slow
 @each_rule
-def test_rules_run_side_by_side_under_vmap(rule):
-  overflows, amaxes = np.asarray([False, True]), np.float32([8, np.inf])
-  together, _ = runs.trajectories(rule, overflows[:, None], amaxes[:, None])
+def test_s_is_the_same_in_and_out_of_jit_and_vmap(rule):
+  overflows = np.array([False, True, True, True, False, False, False, True])
+  amaxes = np.where(overflows, np.inf, 24.0).astype(np.float32)
+  mapped, _ = runs.trajectories(rule, overflows[None], amaxes[None])
   update = jax.jit(rule.update)
+  eager, traced = rule.init(), rule.init()
   for i, (overflow, amax) in enumerate(zip(overflows, amaxes, strict=True)):
-    alone = update(rule.init(), overflow, amax=amax)
-    assert together[i, 0] == alone.loss_scale
+    eager = rule.update(eager, bool(overflow), amax=amax)
+    traced = update(traced, overflow, amax=amax)
+    assert mapped[0, i] == traced.loss_scale == eager.loss_scale
 
 
 @each_rule
-def test_the_wrapper_trains_in_a_scan_and_compiles_once(rule):
-  tx = ols.loss_scaling(optax.sgd(0.5), rule)
-  traces = []
-
-  @jax.jit
-  def train(state, factors):
-    traces.append(rule)
-
-    def step(state, factor):
-      scaled_grads = (
-        factor * ols.get_loss_scale(state) * jnp.ones(2, jnp.float16)
-      )
-      return tx.update(scaled_grads.astype(jnp.float16), state)[
-        1
-      ], state.overflow
-
-    return jax.lax.scan(step, state, factors)[0]
-
-  state = tx.init(jnp.zeros(2, jnp.float16))
-  for _ in range(2):
-    state = train(state, jnp.float32([1, 0.5, 100, 1, jnp.nan, 1]))
-  assert len(traces) == 1
-  assert state.applied_steps + state.skipped_steps == 12
-  assert optax.tree.get(state, "loss_scale") == ols.get_loss_scale(state)
-
-
-@each_rule
-def test_a_missing_amax_is_an_error(rule):
-  with pytest.raises(ValueError, match="`amax` must be passed to update"):
-    rule.update(rule.init(), True)
-
-
-# The flag.
-
-
-@pytest.mark.parametrize(
-  "rule",
-  [
-    *RULES.values(),
-    ols.DynamicLossScale(),
-    ols.FixedLossScale(),
-    ols.presets.megatron(),
-    ols.presets.megatron_constant(initial_scale=8.0),
-  ],
-  ids=support.name,
-)
-def test_a_flag_in_an_array_of_one_element_moves_the_rule_as_a_scalar(rule):
+def test_a_flag_in_an_array_of_one_element_works_like_a_scalar(rule):
   state = rule.init()
   for overflow in (True, False):
-    # As Megatron's `found_inf`.
+    # Megatron's `found_inf` has this form.
     found_inf = np.array([overflow], np.float32)
     moved = rule.update(state, found_inf, amax=1.0)
     support.assert_same_bits(moved, rule.update(state, overflow, amax=1.0))
@@ -142,12 +106,9 @@ def test_a_flag_in_an_array_of_one_element_moves_the_rule_as_a_scalar(rule):
     )
 
 
-@pytest.mark.parametrize(
-  "rule",
-  [*RULES.values(), ols.DynamicLossScale(), ols.presets.megatron()],
-  ids=support.name,
-)
-def test_several_flags_are_an_error_that_names_the_remedy(rule):
+@pytest.mark.parametrize("name", [x for x in RULES if x != "fixed"])
+def test_several_flags_are_an_error_that_names_the_remedy(name):
+  rule = RULES[name]
   for flags in (np.zeros(2), np.zeros(0)):
     with pytest.raises(ValueError, match="`overflow` must be one flag") as info:
       rule.update(rule.init(), flags, amax=1.0)
@@ -155,14 +116,18 @@ def test_several_flags_are_an_error_that_names_the_remedy(rule):
     assert "pass jnp.any(overflow)" in str(info.value)
 
 
-# The scale.
+@each_amax_rule
+def test_a_missing_amax_is_an_error(rule):
+  with pytest.raises(ValueError, match="`amax` must be passed to update"):
+    rule.update(rule.init(), True)
 
 
-@each_rule
+# The bounds of S.
+
+
+@each_amax_rule
 def test_guarantee_4_the_scale_stays_usable_on_every_sequence(rule):
-  extremes = np.asarray(
-    [0, runs.SUBNORMAL, 2.0**-126, 3e38, np.inf, np.nan, 1], np.float32
-  )
+  extremes = np.float32([0, runs.SUBNORMAL, 2.0**-126, 3e38, np.inf, np.nan, 1])
   amaxes = np.stack(
     [
       np.resize(extremes[list(order)], 120)
@@ -178,10 +143,10 @@ def test_guarantee_4_the_scale_stays_usable_on_every_sequence(rule):
 @pytest.mark.parametrize(
   "make_rule",
   [
-    lambda low, high: ols.rules.HeadroomLossScale(
+    lambda low, high: rules.HeadroomLossScale(
       low, window=2, min_scale=low, max_scale=high
     ),
-    lambda low, high: ols.rules.LogMaxLossScale(scale_min=low, scale_max=high),
+    lambda low, high: rules.LogMaxLossScale(scale_min=low, scale_max=high),
   ],
   ids=["headroom", "log_max"],
 )
@@ -190,7 +155,8 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
   make_rule, bounds
 ):
   rule = make_rule(*bounds)
-  # So small that the S which it leaves room for is beyond float32.
+  assert bounds[0] <= rule.init().loss_scale <= bounds[1]
+  # This amax leaves room for an S that float32 cannot hold.
   up = [(False, 2.0**-125)] * 40
   down = [(True, math.inf)] * 200
   overflows, amaxes = zip(*up, *down, strict=True)
@@ -203,74 +169,131 @@ def test_the_bounds_hold_and_an_overflow_at_the_floor_is_stalled(
   assert not rule.stalled(rule.init(), False)
 
 
-# Arguments.
+# The arguments, and the rule as a value.
+
+DYNAMIC, FIXED, HEADROOM, LOG_MAX, WARM_START = CLASSES
 
 
 @pytest.mark.parametrize(
-  ("rule", "arguments", "error", "message"),
+  ("rule_class", "arguments", "words"),
   [
-    ("Headroom", {"headroom": -1}, ValueError, "`headroom` must be between"),
-    ("Headroom", {"headroom": 1.5}, TypeError, "integer number of bits, got 1"),
-    ("Headroom", {"window": 0}, ValueError, "`window` must be between 1 and"),
-    ("Headroom", {"dtype": int}, TypeError, "`dtype` must be a floating-point"),
-    (
-      "Headroom",
-      {"init_scale": 2.0, "max_scale": 1.0},
-      ValueError,
-      "`min_scale` <= `init_scale` <= `max_scale` must hold, got",
-    ),
-    ("Headroom", {"min_scale": 2.0**-130}, ValueError, "at least 2**-126"),
-    ("LogMax", {"beta1": 1}, ValueError, "`beta1` must be at least 0 and"),
-    ("LogMax", {"beta2": 1 - 1e-9}, ValueError, "below 1 (in float32)"),
-    ("LogMax", {"overflow_std_dev": -1}, ValueError, "must not be negative"),
-    ("LogMax", {"log_max": math.inf}, ValueError, "must be finite"),
-    (
-      "LogMax",
-      {"scale_min": 4.0, "scale_max": 2.0},
-      ValueError,
-      "`scale_min` <= `scale_max` must hold, got `scale_min`=4.0",
-    ),
+    (DYNAMIC, {"init_scale": 0}, "must be positive"),
+    (DYNAMIC, {"growth_factor": 1}, "must be above 1"),
+    (DYNAMIC, {"backoff_factor": 1}, "must be between 0 and 1"),
+    (DYNAMIC, {"growth_interval": 0}, "must be between 1 and"),
+    (DYNAMIC, {"hysteresis": 1.5}, "must be an integer"),
+    (DYNAMIC, {"max_scale": 1.0, "min_scale": 0.5}, "must hold, got"),
+    (DYNAMIC, {"skip": 1}, "must be True or False"),
+    (FIXED, {"scale": 0}, "must be positive"),
+    (FIXED, {"skip": None}, "must be True or False"),
+    (HEADROOM, {"headroom": -1}, "must be between 0 and 126 bits"),
+    (HEADROOM, {"headroom": 1.5}, "must be an integer number of bits, got 1"),
+    (HEADROOM, {"window": 0}, "must be between 1 and"),
+    (HEADROOM, {"window": 2**16 + 1}, "must be at most 2**16 steps, got 65537"),
+    (HEADROOM, {"dtype": int}, "must be a floating-point"),
+    (HEADROOM, {"max_scale": 0.5}, "must hold, got"),
+    (HEADROOM, {"min_scale": 2.0**-130}, "must be at least 2**-126"),
+    (HEADROOM, {"skip": 1}, "must be True or False"),
+    (LOG_MAX, {"beta1": 1}, "must be at least 0 and below 1 (in float32)"),
+    (LOG_MAX, {"beta2": 1 - 1e-9}, "below 1 (in float32)"),
+    (LOG_MAX, {"overflow_std_dev": -1}, "must not be negative"),
+    (LOG_MAX, {"log_max": math.inf}, "must be finite"),
+    (LOG_MAX, {"scale_min": 4.0, "scale_max": 2.0}, "must hold, got"),
+    (LOG_MAX, {"skip": 1}, "must be True or False"),
+    (WARM_START, {"probe_scale": 0}, "must be positive"),
+    (WARM_START, {"headroom": 127}, "must be between 0 and 126 bits"),
+    (WARM_START, {"dtype": "f16"}, "must be a"),
   ],
+  ids=lambda x: getattr(x, "__name__", support.name(x)),
 )
-def test_arguments_out_of_range_are_refused(rule, arguments, error, message):
-  with pytest.raises(error) as raised:
-    getattr(ols.rules, f"{rule}LossScale")(**arguments)
-  assert message in str(raised.value)
+def test_an_argument_out_of_range_is_refused(rule_class, arguments, words):
+  first = [ols.FixedLossScale()] if rule_class is WARM_START else []
+  with pytest.raises((TypeError, ValueError)) as raised:
+    rule_class(*first, **arguments)
+  assert f"`{next(iter(arguments))}`" in str(raised.value)
+  assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "error"),
-  [
-    ({"probe_scale": 0}, ValueError),
-    ({"headroom": 127}, ValueError),
-    ({"dtype": "f16"}, TypeError),
-  ],
-  ids=support.name,
-)
-def test_arguments_of_a_warm_start_are_checked(arguments, error):
-  with pytest.raises(error, match=f"`{next(iter(arguments))}`"):
-    ols.rules.WarmStart(ols.FixedLossScale(), **arguments)
-
-
-@pytest.mark.parametrize(
-  "rule",
-  [
-    ols.rules.HeadroomLossScale,
-    ols.rules.LogMaxLossScale,
-    ols.rules.WarmStart,
-  ],
-)
-def test_guarantee_16_arguments_after_the_first_are_keyword_only(rule):
-  first, *others = inspect.signature(rule).parameters.values()
-  assert first.name in ("init_scale", "rule") or first.kind == (
-    first.KEYWORD_ONLY
+@each_class
+def test_guarantee_16_arguments_after_the_first_are_keyword_only(rule_class):
+  first, *others = inspect.signature(rule_class).parameters.values()
+  # LogMax has no argument that comes first.
+  assert (first.kind == first.KEYWORD_ONLY) == (
+    rule_class is rules.LogMaxLossScale
   )
   assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
+@each_class
+def test_guarantee_16_amax_is_keyword_only(rule_class):
+  parameters = inspect.signature(rule_class.update).parameters
+  assert parameters["amax"].kind == inspect.Parameter.KEYWORD_ONLY
+
+
+@each_rule
+def test_a_rule_is_a_frozen_value(rule):
+  for same in (pickle.loads(pickle.dumps(rule)), dataclasses.replace(rule)):
+    assert (same, hash(same)) == (rule, hash(rule))
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    rule.skip = False
+  assert rule.skip is True
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"init_scale": 8.0},
+    {"growth_factor": 4.0},
+    {"backoff_factor": 0.25},
+    {"growth_interval": 1000},
+    {"hysteresis": 3},
+    {"min_scale": 1.0},
+    {"max_scale": 2.0**24},
+    {"skip": False},
+  ],
+  ids=support.name,
+)
+def test_every_argument_is_part_of_the_rule(change):
+  # Otherwise jit would take one rule for another.
+  assert ols.DynamicLossScale(**change) != ols.DynamicLossScale()
+  assert ols.FixedLossScale(2.0**15) != ols.DynamicLossScale(2.0**15)
+
+
 def test_numpy_arguments_make_the_rule_of_the_python_ones():
-  of_numpy = ols.rules.HeadroomLossScale(
-    np.float32(8), headroom=np.int64(2), window=np.int32(5), dtype="float16"
+  of_numpy = rules.HeadroomLossScale(
+    np.float32(8), headroom=np.int64(2), dtype="float16", skip=np.False_
   )
-  of_python = ols.rules.HeadroomLossScale(8.0, headroom=2, window=5)
+  of_python = rules.HeadroomLossScale(8.0, headroom=2, skip=False)
   assert (of_numpy, repr(of_numpy)) == (of_python, repr(of_python))
+
+
+# The base class.
+
+
+def test_a_subclass_must_have_both_methods():
+  class OnlyInit(ols.LossScale):
+    def init(self):
+      return ols.FixedLossScale().init()
+
+  with pytest.raises(TypeError, match="update"):
+    OnlyInit()
+
+
+def test_a_rule_of_the_users_own_skips_and_never_stalls_by_default():
+  rule = support.Stub()
+  assert rule.skip is True
+  assert not rule.stalled(rule.init(), True)
+
+
+def test_a_rule_in_the_place_of_an_optimizer_is_an_error():
+  for rule in (support.Stub(), ols.DynamicLossScale()):
+    name = type(rule).__name__
+    with pytest.raises(TypeError, match=f"got a {name} in the place of an op"):
+      rule.init(jnp.ones(2))
+
+
+def test_a_method_of_torchs_scaler_is_answered_with_its_equivalent():
+  with pytest.raises(AttributeError, match=r"no `unscale_`.*write unscale\("):
+    ols.DynamicLossScale().unscale_(None)
+  with pytest.raises(AttributeError, match="object has no attribute 'other'$"):
+    ols.DynamicLossScale().other()

@@ -1,15 +1,16 @@
 """Records how the original loss scalers move S, one file a system.
 
-The traces beside this file are what the ordinary tests compare the presets
-with; the originals themselves are big and do not share one environment. To
-record again, install one of them and run, from the repository's root:
+The tests compare the presets with the traces in `tests/traces`, since the
+originals are big and cannot all share one environment. To record again, install
+an original as its module in this folder says, and run from the repository's
+root:
 
-  python -m tests.traces.record keras tensorflow
+  python -m tools.originals.record keras tensorflow
 
 Only the standard library and the original are needed; this file also runs on
-Python 3.7, for TensorFlow 1. A trace holds the version it was recorded from,
-and for each run the arguments, the overflows, S after every step, the state
-dictionary in the middle, and S after a second original has continued from it.
+Python 3.7, for TensorFlow 1. A trace holds the original's version, and for each
+run the arguments, the overflows, S after every step, the state dictionary in
+the middle, and S of a second original that continues from that dictionary.
 """
 
 import gzip
@@ -20,7 +21,7 @@ import pathlib
 import random
 import sys
 
-# Which module of `originals/` drives which systems.
+# The module in this folder that drives each system.
 MODULES = {
   "pytorch": "torch torch_sharded megatron megatron_constant deepspeed "
   "deepspeed_legacy apex apex_hysteresis fairseq metaseq colossalai",
@@ -29,7 +30,7 @@ MODULES = {
   "paddle": "paddle paddle_op",
   "jax": "flax jmp",
 }
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parents[2] / "tests" / "traces"
 STEPS = 160
 
 
@@ -124,7 +125,7 @@ def describe(value):
 def record(name):
   """Returns the trace of a system."""
   (module,) = (key for key, names in MODULES.items() if name in names.split())
-  original = importlib.import_module(f"{__package__}.originals.{module}")
+  original = importlib.import_module(f"{__package__}.{module}")
   original = original.SYSTEMS[name]
   runs = [
     run(original, arguments, overflows)
@@ -143,7 +144,7 @@ def record(name):
 
 
 def write(trace):
-  """Writes a trace beside this file; the same trace gives the same bytes."""
+  """Writes a trace to its file; the same trace gives the same bytes."""
   path = FOLDER / f"{trace['system']}.json.gz"
   text = json.dumps(trace, separators=(",", ":"))
   path.write_bytes(_compress(text.encode()))
