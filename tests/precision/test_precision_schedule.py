@@ -34,9 +34,9 @@ F16, BF16 = jnp.float16, jnp.bfloat16
 
 # Whole trainings.
 #
-# The loss is x * weight + offset + root. Whatever the root is, its derivative
-# is 0, except that the derivative of a root of 0 is NaN. All numbers are exact
-# in bfloat16, so the model is exact as well.
+# The loss is x * weight + offset + root. The derivative of the root is 0 for any
+# positive number and NaN for 0. All numbers are exact in bfloat16, so the model
+# is exact as well.
 
 
 class Batch(NamedTuple):

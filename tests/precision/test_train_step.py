@@ -263,7 +263,7 @@ def test_devices_switch_together_at_the_mean_of_their_losses():
   )
 
 
-# What the full part must not be.
+# Losses that are not in full precision.
 
 
 class Head(nn.Module):
