@@ -150,17 +150,6 @@ def test_sharded_constants_are_taken_apart():
   mixed.assert_close(low(function)(X, W), jax.jit(function)(X, W), 0.03)
 
 
-@pytest.mark.slow
-def test_pmap_inside_and_around():
-  def function(x, w):
-    return lax.pmean(network(x, w), "data")
-
-  pmap = functools.partial(jax.pmap, axis_name="data", in_axes=(0, None))
-  want = pmap(function)(X, W)
-  for changed in (low(pmap(function)), pmap(low(function))):
-    mixed.assert_close(changed(X, W), want)
-
-
 # Effects.
 
 
@@ -183,27 +172,6 @@ def test_callbacks_happen_as_often_with_values_as_written(ordered):
   expected = ["float32", "int32", "float32", "float32", "float32"]
   assert sorted(seen) == sorted(expected)
   assert seen == expected or not ordered
-
-
-def test_a_gradient_with_remat_prints_as_often(capsys):
-  def function(x, w):
-    y = x @ w
-    jax.debug.print("outside {}", y[0, 0])
-
-    @jax.checkpoint
-    def inside(y):
-      jax.debug.print("inside {}", y.sum())
-      return jnp.tanh(y)
-
-    return inside(y) @ w
-
-  printed = []
-  for each in (function, low(function)):
-    mixed.gradient(each)(X, W)
-    jax.effects_barrier()
-    text = capsys.readouterr().out
-    printed.append((text.count("outside"), text.count("inside")))
-  assert printed[0] == printed[1] != (0, 0)
 
 
 def test_references_are_written_and_read():

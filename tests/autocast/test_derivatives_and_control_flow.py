@@ -312,32 +312,6 @@ def test_a_gradient_with_remat_taken_inside_computes_as_much_again():
 
 # Derivative rules.
 
-TRANSFORMATIONS = {
-  "vmap": lambda gradient: jax.vmap(gradient, (0, None)),
-  "remat": lambda gradient: (
-    lambda x, w: jax.vjp(jax.checkpoint(lambda x, w: gradient(x, w)[0]), x, w)[
-      1
-    ](x)
-  ),
-  "scan": lambda gradient: (
-    lambda x, w: lax.scan(
-      lambda x, _: (gradient(x, w)[0], None), x, None, length=2
-    )[0]
-  ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_gradients_by_a_rule_can_be_transformed(name):
-  def function(x, w):
-    return rules.layer_vjp(rules.layer_jvp(x, w), w)
-
-  change = TRANSFORMATIONS[name]
-  x = X[:, None] if name == "vmap" else X
-  got = change(mixed.gradient(ols.autocast(function, "O1")))(x, W)
-  mixed.assert_close(got, change(mixed.gradient(function))(x, W), 0.06)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

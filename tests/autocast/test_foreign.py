@@ -12,7 +12,6 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from flax import nnx
 import flax.linen as nn
 import jax
 from jax.extend import core
@@ -260,53 +259,6 @@ CASES |= {
   "two directions": lambda: linen(two_directions(), SEQUENCES, 64),
 }
 
-# Layers of Flax NNX.
-
-
-def nnx_case(make, x, roundings=16):
-  """Returns a layer as a function of its state and of `x`."""
-
-  def is_differentiable(path, leaf):
-    return isinstance(leaf, (nnx.Param, nnx.BatchStat))
-
-  abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-  graph, params, _ = nnx.split(abstract, is_differentiable, ...)
-
-  def apply(params, x):
-    _, _, others = nnx.split(make(nnx.Rngs(0)), is_differentiable, ...)
-    layer = nnx.merge(graph, params, others)
-    return layer(x), nnx.state(layer, nnx.BatchStat)
-
-  return Case(apply, (filled(params), x), roundings)
-
-
-class Stack(nnx.Module):
-  """Layers with a leading axis, under NNX's scan and remat."""
-
-  def __init__(self, rngs):
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def make(rngs):
-      return nnx.Linear(6, 6, rngs=rngs)
-
-    self.layers = make(rngs)
-
-  def __call__(self, x):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    @nnx.remat
-    def body(x, layer):
-      return nnx.gelu(layer(x))
-
-    return body(x, self.layers)
-
-
-CASES |= {
-  "nnx.LoRALinear": lambda: nnx_case(
-    lambda r: nnx.LoRALinear(6, 5, lora_rank=2, rngs=r), X
-  ),
-  "nnx.scan and remat": lambda: nnx_case(Stack, X),
-}
-
 # Models of other packages.
 
 NODES = normal(4, 6)
@@ -327,25 +279,6 @@ def equinox_case(make, call):
     return call(eqx.combine(params, static), x)
 
   return Case(apply, (filled(params), SEQUENCE), 16)
-
-
-def haiku_case(forward, x):
-  """Returns a function of Haiku as one of its parameters and of `x`."""
-  haiku = package("haiku")
-  init, apply = haiku.transform_with_state(functools.partial(forward, haiku))
-  key = jax.random.key(2)
-  params, state = jax.eval_shape(init, key, x)
-  state = filled(state)
-
-  def run(params, x):
-    return apply(params, state, key, x)
-
-  return Case(run, (filled(params), x), 16)
-
-
-def haiku_gru(haiku, x):
-  core = haiku.GRU(4)
-  return haiku.dynamic_unroll(core, x, core.initial_state(None))[0]
 
 
 def graph_case(make):
@@ -398,7 +331,6 @@ MODELS = {
     ),
     lambda model, x: jax.vmap(model)(x),
   ),
-  "haiku, GRU": lambda: haiku_case(haiku_gru, SEQUENCE),
   "jraph, graph attention": lambda: graph_case(graph_attention),
 }
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._autocast import _plan
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import scopes
@@ -477,6 +478,24 @@ def test_the_page_about_the_design_prints_and_names_what_is_there():
   places = (documents.ROOT, package, package / "_autocast", package / "_jaxpr")
   for name in set(re.findall(r"`([\w/]+\.py)`", page)):
     assert any((place / name).exists() for place in places), name
+
+
+REASONS = {
+  "exp": "black list",
+  "add": "only used in float32",
+  "reduce_sum": "no product follows",
+  "tanh": "",
+}
+
+
+def test_the_plan_has_the_reason_of_each_operation_in_float32():
+  def function(x):
+    return jnp.sum(jnp.exp(jnp.tanh(x @ W) + BIAS) @ W)
+
+  recipe = levels.make_recipe("O1", jnp.float16, None, None)
+  plan = _plan.make_plan(jax.make_jaxpr(function)(X), recipe, "", _plan.Use())
+  found = {step.name: step.decision.why for step in plan.steps}
+  assert {name: found[name] for name in REASONS} == REASONS
 
 
 # Overrides.

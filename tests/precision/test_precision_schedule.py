@@ -26,6 +26,7 @@ import optax_lossscale as ols
 from tests import support
 from tests.precision.schedules import INF
 from tests.precision.schedules import NAN
+from tests.reference import ascend
 from tests.support import describe
 from tests.support import same_bits
 
@@ -34,9 +35,9 @@ F16, BF16 = jnp.float16, jnp.bfloat16
 
 # Whole trainings.
 #
-# The loss is x * weight + offset + root. The derivative of the root is 0 for any
-# positive number and NaN for 0. All numbers are exact in bfloat16, so the model
-# is exact as well.
+# The loss is x * weight + offset + root. The derivative of the root is 0 if it
+# is positive, and NaN if it is 0. All numbers are exact in bfloat16, so the
+# model is exact as well.
 
 
 class Batch(NamedTuple):
@@ -366,22 +367,6 @@ def test_a_traced_loss_switches_at_the_decimal_number(kind):
     assert_switches(schedule, update, kind, loss, expected, loss=NAN)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_every_loss_of_16_bits_is_compared_exactly(dtype):
-  target = fractions.Fraction("2.0001")
-  schedule = ols.PrecisionSchedule(F16, until_loss=target)
-  losses = np.arange(2**16, dtype=np.uint16).view(dtype)
-  with np.errstate(invalid="ignore"):
-    wide = losses.astype(np.float32)
-  # A backend may flush numbers that are subnormal in float32.
-  is_known = ~np.isnan(wide) & ((wide == 0) | (np.abs(wide) >= 2.0**-126))
-  losses, wide = losses[is_known], wide[is_known]
-  update = jax.vmap(lambda x: schedule.update(schedule.init(), loss=x).low)
-  np.testing.assert_array_equal(
-    ~np.asarray(update(losses)), (wide != 0) & (wide <= 2.0001)
-  )
-
-
 def test_a_python_integer_is_a_loss():
   schedule = ols.PrecisionSchedule(F16, until_loss=3)
   for update in (schedule.update, jax.jit(schedule.update)):
@@ -393,6 +378,32 @@ def test_a_negative_traced_step_does_not_switch():
   schedule = ols.PrecisionSchedule(F16, until_step=18)
   for step in (-1, -(2**31)):
     assert schedule.update(schedule.init(), step=jnp.int32(step)).low
+
+
+# The schedule that Ascend's text describes.
+
+
+@given(st.integers(0, 3000), st.integers(20, 90), st.integers(1, 40))
+@example(90, 70, 1)  # In floats, 90 * 0.7 is below 63.
+@example(20, 90, 4)
+@example(0, 20, 1)
+def test_the_steps_of_ascend_end_at_the_step_of_its_model(total, ratio, call):
+  arguments = f"fast|step|{ratio / 100}", total
+  schedule = ols.presets.accelerate_train_mode(
+    arguments[0], total_steps=total, steps_per_call=call
+  )
+  for step in {0, schedule.until_step - 1, schedule.until_step} - {-1}:
+    model = ascend.AccelerateTrainMode(*arguments, steps_per_call=call)
+    assert model.check(step=step) == (step < schedule.until_step)
+
+
+@given(st.integers(101, 150), st.floats(1e-30, 1e30))
+@example(105, 7.1)
+def test_the_loss_of_ascend_is_the_exact_product_of_its_model(ratio, target):
+  text = f"fast1|loss|{ratio / 100}"
+  schedule = ols.presets.accelerate_train_mode(text, target_loss=target)
+  model = ascend.AccelerateTrainMode(text, target_loss=target)
+  assert schedule.until_loss == model.switch_loss
 
 
 # The arguments.
@@ -587,12 +598,6 @@ def update(tx, gradients, state, params, *, scaled, **extra_args):
   return schedule.optimizer(tx, precision).update(
     gradients, state, params, **extra_args
   )
-
-
-def test_the_first_state_is_that_of_the_optimizer():
-  schedule = SCHEDULES["by hand"]
-  tx = schedule.optimizer(TX, schedule.init())
-  assert same_bits(tx.init(PARAMS), TX.init(PARAMS))
 
 
 def test_an_unscaled_step_is_that_of_the_optimizer_alone():
