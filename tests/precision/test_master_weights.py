@@ -389,31 +389,6 @@ def test_parameters_that_differ_by_device_have_masters_that_do():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
-def test_a_master_is_sharded_as_its_parameter_and_never_gathered(axis_type):
-  mesh = support.make_mesh(axis_type, data=4, model=2)
-  specs = {"kernel": jax.P("data", "model"), "bias": jax.P("model")}
-  shapes = {"kernel": (8, 4), "bias": (4,)}
-  tx = POSITIONS["inside"](optax.sgd(1e-2))
-  with jax.set_mesh(mesh):
-    params = {
-      name: jax.device_put(
-        np.ones(shapes[name], np.float16), jax.NamedSharding(mesh, spec)
-      )
-      for name, spec in specs.items()
-    }
-    state = tx.init(params)
-    step = jax.jit(functools.partial(take_step, tx))
-    step = step.lower(params, state, params).compile()
-    after, new_state = step(params, state, params)
-  for name, param in params.items():
-    for x in (after, master_of(state), master_of(new_state)):
-      assert x[name].sharding.is_equivalent_to(param.sharding, param.ndim)
-  for line in support.between_devices(step):
-    assert " all-reduce(" in line and "[]" in line.split(" all-reduce(")[0]
-
-
-@pytest.mark.slow
 def test_the_master_is_updated_in_place():
   params = {f"layer_{i}": jnp.ones(20_000, jnp.float16) for i in range(3)}
 

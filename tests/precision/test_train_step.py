@@ -186,26 +186,6 @@ def test_bfloat16_needs_no_loss_scaling():
   assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("position", ["inside", "outside"])
-def test_narrow_parameters_with_a_master_are_cast_in_the_loss(position):
-  def cast_loss_fn(params, x, y):
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return loss_fn(wide, x, y)
-
-  tx = {
-    "inside": scaling(ols.master_weights(BARE)),
-    "outside": ols.master_weights(scaling()),
-  }[position]
-  params = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
-  step = by_steps().make_train_step(cast_loss_fn, tx)
-  state, losses = run(step, start(tx=tx, params=params), 4)
-  assert not state[2].low
-  assert losses[-1] < losses[0]
-  assert state[0]["w"].dtype == jnp.float16
-  assert optax.tree.get(state[1], "master")["w"].dtype == jnp.float32
-
-
 def test_leaves_that_are_no_gradients_are_stored_in_both_precisions():
   @jax.custom_vjp
   def remember(x, amax):
@@ -427,18 +407,3 @@ def test_a_state_that_is_closed_over_is_refused():
     jax.eval_shape(lambda p, o: step(p, o, state, X, Y), params, opt_state)
   with pytest.raises(ValueError, match="`opt_state` must be an argument"):
     jax.eval_shape(lambda p, s: step(p, opt_state, s, X, Y), params, state)
-
-
-def test_a_damaged_scale_is_skipped_outside_of_jit_too():
-  schedule, tx = by_steps(), scaling()
-  opt_state = optax.tree.set(tx.init(PARAMS), loss_scale=jnp.float32(jnp.nan))
-  state = schedule.init()
-  loss, scaled_grads = schedule.value_and_grad(loss_fn, opt_state, state)(
-    PARAMS, X, Y
-  )
-  _, after = schedule.optimizer(tx, state).update(
-    scaled_grads, opt_state, PARAMS
-  )
-  assert jnp.isfinite(loss)
-  assert after.skipped and after.stalled
-  assert ols.get_loss_scale(after) == 1024.0
