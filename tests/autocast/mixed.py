@@ -1,4 +1,4 @@
-"""What the tests of `autocast` share: comparisons, gradients, counts."""
+"""Comparisons, gradients and counts for the tests of `autocast`."""
 
 import jax
 import jax.numpy as jnp

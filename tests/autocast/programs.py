@@ -1,4 +1,4 @@
-"""What is in a jaxpr: the dtypes of its operations, with those inside."""
+"""The dtypes of the operations in a jaxpr and in those inside it."""
 
 import jax.numpy as jnp
 

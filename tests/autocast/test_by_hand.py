@@ -23,7 +23,7 @@ BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, BLOCKS = 4, 64, 64, 4, 96, 2
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Which dtype each part of a model has; norms and the loss have float32.
+  """The dtype of each part of a model; norms and the loss are in float32.
 
   Attributes:
     dtype: of matrix products, convolutions and what follows them.
@@ -206,18 +206,11 @@ def jaxprs(case):
 
 
 @functools.cache
-def lowered(case):
-  """Returns the gradients as XLA gets them."""
-  functions, arguments = contenders(case)
-  return Contenders(
-    *(jax.jit(jax.value_and_grad(f)).lower(*arguments) for f in functions)
-  )
-
-
-@functools.cache
 def compiled(case):
   """Returns the gradients as XLA computes them here."""
-  return Contenders(*(each.compile() for each in lowered(case)))
+  functions, arguments = contenders(case)
+  steps = (jax.jit(jax.value_and_grad(f)).lower(*arguments) for f in functions)
+  return Contenders(*(step.compile() for step in steps))
 
 
 def assert_costs_no_more(ours, by_hand, margin=0.02):
@@ -253,18 +246,6 @@ def test_every_conversion_of_a_transformer_is_one_that_is_needed():
   assert counts.float_conversions(ours) == 2 * forward
 
 
-def test_every_conversion_of_a_conv_net_is_one_that_is_needed():
-  a_convolution = 4  # Kernel, bias, up to the norm, and down after it.
-  hidden = 2  # Kernel, bias.
-  the_end = 2  # Kernel, its product up.
-  image = 1  # Has no gradient.
-  ours = jaxprs(("conv_net", "O1")).autocast
-  assert (
-    counts.float_conversions(ours)
-    == 2 * (2 * a_convolution + hidden + the_end) + image
-  )
-
-
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
   functions, (params, batch) = contenders(case)
@@ -273,11 +254,6 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
     for f in functions
   )
   assert ours <= by_hand
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_operations_as_written_cost_no_more_than_by_hand(case):
-  assert_costs_no_more(*map(counts.costs, lowered(case)))
 
 
 # XLA's CPU computes float16 in float32, by hand as well. So this is about the

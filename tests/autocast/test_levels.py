@@ -1,220 +1,47 @@
-"""In which dtype each level runs an operation, seen in the jaxpr."""
+"""The dtype of each operation: by level, by scope, and by the caller's lists.
 
+The tables of docs/guides/mixed_precision.md and docs/autocast.md are data here.
+"""
+
+import collections
+import contextlib
+import fnmatch
 import functools
+import io
+import random
+import re
 
+import flax.linen as nn
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._autocast import _plan
+from optax_lossscale._autocast import _value
+from optax_lossscale._autocast import levels
+from optax_lossscale._jaxpr import scopes
 from tests import documents
+from tests import support
 from tests.autocast.mixed import equations
 from tests.autocast.programs import conversions
 from tests.autocast.programs import dtypes_of
+from tests.autocast.programs import PRODUCTS
 from tests.autocast.programs import products
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+SCALE, BIAS = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 8)
 
-each_mixed_level = pytest.mark.parametrize(
-  "level", ["O1", "O2", "O3", "auto", "OD"]
-)
+LEVELS = ("O1", "O2", "O3", "auto", "OD")
+each_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def between(operation):
   """Returns a function with an operation between two products."""
   return lambda x: operation(x @ W) @ W
-
-
-def dtypes_at(level, name, operation, **kwargs):
-  """Returns the dtypes that a level gives an operation between two products."""
-  return set(
-    dtypes_of(name, ols.autocast(between(operation), level, **kwargs), X)
-  )
-
-
-@each_mixed_level
-def test_products_are_in_low_precision_forward_and_backward(level):
-  loss_fn = ols.autocast(lambda w: jnp.sum(jnp.tanh(X @ w) @ w), level)
-  found = products(jax.grad(loss_fn), W)
-  # Two forward, and for each of them one or two backward.
-  assert len(found) >= 2 * 5
-  assert set(found) == {"float16"}
-
-
-@each_mixed_level
-def test_bfloat16_is_a_low_precision_as_well(level):
-  mixed = ols.autocast(between(jnp.tanh), level, dtype=jnp.bfloat16)
-  assert set(products(mixed, X)) == {"bfloat16"}
-  assert mixed(X).dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-  ("name", "operation"),
-  [
-    ("exp", jnp.exp),
-    ("log", lambda x: jnp.log(jnp.abs(x))),
-    ("log1p", lambda x: jnp.log1p(jnp.abs(x))),
-    ("rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
-    ("integer_pow", lambda x: x**4),
-    ("pow", lambda x: jnp.abs(x) ** 0.3),
-    ("tan", jnp.tan),
-    ("div", lambda x: 1 / x),
-    ("reduce_sum", lambda x: x + jnp.sum(x, axis=0)),
-    ("cumsum", lambda x: jnp.cumsum(x, axis=0)),
-    ("erf_inv", lambda x: lax.erf_inv(jnp.tanh(x))),
-    ("lgamma", lax.lgamma),
-  ],
-  ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_steep_operations_and_sums_are_in_float32_at_o1(name, operation):
-  assert dtypes_at("O1", name, operation) == {"float32"}
-
-
-@pytest.mark.parametrize(
-  ("name", "operation"),
-  [
-    ("tanh", jnp.tanh),
-    ("logistic", jax.nn.sigmoid),
-    ("max", jax.nn.relu),
-    ("mul", lambda x: x * jax.nn.sigmoid(x)),
-    ("square", lambda x: jnp.square(jax.nn.relu(x))),
-    ("integer_pow", jax.nn.gelu),
-    ("select_n", jax.nn.leaky_relu),
-    ("reduce_max", lambda x: x - jnp.max(x, axis=0)),
-  ],
-  ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_the_others_follow_their_inputs_at_o1(name, operation):
-  assert dtypes_at("O1", name, operation) == {"float16"}
-
-
-def test_what_follows_float32_is_in_float32_at_o1():
-  assert dtypes_at("O1", "tanh", lambda x: jnp.tanh(jnp.exp(x))) == {"float32"}
-
-
-def test_computed_values_of_both_precisions_meet_in_float32_at_o1():
-  assert dtypes_at("O1", "add", lambda x: x + jnp.exp(x)) == {"float32"}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize(
-  "bias",
-  [
-    lambda: BIAS,
-    lambda: BIAS.reshape(2, 4).T.reshape(8),
-    lambda: jnp.concatenate([BIAS[:4], BIAS[4:]]),
-  ],
-  ids=["given", "moved", "joined"],
-)
-def test_a_bias_follows(level, bias):
-  assert dtypes_at(level, "add", lambda x: x + bias()) == {"float16"}
-
-
-def test_a_bias_does_not_follow_at_auto():
-  assert dtypes_at("auto", "add", lambda x: x + jnp.arange(8.0)) == {"float32"}
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_everything_is_in_low_precision_at(level):
-  assert dtypes_at(level, "exp", jnp.exp) == {"float16"}
-  assert dtypes_at(level, "add", lambda x: x + jnp.exp(x)) == {"float16"}
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_special_functions_are_in_float32_at_every_level(level):
-  assert dtypes_at(level, "lgamma", lax.lgamma) == {"float32"}
-
-
-@each_mixed_level
-def test_sums_are_accumulated_in_float32_at_every_level(level):
-  # In float16 2048 + 1 is 2048.
-  ones = jnp.ones((1, 1))
-
-  def count(x):
-    return (
-      jnp.sum(jnp.broadcast_to(x @ ones, (1, 4096)), axis=1)[:, None] @ ones
-    )
-
-  assert float(ols.autocast(count, level)(ones)[0, 0]) == 4096
-
-
-@each_mixed_level
-def test_the_gradient_of_a_bias_is_summed_up_in_float32(level):
-  rows, one = jnp.ones((4096, 1)), jnp.ones((1, 1))
-  loss_fn = ols.autocast(lambda bias: jnp.sum((rows @ one + bias) @ one), level)
-  np.testing.assert_array_equal(jax.grad(loss_fn)(jnp.zeros(1)), [4096.0])
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_so_it_is_on_a_mesh_of_devices(kind):
-  axis_type = getattr(jax.sharding.AxisType, kind)
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
-  rows, one = jnp.ones((100_000, 1)), jnp.ones((1, 1))
-  loss_fn = ols.autocast(lambda bias: jnp.sum((rows @ one + bias) @ one), "O1")
-  with jax.set_mesh(mesh):
-    # The largest float16 is below the sum.
-    np.testing.assert_array_equal(
-      jax.jit(jax.grad(loss_fn))(jnp.zeros(1)), [100_000.0]
-    )
-
-
-def test_so_it_is_inside_of_a_shard_map():
-  mesh = jax.make_mesh(
-    (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  rows, one = jnp.ones((100_000, 1)), jnp.ones((1, 1))
-
-  @functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
-  )
-  def sharded_loss(bias):
-    return jnp.sum((rows @ one + bias) @ one)
-
-  gradient = jax.jit(jax.grad(ols.autocast(sharded_loss, "O1")))(jnp.zeros(1))
-  np.testing.assert_array_equal(gradient, [100_000.0])
-
-
-@each_mixed_level
-def test_a_product_of_vectors_is_a_sum(level):
-  def function(x):
-    x = 100 * x @ W
-    return (x * lax.rsqrt(jnp.vecdot(x, x) / 8 + 1e-6)[:, None]) @ W
-
-  mixed = ols.autocast(function, level)
-  np.testing.assert_allclose(mixed(X), function(X), atol=1e-2)
-
-
-@each_mixed_level
-def test_a_loss_may_end_in_a_product_of_vectors(level):
-  def loss_fn(w):
-    error = (1000 * X @ w).ravel()
-    return jnp.vdot(error, error) / error.size
-
-  mixed = ols.autocast(loss_fn, level)
-  np.testing.assert_allclose(mixed(W), loss_fn(W), rtol=2e-3)
-
-
-@pytest.mark.parametrize("level", ["O1", "auto"])
-def test_what_is_divided_by_or_counted_does_not_follow(level):
-  large, counts = jnp.full(8, 101325.0), jnp.arange(2993, 3001)
-  assert dtypes_at(level, "div", lambda x: x / large) == {"float32"}
-  assert dtypes_at(level, "add", lambda x: x + counts) == {"float32"}
-
-
-@pytest.mark.slow
-@each_mixed_level
-def test_noise_is_that_of_the_function_without_autocast(level):
-  def function(x):
-    noise = jax.random.truncated_normal(jax.random.key(0), -2.0, 2.0, x.shape)
-    return noise, (x @ W + noise) @ W
-
-  noise, _ = ols.autocast(function, level)(X)
-  # The compiler rounds otherwise when it fuses; in float16 it would be 5e-4.
-  np.testing.assert_allclose(noise, function(X)[0], rtol=2e-6)
 
 
 def layer_norm(x):
@@ -231,12 +58,164 @@ def batch_norm_with_given_statistics(x):
   return (x - BIAS) * (lax.rsqrt(jnp.abs(SCALE) + 1e-5) * SCALE) + BIAS
 
 
-SCALE, BIAS = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 8)
+def pre_norm(x):
+  with jax.named_scope("PreNorm_0"), jax.named_scope("WithLossCell"):
+    return jnp.tanh(x @ W) @ W
+
+
+# The dtype at O1, O2, O3, auto and OD: first of operations between two
+# products, as PyTorch, Apex, MindSpore, TensorFlow and Paddle list them.
+STEEP = "32 16 16 32 32"
+FOLLOWS = "16 16 16 16 32"
+PROMOTES = "16 16 16 32 32"
+IN_NORM = "32 32 16 32 32"
+FLOAT32 = "32 32 32 32 32"
+OPERATIONS = {
+  "exp": (STEEP, "exp", jnp.exp),
+  "exp2": (STEEP, "exp2", jnp.exp2),
+  "expm1": (STEEP, "expm1", jnp.expm1),
+  "log": (STEEP, "log", lambda x: jnp.log(jnp.abs(x))),
+  "log1p": (STEEP, "log1p", lambda x: jnp.log1p(jnp.abs(x))),
+  "rsqrt": (STEEP, "rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
+  "integer_pow": (STEEP, "integer_pow", lambda x: x**4),
+  "pow": (STEEP, "pow", lambda x: jnp.abs(x) ** 0.3),
+  "reciprocal": (STEEP, "div", lambda x: 1 / x),
+  "tan": (STEEP, "tan", jnp.tan),
+  "cosh": (STEEP, "cosh", jnp.cosh),
+  "asin": (STEEP, "asin", lambda x: jnp.arcsin(jnp.tanh(x))),
+  "erf_inv": (STEEP, "erf_inv", lambda x: lax.erf_inv(jnp.tanh(x))),
+  "lgamma": (FLOAT32, "lgamma", lax.lgamma),
+  "reduce_sum": (FLOAT32, "reduce_sum", lambda x: x + jnp.sum(x, axis=0)),
+  "reduce_prod": (FLOAT32, "reduce_prod", lambda x: x + jnp.prod(x, axis=0)),
+  "cumsum": (FLOAT32, "cumsum", lambda x: jnp.cumsum(x, axis=0)),
+  "tanh": (FOLLOWS, "tanh", jnp.tanh),
+  "sqrt": (FOLLOWS, "sqrt", lambda x: jnp.sqrt(jnp.abs(x))),
+  "logistic": (FOLLOWS, "logistic", jax.nn.sigmoid),
+  "max": (FOLLOWS, "max", jax.nn.relu),
+  "mul": (FOLLOWS, "mul", lambda x: x * jax.nn.sigmoid(x)),
+  "square": (FOLLOWS, "square", lambda x: jnp.square(jax.nn.relu(x))),
+  "cube": (FOLLOWS, "integer_pow", jax.nn.gelu),
+  "select_n": (FOLLOWS, "select_n", jax.nn.leaky_relu),
+  "reduce_max": (FOLLOWS, "reduce_max", lambda x: x - jnp.max(x, axis=0)),
+}
+# Inputs of different origin.
+INPUTS = {
+  "a result in float32": (STEEP, "tanh", lambda x: jnp.tanh(jnp.exp(x))),
+  "both precisions": (STEEP, "add", lambda x: x + jnp.exp(x)),
+  "a bias": (PROMOTES, "add", lambda x: x + BIAS),
+  "a moved bias": (PROMOTES, "add", lambda x: x + BIAS.reshape(4, 2).T.ravel()),
+  "a joined bias": (PROMOTES, "add", lambda x: x + jnp.hstack([BIAS] * 2)[:8]),
+  "a scale": (FOLLOWS, "mul", lambda x: x * SCALE),
+  "a mean": (IN_NORM, "sub", lambda x: x - BIAS),
+  "a divisor": (STEEP, "div", lambda x: x / SCALE),
+  "rows to append": (
+    PROMOTES,
+    "concatenate",
+    lambda x: jnp.concatenate([x, jnp.broadcast_to(BIAS, (4, 8))])[:4],
+  ),
+  "a count": (STEEP, "add", lambda x: x + jnp.arange(2993, 3001)),
+  "a number that fits": (FOLLOWS, "mul", lambda x: jnp.tanh(x * 3)),
+  "a small number": (FLOAT32, "mul", lambda x: jnp.tanh(x * 1e-7)),
+  "a large number": (FLOAT32, "mul", lambda x: jnp.tanh(x * 1e6)),
+  "a large divisor": (FLOAT32, "div", lambda x: x / jnp.full(8, 101325.0)),
+  "a small number beside values": (
+    STEEP,
+    "tanh",
+    lambda x: jnp.tanh((x + 1e-7) + x),
+  ),
+}
+SCOPES = {
+  "norm": (IN_NORM, "tanh", jax.named_scope("BatchNorm_3")(jnp.tanh)),
+  "loss": (FLOAT32, "tanh", jax.named_scope("auxiliary_loss")(jnp.tanh)),
+  "a norm with a product in it": (FOLLOWS, "tanh", pre_norm),
+  "after a norm": (STEEP, "tanh", lambda x: x + jnp.tanh(layer_norm(x))),
+}
+# An operation that keeps nothing for the backward pass is in float32 if all
+# operations that use its result are. Others are not.
+USES = {
+  "add": (STEEP, "add", lambda x: jnp.exp(x + BIAS)),
+  "neg": (STEEP, "neg", lambda x: jnp.exp(-x)),
+  "pad": (STEEP, "pad", lambda x: jnp.exp(jnp.pad(x, ((1, 0), (0, 0))))[1:]),
+  "select_n": (STEEP, "select_n", lambda x: jnp.exp(jnp.where(x > 0, x, 0.5))),
+  "times a number": (STEEP, "mul", lambda x: jnp.exp(x * 0.5)),
+  "times an array of numbers": (
+    STEEP,
+    "mul",
+    lambda x: jnp.exp(x * -jnp.full(8, 0.5)),
+  ),
+  "over an array of numbers": (
+    STEEP,
+    "div",
+    lambda x: jnp.exp(x / -jnp.full(8, 3.0)),
+  ),
+  "times a parameter": (FOLLOWS, "mul", lambda x: jnp.exp(x * SCALE)),
+  "maximum with -inf": (
+    STEEP,
+    "max",
+    lambda x: jnp.exp(jnp.maximum(-jnp.inf, x)),
+  ),
+  "maximum with -3": (FOLLOWS, "max", lambda x: jnp.exp(jnp.maximum(-3.0, x))),
+  "sin": (FOLLOWS, "sin", lambda x: jnp.exp(jnp.sin(x))),
+  "square before a sum": (
+    FLOAT32,
+    "square",
+    lambda x: x + jnp.sum(jnp.square(jnp.sin(x)), axis=0),
+  ),
+  "square before a sum and a sine": (
+    FOLLOWS,
+    "square",
+    lambda x: jnp.sin(y := jnp.square(jnp.sin(x))) + jnp.sum(y, axis=0),
+  ),
+}
+ROWS = {
+  f"{kind}: {name}": row
+  for kind, rows in {
+    "operation": OPERATIONS,
+    "input": INPUTS,
+    "scope": SCOPES,
+    "use": USES,
+  }.items()
+  for name, row in rows.items()
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_operation_between_products_has_the_dtype_of_the_table(name):
+  expected, primitive, operation = ROWS[name]
+  found = {
+    level: set(dtypes_of(primitive, ols.autocast(between(operation), level), X))
+    for level in LEVELS
+  }
+  dtypes = expected.split()
+  assert found == {
+    level: {f"float{bits}"} for level, bits in zip(LEVELS, dtypes, strict=True)
+  }
+
+
+@each_level
+def test_operations_after_the_last_product_are_in_float32(level):
+  mixed = ols.autocast(lambda x: jnp.tanh(x @ W), level)
+  assert dtypes_of("tanh", mixed, X) == ["float32"]
+
+
+@each_level
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_are_in_low_precision_forward_and_backward(level, dtype):
+  loss_fn = ols.autocast(
+    lambda w: jnp.sum(jnp.tanh(X @ w) @ w), level, dtype=dtype
+  )
+  found = products(jax.grad(loss_fn), W)
+  # Two products forward, and one or two backward for each of them.
+  assert len(found) >= 2 * 5
+  assert set(found) == {dtype}
+  assert loss_fn(W).dtype == jnp.float32
+
+
 NORMS = [layer_norm, rms_norm, batch_norm_with_given_statistics]
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("level", ["O1", "O2", "auto"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
 def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
   mixed = ols.autocast(between(norm), level)
   low = {
@@ -244,95 +223,8 @@ def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
     for equation in equations(mixed, X)
     if equation.outvars[0].aval.dtype == jnp.float16
   }
-  # What is left are the products and what they take.
-  assert low == {"convert_element_type", "dot_general"}
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_is_in_low_precision_at_o3(norm):
-  assert "float16" in dtypes_at("O3", "mul", norm)
-
-
-@pytest.mark.parametrize("norm", NORMS[:2])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_the_statistics_of_a_norm_do_not_overflow(level, norm):
-  function = between(lambda x: norm(1000 * x))
-  mixed = ols.autocast(function, level)
-  np.testing.assert_allclose(mixed(X), function(X), atol=3e-2)
-
-
-def test_a_scope_with_a_product_in_it_is_no_norm_and_no_loss():
-  def block(x):
-    with jax.named_scope("PreNorm_0"), jax.named_scope("WithLossCell"):
-      return jnp.tanh(x @ W) @ W
-
-  assert dtypes_at("O2", "tanh", block) == {"float16"}
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_after_a_norm_it_goes_on_in_low_precision(level):
-  operation = lambda x: x + jnp.tanh(layer_norm(x))  # noqa: E731
-  assert dtypes_at(level, "tanh", operation) == {"float16"}
-
-
-def test_a_norm_in_a_scope_is_in_float32_at_o2():
-  def norm(x):
-    with jax.named_scope("BatchNorm_3"):
-      return jnp.tanh(x)
-
-  assert dtypes_at("O2", "tanh", norm) == {"float32"}
-  assert dtypes_at("O3", "tanh", norm) == {"float16"}
-
-
-@each_mixed_level
-def test_a_loss_in_a_scope_is_in_float32_wherever_it_is(level):
-  def with_loss(x):
-    with jax.named_scope("auxiliary_loss"):
-      return jnp.tanh(x)
-
-  assert dtypes_at(level, "tanh", with_loss) == {"float32"}
-
-
-@each_mixed_level
-def test_what_follows_the_last_product_is_in_float32(level):
-  mixed = ols.autocast(lambda x: jnp.tanh(x @ W), level)
-  assert dtypes_of("tanh", mixed, X) == ["float32"]
-
-
-LOSSES = {
-  "cross_entropy": lambda logits: (
-    optax.losses.softmax_cross_entropy_with_integer_labels(
-      logits, jnp.arange(4)
-    )
-  ),
-  "squared": lambda logits: optax.losses.squared_error(logits, 70000 * X),
-  "absolute": lambda logits: jnp.abs(logits - 70000 * X),
-  "huber": lambda logits: optax.losses.huber_loss(logits, X, delta=0.5),
-  "sigmoid": lambda logits: optax.losses.sigmoid_binary_cross_entropy(
-    logits, jax.nn.sigmoid(X)
-  ),
-  "focal": lambda logits: optax.losses.sigmoid_focal_loss(
-    logits, (X > 0).astype(jnp.float32), alpha=0.25
-  ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
-@each_mixed_level
-def test_the_loss_is_the_same_around_the_model_and_around_all(level, loss):
-  def model(w):
-    return jnp.tanh(X @ w) @ w + BIAS
-
-  around_model = ols.autocast(model, level)
-  take_loss = LOSSES[loss]
-  outside = jax.value_and_grad(lambda w: jnp.mean(take_loss(around_model(w))))
-  inside = jax.value_and_grad(
-    ols.autocast(lambda w: jnp.mean(take_loss(model(w))), level)
-  )
-  for a, b in zip(jax.jit(outside)(W), jax.jit(inside)(W), strict=True):
-    np.testing.assert_allclose(a, b, rtol=2e-6)
-    assert np.all(np.isfinite(a))
+  is_in_float32 = low == {"convert_element_type", "dot_general"}
+  assert is_in_float32 == (level != "O3")
 
 
 def test_scale_and_mask_before_a_softmax_are_in_float32():
@@ -348,33 +240,156 @@ def test_scale_and_mask_before_a_softmax_are_in_float32():
   assert len(conversions(mixed, X)) == 4
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("number", [1e-7, 1e6])
-def test_a_number_that_float16_cannot_hold_keeps_float32(level, number):
-  operation = lambda x: x * jnp.tanh(x * number)  # noqa: E731
-  mixed = ols.autocast(between(operation), level)
-  expected = between(operation)(X)
-  assert "float32" in dtypes_of("mul", mixed, X)
-  np.testing.assert_allclose(mixed(X), expected, rtol=2e-2, atol=1e-5)
+def with_large_number(x):
+  return (x @ W * 1e6) @ W
 
 
+def with_large_number_in_a_loop(x):
+  @jax.custom_jvp
+  def identity(x):
+    return x * 1.0
+
+  identity.defjvps(lambda t, _, x: t)
+  x = lax.scan(lambda c, _: (identity(c) + 1, None), x @ W - 1e6, length=3)[0]
+  return x @ W
+
+
+@each_level
 @pytest.mark.parametrize(
-  "masked",
-  [
-    lambda scores, mask: jnp.where(mask, scores, jnp.finfo(scores.dtype).min),
-    lambda scores, mask: scores + jnp.where(mask, 0.0, -1e9),
-  ],
-  ids=["chosen", "added"],
+  "function", [with_large_number, with_large_number_in_a_loop]
 )
-@each_mixed_level
-def test_a_fully_masked_row_is_no_nan(level, masked):
+def test_a_product_of_numbers_beyond_float16_is_in_float32(level, function):
+  mixed = ols.autocast(function, level)
+  assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
+  np.testing.assert_allclose(mixed(X), function(X), rtol=1e-2, atol=1e4)
+
+
+def test_values_converted_to_low_precision_and_back_are_not_converted_again():
+  def function(x):
+    return (x.astype(jnp.bfloat16).astype(jnp.float32) @ W) @ W
+
+  mixed = ols.autocast(function, "O1", dtype=jnp.bfloat16)
+  assert set(products(mixed, X)) == {"bfloat16"}
+
+
+def test_o0_is_the_function_itself():
+  assert ols.autocast(with_large_number, "O0") is with_large_number
+
+
+def test_od_lowers_the_products_and_nothing_else():
+  def function(x):
+    low = jnp.exp(x.astype(jnp.float16)).astype(jnp.float32)
+    return jnp.tanh(low + jnp.sin(x @ W)) @ W
+
+  mixed = ols.autocast(function, "OD")
+  white = {"white": ["dot_general"]}
+  by_hand = ols.autocast(function, "O0", operations=white)
+  assert dtypes_of("exp", mixed, X) == ["float16"]
+  assert str(jax.make_jaxpr(mixed)(X)) == str(jax.make_jaxpr(by_hand)(X))
+
+
+# Values at every level.
+
+ONE = jnp.ones((1, 1))
+
+
+def count(x):
+  return jnp.sum(jnp.broadcast_to(x @ ONE, (1, 4096)), axis=1)[:, None] @ ONE
+
+
+def mean_of_many(x):
+  many = jnp.broadcast_to(x @ ONE, (1, 100_000))
+  return (jnp.mean(many, axis=1)[:, None] + 4095) @ ONE
+
+
+def gradient_of_a_bias(x):
+  rows = jnp.ones((4096, 1))
+  return jax.grad(lambda bias: jnp.sum((rows @ x + bias) @ x))(jnp.zeros(1))
+
+
+@each_level
+@pytest.mark.parametrize("function", [count, mean_of_many, gradient_of_a_bias])
+def test_sums_are_accumulated_in_float32(level, function):
+  # In float16, 2048 + 1 is 2048, and 100,000 is inf.
+  assert float(ols.autocast(function, level)(ONE).ravel()[0]) == 4096
+
+
+def shard_mapped(function):
+  return jax.shard_map(
+    function,
+    mesh=support.make_mesh(data=2),
+    in_specs=jax.P(),
+    out_specs=jax.P(),
+  )
+
+
+@pytest.mark.parametrize("kind", [*support.AXIS_TYPES, "shard_map"])
+def test_the_gradient_of_a_bias_is_summed_in_float32_on_devices(kind):
+  rows = jnp.ones((100_000, 1))
+
+  def loss_fn(bias):
+    return jnp.sum((rows @ ONE + bias) @ ONE)
+
+  if kind == "shard_map":
+    mesh, loss_fn = contextlib.nullcontext(), shard_mapped(loss_fn)
+  else:
+    mesh = jax.set_mesh(support.make_mesh(kind, data=2))
+  with mesh:
+    gradient = jax.jit(jax.grad(ols.autocast(loss_fn, "O1")))(jnp.zeros(1))
+  # Above the largest float16.
+  np.testing.assert_array_equal(gradient, [100_000.0])
+
+
+def masked(x):
   mask = jnp.zeros((4, 4), bool)
+  scores = jnp.where(mask, x @ x.T, jnp.finfo(x.dtype).min)
+  return jax.nn.softmax(scores + jnp.where(mask, 0.0, -1e9)) @ x
 
-  def attention(x):
-    return jax.nn.softmax(masked(x @ x.T, mask)) @ x
 
-  mixed = ols.autocast(attention, level)
-  np.testing.assert_allclose(mixed(X), attention(X), rtol=2e-2, atol=1e-2)
+def scaled_by_a_product_of_vectors(x):
+  x = 100 * x @ W
+  return (x * lax.rsqrt(jnp.vecdot(x, x) / 8 + 1e-6)[:, None]) @ W
+
+
+def loss_that_is_a_product_of_vectors(x):
+  error = (1000 * x @ W).ravel()
+  return jnp.vdot(error, error) / error.size / 1e6
+
+
+FUNCTIONS = {
+  "large layer norm": between(lambda x: layer_norm(1000 * x)),
+  "large rms norm": between(lambda x: rms_norm(1000 * x)),
+  "product of vectors": scaled_by_a_product_of_vectors,
+  "loss of vectors": loss_that_is_a_product_of_vectors,
+  "fully masked rows": masked,
+  "times a large number": between(lambda x: x * jnp.tanh(x * 1e6)),
+  "times a small number": between(lambda x: x * jnp.tanh(x * 1e-7)),
+  "scatter-max": between(lambda x: x.at[2].max(0.0)),
+  "scatter of a function": between(lambda x: x.at[1].apply(jnp.sin)),
+  "scatter-add": between(lambda x: x.at[0].add(W[0])),
+  "scatter": between(lambda x: x.at[0].set(W[0])),
+  "scatter of segments": between(
+    lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 0, 1]), 2)
+  ),
+  # NumPy's array is beyond the range of float16, but nothing warns.
+  "a mask of NumPy": between(
+    lambda x: jax.nn.softmax(x + np.float32([0, -1e9] * 4))
+  ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_level_computes_the_same_up_to_rounding(name):
+  want = FUNCTIONS[name](X)
+  for level in LEVELS:
+    got = ols.autocast(FUNCTIONS[name], level)(X)
+    np.testing.assert_allclose(got, want, 2e-2, 3e-2, err_msg=level)
+
+
+@pytest.mark.parametrize("name", [x for x in FUNCTIONS if "scatter" in x])
+def test_a_scatter_may_get_values_in_low_precision(name):
+  mixed = ols.autocast(FUNCTIONS[name], "O3")
+  assert np.all(np.isfinite(mixed(X.astype(jnp.float16))))
 
 
 @pytest.mark.slow
@@ -388,88 +403,17 @@ def test_a_fully_masked_row_is_no_nan(level, masked):
   ],
   ids=["quotient", "norm", "logarithm", "root"],
 )
-@each_mixed_level
-def test_a_small_number_still_keeps_from_dividing_by_zero(level, operation):
+def test_a_small_number_still_prevents_a_division_by_zero(operation):
   x = jnp.zeros((4, 8)).at[1].set(X[1])
-  mixed = ols.autocast(between(operation), level)
-  assert np.all(np.isfinite(mixed(x)))
-  if level in ("O1", "auto"):
-    # At the others 1 / 1e-12 goes back through float16.
-    assert np.all(np.isfinite(jax.grad(lambda x: jnp.sum(mixed(x)))(X)))
+  for level in LEVELS:
+    mixed = ols.autocast(between(operation), level)
+    assert np.all(np.isfinite(mixed(x))), level
+    if level in ("O1", "auto"):
+      # At the others, 1 / 1e-12 goes back through float16.
+      assert np.all(np.isfinite(jax.grad(lambda x, f=mixed: f(x).sum())(X)))
 
 
-@each_mixed_level
-def test_a_product_of_what_float16_cannot_hold_is_in_float32(level):
-  def function(x):
-    return (x @ W * 1e6) @ W
-
-  mixed = ols.autocast(function, level)
-  assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
-  np.testing.assert_allclose(mixed(X), function(X), rtol=1e-2, atol=1e4)
-
-
-@each_mixed_level
-def test_a_large_number_is_known_after_a_loop_and_a_rule(level):
-  @jax.custom_jvp
-  def identity(x):
-    return x * 1.0
-
-  identity.defjvps(lambda t, _, x: t)
-
-  def function(x):
-    x = lax.scan(lambda c, _: (identity(c) + 1, None), x @ W - 1e6, length=3)[0]
-    return x @ W
-
-  mixed = ols.autocast(function, level)
-  assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_small_number_vanishes_beside_what_is_computed(level):
-  operation = lambda x: jnp.tanh((x + 1e-7) + x)  # noqa: E731
-  assert dtypes_at(level, "tanh", operation) == {"float16"}
-
-
-@each_mixed_level
-def test_the_mean_of_many_values_does_not_overflow(level):
-  def function(x):
-    x = jnp.broadcast_to(x @ jnp.eye(1), (1, 100_000))
-    return jnp.tanh(jnp.mean(x, axis=1)[:, None] - 1) @ jnp.eye(1)
-
-  assert float(ols.autocast(function, level)(jnp.ones((1, 1)))[0, 0]) == 0
-
-
-@pytest.mark.parametrize(
-  "scatter",
-  [
-    lambda x: x.at[2].max(0.0),
-    lambda x: x.at[1].apply(jnp.sin),
-    lambda x: x.at[0].add(W[0]),
-    lambda x: x.at[0].set(W[0]),
-    lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 0, 1]), 2),
-  ],
-  ids=["max", "apply", "add", "set", "segment_max"],
-)
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_a_scatter_runs_in_the_dtype_that_it_was_recorded_for(level, scatter):
-  mixed = ols.autocast(between(scatter), level)
-  np.testing.assert_allclose(mixed(X), between(scatter)(X), atol=2e-2)
-  low = ols.autocast(lambda x: between(scatter)(x.astype(jnp.float16)), level)
-  assert np.all(np.isfinite(low(X)))
-
-
-def test_an_array_beyond_the_range_warns_nobody():
-  mask = np.full(8, -1e9, np.float32)
-  mixed = ols.autocast(between(lambda x: jax.nn.softmax(x + mask)), "O2")
-  assert mixed(X).shape == X.shape
-
-
-def test_what_is_written_in_bfloat16_and_then_in_float32_comes_back():
-  def function(x):
-    return (x.astype(jnp.bfloat16).astype(jnp.float32) @ W) @ W
-
-  mixed = ols.autocast(function, "O1", dtype=jnp.bfloat16)
-  assert set(products(mixed, X)) == {"bfloat16"}
+# The pages.
 
 
 def table_of_levels():
@@ -497,14 +441,11 @@ def test_the_table_of_levels_on_the_page(row):
     }
     return dtype
 
-  def norm(x):
-    with jax.named_scope("LayerNorm_0"):
-      return jnp.sin(x)
-
+  norm = jax.named_scope("LayerNorm_0")(jnp.sin)
   found = {
     "products": seen("dot_general", between(jnp.tanh)),
     "exp, log, powers": seen("exp", between(jnp.exp)),
-    # Of a sum, what is computed from it says what it gives.
+    # The operation after a sum shows the dtype of its result.
     "sums": seen("sin", between(lambda x: jnp.sin(jnp.sum(x, axis=0)))),
     "norms": seen("sin", between(norm)),
     "losses": seen("sin", lambda x: jnp.sin(x @ W)),
@@ -517,7 +458,7 @@ def test_the_table_of_levels_on_the_page(row):
       seen("tanh", between(lambda x: jnp.tanh(norm(jnp.exp(x))))),
     ],
   }
-  # All of these are written in float32.
+  # Everything here is written in float32.
   assert found == {
     name: cell.replace("as written", "float32")
     for name, cell in row.items()
@@ -525,27 +466,325 @@ def test_the_table_of_levels_on_the_page(row):
   }
 
 
-def test_o0_is_the_function_itself():
+def test_the_page_about_the_design_prints_and_names_what_is_there():
+  page = documents.read("docs/autocast.md")
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed):
+    documents.run(page, {})
+  assert printed.getvalue() == "".join(documents.blocks(page, "text"))
+  words = set(re.findall(r"`([A-Z_]+)`", page))
+  assert words >= {x.name for x in (*levels.Treatment, *_value.Kind)}
+  package = documents.ROOT / "optax_lossscale"
+  places = (documents.ROOT, package, package / "_autocast", package / "_jaxpr")
+  for name in set(re.findall(r"`([\w/]+\.py)`", page)):
+    assert any((place / name).exists() for place in places), name
+
+
+REASONS = {
+  "exp": "black list",
+  "add": "only used in float32",
+  "reduce_sum": "no product follows",
+  "tanh": "",
+}
+
+
+def test_the_plan_has_the_reason_of_each_operation_in_float32():
   def function(x):
-    return x @ W
+    return jnp.sum(jnp.exp(jnp.tanh(x @ W) + BIAS) @ W)
 
-  assert ols.autocast(function, "O0") is function
-
-
-def test_od_lowers_the_products_and_keeps_all_else_as_written():
-  def function(x):
-    low = jnp.exp(x.astype(jnp.float16)).astype(jnp.float32)
-    return jnp.tanh(low + jnp.sin(x @ W)) @ W
-
-  mixed = ols.autocast(function, "OD")
-  assert set(products(mixed, X)) == {"float16"}
-  assert dtypes_of("exp", mixed, X) == ["float16"]
-  for name in ("add", "sin", "tanh"):
-    assert set(dtypes_of(name, mixed, X)) == {"float32"}
+  recipe = levels.make_recipe("O1", jnp.float16, None, None)
+  plan = _plan.make_plan(jax.make_jaxpr(function)(X), recipe, "", _plan.Use())
+  found = {step.name: step.decision.why for step in plan.steps}
+  assert {name: found[name] for name in REASONS} == REASONS
 
 
-def test_od_is_o0_with_a_white_list():
-  white = {"white": ["conv_general_dilated", "dot_general"]}
-  by_hand = ols.autocast(between(jnp.tanh), "O0", operations=white)
-  mixed = ols.autocast(between(jnp.tanh), "OD")
-  assert str(jax.make_jaxpr(mixed)(X)) == str(jax.make_jaxpr(by_hand)(X))
+# Overrides.
+
+
+class LeNet5(nn.Module):
+  """Two convolutions and two dense layers, with the published names."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.max_pool(nn.relu(nn.Conv(2, (3, 3), name="conv1")(x)), (2, 2))
+    x = nn.relu(nn.Conv(3, (3, 3), name="conv2")(x))
+    x = nn.LayerNorm(name="norm1")(x)
+    x = x.reshape(x.shape[0], -1)
+    return nn.Dense(4, name="fc2")(nn.relu(nn.Dense(5, name="fc1")(x)))
+
+
+MODEL = LeNet5()
+IMAGES = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
+
+
+@functools.cache
+def lenet_params():
+  return MODEL.init(jax.random.key(1), IMAGES)
+
+
+def loss_fn(params, x):
+  return jnp.mean(jnp.square(MODEL.apply(params, x)))
+
+
+def products_by_layer(function):
+  """Returns the dtypes of the products of LeNet-5, by layer."""
+  return {
+    scopes.join("", str(equation.source_info.name_stack)).split("/")[
+      -1
+    ]: equation.invars[0].aval.dtype.name
+    for equation in equations(function, lenet_params(), IMAGES)
+    if equation.primitive.name in PRODUCTS
+  }
+
+
+LAYERS = {"conv1", "conv2", "fc1", "fc2"}
+CONV1, FC1 = "LeNet5/conv1", "LeNet5/fc1"
+F16, F32 = "float16", "float32"
+# The layers of LeNet-5 whose products are in float16.
+OVERRIDES = {
+  "one layer": ("O0", {CONV1: F16}, {"conv1"}),
+  "two layers": ("O0", {CONV1: F16, FC1: F16}, {"conv1", "fc1"}),
+  "everything inside": ("O0", {"LeNet5": F16}, LAYERS),
+  "against the level": ("O3", {CONV1: F32}, LAYERS - {"conv1"}),
+  "asterisks around": ("O1", {"*fc*": F32}, {"conv1", "conv2"}),
+  "an asterisk inside": ("O1", {"LeNet5/c*v*": F32}, {"fc1", "fc2"}),
+  "the longest wins": ("O3", {CONV1: F16, "LeNet5": F32}, {"conv1"}),
+  "it wins in any order": ("O3", {"LeNet5": F32, CONV1: F16}, {"conv1"}),
+  "another low precision": ("O2", {CONV1: "bfloat16"}, LAYERS - {"conv1"}),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_choose_the_layers_in_low_precision(name):
+  level, overrides, expected = OVERRIDES[name]
+  found = products_by_layer(ols.autocast(loss_fn, level, overrides=overrides))
+  assert set(found) == LAYERS
+  assert {x for x, dtype in found.items() if dtype == "float16"} == expected
+  if name == "another low precision":
+    assert found["conv1"] == "bfloat16"
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_overrides_hold_for_the_gradient_of_a_layer_alone(order):
+  overrides = {CONV1: jnp.float16}
+  if order == "outside":
+    mixed = jax.grad(ols.autocast(loss_fn, "O0", overrides=overrides))
+  else:
+    mixed = ols.autocast(jax.grad(loss_fn), "O0", overrides=overrides)
+  low = [
+    scopes.join("", str(equation.source_info.name_stack))
+    for equation in equations(mixed, lenet_params(), IMAGES)
+    if equation.primitive.name in PRODUCTS
+    and all(atom.aval.dtype == jnp.float16 for atom in equation.invars)
+  ]
+  # One forward, and one for the gradient of the kernel, none for the image.
+  assert low == [CONV1] * 2
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
+def test_overrides_hold_inside_of_a_rematerialization(transform):
+  @jax.checkpoint
+  @jax.named_scope("mlp")
+  def mlp(x):
+    return jnp.sin(jnp.sin(x @ x) @ x)
+
+  @jax.named_scope("block")
+  def loss(x):
+    return jnp.sum(mlp(mlp(x)))
+
+  mixed = ols.autocast(
+    transform(loss), "O0", overrides={"block/mlp": jnp.float16}
+  )
+  assert set(dtypes_of("dot_general", mixed, jnp.eye(2))) == {"float16"}
+
+
+def in_a_loop(x):
+  @jax.jit
+  def layer(x, _):
+    with jax.named_scope("inner"):
+      return x @ x, None
+
+  with jax.named_scope("outer"):
+    return lax.scan(layer, x, length=2)[0]
+
+
+def in_scope(scope, function):
+  return lambda x: jax.named_scope(scope)(function)(x @ x) @ x
+
+
+SCOPED = {
+  "loops and jit": (in_a_loop, "outer/inner", "dot_general"),
+  "brackets": (in_scope("layers[0]", jnp.sin), "layers[0]", "sin"),
+  "a loss": (in_scope("loss", jnp.tanh), "loss", "tanh"),
+  "a black operation": (in_scope("layer", jnp.exp), "layer", "exp"),
+}
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_an_override_beats_everything_else(name):
+  function, pattern, primitive = SCOPED[name]
+  mixed = ols.autocast(
+    function,
+    "O1",
+    overrides={pattern: jnp.float16},
+    operations={"black": ["dot_general", "exp", "sin"]},
+  )
+  assert set(dtypes_of(primitive, mixed, jnp.eye(2))) == {"float16"}
+
+
+def test_one_layer_alone_converts_only_its_inputs_and_its_output():
+  mixed = ols.autocast(MODEL.apply, "O0", overrides={CONV1: jnp.float16})
+  assert sorted(conversions(mixed, lenet_params(), IMAGES)) == [
+    ("float16", "float32"),  # The result.
+    *[("float32", "float16")] * 3,  # The image, the kernel, the bias.
+  ]
+
+
+# Patterns and scopes.
+
+
+def test_an_asterisk_matches_as_that_of_a_shell():
+  rng = random.Random(0)
+  answers = collections.Counter()
+  for _ in range(20_000):
+    pattern = "".join(rng.choices("ab*", k=rng.randint(0, 6)))
+    text = "".join(rng.choices("ab", k=rng.randint(1, 6)))
+    expected = fnmatch.fnmatchcase(text, pattern)
+    assert scopes.ends_in(text, [pattern]) == expected, (text, pattern)
+    answers[expected] += 1
+  assert min(answers.values()) > 1000
+
+
+def test_only_the_asterisk_is_special_in_a_pattern():
+  assert scopes.matches("layers[0].x?", "l*s[0].x?")
+  assert not scopes.matches("layers0", "layers[0]")
+  assert not scopes.matches("layer", "laye?")
+  assert not scopes.matches("layer", "laye.")
+  # A regular expression would not finish within a lifetime.
+  assert not scopes.matches("a" * 60, "*a" * 30 + "*b")
+  assert scopes.matches("a" * 60, "*a" * 30 + "*a")
+
+
+@pytest.mark.parametrize(
+  ("scope", "name_stack", "expected"),
+  [
+    ("", "LeNet5/conv1", "LeNet5/conv1"),
+    ("", "jvp(LeNet5)/conv1", "LeNet5/conv1"),
+    ("", "transpose(jvp(LeNet5))/conv1", "LeNet5/conv1"),
+    ("LeNet5", "jit(relu)", "LeNet5"),
+    ("LeNet5", "vmap(jit(f))/conv1", "LeNet5/conv1"),
+    ("", "jvp()", ""),
+    ("", "transpose(jvp(LeNet5/conv1))/b", "LeNet5/conv1/b"),
+    ("", "jvp(jit(f))/jvp(f(x))/jit(g)", "f(x)"),
+    ("a", "f(x)", "a/f(x)"),
+    # Twice around a remat, in the backward pass.
+    ("", "transpose(jvp(a/b))/jvp(a/b)", "a/b"),
+    ("", "transpose(jvp(a))/b/jvp(a)/b/c", "a/b/c"),
+    ("", "s/transpose(jvp(a))/b/s/jvp(a)/b", "s/a/b"),
+    ("", "vmap(transpose(jvp(a)))/vmap(jvp(a))", "a"),
+    ("a", "rematted_computation/b", "a/b"),
+    # Once, and of the same name.
+    ("", "transpose(jvp(a))/a", "a/a"),
+    ("", "jvp(a)/jvp(jvp(a))", "a/a"),
+    ("", "transpose(jvp(a))/b/jvp(a)", "a/b/a"),
+  ],
+)
+def test_a_scope_is_without_the_marks_of_transformations(
+  scope, name_stack, expected
+):
+  assert scopes.join(scope, name_stack) == expected
+
+
+# Lists.
+
+
+@pytest.mark.parametrize(
+  ("name", "operations", "dtype"),
+  [
+    ("tanh", {"black": ["tanh"]}, "float32"),
+    ("tanh", {"white": ["tanh"]}, "float16"),
+    ("tanh", {"gray": ["tanh"]}, "float16"),
+    ("exp", {"gray": ["exp"]}, "float16"),
+    ("exp", {"white": ["exp"]}, "float16"),
+    ("add", {"promote": ["add"]}, "float32"),
+    ("dot_general", {"black": ["dot_general"]}, "float32"),
+  ],
+)
+def test_an_operation_is_in_the_list_where_the_caller_puts_it(
+  name, operations, dtype
+):
+  mixed = ols.autocast(
+    between(lambda x: jnp.exp(jnp.tanh(x + BIAS))), operations=operations
+  )
+  assert set(dtypes_of(name, mixed, X)) == {dtype}
+
+
+def test_a_level_can_be_made_of_lists_alone():
+  mixed = ols.autocast(loss_fn, "O0", operations={"white": ["dot_general"]})
+  found = products_by_layer(mixed)
+  assert {x for x, dtype in found.items() if dtype == "float16"} == {
+    *("fc1", "fc2")
+  }
+
+
+# Errors.
+
+TWICE = {"gray": ["exp"], "black": ["exp"]}
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error", "message"),
+  [
+    ({"level": "O4"}, ValueError, "`level` must be one of O0, O1, O2, O3"),
+    ({"level": 1}, ValueError, "got 1"),
+    ({"dtype": "half precision"}, TypeError, "`dtype` must be a float"),
+    ({"dtype": jnp.int8}, TypeError, "got int8"),
+    ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
+    ({"dtype": jnp.float8_e4m3fn}, ValueError, "a scale for each tensor"),
+    ({"overrides": ["conv1"]}, TypeError, "`overrides` must be a dict"),
+    ({"overrides": {1: "float16"}}, TypeError, "`overrides` must be a dict"),
+    ({"overrides": {"x": 16}}, TypeError, "`overrides['x']` must be a float"),
+    ({"operations": {"grey": ["exp"]}}, ValueError, "got 'grey'"),
+    ({"operations": {"gray": "exp"}}, TypeError, "a list of names"),
+    ({"operations": {"gray": None}}, TypeError, "a list of names"),
+    ({"operations": {"gray": [1]}}, TypeError, "a list of names"),
+    ({"operations": TWICE}, ValueError, "'exp' in 'gray' and 'black'"),
+    ({"fun": {}}, TypeError, "`fun` must be a function"),
+  ],
+  ids=str,
+)
+def test_a_wrong_argument_is_an_error_before_anything_is_traced(
+  arguments, error, message
+):
+  with pytest.raises(error, match=re.escape(message)):
+    ols.autocast(**{"fun": jnp.tanh, **arguments})
+
+
+@pytest.mark.parametrize(
+  ("options", "messages"),
+  [
+    (
+      {"overrides": {"conv1": jnp.float16}},
+      ["got 'conv1'", "'LeNet5/conv1'", "/norm1'", "'*conv1' would match"],
+    ),
+    ({"operations": {"black": ["softmax", "tahn"]}}, ["got 'softmax'"]),
+    (
+      {"operations": {"black": ["matmul"]}},
+      ["got 'matmul'; a matrix product is"],
+    ),
+    ({"operations": {"black": ["tahn"]}}, ["got 'tahn'; did you", "'tanh'"]),
+  ],
+  ids=["scope", "composite", "torch", "misspelled"],
+)
+def test_an_unknown_name_is_an_error_that_helps(options, messages):
+  mixed = ols.autocast(loss_fn, **options)
+  with pytest.raises(ValueError) as caught:
+    mixed(lenet_params(), IMAGES)
+  for message in messages:
+    assert message in str(caught.value)
+
+
+def test_a_function_without_scopes_is_an_error_that_says_how_to_get_them():
+  mixed = ols.autocast(jnp.tanh, "O1", overrides={"conv1": jnp.float16})
+  with pytest.raises(ValueError, match="jax.named_scope"):
+    mixed(X)

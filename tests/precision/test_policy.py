@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import chex
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 
@@ -24,45 +25,29 @@ SECTION = SECTION[: SECTION.index("\n## ")]
 F16, BF16, F32, F64 = "float16", "bfloat16", "float32", "float64"
 MIXED = ols.Policy(F32, F16, F32)
 
-# The dtypes of parameters, computation and output as jmp 0.0.4's get_policy
-# reads them from each string, on a CPU.
-OF_JMP = {
-  "f16": (F16, F16, F16),
-  "float16": (F16, F16, F16),
-  "bf16": (BF16, BF16, BF16),
-  "bfloat16": (BF16, BF16, BF16),
-  "f32": (F32, F32, F32),
-  "full": (F32, F32, F32),
-  "float32": (F32, F32, F32),
-  "f64": (F64, F64, F64),
-  "float64": (F64, F64, F64),
-  "half": (F16, F16, F16),
-  "params=float32,compute=float16,output=float32": (F32, F16, F32),
-  "p=f32,c=f16,o=f32": (F32, F16, F32),
-  "p=full,c=bf16,o=full": (F32, BF16, F32),
-  "params=f32,c=half,output=float32": (F32, F16, F32),
-  "p=f16": (F16, F16, F16),
-  "c=f16": (F32, F16, F16),
-  "o=f16": (F32, F32, F16),
-  "p=bf16,c=f32": (BF16, F32, F32),
-  "p=bf16,o=f32": (BF16, BF16, F32),
-  "c=bfloat16,o=full": (F32, BF16, F32),
-  "o=full,c=bfloat16,p=f64": (F64, BF16, F32),
-}
+# Strings of jmp, which is the authority.
+OF_JMP = (
+  *("f16", "float16", "bf16", "bfloat16", "f32", "full", "float32", "f64"),
+  *("float64", "half", "p=f16", "c=f16", "o=f16", "p=bf16,c=f32"),
+  *("params=float32,compute=float16,output=float32", "p=f32,c=f16,o=f32"),
+  *("params=f32,c=half,output=float32", "p=full,c=bf16,o=full"),
+  *("p=bf16,o=f32", "c=bfloat16,o=full", "o=full,c=bfloat16,p=f64"),
+)
 
 
 def described(policy):
-  """Returns the names of a policy's dtypes, which must be NumPy's."""
+  """Returns the names of a policy's dtypes."""
   dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-  assert all(isinstance(dtype, np.dtype) for dtype in dtypes)
-  return tuple(dtype.name for dtype in dtypes)
+  return tuple(np.dtype(dtype).name for dtype in dtypes)
 
 
 @pytest.mark.parametrize("string", OF_JMP)
-def test_a_string_of_jmp_is_what_it_is_there(string):
-  policy = ols.get_policy(string)
-  assert described(policy) == OF_JMP[string]
+def test_a_string_of_jmp_means_the_same(string):
+  policy, of_jmp = ols.get_policy(string), jmp.get_policy(string)
+  assert described(policy) == described(of_jmp)
   assert policy.level is None
+  assert isinstance(policy.param_dtype, np.dtype)
+  assert ols.get_policy(of_jmp) == policy
 
 
 def test_half_is_bfloat16_on_a_tpu(monkeypatch):
@@ -88,12 +73,12 @@ def test_a_name_is_the_policy_that_the_page_shows(name):
   assert ols.get_policy(str(policy)) == policy
 
 
-def test_the_page_has_all_names():
+def test_the_page_has_every_name():
   with pytest.raises(ValueError) as caught:
     ols.get_policy("")
   names = str(caught.value).partition("The names are ")[2][:-1].split(", ")
   assert len(names) > 25
-  # These two it explains in words.
+  # The page explains these two in words.
   assert set(names) - set(of_the_page()) == {"half", "none"}
 
 
@@ -122,32 +107,7 @@ def test_the_lines_of_the_page_run():
 )
 def test_a_policy_is_read_back_from_its_string(policy):
   assert ols.get_policy(str(policy)) == policy
-
-
-def test_the_string_of_a_policy_says_all_of_it():
-  assert str(MIXED) == "params=float32,compute=float16,output=float32"
-  policy = ols.Policy(None, BF16, F32, level="auto")
-  assert str(policy) == (
-    "params=none,compute=bfloat16,output=float32,level=auto"
-  )
-
-
-def test_a_policy_is_its_own():
-  assert ols.get_policy(MIXED) is MIXED
-
-
-@dataclasses.dataclass(frozen=True)
-class OfJmp:
-  """As a jmp.Policy is."""
-
-  param_dtype: object
-  compute_dtype: object
-  output_dtype: object
-
-
-def test_a_policy_of_jmp_becomes_one():
-  foreign = OfJmp(jnp.float32, jnp.float16, jnp.float32)
-  assert ols.get_policy(foreign) == MIXED
+  assert ols.get_policy(policy) is policy
 
 
 def test_policies_are_equal_by_value_and_can_be_static():
@@ -195,7 +155,7 @@ def test_real_floating_arrays_are_cast(cast, dtype):
     assert isinstance(new, np.ndarray) == isinstance(old, np.ndarray)
 
 
-AS_IT_IS = {
+OTHERS = {
   "integer": jnp.arange(2),
   "int4": jnp.ones(2, jnp.int4),
   "bool": np.ones(2, bool),
@@ -213,20 +173,20 @@ AS_IT_IS = {
 }
 
 
-@pytest.mark.parametrize("name", AS_IT_IS)
-def test_a_cast_leaves_as_it_is(name):
-  found = MIXED.cast_to_compute({name: AS_IT_IS[name], "x": jnp.ones(2)})
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_cast_leaves_other_values_alone(name):
+  found = MIXED.cast_to_compute({name: OTHERS[name], "x": jnp.ones(2)})
   assert found["x"].dtype == F16
-  before, after = jax.tree.leaves(AS_IT_IS[name]), jax.tree.leaves(found[name])
+  before, after = jax.tree.leaves(OTHERS[name]), jax.tree.leaves(found[name])
   assert all(x is y for x, y in zip(before, after, strict=True))
 
 
-def test_what_is_too_large_becomes_inf_in_numpy_as_in_jax():
+def test_a_large_value_becomes_inf_in_numpy_as_in_jax():
   found = MIXED.cast_to_compute([np.float32(1e6), jnp.float32(1e6)])
   assert found == [np.inf, np.inf]
 
 
-def test_no_dtype_leaves_all_as_it_is():
+def test_a_policy_without_dtypes_returns_its_argument():
   tree = {"low": jnp.ones(2, jnp.float16), "wide": np.ones(2)}
   policy = ols.get_policy("origin")
   for cast in (
@@ -293,7 +253,7 @@ def test_a_function_computes_in_the_policy(policy, expected):
     ("o=f16,level=O0", F16),
   ],
 )
-def test_what_a_function_returns_is_in_the_output_dtype(policy, dtype):
+def test_results_have_the_output_dtype(policy, dtype):
   def function(x):
     return {"y": x @ x, "count": jnp.arange(2)}
 
@@ -302,29 +262,18 @@ def test_what_a_function_returns_is_in_the_output_dtype(policy, dtype):
   assert found["count"].dtype == jnp.int32
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "c=f16,o=f32"])
-def test_gradients_have_the_dtype_of_the_parameters(policy):
-  loss_fn = ols.get_policy(policy).autocast(
-    lambda params, x: jnp.sum(two_layers(params, x))
-  )
-  gradient = jax.jit(jax.grad(loss_fn))
-  grads = gradient(PARAMS, X)
-  assert {x.dtype.name for x in jax.tree.leaves(grads)} == {F32}
-  assert set(products(gradient, PARAMS, X)) == {F16}
-
-
 @functools.partial(
   jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
 )
 @dataclasses.dataclass
 class Box:
-  """A variable, or what holds one, that is changed in place."""
+  """A variable that can be changed in place, or an object that holds one."""
 
   value: object
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "c=f16,o=f32"])
-def test_a_change_in_place_is_an_error_and_not_lost(policy):
+def test_a_change_in_place_is_an_error(policy):
   def count(model, x):
     model.value.value = model.value.value + jnp.sum(x)
     return x
@@ -343,12 +292,12 @@ def test_without_a_cast_a_change_in_place_is_kept():
   assert model.value.value == 1
 
 
-def test_the_name_of_a_function_in_a_policy_is_its_own():
+def test_a_function_in_a_policy_keeps_its_name():
   assert MIXED.autocast(two_layers).__name__ == "two_layers"
 
 
 @pytest.mark.parametrize("policy", [MIXED, ols.get_policy("O1")], ids=str)
-def test_something_that_is_no_function_is_an_error(policy):
+def test_only_functions_can_be_in_a_policy(policy):
   with pytest.raises(TypeError, match="`fun` must be a function, got dict"):
     policy.autocast(PARAMS)
 
@@ -364,13 +313,13 @@ def test_something_that_is_no_function_is_an_error(policy):
     ((F32, jnp.ones(2), F32), TypeError, "got Array"),
   ],
 )
-def test_a_dtype_that_is_none_is_an_error(arguments, error, message):
+def test_a_field_must_be_a_floating_point_dtype(arguments, error, message):
   with pytest.raises(error, match=message):
     ols.Policy(*arguments)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, None, jnp.float8_e5m2])
-def test_a_level_lowers_to_float16_or_bfloat16_alone(dtype):
+def test_a_level_needs_float16_or_bfloat16(dtype):
   with pytest.raises(ValueError, match="16 at level 'O1', got .*; take one of"):
     ols.Policy(F32, dtype, F32, level="O1")
 
@@ -386,48 +335,40 @@ def test_an_unknown_level_is_an_error(level):
   [
     ("", "got ''. The names are O0, "),
     ("o1", "got 'o1'; did you mean 'O1'? The names are "),
-    ("O4", "got 'O4'. The names are O0, O1, O2, O3, auto, OD, "),
     ("Mixed_Float16", "did you mean 'mixed_float16' or "),
-    ("mixed float16", "did you mean 'mixed_float16' or "),
-    (" float16 ", "did you mean 'float16' or "),
     ("fp32", "did you mean 'f32'"),
     ("int8", "got 'int8'"),
-    ("f4", "got 'f4'"),
     ("p:f16,c:f16", "got 'p:f16,c:f16'"),
     ("p=f16;c=f16", "with a comma between"),
-    ("p=f16 c=f16", "with a comma between"),
     ("p=f16=f16", "got 'p=f16=f16' in 'p=f16=f16'"),
     ("p=f16,", "got '' in 'p=f16,'"),
-    ("f32,c=f16", "got 'f32' in 'f32,c=f16'"),
     ("p=f32, c=f16", "got ' c' in 'p=f32, c=f16'; did you mean 'c'?"),
-    ("P=f32", "got 'P' in 'P=f32'; did you mean 'p'?"),
     ("param=f32", "did you mean 'params'?"),
     ("p=f32,params=f16", "got a second 'params'"),
     ("c=", "must have a dtype for 'compute', one of half, float16, "),
     ("c=fp16", "got 'fp16' in 'c=fp16'; did you mean 'f16'"),
-    ("c=int8", "got 'int8'"),
     ("c=float16,level=o1", "`level` must be one of O0, "),
     ("p=f32,level=O1", "`compute_dtype` must be float16 or bfloat16 at level"),
     ("level=O4", "`level` must be one of O0, "),
   ],
 )
-def test_a_string_that_says_nothing_known_is_an_error(string, message):
+def test_an_unknown_string_is_an_error_that_helps(string, message):
   with pytest.raises(ValueError) as caught:
     ols.get_policy(string)
   assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-  "policy", [None, 16, jnp.float16, ("f32", "f16"), OfJmp]
+  "policy", [None, 16, jnp.float16, ("f32", "f16"), jmp.Policy]
 )
-def test_what_is_no_policy_is_an_error(policy):
+def test_an_object_without_the_dtypes_is_an_error(policy):
   with pytest.raises(TypeError, match="`policy` must be a string, a Policy"):
     ols.get_policy(policy)
 
 
-def test_a_foreign_policy_with_another_dtype_is_an_error():
+def test_a_policy_of_jmp_with_integers_is_an_error():
   with pytest.raises(TypeError, match="`compute_dtype` must be"):
-    ols.get_policy(OfJmp(F32, jnp.int32, F32))
+    ols.get_policy(jmp.Policy(F32, jnp.int32, F32))
 
 
 def test_a_level_alone_is_the_name_of_that_level():
