@@ -615,6 +615,11 @@ def in_scope(scope, function):
 SCOPED = {
   "loops and jit": (in_a_loop, "outer/inner", "dot_general"),
   "brackets": (in_scope("layers[0]", jnp.sin), "layers[0]", "sin"),
+  "inputs only": (
+    lambda x: jax.named_scope("first")(jnp.sin)(x) @ x,
+    "first",
+    "sin",
+  ),
   "a loss": (in_scope("loss", jnp.tanh), "loss", "tanh"),
   "a black operation": (in_scope("layer", jnp.exp), "layer", "exp"),
 }
