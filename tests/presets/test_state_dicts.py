@@ -396,6 +396,7 @@ def test_only_a_rule_can_be_saved(rule):
 class Counters(NamedTuple):
   mean: jax.Array
   least: jax.Array
+  share: jax.Array
   seen: Any
   missing: Any = None
 
@@ -408,12 +409,14 @@ class CountingState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Counting(ols.LossScale):
   def init(self):
+    scale = jnp.float32(8.0)
     counters = Counters(
       mean=jnp.zeros(3, jnp.float16),
       least=jnp.float32(jnp.inf),
+      share=scale,  # The same array as S.
       seen={"nan": jnp.int32(0), "inf": (jnp.full((), False),)},
     )
-    return CountingState(jnp.float32(8.0), counters)
+    return CountingState(scale, counters)
 
   def update(self, state, overflow, *, amax=None):
     counters = state.counters._replace(
@@ -431,6 +434,7 @@ def test_an_own_rule_is_saved_under_the_names_in_its_state():
     "loss_scale": ("float32", 16.0),
     "counters/mean": ("float16", [1.0, 2.0, 3.0]),
     "counters/least": ("float32", np.inf),
+    "counters/share": ("float32", 8.0),
     "counters/seen/nan": ("int32", 1),
     "counters/seen/inf/0": ("bool", True),
   }
@@ -474,13 +478,15 @@ def test_a_value_that_an_own_rule_cannot_hold_is_refused(rule, key, values):
     presets.from_state_dict(rule, written)
 
 
-def test_a_field_that_begins_with_inf_may_hold_it_or_a_number():
+@pytest.mark.parametrize(
+  ("name", "value"), [("least", np.inf), ("least", 2.0), ("share", 0.0)]
+)
+def test_a_field_may_hold_its_first_inf_or_an_s_that_is_unusable(name, value):
   rule = Counting()
   written = presets.to_state_dict(rule, rule.init())
-  for least in (np.inf, 2.0):
-    saved = written | {"counters/least": least}
-    _, state = presets.from_state_dict(rule, saved)
-    assert state.counters.least == least
+  saved = written | {f"counters/{name}": value}
+  _, state = presets.from_state_dict(rule, saved)
+  assert getattr(state.counters, name) == value
 
 
 # Warm starts.
