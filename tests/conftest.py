@@ -11,7 +11,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Every run has the same examples, and there is no database of failures. No
+# Every run has the same examples, without a database of failures. No
 # example has a deadline, since the first one waits for JAX to compile.
 # Hypothesis caches its data beside pytest's own cache.
 os.environ.setdefault(

@@ -92,11 +92,7 @@ def test_each_step_has_the_loss_of_float32(tmp_path):
   assert_trains(*optimizer(), *others, BATCH)
   assert page["rngs"].noise.count[...] == 1
 
-  adapted = Model(jnp.float16, nnx.LoRALinear, lora_rank=2)
-  kernel = adapted.dense.kernel[...]
-  page.run("A part of the parameters", model=adapted, **step_of(begin()))
-  assert to_bits(adapted.dense.kernel[...]) == to_bits(kernel)
-  assert adapted.dense.lora.lora_b[...].any()
+  assert_parts_of_the_parameters_train(page)
 
   model, nnx_optimizer = optimizer()
   given = {"model": model, "optimizer": nnx_optimizer}
@@ -116,14 +112,27 @@ def test_each_step_has_the_loss_of_float32(tmp_path):
   *_, loss = page["train_step"](*state, BATCH)
   np.testing.assert_allclose(loss, expected, rtol=0.03)
 
+  assert_a_checkpoint_is_restored(page, tmp_path, optimizer(), optimizer())
+  page.end()
+
+
+def assert_parts_of_the_parameters_train(page):
+  """Asserts that the page's optimizer of LoRA moves nothing else."""
+  adapted = Model(jnp.float16, nnx.LoRALinear, lora_rank=2)
+  kernel = adapted.dense.kernel[...]
+  page.run("A part of the parameters", model=adapted, **step_of(begin()))
+  assert to_bits(adapted.dense.kernel[...]) == to_bits(kernel)
+  assert adapted.dense.lora.lora_b[...].any()
+
+
+def assert_a_checkpoint_is_restored(page, folder, trained, other):
+  """Asserts that saved objects come back bit for bit."""
   page.run("Saving and resuming")
-  trained, other = optimizer(), optimizer()
   step_of(begin())["train_step"](*trained, BATCH)
   assert bits(*trained) != bits(*other)
-  page["save"](tmp_path / "checkpoint", *trained)
-  page["restore"](tmp_path / "checkpoint", *other)
+  page["save"](folder / "checkpoint", *trained)
+  page["restore"](folder / "checkpoint", *other)
   assert bits(*trained) == bits(*other)
-  page.end()
 
 
 def step_of(page):

@@ -208,7 +208,7 @@ def situations(name, saturating=False):
   limit = LARGEST if saturating else math.inf
   rows = columns.T.astype(float).tolist()
   found = np.array([_situation(operation.truth, x, limit) for x in rows])
-  # Some operations return 1, say, by convention, although there is no value.
+  # Some operations return a number such as 1 where none is defined.
   is_finite = np.isfinite(operation.call(*columns))
   found[(found == UNDEFINED) & is_finite] = None
   draw = np.random.default_rng(0).choice

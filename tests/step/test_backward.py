@@ -386,7 +386,7 @@ def test_a_type_error_of_the_loss_passes_through(argument, options):
 
 FOR_EQUINOX = "of an Equinox model pass the arrays alone, eqx.partition(model"
 FOR_NNX = "of an NNX model pass the parameters alone, nnx.split(model, nnx.Par"
-# What the error says of it.
+# Arguments without a gradient, and the error's text for each.
 WITHOUT_GRADIENT = {
   "equinox": ([MODEL], f"int32 at 'args[0]/0/count'; {FOR_EQUINOX}"),
   "nnx": (
