@@ -36,7 +36,7 @@ CASES = {
     0.5,
   ),
   "another sign": (jnp.array([1.0, -2.0]), jnp.array([-2.0, 4.0]), 0.0),
-  "zero that loses its sign": (jnp.array([-0.0]), jnp.array([1e-45]), 0.0),
+  "zero that loses its sign": (jnp.float16([-0.0]), jnp.array([2.0**-40]), 1.0),
   "NaN": (jnp.array([jnp.nan, 1.0]), jnp.array([1.0, 1.0]), 0.5),
   # `apply_updates` rounds a float32 update to the dtype of the parameter.
   "float32": (jnp.bfloat16([1.0, 1.0]), jnp.array([2.0**-20, 1.0]), 0.5),
