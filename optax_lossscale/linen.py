@@ -103,8 +103,8 @@ class TrainState(train_state.TrainState):
     if _has_fp8(params) and set(params) != expected:
       raise ValueError(
         "`params` with FP8 layers must have the collections "
-        f"{sorted(expected)}, got {sorted(params)}; what no optimizer trains, "
-        "such as batch statistics, is a field of a subclass."
+        f"{sorted(expected)}, got {sorted(params)}; batch statistics and other "
+        "values that no optimizer trains are fields of a subclass."
       )
     params = leaves.as_arrays(params)
     opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))

@@ -164,7 +164,7 @@ def check_number(name: str, value: Any) -> float:
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
       f"`{name}` must be a number that is known, got "
-      f"{shown(value)}; what changes during training lives in the state."
+      f"{shown(value)}; the state holds values that change during training."
     )
   if not _is_real_scalar(value):
     raise TypeError(

@@ -141,7 +141,7 @@ def master_weights(
     state = _states.check_kind(state, MasterWeightsState)
     if params is None:
       raise ValueError(
-        "`params` must be passed to update: what it returns is the way from "
+        "`params` must be passed to update, which returns the distance from "
         "them to the master; tx.update(grads, opt_state, params)."
       )
     gradients = updates = leaves.as_arrays(updates)

@@ -454,8 +454,8 @@ def _refuse_frozen(low: object) -> None:
   if is_compiled and not isinstance(low, jax.core.Tracer):
     raise ValueError(
       "`state` must be an argument of the function that JAX is tracing (jit, "
-      "scan ...), got one that was closed over: what is compiled would never "
-      "switch. Pass it in, and return the new one."
+      "scan ...), got one that was closed over: the compiled function would "
+      "never switch. Pass it in, and return the new one."
     )
 
 

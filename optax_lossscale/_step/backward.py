@@ -316,7 +316,7 @@ def _refuse_unless_arrays(given: dict[str, object], error: TypeError) -> None:
     if not leaves.is_gradient(leaf):
       remedies = [_REMEDIES[x] for x in _REMEDIES if x in str(classes)]
       raise TypeError(
-        "what is differentiated must be floating-point arrays, got "
+        "the differentiated values must be floating-point arrays, got "
         f"{getattr(leaf, 'dtype', type(leaf).__name__)} at "
         f"{leaves.path_name(path)!r}; {remedies[0]}."
       ) from error

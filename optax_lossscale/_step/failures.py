@@ -125,9 +125,9 @@ def _row(
   )
   move = "cannot come down" if stalled else "still coming down"
   remedy = (
-    "run its batch again with scaled_value_and_grad(loss_fn, 1.0): what is not "
-    "finite there is the model's or the batch's, else S is too large and "
-    f"{move}"
+    "run its batch again with scaled_value_and_grad(loss_fn, 1.0): a gradient "
+    "that overflows even then is the model's or the batch's fault, else S is "
+    f"too large and {move}"
   )
   if overflow and not np.isfinite(amax):
     cause = f"{'NaN' if nan else 'inf'} in its gradients"

@@ -375,7 +375,7 @@ def state_in_use(
     raise ValueError(
       "`opt_state` must be an argument of the function that JAX is tracing "
       "(jit, scan, shard_map ...), or the optimizer that holds it, got one "
-      "that was closed over: what is compiled would use its loss scale "
+      "that was closed over: the compiled function would use its loss scale "
       f"{float(loss_scale)} for ever. Pass it in, as in "
       "jax.jit(lambda params, opt_state, batch: "
       "scaled_value_and_grad(loss_fn, opt_state)(params, batch)). If this "

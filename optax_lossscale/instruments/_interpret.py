@@ -659,7 +659,7 @@ def _convert(equation: core.JaxprEqn, value: Value, made: Value) -> Value:
     return value.but(
       degree=FREE, identity=identity, scale=None, place=made.place
     )
-  reason = f"what {_degrees.in_words(value.degree)} becomes an integer"
+  reason = f"a value that {_degrees.in_words(value.degree)} becomes an integer"
   unknown = unknown or _degrees.mismatch([value], reason, made.place)
   return made.but(degree=unknown)
 

@@ -383,8 +383,8 @@ def _split(case: _Case) -> Iterator[_Problem]:
   for name, _, after in case.step.pairs:
     for axis in case.applied[after].all_of("mixed") & alone.keys():
       text = (
-        f"{name} is made of all devices' gradients along {axis!r}, each of "
-        "which skips for itself"
+        f"{name} mixes the gradients of all devices along {axis!r}, and each "
+        "device skips for itself"
       )
       yield _Problem("refuted", text, _verdicts.ALONE, _lines([alone[axis]]))
     for axis in case.applied[after].all_of("varies"):
@@ -530,7 +530,7 @@ def _arguments_law(case: _Case) -> list[Proved]:
     _dependence(f"`{name}=`", x, _verdicts.GIVEN, [event])
     for name, x, event in given
   ]
-  text = "What `update` is given beside the gradients does not depend on S."
+  text = "No argument of `update` but the gradients depends on S."
   found = [x for x in problems if x]
   return [_law("arguments", found, text)] if given else []
 

@@ -159,7 +159,7 @@ _NOT_SKIPPED = {
     "Something around loss_scaling, such as optax.apply_if_finite, took the "
     "step back and S with it: S can never come down. It belongs inside.",
   ),
-  "kept": ("wrong", "A skipped step leaves an S of inf as it is.", RETURNED),
+  "kept": ("wrong", "A skipped step does not change an S of inf.", RETURNED),
   "several": (
     "inconclusive",
     "The step makes several updates and skipped only some of them.",
@@ -300,7 +300,7 @@ class StepReport:
       lines.append("Two runs with the same S differ.")
     if self.assumptions:
       lines.append(
-        f"What is proved assumes that {len(self.assumptions)} functions of the "
+        f"The proof assumes that {len(self.assumptions)} functions of the "
         f"library do what they promise: {', '.join(self.assumptions)}."
       )
     return "\n".join(

@@ -194,7 +194,7 @@ def test_the_report_names_the_next_values_and_what_is_below_float32():
   report = check(*step_of(loss_fn=half_loss_fn))
   assert str(report).startswith("The step is right, for all values.\n")
   assert "work in float16." in said(report, "precision")
-  assert "What is proved assumes that 5 functions" in str(report)
+  assert "The proof assumes that 5 functions" in str(report)
 
 
 def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
@@ -410,7 +410,7 @@ JUDGED = {
   ),
   "an average of what devices skip alone": (
     lambda: pmapped(average_parameters, (), ()),
-    ("invariance", "wrong", "each of which skips for itself"),
+    ("invariance", "wrong", "each device skips for itself"),
   ),
   "one of several devices' parameters": (
     returned_as_one,

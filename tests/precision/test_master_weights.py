@@ -496,7 +496,7 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 def test_update_refuses_no_parameters_and_other_states():
   tx = MASTER
   params = jnp.ones(1, jnp.float16)
-  with pytest.raises(ValueError, match="`params` must be passed to update: "):
+  with pytest.raises(ValueError, match="`params` must be passed to update, "):
     tx.update(params, tx.init(params))
   with pytest.raises(TypeError, match="`state` must be the MasterWeightsState"):
     tx.update(params, SGD.init(params), params)

@@ -423,9 +423,9 @@ def test_more_skips_in_a_row_than_the_limit_end_the_run():
   assert message(state, most=2) == (
     "3 steps in a row were skipped, more than `max_consecutive_skips`=2, the "
     "last one because of NaN in its gradients; run its batch again with "
-    "scaled_value_and_grad(loss_fn, 1.0): what is not finite there is the "
-    "model's or the batch's, else S is too large and still coming down; S is "
-    "1.0."
+    "scaled_value_and_grad(loss_fn, 1.0): a gradient that overflows even "
+    "then is the model's or the batch's fault, else S is too large and still "
+    "coming down; S is 1.0."
   )
   _, state = tx.update(PARAMS, state)
   ols.raise_if_failed(state, max_consecutive_skips=1)

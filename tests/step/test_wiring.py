@@ -291,25 +291,6 @@ def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
 
 # Refused arguments.
 
-# Wrong names of flags, each with the right way to pass it.
-MISNAMED = {
-  "found_inf": "overflow=found_inf",
-  "has_overflow": "overflow=has_overflow",
-  "grads_finite": "overflow=jnp.logical_not(grads_finite)",
-  "is_finite": "overflow=jnp.logical_not(is_finite)",
-  "skip_update": "skip=skip_update",
-  "spike": "skip=spike",
-}
-
-
-def test_a_flag_under_another_name_is_refused():
-  tx = scaling(ADAM)
-  for name, remedy in MISNAMED.items():
-    text = f"`{name}`.*mean {re.escape(remedy)}[?]"
-    with pytest.raises(TypeError, match=text):
-      tx.update(PARAMS, tx.init(PARAMS), PARAMS, **{name: True})
-
-
 def test_an_optimizer_may_take_such_a_name():
   seen = []
 
