@@ -42,6 +42,9 @@ GROWN: list[tuple[str, int, str]] = []
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
+# The most lines and functions of all tests, and lines of a function.
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_000, 1_300, 60
+
 
 def layers():
   """Returns the layer of every package, as the page's table has it."""
@@ -139,6 +142,21 @@ def test_no_package_grows_without_a_reason():
   assert not grown, "take lines out, or say in GROWN why there are more"
   stale = {x: own[x] for x in most if own[x] < most[x] - SLACK}
   assert not stale, "lower these numbers"
+
+
+def test_tests_grow_by_rows_of_tables():
+  texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
+  lines = sum(len(text.splitlines()) for text in texts.values())
+  assert lines <= MOST_TEST_LINES, "a row or a helper, not another file"
+  functions = {
+    f"{path.name}::{node.name}": node.end_lineno - node.lineno + 1
+    for path, text in texts.items()
+    for node in ast.walk(ast.parse(text))
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+  }
+  assert len(functions) <= MOST_TEST_FUNCTIONS
+  long = {x: length for x, length in functions.items() if length > LONGEST_TEST}
+  assert not long
 
 
 def test_no_file_imports_itself_by_way_of_others():
