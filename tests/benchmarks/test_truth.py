@@ -112,29 +112,6 @@ def test_training_is_that_of_a_plain_loop(name, size):
 
 
 @pytest.mark.slow
-def test_the_first_score_is_that_of_the_initial_parameters():
-  trained = training.train(make_tiny(), settings.SETTINGS["null-seeds"])
-  assert {x.seed for x in trained.points} == {5, 6, 7, 8, 9}
-  first = next(x for x in trained.points if x.step == 0)
-  at_start = jax.jit(init)(jax.random.key(5))
-  assert first.score == pytest.approx(float(loss(at_start, HELD_OUT)), rel=1e-6)
-  np.testing.assert_array_equal(trained.first["a"], at_start["a"])
-  last = next(x for x in trained.points if x.step == STEPS)
-  final = float(loss(trained.last, HELD_OUT))
-  assert final == pytest.approx(last.score, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_loss_scale_changes_no_bit_of_a_training_in_float32():
-  made = {
-    name: training.train(make_tiny(), settings.SETTINGS[name])
-    for name in ("float32", "null-scaled", "null-seeds", "fixed")
-  }
-  assert made["float32"].digest == made["null-scaled"].digest
-  assert len({x.digest for x in made.values()}) == 3
-
-
-@pytest.mark.slow
 def test_seeds_in_one_program_train_as_seeds_one_by_one(monkeypatch):
   one_by_one = training.train(make_tiny(), settings.SETTINGS["dynamic"])
   with monkeypatch.context() as patch:
@@ -156,16 +133,6 @@ def test_each_setting_has_the_dtype_and_the_rule_of_its_name():
     )
     assert [*report.products] == [dtype]
   assert settings.SETTINGS["dynamic"].rule == ols.DynamicLossScale()
-
-
-@pytest.mark.slow
-def test_the_saturating_setting_skips_gradients_that_are_clipped():
-  setting = settings.SETTINGS["saturating"]
-  trained = training.train(make_tiny(size=16.0), setting)
-  assert any(x.skipped for x in trained.points)
-  overflow = training.lowered(make_tiny(size=1e9), setting)
-  grads = jax.grad(overflow)(init(jax.random.key(0)), HELD_OUT)
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
 # These take as long to compile as all others together.
@@ -245,36 +212,6 @@ def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
   assert text.endswith(f"|\n\n{end}\nafter")
   repository("--appendix", str(tmp_path))
   assert page.read_text() == text
-
-
-@pytest.mark.slow
-def test_a_row_says_how_it_was_made_and_repeats(repository):
-  options = "--only", "tiny/dynamic"
-  file = repository(*options)["tiny/dynamic"]
-  about, points = results.read(file, training.Point)
-  assert about["command"] == "python -m benchmarks truth --only tiny/dynamic"
-  assert f"jax {jax.__version__}" in about["versions"]
-  assert len(points) == settings.SEEDS * (STEPS + 1)
-  file.unlink()
-  again = repository(*options)["tiny/dynamic"]
-  assert results.read(again, training.Point)[1] == points
-
-
-@pytest.mark.slow
-def test_the_screen_has_the_errors_that_gradient_error_finds(repository):
-  file = repository("--only", "dull/float32")["dull/screen"]
-  _, screened = results.read(file, results.Screened)
-  kinds = itertools.product(("first", "last"), ("float16", "bfloat16"))
-  assert [*dict.fromkeys(x[:2] for x in screened)] == [*kinds]
-  key = jax.random.key(2**31 - 1)
-  params = init(jax.random.key(0))
-  found = ols.instruments.gradient_error(loss, loss_scales=(1, 2**10))(
-    params, draw(key, params)
-  )
-  errors = {x.loss_scale: x.error for x in screened[:4]}
-  assert errors.keys() == {1.0, 2.0**5, 2.0**10, 2.0**15}
-  for scale, error in found.errors.items():
-    assert errors[scale] == pytest.approx(error, rel=1e-3)
 
 
 # Tables, pictures and pages.

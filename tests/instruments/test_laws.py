@@ -16,7 +16,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import rules
 from optax_lossscale.instruments import _check_step
 from optax_lossscale.instruments import _proof
 from tests import optimizers
@@ -141,20 +140,12 @@ RIGHT = {
   "not compiled": lambda: step_of(compile=lambda step: step),
   "float16": lambda: step_of(loss_fn=half_loss_fn),
   "record": lambda: step_of(ols.instruments.record(TX, 8)),
-  "apply_if_finite inside": lambda: step_of(
-    ols.loss_scaling(optax.apply_if_finite(ADAM, 3), RULE)
-  ),
-  "masters": lambda: step_of(ols.master_weights(TX)),
   "hyperparameters": lambda: step_of(INJECTED(0.1)),
-  "a chain": lambda: step_of(optax.chain(TX, optax.add_decayed_weights(0.0))),
   "a late rate": lambda: step_of(ols.loss_scaling(LATE, RULE)),
   "later than most": lambda: step_of(
     ols.loss_scaling(optax.MultiSteps(ADAM, 65), RULE)
   ),
   "a frozen group": lambda: step_of(ols.loss_scaling(FROZEN, RULE)),
-  "WarmStart": lambda: step_of(
-    ols.loss_scaling(ADAM, rules.WarmStart(ols.presets.megatron()))
-  ),
   "a fixed S": lambda: step_of(
     ols.loss_scaling(ADAM, ols.FixedLossScale(1024.0))
   ),
@@ -208,11 +199,18 @@ def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
   jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
+# The optimizers of optax whose programs are unlike that of Adam.
+WITH_BRANCHES = (
+  *("adafactor", "apply_if_finite", "backtracking", "lbfgs", "mechanize"),
+  *("multi_steps", "muon", "plateau", "prodigy", "schedule_free"),
+)
+
+
 @pytest.mark.parametrize(
   "name",
-  support.slow_but(["multi_steps"], optimizers.OPTIMIZERS, pytest.mark.long),
+  support.slow_but(["multi_steps"], WITH_BRANCHES, pytest.mark.long),
 )
-def test_a_step_with_any_optimizer_is_proved(name):
+def test_a_step_with_an_optimizer_that_branches_or_counts_is_proved(name):
   tx = ols.loss_scaling(optimizers.OPTIMIZERS[name](), RULE)
   params = optimizers.make_params()
 
@@ -335,10 +333,6 @@ def counted_at_finite_s(new, old, count):
   return *new, count + jnp.isfinite(ols.get_loss_scale(old[1]))
 
 
-def counted_when_it_moves(new, old, count):
-  return *new, count + (old[1].inner_state.mini_step == 3)
-
-
 def averaged_late(new, old, extra):
   # The average moves only after the parameters have moved.
   mean = optax.incremental_update(new[0], extra["mean"], 0.1)
@@ -346,11 +340,12 @@ def averaged_late(new, old, extra):
   return *new[:2], {"mean": mean, "seen": seen}
 
 
-def best_of(leak):
-  """Returns a step that keeps a best value of inf."""
+def with_a_best_value():
+  """Returns a step whose best value depends on S from the second step on."""
 
   def end(new, old, best):
-    found = jnp.minimum(best, leak(new[2], ols.get_loss_scale(old[1]), best))
+    leak = 8 - jnp.log2(ols.get_loss_scale(old[1]))
+    found = jnp.minimum(best, jnp.where(jnp.isinf(best), 9, leak))
     return *new[:2], ols.select_on_skip(new[1], found, best)
 
   return ending(end, jnp.full(1, jnp.inf))
@@ -425,26 +420,13 @@ JUDGED = {
     lambda: ending(counted_by_s, jnp.zeros(2, int)),
     ("invariance", "inconclusive", "between S and S/2: extra. "),
   ),
-  "a best value": (
-    lambda: best_of(lambda loss, scale, best: scale * loss),
-    ("invariance", "wrong", "In runs: Updates differ"),
-  ),
-  # This one does not show in the first step.
   "a best value, late": (
-    lambda: best_of(
-      lambda loss, scale, best: jnp.where(
-        jnp.isinf(best), 9, 8 - jnp.log2(scale)
-      )
-    ),
+    with_a_best_value,
     ("invariance", "wrong", "Not proved: extra "),
   ),
   "a count at an overflow": (
     lambda: ending(counted_at_finite_s, jnp.zeros(1), loss_fn=half_loss_fn),
     ("invariance", "proved", ""),
-    ("skip", "inconclusive", "A step that overflows changed extra."),
-  ),
-  "a count as parameters move": (
-    lambda: ending(counted_when_it_moves, jnp.zeros(1), ACCUMULATED),
     ("skip", "inconclusive", "A step that overflows changed extra."),
   ),
   "an average that moves late": (
@@ -462,23 +444,8 @@ JUDGED = {
       functools.partial(clip_around, x),
       ("skip", "wrong", "A step whose gradients overflow was applied."),
     )
-    for x in (4, 10, 15)
+    for x in (4, 15)
   },
-  "decay in float16": (
-    lambda: step_of(loss_fn=half_loss_fn, change=decayed),
-    ("scale", "wrong", "This batch hides it."),
-  ),
-  "decay": (
-    lambda: step_of(change=decayed),
-    ("scale", "wrong", "proportional to S but for a small part."),
-  ),
-  "decay after the step": (
-    lambda: ending(
-      lambda new, old, _: (jax.tree.map(lambda x: 0.99 * x, new[0]), new[1]),
-      None,
-    ),
-    ("skip", "wrong", "A step that overflows changed params/v, params/w."),
-  ),
   "parameters in another form": (
     lambda: ending(lambda new, *_: (tuple(new[0].values()), new[1]), None),
     ("invariance", "inconclusive", "next value of the parameters"),
@@ -559,12 +526,6 @@ LATE_LEAK = ("invariance", "wrong", "between S and S/2: params/w (")
 SEEN_IN_RUNS = {
   "noise": (
     lambda: drawing(
-      lambda rng, batch: batch | {"x": batch["x"] + rng.normal(size=(32, 8))}
-    ),
-    ("invariance", "inconclusive", ""),
-  ),
-  "noise in the size": (
-    lambda: drawing(
       lambda rng, batch: batch | {"y": np.exp(3 * rng.normal()) * batch["y"]}
     ),
     ("invariance", "inconclusive", ""),
@@ -637,7 +598,7 @@ def test_numbers_alone_are_no_next_values():
     params, opt_state, loss = make_step()(params, opt_state, batch)
     return params, opt_state, count + 1, opt_state.skipped, rate * loss
 
-  report = check(step, *step_of()[1:], jnp.int32(3), True, 0.5)
+  report = check(jax.jit(step), *step_of()[1:], jnp.int32(3), True, 0.5)
   assert_proved(report)
   assert report.next_values == {"params": "0", "opt_state": "1"}
 
@@ -649,9 +610,8 @@ def test_arguments_in_another_order_than_the_outputs_break_no_law():
     return params, ols.select_on_skip(opt_state, new, ema), opt_state
 
   carry = {"ema": "1", "params": "0", "opt_state": "2"}
-  for ema, options in ((PARAMS, {}), (HALF, {}), (HALF, {"carry": carry})):
-    args = ema, PARAMS, TX.init(PARAMS), BATCH
-    report = check(jax.jit(step), *args, **options)
+  for ema, options in ((PARAMS, {}), (HALF, {"carry": carry})):
+    report = proved(step, ema, PARAMS, TX.init(PARAMS), BATCH, **options)
     assert_proved(report)
     assert report.next_values == carry
 
@@ -662,9 +622,9 @@ def test_whole_states_in_another_order_break_no_law():
     return (params, opt_state), target
 
   args = (HALF, TX.init(HALF)), (PARAMS, TX.init(PARAMS)), BATCH
-  report = check(step, *args)
+  report = check(jax.jit(step), *args)
   assert not report.ok and "wrong" not in verdicts(report).values(), report
-  assert_proved(check(step, *args, carry={"state": 0}))
+  assert_proved(proved(step, *args, carry={"state": 0}))
 
 
 def all_outputs(outputs):
@@ -687,22 +647,18 @@ def all_outputs(outputs):
 
 
 @pytest.mark.parametrize(
-  ("outputs", "is_right"),
+  "outputs",
   [
-    (lambda p, s, g, u, x: (p, s, jnp.tanh(x)), False),
-    (lambda p, s, g, u, x: (p, s, g), False),
-    (lambda p, s, g, u, x: (u, s), False),
-    (lambda p, s, g, u, x: (p, s, s.skipped), True),
+    lambda p, s, g, u, x: (p, s, jnp.tanh(x)),
+    lambda p, s, g, u, x: (p, s, g),
+    lambda p, s, g, u, x: (u, s),
   ],
-  ids=["predictions", "gradients", "updates", "a flag"],
+  ids=["predictions", "gradients", "updates"],
 )
-def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(
-  outputs, is_right
-):
+def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(outputs):
   report = check(*all_outputs(outputs))
   assert "wrong" not in verdicts(report).values(), report
-  assert report.ok == is_right
-  assert is_right or "carry=" in said(report, "skip")
+  assert not report.ok and "carry=" in said(report, "skip")
 
 
 def test_carry_says_which_outputs_are_next_values():
@@ -718,22 +674,22 @@ def test_names_and_patterns_of_may_change_free_values():
     return *make_step()(params, opt_state, batch), {"l[0]": key}
 
   args = PARAMS, TX.init(PARAMS), {"l[0]": jax.random.key(0)}, BATCH
-  report = check(step, *args)
+  report = check(jax.jit(step), *args)
   assert verdicts(report)["skip"] == "wrong" and not report.ok
   assert "changed key/l[0]." in said(report, "skip")
-  for names in ("key", ["key"], ["key/l[0]", "env_state*"], "*/l?0?"):
-    assert_proved(check(step, *args, may_change=names))
+  for names in (["key"], ["key/l[0]", "env_state*"], "*/l?0?"):
+    assert_proved(proved(step, *args, may_change=names))
   with pytest.raises(ValueError, match=r"must name leaves .* 'yek'; they"):
-    check(step, *args, may_change="yek")
+    proved(step, *args, may_change="yek")
 
 
 def test_a_step_of_any_signature_is_right():
   step = make_step()
   args = PARAMS, TX.init(PARAMS)
-  report = check(lambda p, *rest: step(p, *rest), *args, BATCH)
+  report = proved(lambda p, *rest: step(p, *rest), *args, BATCH)
   assert report.next_values == {"p": "0", "1": "1"}
   bound = functools.partial(lambda *args, train: step(*args), train=True)
-  assert_proved(check(bound, *args, BATCH, carry={}, may_change=None))
+  assert_proved(proved(bound, *args, BATCH, carry={}, may_change=None))
 
 
 # Flax NNX.
@@ -791,15 +747,14 @@ def test_nnx_objects_may_change_in_place():
   )
 
 
-@pytest.mark.parametrize("is_object", [True, False])
-def test_an_nnx_model_may_change_in_place_or_be_returned(is_object):
+def test_an_nnx_model_may_change_in_place_beside_a_state_that_is_returned():
   model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
   graphdef, given = nnx.split(model)
-
-  def merged_loss_fn(params, batch):
-    return nnx_loss_fn(nnx.merge(graphdef, params), batch)
-
-  pure_step = make_step(loss_fn=merged_loss_fn)
+  pure_step = make_step(
+    loss_fn=lambda params, batch: nnx_loss_fn(
+      nnx.merge(graphdef, params), batch
+    )
+  )
 
   @nnx.jit
   def step(model, opt_state, batch):
@@ -807,13 +762,9 @@ def test_an_nnx_model_may_change_in_place_or_be_returned(is_object):
     nnx.update(model, params)
     return others
 
-  if is_object:
-    report = check(step, model, TX.init(given), BATCH)
-    assert report.next_values == {"model": "in place", "opt_state": "0"}
-  else:
-    report = check(pure_step, given, TX.init(given), BATCH)
-    assert report.next_values == {"params": "0", "opt_state": "1"}
+  report = check(step, model, TX.init(given), BATCH)
   assert_proved(report)
+  assert report.next_values == {"model": "in place", "opt_state": "0"}
 
 
 def test_nnx_objects_need_no_carry_and_an_optimizer_with_loss_scaling():
@@ -837,23 +788,19 @@ NOT_FOUND = {
 
 
 @pytest.mark.parametrize("text", NOT_FOUND)
-@pytest.mark.parametrize("judge", [check, proved])
-def test_a_name_that_leads_nowhere_is_refused(text, judge):
+def test_a_name_that_leads_nowhere_is_refused(text):
   with pytest.raises(ValueError, match=re.escape(text)):
-    judge(*step_of(), carry=NOT_FOUND[text])
+    proved(*step_of(), carry=NOT_FOUND[text])
 
 
 def test_what_is_quoted_is_short():
   with pytest.raises(TypeError, match=r"`carry` must be a dict .* \[0, 1\]"):
-    check(*step_of(), carry=[0, 1])
+    proved(*step_of(), carry=[0, 1])
   with pytest.raises(TypeError, match="must be a list of names .* got 3"):
-    check(*step_of(), may_change=3)
+    proved(*step_of(), may_change=3)
   with pytest.raises(ValueError, match="`carry` must lead") as caught:
-    check(*step_of(), carry={"params": "0" * 10**6})
+    proved(*step_of(), carry={"params": "0" * 10**6})
   assert len(str(caught.value)) < 500
-  # The name that was meant comes first.
-  with pytest.raises(ValueError, match="'parms'; they are params"):
-    check(*step_of(), may_change=["parms"])
 
 
 def test_a_step_without_a_state_to_judge_is_refused():
@@ -890,9 +837,8 @@ def test_a_rule_whose_scale_is_derived_is_named():
     check(*step_of(ols.loss_scaling(ADAM, Derived())))
 
 
-@pytest.mark.parametrize("name", ["check_step", "precision_report"])
-def test_a_step_with_an_argument_by_keyword_is_refused(name):
-  instrument = getattr(ols.instruments, name)
+def test_a_step_with_an_argument_by_keyword_is_refused():
+  instrument = ols.instruments.check_step
   with pytest.raises(TypeError, match=r"functools\.partial\(\w+, train="):
     instrument(lambda params, *, train: params, PARAMS)
   with pytest.raises(TypeError, match="unexpected keyword argument 'train'"):
