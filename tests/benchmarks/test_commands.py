@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from benchmarks import __main__ as command
@@ -22,7 +21,6 @@ from benchmarks import jax_training
 from benchmarks import machine
 from benchmarks import nonfinite
 from benchmarks import parts
-from benchmarks import phase
 from benchmarks import summary
 from benchmarks.truth import workload as workload_lib
 import optax_lossscale as ols
@@ -193,41 +191,6 @@ def test_every_model_by_hand_has_float16_products_and_a_float32_loss():
 # parts
 
 
-PARAMS = [np.float32([[0.5, -0.25], [1, 2]])]
-X = np.arange(16, dtype=np.float32).reshape(8, 2) / 16
-BATCH = X, -X
-
-
-def loss_fn(params, batch):
-  x, y = batch
-  return jnp.mean((x @ params[0] - y) ** 2)
-
-
-def gradient(params, batch):
-  x, y = batch
-  return x.T @ (x @ params[0] - y) * (2 / x.size)
-
-
-@pytest.mark.slow
-def test_the_train_steps_of_parts_differ_only_in_what_they_record():
-  # AdamW's first step: the rate times the gradient's sign, and the decay.
-  (params,) = PARAMS
-  grads = gradient(PARAMS, BATCH)
-  moved = params - 1e-4 * (np.sign(grads) + 1e-4 * params)
-  contenders = parts.training(loss_fn, PARAMS, BATCH)
-  for contender in contenders.values():
-    contender.run()
-    np.testing.assert_allclose(contender.state[0][0], moved, rtol=1e-6)
-  amax = np.max(np.abs(grads)) * 2.0**10
-  _, metrics = contenders["loss_scale_metrics"].result
-  np.testing.assert_allclose(metrics["amax"], amax, rtol=1e-6)
-  history = ols.instruments.get_history(contenders["record"].state[1])
-  np.testing.assert_allclose(history.amax, [amax], rtol=1e-6)
-  ols.get_loss_scale(contenders["loss_scaling"].state[1])
-  with pytest.raises(ValueError, match="must hold"):
-    ols.get_loss_scale(contenders["bare"].state[1])
-
-
 # It compiles every program of the benchmark.
 @pytest.mark.long
 def test_parts_writes_a_ratio_for_every_contender(tmp_path, capsys):
@@ -333,22 +296,6 @@ def test_the_parts_of_gpu_outlive_one_that_fails(monkeypatch, tmp_path):
   assert "| another |   1,234 |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_broken_guarantee_fails_the_command_gpu(monkeypatch, tmp_path):
-  def check():
-    """It holds."""
-    raise AssertionError("3 of 8 differ")
-
-  monkeypatch.setattr(guarantees, "CHECKS", (check,))
-  monkeypatch.setattr(
-    nonfinite, "run", lambda **_: (8, ["NaN at 0 of float16[1]: missed"])
-  )
-  monkeypatch.setattr(gpu, "_PARTS", {"Guarantees": (gpu._guarantees, 1.0)})
-  assert gpu.main(["--tiny", "--out", str(tmp_path)]) == 1
-  page = (tmp_path / "gpu.md").read_text()
-  assert "AssertionError: 3 of 8 differ" in page
-  assert "1 wrong, such as NaN at 0 of float16[1]: missed" in page
-
-
 def test_a_contender_that_fails_or_has_no_time_is_left_out(monkeypatch):
   def fail(*_, **__):
     raise RuntimeError("out of memory\nand so on")
@@ -372,27 +319,6 @@ def test_a_contender_that_fails_or_has_no_time_is_left_out(monkeypatch):
   made.add(["jax bfloat16"], until=0.0)
   (reason,) = made.rows["jax bfloat16"].values()
   assert reason == "TimeoutError: no time was left"
-
-
-@pytest.mark.slow
-def test_an_update_under_cond_is_the_same_update():
-  params = {"w": jnp.linspace(-1, 1, 7), "b": jnp.ones(2)}
-  adamw, rule = optax.adamw(3e-4), ols.DynamicLossScale()
-  scaled = ols.loss_scaling(adamw, rule)
-  ours = params, scaled.init(params)
-  theirs = params, (phase.CHECK.init(params), adamw.init(params))
-  conditional = jax.jit(phase.make_conditional(phase.CHECK, adamw))
-  for value in (3.0, jnp.inf, 5.0):
-    gradients = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), params)
-    ours = jax.jit(phase.make(scaled))(ours, gradients)
-    theirs = conditional(theirs, gradients)
-  for x, y in zip(
-    jax.tree.leaves((theirs[0], theirs[1][1])),
-    jax.tree.leaves((ours[0], ours[1].inner_state)),
-    strict=True,
-  ):
-    np.testing.assert_allclose(x, y, rtol=1e-6)
-  assert theirs[1][0].skipped_steps == ours[1].skipped_steps == 1
 
 
 @pytest.mark.long

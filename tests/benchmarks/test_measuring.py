@@ -13,7 +13,6 @@ from benchmarks import accelerate
 from benchmarks import autocast_counts as counts
 from benchmarks import cases
 from benchmarks import checks
-from benchmarks import guarantees
 from benchmarks import kernels
 from benchmarks import measurement
 from benchmarks import nonfinite
@@ -26,7 +25,6 @@ from benchmarks import summary
 from benchmarks.peers import bare
 from benchmarks.peers import this_library
 from benchmarks.truth import verdict
-import optax_lossscale as ols
 from optax_lossscale._base import leaves
 
 WEIGHTS = np.ones((4, 4), np.float32)
@@ -241,32 +239,6 @@ def test_a_check_that_found_nan_is_a_failure_that_json_can_hold():
 # The checks of guarantees on this device.
 
 
-def flushing(histogram):
-  return lambda x: histogram(jnp.where(jnp.abs(x) < 2.0**-14, 0, x))
-
-
-@pytest.mark.parametrize(
-  ("check", "module", "name", "break_it"),
-  [
-    (
-      guarantees._skip,
-      ols,
-      "loss_scaling",
-      lambda make: lambda inner, rule: make(inner, None),
-    ),
-    # A program whose cast a compiler has removed.
-    (guarantees._narrowed, guarantees, "_HALF", lambda half: np.float32),
-    (guarantees._leaf_stats, ols.instruments, "leaf_stats", flushing),
-  ],
-)
-def test_a_broken_guarantee_is_found(
-  check, module, name, break_it, monkeypatch
-):
-  monkeypatch.setattr(module, name, break_it(getattr(module, name)))
-  with pytest.raises(AssertionError):
-    check()
-
-
 def test_a_wrapper_that_overlooks_a_leaf_is_found(monkeypatch):
   monkeypatch.setattr(
     leaves, "overwrites", lambda path: leaves.path_name(path) == "leaf"
@@ -370,23 +342,6 @@ def test_faster_steps_earn_the_second_compilation_back():
   assert figures["hours"] == pytest.approx(1.5 * 4 / 3600)
   slower_full_part = accelerate.earned_back(row(4.0), row(3.0), row(14.0))
   assert slower_full_part["saved"]["median"] == pytest.approx(-0.1)
-
-
-@pytest.mark.parametrize(
-  ("seconds", "ending"),
-  [
-    ((5.0, 5.0, 5.0), "never: low precision is not faster here"),
-    ((6.0, 3.0, 1.0), "if at all"),
-    ((3.5, 3.0, 1.0), "hours"),
-  ],
-  ids=["slower", "unclear", "faster"],
-)
-def test_the_verdict_on_speed_says_how_clear_it_is(seconds, ending):
-  full = row(4.0, 4.0, 4.0)
-  figures = accelerate.earned_back(full, row(*seconds), full)
-  text = accelerate._verdict(figures)
-  assert ending in text
-  assert ("if at all" in text) == (ending == "if at all")
 
 
 # Files.

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.truth import command
-from benchmarks.truth import figure
 from benchmarks.truth import results
 from benchmarks.truth import settings
 from benchmarks.truth import table
@@ -109,17 +108,6 @@ def test_training_is_that_of_a_plain_loop(name, size):
     found = point.step, point.skipped, point.loss_scale
     assert found == (STEPS, skipped, scale)
   assert any(x.skipped for x in trained.points) == (name == "dynamic")
-
-
-@pytest.mark.slow
-def test_seeds_in_one_program_train_as_seeds_one_by_one(monkeypatch):
-  one_by_one = training.train(make_tiny(), settings.SETTINGS["dynamic"])
-  with monkeypatch.context() as patch:
-    patch.setattr(jax, "default_backend", lambda: "gpu")
-    together = training.train(make_tiny(), settings.SETTINGS["dynamic"])
-  for a, b in zip(one_by_one.points, together.points, strict=True):
-    assert a._replace(score=0.0) == b._replace(score=0.0)
-    assert a.score == pytest.approx(b.score, rel=1e-4)
 
 
 def test_each_setting_has_the_dtype_and_the_rule_of_its_name():
@@ -255,27 +243,6 @@ def test_the_table_has_numpys_statistics_and_marks_differences(tmp_path):
   rows["null-scaled"] = rows["null-seeds"]
   text = table.text({"tiny": make_tiny()}, {"tiny": rows}, tmp_path)
   assert text.split("|")[-4].strip() == "not bit-equal"
-
-
-def test_the_picture_shows_mean_deviation_and_gradients():
-  counted = [
-    results.Counted("first", -3, 100),
-    results.Counted("last", -5, 7),
-    results.Counted("last", results.ZERO, 2),
-  ]
-  rows = {"float32": row(REFERENCE)}
-  left, right = figure.draw(make_tiny(), rows, counted).axes[:2]
-  assert left.lines[0].get_ydata() == [pytest.approx(np.mean(REFERENCE))]
-  band = left.collections[0].get_paths()[0].vertices[:, 1]
-  deviation = np.std(REFERENCE, ddof=1)
-  assert band.min() == pytest.approx(np.mean(REFERENCE) - deviation)
-  assert band.max() == pytest.approx(np.mean(REFERENCE) + deviation)
-  # Seven of nine elements, unscaled and times 2^15; the others are 0.
-  unscaled, _, scaled = right.patches
-  for bars, exponent in (unscaled, -5), (scaled, 10):
-    shares, edges, _ = bars.get_data()
-    assert edges[shares.argmax()] == exponent
-    assert shares.max() == pytest.approx(7 / 9)
 
 
 def cells_of(text):

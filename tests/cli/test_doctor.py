@@ -63,7 +63,6 @@ def test_the_check_is_the_observed_one(check, seen, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("name", "advice"),
   [
-    ("float32", "Train in float32, without loss scaling."),
     ("bfloat16", "Train in bfloat16, without loss scaling."),
     ("float16", "Train in float16 with ols.DynamicLossScale()."),
     (None, "Measure which is faster here, bfloat16 or float16."),

@@ -38,23 +38,14 @@ def model(gradients):
   return steps
 
 
-@pytest.mark.parametrize(
-  "capacity", [3, pytest.param(20, marks=pytest.mark.slow)]
-)
-def test_a_history_holds_the_last_steps_in_order(capacity):
-  tx = make(capacity)
+def test_a_history_holds_the_last_steps_in_order():
+  tx = make(3)
   history = instruments.get_history(tx.init(jnp.zeros(1)))
   assert [len(column) for column in history] == [0, 0, 0, 0]
   history = instruments.get_history(run(tx, GRADIENTS))
-  expected = model(GRADIENTS)[-capacity:]
+  expected = model(GRADIENTS)[-3:]
   for column, values in zip(history, zip(*expected, strict=True), strict=True):
     np.testing.assert_array_equal(column, values)
-
-
-def test_recording_changes_no_bit_of_training():
-  plain = ols.loss_scaling(optax.adam(0.1), support.Stub())
-  recorded = run(make(4), GRADIENTS).recorded_state
-  chex.assert_trees_all_equal(run(plain, GRADIENTS), recorded)
 
 
 def test_extra_arguments_reach_the_optimizer():
@@ -151,7 +142,7 @@ def test_the_headroom_is_unknown_without_a_positive_finite_amax():
   np.testing.assert_array_equal(history.headroom(), [*unknown, 3.0, -1.0])
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, 5])
 def test_a_requested_skip_leaves_the_record_bit_for_bit(steps):
   tx = make(3)
   state = run(tx, [np.inf] * steps)
