@@ -32,6 +32,12 @@ WEIGHTS = np.ones((4, 4), np.float32)
 # Rounds and ratios.
 
 
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch):
+  """Leaves out what takes most of the time of a small measurement."""
+  monkeypatch.setattr(rounds.gc, "collect", lambda: 0)
+
+
 def test_every_contender_has_one_turn_in_each_round():
   calls = []
   turns = {

@@ -154,8 +154,8 @@ def test_a_workload_trains(name, monkeypatch):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-  """Two tiny workloads, and a function that runs the command on a folder."""
-  made = {"tiny": make_tiny, "dull": functools.partial(make_tiny, full=False)}
+  """One tiny workload, and a function that runs the command on a folder."""
+  made = {"tiny": functools.partial(make_tiny, full=False)}
   monkeypatch.setattr(command, "WORKLOADS", made)
   monkeypatch.setattr(results, "FOLDER", tmp_path / "rows")
 
@@ -187,13 +187,13 @@ def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
   page.write_text(f"Before\n{begin}\n{end}\nafter")
   capsys.readouterr()
   every = repository("--appendix", str(tmp_path))
-  assert len(every) == len(settings.SETTINGS) + 5 + 4
+  assert len(every) == len(settings.of(full=False)) + 2
   assert {name: every[name].read_bytes() for name in one} == before
   printed = capsys.readouterr().out
   assert "tiny/float32" not in printed  # It was not trained again.
   assert "bit-equal" in printed and "no difference" in printed
   pictures = sorted(x.name for x in (tmp_path / "images").iterdir())
-  assert pictures == ["dull.png", "tiny.png"]
+  assert pictures == ["tiny.png"]
   text = page.read_text()
   start = f"Before\n{begin}\n\n- `tiny`: A tiny network; rate 0.1, 6 steps."
   assert text.startswith(start)
