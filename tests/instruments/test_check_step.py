@@ -192,13 +192,12 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
 # A proof alone, and runs alone.
 
 
-@pytest.mark.parametrize("compile", [jax.jit, lambda step: step])
-def test_a_step_with_shapes_is_only_proved(compile):
-  report = proved(*step_of(compile=compile))
+def test_a_step_with_shapes_is_only_proved():
+  report = proved(*step_of())
   assert laws_of(report) == ["proved"] * 3 and report.ok, report
   assert report.next_values == {"params": "0", "opt_state": "1"}
   assert "The step is right, for all values" in str(report)
-  report = proved(*step_of(compile=compile, value_and_grad=plain))
+  report = proved(*step_of(value_and_grad=plain))
   assert verdicts(report)["scale"] == "wrong", report
   assert "This batch" not in str(report) and "In runs" not in str(report)
 

@@ -3,9 +3,9 @@
 The common mistakes are in `tests/test_silent_mistakes.py`.
 """
 
-import dataclasses
 import functools
 import re
+from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -69,13 +69,13 @@ def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
   return step, *given, jax.tree.map(lambda x: x.reshape(2, 16, -1), BATCH)
 
 
-def ensemble(change=lambda scaled_grads, opt_state, params: scaled_grads):
+def ensemble():
   several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), PARAMS)
   opt_state = jax.vmap(TX.init)(several)
   # Each has its own S, and one of them overflows at first.
   scales = jnp.array([2.0**10, 2.0**126, 2.0**15], jnp.float32)
   opt_state = optax.tree.set(opt_state, loss_scale=scales)
-  step = jax.jit(jax.vmap(make_step(change=change), (0, 0, None)))
+  step = jax.jit(jax.vmap(make_step(), (0, 0, None)))
   return step, several, opt_state, BATCH
 
 
@@ -278,13 +278,11 @@ def test_an_s_that_overflows_is_halved_until_it_does_not():
 
 def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   def with_norms(new, old, _):
-    params, opt_state, batch = old
     scaled_grads = jax.grad(
-      lambda params: ols.scale_loss(loss_fn(params, batch), opt_state)
-    )(params)
-    true = ols.unscale(scaled_grads, opt_state)
-    norms = {"scaled": scaled_grads["v"], "true": true["v"]}
-    return (*new[:2], norms)
+      lambda params: ols.scale_loss(loss_fn(params, old[2]), old[1])
+    )(old[0])
+    true = ols.unscale(scaled_grads, old[1])
+    return *new[:2], {"scaled": scaled_grads["v"], "true": true["v"]}
 
   report = check(*ending(with_norms, None))
   assert_proved(report)
@@ -293,15 +291,6 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
 
 
 # Mistakes, and steps whose verdict is open.
-
-
-def unscale_one(scaled_grads, opt_state, params):
-  is_wrong = jnp.mean(params["w"] ** 2) < 0.05
-  return jax.tree.map(
-    lambda x, y: jnp.where(is_wrong, x, y),
-    ols.unscale(scaled_grads, opt_state),
-    scaled_grads,
-  )
 
 
 def with_the_scale_of_another():
@@ -386,10 +375,6 @@ def returned_as_one():
 
 ACCUMULATED = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
 JUDGED = {
-  "one member unscaled": (
-    lambda: ensemble(unscale_one),
-    ("scale", "wrong", "In runs: The largest gradient is prop"),
-  ),
   "another member's S": (
     with_the_scale_of_another,
     ("scale", "wrong", "grows as S[0], but `update`"),
@@ -582,9 +567,8 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
 # Rounding looks like no mistake.
 
 
-@pytest.mark.parametrize("scale", [2.0**-4, 1.0])
-def test_a_scale_that_is_too_small_for_float16_breaks_no_law(scale):
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
+def test_a_scale_that_is_too_small_for_float16_breaks_no_law():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**-4))
   half = ols.autocast(lambda *args: 2.0**-9 * loss_fn(*args), "O2")
   report = check(*step_of(tx, loss_fn=half))
   assert "wrong" not in verdicts(report).values(), report
@@ -816,9 +800,7 @@ def test_a_step_without_a_state_to_judge_is_refused():
 
 
 def test_a_rule_whose_scale_is_derived_is_named():
-  @jax.tree_util.register_dataclass
-  @dataclasses.dataclass(frozen=True)
-  class Exponent:
+  class Exponent(NamedTuple):
     exponent: jax.Array
 
     @property

@@ -214,7 +214,7 @@ def test_a_nan_is_of_the_scale_unless_clean_steps_around_it_disprove_that(name):
   assert found == by_exponent
 
 
-@pytest.mark.parametrize("place", [0, 5, 31])
+@pytest.mark.parametrize("place", [0, 31])
 def test_a_nan_stays_if_16_clean_steps_on_each_side_left_six_bits(place):
   for largest, stays in ((65504 / 64, True), (65504 / 63, False)):
     unscaled = np.full(33, 1.0)

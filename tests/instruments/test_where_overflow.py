@@ -186,8 +186,6 @@ def test_the_earliest_overflow_on_any_device_is_found():
   assert find(repeat, x / 2**9) == ("add", "", (), 3)
 
 
-
-
 def test_a_shard_map_in_a_loop_has_the_iteration_of_the_loop():
   def function(x):
     return lax.fori_loop(0, 4, lambda _, y: on_devices(scaled_up)(y), x)
