@@ -194,6 +194,14 @@ def test_any_program_in_low_precision_is_compared():
     of(in_float32)
 
 
+def test_complex_parameters_are_compared_by_their_parts():
+  def loss(params):
+    return jnp.sum((X[:1, :1] @ jnp.real(params)) ** 2 + jnp.imag(params) ** 2)
+
+  report = gradient_error(loss)(jnp.array([[1.0 + 2.0j, 3.0 - 1.0j]]))
+  assert 0 < report.errors[1] < 1e-3
+
+
 # Each loss that cannot be compared, and the reason.
 REFUSED = {
   "in float16": (

@@ -137,11 +137,8 @@ STEPS = {
     *(HALF, -126, False, 16.0),
   ),
   "another dtype": (
-    of_one(65504.0),
-    ols.nonfinite("float32"),
-    15,
-    False,
-    2**21,
+    of_one(2.0**15),
+    *(ols.nonfinite("float32"), 15, False, 2.0**20),
   ),
 }
 
