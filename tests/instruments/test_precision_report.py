@@ -113,6 +113,11 @@ COUNTS = {
       ("", "float16", ""): {"dot_general": 1},
     },
   ),
+  "loop": (
+    lambda x, w: lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ w), x),
+    ONES,
+    {("", "float32", "as written, in a loop"): {"dot_general": 1, "tanh": 1}},
+  ),
   "complex": (
     ols.autocast(lambda x, w: jnp.exp(x @ w), "O1"),
     ONES.astype(jnp.complex64),
@@ -136,19 +141,11 @@ def test_a_program_has_these_counts(name):
   assert report_of(fun, x, EYE.astype(x.dtype)).counts == counts
 
 
-@pytest.mark.parametrize(
-  ("level", "line"),
-  [
-    ("O0", "0 of 6 products in low precis"),
-    ("O1", "6 of 6 products in float16"),
-  ],
-)
-def test_each_product_has_two_more_in_the_backward_pass(level, line):
-  mixed = ols.autocast(lambda x, w: jnp.mean(linear(x, w)), level)
-  gradient = jax.value_and_grad(mixed, argnums=(0, 1))
-  report = report_of(gradient, ONES, EYE)
-  assert report.products == {"float32" if level == "O0" else "float16": 6}
-  assert report.line.startswith(line)
+def test_each_product_has_two_more_in_the_backward_pass():
+  mixed = ols.autocast(lambda x, w: jnp.mean(linear(x, w)), "O1")
+  report = report_of(jax.value_and_grad(mixed, argnums=(0, 1)), ONES, EYE)
+  assert report.products == {"float16": 6}
+  assert report.line.startswith("6 of 6 products in float16; ")
 
 
 def test_the_page_explains_each_reason():
@@ -158,13 +155,7 @@ def test_the_page_explains_each_reason():
     assert f'| "{reason}" |' in page, reason
 
 
-@pytest.mark.parametrize(
-  ("change", "expected"), [(lambda f: f, (5, 1)), (jax.checkpoint, (6, 2))]
-)
-def test_the_backward_pass_has_the_reasons_of_the_forward_pass(
-  change, expected
-):
-  @change
+def test_the_backward_pass_has_the_reasons_of_the_forward_pass():
   @jax.named_scope("layer")
   def layer(x, w, b):
     return jnp.exp(x @ w + b) @ w
@@ -173,10 +164,10 @@ def test_the_backward_pass_has_the_reasons_of_the_forward_pass(
     ols.autocast(lambda *args: jnp.sum(layer(*args)), "O1"), (1, 2)
   )
   report = report_of(gradient, ONES, EYE, jnp.ones(2))
-  names = report.counts["layer", "float32", "black list"]
-  assert (report.products["float16"], names["exp"]) == expected
+  assert report.products["float16"] == 5
   # The derivative of exp is a product with it; the bias is a sum of rows.
-  assert names["mul"] == 1
+  names = report.counts["layer", "float32", "black list"]
+  assert (names["exp"], names["mul"]) == (1, 1)
   name = report.counts["layer", "float32", "follows an input"]
   assert name == {"reduce_sum": 1}
 
@@ -197,7 +188,6 @@ def test_a_report_leaves_nothing_behind():
 
   step = jax.jit(traced)
   expected = step.lower(ONES, EYE).as_text(debug_info=True)
-  report_of(step, ONES, EYE)
   report_of(step, ONES, EYE)
   assert step.lower(ONES, EYE).as_text(debug_info=True) == expected
   assert "ols.note" not in expected
@@ -238,8 +228,8 @@ def test_a_schedule_is_reported_in_both_precisions():
     "runs; float16 in a branch: "
   )
   assert "float32, as written, in a branch:" in str(report)
-  changed = train_step(*args)
-  assert report_of(train_step, *changed[:3], ONES) == report
+  text = str(report_of(linear, ONES, EYE))
+  assert text.startswith("0 of 2 products in low precision\nfloat32, as writt")
 
 
 def test_the_table_of_a_large_model_is_cut_to_24_rows():
