@@ -166,16 +166,6 @@ def test_only_conversions_between_floats_are_counted():
   assert counts.float_conversions(jaxpr) == 1
 
 
-def test_values_kept_for_the_backward_pass_are_counted_without_arguments():
-  def function(weights, x):
-    y = x.astype(jnp.float16) @ weights.astype(jnp.float16)
-    return jnp.sin(y) * y
-
-  # Both factors of the product in float16, y, its sine and its cosine.
-  assert counts.bytes_kept(function, WEIGHTS, WEIGHTS) == 5 * 16 * 2
-  assert counts.bytes_kept(jnp.matmul, WEIGHTS, WEIGHTS) == 0
-
-
 # The check of each contender.
 
 
@@ -302,7 +292,6 @@ def test_the_verdict_needs_a_gap_that_is_clear_consistent_and_matters():
     found = verdict.compare(ours, theirs, matters=matters, more_is_better=False)
     assert found.verdict == expected
     assert found.mean == pytest.approx(gap)
-    assert found.deviation == pytest.approx(np.std(ours - theirs, ddof=1))
     assert found.visible == max(matters, 2 * np.std(theirs, ddof=1))
   assert len(seen) == 3
 
@@ -316,7 +305,6 @@ def test_a_reference_that_is_not_finite_is_refused():
   ("alone", "scaled", "reading"),
   [
     ("no difference", "no difference", "no need seen"),
-    ("better", "no difference", "no need seen"),
     ("worse", "no difference", "needs loss scaling"),
     ("worse", "better", "needs loss scaling"),
     ("worse", "worse", "not cured by loss scaling"),

@@ -94,12 +94,9 @@ def plainly(workload, setting, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("name", "size"), [("dynamic", 16.0), ("float16", 0.01)]
-)
-def test_training_is_that_of_a_plain_loop(name, size):
+def test_training_is_that_of_a_plain_loop():
   """With a large loss, the dynamic default skips its first steps."""
-  workload, setting = make_tiny(size=size), settings.SETTINGS[name]
+  workload, setting = make_tiny(size=16.0), settings.SETTINGS["dynamic"]
   trained = training.train(workload, setting)
   assert {x.step for x in trained.points} == set(range(STEPS + 1))
   for point in trained.points[-settings.SEEDS :]:
@@ -107,7 +104,7 @@ def test_training_is_that_of_a_plain_loop(name, size):
     assert point.score == pytest.approx(score, rel=1e-4)
     found = point.step, point.skipped, point.loss_scale
     assert found == (STEPS, skipped, scale)
-  assert any(x.skipped for x in trained.points) == (name == "dynamic")
+  assert any(x.skipped for x in trained.points)
 
 
 def test_each_setting_has_the_dtype_and_the_rule_of_its_name():

@@ -95,10 +95,6 @@ def test_a_gan_skips_the_network_that_overflowed():
   assert scales == {"discriminator": 0.5, "generator": 1}
 
 
-
-
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("too_large")
 @each_example

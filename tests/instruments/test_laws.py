@@ -541,14 +541,6 @@ SEEN_IN_RUNS = {
     lambda: step_of(SGD, loss_fn=half_loss_fn, change=decayed),
     ("invariance", "rounding", "check the step with the model in float32"),
   ),
-  "not scaled in float16": (
-    lambda: step_of(loss_fn=half_loss_fn, value_and_grad=plain),
-    ("scale", "wrong", "The largest gradient does not depend on S."),
-  ),
-  "masked in float16": (
-    lambda: step_of(optax.masked(TX, W_ALONE), loss_fn=half_loss_fn),
-    ("invariance", "wrong", "params/v (50 % like S^1)"),
-  ),
 }
 
 
