@@ -162,14 +162,13 @@ def test_it_is_the_same_bit_for_bit_after_an_overflow(value, before):
   assert_same_bits(after, state)
 
 
-@pytest.mark.parametrize("before", [6, 8])
-def test_a_step_that_another_reason_skips_is_not_seen(before):
+def test_a_step_that_another_reason_skips_is_not_seen():
   guard = experimental.SpikeGuard(window=8, warmup=4, patience=2)
-  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0][:before])
+  _, state = watch(guard, [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0])
   opt_state = TX.init(PARAMS)
   _, skipped = TX.update(PARAMS, opt_state, skip=True)
   # Out of patience, the guard would accept 9 and begin anew.
-  for value in (1.0, 9.0) if before == 8 else (1.0,):
+  for value in (1.0, 9.0):
     assert not guard.is_spike(state, value)
     assert_same_bits(guard.update(state, value, skipped), state)
   _, applied = TX.update(PARAMS, opt_state)
@@ -183,19 +182,6 @@ def test_the_path_chooses_whose_overflow_counts():
   both = {"first": clean, "second": overflowed}
   assert guard.update(guard.init(), 1.0, both, path="first").accepted == 1
   assert guard.update(guard.init(), 1.0, both, path="second").accepted == 0
-
-
-def test_a_change_of_level_is_accepted_after_patience_and_reported():
-  # The guards of axlearn and ZClip would skip or clip it for ever.
-  guard = experimental.SpikeGuard(window=16, warmup=4, patience=3)
-  low, high = [1.0, 1.1, 0.9, 1.0] * 3, [25.0, 26.0, 24.0, 25.0] * 3
-  found, state = watch(guard, [*low, *high])
-  assert positions(found) == [12, 13, 14]
-  assert (state.restarts, state.consecutive_spikes, state.spikes) == (1, 0, 3)
-  assert state.accepted == len(high) - 3
-  # Nothing of the old level is left, and the new one is guarded.
-  assert guard.limit(state) < 40
-  assert positions(watch(guard, [60.0, 25.0, 1.0], state=state)[0]) == [0]
 
 
 def test_all_devices_give_the_same_answer():
