@@ -305,6 +305,7 @@ FOLLOWING = {
   ),
   "never scaled, noise of a step": (noisy_run(), "moves of S"),
   "growing beside S": (run(np.arange(300) / 40 + NOISE - 10, S_OF_30), None),
+  "falling S": (run(NOISE - 10, -S_OF_30), None),
   # S may follow amax in small moves, with a rule that looks at it.
   "small moves": (run(-np.arange(300) / 50, np.arange(300) / 100), None),
   # Only the small gradients near the limit are clean.

@@ -101,7 +101,7 @@ def two_losses(*scales):
 
 
 def with_other_values():
-  """Returns a step with Python's numbers, and values that are no numbers."""
+  """Returns a step that takes Python's numbers, text and an object."""
 
   class Config:
     def copy(self, depth):

@@ -256,7 +256,7 @@ def test_elements_below_half_the_smallest_number_are_lost(name, limit):
   for scale in (1.0, 2.0**15, 2.0**126, 2.0**-126):
     lost = np.sum(nonzero * scale < limit) / nonzero.size
     assert stats.share_lost(name, scale) == pytest.approx(lost, rel=1e-12)
-  # Where S is within an exponent, a part of it is lost.
+  # An S between two powers of two loses a part of one exponent.
   whole = stats.share_lost(name), stats.share_lost(name, 2.0)
   assert whole[0] > stats.share_lost(name, 1.5) > whole[1]
 
