@@ -3,14 +3,10 @@
 import json
 import math
 
-import jax
-from jax import lax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import accelerate
-from benchmarks import autocast_counts as counts
 from benchmarks import cases
 from benchmarks import checks
 from benchmarks import kernels
@@ -26,8 +22,6 @@ from benchmarks.peers import bare
 from benchmarks.peers import this_library
 from benchmarks.truth import verdict
 from optax_lossscale._base import leaves
-
-WEIGHTS = np.ones((4, 4), np.float32)
 
 # Rounds and ratios.
 
@@ -64,11 +58,6 @@ def test_a_ratio_compares_times_of_the_same_round():
   assert rounds.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
   with pytest.raises(ValueError):
     rounds.ratios([2.0], [1.0, 3.0])
-
-
-def test_quartiles_of_the_times():
-  assert rounds.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
-  assert rounds.quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_each_part_is_compared_with_the_contender_that_it_names(monkeypatch):
@@ -129,41 +118,6 @@ def test_the_kernels_of_a_program_are_its_launches():
   # Two of the loop's body, one of its condition, one in each branch, and in the
   # entry computation an asynchronous copy, a call of a library and a sum.
   assert kernels.count(PROGRAM) == 2 + 1 + 2 + 3
-
-
-def scan_of_products(x):
-  def mixed(x):
-    y = x.astype(jnp.float16) @ x.astype(jnp.float16)
-    return jnp.tanh(y).astype(jnp.float32) @ x
-
-  return lax.scan(lambda x, _: (jax.jit(mixed)(x), None), x, length=5)
-
-
-def product_of_float16_and_float32(x):
-  half = x.astype(jnp.float16)
-  return lax.dot(half, x, preferred_element_type=jnp.float32)
-
-
-@pytest.mark.parametrize(
-  ("function", "products"),
-  [
-    (scan_of_products, (1, 2)),  # A loop's body counts once.
-    (product_of_float16_and_float32, (0, 1)),
-    (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), (0, 0)),
-  ],
-  ids=["loop", "mixed", "integers"],
-)
-def test_products_in_float16_are_counted(function, products):
-  jaxpr = jax.make_jaxpr(function)(WEIGHTS)
-  assert counts.products(jaxpr, jnp.float16) == products
-
-
-def test_only_conversions_between_floats_are_counted():
-  def function(x):
-    return x.astype(jnp.int32), x.astype(jnp.float16), x * jnp.float16(2)
-
-  jaxpr = jax.make_jaxpr(function)(WEIGHTS)
-  assert counts.float_conversions(jaxpr) == 1
 
 
 # The check of each contender.

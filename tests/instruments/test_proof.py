@@ -426,26 +426,6 @@ def test_equal_values_that_are_written_otherwise_are_not_called_wrong(keep):
   assert "wrong" not in verdicts(report).values(), report
 
 
-def test_what_the_host_draws_is_seen_by_runs_alone():
-  rng = np.random.default_rng(0)
-
-  def drawn(params, batch):
-    noise = jax.pure_callback(
-      lambda: rng.normal(size=batch["x"].shape).astype(np.float32),
-      jax.ShapeDtypeStruct(batch["x"].shape, jnp.float32),
-    )
-    return loss_fn(params, batch | {"x": batch["x"] + noise})
-
-  args = step_of(loss_fn=drawn)
-  assert verdicts(proved(*args))["invariance"] == "proved"
-  report = check(*args)
-  assert not report.deterministic
-  assert verdicts(report)["invariance"] == "proved"
-  assert "In runs: Updates differ between S and S/2" in said(
-    report, "invariance"
-  )
-
-
 # ---- An inf that hides in true gradients, which are free of S.
 
 
