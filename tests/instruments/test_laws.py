@@ -532,6 +532,10 @@ SEEN_IN_RUNS = {
     lambda: step_of(SGD, loss_fn=half_loss_fn, change=decayed),
     ("invariance", "rounding", "check the step with the model in float32"),
   ),
+  "masked in float16": (
+    lambda: step_of(optax.masked(TX, W_ALONE), loss_fn=half_loss_fn),
+    ("invariance", "wrong", "params/v (50 % like S^1)"),
+  ),
 }
 
 
