@@ -240,6 +240,7 @@ def test_a_nonfinite_argument_is_named_if_no_operation_overflowed(dtype):
   look = where_overflow(function)
   place = look(X / 4, {"n": 1, "x": x}, scale=HALF(0.5))
   assert (place.operation, place.kind) == ("argument", "nonfinite")
+  assert not place.backward
   assert (place.dtype, place.shape) == (np.dtype(dtype), (4,))
   assert str(place) == (
     "argument batch['x'] holds 2 elements that are not finite"
