@@ -88,40 +88,28 @@ def test_a_plot_is_drawn_into_given_or_new_axes(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("program", "printed"),
-  [
-    (
-      """
-sys.modules["matplotlib"] = None
-try:
-  ols.plot
-except ImportError as error:
-  print(error)
-""",
-      "ols.plot needs matplotlib, which is not installed; in a clone of the "
-      'repository: pip install -e ".[plot]".\n',
-    ),
-    (
-      """
+def test_matplotlib_is_imported_as_late_as_possible():
+  program = """
+import sys, optax_lossscale as ols
 from matplotlib.figure import Figure
 stats = ols.instruments.leaf_stats(1.0)
 ols.plot.heat_map(stats, ax=Figure().subplots())
 print("matplotlib.pyplot" in sys.modules)
-""",
-      "False\n",
-    ),
-  ],
-  ids=["the extra is named", "pyplot is not loaded for given axes"],
-)
-def test_matplotlib_is_imported_as_late_as_possible(program, printed):
+for name in [x for x in sys.modules if x.startswith("optax_lossscale.plot")]:
+  del sys.modules[name]
+sys.modules["matplotlib"] = None
+try:
+  import optax_lossscale.plot
+except ImportError as error:
+  print(error)
+"""
   result = subprocess.run(
-    [sys.executable, "-c", f"import sys, optax_lossscale as ols\n{program}"],
-    capture_output=True,
-    text=True,
-    check=True,
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
   )
-  assert result.stdout == printed
+  assert result.stdout == (
+    "False\nols.plot needs matplotlib, which is not installed; in a clone of "
+    'the repository: pip install -e ".[plot]".\n'
+  )
 
 
 def test_s_is_drawn_with_overflows_and_the_largest_s():
@@ -170,11 +158,10 @@ def test_any_history_is_drawn(history, labels, markers):
   ("scales", "first_amax", "is_left_out"),
   [
     ([1, 8192, 8192], 1.0, True),
-    ([1, 1, 1], 1.0, False),
     ([1, 2, 4], 1.0, False),
     ([1, 8192, 8192], np.inf, False),
   ],
-  ids=["jump", "all there is", "doubling", "lost"],
+  ids=["jump", "doubling", "lost"],
 )
 def test_a_first_s_of_1_does_not_stretch_the_axis(
   scales, first_amax, is_left_out
@@ -252,9 +239,6 @@ def test_shares_are_drawn_by_exponent_and_shifted_by_s():
   [
     # A tie becomes 0, and any larger number does not.
     ([2.0**-25, 1.0], 1.0, "about 0 % become 0"),
-    ([2.0**-26, 1.0], 1.0, "50 % become 0"),
-    ([2.0**-26, 1.0], 2.0**-3, "50 % become 0"),
-    ([2.0**-26, 1.0], 2.0, "about 0 % become 0"),
     ([2.0**-26, 1.0], 4.0, "0 % become 0"),
     ([2.0**-26, 1.0], 1.25, "about 33.9 % become 0"),
   ],
@@ -314,10 +298,9 @@ def test_each_format_has_a_bar_as_wide_as_its_range():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stats", [stats_of(), ONLY_NAN, stats_of(0.0)])
-@pytest.mark.parametrize("dtypes", [(), (jnp.bfloat16,)])
-def test_any_stats_are_drawn(stats, dtypes):
+def test_any_stats_are_drawn(stats):
   axes = plot.exponent_histogram(
-    stats, loss_scale=8.0, dtypes=dtypes, ax=new_axes()
+    stats, loss_scale=8.0, dtypes=(), ax=new_axes()
   )
   assert steps_of(axes) == [{}, {}]
   axes.figure.canvas.draw()
@@ -341,39 +324,35 @@ def test_a_heat_map_has_a_row_for_each_leaf():
   assert columns[0, 0].tolist() == [-148, -0.5]
   assert right[..., 0].min() > 16 and right.max() <= axes.get_xlim()[1]
   assert texts(axes.get_xticklabels())[-1] == "inf,\nNaN"
-  axes = plot.heat_map(stats_of(1.0), ax=new_axes())
+  # It marks the range of a format.
+  axes = plot.heat_map(stats_of(1.0), jnp.float8_e5m2, ax=new_axes())
+  assert {label: x[0] for label, (x, _) in lines(axes).items()} == {
+    r"$\leftarrow$ 0 in float8_e5m2": -17,
+    r"$\leftarrow$ subnormal in float8_e5m2": -14,
+    "largest float8_e5m2": np.log2(57344),
+  }
   assert axes.collections[0].get_array().max() == 1
   assert "inf" not in texts(axes.get_xticklabels())[-1]
 
 
 def test_a_heat_map_with_long_paths_keeps_room_for_its_rows():
   begin = "params/encoder/" + 8 * "block/"
-  paths = [f"{begin}layer_{i:02}/{9 * 'mlp/'}kernel" for i in range(60)]
+  paths = [f"{begin}layer_{i:02}/{9 * 'mlp/'}kernel" for i in range(30)]
   axes = plot.heat_map(
     instruments.leaf_stats(dict.fromkeys(paths, GRADIENTS)),
     loss_scale=2.0**12,
-    ax=Figure(figsize=(8, 15), layout="constrained").subplots(),
+    ax=Figure(figsize=(8, 8), layout="constrained").subplots(),
   )
   labels = texts(axes.get_yticklabels())
   assert labels[7] == "…/layer_07/mlp/mlp/…/mlp/mlp/mlp/kernel"
-  assert max(map(len, labels)) <= 40 and len(set(labels)) == 60
+  assert max(map(len, labels)) <= 40 and len(set(labels)) == 30
   axes.figure.canvas.draw()
   boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
   assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
   assert axes.get_position().width > 0.4
 
 
-def test_a_heat_map_marks_the_range_of_the_format():
-  axes = plot.heat_map(STATS, jnp.float8_e5m2, ax=new_axes())
-  found = {label: x[0] for label, (x, _) in lines(axes).items()}
-  assert {x: found[x] for x in found if "float8" in x} == {
-    r"$\leftarrow$ 0 in float8_e5m2": -17,
-    r"$\leftarrow$ subnormal in float8_e5m2": -14,
-    "largest float8_e5m2": np.log2(57344),
-  }
-
-
-@pytest.mark.parametrize("lowest", range(-42, -34, 2))
+@pytest.mark.parametrize("lowest", [-42, -36])
 def test_the_label_of_zeros_touches_no_other_in_a_narrow_panel(lowest):
   figure = Figure(figsize=(4.4, 4.0), layout="constrained")
   axes = plot.exponent_histogram(
@@ -393,7 +372,6 @@ def test_the_label_of_zeros_touches_no_other_in_a_narrow_panel(lowest):
       TypeError,
       "got ReplayedRun; .*y.history",
     ),
-    (plot.exponent_histogram, {"a": 1.0}, TypeError, "a LeafStats, got dict"),
     (plot.heat_map, {"a": 1.0}, TypeError, "a LeafStats, got dict; call"),
     (
       plot.heat_map,

@@ -90,8 +90,8 @@ def told(tx=SCALED, value_and_grad=scaled, update=update, params=PARAMS):
   found |= dict(zip([TRACED], texts, strict=False))
   # The compiled step is silent, and one that is not compiled says the same.
   assert listen(compiled, params, after, BATCH)[1] == []
-  (_, second, _), _ = listen(step, params, opt_state, BATCH)
-  assert listen(step, params, second, BATCH)[1] == texts
+  if texts:
+    assert listen(step, params, after, BATCH)[1] == texts
   if np.any([x.stalled for x in states.find_states(after).values()]):
     found[STATE] = "stalled"
   return found | checked(compiled, params, opt_state, BATCH)
@@ -126,17 +126,6 @@ def proved_wrong(step, *args, **kwargs):
   return {PROVED: f"{law.name} {[x for _, _, x in law.where]}"} if law else {}
 
 
-def of_each(first, *others):
-  """Returns what the first optimizer is told; all others break its law."""
-  found = told(first)
-  law = found[PROVED].partition(" ")[0]
-  for tx in others:
-    step = functools.partial(plain_step, tx)
-    wrong = proved_wrong(step, PARAMS, tx.init(PARAMS), BATCH)
-    assert wrong[PROVED].startswith(f"{law} [")
-  return found
-
-
 def plain_step(tx, params, opt_state, batch):
   _, scaled_grads = scaled(loss_fn, opt_state)(params, batch)
   updates, opt_state = tx.update(scaled_grads, opt_state, params)
@@ -161,28 +150,6 @@ def scaled_by_hand_as_well():
     return ols.scaled_value_and_grad(scaled_loss_fn, opt_state)
 
   return told(value_and_grad=twice)
-
-
-def masked_around():
-  masked = optax.masked(SCALED, W_ALONE)
-  return of_each(masked, optax.chain(masked, optax.identity()))
-
-
-def one_group():
-  groups = {True: SCALED, False: ADAM}
-  combine = optax.partition, optax.multi_transform
-  return of_each(*(x(groups, W_ALONE) for x in combine))
-
-
-def an_optimizer_before():
-  before = ADAM, optax.trace(0.9), optax.add_decayed_weights(0.1)
-  inner = ols.loss_scaling(optax.sgd(0.1), RULE)
-  return of_each(*(optax.chain(x, inner) for x in before))
-
-
-def moves_on_a_skip_after():
-  after = ADAM, optax.trace(0.9), optax.add_noise(0.1, 0.5, 0), optax.ema(0.9)
-  return of_each(*(optax.chain(SCALED, x) for x in after))
 
 
 def counts_after():
@@ -454,22 +421,25 @@ MISTAKES = {
     "(and 1 more). This batch hides it. Something before `update` hides",
   ),
   "masked": Mistake(
-    masked_around, LEAKS, f"invariance {APPLY}", "S/2: params/v (50 % like S^1)"
+    lambda: told(optax.masked(SCALED, W_ALONE)),
+    LEAKS,
+    f"invariance {APPLY}",
+    "S/2: params/v (50 % like S^1)",
   ),
   "one group": Mistake(
-    one_group,
+    lambda: told(optax.partition({True: SCALED, False: ADAM}, W_ALONE)),
     LEAKS,
     f"invariance {UPDATE}",
     "Some gradients do not pass through",
   ),
   "an optimizer before": Mistake(
-    an_optimizer_before,
+    lambda: told(optax.chain(ADAM, ols.loss_scaling(optax.sgd(0.1), RULE))),
     NOT_TRUE,
     f"scale {UPDATE}",
     "A step that overflows changed opt_state/0/0/count",
   ),
   "an optimizer after": Mistake(
-    moves_on_a_skip_after,
+    lambda: told(optax.chain(SCALED, ADAM)),
     {CHECKED: "skip: If the step is skipped, params/v"},
     f"skip {APPLY}",
     "overflows changed params/v, params/w, opt_state/1/0/count",

@@ -1,6 +1,5 @@
 """The parts that all commands share: the version, and errors of the output."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,32 +11,19 @@ from optax_lossscale import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# The script that pip writes for the entry point.
-SCRIPT = "import sys; from optax_lossscale.cli import main; sys.exit(main())"
-
 HISTORY = "step,loss_scale,amax\n" + "".join(
   f"{i},1024,{i}\n" for i in range(1, 200)
 )
 
 
-def script(tmp_path):
-  """Returns the command as a shell starts it."""
-  path = tmp_path / "optax-lossscale"
-  path.write_text(SCRIPT)
-  return [sys.executable, str(path)]
+COMMAND = [sys.executable, "-m", "optax_lossscale"]
 
 
-def environment():
-  """Returns the variables of a command that imports this package."""
-  paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-  return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def simulate(tmp_path, *arguments):
+def simulate(tmp_path):
   """Returns a command that prints more than one line."""
   path = tmp_path / "history.csv"
   path.write_text(HISTORY)
-  return [*script(tmp_path), "simulate", str(path), *arguments]
+  return [*COMMAND, "simulate", str(path)]
 
 
 def test_the_version_is_printed(capsys):
@@ -58,7 +44,6 @@ def test_the_program_alone_prints_its_help_as_an_error(capsys):
   ("words", "meant"),
   [
     (["docter"], "doctor"),
-    (["--versoin", "doctor"], "--version"),
     (["simulate", "a.csv", "--ruel=dynamic"], "--rule"),
     (["simulate", "a.csv", "--dtype", "flot16"], "float16"),
   ],
@@ -69,12 +54,11 @@ def test_a_misspelt_word_is_told_the_one_that_is_meant(words, meant, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["simulate", "help", "version"])
+@pytest.mark.parametrize("command", ["simulate", "version"])
 def test_a_full_disk_ends_with_a_sentence(command, tmp_path):
   words = {
     "simulate": simulate(tmp_path),
-    "help": [*script(tmp_path), "simulate", "--help"],
-    "version": [*script(tmp_path), "--version"],
+    "version": [*COMMAND, "--version"],
   }
   with open("/dev/full", "w") as full:
     done = subprocess.run(
@@ -82,7 +66,7 @@ def test_a_full_disk_ends_with_a_sentence(command, tmp_path):
       stdout=full,
       stderr=subprocess.PIPE,
       text=True,
-      env=environment(),
+      cwd=ROOT,
     )
   assert done.stderr == (
     "optax-lossscale: error: cannot print the output: No space left on device\n"
@@ -91,14 +75,13 @@ def test_a_full_disk_ends_with_a_sentence(command, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffered", [True, False])
-def test_a_closed_pipe_ends_with_a_sentence(buffered, tmp_path):
+def test_a_closed_pipe_ends_with_a_sentence(tmp_path):
   with subprocess.Popen(
     simulate(tmp_path),
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env={**environment(), "PYTHONUNBUFFERED": "" if buffered else "1"},
+    cwd=ROOT,
   ) as process:
     process.stdout.close()
     error = process.stderr.read()

@@ -35,12 +35,8 @@ def rows_of(out):
 @pytest.mark.parametrize(
   ("option", "arguments"),
   [
-    ("--rule", ["--rule", "magic"]),
-    ("--rule", ["--rule", "none"]),
     ("--rule", ["--rule", "fixed:0"]),
     ("--dtype", ["--dtype", "int8"]),
-    ("--hardware", ["--hardware", "clipping"]),
-    ("--ruel", ["--ruel", "dynamic"]),
   ],
 )
 def test_bad_input_is_answered_with_one_line(

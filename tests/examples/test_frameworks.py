@@ -5,8 +5,6 @@ import importlib.util
 import pathlib
 
 from flax import nnx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,30 +93,6 @@ def test_a_gan_skips_the_network_that_overflowed():
     for name, state in opt_state.items()
   }
   assert scales == {"discriminator": 0.5, "generator": 1}
-
-
-@pytest.mark.slow
-def test_a_window_is_the_whole_batch_and_one_overflow_skips_it():
-  example, (model, opt_state), batch = after_some_steps("equinox_accumulation")
-  whole, grads = example.eqx.filter_value_and_grad(float32_loss)(model, batch)
-  _, new_state, loss = example.train_step(model, opt_state, batch)
-  np.testing.assert_allclose(loss, whole, rtol=0.01)
-  # The metrics describe the micro-batches, not their mean.
-  amax = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads))
-  assert new_state.amax > 1.2 * amax * ols.get_loss_scale(opt_state)
-  batch["x"][5] = 1e6
-  new_model, new_state, _ = example.train_step(model, opt_state, batch)
-  assert new_state.skipped
-  for new, old in zip(*map(jax.tree.leaves, (new_model, model)), strict=True):
-    if isinstance(old, jax.Array):  # Activation functions are leaves too.
-      assert_same_bits(new, old)
-
-
-def float32_loss(model, batch):
-  """Returns the loss of the whole batch."""
-  logits = jax.vmap(model)(batch["x"])
-  chosen = jax.nn.log_softmax(logits)[np.arange(len(logits)), batch["y"]]
-  return -jnp.mean(chosen)
 
 
 @pytest.mark.long

@@ -65,11 +65,8 @@ def test_a_small_run_tells_where_it_is_and_draws(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
-  run, seed
-):
-  _, rows, _ = run(f"--seed={seed}")
+def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(run):
+  _, rows, _ = run("--seed=0")
   accuracy = {name: float(cells[1]) for name, cells in rows.items()}
   assert [x[2:] for x in rows.values()][:3] == [
     ["200", "0"],
@@ -80,18 +77,17 @@ def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
   assert alone < 0.02 and float32 > 0.4
   assert fixed == pytest.approx(float32, rel=0.01)
   assert dynamic == pytest.approx(float32, rel=0.01)
-  if seed == 0:
-    # Other versions have other sources, and round otherwise.
-    shown = {
-      name: [cell.strip() for cell in cells]
-      for line in re.findall(r"^\| (float.*)\|$", README, re.M)
-      for name, *cells in [line.split(" |")]
-    }
-    assert rows.keys() == shown.keys()
-    for name, cells in rows.items():
-      assert float(cells[0]) == pytest.approx(float(shown[name][0]), abs=2e-4)
-      assert float(cells[1]) == pytest.approx(float(shown[name][1]), abs=0.03)
-    applied, skipped, scale = shown["float16, dynamic"][2:]
-    assert abs(int(rows["float16, dynamic"][2]) - int(applied)) <= 2
-    assert int(applied) + int(skipped) == 200
-    assert abs(int(rows["float16, dynamic"][4][2:]) - int(scale[2:])) <= 2
+  # Other versions have other sources, and round otherwise.
+  shown = {
+    name: [cell.strip() for cell in cells]
+    for line in re.findall(r"^\| (float.*)\|$", README, re.M)
+    for name, *cells in [line.split(" |")]
+  }
+  assert rows.keys() == shown.keys()
+  for name, cells in rows.items():
+    assert float(cells[0]) == pytest.approx(float(shown[name][0]), abs=2e-4)
+    assert float(cells[1]) == pytest.approx(float(shown[name][1]), abs=0.03)
+  applied, skipped, scale = shown["float16, dynamic"][2:]
+  assert abs(int(rows["float16, dynamic"][2]) - int(applied)) <= 2
+  assert int(applied) + int(skipped) == 200
+  assert abs(int(rows["float16, dynamic"][4][2:]) - int(scale[2:])) <= 2

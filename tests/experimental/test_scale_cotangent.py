@@ -1,7 +1,5 @@
 """Cotangents multiplied at chosen points: layer-wise loss scaling."""
 
-import math
-
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -38,19 +36,11 @@ def test_it_is_the_identity():
     assert new.dtype == old.dtype
 
 
-@pytest.mark.parametrize("scale", [4, 0.25, jnp.float32(4), np.float32(0.25)])
+@pytest.mark.parametrize("scale", [0.25, jnp.float32(4)])
 def test_the_cotangent_is_multiplied(scale):
   found = gradient(scale, FACTORS)
   np.testing.assert_array_equal(found, FACTORS * HALF(scale))
   assert found.dtype == HALF
-
-
-@pytest.mark.parametrize("scale", [2.0**20, 2.0**-30])
-def test_the_scale_may_exceed_the_range_of_float16(scale):
-  factors = jnp.full(3, 2.0**-8 if scale > 1 else 2.0**15, HALF)
-  np.testing.assert_array_equal(
-    gradient(scale, factors), HALF(float(factors[0]) * scale)
-  )
 
 
 def test_the_product_is_rounded_once():
@@ -66,16 +56,7 @@ def test_float64_keeps_the_bits_of_the_scale():
     assert float(found[0]) == 0.1
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2, jnp.float32])
-def test_other_dtypes_keep_theirs(dtype):
-  x = jnp.ones(2, dtype)
-  _, pullback = jax.vjp(lambda x: experimental.scale_cotangent(x, 4), x)
-  (found,) = pullback(x)
-  assert found.dtype == dtype
-  np.testing.assert_array_equal(found.astype(jnp.float32), 4)
-
-
-@pytest.mark.parametrize("scale", [0.0, 2.0**-20, 4.0, -1.0])
+@pytest.mark.parametrize("scale", [0.0, 2.0**-20])
 def test_inf_and_nan_stay_visible(scale):
   found = gradient(scale, jnp.array([jnp.inf, -jnp.inf, jnp.nan], HALF))
   assert not np.any(np.isfinite(found))
@@ -138,23 +119,12 @@ def scan(x, scale):
   return lax.scan(step, x.dtype.type(0), jnp.stack([x] * 2))[0]
 
 
-def cond(x, scale):
-  return lax.cond(x[0] > 0, scan, lambda x, _: jnp.sum(x), x, scale)
-
-
-def vmap(x, scale):
-  scaled = jax.vmap(scaled_loss, (0, None, None))
-  return jnp.sum(scaled(jnp.stack([x] * 2), scale, HALF(1)))
-
-
 def status(x, scale):
   return hardware.float_status(scan)(x, scale)[0]
 
 
 INSIDE = {
   "remat of scan": jax.checkpoint(scan),
-  "cond": cond,
-  "vmap": vmap,
   "autocast": ols.autocast(scan, "O1"),
   "emulate_saturation": hardware.emulate_saturation(scan),
   "float_status": status,
@@ -169,13 +139,6 @@ def test_it_multiplies_inside_of(function):
   np.testing.assert_array_equal(found, 8)
 
 
-def test_emulated_saturation_clips_the_product():
-  found = hardware.emulate_saturation(jax.grad(scan))(X, jnp.float32(2.0**20))
-  np.testing.assert_array_equal(found, 65504)
-  _, overflowed = hardware.float_status(jax.grad(scan))(X, jnp.float32(2.0**20))
-  assert overflowed
-
-
 def test_autocast_multiplies_in_float32_what_float16_cannot_hold():
   def loss(w, x):
     w = experimental.scale_cotangent(w, 2.0**-30)
@@ -186,24 +149,7 @@ def test_autocast_multiplies_in_float32_what_float16_cannot_hold():
   np.testing.assert_array_equal(found, 2.0**-20)
 
 
-def test_each_example_of_a_vmap_may_have_a_scale_of_its_own():
-  scales = jnp.array([1.0, 2.0])
-  found = jax.vmap(jax.grad(scaled_loss), (None, 0, None))(X, scales, HALF(1))
-  np.testing.assert_array_equal(found, [[1, 1, 1], [2, 2, 2]])
-
-
 # Devices.
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_each_device_multiplies_its_own(check_vma):
-  specs = (jax.P("data"), jax.P(), jax.P("data"))
-  function = on_each_device(
-    jax.grad(scaled_loss), jax.P("data"), check_vma, specs
-  )
-  factors = jnp.arange(8.0)
-  found = jax.jit(function)(jnp.ones(8), jnp.float32(4), factors)
-  np.testing.assert_array_equal(found, 4 * factors)
 
 
 def test_a_replicated_value_is_multiplied_after_the_sum_of_cotangents():
@@ -227,32 +173,20 @@ def test_a_varying_scale_multiplies_before_the_sum():
 
 
 @pytest.mark.parametrize(
-  "scale",
-  [
-    None,
-    "2",
-    True,
-    1j,
-    jnp.ones(2),
-    np.ones(2),
-    jnp.array(True),
-    jnp.complex64(1),
-    ols.DynamicLossScale(),
-  ],
-  ids=repr,
+  "scale", [None, True, 1j, jnp.ones(2), jnp.array(True)], ids=repr
 )
 def test_a_scale_that_is_no_real_scalar_is_refused(scale):
   with pytest.raises(TypeError, match="`scale` must be a (number|real scalar)"):
     experimental.scale_cotangent(X, scale)
 
 
-@pytest.mark.parametrize("scale", [1e-60, -(2.0**-127)])
-def test_a_number_that_float32_flushes_to_0_is_refused(scale):
-  with pytest.raises(ValueError, match=r"0 or at least 2\*\*-126"):
-    experimental.scale_cotangent(X, scale)
-
-
-@pytest.mark.parametrize("scale", [math.inf, math.nan, 2.0**128])
-def test_a_number_that_is_not_finite_in_float32_is_refused(scale):
-  with pytest.raises(ValueError, match="`scale` must be finite in float32"):
+@pytest.mark.parametrize(
+  ("scale", "message"),
+  [
+    (-(2.0**-127), r"0 or at least 2\*\*-126"),
+    (2.0**128, "`scale` must be finite in float32"),
+  ],
+)
+def test_a_number_that_float32_cannot_hold_is_refused(scale, message):
+  with pytest.raises(ValueError, match=message):
     experimental.scale_cotangent(X, scale)

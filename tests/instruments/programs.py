@@ -631,9 +631,6 @@ def judge(program):
     counts["any"] += said.degree == _degrees.ANY
     counts["identities"] += said.identity is not None
     counts["constants"] += said.constant is not None
-    if isinstance(said.degree, _degrees.Unknown) and said.degree.is_sure:
-      counts["unknown"] += 1
-      counts["unchanged"] += is_power(program, i)
     wrong = error(program, i, said)
     if wrong:
       # Values that are made of it are wrong as well.
@@ -669,14 +666,3 @@ def hidden(program):
       tainted.add(i)
       errors.append(f"[{made.name}] value {i} is finite: {said}")
   return errors
-
-
-def is_power(program, i):
-  """Returns whether a value was a power of S at these S."""
-  first, *others = (x[i].astype(np.float64) for x in program.values)
-  for quarters in range(-16, 17):
-    ratios = [x[0] / program.inputs[0][0] for x in program.inputs[1:]]
-    factors = [column(x) ** (quarters / 4) for x in ratios]
-    if all(same(x, first * y) for x, y in zip(others, factors, strict=True)):
-      return True
-  return False

@@ -31,11 +31,11 @@ SATURATED = ols.saturated(jnp.float16)
 WIDE = ols.nonfinite(jnp.bfloat16)
 
 
-def npu(init_scale=2.0**15, interval=1000, overflows=1):
+def npu(init_scale=2.0**15, interval=1000):
   return presets.npu_exponential(
     init_loss_scale=init_scale,
     incr_every_n_steps=interval,
-    decr_every_n_nan_or_inf=overflows,
+    decr_every_n_nan_or_inf=1,
     decr_ratio=0.5,
   )
 
@@ -76,22 +76,12 @@ CHANGES = {
     FLAT_RUN,
     ["init_scale: 2**32 -> 2**15: 17 steps overflowed before"],
   ),
-  "start too high, jmp": (
-    presets.jmp(loss_scale=2.0**32, period=1000),
-    FLAT_RUN,
-    ["loss_scale: 2**32 -> 2**15: "],
-  ),
   "start too low": (npu(1.0), FLAT_RUN, ["init_loss_scale: 1 -> 2**13: "]),
   # Each interval loses the step on which S is too high; 4 of 4000 may be lost.
   "interval too short, wrapped": (
     rules.WarmStart(npu(interval=100)),
     FLAT_RUN,
     ["incr_every_n_steps: 100 -> 800: "],
-  ),
-  "interval too short for spikes": (
-    npu(interval=100),
-    make_history(np.where(AT % 500 == 250, 2.0**6, 1) * FLAT),
-    ["incr_every_n_steps: 100 -> 1600: "],
   ),
   "interval too long": (
     npu(interval=2000),
@@ -111,11 +101,6 @@ CHANGES = {
     make_history(np.where(AT % 100 == 0, 2.0**3.5, 1) * FLAT),
     ["headroom: 0 -> 4: "],
   ),
-  "spikes need the headroom": (
-    ols.DynamicLossScale(2.0**5, growth_interval=1000),
-    make_history(np.where(AT % 100 == 50, 2.0**10, 1) * FLAT),
-    [],
-  ),
   # A fixed S leaves two bits.
   "fixed S too low": (
     ols.FixedLossScale(2.0**4),
@@ -125,13 +110,8 @@ CHANGES = {
   "fixed S nearly too low": (ols.FixedLossScale(2.0**12), FLAT_RUN, []),
   "fixed S too high, npu": (
     presets.npu_fixed(loss_scale=2.0**20),
-    FLAT_RUN,
-    ["loss_scale: 2**20 -> 2**13: 4000 of 4000 steps overflowed"],
-  ),
-  "fixed S too high, megatron": (
-    presets.megatron_constant(initial_scale=2.0**20),
-    FLAT_RUN,
-    ["initial_scale: 2**20 -> 2**13: "],
+    make_history(FLAT[:200]),
+    ["loss_scale: 2**20 -> 2**13: 200 of 200 steps overflowed"],
   ),
   "fixed S too high, paddle": (
     presets.paddle(init_loss_scaling=2.0**20, use_dynamic_loss_scaling=False),
@@ -143,16 +123,6 @@ CHANGES = {
     ols.FixedLossScale(2.0**20),
     make_history(np.full(150, INF), scale=2.0**20),
     ["scale: 2**20 -> 2**17: "],
-  ),
-  "fixed S of a later part": (
-    ols.FixedLossScale(2.0**20),
-    make_history(FLAT, first_step=5001),
-    ["scale: 2**20 -> 2**13: "],
-  ),
-  "ceiling": (
-    ols.DynamicLossScale(2.0**8, max_scale=2.0**8),
-    FLAT_RUN,
-    ["max_scale: 2**8 -> 2**13: ", "init_scale: 2**8 -> 2**13: "],
   ),
   "ceiling, reached later": (
     ols.DynamicLossScale(growth_interval=100, max_scale=2.0**16),
@@ -182,11 +152,6 @@ CHANGES = {
     make_history(FLAT, scale=2.0**15, first_step=5001),
     [],
   ),
-  "later part with its own S": (
-    npu(),
-    make_history(FLAT, scale=1.0, first_step=5001),
-    ["incr_every_n_steps: 1000 -> 250: "],
-  ),
   "run from a checkpoint": (
     npu(2.0**32),
     lambda: replayed(npu(2.0**32), FLAT_RUN, loss_scale=2.0**15),
@@ -196,11 +161,6 @@ CHANGES = {
     npu(2.0**32),
     make_history(FLAT[:200], first_step=0),
     ["init_loss_scale: 2**32 -> 2**15: "],
-  ),
-  "enough steps": (
-    ols.FixedLossScale(1.0),
-    make_history(FLAT[:100]),
-    ["scale: 1 -> 2**13: "],
   ),
   "too few steps": (
     ols.FixedLossScale(1.0),
@@ -222,12 +182,6 @@ CHANGES = {
     npu(),
     make_history(np.where(AT % 2500 == 1000, NAN, FLAT)),
     ["2 of 4000 steps had NaN gradients at an S that left"],
-  ),
-  # S must recover from each NaN.
-  "NaN at any S, often": (
-    npu(interval=2000),
-    make_history(np.where(AT % 300 == 100, NAN, FLAT)),
-    ["13 of 4000 steps had NaN", "incr_every_n_steps: 2000 -> 250: "],
   ),
   # S may still be falling to one at which the steps are clean.
   "NaN from the first step on": (
@@ -253,7 +207,6 @@ CHANGES = {
   ),
   # Unused range does no harm in a dtype with the range of float32.
   "bfloat16, fixed S": (ols.FixedLossScale(1.0), FLAT_RUN, [], WIDE),
-  "bfloat16, interval too long": (npu(interval=2000), SHRINKING, [], WIDE),
   "bfloat16, S too high": (
     ols.FixedLossScale(2.0**127),
     make_history(FLAT * 4),
@@ -261,11 +214,7 @@ CHANGES = {
     WIDE,
   ),
 }
-SLOW = {
-  *("start too high, dynamic", "start too high, jmp", "headroom loses steps"),
-  *("spikes need the headroom", "fixed S too high, npu", "ceiling", "floor"),
-  *("fixed S too high, megatron", "later part with its own S"),
-}
+SLOW = {"start too high, dynamic", "headroom loses steps", "floor"}
 
 
 @pytest.mark.parametrize("name", support.slow_but({*CHANGES} - SLOW, CHANGES))
@@ -275,10 +224,8 @@ def test_a_run_calls_for_this_advice(name):
   assert_lines(lines(rule, history, *check), beginnings)
 
 
-@pytest.mark.parametrize(
-  "rule", [ols.FixedLossScale(2.0**15), npu(overflows=2)]
-)
-def test_a_nan_that_a_smaller_scale_may_cure_counts_like_inf(rule):
+def test_a_nan_that_a_smaller_scale_may_cure_counts_like_inf():
+  rule = ols.FixedLossScale(2.0**15)
   # S and amax are halved after the step that was NaN or inf.
   is_before = np.arange(200) < 100
   unscaled = np.where(np.arange(200) == 99, INF, 6e4 / 2**15)
@@ -293,15 +240,13 @@ def test_a_nan_that_a_smaller_scale_may_cure_counts_like_inf(rule):
 
 
 def test_a_reason_has_the_figures_of_both_replays():
-  rule, advised = npu(2.0**32), npu(2.0**15)
-  before, after = (instruments.replay(x, FLAT_RUN) for x in (rule, advised))
-  assert lines(rule, FLAT_RUN) == [
-    "init_loss_scale: 2**32 -> 2**15: 17 steps overflowed before the first "
-    f"clean one (in a replay); overflows {before.lost_steps} -> "
-    f"{after.lost_steps} of 4000, mean headroom {before.mean_headroom:.1f} -> "
-    f"{after.mean_headroom:.1f} bits"
-  ]
-  assert before.lost_steps - after.lost_steps == 17
+  (line,) = lines(npu(2.0**32), FLAT_RUN)
+  before, after = (instruments.replay(npu(x), FLAT_RUN) for x in (2**32, 2**15))
+  assert line.partition(": 17 steps ")[2] == (
+    "overflowed before the first clean one (in a replay); overflows "
+    f"{before.lost_steps} -> {after.lost_steps} of 4000, mean headroom "
+    f"{before.mean_headroom:.1f} -> {after.mean_headroom:.1f} bits"
+  )
 
 
 def test_figures_that_were_not_recorded_are_marked():
@@ -340,10 +285,10 @@ def unscaled_run(moves):
   return run(np.random.default_rng(0).normal(size=1000) - exponent, exponent)
 
 
-def noisy_run(steps, each):
-  """Returns gradients of jax.grad whose noise lasts some steps."""
-  exponent = np.arange(6.0 * each) // each
-  noise = np.repeat([2.0, 0.0, -2.0, 0.0, -2.0, 2.0, 0.0], steps)
+def noisy_run():
+  """Returns gradients of jax.grad whose noise lasts a step."""
+  exponent = np.arange(120.0) // 20
+  noise = np.array([2.0, 0.0, -2.0, 0.0, -2.0, 2.0, 0.0])
   return run(np.resize(noise, exponent.size) - exponent, exponent)
 
 
@@ -352,17 +297,15 @@ WILD = np.random.default_rng(0).normal(-10, 4, size=120)
 S_OF_30, S_OF_5 = np.arange(300) // 30 - 9.0, np.arange(60) // 5 - 8.0
 # Each run, and what its advice says if its gradients do not follow S.
 FOLLOWING = {
-  "never scaled": (unscaled_run(20), "over 20 moves of S, amax moved "),
-  "never scaled, 5 moves": (unscaled_run(5), "over 5 moves of S"),
+  "never scaled": (unscaled_run(5), "over 5 moves of S, amax moved "),
   "never scaled, 4 moves": (unscaled_run(4), None),
   "scaled twice": (
     run(np.arange(200) // 20 - 12.0, np.arange(200) // 20 + 0.0),
     "amax moved 2.0 times as far",
   ),
-  "never scaled, noise of a step": (noisy_run(1, 20), "moves of S"),
-  "never scaled, noise of two steps": (noisy_run(2, 60), "moves of S"),
+  "never scaled, noise of a step": (noisy_run(), "moves of S"),
   "growing beside S": (run(np.arange(300) / 40 + NOISE - 10, S_OF_30), None),
-  "shrinking beside S": (run(-np.arange(300) / 40 + NOISE - 10, S_OF_30), None),
+  "falling S": (run(NOISE - 10, -S_OF_30), None),
   # S may follow amax in small moves, with a rule that looks at it.
   "small moves": (run(-np.arange(300) / 50, np.arange(300) / 100), None),
   # Only the small gradients near the limit are clean.
@@ -387,7 +330,6 @@ def test_gradients_that_do_not_follow_s_are_reported_alone(name):
 def test_a_value_is_written_as_a_person_would():
   for value, text in (
     (2.0**15, "2**15"),
-    (2.0**-14, "2**-14"),
     (2**32, "2**32"),
     (1024, "1024"),
     (8.0, "8"),

@@ -53,7 +53,6 @@ SEEN = "It is seen. Not proved: It is shown."
     ("scale", "proved", "exact", "proved", "It is shown.", ""),
     ("scale", "proved", "inconclusive", "proved", BOTH, ""),
     ("scale", "refuted", "wrong", "wrong", BOTH, "Do."),
-    ("invariance", "refuted", "exact", "wrong", HIDDEN, "Mend."),
     ("invariance", "refuted", "inconclusive", "wrong", HIDDEN, "Mend."),
     ("skip", "refuted", "exact", "inconclusive", SKIP_TEXT, "Mend."),
     ("skip", "refuted", "wrong", "wrong", BOTH, "Do."),
@@ -119,7 +118,6 @@ MOST = float(np.finfo(np.float32).max)
     ([8, 4 + 2**-10, 2], "rounding", "is nearly proportional"),
     ([8, 2.9, 1.05], "inconclusive", "S^1.47"),
     ([8, 1, 0.125], "wrong", "S^3.00"),
-    ([0, 0, 0], "inconclusive", "all gradients are 0"),
     ([MOST, MOST / 2, MOST / 4], "inconclusive", "all gradients are 0"),
     ([[8, 8], [4, 2], [2, 0.5]], "exact", "is proportional to S."),
     ([[8, 8], [4, 8], [2, 8]], "wrong", "S^0.00"),
@@ -143,7 +141,6 @@ def test_the_scale_law_follows_the_largest_gradient(amaxes, verdict, text):
     ([0, 1, 1, 1 + 2**-21, 1, 1], False, "rounding", "p (4.8e-05 %)"),
     ([0, 1, 1, 1 + 2**-19, 1, 1], False, "wrong", "p (0.00019 %)"),
     ([0, 1, 1, 1, 1, 1 + 2**-17], False, "wrong", "p (0.00076 % at S/4096)"),
-    ([0, 4, 4, 2, 1], False, "wrong", "p (50 % like S^1)"),
     ([0, 1, 1 + 2**-9, 1 + 2**-6, 1], False, "inconclusive", "p (1.5 %)"),
     ([0, 4, 4, 2, 1], True, "wrong", "p (50 % like S^1)"),
     ([0, 1, 1, 1 + 2**-9, 1], True, "rounding", "p (0.19 %)"),
@@ -192,13 +189,12 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
 # A proof alone, and runs alone.
 
 
-@pytest.mark.parametrize("compile", [jax.jit, lambda step: step])
-def test_a_step_with_shapes_is_only_proved(compile):
-  report = proved(*step_of(compile=compile))
+def test_a_step_with_shapes_is_only_proved():
+  report = proved(*step_of())
   assert laws_of(report) == ["proved"] * 3 and report.ok, report
   assert report.next_values == {"params": "0", "opt_state": "1"}
   assert "The step is right, for all values" in str(report)
-  report = proved(*step_of(compile=compile, value_and_grad=plain))
+  report = proved(*step_of(value_and_grad=plain))
   assert verdicts(report)["scale"] == "wrong", report
   assert "This batch" not in str(report) and "In runs" not in str(report)
 
@@ -221,11 +217,12 @@ def test_one_shape_among_arrays_is_enough_and_nothing_is_computed(place):
 
 
 def test_a_step_that_reads_a_number_is_run_and_fails_with_shapes():
+  compiled, *args = step_of()
+
   def step(params, opt_state, batch):
-    params, opt_state, loss = make_step()(params, opt_state, batch)
+    params, opt_state, loss = compiled(params, opt_state, batch)
     return params, opt_state, float(loss)
 
-  args = step_of()[1:]
   report = check(step, *args)
   assert laws_of(report) == ["exact"] * 3 and report.ok, report
   assert "prove" not in str(report).lower()

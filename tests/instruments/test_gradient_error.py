@@ -68,7 +68,6 @@ def test_a_gradient_that_underflows_counts_among_those_that_are_not_zero():
     # inf - inf is NaN in the backward pass.
     (lambda x: jnp.sum((jnp.ones((4, 4)) @ x) @ x), (jnp.eye(4) - 0.5) * 2**15),
     (lambda x: jnp.sum(jnp.sin(x @ x)), jnp.full((9, 9), 300.0)),
-    (lambda x: jnp.sum((x @ x) ** 2), jnp.full((9, 9), 100.0)),
   ],
 )
 def test_inf_and_nan_are_overflows(loss, params):
@@ -98,16 +97,11 @@ def report_with(errors, zeros=0.0):
       *(1, "needs no loss scaling: the error is rounding, 1.00%, which no S"),
     ),
     ({1: 0.012, 1024: 1e-2, 32768: 1e-2}, 1024, "From S = 1024 to 32768"),
-    ({1: 0.6, 1024: 1e-3, 32768: 4e-3}, 1024, "the error is rounding, 0.40%"),
     (
       {1: 1.9e-3, 1024: 1e-4, 32768: 1e-4},
       *(1, "needs no loss scaling: the error is at most 0.19%, which is small"),
     ),
     ({1: 2e-3, 1024: 1e-4, 32768: 1e-4}, 1024, "From S = 1024 to 32768"),
-    (
-      {1: 0.6, 1024: 1.9e-3, 32768: 1e-4},
-      *(1024, "1024 to 32768, the error is at most 0.19%, which is small"),
-    ),
     ({1: 0.0, 1024: 0.0}, 1, "needs no loss scaling"),
     ({1: 0.3, 1024: 1e-3, 2**40: math.inf}, 1024, "At S = 1024, the error"),
     ({1: math.inf, 0.5: 1e-2, 0.25: 1e-2}, 0.25, "From S = 2**-2 to 2**-1"),
@@ -117,9 +111,7 @@ def report_with(errors, zeros=0.0):
       {1: 0.6, 1024: 0.1, 32768: math.inf},
       *(None, "at S = 1024. S = 32768 overflows: try S between the two"),
     ),
-    ({1: 0.6, 1024: math.inf}, None, "does not tell underflow from rounding"),
     ({1: 0.6}, None, "does not tell underflow from rounding. Try a larger S"),
-    ({1: 1e-3, 1024: math.inf}, 1, "needs no loss scaling"),
     ({1: 0.09, 1024: 0.09}, 1, "needs no loss scaling"),
     ({1: 0.11, 1024: 0.11}, 1, "That is a large part of this gradient"),
   ],
@@ -203,31 +195,22 @@ def test_any_program_in_low_precision_is_compared():
 
 
 def test_complex_parameters_are_compared_by_their_parts():
-  params = jnp.array([[1.0 + 2.0j, 3.0 - 1.0j]])
-
   def loss(params):
     return jnp.sum((X[:1, :1] @ jnp.real(params)) ** 2 + jnp.imag(params) ** 2)
 
-  report = gradient_error(loss)(params)
+  report = gradient_error(loss)(jnp.array([[1.0 + 2.0j, 3.0 - 1.0j]]))
   assert 0 < report.errors[1] < 1e-3
-
-
-def test_inputs_may_be_narrow():
-  def loss(weights, x):
-    return loss_fn(weights, jnp.float32(x))
-
-  assert gradient_error(loss)(WEIGHTS, jnp.float16(X)).rounding < 1e-3
 
 
 # Each loss that cannot be compared, and the reason.
 REFUSED = {
   "in float16": (
-    jax.jit(lambda w, x: jnp.mean(jnp.float16(x) @ w.astype("float16")) * 1.0),
-    "`loss_fn` must compute in float32, got 'dot_general' in float16; ",
-  ),
-  "in a scope": (
     ols.autocast(loss_fn),
     "`loss_fn` must compute in float32, .* in the scope 'narrow'; ",
+  ),
+  "narrow parameters": (
+    lambda w, x: loss_fn(jnp.float32(w), x),
+    "got bfloat16 at",
   ),
   "no product": (lambda w, x: jnp.sum(w), "`low_loss_fn` must compute below"),
   "zero": (
@@ -244,15 +227,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loss_that_cannot_be_compared_is_refused(name):
   loss, error = REFUSED[name]
+  dtype = jnp.bfloat16 if name == "narrow parameters" else jnp.float32
   with pytest.raises(ValueError, match=error):
-    gradient_error(loss)(WEIGHTS, X)
-
-
-def test_narrow_parameters_are_refused():
-  with pytest.raises(ValueError, match="got bfloat16 at 'w'"):
-    gradient_error(lambda p, x: loss_fn(jnp.float32(p["w"]), x))(
-      {"w": jnp.bfloat16(WEIGHTS)}, X
-    )
+    gradient_error(loss)(WEIGHTS.astype(dtype), X)
 
 
 def test_arguments_are_checked_before_the_call():
@@ -264,9 +241,8 @@ def test_arguments_are_checked_before_the_call():
     gradient_error(loss_fn, loss_scales=())
   with pytest.raises(ValueError, match="`loss_scales` must be positive"):
     gradient_error(loss_fn, loss_scales=(1, 0))
-  for value in ("many", None, [[1, 2]], [True]):
-    with pytest.raises(TypeError, match="`loss_scales` must be a number"):
-      gradient_error(loss_fn, loss_scales=value)
+  with pytest.raises(TypeError, match="`loss_scales` must be a number"):
+    gradient_error(loss_fn, loss_scales="many")
 
 
 @pytest.mark.parametrize(
@@ -281,9 +257,6 @@ def test_scales_come_as_a_number_or_in_any_collection(given, scales):
 def test_traced_values_are_refused():
   with pytest.raises(ValueError, match="outside of jit"):
     jax.jit(gradient_error(loss_fn))(WEIGHTS, X)
-  # The loss may also close over one.
-  with pytest.raises(ValueError, match="outside of jit"):
-    jax.jit(lambda x: gradient_error(lambda w: loss_fn(w, x))(WEIGHTS))(X)
 
 
 def test_a_model_with_functions_names_the_remedy():

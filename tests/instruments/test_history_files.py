@@ -71,7 +71,6 @@ def test_a_step_overflowed_if_the_file_says_so_or_amax_is_not_finite(write):
   ("text", "words"),
   [
     ("", "line 1: .*amax, got ''"),
-    ('{"amax": [1, 2]}', "line 1: .*between commas.*got '{"),
     ("amax\n", "must have a line for each step, got no steps"),
     ("amax\n1\nx\n", "line 3, column amax: .*number.*, got 'x'"),
     ("step,amax\n1,1\n2,-1\n", "line 3, column amax: .*from 0.*'-1'"),
@@ -79,13 +78,11 @@ def test_a_step_overflowed_if_the_file_says_so_or_amax_is_not_finite(write):
     ("amax,loss_scale\n1,1e-39\n", "normal float32, got '1e-39'"),
     ("amax,overflow\n1,2\n", "line 2, column overflow: .*0 or 1, got '2'"),
     ("amax,step\n1,1.5\n", "line 2, column step: .*'1.5'"),
-    ("amax,step\n1,inf\n", "line 2, column step: .*'inf'"),
     ("amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
     ("amax,step\n1,2\n1,2\n", "line 3, column step: .*2 after 2; .*one run"),
     ("amax\n1,5\n", "line 2: must have as many.*1, got 2"),
     ('amax\n"1\n', "unexpected end"),
     ("amax, amax\n1,2\n", "line 1: column amax .*once, got it twice"),
-    ("x" * 10**5 + "\n1\n", "one of them amax, got 'xxx"),
     ("amax\n" + "x" * 10**5, "got 'xxx"),
   ],
 )

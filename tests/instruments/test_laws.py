@@ -3,9 +3,9 @@
 The common mistakes are in `tests/test_silent_mistakes.py`.
 """
 
-import dataclasses
 import functools
 import re
+from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -16,7 +16,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import rules
 from optax_lossscale.instruments import _check_step
 from optax_lossscale.instruments import _proof
 from tests import optimizers
@@ -70,13 +69,13 @@ def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
   return step, *given, jax.tree.map(lambda x: x.reshape(2, 16, -1), BATCH)
 
 
-def ensemble(change=lambda scaled_grads, opt_state, params: scaled_grads):
+def ensemble():
   several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), PARAMS)
   opt_state = jax.vmap(TX.init)(several)
   # Each has its own S, and one of them overflows at first.
   scales = jnp.array([2.0**10, 2.0**126, 2.0**15], jnp.float32)
   opt_state = optax.tree.set(opt_state, loss_scale=scales)
-  step = jax.jit(jax.vmap(make_step(change=change), (0, 0, None)))
+  step = jax.jit(jax.vmap(make_step(), (0, 0, None)))
   return step, several, opt_state, BATCH
 
 
@@ -101,26 +100,22 @@ def two_losses(*scales):
   return jax.jit(step), params, opt_states, BATCH
 
 
-def of_python_numbers():
-  """Returns a step whose largest gradient is 6 S, whose log2 is rounded."""
+def with_other_values():
+  """Returns a step that takes Python's numbers, text and an object."""
 
-  def distance(params, x):
-    return (params["w"] * x - params["b"]) ** 2
-
-  params = {"w": jnp.asarray(1.0), "b": 2.0}
-  return make_step(loss_fn=distance), params, TX.init(params), 3.0
-
-
-def with_what_is_no_number():
   class Config:
     def copy(self, depth):
       raise AssertionError
 
-  def step(params, opt_state, batch, labels, config):
-    return *make_step()(params, opt_state, batch), labels
+  def distance(params, x):
+    return (params["w"] * x - params["b"]) ** 2
 
-  labels = np.array(["a", "b"])
-  return step, PARAMS, TX.init(PARAMS), BATCH, labels, Config()
+  def step(params, opt_state, x, labels, config):
+    return *make_step(loss_fn=distance)(params, opt_state, x), labels
+
+  params = {"w": jnp.asarray(1.0), "b": 2.0}
+  # The largest gradient is 6 S, whose log2 is rounded.
+  return step, params, TX.init(params), 3.0, np.array(["a", "b"]), Config()
 
 
 def plain(loss_fn, opt_state):
@@ -138,33 +133,20 @@ INJECTED = optax.inject_hyperparams(
   lambda rate: ols.loss_scaling(optax.sgd(rate), RULE)
 )
 RIGHT = {
-  "not compiled": lambda: step_of(compile=lambda step: step),
   "float16": lambda: step_of(loss_fn=half_loss_fn),
   "record": lambda: step_of(ols.instruments.record(TX, 8)),
-  "apply_if_finite inside": lambda: step_of(
-    ols.loss_scaling(optax.apply_if_finite(ADAM, 3), RULE)
-  ),
-  "masters": lambda: step_of(ols.master_weights(TX)),
   "hyperparameters": lambda: step_of(INJECTED(0.1)),
-  "a chain": lambda: step_of(optax.chain(TX, optax.add_decayed_weights(0.0))),
   "a late rate": lambda: step_of(ols.loss_scaling(LATE, RULE)),
   "later than most": lambda: step_of(
     ols.loss_scaling(optax.MultiSteps(ADAM, 65), RULE)
   ),
   "a frozen group": lambda: step_of(ols.loss_scaling(FROZEN, RULE)),
-  "WarmStart": lambda: step_of(
-    ols.loss_scaling(ADAM, rules.WarmStart(ols.presets.megatron()))
-  ),
-  "a fixed S": lambda: step_of(
-    ols.loss_scaling(ADAM, ols.FixedLossScale(1024.0))
-  ),
   "a fixed 1 that scales nothing": lambda: step_of(
     ols.loss_scaling(ADAM, ols.FixedLossScale(1.0)),
     value_and_grad=plain,
   ),
   "an average": lambda: ending(with_an_average, HALF),
-  "Python numbers": of_python_numbers,
-  "no numbers": with_what_is_no_number,
+  "other values": with_other_values,
   "pmap": pmapped,
   "an ensemble": ensemble,
   "two losses": lambda: two_losses("a", "b"),
@@ -208,11 +190,18 @@ def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
   jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
+# The optimizers of optax whose programs are unlike that of Adam.
+WITH_BRANCHES = (
+  *("adafactor", "apply_if_finite", "backtracking", "lbfgs", "mechanize"),
+  *("multi_steps", "muon", "plateau", "prodigy", "schedule_free"),
+)
+
+
 @pytest.mark.parametrize(
   "name",
-  support.slow_but(["multi_steps"], optimizers.OPTIMIZERS, pytest.mark.long),
+  support.slow_but(["multi_steps"], WITH_BRANCHES, pytest.mark.long),
 )
-def test_a_step_with_any_optimizer_is_proved(name):
+def test_a_step_with_an_optimizer_that_branches_or_counts_is_proved(name):
   tx = ols.loss_scaling(optimizers.OPTIMIZERS[name](), RULE)
   params = optimizers.make_params()
 
@@ -280,13 +269,11 @@ def test_an_s_that_overflows_is_halved_until_it_does_not():
 
 def test_other_outputs_that_follow_s_are_told_and_no_mistake():
   def with_norms(new, old, _):
-    params, opt_state, batch = old
     scaled_grads = jax.grad(
-      lambda params: ols.scale_loss(loss_fn(params, batch), opt_state)
-    )(params)
-    true = ols.unscale(scaled_grads, opt_state)
-    norms = {"scaled": scaled_grads["v"], "true": true["v"]}
-    return (*new[:2], norms)
+      lambda params: ols.scale_loss(loss_fn(params, old[2]), old[1])
+    )(old[0])
+    true = ols.unscale(scaled_grads, old[1])
+    return *new[:2], {"scaled": scaled_grads["v"], "true": true["v"]}
 
   report = check(*ending(with_norms, None))
   assert_proved(report)
@@ -295,15 +282,6 @@ def test_other_outputs_that_follow_s_are_told_and_no_mistake():
 
 
 # Mistakes, and steps whose verdict is open.
-
-
-def unscale_one(scaled_grads, opt_state, params):
-  is_wrong = jnp.mean(params["w"] ** 2) < 0.05
-  return jax.tree.map(
-    lambda x, y: jnp.where(is_wrong, x, y),
-    ols.unscale(scaled_grads, opt_state),
-    scaled_grads,
-  )
 
 
 def with_the_scale_of_another():
@@ -335,10 +313,6 @@ def counted_at_finite_s(new, old, count):
   return *new, count + jnp.isfinite(ols.get_loss_scale(old[1]))
 
 
-def counted_when_it_moves(new, old, count):
-  return *new, count + (old[1].inner_state.mini_step == 3)
-
-
 def averaged_late(new, old, extra):
   # The average moves only after the parameters have moved.
   mean = optax.incremental_update(new[0], extra["mean"], 0.1)
@@ -346,11 +320,12 @@ def averaged_late(new, old, extra):
   return *new[:2], {"mean": mean, "seen": seen}
 
 
-def best_of(leak):
-  """Returns a step that keeps a best value of inf."""
+def with_a_best_value():
+  """Returns a step whose best value depends on S from the second step on."""
 
   def end(new, old, best):
-    found = jnp.minimum(best, leak(new[2], ols.get_loss_scale(old[1]), best))
+    leak = 8 - jnp.log2(ols.get_loss_scale(old[1]))
+    found = jnp.minimum(best, jnp.where(jnp.isinf(best), 9, leak))
     return *new[:2], ols.select_on_skip(new[1], found, best)
 
   return ending(end, jnp.full(1, jnp.inf))
@@ -391,10 +366,6 @@ def returned_as_one():
 
 ACCUMULATED = ols.loss_scaling(optax.MultiSteps(ADAM, 4), RULE)
 JUDGED = {
-  "one member unscaled": (
-    lambda: ensemble(unscale_one),
-    ("scale", "wrong", "In runs: The largest gradient is prop"),
-  ),
   "another member's S": (
     with_the_scale_of_another,
     ("scale", "wrong", "grows as S[0], but `update`"),
@@ -425,26 +396,13 @@ JUDGED = {
     lambda: ending(counted_by_s, jnp.zeros(2, int)),
     ("invariance", "inconclusive", "between S and S/2: extra. "),
   ),
-  "a best value": (
-    lambda: best_of(lambda loss, scale, best: scale * loss),
-    ("invariance", "wrong", "In runs: Updates differ"),
-  ),
-  # This one does not show in the first step.
   "a best value, late": (
-    lambda: best_of(
-      lambda loss, scale, best: jnp.where(
-        jnp.isinf(best), 9, 8 - jnp.log2(scale)
-      )
-    ),
+    with_a_best_value,
     ("invariance", "wrong", "Not proved: extra "),
   ),
   "a count at an overflow": (
     lambda: ending(counted_at_finite_s, jnp.zeros(1), loss_fn=half_loss_fn),
     ("invariance", "proved", ""),
-    ("skip", "inconclusive", "A step that overflows changed extra."),
-  ),
-  "a count as parameters move": (
-    lambda: ending(counted_when_it_moves, jnp.zeros(1), ACCUMULATED),
     ("skip", "inconclusive", "A step that overflows changed extra."),
   ),
   "an average that moves late": (
@@ -462,23 +420,8 @@ JUDGED = {
       functools.partial(clip_around, x),
       ("skip", "wrong", "A step whose gradients overflow was applied."),
     )
-    for x in (4, 10, 15)
+    for x in (4, 15)
   },
-  "decay in float16": (
-    lambda: step_of(loss_fn=half_loss_fn, change=decayed),
-    ("scale", "wrong", "This batch hides it."),
-  ),
-  "decay": (
-    lambda: step_of(change=decayed),
-    ("scale", "wrong", "proportional to S but for a small part."),
-  ),
-  "decay after the step": (
-    lambda: ending(
-      lambda new, old, _: (jax.tree.map(lambda x: 0.99 * x, new[0]), new[1]),
-      None,
-    ),
-    ("skip", "wrong", "A step that overflows changed params/v, params/w."),
-  ),
   "parameters in another form": (
     lambda: ending(lambda new, *_: (tuple(new[0].values()), new[1]), None),
     ("invariance", "inconclusive", "next value of the parameters"),
@@ -559,12 +502,6 @@ LATE_LEAK = ("invariance", "wrong", "between S and S/2: params/w (")
 SEEN_IN_RUNS = {
   "noise": (
     lambda: drawing(
-      lambda rng, batch: batch | {"x": batch["x"] + rng.normal(size=(32, 8))}
-    ),
-    ("invariance", "inconclusive", ""),
-  ),
-  "noise in the size": (
-    lambda: drawing(
       lambda rng, batch: batch | {"y": np.exp(3 * rng.normal()) * batch["y"]}
     ),
     ("invariance", "inconclusive", ""),
@@ -595,10 +532,6 @@ SEEN_IN_RUNS = {
     lambda: step_of(SGD, loss_fn=half_loss_fn, change=decayed),
     ("invariance", "rounding", "check the step with the model in float32"),
   ),
-  "not scaled in float16": (
-    lambda: step_of(loss_fn=half_loss_fn, value_and_grad=plain),
-    ("scale", "wrong", "The largest gradient does not depend on S."),
-  ),
   "masked in float16": (
     lambda: step_of(optax.masked(TX, W_ALONE), loss_fn=half_loss_fn),
     ("invariance", "wrong", "params/v (50 % like S^1)"),
@@ -621,9 +554,8 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
 # Rounding looks like no mistake.
 
 
-@pytest.mark.parametrize("scale", [2.0**-4, 1.0])
-def test_a_scale_that_is_too_small_for_float16_breaks_no_law(scale):
-  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(scale))
+def test_a_scale_that_is_too_small_for_float16_breaks_no_law():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**-4))
   half = ols.autocast(lambda *args: 2.0**-9 * loss_fn(*args), "O2")
   report = check(*step_of(tx, loss_fn=half))
   assert "wrong" not in verdicts(report).values(), report
@@ -637,7 +569,7 @@ def test_numbers_alone_are_no_next_values():
     params, opt_state, loss = make_step()(params, opt_state, batch)
     return params, opt_state, count + 1, opt_state.skipped, rate * loss
 
-  report = check(step, *step_of()[1:], jnp.int32(3), True, 0.5)
+  report = check(jax.jit(step), *step_of()[1:], jnp.int32(3), True, 0.5)
   assert_proved(report)
   assert report.next_values == {"params": "0", "opt_state": "1"}
 
@@ -649,9 +581,8 @@ def test_arguments_in_another_order_than_the_outputs_break_no_law():
     return params, ols.select_on_skip(opt_state, new, ema), opt_state
 
   carry = {"ema": "1", "params": "0", "opt_state": "2"}
-  for ema, options in ((PARAMS, {}), (HALF, {}), (HALF, {"carry": carry})):
-    args = ema, PARAMS, TX.init(PARAMS), BATCH
-    report = check(jax.jit(step), *args, **options)
+  for ema, options in ((PARAMS, {}), (HALF, {"carry": carry})):
+    report = proved(step, ema, PARAMS, TX.init(PARAMS), BATCH, **options)
     assert_proved(report)
     assert report.next_values == carry
 
@@ -662,9 +593,9 @@ def test_whole_states_in_another_order_break_no_law():
     return (params, opt_state), target
 
   args = (HALF, TX.init(HALF)), (PARAMS, TX.init(PARAMS)), BATCH
-  report = check(step, *args)
+  report = check(jax.jit(step), *args)
   assert not report.ok and "wrong" not in verdicts(report).values(), report
-  assert_proved(check(step, *args, carry={"state": 0}))
+  assert_proved(proved(step, *args, carry={"state": 0}))
 
 
 def all_outputs(outputs):
@@ -687,22 +618,18 @@ def all_outputs(outputs):
 
 
 @pytest.mark.parametrize(
-  ("outputs", "is_right"),
+  "outputs",
   [
-    (lambda p, s, g, u, x: (p, s, jnp.tanh(x)), False),
-    (lambda p, s, g, u, x: (p, s, g), False),
-    (lambda p, s, g, u, x: (u, s), False),
-    (lambda p, s, g, u, x: (p, s, s.skipped), True),
+    lambda p, s, g, u, x: (p, s, jnp.tanh(x)),
+    lambda p, s, g, u, x: (p, s, g),
+    lambda p, s, g, u, x: (u, s),
   ],
-  ids=["predictions", "gradients", "updates", "a flag"],
+  ids=["predictions", "gradients", "updates"],
 )
-def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(
-  outputs, is_right
-):
+def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(outputs):
   report = check(*all_outputs(outputs))
   assert "wrong" not in verdicts(report).values(), report
-  assert report.ok == is_right
-  assert is_right or "carry=" in said(report, "skip")
+  assert not report.ok and "carry=" in said(report, "skip")
 
 
 def test_carry_says_which_outputs_are_next_values():
@@ -718,22 +645,22 @@ def test_names_and_patterns_of_may_change_free_values():
     return *make_step()(params, opt_state, batch), {"l[0]": key}
 
   args = PARAMS, TX.init(PARAMS), {"l[0]": jax.random.key(0)}, BATCH
-  report = check(step, *args)
+  report = check(jax.jit(step), *args)
   assert verdicts(report)["skip"] == "wrong" and not report.ok
   assert "changed key/l[0]." in said(report, "skip")
-  for names in ("key", ["key"], ["key/l[0]", "env_state*"], "*/l?0?"):
-    assert_proved(check(step, *args, may_change=names))
+  for names in (["key"], ["key/l[0]", "env_state*"], "*/l?0?"):
+    assert_proved(proved(step, *args, may_change=names))
   with pytest.raises(ValueError, match=r"must name leaves .* 'yek'; they"):
-    check(step, *args, may_change="yek")
+    proved(step, *args, may_change="yek")
 
 
 def test_a_step_of_any_signature_is_right():
   step = make_step()
   args = PARAMS, TX.init(PARAMS)
-  report = check(lambda p, *rest: step(p, *rest), *args, BATCH)
+  report = proved(lambda p, *rest: step(p, *rest), *args, BATCH)
   assert report.next_values == {"p": "0", "1": "1"}
   bound = functools.partial(lambda *args, train: step(*args), train=True)
-  assert_proved(check(bound, *args, BATCH, carry={}, may_change=None))
+  assert_proved(proved(bound, *args, BATCH, carry={}, may_change=None))
 
 
 # Flax NNX.
@@ -791,15 +718,14 @@ def test_nnx_objects_may_change_in_place():
   )
 
 
-@pytest.mark.parametrize("is_object", [True, False])
-def test_an_nnx_model_may_change_in_place_or_be_returned(is_object):
+def test_an_nnx_model_may_change_in_place_beside_a_state_that_is_returned():
   model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
   graphdef, given = nnx.split(model)
-
-  def merged_loss_fn(params, batch):
-    return nnx_loss_fn(nnx.merge(graphdef, params), batch)
-
-  pure_step = make_step(loss_fn=merged_loss_fn)
+  pure_step = make_step(
+    loss_fn=lambda params, batch: nnx_loss_fn(
+      nnx.merge(graphdef, params), batch
+    )
+  )
 
   @nnx.jit
   def step(model, opt_state, batch):
@@ -807,13 +733,9 @@ def test_an_nnx_model_may_change_in_place_or_be_returned(is_object):
     nnx.update(model, params)
     return others
 
-  if is_object:
-    report = check(step, model, TX.init(given), BATCH)
-    assert report.next_values == {"model": "in place", "opt_state": "0"}
-  else:
-    report = check(pure_step, given, TX.init(given), BATCH)
-    assert report.next_values == {"params": "0", "opt_state": "1"}
+  report = check(step, model, TX.init(given), BATCH)
   assert_proved(report)
+  assert report.next_values == {"model": "in place", "opt_state": "0"}
 
 
 def test_nnx_objects_need_no_carry_and_an_optimizer_with_loss_scaling():
@@ -837,23 +759,19 @@ NOT_FOUND = {
 
 
 @pytest.mark.parametrize("text", NOT_FOUND)
-@pytest.mark.parametrize("judge", [check, proved])
-def test_a_name_that_leads_nowhere_is_refused(text, judge):
+def test_a_name_that_leads_nowhere_is_refused(text):
   with pytest.raises(ValueError, match=re.escape(text)):
-    judge(*step_of(), carry=NOT_FOUND[text])
+    proved(*step_of(), carry=NOT_FOUND[text])
 
 
 def test_what_is_quoted_is_short():
   with pytest.raises(TypeError, match=r"`carry` must be a dict .* \[0, 1\]"):
-    check(*step_of(), carry=[0, 1])
+    proved(*step_of(), carry=[0, 1])
   with pytest.raises(TypeError, match="must be a list of names .* got 3"):
-    check(*step_of(), may_change=3)
+    proved(*step_of(), may_change=3)
   with pytest.raises(ValueError, match="`carry` must lead") as caught:
-    check(*step_of(), carry={"params": "0" * 10**6})
+    proved(*step_of(), carry={"params": "0" * 10**6})
   assert len(str(caught.value)) < 500
-  # The name that was meant comes first.
-  with pytest.raises(ValueError, match="'parms'; they are params"):
-    check(*step_of(), may_change=["parms"])
 
 
 def test_a_step_without_a_state_to_judge_is_refused():
@@ -869,9 +787,7 @@ def test_a_step_without_a_state_to_judge_is_refused():
 
 
 def test_a_rule_whose_scale_is_derived_is_named():
-  @jax.tree_util.register_dataclass
-  @dataclasses.dataclass(frozen=True)
-  class Exponent:
+  class Exponent(NamedTuple):
     exponent: jax.Array
 
     @property
@@ -890,9 +806,8 @@ def test_a_rule_whose_scale_is_derived_is_named():
     check(*step_of(ols.loss_scaling(ADAM, Derived())))
 
 
-@pytest.mark.parametrize("name", ["check_step", "precision_report"])
-def test_a_step_with_an_argument_by_keyword_is_refused(name):
-  instrument = getattr(ols.instruments, name)
+def test_a_step_with_an_argument_by_keyword_is_refused():
+  instrument = ols.instruments.check_step
   with pytest.raises(TypeError, match=r"functools\.partial\(\w+, train="):
     instrument(lambda params, *, train: params, PARAMS)
   with pytest.raises(TypeError, match="unexpected keyword argument 'train'"):

