@@ -10,15 +10,15 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import reference as engines
 from tests import support
 from tests.reference import amax_rules as reference
+from tests.reference import dynamic
 from tests.rules import runs
 
 WarmStart = ols.rules.WarmStart
 
 
-class DynamicModel(engines.Dynamic):
+class DynamicModel(dynamic.Dynamic):
   """The model of the dynamic rule, which does not use amax."""
 
   def update(self, overflow, amax):
