@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._rules import engine
 from tests import support
 from tests.reference import dynamic
 from tests.rules import runs
@@ -127,6 +128,53 @@ def test_other_arguments_of_a_dynamic_loss_scale_apply_from_the_next_step(
   assert rule.update(state, True).loss_scale == after_overflow
   assert rule.stalled(state, True) == stalled
   assert not rule.stalled(state, False)
+
+
+# What no other rule of the library shows of the engine.
+
+
+def test_growth_needs_an_s_below_its_bound_and_not_at_it():
+  for bound, scale in ((8.0, 8.0), (9.0, 16.0)):
+    rule = engine.Engine(
+      init_scale=8.0,
+      growth_factor=2.0,
+      backoff_factor=0.5,
+      growth_interval=1,
+      growth_below=bound,
+    )
+    assert rule.update(rule.init(), False).loss_scale == scale
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.0, -3.0])
+def test_a_damaged_growth_interval_starts_over(bad):
+  rule = ols.presets.metaseq(scale_window=2)
+  damaged = rule.init()._replace(growth_interval=jnp.float32(bad))
+  sound = rule.init()
+  for overflow in (False, False, True, False, False, False):
+    damaged = rule.update(damaged, overflow)
+    sound = rule.update(sound, overflow)
+  support.assert_same_bits(damaged, sound)
+
+
+def test_no_counter_wraps_around():
+  # Even after more overflows in a row than int32 counts, S shrinks.
+  rule = ols.DynamicLossScale(hysteresis=2)
+  state = rule.init()
+  full = jax.tree.map(lambda x: jnp.full_like(x, 2**31 - 1), state)
+  for overflow, scale in ((True, 2.0**14), (False, 2.0**16)):
+    after = rule.update(full._replace(loss_scale=state.loss_scale), overflow)
+    assert after.loss_scale == scale
+    assert all(counter >= 0 for counter in jax.tree.leaves(after))
+
+
+@pytest.mark.parametrize(
+  ("scale", "overflow"), [(2.0**-126, True), (2.0**127, False)]
+)
+def test_an_s_that_would_leave_float32_is_held_and_stalled(scale, overflow):
+  rule = ols.presets.torch(init_scale=scale, growth_interval=1)
+  assert rule.stalled(rule.init(), overflow)
+  assert not rule.stalled(rule.init(), not overflow)
+  assert rule.update(rule.init(), overflow).loss_scale == scale
 
 
 # Guarantees.
