@@ -197,6 +197,9 @@ def follow(system, runs):
     saved = saved_dict(system, runs[i])
     same, state = presets.from_state_dict(system, saved, **arguments)
     assert same == rule
+    if system == "apex_hysteresis":  # NeMo saves this and does not read it.
+      saved["_hysteresis_tracker"][:] = arguments.get("hysteresis", 1)
+    assert unlike_the_original(system, rule, state, saved) == []
     records.append(runs[i]["resumed"])
     states.append(state)
     overflows.append(overflows[i][middle:])
