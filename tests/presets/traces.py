@@ -199,7 +199,7 @@ def follow(system, runs):
     assert same == rule
     if system == "apex_hysteresis":  # NeMo saves this and does not read it.
       saved["_hysteresis_tracker"][:] = arguments.get("hysteresis", 1)
-    assert unlike_the_original(system, rule, state, saved) == []
+    assert_saves(system, rule, state, saved)
     records.append(runs[i]["resumed"])
     states.append(state)
     overflows.append(overflows[i][middle:])
@@ -209,7 +209,7 @@ def follow(system, runs):
     for i in importable:
       state = jax.tree.map(lambda x: x[middle - 1], replayed[i])
       saved = saved_dict(system, runs[i])
-      assert unlike_the_original(system, rule, state, saved) == []
+      assert_saves(system, rule, state, saved)
   return [
     assert_follows(rule, exactly, *given)
     for given in zip(records, overflows, replayed, strict=True)
@@ -237,8 +237,8 @@ def described(value):
   return type(value), value
 
 
-def unlike_the_original(system, rule, state, saved):
-  """Returns the values that a preset writes and its original does not."""
+def assert_saves(system, rule, state, saved):
+  """Asserts that a preset writes what its original saved."""
   expected, arguments = flat(saved), dict(rule.arguments)
   for path, key in declaration.PRESETS[system].saves.items():
     if getattr(key, "holds", "") == "S" and isinstance(
@@ -251,10 +251,8 @@ def unlike_the_original(system, rule, state, saved):
     # With a fixed S Apex counts on, and the preset does not.
     expected["loss_scaler0/unskipped"] = 0
   written = flat(presets.to_state_dict(rule, state))
-  return [
-    f"{path} is {written.get(path)!r}, the original's {expected.get(path)!r}"
-    for path in written.keys() | expected.keys()
-    if path not in written
-    or path not in expected
-    or described(written[path]) != described(expected[path])
-  ]
+  ours, theirs = (
+    {path: described(value) for path, value in values.items()}
+    for values in (written, expected)
+  )
+  assert ours == theirs, f"{ours}, and the original saved {theirs}"
