@@ -42,25 +42,10 @@ def through_orbax(state, folder):
     return checkpointer.restore(folder / "state", abstract(state))
 
 
-def through_manager(state, folder):
-  with ocp.CheckpointManager(folder) as manager:
-    manager.save(1, args=ocp.args.StandardSave(state))
-    manager.wait_until_finished()
-    target = ocp.args.StandardRestore(abstract(state))
-    return manager.restore(manager.latest_step(), args=target)
-
-
 def through_bytes(state, folder):
   del folder
   target = jax.tree.map(jnp.zeros_like, state)
   return serialization.from_bytes(target, serialization.to_bytes(state))
-
-
-def through_state_dict(state, folder):
-  del folder
-  target = jax.tree.map(jnp.zeros_like, state)
-  saved = serialization.to_state_dict(state)
-  return serialization.from_state_dict(target, saved)
 
 
 def through_pickle(state, folder):
@@ -68,13 +53,7 @@ def through_pickle(state, folder):
   return pickle.loads(pickle.dumps(state))
 
 
-WAYS = (
-  through_orbax,
-  through_manager,
-  through_bytes,
-  through_state_dict,
-  through_pickle,
-)
+WAYS = through_orbax, through_bytes, through_pickle
 # Every way with one rule, and every rule by one way.
 ROWS = [("dynamic", way) for way in WAYS]
 ROWS += [(rule, through_bytes) for rule in RULES if rule != "dynamic"]
@@ -124,21 +103,16 @@ def test_guarantee_15_the_state_survives_bit_for_bit(rule, through, tmp_path):
   assert_equal(through(state, tmp_path), state)
 
 
-@pytest.mark.parametrize(
-  "through", [through_orbax, through_bytes], ids=["orbax", "bytes"]
-)
-def test_guarantee_15_no_step_is_compiled_again(through, tmp_path):
+def test_guarantee_15_no_step_is_compiled_again(tmp_path):
   @jax.jit
   def step(opt_state):
     return WRAPPED.update(jnp.ones(2), opt_state)[1]
 
-  opt_state = WRAPPED.init(jnp.ones(2))
-  if through is through_orbax:
-    # Orbax binds arrays to devices. If they were not bound before, the next
-    # step is compiled again, though not traced again.
-    opt_state = jax.device_put(opt_state, jax.devices()[0])
+  # Orbax binds arrays to devices. If they were not bound before, the next
+  # step is compiled again, though not traced again.
+  opt_state = jax.device_put(WRAPPED.init(jnp.ones(2)), jax.devices()[0])
   opt_state = step(opt_state)
-  restored = through(opt_state, tmp_path)
+  restored = through_orbax(opt_state, tmp_path)
   names = []
   with support.listening_to_compilations(names):
     jax.block_until_ready(step(restored))
@@ -215,38 +189,6 @@ def test_guarantee_15_a_bare_state_goes_in_and_out_bit_for_bit(name):
   assert to_bits(taken_out) == to_bits(bare_state)
 
 
-def train(tx, params, opt_state, steps):
-  """Trains with or without loss scaling, whichever the state has.
-
-  One operation after the other: what XLA fuses it may round another way.
-  """
-  for _ in range(steps):
-    loss_scale = 1.0
-    if isinstance(opt_state, ols.LossScalingState):
-      loss_scale = opt_state
-    _, scaled_grads = ols.scaled_value_and_grad(optimizers.loss_fn, loss_scale)(
-      params
-    )
-    updates, opt_state = tx.update(scaled_grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-  return params, opt_state
-
-
-@pytest.mark.parametrize("name", ["adamw", "schedule_free"])
-def test_guarantee_15_a_wrapped_run_continues_like_the_bare_one(name):
-  bare, params = as_bare(name), optimizers.make_params()
-  tx = ols.loss_scaling(
-    optimizers.OPTIMIZERS[name](), ols.FixedLossScale(2.0**12)
-  )
-  params, bare_state = train(bare, params, bare.init(params), 3)
-  opt_state = ols.checkpoints.with_loss_scaling(bare_state, tx.init(params))
-  expected = train(bare, params, bare_state, 3)
-  got = train(tx, params, opt_state, 3)
-  assert got[1].applied_steps == 3
-  bare_again = (got[0], ols.checkpoints.without_loss_scaling(got[1]))
-  assert to_bits(bare_again) == to_bits(expected)
-
-
 def test_the_loss_scale_and_the_counts_are_those_of_the_wrapped_state():
   opt_state = trained("dynamic")["opt_state"]
   bare_state = scrambled(ols.checkpoints.without_loss_scaling(opt_state))
@@ -258,14 +200,12 @@ def test_the_loss_scale_and_the_counts_are_those_of_the_wrapped_state():
 
 
 NESTS = {
-  "chain": lambda tx: optax.chain(optax.trace(0.5), tx, optax.identity()),
   "inject_hyperparams": lambda tx: optax.inject_hyperparams(
     lambda rate: optax.chain(tx, optax.scale(rate))
   )(rate=0.5),
   "multi_transform": lambda tx: optax.multi_transform(
     {"one": tx, "other": optax.sgd(0.5)}, {"bias": "one", "kernel": "other"}
   ),
-  "master_weights": ols.master_weights,
   "masked": lambda tx: optax.masked(tx, {"bias": True, "kernel": False}),
 }
 
@@ -316,8 +256,6 @@ def test_an_nnx_optimizer_continues_with_loss_scaling():
     bare.opt_state, optimizer.opt_state
   )
   assert to_bits(optimizer.opt_state.inner_state) == to_bits(bare.opt_state)
-  gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-  optimizer.update(model, gradients)
   taken_out = ols.checkpoints.without_loss_scaling(optimizer.opt_state)
   assert jax.tree.structure(taken_out) == jax.tree.structure(bare.opt_state)
 
@@ -470,58 +408,39 @@ def test_update_refuses_a_bare_state_with_the_remedy():
     WRAPPED.update({"w": jnp.ones(3)}, adam_state())
 
 
-def test_update_refuses_a_state_restored_without_a_target(tmp_path):
-  opt_state = WRAPPED.init(jnp.ones(3))
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", opt_state)
-    checkpointer.wait_until_finished()
-    restored = checkpointer.restore(tmp_path / "state")
+def test_update_refuses_a_state_restored_without_a_target():
+  restored = serialization.to_state_dict(WRAPPED.init(jnp.ones(3)))
   remedy = r"got dict; .*restored into the structure .*tx.init\(params\) as its"
   with pytest.raises(TypeError, match=remedy):
     WRAPPED.update(jnp.ones(3), restored)
 
 
-def without_a_target(state, folder, way):
-  """Returns what a checkpoint holds, as dicts and lists."""
-  if way == "state dict":
-    return serialization.to_state_dict(state)
-  if way == "msgpack":
-    return serialization.msgpack_restore(serialization.to_bytes(state))
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "state", state)
-    checkpointer.wait_until_finished()
-    return checkpointer.restore(folder / "state")
-
-
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize(
-  ("rule", "way"),
-  [
-    ("dynamic", "state dict"),
-    ("dynamic", "msgpack"),
-    ("dynamic", "orbax"),
-    ("metaseq", "msgpack"),
-  ],
-)
-def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, way, tmp_path):
+@pytest.mark.parametrize("rule", ["dynamic", "metaseq"])
+def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, tmp_path):
   """An earlier version of the library saved none of these fields."""
-  inner = optax.chain(optax.clip(1.0), optax.adam(0.5))
+  inner = optax.chain(optax.clip(1.0), optax.trace(0.5))
   tx = optax.chain(ols.loss_scaling(inner, RULES[rule]), optax.identity())
   params = {"a": jnp.ones(2), "b": [jnp.ones(1), jnp.ones(3)]}
   fresh = {"params": params, "opt_state": tx.init(params)}
   _, opt_state = tx.update(params, fresh["opt_state"], params)
   saved = {"params": params, "opt_state": opt_state}
-  restored = without_a_target(saved, tmp_path, way)
+  if rule == "dynamic":  # Orbax has lists where Flax has dicts.
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(tmp_path / "state", saved)
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(tmp_path / "state")
+    of_loss_scaling = restored["opt_state"][0]
+  else:
+    restored = serialization.msgpack_restore(serialization.to_bytes(saved))
+    of_loss_scaling = restored["opt_state"]["0"]
   whole = ols.checkpoints.from_dicts(restored, fresh)
   assert_same_bits(whole, saved)
-  of_loss_scaling = restored["opt_state"]
-  of_loss_scaling = of_loss_scaling[0 if way == "orbax" else "0"]
   del of_loss_scaling["last_step"]["amax"]
   del of_loss_scaling["counts"]["requested_skips"]
   filled = ols.checkpoints.from_dicts(restored, fresh)["opt_state"][0]
   assert filled.applied_steps == 1 and filled.requested_skips == 0
   assert filled.amax == 0 and filled.range_used == opt_state[0].range_used
-  tx.update(params, (filled, optax.EmptyState()), params)
 
 
 @pytest.mark.parametrize(

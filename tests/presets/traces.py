@@ -78,20 +78,21 @@ def comparable(expected, raised):
   return steps if is_normal.all() else int(np.argmin(is_normal))
 
 
-def assert_follows(system, arguments, expected, raised, replayed):
-  """Asserts that a replayed sequence is the original's; returns its length.
+def assert_follows(rule, is_exact, record, overflows, states):
+  """Asserts that a replayed run is the original's; returns its length.
 
   Args:
-    system: the preset's name.
-    arguments: the preset's arguments.
-    expected: the original's S after each step.
-    raised: the error that the original raised, or None.
-    replayed: S, stalled and failure after each step of the preset.
+    rule: the preset's rule.
+    is_exact: whether S must be the same bit for bit.
+    record: the original's `scales`, and the error that it `raised`, or None.
+    overflows: bool[steps].
+    states: the rule's, after each step.
   """
-  loss_scale, stalled, failure = replayed
+  loss_scale = states.loss_scale
+  expected, raised = scales(record["scales"], len(overflows)), record["raised"]
   steps = comparable(expected, raised)
   ours, theirs = loss_scale[:steps].astype(float), expected[:steps]
-  if is_exact(system, arguments):
+  if is_exact:
     np.testing.assert_array_equal(ours, theirs)
   else:
     # float32 rounds the factor, each product, and the first S.
@@ -99,12 +100,15 @@ def assert_follows(system, arguments, expected, raised, replayed):
     assert np.all(np.abs(ours - theirs) <= (changes + 1) * 2.0**-23 * theirs)
   assert np.all((loss_scale >= SMALLEST) & (loss_scale <= LARGEST))
   ended = None if raised is None else raised["step"]
-  failed = int(np.argmax(failure != 0)) if failure.any() else None
-  if steps == len(expected) or ended is not None:
+  failure = getattr(states, "failure", None)
+  has_failed = failure is not None and failure.any()
+  failed = int(np.argmax(failure != 0)) if has_failed else None
+  if steps == len(overflows) or ended is not None:
     assert failed == ended
   elif steps:  # The original's S has left the normal numbers.
     assert loss_scale[steps] == loss_scale[steps - 1]
-    assert stalled[steps]
+    before = jax.tree.map(lambda x: x[steps - 1], states)
+    assert rule.stalled(before, overflows[steps])
   return steps
 
 
@@ -154,86 +158,62 @@ def is_importable(system, run):
   return comparable(before, None) == steps
 
 
-@functools.cache
-def replay(rule):
-  """Returns a function from states and overflows to all states, and stalled."""
-
-  def step(state, overflow):
-    stalled = rule.stalled(state, overflow)
-    state = rule.update(state, overflow)
-    return state, (state, stalled)
-
-  def replay(state, overflows):
-    return jax.lax.scan(step, state, overflows)[1]
-
-  return jax.jit(jax.vmap(replay))
-
-
-def _follow_all(system, arguments, states, overflows, records, shape):
-  """Replays recorded sequences; returns their lengths, and all states.
+def replay(rule, states, overflows):
+  """Returns the states after each step of several runs.
 
   Args:
-    system: the preset's name.
-    arguments: those of the recorded runs.
-    states: the first state of each sequence.
-    overflows: for each sequence, bool[steps].
-    records: for each sequence, a dictionary with `scales` and `raised`.
-    shape: a number of sequences and of steps. Shorter input is padded, so that
-      one program replays from the first step and from the middle.
+    rule: the rule.
+    states: that of each run before its first step.
+    overflows: of each run.
   """
-  padded = np.zeros(shape, bool)
-  for row, sequence in zip(padded, overflows, strict=False):
-    row[: len(sequence)] = sequence
-  rule = getattr(presets, system)(**arguments)
-  states = states + states[:1] * (shape[0] - len(states))
-  states = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-  states, stalled = jax.device_get(replay(rule)(states, padded))
-  failure = getattr(states, "failure", None)
-  failure = np.zeros(shape) if failure is None else failure
-  compared = []
-  for i, record in enumerate(records):
-    steps = len(overflows[i])
-    expected = scales(record["scales"], steps)
-    found = [x[i, :steps] for x in (states.loss_scale, stalled, failure)]
-    compared.append(
-      assert_follows(system, arguments, expected, record["raised"], found)
-    )
-  return compared, states
+  step = jax.jit(rule.update)  # It works elementwise.
+  # The shorter runs go on without overflow, so that one program is enough.
+  padded = np.zeros((len(overflows), max(map(len, overflows))), bool)
+  for row, overflow in zip(padded, overflows, strict=True):
+    row[: len(overflow)] = overflow
+  found = [jax.tree.map(lambda *xs: np.stack(xs), *states)]
+  for overflow in padded.T:
+    found.append(step(found[-1], overflow))
+  found = jax.tree.map(lambda *xs: np.stack(xs, 1), *jax.device_get(found[1:]))
+  return [
+    jax.tree.map(lambda x, i=i: x[i, : len(overflows[i])], found)
+    for i in range(len(overflows))
+  ]
 
 
-@functools.cache
-def follow(system, group):
-  """Replays a group of runs, from their start and resumed.
+def follow(system, runs):
+  """Replays runs with the same arguments, from their start and resumed.
 
   Asserts that S and the dictionaries are the original's, and returns how many
   steps of each sequence were compared.
   """
-  runs = groups(system)[group]
   arguments = runs[0]["arguments"]
   rule = getattr(presets, system)(**arguments)
+  records, states = list(runs), [rule.init()] * len(runs)
   overflows = [overflows_of(run) for run in runs]
-  shape = len(runs), len(overflows[0])
-  first, middle = [rule.init()] * len(runs), shape[1] // 2
-  compared, states = _follow_all(
-    system, arguments, first, overflows, runs, shape
-  )
-  rows = [i for i, run in enumerate(runs) if is_importable(system, run)]
-  imported = []
-  for i in rows:
+  middle = len(overflows[0]) // 2
+  importable = [i for i, run in enumerate(runs) if is_importable(system, run)]
+  for i in importable:
     saved = saved_dict(system, runs[i])
-    if is_exact(system, arguments):
-      state = jax.tree.map(lambda x, i=i: x[i, middle - 1], states)
-      assert unlike_the_original(system, rule, state, saved) == []
     same, state = presets.from_state_dict(system, saved, **arguments)
     assert same == rule
-    imported.append(state)
-  if imported:
-    rest = [overflows[i][middle:] for i in rows]
-    resumed = [runs[i]["resumed"] for i in rows]
-    compared += _follow_all(system, arguments, imported, rest, resumed, shape)[
-      0
-    ]
-  return compared
+    if system == "apex_hysteresis":  # NeMo saves this and does not read it.
+      saved["_hysteresis_tracker"][:] = arguments.get("hysteresis", 1)
+    assert_saves(system, rule, state, saved)
+    records.append(runs[i]["resumed"])
+    states.append(state)
+    overflows.append(overflows[i][middle:])
+  replayed = replay(rule, states, overflows)
+  exactly = is_exact(system, arguments)
+  if exactly:
+    for i in importable:
+      state = jax.tree.map(lambda x: x[middle - 1], replayed[i])
+      saved = saved_dict(system, runs[i])
+      assert_saves(system, rule, state, saved)
+  return [
+    assert_follows(rule, exactly, *given)
+    for given in zip(records, overflows, replayed, strict=True)
+  ]
 
 
 # Dictionaries.
@@ -257,8 +237,8 @@ def described(value):
   return type(value), value
 
 
-def unlike_the_original(system, rule, state, saved):
-  """Returns the values that a preset writes and its original does not."""
+def assert_saves(system, rule, state, saved):
+  """Asserts that a preset writes what its original saved."""
   expected, arguments = flat(saved), dict(rule.arguments)
   for path, key in declaration.PRESETS[system].saves.items():
     if getattr(key, "holds", "") == "S" and isinstance(
@@ -271,10 +251,8 @@ def unlike_the_original(system, rule, state, saved):
     # With a fixed S Apex counts on, and the preset does not.
     expected["loss_scaler0/unskipped"] = 0
   written = flat(presets.to_state_dict(rule, state))
-  return [
-    f"{path} is {written.get(path)!r}, the original's {expected.get(path)!r}"
-    for path in written.keys() | expected.keys()
-    if path not in written
-    or path not in expected
-    or described(written[path]) != described(expected[path])
-  ]
+  ours, theirs = (
+    {path: described(value) for path, value in values.items()}
+    for values in (written, expected)
+  )
+  assert ours == theirs, f"{ours}, and the original saved {theirs}"

@@ -9,7 +9,7 @@ import fractions
 import functools
 import math
 
-from tests.reference.floats import float32
+from tests.reference.dynamic import float32
 
 SMALLEST_NORMAL = 2.0**-126
 FLOAT16_MAX = 65504.0

@@ -1,6 +1,5 @@
 """LogMax, compared with its model and its promises."""
 
-import itertools
 import math
 
 import jax
@@ -13,12 +12,6 @@ from tests.reference import amax_rules as reference
 from tests.rules import runs
 
 LogMax = ols.rules.LogMaxLossScale
-
-
-def normal_log_amax(length):
-  """Returns an unscaled amax with a normal logarithm, float32[length]."""
-  rng = np.random.default_rng(0)
-  return np.exp2(rng.normal(-3.0, 1.0, length)).astype(np.float32)
 
 
 def assert_follows(rule, make_model, overflows, amaxes):
@@ -46,12 +39,8 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments):
   )
 
 
-@pytest.mark.parametrize(
-  "arguments",
-  [{}, {"beta1": 0.9, "beta2": 0.99, "overflow_std_dev": 1.0}],
-  ids=support.name,
-)
-def test_long_random_runs_give_the_scales_of_the_model(arguments):
+def test_long_random_runs_give_the_scales_of_the_model():
+  arguments = {"beta1": 0.9, "beta2": 0.99, "overflow_std_dev": 1.0}
   rule = LogMax(**arguments)
   others = np.random.default_rng(1).random(2000) < 0.003
   overflows, amaxes, scales = runs.closed_loop(
@@ -76,11 +65,11 @@ def test_the_first_scale_is_one_or_the_nearest_bound(bounds, first):
 
 
 def test_gradients_that_grow_for_good_cost_one_step_a_bit():
-  for jump in (4, 16):
-    true_amax = normal_log_amax(3000)
-    true_amax[1000:] *= 2.0**jump
-    overflows, _, _ = runs.closed_loop(LogMax(), true_amax)
-    assert sum(overflows[1000:]) <= jump + 4
+  rng = np.random.default_rng(0)
+  true_amax = np.exp2(rng.normal(-3.0, 1.0, 600)).astype(np.float32)
+  true_amax[300:] *= 2.0**16
+  overflows, _, _ = runs.closed_loop(LogMax(), true_amax)
+  assert sum(overflows[300:]) <= 20
 
 
 def test_an_amax_beyond_the_limit_says_by_how_much():
@@ -95,9 +84,7 @@ def test_an_amax_beyond_the_limit_says_by_how_much():
   assert beyond.loss_scale == state.loss_scale / 32
 
 
-@pytest.mark.parametrize(
-  ("log_max", "exponent"), [(10.0, 2), (16.0, 8), (128.0, 120)]
-)
+@pytest.mark.parametrize(("log_max", "exponent"), [(16.0, 8), (128.0, 120)])
 def test_the_limit_is_two_to_the_log_max(log_max, exponent):
   # An amax of 2**4 and 3.09 deviations of a bit: 7.09 bits, rounded up.
   state = LogMax(log_max=log_max).update(LogMax().init(), False, amax=16.0)
@@ -120,14 +107,18 @@ def test_the_first_state_has_no_inf_that_a_debugging_switch_would_stop():
 @pytest.mark.parametrize(
   ("field", "bad"),
   [
-    *itertools.product(LogMax().init()._fields[1:], [math.nan, math.inf]),
-    *((field, -1.0) for field in ("variance", "weight", "slow_weight")),
+    ("mean", math.nan),
+    ("slow_mean", math.inf),
+    ("variance", -1.0),
+    ("weight", -1.0),
+    ("slow_weight", -1.0),
+    ("log2_ceiling", math.nan),
   ],
 )
 def test_damaged_statistics_start_over_at_the_same_scale(field, bad):
   rule, step = LogMax(), jax.jit(LogMax().update)
   state = rule.init()
-  for _ in range(100):
+  for _ in range(30):
     state = step(state, False, amax=state.loss_scale / 4)
   fresh = rule.init()._replace(loss_scale=state.loss_scale)
   damaged = state._replace(**{field: np.float32(bad)})

@@ -3,9 +3,6 @@
 import inspect
 import math
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +10,9 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import reference
+from optax_lossscale._rules import engine
 from tests import support
+from tests.reference import dynamic
 from tests.rules import runs
 
 SEQUENCES = support.every_sequence(8)
@@ -31,32 +29,29 @@ def scales_of(rule, overflows, first=None):
 
 # Compared with the model.
 
-# Near each other, so that factors lead past the bounds, or anywhere.
-scales = st.floats(0.1, 10.0) | st.floats(support.SMALLEST, 2.0**127)
+ARGUMENTS = {
+  "powers of two": {"growth_interval": 2, "hysteresis": 2},
+  "bounds": {
+    **{"init_scale": 3.0, "growth_factor": 1.7, "backoff_factor": 0.3},
+    **{"growth_interval": 1, "min_scale": 0.7, "max_scale": 9.0},
+  },
+  "extreme factors": {
+    **{"growth_factor": 3e38, "backoff_factor": 2e-38, "growth_interval": 3},
+    **{"min_scale": support.SMALLEST, "max_scale": 2.0**127},
+  },
+  "much hysteresis": {
+    **{"growth_factor": 1.001, "backoff_factor": 0.999},
+    **{"growth_interval": 4, "hysteresis": 3},
+  },
+}
 
 
-@st.composite
-def dynamic_arguments(draw):
-  """Returns arguments whose effect a short sequence shows."""
-  lowest, first, highest = sorted(draw(scales) for _ in range(3))
-  return {
-    "init_scale": first,
-    "growth_factor": draw(st.floats(1.001, 8.0) | st.floats(8.0, 3e38)),
-    "backoff_factor": draw(st.floats(0.1, 0.999) | st.floats(2e-38, 0.1)),
-    "growth_interval": draw(st.integers(1, 4)),
-    "hysteresis": draw(st.integers(1, 4)),
-    "min_scale": lowest,
-    "max_scale": highest,
-  }
-
-
-@given(dynamic_arguments())
-@settings(max_examples=20)
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_every_sequence_gives_the_scales_of_the_model(arguments):
   # Under jit XLA must not rewrite products with constant factors.
   rule = ols.DynamicLossScale(**arguments)
   found_scales, found_stalled = runs.trajectories(rule, SEQUENCES)
-  models = [reference.Dynamic(**arguments) for _ in SEQUENCES]
+  models = [dynamic.Dynamic(**arguments) for _ in SEQUENCES]
   for i, overflows in enumerate(SEQUENCES.T.tolist()):
     for model, overflow in zip(models, overflows, strict=True):
       model.update(overflow)
@@ -68,23 +63,9 @@ def test_every_sequence_gives_the_scales_of_the_model(arguments):
 
 def test_the_defaults_are_those_of_the_model():
   rule = ols.DynamicLossScale()
-  for name, x in inspect.signature(reference.Dynamic).parameters.items():
+  for name, x in inspect.signature(dynamic.Dynamic).parameters.items():
     assert getattr(rule, name) == x.default
   assert rule.init().loss_scale == 2.0**15
-
-
-@pytest.mark.parametrize(
-  ("steps", "expected"),
-  [
-    ("xxxx", [8, 4, 2, 1]),
-    ("x.x.xx", [8, 8, 8, 8, 8, 4]),
-    ("...x...", [8, 8, 16, 16, 16, 16, 32]),
-    (".x.x...", [8, 8, 8, 8, 8, 8, 16]),
-  ],
-)
-def test_hysteresis_and_interval_count_steps_in_a_row(steps, expected):
-  rule = ols.DynamicLossScale(8.0, growth_interval=3, hysteresis=2)
-  assert scales_of(rule, [x == "x" for x in steps]).tolist() == expected
 
 
 def test_a_fixed_loss_scale_never_moves_and_stalls_on_overflow():
@@ -101,6 +82,99 @@ def test_a_fixed_loss_scale_never_moves_and_stalls_on_overflow():
 def test_switched_off_loss_scaling_has_an_s_of_one():
   state = ols.loss_scaling(optax.sgd(0.1), None).init(jnp.ones(2))
   assert ols.get_loss_scale(state) == 1.0
+
+
+# A run may go on with the same state and other arguments.
+
+# Changed arguments; the S, clean steps and overflows of the state; then the S
+# after a clean step and after an overflow, and whether the overflow stalls.
+CHANGES = {
+  "another growth": ({"growth_factor": 4.0}, (8, 3, 0), 32, 4, False),
+  "another backoff": ({"backoff_factor": 0.25}, (8, 3, 0), 16, 2, False),
+  "a shorter interval": ({"growth_interval": 2}, (8, 5, 0), 16, 4, False),
+  "a longer interval": ({"growth_interval": 6}, (8, 3, 0), 8, 4, False),
+  "less hysteresis": ({"hysteresis": 2}, (8, 0, 4), 8, 4, False),
+  "more hysteresis": ({"hysteresis": 4}, (8, 0, 2), 8, 8, False),
+  "a floor above S": (
+    {"init_scale": 16.0, "min_scale": 16.0},
+    *((1, 0, 0), 16, 16, True),
+  ),
+  "a ceiling below S": (
+    {"init_scale": 2.0, "max_scale": 2.0},
+    *((8, 0, 0), 2, 2, False),
+  ),
+  "bounds on both sides": (
+    {"init_scale": 4.0, "min_scale": 3.0, "max_scale": 6.0},
+    *((8, 0, 0), 6, 4, False),
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("changed", "counts", "after_clean", "after_overflow", "stalled"),
+  CHANGES.values(),
+  ids=CHANGES,
+)
+def test_other_arguments_of_a_dynamic_loss_scale_apply_from_the_next_step(
+  changed, counts, after_clean, after_overflow, stalled
+):
+  rule = ols.DynamicLossScale(**({"growth_interval": 4} | changed))
+  scale, clean_steps, overflows = counts
+  state = ols.DynamicLossScale(float(scale)).init()
+  state = state._replace(
+    clean_steps=jnp.int32(clean_steps), overflows=jnp.int32(overflows)
+  )
+  assert rule.update(state, False).loss_scale == after_clean
+  assert rule.update(state, True).loss_scale == after_overflow
+  assert rule.stalled(state, True) == stalled
+  assert not rule.stalled(state, False)
+
+
+# What no other rule of the library shows of the engine.
+
+
+def test_growth_needs_an_s_below_its_bound_and_not_at_it():
+  for bound, scale in ((8.0, 8.0), (9.0, 16.0)):
+    rule = engine.Engine(
+      init_scale=8.0,
+      growth_factor=2.0,
+      backoff_factor=0.5,
+      growth_interval=1,
+      growth_below=bound,
+    )
+    assert rule.update(rule.init(), False).loss_scale == scale
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.0, -3.0])
+def test_a_damaged_growth_interval_starts_over(bad):
+  rule = ols.presets.metaseq(scale_window=2)
+  damaged = rule.init()._replace(growth_interval=jnp.float32(bad))
+  sound = rule.init()
+  for overflow in (False, False, True, False, False, False):
+    damaged = rule.update(damaged, overflow)
+    sound = rule.update(sound, overflow)
+  support.assert_same_bits(damaged, sound)
+
+
+def test_no_counter_wraps_around():
+  # Even after more overflows in a row than int32 counts, S shrinks.
+  rule = ols.DynamicLossScale(hysteresis=2)
+  state = rule.init()
+  full = jax.tree.map(lambda x: jnp.full_like(x, 2**31 - 1), state)
+  for overflow, scale in ((True, 2.0**14), (False, 2.0**16)):
+    after = rule.update(full._replace(loss_scale=state.loss_scale), overflow)
+    assert after.loss_scale == scale
+    assert all(counter >= 0 for counter in jax.tree.leaves(after))
+
+
+@pytest.mark.parametrize(
+  ("scale", "overflow"), [(2.0**-126, True), (2.0**127, False)]
+)
+def test_an_s_that_would_leave_float32_is_held_and_stalled(scale, overflow):
+  rule = ols.presets.torch(init_scale=scale, growth_interval=1)
+  assert rule.stalled(rule.init(), overflow)
+  assert not rule.stalled(rule.init(), not overflow)
+  assert rule.update(rule.init(), overflow).loss_scale == scale
 
 
 # Guarantees.

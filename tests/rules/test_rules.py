@@ -239,34 +239,6 @@ def test_a_rule_is_a_frozen_value(rule):
   assert rule.skip is True
 
 
-@pytest.mark.parametrize(
-  "change",
-  [
-    {"init_scale": 8.0},
-    {"growth_factor": 4.0},
-    {"backoff_factor": 0.25},
-    {"growth_interval": 1000},
-    {"hysteresis": 3},
-    {"min_scale": 1.0},
-    {"max_scale": 2.0**24},
-    {"skip": False},
-  ],
-  ids=support.name,
-)
-def test_every_argument_is_part_of_the_rule(change):
-  # Otherwise jit would take one rule for another.
-  assert ols.DynamicLossScale(**change) != ols.DynamicLossScale()
-  assert ols.FixedLossScale(2.0**15) != ols.DynamicLossScale(2.0**15)
-
-
-def test_numpy_arguments_make_the_rule_of_the_python_ones():
-  of_numpy = rules.HeadroomLossScale(
-    np.float32(8), headroom=np.int64(2), dtype="float16", skip=np.False_
-  )
-  of_python = rules.HeadroomLossScale(8.0, headroom=2, skip=False)
-  assert (of_numpy, repr(of_numpy)) == (of_python, repr(of_python))
-
-
 # The base class.
 
 

@@ -1,11 +1,21 @@
-"""The rule that is this library's own."""
+"""`DynamicLossScale` in plain Python."""
 
-from tests.reference.floats import float32
-from tests.reference.floats import Model
+import math
+import struct
+
+_pack, _unpack = struct.Struct("<f").pack, struct.Struct("<f").unpack
 
 
-class Dynamic(Model):
-  """`DynamicLossScale` of this library.
+def float32(value):
+  """Rounds a Python float once to the nearest float32, inf beyond its range."""
+  try:
+    return _unpack(_pack(value))[0]
+  except OverflowError:
+    return math.copysign(math.inf, value)
+
+
+class Dynamic:
+  """The rule that counts overflows.
 
   Hysteresis counts the overflows in a row: a clean step ends the row, and
   from the `hysteresis`-th overflow of a row on, each one shrinks the scale.
