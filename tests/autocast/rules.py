@@ -3,7 +3,6 @@
 import functools
 
 import jax
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 import numpy as np
@@ -78,19 +77,6 @@ def times_vjp(function, x, factor):
 times_vjp.defvjp(
   lambda function, x, factor: (function(x) * factor, x),
   lambda function, factor, x, cotangent: (2 * factor * cotangent,),
-)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
-def times_jvp(function, x, factor):
-  return function(x) * factor
-
-
-times_jvp.defjvp(
-  lambda function, factor, primals, tangents: (
-    function(primals[0]) * factor,
-    2 * factor * tangents[0],
-  )
 )
 
 
@@ -197,11 +183,6 @@ with_many_residuals.defvjp(
 )
 
 
-@jax.custom_gradient
-def clipped_gradient(x):
-  return x, lambda cotangent: (jnp.clip(cotangent, -0.1, 0.1),)
-
-
 def through_layer(function):
   """Returns a function with a product after another one, which has weights."""
   return lambda x, w: function(x, w) @ w
@@ -213,25 +194,14 @@ def through(function):
 
 
 FUNCTIONS = {
-  "custom_jvp": layer_jvp,
-  "custom_vjp": layer_vjp,
   "nested": lambda x, w: nested_vjp(jax.nn.relu(nested_vjp(x, w)), w),
   "wrong vjp": through(wrong_vjp),
-  "wrong jvp": through(wrong_jvp),
   "functions and numbers, vjp": through(lambda x: times_vjp(jnp.sin, x, 3)),
-  "functions and numbers, jvp": through(lambda x: times_jvp(jnp.sin, x, 3)),
   "symbolic zeros, jvp": by_symbolic_zeros,
   "symbolic zeros, jvp, one": lambda x, w: by_symbolic_zeros(x, W) + w[0],
-  "symbolic zeros, vjp": lambda x, w: symbolic_vjp(x, w)[0],
   "symbolic zeros, vjp, other": lambda x, w: symbolic_vjp(x, w)[1],
   "integers and keys, vjp": through(lambda x: masked_vjp(x, 3, KEY)[0]),
-  "integers and keys, jvp": through(lambda x: masked_jvp(x, 3, KEY)[0]),
   "residuals of many dtypes": with_many_residuals,
-  "clipped gradient": through(clipped_gradient),
-  "scan": lambda x, w: lax.scan(
-    lambda y, _: (layer_vjp(y, w), y.sum()), x, None, length=3
-  )[0],
-  "remat": jax.checkpoint(lambda x, w: layer_vjp(layer_jvp(x, w), w)),
   "jit": jax.jit(lambda x, w: layer_vjp(jax.jit(layer_jvp)(x, w), w)),
   "vmap": lambda x, w: jax.vmap(layer_vjp, (0, None))(x[:, None], w),
 }
