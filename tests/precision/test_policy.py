@@ -319,7 +319,9 @@ def test_an_unknown_level_is_an_error(level):
   [
     ("", "got ''. The names are O0, "),
     ("o1", "got 'o1'; did you mean 'O1'? The names are "),
+    ("p:f16,c:f16", "got 'p:f16,c:f16'"),
     ("p=f16;c=f16", "with a comma between"),
+    ("p=f16=f16", "got 'p=f16=f16' in 'p=f16=f16'"),
     ("p=f16,", "got '' in 'p=f16,'"),
     ("p=f32, c=f16", "got ' c' in 'p=f32, c=f16'; did you mean 'c'?"),
     ("param=f32", "did you mean 'params'?"),
