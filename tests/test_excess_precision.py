@@ -11,7 +11,7 @@ from optax_lossscale import hardware
 from tests import excess_precision
 from tests import support
 
-DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def numbers(name):

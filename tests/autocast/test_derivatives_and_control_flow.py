@@ -230,34 +230,6 @@ def test_a_scan_restores_the_dtypes_of_what_it_carries_and_of_nothing_else():
   assert mixed.dtypes_of(low, "tanh", X, W) == {"float16"}
 
 
-@pytest.mark.parametrize("where", ["inside", "around"])
-def test_a_while_under_vmap_stops_for_each_example_by_itself(where):
-  def batched(function):
-    return jax.vmap(function, (0, None, 0))
-
-  low = functools.partial(ols.autocast, level="O1")
-  changed = low(batched(until)) if where == "inside" else batched(low(until))
-  args = (X[:, None], W, jnp.array([1, 4, 2]))
-  mixed.assert_close(jax.jit(changed)(*args), batched(until)(*args))
-
-
-@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
-def test_a_jitted_function_inside_keeps_its_shardings(axis_type):
-  mesh = support.make_mesh(axis_type, data=4, model=2)
-  by_both = jax.NamedSharding(mesh, jax.P("data", "model"))
-  jitted = jax.jit(layer, out_shardings=by_both)
-
-  def function(x, w):
-    return jitted(x, w) * 2
-
-  x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data")))
-  w = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
-  got = jax.jit(ols.autocast(function, "O1"))(x, w)
-  want = jax.jit(function)(x, w)
-  assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
-  mixed.assert_close(got, want)
-
-
 # Remat.
 
 
@@ -312,14 +284,6 @@ def test_integers_keys_and_masks_pass_through_a_rule(function):
   got = jax.jit(ols.autocast(run, "O3"))(*args)
   support.assert_same_bits(got[1:], want[1:])
   mixed.assert_close(got[0], want[0])
-
-
-def test_integers_have_gradients_of_dtype_float0():
-  def run(x, w, count):
-    return rules.masked_vjp(x @ w, count, KEY)[0].sum()
-
-  grad = jax.grad(ols.autocast(run, "O1"), 2, allow_int=True)
-  assert grad(X, W, jnp.int32(3)).dtype == jax.dtypes.float0
 
 
 @pytest.mark.parametrize("function", [rules.layer_jvp, rules.layer_vjp])

@@ -153,9 +153,7 @@ def test_gradients_are_summed_over_devices_and_clamped(check_vma):
       return gradient if check_vma else lax.psum(gradient, "data")
 
     specs = (jax.P(), jax.P("data"))
-    return jax.jit(
-      support.on_each_device(gradient, jax.P(), check_vma, specs)
-    )
+    return jax.jit(support.on_each_device(gradient, jax.P(), check_vma, specs))
 
   weights, x = HALF(3), jnp.full(8, 10000.0, HALF)
   assert run(jax.grad(local))(weights, x) == jnp.inf

@@ -202,13 +202,6 @@ def test_an_overflow_counts_each_time_that_its_operation_runs():
   assert count(three_times, LARGE) == (3, 0)
 
 
-def test_each_example_of_a_vmap_has_its_own_counts():
-  examples = jnp.stack([SMALL, LARGE, SMALL])
-  status = jax.vmap(hardware.float_status(three_times))
-  np.testing.assert_array_equal(status(examples)[1].overflow, [0, 3, 0])
-  assert count(jax.vmap(three_times), examples) == (3, 0)
-
-
 def ones_but(place, value):
   return jnp.ones(8, HALF).at[place].set(value)
 
