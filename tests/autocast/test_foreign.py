@@ -120,24 +120,7 @@ def assert_near(got, want, tolerance):
     assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-# Functions of jax.nn, between two products as in a network.
-
-WHERE = normal(4, 8, seed=3) > -0.5
-FUNCTIONS = {
-  name: getattr(jax.nn, name)
-  for name in ("elu", "gelu", "log_softmax", "mish", "softplus", "standardize")
-} | {
-  "glu": lambda x: jnp.tile(jax.nn.glu(x), 2),
-  "logsumexp": functools.partial(jax.nn.logsumexp, axis=0),
-  "softmax, masked": functools.partial(jax.nn.softmax, where=WHERE),
-}
-
-
-def between(function):
-  return Case(
-    lambda x, before, behind: function(x @ before) @ behind,
-    (normal(4, 6), normal(6, 8, seed=1) / 2, normal(8, 3, seed=2) / 2),
-  )
+# Attention.
 
 
 def attention(**options):
@@ -147,8 +130,7 @@ def attention(**options):
   )
 
 
-CASES = {name: functools.partial(between, f) for name, f in FUNCTIONS.items()}
-CASES |= {
+CASES = {
   "attention, causal": functools.partial(attention, is_causal=True),
   "attention, padded": functools.partial(
     attention, key_value_seq_lengths=np.array([3, 5], np.int32)

@@ -275,14 +275,6 @@ def test_a_product_of_numbers_beyond_float16_is_in_float32(level, function):
   np.testing.assert_allclose(mixed(X), function(X), rtol=1e-2, atol=1e4)
 
 
-def test_values_converted_to_low_precision_and_back_are_not_converted_again():
-  def function(x):
-    return (x.astype(jnp.bfloat16).astype(jnp.float32) @ W) @ W
-
-  mixed = ols.autocast(function, "O1", dtype=jnp.bfloat16)
-  assert set(products(mixed, X)) == {"bfloat16"}
-
-
 def test_o0_is_the_function_itself():
   assert ols.autocast(with_large_number, "O0") is with_large_number
 
@@ -349,21 +341,12 @@ def scaled_by_a_product_of_vectors(x):
   return (x * lax.rsqrt(jnp.vecdot(x, x) / 8 + 1e-6)[:, None]) @ W
 
 
-def loss_that_is_a_product_of_vectors(x):
-  error = (1000 * x @ W).ravel()
-  return jnp.vdot(error, error) / error.size / 1e6
-
-
 FUNCTIONS = {
   "large layer norm": between(lambda x: layer_norm(1000 * x)),
   "product of vectors": scaled_by_a_product_of_vectors,
-  "loss of vectors": loss_that_is_a_product_of_vectors,
   "fully masked rows": masked,
   "scatter-max": between(lambda x: x.at[2].max(0.0)),
   "scatter-add": between(lambda x: x.at[0].add(W[0])),
-  "scatter of segments": between(
-    lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 0, 1]), 2)
-  ),
   # NumPy's array is beyond the range of float16, but nothing warns.
   "a mask of NumPy": between(
     lambda x: jax.nn.softmax(x + np.float32([0, -1e9] * 4))
@@ -517,13 +500,8 @@ def test_overrides_choose_the_layers_in_low_precision(name):
     assert found["conv1"] == "bfloat16"
 
 
-@pytest.mark.parametrize("order", ["outside", "inside"])
-def test_overrides_hold_for_the_gradient_of_a_layer_alone(order):
-  overrides = {CONV1: jnp.float16}
-  if order == "outside":
-    mixed = jax.grad(ols.autocast(loss_fn, "O0", overrides=overrides))
-  else:
-    mixed = ols.autocast(jax.grad(loss_fn), "O0", overrides=overrides)
+def test_overrides_hold_for_the_gradient_of_a_layer_alone():
+  mixed = ols.autocast(jax.grad(loss_fn), "O0", overrides={CONV1: jnp.float16})
   low = [
     scopes.join("", str(equation.source_info.name_stack))
     for equation in equations(mixed, lenet_params(), IMAGES)
@@ -534,8 +512,7 @@ def test_overrides_hold_for_the_gradient_of_a_layer_alone(order):
   assert low == [CONV1] * 2
 
 
-@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
-def test_overrides_hold_inside_of_a_rematerialization(transform):
+def test_overrides_hold_inside_of_a_rematerialization():
   @jax.checkpoint
   @jax.named_scope("mlp")
   def mlp(x):
@@ -546,7 +523,7 @@ def test_overrides_hold_inside_of_a_rematerialization(transform):
     return jnp.sum(mlp(mlp(x)))
 
   mixed = ols.autocast(
-    transform(loss), "O0", overrides={"block/mlp": jnp.float16}
+    jax.hessian(loss), "O0", overrides={"block/mlp": jnp.float16}
   )
   assert set(dtypes_of("dot_general", mixed, jnp.eye(2))) == {"float16"}
 
@@ -567,7 +544,6 @@ def in_scope(scope, function):
 
 SCOPED = {
   "loops and jit": (in_a_loop, "outer/inner", "dot_general"),
-  "brackets": (in_scope("layers[0]", jnp.sin), "layers[0]", "sin"),
   "inputs only": (
     lambda x: jax.named_scope("first")(jnp.sin)(x) @ x,
     "first",

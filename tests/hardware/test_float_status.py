@@ -326,23 +326,6 @@ def test_numbers_from_nothing_applied_functions_and_references_are_examined():
 # In a step --------------------------------------------------------------------
 
 
-def test_a_status_means_its_overflows_and_a_tuple_all_of_it():
-  tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
-  state = tx.init(HALF(0))
-  _, undefined = hardware.float_status(lambda x: 1 / x)(HALF(0))
-  _, overflowed = hardware.float_status(lambda x: x * x)(HALF(300))
-
-  def is_skipped(overflow):
-    return bool(tx.update(HALF(0), state, overflow=overflow)[1].skipped)
-
-  assert not is_skipped(undefined)
-  assert not is_skipped([undefined, False])
-  assert is_skipped(tuple(undefined))
-  assert is_skipped(overflowed)
-  assert is_skipped([False, overflowed])
-  assert bool(overflowed) and not bool(undefined)
-
-
 def test_misused_statuses_are_explained():
   def function(x):
     _, status = hardware.float_status(lambda x: x * x)(x)
@@ -352,9 +335,8 @@ def test_misused_statuses_are_explained():
     jax.jit(function)(HALF(300))
   tx = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale(1.0))
   _, status = hardware.float_status(lambda x: x * x)(HALF(300))
-  for skip in (status, [status]):
-    with pytest.raises(TypeError, match="got a FloatStatus; pass it as overf"):
-      tx.update(HALF(0), tx.init(HALF(0)), skip=skip)
+  with pytest.raises(TypeError, match="got a FloatStatus; pass it as overflow"):
+    tx.update(HALF(0), tx.init(HALF(0)), skip=[status])
 
 
 # Errors -----------------------------------------------------------------------
